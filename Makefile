@@ -1,0 +1,74 @@
+# Every target does the set-up it needs, once: .venv with the pinned requirements, the editable install, the build.
+# PYTHON=<interpreter> uses that one as it is: no venv, nothing installed, built in place (an offline GPU machine).
+PYTHON ?=
+BASE_PYTHON ?= python3
+CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu tests/cpp/*.cpp)
+XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesses=8)
+
+ifeq ($(PYTHON),)
+  PY := .venv/bin/python
+  CLANG_FORMAT := .venv/bin/clang-format
+  READY := .venv/.installed
+else
+  PY := $(PYTHON)
+  CLANG_FORMAT := clang-format
+  READY :=
+  export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+
+.PHONY: help build test bench lint format typecheck gpu wheel sanitize clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
+	@echo "PYTHON=<interpreter> uses that one as it is (no .venv, nothing installed)."
+
+build: $(READY)  ## compile attnkern's libraries in place
+	@$(PY) setup.py -q build_ext --inplace
+
+test: build  ## all tests; PYTEST_ARGS="-k dropout" for some
+	@$(PY) -m pytest $(XDIST) $(PYTEST_ARGS)
+
+bench: build  ## sweep sequence length against torch: table, JSONL, plot; BENCH_ARGS for python -m bench run
+	@$(PY) -m bench run $(BENCH_ARGS)
+
+lint: $(READY) typecheck  ## ruff, clang-format, mypy: check only
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(CLANG_FORMAT) --dry-run -Werror $(CPP)
+
+format: $(READY)  ## rewrite the sources in the project's format
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@$(CLANG_FORMAT) -i $(CPP)
+
+typecheck: $(READY)  ## mypy
+	@$(PY) -m mypy
+
+gpu: $(READY)  ## on a CUDA machine: build, GPU tests, benchmark
+	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu: torch %s of $(PY) sees no CUDA device: nothing was run" % torch.__version__)'
+	@echo "== build" && $(MAKE) --no-print-directory build
+	@echo "== tests" && PYTHONUNBUFFERED=1 $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+	@echo "== bench" && PYTHONUNBUFFERED=1 $(PY) -m bench run --device cuda $(BENCH_ARGS)
+
+wheel: $(READY)  ## dist/: a wheel with the compiled libraries, and the sdist
+	@rm -rf build/lib.*
+	@$(PY) setup.py -q sdist bdist_wheel
+	@ls dist
+
+sanitize: $(READY)  ## the CPU kernels' C++ tests under AddressSanitizer and UBSan
+	@$(PY) setup.py -q build_sanitized
+	@build/ninja/test_kernels
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info attnkern/*.so attnkern/_build.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.venv/.requirements: requirements-dev.txt
+	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "attnkern needs Python >= 3.10: BASE_PYTHON=<path>")'
+	@test -x .venv/bin/python || { echo "== .venv: a few minutes, once" && $(BASE_PYTHON) -m venv .venv; }
+	@.venv/bin/python -m pip install -q --disable-pip-version-check -r $<
+	@touch $@
+
+.venv/.installed: .venv/.requirements setup.py pyproject.toml
+	@ATTNKERN_SKIP_EXT=1 .venv/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@

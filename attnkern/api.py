@@ -1,0 +1,200 @@
+"""The public functions: make a `Problem`, choose a backend, apply it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
+
+from . import autograd, rng
+from . import backends as _backends
+from .backends import Explanation, reference
+from .problem import Problem, is_causal_bias
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """softmax(query key^T * scale + attn_mask) value, in place of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Same signature, results, gradients and errors, plus `backend`. Scores are never held in memory as a whole, except
+    by the reference backend.
+
+    Args:
+        query: (..., L, E); float32, float64, bfloat16 or float16; any strides.
+        key: (..., S, E), value: (..., S, Ev); query's dtype and device. Leading dimensions broadcast.
+        attn_mask: broadcasts to (..., L, S). bool: True = attend. float32 or query's dtype: added to the scaled scores.
+            A row with no key to attend to gives 0.
+        dropout_p: probability with which a weight is dropped, whenever > 0 (in evaluation mode as well).
+        is_causal: query i attends to keys 0..i (aligned to the top left when L != S). Excludes attn_mask.
+        scale: default 1 / sqrt(E).
+        enable_gqa: dimension -3 is heads, and those of key and value divide those of query: query head h uses
+            key head h // (Hq // Hk).
+        backend: a name of `attnkern.backends()`, which then runs the call or raises; None chooses.
+
+    Returns:
+        (..., L, Ev) in query's dtype.
+
+    Raises:
+        TypeError: an argument of the wrong type. RuntimeError: shapes, dtypes or devices that do not fit, dropout_p
+        outside [0, 1], attn_mask together with is_causal, or a named backend that cannot run the call.
+        ValueError: scale that is not finite, an unknown backend.
+
+    Source: A. Vaswani et al., "Attention is all you need", NeurIPS 2017; the tiling is T. Dao et al., "FlashAttention",
+    NeurIPS 2022, after M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    if has_torch_function_variadic(query, key, value, attn_mask):
+        result = _override(
+            scaled_dot_product_attention,
+            (query, key, value),
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            backend=backend,
+        )
+        if result is not NotImplemented:
+            return result
+    if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
+        raise RuntimeError("attnkern: attn_mask must be None when is_causal=True, got a mask (attention() takes both)")
+    problem = Problem.from_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _apply(problem, backend, False)[0]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "top_left",
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`scaled_dot_product_attention` with a sliding window, alignment, soft-capping and the log-sum-exp.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as in
+            `scaled_dot_product_attention`, except that attn_mask may come with is_causal and window: a key must then
+            pass all of them.
+        window: (left, right), each an int >= 0 or None (unbounded): query i attends to keys j with
+            -left <= j - i - offset <= right. is_causal makes right 0.
+        alignment: "top_left" (offset 0) or "bottom_right" (offset S - L: the last query is level with the last key),
+            for window and is_causal.
+        softcap: c > 0 replaces the scaled scores x by c * tanh(x / c), before attn_mask; None or 0: off.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        out (..., L, Ev) in query's dtype; with return_lse (out, lse), lse (..., L) in float32 (float64 for float64
+        inputs), natural logarithm, -inf where no key is attended. Both are differentiable. `merge_attention` joins
+        such pairs.
+
+    Raises:
+        As `scaled_dot_product_attention`; ValueError also for a negative window, an unknown alignment, a bad softcap.
+
+    Source of soft-capping: Gemma Team, "Gemma 2", 2024; of windows: I. Beltagy et al., "Longformer", 2020.
+    """
+    if has_torch_function_variadic(query, key, value, attn_mask):
+        result = _override(
+            attention,
+            (query, key, value),
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            window=window,
+            alignment=alignment,
+            softcap=softcap,
+            return_lse=return_lse,
+            backend=backend,
+        )
+        if result is not NotImplemented:
+            return result
+    problem = Problem.from_sdpa(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
+    )
+    out, lse = _apply(problem, backend, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "top_left",
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """Which backend `attention` would use for these arguments, and why not the others; nothing is computed.
+
+    Print it, or read `.chosen` and `.refusals`. Invalid arguments raise what the call raises; a named backend that
+    refuses gives chosen=None and the text of the call's error.
+    """
+    problem = Problem.from_sdpa(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
+    )
+    return _backends.explain(problem, backend)
+
+
+def _apply(problem: Problem, backend: str | None, return_lse: bool) -> tuple[Tensor, Tensor]:
+    chosen = _backends.select(problem, backend)
+    seed = rng.draw_seed(problem.q.device) if problem.score.dropout_p > 0 else None
+    if chosen is reference:
+        out, lse = reference.forward(problem, seed)
+    else:
+        out, lse = autograd.attention(problem, seed, return_lse, chosen.NAME)
+    return problem.restore(out), problem.restore(lse) if return_lse else lse
+
+
+_DEFAULTS = {**(attention.__kwdefaults__ or {}), "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+
+
+def _override(function: Any, tensors: tuple[Any, Any, Any], *, attn_mask: Any, **options: Any) -> Any:
+    """What an argument's own __torch_function__ (or an active mode) makes of the call; NotImplemented: nothing."""
+    passed = {
+        name: x
+        for name, x in {"attn_mask": attn_mask, **options}.items()
+        if x is not _DEFAULTS[name] and not (type(x) is float and x == _DEFAULTS[name])
+    }
+    relevant = tensors if is_causal_bias(attn_mask) else (*tensors, attn_mask)
+    if _any_nested(relevant):
+        # A jagged tensor knows torch's function only; whatever that cannot do, it says.
+        options_of_torch = {"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
+        if extra := sorted(passed.keys() - options_of_torch):
+            raise RuntimeError(f"attnkern: jagged nested tensors go to torch's own attention, which has no {extra}")
+        return torch._C._nn.scaled_dot_product_attention(*tensors, **passed)
+    if has_torch_function(relevant):
+        return handle_torch_function(function, relevant, *tensors, **passed)
+    return NotImplemented
+
+
+def _any_nested(tensors: tuple[Any, ...]) -> bool:
+    with torch._C.DisableTorchFunction():  # asking must not look like a call to a subclass or mode
+        return any(isinstance(x, Tensor) and x.is_nested for x in tensors)

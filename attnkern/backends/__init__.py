@@ -1,0 +1,128 @@
+"""Which backend runs a problem. The only place that chooses.
+
+A backend is a module with
+
+    NAME
+    unavailable() -> str | None          why it cannot run at all on this machine
+    refusals(problem) -> list[str]       why it cannot run this problem (cheap: asked in every call)
+
+and its line in `TABLE`. All but `reference` are reached through the operators of ops.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from ..problem import Problem
+from . import cpu, reference
+
+# Best first. The reference runs on every device: last in every line, and alone on a device that has none.
+TABLE: dict[str, tuple[ModuleType, ...]] = {
+    "cpu": (cpu, reference),
+    "cuda": (reference,),
+    "meta": (reference,),
+}
+_BY_NAME = {backend.NAME: backend for row in TABLE.values() for backend in row}
+
+
+class FallbackWarning(UserWarning):
+    """No kernel could run a call, so plain torch did: right, but slow, and holding all scores in memory."""
+
+
+class BackendInfo(NamedTuple):
+    """One backend, as `backends()` lists it."""
+
+    name: str
+    device_types: tuple[str, ...]
+    available: bool
+    why_not: str | None  # None if available
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call gets and why the others do not. str() is the text of the error and of the warning."""
+
+    problem: str  # the inputs, in one line
+    chosen: str | None  # None if the backend asked for refuses
+    refusals: dict[str, list[str]]  # every backend in order of preference; an empty list: it can run the call
+
+    def __str__(self) -> str:
+        def line(name: str, reasons: list[str]) -> str:
+            if name == self.chosen:
+                return f"  {name}: chosen"
+            return f"  {name}: {'; '.join(reasons) if reasons else 'could run this call'}"
+
+        return "\n".join([f"  {self.problem}", *(line(name, reasons) for name, reasons in self.refusals.items())])
+
+
+def select(problem: Problem, name: str | None = None) -> ModuleType:
+    """The backend that runs `problem`: the one named, or the first of its device that does not refuse."""
+    if name is None:
+        for backend in _row(problem):
+            if not backend.refusals(problem):
+                if backend is reference and problem.q.device.type != "meta":
+                    _warn_fallback(_fallback_reasons(problem))
+                return backend
+    elif name not in _BY_NAME:
+        raise ValueError(f"attnkern: backend must be one of {', '.join(map(repr, _BY_NAME))} or None, got {name!r}")
+    elif not _refusals(_BY_NAME[name], problem):
+        return _BY_NAME[name]
+    raise RuntimeError(f"attnkern: backend {name!r} cannot run this call\n{explain(problem, name)}")
+
+
+def explain(problem: Problem, name: str | None = None) -> Explanation:
+    """What `select` does with the same arguments, as data. Warns of nothing; raises for an unknown name only."""
+    row = _row(problem)
+    others = [backend for backend in _BY_NAME.values() if backend not in row]
+    refusals = {backend.NAME: _refusals(backend, problem) for backend in (*row, *others)}
+    if name is not None:
+        chosen = name if name in refusals and not refusals[name] else None
+        if name not in _BY_NAME:
+            select(problem, name)
+    else:
+        chosen = next(n for n, reasons in refusals.items() if not reasons)
+    return Explanation(str(problem), chosen, refusals)
+
+
+def backends() -> list[BackendInfo]:
+    """Every backend, the devices it runs on, and whether it can run here."""
+    infos = []
+    for name, backend in _BY_NAME.items():
+        devices = ("any",) if backend is reference else tuple(d for d, row in TABLE.items() if backend in row)
+        why_not = backend.unavailable()
+        infos.append(BackendInfo(name, devices, why_not is None, why_not))
+    return infos
+
+
+def _row(problem: Problem) -> tuple[ModuleType, ...]:
+    return TABLE.get(problem.q.device.type, (reference,))
+
+
+def _refusals(backend: ModuleType, problem: Problem) -> list[str]:
+    if backend is not reference and backend not in _row(problem):
+        return [f"query is on {problem.q.device.type}"]
+    return backend.refusals(problem)
+
+
+def _fallback_reasons(problem: Problem) -> str:
+    reasons = [f"{b.NAME}: {reason}" for b in _row(problem) if b is not reference for reason in b.refusals(problem)]
+    return "; ".join(reasons) or f"no backend has kernels for {problem.q.device.type} tensors"
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # a trace warns once, when it is made
+def _warn_fallback(reasons: str) -> None:
+    if reasons not in _warned:
+        _warned.add(reasons)
+        warnings.warn(
+            f"attnkern: plain torch runs this attention, slowly and with memory for all scores ({reasons})",
+            FallbackWarning,
+            stacklevel=5,
+        )

@@ -1,0 +1,79 @@
+"""The definition of attention as attnkern computes it, in plain torch. Every other backend is tested against it.
+
+    x    = softmax_scale * q k^T                          (B, Hq, L, S); query head h uses key head h // (Hq // Hk)
+    x    = softcap * tanh(x / softcap)                    if softcap > 0
+    x    = x + bias, or -inf where a bool bias is False
+    x    = -inf outside the band                          keep (i, j) iff -left <= j - i - offset <= right
+    lse  = log sum_j exp(x)                               natural logarithm
+    p    = exp(x - lse), dropped out, survivors divided by (1 - dropout_p)
+    out  = p v
+
+A row whose every x is -inf has lse = -inf, out = 0 and gradients 0. Inputs of 16 bits are computed in float32, others
+in their own dtype. Differentiable any number of times, under every torch.func transform; holds all scores in memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import rng
+from ..problem import Problem, Score, autocasts, is_length_major
+
+NAME = "reference"
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Why this backend cannot run `problem`: it can run every one."""
+    return []
+
+
+def unavailable() -> str | None:
+    """Why this backend cannot run at all here: it always can."""
+    return None
+
+
+def forward(problem: Problem, philox_seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, L, Ev) in q's dtype and lse (B, Hq, L) in float32 (float64 for float64)."""
+    q, k, v, bias, score, _ = problem
+    out, lse = attention(q, k, v, bias, philox_seed, score)
+    if is_length_major(q):
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out, lse
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, philox_seed: Tensor | None, score: Score
+) -> tuple[Tensor, Tensor]:
+    if autocasts(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return attention(q, k, v, bias, philox_seed, score)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, num_heads, seqlen_q, _ = q.shape
+    seqlen_k = k.shape[-2]
+
+    x = score.softmax_scale * (q.to(dtype) @ per_query_head(k, num_heads).to(dtype).mT)
+    if score.softcap:
+        x = score.softcap * torch.tanh(x / score.softcap)
+    if bias is not None:
+        x = x.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else x + bias.to(dtype)
+    if (keep := score.band.mask(seqlen_q, seqlen_k, q.device)) is not None:
+        x = x.masked_fill(~keep, -math.inf)
+
+    # A dead row goes through softmax as zeros and is zeroed afterwards: its NaN never exists, in no derivative.
+    # (softmax, not exp(x - lse): lse cannot hold log S beside a bias of finfo.min, which stands for a mean.)
+    dead = (x == -math.inf).all(-1, keepdim=True)
+    x = x.masked_fill(dead, 0.0)
+    lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
+    p = x.softmax(-1).masked_fill(dead, 0.0)
+    if philox_seed is not None:
+        keep = rng.keep_mask(philox_seed, score.dropout_p, batch, num_heads, seqlen_q, seqlen_k)
+        p = p.masked_fill(~keep, 0.0) / (1.0 - score.dropout_p if score.dropout_p < 1.0 else 1.0)
+    return (p @ per_query_head(v, num_heads).to(dtype)).to(q.dtype), lse
+
+
+def per_query_head(x: Tensor, num_heads: int) -> Tensor:
+    """Key or value heads repeated for the consecutive query heads that share them."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)

@@ -1,0 +1,289 @@
+"""Named attention problems, shared by the tests, the benchmarks and tuning.
+
+A :class:`Case` is a description without tensors: sizes, dtype, band, kind of mask. ``CASES`` lists the named ones
+(model shapes, sequence sweeps, decoding, masks), ``select`` finds them by name, tag or glob, and ``Case.inputs``
+draws the tensors.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import testing
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MASKS = ("none", "bool", "padding", "float", "bias")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    ``mask`` is one of MASKS: "bool" (1, 1, L, S) with a third of the entries hidden, "padding" (B, 1, 1, S) bool,
+    "float" (1, 1, L, S) additive, "bias" (1, Hq, L, S) additive and learned (its gradient is part of the backward pass).
+    ``layout`` "bhld" is contiguous, "blhd" gives transposed views of (B, L, H, D) memory, as a projection leaves them.
+    ``window`` and ``alignment`` are those of :func:`attnkern.attention`.
+    """
+
+    name: str
+    seqlen_q: int
+    seqlen_k: int
+    batch: int = 1
+    heads_q: int = 8
+    heads_k: int = 8
+    head_dim: int = 64
+    head_dim_v: int = 64
+    dtype: str = "fp32"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    alignment: str = "top_left"
+    mask: str = "none"
+    dropout: float = 0.0
+    softcap: float = 0.0
+    scale: float | None = None
+    layout: str = "bhld"
+    forward_only: bool = False
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = (self.batch, self.heads_q, self.heads_k, self.seqlen_q, self.seqlen_k, self.head_dim, self.head_dim_v)
+        if min(sizes) < 1:
+            raise ValueError(f"case {self.name}: every size must be at least 1, got {sizes}")
+        if self.heads_q % self.heads_k:
+            raise ValueError(f"case {self.name}: heads_q={self.heads_q} is no multiple of heads_k={self.heads_k}")
+        for value, allowed, field in (
+            (self.dtype, tuple(DTYPES), "dtype"),
+            (self.mask, MASKS, "mask"),
+            (self.layout, ("bhld", "blhd"), "layout"),
+            (self.alignment, ("top_left", "bottom_right"), "alignment"),
+        ):
+            if value not in allowed:
+                raise ValueError(f"case {self.name}: {field}={value!r} is not one of {', '.join(allowed)}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def softmax_scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    @property
+    def shape(self) -> str:
+        """The sizes on one short line, e.g. ``1x32/8x1024x128`` (batch, heads, length, head_dim)."""
+        heads = f"{self.heads_q}" if self.heads_q == self.heads_k else f"{self.heads_q}/{self.heads_k}"
+        length = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}/{self.seqlen_k}"
+        dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        return f"{self.batch}x{heads}x{length}x{dim}"
+
+    @property
+    def band(self) -> tuple[int, int, int] | None:
+        """(left, right, offset): entry (i, j) is kept iff -left <= j - i - offset <= right. None: every entry is."""
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        if left is None and right is None:
+            return None
+        far = self.seqlen_q + self.seqlen_k
+        offset = self.seqlen_k - self.seqlen_q if self.alignment == "bottom_right" else 0
+        return (far if left is None else left, far if right is None else right, offset)
+
+    def attended_entries(self) -> int:
+        """Score entries inside the band, over one batch entry and head. A dense mask doesn't count: it skips no work."""
+        if self.band is None:
+            return self.seqlen_q * self.seqlen_k
+        left, right, offset = self.band
+        rows = torch.arange(self.seqlen_q) + offset
+        first = (rows - left).clamp(min=0)
+        last = (rows + right).clamp(max=self.seqlen_k - 1)
+        return int((last - first + 1).clamp(min=0).sum())
+
+    def flops(self, pass_name: str) -> float:
+        """Multiplications and additions of the matrix products; backward recomputes the scores (five products)."""
+        pairs = 2.0 * self.batch * self.heads_q * self.attended_entries()
+        forward = pairs * (self.head_dim + self.head_dim_v)
+        backward = pairs * (3 * self.head_dim + 2 * self.head_dim_v)
+        return {"forward": forward, "forward-grad": forward, "backward": backward, "both": forward + backward}[
+            pass_name
+        ]
+
+    def bytes_moved(self, pass_name: str) -> float:
+        """Bytes of every input and output, each counted once: the least traffic to memory."""
+        query = self.batch * self.heads_q * self.seqlen_q
+        key = self.batch * self.heads_k * self.seqlen_k
+        dims = self.head_dim + self.head_dim_v
+        mask = {"none": 0, "bool": 0, "padding": 0, "float": 1, "bias": self.heads_q}[self.mask] * (
+            self.seqlen_q * self.seqlen_k
+        )
+        forward = (query + key) * dims + mask
+        backward = query * 2 * (self.head_dim + self.head_dim_v) + 2 * key * dims + 2 * mask
+        elements = {"forward": forward, "forward-grad": forward, "backward": backward, "both": forward + backward}
+        return float(elements[pass_name] * self.torch_dtype.itemsize)
+
+    def keep_mask(self, rows: torch.Tensor | None = None, device: str | torch.device = "cpu") -> torch.Tensor | None:
+        """The band as a bool (rows, S) mask, True = attend, for implementations that know only dense masks."""
+        if self.band is None:
+            return None
+        left, right, offset = self.band
+        i = torch.arange(self.seqlen_q, device=device) if rows is None else rows.to(device)
+        distance = torch.arange(self.seqlen_k, device=device) - i[:, None] - offset
+        return (distance >= -left) & (distance <= right)
+
+    def inputs(self, device: str | torch.device = "cpu", seed: int = 0) -> testing.Inputs:
+        """Standard normal query, key, value and the mask, the same for a seed on every device."""
+        kinds = {"bool": ("bool", "11LS"), "float": ("float", "11LS"), "bias": ("float", "1HLS")}
+        inputs = testing.make_inputs(
+            self.batch,
+            self.heads_q,
+            self.seqlen_q,
+            self.seqlen_k,
+            self.head_dim,
+            self.head_dim_v,
+            heads_k=self.heads_k,
+            dtype=self.torch_dtype,
+            device=device,
+            layout={"bhld": "contiguous", "blhd": "blhd"}[self.layout],
+            mask=kinds.get(self.mask),
+            seed=seed,
+        )
+        if self.mask == "padding":
+            generator = torch.Generator().manual_seed(seed)
+            kept = torch.randint(
+                (self.seqlen_k + 1) // 2, self.seqlen_k + 1, (self.batch, 1, 1, 1), generator=generator
+            )
+            inputs = replace(inputs, attn_mask=(torch.arange(self.seqlen_k) < kept).to(device))
+        return inputs
+
+
+def case(
+    name: str, length: int, keys: int | None = None, *, heads: int | tuple[int, int] = 8, dim: int = 64, **more
+) -> Case:
+    """A Case in short form: ``keys`` defaults to ``length``, ``heads`` is a number or (query heads, key heads)."""
+    heads_q, heads_k = heads if isinstance(heads, tuple) else (heads, heads)
+    return Case(
+        name=name,
+        seqlen_q=length,
+        seqlen_k=length if keys is None else keys,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        head_dim=dim,
+        **{"head_dim_v": dim, **more},
+    )
+
+
+def _models() -> Iterable[Case]:
+    # One attention layer each, as published; batches small enough for a CPU.
+    model = {"dtype": "bf16", "tags": ("models",)}
+    yield case("llama3-8b", 1024, heads=(32, 8), dim=128, causal=True, **model)
+    yield case("gpt2", 1024, heads=12, causal=True, **{**model, "dtype": "fp32"})
+    yield case("bert-base", 512, batch=4, heads=12, mask="padding", **{**model, "dtype": "fp32"})
+    yield case("bert-base-dropout", 128, batch=4, heads=12, dropout=0.1, **{**model, "dtype": "fp32"})
+    yield case("vit-b16", 197, batch=8, heads=12, layout="blhd", **{**model, "dtype": "fp32"})
+    yield case("vit-h14", 257, batch=4, heads=16, dim=80, layout="blhd", **model)
+    yield case("whisper-encoder", 1500, heads=20, **model)
+    yield case("whisper-cross", 448, 1500, heads=20, **model)
+    yield case("t5-bias", 512, heads=12, mask="bias", scale=1.0, **{**model, "dtype": "fp32"})
+    yield case("mistral-window", 2048, heads=(32, 8), dim=128, causal=True, window=(511, 0), **model)
+    yield case("gemma2-softcap", 512, heads=(8, 4), dim=256, causal=True, softcap=50.0, **model)
+    yield case("deepseek-mla", 512, heads=16, dim=192, head_dim_v=128, causal=True, **model)
+    yield case("sd15-self", 1024, batch=2, heads=8, dim=80, layout="blhd", **model)
+    yield case("sd15-cross", 1024, 77, batch=2, heads=8, dim=80, layout="blhd", **model)
+    yield case("swin-window", 49, batch=64, heads=4, dim=32, mask="bias", **{**model, "dtype": "fp32"})
+
+
+def _decode() -> Iterable[Case]:
+    for dtype in ("fp32", "bf16"):
+        more = {"dtype": dtype, "forward_only": True, "tags": ("decode",)}
+        yield case(f"decode-mha-4k-{dtype}", 1, 4096, heads=8, dim=128, **more)
+        yield case(f"decode-mha-64k-{dtype}", 1, 65536, heads=1, dim=128, **more)
+        yield case(f"decode-llama-4k-{dtype}", 1, 4096, heads=(32, 8), dim=128, **more)
+        yield case(f"decode-batch-512-{dtype}", 1, 512, batch=32, **more)
+        yield case(
+            f"decode-speculative-4k-{dtype}",
+            8,
+            4096,
+            heads=(32, 8),
+            dim=128,
+            causal=True,
+            alignment="bottom_right",
+            **more,
+        )
+
+
+def _masks() -> Iterable[Case]:
+    for dtype in ("fp32", "bf16"):
+        more = {"dtype": dtype, "heads": 4, "tags": ("masks",)}
+        for mask in MASKS[1:]:
+            yield case(f"mask-{mask}-{dtype}", 1024, mask=mask, **more)
+        yield case(f"window-256-{dtype}", 4096, **{**more, "heads": 1}, causal=True, window=(255, 0))
+        yield case(f"bottom-right-{dtype}", 512, 1024, causal=True, alignment="bottom_right", **more)
+
+
+def sweep(
+    prefix: str, lengths: Sequence[int], tags: tuple[str, ...], *, tokens: int, dtypes=("fp32", "bf16"), dims=(64, 128)
+):
+    """Cases over length with batch x heads x length constant, so that a row's work grows linearly with the length."""
+    for dtype in dtypes:
+        for dim in dims:
+            for causal in (False, True):
+                for length in lengths:
+                    problems = max(1, tokens // length)
+                    heads = math.gcd(problems, 8)
+                    yield case(
+                        f"{prefix}-{dtype}-d{dim}-{'causal' if causal else 'full'}-{length}",
+                        length,
+                        batch=problems // heads,
+                        heads=heads,
+                        dim=dim,
+                        dtype=dtype,
+                        causal=causal,
+                        tags=tags,
+                    )
+
+
+def _sweeps() -> Iterable[Case]:
+    yield from sweep("sweep", [2**n for n in range(7, 13)], ("quick-sweep",), tokens=8192)
+    yield from sweep("long", [8192, 16384, 32768], ("long-sweep",), tokens=32768)
+    for n in range(6, 16):
+        yield case(f"growth-{2**n}", 2**n, heads=1, forward_only=True, tags=("growth",))
+    yield case("launch", 64, heads=1, tags=("launch-overhead",))
+    for dtype in ("fp32", "bf16"):
+        # Small enough for a smoke test, odd enough to reach every tail.
+        yield case(f"smoke-{dtype}", 33, 47, heads=(4, 2), dim=24, dtype=dtype, causal=True, tags=("smoke",))
+
+
+CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_sweeps())
+
+
+def select(pattern: str, cases: Sequence[Case] = CASES) -> list[Case]:
+    """The cases matching a comma-separated list of names, tags and globs (``llama*,decode``), each once, in table order.
+
+    Raises ValueError naming the item that matches nothing.
+    """
+    chosen: set[str] = set()
+    for item in filter(None, (part.strip() for part in pattern.split(","))):
+        found = {c.name for c in cases if item in c.tags or fnmatch.fnmatchcase(c.name, item)}
+        if not found:
+            tags = sorted({tag for c in cases for tag in c.tags})
+            raise ValueError(f"{item!r} is no case, tag or matching glob; tags: {', '.join(tags)}")
+        chosen |= found
+    if not chosen:
+        raise ValueError("no case is named")
+    return [c for c in cases if c.name in chosen]
+
+
+def override(case: Case, **fields) -> Case:
+    """A copy with other fields and the changes in its name; sizes that were equal (L and S, E and Ev, heads) stay equal."""
+    for given, other in (("seqlen_q", "seqlen_k"), ("head_dim", "head_dim_v"), ("heads_q", "heads_k")):
+        if given in fields and other not in fields and getattr(case, given) == getattr(case, other):
+            fields[other] = fields[given]
+    changed = {key: value for key, value in fields.items() if getattr(case, key) != value}
+    if not changed:
+        return case
+    label = ",".join(f"{key}={value}" for key, value in changed.items())
+    return replace(case, name=f"{case.name}[{label}]", **changed)

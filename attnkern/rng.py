@@ -1,0 +1,71 @@
+"""Dropout bits: Philox4x32-10, counted by the position of a score.
+
+Every score (b, h, i, j) owns 16 random bits that depend on the seed and on that position alone, never on tile shapes,
+threads or devices. So every backend drops the same entries, the backward pass regenerates them, and this module
+replays them in plain torch. The kernels mirror the layout written here:
+
+    key      (seed & 0xffffffff, seed >> 32)
+    counter  (c0 = (j // 32) * 4 + (j % 8) // 2,  c1 = i,  c2 = bh & 0xffffffff,  c3 = bh >> 32)  with bh = b * Hq + h
+    word     (j // 8) % 4          of the four 32-bit output words
+    half     j % 2                 low or high 16 bits of that word
+    keep     half >= round(p * 65536)
+
+One call thus serves 8 entries of a row: two neighbours in each of four consecutive groups of 8 columns, which is what
+one thread of a tensor-core multiply holds.
+
+A seed tensor of n elements splits the batch into n equal consecutive groups: group g has key seed[g] and counts its own
+batch elements from 0. (n > 1 is what vmap makes of n separate calls.)
+
+Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A fresh Philox key from torch's generator of `device`: int64, shape (1,). Ruled by `torch.manual_seed`."""
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a * b. In two halves: the whole 64-bit product would overflow a signed int64."""
+    low = a * (b & 0xFFFF)
+    mid = a * (b >> 16) + (low >> 16)
+    return mid >> 16, ((mid & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four uint32 words (held in int64) per counter. Keys and counters broadcast."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        hi0, lo0 = _mul_hi_lo(_MULTIPLIERS[0], c0)
+        hi1, lo1 = _mul_hi_lo(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def keep_mask(seed: Tensor, dropout_p: float, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The entries that dropout keeps: bool (batch, num_heads, seqlen_q, seqlen_k), on the device of `seed`."""
+
+    def index(n: int) -> Tensor:
+        return torch.arange(n, dtype=torch.int64, device=seed.device)
+
+    groups = seed.shape[0]
+    key = seed.repeat_interleave(batch // groups).view(-1, 1, 1, 1)
+    bh = index(batch // groups).repeat(groups).view(-1, 1, 1, 1) * num_heads + index(num_heads).view(-1, 1, 1)
+    tiles = (seqlen_k + 31) // 32
+    words = philox(
+        (key & _MASK, (key >> 32) & _MASK),
+        (index(tiles * 4), index(seqlen_q).view(-1, 1), bh & _MASK, bh >> 32),
+    )
+    # (tile, pair, word) -> columns in the order tile, word, pair, half.
+    columns = torch.stack(words, -1).unflatten(-2, (tiles, 4)).transpose(-1, -2)
+    halves = torch.stack((columns & 0xFFFF, columns >> 16), -1).flatten(-4)
+    return halves[..., :seqlen_k] >= round(dropout_p * 65536)

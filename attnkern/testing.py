@@ -1,0 +1,749 @@
+"""What the tests, the benchmark and a new backend share: the tolerance rule, a float64 reference, problems, memory layouts.
+
+The rule, the only one in the project. Let `exact` be float64 maths and `baseline` torch's own maths in the dtype at hand
+(matmul, softmax, matmul; float16 and bfloat16 computed in float32 and rounded once, as torch's MATH backend does). Then
+
+    |actual - exact| <= factor * max|baseline - exact| + unit        with factor 2 (outputs) or 3 (gradients)
+
+where `unit` is what one rounding in the dtype can do to that entry: eps * (|exact| + the root-sum-square of the terms added up
+to it). The sum matters where large terms cancel (a score gradient P * (dP - delta) with one key is exactly 0: every
+real kernel leaves a rounding of dP there), and root-sum-square rather than the sum of magnitudes, because roundings are
+independent: the allowance does not grow with the sequence. A NaN never passes; an infinity passes only where `exact` has it.
+
+The reference here is written apart from `attnkern.backends.reference`, so that neither can hide the other's mistake.
+Nothing in this module needs pytest or hypothesis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORWARD_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+
+# --------------------------------------------------------------------------------------------------------------------
+# The tolerance rule
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Largest absolute error of a tensor, that of torch's maths in the same dtype, and how much of the allowance is used."""
+
+    error: float
+    baseline_error: float
+    ratio: float  # <= 1 passes; inf for a NaN or a misplaced infinity
+    where: tuple[int, ...]  # index of the entry with the largest ratio
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1.0
+
+
+def rounding_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The unit of the rule when nothing is known about the terms added up: one rounding of the largest entry."""
+    finite = exact.detach().double().abs().nan_to_num(0.0, 0.0, 0.0)
+    return torch.finfo(dtype).eps * (finite.amax() if finite.numel() else finite.sum())
+
+
+def errors(
+    actual: Tensor, exact: Tensor, baseline: Tensor, *, factor: float = FORWARD_FACTOR, unit: Tensor | None = None
+) -> Errors:
+    """Measures `actual` against `exact` (float64) with `baseline` (torch's maths in the dtype of `actual`) as the yardstick.
+
+    All three have one shape; `unit` broadcasts to it (default: `rounding_unit`).
+    """
+    if actual.shape != exact.shape or baseline.shape != exact.shape:
+        raise ValueError(
+            f"shapes differ: actual {tuple(actual.shape)}, exact {tuple(exact.shape)}, baseline {tuple(baseline.shape)}"
+        )
+    if exact.isnan().any():
+        raise ValueError("exact holds NaN: the rule compares numbers only")
+    if unit is None:
+        unit = rounding_unit(exact, actual.dtype)
+    a, e, b = (x.detach().to("cpu", torch.float64) for x in (actual, exact, baseline))
+    unit = unit.to("cpu", torch.float64).expand_as(e)
+    if not e.numel():
+        return Errors(0.0, 0.0, 0.0, ())
+    same = a == e  # equal infinities included, whose difference would be NaN
+    difference = torch.where(same, 0.0, (a - e).abs())
+    baseline_difference = torch.where(b == e, 0.0, (b - e).abs())
+    # Where torch itself overflows (a float16 gradient, say) it is no yardstick.
+    baseline_error = baseline_difference.nan_to_num(0.0, 0.0, 0.0).amax()
+    allowed = factor * baseline_error + unit
+    ratio = torch.where(same, 0.0, difference / allowed).nan_to_num(math.inf, math.inf, math.inf)
+    worst = int(ratio.argmax())
+    return Errors(
+        error=float(difference.nan_to_num(math.inf, math.inf).amax()),
+        baseline_error=float(baseline_error),
+        ratio=float(ratio.flatten()[worst]),
+        where=tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), e.shape)),
+    )
+
+
+def error_ratio(actual: Tensor, exact: Tensor, baseline: Tensor, *, gradient: bool = False) -> float:
+    """The error of `actual` as a share of what the rule allows: at most 1 passes, NaN gives inf."""
+    return errors(actual, exact, baseline, factor=GRADIENT_FACTOR if gradient else FORWARD_FACTOR).ratio
+
+
+def assert_within_rule(
+    actual: Tensor,
+    exact: Tensor,
+    baseline: Tensor,
+    *,
+    gradient: bool = False,
+    unit: Tensor | None = None,
+    name: str = "output",
+    recipe: str = "",
+) -> None:
+    """Raises AssertionError where `actual` breaks the rule; the message names the worst entry and ends with `recipe`."""
+    factor = GRADIENT_FACTOR if gradient else FORWARD_FACTOR
+    result = errors(actual, exact, baseline, factor=factor, unit=unit)
+    if not result.ok:
+        got, want = float(actual[result.where]), float(exact[result.where])
+        raise AssertionError(
+            f"{name}{list(result.where)}: got {got:.9g}, expected {want:.9g}; error {abs(got - want):.3g} is "
+            f"{result.ratio:.3g} times what is allowed (torch's own largest error here: {result.baseline_error:.3g})"
+            + (f"\n  {recipe}" if recipe else "")
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reference maths
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def philox_keep(
+    seed: int | Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float, device: Any = "cpu"
+) -> Tensor:
+    """Which softmax weights survive dropout: bool (batch, heads, seqlen_q, seqlen_k), for one integer seed.
+
+    Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), written with int64 arithmetic modulo 2**32;
+    entry (b, h, i, j) takes one 16-bit half of one word of the block counted by (j, i, b * heads + h).
+    """
+    mask32 = 0xFFFFFFFF
+    seed = int(seed)
+    i = torch.arange(seqlen_q, device=device).view(1, -1, 1)
+    j = torch.arange(seqlen_k, device=device).view(1, 1, -1)
+    bh = torch.arange(batch * heads, device=device).view(-1, 1, 1)
+    shape = (batch * heads, seqlen_q, seqlen_k)
+    counter = [
+        ((j // 32) * 4 + (j % 8) // 2).expand(shape),
+        i.expand(shape),
+        (bh & mask32).expand(shape),
+        (bh >> 32).expand(shape),
+    ]
+    words = philox_words(counter, (seed & mask32, (seed >> 32) & mask32))
+    word = torch.stack(words).gather(0, ((j // 8) % 4).expand(shape)[None])[0]
+    half = (word >> (16 * (j % 2))) & 0xFFFF
+    return (half >= round(dropout_p * 65536)).view(batch, heads, seqlen_q, seqlen_k)
+
+
+def philox_words(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
+    """One Philox4x32-10 block for each entry: four int64 tensors holding uint32 counters in, four words out."""
+    mask32 = 0xFFFFFFFF
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The int64 product wraps modulo 2**64, which keeps its bits; `& mask32` undoes the sign of the shift.
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((p1 >> 32) & mask32) ^ c1 ^ k0, p1 & mask32, ((p0 >> 32) & mask32) ^ c3 ^ k1, p0 & mask32
+        k0, k1 = (k0 + 0x9E3779B9) & mask32, (k1 + 0xBB67AE85) & mask32
+    return [c0, c1, c2, c3]
+
+
+def band_mask(
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "top_left",
+    device: Any = "cpu",
+) -> Tensor | None:
+    """The (L, S) bool mask (True = attend) that `is_causal`, `window` and `alignment` describe; None without a bound."""
+    if not is_causal and window is None:
+        return None
+    left, right = window if window is not None else (None, None)
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None] - offset
+    keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if left is not None:
+        keep &= distance >= -left
+    if right is not None:
+        keep &= distance <= right
+    return keep
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    band: Tensor | None,
+    split_scale: bool,
+) -> tuple[Tensor, Tensor]:
+    """Softmax weights and log-sum-exp, dead rows as zeros and -inf, from already repeated key heads."""
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.size(-1)) if query.size(-1) else 1.0
+    if split_scale:  # torch's MATH backend scales both factors before the product
+        root = math.sqrt(abs(scale))
+        scores = (query * math.copysign(root, scale)) @ (key * root).mT
+    else:
+        scores = query @ key.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = torch.where(attn_mask, scores, -math.inf)
+        else:
+            scores = scores + attn_mask.to(scores.dtype)
+    if band is not None:
+        scores = torch.where(band, scores, -math.inf)
+    dead = (scores == -math.inf).all(-1, keepdim=True)
+    alive = torch.where(dead, 0.0, scores)
+    weights = torch.where(dead, 0.0, alive.softmax(-1))
+    lse = torch.where(dead.squeeze(-1), -math.inf, alive.logsumexp(-1))
+    return weights, lse
+
+
+def naive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "top_left",
+    softcap: float | None = None,
+    keep: Tensor | None = None,
+    split_scale: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention as a plain composition in the dtype it is given, any rank: (out, lse). `keep` replays a dropout mask."""
+    if dropout_p and keep is None:
+        raise ValueError("dropout needs the mask to replay: pass keep=")
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    band = band_mask(
+        query.size(-2), key.size(-2), is_causal=is_causal, window=window, alignment=alignment, device=query.device
+    )
+    weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, split_scale=split_scale)
+    if keep is not None:
+        weights = weights * keep.to(weights.dtype) / (1.0 - dropout_p) if dropout_p < 1 else weights * 0.0
+    return weights @ value, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """One result: its float64 value, torch's own maths in the dtype, and the unit of the rule for each entry."""
+
+    exact: Tensor
+    baseline: Tensor
+    unit: Tensor
+
+
+def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def expected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    keep: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Expected]:
+    """What attention of these inputs has to give: "out", "lse" and, with a `grad_out`, the gradients named after the inputs.
+
+    `options` are those of `naive_attention`. A mask gets a gradient where it is floating.
+    """
+    dtype = query.dtype
+    inputs = {"query": query, "key": key, "value": value}
+    if attn_mask is not None and attn_mask.is_floating_point():
+        inputs["attn_mask"] = attn_mask
+
+    def run(compute_dtype: torch.dtype, *, split_scale: bool, rounded: bool = False) -> dict[str, Tensor]:
+        def convert(x: Tensor) -> Tensor:
+            if rounded:  # a mask may hold finfo.min, which must not become -inf
+                x = x.clamp(torch.finfo(torch.float32).min).where(x != -math.inf, x).float()
+            return x.to(compute_dtype)
+
+        leaves = {n: convert(x.detach()).requires_grad_() for n, x in inputs.items()}
+        mask = leaves.get("attn_mask", attn_mask)
+        with torch.enable_grad():
+            out, lse = naive_attention(
+                leaves["query"], leaves["key"], leaves["value"], mask, keep=keep, split_scale=split_scale, **options
+            )
+            results = {"out": out.detach(), "lse": lse.detach()}
+            if grad_out is not None:
+                targets, seeds = [out], [convert(grad_out.detach())]
+                if grad_lse is not None:
+                    targets.append(lse)
+                    seeds.append(convert(grad_lse.detach()))
+                grads = torch.autograd.grad(targets, list(leaves.values()), seeds, allow_unused=True)
+                for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+                    results[name] = torch.zeros_like(leaf) if grad is None else grad
+        return results
+
+    exact = run(torch.float64, split_scale=False)
+    if dtype == torch.float64:
+        # There is no wider dtype to measure float64 maths with: it loses as many units in the last place as float32
+        # maths does on the rounded inputs, and the reference itself is off by as much.
+        narrow = run(torch.float32, split_scale=True, rounded=True)
+        wide = run(torch.float64, split_scale=False, rounded=True)
+        loss = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        computed = {n: torch.where(narrow[n] == wide[n], x, x + (narrow[n] - wide[n]) * loss) for n, x in exact.items()}
+    else:
+        computed = run(torch.float32, split_scale=True)
+    units = _units(inputs, attn_mask, exact, grad_out, grad_lse, keep, options)
+    dtypes = {"out": dtype, "lse": _accumulate_dtype(dtype), **{n: x.dtype for n, x in inputs.items()}}
+    return {n: Expected(exact[n], torch.zeros_like(exact[n]).to(dtypes[n]).copy_(computed[n]), units[n]) for n in exact}
+
+
+def _first_of_repeated(x: Tensor, shape: torch.Size) -> Tensor:
+    """The part of `x` that has `shape`, for an `x` that repeats itself where `shape` lacks a dimension or has size 1."""
+    for _ in range(x.dim() - len(shape)):
+        x = x.sum(0) if x.size(0) == 0 else x[0]
+    for d, n in enumerate(shape):
+        if x.size(d) != n:
+            x = x.sum(d, keepdim=True) if x.size(d) == 0 else x.narrow(d, 0, 1)
+    return x
+
+
+def _units(
+    inputs: dict[str, Tensor],
+    attn_mask: Tensor | None,
+    exact: dict[str, Tensor],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    keep: Tensor | None,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    """The rule's unit for every result: one rounding in the dtype carried through the terms that are added up."""
+    dtype = inputs["query"].dtype
+    eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
+    gqa, dropout_p = options.get("enable_gqa", False), options.get("dropout_p", 0.0)
+
+    def full(name: str, x: Tensor) -> Tensor:
+        """`x` with the query's heads and all leading dimensions: the tensor a kernel's loops see."""
+        if gqa and name in ("key", "value"):
+            x = x.repeat_interleave(inputs["query"].size(-3) // x.size(-3), -3)
+        if name == "attn_mask":
+            return x.expand(*exact["lse"].shape, inputs["key"].size(-2)).expand(*exact["out"].shape[:-1], -1)
+        return x.expand(*exact["out"].shape[:-2], *x.shape[-2:])
+
+    def reduce(name: str, squares: Tensor) -> Tensor:
+        """Root of the squares summed over what `full` repeated (the transpose of `full`, which autograd knows)."""
+        leaf = inputs[name].detach().double().requires_grad_()
+        with torch.enable_grad():
+            (total,) = torch.autograd.grad(full(name, leaf), leaf, squares)
+        return total.sqrt()
+
+    q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
+    scale = options.get("scale")
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.size(-1)) if q.size(-1) else 1.0
+    band = band_mask(
+        q.size(-2),
+        k.size(-2),
+        is_causal=options.get("is_causal", False),
+        window=options.get("window"),
+        alignment=options.get("alignment", "top_left"),
+        device=q.device,
+    )
+    mask = None if attn_mask is None else attn_mask.detach()
+    weights, lse = _weights(q, k, mask, scale=scale, softcap=options.get("softcap"), band=band, split_scale=False)
+    # A score is rounded in the accumulation dtype, and so is the row's log-sum-exp: either moves the weight by that much
+    # relative to 1. Only scores that carry weight count: a bias of -1e38 is not an error of anything. Twice, as sums
+    # round too.
+    condition = 1.0 + abs(scale) * ((q.square() @ k.square().mT).sqrt() + (q @ k.mT).abs())
+    condition = condition + lse[..., None].abs().nan_to_num(0.0, 0.0, 0.0)
+    if mask is not None and mask.dtype != torch.bool:
+        condition = condition + torch.where(weights > 0, mask.double().abs(), 0.0)
+    condition = 2.0 * condition
+    lse_unit = _first_of_repeated((weights * condition).sum(-1), exact["lse"].shape)
+    condition = eps_accumulate / eps * condition
+    survive = torch.ones_like(weights) if keep is None else keep.double() / max(1.0 - dropout_p, 1e-30)
+    if dropout_p == 1:
+        survive = survive * 0
+    w2 = (weights * survive * (1.0 + condition)).square()
+    units = {
+        "out": eps * (exact["out"].abs() + (w2 @ v.square()).sqrt()),
+        "lse": eps_accumulate * (exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0) + lse_unit),
+    }
+    if grad_out is None:
+        return units
+    do = grad_out.detach().double()
+    units["value"] = eps * (exact["value"].abs() + reduce("value", w2.mT @ do.square()))
+    delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * (do * exact["out"]).square().sum(-1, keepdim=True)
+    dp2 = (do.square() @ v.square().mT) * survive.square()
+    centred = (do @ v.mT) * survive - (do * exact["out"]).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        dlse = grad_lse.detach().double().expand(do.shape[:-1])[..., None]
+        centred, delta2 = centred + dlse, delta2 + dlse.square()
+    ds2 = (weights * (1.0 + condition)).square() * (dp2 + delta2 + centred.square())
+    # delta is one rounded number for the whole row, so its error reaches dq through a coherent sum over the keys.
+    coherent = delta2 * (weights @ k).square()
+    units["query"] = eps * (exact["query"].abs() + abs(scale) * reduce("query", ds2 @ k.square() + coherent))
+    units["key"] = eps * (exact["key"].abs() + abs(scale) * reduce("key", ds2.mT @ q.square()))
+    if "attn_mask" in inputs:
+        units["attn_mask"] = eps * (exact["attn_mask"].abs() + reduce("attn_mask", ds2))
+    return units
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory layouts: the same numbers behind other strides. What lies between the numbers is NaN, so that a kernel which
+# reads it is caught.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _poison(*shape: int, like: Tensor) -> Tensor:
+    return torch.full(shape, math.nan, dtype=like.dtype, device=like.device)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _blhd(x: Tensor) -> Tensor:
+    return _contiguous(x.transpose(-2, -3)).transpose(-2, -3)
+
+
+def _sequence_first(x: Tensor) -> Tensor:
+    return _contiguous(x.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
+
+
+def _packed(x: Tensor) -> Tensor:
+    b, h, n, d = x.shape
+    buffer = _poison(b, n, 3, h, d, like=x)
+    buffer[:, :, 1] = x.transpose(1, 2)
+    return buffer[:, :, 1].transpose(1, 2)
+
+
+def _stepped(x: Tensor) -> Tensor:
+    buffer = _poison(*x.shape[:-1], 2 * x.size(-1), like=x)
+    buffer[..., ::2] = x
+    return buffer[..., ::2]
+
+
+def _stepped_rows(x: Tensor) -> Tensor:
+    buffer = _poison(*x.shape[:-2], 3 * x.size(-2), x.size(-1), like=x)
+    buffer[..., ::3, :] = x
+    return buffer[..., ::3, :]
+
+
+def _e_major(x: Tensor) -> Tensor:
+    return _contiguous(x.mT).mT
+
+
+def _offset(x: Tensor) -> Tensor:
+    buffer = _poison(x.numel() + 3, like=x)
+    buffer[3:] = x.reshape(-1)
+    return buffer[3:].view(x.shape)
+
+
+def _padded(x: Tensor) -> Tensor:
+    buffer = _poison(*x.shape[:-1], x.size(-1) + 3, like=x)
+    buffer[..., : x.size(-1)] = x
+    return buffer[..., : x.size(-1)]
+
+
+def _heads_last(x: Tensor) -> Tensor:
+    return _contiguous(x.permute(3, 0, 2, 1)).permute(1, 3, 2, 0)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": _contiguous,
+    "blhd": _blhd,
+    "sequence_first": _sequence_first,
+    "packed": _packed,
+    "stepped": _stepped,
+    "stepped_rows": _stepped_rows,
+    "e_major": _e_major,
+    "offset": _offset,
+    "padded": _padded,
+    "heads_last": _heads_last,
+}
+
+
+def with_layout(x: Tensor, layout: str) -> Tensor:
+    """A view with the values of the 4-D tensor `x` and the strides of that layout (one of `LAYOUTS`)."""
+    view = LAYOUTS[layout](x.detach())
+    assert view.shape == x.shape
+    return view
+
+
+def packed_qkv(
+    batch: int, heads: int, seqlen: int, head_dim: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A random (B, L, 3, H, E) projection and its three (B, H, L, E) views: (qkv, query, key, value)."""
+    qkv = torch.randn(batch, seqlen, 3, heads, head_dim, dtype=dtype, device=device)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    return qkv, q, k, v
+
+
+def odd_strides_on_size_one(x: Tensor) -> Tensor:
+    """`x` with senseless strides on its dimensions of size 1, which torch allows and no kernel may use."""
+    return x.as_strided(x.shape, [s if n != 1 else 12345 for n, s in zip(x.shape, x.stride(), strict=True)])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Problems
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """query, key, value and a mask, with the call that makes them again."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    recipe: str
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        found = {"query": self.query, "key": self.key, "value": self.value, "attn_mask": self.attn_mask}
+        return {n: x for n, x in found.items() if x is not None}
+
+
+def make_mask(
+    kind: str,
+    shape: str,
+    sizes: dict[str, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """A random mask. `shape` spells its dimensions: "BHLS", "B11S", "LS", "1S", ... with `sizes` giving the letters.
+
+    kind: "bool" (about a third masked), "float" (normal), "holes" (normal with a third of -inf).
+    """
+    dims = [1 if c == "1" else sizes[c] for c in shape]
+    drop = torch.rand(dims, generator=generator).lt(0.35).to(device)
+    if kind == "bool":
+        return ~drop
+    bias = torch.randn(dims, generator=generator, dtype=torch.float64).to(device, dtype)
+    if kind == "holes":
+        bias = bias.masked_fill(drop, -math.inf)
+    elif kind != "float":
+        raise ValueError(f"kind: got {kind!r}, expected 'bool', 'float' or 'holes'")
+    return bias
+
+
+def make_inputs(
+    batch: int = 2,
+    heads: int = 2,
+    seqlen_q: int = 5,
+    seqlen_k: int | None = None,
+    head_dim: int = 8,
+    head_dim_v: int | None = None,
+    *,
+    heads_k: int | None = None,
+    heads_v: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    layout: str | tuple[str, str, str] = "contiguous",
+    mask: tuple[str, str] | None = None,
+    mask_dtype: torch.dtype | None = None,
+    seed: int | None = None,
+) -> Inputs:
+    """Random inputs (standard normal, 4-D); `mask` is (kind, shape) of `make_mask`.
+
+    Without a seed one is drawn from torch's generator; the recipe names it, so a failure can be repeated alone.
+    """
+    arguments = {n: x for n, x in locals().items() if n != "seed"}
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    heads_k = heads if heads_k is None else heads_k
+    heads_v = heads_k if heads_v is None else heads_v
+    generator = torch.Generator().manual_seed(seed)
+    layouts = (layout,) * 3 if isinstance(layout, str) else layout
+
+    def draw(h: int, n: int, d: int, name: str) -> Tensor:
+        x = torch.randn(batch, h, n, d, generator=generator, dtype=torch.float64)
+        return with_layout(x.to(device, dtype), name)
+
+    query = draw(heads, seqlen_q, head_dim, layouts[0])
+    key = draw(heads_k, seqlen_k, head_dim, layouts[1])
+    value = draw(heads_v, seqlen_k, head_dim_v, layouts[2])
+    attn_mask = None
+    if mask is not None:
+        sizes = {"B": batch, "H": heads, "L": seqlen_q, "S": seqlen_k}
+        attn_mask = make_mask(*mask, sizes, dtype=mask_dtype or dtype, device=device, generator=generator)
+    shown = ", ".join(f"{n}={x!r}" for n, x in arguments.items() if x is not None)
+    return Inputs(query, key, value, attn_mask, f"attnkern.testing.make_inputs({shown}, seed={seed})")
+
+
+def random_problem(
+    seed: int, *, device: Any = "cpu", dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)
+) -> tuple[Inputs, dict[str, Any]]:
+    """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed."""
+    rng = random.Random(seed)
+    lengths = [0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 61, 64, 65, 97, 130]
+    heads_k = rng.choice([1, 2, 3])
+    group = rng.choice([1, 1, 2, 4])
+    gqa = group > 1
+    head_dim = rng.choice([1, 2, 3, 8, 16, 17, 32, 40, 64, 72])
+    seqlen_q = rng.choice(lengths)
+    seqlen_k = seqlen_q if rng.random() < 0.3 else rng.choice(lengths)
+    dtype = rng.choice(list(dtypes))
+    options: dict[str, Any] = {}
+    if gqa:
+        options["enable_gqa"] = True
+    kind = rng.choice(["none", "causal", "window", "mask", "mask", "both"])
+    mask = None
+    if kind in ("mask", "both"):
+        mask = (rng.choice(["bool", "float", "holes"]), "".join(rng.choice([c, c, "1"]) for c in "BHLS"))
+    if kind in ("causal", "both"):
+        options["is_causal"] = True
+    if kind == "window":
+        options["window"] = (rng.choice([None, 0, 1, 5, 40]), rng.choice([None, 0, 1, 5, 40]))
+    if kind in ("causal", "window", "both"):
+        options["alignment"] = rng.choice(["top_left", "bottom_right"])
+    if rng.random() < 0.3:
+        options["scale"] = rng.choice([0.0, -0.5, 0.125, 1.0])
+    if rng.random() < 0.15:
+        options["softcap"] = rng.choice([1.0, 5.0])
+    inputs = make_inputs(
+        rng.choice([1, 1, 2, 3]),
+        heads_k * group,
+        seqlen_q,
+        seqlen_k,
+        head_dim,
+        rng.choice([head_dim, head_dim, 1, 5, 24]),
+        heads_k=heads_k,
+        dtype=dtype,
+        device=device,
+        layout=tuple(rng.choice(list(LAYOUTS)) for _ in range(3)),  # type: ignore[arg-type]
+        mask=mask,
+        mask_dtype=rng.choice([dtype, torch.float32]),
+        seed=seed,
+    )
+    return dataclasses.replace(inputs, recipe=f"attnkern.testing.random_problem({seed})"), options
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checks
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN inside: an output entry that a kernel forgets, or padding that it reads, cannot pass."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def unmodified(*tensors: Tensor | None) -> Iterator[None]:
+    """Asserts that the storage behind every tensor, what lies between its entries included, stays as it was."""
+
+    def raw(x: Tensor) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.detach().untyped_storage())
+
+    kept = [(x, raw(x).clone(), x._version) for x in tensors if x is not None]
+    yield
+    for x, before, version in kept:
+        assert torch.equal(raw(x), before), f"an input of shape {tuple(x.shape)} was written to"
+        assert x._version == version, f"an input of shape {tuple(x.shape)} was modified in place"
+
+
+def check_attention(
+    inputs: Inputs,
+    *,
+    backend: str | None = None,
+    gradients: bool = True,
+    keep: Tensor | None = None,
+    function: Callable[..., Any] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Runs `attnkern.attention` on `inputs` and holds output, log-sum-exp and all gradients to the rule.
+
+    Also asserts dtypes, shapes, dense outputs that alias no input, and inputs left as they were. `function` replaces
+    `attnkern.attention` (it then returns the output alone). Returns what was computed, by the names of `expected`.
+    """
+    import attnkern
+
+    recipe = f"{inputs.recipe}  {options}  backend={backend!r}"
+    leaves = {n: x.detach() for n, x in inputs.tensors.items()}
+    if gradients:
+        leaves = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
+    with unmodified(*leaves.values()):
+        if function is None:
+            out, lse = attnkern.attention(**leaves, **options, return_lse=True, backend=backend)
+            results = {"out": out, "lse": lse}
+        else:
+            results = {"out": function(**leaves, **options)}
+        out = results["out"]
+        grad_out = grad_lse = None
+        if gradients:
+            # A quarter of a normal keeps float16 gradients of long rows away from overflow; the scale cancels otherwise.
+            grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
+            targets, seeds = [out], [grad_out]
+            if "lse" in results:
+                grad_lse = (0.25 * torch.randn(results["lse"].shape, dtype=torch.float64)).to(results["lse"])
+                grad_lse = torch.where(results["lse"].detach() == -math.inf, 0.0, grad_lse)
+                targets.append(results["lse"])
+                seeds.append(grad_lse)
+            wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+            results |= dict(zip(wanted, torch.autograd.grad(targets, list(wanted.values()), seeds), strict=True))
+    want = expected(
+        leaves["query"],
+        leaves["key"],
+        leaves["value"],
+        leaves.get("attn_mask"),
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+        keep=keep,
+        **options,
+    )
+    storages = {x.untyped_storage().data_ptr() for x in leaves.values() if x.numel()}
+    for name, actual in results.items():
+        exact, reference, unit = (x.expand_as(actual) for x in dataclasses.astuple(want[name]))
+        assert actual.dtype == reference.dtype, f"{name}: dtype {actual.dtype}, expected {reference.dtype}\n  {recipe}"
+        assert actual.device == leaves["query"].device, f"{name}: on {actual.device}\n  {recipe}"
+        if actual.numel():
+            assert actual.untyped_storage().data_ptr() not in storages, f"{name} aliases an input\n  {recipe}"
+        assert_within_rule(
+            actual,
+            exact,
+            reference,
+            gradient=name not in ("out", "lse"),
+            unit=unit,
+            name={"out": "output", "lse": "lse"}.get(name, f"gradient of {name}"),
+            recipe=recipe,
+        )
+    return results

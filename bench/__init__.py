@@ -1,0 +1,1 @@
+"""Benchmarks of attnkern against F.scaled_dot_product_attention: ``python -m bench --help``."""

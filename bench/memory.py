@@ -1,0 +1,44 @@
+"""Peak memory that one call adds to what is already allocated."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def peak_growth(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
+    """Runs ``call``; gives its result and the most bytes it held at once, results included. None where unknown.
+
+    On a CPU this is the kernel's own peak counter of resident memory, after free memory went back to the system: what
+    the C++ heap hides from torch's allocator statistics (a kernel's scratch) is in it.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # peak := current
+    except (AttributeError, OSError):
+        return call(), None
+    before = _status("VmRSS")
+    result = call()
+    return result, _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")

@@ -1,0 +1,298 @@
+"""Who competes: attnkern's backends and every backend of F.scaled_dot_product_attention that the device offers.
+
+A provider turns a case and its tensors into a differentiable call. ``jobs`` wraps that call for one pass.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnkern
+from attnkern.cases import Case
+from attnkern.problem import Problem
+from attnkern.testing import Inputs
+
+from .timing import Work
+
+PASSES = ("forward", "backward", "both", "forward-grad")
+BASELINE = "sdpa"
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Refused(Exception):
+    """The provider can't do this case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """``bind(case, inputs)`` gives the call, or raises Refused. ``default``: takes part unless others are named."""
+
+    name: str
+    about: str
+    device_types: tuple[str, ...]
+    bind: Callable[[Case, Inputs], Attend]
+    context: Callable[[], AbstractContextManager] = nullcontext
+    default: bool = True
+    quadratic: bool = False  # holds all scores
+
+    def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
+        """The call of one pass. It returns the output, then the gradients of query, key, value and a learned mask."""
+        with self.context():
+            attend = self.bind(case, inputs)
+            if pass_name == "forward":
+                return Work(partial(attend, *_tensors(inputs)), self.context)
+            query, key, value, mask = (None if x is None else x.detach() for x in _tensors(inputs))
+            leaves = [x.requires_grad_() for x in (query, key, value) if x is not None]
+            if case.mask == "bias" and mask is not None:
+                leaves.append(mask.requires_grad_())
+            if pass_name == "forward-grad":
+                return Work(partial(attend, query, key, value, mask), self.context)
+            if pass_name == "backward":
+                out = attend(query, key, value, mask)
+                return Work(partial(torch.autograd.grad, out, leaves, grad_out, retain_graph=True), self.context)
+
+        def both() -> tuple[Tensor, ...]:
+            out = attend(query, key, value, mask)
+            return (out, *torch.autograd.grad(out, leaves, grad_out))
+
+        return Work(both, self.context)
+
+
+def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return inputs.query, inputs.key, inputs.value, inputs.attn_mask
+
+
+def results(pass_name: str, returned: object) -> dict[str, Tensor]:
+    """What a Work's call returned, by the names of attnkern.testing.expected."""
+    tensors = returned if isinstance(returned, tuple) else (returned,)
+    names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", "attn_mask")
+    if pass_name == "both":
+        names = ("out", *names)
+    return {name: x.detach() for name, x in zip(names, tensors, strict=False) if isinstance(x, Tensor)}
+
+
+# --- attnkern ---------------------------------------------------------------------------------------------------------
+
+
+def _options(case: Case) -> dict[str, object]:
+    return {
+        "dropout_p": case.dropout,
+        "is_causal": case.causal,
+        "scale": case.scale,
+        "enable_gqa": case.heads_q != case.heads_k,
+    }
+
+
+def _extended(case: Case) -> dict[str, object]:
+    return {"window": case.window, "alignment": case.alignment, "softcap": case.softcap or None}
+
+
+def _attnkern(backend: str, case: Case, inputs: Inputs) -> Attend:
+    explanation = attnkern.explain(*_tensors(inputs), **_options(case), **_extended(case), backend=backend)
+    if explanation.chosen != backend:
+        raise Refused("; ".join(explanation.refusals[backend]))
+    drop_in = case.window is None and case.alignment == "top_left" and not case.softcap
+    if drop_in and not (case.causal and case.mask != "none"):
+        return partial(attnkern.scaled_dot_product_attention, **_options(case), backend=backend)
+    return partial(attnkern.attention, **_options(case), **_extended(case), backend=backend)
+
+
+class _OperatorProvider(Provider):
+    """A bare operator has no autograd: ``backward`` is a call of its own."""
+
+    def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
+        if pass_name == "forward":
+            return Work(partial(self.bind(case, inputs), *_tensors(inputs)), self.context)
+        if pass_name == "backward":
+            return Work(self.backward(case, inputs, grad_out), self.context)
+        raise Refused("a bare operator runs forward or backward only")
+
+    @abstractmethod
+    def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]: ...
+
+
+def _score(case: Case, inputs: Inputs) -> tuple[float | int, ...]:
+    """The operator's arguments from softmax_scale to dropout_p."""
+    if case.dropout:
+        raise Refused("the bare operator is timed without dropout only")
+    return tuple(Problem.from_sdpa(*_tensors(inputs), **_options(case), **_extended(case)).score)  # type: ignore[arg-type]
+
+
+def _attnkern_op(case: Case, inputs: Inputs) -> Attend:
+    op, score = torch.ops.attnkern.forward.default, _score(case, inputs)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return op(query, key, value, mask, None, *score, False, "cpu")[0]
+
+    return attend
+
+
+class _AttnkernOperator(_OperatorProvider):
+    """The operator without the Python above it: what a short call costs at least."""
+
+    def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        q, k, v, mask = _tensors(inputs)
+        score = _score(case, inputs)
+        out, lse = torch.ops.attnkern.forward.default(q, k, v, mask, None, *score, True, "cpu")
+        wanted = 7 + 8 * (case.mask == "bias")
+        op = torch.ops.attnkern.backward.default
+        return partial(op, grad_out, None, q, k, v, mask, None, out, lse, *score, wanted, "cpu")
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _sdpa(case: Case, inputs: Inputs) -> Attend:
+    if case.softcap:
+        raise Refused("F.scaled_dot_product_attention has no softcap")
+    options = _options(case)
+    band_is_causal = case.window is None and (case.alignment == "top_left" or case.seqlen_q == case.seqlen_k)
+    if case.band is None or (band_is_causal and case.mask == "none"):
+        return partial(F.scaled_dot_product_attention, **options)
+    options["is_causal"] = False
+    # torch knows no other band: the dense mask that means the same, made before the clock starts.
+    if case.mask == "bias":
+        raise Refused("F.scaled_dot_product_attention takes no mask with a band, and this one needs its gradient")
+    keep = case.keep_mask(device=inputs.query.device)
+    assert keep is not None
+    mask = inputs.attn_mask
+    if mask is None:
+        dense = keep
+    elif mask.dtype == torch.bool:
+        dense = mask & keep
+    else:
+        dense = mask.masked_fill(~keep, float("-inf"))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dense, **options)
+
+    return attend
+
+
+class _TorchCpuOperator(_OperatorProvider):
+    """torch's flash operator for CPUs called directly: the rival of ``cpu-op``."""
+
+    def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        q, k, v, mask = _tensors(inputs)
+        if case.mask == "bias":
+            raise Refused("torch's flash operator has no gradient for a mask")
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, lse = forward(q, k, v, 0.0, case.causal, attn_mask=mask, scale=case.scale)
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return partial(op, grad_out, q, k, v, out, lse, 0.0, case.causal, attn_mask=mask, scale=case.scale)
+
+
+def _torch_cpu_op(case: Case, inputs: Inputs) -> Attend:
+    if case.dropout or case.softcap or case.window or case.alignment != "top_left" or case.head_dim != case.head_dim_v:
+        raise Refused("torch's flash operator for CPUs knows causal and a mask only")
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return op(query, key, value, 0.0, case.causal, attn_mask=mask, scale=case.scale)[0]
+
+    return attend
+
+
+SDPA_BACKENDS = {
+    "sdpa-cudnn": (SDPBackend.CUDNN_ATTENTION, ("cuda",)),
+    "sdpa-flash": (SDPBackend.FLASH_ATTENTION, ("cpu", "cuda")),
+    "sdpa-efficient": (SDPBackend.EFFICIENT_ATTENTION, ("cuda",)),
+    "sdpa-math": (SDPBackend.MATH, ("cpu", "cuda")),
+}
+
+
+@contextmanager
+def _only(backend: SDPBackend) -> Iterator[None]:
+    with warnings.catch_warnings():  # each refused backend gives its reasons as warnings
+        warnings.simplefilter("ignore")
+        with sdpa_kernel(backend):
+            yield
+
+
+def all_providers(device: torch.device) -> list[Provider]:
+    """Every provider of the device, attnkern's available backends first."""
+    kind = device.type
+    found: list[Provider] = []
+    for info in attnkern.backends():
+        if info.available and (kind in info.device_types or "any" in info.device_types):
+            about = f"attnkern.scaled_dot_product_attention(backend={info.name!r})"
+            quick = info.name != "reference"  # which builds the whole matrix, in Python
+            found.append(
+                Provider(info.name, about, (kind,), partial(_attnkern, info.name), default=quick, quadratic=not quick)
+            )
+            if info.name == "cpu":
+                about = "torch.ops.attnkern.forward and .backward, bare"
+                found.append(_AttnkernOperator("cpu-op", about, (kind,), _attnkern_op, default=False))
+    about = "F.scaled_dot_product_attention"
+    found.append(Provider(BASELINE, f"{about}, torch chooses", ("cpu", "cuda"), _sdpa))
+    for name, (backend, kinds) in SDPA_BACKENDS.items():
+        found.append(
+            Provider(
+                name,
+                f"{about} under sdpa_kernel({backend.name})",
+                kinds,
+                _sdpa,
+                partial(_only, backend),
+                quadratic=backend is SDPBackend.MATH,
+            )
+        )
+    found.append(
+        _TorchCpuOperator(
+            "sdpa-op", "aten._scaled_dot_product_flash_attention_for_cpu, bare", ("cpu",), _torch_cpu_op, default=False
+        )
+    )
+    return [p for p in found if kind in p.device_types]
+
+
+def choose(names: str | None, device: torch.device) -> list[Provider]:
+    """The named providers (comma-separated; ``all``; None: the default ones). Raises ValueError naming a wrong one."""
+    offered = all_providers(device)
+    if names is None:
+        return [p for p in offered if p.default]
+    if names == "all":
+        return offered
+    by_name = {p.name: p for p in offered}
+    chosen = []
+    for name in filter(None, (n.strip() for n in names.split(","))):
+        if name not in by_name:
+            raise ValueError(f"{name!r} is no provider on {device.type}: {', '.join(by_name)}")
+        chosen.append(by_name[name])
+    if not chosen:
+        raise ValueError("no provider is named")
+    return chosen
+
+
+# --- which kernel ran -------------------------------------------------------------------------------------------------
+
+
+KERNELS = {
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_scaled_dot_product_cudnn_attention": "cudnn",
+    "_scaled_dot_product_fused_attention_overrideable": "overrideable",
+}
+
+
+class Seen(TorchDispatchMode):
+    """While active, notes the operators that torch dispatches to; ``kernel`` names the attention kernel among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = "math"  # which is a composition and has no operator of its own
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__.removesuffix("_backward")
+        self.kernel = KERNELS.get(name, self.kernel)
+        return func(*args, **(kwargs or {}))

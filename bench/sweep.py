@@ -1,0 +1,165 @@
+"""One group: a case and a pass, all providers checked against float64, then timed against each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnkern import testing
+from attnkern.cases import Case
+
+from . import machine
+from .check import Checker, Error
+from .memory import peak_growth
+from .providers import BASELINE, Provider, Refused, Seen, results
+from .record import Row, row_key
+from .timing import Plan, Timing, Work, measure
+
+
+@dataclass
+class Runner:
+    """Runs groups on one device under one plan; keeps the tensors and the float64 results of the last case."""
+
+    device: torch.device
+    plan: Plan
+    seed: int = 0
+    baseline: str = BASELINE
+    _warm: set[tuple[str, ...]] = field(default_factory=set)
+    _last: tuple[Case, testing.Inputs, Checker] | None = None
+
+    def __post_init__(self) -> None:
+        self.peaks = machine.peaks(self.device, torch.get_num_threads())
+        self._code = machine.code_fingerprint()
+        self._device = machine.device_name(self.device)
+
+    @property
+    def clock(self) -> str:
+        return "gpu" if self.device.type == "cuda" else "cpu time" if self.plan.cpu_time else "wall"
+
+    def key(self, case: Case, pass_name: str, provider: str) -> str:
+        setting = (self._code, self._device, torch.get_num_threads(), self.clock, os.environ.get("ATTNKERN_CPU_ISA"))
+        return row_key(case, pass_name, provider, repr(setting))
+
+    def run(self, case: Case, pass_name: str, providers: Sequence[Provider]) -> list[Row]:
+        """One row for every provider, in order. Never raises for what a provider does."""
+        rows: dict[str, Row] = {p.name: self._row(case, pass_name, p) for p in providers}
+        try:
+            inputs, checker = self._prepare(case)
+        except (RuntimeError, MemoryError) as error:
+            for row in rows.values():
+                row |= {"status": "error", "message": f"inputs: {_one_line(error)}"}
+            return list(rows.values())
+        works: dict[str, Work] = {}
+        for provider in providers:
+            row = rows[provider.name]
+            try:
+                works[provider.name] = self._check(case, pass_name, provider, inputs, checker, row)
+            except Refused as refusal:
+                row |= {"status": "refused", "message": str(refusal)}
+            except Exception as error:  # noqa: BLE001 - whatever a provider raises is a result to record
+                refused = isinstance(error, RuntimeError) and str(error).startswith(
+                    ("No available kernel", "No viable backend")
+                )
+                row |= {"status": "refused" if refused else "error", "message": _one_line(error)}
+        if works:
+            try:
+                timings = measure(works, self.plan, self.device)
+            except Exception as error:  # noqa: BLE001
+                for name in works:
+                    rows[name] |= {"status": "error", "message": f"while timed: {_one_line(error)}"}
+            else:
+                for name, timing in timings.items():
+                    self._fill(case, pass_name, rows[name], timing, timings.get(self.baseline))
+        base = rows.get(self.baseline, {}).get("rms")
+        for row in rows.values():
+            if base and row.get("rms"):
+                row["rms_ratio"] = max((row["rms"][n] / base[n] for n in row["rms"] if base.get(n)), default=None)
+        return list(rows.values())
+
+    def _prepare(self, case: Case) -> tuple[testing.Inputs, Checker]:
+        if self._last is None or self._last[0] != case:
+            self._last = None  # frees the tensors first
+            inputs = case.inputs(self.device, self.seed)
+            self._last = (case, inputs, Checker(case, inputs, self.seed))
+        return self._last[1:]
+
+    def _row(self, case: Case, pass_name: str, provider: Provider) -> Row:
+        return {
+            "key": self.key(case, pass_name, provider.name),
+            **{("case" if k == "name" else k): v for k, v in asdict(case).items()},
+            "pass": pass_name,
+            "provider": provider.name,
+            "device": self._device,
+            "threads": torch.get_num_threads(),
+            "clock": self.clock,
+            "status": "ok",
+        }
+
+    def _check(self, case: Case, pass_name: str, provider: Provider, inputs: Any, checker: Checker, row: Row) -> Work:
+        """Memory and error of one call; gives the call to be timed."""
+        if provider.quadratic:
+            _refuse_without_memory(case, pass_name, self.device)
+        checker.seed_call()
+        work = provider.work(case, inputs, checker.grad_out, pass_name)
+        # The first call of a kind loads code and sizes caches that stay.
+        kind = (provider.name, pass_name, case.dtype, str(case.head_dim), case.mask)
+        with work.context():
+            if kind not in self._warm:
+                work.call()
+                self._warm.add(kind)
+                checker.seed_call()
+            with Seen() if provider.name == BASELINE else nullcontext() as seen:
+                returned, row["memory"] = peak_growth(work.call, self.device)
+        if isinstance(seen, Seen):
+            row["kernel"] = seen.kernel
+        error: Error = checker.error(results(pass_name, returned), provider.name)
+        row |= {"error": error.max_abs, "allowed_share": error.allowed_share, "worst": error.worst, "rms": error.rms}
+        if not error.ok:
+            row |= {
+                "status": "wrong",
+                "message": f"{error.worst}: error is {error.allowed_share:.3g} times the allowed",
+            }
+        return work
+
+    def _fill(self, case: Case, pass_name: str, row: Row, timing: Timing, baseline: Timing | None) -> None:
+        seconds = timing.median
+        flops, moved = case.flops(pass_name) / seconds, case.bytes_moved(pass_name) / seconds
+        row |= {
+            "seconds": seconds,
+            "p20": timing.quantile(0.2),
+            "p80": timing.quantile(0.8),
+            "rounds": len(timing.kept),
+            "dropped": timing.dropped,
+            "clean": timing.clean,
+            "ratio": None if baseline is None else timing.ratio(baseline),
+            "flops_per_second": flops,
+            "peak_share": flops / self.peaks[case.dtype],
+            "bytes_per_second": moved,
+            "bandwidth_share": moved / self.peaks["read"],
+        }
+
+
+def _refuse_without_memory(case: Case, pass_name: str, device: torch.device) -> None:
+    """On a CPU an allocation that doesn't fit ends in a killed process, which could record nothing."""
+    if device.type != "cpu":
+        return
+    copies = 4 if pass_name.startswith("forward") else 8
+    needed = copies * 4 * case.batch * case.heads_q * case.seqlen_q * case.seqlen_k
+    try:
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return
+    available = int(line.split()[1]) * 1024
+    if needed > 0.8 * available:
+        raise Refused(f"its score matrices need about {needed / 2**30:.0f} GiB, {available / 2**30:.0f} GiB are free")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,199 @@
+"""How long calls take, measured so that the figures can be compared on a machine that isn't quiet.
+
+All competitors are timed in one process, in rounds: every round runs each of them once (a block of calls), in rotating
+order, and a ratio is the median over rounds of the ratio within a round. So a drift of the clock or of a
+neighbour's load reaches both sides. On a CPU a round in which other processes took CPU time is dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+# Run-queue delay is exact (ns) and means another process had a core of ours; /proc/stat counts whole ticks of 10 ms.
+MAX_QUEUED_SHARE = 0.02
+MAX_FOREIGN_SHARE = 0.10
+TICK = 0.01
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call to be timed, and the context (a choice of backend, say) to be entered around a block of calls."""
+
+    call: Callable[[], object]
+    context: Callable[[], AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure. ``budget`` is the wall-clock seconds for one group of competitors."""
+
+    block: float = 0.02
+    rounds: int = 11
+    min_rounds: int = 3
+    budget: float = 2.0
+    cpu_time: bool = False
+
+
+@dataclass
+class Timing:
+    """Seconds per call of one competitor in every kept round (None: it sat out), and how much was thrown away."""
+
+    seconds: list[float | None] = field(default_factory=list)
+    dropped: int = 0
+    clean: bool = True
+
+    @property
+    def kept(self) -> list[float]:
+        return [s for s in self.seconds if s is not None]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.kept)
+
+    def quantile(self, q: float) -> float:
+        ordered = sorted(self.kept)
+        return ordered[round(q * (len(ordered) - 1))]
+
+    def ratio(self, baseline: Timing) -> float:
+        """Times faster than the baseline: median over the rounds that both took part in."""
+        pairs = zip(baseline.seconds, self.seconds, strict=True)
+        ratios = [b / s for b, s in pairs if b is not None and s is not None]
+        return statistics.median(ratios) if ratios else math.nan
+
+
+@dataclass(frozen=True)
+class Load:
+    """What other processes have taken so far: seconds our threads waited for a core, seconds stolen or used elsewhere."""
+
+    wall: float
+    queued: float | None
+    foreign: float | None
+
+    @classmethod
+    def now(cls) -> Load:
+        own = time.process_time()
+        return cls(time.perf_counter(), _queued_seconds(), None if (busy := _busy_seconds()) is None else busy - own)
+
+    def disturbed_since(self, before: Load) -> bool:
+        wall = self.wall - before.wall
+        if self.queued is not None and before.queued is not None:
+            if self.queued - before.queued > MAX_QUEUED_SHARE * wall:
+                return True
+        if self.foreign is not None and before.foreign is not None:
+            # Two ticks of every core may be a rounding of the counters.
+            slack = 2 * TICK * torch.get_num_threads()
+            return self.foreign - before.foreign > max(slack, MAX_FOREIGN_SHARE * wall)
+        return False
+
+
+def _queued_seconds() -> float | None:
+    """Seconds that this process's threads were ready to run but had no core (Linux)."""
+    try:
+        return sum(int(p.read_text().split()[1]) for p in Path("/proc/self/task").glob("*/schedstat")) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _busy_seconds() -> float | None:
+    """Seconds that the machine's cores were busy for anyone, time stolen by the hypervisor included (Linux)."""
+    try:
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        )
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + softirq + steal) * TICK
+
+
+def measure(works: Mapping[str, Work], plan: Plan, device: torch.device) -> dict[str, Timing]:
+    """Times every work in interleaved rounds; all must have run once before.
+
+    A competitor much slower than the others takes part in ``min_rounds`` rounds only.
+    """
+    block = _cuda_block(device) if device.type == "cuda" else _cpu_block(plan.cpu_time)
+    watched = device.type == "cpu"
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        single = {name: _run(block, work, 1) for name, work in works.items()}
+        calls = {name: max(1, math.ceil(plan.block / s)) for name, s in single.items()}
+        # One call again where it is short: the first one above paid for cold caches.
+        for name, work in works.items():
+            if calls[name] > 1:
+                calls[name] = max(1, math.ceil(plan.block / _run(block, work, min(calls[name], 10))))
+        cost = {name: single[name] * calls[name] if calls[name] == 1 else plan.block for name in works}
+        fastest = min(cost.values())
+        slow = {name for name in works if cost[name] > max(4 * fastest, plan.budget / plan.rounds)}
+        return _rounds(works, plan, block, calls, slow, watched)
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _run(block: Callable[[Callable, int], float], work: Work, calls: int) -> float:
+    with work.context():
+        return block(work.call, calls)
+
+
+def _rounds(works, plan, block, calls, slow, watched) -> dict[str, Timing]:
+    names = list(works)
+    kept: list[dict[str, float]] = []
+    disturbed: list[dict[str, float]] = []
+    start = time.perf_counter()
+    while len(kept) < plan.rounds:
+        attempts = len(kept) + len(disturbed)
+        spent = time.perf_counter() - start
+        # Disturbed rounds may double the time, not more.
+        if attempts >= plan.min_rounds and spent > plan.budget * (1 if len(kept) >= plan.min_rounds else 2):
+            break
+        shift = attempts % len(names)
+        order = names[shift:] + names[:shift]
+        before = Load.now()
+        # A slow one sits out once it has its rounds, so that the others get the rest of the budget.
+        round_ = {n: _run(block, works[n], calls[n]) for n in order if n not in slow or len(kept) < plan.min_rounds}
+        (disturbed if watched and Load.now().disturbed_since(before) else kept).append(round_)
+    # With too few quiet rounds the disturbed ones are all there is: shown, but marked.
+    clean = len(kept) >= min(plan.min_rounds, plan.rounds)
+    used = kept if clean else kept + disturbed
+    return {n: Timing([r.get(n) for r in used], 0 if not clean else len(disturbed), clean) for n in names}
+
+
+def _cpu_block(cpu_time: bool) -> Callable[[Callable, int], float]:
+    clock = time.process_time if cpu_time else time.perf_counter
+
+    def run(call: Callable, calls: int) -> float:
+        repeats = range(calls)
+        start = clock()
+        for _ in repeats:
+            call()
+        return (clock() - start) / calls
+
+    return run
+
+
+def _cuda_block(device: torch.device) -> Callable[[Callable, int], float]:
+    """Events around every call, with the L2 cache overwritten before it, as triton.testing.do_bench does."""
+    size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    scratch = torch.empty(max(size, 1 << 20), dtype=torch.int8, device=device)
+
+    def run(call: Callable, calls: int) -> float:
+        starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
+        for start, end in zip(starts, ends, strict=True):
+            scratch.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize(device)
+        return statistics.median(s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)) * 1e-3
+
+    return run

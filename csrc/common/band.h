@@ -1,0 +1,49 @@
+// The one band formula. Query i may attend to key j iff  -left <= j - i - offset <= right.
+//
+// Every structured mask is such a band: causal (left unbounded, right 0; offset 0 for torch's top-left alignment,
+// seqlen_k - seqlen_q for bottom-right), a sliding window (finite left and right), and no mask at all.
+// Plain C++ without dependencies: host and device code share it.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define ATTNKERN_HOST_DEVICE __host__ __device__
+#else
+#define ATTNKERN_HOST_DEVICE
+#endif
+
+namespace attnkern {
+
+// Far above any index and far below overflow: i + offset +- kUnbounded fits in 64 bits.
+inline constexpr int64_t kUnbounded = int64_t{1} << 62;
+
+struct Range {
+  int64_t begin, end;  // half open; empty if end <= begin
+};
+
+struct Band {
+  int64_t left = kUnbounded, right = kUnbounded, offset = 0;
+
+  // The same band seen with queries and keys exchanged, as the backward pass walks it.
+  ATTNKERN_HOST_DEVICE Band transposed() const { return {right, left, -offset}; }
+
+  // Keys within `all` that at least one query of [row, row + rows) may attend to.
+  ATTNKERN_HOST_DEVICE Range reached(int64_t row, int64_t rows, Range all) const {
+    return clip(row + offset - left, row + rows + offset + right, all);
+  }
+
+  // Keys within `all` that every query of [row, row + rows) may attend to.
+  ATTNKERN_HOST_DEVICE Range shared(int64_t row, int64_t rows, Range all) const {
+    return clip(row + rows - 1 + offset - left, row + 1 + offset + right, all);
+  }
+
+ private:
+  ATTNKERN_HOST_DEVICE static Range clip(int64_t begin, int64_t end, Range all) {
+    if (begin < all.begin) begin = all.begin;
+    if (end > all.end) end = all.end;
+    return {begin, end < begin ? begin : end};
+  }
+};
+
+}  // namespace attnkern

@@ -1,0 +1,494 @@
+// Backward pass: one sweep that recomputes P from the saved log-sum-exp, five products, no atomics.
+//
+// A task owns the keys of one head group and walks them in tiles of kTile keys, which lie along the vector lanes (the
+// forward pass with queries and keys exchanged). For each block of queries:
+//
+//     S  = Q K^T    dP = dO V^T               A = rows of Q, dO as they lie in memory;  B = K^T, V^T of the tile
+//     P  = exp(S - lse)    dS = P * (dP - delta)
+//     dV^T += dO^T P    dK^T += Q^T dS        A = rows of dO, Q again (unit rows);      B = P, dS
+//     dQ   += dS K                            A = dS;  B = rows of K, lanes over the head dimension
+//
+// with delta = rowsum(dO * O) - dLSE. dK and dV stay in the tile's own accumulators, dQ accumulates in float32 over the
+// tiles in their order: the result does not depend on the number of threads' timing. Where there are fewer head groups
+// than threads, the tiles are dealt out to several tasks with a dQ of their own, summed at the end in a fixed order.
+#pragma once
+
+#include <cstdlib>
+#include <numeric>
+
+#include "forward.h"
+
+namespace attnkern::cpu {
+namespace {
+
+// Which products are wanted.
+struct Wanted {
+  explicit Wanted(const Backward& p)
+      : dq(p.dq.data != nullptr), dk(p.dk.data != nullptr), dv(p.dv.data != nullptr) {}
+  bool dq, dk, dv;
+};
+
+template <class Op>
+struct BackwardScratch {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+
+  BackwardScratch(void* memory, const Backward& p) {
+    Arena arena(memory);
+    const int64_t e = row_scalars<Op>(p.head_dim), ev = row_scalars<Op>(p.head_dim_v);
+    const int64_t rows = max64(kBlock, kTile<C>), pairs = Op::kPack == 1 ? 0 : 1;
+    k_tile = arena.take<Scalar>(e * kTile<C>);
+    v_tile = arena.take<Scalar>(ev * kTile<C>);
+    k_rows = arena.take<Scalar>(kTile<C> * e * Op::kPack);
+    q_rows = arena.take<Scalar>(rows * e);
+    grad_rows = arena.take<Scalar>(rows * ev);
+    q_pairs = arena.take<Scalar>(pairs * rows * e);
+    grad_pairs = arena.take<Scalar>(pairs * rows * ev);
+    p_pairs = arena.take<Scalar>(pairs * kBlock / 2 * kTile<C>);
+    ds_pairs = arena.take<Scalar>(pairs * kBlock / 2 * kTile<C>);
+    ds_rows = arena.take<Scalar>(pairs * kBlock * kTile<C> / 2);
+    scores = arena.take<C>(kBlock * kTile<C>);
+    grad_scores = arena.take<C>(kBlock * kTile<C>);
+    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock * kTile<C>);
+    keep = arena.take<C>(p.dropout_p > 0 ? kBlock * kTile<C> : 0);
+    dk = arena.take<C>(p.head_dim * kTile<C>);
+    dv = arena.take<C>(p.head_dim_v * kTile<C>);
+    bytes = arena.used();
+  }
+
+  Scalar *k_tile, *v_tile, *k_rows, *q_rows, *grad_rows, *q_pairs, *grad_pairs, *p_pairs, *ds_pairs, *ds_rows;
+  C *scores, *grad_scores, *bias, *keep, *dk, *dv;
+  int64_t bytes;
+};
+
+// S, dP -> P (dropped), dS in place. Rows are queries, lanes keys; dlog is d(bias): dS before softcap and scale.
+template <class C>
+inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, bool masked, const Segment& segment,
+                                 const C* lse, const C* delta, const C* bias, const C* keep, bool dlog, C* scores,
+                                 C* grad_scores) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  const V iota = S::iota(), log2e = S::set1(kLog2E<C>), scale = S::set1(score.scale), one = S::set1(C(1));
+  const V ds_scale = S::set1(dlog ? C(1) : score.signed_scale);
+  const bool plain = score.plain();
+  for (int64_t i = segment.row; i < segment.row + segment.rows; ++i) {
+    const int64_t row = (i - segment.row) * kTile<C>;
+    // A row without any live key has lse = -inf; +inf makes its probabilities 0.
+    const V shift = S::set1(lse[i] == -kInfinity<C> ? -kInfinity<C> : -lse[i]), row_delta = S::set1(delta[i]);
+    const Range live = masked ? walk.live_lanes(i) : Range{0, kTile<C>};
+    for (int64_t v = segment.first; v < segment.last; ++v) {
+      const int64_t at = row + v * S::kLanes;
+      V x = S::load(scores + at), slope = one;
+      if (plain) {
+        x = S::fma(x, scale, shift);
+      } else {
+        x *= scale;
+        if (score.cap != C(0)) {
+          const V t = tanh_lanes<C>(x / S::set1(score.cap));
+          x = t * S::set1(score.cap);
+          slope = one - t * t;
+        }
+        if (score.has_bias) x += S::load(bias + at);
+        x += shift;
+      }
+      V p = S::exp2(x * log2e);
+      if (masked) p = lane_mask<C>(iota, v, live) ? p : S::zero();
+      V g = S::load(grad_scores + at), dropped = p;
+      if (keep != nullptr) {
+        const V factor = S::load(keep + at);
+        g *= factor;
+        dropped *= factor;
+      }
+      V ds = p * (g - row_delta) * ds_scale;
+      if (!dlog && score.cap != C(0)) ds *= slope;
+      S::store(scores + at, dropped);
+      S::store(grad_scores + at, ds);
+    }
+  }
+}
+
+// The scores of one block of queries against the tile of keys in scratch: fills scratch.scores with P and
+// scratch.grad_scores with dS for the block's segments.
+template <class T, class Op>
+inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+                        const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t batch, int64_t head,
+                        int64_t key, int64_t keys, const typename Op::Compute* delta, bool need_ds, bool dlog,
+                        Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  const int64_t lse_row = (batch * p.heads_q + head) * p.seqlen_q;
+  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
+  if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
+  if (score.dropout) dropout_tile<C>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.keep);
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes, at = row * kTile<C>;
+    const int64_t vectors = segment.last - segment.first;
+    gemm<Op, false>(segment.rows, vectors, depth, q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane,
+                    kTile<C>, scratch.scores + at + lane, kTile<C>, Epilogue::kStore);
+    if (need_ds)
+      gemm<Op, false>(segment.rows, vectors, depth_v, grad_rows.data + row * grad_rows.step, grad_rows.step,
+                      scratch.v_tile + lane, kTile<C>, scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore);
+    differentiate_scores(score, walk, block.masked, segment, static_cast<const C*>(p.lse) + lse_row, delta + lse_row,
+                         scratch.bias + at, score.dropout ? scratch.keep + at : nullptr, dlog, scratch.scores + at,
+                         scratch.grad_scores + at);
+  }
+}
+
+// scratch <- K^T and V^T of a tile of keys, with the sign of the scale in K^T.
+template <class T, class Op>
+inline void load_key_tile(const Backward& p, const BackwardScratch<Op>& scratch, bool negate, int64_t batch,
+                          int64_t head, int64_t key, int64_t keys) {
+  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
+  transpose_tile<Op>(operand_rows<Op, T>(p.k, batch, head, key, keys, p.head_dim, scratch.q_rows), keys, depth, negate,
+                     scratch.k_tile);
+}
+template <class T, class Op>
+inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head,
+                            int64_t key, int64_t keys) {
+  const int64_t depth = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
+  transpose_tile<Op>(operand_rows<Op, T>(p.v, batch, head, key, keys, p.head_dim_v, scratch.grad_rows), keys, depth,
+                     false, scratch.v_tile);
+}
+
+#if defined(__AVX512BF16__)
+// P and dS of a segment in the two forms that the bfloat16 products read: pairs of rows, and dS also as plain rows.
+inline void pack_segment(const Segment& segment, const float* p, const float* ds, PairDot::Scalar* p_pairs,
+                         PairDot::Scalar* ds_pairs, PairDot::Scalar* ds_rows) {
+  using S = Simd<float>;
+  constexpr int64_t kStep = kTile<float>;
+  for (int64_t i = 0; i < segment.rows; i += 2)
+    for (int64_t v = segment.first; v < segment.last; ++v) {
+      const int64_t at = i * kStep + v * S::kLanes, pair = i / 2 * kStep + v * S::kLanes;
+      const bool single = i + 1 == segment.rows;
+      const auto first = S::load(ds + at), second = single ? S::zero() : S::load(ds + at + kStep);
+      store_probabilities<PairDot>(S::load(p + at), single ? S::zero() : S::load(p + at + kStep), p_pairs + pair);
+      store_probabilities<PairDot>(first, second, ds_pairs + pair);
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + (at >> 1)), _mm512_castsi512_si256(both));
+      if (!single)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + ((at + kStep) >> 1)),
+                            _mm512_extracti64x4_epi64(both, 1));
+    }
+}
+#endif
+
+// Where a head's dQ is summed: the output itself, or a buffer of the compute type with rows of whole vectors.
+template <class C>
+struct QueryGrad {
+  C* data;
+  int64_t step;       // from row to row
+  int64_t head_step;  // from head to head
+};
+
+// All keys of tiles first, first + stride, ... for the query heads [head, head + heads) of one batch entry.
+template <class T, class Op>
+void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
+                    int64_t first_tile, int64_t tile_stride, const typename Op::Compute* delta,
+                    QueryGrad<typename Op::Compute> dq) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using Scalar = typename Op::Scalar;
+  const Score<C> score(p);
+  const Wanted wanted(p);
+  const int64_t group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
+  const int64_t columns = (p.head_dim + S::kLanes - 1) / S::kLanes;
+  const bool need_ds = wanted.dq || wanted.dk;
+
+  for (int64_t key = first_tile * kTile<C>; key < p.seqlen_k; key += tile_stride * kTile<C>) {
+    const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
+    Rows<Scalar> k_rows{};
+    for (int64_t h = head; h < head + heads; ++h) {
+      const int64_t head_k = h / group_k, head_v = h / group_v;
+      if (h == head || h % group_k == 0) {
+        load_key_tile<T, Op>(p, scratch, score.negate, batch, head_k, key, keys);
+        if (wanted.dq) {
+          if constexpr (Op::kPack == 1) {
+            k_rows = operand_rows<Op, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.k_rows, true);
+          } else {
+            const int64_t step = columns * S::kLanes;
+            interleave_rows(at<T>(p.k, batch, head_k, key), p.k.stride[2], p.k.stride[3], keys, p.head_dim,
+                            reinterpret_cast<uint32_t*>(scratch.k_rows), step);
+            k_rows = {scratch.k_rows, step};
+          }
+        }
+        for (int64_t i = 0; i < p.head_dim * kTile<C>; ++i) scratch.dk[i] = C(0);
+      }
+      if (h == head || h % group_v == 0) {
+        load_value_tile<T, Op>(p, scratch, batch, head_v, key, keys);
+        for (int64_t i = 0; i < p.head_dim_v * kTile<C>; ++i) scratch.dv[i] = C(0);
+      }
+
+      BandWalk<C> walk(p.band.transposed(), key, keys, {0, p.seqlen_q});
+      BlockPlan block;
+      while (walk.next(block)) {
+        if (block.segments == 0) continue;
+        const auto q_rows = operand_rows<Op, T>(p.q, batch, h, block.row, block.rows, p.head_dim, scratch.q_rows);
+        const auto grad_rows =
+            operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
+        score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, delta, need_ds, false, q_rows,
+                           grad_rows);
+
+        // The same rows as operand A of dV and dK, where the queries are summed over.
+        Rows<Scalar> q_sum = q_rows, grad_sum = grad_rows;
+        const Scalar *probabilities, *ds, *ds_rows;
+        int64_t ds_step = kTile<C>;
+        if constexpr (Op::kPack == 1) {
+          probabilities = scratch.scores;
+          ds = ds_rows = scratch.grad_scores;
+        } else {
+#if defined(__AVX512BF16__)
+          for (int64_t s = 0; s < block.segments; ++s) {
+            const int64_t at = (block.segment[s].row - block.row) * kTile<C>;
+            pack_segment(block.segment[s], scratch.scores + at, scratch.grad_scores + at, scratch.p_pairs + at / 2,
+                         scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);
+          }
+          q_sum = {scratch.q_pairs, round_up(p.head_dim, S::kLanes)};
+          grad_sum = {scratch.grad_pairs, round_up(p.head_dim_v, S::kLanes)};
+          if (wanted.dk)
+            interleave_rows(at<T>(p.q, batch, h, block.row), p.q.stride[2], p.q.stride[3], block.rows, p.head_dim,
+                            reinterpret_cast<uint32_t*>(scratch.q_pairs), q_sum.step);
+          if (wanted.dv)
+            interleave_rows(at<T>(p.grad_out, batch, h, block.row), p.grad_out.stride[2], p.grad_out.stride[3],
+                            block.rows, p.head_dim_v, reinterpret_cast<uint32_t*>(scratch.grad_pairs), grad_sum.step);
+#endif
+          probabilities = scratch.p_pairs;
+          ds = scratch.ds_pairs;
+          ds_rows = scratch.ds_rows;
+          ds_step = kTile<C> / 2;
+        }
+
+        for (int64_t s = 0; s < block.segments; ++s) {
+          const Segment& segment = block.segment[s];
+          const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+          const int64_t vectors = segment.last - segment.first;
+          const int64_t pair = row / Op::kPack, depth = (segment.rows + Op::kPack - 1) / Op::kPack;
+          if (wanted.dv)
+            gemm<Op, true>(p.head_dim_v, vectors, depth, grad_sum.data + pair * grad_sum.step, grad_sum.step,
+                           probabilities + pair * kTile<C> + lane, kTile<C>, scratch.dv + lane, kTile<C>,
+                           Epilogue::kAdd);
+          if (wanted.dk)
+            gemm<Op, true>(p.head_dim, vectors, depth, q_sum.data + pair * q_sum.step, q_sum.step,
+                           ds + pair * kTile<C> + lane, kTile<C>, scratch.dk + lane, kTile<C>, Epilogue::kAdd);
+          if (wanted.dq) {
+            // Lanes past the last key hold nothing of meaning: sum over real keys only.
+            const int64_t live = min64(segment.last * S::kLanes, keys) - lane;
+            if constexpr (Op::kPack == 2) {
+              if (live % 2 != 0)  // the odd key's partner is a zero row of K, but dS must be finite there
+                for (int64_t i = row; i < row + segment.rows; ++i)
+                  reinterpret_cast<uint16_t*>(const_cast<Scalar*>(ds_rows) + i * ds_step)[lane + live] = 0;
+            }
+            gemm<Op, false>(segment.rows, columns, (live + Op::kPack - 1) / Op::kPack,
+                            ds_rows + row * ds_step + lane / Op::kPack, ds_step,
+                            k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step,
+                            dq.data + (h - head) * dq.head_step + segment.row * dq.step, dq.step, Epilogue::kAdd);
+          }
+        }
+      }
+
+      if (wanted.dk && (h + 1) % group_k == 0)
+        store_transposed<C, T>(scratch.dk, keys, p.head_dim, nullptr, nullptr, at<T>(p.dk, batch, head_k, key),
+                               p.dk.stride[2]);
+      if (wanted.dv && (h + 1) % group_v == 0)
+        store_transposed<C, T>(scratch.dv, keys, p.head_dim_v, nullptr, nullptr, at<T>(p.dv, batch, head_v, key),
+                               p.dv.stride[2]);
+    }
+  }
+}
+
+// delta[b, h, i] = sum_d grad_out * out - grad_lse
+template <class T, class C>
+inline void compute_delta(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows, C* delta) {
+  using S = Simd<C>;
+  const int64_t base = (batch * p.heads_q + head) * p.seqlen_q;
+  for (int64_t i = row; i < row + rows; ++i) {
+    const T* grad = at<T>(p.grad_out, batch, head, i);
+    const T* out = at<T>(p.out, batch, head, i);
+    C sum;
+    if (p.grad_out.stride[3] == 1 && p.out.stride[3] == 1) {
+      auto total = S::zero();
+      for (int64_t d = 0; d < p.head_dim_v; d += S::kLanes)
+        total = S::fma(S::load_as(grad + d, p.head_dim_v - d), S::load_as(out + d, p.head_dim_v - d), total);
+      sum = S::sum(total);
+    } else {
+      sum = C(0);
+      for (int64_t d = 0; d < p.head_dim_v; ++d)
+        sum += to_compute<C>(grad[d * p.grad_out.stride[3]]) * to_compute<C>(out[d * p.out.stride[3]]);
+    }
+    delta[base + i] = sum - (p.grad_lse == nullptr ? C(0) : static_cast<const C*>(p.grad_lse)[base + i]);
+  }
+}
+
+// d(bias) in its own sweep: for each entry of the (broadcast) bias, dS summed over the dimensions it is broadcast
+// along, in a fixed order. Costs the two products of dS once more, but no memory beyond a tile.
+template <class T, class Op>
+void backward_bias(const Backward& p, const Runtime& runtime, const typename Op::Compute* delta) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  constexpr int64_t kSpan = 4 * kBlock;  // queries of a task
+  const bool per_query = p.bias_size[2] != 1, per_key = p.bias_size[3] != 1;
+  const int64_t spans = per_query ? (p.seqlen_q + kSpan - 1) / kSpan : 1;
+  const int64_t tiles = per_key ? (p.seqlen_k + kTile<C> - 1) / kTile<C> : 1;
+  const int64_t scratch_bytes = BackwardScratch<Op>(nullptr, p).bytes;
+  const int64_t sums = (per_query ? kSpan : 1) * kTile<C>;
+  const auto body = [&](int64_t task, void* memory, int64_t) {
+    const BackwardScratch<Op> scratch(memory, p);
+    C* sum = reinterpret_cast<C*>(static_cast<char*>(memory) + scratch_bytes);  // [query][lane]
+    for (int64_t i = 0; i < sums; ++i) sum[i] = C(0);
+    const Score<C> score(p);
+    const int64_t tile = task % tiles, span = task / tiles % spans, bias_index = task / tiles / spans;
+    const int64_t bias_head = bias_index % p.bias_size[1], bias_batch = bias_index / p.bias_size[1];
+    const Range queries = per_query ? Range{span * kSpan, min64((span + 1) * kSpan, p.seqlen_q)} : Range{0, p.seqlen_q};
+    const Range all_keys =
+        per_key ? Range{tile * kTile<C>, min64((tile + 1) * kTile<C>, p.seqlen_k)} : Range{0, p.seqlen_k};
+
+    for (int64_t batch = 0; batch < p.batch; ++batch) {
+      if (p.bias_size[0] != 1 && batch != bias_batch) continue;
+      for (int64_t head = 0; head < p.heads_q; ++head) {
+        if (p.bias_size[1] != 1 && head != bias_head) continue;
+        for (int64_t key = all_keys.begin; key < all_keys.end; key += kTile<C>) {
+          const int64_t keys = min64(kTile<C>, all_keys.end - key);
+          load_key_tile<T, Op>(p, scratch, score.negate, batch, head / (p.heads_q / p.heads_k), key, keys);
+          load_value_tile<T, Op>(p, scratch, batch, head / (p.heads_q / p.heads_v), key, keys);
+          BandWalk<C> walk(p.band.transposed(), key, keys, queries);
+          BlockPlan block;
+          while (walk.next(block)) {
+            if (block.segments == 0) continue;
+            const auto q_rows =
+                operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
+            const auto grad_rows =
+                operand_rows<Op, T>(p.grad_out, batch, head, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
+            score_block<T, Op>(p, scratch, score, walk, block, batch, head, key, keys, delta, true, true, q_rows,
+                               grad_rows);
+            for (int64_t s = 0; s < block.segments; ++s) {
+              const Segment& segment = block.segment[s];
+              for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)
+                for (int64_t v = segment.first; v < segment.last; ++v) {
+                  C* total = sum + (per_query ? i - queries.begin : 0) * kTile<C> + v * S::kLanes;
+                  auto ds = S::load(scratch.grad_scores + (i - block.row) * kTile<C> + v * S::kLanes);
+                  if ((v + 1) * S::kLanes > keys)  // lanes past the last key hold nothing of meaning
+                    ds = lane_mask<C>(S::iota(), v, Range{0, keys}) ? ds : S::zero();
+                  S::store(total, S::load(total) + ds);
+                }
+            }
+          }
+        }
+      }
+    }
+
+    const int64_t rows = per_query ? queries.end - queries.begin : 1;
+    const int64_t columns = per_key ? all_keys.end - all_keys.begin : 1;
+    for (int64_t i = 0; i < rows; ++i) {
+      if (!per_key) {
+        C total = C(0);
+        for (int64_t lane = 0; lane < kTile<C>; ++lane) total += sum[i * kTile<C> + lane];
+        sum[i * kTile<C>] = total;
+      }
+      const int64_t row = bias_index * p.bias_size[2] + (per_query ? queries.begin + i : 0);
+      const int64_t index = row * p.bias_size[3] + (per_key ? all_keys.begin : 0);
+      for (int64_t j = 0; j < columns; ++j) {
+        const C value = sum[i * kTile<C> + j];
+        if (p.bias_dtype == DType::kFloat32) static_cast<float*>(p.dbias.data)[index + j] = static_cast<float>(value);
+        else static_cast<T*>(p.dbias.data)[index + j] = from_compute<T>(value);
+      }
+    }
+  };
+  run_tasks(runtime, p.bias_size[0] * p.bias_size[1] * spans * tiles,
+            scratch_bytes + sums * static_cast<int64_t>(sizeof(C)), body);
+}
+
+// Writes rows of a dQ buffer to the output.
+template <class T, class C>
+inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows, const C* source,
+                             int64_t step) {
+  using S = Simd<C>;
+  for (int64_t i = 0; i < rows; ++i) {
+    T* target = at<T>(p.dq, batch, head, row + i);
+    for (int64_t d = 0; d < p.head_dim; d += S::kLanes)
+      S::store_as(target + d, S::load(source + i * step + d), p.head_dim - d);
+  }
+}
+
+// Memory of one call, as opposed to a thread's scratch: not kept.
+template <class C>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<C*>(count == 0 ? nullptr : ::aligned_alloc(64, round_up(count * sizeof(C), 64)))) {
+    if (count != 0 && data_ == nullptr) out_of_memory(count * static_cast<int64_t>(sizeof(C)));
+  }
+  ~Buffer() { ::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  C* data() const { return data_; }
+
+ private:
+  C* data_;
+};
+
+template <class T, class Op>
+void backward(const Backward& p, const Runtime& runtime) {
+  using C = typename Op::Compute;
+  const Wanted wanted(p);
+  const int64_t all_heads = p.batch * p.heads_q;
+  const Buffer<C> delta(all_heads * p.seqlen_q);
+  constexpr int64_t kRows = 512;
+  const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
+  run_tasks(runtime, all_heads * pieces, 0, [&](int64_t task, void*, int64_t) {
+    const int64_t head = task / pieces, row = task % pieces * kRows;
+    compute_delta<T>(p, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), delta.data());
+  });
+  if (p.dbias.data != nullptr) backward_bias<T, Op>(p, runtime, delta.data());
+  if (!wanted.dq && !wanted.dk && !wanted.dv) return;
+
+  // A unit is the smallest set of query heads that shares its key and value heads with no other.
+  const int64_t unit = std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v), units = all_heads / unit;
+  const int64_t tiles = max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>);
+  // Whole units as long as every thread gets one; what is left is split by key tiles.
+  const int64_t left = tiles == 1 ? 0 : units % runtime.num_threads, whole = units - left;
+  const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
+
+  const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
+  const bool direct = std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0;
+  const bool split_direct = direct && chunks == 1;
+  const int64_t workers = min64(runtime.num_threads, whole);
+  const Buffer<C> sums(wanted.dq && !direct ? workers * unit * head_step : 0);
+  const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * unit * head_step : 0);
+
+  const int64_t tasks = whole + left * chunks;
+  run_tasks(runtime, tasks, BackwardScratch<Op>(nullptr, p).bytes, [&](int64_t task, void* memory, int64_t worker) {
+    const BackwardScratch<Op> scratch(memory, p);
+    const bool is_whole = task < whole;
+    const int64_t index = is_whole ? task : whole + (task - whole) / chunks, chunk = is_whole ? 0 : (task - whole) % chunks;
+    const int64_t batch = index * unit / p.heads_q, head = index * unit % p.heads_q;
+    QueryGrad<C> dq{nullptr, step, head_step};
+    const bool in_place = is_whole ? direct : split_direct;
+    if (wanted.dq) {
+      if (in_place) dq = {reinterpret_cast<C*>(at<T>(p.dq, batch, head)), p.dq.stride[2], p.dq.stride[1]};
+      else dq.data = is_whole ? sums.data() + worker * unit * head_step : parts.data() + (task - whole) * unit * head_step;
+      for (int64_t h = 0; h < unit; ++h)
+        for (int64_t i = 0; i < p.seqlen_q; ++i)
+          std::memset(dq.data + h * dq.head_step + i * dq.step, 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
+    }
+    backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, delta.data(), dq);
+    if (wanted.dq && is_whole && !in_place)
+      for (int64_t h = 0; h < unit; ++h)
+        store_query_grad<T>(p, batch, head + h, 0, p.seqlen_q, dq.data + h * head_step, step);
+  });
+
+  if (wanted.dq && left > 0 && !split_direct)
+    run_tasks(runtime, left * unit * pieces, 0, [&](int64_t task, void*, int64_t) {
+      using S = Simd<C>;
+      const int64_t piece = task % pieces, h = task / pieces % unit, index = task / pieces / unit;
+      const int64_t row = piece * kRows, rows = min64(kRows, p.seqlen_q - row);
+      C* first = parts.data() + (index * chunks * unit + h) * head_step + row * step;
+      for (int64_t chunk = 1; chunk < chunks; ++chunk)
+        for (int64_t i = 0; i < rows * step; i += S::kLanes)
+          S::store(first + i, S::load(first + i) + S::load(first + chunk * unit * head_step + i));
+      const int64_t q_head = (whole + index) * unit + h;
+      store_query_grad<T>(p, q_head / p.heads_q, q_head % p.heads_q, row, rows, first, step);
+    });
+}
+
+}  // namespace
+}  // namespace attnkern::cpu

@@ -1,0 +1,368 @@
+// Moving blocks between the user's tensors and the layouts of the kernels: rows, transposed tiles, bias, dropout.
+// "lane" is the dimension along the vectors (queries in the forward pass, keys in the backward pass), "loop" the other.
+#pragma once
+
+#include "../common/params.h"
+#include "../common/philox.h"
+#include "gemm.h"
+#include "kernels.h"
+
+namespace attnkern::cpu {
+namespace {
+
+inline constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline constexpr int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+inline constexpr int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+template <class C>
+inline constexpr int64_t kTile = 256 / sizeof(C);  // lanes of a score tile: 64 floats, 32 doubles
+template <class C>
+inline constexpr int64_t kTileVecs = kTile<C> / Simd<C>::kLanes;
+inline constexpr int64_t kBlock = 96;              // rows of a score tile
+inline constexpr int64_t kGroup = 16;              // rows of a segment at the edge of the band
+
+// Hands out 64-byte aligned pieces of one allocation. Built twice: without memory it only adds up the size.
+class Arena {
+ public:
+  explicit Arena(void* memory) : memory_(static_cast<char*>(memory)) {}
+  template <class T>
+  T* take(int64_t count) {
+    char* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return reinterpret_cast<T*>(piece);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  int64_t used_ = 0;
+};
+
+template <class T>
+inline T* at(const View& view, int64_t batch, int64_t head, int64_t row = 0, int64_t column = 0) {
+  return static_cast<T*>(view.data) + batch * view.stride[0] + head * view.stride[1] + row * view.stride[2] +
+         column * view.stride[3];
+}
+
+// Rows of operands with column stride 1: the user's own memory where it will do, else a converted copy.
+template <class Scalar>
+struct Rows {
+  const Scalar* data;
+  int64_t step;  // Scalars from row to row
+};
+
+// Copies rows x columns with conversion; columns up to round_up(columns, lanes) are written, with zeros.
+template <class C, class T>
+inline void convert_rows(const T* source, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns,
+                         C* target, int64_t step) {
+  using S = Simd<C>;
+  for (int64_t r = 0; r < rows; ++r, source += row_stride, target += step) {
+    if (column_stride == 1) {
+      for (int64_t c = 0; c < columns; c += S::kLanes) S::store(target + c, S::load_as(source + c, columns - c));
+    } else {
+      for (int64_t c = 0; c < columns; ++c) target[c] = to_compute<C>(source[c * column_stride]);
+      for (int64_t c = columns; c < round_up(columns, S::kLanes); ++c) target[c] = C(0);
+    }
+  }
+}
+
+// Scalars in a row of `columns` elements, padded to whole vectors.
+template <class Op>
+inline int64_t row_scalars(int64_t columns) {
+  return round_up((columns + Op::kPack - 1) / Op::kPack, Op::S::kLanes);
+}
+
+// Rows of a block as operand A (or, padded = true, as operand B: whole vectors may be read from every row).
+template <class Op, class T>
+inline Rows<typename Op::Scalar> operand_rows(const View& view, int64_t batch, int64_t head, int64_t row, int64_t rows,
+                                              int64_t columns, typename Op::Scalar* scratch, bool padded = false) {
+  using Scalar = typename Op::Scalar;
+  const T* source = at<T>(view, batch, head, row);
+  const int64_t row_stride = view.stride[2], column_stride = view.stride[3];
+  const bool unit = column_stride == 1 || columns <= 1;
+  if constexpr (Op::kPack == 1) {
+    if constexpr (std::is_same_v<T, Scalar>)
+      if (unit && !(padded && columns % Op::S::kLanes != 0)) return {source, row_stride};
+    const int64_t step = row_scalars<Op>(columns);
+    convert_rows<Scalar>(source, row_stride, unit ? 1 : column_stride, rows, columns, scratch, step);
+    return {scratch, step};
+  } else {
+    if (unit && columns % 2 == 0 && row_stride % 2 == 0)
+      return {reinterpret_cast<const Scalar*>(source), row_stride / 2};
+    const int64_t step = row_scalars<Op>(columns);
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* from = source + r * row_stride;
+      T* to = reinterpret_cast<T*>(scratch + r * step);
+      for (int64_t c = 0; c < columns; ++c) to[c] = from[c * column_stride];
+      if (columns % 2 != 0) to[columns] = T{};
+    }
+    return {scratch, step};
+  }
+}
+
+// tile[column][lane] = rows[lane][column] for lane < count (others 0), times -1 if negate.
+template <class Op>
+inline void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_t scalars, bool negate,
+                           typename Op::Scalar* tile) {
+  using S = Simd<typename Op::Compute>;
+  using V = typename S::V;
+  using C = typename Op::Compute;
+  constexpr int kLanes = S::kLanes;
+  for (int64_t lane = 0; lane < round_up(count, kLanes); lane += kLanes) {
+    for (int64_t column = 0; column < scalars; column += kLanes) {
+      V block[kLanes];
+      const int64_t width = min64(kLanes, scalars - column);
+      for (int r = 0; r < kLanes; ++r) {
+        const C* source = reinterpret_cast<const C*>(rows.data + (lane + r) * rows.step + column);
+        block[r] = lane + r < count ? S::load_as(source, width) : S::zero();
+      }
+      S::transpose(block);
+      if (negate) {
+        if constexpr (Op::kPack == 1) {
+          for (int c = 0; c < kLanes; ++c) block[c] = -block[c];
+        } else {
+          using IV = typename S::IV;
+          const IV signs = IV{} + static_cast<typename S::Int>(0x80008000u);
+          for (int c = 0; c < kLanes; ++c) block[c] = (V)((IV)block[c] ^ signs);
+        }
+      }
+      C* target = reinterpret_cast<C*>(tile + column * kTile<C> + lane);
+      for (int64_t c = 0; c < width; ++c) S::store(target + c * kTile<C>, block[c]);
+    }
+  }
+}
+
+// rows[lane][column] = tile[column][lane] * factor[lane], exactly 0 where dead[lane] == 0: back to the user's layout.
+// factor and dead may be null.
+template <class C, class T>
+inline void store_transposed(const C* tile, int64_t count, int64_t columns, const C* factor, const C* alive, T* target,
+                             int64_t row_stride) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  constexpr int kLanes = S::kLanes;
+  for (int64_t lane = 0; lane < count; lane += kLanes) {
+    const V scale = factor == nullptr ? S::set1(C(1)) : S::load(factor + lane);
+    for (int64_t column = 0; column < columns; column += kLanes) {
+      V block[kLanes];
+      const int64_t width = min64(kLanes, columns - column);
+      for (int64_t c = 0; c < kLanes; ++c)
+        block[c] = c < width ? S::load(tile + (column + c) * kTile<C> + lane) * scale : S::zero();
+      if (alive != nullptr) {
+        const auto dead = S::load(alive + lane) == S::zero();
+        for (int64_t c = 0; c < width; ++c) block[c] = dead ? S::zero() : block[c];
+      }
+      S::transpose(block);
+      for (int64_t r = 0; r < min64(kLanes, count - lane); ++r)
+        S::store_as(target + (lane + r) * row_stride + column, block[r], width);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- bias
+
+// A bool mask as a bias: true = attend.
+template <class C, class T>
+inline C bias_value(T x) {
+  if constexpr (std::is_same_v<T, bool>) return x ? C(0) : -static_cast<C>(__builtin_inf());
+  else return to_compute<C>(x);
+}
+
+template <class C, class T>
+inline typename Simd<C>::V load_bias(const T* p, int64_t n) {
+  using S = Simd<C>;
+  if constexpr (std::is_same_v<T, bool>) {
+    C lanes[S::kLanes] = {};
+    for (int64_t lane = 0; lane < min64(n, S::kLanes); ++lane) lanes[lane] = bias_value<C>(p[lane]);
+    return S::load(lanes);
+  } else {
+    return S::load_as(p, n);
+  }
+}
+
+// tile[loop][lane] for loops x lanes entries of the bias; lanes are filled up to whole vectors with 0.
+template <class C, class T>
+inline void bias_tile_of(const T* source, int64_t loop_stride, int64_t lane_stride, int64_t loops, int64_t lanes,
+                         C* tile) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  constexpr int kLanes = S::kLanes;
+  const int64_t vectors = (lanes + kLanes - 1) / kLanes;
+  if (lane_stride == 0) {
+    for (int64_t i = 0; i < loops; ++i) {
+      const V value = S::set1(bias_value<C>(source[i * loop_stride]));
+      for (int64_t v = 0; v < vectors; ++v) S::store(tile + i * kTile<C> + v * kLanes, value);
+    }
+  } else if (lane_stride == 1) {
+    for (int64_t i = 0; i < loops; ++i)
+      for (int64_t v = 0; v < vectors; ++v)
+        S::store(tile + i * kTile<C> + v * kLanes,
+                 load_bias<C>(source + i * loop_stride + v * kLanes, lanes - v * kLanes));
+  } else if (loop_stride == 1) {
+    for (int64_t v = 0; v < vectors; ++v)
+      for (int64_t i = 0; i < loops; i += kLanes) {
+        V block[kLanes];
+        for (int64_t r = 0; r < kLanes; ++r)
+          block[r] = v * kLanes + r < lanes ? load_bias<C>(source + (v * kLanes + r) * lane_stride + i, loops - i)
+                                            : S::zero();
+        S::transpose(block);
+        for (int64_t r = 0; r < min64(kLanes, loops - i); ++r)
+          S::store(tile + (i + r) * kTile<C> + v * kLanes, block[r]);
+      }
+  } else {
+    for (int64_t i = 0; i < loops; ++i)
+      for (int64_t lane = 0; lane < vectors * kLanes; ++lane)
+        tile[i * kTile<C> + lane] =
+            lane < lanes ? bias_value<C>(source[i * loop_stride + lane * lane_stride]) : C(0);
+  }
+}
+
+// loop_dim: 3 where the loop runs over keys and the lanes over queries, 2 where it is the other way round.
+template <class C, class T>
+inline void bias_tile(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop, int64_t loops,
+                      int64_t lane, int64_t lanes, C* tile) {
+  const int lane_dim = 5 - loop_dim;
+  const int64_t offset = batch * p.bias.stride[0] + head * p.bias.stride[1] + loop * p.bias.stride[loop_dim] +
+                         lane * p.bias.stride[lane_dim];
+  const int64_t loop_stride = p.bias.stride[loop_dim], lane_stride = p.bias.stride[lane_dim];
+  if (p.bias_dtype == DType::kBool)
+    bias_tile_of(static_cast<const bool*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
+  else if (p.bias_dtype == DType::kFloat32 && !std::is_same_v<T, float>)
+    bias_tile_of(static_cast<const float*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
+  else
+    bias_tile_of(static_cast<const T*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
+}
+
+// ---------------------------------------------------------------------------------------------------- dropout
+
+inline constexpr int kPhiloxLanes = 16;
+
+// Philox for 16 neighbouring queries at once (the loops vectorise): words[w][lane].
+inline void philox_queries(uint64_t seed, uint32_t c0, uint32_t query, uint64_t batch_head,
+                           uint32_t (&words)[4][kPhiloxLanes]) {
+  uint32_t x0[kPhiloxLanes], x1[kPhiloxLanes], x2[kPhiloxLanes], x3[kPhiloxLanes];
+  for (int lane = 0; lane < kPhiloxLanes; ++lane) {
+    x0[lane] = c0;
+    x1[lane] = query + static_cast<uint32_t>(lane);
+    x2[lane] = static_cast<uint32_t>(batch_head);
+    x3[lane] = static_cast<uint32_t>(batch_head >> 32);
+  }
+  uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < philox::kRounds; ++round) {
+    for (int lane = 0; lane < kPhiloxLanes; ++lane) {
+      const uint64_t a = uint64_t{philox::kMultiplier0} * x0[lane], b = uint64_t{philox::kMultiplier1} * x2[lane];
+      x0[lane] = static_cast<uint32_t>(b >> 32) ^ x1[lane] ^ key0;
+      x1[lane] = static_cast<uint32_t>(b);
+      x2[lane] = static_cast<uint32_t>(a >> 32) ^ x3[lane] ^ key1;
+      x3[lane] = static_cast<uint32_t>(a);
+    }
+    key0 += philox::kWeyl0;
+    key1 += philox::kWeyl1;
+  }
+  for (int lane = 0; lane < kPhiloxLanes; ++lane) {
+    words[0][lane] = x0[lane];
+    words[1][lane] = x1[lane];
+    words[2][lane] = x2[lane];
+    words[3][lane] = x3[lane];
+  }
+}
+
+// tile[loop][lane] = 1 / (1 - p) where the entry is kept, 0 where it is dropped. loop_dim as in bias_tile.
+template <class C>
+inline void dropout_tile(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop, int64_t loops,
+                         int64_t lane, int64_t lanes, C* tile) {
+  const int64_t group = p.batch / p.seed_count;
+  const uint64_t seed = static_cast<uint64_t>(p.seeds[batch / group]);
+  const uint64_t batch_head = static_cast<uint64_t>((batch % group) * p.heads_q + head);
+  const uint32_t threshold = philox::threshold(p.dropout_p);
+  const C kept = p.dropout_p < 1.0 ? static_cast<C>(1.0 / (1.0 - p.dropout_p)) : C(0);
+  const bool keys_loop = loop_dim == 3;
+  const int64_t query = keys_loop ? lane : loop, queries = keys_loop ? lanes : loops;
+  const int64_t key = keys_loop ? loop : lane, keys = keys_loop ? loops : lanes;
+  const int64_t query_step = keys_loop ? 1 : kTile<C>, key_step = keys_loop ? kTile<C> : 1;
+  for (int64_t i = 0; i < queries; i += kPhiloxLanes) {
+    const int64_t count = min64(kPhiloxLanes, queries - i);
+    for (int64_t block = key / philox::kBlockKeys; block * philox::kBlockKeys < key + keys; ++block)
+      for (int64_t call = 0; call < philox::kCallsPerBlock; ++call) {
+        uint32_t words[4][kPhiloxLanes];
+        philox_queries(seed, static_cast<uint32_t>(block * philox::kCallsPerBlock + call),
+                       static_cast<uint32_t>(query + i), batch_head, words);
+        for (int w = 0; w < 4; ++w)
+          for (int half = 0; half < 2; ++half) {
+            const int64_t j = block * philox::kBlockKeys + w * 8 + call * 2 + half - key;
+            if (j < 0 || j >= keys) continue;
+            C* target = tile + i * query_step + j * key_step;
+            for (int64_t r = 0; r < count; ++r)
+              target[r * query_step] = ((words[w][r] >> (16 * half)) & 0xffffu) >= threshold ? kept : C(0);
+          }
+      }
+  }
+}
+
+// ------------------------------------------------------------------------------------- the walk along the band
+
+// Part of a block: `rows` loop indices from `row`, for which the vectors [first, last) of the tile can be alive.
+struct Segment {
+  int64_t row, rows, first, last;
+};
+
+struct BlockPlan {
+  int64_t row, rows;
+  bool masked;           // the band cuts through it: it comes in segments and the scores must be masked
+  int64_t segments;
+  Segment segment[kBlock / kGroup];
+};
+
+// Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks: clean ones, of at most kBlock
+// rows and evenly sized, and those that the band cuts through, in segments of kGroup rows with their live vectors only.
+template <class C>
+class BandWalk {
+ public:
+  // band.reached(lane) are the loop indices of a lane; the walk keeps to those in `within`.
+  BandWalk(const Band& band, int64_t lane, int64_t lanes, Range within)
+      : band_(band.transposed()), lane_(lane), lanes_(lanes), reached_(band.reached(lane, lanes, within)),
+        clean_(band.shared(lane, lanes, within)), next_(reached_.begin) {
+    if (clean_.end <= clean_.begin) clean_ = {reached_.end, reached_.end};
+  }
+
+  bool next(BlockPlan& block) {
+    if (next_ >= reached_.end) return false;
+    const bool clean = next_ >= clean_.begin && next_ < clean_.end;
+    const int64_t end = next_ < clean_.begin ? clean_.begin : clean ? clean_.end : reached_.end;
+    const int64_t left = end - next_, parts = (left + kBlock - 1) / kBlock;
+    // Even sizes, so that pairs of rows stay together.
+    const int64_t rows = clean ? min64(left, round_up((left + parts - 1) / parts, 2)) : min64(left, kBlock);
+    block.row = next_;
+    block.rows = rows;
+    block.masked = !clean;
+    block.segments = 0;
+    const int64_t all = (lanes_ + Simd<C>::kLanes - 1) / Simd<C>::kLanes;
+    if (clean) {
+      block.segment[block.segments++] = {next_, rows, 0, all};
+    } else {
+      for (int64_t row = next_; row < next_ + rows; row += kGroup) {
+        const int64_t count = min64(kGroup, next_ + rows - row);
+        const Range live = band_.reached(row, count, {lane_, lane_ + lanes_});
+        const int64_t first = (live.begin - lane_) / Simd<C>::kLanes;
+        const int64_t last = (live.end - lane_ + Simd<C>::kLanes - 1) / Simd<C>::kLanes;
+        if (live.end > live.begin) block.segment[block.segments++] = {row, count, first, last};
+      }
+    }
+    next_ += rows;
+    return true;
+  }
+
+  // Lanes of the tile, relative to its first, that loop index `row` may meet.
+  Range live_lanes(int64_t row) const {
+    const Range live = band_.reached(row, 1, {lane_, lane_ + lanes_});
+    return {live.begin - lane_, live.end - lane_};
+  }
+
+ private:
+  Band band_;
+  int64_t lane_, lanes_;
+  Range reached_, clean_;
+  int64_t next_;
+};
+
+}  // namespace
+}  // namespace attnkern::cpu

@@ -1,0 +1,78 @@
+// Chooses the kernels once, by cpuid or by ATTNKERN_CPU_ISA, and owns the threads' scratch memory.
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "kernels.h"
+
+namespace attnkern::cpu {
+namespace {
+
+struct Candidate {
+  const Kernels* kernels;
+  bool supported;
+};
+
+// Best first.
+const Candidate* candidates() {
+  static const Candidate table[] = {
+#if defined(__x86_64__)
+#define ATTNKERN_HAS_AVX512 \
+  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
+   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      {&kKernelsAvx512Bf16,
+       ATTNKERN_HAS_AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")},
+      {&kKernelsAvx512, bool(ATTNKERN_HAS_AVX512)},
+      {&kKernelsAvx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+#elif defined(__aarch64__)
+      {&kKernelsNeon, true},
+#endif
+      {&kKernelsGeneric, true},
+      {nullptr, false},
+  };
+  return table;
+}
+
+}  // namespace
+
+const Kernels* select_kernels(const char** error) {
+  static std::string message;
+  static const Kernels* const chosen = []() -> const Kernels* {
+    const char* wanted = std::getenv("ATTNKERN_CPU_ISA");
+    const bool any = wanted == nullptr || *wanted == '\0';
+    std::string runnable;
+    for (const Candidate* c = candidates(); c->kernels != nullptr; ++c) {
+      if (!c->supported) continue;
+      if (any || std::strcmp(wanted, c->kernels->name) == 0) return c->kernels;
+      runnable += std::string(runnable.empty() ? "" : ", ") + c->kernels->name;
+    }
+    message = std::string("ATTNKERN_CPU_ISA=") + wanted + " is not an instruction set that this machine runs; expected one of " +
+              runnable + ", or leave it unset";
+    return nullptr;
+  }();
+  *error = message.c_str();
+  return chosen;
+}
+
+void out_of_memory(int64_t) { throw std::bad_alloc(); }
+
+void* thread_scratch(std::size_t bytes) {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<void, Free> memory;
+  thread_local std::size_t size = 0;
+  if (bytes > size) {
+    const std::size_t rounded = (bytes + 4095) / 4096 * 4096;
+    memory.reset();
+    size = 0;
+    memory.reset(std::aligned_alloc(64, rounded));
+    if (memory == nullptr) throw std::bad_alloc();
+    size = rounded;
+  }
+  return memory.get();
+}
+
+}  // namespace attnkern::cpu

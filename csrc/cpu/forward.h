@@ -1,0 +1,340 @@
+// Forward pass, tiled with an online softmax (Milakov & Gimelshein 2018; Dao et al., FlashAttention, 2022).
+//
+// A task owns a tile of up to kTile queries of one head. The queries lie along the vector lanes and scores are held
+// transposed, S^T[key][query]:
+//
+//     S^T = K Q^T          A = K rows as they lie in memory, broadcast;  B = Q^T, transposed once per task
+//     P^T = exp(S^T - m)   running maximum m, sum l and rescaling are all vertical: no sum across lanes anywhere
+//     O^T += V^T P^T       A = V rows as they lie in memory, broadcast;  B = P^T where S^T was
+//
+// so K and V are neither packed nor transposed, whatever their strides. Each block's O^T is summed from 0 and then
+// added to the rescaled total (one fma): the order of summation that loses least.
+#pragma once
+
+#include "score.h"
+
+namespace attnkern::cpu {
+namespace {
+
+template <class Op>
+struct ForwardScratch {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+
+  ForwardScratch(void* memory, const Forward& p) {
+    Arena arena(memory);
+    const int64_t width = max64(row_scalars<Op>(p.head_dim), row_scalars<Op>(p.head_dim_v) * Op::kPack);
+    query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
+    rows = arena.take<Scalar>(max64(kBlock, kTile<C>) * width);
+    pairs = arena.take<Scalar>(Op::kPack == 1 ? 0 : kBlock * kTile<C>);
+    scores = arena.take<C>(kBlock * kTile<C>);
+    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock * kTile<C>);
+    keep = arena.take<C>(p.dropout_p > 0 ? kBlock * kTile<C> : 0);
+    out = arena.take<C>(p.head_dim_v * kTile<C>);
+    largest = arena.take<C>(kTile<C>);
+    sum = arena.take<C>(kTile<C>);
+    block_largest = arena.take<C>(kTile<C>);
+    correction = arena.take<C>(kTile<C>);
+    bytes = arena.used();
+  }
+
+  Scalar *query_tile, *rows, *pairs;
+  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction;
+  int64_t bytes;
+};
+
+// S^T -> scale, softcap, bias, band in place; the maximum per lane goes to `largest`.
+template <class C>
+inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, const BlockPlan& block, const C* bias,
+                             C* scores, C* largest) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  const V iota = S::iota(), scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>);
+  for (int64_t v = 0; v < kTileVecs<C>; ++v) S::store(largest + v * S::kLanes, dead);
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    for (int64_t j = segment.row; j < segment.row + segment.rows; ++j) {
+      const Range live = walk.live_lanes(j);
+      const int64_t row = (j - block.row) * kTile<C>;
+      for (int64_t v = segment.first; v < segment.last; ++v) {
+        const int64_t at = row + v * S::kLanes;
+        V x = S::load(scores + at) * scale;
+        if (score.cap != C(0)) x = tanh_lanes<C>(x / S::set1(score.cap)) * S::set1(score.cap);
+        if (score.has_bias) x += S::load(bias + at);
+        if (block.masked) x = lane_mask<C>(iota, v, live) ? x : dead;
+        S::store(scores + at, x);
+        S::store(largest + v * S::kLanes, S::max(x, S::load(largest + v * S::kLanes)));
+      }
+    }
+  }
+}
+
+// Rows j and j + 1 of P as pairs of bfloat16, or the row itself.
+template <class Op>
+inline void store_probabilities(typename Op::V first, typename Op::V second, typename Op::Scalar* target) {
+  if constexpr (Op::kPack == 2) {
+#if defined(__AVX512BF16__)
+    // cvtne2ps leaves [first | second]; the permutation interleaves them into pairs.
+    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    _mm512_storeu_si512(target, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both));
+#endif
+  } else {
+    (void)second;
+    Op::S::store(target, first);
+  }
+}
+
+// P^T = exp(scale * S^T - m) for the segments of a block, with the lanes' sums; dropped and packed as Op needs it.
+template <class Op, int kVectors>
+inline void exponentiate(const Segment& segment, int64_t first, typename Op::Compute scale, const typename Op::Compute* m,
+                         const typename Op::Compute* keep, typename Op::Compute* scores,
+                         typename Op::Scalar* probabilities, typename Op::Compute* sum) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  V total[kVectors], shift[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    total[v] = S::load(sum + (first + v) * S::kLanes);
+    shift[v] = -S::load(m + (first + v) * S::kLanes);
+  }
+  const V factor = S::set1(scale), log2e = S::set1(kLog2E<C>);
+  for (int64_t j = 0; j < segment.rows; j += Op::kPack) {
+    for (int v = 0; v < kVectors; ++v) {
+      V p[Op::kPack];
+      for (int half = 0; half < Op::kPack; ++half) {
+        if (half == 1 && j + 1 == segment.rows) {
+          p[half] = S::zero();
+          continue;
+        }
+        const int64_t at = (j + half) * kTile<C> + (first + v) * S::kLanes;
+        p[half] = S::exp2(S::fma(S::load(scores + at), factor, shift[v]) * log2e);
+        total[v] += p[half];
+        if (keep != nullptr) p[half] *= S::load(keep + at);
+      }
+      store_probabilities<Op>(p[0], p[Op::kPack - 1],
+                              probabilities + j / Op::kPack * kTile<C> + (first + v) * S::kLanes);
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) S::store(sum + (first + v) * S::kLanes, total[v]);
+}
+
+// V rows in pairs along the keys: scratch[j / 2][column] = (V[j][column], V[j + 1][column]); 0 past the last row.
+template <class T>
+inline void interleave_rows(const T* source, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns,
+                            uint32_t* target, int64_t step) {
+  for (int64_t j = 0; j < rows; j += 2, target += step) {
+    const T* first = source + j * row_stride;
+    const T* second = first + row_stride;
+    const bool single = j + 1 == rows;
+    int64_t c = 0;
+#if defined(__AVX512BF16__)
+    if (column_stride == 1) {
+      for (; c + 32 <= columns; c += 32) {
+        const __m512i low = _mm512_loadu_si512(first + c);
+        const __m512i high = single ? _mm512_setzero_si512() : _mm512_loadu_si512(second + c);
+        // unpack works within 128-bit quarters; the shuffles put the quarters in order.
+        const __m512i a = _mm512_unpacklo_epi16(low, high), b = _mm512_unpackhi_epi16(low, high);
+        const __m512i order_low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+        const __m512i order_high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        _mm512_storeu_si512(target + c, _mm512_permutex2var_epi64(a, order_low, b));
+        _mm512_storeu_si512(target + c + 16, _mm512_permutex2var_epi64(a, order_high, b));
+      }
+    }
+#endif
+    for (; c < columns; ++c) {
+      const uint32_t low = first[c * column_stride].bits;
+      const uint32_t high = single ? 0 : second[c * column_stride].bits;
+      target[c] = low | high << 16;
+    }
+  }
+}
+
+template <class T, class Op>
+inline Rows<typename Op::Scalar> value_rows(const Attention& p, int64_t batch, int64_t head, int64_t row, int64_t rows,
+                                            typename Op::Scalar* scratch) {
+  if constexpr (Op::kPack == 1) {
+    return operand_rows<Op, T>(p.v, batch, head, row, rows, p.head_dim_v, scratch);
+  } else {
+    const int64_t step = round_up(p.head_dim_v, Op::S::kLanes);
+    interleave_rows(at<T>(p.v, batch, head, row), p.v.stride[2], p.v.stride[3], rows, p.head_dim_v,
+                    reinterpret_cast<uint32_t*>(scratch), step);
+    return {scratch, step};
+  }
+}
+
+template <class T, class Op>
+void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t query,
+                  int64_t queries) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  using Scalar = typename Op::Scalar;
+  const Score<C> score(p);
+  const int64_t head_k = head / (p.heads_q / p.heads_k), head_v = head / (p.heads_q / p.heads_v);
+  const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
+  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
+  const int64_t chunk = Op::kPack == 1 ? 1 : 2;
+
+  transpose_tile<Op>(operand_rows<Op, T>(p.q, batch, head, query, queries, p.head_dim, scratch.rows), queries, depth,
+                     score.negate, scratch.query_tile);
+  for (int64_t v = 0; v < vectors; ++v) {
+    S::store(scratch.largest + v * S::kLanes, S::set1(-kInfinity<C>));
+    S::store(scratch.sum + v * S::kLanes, S::zero());
+  }
+
+  bool started = false;
+  BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k});
+  BlockPlan block;
+  while (walk.next(block)) {
+    if (block.segments == 0) continue;
+    const bool transform = block.masked || !score.plain();
+    for (int64_t v = 0; v < vectors; ++v)
+      S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
+
+    const auto keys = operand_rows<Op, T>(p.k, batch, head_k, block.row, block.rows, p.head_dim, scratch.rows);
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& segment = block.segment[s];
+      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+      gemm<Op, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step, keys.step,
+                      scratch.query_tile + lane, kTile<C>, scratch.scores + row * kTile<C> + lane, kTile<C>,
+                      transform ? Epilogue::kStore : Epilogue::kStoreMax, scratch.block_largest + lane);
+    }
+    C scale = score.scale;
+    if (transform) {
+      if (score.has_bias)
+        bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
+      transform_scores(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
+      scale = C(1);
+    }
+    if (score.dropout)
+      dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
+
+    // The new maximum; `correction` rescales what was summed under the old one. A lane without any live key so far
+    // keeps m = -inf, but 0 is subtracted, so that its probabilities are exp(-inf) = 0 and not NaN.
+    for (int64_t v = 0; v < vectors; ++v) {
+      const int64_t lane = v * S::kLanes;
+      const V old = S::load(scratch.largest + lane);
+      const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(scale), old);
+      const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
+      const V correction = S::exp2((old - shift) * S::set1(kLog2E<C>));
+      S::store(scratch.largest + lane, m);
+      S::store(scratch.block_largest + lane, shift);
+      S::store(scratch.correction + lane, correction);
+      S::store(scratch.sum + lane, S::load(scratch.sum + lane) * correction);
+    }
+
+    Scalar* probabilities;
+    if constexpr (Op::kPack == 1) probabilities = scratch.scores;
+    else probabilities = scratch.pairs;
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& segment = block.segment[s];
+      const int64_t row = segment.row - block.row;
+      for (int64_t v = segment.first; v < segment.last;) {
+        const auto part = [&]<int kVectors>() {
+          exponentiate<Op, kVectors>(segment, v, scale, scratch.block_largest,
+                                     score.dropout ? scratch.keep + row * kTile<C> : nullptr,
+                                     scratch.scores + row * kTile<C>, probabilities + row / chunk * kTile<C>,
+                                     scratch.sum);
+          v += kVectors;
+        };
+        if (segment.last - v >= 4) part.template operator()<4>();
+        else if (segment.last - v >= 2) part.template operator()<2>();
+        else part.template operator()<1>();
+      }
+    }
+
+    const auto values = value_rows<T, Op>(p, batch, head_v, block.row, block.rows, scratch.rows);
+    const bool whole = !block.masked;
+    if (!whole) {  // segments touch some lanes only: rescale all of them first
+      for (int64_t d = 0; d < p.head_dim_v; ++d)
+        for (int64_t v = 0; v < vectors; ++v) {
+          C* total = scratch.out + d * kTile<C> + v * S::kLanes;
+          S::store(total, started ? S::load(total) * S::load(scratch.correction + v * S::kLanes) : S::zero());
+        }
+    }
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& segment = block.segment[s];
+      const int64_t row = (segment.row - block.row) / chunk, lane = segment.first * S::kLanes;
+      gemm<Op, true>(p.head_dim_v, segment.last - segment.first, (segment.rows + Op::kPack - 1) / Op::kPack,
+                     values.data + row * values.step, values.step, probabilities + row * kTile<C> + lane, kTile<C>,
+                     scratch.out + lane, kTile<C>,
+                     !whole ? Epilogue::kAdd : started ? Epilogue::kRescale : Epilogue::kStore,
+                     scratch.correction + lane);
+    }
+    started = true;
+  }
+
+  // A row that no key was left for: exactly 0, whatever V holds. NaN in l stays NaN.
+  for (int64_t v = 0; v < vectors; ++v) {
+    const V sum = S::load(scratch.sum + v * S::kLanes);
+    S::store(scratch.correction + v * S::kLanes, sum == S::zero() ? S::zero() : S::set1(C(1)) / sum);
+  }
+  if (!started)
+    for (int64_t i = 0; i < p.head_dim_v * kTile<C>; ++i) scratch.out[i] = C(0);
+  store_transposed(scratch.out, queries, p.head_dim_v, scratch.correction, scratch.sum,
+                   at<T>(p.out, batch, head, query), p.out.stride[2]);
+  if (p.lse != nullptr) {
+    C* lse = static_cast<C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + query;
+    for (int64_t i = 0; i < queries; ++i)
+      lse[i] = scratch.sum[i] == C(0)
+                   ? -kInfinity<C>
+                   : static_cast<C>(static_cast<double>(scratch.largest[i]) + std::log(static_cast<double>(scratch.sum[i])));
+  }
+}
+
+// A queue of tasks, taken one by one by whichever thread is free.
+class TaskQueue {
+ public:
+  explicit TaskQueue(int64_t tasks) : tasks_(tasks) {}
+  bool take(int64_t& task) {
+    task = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
+    return task < tasks_;
+  }
+
+ private:
+  int64_t tasks_, next_ = 0;
+};
+
+// Runs body(task, scratch, worker) for every task, on at most num_threads workers.
+template <class Body>
+inline void run_tasks(const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body) {
+  if (tasks <= 0) return;
+  struct Context {
+    TaskQueue queue;
+    int64_t scratch_bytes;
+    const Body& body;
+  } context{TaskQueue(tasks), scratch_bytes, body};
+  const auto work = [](void* raw, int64_t worker) {
+    Context& shared = *static_cast<Context*>(raw);
+    void* scratch = thread_scratch(static_cast<std::size_t>(shared.scratch_bytes));
+    int64_t task;
+    while (shared.queue.take(task)) shared.body(task, scratch, worker);
+  };
+  const int64_t workers = min64(runtime.num_threads, tasks);
+  if (workers <= 1) work(&context, 0);
+  else runtime.parallel(workers, work, &context);
+}
+
+template <class T, class Op>
+void forward(const Forward& p, const Runtime& runtime) {
+  using C = typename Op::Compute;
+  const int64_t heads = p.batch * p.heads_q;
+  // Fewer tasks than threads: halve the tile, down to one vector.
+  int64_t tile = kTile<C>;
+  while (tile > Simd<C>::kLanes && heads * ((p.seqlen_q + tile - 1) / tile) < runtime.num_threads) tile /= 2;
+  tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
+  const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
+  const int64_t bytes = ForwardScratch<Op>(nullptr, p).bytes;
+  run_tasks(runtime, heads * tiles, bytes, [&](int64_t task, void* memory, int64_t) {
+    const ForwardScratch<Op> scratch(memory, p);
+    // Last tiles first: under a causal mask they are the longest.
+    const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
+    forward_tile<T, Op>(p, scratch, head / p.heads_q, head % p.heads_q, query, min64(tile, p.seqlen_q - query));
+  });
+}
+
+}  // namespace
+}  // namespace attnkern::cpu

@@ -1,0 +1,151 @@
+// The one matrix product of the forward and the backward pass:
+//
+//     C[r][lane] = sum_k A(r, k) * B[k][lane]
+//
+// A is read one scalar at a time and broadcast, so it stays in the user's layout (rows of K, V, Q or grad_out with any
+// row stride); B and C run along the lanes. A register tile holds kTileRows x kTileVectors accumulators.
+#pragma once
+
+#include "simd.h"
+
+namespace attnkern::cpu {
+namespace {
+
+enum class Epilogue {
+  kStore,     // C = product
+  kStoreMax,  // C = product, and aux = max(aux, product) for every lane
+  kAdd,       // C += product
+  kRescale,   // C = C * aux + product, aux per lane: the online softmax folded into the accumulation
+};
+
+// How a scalar of A meets a vector of B: one product in the compute type.
+template <class C>
+struct Dot {
+  using Scalar = C;                  // element of A and of B
+  using Compute = C;
+  static constexpr int kPack = 1;    // terms of the sum in one Scalar
+  using S = Simd<C>;
+  using V = typename S::V;
+  static V load(const Scalar* b) { return S::load(b); }
+  static V broadcast(const Scalar* a) { return S::set1(*a); }
+  static V accumulate(V sum, V a, V b) { return S::fma(a, b, sum); }
+};
+
+#if defined(__AVX512BF16__)
+// Two bfloat16 products at once, summed in float32: a Scalar is a pair of neighbours along the summed dimension.
+struct PairDot {
+  using Scalar = uint32_t;
+  using Compute = float;
+  static constexpr int kPack = 2;
+  using S = Simd<float>;
+  using V = S::V;
+  static __m512i load(const Scalar* b) { return _mm512_loadu_si512(b); }
+  static __m512i broadcast(const Scalar* a) {
+    int pair;  // the memory holds bfloat16: no access as an integer lvalue
+    std::memcpy(&pair, a, sizeof(pair));
+    return _mm512_set1_epi32(pair);
+  }
+  static V accumulate(V sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+};
+#endif
+
+// One register tile. kUnitRows: A(r, k) = a[r + k * a_step]; otherwise A(r, k) = a[r * a_step + k].
+template <class Op, bool kUnitRows, int kRows, int kVectors>
+[[gnu::noinline]] void gemm_tile(const typename Op::Scalar* a, int64_t a_step, const typename Op::Scalar* b,
+                                 int64_t b_step, int64_t depth, typename Op::Compute* c, int64_t c_step,
+                                 Epilogue epilogue, typename Op::Compute* aux) {
+  using S = typename Op::S;
+  using V = typename S::V;
+  constexpr int kLanes = S::kLanes;
+  V sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = S::zero();
+
+  for (int64_t k = 0; k < depth; ++k) {
+    decltype(Op::load(b)) column[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) column[v] = Op::load(b + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const auto scalar = Op::broadcast(kUnitRows ? a + r : a + r * a_step);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = Op::accumulate(sum[r][v], scalar, column[v]);
+    }
+    a += kUnitRows ? a_step : 1;
+    b += b_step;
+  }
+
+  if (epilogue == Epilogue::kStore || epilogue == Epilogue::kStoreMax) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) S::store(c + r * c_step + v * kLanes, sum[r][v]);
+    if (epilogue == Epilogue::kStoreMax) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        V largest = S::load(aux + v * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) largest = S::max(largest, sum[r][v]);
+        S::store(aux + v * kLanes, largest);
+      }
+    }
+  } else if (epilogue == Epilogue::kAdd) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        auto* p = c + r * c_step + v * kLanes;
+        S::store(p, S::load(p) + sum[r][v]);
+      }
+  } else {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const V factor = S::load(aux + v * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        auto* p = c + r * c_step + v * kLanes;
+        S::store(p, S::fma(S::load(p), factor, sum[r][v]));
+      }
+    }
+  }
+}
+
+template <class Op>
+using TileFunction = void (*)(const typename Op::Scalar*, int64_t, const typename Op::Scalar*, int64_t, int64_t,
+                              typename Op::Compute*, int64_t, Epilogue, typename Op::Compute*);
+
+template <class Op, bool kUnitRows, int... kIndex>
+inline TileFunction<Op> tile_function(int index, std::integer_sequence<int, kIndex...>) {
+  static constexpr TileFunction<Op> kTable[] = {
+      gemm_tile<Op, kUnitRows, kIndex % kTileRows + 1, kIndex / kTileRows + 1>...};
+  return kTable[index];
+}
+
+// rows x vectors of C (vectors in units of a register). Rows and vectors are split evenly (7 rows: 4 + 3, not 6 + 1),
+// since a tile that is nearly empty is bound by the latency of its few sums.
+template <class Op, bool kUnitRows>
+inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const typename Op::Scalar* a, int64_t a_step,
+                 const typename Op::Scalar* b, int64_t b_step, typename Op::Compute* c, int64_t c_step,
+                 Epilogue epilogue, typename Op::Compute* aux = nullptr) {
+  constexpr int kLanes = Op::S::kLanes;
+  const int64_t column_tiles = (vectors + kTileVectors - 1) / kTileVectors;
+  const int64_t row_tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t column_tile = 0, v = 0; column_tile < column_tiles; ++column_tile) {
+    const int64_t width = (vectors - v + column_tiles - column_tile - 1) / (column_tiles - column_tile);
+    for (int64_t row_tile = 0, r = 0; row_tile < row_tiles; ++row_tile) {
+      const int64_t height = (rows - r + row_tiles - row_tile - 1) / (row_tiles - row_tile);
+      const auto tile = tile_function<Op, kUnitRows>(
+          static_cast<int>((width - 1) * kTileRows + height - 1),
+          std::make_integer_sequence<int, kTileRows * kTileVectors>{});
+      tile(kUnitRows ? a + r : a + r * a_step, a_step, b + v * kLanes, b_step, depth, c + r * c_step + v * kLanes,
+           c_step, epilogue, aux == nullptr ? nullptr : aux + v * kLanes);
+      r += height;
+    }
+    v += width;
+  }
+}
+
+}  // namespace
+}  // namespace attnkern::cpu

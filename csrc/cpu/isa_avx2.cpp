@@ -1,0 +1,3 @@
+#define ATTNKERN_KERNELS kKernelsAvx2
+#define ATTNKERN_ISA "avx2"
+#include "table.h"

@@ -1,0 +1,3 @@
+#define ATTNKERN_KERNELS kKernelsGeneric
+#define ATTNKERN_ISA "generic"
+#include "table.h"

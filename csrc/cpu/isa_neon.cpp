@@ -1,0 +1,3 @@
+#define ATTNKERN_KERNELS kKernelsNeon
+#define ATTNKERN_ISA "neon"
+#include "table.h"

@@ -1,0 +1,37 @@
+// The table of CPU kernels. Each instruction set fills one (isa_*.cpp); dispatch.cpp picks one by cpuid.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../common/params.h"
+
+namespace attnkern::cpu {
+
+// How a kernel runs in parallel and where it gets memory: given by the caller, so that kernels know nothing of torch.
+struct Runtime {
+  int64_t num_threads;
+  // Calls work(context, worker) for worker = 0 .. workers - 1, possibly at the same time.
+  void (*parallel)(int64_t workers, void (*work)(void* context, int64_t worker), void* context);
+};
+
+struct Kernels {
+  const char* name;
+  void (*forward)(const Forward&, const Runtime&);
+  void (*backward)(const Backward&, const Runtime&);
+};
+
+// Null where the compiler cannot target that instruction set.
+extern const Kernels kKernelsAvx512Bf16, kKernelsAvx512, kKernelsAvx2, kKernelsNeon, kKernelsGeneric;
+
+// The kernels for this machine, or those that ATTNKERN_CPU_ISA names. On a name that is unknown or that this machine
+// cannot run: returns null and sets *error (static storage).
+const Kernels* select_kernels(const char** error);
+
+// A thread's own scratch memory, 64-byte aligned, kept between calls.
+void* thread_scratch(std::size_t bytes);
+
+// Throws std::bad_alloc; out of line, so that no kernel unit holds code of the standard library.
+[[noreturn]] void out_of_memory(int64_t bytes);
+
+}  // namespace attnkern::cpu

@@ -1,0 +1,312 @@
+// Vectors of one instruction set. Included once by each isa_*.cpp, which is compiled with that set's flags;
+// everything lives in an unnamed namespace, so that no function compiled for AVX-512 can be linked into another unit.
+//
+// Simd<C> for C = float or double is the whole interface: the kernels are written against it and know no register
+// width. The base is the compilers' vector extension; intrinsics replace it where compilers do worse.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own headers start from an undefined register (bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#endif
+
+namespace attnkern::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+inline constexpr int kVectorBytes = 64, kTileRows = 6, kTileVectors = 4;  // 24 accumulators + 4 + 1 of 32 registers
+#elif defined(__AVX2__)
+inline constexpr int kVectorBytes = 32, kTileRows = 6, kTileVectors = 2;  // 12 + 2 + 1 of 16
+#elif defined(__aarch64__)
+inline constexpr int kVectorBytes = 16, kTileRows = 6, kTileVectors = 4;  // 24 + 4 + 1 of 32
+#else
+inline constexpr int kVectorBytes = 16, kTileRows = 4, kTileVectors = 2;  // 8 + 2 + 1 + product of 16
+#endif
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+// ---------------------------------------------------------------------------------------------- 16-bit scalars
+
+inline float to_float(BFloat16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline float to_float(Float16 x) {
+  // Scaling by 2^112 moves half's exponent bias (15) to float's (127) and makes subnormals normal.
+  const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, magnitude = uint32_t{x.bits & 0x7fffu} << 13;
+  float value;
+  std::memcpy(&value, &magnitude, 4);
+  value *= 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (magnitude >= 0x7c00u << 13) bits |= 0x7f800000u;  // infinity and NaN keep the largest exponent
+  bits |= sign;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline BFloat16 to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+inline Float16 to_float16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};
+  if (bits >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to above 65504
+  if (bits < 0x38800000u) {
+    // Subnormal half: adding 0.5 leaves a multiple of 2^-24, rounded to even, in the low bits.
+    float magnitude;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    std::memcpy(&bits, &magnitude, 4);
+    return {static_cast<uint16_t>(sign | (bits - 0x3f000000u))};
+  }
+  return {static_cast<uint16_t>(sign | ((bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13))};
+}
+
+template <class C, class T>
+inline C to_compute(T x) {
+  if constexpr (std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>) return static_cast<C>(to_float(x));
+  else return static_cast<C>(x);
+}
+
+template <class T, class C>
+inline T from_compute(C x) {
+  if constexpr (std::is_same_v<T, BFloat16>) return to_bfloat16(static_cast<float>(x));
+  else if constexpr (std::is_same_v<T, Float16>) return to_float16(static_cast<float>(x));
+  else return static_cast<T>(x);
+}
+
+// ------------------------------------------------------------------------------------------------------ vectors
+
+template <class C>
+struct SimdTypes;
+template <>
+struct SimdTypes<float> {
+  using Int = int32_t;
+  static constexpr int kMantissaBits = 23;
+  static constexpr float kRoundMagic = 0x1.8p23f, kSmallestExponent = -126.0f;
+};
+template <>
+struct SimdTypes<double> {
+  using Int = int64_t;
+  static constexpr int kMantissaBits = 52;
+  static constexpr double kRoundMagic = 0x1.8p52, kSmallestExponent = -1022.0;
+};
+
+template <class C>
+struct Simd {
+  static constexpr int kLanes = kVectorBytes / sizeof(C);
+  using Int = typename SimdTypes<C>::Int;
+  typedef C V __attribute__((vector_size(kVectorBytes)));
+  typedef Int IV __attribute__((vector_size(kVectorBytes)));
+  typedef C Unaligned __attribute__((vector_size(kVectorBytes), aligned(alignof(C)), may_alias));
+
+  static V load(const C* p) { return *reinterpret_cast<const Unaligned*>(p); }
+  static void store(C* p, V x) { *reinterpret_cast<Unaligned*>(p) = x; }
+  static V set1(C x) { return x - V{}; }
+  static V zero() { return V{}; }
+
+  static V iota() {
+    V x;
+    for (int lane = 0; lane < kLanes; ++lane) x[lane] = static_cast<C>(lane);
+    return x;
+  }
+
+  static V fma(V a, V b, V c) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(C) == 4) return _mm512_fmadd_ps(a, b, c);
+    else return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX2__)
+    if constexpr (sizeof(C) == 4) return _mm256_fmadd_ps(a, b, c);
+    else return _mm256_fmadd_pd(a, b, c);
+#else
+    return a * b + c;
+#endif
+  }
+
+  // The larger; b if either is NaN.
+  static V max(V a, V b) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(C) == 4) return _mm512_max_ps(a, b);
+    else return _mm512_max_pd(a, b);
+#elif defined(__AVX2__)
+    if constexpr (sizeof(C) == 4) return _mm256_max_ps(a, b);
+    else return _mm256_max_pd(a, b);
+#else
+    return a > b ? a : b;
+#endif
+  }
+
+  // 2^y for y <= 128 (1024). -inf gives 0, NaN gives NaN. 1 ulp for results that are not subnormal.
+  // y = n + f with n = round(y); a minimax polynomial for 2^f on [-1/2, 1/2], constant term exactly 1.
+  static V exp2(V y) {
+#if defined(__AVX512F__)
+    V n, f;
+    if constexpr (sizeof(C) == 4) {
+      y = _mm512_max_ps(set1(-200.0f), y);
+      n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    } else {
+      y = _mm512_max_pd(set1(-1100.0), y);
+      n = _mm512_roundscale_pd(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    }
+    f = y - n;
+    const V p = exp2_polynomial(f);
+    if constexpr (sizeof(C) == 4) return _mm512_scalef_ps(p, n);
+    else return _mm512_scalef_pd(p, n);
+#else
+    using Types = SimdTypes<C>;
+    const V smallest = set1(Types::kSmallestExponent), magic = set1(Types::kRoundMagic);
+    const V clamped = max(smallest, y);
+    const V shifted = clamped + magic;  // n in the low bits of the mantissa
+    const V p = exp2_polynomial(clamped - (shifted - magic));
+    const V result = (V)((IV)p + ((IV)shifted << Types::kMantissaBits));
+    return y < smallest ? zero() : result;
+#endif
+  }
+
+  static V exp2_polynomial(V f) {
+    if constexpr (sizeof(C) == 4) {
+      V p = set1(1.53533606116304820e-04f);
+      p = fma(p, f, set1(1.33988748668966416e-03f));
+      p = fma(p, f, set1(9.61843736649206291e-03f));
+      p = fma(p, f, set1(5.55033246969316232e-02f));
+      p = fma(p, f, set1(2.40226479134982629e-01f));
+      p = fma(p, f, set1(6.93147202855970535e-01f));
+      return fma(p, f, set1(1.0f));
+    } else {
+      V p = set1(4.43480616380895782e-10);
+      p = fma(p, f, set1(7.07377978783447801e-09));
+      p = fma(p, f, set1(1.01781989209997842e-07));
+      p = fma(p, f, set1(1.32154352948921066e-06));
+      p = fma(p, f, set1(1.52527334960647091e-05));
+      p = fma(p, f, set1(1.54035304571074590e-04));
+      p = fma(p, f, set1(1.33335581467701469e-03));
+      p = fma(p, f, set1(9.61812910759409986e-03));
+      p = fma(p, f, set1(5.55041086648200982e-02));
+      p = fma(p, f, set1(2.40226506959101305e-01));
+      p = fma(p, f, set1(6.93147180559945286e-01));
+      return fma(p, f, set1(1.0));
+    }
+  }
+
+  // ------------------------------------------------------------------ loads and stores of a storage type
+
+  template <class T>
+  static V load_as(const T* p) {
+    if constexpr (std::is_same_v<T, C>) {
+      return load(p);
+#if defined(__AVX512F__)
+    } else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4) {
+      const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+      return (V)_mm512_slli_epi32(wide, 16);
+    } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
+      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    } else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4) {
+      const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      return (V)_mm256_slli_epi32(wide, 16);
+    } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
+      return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
+    } else {
+      C lanes[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = to_compute<C>(p[lane]);
+      return load(lanes);
+    }
+  }
+
+  template <class T>
+  static void store_as(T* p, V x) {
+    if constexpr (std::is_same_v<T, C>) {
+      store(p, x);
+#if defined(__AVX512F__)
+    } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#endif
+    } else {
+      C lanes[kLanes];
+      store(lanes, x);
+      for (int lane = 0; lane < kLanes; ++lane) p[lane] = from_compute<T>(lanes[lane]);
+    }
+  }
+
+  // The first n lanes (0 <= n <= kLanes); the others are 0.
+  template <class T>
+  static V load_as(const T* p, int64_t n) {
+    if (n >= kLanes) return load_as(p);
+    T lanes[kLanes] = {};
+    std::memcpy(lanes, p, static_cast<size_t>(n) * sizeof(T));
+    return load_as(static_cast<const T*>(lanes));
+  }
+
+  template <class T>
+  static void store_as(T* p, V x, int64_t n) {
+    if (n >= kLanes) return store_as(p, x);
+    T lanes[kLanes];
+    store_as(static_cast<T*>(lanes), x);
+    std::memcpy(p, lanes, static_cast<size_t>(n) * sizeof(T));
+  }
+
+  // ------------------------------------------------------------------------------------------- across lanes
+
+  // In place: row r, lane c becomes row c, lane r. log2(kLanes) rounds, each exchanging blocks of 2^round lanes.
+  template <class Vector>
+  static void transpose(Vector (&rows)[kLanes]) {
+    transpose_round<1>(rows);
+  }
+
+  static C sum(V x) {
+    C lanes[kLanes];
+    store(lanes, x);
+    for (int half = kLanes / 2; half > 0; half /= 2)
+      for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    return lanes[0];
+  }
+
+ private:
+  template <int kStep, class Vector>
+  static void transpose_round(Vector (&rows)[kLanes]) {
+    if constexpr (kStep < kLanes) {
+      for (int row = 0; row < kLanes; ++row) {
+        if (row & kStep) continue;
+        const Vector a = rows[row], b = rows[row + kStep];
+        rows[row] = exchange_low<kStep>(a, b, std::make_integer_sequence<int, kLanes>{});
+        rows[row + kStep] = exchange_high<kStep>(a, b, std::make_integer_sequence<int, kLanes>{});
+      }
+      transpose_round<kStep * 2>(rows);
+    }
+  }
+  template <int kStep, class Vector, int... kLane>
+  static Vector exchange_low(Vector a, Vector b, std::integer_sequence<int, kLane...>) {
+    return __builtin_shufflevector(a, b, ((kLane & kStep) ? kLanes + kLane - kStep : kLane)...);
+  }
+  template <int kStep, class Vector, int... kLane>
+  static Vector exchange_high(Vector a, Vector b, std::integer_sequence<int, kLane...>) {
+    return __builtin_shufflevector(a, b, ((kLane & kStep) ? kLanes + kLane : kLane + kStep)...);
+  }
+};
+
+}  // namespace
+}  // namespace attnkern::cpu

@@ -1,0 +1,36 @@
+// Fills the table of one instruction set. An isa_*.cpp defines ATTNKERN_KERNELS (the table's name) and ATTNKERN_ISA.
+#include "backward.h"
+#include "kernels.h"
+
+namespace attnkern::cpu {
+namespace {
+
+#if defined(__AVX512BF16__)
+using BFloat16Dot = PairDot;
+#else
+using BFloat16Dot = Dot<float>;  // rows are converted to float32 as they are read
+#endif
+
+void run_forward(const Forward& p, const Runtime& runtime) {
+  switch (p.dtype) {
+    case DType::kFloat32: return forward<float, Dot<float>>(p, runtime);
+    case DType::kFloat64: return forward<double, Dot<double>>(p, runtime);
+    case DType::kBFloat16: return forward<BFloat16, BFloat16Dot>(p, runtime);
+    default: return forward<Float16, Dot<float>>(p, runtime);
+  }
+}
+
+void run_backward(const Backward& p, const Runtime& runtime) {
+  switch (p.dtype) {
+    case DType::kFloat32: return backward<float, Dot<float>>(p, runtime);
+    case DType::kFloat64: return backward<double, Dot<double>>(p, runtime);
+    case DType::kBFloat16: return backward<BFloat16, BFloat16Dot>(p, runtime);
+    default: return backward<Float16, Dot<float>>(p, runtime);
+  }
+}
+
+}  // namespace
+
+const Kernels ATTNKERN_KERNELS = {ATTNKERN_ISA, run_forward, run_backward};
+
+}  // namespace attnkern::cpu

@@ -1,0 +1,204 @@
+"""Build attnkern's compiled libraries; the metadata is in pyproject.toml.
+
+Two plain shared objects without Python.h, compiled by ninja against torch's stable ABI, so that one binary serves
+every torch from 2.11 and every CPython from 3.10 on:
+
+    attnkern/_C.abi3.so      csrc/ops.cpp and csrc/cpu/*.cpp     always
+    attnkern/_cuda.abi3.so   csrc/cuda/*.cpp and csrc/cuda/*.cu  where nvcc is found
+    attnkern/_build.json     what they were built with, for attnkern.build_info()
+
+Environment: ATTNKERN_CUDA=auto|0|1 (1: nvcc is required), ATTNKERN_CUDA_ARCHS (default "80 90a 100a 120"; PTX of
+compute_80 is always added), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME, MAX_JOBS.
+"""
+
+import fcntl
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar
+
+from setuptools import Command, Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+os.chdir(Path(__file__).resolve().parent)  # relative paths throughout: the binaries don't name the machine
+BUILD = Path("build/ninja")
+X86, ARM, ANY = ("x86_64",), ("aarch64",), ("x86_64", "aarch64")
+AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512"
+ISA = {  # csrc/cpu/isa_<name>.cpp: the machines it is compiled on, its own flags
+    "avx512bf16": (X86, f"{AVX512} -mavx512bf16 -mavx512vbmi"),
+    "avx512": (X86, AVX512),
+    "avx2": (X86, "-mavx2 -mfma -mf16c"),
+    "neon": (ARM, ""),
+    "generic": (ANY, ""),
+}
+# The target, torch 2.10, must not exceed the oldest torch served: a newer one would not load there.
+TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+CXXFLAGS = "-O3 -std=c++20 -ffp-contract=fast -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -Wall -Wextra"
+SANITIZE = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+NVCCFLAGS = "-O3 -std=c++20 -Xcompiler -fPIC,-fvisibility=hidden"
+# exports.map hides every symbol, weak template instances and the static CUDA runtime too: no clash with torch's own.
+LDFLAGS = "-shared -Xlinker --version-script=csrc/exports.map -Xlinker -z -Xlinker defs -Xlinker --no-as-needed"
+
+
+def first_line(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+def find_compiler():
+    if sys.platform != "linux" or platform.machine() not in ANY:
+        raise SystemExit("attnkern compiles on Linux (x86-64, aarch64); ATTNKERN_SKIP_EXT=1 installs its Python files.")
+    cxx = os.environ.get("CXX", "g++")
+    if shutil.which(cxx.split()[0]) is None:
+        raise SystemExit(f"C++ compiler {cxx} not found: install g++ 12 or newer, or set CXX.")
+    return cxx
+
+
+def find_torch():
+    """The folder of the installed torch, without the two seconds of importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None:
+        raise SystemExit(
+            "attnkern is compiled against the installed torch, and this Python has none: install torch first, "
+            "then build with `pip install --no-build-isolation`."
+        )
+    if tuple(map(int, re.findall(r"\d+", version("torch"))[:2])) < (2, 11):
+        raise SystemExit(f"attnkern needs torch >= 2.11, found {version('torch')}.")
+    return Path(spec.origin).parent
+
+
+def find_nvcc():
+    """nvcc's path, or None and the reason why the CUDA library isn't built."""
+    wanted, home = os.environ.get("ATTNKERN_CUDA", "auto"), os.environ.get("CUDA_HOME")
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"ATTNKERN_CUDA must be auto, 0 or 1, got {wanted!r}.")
+    if wanted == "0":
+        return None, "ATTNKERN_CUDA=0"
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    if nvcc is None and wanted == "1":
+        raise SystemExit(f"ATTNKERN_CUDA=1, but nvcc was not found in {f'{home}/bin' if home else 'PATH'}.")
+    return nvcc, "nvcc not found"
+
+
+def max_jobs():
+    """MAX_JOBS, at most the cores and one job per 2 GB of free memory."""
+    available = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+    bound = min(len(os.sched_getaffinity(0)), int(available[1]) // 2**21 if available else 1)
+    return max(1, min(bound, int(os.environ.get("MAX_JOBS", bound))))
+
+
+class Ninja:
+    """build/ninja/<name>.ninja, its objects beside it in <name>/."""
+
+    def __init__(self, name):
+        self.name = name
+        self.lines = [
+            f"builddir = {BUILD}",
+            "rule compile\n  command = $tool $flags -MD -MF $out.d -c $in -o $out\n"
+            "  description = compile $in\n  depfile = $out.d\n  deps = gcc",
+            "rule link\n  command = $tool $in -o $out $flags\n  description = link $out",
+        ]
+
+    def add(self, rule, out, sources, tool, flags):
+        self.lines.append(f"build {out}: {rule} {' '.join(map(str, sources))}\n  tool = {tool}\n  flags = {flags}")
+
+    def compile(self, sources, tool, flags):
+        objects = [BUILD / self.name / f"{source}.o" for source in sources]
+        for source, out in zip(sources, objects, strict=True):
+            self.add("compile", out, [source], tool, f"{flags} {isa_flags(source)}")
+        return objects
+
+    def run(self):
+        ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        if ninja is None:
+            raise SystemExit("ninja not found: pip install ninja.")
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with open(BUILD / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two `make` at once must not write one object
+            path = BUILD / f"{self.name}.ninja"
+            path.write_text("\n".join(self.lines) + "\n")
+            if subprocess.run([ninja, "-f", path, "-j", str(max_jobs())]).returncode:
+                raise SystemExit("attnkern was not built: the compiler's message is above.")
+
+
+def isa_flags(source):
+    return ISA[source.stem.removeprefix("isa_")][1] if source.stem.startswith("isa_") else ""
+
+
+def cpu_sources():
+    """Every csrc/cpu/*.cpp but the instruction sets of other machines."""
+    sources = sorted(Path("csrc/cpu").glob("*.cpp"))
+    other = [f"isa_{name}" for name, (machines, _) in ISA.items() if platform.machine() not in machines]
+    return [source for source in sources if source.stem not in other]
+
+
+class BuildLibraries(build_ext):
+    """Both libraries, straight to their destination: this folder (--inplace) or the wheel's tree."""
+
+    def run(self):
+        cxx, torch, (nvcc, why_not) = find_compiler(), find_torch(), find_nvcc()
+        package = Path("." if self.inplace else self.build_lib) / "attnkern"
+        flags = f"{CXXFLAGS} {TARGET} {os.environ.get('CXXFLAGS', '')} -Icsrc"
+        torch_flags = f"{flags} -isystem {torch}/include"
+        ninja = Ninja("release")
+        objects = ninja.compile([Path("csrc/ops.cpp"), *cpu_sources()], cxx, torch_flags)
+        ninja.add("link", package / "_C.abi3.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
+        record = {
+            "compiler": first_line(*cxx.split(), "--version"),
+            "flags": flags,
+            "isa": {s.stem[4:]: isa_flags(s) for s in cpu_sources() if s.stem.startswith("isa_")},
+            "torch": version("torch"),
+            "cuda": why_not,
+        }
+        if nvcc:
+            archs = os.environ.get("ATTNKERN_CUDA_ARCHS", "80 90a 100a 120").split()
+            codes = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
+            nvcc_flags = " ".join([NVCCFLAGS, *codes, "-gencode arch=compute_80,code=compute_80", "-Icsrc"])
+            sources = Path("csrc/cuda")
+            objects = ninja.compile(sorted(sources.glob("*.cpp")), cxx, torch_flags)
+            objects += ninja.compile(sorted(sources.glob("*.cu")), nvcc, nvcc_flags)
+            # -ltorch: a CUDA torch's needs libtorch_cuda, where the one weak CUDA symbol of ops_cuda.cpp then resolves.
+            link_flags = f"{LDFLAGS} -cudart static -cudadevrt none -L{torch}/lib -ltorch -ltorch_cpu"
+            ninja.add("link", package / "_cuda.abi3.so", objects, nvcc, link_flags)
+            compiler = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+            record["cuda"] = {"compiler": compiler.splitlines()[-2], "archs": archs, "flags": nvcc_flags}
+        else:
+            print(f"{why_not}: building the CPU library only", flush=True)
+            for stale in {package, *Path("build").glob("lib*/attnkern")}:
+                (stale / "_cuda.abi3.so").unlink(missing_ok=True)
+        ninja.run()
+        (package / "_build.json").write_text(json.dumps(record, indent=2) + "\n")
+
+    def get_outputs(self):
+        package = Path(self.build_lib, "attnkern")
+        return [str(package / name) for name in ("_C.abi3.so", "_cuda.abi3.so", "_build.json")]
+
+
+class BuildSanitized(Command):
+    """tests/cpp/*.cpp with the CPU kernels under AddressSanitizer and UBSan: build/ninja/test_kernels."""
+
+    user_options: ClassVar[list] = []
+    initialize_options = finalize_options = lambda self: None
+
+    def run(self):
+        cxx, ninja = find_compiler(), Ninja("sanitize")
+        flags = f"{CXXFLAGS} {SANITIZE} -Icsrc"
+        objects = ninja.compile([*cpu_sources(), *sorted(Path("tests/cpp").glob("*.cpp"))], cxx, flags)
+        ninja.add("link", BUILD / "test_kernels", objects, cxx, SANITIZE)
+        ninja.run()
+
+
+extensions = [] if os.environ.get("ATTNKERN_SKIP_EXT") == "1" else [Extension("attnkern._C", [], py_limited_api=True)]
+setup(
+    packages=[*find_packages(include=["attnkern", "attnkern.*"]), "attnkern.triton_kernels"],
+    package_dir={"attnkern.triton_kernels": "triton_kernels"},  # never top-level: that name is another distribution's
+    ext_modules=extensions,
+    cmdclass={"build_ext": BuildLibraries, "build_sanitized": BuildSanitized},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if extensions else {},
+)

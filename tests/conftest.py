@@ -1,0 +1,111 @@
+"""Backends under test, fresh seeds, poisoned memory, and the rule that a test is skipped only for want of a GPU."""
+
+import dataclasses
+import os
+import random
+
+import pytest
+import torch
+
+import attnkern
+from attnkern import testing
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One backend on one device, and the calls that tests make on it."""
+
+    backend: str
+    device: str
+
+    def sdpa(self, *args, **kwargs):
+        return attnkern.scaled_dot_product_attention(*args, **kwargs, backend=self.backend)
+
+    def attention(self, *args, **kwargs):
+        return attnkern.attention(*args, **kwargs, backend=self.backend)
+
+    def inputs(self, *args, **kwargs):
+        return testing.make_inputs(*args, device=self.device, **kwargs)
+
+    def random(self, *shapes, dtype=torch.float32, mask=None):
+        """Inputs of these three shapes (or one for all); `mask` is a tensor."""
+        shapes = shapes if len(shapes) == 3 else shapes * 3
+        seed = int(torch.randint(2**31, ()))
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [torch.randn(s, generator=generator, dtype=torch.float64).to(self.device, dtype) for s in shapes]
+        return testing.Inputs(*tensors, mask, f"randn of {shapes}, {dtype}, torch.Generator().manual_seed({seed})")
+
+    def randn(self, *shape, dtype=torch.float32, **kwargs):
+        return torch.randn(*shape, dtype=dtype, device=self.device, **kwargs)
+
+    def check(self, inputs, **options):
+        return testing.check_attention(inputs, backend=self.backend, **options)
+
+
+# A backend is added to every test by being available in attnkern.backends().
+TARGETS = [
+    Target(info.name, device)
+    for device in DEVICES
+    for info in attnkern.backends()
+    if info.available and {device, "any"} & set(info.device_types)
+]
+
+
+@pytest.fixture(params=TARGETS, ids=lambda t: f"{t.backend}-{t.device}")
+def target(request):
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+def dtype(request):
+    return request.param
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "contract(*items): the items of the contract with F.sdpa that the test shows")
+    config.addinivalue_line("markers", "threads: runs with torch's default number of threads")
+    config.addinivalue_line("markers", "real_memory: runs without poisoned memory (huge allocations, timings)")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_seed(request):
+    """A new seed for every test, printed when it fails; ATTNKERN_TEST_SEED repeats one."""
+    seed = int(os.environ.get("ATTNKERN_TEST_SEED") or random.SystemRandom().randrange(2**31))
+    request.node.user_properties.append(("seed", seed))
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return seed
+
+
+@pytest.fixture(autouse=True)
+def surroundings(request):
+    """One thread (the machine may run several tests at once) and fresh memory full of NaN."""
+    threads = torch.get_num_threads()
+    if not request.node.get_closest_marker("threads"):
+        torch.set_num_threads(1)
+    if request.node.get_closest_marker("real_memory"):
+        yield
+    else:
+        with testing.poisoned_memory():
+            yield
+    torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        seed = dict(item.user_properties).get("seed")
+        report.sections.append(("repeat", f"ATTNKERN_TEST_SEED={seed} python -m pytest '{item.nodeid}'"))
+    if report.skipped and not hasattr(report, "wasxfail") and "needs a GPU" not in str(report.longrepr):
+        report.outcome = "failed"
+        report.longrepr = f"skipped for another reason than a missing GPU: {report.longrepr}"
+    return report

@@ -1,0 +1,508 @@
+// The CPU kernels called directly, every instruction set of this machine, against a naive double loop: edge shapes and
+// random ones. Meant for sanitizers (`make sanitize`): every buffer is allocated to the byte, so that a read or
+// write beside a tensor is seen. How exact the kernels are is the Python tests' business; here the bounds are wide.
+//
+// Usage: test_kernels [seed]
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/params.h"
+#include "common/philox.h"
+#include "cpu/kernels.h"
+
+namespace {
+
+using namespace attnkern;
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+size_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64: return 8;
+    case DType::kFloat32: return 4;
+    case DType::kBool: return 1;
+    default: return 2;
+  }
+}
+
+const char* name_of(DType dtype) {
+  const char* names[] = {"float32", "float64", "bfloat16", "float16", "bool"};
+  return names[static_cast<int>(dtype)];
+}
+
+// ---------------------------------------------------------------------------------------------------- tensors
+
+enum class Layout { kContiguous, kRowsOutside, kPaddedRows, kStridedColumns, kCount };
+const char* const kLayoutNames[] = {"contiguous", "(B, L, H, D)", "padded rows", "strided columns"};
+
+// A 4-D tensor whose storage ends with its last element. A broadcast dimension has size 1 and stride 0.
+struct Tensor {
+  DType dtype = DType::kFloat32;
+  int64_t size[4] = {0, 0, 0, 0};
+  View view;
+  std::unique_ptr<unsigned char[]> storage;
+  int64_t elements = 0;
+
+  Tensor() = default;
+  Tensor(DType dtype_, std::vector<int64_t> shape, Layout layout = Layout::kContiguous) : dtype(dtype_) {
+    std::copy(shape.begin(), shape.end(), size);
+    const int64_t column = layout == Layout::kStridedColumns ? 2 : 1;
+    const int64_t row = size[3] * column + (layout == Layout::kPaddedRows ? 3 : 0);
+    if (layout == Layout::kRowsOutside) {
+      set_strides(size[2] * size[1] * row, row, size[1] * row, column);
+    } else {
+      set_strides(size[1] * size[2] * row, size[2] * row, row, column);
+    }
+    elements = 1;
+    for (int n = 0; n < 4; ++n) elements = size[n] == 0 ? 0 : elements;
+    for (int n = 0; n < 4 && elements > 0; ++n) elements += (size[n] - 1) * view.stride[n];
+    storage.reset(new unsigned char[elements * bytes_of(dtype)]);
+    std::memset(storage.get(), 0xff, elements * bytes_of(dtype));  // NaN: what isn't written is seen
+    view.data = storage.get();
+  }
+
+  void set_strides(int64_t a, int64_t b, int64_t c, int64_t d) {
+    const int64_t stride[4] = {a, b, c, d};
+    for (int n = 0; n < 4; ++n) view.stride[n] = size[n] == 1 ? 0 : stride[n];
+  }
+  void* at(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const int64_t index[4] = {b, h, i, j};
+    int64_t offset = 0;
+    for (int n = 0; n < 4; ++n) offset += (size[n] == 1 ? 0 : index[n]) * view.stride[n];
+    return storage.get() + offset * static_cast<int64_t>(bytes_of(dtype));
+  }
+  double get(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const void* from = at(b, h, i, j);
+    if (dtype == DType::kFloat64) return *static_cast<const double*>(from);
+    if (dtype == DType::kFloat32) return *static_cast<const float*>(from);
+    if (dtype == DType::kBool) return *static_cast<const bool*>(from);
+    uint16_t half;
+    std::memcpy(&half, from, 2);
+    if (dtype == DType::kBFloat16) {
+      const uint32_t bits = uint32_t{half} << 16;
+      float value;
+      std::memcpy(&value, &bits, 4);
+      return value;
+    }
+    const int exponent = half >> 10 & 31, mantissa = half & 1023;
+    const double magnitude = exponent == 31 ? (mantissa ? std::nan("") : kInf)
+                             : exponent     ? std::ldexp(1024 + mantissa, exponent - 25)
+                                            : std::ldexp(mantissa, -24);
+    return half & 0x8000 ? -magnitude : magnitude;
+  }
+  // `value` must be representable: the tests write multiples of 1/32 of small magnitude, and -inf.
+  void set(int64_t b, int64_t h, int64_t i, int64_t j, double value) {
+    void* to = at(b, h, i, j);
+    const float narrow = static_cast<float>(value);
+    uint32_t bits;
+    std::memcpy(&bits, &narrow, 4);
+    uint16_t half = static_cast<uint16_t>(bits >> 16);
+    switch (dtype) {
+      case DType::kFloat64: *static_cast<double*>(to) = value; return;
+      case DType::kFloat32: *static_cast<float*>(to) = narrow; return;
+      case DType::kBool: *static_cast<bool*>(to) = value != 0; return;
+      case DType::kBFloat16: break;
+      case DType::kFloat16: {
+        const uint32_t magnitude = bits & 0x7fffffff;
+        half = static_cast<uint16_t>(bits >> 16 & 0x8000);
+        if (magnitude == 0x7f800000) half |= 0x7c00;
+        else if (magnitude != 0) half |= static_cast<uint16_t>((magnitude - (112u << 23)) >> 13);
+      }
+    }
+    std::memcpy(to, &half, 2);
+  }
+  void each(const std::function<void(int64_t, int64_t, int64_t, int64_t)>& visit) const {
+    for (int64_t b = 0; b < size[0]; ++b)
+      for (int64_t h = 0; h < size[1]; ++h)
+        for (int64_t i = 0; i < size[2]; ++i)
+          for (int64_t j = 0; j < size[3]; ++j) visit(b, h, i, j);
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------ cases
+
+enum class Bias { kNone, kBool, kFloat, kFloat32 };  // kFloat: of q's dtype
+
+struct Case {
+  int64_t batch = 1, heads_q = 1, heads_k = 1, heads_v = 1, seqlen_q = 1, seqlen_k = 1, head_dim = 1, head_dim_v = 1;
+  DType dtype = DType::kFloat32;
+  Band band;
+  Bias bias = Bias::kNone;
+  int64_t bias_size[4] = {1, 1, 0, 0};
+  bool bias_transposed = false;  // keys outside, queries inside
+  double scale = 0.25, softcap = 0, dropout_p = 0;
+  int64_t seeds = 1, threads = 3;
+  Layout layout = Layout::kContiguous;
+  bool lse_gradient = false;
+
+  std::string text() const {
+    char line[512];
+    std::snprintf(line, sizeof line,
+                  "%s B=%ld H=%ld/%ld/%ld L=%ld S=%ld E=%ld Ev=%ld band=(%ld, %ld, %ld) bias=%d(%ld,%ld,%ld,%ld)%s "
+                  "scale=%g softcap=%g p=%g seeds=%ld threads=%ld %s%s",
+                  name_of(dtype), long(batch), long(heads_q), long(heads_k), long(heads_v), long(seqlen_q),
+                  long(seqlen_k), long(head_dim), long(head_dim_v), long(band.left), long(band.right),
+                  long(band.offset), int(bias), long(bias_size[0]), long(bias_size[1]), long(bias_size[2]),
+                  long(bias_size[3]), bias_transposed ? "^T" : "", scale, softcap, dropout_p, long(seeds),
+                  long(threads), kLayoutNames[static_cast<int>(layout)], lse_gradient ? " grad_lse" : "");
+    return line;
+  }
+};
+
+uint32_t dropout_half(uint64_t seed, uint64_t batch_head, int64_t i, int64_t j) {
+  uint32_t c[4] = {static_cast<uint32_t>(j / 32 * 4 + j % 8 / 2), static_cast<uint32_t>(i),
+                   static_cast<uint32_t>(batch_head), static_cast<uint32_t>(batch_head >> 32)};
+  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{philox::kMultiplier0} * c[0], b = uint64_t{philox::kMultiplier1} * c[2];
+    const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ key[0], static_cast<uint32_t>(b),
+                              static_cast<uint32_t>(a >> 32) ^ c[3] ^ key[1], static_cast<uint32_t>(a)};
+    std::copy(next, next + 4, c);
+    key[0] += philox::kWeyl0;
+    key[1] += philox::kWeyl1;
+  }
+  return c[j / 8 % 4] >> (16 * (j % 2)) & 0xffff;
+}
+
+// A case's tensors, the kernels' results and the naive ones.
+class Run {
+ public:
+  Run(const Case& c, uint64_t seed) : c_(c), random_(seed) {
+    const auto tensor = [&](int64_t h, int64_t rows, int64_t columns) {
+      return Tensor(c.dtype, {c.batch, h, rows, columns}, c.layout);
+    };
+    q_ = tensor(c.heads_q, c.seqlen_q, c.head_dim);
+    k_ = tensor(c.heads_k, c.seqlen_k, c.head_dim);
+    v_ = tensor(c.heads_v, c.seqlen_k, c.head_dim_v);
+    grad_out_ = tensor(c.heads_q, c.seqlen_q, c.head_dim_v);
+    for (Tensor* x : {&q_, &k_, &v_, &grad_out_}) fill(*x);
+    // What the kernels write has unit column stride.
+    const Layout written = c.layout == Layout::kStridedColumns ? Layout::kPaddedRows : c.layout;
+    out_ = Tensor(c.dtype, {c.batch, c.heads_q, c.seqlen_q, c.head_dim_v}, written);
+    dq_ = Tensor(c.dtype, {c.batch, c.heads_q, c.seqlen_q, c.head_dim}, written);
+    dk_ = Tensor(c.dtype, {c.batch, c.heads_k, c.seqlen_k, c.head_dim}, written);
+    dv_ = Tensor(c.dtype, {c.batch, c.heads_v, c.seqlen_k, c.head_dim_v}, written);
+    const DType lse_dtype = c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    lse_ = Tensor(lse_dtype, {c.batch, c.heads_q, c.seqlen_q, 1});
+    grad_lse_ = Tensor(lse_dtype, {c.batch, c.heads_q, c.seqlen_q, 1});
+    fill(grad_lse_);
+    if (c.bias != Bias::kNone) {
+      const DType dtype = c.bias == Bias::kBool ? DType::kBool : c.bias == Bias::kFloat ? c.dtype : DType::kFloat32;
+      std::vector<int64_t> shape(c.bias_size, c.bias_size + 4);
+      if (c.bias_transposed) std::swap(shape[2], shape[3]);
+      bias_ = Tensor(dtype, shape);
+      if (c.bias_transposed) {
+        std::swap(bias_.size[2], bias_.size[3]);
+        std::swap(bias_.view.stride[2], bias_.view.stride[3]);
+      }
+      bias_.each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
+        const bool masked = random_() % 4 == 0;
+        bias_.set(b, h, i, j, dtype == DType::kBool ? !masked : masked ? -kInf : value());
+      });
+      dbias_ = Tensor(dtype, {c.bias_size[0], c.bias_size[1], c.bias_size[2], c.bias_size[3]});
+    }
+    for (int64_t n = 0; n < c.seeds; ++n) seeds_.push_back(static_cast<int64_t>(random_() >> 1));
+  }
+
+  // Empty if the kernels agree with the naive loops.
+  std::string check(const cpu::Kernels& kernels) {
+    const cpu::Runtime runtime{c_.threads, [](int64_t workers, void (*work)(void*, int64_t), void* context) {
+                                 std::vector<std::thread> threads;
+                                 for (int64_t n = 1; n < workers; ++n) threads.emplace_back(work, context, n);
+                                 if (workers > 0) work(context, 0);
+                                 for (auto& thread : threads) thread.join();
+                               }};
+    Forward forward{};
+    describe(forward);
+    forward.out = out_.view;
+    forward.lse = lse_.storage.get();
+    kernels.forward(forward, runtime);
+    Backward backward{};
+    describe(backward);
+    backward.grad_out = grad_out_.view;
+    backward.out = out_.view;
+    backward.lse = lse_.storage.get();
+    backward.grad_lse = c_.lse_gradient ? grad_lse_.storage.get() : nullptr;
+    backward.dq = dq_.view;
+    backward.dk = dk_.view;
+    backward.dv = dv_.view;
+    if (c_.bias != Bias::kNone && c_.bias != Bias::kBool) backward.dbias = dbias_.view;
+    kernels.backward(backward, runtime);
+    naive();
+    std::string failed;
+    compare("out", out_, exact_out_, failed);
+    compare("lse", lse_, exact_lse_, failed);
+    compare("dq", dq_, exact_dq_, failed);
+    compare("dk", dk_, exact_dk_, failed);
+    compare("dv", dv_, exact_dv_, failed);
+    if (backward.dbias.data != nullptr) compare("dbias", dbias_, exact_dbias_, failed);
+    return failed;
+  }
+
+ private:
+  double value() { return (static_cast<int>(random_() % 65) - 32) / 32.0; }
+  void fill(Tensor& x) {
+    x.each([&](int64_t b, int64_t h, int64_t i, int64_t j) { x.set(b, h, i, j, value()); });
+  }
+
+  void describe(Attention& p) const {
+    p.dtype = c_.dtype;
+    p.batch = c_.batch;
+    p.heads_q = c_.heads_q;
+    p.heads_k = c_.heads_k;
+    p.heads_v = c_.heads_v;
+    p.seqlen_q = c_.seqlen_q;
+    p.seqlen_k = c_.seqlen_k;
+    p.head_dim = c_.head_dim;
+    p.head_dim_v = c_.head_dim_v;
+    p.q = q_.view;
+    p.k = k_.view;
+    p.v = v_.view;
+    if (c_.bias != Bias::kNone) p.bias = bias_.view;
+    p.bias_dtype = bias_.dtype;
+    std::copy(c_.bias_size, c_.bias_size + 4, p.bias_size);
+    p.softmax_scale = c_.scale;
+    p.softcap = c_.softcap;
+    p.band = c_.band;
+    p.dropout_p = c_.dropout_p;
+    p.seeds = seeds_.data();
+    p.seed_count = c_.seeds;
+  }
+
+  // The definition: softmax(cap(scale q k^T) + bias, within the band) v and its gradients, one score at a time.
+  void naive() {
+    for (auto [exact, like] : {std::pair{&exact_out_, &out_}, {&exact_lse_, &lse_}, {&exact_dq_, &dq_},
+                               {&exact_dk_, &dk_}, {&exact_dv_, &dv_}, {&exact_dbias_, &dbias_}}) {
+      *exact = Tensor(DType::kFloat64, {like->size[0], like->size[1], like->size[2], like->size[3]});
+      exact->each([&, x = exact](int64_t b, int64_t h, int64_t i, int64_t j) { x->set(b, h, i, j, 0); });
+    }
+    const auto add = [](Tensor& x, int64_t b, int64_t h, int64_t i, int64_t j, double value) {
+      *static_cast<double*>(x.at(b, h, i, j)) += value;
+    };
+    const int64_t keys = c_.seqlen_k;
+    std::vector<double> p(keys), cap_slope(keys), kept(keys), dp(keys);
+    for (int64_t b = 0; b < c_.batch; ++b)
+      for (int64_t h = 0; h < c_.heads_q; ++h)
+        for (int64_t i = 0; i < c_.seqlen_q; ++i) {
+          const int64_t hk = h / (c_.heads_q / c_.heads_k), hv = h / (c_.heads_q / c_.heads_v);
+          const int64_t group = c_.batch / c_.seeds;
+          double maximum = -kInf, sum = 0;
+          for (int64_t j = 0; j < keys; ++j) {
+            double x = 0;
+            for (int64_t d = 0; d < c_.head_dim; ++d) x += q_.get(b, h, i, d) * k_.get(b, hk, j, d);
+            x *= c_.scale;
+            cap_slope[j] = 1;
+            if (c_.softcap > 0) {
+              const double t = std::tanh(x / c_.softcap);
+              x = c_.softcap * t;
+              cap_slope[j] = 1 - t * t;
+            }
+            if (c_.bias == Bias::kBool && bias_.get(b, h, i, j) == 0) x = -kInf;
+            if (c_.bias == Bias::kFloat || c_.bias == Bias::kFloat32) x += bias_.get(b, h, i, j);
+            const int64_t distance = j - i - c_.band.offset;
+            if (distance < -c_.band.left || distance > c_.band.right) x = -kInf;
+            kept[j] = 1;
+            if (c_.dropout_p > 0) {
+              const uint32_t half = dropout_half(seeds_[b / group], b % group * c_.heads_q + h, i, j);
+              kept[j] = half >= std::lround(c_.dropout_p * 65536) && c_.dropout_p < 1 ? 1 / (1 - c_.dropout_p) : 0;
+            }
+            p[j] = x;
+            maximum = std::max(maximum, x);
+          }
+          for (int64_t j = 0; j < keys; ++j) sum += maximum == -kInf ? 0 : std::exp(p[j] - maximum);
+          const double lse = sum > 0 ? maximum + std::log(sum) : -kInf;
+          *static_cast<double*>(exact_lse_.at(b, h, i, 0)) = lse;
+          double delta = c_.lse_gradient ? -grad_lse_.get(b, h, i, 0) : 0;
+          for (int64_t j = 0; j < keys; ++j) {
+            p[j] = lse == -kInf ? 0 : std::exp(p[j] - lse);
+            dp[j] = 0;
+            for (int64_t d = 0; d < c_.head_dim_v; ++d) {
+              add(exact_out_, b, h, i, d, p[j] * kept[j] * v_.get(b, hv, j, d));
+              add(exact_dv_, b, hv, j, d, p[j] * kept[j] * grad_out_.get(b, h, i, d));
+              dp[j] += kept[j] * grad_out_.get(b, h, i, d) * v_.get(b, hv, j, d);
+            }
+            delta += p[j] * dp[j];
+          }
+          for (int64_t j = 0; j < keys; ++j) {
+            const double ds = p[j] * (dp[j] - delta);
+            if (c_.bias != Bias::kNone) add(exact_dbias_, b, h, i, j, ds);
+            for (int64_t d = 0; d < c_.head_dim; ++d) {
+              add(exact_dq_, b, h, i, d, ds * cap_slope[j] * c_.scale * k_.get(b, hk, j, d));
+              add(exact_dk_, b, hk, j, d, ds * cap_slope[j] * c_.scale * q_.get(b, h, i, d));
+            }
+          }
+        }
+  }
+
+  void compare(const char* name, const Tensor& actual, const Tensor& exact, std::string& failed) const {
+    const double unit = c_.dtype == DType::kFloat64    ? 1e-11
+                        : c_.dtype == DType::kFloat32  ? 1e-5
+                        : c_.dtype == DType::kBFloat16 ? 2e-2
+                                                       : 3e-3;
+    double largest = 1;
+    exact.each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
+      const double x = std::abs(exact.get(b, h, i, j));
+      if (x < kInf) largest = std::max(largest, x);
+    });
+    exact.each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
+      const double got = actual.get(b, h, i, j), wanted = exact.get(b, h, i, j);
+      if (got == wanted || std::abs(got - wanted) <= unit * largest || failed.size() > 200) return;
+      char line[160];
+      std::snprintf(line, sizeof line, "  %s[%ld, %ld, %ld, %ld] = %g, expected %g\n", name, long(b), long(h), long(i),
+                    long(j), got, wanted);
+      failed += line;
+    });
+  }
+
+  Case c_;
+  std::mt19937_64 random_;
+  Tensor q_, k_, v_, bias_, grad_out_, grad_lse_, out_, lse_, dq_, dk_, dv_, dbias_;
+  Tensor exact_out_, exact_lse_, exact_dq_, exact_dk_, exact_dv_, exact_dbias_;
+  std::vector<int64_t> seeds_;
+};
+
+std::vector<Case> edge_cases(DType dtype) {
+  std::vector<Case> cases;
+  const auto add = [&](const std::function<void(Case&)>& change) {
+    Case c;
+    c.dtype = dtype;
+    c.batch = 2;
+    c.heads_q = c.heads_k = c.heads_v = 2;
+    c.seqlen_q = 33;
+    c.seqlen_k = 47;
+    c.head_dim = c.head_dim_v = 16;
+    change(c);
+    if (c.bias != Bias::kNone && c.bias_size[2] == 0) {
+      c.bias_size[2] = c.seqlen_q;
+      c.bias_size[3] = c.seqlen_k;
+    }
+    cases.push_back(c);
+  };
+  add([](Case&) {});
+  for (int64_t dim : {1, 3, 17, 31, 64, 65, 257}) {
+    add([&](Case& c) { c.head_dim = c.head_dim_v = dim; });
+    add([&](Case& c) { c.head_dim = dim, c.head_dim_v = 5, c.seqlen_q = 3; });
+  }
+  for (int64_t length : {1, 2, 15, 16, 63, 64, 65, 97, 130, 200}) {
+    add([&](Case& c) { c.seqlen_q = c.seqlen_k = length, c.band.right = 0; });
+    add([&](Case& c) { c.seqlen_q = 1, c.seqlen_k = length, c.batch = 1; });
+    add([&](Case& c) { c.seqlen_q = length, c.seqlen_k = 1; });
+    add([&](Case& c) { c.seqlen_q = 5, c.seqlen_k = length, c.band = {kUnbounded, 0, length - 5}; });
+    add([&](Case& c) { c.seqlen_q = length, c.seqlen_k = 70, c.band = {3, 5, 0}, c.softcap = 2; });
+  }
+  add([](Case& c) { c.batch = 0; });
+  add([](Case& c) { c.heads_q = c.heads_k = c.heads_v = 0; });
+  add([](Case& c) { c.seqlen_q = 0; });
+  add([](Case& c) { c.seqlen_k = 0; });
+  add([](Case& c) { c.head_dim = 0; });
+  add([](Case& c) { c.head_dim_v = 0; });
+  add([](Case& c) { c.scale = 0; });
+  add([](Case& c) { c.scale = -0.5; });
+  add([](Case& c) { c.band = {0, 0, 40}; });
+  add([](Case& c) { c.band = {kUnbounded, 0, -20}; });    // the first rows meet no key
+  add([](Case& c) { c.band = {kUnbounded, 0, -10000}; });  // no row does
+  add([](Case& c) { c.heads_q = 6, c.heads_k = 3, c.heads_v = 2; });
+  add([](Case& c) { c.heads_q = 4, c.heads_k = c.heads_v = 1, c.seqlen_q = 1, c.threads = 8; });
+  for (int layout = 0; layout < static_cast<int>(Layout::kCount); ++layout) {
+    add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.head_dim = 24, c.band.right = 0; });
+    add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.seqlen_q = 2, c.head_dim_v = 9; });
+  }
+  for (Bias bias : {Bias::kBool, Bias::kFloat, Bias::kFloat32}) {
+    for (int broadcast = 0; broadcast < 16; ++broadcast)
+      add([&](Case& c) {
+        c.bias = bias, c.head_dim = 8, c.seqlen_q = broadcast % 3 == 0 ? 2 : 33;
+        const int64_t full[4] = {c.batch, c.heads_q, c.seqlen_q, c.seqlen_k};
+        for (int n = 0; n < 4; ++n) c.bias_size[n] = broadcast >> n & 1 ? full[n] : 1;
+      });
+    add([&](Case& c) { c.bias = bias, c.bias_transposed = true, c.band = {10, 3, 0}, c.softcap = 3; });
+  }
+  for (double p : {0.1, 0.5, 1.0}) {
+    add([&](Case& c) { c.dropout_p = p, c.seeds = 2, c.seqlen_q = 70, c.seqlen_k = 101; });
+    add([&](Case& c) { c.dropout_p = p, c.seqlen_q = 1, c.bias = Bias::kBool, c.lse_gradient = true; });
+  }
+  return cases;
+}
+
+Case random_case(DType dtype, std::mt19937_64& random) {
+  const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
+  const auto one_in = [&](int64_t n) { return below(n) == 0; };
+  const auto length = [&] { return one_in(3) ? 1 + below(9) : 1 + below(180); };
+  Case c;
+  c.dtype = dtype;
+  c.batch = 1 + below(3);
+  c.heads_k = 1 + below(2);
+  c.heads_v = one_in(4) ? 1 : c.heads_k;
+  c.heads_q = c.heads_k * (1 + below(3));
+  c.seqlen_q = length();
+  c.seqlen_k = length();
+  c.head_dim = 1 + below(72);
+  c.head_dim_v = one_in(3) ? 1 + below(72) : c.head_dim;
+  c.scale = one_in(5) ? -1.0 / 8 : 1.0 / 4;
+  c.softcap = one_in(3) ? 1.5 : 0;
+  if (one_in(2)) c.band.right = below(20);
+  if (one_in(3)) c.band.left = below(20);
+  if (one_in(3)) c.band.offset = below(2 * c.seqlen_k) - c.seqlen_q;
+  c.bias = static_cast<Bias>(below(4));
+  const int64_t full[4] = {c.batch, c.heads_q, c.seqlen_q, c.seqlen_k};
+  for (int n = 0; n < 4; ++n) c.bias_size[n] = one_in(3) ? 1 : full[n];
+  c.bias_transposed = one_in(3);
+  if (one_in(3)) c.dropout_p = 0.25;
+  c.seeds = one_in(2) ? c.batch : 1;
+  c.threads = 1 + below(5);
+  c.layout = static_cast<Layout>(below(static_cast<int64_t>(Layout::kCount)));
+  c.lse_gradient = one_in(2);
+  return c;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : std::random_device{}();
+  int failures = 0, tested = 0;
+  const char* error = nullptr;
+  setenv("ATTNKERN_CPU_ISA", "mmx", 1);
+  if (cpu::select_kernels(&error) != nullptr || error == nullptr || std::strstr(error, "ATTNKERN_CPU_ISA") == nullptr) {
+    std::printf("ATTNKERN_CPU_ISA=mmx was not refused by name\n");
+    ++failures;
+  }
+  for (const char* isa : {"avx512bf16", "avx512", "avx2", "neon", "generic"}) {
+    setenv("ATTNKERN_CPU_ISA", isa, 1);
+    const cpu::Kernels* kernels = cpu::select_kernels(&error);
+    if (kernels == nullptr) {
+      std::printf("%-10s  not on this machine\n", isa);
+      continue;
+    }
+    if (std::strcmp(kernels->name, isa) != 0) {
+      std::printf("%s was asked for, %s came\n", isa, kernels->name);
+      return 1;
+    }
+    int64_t count = 0;
+    std::mt19937_64 random(seed);
+    for (DType dtype : {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16}) {
+      std::vector<Case> cases = edge_cases(dtype);
+      for (int n = 0; n < 60; ++n) cases.push_back(random_case(dtype, random));
+      for (const Case& c : cases) {
+        const std::string failed = Run(c, seed).check(*kernels);
+        ++count;
+        if (failed.empty()) continue;
+        ++failures;
+        std::printf("FAILED %s %s (seed %lu)\n%s", isa, c.text().c_str(), (unsigned long)seed, failed.c_str());
+      }
+    }
+    ++tested;
+    std::printf("%-10s  %ld cases\n", isa, long(count));
+    std::fflush(stdout);
+  }
+  std::printf("%d instruction sets, %d failures, seed %lu\n", tested, failures, (unsigned long)seed);
+  return failures == 0 && tested > 0 ? 0 : 1;
+}

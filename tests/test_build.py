@@ -1,0 +1,430 @@
+"""The build and what it makes: libraries, wheel, sdist, Makefile, and attnkern without its libraries."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import textwrap
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnkern
+from attnkern import _library
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(attnkern.__file__).parent
+LIBRARIES = sorted(PACKAGE.glob("*.abi3.so"))
+ISAS = {"x86_64": {"avx512bf16", "avx512", "avx2", "generic"}, "aarch64": {"neon", "generic"}}[platform.machine()]
+MAKE_TARGETS = ["build", "test", "bench", "lint", "format", "typecheck", "gpu", "wheel", "sanitize", "clean"]
+
+
+def run(*command, cwd=ROOT, status=0, **env):
+    """stdout and stderr of a command that must end with `status`; a variable given as None is unset."""
+    env = {k: v for k, v in {**os.environ, "ATTNKERN_CPU_ISA": None, **env}.items() if v is not None}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def python(code, cwd, **kwargs):
+    """Runs `code` with this interpreter, importing from `cwd` first."""
+    return run(sys.executable, "-c", textwrap.dedent(code), cwd=cwd, PYTHONPATH=str(cwd), **kwargs)
+
+
+def copy_checkout(target):
+    """The sources as a checkout has them, without anything built."""
+    built = shutil.ignore_patterns("*.so", "_build.json", "__pycache__", "*.egg-info", "results", "runs")
+    for name in ("attnkern", "triton_kernels", "csrc"):
+        shutil.copytree(ROOT / name, target / name, ignore=built)
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "Makefile",
+        "requirements-dev.txt",
+    ):
+        shutil.copy(ROOT / name, target)
+    return target
+
+
+# ------------------------------------------------------------------------------------------------------ libraries
+
+
+def test_build_info_tells_what_is_installed():
+    info = attnkern.build_info()
+    assert info["attnkern"] == attnkern.__version__
+    assert info["torch"] == torch.__version__
+    assert info["cpu_library"] == str(PACKAGE / "_C.abi3.so")
+    assert info["cpu_isa"] in info["cpu_isas"]
+    assert set(info["cpu_isas"]) == ISAS
+    assert "-std=c++20" in info["cpu_flags"]
+    assert re.search(r"\d+\.\d+", info["cpu_compiler"])
+    if (PACKAGE / "_cuda.abi3.so").exists():
+        assert info["cuda_library"] == str(PACKAGE / "_cuda.abi3.so")
+        assert info["cuda_archs"]
+        assert "release" in info["cuda_compiler"]
+    else:
+        assert info["cuda_library"].startswith("attnkern was built without its CUDA library (")
+        assert info["cuda_archs"] is info["cuda_compiler"] is None
+
+
+def test_python_dash_m_attnkern_prints_build_info_and_backends():
+    text = run(sys.executable, "-m", "attnkern")
+    assert all(name in text for name in attnkern.build_info())
+    assert all(backend.name in text for backend in attnkern.backends())
+
+
+def test_the_cpu_library_is_built():
+    assert PACKAGE / "_C.abi3.so" in LIBRARIES
+    assert _library.load_error() is None
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_need_only_torchs_stable_shims_and_the_c_and_cpp_runtimes(library):
+    """One binary for every torch from the target on: no C++ symbol of torch, no Python, no CUDA driver."""
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-d", library)))
+    runtimes = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "librt.so.1"}
+    runtimes |= {"libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libtorch_cpu.so"}
+    assert needed <= (runtimes if library.name == "_C.abi3.so" else runtimes | {"libtorch.so"})
+
+    versioned = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+$")
+    startup = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
+    undefined = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", library).splitlines()]
+    others = [name for name in undefined if not versioned.search(name) and name not in startup]
+    assert others
+    assert [name for name in others if not name.startswith(("aoti_torch_", "torch_"))] == []
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_export_nothing(library):
+    """Neither the CUDA runtime linked in nor a template instance may replace another library's copy, or be replaced."""
+    assert run("nm", "-D", "--defined-only", library) == ""
+
+
+if platform.machine() == "x86_64":
+
+    def test_no_vector_code_outside_the_instruction_sets_own_units():
+        """A weak function (std's, or an inline one of ours) compiled for AVX-512 may be linked in for everyone: SIGILL.
+
+        What is in an unnamed namespace stays with its unit; every function that uses AVX must be there.
+        """
+        leaked, function = set(), ""
+        for line in run("objdump", "-d", "--no-show-raw-insn", "--section=.text", PACKAGE / "_C.abi3.so").splitlines():
+            if line.endswith(">:"):
+                function = line.split("<")[1][:-2]
+            elif re.search(r":\s+v[a-z]|%[yz]mm|%k[0-7]", line) and "_GLOBAL__N_1" not in function:
+                leaked.add(function)
+        assert function
+        assert leaked == set()
+
+
+@pytest.mark.parametrize("isa", sorted(ISAS))
+def test_an_instruction_set_can_be_forced_or_is_refused_by_name(isa):
+    flags = set(re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
+    wanted = {"avx512bf16": {"avx512_bf16", "avx512f"}, "avx512": {"avx512f", "avx512bw"}, "avx2": {"avx2", "fma"}}
+    code = """
+        import torch, attnkern
+        try:
+            print(torch.ops.attnkern.cpu_isa())
+        except RuntimeError as error:
+            print("refused:", error)
+    """
+    text = python(code, ROOT, ATTNKERN_CPU_ISA=isa)
+    if wanted.get(isa, set()) <= flags:
+        assert text.strip() == isa
+    else:
+        assert text.startswith("refused:")
+        assert "ATTNKERN_CPU_ISA" in text
+        assert isa in text
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_choices():
+    code = """
+        import torch, attnkern
+        print(attnkern.build_info()["cpu_isa"])
+        try:
+            attnkern.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 4), backend="cpu")
+        except RuntimeError as error:
+            print("refused:", error)
+    """
+    text = python(code, ROOT, ATTNKERN_CPU_ISA="mmx")
+    for line in (text.splitlines()[0], text[text.index("refused:") :]):
+        for word in ("ATTNKERN_CPU_ISA", "mmx", *ISAS):
+            assert word in line
+
+
+# ------------------------------------------------------------------------------------- without the compiled libraries
+
+
+def test_without_the_library_attnkern_imports_and_refuses_with_the_remedy(tmp_path):
+    copy_checkout(tmp_path)
+    code = """
+        import warnings, torch, attnkern
+        from attnkern._library import load_error
+        assert load_error().count(". ") == 0, load_error()
+        print("reason:", load_error())
+        print("info:", attnkern.build_info()["cpu_library"])
+        q, k, v = torch.randn(3, 1, 2, 5, 8)
+        try:
+            attnkern.scaled_dot_product_attention(q, k, v, backend="cpu")
+        except Exception as error:
+            print("named:", type(error).__name__, " ".join(str(error).split()))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = attnkern.scaled_dot_product_attention(q, k, v)
+        print("warned:", caught[0].category.__name__, " ".join(str(caught[0].message).split()))
+        torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    """
+    lines = dict(line.split(": ", 1) for line in python(code, tmp_path).splitlines())
+    reason = (
+        f"{tmp_path}/attnkern/_C.abi3.so is missing: build it with `make build` in a checkout, or reinstall attnkern."
+    )
+    assert lines["reason"] == lines["info"] == reason
+    assert reason.rstrip(".") in lines["named"]
+    assert lines["warned"].startswith("FallbackWarning")
+    assert reason.rstrip(".") in lines["warned"]
+
+
+def test_a_library_that_does_not_load_is_a_reason_not_an_error(tmp_path):
+    copy_checkout(tmp_path)
+    (tmp_path / "attnkern" / "_C.abi3.so").write_bytes(b"not a library")
+    (tmp_path / "attnkern" / "_build.json").write_text("{")
+    text = python("import attnkern; print(attnkern.build_info()['cpu_library'])", tmp_path)
+    assert re.match(
+        r".*_C\.abi3\.so does not load \(.+\): rebuild it with `make build` in a checkout, or reinstall", text
+    )
+
+
+def test_a_checkout_that_is_not_installed_finds_its_triton_kernels(tmp_path):
+    copy_checkout(tmp_path)
+    code = "import attnkern.triton_kernels as t; print(t.__name__, t.__file__)"
+    assert python(code, tmp_path).split() == ["attnkern.triton_kernels", f"{tmp_path}/triton_kernels/__init__.py"]
+
+
+def test_the_bare_name_triton_kernels_is_refused():
+    text = python("import triton_kernels", ROOT, status=1)
+    assert text.splitlines()[-1].startswith("ImportError: import attnkern.triton_kernels, not triton_kernels")
+
+
+# -------------------------------------------------------------------------------------------------------- setup.py
+
+FAKE_COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo "fake 1.0"; echo "release 1.0"; echo end; exit; fi
+echo "$@" >> {log}
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -o) echo built > "$2";;
+    -MF) echo "${{2%.d}}: setup.py" > "$2";;
+  esac
+  shift
+done
+"""
+
+
+@pytest.fixture
+def fake_build(tmp_path):
+    """A checkout whose compilers only write their arguments down: what setup.py decides, without the minutes."""
+    copy_checkout(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name in ("g++", "nvcc"):
+        compiler = tmp_path / "bin" / name
+        compiler.write_text(FAKE_COMPILER.format(log=tmp_path / "log"))
+        compiler.chmod(0o755)
+
+    def build(*options, **env):
+        (tmp_path / "log").write_text("")
+        env = {"CXX": str(tmp_path / "bin" / "g++"), "CUDA_HOME": str(tmp_path), **env}
+        text = run(sys.executable, "setup.py", "-q", "build_ext", *(options or ("--inplace",)), cwd=tmp_path, **env)
+        return text, (tmp_path / "log").read_text().splitlines()
+
+    build.folder = tmp_path
+    return build
+
+
+def test_each_instruction_set_gets_its_own_flags_and_a_second_build_does_nothing(fake_build):
+    _, commands = fake_build(ATTNKERN_CUDA="0")
+    flags = {isa: next(c for c in commands if f"isa_{isa}.cpp " in c) for isa in ISAS}
+    assert "-mavx" not in flags["generic"]
+    if "avx2" in ISAS:
+        assert "-mavx2 -mfma -mf16c" in flags["avx2"]
+        assert "-mavx512" not in flags["avx2"]
+        assert "-mavx512bf16" not in flags["avx512"]
+        assert "-mavx512bf16" in flags["avx512bf16"]
+    assert all("-march" not in c for c in commands)
+    _, commands = fake_build(ATTNKERN_CUDA="0")
+    assert [c for c in commands if " -o " in c] == []
+
+
+def test_the_cuda_library_is_compiled_for_the_architectures_asked_for(fake_build):
+    _, commands = fake_build(ATTNKERN_CUDA="1", ATTNKERN_CUDA_ARCHS="90a 120")
+    kernels = [c for c in commands if ".cu " in c]
+    assert kernels
+    for command in kernels:
+        assert re.findall(r"code=(\w+)", command) == ["sm_90a", "sm_120", "compute_80"]
+    (link,) = [c for c in commands if "-o attnkern/_cuda.abi3.so" in c]
+    assert "-cudart static" in link
+    record = json.loads((fake_build.folder / "attnkern" / "_build.json").read_text())
+    assert record["cuda"]["archs"] == ["90a", "120"]
+
+
+def test_without_nvcc_one_line_says_so_and_a_stale_cuda_library_goes(fake_build):
+    fake_build()
+    stale = [fake_build.folder / "attnkern" / "_cuda.abi3.so"]
+    assert stale[0].exists()
+    (fake_build.folder / "build" / "lib.linux-x86_64" / "attnkern").mkdir(parents=True)
+    stale.append(fake_build.folder / "build" / "lib.linux-x86_64" / "attnkern" / "_cuda.abi3.so")
+    stale[1].write_text("old")
+    text, _ = fake_build(CUDA_HOME="/nonexistent")
+    assert text.splitlines()[0] == "nvcc not found: building the CPU library only"
+    assert [path for path in stale if path.exists()] == []
+    assert (fake_build.folder / "attnkern" / "_C.abi3.so").exists()
+    assert json.loads((fake_build.folder / "attnkern" / "_build.json").read_text())["cuda"] == "nvcc not found"
+    fake_build(CUDA_HOME=None, ATTNKERN_CUDA="1", PATH=f"{fake_build.folder}/bin:{os.environ['PATH']}")
+    assert stale[0].exists()
+    text, _ = fake_build(ATTNKERN_CUDA="0")
+    assert text.splitlines()[0] == "ATTNKERN_CUDA=0: building the CPU library only"
+    assert not stale[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            {"ATTNKERN_CUDA": "1", "CUDA_HOME": "/nonexistent"},
+            "ATTNKERN_CUDA=1, but nvcc was not found in /nonexistent/bin",
+        ),
+        ({"ATTNKERN_CUDA": "yes"}, "ATTNKERN_CUDA must be auto, 0 or 1, got 'yes'"),
+        ({"CXX": "/nonexistent/g++"}, "C++ compiler /nonexistent/g++ not found"),
+    ],
+)
+def test_what_the_build_cannot_do_is_said_in_one_line(tmp_path, env, message):
+    copy_checkout(tmp_path)
+    text = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tmp_path, status=1, **env)
+    assert text.startswith(message)
+    assert len(text.splitlines()) == 1
+
+
+def test_a_build_without_torch_says_how_to_build(tmp_path):
+    """What a user sees whose pip builds in isolation."""
+    copy_checkout(tmp_path)
+    code = """
+        import sys
+        sys.modules["torch"] = None
+        sys.argv = ["setup.py", "-q", "build_ext"]
+        __file__ = "setup.py"
+        exec(open("setup.py").read())
+    """
+    text = python(code, tmp_path, status=1)
+    assert "install torch first, then build with `pip install --no-build-isolation`" in text
+
+
+# ----------------------------------------------------------------------------------------------------- sdist, wheel
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_wheel_built_from_the_sdist_works_in_a_clean_environment(tmp_path):
+    env = {"ATTNKERN_CUDA": "0", "CXXFLAGS": "-O0", "PYTHONPATH": None}  # packaging is what is tested: no optimiser
+    copy_checkout(tmp_path / "checkout")
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=tmp_path / "checkout", **env)
+    (sdist,) = tmp_path.glob("attnkern-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = [name.split("/", 1)[-1] for name in archive.getnames()]
+        assert not [name for name in names if name.endswith((".so", ".pyc"))]
+        archive.extractall(tmp_path / "sdist", filter="data")
+    assert {"Makefile", "requirements-dev.txt", "csrc/exports.map", "csrc/cpu/kernels.h", "LICENSE"} <= set(names)
+    (source,) = (tmp_path / "sdist").iterdir()
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source, cwd=tmp_path, **env)
+
+    (wheel,) = tmp_path.glob("attnkern-*.whl")
+    assert wheel.name == f"attnkern-{attnkern.__version__}-cp310-abi3-linux_{platform.machine()}.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"attnkern/_C.abi3.so", "attnkern/_build.json", "attnkern/triton_kernels/__init__.py"} <= set(names)
+    assert {name.split("/")[0] for name in names} == {"attnkern", f"attnkern-{attnkern.__version__}.dist-info"}
+
+    venv.create(tmp_path / "venv", with_pip=False)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    # torch and pip from here; a path line runs no .pth file there, so this checkout's editable install stays out.
+    (site / "here.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    clean = tmp_path / "venv" / "bin" / "python"
+    run(clean, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel, cwd=tmp_path, **env)
+    code = """
+        import importlib.util, torch, attnkern, attnkern.triton_kernels
+        from importlib.metadata import version
+        assert version("attnkern") == attnkern.__version__
+        assert importlib.util.find_spec("triton_kernels") is None
+        q, k, v = torch.randn(3, 2, 3, 7, 8)
+        out = attnkern.scaled_dot_product_attention(q, k, v, is_causal=True, backend="cpu")
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.testing.assert_close(out, expected)
+        print(attnkern.__file__)
+    """
+    assert run(clean, "-c", textwrap.dedent(code), cwd=tmp_path, **env).strip() == f"{site}/attnkern/__init__.py"
+
+
+# -------------------------------------------------------------------------------------------------------- Makefile
+
+
+def test_make_prints_help_with_every_target():
+    text = run("make", "--no-print-directory", MAKEFLAGS=None)
+    assert re.findall(r"^  make (\w+)  +\S", text, re.M) == ["help", *MAKE_TARGETS]
+
+
+@pytest.mark.parametrize("target", ["build", "test", "bench", "lint", "gpu", "wheel", "sanitize"])
+def test_make_with_an_interpreter_of_ones_own_installs_nothing(target):
+    text = run("make", "-n", target, f"PYTHON={sys.executable}", MAKEFLAGS=None)
+    assert f"{sys.executable} " in text
+    assert "pip" not in text
+    assert "venv" not in text.replace(sys.executable, "")
+
+
+def test_development_requirements_are_pinned():
+    lines = [line for line in (ROOT / "requirements-dev.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\d.]+(; python_version \S+ \S+)?", line)] == []
+
+
+# -------------------------------------------------------------------------------------------------------------- CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [1, 24, 64, 128, 257])
+@pytest.mark.parametrize("layout", ["contiguous", "(B, L, H, D)", "unaligned"])
+def test_delta_is_the_row_sum_of_grad_out_times_out_less_grad_lse(dtype, head_dim, layout):
+    def tensor():
+        x = torch.randn(2, 3, 101, head_dim + 1, device="cuda", dtype=dtype)
+        if layout == "unaligned":
+            return x[..., 1:]
+        x = x[..., :head_dim].contiguous()
+        return x if layout == "contiguous" else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    grad_out, out = tensor(), tensor()
+    grad_lse = torch.randn(2, 101, 3, device="cuda").transpose(1, 2)
+    exact = (grad_out.double() * out.double()).sum(-1)
+    for given, expected in ((None, exact), (grad_lse, exact - grad_lse)):
+        delta = torch.ops.attnkern.delta(grad_out, out, given)
+        torch.testing.assert_close(delta.double(), expected, rtol=1e-5, atol=1e-5 * head_dim)
+        assert delta.is_contiguous()
+    with pytest.raises(RuntimeError, match="equal sizes"):
+        torch.ops.attnkern.delta(grad_out, out[:, :, 1:], None)
+    assert torch.ops.attnkern.delta(grad_out[:0], out[:0], None).shape == (0, 3, 101)
+
+
+if (PACKAGE / "_cuda.abi3.so").exists():
+
+    def test_the_cuda_library_registers_its_kernel_beside_any_torch():
+        assert _library.load_error("_cuda") is None
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("attnkern::delta", "CUDA")

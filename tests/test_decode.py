@@ -1,0 +1,78 @@
+"""Few queries against many keys: the case of text generation, which backends run by a kernel of its own."""
+
+import pytest
+import torch
+
+from attnkern import testing
+
+contract = pytest.mark.contract
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 4, 7, 8, 9, 16])
+@pytest.mark.parametrize("seqlen_k", [1, 63, 1025, 4096])
+def test_few_queries(target, seqlen_q, seqlen_k, dtype):
+    target.check(target.inputs(1, 2, seqlen_q, seqlen_k, 16, dtype=dtype))
+
+
+@contract(65)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (12, 4)], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_grouped_queries_with_a_cache_in_length_major_memory(target, heads, seqlen_q, dtype):
+    inputs = target.inputs(2, heads[0], seqlen_q, 600, 32, heads_k=heads[1], dtype=dtype, layout="blhd")
+    target.check(inputs, enable_gqa=True, is_causal=True, alignment="bottom_right")
+
+
+@contract(65)
+@pytest.mark.parametrize("mask", [("bool", "B11S"), ("holes", "B11S"), ("float", "1H1S"), ("bool", "BHLS")], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_with_masks(target, mask, seqlen_q, dtype):
+    target.check(target.inputs(2, 4, seqlen_q, 700, 16, dtype=dtype, mask=mask))
+
+
+@contract(24)
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+def test_a_sequence_without_keys_in_the_batch(target, seqlen_q, dtype):
+    """Padding to the left up to the end: one sequence of the batch has nothing to attend to."""
+    inputs = target.inputs(3, 2, seqlen_q, 500, 16, dtype=dtype)
+    keep = torch.arange(500, device=target.device) >= torch.tensor([0, 490, 500], device=target.device)[:, None, None, None]
+    inputs = testing.Inputs(inputs.query, inputs.key, inputs.value, keep, inputs.recipe)
+    results = target.check(inputs)
+    assert not results["out"][2].any()
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 17, 80, 257])
+@pytest.mark.parametrize("head_dim_v", [1, 24, 130])
+def test_head_sizes(target, head_dim, head_dim_v, dtype):
+    target.check(target.inputs(1, 3, 1, 300, head_dim, head_dim_v, dtype=dtype))
+
+
+@pytest.mark.parametrize("layout", testing.LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides(target, layout, dtype):
+    target.check(target.inputs(2, 3, 2, 300, 24, dtype=dtype, layout=layout))
+
+
+@pytest.mark.parametrize("options", [{"window": (100, 0)}, {"window": (0, 50)}, {"softcap": 2.0}, {"scale": -0.3}], ids=str)
+def test_options(target, options, dtype):
+    target.check(target.inputs(1, 2, 3, 400, 16, dtype=dtype), alignment="bottom_right", **options)
+
+
+@contract(53)
+def test_a_growing_cache_gives_the_rows_of_causal_attention(target):
+    q, k, v = target.inputs(2, 4, 24, 24, 16, heads_k=2).tensors.values()
+    whole = target.sdpa(q, k, v, is_causal=True, enable_gqa=True)
+    for t in range(24):
+        step = target.sdpa(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], enable_gqa=True)
+        torch.testing.assert_close(step, whole[:, :, t : t + 1])
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_any_number_of_threads(target, threads, dtype):
+    """Splitting the keys over threads must not show: neither in the rule nor from call to call."""
+    torch.set_num_threads(threads)
+    inputs = target.inputs(1, 1, 1, 3001, 16, dtype=dtype)
+    results = target.check(inputs)
+    again = target.sdpa(inputs.query, inputs.key, inputs.value)
+    assert torch.equal(again, target.sdpa(inputs.query, inputs.key, inputs.value))
+    assert results["out"].shape == again.shape
