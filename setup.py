@@ -63,7 +63,7 @@ def find_compiler():
 def find_torch():
     """The folder of the installed torch, without the two seconds of importing it."""
     spec = importlib.util.find_spec("torch")
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise SystemExit(
             "attnkern is compiled against the installed torch, and this Python has none: install torch first, "
             "then build with `pip install --no-build-isolation`."
@@ -144,7 +144,7 @@ class BuildLibraries(build_ext):
     def run(self):
         cxx, torch, (nvcc, why_not) = find_compiler(), find_torch(), find_nvcc()
         package = Path("." if self.inplace else self.build_lib) / "attnkern"
-        flags = f"{CXXFLAGS} {TARGET} {os.environ.get('CXXFLAGS', '')} -Icsrc"
+        flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
         torch_flags = f"{flags} -isystem {torch}/include"
         ninja = Ninja("release")
         objects = ninja.compile([Path("csrc/ops.cpp"), *cpu_sources()], cxx, torch_flags)

@@ -1,4 +1,4 @@
-"""attnkern: attention kernels for PyTorch behind the signature of `torch.nn.functional.scaled_dot_product_attention`."""
+"""Attention kernels for PyTorch, behind the signature of `torch.nn.functional.scaled_dot_product_attention`."""
 
 from ._library import build_info
 from .api import attention, explain, scaled_dot_product_attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,13 +14,16 @@ from . import backends as _backends
 from .backends import Explanation, reference
 from .problem import Problem, is_causal_bias
 
+# dropout_p's default is the integer: Dynamo takes a float default for a dynamic input, and compiles twice to find out
+# that it is none.
+
 
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -78,7 +82,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -141,7 +145,7 @@ def explain(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -173,16 +177,12 @@ def _apply(problem: Problem, backend: str | None, return_lse: bool) -> tuple[Ten
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 
-_DEFAULTS = {**(attention.__kwdefaults__ or {}), "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(attention).parameters.items()}
 
 
 def _override(function: Any, tensors: tuple[Any, Any, Any], *, attn_mask: Any, **options: Any) -> Any:
     """What an argument's own __torch_function__ (or an active mode) makes of the call; NotImplemented: nothing."""
-    passed = {
-        name: x
-        for name, x in {"attn_mask": attn_mask, **options}.items()
-        if x is not _DEFAULTS[name] and not (type(x) is float and x == _DEFAULTS[name])
-    }
+    passed = {name: x for name, x in {"attn_mask": attn_mask, **options}.items() if x is not _DEFAULTS[name]}
     relevant = tensors if is_causal_bias(attn_mask) else (*tensors, attn_mask)
     if _any_nested(relevant):
         # A jagged tensor knows torch's function only; whatever that cannot do, it says.

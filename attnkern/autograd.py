@@ -28,35 +28,45 @@ def attention(problem: Problem, philox_seed: Tensor | None, need_lse: bool, back
     lse has shape (0,) where neither the caller nor a derivative needs it.
     """
     q, k, v, bias, score, _ = problem
-    return _forward(q, k, v, bias, philox_seed, *score, need_lse, backend)
+    return _forward(q, k, v, bias, philox_seed, score, need_lse, backend)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, *rest: Any) -> Any:
-    *score, need_lse, backend = rest
-    grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    if torch.compiler.is_compiling():
-        if grad:  # Dynamo takes no Function that defines jvp
-            return _Attention.apply(q, k, v, bias, seed, *score, backend)
-    elif _transformed():
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    score: Sequence[Any],
+    need_lse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    if _transformed():
+        if torch.compiler.is_compiling():
+            # Dynamo takes no Function with a jvp, and a bare operator would have no derivative at all.
+            torch._dynamo.graph_break(msg="attnkern under a torch.func transform runs outside the graph")
         return _AttentionJVP.apply(q, k, v, bias, seed, *score, backend)
-    elif grad:
-        return _apply_forward(q, k, v, bias, seed, *score, backend)
-    return ops.forward(q, k, v, bias, seed, *rest)
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        if not torch.compiler.is_compiling():
+            return _apply_forward(q, k, v, bias, seed, *score, backend)
+        # Dynamo takes no tensor twice, as in attention(x, x, x).
+        k, v = k.view_as(k), v.view_as(v)
+        return _Attention.apply(q, k, v, bias, seed, *score, backend)
+    return ops.forward(q, k, v, bias, seed, *score, need_lse, backend)
 
 
 def _backward(*args: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        if _transformed():
-            return _AttentionBackward.apply(*args)
-        if torch.is_grad_enabled():
-            return _apply_backward(*args)
+    if _transformed():
+        return _AttentionBackward.apply(*args)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _apply_backward(*args)
     return ops.backward(*args)
 
 
 def _transformed() -> bool:
-    """Whether a torch.func transform or a forward-mode level is active: then inputs may be wrapped or carry tangents."""
+    """Whether a torch.func transform or a forward-mode level is active: inputs may be wrapped or carry tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -86,20 +96,20 @@ class _Attention(torch.autograd.Function):
                 grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
             mask = needed[0] * ops.GRAD_Q + needed[1] * ops.GRAD_K + needed[2] * ops.GRAD_V + needed[3] * ops.GRAD_BIAS
             grads = _backward(grad_out, grad_lse, q, k, v, bias, seed, out, lse, *ctx.score, mask, ctx.backend)
-        return *(g if need else None for g, need in zip(grads, needed)), *(None,) * (_NUM_SCORE + 2)
+        return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * (_NUM_SCORE + 2)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, q, k, v, bias, seed, *rest):
+    def vmap(info: Any, in_dims: tuple, q, k, v, bias, seed, *score_and_backend):
         n = info.batch_size
-        *score, backend = rest
-        q, k, v = (_stack(x, dim, n) for x, dim in zip((q, k, v), in_dims))
+        *score, backend = score_and_backend
+        q, k, v = (_stack(x, dim, n) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
         batch = q.shape[1]
         # A mask shared by all samples and batch elements stays shared.
         if bias is not None and (in_dims[3] is not None or bias.shape[0] != 1):
             bias = _flatten(_stack(bias, in_dims[3], n), batch)
         if seed is not None:
             seed = _stack(seed, in_dims[4], n).reshape(-1).contiguous()
-        out, lse = _forward(_flatten(q), _flatten(k), _flatten(v), bias, seed, *score, True, backend)
+        out, lse = _forward(_flatten(q), _flatten(k), _flatten(v), bias, seed, score, True, backend)
         return _unflatten((out, lse), n)
 
 
@@ -146,7 +156,7 @@ class _AttentionBackward(torch.autograd.Function):
         grad_mask = rest[_NUM_SCORE]
         tensors = (grad_out, grad_lse, q, k, v, bias, seed, out, lse)
         grad_out, grad_lse, q, k, v, bias, seed, out, lse = (
-            None if x is None else _stack(x, dim, n) for x, dim in zip(tensors, in_dims)
+            None if x is None else _stack(x, dim, n) for x, dim in zip(tensors, in_dims[:9], strict=True)
         )
         batch = q.shape[1]
         grads = _backward(
@@ -203,8 +213,10 @@ def _reference_backward(seed: Tensor | None, score: Sequence[Any], grad_mask: in
 
 def _vjp(fn: Callable, primals: Sequence[Any], cotangents: Sequence[Tensor | None], needed: Sequence[bool]) -> list:
     """Cotangents of fn's outputs pulled back to the primals that are `needed`, None for the others."""
-    outputs, pullback = torch.func.vjp(*_restricted(fn, primals, needed))
-    grads = iter(pullback(tuple(torch.zeros_like(o) if c is None else c for o, c in zip(outputs, cotangents))))
+    fn, active = _restricted(fn, primals, needed)
+    outputs, pullback, *_ = torch.func.vjp(fn, *active)
+    filled = tuple(torch.zeros_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True))
+    grads = iter(pullback(filled))
     return [next(grads) if need else None for need in needed]
 
 
@@ -214,22 +226,22 @@ def _jvp(fn: Callable, primals: Sequence[Any], tangents: Sequence[Tensor | None]
     Forward mode in torch does not nest in every combination of levels; reverse mode does.
     """
     primals = [None if p is None else forward_ad.unpack_dual(p).primal for p in primals]
-    fn, *active = _restricted(fn, primals, [t is not None for t in tangents])
+    fn, active = _restricted(fn, primals, [t is not None for t in tangents])
     # Torch calls us with forward mode off, which would cut off the levels outside this one (jvp of jvp).
     with forward_ad._set_fwd_grad_enabled(True):
         zeros = tuple(torch.zeros_like(o) for o in fn(*active))
-        _, pushforward = torch.func.vjp(lambda cotangents: torch.func.vjp(fn, *active)[1](cotangents), zeros)
+        _, pushforward, *_ = torch.func.vjp(lambda cotangents: torch.func.vjp(fn, *active)[1](cotangents), zeros)
         return pushforward(tuple(t for t in tangents if t is not None))[0]
 
 
-def _restricted(fn: Callable, primals: Sequence[Any], chosen: Sequence[bool]) -> tuple[Any, ...]:
+def _restricted(fn: Callable, primals: Sequence[Any], chosen: Sequence[bool]) -> tuple[Callable, tuple]:
     """fn as a function of the chosen primals alone, and these."""
 
     def restricted(*active: Tensor) -> Any:
         values = iter(active)
-        return fn(*(next(values) if c else p for p, c in zip(primals, chosen)))
+        return fn(*(next(values) if c else p for p, c in zip(primals, chosen, strict=True)))
 
-    return restricted, *(p for p, c in zip(primals, chosen) if c)
+    return restricted, tuple(p for p, c in zip(primals, chosen, strict=True) if c)
 
 
 # In eager mode, without transforms: Function.apply less 10-20 us of torch's Python for argument binding.

@@ -11,6 +11,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class Case:
     """One attention problem.
 
     ``mask`` is one of MASKS: "bool" (1, 1, L, S) with a third of the entries hidden, "padding" (B, 1, 1, S) bool,
-    "float" (1, 1, L, S) additive, "bias" (1, Hq, L, S) additive and learned (its gradient is part of the backward pass).
+    "float" (1, 1, L, S) additive, "bias" (1, Hq, L, S) additive and learned (backward gives its gradient).
     ``layout`` "bhld" is contiguous, "blhd" gives transposed views of (B, L, H, D) memory, as a projection leaves them.
     ``window`` and ``alignment`` are those of :func:`attnkern.attention`.
     """
@@ -82,6 +83,17 @@ class Case:
         return f"{self.batch}x{heads}x{length}x{dim}"
 
     @property
+    def features(self) -> str:
+        """What is special, in words: ``causal, window 256/0, bias mask``."""
+        words = ["causal"] * self.causal
+        if self.window is not None:
+            words.append("window " + "/".join("" if bound is None else str(bound) for bound in self.window))
+        words += [self.alignment.replace("_", "-")] * (self.alignment != "top_left")
+        words += [f"{self.mask} mask"] * (self.mask != "none") + [self.layout] * (self.layout != "bhld")
+        words += [f"dropout {self.dropout:g}"] * bool(self.dropout) + [f"softcap {self.softcap:g}"] * bool(self.softcap)
+        return ", ".join(words)
+
+    @property
     def band(self) -> tuple[int, int, int] | None:
         """(left, right, offset): entry (i, j) is kept iff -left <= j - i - offset <= right. None: every entry is."""
         left, right = self.window or (None, None)
@@ -94,7 +106,7 @@ class Case:
         return (far if left is None else left, far if right is None else right, offset)
 
     def attended_entries(self) -> int:
-        """Score entries inside the band, over one batch entry and head. A dense mask doesn't count: it skips no work."""
+        """Scores inside the band, of one batch entry and head. A dense mask doesn't count: it skips no work."""
         if self.band is None:
             return self.seqlen_q * self.seqlen_k
         left, right, offset = self.band
@@ -108,9 +120,7 @@ class Case:
         pairs = 2.0 * self.batch * self.heads_q * self.attended_entries()
         forward = pairs * (self.head_dim + self.head_dim_v)
         backward = pairs * (3 * self.head_dim + 2 * self.head_dim_v)
-        return {"forward": forward, "forward-grad": forward, "backward": backward, "both": forward + backward}[
-            pass_name
-        ]
+        return _of_pass(pass_name, forward, backward)
 
     def bytes_moved(self, pass_name: str) -> float:
         """Bytes of every input and output, each counted once: the least traffic to memory."""
@@ -122,8 +132,7 @@ class Case:
         )
         forward = (query + key) * dims + mask
         backward = query * 2 * (self.head_dim + self.head_dim_v) + 2 * key * dims + 2 * mask
-        elements = {"forward": forward, "forward-grad": forward, "backward": backward, "both": forward + backward}
-        return float(elements[pass_name] * self.torch_dtype.itemsize)
+        return self.torch_dtype.itemsize * _of_pass(pass_name, forward, backward)
 
     def keep_mask(self, rows: torch.Tensor | None = None, device: str | torch.device = "cpu") -> torch.Tensor | None:
         """The band as a bool (rows, S) mask, True = attend, for implementations that know only dense masks."""
@@ -153,15 +162,19 @@ class Case:
         )
         if self.mask == "padding":
             generator = torch.Generator().manual_seed(seed)
-            kept = torch.randint(
-                (self.seqlen_k + 1) // 2, self.seqlen_k + 1, (self.batch, 1, 1, 1), generator=generator
-            )
+            half = (self.seqlen_k + 1) // 2
+            kept = torch.randint(half, self.seqlen_k + 1, (self.batch, 1, 1, 1), generator=generator)
             inputs = replace(inputs, attn_mask=(torch.arange(self.seqlen_k) < kept).to(device))
         return inputs
 
 
+def _of_pass(pass_name: str, forward: float, backward: float) -> float:
+    parts = {"forward": (1, 0), "forward-grad": (1, 0), "backward": (0, 1), "both": (1, 1)}[pass_name]
+    return parts[0] * forward + parts[1] * backward
+
+
 def case(
-    name: str, length: int, keys: int | None = None, *, heads: int | tuple[int, int] = 8, dim: int = 64, **more
+    name: str, length: int, keys: int | None = None, *, heads: int | tuple[int, int] = 8, dim: int = 64, **more: Any
 ) -> Case:
     """A Case in short form: ``keys`` defaults to ``length``, ``heads`` is a number or (query heads, key heads)."""
     heads_q, heads_k = heads if isinstance(heads, tuple) else (heads, heads)
@@ -178,7 +191,7 @@ def case(
 
 def _models() -> Iterable[Case]:
     # One attention layer each, as published; batches small enough for a CPU.
-    model = {"dtype": "bf16", "tags": ("models",)}
+    model: dict[str, Any] = {"dtype": "bf16", "tags": ("models",)}
     yield case("llama3-8b", 1024, heads=(32, 8), dim=128, causal=True, **model)
     yield case("gpt2", 1024, heads=12, causal=True, **{**model, "dtype": "fp32"})
     yield case("bert-base", 512, batch=4, heads=12, mask="padding", **{**model, "dtype": "fp32"})
@@ -198,26 +211,18 @@ def _models() -> Iterable[Case]:
 
 def _decode() -> Iterable[Case]:
     for dtype in ("fp32", "bf16"):
-        more = {"dtype": dtype, "forward_only": True, "tags": ("decode",)}
+        more: dict[str, Any] = {"dtype": dtype, "forward_only": True, "tags": ("decode",)}
         yield case(f"decode-mha-4k-{dtype}", 1, 4096, heads=8, dim=128, **more)
         yield case(f"decode-mha-64k-{dtype}", 1, 65536, heads=1, dim=128, **more)
         yield case(f"decode-llama-4k-{dtype}", 1, 4096, heads=(32, 8), dim=128, **more)
         yield case(f"decode-batch-512-{dtype}", 1, 512, batch=32, **more)
-        yield case(
-            f"decode-speculative-4k-{dtype}",
-            8,
-            4096,
-            heads=(32, 8),
-            dim=128,
-            causal=True,
-            alignment="bottom_right",
-            **more,
-        )
+        more |= {"causal": True, "alignment": "bottom_right"}
+        yield case(f"decode-speculative-4k-{dtype}", 8, 4096, heads=(32, 8), dim=128, **more)
 
 
 def _masks() -> Iterable[Case]:
     for dtype in ("fp32", "bf16"):
-        more = {"dtype": dtype, "heads": 4, "tags": ("masks",)}
+        more: dict[str, Any] = {"dtype": dtype, "heads": 4, "tags": ("masks",)}
         for mask in MASKS[1:]:
             yield case(f"mask-{mask}-{dtype}", 1024, mask=mask, **more)
         yield case(f"window-256-{dtype}", 4096, **{**more, "heads": 1}, causal=True, window=(255, 0))
@@ -225,8 +230,14 @@ def _masks() -> Iterable[Case]:
 
 
 def sweep(
-    prefix: str, lengths: Sequence[int], tags: tuple[str, ...], *, tokens: int, dtypes=("fp32", "bf16"), dims=(64, 128)
-):
+    prefix: str,
+    lengths: Sequence[int],
+    tags: tuple[str, ...],
+    *,
+    tokens: int,
+    dtypes: Sequence[str] = ("fp32", "bf16"),
+    dims: Sequence[int] = (64, 128),
+) -> Iterable[Case]:
     """Cases over length with batch x heads x length constant, so that a row's work grows linearly with the length."""
     for dtype in dtypes:
         for dim in dims:
@@ -249,6 +260,21 @@ def sweep(
 def _sweeps() -> Iterable[Case]:
     yield from sweep("sweep", [2**n for n in range(7, 13)], ("quick-sweep",), tokens=8192)
     yield from sweep("long", [8192, 16384, 32768], ("long-sweep",), tokens=32768)
+    # The usual GPU sweep: 16k tokens, a model width of 2048.
+    for dim in (64, 128):
+        for causal in (False, True):
+            for length in (2**n for n in range(9, 15)):
+                kind = "causal" if causal else "full"
+                yield case(
+                    f"gpu-bf16-d{dim}-{kind}-{length}",
+                    length,
+                    batch=16384 // length,
+                    heads=2048 // dim,
+                    dim=dim,
+                    dtype="bf16",
+                    causal=causal,
+                    tags=("gpu-sweep",),
+                )
     for n in range(6, 16):
         yield case(f"growth-{2**n}", 2**n, heads=1, forward_only=True, tags=("growth",))
     yield case("launch", 64, heads=1, tags=("launch-overhead",))
@@ -261,7 +287,7 @@ CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_sweeps())
 
 
 def select(pattern: str, cases: Sequence[Case] = CASES) -> list[Case]:
-    """The cases matching a comma-separated list of names, tags and globs (``llama*,decode``), each once, in table order.
+    """The cases matching a comma-separated list of names, tags and globs (``llama*,decode``), once each, in order.
 
     Raises ValueError naming the item that matches nothing.
     """
@@ -277,13 +303,13 @@ def select(pattern: str, cases: Sequence[Case] = CASES) -> list[Case]:
     return [c for c in cases if c.name in chosen]
 
 
-def override(case: Case, **fields) -> Case:
-    """A copy with other fields and the changes in its name; sizes that were equal (L and S, E and Ev, heads) stay equal."""
-    for given, other in (("seqlen_q", "seqlen_k"), ("head_dim", "head_dim_v"), ("heads_q", "heads_k")):
-        if given in fields and other not in fields and getattr(case, given) == getattr(case, other):
-            fields[other] = fields[given]
+def override(case: Case, **fields: Any) -> Case:
+    """A copy with other fields, named after them. Sizes that were equal (L and S, E and Ev, heads) stay equal."""
     changed = {key: value for key, value in fields.items() if getattr(case, key) != value}
     if not changed:
         return case
     label = ",".join(f"{key}={value}" for key, value in changed.items())
+    for given, other in (("seqlen_q", "seqlen_k"), ("head_dim", "head_dim_v"), ("heads_q", "heads_k")):
+        if given in changed and other not in fields and getattr(case, given) == getattr(case, other):
+            changed[other] = changed[given]
     return replace(case, name=f"{case.name}[{label}]", **changed)

@@ -20,7 +20,7 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         -inf, out is 0 and lse is -inf. Differentiable any number of times in every out and lse.
 
     Raises:
-        TypeError: a part is not a pair of tensors. ValueError: no parts. RuntimeError: shapes, dtypes or devices differ.
+        TypeError: a part is not a pair of tensors. ValueError: no parts. RuntimeError: shapes, dtypes, devices differ.
 
     The weights are softmax(lse) over the parts, computed by subtraction of the largest: no exponential overflows.
     """
@@ -37,18 +37,18 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                 f"attnkern: part {n}'s lse must have out's shape without its last dimension, "
                 f"got out {tuple(out.shape)} and lse {tuple(lse.shape)}"
             )
-        for name, x, first in zip(("out", "lse"), part, parts[0]):
+        for name, x, first in zip(("out", "lse"), part, parts[0], strict=True):
             if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
                 raise RuntimeError(
-                    f"attnkern: part {n}'s {name} must match part 0's {tuple(first.shape)} {first.dtype} {first.device}, "
-                    f"got {tuple(x.shape)} {x.dtype} {x.device}"
+                    f"attnkern: part {n}'s {name} must match part 0's, {tuple(first.shape)} {first.dtype} "
+                    f"{first.device}, got {tuple(x.shape)} {x.dtype} {x.device}"
                 )
 
-    outs, lses = zip(*parts)
+    outs, lses = zip(*parts, strict=True)
     stacked = torch.stack(lses)
     dead = (stacked == -math.inf).all(0)
     stacked = stacked.masked_fill(dead, 0.0)
     weights = stacked.softmax(0).masked_fill(dead, 0.0)
     dtype = torch.promote_types(outs[0].dtype, lses[0].dtype)
-    out = sum(w.unsqueeze(-1) * o.to(dtype) for w, o in zip(weights, outs))
+    out = sum(w.unsqueeze(-1) * o.to(dtype) for w, o in zip(weights, outs, strict=True))
     return out.to(outs[0].dtype), stacked.logsumexp(0).masked_fill(dead, -math.inf)

@@ -24,11 +24,14 @@ UNBOUNDED = 2**62
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+_NUMBERS = frozenset((int, float))
+
+
 class Band(NamedTuple):
     """Every structured mask: query i attends to key j iff -left <= j - i - offset <= right.
 
-    Causal (torch's top-left) is right = 0, offset = 0; bottom-right alignment is offset = seqlen_k - seqlen_q; a sliding
-    window is a finite left.
+    Causal (torch's top-left) is right = 0, offset = 0; bottom-right alignment is offset = seqlen_k - seqlen_q; a
+    sliding window is a finite left.
     """
 
     left: int = UNBOUNDED
@@ -77,7 +80,7 @@ class Problem(NamedTuple):
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
@@ -85,82 +88,67 @@ class Problem(NamedTuple):
         alignment: str = "top_left",
         softcap: float | None = None,
     ) -> Problem:
-        """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, naming the argument."""
-        compiling = torch.compiler.is_compiling()
+        """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         plain = (
-            not compiling
-            and type(query) is type(key) is type(value) is Tensor
-            and (attn_mask is None or type(attn_mask) is Tensor)
-            and (scale is None or type(scale) is float)
-            and type(dropout_p) is float
+            not torch.compiler.is_compiling()
             # Under a transform a plain-looking tensor may wrap one with symbolic sizes.
             and not torch._C._are_functorch_transforms_active()
+            and type(query) is type(key) is type(value) is Tensor
+            and (attn_mask is None or type(attn_mask) is Tensor)
+            and type(is_causal) is type(enable_gqa) is bool
+            and type(dropout_p) in _NUMBERS
+            and (scale is None or type(scale) in _NUMBERS)
+            and (softcap is None or type(softcap) in _NUMBERS)
+            and (window is None or _is_plain_window(window))
+            and type(alignment) is str
         )
+        mask: Any = attn_mask
+        bottom_right_sizes = None
         if not plain:
-            for name, x in (("query", query), ("key", key), ("value", value)):
-                if not isinstance(x, Tensor):
-                    raise _type_error(name, "Tensor", x)
-            if attn_mask is not None and not isinstance(attn_mask, Tensor):
-                raise _type_error("attn_mask", "Tensor", attn_mask)
+            _check_types(query, key, value, attn_mask, is_causal, enable_gqa)
             dropout_p = _number("dropout_p", dropout_p)
             scale = None if scale is None else _number("scale", scale)
-        mask, causal_sizes = attn_mask, None
-        if not plain and is_causal_bias(mask):
-            if is_causal or window is not None or alignment != "top_left":
-                raise ValueError("attnkern: attn_mask is a CausalBias: is_causal, window and alignment must not be set")
-            if mask.variant.name == "LOWER_RIGHT":
-                causal_sizes, alignment = (mask.seq_len_q, mask.seq_len_kv), "bottom_right"
-            mask, is_causal = None, True
+            softcap = None if softcap is None else _number("softcap", softcap)
+            window = _window(window)
+            if is_causal_bias(mask):
+                if is_causal or window is not None or alignment != "top_left":
+                    raise ValueError(
+                        "attnkern: attn_mask is a CausalBias: is_causal, window, alignment must not be set"
+                    )
+                if mask.variant.name == "LOWER_RIGHT":
+                    alignment, bottom_right_sizes = "bottom_right", (mask.seq_len_q, mask.seq_len_kv)
+                mask, is_causal = None, True
         if query.is_nested or key.is_nested or value.is_nested or (mask is not None and mask.is_nested):
             raise RuntimeError("attnkern: nested tensors are supported in the jagged layout only (layout=torch.jagged)")
-        if autocasts(query.device.type):
-            query, key, value, mask = _autocast(query.device.type, query, key, value, mask)
-        if window is None:
-            window_left = window_right = None
-        elif isinstance(window, (tuple, list)) and len(window) == 2:
-            window_left, window_right = window
-        else:
-            raise TypeError(f"attnkern: argument 'window' must be (left, right) or None, not {window!r}")
+        if autocasts(query.device):
+            query, key, value, mask = _autocast(query, key, value, mask)
 
         plan = (_memoised_plan if plain else _plan)(
-            query.shape,
-            key.shape,
-            value.shape,
-            None if mask is None else mask.shape,
-            query.dtype,
-            key.dtype,
-            value.dtype,
-            None if mask is None else mask.dtype,
-            query.device,
-            key.device,
-            value.device,
-            None if mask is None else mask.device,
-            query.layout,
-            key.layout,
-            value.layout,
-            None if mask is None else mask.layout,
+            (query.shape, query.dtype, query.device, query.layout),
+            (key.shape, key.dtype, key.device, key.layout),
+            (value.shape, value.dtype, value.device, value.layout),
+            None if mask is None else (mask.shape, mask.dtype, mask.device, mask.layout),
             dropout_p,
             is_causal,
             scale,
             enable_gqa,
-            window_left,
-            window_right,
+            window,
             alignment,
             softcap,
         )
-        if causal_sizes is not None and causal_sizes != (query.shape[-2], key.shape[-2]):
+        if bottom_right_sizes not in (None, (query.shape[-2], key.shape[-2])):
             raise RuntimeError(
-                f"attnkern: attn_mask is a bottom-right CausalBias for {causal_sizes} scores, "
-                f"query and key give {(query.shape[-2], key.shape[-2])}"
+                f"attnkern: attn_mask is a bottom-right CausalBias for {bottom_right_sizes} scores, "
+                f"query and key make {(query.shape[-2], key.shape[-2])}"
             )
         if plan.query is not None:
-            query = query.expand(plan.query[0]).reshape(plan.query[1])
+            query = plan.query.of(query)
         if plan.key is not None:
-            key = key.expand(plan.key[0]).reshape(plan.key[1])
+            key = plan.key.of(key)
         if plan.value is not None:
-            value = value.expand(plan.value[0]).reshape(plan.value[1])
-        if mask is not None and plan.mask is not None:
-            mask = mask.expand(plan.mask[0]).reshape(plan.mask[1])
+            value = plan.value.of(value)
+        if plan.mask is not None:
+            mask = plan.mask.of(mask)
         return cls(query, key, value, mask, plan.score, plan.lead)
 
     def restore(self, x: Tensor) -> Tensor:
@@ -184,167 +172,203 @@ class Problem(NamedTuple):
         return "; ".join(parts)
 
 
-_View = (
-    tuple[tuple[int, ...], tuple[int, ...]] | None
-)  # expand to the first shape, reshape to the second; None: as it is
+_Kind = tuple[torch.Size, torch.dtype, torch.device, torch.layout]
+_Sizes = tuple[int, ...]
+
+
+class _View(NamedTuple):
+    """How a tensor becomes 4-D: broadcast to one shape (None: it need not be), then reshaped to another."""
+
+    broadcast: _Sizes | None
+    shape: _Sizes
+
+    @classmethod
+    def to(cls, batch: _Sizes, tail: _Sizes, shape: _Sizes) -> _View | None:
+        """The view of a tensor of `shape` as (product of batch, *tail); None: it is that already."""
+        flat = 1
+        for n in batch:
+            flat = flat * n
+        if shape == (flat, *tail):
+            return None
+        broadcast = (*batch, *tail)
+        padded = (1,) * (len(broadcast) - len(shape)) + tuple(shape)
+        return cls(None if padded == broadcast else broadcast, (flat, *tail))
+
+    def of(self, x: Tensor) -> Tensor:
+        if self.broadcast is not None:
+            x = x.expand(self.broadcast)
+        return x.reshape(self.shape)
 
 
 class _Plan(NamedTuple):
-    query: _View
-    key: _View
-    value: _View
-    mask: _View
+    query: _View | None  # None: as it is
+    key: _View | None
+    value: _View | None
+    mask: _View | None
     score: Score
-    lead: tuple[int, ...] | None
+    lead: _Sizes | None
 
 
 def _plan(
-    query: torch.Size,
-    key: torch.Size,
-    value: torch.Size,
-    mask: torch.Size | None,
-    query_dtype: torch.dtype,
-    key_dtype: torch.dtype,
-    value_dtype: torch.dtype,
-    mask_dtype: torch.dtype | None,
-    query_device: torch.device,
-    key_device: torch.device,
-    value_device: torch.device,
-    mask_device: torch.device | None,
-    query_layout: torch.layout,
-    key_layout: torch.layout,
-    value_layout: torch.layout,
-    mask_layout: torch.layout | None,
+    query: _Kind,
+    key: _Kind,
+    value: _Kind,
+    mask: _Kind | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    window_left: int | None,
-    window_right: int | None,
+    window: tuple[int | None, int | None] | None,
     alignment: str,
     softcap: float | None,
 ) -> _Plan:
-    """All rules: shapes, dtypes, devices, layouts and flags in, views and parameters out."""
-    # Flags.
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise _type_error(name, "bool", flag)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise RuntimeError(f"attnkern: dropout_p must be between 0 and 1, got {dropout_p}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"attnkern: scale must be a finite number, got {scale}")
-    if softcap is not None:
-        softcap = _number("softcap", softcap)
-        if not 0.0 <= softcap < math.inf:
-            raise ValueError(f"attnkern: softcap must be a positive finite number (0 or None: off), got {softcap}")
-    for name, bound in (("left", window_left), ("right", window_right)):
-        if bound is not None:
-            if isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt)):
-                raise TypeError(f"attnkern: the {name} bound of 'window' must be int or None, not {_type_name(bound)}")
-            if bound < 0:
-                raise ValueError(f"attnkern: the {name} bound of 'window' must be >= 0 (None: unbounded), got {bound}")
-    if alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
+    """All rules: kinds of tensors and options in, views and parameters out."""
+    _check_options(dropout_p, scale, window, alignment, softcap)
+    for name, kind in (("query", query), ("key", key), ("value", value)):
+        _check_kind(name, kind, query)
 
-    # Kinds of tensors.
-    for name, shape, dtype, device, layout in (
-        ("query", query, query_dtype, query_device, query_layout),
-        ("key", key, key_dtype, key_device, key_layout),
-        ("value", value, value_dtype, value_device, value_layout),
-    ):
-        if layout != torch.strided:
-            raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
-        if len(shape) < 2:
-            raise RuntimeError(
-                f"attnkern: {name} must have at least 2 dimensions (..., length, head size), got {_show(shape)}"
-            )
-        if device != query_device:
-            raise RuntimeError(f"attnkern: {name} must be on query's device {query_device}, got {device}")
-        if dtype != query_dtype:
-            raise RuntimeError(f"attnkern: {name} must have query's dtype {_show(query_dtype)}, got {_show(dtype)}")
-        if dtype not in DTYPES:
-            # As torch: a dtype nobody implements is NotImplementedError (a RuntimeError), a non-float is RuntimeError.
-            error = NotImplementedError if dtype.is_floating_point or dtype.is_complex else RuntimeError
-            raise error(f"attnkern: {name} must be float32, float64, bfloat16 or float16, got {_show(dtype)}")
-
-    # Sizes.
-    seqlen_q, head_dim = query[-2:]
-    seqlen_k, head_dim_v = value[-2:]
-    if key[-1] != head_dim:
-        raise RuntimeError(f"attnkern: key's last size must be query's, {head_dim}, got {_show(key)}")
-    if key[-2] != seqlen_k:
+    q, k, v = query[0], key[0], value[0]
+    seqlen_q, head_dim = q[-2:]
+    seqlen_k, head_dim_v = v[-2:]
+    if k[-1] != head_dim:
+        raise RuntimeError(f"attnkern: key's last size must be query's, {head_dim}, got {_show(k)}")
+    if k[-2] != seqlen_k:
         raise RuntimeError(
-            f"attnkern: key and value must have the same length (dimension -2), got {_show(key)} and {_show(value)}"
+            f"attnkern: key and value must have the same length (dimension -2), got {_show(k)} and {_show(v)}"
         )
-    rank = max(len(query), len(key), len(value))
+    heads_q, heads_k, heads_v = (x[-3] if len(x) > 2 else 1 for x in (q, k, v))
     if enable_gqa:
-        heads, heads_k, heads_v = (
-            _gqa_heads(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-        )
-        heads_qk = heads
-        for name, n in (("key", heads_k), ("value", heads_v)):
-            if heads != n and (n == 0 or heads % n != 0):
+        heads_qk = heads = heads_q
+        for name, shape, n in (("query", q, heads_q), ("key", k, heads_k), ("value", v, heads_v)):
+            if len(shape) < 3:
                 raise RuntimeError(
-                    f"attnkern: number of heads of {name} (dimension -3) must divide query's {heads} with enable_gqa, got {n}"
+                    f"attnkern: {name} must have heads (dimension -3) with enable_gqa, got {_show(shape)}"
+                )
+            if n != heads and (n == 0 or heads % n != 0):
+                raise RuntimeError(
+                    f"attnkern: {name}'s heads (dimension -3) must divide query's {heads} with enable_gqa, got {n}"
                 )
     else:
-        heads_q, heads_k, heads_v = (x[-3] if len(x) > 2 else 1 for x in (query, key, value))
-        heads_qk = _broadcast("key", "number of heads (dimension -3)", (heads_q,), (heads_k,))[0]
-        heads = _broadcast("value", "number of heads (dimension -3)", (heads_qk,), (heads_v,))[0]
-    batch_qk = _broadcast("key", "batch dimensions", query[:-3], key[:-3])
-    batch = _broadcast("value", "batch dimensions", batch_qk, value[:-3])
-    # Mask.
-    mask_view: _View = None
-    if mask is not None:
-        if mask_layout != torch.strided:
-            raise RuntimeError(f"attnkern: attn_mask must be a dense (strided) tensor, got layout {mask_layout}")
-        if mask_device != query_device:
-            raise RuntimeError(f"attnkern: attn_mask must be on query's device {query_device}, got {mask_device}")
-        if mask_dtype not in (torch.bool, torch.float32, query_dtype):
-            raise RuntimeError(
-                f"attnkern: attn_mask must be bool, float32 or query's dtype {_show(query_dtype)}, got {_show(mask_dtype)}"
-            )
-        scores = (seqlen_q, seqlen_k)
-        if max(len(query), len(key)) > 2:
-            scores = (*batch_qk, heads_qk, *scores)
-        if len(mask) > len(scores) or any(m != 1 and m != s for m, s in zip(reversed(mask), reversed(scores))):
-            raise RuntimeError(
-                f"attnkern: attn_mask must broadcast to the scores' shape {_show(scores)}, got {_show(mask)}"
-            )
-        padded = (1,) * (len(batch) + 3 - len(mask)) + tuple(mask)
-        shared = all(n == 1 for n in padded[:-3])
-        mask_view = _view(mask, padded[:-3] if shared else batch, padded[-3:])
+        (heads_qk,) = _broadcast("key's number of heads (dimension -3)", (heads_q,), (heads_k,))
+        (heads,) = _broadcast("value's number of heads (dimension -3)", (heads_qk,), (heads_v,))
+    batch_qk = _broadcast("key's batch dimensions", q[:-3], k[:-3])
+    batch = _broadcast("value's batch dimensions", batch_qk, v[:-3])
 
-    # Band.
-    band = Band()
-    if is_causal or window_left is not None or window_right is not None:
-        offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
-        right = 0 if is_causal else window_right  # bounds are >= 0, so the causal one is the tighter
-        band = Band(UNBOUNDED if window_left is None else window_left, UNBOUNDED if right is None else right, offset)
+    mask_view = None
+    if mask is not None:
+        scores = (seqlen_q, seqlen_k) if len(q) == len(k) == 2 else (*batch_qk, heads_qk, seqlen_q, seqlen_k)
+        _check_mask(mask, query, scores)
+        shape = mask[0]
+        padded = (1,) * (len(batch) + 3 - len(shape)) + tuple(shape)
+        shared = all(n == 1 for n in padded[:-3])
+        mask_view = _View.to(padded[:-3] if shared else batch, padded[-3:], shape)
 
     if scale is None:
         # With no features every score is 0 whatever the scale: any finite one gives the plain mean.
-        scale = 1.0 / math.sqrt(head_dim) if head_dim != 0 else 1.0
+        scale = 1.0 / math.sqrt(_constant(head_dim)) if head_dim != 0 else 1.0
+    rank = max(len(q), len(k), len(v))
     return _Plan(
-        query=_view(query, batch, (heads, seqlen_q, head_dim)),
-        key=_view(key, batch, (heads_k, seqlen_k, head_dim)),
-        value=_view(value, batch, (heads_v, seqlen_k, head_dim_v)),
+        query=_View.to(batch, (heads, seqlen_q, head_dim), q),
+        key=_View.to(batch, (heads_k, seqlen_k, head_dim), k),
+        value=_View.to(batch, (heads_v, seqlen_k, head_dim_v), v),
         mask=mask_view,
-        score=Score(scale, softcap or 0.0, *band, dropout_p),
+        score=Score(
+            float(scale),
+            float(softcap or 0),
+            *_band(is_causal, window, seqlen_k - seqlen_q if alignment == "bottom_right" else 0),
+            float(dropout_p),
+        ),
         lead=None if rank == 4 else () if rank == 2 else (*batch, heads),
     )
 
 
-# typed: True and 1 are equal as keys, but is_causal=1 is an error.
-_memoised_plan = functools.lru_cache(maxsize=4096, typed=True)(_plan)
+# For arguments of the expected types alone: True == 1 as keys, but is_causal=1 is an error.
+_memoised_plan = functools.lru_cache(maxsize=4096)(_plan)
 
 
-def _view(shape: torch.Size, batch: tuple[int, ...], tail: tuple[int, int, int]) -> _View:
-    """How `shape` becomes (product of batch, *tail)."""
-    flat = 1
-    for n in batch:
-        flat = flat * n
-    return None if shape == (flat, *tail) else ((*batch, *tail), (flat, *tail))
+def _check_types(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, enable_gqa: Any) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise _type_error(name, "Tensor", x)
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise _type_error("attn_mask", "Tensor or None", attn_mask)
+    for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(x, bool):
+            raise _type_error(name, "bool", x)
+
+
+def _check_options(
+    dropout_p: float,
+    scale: float | None,
+    window: tuple[int | None, int | None] | None,
+    alignment: str,
+    softcap: float | None,
+) -> None:
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"attnkern: dropout_p must be between 0 and 1, got {dropout_p}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"attnkern: scale must be a finite number, got {scale}")
+    if softcap is not None and not 0 <= softcap < math.inf:
+        raise ValueError(f"attnkern: softcap must be a positive finite number (0 or None: off), got {softcap}")
+    if window is not None and any(bound is not None and bound < 0 for bound in window):
+        raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
+    if alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
+
+
+def _check_kind(name: str, kind: _Kind, query: _Kind) -> None:
+    shape, dtype, device, layout = kind
+    if layout != torch.strided:
+        raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
+    if len(shape) < 2:
+        raise RuntimeError(f"attnkern: {name} must have at least 2 dimensions (..., length, size), got {_show(shape)}")
+    if device != query[2]:
+        raise RuntimeError(f"attnkern: {name} must be on query's device {query[2]}, got {device}")
+    if dtype != query[1]:
+        raise RuntimeError(f"attnkern: {name} must have query's dtype {_show(query[1])}, got {_show(dtype)}")
+    if dtype not in DTYPES:
+        # As torch: a dtype without kernels is NotImplementedError (a RuntimeError), one without the maths RuntimeError.
+        error = NotImplementedError if dtype.is_floating_point or dtype.is_complex else RuntimeError
+        raise error(f"attnkern: {name} must be float32, float64, bfloat16 or float16, got {_show(dtype)}")
+
+
+def _check_mask(mask: _Kind, query: _Kind, scores: _Sizes) -> None:
+    shape, dtype, device, layout = mask
+    if layout != torch.strided:
+        raise RuntimeError(f"attnkern: attn_mask must be a dense (strided) tensor, got layout {layout}")
+    if device != query[2]:
+        raise RuntimeError(f"attnkern: attn_mask must be on query's device {query[2]}, got {device}")
+    if dtype not in (torch.bool, torch.float32, query[1]):
+        expected = ", ".join(dict.fromkeys(("bool", "float32", _show(query[1]))))
+        raise RuntimeError(f"attnkern: attn_mask's dtype must be one of {expected}, got {_show(dtype)}")
+    if len(shape) > len(scores) or any(m != 1 and m != s for m, s in zip(shape[::-1], scores[::-1], strict=False)):
+        raise RuntimeError(
+            f"attnkern: attn_mask must broadcast to the scores' shape {_show(scores)}, got {_show(shape)}"
+        )
+
+
+def _band(is_causal: bool, window: tuple[int | None, int | None] | None, offset: int) -> Band:
+    left, right = window or (None, None)
+    if is_causal:
+        right = 0  # a window's bounds are >= 0, so the causal one is the tighter
+    if left is None and right is None:
+        return Band()
+    return Band(UNBOUNDED if left is None else left, UNBOUNDED if right is None else right, offset)
+
+
+def _is_plain_window(window: Any) -> bool:
+    return type(window) is tuple and len(window) == 2 and all(x is None or type(x) is int for x in window)
+
+
+def _window(window: Any) -> tuple[int | None, int | None] | None:
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"attnkern: argument 'window' must be (left, right) or None, not {window!r}")
+    for bound in window:
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
+            raise TypeError(f"attnkern: the bounds in 'window' must be int or None, not {_type_name(bound)}")
+    return tuple(window)
 
 
 def is_length_major(x: Tensor) -> bool:
@@ -357,48 +381,58 @@ def is_causal_bias(x: object) -> bool:
     return type(x).__name__ == "CausalBias" and type(x).__module__ == "torch.nn.attention.bias"
 
 
-def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for a device type. (The first test alone is made in nearly all calls: 0.1 us, not 0.5.)"""
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device. (Nearly every call ends at the first test: 0.1 us, not 0.5.)"""
     return (
         torch._C._is_any_autocast_enabled()
-        and torch.amp.is_autocast_available(device_type)
-        and torch.is_autocast_enabled(device_type)
+        and torch.amp.is_autocast_available(device.type)
+        and torch.is_autocast_enabled(device.type)
     )
 
 
-def _autocast(device_type: str, *tensors: Tensor | None) -> list[Tensor | None]:
+def _autocast(query: Tensor, *others: Any) -> list[Any]:
     """torch's rule for its lower-precision list: floating point goes to autocast's dtype, float64 stays."""
-    dtype = torch.get_autocast_dtype(device_type)
-    return [x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return [
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in (query, *others)
+    ]
 
 
-def _broadcast(name: str, what: str, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """a and b broadcast as torch does; `name` and `what` say in the error whose sizes b are."""
+def _broadcast(what: str, a: _Sizes, b: _Sizes) -> _Sizes:
+    """a and b broadcast as torch does; `what` says in the error what b are."""
     rank = max(len(a), len(b))
-    out = []
-    for x, y in zip((1,) * (rank - len(a)) + tuple(a), (1,) * (rank - len(b)) + tuple(b)):
+    sizes = []
+    for x, y in zip((1,) * (rank - len(a)) + tuple(a), (1,) * (rank - len(b)) + tuple(b), strict=True):
         if x != y and x != 1 and y != 1:
-            raise RuntimeError(f"attnkern: {name}'s {what} must broadcast with {_show(a)}, got {_show(b)}")
-        out.append(y if x == 1 else x)
-    return tuple(out)
-
-
-def _gqa_heads(name: str, shape: tuple[int, ...]) -> int:
-    if len(shape) < 3:
-        raise RuntimeError(f"attnkern: {name} must have a head dimension (-3) with enable_gqa, got {_show(shape)}")
-    return shape[-3]
+            raise RuntimeError(f"attnkern: {what} must broadcast with {_show(a)}, got {_show(b)}")
+        sizes.append(y if x == 1 else x)
+    return tuple(sizes)
 
 
 def _number(name: str, x: Any) -> float:
     """What torch takes for a float: Python and numpy scalars, and 0-dim tensors outside the graph."""
-    if isinstance(x, (torch.SymFloat, torch.SymInt)):
-        return x  # type: ignore[return-value]  # stays symbolic in a trace
     if isinstance(x, Tensor):
         if x.ndim == 0 and not x.requires_grad and not x.is_complex():
             return float(x.item())
-    elif isinstance(x, numbers.Real) or type(x).__name__ in ("bool", "bool_") and type(x).__module__ == "numpy":
+    elif isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
+        return float(_constant(x))
+    elif isinstance(x, numbers.Real) or _is_numpy_bool(x):
         return float(x)
     raise _type_error(name, "float", x)
+
+
+def _constant(x: Any) -> Any:
+    """A number that a trace may hold as a symbol, as a constant guarded on: operators take their floats as such."""
+    if torch.compiler.is_compiling() or isinstance(x, (torch.SymInt, torch.SymFloat)):
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return guard_scalar(x)
+    return x
+
+
+def _is_numpy_bool(x: object) -> bool:
+    return type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
 
 
 def _type_error(name: str, expected: str, x: object) -> TypeError:
@@ -407,8 +441,9 @@ def _type_error(name: str, expected: str, x: object) -> TypeError:
 
 def _type_name(x: object) -> str:
     if isinstance(x, Tensor):
-        return f"{type(x).__name__} of shape {_show(x.shape)}{' that requires grad' if x.requires_grad else ''}"
-    return type(x).__name__
+        return f"Tensor of shape {_show(x.shape)}{' that requires grad' if x.requires_grad else ''}"
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 def _show(x: object) -> str:

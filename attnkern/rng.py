@@ -60,12 +60,11 @@ def keep_mask(seed: Tensor, dropout_p: float, batch: int, num_heads: int, seqlen
     groups = seed.shape[0]
     key = seed.repeat_interleave(batch // groups).view(-1, 1, 1, 1)
     bh = index(batch // groups).repeat(groups).view(-1, 1, 1, 1) * num_heads + index(num_heads).view(-1, 1, 1)
-    tiles = (seqlen_k + 31) // 32
     words = philox(
         (key & _MASK, (key >> 32) & _MASK),
-        (index(tiles * 4), index(seqlen_q).view(-1, 1), bh & _MASK, bh >> 32),
+        (index((seqlen_k + 31) // 32 * 4), index(seqlen_q).view(-1, 1), bh & _MASK, bh >> 32),
     )
-    # (tile, pair, word) -> columns in the order tile, word, pair, half.
-    columns = torch.stack(words, -1).unflatten(-2, (tiles, 4)).transpose(-1, -2)
-    halves = torch.stack((columns & 0xFFFF, columns >> 16), -1).flatten(-4)
-    return halves[..., :seqlen_k] >= round(dropout_p * 65536)
+    j = index(seqlen_k)
+    c0, word, half = (j // 32) * 4 + (j % 8) // 2, (j // 8) % 4, j % 2
+    bits = torch.stack(words, -1).flatten(-2).index_select(-1, c0 * 4 + word) >> (16 * half)
+    return (bits & 0xFFFF) >= round(dropout_p * 65536)

@@ -1,14 +1,16 @@
-"""What the tests, the benchmark and a new backend share: the tolerance rule, a float64 reference, problems, memory layouts.
+"""What the tests, the benchmark and a new backend share: tolerance rule, float64 reference, problems, memory layouts.
 
-The rule, the only one in the project. Let `exact` be float64 maths and `baseline` torch's own maths in the dtype at hand
-(matmul, softmax, matmul; float16 and bfloat16 computed in float32 and rounded once, as torch's MATH backend does). Then
+The rule, the only one in the project. Let `exact` be float64 maths and `baseline` torch's own maths in the dtype at
+hand (matmul, softmax, matmul; float16 and bfloat16 computed in float32 and rounded once, as torch's MATH backend
+does). Then
 
     |actual - exact| <= factor * max|baseline - exact| + unit        with factor 2 (outputs) or 3 (gradients)
 
-where `unit` is what one rounding in the dtype can do to that entry: eps * (|exact| + the root-sum-square of the terms added up
-to it). The sum matters where large terms cancel (a score gradient P * (dP - delta) with one key is exactly 0: every
-real kernel leaves a rounding of dP there), and root-sum-square rather than the sum of magnitudes, because roundings are
-independent: the allowance does not grow with the sequence. A NaN never passes; an infinity passes only where `exact` has it.
+where `unit` is what one rounding in the dtype can do to that entry: eps * (|exact| + the root-sum-square of the terms
+added up to it). The sum matters where large terms cancel (a score gradient P * (dP - delta) with one key is exactly 0:
+every real kernel leaves a rounding of dP there), and root-sum-square rather than the sum of magnitudes, because
+roundings are independent: the allowance does not grow with the sequence. A NaN never passes; an infinity passes only
+where `exact` has it.
 
 The reference here is written apart from `attnkern.backends.reference`, so that neither can hide the other's mistake.
 Nothing in this module needs pytest or hypothesis.
@@ -36,7 +38,7 @@ GRADIENT_FACTOR = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Largest absolute error of a tensor, that of torch's maths in the same dtype, and how much of the allowance is used."""
+    """Largest absolute error of a tensor, that of torch's maths in its dtype, and the share of the allowance used."""
 
     error: float
     baseline_error: float
@@ -57,7 +59,7 @@ def rounding_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
 def errors(
     actual: Tensor, exact: Tensor, baseline: Tensor, *, factor: float = FORWARD_FACTOR, unit: Tensor | None = None
 ) -> Errors:
-    """Measures `actual` against `exact` (float64) with `baseline` (torch's maths in the dtype of `actual`) as the yardstick.
+    """Measures `actual` against `exact` (float64) with `baseline` (torch's maths in the same dtype) as the yardstick.
 
     All three have one shape; `unit` broadcasts to it (default: `rounding_unit`).
     """
@@ -71,6 +73,8 @@ def errors(
         unit = rounding_unit(exact, actual.dtype)
     a, e, b = (x.detach().to("cpu", torch.float64) for x in (actual, exact, baseline))
     unit = unit.to("cpu", torch.float64).expand_as(e)
+    if not unit.isfinite().all():
+        raise ValueError("unit is not finite: the rule would allow anything")
     if not e.numel():
         return Errors(0.0, 0.0, 0.0, ())
     same = a == e  # equal infinities included, whose difference would be NaN
@@ -104,7 +108,7 @@ def assert_within_rule(
     name: str = "output",
     recipe: str = "",
 ) -> None:
-    """Raises AssertionError where `actual` breaks the rule; the message names the worst entry and ends with `recipe`."""
+    """Raises AssertionError where `actual` breaks the rule; the message names the worst entry and `recipe`."""
     factor = GRADIENT_FACTOR if gradient else FORWARD_FACTOR
     result = errors(actual, exact, baseline, factor=factor, unit=unit)
     if not result.ok:
@@ -126,8 +130,8 @@ def philox_keep(
 ) -> Tensor:
     """Which softmax weights survive dropout: bool (batch, heads, seqlen_q, seqlen_k), for one integer seed.
 
-    Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), written with int64 arithmetic modulo 2**32;
-    entry (b, h, i, j) takes one 16-bit half of one word of the block counted by (j, i, b * heads + h).
+    Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) in int64 arithmetic; entry
+    (b, h, i, j) takes one 16-bit half of one word of the block counted by (j, i, b * heads + h).
     """
     mask32 = 0xFFFFFFFF
     seed = int(seed)
@@ -169,7 +173,7 @@ def band_mask(
     alignment: str = "top_left",
     device: Any = "cpu",
 ) -> Tensor | None:
-    """The (L, S) bool mask (True = attend) that `is_causal`, `window` and `alignment` describe; None without a bound."""
+    """The (L, S) bool mask (True = attend) of `is_causal`, `window` and `alignment`; None without a bound."""
     if not is_causal and window is None:
         return None
     left, right = window if window is not None else (None, None)
@@ -235,7 +239,7 @@ def naive_attention(
     keep: Tensor | None = None,
     split_scale: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as a plain composition in the dtype it is given, any rank: (out, lse). `keep` replays a dropout mask."""
+    """Attention as a plain composition in the inputs' dtype, any rank: (out, lse). `keep` replays a dropout mask."""
     if dropout_p and keep is None:
         raise ValueError("dropout needs the mask to replay: pass keep=")
     if enable_gqa:
@@ -247,7 +251,8 @@ def naive_attention(
     weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, split_scale=split_scale)
     if keep is not None:
         weights = weights * keep.to(weights.dtype) / (1.0 - dropout_p) if dropout_p < 1 else weights * 0.0
-    return weights @ value, lse
+    out = weights @ value
+    return out, lse.expand(out.shape[:-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +279,7 @@ def expected(
     keep: Tensor | None = None,
     **options: Any,
 ) -> dict[str, Expected]:
-    """What attention of these inputs has to give: "out", "lse" and, with a `grad_out`, the gradients named after the inputs.
+    """What attention of these inputs has to give: "out", "lse" and, with a `grad_out`, gradients named as the inputs.
 
     `options` are those of `naive_attention`. A mask gets a gradient where it is floating.
     """
@@ -321,16 +326,6 @@ def expected(
     return {n: Expected(exact[n], torch.zeros_like(exact[n]).to(dtypes[n]).copy_(computed[n]), units[n]) for n in exact}
 
 
-def _first_of_repeated(x: Tensor, shape: torch.Size) -> Tensor:
-    """The part of `x` that has `shape`, for an `x` that repeats itself where `shape` lacks a dimension or has size 1."""
-    for _ in range(x.dim() - len(shape)):
-        x = x.sum(0) if x.size(0) == 0 else x[0]
-    for d, n in enumerate(shape):
-        if x.size(d) != n:
-            x = x.sum(d, keepdim=True) if x.size(d) == 0 else x.narrow(d, 0, 1)
-    return x
-
-
 def _units(
     inputs: dict[str, Tensor],
     attn_mask: Tensor | None,
@@ -350,7 +345,7 @@ def _units(
         if gqa and name in ("key", "value"):
             x = x.repeat_interleave(inputs["query"].size(-3) // x.size(-3), -3)
         if name == "attn_mask":
-            return x.expand(*exact["lse"].shape, inputs["key"].size(-2)).expand(*exact["out"].shape[:-1], -1)
+            return x.expand(*exact["lse"].shape, inputs["key"].size(-2))
         return x.expand(*exact["out"].shape[:-2], *x.shape[-2:])
 
     def reduce(name: str, squares: Tensor) -> Tensor:
@@ -374,15 +369,19 @@ def _units(
     )
     mask = None if attn_mask is None else attn_mask.detach()
     weights, lse = _weights(q, k, mask, scale=scale, softcap=options.get("softcap"), band=band, split_scale=False)
-    # A score is rounded in the accumulation dtype, and so is the row's log-sum-exp: either moves the weight by that much
-    # relative to 1. Only scores that carry weight count: a bias of -1e38 is not an error of anything. Twice, as sums
-    # round too.
+
+    # A score is rounded in the accumulation dtype, and so is the row's log-sum-exp: either moves a weight by that much
+    # relative to 1. Twice, as sums round too. Only numbers that leave something of a weight count: a mask of finfo.min
+    # is not an error of anything.
+    def rounded(x: Tensor) -> Tensor:
+        return torch.where(x.abs() < 0.1 / eps_accumulate, x.abs(), 0.0)
+
     condition = 1.0 + abs(scale) * ((q.square() @ k.square().mT).sqrt() + (q @ k.mT).abs())
-    condition = condition + lse[..., None].abs().nan_to_num(0.0, 0.0, 0.0)
+    condition = condition + rounded(lse)[..., None]
     if mask is not None and mask.dtype != torch.bool:
-        condition = condition + torch.where(weights > 0, mask.double().abs(), 0.0)
+        condition = condition + torch.where(weights > 0, rounded(mask.double()), 0.0)
     condition = 2.0 * condition
-    lse_unit = _first_of_repeated((weights * condition).sum(-1), exact["lse"].shape)
+    lse_unit = (weights * condition).sum(-1)
     condition = eps_accumulate / eps * condition
     survive = torch.ones_like(weights) if keep is None else keep.double() / max(1.0 - dropout_p, 1e-30)
     if dropout_p == 1:
@@ -710,7 +709,7 @@ def check_attention(
         out = results["out"]
         grad_out = grad_lse = None
         if gradients:
-            # A quarter of a normal keeps float16 gradients of long rows away from overflow; the scale cancels otherwise.
+            # A quarter of a normal keeps float16 gradients of long rows away from overflow.
             grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
             targets, seeds = [out], [grad_out]
             if "lse" in results:
@@ -732,7 +731,7 @@ def check_attention(
     )
     storages = {x.untyped_storage().data_ptr() for x in leaves.values() if x.numel()}
     for name, actual in results.items():
-        exact, reference, unit = (x.expand_as(actual) for x in dataclasses.astuple(want[name]))
+        exact, reference, unit = want[name].exact, want[name].baseline, want[name].unit
         assert actual.dtype == reference.dtype, f"{name}: dtype {actual.dtype}, expected {reference.dtype}\n  {recipe}"
         assert actual.device == leaves["query"].device, f"{name}: on {actual.device}\n  {recipe}"
         if actual.numel():

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def code_fingerprint() -> str:
-    """A hash of the code that is measured (Python, kernels, compiled libraries): rows of other code are measured anew."""
+    """A hash of what is measured (Python, kernels, compiled libraries): rows of other code are measured anew."""
     package = Path(attnkern.__file__).parent
     digest = hashlib.sha256(torch.__version__.encode())
     for folder in (package, package.parent / "triton_kernels"):
@@ -62,75 +64,86 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "command": "python -m bench " + shlex.join(sys.argv[1:]),
         "device": device_name(device),
         "cpu_count": os.cpu_count(),
-        "cpu_flags": [f for f in CPU_FLAGS if f in flags],
+        "cpu_features": [f for f in CPU_FLAGS if f in flags],
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "git": _git("rev-parse", "--short=12", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "code": code_fingerprint(),
         "isa_forced": os.environ.get("ATTNKERN_CPU_ISA"),
-        **attnkern.build_info(),
+        **{k: v for k, v in attnkern.build_info().items() if k not in ("cpu_library", "cuda_library")},  # paths
     }
     if device.type == "cuda":
         record |= {"cuda": torch.version.cuda, "capability": list(torch.cuda.get_device_capability(device))}
     return record
 
 
+@dataclass(frozen=True)
+class Peak:
+    """A measured limit of the machine, in operations or bytes per second, and how it was got."""
+
+    rate: float
+    label: str
+
+
 @functools.cache
-def peaks(device: torch.device, threads: int) -> dict[str, Any]:
-    """Measured peaks: FLOP/s by dtype, bytes/s of reading and copying, and ``label``, how the FLOP/s were got.
+def peak(device: torch.device, dtype: str, threads: int, cpu_time: bool = False) -> Peak:
+    """FLOP/s in a dtype, with the threads that torch uses now, by the wall clock or by CPU time.
 
     The best of several large torch matmuls is a lower bound of what the machine can do. Where attnkern's library has
-    a register-only peak loop, that is the peak.
+    a register-only loop, that gives the peak. float16 has no arithmetic of its own on most CPUs: float32's counts.
     """
-    found: dict[str, Any] = {"label": "best matmul"}
-    for name, dtype in DTYPES.items():
-        if name == "fp16" and device.type == "cpu":
-            continue  # computed in float32: no other peak applies, and torch's own is a hundred times below it
-        found[name] = _best_matmul(dtype, device)
-    if device.type == "cpu":
-        op = getattr(torch.ops.attnkern, "cpu_peak", None)
-        for name in ("fp32", "bf16"):
-            measured = 1e9 * op(name) if op is not None else 0.0
-            if measured > found[name]:
-                found |= {name: measured, "label": "register-only loop"}
-        found["fp16"] = found["fp32"]
-        found["bf16"] = max(found["bf16"], found["fp32"])
-    found |= _bandwidth(device)
-    return found
-
-
-def _best_matmul(dtype: torch.dtype, device: torch.device) -> float:
-    best = 0.0
-    for n in (1024, 2048) if device.type == "cpu" else (4096, 8192):
-        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        calls: list[Callable[[], object]] = [lambda a=a, b=b: a @ b]
-        linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-        if device.type == "cpu" and dtype == torch.float32 and linear is not None:
-            # oneDNN uses AVX-512 where MKL keeps to AVX2.
-            calls.append(lambda a=a, b=b: linear(a, b, None, "none", [], ""))
-        for call in calls:
-            try:
-                best = max(best, 2 * n**3 / _fastest(call, device))
-            except RuntimeError:  # a dtype that this device's matmul lacks
-                continue
+    if device.type == "cuda":
+        return Peak(_best_matmul(DTYPES[dtype], device, False), "best matmul")
+    if dtype == "fp16":
+        return peak(device, "fp32", threads, cpu_time)
+    best = Peak(_best_matmul(DTYPES[dtype], device, cpu_time), "best matmul")
+    op = getattr(torch.ops.attnkern, "cpu_peak", None)
+    if op is not None and dtype in ("fp32", "bf16"):
+        best = max(best, Peak(1e9 * op(dtype), "register-only loop"), key=lambda p: p.rate)
+    if dtype == "bf16":  # without instructions for it, bfloat16 is computed in float32
+        best = max(best, peak(device, "fp32", threads, cpu_time), key=lambda p: p.rate)
     return best
 
 
-def _bandwidth(device: torch.device) -> dict[str, float]:
-    n = (1 << 26) if device.type == "cpu" else (1 << 28)  # floats: far beyond any cache
-    x, y = torch.ones(n, device=device), torch.empty(n, device=device)
-    read = max(x.nbytes / _fastest(x.sum, device), 2 * x.nbytes / _fastest(lambda: torch.dot(x, y), device))
-    return {"read": read, "copy": 2 * x.nbytes / _fastest(lambda: y.copy_(x), device)}
+@functools.cache
+def read_bandwidth(device: torch.device, threads: int, cpu_time: bool = False) -> Peak:
+    """Bytes/s of reading far beyond any cache: the best of a sum, a dot product and a copy (which also writes)."""
+    n = (1 << 26) if device.type == "cpu" else (1 << 28)
+    x, y = torch.ones(n, device=device), torch.ones(n, device=device)
+    rates = {
+        "sum": x.nbytes / _fastest(x.sum, device, cpu_time),
+        "dot": 2 * x.nbytes / _fastest(lambda: torch.dot(x, y), device, cpu_time),
+        "copy": 2 * x.nbytes / _fastest(lambda: y.copy_(x), device, cpu_time),
+    }
+    name = max(rates, key=lambda k: rates[k])
+    return Peak(rates[name], name)
 
 
-def _fastest(call: Callable[[], object], device: torch.device, repeats: int = 4) -> float:
-    def once() -> float:
-        start = time.perf_counter()
+def _best_matmul(dtype: torch.dtype, device: torch.device, cpu_time: bool) -> float:
+    best = 0.0
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    for n in (1024, 2048) if device.type == "cpu" else (4096, 8192):
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        best = max(best, 2 * n**3 / _fastest(partial(torch.mm, a, b), device, cpu_time))
+        if device.type == "cpu" and dtype == torch.float32 and linear is not None:
+            # oneDNN uses AVX-512 where MKL keeps to AVX2.
+            best = max(best, 2 * n**3 / _fastest(partial(linear, a, b, None, "none", [], ""), device, cpu_time))
+    return best
+
+
+def _fastest(call: Callable[[], object], device: torch.device, cpu_time: bool) -> float:
+    """Seconds of the fastest of several calls: a peak is what an undisturbed call reaches."""
+    clock = time.process_time if cpu_time else time.perf_counter
+    best, start = float("inf"), clock()
+    for attempt in range(50):
+        before = clock()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    once()
-    return min(once() for _ in range(repeats))
+        now = clock()
+        if attempt:  # the first call sets things up
+            best = min(best, now - before)
+        if attempt >= 3 and now - start > 0.25:
+            break
+    return best

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ class Provider:
     context: Callable[[], AbstractContextManager] = nullcontext
     default: bool = True
     quadratic: bool = False  # holds all scores
+    checked: bool = True  # its result is held to the tolerance rule
 
     def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
         """The call of one pass. It returns the output, then the gradients of query, key, value and a learned mask."""
@@ -52,10 +54,11 @@ class Provider:
             attend = self.bind(case, inputs)
             if pass_name == "forward":
                 return Work(partial(attend, *_tensors(inputs)), self.context)
-            query, key, value, mask = (None if x is None else x.detach() for x in _tensors(inputs))
-            leaves = [x.requires_grad_() for x in (query, key, value) if x is not None]
+            query, key, value = leaves = [x.detach().requires_grad_() for x in _tensors(inputs)[:3]]
+            mask = inputs.attn_mask
             if case.mask == "bias" and mask is not None:
-                leaves.append(mask.requires_grad_())
+                mask = mask.detach().requires_grad_()
+                leaves.append(mask)
             if pass_name == "forward-grad":
                 return Work(partial(attend, query, key, value, mask), self.context)
             if pass_name == "backward":
@@ -79,13 +82,14 @@ def results(pass_name: str, returned: object) -> dict[str, Tensor]:
     names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", "attn_mask")
     if pass_name == "both":
         names = ("out", *names)
-    return {name: x.detach() for name, x in zip(names, tensors, strict=False) if isinstance(x, Tensor)}
+    return {name: x.detach() for name, x in zip(names, tensors, strict=False) if x.numel()}
 
 
 # --- attnkern ---------------------------------------------------------------------------------------------------------
 
 
-def _options(case: Case) -> dict[str, object]:
+def _options(case: Case) -> dict[str, Any]:
+    """The keyword arguments of a case that F.scaled_dot_product_attention has too."""
     return {
         "dropout_p": case.dropout,
         "is_causal": case.causal,
@@ -94,18 +98,20 @@ def _options(case: Case) -> dict[str, object]:
     }
 
 
-def _extended(case: Case) -> dict[str, object]:
-    return {"window": case.window, "alignment": case.alignment, "softcap": case.softcap or None}
+def _extended(case: Case) -> dict[str, Any]:
+    return {**_options(case), "window": case.window, "alignment": case.alignment, "softcap": case.softcap or None}
 
 
 def _attnkern(backend: str, case: Case, inputs: Inputs) -> Attend:
-    explanation = attnkern.explain(*_tensors(inputs), **_options(case), **_extended(case), backend=backend)
+    query, key, value, mask = _tensors(inputs)
+    explanation = attnkern.explain(query, key, value, mask, **_extended(case), backend=backend)
     if explanation.chosen != backend:
         raise Refused("; ".join(explanation.refusals[backend]))
     drop_in = case.window is None and case.alignment == "top_left" and not case.softcap
     if drop_in and not (case.causal and case.mask != "none"):
         return partial(attnkern.scaled_dot_product_attention, **_options(case), backend=backend)
-    return partial(attnkern.attention, **_options(case), **_extended(case), backend=backend)
+    function: Callable[..., Any] = attnkern.attention  # gives the output alone unless asked for more
+    return partial(function, **_extended(case), backend=backend)
 
 
 class _OperatorProvider(Provider):
@@ -126,7 +132,8 @@ def _score(case: Case, inputs: Inputs) -> tuple[float | int, ...]:
     """The operator's arguments from softmax_scale to dropout_p."""
     if case.dropout:
         raise Refused("the bare operator is timed without dropout only")
-    return tuple(Problem.from_sdpa(*_tensors(inputs), **_options(case), **_extended(case)).score)  # type: ignore[arg-type]
+    query, key, value, mask = _tensors(inputs)
+    return tuple(Problem.from_sdpa(query, key, value, mask, **_extended(case)).score)
 
 
 def _attnkern_op(case: Case, inputs: Inputs) -> Attend:
@@ -185,6 +192,7 @@ class _TorchCpuOperator(_OperatorProvider):
 
     def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         q, k, v, mask = _tensors(inputs)
+        _refuse_unknown_to_torch_op(case)
         if case.mask == "bias":
             raise Refused("torch's flash operator has no gradient for a mask")
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -193,9 +201,13 @@ class _TorchCpuOperator(_OperatorProvider):
         return partial(op, grad_out, q, k, v, out, lse, 0.0, case.causal, attn_mask=mask, scale=case.scale)
 
 
-def _torch_cpu_op(case: Case, inputs: Inputs) -> Attend:
+def _refuse_unknown_to_torch_op(case: Case) -> None:
     if case.dropout or case.softcap or case.window or case.alignment != "top_left" or case.head_dim != case.head_dim_v:
         raise Refused("torch's flash operator for CPUs knows causal and a mask only")
+
+
+def _torch_cpu_op(case: Case, inputs: Inputs) -> Attend:
+    _refuse_unknown_to_torch_op(case)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -227,31 +239,20 @@ def all_providers(device: torch.device) -> list[Provider]:
     for info in attnkern.backends():
         if info.available and (kind in info.device_types or "any" in info.device_types):
             about = f"attnkern.scaled_dot_product_attention(backend={info.name!r})"
-            quick = info.name != "reference"  # which builds the whole matrix, in Python
-            found.append(
-                Provider(info.name, about, (kind,), partial(_attnkern, info.name), default=quick, quadratic=not quick)
-            )
+            whole = info.name == "reference"  # builds the whole matrix, in Python
+            bind = partial(_attnkern, info.name)
+            found.append(Provider(info.name, about, (kind,), bind, default=not whole, quadratic=whole))
             if info.name == "cpu":
                 about = "torch.ops.attnkern.forward and .backward, bare"
                 found.append(_AttnkernOperator("cpu-op", about, (kind,), _attnkern_op, default=False))
     about = "F.scaled_dot_product_attention"
-    found.append(Provider(BASELINE, f"{about}, torch chooses", ("cpu", "cuda"), _sdpa))
+    both = ("cpu", "cuda")
+    found.append(Provider(BASELINE, f"{about}, torch chooses", both, _sdpa))
     for name, (backend, kinds) in SDPA_BACKENDS.items():
-        found.append(
-            Provider(
-                name,
-                f"{about} under sdpa_kernel({backend.name})",
-                kinds,
-                _sdpa,
-                partial(_only, backend),
-                quadratic=backend is SDPBackend.MATH,
-            )
-        )
-    found.append(
-        _TorchCpuOperator(
-            "sdpa-op", "aten._scaled_dot_product_flash_attention_for_cpu, bare", ("cpu",), _torch_cpu_op, default=False
-        )
-    )
+        forced, math = f"{about} under sdpa_kernel({backend.name})", backend is SDPBackend.MATH
+        found.append(Provider(name, forced, kinds, _sdpa, partial(_only, backend), quadratic=math))
+    about = "aten._scaled_dot_product_flash_attention_for_cpu, bare"
+    found.append(_TorchCpuOperator("sdpa-op", about, ("cpu",), _torch_cpu_op, default=False))
     return [p for p in found if kind in p.device_types]
 
 

@@ -18,7 +18,7 @@ FINISHED = ("ok", "refused")  # what a resumed run needn't measure again
 
 
 def row_key(case: Case, pass_name: str, provider: str, setting: str) -> str:
-    """What makes two measurements the same one: the problem, pass, provider, and ``setting`` (code, device, threads, clock)."""
+    """What makes two measurements the same: problem, pass, provider and ``setting`` (code, device, threads, clock)."""
     problem = {k: v for k, v in asdict(case).items() if k != "tags"}
     text = json.dumps([problem, pass_name, provider, setting], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -67,7 +67,7 @@ class Log:
 
 
 def read(path: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
-    """(rows by key, the last of each; runs). A broken line is passed over. Raises ValueError if there is no row at all."""
+    """(rows by key, the last of each; runs). A broken line is passed over. Raises ValueError where none is a record."""
     rows: dict[str, Row] = {}
     runs: list[dict[str, Any]] = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -88,11 +88,12 @@ def read(path: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
 
 
 COLUMNS = (
-    "case", "pass", "provider", "dtype", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v",
-    "causal", "window", "mask", "dropout", "softcap", "layout", "status", "kernel", "seconds", "p20", "p80", "rounds",
-    "dropped", "clean", "ratio", "flops_per_second", "peak_share", "bytes_per_second", "bandwidth_share", "memory",
-    "error", "allowed_share", "worst", "rms_ratio", "threads", "clock", "message",
-)  # fmt: skip
+    *("case", "pass", "provider", "dtype", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"),
+    *("head_dim_v", "causal", "window", "mask", "dropout", "softcap", "layout", "status", "kernel", "seconds"),
+    *("p20", "p80", "rounds", "dropped", "clean", "ratio", "flops_per_second", "peak_share", "peak"),
+    *("bytes_per_second", "bandwidth_share", "memory", "error", "allowed_share", "worst", "rms_ratio"),
+    *("threads", "clock", "message"),
+)
 
 
 def write_csv(path: Path, rows: Iterable[Row], columns: Sequence[str] = COLUMNS) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from .providers import BASELINE, Provider, Refused, Seen, results
 from .record import Row, row_key
 from .timing import Plan, Timing, Work, measure
 
+NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selection refuses
+
 
 @dataclass
 class Runner:
@@ -34,7 +36,8 @@ class Runner:
     _last: tuple[Case, testing.Inputs, Checker] | None = None
 
     def __post_init__(self) -> None:
-        self.peaks = machine.peaks(self.device, torch.get_num_threads())
+        gc.collect()
+        gc.freeze()  # the collections before each measurement of memory then cost nothing
         self._code = machine.code_fingerprint()
         self._device = machine.device_name(self.device)
 
@@ -62,15 +65,13 @@ class Runner:
                 works[provider.name] = self._check(case, pass_name, provider, inputs, checker, row)
             except Refused as refusal:
                 row |= {"status": "refused", "message": str(refusal)}
-            except Exception as error:  # noqa: BLE001 - whatever a provider raises is a result to record
-                refused = isinstance(error, RuntimeError) and str(error).startswith(
-                    ("No available kernel", "No viable backend")
-                )
+            except Exception as error:  # whatever a provider raises is a result to record
+                refused = isinstance(error, RuntimeError) and str(error).startswith(NO_KERNEL)
                 row |= {"status": "refused" if refused else "error", "message": _one_line(error)}
         if works:
             try:
                 timings = measure(works, self.plan, self.device)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 for name in works:
                     rows[name] |= {"status": "error", "message": f"while timed: {_one_line(error)}"}
             else:
@@ -110,14 +111,17 @@ class Runner:
         # The first call of a kind loads code and sizes caches that stay.
         kind = (provider.name, pass_name, case.dtype, str(case.head_dim), case.mask)
         with work.context():
-            if kind not in self._warm:
+            if provider.name == BASELINE:
+                with Seen() as seen:
+                    work.call()
+                row["kernel"] = seen.kernel
+            elif kind not in self._warm:
                 work.call()
-                self._warm.add(kind)
-                checker.seed_call()
-            with Seen() if provider.name == BASELINE else nullcontext() as seen:
-                returned, row["memory"] = peak_growth(work.call, self.device)
-        if isinstance(seen, Seen):
-            row["kernel"] = seen.kernel
+            self._warm.add(kind)
+            checker.seed_call()
+            returned, row["memory"] = peak_growth(work.call, self.device)
+        if not provider.checked:
+            return work
         error: Error = checker.error(results(pass_name, returned), provider.name)
         row |= {"error": error.max_abs, "allowed_share": error.allowed_share, "worst": error.worst, "rms": error.rms}
         if not error.ok:
@@ -129,6 +133,8 @@ class Runner:
 
     def _fill(self, case: Case, pass_name: str, row: Row, timing: Timing, baseline: Timing | None) -> None:
         seconds = timing.median
+        peak = machine.peak(self.device, case.dtype, torch.get_num_threads(), self.plan.cpu_time)
+        read = machine.read_bandwidth(self.device, torch.get_num_threads(), self.plan.cpu_time)
         flops, moved = case.flops(pass_name) / seconds, case.bytes_moved(pass_name) / seconds
         row |= {
             "seconds": seconds,
@@ -139,9 +145,10 @@ class Runner:
             "clean": timing.clean,
             "ratio": None if baseline is None else timing.ratio(baseline),
             "flops_per_second": flops,
-            "peak_share": flops / self.peaks[case.dtype],
+            "peak_share": flops / peak.rate,
+            "peak": peak.label,
             "bytes_per_second": moved,
-            "bandwidth_share": moved / self.peaks["read"],
+            "bandwidth_share": moved / read.rate,
         }
 
 

@@ -72,7 +72,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Load:
-    """What other processes have taken so far: seconds our threads waited for a core, seconds stolen or used elsewhere."""
+    """What others have taken so far: seconds that our threads waited for a core, seconds used or stolen elsewhere."""
 
     wall: float
     queued: float | None
@@ -85,14 +85,14 @@ class Load:
 
     def disturbed_since(self, before: Load) -> bool:
         wall = self.wall - before.wall
-        if self.queued is not None and before.queued is not None:
-            if self.queued - before.queued > MAX_QUEUED_SHARE * wall:
-                return True
-        if self.foreign is not None and before.foreign is not None:
-            # Two ticks of every core may be a rounding of the counters.
-            slack = 2 * TICK * torch.get_num_threads()
-            return self.foreign - before.foreign > max(slack, MAX_FOREIGN_SHARE * wall)
-        return False
+        queued = _difference(self.queued, before.queued)
+        # Two ticks of every core may be a rounding of the counters.
+        slack = max(2 * TICK * torch.get_num_threads(), MAX_FOREIGN_SHARE * wall)
+        return queued > MAX_QUEUED_SHARE * wall or _difference(self.foreign, before.foreign) > slack
+
+
+def _difference(now: float | None, before: float | None) -> float:
+    return 0.0 if now is None or before is None else now - before
 
 
 def _queued_seconds() -> float | None:
@@ -120,7 +120,7 @@ def measure(works: Mapping[str, Work], plan: Plan, device: torch.device) -> dict
     A competitor much slower than the others takes part in ``min_rounds`` rounds only.
     """
     block = _cuda_block(device) if device.type == "cuda" else _cpu_block(plan.cpu_time)
-    watched = device.type == "cpu"
+    watched = device.type == "cpu" and not plan.cpu_time  # which doesn't run while others have the core
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -53,7 +53,7 @@ TARGETS = [
 ]
 
 
-@pytest.fixture(params=TARGETS, ids=lambda t: f"{t.backend}-{t.device}")
+@pytest.fixture(params=TARGETS, ids=lambda t: t.backend if t.device == "cpu" else f"{t.backend}-{t.device}")
 def target(request):
     return request.param
 

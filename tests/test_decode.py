@@ -34,7 +34,10 @@ def test_with_masks(target, mask, seqlen_q, dtype):
 def test_a_sequence_without_keys_in_the_batch(target, seqlen_q, dtype):
     """Padding to the left up to the end: one sequence of the batch has nothing to attend to."""
     inputs = target.inputs(3, 2, seqlen_q, 500, 16, dtype=dtype)
-    keep = torch.arange(500, device=target.device) >= torch.tensor([0, 490, 500], device=target.device)[:, None, None, None]
+    keep = (
+        torch.arange(500, device=target.device)
+        >= torch.tensor([0, 490, 500], device=target.device)[:, None, None, None]
+    )
     inputs = testing.Inputs(inputs.query, inputs.key, inputs.value, keep, inputs.recipe)
     results = target.check(inputs)
     assert not results["out"][2].any()
@@ -52,7 +55,9 @@ def test_strides(target, layout, dtype):
     target.check(target.inputs(2, 3, 2, 300, 24, dtype=dtype, layout=layout))
 
 
-@pytest.mark.parametrize("options", [{"window": (100, 0)}, {"window": (0, 50)}, {"softcap": 2.0}, {"scale": -0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"window": (100, 0)}, {"window": (0, 50)}, {"softcap": 2.0}, {"scale": -0.3}], ids=str
+)
 def test_options(target, options, dtype):
     target.check(target.inputs(1, 2, 3, 400, 16, dtype=dtype), alignment="bottom_right", **options)
 

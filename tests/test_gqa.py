@@ -1,4 +1,4 @@
-"""enable_gqa: groups of consecutive query heads share a key head; without the flag, unequal heads broadcast or are refused."""
+"""enable_gqa: groups of consecutive query heads share a key head; masks and dropout stay per query head."""
 
 import pytest
 import torch
@@ -6,7 +6,19 @@ import torch
 from attnkern import testing
 
 contract = pytest.mark.contract
-HEADS = [(4, 4, 4), (4, 2, 2), (4, 1, 1), (6, 2, 2), (6, 3, 3), (8, 1, 1), (12, 4, 4), (4, 2, 1), (4, 1, 2), (6, 2, 3), (6, 3, 1)]
+HEADS = [
+    (4, 4, 4),
+    (4, 2, 2),
+    (4, 1, 1),
+    (6, 2, 2),
+    (6, 3, 3),
+    (8, 1, 1),
+    (12, 4, 4),
+    (4, 2, 1),
+    (4, 1, 2),
+    (6, 2, 3),
+    (6, 3, 1),
+]
 
 
 @contract(27, 28)
@@ -52,7 +64,10 @@ def test_equal_heads_change_nothing(target):
 def test_gradients_sum_over_the_group(target):
     inputs = target.inputs(2, 6, 19, 37, 8, heads_k=2)
     q, k, v = (x.requires_grad_() for x in inputs.tensors.values())
-    repeated = [k.detach().repeat_interleave(3, 1).requires_grad_(), v.detach().repeat_interleave(3, 1).requires_grad_()]
+    repeated = [
+        k.detach().repeat_interleave(3, 1).requires_grad_(),
+        v.detach().repeat_interleave(3, 1).requires_grad_(),
+    ]
     grad_out = target.randn(2, 6, 19, 8)
     grouped = torch.autograd.grad(target.sdpa(q, k, v, enable_gqa=True), (k, v), grad_out)
     apart = torch.autograd.grad(target.sdpa(q, *repeated), repeated, grad_out)
@@ -68,8 +83,8 @@ def test_with_dropout(target):
     torch.manual_seed(0)
     keep = target.sdpa(q, k, value, dropout_p=0.5, enable_gqa=True) != 0
     assert not torch.equal(keep[:, 0], keep[:, 1])
-    torch.manual_seed(0)
     inputs = testing.Inputs(q, k, target.randn(2, 2, 16, 16), None, "gqa with dropout")
+    torch.manual_seed(0)
     target.check(inputs, enable_gqa=True, dropout_p=0.5, keep=keep)
 
 

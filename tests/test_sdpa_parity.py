@@ -1,4 +1,4 @@
-"""attnkern.scaled_dot_product_attention behaves as torch's: signature, shapes, scale, dtypes, numerics, memory layout."""
+"""attnkern.scaled_dot_product_attention behaves as torch's: signature, shapes, scale, dtypes, numerics, layout."""
 
 import copy
 import functools
@@ -16,12 +16,6 @@ import attnkern
 from attnkern import cases, testing
 
 contract = pytest.mark.contract
-
-
-def rows_sum_to_one(out):
-    """`out` is attention over a value of ones: every row of weights sums to 1, to one rounding of the result."""
-    one = torch.ones_like(out, dtype=torch.float64)
-    testing.assert_within_rule(out, one, one.to(out.dtype))
 
 
 # --- signature and argument types
@@ -218,16 +212,14 @@ def test_empty_dimensions(target, shapes, kind, dtype):
     results = target.check(target.random(*shapes, dtype=dtype, mask=mask), is_causal=kind == "causal")
     if shapes[1][-2] == 0:
         assert not results["out"].any()
-    if shapes[0][-1] == 0 and kind == "none" and shapes[2][-1]:
-        v = results["value"]
-        assert v.shape == shapes[2]
 
 
 @contract(10)
 def test_head_size_zero_is_the_mean_of_value(target, dtype):
-    q, k, v = target.random((2, 3, 5, 0), (2, 3, 7, 0), (2, 3, 7, 8), dtype=dtype).tensors.values()
-    mean = v.double().mean(-2, keepdim=True).expand(2, 3, 5, 8)
-    testing.assert_within_rule(target.sdpa(q, k, v), mean, mean.to(dtype))
+    inputs = target.random((2, 3, 5, 0), (2, 3, 7, 0), (2, 3, 7, 8), dtype=dtype)
+    out = target.check(inputs)["out"]
+    mean = inputs.value.double().mean(-2, keepdim=True).expand(2, 3, 5, 8)
+    torch.testing.assert_close(out, mean.to(dtype))
 
 
 @contract(11)
@@ -259,15 +251,17 @@ def test_long_sequences(target, seqlen_q, seqlen_k):
 def test_element_offsets_above_two_to_the_31(target):
     # Pages that are never touched take no memory.
     storage = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=target.device)
-    for position in range(2):
-        views = []
-        for _ in range(3):
-            far = storage.as_strided((2, 2, 5, 16), (2**31, 80, 16, 1), position * 512 + len(views) * 1024 // 3)
-            far.normal_()
-            views.append(far)
-        near = [x.contiguous() for x in views]
-        order = [position % 3, (position + 1) % 3, (position + 2) % 3]
-        target.check(testing.Inputs(*(views[i] if i == order[0] else near[i] for i in range(3)), None, "far views"))
+    far = [storage.as_strided((2, 2, 5, 16), (2**31, 80, 16, 1), 512 * i).normal_() for i in range(3)]
+    near = [x.contiguous() for x in far]
+    grad_out = target.randn(2, 2, 5, 16, dtype=torch.bfloat16)
+    for tensors in (far, [far[0], *near[1:]], [near[0], far[1], near[2]]):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = target.sdpa(*leaves)
+        got = (out, *torch.autograd.grad(out, leaves, grad_out))
+        want = testing.expected(*near, grad_out=grad_out)
+        for name, x in zip(("out", "query", "key", "value"), got, strict=True):
+            w = want[name]
+            testing.assert_within_rule(x, w.exact, w.baseline, gradient=name != "out", unit=w.unit, name=name)
 
 
 @contract(12)
@@ -297,7 +291,9 @@ def test_default_scale_uses_the_head_size_of_query(target):
 
 @contract(36)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 4), (2, 3, 16, 16, 16), (1, 2, 65, 130, 64), (1, 1, 200, 77, 33)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1, 4), (2, 3, 16, 16, 16), (1, 2, 65, 130, 64), (1, 1, 200, 77, 33)], ids=str
+)
 def test_every_dtype_forward_and_backward(target, dtype, sizes, is_causal):
     results = target.check(target.inputs(*sizes, dtype=dtype), is_causal=is_causal)
     assert {results[n].dtype for n in ("out", "query", "key", "value")} == {dtype}
@@ -355,7 +351,8 @@ def test_rows_of_scores_of_every_shape(target, shape, dtype):
     key = scores.to(target.device, dtype).view(1, 1, s, 1)
     value = target.randn(1, 1, s, 8, dtype=dtype)
     target.check(testing.Inputs(query, key, value, None, f"{shape} scores"), scale=1.0)
-    rows_sum_to_one(target.sdpa(query, key, torch.ones_like(value), scale=1.0))
+    # The weights of a row sum to 1.
+    target.check(testing.Inputs(query, key, torch.ones_like(value), None, f"{shape} scores"), scale=1.0)
 
 
 @contract(42)
@@ -464,7 +461,8 @@ def test_output_layout_follows_query(target, layout, options):
     elif layout in ("contiguous", "offset", "padded", "stepped"):
         assert out.is_contiguous()
     assert out.stride(-1) == 1
-    assert sorted(out.stride()) == sorted(out.contiguous().stride())  # dense: no gaps, no overlap
+    by_stride = sorted(range(4), key=out.stride, reverse=True)
+    assert out.permute(by_stride).is_contiguous()  # dense: no gaps, no overlap
 
 
 @contract(45)
@@ -495,12 +493,13 @@ def test_lazily_negated_views(target):
 
 # --- named cases
 
+SMALL_CASES = [c for c in cases.CASES if c.batch * c.heads_q * c.seqlen_q * c.seqlen_k * c.head_dim <= 2**22]
+
 
 @contract(65)
-@pytest.mark.parametrize("case", [c for c in cases.CASES if c.seqlen_q * c.seqlen_k * c.heads_q * c.batch <= 2**18], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda c: c.name)
 def test_named_cases(target, case):
     """The small ones of the cases that the benchmark measures, through the benchmark's own description of them."""
-    x = case.inputs(target.device)
     options = {
         "is_causal": case.causal,
         "scale": case.scale,
@@ -509,4 +508,4 @@ def test_named_cases(target, case):
         "alignment": case.alignment,
         "softcap": case.softcap or None,
     }
-    target.check(testing.Inputs(x.q, x.k, x.v, x.mask, f"attnkern.cases {case.name}"), **options)
+    target.check(case.inputs(target.device, seed=int(torch.randint(2**31, ()))), **options)

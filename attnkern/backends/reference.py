@@ -47,7 +47,7 @@ def forward(problem: Problem, philox_seed: Tensor | None) -> tuple[Tensor, Tenso
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, philox_seed: Tensor | None, score: Score
 ) -> tuple[Tensor, Tensor]:
-    if autocasts(q.device.type):
+    if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return attention(q, k, v, bias, philox_seed, score)
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -13,7 +13,6 @@
 // than threads, the tiles are dealt out to several tasks with a dQ of their own, summed at the end in a fixed order.
 #pragma once
 
-#include <cstdlib>
 #include <numeric>
 
 #include "forward.h"
@@ -61,25 +60,26 @@ struct BackwardScratch {
   int64_t bytes;
 };
 
-// S, dP -> P (dropped), dS in place. Rows are queries, lanes keys; dlog is d(bias): dS before softcap and scale.
-template <class C>
+// S, dP -> P (dropped), dS in place, for one segment. Rows are queries, lanes keys. dlog: dS with respect to the scores
+// before the softmax, which is the bias's gradient; otherwise with respect to q k^T. kPlain: only a scale.
+template <class C, bool kPlain>
 inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, bool masked, const Segment& segment,
                                  const C* lse, const C* delta, const C* bias, const C* keep, bool dlog, C* scores,
                                  C* grad_scores) {
   using S = Simd<C>;
   using V = typename S::V;
-  const V iota = S::iota(), log2e = S::set1(kLog2E<C>), scale = S::set1(score.scale), one = S::set1(C(1));
+  const V log2e = S::set1(kLog2E<C>), scale = S::set1(score.scale), one = S::set1(C(1));
   const V ds_scale = S::set1(dlog ? C(1) : score.signed_scale);
-  const bool plain = score.plain();
-  for (int64_t i = segment.row; i < segment.row + segment.rows; ++i) {
-    const int64_t row = (i - segment.row) * kTile<C>;
-    // A row without any live key has lse = -inf; +inf makes its probabilities 0.
-    const V shift = S::set1(lse[i] == -kInfinity<C> ? -kInfinity<C> : -lse[i]), row_delta = S::set1(delta[i]);
-    const Range live = masked ? walk.live_lanes(i) : Range{0, kTile<C>};
-    for (int64_t v = segment.first; v < segment.last; ++v) {
-      const int64_t at = row + v * S::kLanes;
-      V x = S::load(scores + at), slope = one;
-      if (plain) {
+  const Range live = walk.live_lanes(segment.row);
+  for (int64_t v = segment.first; v < segment.last; ++v) {
+    const bool cut = masked && !LaneMask<C>::all(live, v, segment.rows);
+    LaneMask<C> mask(live, v);
+    int64_t at = v * S::kLanes;
+    for (int64_t i = segment.row; i < segment.row + segment.rows; ++i, at += kTile<C>) {
+      // A row without any live key has lse = -inf; -inf in place of -lse makes its probabilities 0.
+      const V shift = S::set1(lse[i] == -kInfinity<C> ? -kInfinity<C> : -lse[i]), row_delta = S::set1(delta[i]);
+      V x = S::load(scores + at), g = S::load(grad_scores + at), slope = one;
+      if constexpr (kPlain) {
         x = S::fma(x, scale, shift);
       } else {
         x *= scale;
@@ -92,15 +92,18 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
         x += shift;
       }
       V p = S::exp2(x * log2e);
-      if (masked) p = lane_mask<C>(iota, v, live) ? p : S::zero();
-      V g = S::load(grad_scores + at), dropped = p;
-      if (keep != nullptr) {
+      if (cut) {
+        p = mask.select(p, S::zero());
+        mask.advance();
+      }
+      V dropped = p;
+      if (!kPlain && keep != nullptr) {
         const V factor = S::load(keep + at);
         g *= factor;
         dropped *= factor;
       }
       V ds = p * (g - row_delta) * ds_scale;
-      if (!dlog && score.cap != C(0)) ds *= slope;
+      if (!kPlain && !dlog && score.cap != C(0)) ds *= slope;
       S::store(scores + at, dropped);
       S::store(grad_scores + at, ds);
     }
@@ -129,9 +132,11 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
     if (need_ds)
       gemm<Op, false>(segment.rows, vectors, depth_v, grad_rows.data + row * grad_rows.step, grad_rows.step,
                       scratch.v_tile + lane, kTile<C>, scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore);
-    differentiate_scores(score, walk, block.masked, segment, static_cast<const C*>(p.lse) + lse_row, delta + lse_row,
-                         scratch.bias + at, score.dropout ? scratch.keep + at : nullptr, dlog, scratch.scores + at,
-                         scratch.grad_scores + at);
+    const auto differentiate =
+        score.plain() && !score.dropout ? differentiate_scores<C, true> : differentiate_scores<C, false>;
+    differentiate(score, walk, block.masked, segment, static_cast<const C*>(p.lse) + lse_row, delta + lse_row,
+                  scratch.bias + at, score.dropout ? scratch.keep + at : nullptr, dlog, scratch.scores + at,
+                  scratch.grad_scores + at);
   }
 }
 
@@ -367,7 +372,7 @@ void backward_bias(const Backward& p, const Runtime& runtime, const typename Op:
                   C* total = sum + (per_query ? i - queries.begin : 0) * kTile<C> + v * S::kLanes;
                   auto ds = S::load(scratch.grad_scores + (i - block.row) * kTile<C> + v * S::kLanes);
                   if ((v + 1) * S::kLanes > keys)  // lanes past the last key hold nothing of meaning
-                    ds = lane_mask<C>(S::iota(), v, Range{0, keys}) ? ds : S::zero();
+                    ds = LaneMask<C>({0, keys}, v).select(ds, S::zero());
                   S::store(total, S::load(total) + ds);
                 }
             }
@@ -408,23 +413,6 @@ inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int
       S::store_as(target + d, S::load(source + i * step + d), p.head_dim - d);
   }
 }
-
-// Memory of one call, as opposed to a thread's scratch: not kept.
-template <class C>
-class Buffer {
- public:
-  explicit Buffer(int64_t count)
-      : data_(static_cast<C*>(count == 0 ? nullptr : ::aligned_alloc(64, round_up(count * sizeof(C), 64)))) {
-    if (count != 0 && data_ == nullptr) out_of_memory(count * static_cast<int64_t>(sizeof(C)));
-  }
-  ~Buffer() { ::free(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  C* data() const { return data_; }
-
- private:
-  C* data_;
-};
 
 template <class T, class Op>
 void backward(const Backward& p, const Runtime& runtime) {

@@ -2,6 +2,8 @@
 // "lane" is the dimension along the vectors (queries in the forward pass, keys in the backward pass), "loop" the other.
 #pragma once
 
+#include <cstdlib>
+
 #include "../common/params.h"
 #include "../common/philox.h"
 #include "gemm.h"
@@ -36,6 +38,23 @@ class Arena {
  private:
   char* memory_;
   int64_t used_ = 0;
+};
+
+// Memory of one call, as opposed to a thread's scratch: not kept.
+template <class C>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<C*>(count == 0 ? nullptr : ::aligned_alloc(64, round_up(count * sizeof(C), 64)))) {
+    if (count != 0 && data_ == nullptr) out_of_memory(count * static_cast<int64_t>(sizeof(C)));
+  }
+  ~Buffer() { ::free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  C* data() const { return data_; }
+
+ private:
+  C* data_;
 };
 
 template <class T>
@@ -351,10 +370,9 @@ class BandWalk {
     return true;
   }
 
-  // Lanes of the tile, relative to its first, that loop index `row` may meet.
+  // Lanes of the tile, relative to its first, that loop index `row` may meet; may lie outside of the tile.
   Range live_lanes(int64_t row) const {
-    const Range live = band_.reached(row, 1, {lane_, lane_ + lanes_});
-    return {live.begin - lane_, live.end - lane_};
+    return {row + band_.offset - band_.left - lane_, row + band_.offset + band_.right + 1 - lane_};
   }
 
  private:

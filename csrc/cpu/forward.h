@@ -43,28 +43,37 @@ struct ForwardScratch {
   int64_t bytes;
 };
 
-// S^T -> scale, softcap, bias, band in place; the maximum per lane goes to `largest`.
-template <class C>
+// S^T -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`. kPlain: the band alone, scores
+// stay unscaled.
+template <class C, bool kPlain>
 inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, const BlockPlan& block, const C* bias,
                              C* scores, C* largest) {
   using S = Simd<C>;
   using V = typename S::V;
-  const V iota = S::iota(), scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>);
-  for (int64_t v = 0; v < kTileVecs<C>; ++v) S::store(largest + v * S::kLanes, dead);
+  const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>);
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
-    for (int64_t j = segment.row; j < segment.row + segment.rows; ++j) {
-      const Range live = walk.live_lanes(j);
-      const int64_t row = (j - block.row) * kTile<C>;
-      for (int64_t v = segment.first; v < segment.last; ++v) {
-        const int64_t at = row + v * S::kLanes;
-        V x = S::load(scores + at) * scale;
-        if (score.cap != C(0)) x = tanh_lanes<C>(x / S::set1(score.cap)) * S::set1(score.cap);
-        if (score.has_bias) x += S::load(bias + at);
-        if (block.masked) x = lane_mask<C>(iota, v, live) ? x : dead;
-        S::store(scores + at, x);
-        S::store(largest + v * S::kLanes, S::max(x, S::load(largest + v * S::kLanes)));
+    const Range live = walk.live_lanes(segment.row);
+    for (int64_t v = segment.first; v < segment.last; ++v) {
+      const bool cut = block.masked && !LaneMask<C>::all(live, v, segment.rows);
+      LaneMask<C> mask(live, v);
+      V m = S::load(largest + v * S::kLanes);
+      int64_t at = (segment.row - block.row) * kTile<C> + v * S::kLanes;
+      for (int64_t j = 0; j < segment.rows; ++j, at += kTile<C>) {
+        V x = S::load(scores + at);
+        if constexpr (!kPlain) {
+          x *= scale;
+          if (score.cap != C(0)) x = tanh_lanes<C>(x / S::set1(score.cap)) * S::set1(score.cap);
+          if (score.has_bias) x += S::load(bias + at);
+        }
+        if (cut) {
+          x = mask.select(x, dead);
+          mask.advance();
+        }
+        if (!kPlain || cut) S::store(scores + at, x);
+        m = S::max(x, m);
       }
+      S::store(largest + v * S::kLanes, m);
     }
   }
 }
@@ -206,8 +215,12 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
     if (transform) {
       if (score.has_bias)
         bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
-      transform_scores(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
-      scale = C(1);
+      if (score.plain()) {
+        transform_scores<C, true>(score, walk, block, nullptr, scratch.scores, scratch.block_largest);
+      } else {
+        transform_scores<C, false>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
+        scale = C(1);
+      }
     }
     if (score.dropout)
       dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);

@@ -50,7 +50,8 @@ struct Score {
         negate(p.softmax_scale < 0),
         cap(static_cast<C>(p.softcap)), has_bias(p.bias.data != nullptr), dropout(p.dropout_p > 0) {}
 
-  bool plain() const { return cap == C(0) && !has_bias; }
+  // Nothing but a scale, and one that keeps -inf.
+  bool plain() const { return cap == C(0) && !has_bias && scale > C(0); }
 
   C signed_scale;
   C scale;       // >= 0: a negative scale is turned into the sign of one operand, so that max(scale * s) = scale * max(s)
@@ -60,16 +61,34 @@ struct Score {
   bool dropout;
 };
 
-// Lanes [begin, end) of vector v as a mask.
+// Which lanes of one vector of a tile are alive, row after row: the band moves by one lane per row.
 template <class C>
-inline auto lane_mask(typename Simd<C>::V iota, int64_t v, Range live) {
+class LaneMask {
+ public:
   using S = Simd<C>;
-  const int64_t base = v * S::kLanes;
-  // Clipped to the vector, the bounds are small and exact in C.
-  const C begin = static_cast<C>(max64(min64(live.begin - base, S::kLanes), 0));
-  const C end = static_cast<C>(max64(min64(live.end - base, S::kLanes), 0));
-  return (iota >= S::set1(begin)) & (iota < S::set1(end));
-}
+  // live: lanes of the first row, relative to the tile.
+  LaneMask(Range live, int64_t vector)
+      : from_begin_(S::iota() - S::set1(static_cast<C>(live.begin - vector * S::kLanes))),
+        from_end_(S::iota() - S::set1(static_cast<C>(live.end - vector * S::kLanes))) {}
+
+  // Whether all `rows` rows have all their lanes alive.
+  static bool all(Range live, int64_t vector, int64_t rows) {
+    return live.begin + rows - 1 <= vector * S::kLanes && live.end >= (vector + 1) * S::kLanes;
+  }
+
+  typename S::V select(typename S::V alive, typename S::V dead) const {
+    return (from_begin_ >= S::zero()) & (from_end_ < S::zero()) ? alive : dead;
+  }
+
+  // On to the next row. Bounds too large to be counted exactly are too far away to matter.
+  void advance() {
+    from_begin_ -= S::set1(C(1));
+    from_end_ -= S::set1(C(1));
+  }
+
+ private:
+  typename S::V from_begin_, from_end_;
+};
 
 }  // namespace
 }  // namespace attnkern::cpu

@@ -245,6 +245,13 @@ struct Simd {
     } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #endif
+    } else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4) {
+      // to_bfloat16 for all lanes: round to nearest even, NaN stays NaN.
+      typedef int16_t Half __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+      const IV bits = (IV)x, high = bits >> 16;
+      const IV rounded = (bits + 0x7fff + (high & 1)) >> 16;
+      const IV result = x == x ? rounded : high | 0x40;
+      *reinterpret_cast<Half*>(p) = __builtin_convertvector(result, Half);
     } else {
       C lanes[kLanes];
       store(lanes, x);

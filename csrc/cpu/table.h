@@ -1,5 +1,6 @@
 // Fills the table of one instruction set. An isa_*.cpp defines ATTNKERN_KERNELS (the table's name) and ATTNKERN_ISA.
 #include "backward.h"
+#include "decode.h"
 #include "kernels.h"
 
 namespace attnkern::cpu {
@@ -11,12 +12,18 @@ using BFloat16Dot = PairDot;
 using BFloat16Dot = Dot<float>;  // rows are converted to float32 as they are read
 #endif
 
+template <class T, class Op>
+void choose_forward(const Forward& p, const Runtime& runtime) {
+  if (decodes(p)) decode<T, typename Op::Compute>(p, runtime);
+  else forward<T, Op>(p, runtime);
+}
+
 void run_forward(const Forward& p, const Runtime& runtime) {
   switch (p.dtype) {
-    case DType::kFloat32: return forward<float, Dot<float>>(p, runtime);
-    case DType::kFloat64: return forward<double, Dot<double>>(p, runtime);
-    case DType::kBFloat16: return forward<BFloat16, BFloat16Dot>(p, runtime);
-    default: return forward<Float16, Dot<float>>(p, runtime);
+    case DType::kFloat32: return choose_forward<float, Dot<float>>(p, runtime);
+    case DType::kFloat64: return choose_forward<double, Dot<double>>(p, runtime);
+    case DType::kBFloat16: return choose_forward<BFloat16, BFloat16Dot>(p, runtime);
+    default: return choose_forward<Float16, Dot<float>>(p, runtime);
   }
 }
 

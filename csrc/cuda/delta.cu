@@ -51,7 +51,7 @@ int launch(const DeltaParams& p, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   constexpr int kVector = 16 / sizeof(T);
-  // One bit too many in the union of all offsets means that some row isn't 16-byte aligned.
+  // The bits of both addresses and of every step between rows: low bits set mean that some row isn't 16-byte aligned.
   uint64_t bytes = reinterpret_cast<uintptr_t>(p.grad_out) | reinterpret_cast<uintptr_t>(p.out);
   for (int n = 0; n < 3; ++n) bytes |= (p.grad_out_stride[n] | p.out_stride[n]) * sizeof(T);
   const bool aligned = (bytes | p.head_dim * sizeof(T)) % 16 == 0;

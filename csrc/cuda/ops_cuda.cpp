@@ -64,7 +64,8 @@ Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tens
                         grad_lse->get_device_index() == out.get_device_index(),
                     "attnkern::delta: grad_lse must be a float32 tensor of 3 dimensions on out's device");
     for (int n = 0; n < 3; ++n) {
-      STD_TORCH_CHECK(grad_lse->size(n) == out.size(n), "attnkern::delta: grad_lse must have out's sizes without the last");
+      STD_TORCH_CHECK(grad_lse->size(n) == out.size(n),
+                      "attnkern::delta: grad_lse must have out's sizes without the last");
     }
     params.grad_lse = static_cast<const float*>(grad_lse->const_data_ptr());
     copy_strides(*grad_lse, params.grad_lse_stride);

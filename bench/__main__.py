@@ -1,0 +1,293 @@
+"""``python -m bench``: list what there is, run it, compare two runs, draw one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+import attnkern
+from attnkern.cases import CASES, Case, select
+
+from . import goals, machine, options, plots, providers, record, report, sets
+from .record import Log, Row
+from .sweep import Runner
+from .timing import Plan
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Benchmarks of attnkern against F.scaled_dot_product_attention.",
+)
+console = Console()
+if not console.is_terminal:  # a log has no width; its lines must not be cut
+    console = Console(width=160)
+T = TypeVar("T")
+INTERRUPTED = 130
+
+Cases = Annotated[str, typer.Option("--cases", help="Names, tags and globs, comma-separated (see `list`).")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="cpu or cuda. Default: cuda if attnkern has kernels for it.")
+]
+
+
+def _parsed(option: str, parse: Callable[..., T], *values: Any) -> T:
+    """``parse(*values)``, a ValueError as a usage error that names the option (exit code 2)."""
+    try:
+        return parse(*values)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        kernels = any("cuda" in info.device_types and info.available for info in attnkern.backends())
+        name = "cuda" if kernels and torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{name!r} is neither cpu nor cuda", param_hint="--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch finds no CUDA device here", param_hint="--device")
+    return torch.device(name)
+
+
+@app.command()
+def run(
+    cases: Annotated[
+        str | None,
+        typer.Option("--cases", help="Names, tags, globs (see `list`). Default: quick-sweep (CUDA: gpu-sweep)."),
+    ] = None,
+    providers_: Annotated[
+        str | None, typer.Option("--providers", help="Comma-separated, or all. Default: kernels and F.sdpa's backends.")
+    ] = None,
+    passes: Annotated[str | None, typer.Option(help="forward (fwd), backward (bwd), both, forward-grad.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Instead of the cases' own: fp32, bf16, fp16, fp64.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="field=values for every case: seqlen=512:16k:x2, head_dim=64,80.")
+    ] = None,
+    device: Device = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="CPU time of one thread: sound on a busy machine. Needs --threads 1.")
+    ] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds at most.")] = None,
+    block: Annotated[float, typer.Option(min=0.0001, help="Seconds of calls of one provider in a round.")] = 0.02,
+    budget: Annotated[float | None, typer.Option(min=0.0, help="Seconds for a case and pass.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON Lines; CSV and plots go beside it. Default: in bench/.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the rows that the file already has.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print every row at the end.")] = False,
+    plot_: Annotated[bool, typer.Option("--plot/--no-plot")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+) -> None:
+    """Measure cases: time, FLOP/s, share of the measured peak, memory, and the error against float64.
+
+    Rows go to a file as they finish; the same command later goes on where it stopped. Exit code 1: a wrong or failed
+    row.
+    """
+    where = _device(device)
+    pattern = cases or ("gpu-sweep" if where.type == "cuda" else "quick-sweep")
+    goal_set = goals.named(pattern)
+    defaults = sets.defaults_for(pattern)
+    if goal_set is not None and (passes or dtype or set_ or providers_):
+        raise typer.BadParameter(f"{pattern} fixes --passes, --dtype, --set and --providers", param_hint="--cases")
+    if goal_set is not None and where.type != "cpu":
+        raise typer.BadParameter(f"{pattern} are goals for a CPU", param_hint="--device")
+    if cpu_time and (threads != 1 or where.type != "cpu"):
+        raise typer.BadParameter("CPU time compares on one CPU thread only: add --threads 1", param_hint="--cpu-time")
+    chosen = [] if goal_set is not None else _parsed("--cases", select, pattern)
+    if dtype is not None:
+        dtypes = _parsed("--dtype", options.names, dtype, options.DTYPE_NAMES)
+        chosen = _parsed("--dtype", options.apply, chosen, [{"dtype": d} for d in dtypes])
+    if set_:
+        chosen = _parsed("--set", options.apply, chosen, _parsed("--set", options.overrides, set_))
+    pass_names = list(defaults.passes)
+    if passes is not None:
+        pass_names = _parsed("--passes", options.names, passes, options.PASS_NAMES)
+    names = providers_ or defaults.providers
+    if providers_ is None and names is not None:  # a set's wish, as far as it can be had here
+        offered = [p.name for p in providers.all_providers(where)]
+        names = ",".join(n for n in names.split(",") if n in offered)
+    rivals = _parsed("--providers", providers.choose, names, where)
+    groups = [(c, p) for c in chosen for p in pass_names if passes or p.startswith("forward") or not c.forward_only]
+    if threads is not None:
+        torch.set_num_threads(threads)
+    plan = Plan(block, rounds or defaults.rounds, min(3, rounds or 3), budget or defaults.budget, cpu_time)
+
+    if dry_run:
+        if goal_set is not None:
+            console.print(goals.table(goal_set))
+        else:
+            console.print(_group_table(groups, rivals))
+        return
+    for info in attnkern.backends():
+        if where.type in info.device_types and not info.available:
+            console.print(f"[yellow]attnkern's {info.name} backend takes no part: {info.why_not}[/]")
+    path = out or machine.ROOT / "bench" / ("results" if goal_set else "runs") / f"{_slug(pattern, where, plan)}.jsonl"
+    log = _parsed("--out", Log, path, fresh)
+    log.start_run(machine.provenance(where))
+    runner = Runner(where, plan, seed)
+    try:
+        if goal_set is not None:
+            again = ["--threads", str(torch.get_num_threads()), *["--cpu-time"] * cpu_time, *["--fresh"] * fresh]
+            rows, failed, interrupted = goals.run(goal_set, runner, log, console, again)
+        else:
+            rows, interrupted = _sweep(groups, rivals, runner, log)
+            failed = any(row["status"] in report.FAILED for row in rows)
+    finally:
+        log.close()
+    if goal_set is None:
+        report.summary(console, rows, full)
+    _write_files(path, rows, log.runs, plot_)
+    if interrupted:
+        console.print("[yellow]interrupted: what had finished is kept, the same command goes on from here[/]")
+        raise typer.Exit(INTERRUPTED)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _slug(pattern: str, device: torch.device, plan: Plan) -> str:
+    clock = "cpu-time" if plan.cpu_time else f"{torch.get_num_threads()}-threads"
+    kind = f"cpu-{clock}" if device.type == "cpu" else device.type
+    return f"{re.sub(r'[^a-zA-Z0-9]+', '-', pattern).strip('-')[:60]}-{kind}"
+
+
+def _group_table(groups: Sequence[tuple[Case, str]], rivals: Sequence[providers.Provider]) -> Table:
+    table = Table(title=f"{len(groups)} groups, each: {', '.join(p.name for p in rivals)}", title_justify="left")
+    for column in ("case", "pass", "shape", "dtype", "work"):
+        table.add_column(column)
+    for case, pass_name in groups:
+        table.add_row(case.name, pass_name, case.shape, case.dtype, report.rate(case.flops(pass_name), "FLOP"))
+    return table
+
+
+def _sweep(
+    groups: Sequence[tuple[Case, str]], rivals: Sequence[providers.Provider], runner: Runner, log: Log
+) -> tuple[list[Row], bool]:
+    """Runs the groups that the log lacks; (all rows of the selection in order, interrupted?)."""
+    keys = {group: [runner.key(*group, p.name) for p in rivals] for group in groups}
+    waiting = [group for group in groups if not all(map(log.finished, keys[group]))]
+    if len(waiting) < len(groups):
+        console.print(f"{len(groups) - len(waiting)} of {len(groups)} groups are in {log.path} already (--fresh: anew)")
+    interrupted = False
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(waiting))
+        try:
+            for case, pass_name in waiting:
+                progress.update(task, description=f"{case.name} {pass_name}")
+                rows = runner.run(case, pass_name, rivals)
+                for row in rows:
+                    log.add(row)
+                progress.console.print(report.group_line(rows))
+                progress.advance(task)
+        except KeyboardInterrupt:
+            interrupted = True
+    return [log.rows[key] for group in groups for key in keys[group] if key in log.rows], interrupted
+
+
+def _write_files(path: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]], plot: bool) -> None:
+    table = path.with_suffix(".csv")
+    record.write_csv(table, rows)
+    console.print(f"rows   {path}\ntable  {table}", soft_wrap=True, highlight=False)
+    if plot and rows:
+        for drawn in plots.draw(rows, runs, path.with_suffix("")):
+            console.print(f"plot   {drawn}", soft_wrap=True, highlight=False)
+
+
+@app.command("list")
+def list_(cases: Cases = "*", device: Device = None) -> None:
+    """Show the sets, the cases and the providers."""
+    where = _device(device)
+    chosen = _parsed("--cases", select, cases)
+    table = Table(title="sets", title_justify="left")
+    for column in ("set", "cases", "passes"):
+        table.add_column(column)
+    for tag, members in sets.tags().items():
+        table.add_row(tag, str(len(members)), ", ".join(sets.defaults_for(tag).passes))
+    for name, goal_set in goals.SETS.items():
+        table.add_row(name, str(len(goal_set)), "as the goals say")
+    console.print(table)
+    table = Table(title=f"cases ({len(chosen)} of {len(CASES)})", title_justify="left")
+    for column in ("case", "batch x heads x length x head_dim", "dtype", "features", "sets"):
+        table.add_column(column, no_wrap=column == "case")
+    for case in chosen:
+        table.add_row(case.name, case.shape, case.dtype, case.features, ", ".join(case.tags))
+    console.print(table)
+    table = Table(title=f"providers on {where.type} (* by default)", title_justify="left")
+    for column in ("provider", "what it calls"):
+        table.add_column(column)
+    for provider in providers.all_providers(where):
+        table.add_row(provider.name + ("*" if provider.default else ""), provider.about)
+    console.print(table)
+
+
+Rows = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON Lines file of `run`.")]
+
+
+@app.command()
+def compare(
+    base: Rows,
+    new: Rows,
+    fail_below: Annotated[float, typer.Option(min=0.0, help="Exit code 1 where a row's new / base is below.")] = 0.97,
+    by: Annotated[str, typer.Option(help="ratio (to F.sdpa in the same run: sound) or time.")] = "ratio",
+    providers_: Annotated[str | None, typer.Option("--providers", help="Default: attnkern's.")] = None,
+) -> None:
+    """Compare two runs, row by row. Exit code 1: a row got slower than --fail-below, or lost its result."""
+    if by not in ("ratio", "time"):
+        raise typer.BadParameter(f"{by!r} is neither ratio nor time", param_hint="--by")
+    old_rows, _ = _parsed("BASE", record.read, base)
+    new_rows, _ = _parsed("NEW", record.read, new)
+    wanted = providers_.split(",") if providers_ else None
+    changes = report.comparison(old_rows.values(), new_rows.values(), by, wanted)
+    if not changes:
+        raise typer.BadParameter(f"{base} and {new} have no row in common", param_hint="NEW")
+    slower = [c for c in changes if c.factor < fail_below]
+    table = Table(title=f"{new} against {base}, by {by}", title_justify="left")
+    for column in ("row", "base", "new", "new / base"):
+        table.add_column(column, justify="left" if column == "row" else "right")
+    show = report.duration if by == "time" else "{:.2f}x".format
+    for change in sorted(changes, key=lambda c: c.factor):
+        colour = "red" if change.factor < fail_below else "green" if change.factor > 1 / fail_below else "default"
+        table.add_row(change.label, show(change.base), show(change.new), f"[{colour}]{change.factor:.3f}[/]")
+    console.print(table)
+    broken = [row for row in new_rows.values() if row["status"] in report.FAILED]
+    for row in broken:
+        console.print(f"[red]{row['status']}[/] {row['case']} {row['pass']} {row['provider']}: {row.get('message')}")
+    console.print(f"{len(changes)} rows in common, {len(slower)} below {fail_below}")
+    if slower or broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    rows: Rows,
+    out: Annotated[Path | None, typer.Option(help="How the pictures' paths begin. Default: the file's.")] = None,
+) -> None:
+    """Draw a run again."""
+    found, runs = _parsed("ROWS", record.read, rows)
+    stem = out or rows.with_suffix("")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for path in plots.draw(list(found.values()), runs, stem):
+        console.print(f"plot   {path}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench")

@@ -1,0 +1,37 @@
+"""What a set of cases runs with unless the command line says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnkern.cases import CASES, Case
+
+
+@dataclass(frozen=True)
+class Defaults:
+    passes: tuple[str, ...] = ("forward", "backward")
+    providers: str | None = None
+    budget: float = 2.0
+    rounds: int = 11
+
+
+DEFAULTS = {
+    # About two minutes on two cores.
+    "quick-sweep": Defaults(providers="cpu,triton,cuda,sdpa,sdpa-math", budget=0.6, rounds=7),
+    "growth": Defaults(("forward",), "cpu,triton,cuda,sdpa"),
+    "launch-overhead": Defaults(("forward", "forward-grad", "both"), "cpu,cpu-op,triton,cuda,sdpa,sdpa-op", 4.0, 31),
+    "smoke": Defaults(budget=0.3, rounds=3),
+}
+
+
+def defaults_for(pattern: str) -> Defaults:
+    return DEFAULTS.get(pattern, Defaults())
+
+
+def tags(cases: Sequence[Case] = CASES) -> dict[str, list[Case]]:
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        for tag in case.tags:
+            found.setdefault(tag, []).append(case)
+    return found

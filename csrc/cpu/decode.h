@@ -1,0 +1,281 @@
+// Forward pass for a few queries against many keys (decoding with a KV cache): bound by reading K and V once.
+//
+// The query heads that share a key head are handled together ("rows"), so that grouped-query attention reads its cache
+// once. The head dimension lies along the lanes, rows of K and V are read as they lie in memory, a block of keys at a
+// time, the next one prefetched. Where there are fewer heads than threads the keys are split, and the parts merged by
+// their log-sum-exp (Dao et al., Flash-Decoding, 2023).
+#pragma once
+
+#include "forward.h"
+
+namespace attnkern::cpu {
+namespace {
+
+inline constexpr int64_t kDecodeRows = 8;   // most query rows of one key head that this path takes
+inline constexpr int64_t kDecodeKeys = 64;  // keys of a block
+
+// lane t of the result = sum over the lanes of x[t]
+template <class C>
+inline typename Simd<C>::V sum_each(typename Simd<C>::V (&x)[Simd<C>::kLanes]) {
+  Simd<C>::transpose(x);
+  for (int step = Simd<C>::kLanes / 2; step > 0; step /= 2)
+    for (int i = 0; i < step; ++i) x[i] += x[i + step];
+  return x[0];
+}
+
+// scores[row][key] = q[row] . K[key] for kRows rows and all keys of the block, kLanes / kRows keys at a time.
+template <class C, class T, int kRows>
+inline void decode_scores(const C* q, int64_t q_step, const T* k, int64_t k_stride, int64_t keys, int64_t columns,
+                          int64_t prefetch_keys, C* scores) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  constexpr int kKeys = S::kLanes / kRows;
+  for (int64_t j = 0; j < keys; j += kKeys) {
+    V sum[S::kLanes];
+    for (int t = 0; t < S::kLanes; ++t) sum[t] = S::zero();
+    const T* row[kKeys];
+    for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
+    for (int64_t c = 0; c < columns; c += S::kLanes) {
+      V query[kRows];
+      for (int r = 0; r < kRows; ++r) query[r] = S::load(q + r * q_step + c);
+      const bool whole = c + S::kLanes <= columns;
+      for (int key = 0; key < kKeys; ++key) {
+        const V value = whole ? S::load_as(row[key] + c) : S::load_as(row[key] + c, columns - c);
+        for (int r = 0; r < kRows; ++r) sum[key * kRows + r] = S::fma(value, query[r], sum[key * kRows + r]);
+      }
+    }
+    for (int key = 0; key < kKeys && j + key < prefetch_keys; ++key)
+      for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(k + (j + key + kDecodeKeys) * k_stride) + byte);
+    C sums[S::kLanes];
+    S::store(sums, sum_each<C>(sum));
+    for (int r = 0; r < kRows; ++r)
+      for (int key = 0; key < kKeys; ++key) scores[r * kDecodeKeys + j + key] = sums[key * kRows + r];
+  }
+}
+
+// out[row] = out[row] * factor[row] + sum_key p[row][key] V[key], kVectors vectors of the head dimension at a time.
+template <class C, class T, int kRows, int kVectors>
+inline void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns, const C* factor, C* out,
+                          int64_t out_step) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  V sum[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < kVectors; ++c) sum[r][c] = S::zero();
+  const bool whole = columns >= kVectors * S::kLanes;
+  for (int64_t j = 0; j < keys; ++j, v += v_stride) {
+    V value[kVectors];
+    for (int c = 0; c < kVectors; ++c)
+      value[c] = whole ? S::load_as(v + c * S::kLanes)
+                       : S::load_as(v + c * S::kLanes, max64(0, columns - c * S::kLanes));
+    for (int r = 0; r < kRows; ++r) {
+      const V weight = S::set1(p[r * kDecodeKeys + j]);
+      for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < kVectors; ++c) {
+      C* total = out + r * out_step + c * S::kLanes;
+      S::store(total, S::fma(S::load(total), S::set1(factor[r]), sum[r][c]));
+    }
+}
+
+template <class C>
+struct DecodeScratch {
+  DecodeScratch(void* memory, const Forward& p, int64_t rows) {
+    Arena arena(memory);
+    constexpr int64_t kSlack = 4 * Simd<C>::kLanes;  // decode_values works on up to four vectors
+    q_step = round_up(p.head_dim, Simd<C>::kLanes);
+    out_step = round_up(p.head_dim_v, kSlack);
+    q = arena.take<C>(rows * q_step);
+    out = arena.take<C>(rows * out_step);
+    block = arena.take<C>(kDecodeKeys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
+    scores = arena.take<C>(kDecodeRows * kDecodeKeys);
+    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kDecodeRows * kDecodeKeys);
+    keep = arena.take<C>(p.dropout_p > 0 ? kDecodeRows * kDecodeKeys : 0);
+    largest = arena.take<C>(kDecodeRows);
+    sum = arena.take<C>(kDecodeRows);
+    factor = arena.take<C>(kDecodeRows);
+    bytes = arena.used();
+  }
+  C *q, *out, *block, *scores, *bias, *keep, *largest, *sum, *factor;
+  int64_t q_step, out_step, bytes;
+};
+
+// Splits n rows into runs of 4, 2 and 1.
+template <class Body>
+inline void for_row_runs(int64_t n, const Body& body) {
+  int64_t r = 0;
+  for (; r + 4 <= n; r += 4) body.template operator()<4>(r);
+  for (; r + 2 <= n; r += 2) body.template operator()<2>(r);
+  for (; r < n; ++r) body.template operator()<1>(r);
+}
+
+// A block of K or V: the user's rows, or a converted copy where the column stride is not 1.
+template <class C, class T, class Body>
+inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns, C* copy,
+                      const Body& body) {
+  const T* source = at<T>(view, batch, head, key);
+  if (view.stride[3] == 1 || columns <= 1) return body(source, view.stride[2], true);
+  const int64_t step = round_up(columns, Simd<C>::kLanes);
+  convert_rows<C>(source, view.stride[2], view.stride[3], keys, columns, copy, step);
+  body(static_cast<const C*>(copy), step, false);
+}
+
+// The rows of key head `head_k` against keys [begin, end): fills scratch.out (not normalised), largest and sum.
+template <class T, class C>
+void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batch, int64_t head_k, int64_t begin,
+                 int64_t end) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  static_assert(kDecodeKeys % S::kLanes == 0 && kDecodeKeys <= kTile<float>);
+  const Score<C> score(p);
+  const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* query = at<T>(p.q, batch, head_k * group + r / p.seqlen_q, r % p.seqlen_q);
+    convert_rows<C>(query, 0, p.head_dim <= 1 ? 1 : p.q.stride[3], 1, p.head_dim, scratch.q + r * scratch.q_step, 0);
+    scratch.largest[r] = -kInfinity<C>;
+    scratch.sum[r] = C(0);
+  }
+  for (int64_t i = 0; i < rows * scratch.out_step; ++i) scratch.out[i] = C(0);
+
+  const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale);
+  for (int64_t key = begin; key < end; key += kDecodeKeys) {
+    const int64_t keys = min64(kDecodeKeys, end - key);
+    const int64_t ahead = max64(0, min64(keys, end - key - kDecodeKeys));
+    with_rows<C, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.block, [&](auto* k, int64_t stride, bool in_place) {
+      for_row_runs(rows, [&]<int kRuns>(int64_t r) {
+        constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
+        for (int64_t first = r; first < r + kRuns; first += kRows)
+          decode_scores<C, std::remove_cvref_t<decltype(*k)>, kRows>(
+              scratch.q + first * scratch.q_step, scratch.q_step, k, stride, keys, p.head_dim,
+              first == 0 && in_place ? ahead : 0, scratch.scores + first * kDecodeKeys);
+      });
+    });
+
+    for (int64_t g = 0; g < group; ++g)
+      for (int64_t first = 0; first < keys; first += kTile<C>) {  // tiles of kTile lanes, as bias and dropout come
+        const int64_t head = head_k * group + g, lanes = min64(kTile<C>, keys - first);
+        C* bias = score.has_bias ? scratch.bias + first * kDecodeRows + g * p.seqlen_q * kTile<C> : nullptr;
+        C* keep = score.dropout ? scratch.keep + first * kDecodeRows + g * p.seqlen_q * kTile<C> : nullptr;
+        if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, bias);
+        if (score.dropout) dropout_tile<C>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, keep);
+      }
+
+    for (int64_t r = 0; r < rows; ++r) {
+      C* row = scratch.scores + r * kDecodeKeys;
+      const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
+      const Range live{reached.begin - key, reached.end - key};
+      const auto tile_at = [&](int64_t j) { return j / kTile<C> * kTile<C> * kDecodeRows + r * kTile<C> + j % kTile<C>; };
+      V largest = dead;
+      for (int64_t j = 0; j < keys; j += S::kLanes) {
+        V x = S::load(row + j) * scale;
+        if (score.cap != C(0)) x = tanh_lanes<C>(x / S::set1(score.cap)) * S::set1(score.cap);
+        if (score.has_bias) x += S::load(scratch.bias + tile_at(j));
+        if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
+        S::store(row + j, x);
+        largest = S::max(x, largest);
+      }
+      C lanes[S::kLanes], m = scratch.largest[r];
+      S::store(lanes, largest);
+      for (int lane = 0; lane < S::kLanes; ++lane) m = lanes[lane] > m ? lanes[lane] : m;
+      const C shift = m == -kInfinity<C> ? C(0) : m;
+      const V minus_shift = S::set1(-shift), log2e = S::set1(kLog2E<C>);
+      S::store(lanes, S::exp2(S::set1((scratch.largest[r] - shift) * kLog2E<C>)));
+      V total = S::zero();
+      for (int64_t j = 0; j < keys; j += S::kLanes) {
+        V probability = S::exp2((S::load(row + j) + minus_shift) * log2e);
+        total += probability;
+        if (score.dropout) probability *= S::load(scratch.keep + tile_at(j));
+        S::store(row + j, probability);
+      }
+      scratch.factor[r] = lanes[0];
+      scratch.largest[r] = m;
+      scratch.sum[r] = scratch.sum[r] * lanes[0] + S::sum(total);
+    }
+
+    with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](auto* v, int64_t stride, bool in_place) {
+      using Value = std::remove_cvref_t<decltype(*v)>;
+      if (in_place)
+        for (int64_t j = 0; j < ahead; ++j)
+          for (int64_t byte = 0; byte < p.head_dim_v * static_cast<int64_t>(sizeof(Value)); byte += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(v + (j + kDecodeKeys) * stride) + byte);
+      for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
+        for_row_runs(rows, [&]<int kRows>(int64_t r) {
+          decode_values<C, Value, kRows, 4>(scratch.scores + r * kDecodeKeys, v + c, stride, keys, p.head_dim_v - c,
+                                            scratch.factor + r, scratch.out + r * scratch.out_step + c, scratch.out_step);
+        });
+    });
+  }
+}
+
+// Merges the parts of one row and writes output and log-sum-exp. A part is [out..., largest, sum], `step` apart.
+template <class T, class C>
+inline void decode_finish(const Forward& p, int64_t batch, int64_t head, int64_t row, const C* part, int64_t parts,
+                          int64_t step, C* merged) {
+  using S = Simd<C>;
+  const int64_t width = round_up(p.head_dim_v, S::kLanes);
+  const auto largest_of = [&](int64_t i) { return part[i * step + step - 2]; };
+  const auto sum_of = [&](int64_t i) { return part[i * step + step - 1]; };
+  C m = -kInfinity<C>;
+  for (int64_t i = 0; i < parts; ++i) m = largest_of(i) > m ? largest_of(i) : m;
+  const C shift = m == -kInfinity<C> ? C(0) : m;
+  C sum = C(0);
+  for (int64_t d = 0; d < width; d += S::kLanes) S::store(merged + d, S::zero());
+  for (int64_t i = 0; i < parts; ++i) {
+    const C weight = std::exp(largest_of(i) - shift);
+    sum += sum_of(i) * weight;
+    for (int64_t d = 0; d < width; d += S::kLanes)
+      S::store(merged + d, S::fma(S::load(part + i * step + d), S::set1(weight), S::load(merged + d)));
+  }
+  T* out = at<T>(p.out, batch, head, row);
+  for (int64_t d = 0; d < p.head_dim_v; d += S::kLanes) {
+    const auto value = sum == C(0) ? S::zero() : S::load(merged + d) / S::set1(sum);
+    S::store_as(out + d, value, p.head_dim_v - d);
+  }
+  if (p.lse != nullptr)
+    static_cast<C*>(p.lse)[(batch * p.heads_q + head) * p.seqlen_q + row] =
+        sum == C(0) ? -kInfinity<C> : static_cast<C>(static_cast<double>(m) + std::log(static_cast<double>(sum)));
+}
+
+inline bool decodes(const Forward& p) {
+  return p.heads_k == p.heads_v && p.heads_k > 0 && p.heads_q / p.heads_k * p.seqlen_q <= kDecodeRows;
+}
+
+template <class T, class C>
+void decode(const Forward& p, const Runtime& runtime) {
+  const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q, heads = p.batch * p.heads_k;
+  if (rows == 0 || heads == 0) return;
+  // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
+  const Range reached = p.band.reached(0, p.seqlen_q, {0, p.seqlen_k});
+  const int64_t blocks = max64(1, (reached.end - reached.begin + kDecodeKeys - 1) / kDecodeKeys);
+  int64_t parts = runtime.num_threads == 1 ? 1 : (4 * runtime.num_threads + heads - 1) / heads;
+  parts = max64(1, min64(parts, blocks / 4));
+  const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
+  const DecodeScratch<C> sizes(nullptr, p, rows);
+  const int64_t step = sizes.out_step + 2;
+  const Buffer<C> merged(heads * rows * parts * step);
+  run_tasks(runtime, heads * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
+    const DecodeScratch<C> scratch(memory, p, rows);
+    const int64_t part = task % parts, head = task / parts;
+    const int64_t begin = min64(reached.end, reached.begin + part * part_keys);
+    decode_part<T>(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(reached.end, begin + part_keys));
+    for (int64_t r = 0; r < rows; ++r) {
+      C* target = merged.data() + ((head * rows + r) * parts + part) * step;
+      std::memcpy(target, scratch.out + r * scratch.out_step, static_cast<size_t>(scratch.out_step) * sizeof(C));
+      target[step - 2] = scratch.largest[r];
+      target[step - 1] = scratch.sum[r];
+    }
+  });
+  const int64_t finish_bytes = sizes.out_step * static_cast<int64_t>(sizeof(C));
+  const Runtime alone{heads * rows * parts > 64 ? runtime.num_threads : 1, runtime.parallel};
+  run_tasks(alone, heads * rows, finish_bytes, [&](int64_t task, void* memory, int64_t) {
+    const int64_t head = task / rows, r = task % rows;
+    decode_finish<T>(p, head / p.heads_k, head % p.heads_k * group + r / p.seqlen_q, r % p.seqlen_q,
+                     merged.data() + task * parts * step, parts, step, static_cast<C*>(memory));
+  });
+}
+
+}  // namespace
+}  // namespace attnkern::cpu

@@ -1,0 +1,561 @@
+"""The benchmark's command line, its records, its error column and its goals, on problems of a millisecond."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attnkern import testing
+from attnkern.cases import CASES, Case, case, override, select
+from bench import check, goals, memory, options, plots, providers, record, report, sweep, timing
+from bench.__main__ import app
+
+pytestmark = pytest.mark.real_memory
+
+CPU = torch.device("cpu")
+QUICK = ["--threads", "1", "--rounds", "1", "--block", "0.0001", "--budget", "0"]
+
+
+def bench(*arguments, code=0):
+    """Runs the command line in this process and gives what it printed."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return re.sub(r"\s+", " ", result.output)
+
+
+def run(path, *arguments, code=0, cases="smoke-fp32", passes="forward"):
+    return bench("run", "--cases", cases, "--passes", passes, "--out", path, *QUICK, *arguments, code=code)
+
+
+def rows_of(path):
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["type"] == "row"]
+
+
+def fake(name, attend):
+    """A provider whose call is `attend(query, key, value, mask)`."""
+    return providers.Provider(name, "a test's", ("cpu",), lambda case, inputs: attend)
+
+
+def with_provider(monkeypatch, *more):
+    real = providers.all_providers
+    monkeypatch.setattr(providers, "all_providers", lambda device: [*real(device), *more])
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_records_every_row_with_its_error_and_provenance(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    printed = run(path, passes="forward,backward,both")
+    rows = rows_of(path)
+    assert {row["pass"] for row in rows} == {"forward", "backward", "both"}
+    assert {"cpu", "sdpa", "sdpa-math"} <= {row["provider"] for row in rows}
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["seconds"] > 0
+        assert 0 <= row["allowed_share"] <= 1
+        assert row["peak_share"] > 0
+        assert row["flops_per_second"] > 0
+    assert {row["kernel"] for row in rows if row["provider"] == "sdpa"} == {"flash"}
+    header = json.loads(path.read_text().splitlines()[0])
+    assert header["type"] == "run"
+    assert {"device", "torch", "threads", "git", "dirty", "command", "date", "code"} <= header.keys()
+    assert str(path.with_suffix(".csv")) in printed.replace(" ", "") or path.with_suffix(".csv").exists()
+    assert path.with_suffix(".csv").read_text().startswith("case,pass,provider")
+    assert (tmp_path / "rows-bars.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "rows-bars.svg").read_text()
+
+
+def test_a_second_run_measures_only_what_is_missing(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    run(path, "--no-plot")
+    measured = []
+    real = sweep.Runner.run
+    monkeypatch.setattr(
+        sweep.Runner, "run", lambda self, case, *rest: measured.append(case.name) or real(self, case, *rest)
+    )
+    run(path, "--no-plot")
+    assert measured == []
+    run(path, "--no-plot", cases="smoke")
+    assert measured == ["smoke-bf16"]
+    run(path, "--no-plot", "--fresh")
+    assert measured == ["smoke-bf16", "smoke-fp32"]
+    monkeypatch.setattr("bench.machine.code_fingerprint", lambda: "other code")
+    run(path, "--no-plot")
+    assert measured == ["smoke-bf16", "smoke-fp32", "smoke-fp32"]
+
+
+def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    real = sweep.Runner.run
+
+    def stop_at_second(self, case, *rest):
+        if case.name == "smoke-bf16":
+            raise KeyboardInterrupt
+        return real(self, case, *rest)
+
+    monkeypatch.setattr(sweep.Runner, "run", stop_at_second)
+    printed = run(path, cases="smoke", code=130)
+    assert "interrupted" in printed
+    assert {row["case"] for row in rows_of(path)} == {"smoke-fp32"}
+    assert path.with_suffix(".csv").exists()
+    assert (tmp_path / "rows-bars.png").exists()
+    monkeypatch.setattr(sweep.Runner, "run", real)
+    run(path, "--no-plot", cases="smoke")
+    assert {row["case"] for row in rows_of(path)} == {"smoke-fp32", "smoke-bf16"}
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda x: x + 0.01, lambda x: x * math.nan, lambda x: x.index_fill(2, torch.tensor([5]), 0.0)]
+)
+def test_a_wrong_row_is_recorded_and_fails_the_run(tmp_path, monkeypatch, spoil):
+    sdpa = providers._sdpa(select("smoke-fp32")[0], select("smoke-fp32")[0].inputs())
+    with_provider(monkeypatch, fake("spoilt", lambda *tensors: spoil(sdpa(*tensors))))
+    path = tmp_path / "rows.jsonl"
+    printed = run(path, "--no-plot", code=1)
+    rows = {row["provider"]: row for row in rows_of(path)}
+    assert rows["spoilt"]["status"] == "wrong"
+    assert rows["spoilt"]["allowed_share"] > 1
+    assert rows["sdpa"]["status"] == "ok"
+    assert "times the allowed" in printed
+
+
+def test_a_wrong_gradient_is_caught(tmp_path, monkeypatch):
+    sdpa = providers._sdpa(select("smoke-fp32")[0], select("smoke-fp32")[0].inputs())
+    with_provider(monkeypatch, fake("no dk", lambda q, k, v, m: sdpa(q, k.detach() + 0 * k, v, m)))
+    path = tmp_path / "rows.jsonl"
+    run(path, "--no-plot", passes="backward", code=1)
+    rows = {row["provider"]: row for row in rows_of(path)}
+    assert (rows["no dk"]["status"], rows["no dk"]["worst"]) == ("wrong", "key")
+
+
+def test_a_provider_that_raises_or_refuses_stops_nobody_else(tmp_path, monkeypatch):
+    def out_of_memory(*tensors):
+        raise torch.OutOfMemoryError("out of memory")
+
+    def refuse(case, inputs):
+        raise providers.Refused("odd sizes")
+
+    refusing = providers.Provider("refusing", "", ("cpu",), refuse)
+    with_provider(monkeypatch, fake("raising", out_of_memory), refusing)
+    path = tmp_path / "rows.jsonl"
+    run(path, "--no-plot", code=1)
+    rows = {row["provider"]: row for row in rows_of(path)}
+    assert rows["raising"]["status"] == "error"
+    assert rows["raising"]["message"] == "OutOfMemoryError: out of memory"
+    assert (rows["refusing"]["status"], rows["refusing"]["message"]) == ("refused", "odd sizes")
+    assert rows["cpu"]["status"] == rows["sdpa"]["status"] == "ok"
+    run(path, "--no-plot", "--providers", "cpu,sdpa,refusing", code=0)
+
+
+def test_dry_run_measures_nothing(tmp_path):
+    printed = run(tmp_path / "rows.jsonl", "--dry-run", "--set", "seqlen=64:256:x2", "--dtype", "bf16,fp16")
+    assert "6 groups" in printed
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_list_names_sets_cases_and_providers():
+    printed = bench("list")
+    assert all(word in printed for word in ("quick-sweep", "cpu-goals", "llama3-8b", "sdpa-math", "cpu*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "words"),
+    [
+        (["--cases", "llama9"], "--cases", "'llama9' is no case, tag or matching glob"),
+        (["--providers", "flashinfer"], "--providers", "'flashinfer' is no provider on cpu"),
+        (["--passes", "sideways"], "--passes", "'sideways' is none of fwd, bwd"),
+        (["--dtype", "fp8"], "--dtype", "'fp8' is none of"),
+        (["--set", "seqlen"], "--set", "must be field=values"),
+        (["--set", "seqlen=512:64k:x1"], "--set", "never gets to its end"),
+        (["--set", "seqlen=-5"], "--set", "no positive number"),
+        (["--set", "window=7"], "--set", "no window"),
+        (["--set", "heads_k=3"], "--set", "no multiple"),
+        (["--set", "mask=alibi"], "--set", "mask='alibi' is not one of"),
+        (["--cpu-time"], "--cpu-time", "--threads 1"),
+        (["--device", "tpu"], "--device", "neither cpu nor cuda"),
+        (["--threads", "0"], "--threads", "equal to 1"),
+        (["--cases", "cpu-goals", "--dtype", "fp32"], "--cases", "fixes --passes"),
+    ],
+)
+def test_bad_options_are_named(arguments, option, words):
+    printed = bench("run", "--dry-run", *arguments, code=2)
+    printed = re.sub(r"[│╭╮╰╯─ ]+", " ", printed)
+    assert option in printed
+    assert words in printed
+
+
+# --- comparing, reading, drawing --------------------------------------------------------------------------------------
+
+
+def row(length=128, provider="cpu", ratio=2.0, seconds=1e-3, **more):
+    problem = case(f"curve-{length}", length, tags=("growth",))
+    fields = {("case" if k == "name" else k): v for k, v in dataclasses.asdict(problem).items()}
+    measured = {
+        "key": f"{length}-{provider}",
+        "pass": "forward",
+        "provider": provider,
+        "status": "ok",
+        "seconds": seconds,
+        "ratio": ratio,
+        "flops_per_second": problem.flops("forward") / seconds,
+        "peak_share": 0.5,
+        "peak": "best matmul",
+        "memory": 1024 * length,
+        "clean": True,
+        "bytes_per_second": 1e9,
+        "error": 1e-7,
+        "allowed_share": 0.5,
+    }
+    return {**fields, **measured, **more}
+
+
+def write(path, rows):
+    log = record.Log(path, fresh=True)
+    log.start_run(
+        {"device": "a machine", "threads": 2, "torch": "2", "attnkern": "0", "command": "bench run", "date": "now"}
+    )
+    for each in rows:
+        log.add(each)
+    log.close()
+    return path
+
+
+def test_compare_fails_below_the_bound_only(tmp_path):
+    base = write(tmp_path / "base.jsonl", [row(64), row(128), row(128, "sdpa", 1.0)])
+    slower = write(tmp_path / "slower.jsonl", [row(64), row(128, ratio=1.9), row(128, "sdpa", 1.0, seconds=9.0)])
+    assert "2 rows in common, 0 below" in bench("compare", base, base)
+    assert "2 rows in common, 1 below" in bench("compare", base, slower, code=1)
+    bench("compare", base, slower, "--fail-below", "0.9")
+    bench("compare", base, slower, "--by", "time")
+    bench("compare", base, slower, "--by", "time", "--providers", "sdpa", code=1)
+
+
+def test_compare_fails_for_a_row_that_became_wrong(tmp_path):
+    base = write(tmp_path / "base.jsonl", [row(64), row(128)])
+    wrong = write(tmp_path / "wrong.jsonl", [row(64), row(128, status="wrong", message="out: far off")])
+    assert "out: far off" in bench("compare", base, wrong, code=1)
+
+
+def test_compare_refuses_files_that_are_no_runs(tmp_path):
+    base = write(tmp_path / "base.jsonl", [row(64)])
+    other = write(tmp_path / "other.jsonl", [row(256)])
+    text = tmp_path / "notes.txt"
+    text.write_text("hello\n")
+    assert "no row in common" in re.sub(r"[│ ]+", " ", bench("compare", base, other, code=2))
+    assert "holds no benchmark rows" in re.sub(r"[│ ]+", " ", bench("compare", base, text, code=2))
+    bench("compare", base, tmp_path / "missing.jsonl", code=2)
+    bench("compare", base, base, "--by", "colour", code=2)
+
+
+def test_a_torn_last_line_is_passed_over(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [row(64)])
+    with path.open("a") as file:
+        file.write('{"type": "row", "key": "ha')
+    log = record.Log(path)
+    log.add(row(128, allowed_share=math.inf, error=math.nan))
+    log.close()
+    rows, runs = record.read(path)
+    assert list(rows) == ["64-cpu", "128-cpu"]
+    assert (rows["128-cpu"]["allowed_share"], rows["128-cpu"]["error"]) == (math.inf, None)
+    assert len(runs) == 1
+
+
+def test_plot_draws_curves_over_length(tmp_path):
+    rows = [
+        row(n, p, s, seconds=1e-8 * n * n / s) for n in (64, 128, 256, 512) for p, s in (("cpu", 2.0), ("sdpa", 1.0))
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    bench("plot", path, "--out", tmp_path / "pictures" / "sweep")
+    drawn = sorted(p.name for p in (tmp_path / "pictures").iterdir())
+    assert drawn == ["sweep-memory.png", "sweep-memory.svg", "sweep-speed.png", "sweep-speed.svg"]
+    table = report.sweep_table(rows, "cpu")
+    assert [str(c.header) for c in table.columns] == [
+        "dtype",
+        "pass",
+        "head_dim",
+        "mask",
+        "64",
+        "128",
+        "256",
+        "512",
+        "of peak",
+    ]
+    assert plots._footer([{"device": "a machine", "command": "bench run"}]).startswith("a machine")
+
+
+def test_growth_exponent():
+    lengths = [2**n for n in range(6, 13)]
+    assert report.exponent(lengths, [3e-9 * n**2 for n in lengths]) == pytest.approx(2.0)
+    assert report.exponent(lengths, [7.0 * n for n in lengths]) == pytest.approx(1.0)
+    assert report.exponent(lengths[:2], [1.0, 2.0]) is None
+
+
+# --- cases and options ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("window", [None, (3, 2), (None, 1), (0, None)])
+@pytest.mark.parametrize("sizes", [(5, 5), (4, 9), (9, 4)])
+def test_a_cases_band_is_that_of_the_reference(causal, alignment, window, sizes):
+    problem = case("c", *sizes, causal=causal, window=window, alignment=alignment)
+    want = testing.band_mask(*sizes, is_causal=causal, window=window, alignment=alignment)
+    keep = problem.keep_mask()
+    assert (keep is None) == (want is None)
+    if want is None:
+        want = torch.ones(sizes, dtype=torch.bool)
+    else:
+        assert torch.equal(keep, want)
+        assert torch.equal(problem.keep_mask(torch.tensor([1, 3])), want[[1, 3]])
+    assert problem.attended_entries() == int(want.sum())
+
+
+def test_flops_and_bytes():
+    problem = case("c", 64, 32, batch=2, heads=(4, 2), dim=16, head_dim_v=8, dtype="bf16")
+    scores = 2 * 4 * 64 * 32
+    assert problem.flops("forward") == 2 * scores * (16 + 8)
+    assert problem.flops("backward") == 2 * scores * (3 * 16 + 2 * 8)
+    assert problem.flops("both") == problem.flops("forward") + problem.flops("backward")
+    inputs = problem.inputs()
+    tensors = (inputs.query, inputs.key, inputs.value)
+    assert problem.bytes_moved("forward") == sum(t.nbytes for t in tensors) + 2 * 4 * 64 * 8 * 2
+
+
+def test_case_names_are_unique_and_selectable():
+    assert len({c.name for c in CASES}) == len(CASES)
+    assert [c.name for c in select("gpt2,llama*")] == ["llama3-8b", "gpt2"]
+    assert {c.name for c in select("smoke")} == {"smoke-fp32", "smoke-bf16"}
+    with pytest.raises(ValueError, match="no case, tag or matching glob"):
+        select("gpt2,gpt3")
+    with pytest.raises(ValueError, match="at least 1"):
+        case("c", 0)
+
+
+def test_the_quick_sweep_covers_what_it_promises():
+    found = {(c.dtype, c.head_dim, c.causal, c.seqlen_q) for c in select("quick-sweep")}
+    lengths = (128, 256, 512, 1024, 2048, 4096)
+    assert found == {(t, d, c, n) for t in ("fp32", "bf16") for d in (64, 128) for c in (False, True) for n in lengths}
+
+
+def test_overrides():
+    assert options.integers("64,512:2k:x2,3:9:+3") == [64, 512, 1024, 2048, 3, 6, 9]
+    changes = options.overrides(["seqlen=64,128", "causal=true", "window=16/0,none"])
+    assert len(changes) == 4
+    changed = options.apply(select("gpt2"), changes)
+    assert {(c.seqlen_q, c.seqlen_k, c.window) for c in changed} == {
+        (n, n, w) for n in (64, 128) for w in ((16, 0), None)
+    }
+    assert override(changed[0], seqlen_q=64) is changed[0]
+    assert override(select("sd15-cross")[0], seqlen_q=64).seqlen_k == 77
+
+
+# --- error, memory, time ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["smoke-fp32", "swin-window", "bert-base-dropout", "whisper-cross", "gemma2-softcap"])
+@pytest.mark.parametrize("entries", [1 << 19, 3000])
+def test_the_error_holds_on_a_sample_of_a_problem(monkeypatch, name, entries):
+    monkeypatch.setattr(check, "MAX_ENTRIES", entries)
+    sizes = {"batch": 2, "heads_q": 4, "heads_k": 2, "seqlen_q": 60, "seqlen_k": 70}
+    problem = override(select(name)[0], **sizes)
+    inputs = problem.inputs()
+    checker = check.Checker(problem, inputs)
+    (cpu,) = providers.choose("cpu", CPU)
+    checker.seed_call()
+    results = providers.results("both", cpu.work(problem, inputs, checker.grad_out, "both").call())
+    assert ("attn_mask" in results) == (problem.mask == "bias")
+    error = checker.error(results, "cpu")
+    assert error.ok
+    assert set(error.rms) == set(results)
+    for tensor in results:
+        spoilt = {n: x.clone() for n, x in results.items()}
+        spoilt[tensor][0, 0, 0, 0] += 0.5  # the first is always in the sample
+        assert not checker.error(spoilt, "cpu").ok, tensor
+
+
+def test_a_row_outside_the_sample_must_be_finite(monkeypatch):
+    monkeypatch.setattr(check, "MAX_ENTRIES", 3000)
+    problem = case("c", 200, heads=1)
+    checker = check.Checker(problem, problem.inputs())
+    assert len(checker.rows) < 200
+    out = providers._sdpa(problem, problem.inputs())(*providers._tensors(problem.inputs()))
+    outside = next(i for i in range(200) if i not in checker.rows)
+    assert checker.error({"out": out}, "sdpa").ok
+    out[0, 0, outside, 0] = math.nan
+    assert not checker.error({"out": out}, "sdpa").ok
+
+
+def test_dropout_of_torch_is_replayed():
+    problem = override(select("bert-base-dropout")[0], batch=1, heads_q=2, seqlen_q=32)
+    (sdpa,) = providers.choose("sdpa", CPU)
+    inputs = problem.inputs()
+    checker = check.Checker(problem, inputs)
+    checker.seed_call()
+    out = sdpa.work(problem, inputs, checker.grad_out, "forward").call()
+    assert checker.error({"out": out}, "sdpa").ok
+    assert not checker.error({"out": out}, "cpu").ok
+
+
+def test_memory_growth_counts_what_a_call_holds_at_once():
+    def call():
+        scratch = torch.ones(8 << 20)  # 32 MiB, gone at the end
+        return scratch[: 1 << 18].clone()
+
+    call()
+    result, grown = memory.peak_growth(call, CPU)
+    assert result.numel() == 1 << 18
+    assert grown is not None
+    assert 32 << 20 <= grown <= 40 << 20
+
+
+def test_math_is_refused_where_its_scores_do_not_fit():
+    with pytest.raises(providers.Refused, match="score matrices need"):
+        sweep._refuse_without_memory(case("c", 1 << 20), "forward", CPU)
+
+
+def work(call):
+    return timing.Work(call, providers.nullcontext)
+
+
+def test_ratios_are_medians_of_rounds_and_order_rotates():
+    a = timing.Timing([1.0, 2.0, 4.0])
+    b = timing.Timing([2.0, 2.0, 2.0])
+    assert a.ratio(b) == 1.0
+    assert timing.Timing([1.0, None, None]).ratio(b) == 2.0
+    calls = []
+    works = {"a": work(lambda: calls.append("a")), "b": work(lambda: calls.append("b"))}
+    plan = timing.Plan(block=1e-9, rounds=2, min_rounds=2, budget=9.0)
+    found = timing.measure(works, plan, CPU)
+    assert [len(t.kept) for t in found.values()] == [2, 2]
+    assert calls[-4:] == ["a", "b", "b", "a"]
+
+
+def test_disturbed_rounds_are_dropped_and_too_many_are_confessed(monkeypatch):
+    plan = timing.Plan(block=1e-5, rounds=3, min_rounds=3, budget=9.0)
+    verdicts = iter([True, False, True, False, False])
+    monkeypatch.setattr(timing.Load, "disturbed_since", lambda self, before: next(verdicts))
+    found = timing.measure({"a": work(lambda: None)}, plan, CPU)["a"]
+    assert (len(found.kept), found.dropped, found.clean) == (3, 2, True)
+    monkeypatch.setattr(timing.Load, "disturbed_since", lambda self, before: True)
+    found = timing.measure({"a": work(lambda: None)}, dataclasses.replace(plan, budget=0.0), CPU)["a"]
+    assert (len(found.kept), found.dropped, found.clean) == (3, 0, False)
+
+
+def test_waiting_for_a_core_disturbs():
+    quiet = timing.Load(wall=0.0, queued=0.0, foreign=0.0)
+    assert not timing.Load(1.0, 0.01, 0.01).disturbed_since(quiet)
+    assert timing.Load(1.0, 0.10, 0.01).disturbed_since(quiet)
+    assert timing.Load(1.0, 0.01, 0.50).disturbed_since(quiet)
+    assert not timing.Load(1.0, None, None).disturbed_since(quiet)
+
+
+# --- goals ------------------------------------------------------------------------------------------------------------
+
+
+def test_goals_are_distinct_and_complete():
+    found = goals.SETS["cpu-goals"]
+    assert len({(g.case.name, g.pass_name) for g in found}) == len(found)
+    table = [g for g in found if re.fullmatch(r"goal \w+ D(64|128) L\d+ (full|causal)", g.case.name)]
+    lengths = {
+        (g.case.dtype, g.pass_name): {h.case.seqlen_q for h in table if h.case.dtype == g.case.dtype} for g in table
+    }
+    assert len(table) == 6 * 2 * 6 * 2 - 4  # no goal for float16 backward at 8192
+    assert all(n == {64, 128, 256, 512, 2048, 8192} for n in lengths.values())
+    assert all((g.share is not None) == (g.case.seqlen_q >= 2048) for g in table)
+
+
+class FakeRunner:
+    """Ratios from a list, one for each measurement."""
+
+    device = CPU
+    clock = "wall"
+    plan = timing.Plan()
+    baseline = "sdpa"
+
+    def __init__(self, *ratios):
+        self.ratios = list(ratios)
+
+    def key(self, case, pass_name, provider):
+        return f"{case.name} {pass_name} {provider}"
+
+    def run(self, case, pass_name, rivals):
+        ratio = self.ratios.pop(0)
+        more = {"rms_ratio": 1.0, "bandwidth_share": 0.1, "tags": ()}
+        fields = {("case" if k == "name" else k): v for k, v in dataclasses.asdict(case).items()}
+        return [
+            {**row(case.seqlen_q, p.name, r), **fields, **more, "key": self.key(case, pass_name, p.name)}
+            for p, r in zip(rivals, (ratio, 1.0), strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict", "fails"),
+    [
+        ([2.1], "met", False),
+        ([1.9], "near", False),
+        ([1.0, 2.0], "met", False),
+        ([1.0, 1.5, 1.6], "missed", True),
+    ],
+)
+def test_a_goal_fails_when_missed_twice_in_a_row(tmp_path, ratios, verdict, fails):
+    goal = goals.Goal(case("goal x", 128), "forward", 2.0)
+    log = record.Log(tmp_path / "goals.jsonl")
+    log.start_run(
+        {
+            "device": "m",
+            "cpu_isa": "i",
+            "threads": 2,
+            "torch": "2",
+            "code": "c",
+            "git": None,
+            "dirty": False,
+            "date": "d",
+            "command": "c",
+        }
+    )
+    runner = FakeRunner(*ratios)
+    rows, failed, interrupted = goals.run([goal], runner, log, report.Console(quiet=True))
+    assert (goals.verdict(goal, rows[0]), failed, interrupted) == (verdict, fails, False)
+    assert runner.ratios == []
+    assert ("one_thread" in rows[0]["goal"]) == fails
+    assert verdict in (tmp_path / "goals.md").read_text()
+    again, _, _ = goals.run([goal], runner, log, report.Console(quiet=True))  # from the log: no ratio is left
+    assert again[0]["goal"]["ratio"] == rows[0]["goal"]["ratio"]
+
+
+def test_goals_of_share_error_and_memory_count():
+    goal = goals.Goal(case("goal x", 128), "forward", 2.0, share=0.9, rms=1.0, memory=1.0)
+
+    def verdict(**got):
+        return goals.verdict(goal, {**row(), "goal": {"ratio": 2.0, "share": 0.9, "rms": 1.0, "memory": 0.5, **got}})
+
+    assert verdict() == "met"
+    assert verdict(share=0.85) == "near"
+    assert verdict(share=0.80) == "missed"
+    assert verdict(rms=1.01) == "met"
+    assert verdict(rms=1.2) == "near"
+    assert verdict(memory=1.5) == "near"
+    assert verdict(memory=None) == "near"
+    assert goals.verdict(goal, {**row(status="wrong"), "goal": {}}) == "wrong"
+
+
+def test_goals_against_another_case_are_per_flop(tmp_path):
+    wide, narrow = case("goal wide", 64, heads=2), case("narrow", 64, heads=1)
+    goal = goals.Goal(wide, "forward", goals.EVEN, rival="cpu, one head", rival_case=narrow)
+    plan = timing.Plan(block=1e-4, rounds=3, min_rounds=3, budget=0.1)
+    runner = sweep.Runner(CPU, plan)
+    ours, rows = goals._measure(goal, runner)
+    assert [r["provider"] for r in rows] == ["cpu", "cpu, one head"]
+    assert ours["goal"]["ratio"] == pytest.approx(2 * ours["ratio"])
+    assert goals.named("gpt2") is None
+    assert [g.case.dtype for g in goals.named("cpu-goals:learned mask fp32")] == ["fp32"]
+
+
+def test_case_is_hashable_data():
+    assert isinstance(hash(CASES[0]), int)
+    assert isinstance(CASES[0], Case)

@@ -1,0 +1,34 @@
+"""A small set of timings for pytest-benchmark: `--benchmark-save`, then `--benchmark-compare --benchmark-compare-fail`.
+
+The sweep is bench's (`python -m bench`); these few catch a regression of a kernel or of the Python above it.
+"""
+
+import pytest
+import torch
+
+from attnkern.cases import case
+from bench import providers
+
+CASES = [
+    (case("short call", 64, heads=1), "forward"),
+    (case("short call", 64, heads=1), "both"),
+    (case("forward fp32", 256, heads=2), "forward"),
+    (case("forward bf16 causal", 256, heads=2, dtype="bf16", causal=True), "forward"),
+    (case("backward fp32", 256, heads=2), "backward"),
+    (case("backward bf16 causal", 256, heads=2, dtype="bf16", causal=True), "backward"),
+    (case("decode", 1, 2048, heads=(8, 2), dim=128, dtype="bf16"), "forward"),
+]
+PROVIDERS = [p for p in providers.choose(None, torch.device("cpu")) if not p.name.startswith("sdpa")]
+
+
+@pytest.mark.real_memory
+@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p.name)
+@pytest.mark.parametrize(("problem", "pass_name"), CASES, ids=lambda x: getattr(x, "name", x))
+def test_speed(benchmark, problem, pass_name, provider):
+    inputs = problem.inputs()
+    grad_out = torch.randn(problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim_v).to(inputs.query)
+    work = provider.work(problem, inputs, grad_out, pass_name)
+    benchmark.group = f"{problem.name}, {pass_name}"
+    result = benchmark.pedantic(work.call, rounds=20, iterations=5, warmup_rounds=2)
+    for tensor in providers.results(pass_name, result).values():
+        assert tensor.isfinite().all()

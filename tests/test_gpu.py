@@ -1,0 +1,97 @@
+"""What only a GPU can show: streams, devices, graphs, no synchronisation. Skipped without one."""
+
+import pytest
+import torch
+
+import attnkern
+from attnkern import testing
+
+contract = pytest.mark.contract
+pytestmark = pytest.mark.gpu
+
+
+def leaves(device="cuda", dtype=torch.float16):
+    x = testing.make_inputs(2, 4, 130, 200, 64, dtype=dtype, device=device, seed=3).tensors.values()
+    return [y.requires_grad_() for y in x]
+
+
+def run(tensors, **options):
+    out = attnkern.scaled_dot_product_attention(*tensors, **options)
+    return (out, *torch.autograd.grad(out.sum(), tensors))
+
+
+@contract(62)
+def test_runs_on_the_current_stream():
+    tensors = leaves()
+    want = run(tensors)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**8)
+        tensors[0].data.zero_()  # behind the sleep: a kernel on another stream would still see the old query
+        got = run(tensors)
+    torch.cuda.synchronize()
+    assert not torch.equal(got[0], want[0])
+    mean = tensors[2].detach().float().mean(-2, keepdim=True).half().expand_as(got[0])
+    torch.testing.assert_close(got[0], mean)
+
+
+@contract(62)
+def test_never_waits_for_the_device():
+    tensors = leaves()
+    run(tensors)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(tensors, dropout_p=0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contract(62)
+def test_cuda_graph_capture():
+    tensors = leaves()
+    run(tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(tensors)
+    with torch.no_grad():
+        for x in tensors:
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for a, b in zip(captured, run(tensors), strict=True):
+        assert torch.equal(a, b)
+
+
+@contract(62)
+def test_tensors_of_a_device_that_is_not_current():
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    with torch.cuda.device(0):
+        for x in run(leaves(last)):
+            assert x.device == last
+
+
+@contract(62)
+def test_deterministic_mode():
+    assert torch.are_deterministic_algorithms_enabled()
+    tensors = leaves()
+    for a, b in zip(run(tensors), run(tensors), strict=True):
+        assert torch.equal(a, b)
+
+
+@contract(62)
+def test_float32_is_float32():
+    """Without allow_tf32 the products keep 24 bits."""
+    assert not torch.backends.cuda.matmul.allow_tf32
+    testing.check_attention(testing.make_inputs(2, 4, 130, 200, 64, device="cuda"))
+
+
+@contract(62, 19)
+@pytest.mark.parametrize("layout", ["transposed", "stepped", "expanded"])
+def test_masks_whose_last_stride_is_not_one(layout):
+    inputs = testing.make_inputs(2, 4, 64, 128, 64, dtype=torch.float16, device="cuda")
+    mask = {
+        "transposed": lambda: torch.randn(4, 128, 64, device="cuda").mT,
+        "stepped": lambda: torch.randn(4, 64, 256, device="cuda")[..., ::2],
+        "expanded": lambda: torch.randn(4, 64, 1, device="cuda").expand(4, 64, 128),
+    }[layout]()
+    testing.check_attention(testing.Inputs(inputs.query, inputs.key, inputs.value, mask, inputs.recipe))

@@ -1,0 +1,89 @@
+"""Every instruction set this machine has, forced in a process of its own: the compact matrix of numeric checks."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+contract = pytest.mark.contract
+NAMES = {"x86_64": ["generic", "avx2", "avx512", "avx512bf16"], "aarch64": ["generic", "neon"]}
+
+MATRIX = """
+import itertools, torch
+import attnkern
+from attnkern import testing
+
+torch.set_num_threads(1)
+torch.manual_seed({seed})
+assert torch.ops.attnkern.cpu_isa() == {isa!r} == attnkern.build_info()["cpu_isa"]
+dtypes = torch.float32, torch.float64, torch.bfloat16, torch.float16
+count = 0
+def check(*sizes, options=None, **more):
+    global count
+    count += 1
+    testing.check_attention(testing.make_inputs(*sizes, **more), backend="cpu", **(options or {{}}))
+with testing.poisoned_memory():
+    for dtype in dtypes:
+        for length, keys in [(1, 1), (1, 300), (3, 130), (16, 16), (33, 97), (65, 257), (130, 70)]:
+            for options in ({{}}, {{"is_causal": True}}, {{"window": (20, 3), "alignment": "bottom_right"}}):
+                check(1, 2, length, keys, 24, dtype=dtype, options=options)
+        for head_dim, head_dim_v in [(1, 1), (3, 5), (16, 17), (31, 64), (64, 31), (65, 128), (127, 3), (257, 260)]:
+            check(1, 2, 19, 37, head_dim, head_dim_v, dtype=dtype)
+            check(1, 2, 1, 70, head_dim, head_dim_v, dtype=dtype)
+        for kind, shape in itertools.product(("bool", "float", "holes"), ("BHLS", "1HL1", "B11S")):
+            for own in (dtype, torch.float32):
+                check(2, 2, 19, 70, 16, dtype=dtype, mask=(kind, shape), mask_dtype=own)
+        for layout in testing.LAYOUTS:
+            check(2, 2, 19, 70, 20, dtype=dtype, layout=layout)
+        for options in ({{"enable_gqa": True}}, {{"enable_gqa": True, "is_causal": True, "softcap": 5.0}}):
+            check(2, 6, 19, 70, 16, heads_k=2, dtype=dtype, options=options)
+        for seed in range(20):
+            inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=[dtype])
+            testing.check_attention(inputs, backend="cpu", **options)
+        # Dropout: the same bits whatever the width of a vector.
+        inputs = testing.make_inputs(2, 3, 33, 70, 16, dtype=dtype)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            keep = testing.philox_keep(torch.randint(2**63 - 1, (1,)), 2, 3, 33, 70, 0.3)
+            torch.manual_seed(seed)
+            testing.check_attention(inputs, backend="cpu", dropout_p=0.3, keep=keep)
+print("checked", count)
+"""
+
+
+def forced(isa, code):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ATTNKERN_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@contract(36)
+@pytest.mark.parametrize("isa", NAMES.get(platform.machine(), ["generic"]))
+def test_every_instruction_set(isa, fresh_seed):
+    """The machine's best set runs all other tests. One that it lacks is refused by name (test_build shows the text)."""
+    if isa == torch.ops.attnkern.cpu_isa():
+        return
+    result = forced(isa, MATRIX.format(isa=isa, seed=fresh_seed))
+    if "ATTNKERN_CPU_ISA" in result.stderr and isa != "generic":
+        assert "RuntimeError" in result.stderr
+        return
+    assert result.returncode == 0, f"ATTNKERN_CPU_ISA={isa}, seed {fresh_seed}\n{result.stderr[-4000:]}"
+    assert result.stdout.startswith("checked")
+
+
+@pytest.mark.parametrize("value", ["sse9", "AVX2", "neon" if platform.machine() == "x86_64" else "avx2"])
+def test_a_name_that_means_nothing_here_is_refused(value):
+    """By a call, not only by build_info(); the message names the variable, the value and the choices."""
+    code = "import attnkern, torch; x = torch.ones(1, 2, 3, 4); attnkern.attention(x, x, x, backend='cpu')"
+    result = forced(value, code)
+    assert result.returncode != 0
+    last = result.stderr.strip().splitlines()[-1]
+    for part in ("RuntimeError", "ATTNKERN_CPU_ISA", value, "generic"):
+        assert part in last

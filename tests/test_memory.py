@@ -1,0 +1,70 @@
+"""Memory of the kernels grows with S * D, never with L * S: peak resident memory of a fresh process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+contract = pytest.mark.contract
+
+# Peak growth over the call in MiB (VmHWM, reset before the call), the results included.
+MEASURE = """
+import json, sys, torch
+import attnkern
+length, heads, dtype, mode = json.loads(sys.argv[1])
+torch.set_num_threads(2)
+q, k, v = torch.randn(3, 1, heads, length, 64).to(getattr(torch, dtype)).unbind()
+for x in (q, k, v):
+    x.requires_grad_(mode != "forward")
+options = {"is_causal": True} if "causal" in mode else {}
+mask = torch.ones(1, 1, 1, length, dtype=torch.bool) if "mask" in mode else None
+bias = torch.zeros(1, 1, 1, length, requires_grad=True) if "bias" in mode else None
+small = [x[:, :, :64] for x in (q, k, v)]
+attnkern.attention(*small, backend="cpu").sum()  # loads and allocates what is needed once
+def status(name):
+    return next(int(x.split()[1]) / 1024 for x in open("/proc/self/status") if x.startswith(name))
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+out = attnkern.attention(q, k, v, mask if mask is not None else bias, backend="cpu", **options)
+if mode != "forward":
+    out.backward(out.detach())
+print(status("VmHWM") - before)
+"""
+
+
+def growth(length, heads, dtype, mode):
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, json.dumps([length, heads, dtype, mode])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return float(result.stdout)
+
+
+@contract(13)
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [
+        ("float32", "forward"),
+        ("float32", "backward causal"),
+        ("bfloat16", "backward causal"),
+        ("float32", "backward mask"),
+        ("bfloat16", "backward bias"),
+    ],
+)
+def test_peak_growth(dtype, mode):
+    """4096 queries and keys in 4 heads: the scores alone would be 256 MiB, an input is 4 MiB in float32."""
+    length, heads = 4096, 4
+    tensor = length * heads * 64 * 4 / 2**20
+    tensors = 1 if mode == "forward" else 8  # out; with gradients also theirs, a float32 copy of some, and grad_out
+    assert growth(length, heads, dtype, mode) < tensors * tensor + 16
+
+
+@contract(13)
+def test_growth_is_linear_in_the_length():
+    """Eight times the length: eight times the memory (and not 64), for forward and backward together."""
+    short, long = growth(1024, 2, "float32", "backward causal"), growth(8192, 2, "float32", "backward causal")
+    assert long < 8 * 1.5 * max(short, 4.0)
