@@ -52,7 +52,7 @@ gpu: $(READY)  ## on a CUDA machine: build, GPU tests, benchmark
 
 wheel: $(READY)  ## dist/: a wheel with the compiled libraries, and the sdist
 	@rm -rf build/lib.*
-	@$(PY) setup.py -q sdist bdist_wheel
+	@$(PY) -W ignore setup.py -q sdist bdist_wheel
 	@ls dist
 
 sanitize: $(READY)  ## the CPU kernels' C++ tests under AddressSanitizer and UBSan

@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
         if seed is not None:
             seed = _stack(seed, in_dims[4], n).reshape(-1).contiguous()
         out, lse = _forward(_flatten(q), _flatten(k), _flatten(v), bias, seed, score, True, backend)
-        return _unflatten((out, lse), n)
+        return _unflatten((out, lse), n, batch)
 
 
 class _AttentionJVP(_Attention):
@@ -171,7 +171,7 @@ class _AttentionBackward(torch.autograd.Function):
             _flatten(lse),
             *rest,
         )
-        (dq, dk, dv, dbias), dims = _unflatten(grads, n)
+        (dq, dk, dv, dbias), dims = _unflatten(grads, n, batch)
         if bias is not None and bias.shape[1] != batch and grad_mask & ops.GRAD_BIAS:
             dbias = dbias.sum(1, keepdim=True)
         return (dq, dk, dv, dbias), dims
@@ -189,9 +189,9 @@ def _flatten(x: Tensor, batch: int | None = None) -> Tensor:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _unflatten(results: Sequence[Tensor], n: int) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+def _unflatten(results: Sequence[Tensor], n: int, batch: int) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """(n * B, ...) -> (n, B, ...) and the mapped dimensions; results that were not asked for (1-D) pass through."""
-    unflattened = tuple(x.reshape(n, x.shape[0] // n, *x.shape[1:]) if x.ndim > 1 else x for x in results)
+    unflattened = tuple(x.unflatten(0, (n, batch)) if x.ndim > 1 else x for x in results)
     return unflattened, tuple(0 if x.ndim > 1 else None for x in results)
 
 

@@ -242,7 +242,7 @@ def _plan(
         for name, shape, n in (("query", q, heads_q), ("key", k, heads_k), ("value", v, heads_v)):
             if len(shape) < 3:
                 raise RuntimeError(
-                    f"attnkern: {name} must have heads (dimension -3) with enable_gqa, got {_show(shape)}"
+                    f"attnkern: {name} must have a head dimension (-3) with enable_gqa, got {_show(shape)}"
                 )
             if n != heads and (n == 0 or heads % n != 0):
                 raise RuntimeError(
@@ -339,8 +339,9 @@ def _check_mask(mask: _Kind, query: _Kind, scores: _Sizes) -> None:
     if device != query[2]:
         raise RuntimeError(f"attnkern: attn_mask must be on query's device {query[2]}, got {device}")
     if dtype not in (torch.bool, torch.float32, query[1]):
-        expected = ", ".join(dict.fromkeys(("bool", "float32", _show(query[1]))))
-        raise RuntimeError(f"attnkern: attn_mask's dtype must be one of {expected}, got {_show(dtype)}")
+        raise RuntimeError(
+            f"attnkern: attn_mask must be bool, float32 or query's dtype {_show(query[1])}, got {_show(dtype)}"
+        )
     if len(shape) > len(scores) or any(m != 1 and m != s for m, s in zip(shape[::-1], scores[::-1], strict=False)):
         raise RuntimeError(
             f"attnkern: attn_mask must broadcast to the scores' shape {_show(scores)}, got {_show(shape)}"

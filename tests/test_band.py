@@ -83,3 +83,14 @@ def test_bottom_right_lets_the_last_query_see_every_key(target):
     out = target.attention(q, k, v, is_causal=True, alignment="bottom_right")
     assert not out[:, :, :7].any()
     assert torch.equal(out[:, :, 7], v[:, :, 0])
+
+
+@pytest.mark.parametrize("far", [10**6, 2**40, 2**62, 2**63 - 1, 10**30])
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_bounds_beyond_every_length(target, far, alignment):
+    """As good as unbounded, however large: no overflow on the way to the kernel."""
+    inputs = target.inputs(1, 2, 40, 70, 8)
+    for window, same in [((far, far), (None, None)), ((far, 2), (None, 2)), ((3, far), (3, None))]:
+        got = target.attention(*inputs.tensors.values(), window=window, alignment=alignment)
+        want = target.attention(*inputs.tensors.values(), window=same, alignment=alignment)
+        torch.testing.assert_close(got, want)

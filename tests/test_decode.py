@@ -69,15 +69,3 @@ def test_a_growing_cache_gives_the_rows_of_causal_attention(target):
     for t in range(24):
         step = target.sdpa(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], enable_gqa=True)
         torch.testing.assert_close(step, whole[:, :, t : t + 1])
-
-
-@pytest.mark.threads
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_any_number_of_threads(target, threads, dtype):
-    """Splitting the keys over threads must not show: neither in the rule nor from call to call."""
-    torch.set_num_threads(threads)
-    inputs = target.inputs(1, 1, 1, 3001, 16, dtype=dtype)
-    results = target.check(inputs)
-    again = target.sdpa(inputs.query, inputs.key, inputs.value)
-    assert torch.equal(again, target.sdpa(inputs.query, inputs.key, inputs.value))
-    assert results["out"].shape == again.shape

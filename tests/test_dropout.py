@@ -53,6 +53,16 @@ def test_bits_are_those_of_philox(target, sizes, dropout_p):
     assert torch.equal(got, testing.philox_keep(drawn, *sizes, dropout_p, device=target.device))
 
 
+@contract(34)
+@pytest.mark.parametrize("dropout_p", [0.5 / 65536, 2.5 / 65536, 1 - 2.5 / 65536, 1e-9, 1 - 1e-9])
+def test_thresholds_halfway_between_two_values(target, dropout_p):
+    """Every backend rounds p * 65536 alike: to even, as Python's round."""
+    seed = int(torch.randint(2**31, ()))
+    got = survivors(target, 1, 2, 400, 400, dropout_p, seed)
+    torch.manual_seed(seed)
+    assert torch.equal(got, testing.philox_keep(rng.draw_seed(torch.device(target.device)), 1, 2, 400, 400, dropout_p))
+
+
 @contract(34, 35)
 def test_bits_depend_on_position_alone(target):
     """Not on lengths, masks, causality, head sizes or dtype."""

@@ -1,8 +1,7 @@
-"""__torch_function__, modes, torch's attn_bias objects, nested tensors, sdpa_kernel, threads."""
+"""__torch_function__, modes, torch's attn_bias objects, nested tensors, sdpa_kernel, a fresh process."""
 
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -199,53 +198,7 @@ def test_right_under_any_choice_of_torchs_backends(target, backends):
     assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == before
 
 
-# --- threads and processes
-
-
-@contract(61)
-@pytest.mark.threads
-@pytest.mark.parametrize("shapes", ["equal", "different"])
-def test_concurrent_calls(target, shapes):
-    problems = [target.inputs(2, 2, 33, 70 if shapes == "equal" else 20 + 17 * i, 16) for i in range(6)]
-    want = [target.sdpa(*p.tensors.values(), is_causal=True) for p in problems]
-    failures = []
-
-    def work(i):
-        for _ in range(10):
-            x = [x.detach().requires_grad_() for x in problems[i].tensors.values()]
-            out = target.sdpa(*x, is_causal=True)
-            out.sum().backward()
-            if not torch.equal(out, want[i]) or any(y.grad.isnan().any() for y in x):
-                failures.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not failures
-
-
-@contract(61)
-def test_backward_in_another_thread(target):
-    leaves = [x.requires_grad_() for x in target.inputs(2, 3, 9, 17, 8).tensors.values()]
-    want = torch.autograd.grad(target.sdpa(*leaves).sum(), leaves)
-    out = target.sdpa(*leaves)
-    got = []
-    thread = threading.Thread(target=lambda: got.extend(torch.autograd.grad(out.sum(), leaves)))
-    thread.start()
-    thread.join()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)  # the other thread has its own number of threads
-
-
-@contract(61)
-@pytest.mark.threads
-def test_the_number_of_threads_does_not_change_the_output(target, dtype):
-    inputs = target.inputs(2, 3, 130, 200, 24, dtype=dtype)
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        target.check(inputs, is_causal=True)
+# --- a process of its own
 
 
 @contract(61)

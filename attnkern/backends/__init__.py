@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
-import torch
-
 from ..problem import Problem
 from . import cpu, reference
 
@@ -68,10 +66,8 @@ def select(problem: Problem, name: str | None = None) -> ModuleType:
                 if backend is reference and problem.q.device.type != "meta":
                     _warn_fallback(_fallback_reasons(problem))
                 return backend
-    elif name not in _BY_NAME:
-        raise ValueError(f"attnkern: backend must be one of {', '.join(map(repr, _BY_NAME))} or None, got {name!r}")
-    elif not _refusals(_BY_NAME[name], problem):
-        return _BY_NAME[name]
+    elif not _refusals(_named(name), problem):
+        return _named(name)
     raise RuntimeError(f"attnkern: backend {name!r} cannot run this call\n{explain(problem, name)}")
 
 
@@ -80,12 +76,8 @@ def explain(problem: Problem, name: str | None = None) -> Explanation:
     row = _row(problem)
     others = [backend for backend in _BY_NAME.values() if backend not in row]
     refusals = {backend.NAME: _refusals(backend, problem) for backend in (*row, *others)}
-    if name is not None:
-        chosen = name if name in refusals and not refusals[name] else None
-        if name not in _BY_NAME:
-            select(problem, name)
-    else:
-        chosen = next(n for n, reasons in refusals.items() if not reasons)
+    candidates = list(refusals) if name is None else [_named(name).NAME]
+    chosen = next((n for n in candidates if not refusals[n]), None)
     return Explanation(str(problem), chosen, refusals)
 
 
@@ -97,6 +89,12 @@ def backends() -> list[BackendInfo]:
         why_not = backend.unavailable()
         infos.append(BackendInfo(name, devices, why_not is None, why_not))
     return infos
+
+
+def _named(name: str) -> ModuleType:
+    if name not in _BY_NAME:
+        raise ValueError(f"attnkern: backend must be one of {', '.join(map(repr, _BY_NAME))} or None, got {name!r}")
+    return _BY_NAME[name]
 
 
 def _row(problem: Problem) -> tuple[ModuleType, ...]:
@@ -117,7 +115,6 @@ def _fallback_reasons(problem: Problem) -> str:
 _warned: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # a trace warns once, when it is made
 def _warn_fallback(reasons: str) -> None:
     if reasons not in _warned:
         _warned.add(reasons)
@@ -126,3 +123,8 @@ def _warn_fallback(reasons: str) -> None:
             FallbackWarning,
             stacklevel=5,
         )
+
+
+# A trace warns once, when it is made: torch.compiler.assume_constant_result, which does just this but first imports
+# all of Dynamo (0.7 s).
+_warn_fallback._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -62,13 +62,14 @@ struct BackwardScratch {
 
 // S, dP -> P (dropped), dS in place, for one segment. Rows are queries, lanes keys. dlog: dS with respect to the scores
 // before the softmax, which is the bias's gradient; otherwise with respect to q k^T. kPlain: only a scale.
-template <class C, bool kPlain>
+template <class Op, bool kPlain, class C = typename Op::Compute>
 inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, bool masked, const Segment& segment,
                                  const C* lse, const C* delta, const C* bias, const C* keep, bool dlog, C* scores,
                                  C* grad_scores) {
   using S = Simd<C>;
   using V = typename S::V;
-  const V log2e = S::set1(kLog2E<C>), scale = S::set1(score.scale), one = S::set1(C(1));
+  const V scale = S::set1(score.scale), one = S::set1(C(1));
+  const V exponent_scale = Op::exponent_units(kPlain ? scale : one);
   const V ds_scale = S::set1(dlog ? C(1) : score.signed_scale);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t v = segment.first; v < segment.last; ++v) {
@@ -79,9 +80,7 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
       // A row without any live key has lse = -inf; -inf in place of -lse makes its probabilities 0.
       const V shift = S::set1(lse[i] == -kInfinity<C> ? -kInfinity<C> : -lse[i]), row_delta = S::set1(delta[i]);
       V x = S::load(scores + at), g = S::load(grad_scores + at), slope = one;
-      if constexpr (kPlain) {
-        x = S::fma(x, scale, shift);
-      } else {
+      if constexpr (!kPlain) {
         x *= scale;
         if (score.cap != C(0)) {
           const V t = tanh_lanes<C>(x / S::set1(score.cap));
@@ -89,9 +88,8 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
           slope = one - t * t;
         }
         if (score.has_bias) x += S::load(bias + at);
-        x += shift;
       }
-      V p = S::exp2(x * log2e);
+      V p = Op::exponential(x, exponent_scale, Op::exponent_units(shift));
       if (cut) {
         p = mask.select(p, S::zero());
         mask.advance();
@@ -133,7 +131,7 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
       gemm<Op, false>(segment.rows, vectors, depth_v, grad_rows.data + row * grad_rows.step, grad_rows.step,
                       scratch.v_tile + lane, kTile<C>, scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore);
     const auto differentiate =
-        score.plain() && !score.dropout ? differentiate_scores<C, true> : differentiate_scores<C, false>;
+        score.plain() && !score.dropout ? differentiate_scores<Op, true> : differentiate_scores<Op, false>;
     differentiate(score, walk, block.masked, segment, static_cast<const C*>(p.lse) + lse_row, delta + lse_row,
                   scratch.bias + at, score.dropout ? scratch.keep + at : nullptr, dlog, scratch.scores + at,
                   scratch.grad_scores + at);
@@ -292,10 +290,10 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
       }
 
       if (wanted.dk && (h + 1) % group_k == 0)
-        store_transposed<C, T>(scratch.dk, keys, p.head_dim, nullptr, nullptr, at<T>(p.dk, batch, head_k, key),
+        store_transposed<C, T>(scratch.dk, keys, p.head_dim, nullptr, at<T>(p.dk, batch, head_k, key),
                                p.dk.stride[2]);
       if (wanted.dv && (h + 1) % group_v == 0)
-        store_transposed<C, T>(scratch.dv, keys, p.head_dim_v, nullptr, nullptr, at<T>(p.dv, batch, head_v, key),
+        store_transposed<C, T>(scratch.dv, keys, p.head_dim_v, nullptr, at<T>(p.dv, batch, head_v, key),
                                p.dv.stride[2]);
     }
   }

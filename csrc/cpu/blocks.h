@@ -151,25 +151,25 @@ inline void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_
   }
 }
 
-// rows[lane][column] = tile[column][lane] * factor[lane], exactly 0 where dead[lane] == 0: back to the user's layout.
-// factor and dead may be null.
+// rows[lane][column] = tile[column][lane] * factor[lane], back to the user's layout; exactly 0 where factor is 0, even
+// for infinity and NaN. factor may be null.
 template <class C, class T>
-inline void store_transposed(const C* tile, int64_t count, int64_t columns, const C* factor, const C* alive, T* target,
+inline void store_transposed(const C* tile, int64_t count, int64_t columns, const C* factor, T* target,
                              int64_t row_stride) {
   using S = Simd<C>;
   using V = typename S::V;
   constexpr int kLanes = S::kLanes;
   for (int64_t lane = 0; lane < count; lane += kLanes) {
     const V scale = factor == nullptr ? S::set1(C(1)) : S::load(factor + lane);
+    bool zeros = false;
+    for (int64_t i = 0; factor != nullptr && i < kLanes; ++i) zeros |= factor[lane + i] == C(0);
     for (int64_t column = 0; column < columns; column += kLanes) {
       V block[kLanes];
       const int64_t width = min64(kLanes, columns - column);
       for (int64_t c = 0; c < kLanes; ++c)
         block[c] = c < width ? S::load(tile + (column + c) * kTile<C> + lane) * scale : S::zero();
-      if (alive != nullptr) {
-        const auto dead = S::load(alive + lane) == S::zero();
-        for (int64_t c = 0; c < width; ++c) block[c] = dead ? S::zero() : block[c];
-      }
+      if (zeros)
+        for (int64_t c = 0; c < width; ++c) block[c] = scale == S::zero() ? S::zero() : block[c];
       S::transpose(block);
       for (int64_t r = 0; r < min64(kLanes, count - lane); ++r)
         S::store_as(target + (lane + r) * row_stride + column, block[r], width);

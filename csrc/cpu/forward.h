@@ -107,9 +107,9 @@ inline void exponentiate(const Segment& segment, int64_t first, typename Op::Com
   V total[kVectors], shift[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     total[v] = S::load(sum + (first + v) * S::kLanes);
-    shift[v] = -S::load(m + (first + v) * S::kLanes);
+    shift[v] = Op::exponent_units(-S::load(m + (first + v) * S::kLanes));
   }
-  const V factor = S::set1(scale), log2e = S::set1(kLog2E<C>);
+  const V factor = Op::exponent_units(S::set1(scale));
   for (int64_t j = 0; j < segment.rows; j += Op::kPack) {
     for (int v = 0; v < kVectors; ++v) {
       V p[Op::kPack];
@@ -119,7 +119,7 @@ inline void exponentiate(const Segment& segment, int64_t first, typename Op::Com
           continue;
         }
         const int64_t at = (j + half) * kTile<C> + (first + v) * S::kLanes;
-        p[half] = S::exp2(S::fma(S::load(scores + at), factor, shift[v]) * log2e);
+        p[half] = Op::exponential(S::load(scores + at), factor, shift[v]);
         total[v] += p[half];
         if (keep != nullptr) p[half] *= S::load(keep + at);
       }
@@ -185,7 +185,6 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
   const int64_t head_k = head / (p.heads_q / p.heads_k), head_v = head / (p.heads_q / p.heads_v);
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
-  const int64_t chunk = Op::kPack == 1 ? 1 : 2;
 
   transpose_tile<Op>(operand_rows<Op, T>(p.q, batch, head, query, queries, p.head_dim, scratch.rows), queries, depth,
                      score.negate, scratch.query_tile);
@@ -249,7 +248,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
         const auto part = [&]<int kVectors>() {
           exponentiate<Op, kVectors>(segment, v, scale, scratch.block_largest,
                                      score.dropout ? scratch.keep + row * kTile<C> : nullptr,
-                                     scratch.scores + row * kTile<C>, probabilities + row / chunk * kTile<C>,
+                                     scratch.scores + row * kTile<C>, probabilities + row / Op::kPack * kTile<C>,
                                      scratch.sum);
           v += kVectors;
         };
@@ -260,8 +259,11 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
     }
 
     const auto values = value_rows<T, Op>(p, batch, head_v, block.row, block.rows, scratch.rows);
-    const bool whole = !block.masked;
-    if (!whole) {  // segments touch some lanes only: rescale all of them first
+    // The first segment of the first block covers all lanes or the others are cleared; a block in segments, which touch
+    // some lanes only, rescales all of them first.
+    const Segment& opening = block.segment[0];
+    const bool opens = !started && opening.first == 0 && opening.last == vectors;
+    if (block.masked && !opens) {
       for (int64_t d = 0; d < p.head_dim_v; ++d)
         for (int64_t v = 0; v < vectors; ++v) {
           C* total = scratch.out + d * kTile<C> + v * S::kLanes;
@@ -270,32 +272,30 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
     }
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
-      const int64_t row = (segment.row - block.row) / chunk, lane = segment.first * S::kLanes;
+      const int64_t row = (segment.row - block.row) / Op::kPack, lane = segment.first * S::kLanes;
+      const Epilogue epilogue = s == 0 && opens ? Epilogue::kStore : block.masked ? Epilogue::kAdd : Epilogue::kRescale;
       gemm<Op, true>(p.head_dim_v, segment.last - segment.first, (segment.rows + Op::kPack - 1) / Op::kPack,
                      values.data + row * values.step, values.step, probabilities + row * kTile<C> + lane, kTile<C>,
-                     scratch.out + lane, kTile<C>,
-                     !whole ? Epilogue::kAdd : started ? Epilogue::kRescale : Epilogue::kStore,
-                     scratch.correction + lane);
+                     scratch.out + lane, kTile<C>, epilogue, scratch.correction + lane);
     }
     started = true;
   }
 
-  // A row that no key was left for: exactly 0, whatever V holds. NaN in l stays NaN.
+  // A row that no key was left for: exactly 0, whatever V holds, and lse -inf. NaN in the sum stays NaN.
   for (int64_t v = 0; v < vectors; ++v) {
-    const V sum = S::load(scratch.sum + v * S::kLanes);
-    S::store(scratch.correction + v * S::kLanes, sum == S::zero() ? S::zero() : S::set1(C(1)) / sum);
+    const int64_t lane = v * S::kLanes;
+    const V sum = S::load(scratch.sum + lane);
+    const auto dead = sum == S::zero();
+    S::store(scratch.correction + lane, dead ? S::zero() : S::set1(C(1)) / sum);
+    S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>) : S::load(scratch.largest + lane) + S::log(sum));
   }
   if (!started)
     for (int64_t i = 0; i < p.head_dim_v * kTile<C>; ++i) scratch.out[i] = C(0);
-  store_transposed(scratch.out, queries, p.head_dim_v, scratch.correction, scratch.sum,
-                   at<T>(p.out, batch, head, query), p.out.stride[2]);
-  if (p.lse != nullptr) {
-    C* lse = static_cast<C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + query;
-    for (int64_t i = 0; i < queries; ++i)
-      lse[i] = scratch.sum[i] == C(0)
-                   ? -kInfinity<C>
-                   : static_cast<C>(static_cast<double>(scratch.largest[i]) + std::log(static_cast<double>(scratch.sum[i])));
-  }
+  store_transposed(scratch.out, queries, p.head_dim_v, scratch.correction, at<T>(p.out, batch, head, query),
+                   p.out.stride[2]);
+  if (p.lse != nullptr)
+    std::memcpy(static_cast<C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + query, scratch.largest,
+                static_cast<size_t>(queries) * sizeof(C));
 }
 
 // A queue of tasks, taken one by one by whichever thread is free.

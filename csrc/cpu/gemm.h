@@ -11,6 +11,9 @@
 namespace attnkern::cpu {
 namespace {
 
+template <class C>
+inline constexpr C kLog2E = C(1.442695040888963407359924681001892137L);
+
 enum class Epilogue {
   kStore,     // C = product
   kStoreMax,  // C = product, and aux = max(aux, product) for every lane
@@ -29,6 +32,9 @@ struct Dot {
   static V load(const Scalar* b) { return S::load(b); }
   static V broadcast(const Scalar* a) { return S::set1(*a); }
   static V accumulate(V sum, V a, V b) { return S::fma(a, b, sum); }
+  // exp(scale * x + shift). The sum first, in natural units, then times log2 e: nothing is lost where x is the maximum.
+  static V exponential(V x, V scale, V shift) { return S::exp2(S::fma(x, scale, shift) * S::set1(kLog2E<C>)); }
+  static V exponent_units(V x) { return x; }
 };
 
 #if defined(__AVX512BF16__)
@@ -46,6 +52,20 @@ struct PairDot {
     return _mm512_set1_epi32(pair);
   }
   static V accumulate(V sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+  // exp(scale * x + shift) for a result that is rounded to bfloat16 (and summed in float32): scale and shift come in
+  // units of log2 (exponent_units), and 2^y = 2^floor(y) 2^f, f in [0, 1), by a polynomial of degree 5 (8e-8).
+  static V exponential(V x, V scale, V shift) {
+    const V y = S::fma(x, scale, shift);
+    const V f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    V p = S::set1(kPolynomial[4]);
+    for (int i = 3; i >= 0; --i) p = S::fma(p, f, S::set1(kPolynomial[i]));
+    return _mm512_scalef_ps(S::fma(p, f, S::set1(1.0f)), y);
+  }
+  static V exponent_units(V x) { return x * S::set1(kLog2E<float>); }
+
+ private:
+  static constexpr float kPolynomial[5] = {6.93151311866327502e-01f, 2.40164449696991300e-01f, 5.57999142362141168e-02f,
+                                            9.01702917378899294e-03f, 1.86713048231926270e-03f};
 };
 #endif
 

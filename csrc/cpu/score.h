@@ -12,8 +12,6 @@ namespace attnkern::cpu {
 namespace {
 
 template <class C>
-inline constexpr C kLog2E = C(1.442695040888963407359924681001892137L);
-template <class C>
 inline constexpr C kInfinity = static_cast<C>(__builtin_inf());
 
 // tanh: an odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel (Cody & Waite's split at 0.625).

@@ -5,6 +5,7 @@
 // width. The base is the compilers' vector extension; intrinsics replace it where compilers do worse.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -183,6 +184,34 @@ struct Simd {
 #endif
   }
 
+  // Natural logarithm of a positive normal number, infinity or NaN; 1 ulp. x = 2^n m with m in [sqrt(1/2), sqrt(2)),
+  // polynomial of Cephes' logf for log(1 + (m - 1)).
+  static V log(V x) {
+    if constexpr (sizeof(C) == 4) {
+      const IV bits = (IV)x;
+      const IV exponent = (bits - 0x3f3504f3) >> 23;
+      const V m = (V)(bits - (exponent << 23)) - set1(1.0f), n = __builtin_convertvector(exponent, V);
+      const V square = m * m;
+      V p = set1(7.0376836292e-2f);
+      p = fma(p, m, set1(-1.1514610310e-1f));
+      p = fma(p, m, set1(1.1676998740e-1f));
+      p = fma(p, m, set1(-1.2420140846e-1f));
+      p = fma(p, m, set1(1.4249322787e-1f));
+      p = fma(p, m, set1(-1.6668057665e-1f));
+      p = fma(p, m, set1(2.0000714765e-1f));
+      p = fma(p, m, set1(-2.4999993993e-1f));
+      p = fma(p, m, set1(3.3333331174e-1f));
+      p = fma(n, set1(-2.12194440e-4f), p * m * square);
+      const V result = fma(n, set1(0.693359375f), m + fma(square, set1(-0.5f), p));
+      return x - x == zero() ? result : x;
+    } else {
+      C lanes[kLanes];
+      store(lanes, x);
+      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = std::log(lanes[lane]);
+      return load(lanes);
+    }
+  }
+
   static V exp2_polynomial(V f) {
     if constexpr (sizeof(C) == 4) {
       V p = set1(1.53533606116304820e-04f);
@@ -281,6 +310,9 @@ struct Simd {
   // In place: row r, lane c becomes row c, lane r. log2(kLanes) rounds, each exchanging blocks of 2^round lanes.
   template <class Vector>
   static void transpose(Vector (&rows)[kLanes]) {
+#if defined(__AVX512F__)
+    if constexpr (kLanes == 16) return transpose_16(rows);
+#endif
     transpose_round<1>(rows);
   }
 
@@ -293,6 +325,34 @@ struct Simd {
   }
 
  private:
+#if defined(__AVX512F__)
+  // 64 shuffles of one uop each, none of which needs an index register: 4x4 within the 128-bit quarters of four
+  // neighbouring rows, then 4x4 of the quarters.
+  static void transpose_16(__m512 (&rows)[16]) {
+    __m512 quads[16];
+    for (int q = 0; q < 16; q += 4) {
+      const __m512d a = (__m512d)_mm512_unpacklo_ps(rows[q], rows[q + 1]);
+      const __m512d b = (__m512d)_mm512_unpackhi_ps(rows[q], rows[q + 1]);
+      const __m512d c = (__m512d)_mm512_unpacklo_ps(rows[q + 2], rows[q + 3]);
+      const __m512d d = (__m512d)_mm512_unpackhi_ps(rows[q + 2], rows[q + 3]);
+      quads[q] = (__m512)_mm512_unpacklo_pd(a, c);
+      quads[q + 1] = (__m512)_mm512_unpackhi_pd(a, c);
+      quads[q + 2] = (__m512)_mm512_unpacklo_pd(b, d);
+      quads[q + 3] = (__m512)_mm512_unpackhi_pd(b, d);
+    }
+    for (int c = 0; c < 4; ++c) {
+      const __m512 low01 = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0x44);
+      const __m512 high01 = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0xee);
+      const __m512 low23 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0x44);
+      const __m512 high23 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0xee);
+      rows[c] = _mm512_shuffle_f32x4(low01, low23, 0x88);
+      rows[4 + c] = _mm512_shuffle_f32x4(low01, low23, 0xdd);
+      rows[8 + c] = _mm512_shuffle_f32x4(high01, high23, 0x88);
+      rows[12 + c] = _mm512_shuffle_f32x4(high01, high23, 0xdd);
+    }
+  }
+#endif
+
   template <int kStep, class Vector>
   static void transpose_round(Vector (&rows)[kLanes]) {
     if constexpr (kStep < kLanes) {

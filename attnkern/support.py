@@ -1,0 +1,133 @@
+"""Which backend takes what, as a Markdown table made of the backends' own refusals.
+
+python -m attnkern.support                       prints it
+python -m attnkern.support --write README.md     puts it between the file's support markers
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attnkern
+
+from . import testing
+from .backends import TABLE, explain
+from .problem import Problem
+
+BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
+
+
+class Feature(NamedTuple):
+    """One line of the table: a small call of `attnkern.attention`."""
+
+    name: str
+    inputs: testing.Inputs
+    options: dict[str, Any]
+
+
+def features() -> list[Feature]:
+    """Every line of the table, in order."""
+
+    def feature(name: str, *sizes: int, options: dict[str, Any] | None = None, **kinds: Any) -> Feature:
+        return Feature(name, testing.make_inputs(*sizes, **kinds, seed=0), options or {})
+
+    def ranks(name: str, *shapes: tuple[int, ...]) -> Feature:
+        tensors = torch.zeros(shapes[0]), torch.zeros(shapes[1]), torch.zeros(shapes[1])
+        return Feature(name, testing.Inputs(*tensors, None, name), {})
+
+    both = {"is_causal": True, "window": (3, None)}
+    return [
+        feature("float32"),
+        feature("float64", dtype=torch.float64),
+        feature("bfloat16", dtype=torch.bfloat16),
+        feature("float16", dtype=torch.float16),
+        ranks("2-D, 3-D and more dimensions, broadcast", (4, 1, 3, 5, 8), (2, 1, 7, 8)),
+        feature("any strides", layout="stepped"),
+        feature("different lengths of query and key", 1, 2, 5, 9),
+        feature("one query, many keys (decoding)", 1, 2, 1, 300),
+        feature("any head size, odd or above 256", 1, 2, 3, 3, 321),
+        feature("value of another head size", 1, 2, 5, 5, 8, 12),
+        feature("empty dimensions", 1, 2, 5, 0),
+        feature("`enable_gqa`: fewer key and value heads", 1, 4, heads_k=2, options={"enable_gqa": True}),
+        feature("`is_causal`", options={"is_causal": True}),
+        feature('`alignment="bottom_right"`', 1, 2, 3, 7, options={"is_causal": True, "alignment": "bottom_right"}),
+        feature("`window`", options={"window": (2, 1)}),
+        feature("`attn_mask`, bool", mask=("bool", "B1LS")),
+        feature("`attn_mask`, float, and its gradient", mask=("float", "1HLS")),
+        feature("`attn_mask` with `is_causal` and `window`", mask=("bool", "LS"), options=both),
+        feature("`scale`, also 0 and negative", options={"scale": -0.5}),
+        feature("`softcap`", options={"softcap": 30.0}),
+        feature("`dropout_p`", options={"dropout_p": 0.1}),
+        feature("`return_lse`, and its gradient", options={"return_lse": True}),
+    ]
+
+
+def table() -> str:
+    """The Markdown table: a line per feature, a column per device and backend, the backend used first to the left."""
+    rows = [(device, [b.NAME for b in row]) for device, row in TABLE.items() if device != "meta"]
+    columns = [(device, name) for device, names in rows for name in names]
+    lines = [
+        "| | " + " | ".join(f"{device}: `{name}`" for device, name in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for feature in features():
+        cells = {column: cell(feature, *column) for column in columns}
+        lines.append(f"| {feature.name} | " + " | ".join(cells.values()) + " |")
+    return "\n".join(lines)
+
+
+def cell(feature: Feature, device: str, backend: str) -> str:
+    """ "yes" (forward and backward), "forward only: ..." or "no: ...", with the backend's reasons."""
+    forward, backward = (_refusals(feature, device, backend, gradients=g) for g in (False, True))
+    if forward:
+        return f"no: {'; '.join(forward)}"
+    return f"forward only: {'; '.join(backward)}" if backward else "yes"
+
+
+def _refusals(feature: Feature, device: str, backend: str, *, gradients: bool) -> list[str]:
+    """The backend's reasons against a feature. That it is not built or has no device here is none of them."""
+    call: dict[str, Any] = {**feature.inputs.tensors, **feature.options}
+    call.pop("return_lse", None)  # every backend's forward has it: no part of a problem
+    problem = Problem.from_sdpa(**call)
+    with FakeTensorMode():  # describes tensors of devices that are not there
+        tensors: dict[str, Any] = {
+            name: _like(x, device, gradients) for name, x in problem._asdict().items() if isinstance(x, Tensor)
+        }
+        reasons = explain(problem._replace(**tensors)).refusals[backend]
+    here = {info.name: info.why_not for info in attnkern.backends()}
+    return [reason for reason in reasons if reason != here[backend]]
+
+
+def _like(x: Tensor, device: str, gradients: bool) -> Tensor:
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return like.requires_grad_() if gradients and x.is_floating_point() else like
+
+
+def replace(text: str) -> str:
+    """`text` with this table between its support markers. Raises ValueError where there are none."""
+    pattern = re.compile(f"{BEGIN}.*?{END}", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"no {BEGIN} ... {END}")
+    return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m attnkern.support", description="Which backend takes what.")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between FILE's support markers")
+    file = parser.parse_args(arguments).write
+    if file is None:
+        print(table())
+    else:
+        file.write_text(replace(file.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Draws docs/images/tiles.svg and docs/images/lanes.svg: python docs/make_pictures.py (needs matplotlib).
+
+With a folder as argument it writes PNG files there instead, to look at.
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+INK, MUTED = "#222222", "#777777"
+CLEAN, CUT, SKIPPED, MARK = "#9CC9E3", "#F2B872", "#F1F1F1", "#C0392B"
+plt.rcParams.update({"font.size": 10, "svg.hashsalt": "attnkern", "axes.edgecolor": MUTED, "text.color": INK})
+
+TILE, BLOCK, LENGTH = 64, 96, 384
+SEED = 34
+
+
+def blocks(row, rows, left, right):
+    """(begin, end, clean?) along the keys for queries [row, row + rows): csrc/common/band.h with offset 0."""
+
+    def clip(begin, end):
+        return max(begin, 0), max(0, min(end, LENGTH))
+
+    reached = clip(row - left, row + rows + right)
+    shared = clip(row + rows - 1 - left, row + 1 + right)
+    if shared[1] <= shared[0]:
+        shared = reached[1], reached[1]
+    at, found = reached[0], []
+    while at < reached[1]:
+        clean = shared[0] <= at < shared[1]
+        end = shared[0] if at < shared[0] else shared[1] if clean else reached[1]
+        parts = -(-(end - at) // BLOCK)
+        size = min(end - at, -(-(end - at) // parts // 2) * 2) if clean else min(end - at, BLOCK)
+        found.append((at, at + size, clean))
+        at += size
+    return found
+
+
+def matrix(ax, title, left, right, marked=None):
+    ax.add_patch(Rectangle((0, 0), LENGTH, LENGTH, facecolor=SKIPPED, edgecolor="none"))
+    for row in range(0, LENGTH, TILE):
+        for begin, end, clean in blocks(row, TILE, left, right):
+            color = CLEAN if clean else CUT
+            ax.add_patch(Rectangle((begin, row), end - begin, TILE, facecolor=color, edgecolor="white", linewidth=1.2))
+    i = np.array([0, LENGTH])
+    for edge in (i - left, i + right + 1):
+        ax.plot(edge, i, color=INK, linewidth=1.4, clip_on=True)
+    if marked is not None:
+        ax.add_patch(Rectangle((0, marked), LENGTH, TILE, facecolor="none", edgecolor=MARK, linewidth=2, zorder=3))
+    ax.set(xlim=(0, LENGTH), ylim=(LENGTH, 0), aspect="equal", xlabel="key j", ylabel="query i")
+    ax.set_title(title, fontsize=10.5)
+    ax.set_xticks(range(0, LENGTH + 1, 128))
+    ax.set_yticks(range(0, LENGTH + 1, TILE))
+
+
+def tiles():
+    figure, (causal, window, state) = plt.subplots(1, 3, figsize=(13, 4.6), width_ratios=[1, 1, 1.45])
+    row = 256
+    matrix(causal, "causal: left = ∞, right = 0", 10**6, 0, marked=row)
+    matrix(window, "sliding window: left = 150, right = 0", 150, 0)
+    swatches = [
+        Rectangle((0, 0), 1, 1, facecolor=color, edgecolor=MUTED, linewidth=0.5) for color in (CLEAN, CUT, SKIPPED)
+    ]
+    names = ["clean: no mask applied", "cut: masked entry by entry", "skipped: never computed"]
+    figure.legend(swatches, names, loc="lower left", bbox_to_anchor=(0.05, 0.0), ncols=3, frameon=False, fontsize=9.5)
+
+    # One query of the marked tile, walked block by block.
+    trend = np.linspace(-1.2, 1.0, row + 63)
+    scores = trend + 1.1 * np.random.default_rng(SEED).normal(size=len(trend))
+    m, total, steps = -np.inf, 0.0, []
+    for begin, end, _ in blocks(row, TILE, 10**6, 0):
+        part = scores[begin:end]
+        new = max(m, part.max())
+        correction = np.exp(m - new)
+        total = total * correction + np.exp(part - new).sum()
+        m = new
+        steps.append((begin, min(end, len(scores)), m, total, correction))
+    assert np.isclose(m + np.log(total), np.log(np.exp(scores).sum()))
+
+    state.scatter(range(len(scores)), scores, s=5, color="#4C86A8")
+    for n, (begin, end, m, total, correction) in enumerate(steps):
+        state.plot([begin, end], [m, m], color=MARK, linewidth=2.2)
+        if n:
+            state.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
+        lines = [f"m = {m:.2f}", f"l = {total:.1f}", f"O, l × {correction:.2f}" if n else "O, l from 0"]
+        state.text((begin + end) / 2, 6.05, "\n".join(lines), ha="center", va="bottom", fontsize=8.8, linespacing=1.35)
+    state.set(xlim=(0, len(scores)), ylim=(-4.6, 8.6), xlabel="key j")
+    state.set_ylabel("score", labelpad=2)
+    state.set_yticks([-4, -2, 0, 2, 4])
+    state.set_title(f"running state of query {len(scores) - 1}, one column per block", fontsize=10.5)
+    state.text(6, steps[0][2] + 0.2, "m", color=MARK, fontsize=11, fontweight="bold")
+    for side in ("top", "right"):
+        state.spines[side].set_visible(False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1), w_pad=2.0)
+    return figure
+
+
+def lanes():
+    figure, ax = plt.subplots(figsize=(10.5, 6.4))
+    cell, vectors, per_vector, depth, rows, keys = 0.26, 4, 8, 7, 6, 12
+    colors = ["#9CC9E3", "#B7DDB0", "#F2D388", "#D9BBE3"]
+
+    def box(x, y, width, height, color="white", edge=MUTED, line=0.7, z=1):
+        ax.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line, zorder=z))
+
+    def grid(x, y, columns, rows, edge=MUTED):
+        right, top = x + columns * cell, y + rows * cell
+        style = {"colors": edge, "linewidth": 0.7, "zorder": 2}
+        ax.vlines([x + n * cell for n in range(columns + 1)], y, top, **style)
+        ax.hlines([y + n * cell for n in range(rows + 1)], x, right, **style)
+
+    def label(x, y, text, size=10, **kwargs):
+        ax.text(x, y, text, fontsize=size, **{"ha": "center", "va": "center", **kwargs})
+
+    width = vectors * per_vector * cell
+    x_q, y_q = 3.6, 4.4  # Q^T: above
+    x_k, y_k = 0.6, 0.6  # K: left
+    y_s, used = y_k, 3  # the column of K and row of Q^T that meet
+    top = y_s + keys * cell
+    first = 3  # first row of the register tile
+
+    lane_count = vectors * per_vector
+    grid(x_q, y_q, lane_count, depth)
+    for v, color in enumerate(colors):
+        x = x_q + v * per_vector * cell
+        box(x, y_q + (depth - 1 - used) * cell, per_vector * cell, cell, color, INK, 1.4)
+        box(x, top - (first + rows) * cell, per_vector * cell, rows * cell, color, INK, 1.4)
+    label(x_q + width / 2, y_q + depth * cell + 0.42, "Qᵀ of the tile: one query per lane, transposed once", 11)
+    label(x_q + width / 2, y_q + depth * cell + 0.15, "queries →", 9, color=MUTED)
+    label(x_q + width + 0.12, y_q + (depth - 0.5 - used) * cell, "row d: 4 vectors", 9, ha="left")
+
+    box(x_k + used * cell, top - (first + rows) * cell, cell, rows * cell, "#E98B7D")
+    grid(x_k, y_k, depth, keys)
+    label(x_k + depth * cell / 2, top + 0.42, "K, as it lies in memory", 11)
+    label(x_k + depth * cell / 2, top + 0.15, "d →", 9, color=MUTED)
+    label(x_k - 0.2, y_k + keys * cell / 2, "keys →", 9, rotation=270, color=MUTED)
+
+    grid(x_q, y_s, lane_count, keys)
+    lines = "register tile:\n6 keys × 4 vectors\n= 24 accumulators\n(drawn with 8 lanes)"
+    label(x_q + width + 0.12, top - (first + rows / 2) * cell, lines, 9, ha="left")
+    label(x_q + width / 2, top + 0.3, "Sᵀ = K Qᵀ: one column per query", 11)
+
+    for key in range(first, first + rows):
+        y = top - (key + 0.5) * cell
+        style = {"arrowstyle": "-|>", "mutation_scale": 8, "color": "#C0392B", "linewidth": 0.9, "zorder": 5}
+        ax.add_patch(FancyArrowPatch((x_k + (used + 1) * cell, y), (x_q - 0.03, y), **style))
+    label(
+        (x_k + depth * cell + x_q) / 2, top - first * cell + 0.2, "one scalar,\nall lanes", 9, va="bottom", color=MARK
+    )
+
+    for v in range(vectors):
+        x = x_q + (v + 0.5) * per_vector * cell
+        style = {"arrowstyle": "-|>", "mutation_scale": 13, "color": INK, "linewidth": 1.4}
+        ax.add_patch(FancyArrowPatch((x, y_k - 0.06), (x, y_k - 0.5), **style))
+    label(x_q + width / 2, y_k - 0.72, "maximum m, sum l, rescaling: down the columns, lane by lane", 10.5)
+    ax.set(xlim=(0.1, x_q + width + 1.75), ylim=(-0.35, y_q + depth * cell + 0.7), aspect="equal")
+    ax.axis("off")
+    figure.tight_layout()
+    return figure
+
+
+def main():
+    folder, kind = (Path(sys.argv[1]), "png") if len(sys.argv) > 1 else (Path(__file__).parent / "images", "svg")
+    folder.mkdir(exist_ok=True)
+    for picture in (tiles, lanes):
+        metadata = {"Date": None} if kind == "svg" else None  # the same bytes every time
+        picture().savefig(folder / f"{picture.__name__}.{kind}", dpi=110, metadata=metadata, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""README and docs say what is true: the support table, the examples, the commands, the links, the names of functions."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnkern import support
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+EXAMPLES = [(code, output) for language, code, output in FENCE.findall(README) if language == "python"]
+
+
+def test_the_support_table_is_the_generated_one():
+    assert support.replace(README) == README, "README.md: run `python -m attnkern.support --write README.md`"
+
+
+@pytest.mark.parametrize("feature", support.features(), ids=lambda f: f.name)
+def test_the_support_table_holds(target, feature):
+    """What the table says of a backend that can run here, by running it."""
+    cell = support.cell(feature, target.device, target.backend)
+    leaves = {name: x.detach().to(target.device) for name, x in feature.inputs.tensors.items()}
+    if cell.startswith("no: "):
+        with pytest.raises(RuntimeError, match=re.escape(cell.removeprefix("no: "))):
+            target.attention(**leaves, **feature.options)
+        return
+    if cell == "yes":
+        leaves = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
+    results = target.attention(**leaves, **feature.options)
+    results = results if isinstance(results, tuple) else (results,)
+    assert len(results) == 1 + feature.options.get("return_lse", False)
+    assert all(x.isfinite().all() for x in results)
+    if cell == "yes":
+        wanted = [x for x in leaves.values() if x.requires_grad]
+        for x, grad in zip(wanted, torch.autograd.grad([x.sum() for x in results], wanted), strict=True):
+            assert grad.shape == x.shape
+            assert grad.isfinite().all()
+
+
+def test_the_command_writes_the_table(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"above\n{support.BEGIN}\nstale\n{support.END}\nbelow\n")
+    subprocess.run([sys.executable, "-m", "attnkern.support", "--write", page], check=True, cwd=ROOT)
+    assert page.read_text() == f"above\n{support.BEGIN}\n{support.table()}\n{support.END}\nbelow\n"
+    with pytest.raises(ValueError, match="support:begin"):
+        support.replace("a page without markers")
+
+
+def test_a_refusal_shows_in_the_table(monkeypatch):
+    """Only reasons against the problem: a missing library is the machine's matter."""
+    cpu = support.TABLE["cpu"][0]
+    monkeypatch.setattr(cpu, "unavailable", lambda: "nothing is compiled")
+
+    def refusals(problem):
+        reasons = ["no dropout"] if problem.score.dropout_p else []
+        reasons += ["no gradient"] if problem.score.softcap and problem.q.requires_grad else []
+        return [cpu.unavailable(), *reasons]
+
+    monkeypatch.setattr(cpu, "refusals", refusals)
+    cells = {f.name: support.cell(f, "cpu", "cpu") for f in support.features()}
+    assert cells.pop("`dropout_p`") == "no: no dropout"
+    assert cells.pop("`softcap`") == "forward only: no gradient"
+    assert set(cells.values()) == {"yes"}
+
+
+@pytest.mark.parametrize("example", range(len(EXAMPLES)))
+def test_examples_run(example, monkeypatch, capsys):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # put back afterwards
+    code, output = EXAMPLES[example]
+    exec(compile(code, f"README.md, example {example}", "exec"), {})
+    assert capsys.readouterr().out == output
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) == 4
+    assert sum(bool(output) for _, output in EXAMPLES) == 1
+    first = [line for line in EXAMPLES[0][0].splitlines() if line]
+    assert len(first) <= 6
+
+
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {name for page in PAGES for name in re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.MULTILINE)}
+    assert {"test", "bench"} <= targets
+    for name in targets:
+        assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"make {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_pictures_exist(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    assert links
+    for link in links:
+        if not link.startswith("https://"):
+            assert (page.parent / link).is_file(), f"{page.name} links to {link}, which is not there"
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda p: p.name)
+def test_names_are_where_the_docs_say(page):
+    """ "`name` in [file](link)" and "`name` and `other` in ...": that file has them."""
+    found = re.findall(r"((?:`\w+`(?:\s+and\s+)?)+)\s+in\s+\[[^\]]+\]\(([^)]+)\)", page.read_text())
+    assert len(found) > 5
+    for names, link in found:
+        text = (page.parent / link).read_text()
+        for name in re.findall(r"\w+", names.replace(" and ", " ")):
+            assert re.search(rf"\b{name}\b", text) or name == "and", f"{page.name}: {name} in {link}"
