@@ -3,7 +3,7 @@
 PYTHON ?=
 BASE_PYTHON ?= python3
 CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu tests/cpp/*.cpp)
-XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesses=8)
+XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto)
 
 ifeq ($(PYTHON),)
   PY := .venv/bin/python

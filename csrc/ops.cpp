@@ -8,6 +8,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -183,6 +186,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
     view = {};
     if (!wanted) return empty_vector(of.scalar_type());
     Tensor grad = empty_like_layout(of, of.size(3));
+    if (p.heads_q == 0) torch::stable::zero_(grad);  // no query head: the kernels have nothing to do
     view = output_view(grad);
     return grad;
   };
@@ -194,9 +198,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
     const int64_t* n = p.bias_size;
     dbias = empty<4>({n[0], n[1], n[2], n[3]}, {n[1] * n[2] * n[3], n[2] * n[3], n[3], 1}, scalar_type_of(p.bias_dtype));
     p.dbias = view_of(dbias);
+    if (p.heads_q == 0) torch::stable::zero_(dbias);
   }
   kernels().backward(p, runtime());
   return {dq, dk, dv, dbias};
+}
+
+// GFLOP/s of the kernels' multiply-adds on registers, all threads together: the best of several short runs.
+double cpu_peak(std::string dtype) {
+  const DType kind = dtype == "fp64" ? DType::kFloat64 : dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32;
+  STD_TORCH_CHECK(dtype == "fp32" || dtype == "fp16" || dtype == "fp64" || dtype == "bf16",
+                  "attnkern: dtype must be fp32, fp64, bf16 or fp16, got ", dtype);
+  struct Work {
+    DType kind;
+    std::atomic<double> flops;
+  };
+  const auto threads = runtime();
+  double best = 0;
+  for (int run = 0; run < 20; ++run) {
+    Work work{kind, 0};
+    const auto start = std::chrono::steady_clock::now();
+    threads.parallel(
+        threads.num_threads,
+        [](void* raw, int64_t) {
+          auto& shared = *static_cast<Work*>(raw);
+          const double flops = kernels().peak_work(shared.kind, 500000);
+          double total = shared.flops;
+          while (!shared.flops.compare_exchange_weak(total, total + flops)) {
+          }
+        },
+        &work);
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    best = std::max(best, work.flops / elapsed.count() / 1e9);
+  }
+  return best;
 }
 
 std::string cpu_isa() { return kernels().name; }
@@ -208,5 +243,11 @@ STABLE_TORCH_LIBRARY_IMPL(attnkern, CPU, m) {
   m.impl("backward", TORCH_BOX(&backward));
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) { m.def("cpu_isa() -> str"); }
-STABLE_TORCH_LIBRARY_IMPL(attnkern, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&cpu_isa)); }
+STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
+  m.def("cpu_isa() -> str");
+  m.def("cpu_peak(str dtype) -> float");
+}
+STABLE_TORCH_LIBRARY_IMPL(attnkern, CompositeExplicitAutograd, m) {
+  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("cpu_peak", TORCH_BOX(&cpu_peak));
+}

@@ -24,6 +24,12 @@ namespace {
 struct Wanted {
   explicit Wanted(const Backward& p)
       : dq(p.dq.data != nullptr), dk(p.dk.data != nullptr), dv(p.dv.data != nullptr) {}
+  // Every entry of the scores has a bias of its own: its gradient is written as the tiles are passed. A bias that is
+  // broadcast takes a sweep of its own (backward_bias).
+  bool bias_in_passing(const Backward& p) const {
+    return p.dbias.data != nullptr && p.bias_size[0] == p.batch && p.bias_size[1] == p.heads_q &&
+           p.bias_size[2] == p.seqlen_q && p.bias_size[3] == p.seqlen_k && (dq || dk || dv);
+  }
   bool dq, dk, dv;
 };
 
@@ -60,17 +66,17 @@ struct BackwardScratch {
   int64_t bytes;
 };
 
-// S, dP -> P (dropped), dS in place, for one segment. Rows are queries, lanes keys. dlog: dS with respect to the scores
-// before the softmax, which is the bias's gradient; otherwise with respect to q k^T. kPlain: only a scale.
+// S, dP -> P (dropped), dS in place, for one segment. Rows are queries, lanes keys. dS is the gradient of q k^T; that of
+// the scores as the softmax sees them, which is the bias's, replaces the bias where bias_grad is set. kPlain: only a
+// scale.
 template <class Op, bool kPlain, class C = typename Op::Compute>
 inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, bool masked, const Segment& segment,
-                                 const C* lse, const C* delta, const C* bias, const C* keep, bool dlog, C* scores,
+                                 const C* lse, const C* delta, C* bias, bool bias_grad, const C* keep, C* scores,
                                  C* grad_scores) {
   using S = Simd<C>;
   using V = typename S::V;
   const V scale = S::set1(score.scale), one = S::set1(C(1));
-  const V exponent_scale = Op::exponent_units(kPlain ? scale : one);
-  const V ds_scale = S::set1(dlog ? C(1) : score.signed_scale);
+  const V signed_scale = S::set1(score.signed_scale);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t v = segment.first; v < segment.last; ++v) {
     const bool cut = masked && !LaneMask<C>::all(live, v, segment.rows);
@@ -89,7 +95,7 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
         }
         if (score.has_bias) x += S::load(bias + at);
       }
-      V p = Op::exponential(x, exponent_scale, Op::exponent_units(shift));
+      V p = Op::exponential(x, kPlain ? scale : one, shift);
       if (cut) {
         p = mask.select(p, S::zero());
         mask.advance();
@@ -100,8 +106,10 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
         g *= factor;
         dropped *= factor;
       }
-      V ds = p * (g - row_delta) * ds_scale;
-      if (!kPlain && !dlog && score.cap != C(0)) ds *= slope;
+      V ds = p * (g - row_delta);
+      if (!kPlain && bias_grad) S::store(bias + at, ds);
+      ds *= signed_scale;
+      if (!kPlain && score.cap != C(0)) ds *= slope;
       S::store(scores + at, dropped);
       S::store(grad_scores + at, ds);
     }
@@ -109,11 +117,11 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
 }
 
 // The scores of one block of queries against the tile of keys in scratch: fills scratch.scores with P and
-// scratch.grad_scores with dS for the block's segments.
+// scratch.grad_scores with dS for the block's segments (and scratch.bias with d(bias), if bias_grad).
 template <class T, class Op>
 inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t batch, int64_t head,
-                        int64_t key, int64_t keys, const typename Op::Compute* delta, bool need_ds, bool dlog,
+                        int64_t key, int64_t keys, const typename Op::Compute* delta, bool need_ds, bool bias_grad,
                         Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
   using C = typename Op::Compute;
   using S = Simd<C>;
@@ -133,7 +141,7 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
     const auto differentiate =
         score.plain() && !score.dropout ? differentiate_scores<Op, true> : differentiate_scores<Op, false>;
     differentiate(score, walk, block.masked, segment, static_cast<const C*>(p.lse) + lse_row, delta + lse_row,
-                  scratch.bias + at, score.dropout ? scratch.keep + at : nullptr, dlog, scratch.scores + at,
+                  scratch.bias + at, bias_grad, score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
                   scratch.grad_scores + at);
   }
 }
@@ -152,6 +160,24 @@ inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratc
   const int64_t depth = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
   transpose_tile<Op>(operand_rows<Op, T>(p.v, batch, head, key, keys, p.head_dim_v, scratch.grad_rows), keys, depth,
                      false, scratch.v_tile);
+}
+
+// The bias's gradient of a block, from scratch to the output.
+template <class T, class C>
+inline void store_bias_grad(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
+                            int64_t keys, const C* tile) {
+  using S = Simd<C>;
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)
+      for (int64_t v = segment.first; v < segment.last; ++v) {
+        const int64_t lane = v * S::kLanes;
+        const int64_t index = ((batch * p.heads_q + head) * p.seqlen_q + i) * p.seqlen_k + key + lane;
+        const auto value = S::load(tile + (i - block.row) * kTile<C> + lane);
+        if (p.bias_dtype == DType::kFloat32) S::store_as(static_cast<float*>(p.dbias.data) + index, value, keys - lane);
+        else S::store_as(static_cast<T*>(p.dbias.data) + index, value, keys - lane);
+      }
+  }
 }
 
 #if defined(__AVX512BF16__)
@@ -196,7 +222,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const Wanted wanted(p);
   const int64_t group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
   const int64_t columns = (p.head_dim + S::kLanes - 1) / S::kLanes;
-  const bool need_ds = wanted.dq || wanted.dk;
+  const bool bias_grad = wanted.bias_in_passing(p), need_ds = wanted.dq || wanted.dk || bias_grad;
 
   for (int64_t key = first_tile * kTile<C>; key < p.seqlen_k; key += tile_stride * kTile<C>) {
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
@@ -229,8 +255,9 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         const auto q_rows = operand_rows<Op, T>(p.q, batch, h, block.row, block.rows, p.head_dim, scratch.q_rows);
         const auto grad_rows =
             operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
-        score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, delta, need_ds, false, q_rows,
+        score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, delta, need_ds, bias_grad, q_rows,
                            grad_rows);
+        if (bias_grad) store_bias_grad<T>(p, block, batch, h, key, keys, scratch.bias);
 
         // The same rows as operand A of dV and dK, where the queries are summed over.
         Rows<Scalar> q_sum = q_rows, grad_sum = grad_rows;
@@ -368,7 +395,7 @@ void backward_bias(const Backward& p, const Runtime& runtime, const typename Op:
               for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)
                 for (int64_t v = segment.first; v < segment.last; ++v) {
                   C* total = sum + (per_query ? i - queries.begin : 0) * kTile<C> + v * S::kLanes;
-                  auto ds = S::load(scratch.grad_scores + (i - block.row) * kTile<C> + v * S::kLanes);
+                  auto ds = S::load(scratch.bias + (i - block.row) * kTile<C> + v * S::kLanes);
                   if ((v + 1) * S::kLanes > keys)  // lanes past the last key hold nothing of meaning
                     ds = LaneMask<C>({0, keys}, v).select(ds, S::zero());
                   S::store(total, S::load(total) + ds);
@@ -417,6 +444,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   using C = typename Op::Compute;
   const Wanted wanted(p);
   const int64_t all_heads = p.batch * p.heads_q;
+  if (all_heads == 0) return;  // nothing that a gradient could come from: the caller has filled with zeros
   const Buffer<C> delta(all_heads * p.seqlen_q);
   constexpr int64_t kRows = 512;
   const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
@@ -424,7 +452,16 @@ void backward(const Backward& p, const Runtime& runtime) {
     const int64_t head = task / pieces, row = task % pieces * kRows;
     compute_delta<T>(p, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), delta.data());
   });
-  if (p.dbias.data != nullptr) backward_bias<T, Op>(p, runtime, delta.data());
+  if (wanted.bias_in_passing(p)) {
+    if (p.band.left < kUnbounded || p.band.right < kUnbounded) {  // the tiles leave out what lies outside the band
+      const int64_t size = p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T), bytes = p.seqlen_q * p.seqlen_k * size;
+      run_tasks(runtime, all_heads, 0, [&](int64_t head, void*, int64_t) {
+        std::memset(static_cast<char*>(p.dbias.data) + head * bytes, 0, static_cast<size_t>(bytes));
+      });
+    }
+  } else if (p.dbias.data != nullptr) {
+    backward_bias<T, Op>(p, runtime, delta.data());
+  }
   if (!wanted.dq && !wanted.dk && !wanted.dv) return;
 
   // A unit is the smallest set of query heads that shares its key and value heads with no other.

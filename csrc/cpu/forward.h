@@ -107,9 +107,9 @@ inline void exponentiate(const Segment& segment, int64_t first, typename Op::Com
   V total[kVectors], shift[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     total[v] = S::load(sum + (first + v) * S::kLanes);
-    shift[v] = Op::exponent_units(-S::load(m + (first + v) * S::kLanes));
+    shift[v] = -S::load(m + (first + v) * S::kLanes);
   }
-  const V factor = Op::exponent_units(S::set1(scale));
+  const V factor = S::set1(scale);
   for (int64_t j = 0; j < segment.rows; j += Op::kPack) {
     for (int v = 0; v < kVectors; ++v) {
       V p[Op::kPack];

@@ -8,6 +8,12 @@
 
 #include "simd.h"
 
+#if defined(__aarch64__)
+#define ATTNKERN_IN_REGISTER(x) "+w"(x)
+#else
+#define ATTNKERN_IN_REGISTER(x) "+v"(x)
+#endif
+
 namespace attnkern::cpu {
 namespace {
 
@@ -34,7 +40,6 @@ struct Dot {
   static V accumulate(V sum, V a, V b) { return S::fma(a, b, sum); }
   // exp(scale * x + shift). The sum first, in natural units, then times log2 e: nothing is lost where x is the maximum.
   static V exponential(V x, V scale, V shift) { return S::exp2(S::fma(x, scale, shift) * S::set1(kLog2E<C>)); }
-  static V exponent_units(V x) { return x; }
 };
 
 #if defined(__AVX512BF16__)
@@ -52,16 +57,15 @@ struct PairDot {
     return _mm512_set1_epi32(pair);
   }
   static V accumulate(V sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  // exp(scale * x + shift) for a result that is rounded to bfloat16 (and summed in float32): scale and shift come in
-  // units of log2 (exponent_units), and 2^y = 2^floor(y) 2^f, f in [0, 1), by a polynomial of degree 5 (8e-8).
+  // exp(scale * x + shift) for a result that is rounded to bfloat16 (and summed in float32): 2^y = 2^floor(y) 2^f,
+  // f in [0, 1), by a polynomial of degree 5 (8e-8).
   static V exponential(V x, V scale, V shift) {
-    const V y = S::fma(x, scale, shift);
+    const V y = S::fma(x, scale, shift) * S::set1(kLog2E<float>);
     const V f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     V p = S::set1(kPolynomial[4]);
     for (int i = 3; i >= 0; --i) p = S::fma(p, f, S::set1(kPolynomial[i]));
     return _mm512_scalef_ps(S::fma(p, f, S::set1(1.0f)), y);
   }
-  static V exponent_units(V x) { return x * S::set1(kLog2E<float>); }
 
  private:
   static constexpr float kPolynomial[5] = {6.93151311866327502e-01f, 2.40164449696991300e-01f, 5.57999142362141168e-02f,
@@ -130,6 +134,25 @@ template <class Op, bool kUnitRows, int kRows, int kVectors>
       }
     }
   }
+}
+
+// The arithmetic of a full register tile without its loads; returns the FLOPs done.
+template <class Op>
+[[gnu::noinline]] double gemm_peak(int64_t iterations) {
+  using S = typename Op::S;
+  const typename Op::Scalar ones[S::kLanes] = {};
+  const auto operand = Op::load(ones);
+  typename S::V sum[kTileRows][kTileVectors] = {};
+  for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kTileRows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kTileVectors; ++v) {
+        sum[r][v] = Op::accumulate(sum[r][v], operand, operand);
+        asm volatile("" : ATTNKERN_IN_REGISTER(sum[r][v]));  // neither removed nor merged
+      }
+  }
+  return 2.0 * Op::kPack * S::kLanes * kTileRows * kTileVectors * static_cast<double>(iterations);
 }
 
 template <class Op>

@@ -19,6 +19,8 @@ struct Kernels {
   const char* name;
   void (*forward)(const Forward&, const Runtime&);
   void (*backward)(const Backward&, const Runtime&);
+  // Runs the dtype's multiply-adds on registers alone and returns their FLOPs: the roof that benchmarks compare with.
+  double (*peak_work)(DType, int64_t iterations);
 };
 
 // Null where the compiler cannot target that instruction set.

@@ -36,8 +36,13 @@ void run_backward(const Backward& p, const Runtime& runtime) {
   }
 }
 
+double peak_work(DType dtype, int64_t iterations) {
+  if (dtype == DType::kFloat64) return gemm_peak<Dot<double>>(iterations);
+  return dtype == DType::kBFloat16 ? gemm_peak<BFloat16Dot>(iterations) : gemm_peak<Dot<float>>(iterations);
+}
+
 }  // namespace
 
-const Kernels ATTNKERN_KERNELS = {ATTNKERN_ISA, run_forward, run_backward};
+const Kernels ATTNKERN_KERNELS = {ATTNKERN_ISA, run_forward, run_backward, peak_work};
 
 }  // namespace attnkern::cpu
