@@ -1,5 +1,6 @@
 # Every target does the set-up it needs, once: .venv with the pinned requirements, the editable install, the build.
 # PYTHON=<interpreter> uses that one as it is: no venv, nothing installed, built in place (an offline GPU machine).
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares a machine without GPU the download of CUDA.
 PYTHON ?=
 BASE_PYTHON ?= python3
 CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu tests/cpp/*.cpp)
@@ -47,7 +48,7 @@ typecheck: $(READY)  ## mypy
 gpu: $(READY)  ## on a CUDA machine: build, GPU tests, benchmark
 	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu: torch %s of $(PY) sees no CUDA device: nothing was run" % torch.__version__)'
 	@echo "== build" && $(MAKE) --no-print-directory build
-	@echo "== tests" && PYTHONUNBUFFERED=1 $(PY) -m pytest -m gpu $(PYTEST_ARGS)
+	@echo "== tests" && PYTHONUNBUFFERED=1 $(PY) -m pytest -k "gpu or cuda" $(PYTEST_ARGS)
 	@echo "== bench" && PYTHONUNBUFFERED=1 $(PY) -m bench run --device cuda $(BENCH_ARGS)
 
 wheel: $(READY)  ## dist/: a wheel with the compiled libraries, and the sdist

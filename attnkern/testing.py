@@ -646,14 +646,15 @@ def random_problem(
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory is NaN inside: an output entry that a kernel forgets, or padding that it reads, cannot pass."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    fill = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        deterministic.fill_uninitialized_memory = fill
 
 
 @contextlib.contextmanager
@@ -687,7 +688,7 @@ def check_attention(
     import attnkern
 
     recipe = f"{inputs.recipe}  {options}  backend={backend!r}"
-    leaves = {n: x.detach() for n, x in inputs.tensors.items()}
+    leaves: dict[str, Any] = {n: x.detach() for n, x in inputs.tensors.items()}
     if gradients:
         leaves = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
     with unmodified(*leaves.values()):

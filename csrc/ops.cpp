@@ -72,8 +72,9 @@ View view_of(const Tensor& tensor) {
 template <int kDims>
 Tensor empty(const int64_t (&sizes)[kDims], const int64_t (&strides)[kDims], ScalarType dtype) {
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kDims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      kDims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+      aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 
@@ -97,7 +98,8 @@ View output_view(const Tensor& tensor) {
 void fill(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
           const OptionalTensor& philox_seed, double softmax_scale, double softcap, int64_t window_left,
           int64_t window_right, int64_t band_offset, double dropout_p, const std::string& backend) {
-  STD_TORCH_CHECK(backend == "cpu", "attnkern: on CPU tensors this operator has the backend 'cpu' only, got '", backend, "'");
+  STD_TORCH_CHECK(backend == "cpu", "attnkern: on CPU tensors this operator has the backend 'cpu' only, got '", backend,
+                  "'");
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
   p.dtype = dtype_of(q);
   STD_TORCH_CHECK(p.dtype != DType::kBool && dtype_of(k) == p.dtype && dtype_of(v) == p.dtype,
@@ -106,8 +108,9 @@ void fill(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor
   p.heads_k = k.size(1), p.seqlen_k = k.size(2), p.heads_v = v.size(1), p.head_dim_v = v.size(3);
   STD_TORCH_CHECK(k.size(0) == p.batch && v.size(0) == p.batch && k.size(3) == p.head_dim && v.size(2) == p.seqlen_k,
                   "attnkern: the sizes of q, k and v do not fit");
-  STD_TORCH_CHECK(p.heads_q == 0 || (p.heads_k > 0 && p.heads_v > 0 && p.heads_q % p.heads_k == 0 && p.heads_q % p.heads_v == 0),
-                  "attnkern: the heads of k and v must divide those of q");
+  STD_TORCH_CHECK(
+      p.heads_q == 0 || (p.heads_k > 0 && p.heads_v > 0 && p.heads_q % p.heads_k == 0 && p.heads_q % p.heads_v == 0),
+      "attnkern: the heads of k and v must divide those of q");
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v);
   p.bias = {};
   p.bias_dtype = DType::kBool;
@@ -130,8 +133,9 @@ void fill(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor
   p.seeds = nullptr;
   p.seed_count = 1;
   if (dropout_p > 0) {
-    STD_TORCH_CHECK(philox_seed.has_value() && philox_seed->dim() == 1 && philox_seed->scalar_type() == ScalarType::Long &&
-                        philox_seed->is_contiguous() && philox_seed->numel() > 0 && p.batch % philox_seed->numel() == 0,
+    STD_TORCH_CHECK(philox_seed.has_value() && philox_seed->dim() == 1 &&
+                        philox_seed->scalar_type() == ScalarType::Long && philox_seed->is_contiguous() &&
+                        philox_seed->numel() > 0 && p.batch % philox_seed->numel() == 0,
                     "attnkern: dropout needs philox_seed, a contiguous int64 vector whose length divides the batch");
     p.seeds = static_cast<const int64_t*>(philox_seed->data_ptr());
     p.seed_count = philox_seed->numel();
@@ -146,10 +150,12 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor 
                                    double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
                                    int64_t band_offset, double dropout_p, bool need_lse, std::string backend) {
   attnkern::Forward p;
-  fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, backend);
+  fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
+       backend);
   Tensor out = empty_like_layout(q, p.head_dim_v);
-  Tensor lse = need_lse ? empty<3>({p.batch, p.heads_q, p.seqlen_q}, {p.heads_q * p.seqlen_q, p.seqlen_q, 1}, lse_type(p))
-                        : empty_vector(lse_type(p));
+  Tensor lse = need_lse
+                   ? empty<3>({p.batch, p.heads_q, p.seqlen_q}, {p.heads_q * p.seqlen_q, p.seqlen_q, 1}, lse_type(p))
+                   : empty_vector(lse_type(p));
   p.out = output_view(out);
   p.lse = need_lse ? lse.data_ptr() : nullptr;
   kernels().forward(p, runtime());
@@ -158,21 +164,23 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor 
 
 enum GradMask : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradBias = 8 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k, Tensor v,
-                                                    OptionalTensor bias, OptionalTensor philox_seed, Tensor out, Tensor lse,
-                                                    double softmax_scale, double softcap, int64_t window_left,
-                                                    int64_t window_right, int64_t band_offset, double dropout_p,
-                                                    int64_t grad_mask, std::string backend) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k,
+                                                    Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
+                                                    Tensor out, Tensor lse, double softmax_scale, double softcap,
+                                                    int64_t window_left, int64_t window_right, int64_t band_offset,
+                                                    double dropout_p, int64_t grad_mask, std::string backend) {
   attnkern::Backward p;
-  fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, backend);
+  fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
+       backend);
   for (const Tensor* t : {&grad_out, &out})
     STD_TORCH_CHECK(t->dim() == 4 && t->size(0) == p.batch && t->size(1) == p.heads_q && t->size(2) == p.seqlen_q &&
                         t->size(3) == p.head_dim_v && dtype_of(*t) == p.dtype,
                     "attnkern: grad_out and out must have the shape and dtype of the output");
   const auto row_vector = [&](const Tensor& t) {
-    STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == p.batch && t.size(1) == p.heads_q && t.size(2) == p.seqlen_q &&
-                        t.scalar_type() == lse_type(p),
-                    "attnkern: lse and grad_lse must have shape (batch, heads, seqlen_q) and be float32 (float64 for float64)");
+    STD_TORCH_CHECK(
+        t.dim() == 3 && t.size(0) == p.batch && t.size(1) == p.heads_q && t.size(2) == p.seqlen_q &&
+            t.scalar_type() == lse_type(p),
+        "attnkern: lse and grad_lse must have shape (batch, heads, seqlen_q) and be float32 (float64 for float64)");
     return t.is_contiguous() ? t : torch::stable::contiguous(t);
   };
   lse = row_vector(lse);
@@ -196,7 +204,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
   if (grad_mask & kGradBias) {
     STD_TORCH_CHECK(bias.has_value() && p.bias_dtype != DType::kBool, "attnkern: only a floating bias has a gradient");
     const int64_t* n = p.bias_size;
-    dbias = empty<4>({n[0], n[1], n[2], n[3]}, {n[1] * n[2] * n[3], n[2] * n[3], n[3], 1}, scalar_type_of(p.bias_dtype));
+    dbias =
+        empty<4>({n[0], n[1], n[2], n[3]}, {n[1] * n[2] * n[3], n[2] * n[3], n[3], 1}, scalar_type_of(p.bias_dtype));
     p.dbias = view_of(dbias);
     if (p.heads_q == 0) torch::stable::zero_(dbias);
   }

@@ -10,6 +10,7 @@
 // thread of an mma.m16n8 accumulator holds in four neighbouring tiles, so that no random word is computed twice there.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "band.h"
@@ -22,6 +23,7 @@ inline constexpr int kRounds = 10;
 inline constexpr int kBlockKeys = 32, kCallsPerBlock = 4;
 
 // p in [0, 1] -> the 16-bit value below which an entry is dropped (65536: all of them).
-ATTNKERN_HOST_DEVICE inline uint32_t threshold(double p) { return static_cast<uint32_t>(p * 65536.0 + 0.5); }
+// Halves round to even.
+ATTNKERN_HOST_DEVICE inline uint32_t threshold(double p) { return static_cast<uint32_t>(nearbyint(p * 65536.0)); }
 
 }  // namespace attnkern::philox

@@ -22,8 +22,7 @@ namespace {
 
 // Which products are wanted.
 struct Wanted {
-  explicit Wanted(const Backward& p)
-      : dq(p.dq.data != nullptr), dk(p.dk.data != nullptr), dv(p.dv.data != nullptr) {}
+  explicit Wanted(const Backward& p) : dq(p.dq.data != nullptr), dk(p.dk.data != nullptr), dv(p.dv.data != nullptr) {}
   // Every entry of the scores has a bias of its own: its gradient is written as the tiles are passed. A bias that is
   // broadcast takes a sweep of its own (backward_bias).
   bool bias_in_passing(const Backward& p) const {
@@ -66,8 +65,8 @@ struct BackwardScratch {
   int64_t bytes;
 };
 
-// S, dP -> P (dropped), dS in place, for one segment. Rows are queries, lanes keys. dS is the gradient of q k^T; that of
-// the scores as the softmax sees them, which is the bias's, replaces the bias where bias_grad is set. kPlain: only a
+// S, dP -> P (dropped), dS in place, for one segment. Rows are queries, lanes keys. dS is the gradient of q k^T; that
+// of the scores as the softmax sees them, which is the bias's, replaces the bias where bias_grad is set. kPlain: only a
 // scale.
 template <class Op, bool kPlain, class C = typename Op::Compute>
 inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, bool masked, const Segment& segment,
@@ -317,8 +316,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
       }
 
       if (wanted.dk && (h + 1) % group_k == 0)
-        store_transposed<C, T>(scratch.dk, keys, p.head_dim, nullptr, at<T>(p.dk, batch, head_k, key),
-                               p.dk.stride[2]);
+        store_transposed<C, T>(scratch.dk, keys, p.head_dim, nullptr, at<T>(p.dk, batch, head_k, key), p.dk.stride[2]);
       if (wanted.dv && (h + 1) % group_v == 0)
         store_transposed<C, T>(scratch.dv, keys, p.head_dim_v, nullptr, at<T>(p.dv, batch, head_v, key),
                                p.dv.stride[2]);
@@ -454,7 +452,8 @@ void backward(const Backward& p, const Runtime& runtime) {
   });
   if (wanted.bias_in_passing(p)) {
     if (p.band.left < kUnbounded || p.band.right < kUnbounded) {  // the tiles leave out what lies outside the band
-      const int64_t size = p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T), bytes = p.seqlen_q * p.seqlen_k * size;
+      const int64_t size = p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T),
+                    bytes = p.seqlen_q * p.seqlen_k * size;
       run_tasks(runtime, all_heads, 0, [&](int64_t head, void*, int64_t) {
         std::memset(static_cast<char*>(p.dbias.data) + head * bytes, 0, static_cast<size_t>(bytes));
       });
@@ -482,16 +481,19 @@ void backward(const Backward& p, const Runtime& runtime) {
   run_tasks(runtime, tasks, BackwardScratch<Op>(nullptr, p).bytes, [&](int64_t task, void* memory, int64_t worker) {
     const BackwardScratch<Op> scratch(memory, p);
     const bool is_whole = task < whole;
-    const int64_t index = is_whole ? task : whole + (task - whole) / chunks, chunk = is_whole ? 0 : (task - whole) % chunks;
+    const int64_t index = is_whole ? task : whole + (task - whole) / chunks,
+                  chunk = is_whole ? 0 : (task - whole) % chunks;
     const int64_t batch = index * unit / p.heads_q, head = index * unit % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq) {
       if (in_place) dq = {reinterpret_cast<C*>(at<T>(p.dq, batch, head)), p.dq.stride[2], p.dq.stride[1]};
-      else dq.data = is_whole ? sums.data() + worker * unit * head_step : parts.data() + (task - whole) * unit * head_step;
+      else
+        dq.data = is_whole ? sums.data() + worker * unit * head_step : parts.data() + (task - whole) * unit * head_step;
       for (int64_t h = 0; h < unit; ++h)
         for (int64_t i = 0; i < p.seqlen_q; ++i)
-          std::memset(dq.data + h * dq.head_step + i * dq.step, 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
+          std::memset(dq.data + h * dq.head_step + i * dq.step, 0,
+                      static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
     backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, delta.data(), dq);
     if (wanted.dq && is_whole && !in_place)

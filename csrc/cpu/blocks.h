@@ -20,8 +20,8 @@ template <class C>
 inline constexpr int64_t kTile = 256 / sizeof(C);  // lanes of a score tile: 64 floats, 32 doubles
 template <class C>
 inline constexpr int64_t kTileVecs = kTile<C> / Simd<C>::kLanes;
-inline constexpr int64_t kBlock = 96;              // rows of a score tile
-inline constexpr int64_t kGroup = 16;              // rows of a segment at the edge of the band
+inline constexpr int64_t kBlock = 96;  // rows of a score tile
+inline constexpr int64_t kGroup = 16;  // rows of a segment at the edge of the band
 
 // Hands out 64-byte aligned pieces of one allocation. Built twice: without memory it only adds up the size.
 class Arena {
@@ -221,8 +221,8 @@ inline void bias_tile_of(const T* source, int64_t loop_stride, int64_t lane_stri
       for (int64_t i = 0; i < loops; i += kLanes) {
         V block[kLanes];
         for (int64_t r = 0; r < kLanes; ++r)
-          block[r] = v * kLanes + r < lanes ? load_bias<C>(source + (v * kLanes + r) * lane_stride + i, loops - i)
-                                            : S::zero();
+          block[r] =
+              v * kLanes + r < lanes ? load_bias<C>(source + (v * kLanes + r) * lane_stride + i, loops - i) : S::zero();
         S::transpose(block);
         for (int64_t r = 0; r < min64(kLanes, loops - i); ++r)
           S::store(tile + (i + r) * kTile<C> + v * kLanes, block[r]);
@@ -230,8 +230,7 @@ inline void bias_tile_of(const T* source, int64_t loop_stride, int64_t lane_stri
   } else {
     for (int64_t i = 0; i < loops; ++i)
       for (int64_t lane = 0; lane < vectors * kLanes; ++lane)
-        tile[i * kTile<C> + lane] =
-            lane < lanes ? bias_value<C>(source[i * loop_stride + lane * lane_stride]) : C(0);
+        tile[i * kTile<C> + lane] = lane < lanes ? bias_value<C>(source[i * loop_stride + lane * lane_stride]) : C(0);
   }
 }
 
@@ -247,8 +246,7 @@ inline void bias_tile(const Attention& p, int loop_dim, int64_t batch, int64_t h
     bias_tile_of(static_cast<const bool*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
   else if (p.bias_dtype == DType::kFloat32 && !std::is_same_v<T, float>)
     bias_tile_of(static_cast<const float*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
-  else
-    bias_tile_of(static_cast<const T*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
+  else bias_tile_of(static_cast<const T*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
 }
 
 // ---------------------------------------------------------------------------------------------------- dropout
@@ -326,7 +324,7 @@ struct Segment {
 
 struct BlockPlan {
   int64_t row, rows;
-  bool masked;           // the band cuts through it: it comes in segments and the scores must be masked
+  bool masked;  // the band cuts through it: it comes in segments and the scores must be masked
   int64_t segments;
   Segment segment[kBlock / kGroup];
 };
@@ -338,8 +336,12 @@ class BandWalk {
  public:
   // band.reached(lane) are the loop indices of a lane; the walk keeps to those in `within`.
   BandWalk(const Band& band, int64_t lane, int64_t lanes, Range within)
-      : band_(band.transposed()), lane_(lane), lanes_(lanes), reached_(band.reached(lane, lanes, within)),
-        clean_(band.shared(lane, lanes, within)), next_(reached_.begin) {
+      : band_(band.transposed()),
+        lane_(lane),
+        lanes_(lanes),
+        reached_(band.reached(lane, lanes, within)),
+        clean_(band.shared(lane, lanes, within)),
+        next_(reached_.begin) {
     if (clean_.end <= clean_.begin) clean_ = {reached_.end, reached_.end};
   }
 

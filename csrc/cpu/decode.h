@@ -11,69 +11,69 @@
 namespace attnkern::cpu {
 namespace {
 
-inline constexpr int64_t kDecodeRows = 8;   // most query rows of one key head that this path takes
+inline constexpr int64_t kDecodeRows = 16;  // most query rows of one key head that this path takes
 inline constexpr int64_t kDecodeKeys = 64;  // keys of a block
-
-// lane t of the result = sum over the lanes of x[t]
-template <class C>
-inline typename Simd<C>::V sum_each(typename Simd<C>::V (&x)[Simd<C>::kLanes]) {
-  Simd<C>::transpose(x);
-  for (int step = Simd<C>::kLanes / 2; step > 0; step /= 2)
-    for (int i = 0; i < step; ++i) x[i] += x[i + step];
-  return x[0];
-}
 
 // scores[row][key] = q[row] . K[key] for kRows rows and all keys of the block, kLanes / kRows keys at a time.
 template <class C, class T, int kRows>
-inline void decode_scores(const C* q, int64_t q_step, const T* k, int64_t k_stride, int64_t keys, int64_t columns,
-                          int64_t prefetch_keys, C* scores) {
+[[gnu::noinline]] void decode_scores(const C* q, int64_t q_step, const T* k, int64_t k_stride, int64_t keys,
+                                     int64_t columns, int64_t prefetch_keys, C* scores) {
   using S = Simd<C>;
   using V = typename S::V;
   constexpr int kKeys = S::kLanes / kRows;
+  const int64_t whole = columns / S::kLanes * S::kLanes;
   for (int64_t j = 0; j < keys; j += kKeys) {
     V sum[S::kLanes];
+#pragma GCC unroll 16
     for (int t = 0; t < S::kLanes; ++t) sum[t] = S::zero();
     const T* row[kKeys];
     for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
-    for (int64_t c = 0; c < columns; c += S::kLanes) {
+    const auto step = [&](int64_t c, int64_t width) {
       V query[kRows];
+#pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) query[r] = S::load(q + r * q_step + c);
-      const bool whole = c + S::kLanes <= columns;
+#pragma GCC unroll 16
       for (int key = 0; key < kKeys; ++key) {
-        const V value = whole ? S::load_as(row[key] + c) : S::load_as(row[key] + c, columns - c);
-        for (int r = 0; r < kRows; ++r) sum[key * kRows + r] = S::fma(value, query[r], sum[key * kRows + r]);
+        const V value = width == S::kLanes ? S::load_as(row[key] + c) : S::load_as(row[key] + c, width);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sum[r * kKeys + key] = S::fma(value, query[r], sum[r * kKeys + key]);
       }
-    }
+    };
+    for (int64_t c = 0; c < whole; c += S::kLanes) step(c, S::kLanes);
+    if (whole < columns) step(whole, columns - whole);
     for (int key = 0; key < kKeys && j + key < prefetch_keys; ++key)
       for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(k + (j + key + kDecodeKeys) * k_stride) + byte);
     C sums[S::kLanes];
-    S::store(sums, sum_each<C>(sum));
-    for (int r = 0; r < kRows; ++r)
-      for (int key = 0; key < kKeys; ++key) scores[r * kDecodeKeys + j + key] = sums[key * kRows + r];
+    S::store(sums, S::sum_each(sum));
+    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kDecodeKeys + j, sums + r * kKeys, kKeys * sizeof(C));
   }
 }
 
 // out[row] = out[row] * factor[row] + sum_key p[row][key] V[key], kVectors vectors of the head dimension at a time.
 template <class C, class T, int kRows, int kVectors>
-inline void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns, const C* factor, C* out,
-                          int64_t out_step) {
+[[gnu::noinline]] void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
+                                     const C* factor, C* out, int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
   V sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kVectors; ++c) sum[r][c] = S::zero();
-  const bool whole = columns >= kVectors * S::kLanes;
-  for (int64_t j = 0; j < keys; ++j, v += v_stride) {
-    V value[kVectors];
-    for (int c = 0; c < kVectors; ++c)
-      value[c] = whole ? S::load_as(v + c * S::kLanes)
-                       : S::load_as(v + c * S::kLanes, max64(0, columns - c * S::kLanes));
-    for (int r = 0; r < kRows; ++r) {
-      const V weight = S::set1(p[r * kDecodeKeys + j]);
-      for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
+  const auto accumulate = [&](auto load) {
+    for (int64_t j = 0; j < keys; ++j, v += v_stride) {
+      V value[kVectors];
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c) value[c] = load(c);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const V weight = S::set1(p[r * kDecodeKeys + j]);
+#pragma GCC unroll 4
+        for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
+      }
     }
-  }
+  };
+  if (columns >= kVectors * S::kLanes) accumulate([&](int c) { return S::load_as(v + c * S::kLanes); });
+  else accumulate([&](int c) { return S::load_as(v + c * S::kLanes, max64(0, columns - c * S::kLanes)); });
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kVectors; ++c) {
       C* total = out + r * out_step + c * S::kLanes;
@@ -95,11 +95,11 @@ struct DecodeScratch {
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : kDecodeRows * kDecodeKeys);
     keep = arena.take<C>(p.dropout_p > 0 ? kDecodeRows * kDecodeKeys : 0);
     largest = arena.take<C>(kDecodeRows);
-    sum = arena.take<C>(kDecodeRows);
+    sums = arena.take<C>(kDecodeRows * Simd<C>::kLanes);
     factor = arena.take<C>(kDecodeRows);
     bytes = arena.used();
   }
-  C *q, *out, *block, *scores, *bias, *keep, *largest, *sum, *factor;
+  C *q, *out, *block, *scores, *bias, *keep, *largest, *sums, *factor;
   int64_t q_step, out_step, bytes;
 };
 
@@ -114,8 +114,8 @@ inline void for_row_runs(int64_t n, const Body& body) {
 
 // A block of K or V: the user's rows, or a converted copy where the column stride is not 1.
 template <class C, class T, class Body>
-inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns, C* copy,
-                      const Body& body) {
+inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns,
+                      C* copy, const Body& body) {
   const T* source = at<T>(view, batch, head, key);
   if (view.stride[3] == 1 || columns <= 1) return body(source, view.stride[2], true);
   const int64_t step = round_up(columns, Simd<C>::kLanes);
@@ -123,7 +123,8 @@ inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key
   body(static_cast<const C*>(copy), step, false);
 }
 
-// The rows of key head `head_k` against keys [begin, end): fills scratch.out (not normalised), largest and sum.
+// The rows of key head `head_k` against keys [begin, end): fills scratch.out (not normalised), largest and sums (one
+// per lane).
 template <class T, class C>
 void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batch, int64_t head_k, int64_t begin,
                  int64_t end) {
@@ -136,7 +137,7 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
     const T* query = at<T>(p.q, batch, head_k * group + r / p.seqlen_q, r % p.seqlen_q);
     convert_rows<C>(query, 0, p.head_dim <= 1 ? 1 : p.q.stride[3], 1, p.head_dim, scratch.q + r * scratch.q_step, 0);
     scratch.largest[r] = -kInfinity<C>;
-    scratch.sum[r] = C(0);
+    S::store(scratch.sums + r * S::kLanes, S::zero());
   }
   for (int64_t i = 0; i < rows * scratch.out_step; ++i) scratch.out[i] = C(0);
 
@@ -144,15 +145,16 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
   for (int64_t key = begin; key < end; key += kDecodeKeys) {
     const int64_t keys = min64(kDecodeKeys, end - key);
     const int64_t ahead = max64(0, min64(keys, end - key - kDecodeKeys));
-    with_rows<C, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.block, [&](auto* k, int64_t stride, bool in_place) {
-      for_row_runs(rows, [&]<int kRuns>(int64_t r) {
-        constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
-        for (int64_t first = r; first < r + kRuns; first += kRows)
-          decode_scores<C, std::remove_cvref_t<decltype(*k)>, kRows>(
-              scratch.q + first * scratch.q_step, scratch.q_step, k, stride, keys, p.head_dim,
-              first == 0 && in_place ? ahead : 0, scratch.scores + first * kDecodeKeys);
-      });
-    });
+    with_rows<C, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.block,
+                    [&](auto* k, int64_t stride, bool in_place) {
+                      for_row_runs(rows, [&]<int kRuns>(int64_t r) {
+                        constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
+                        for (int64_t first = r; first < r + kRuns; first += kRows)
+                          decode_scores<C, std::remove_cvref_t<decltype(*k)>, kRows>(
+                              scratch.q + first * scratch.q_step, scratch.q_step, k, stride, keys, p.head_dim,
+                              first == 0 && in_place ? ahead : 0, scratch.scores + first * kDecodeKeys);
+                      });
+                    });
 
     for (int64_t g = 0; g < group; ++g)
       for (int64_t first = 0; first < keys; first += kTile<C>) {  // tiles of kTile lanes, as bias and dropout come
@@ -167,7 +169,9 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
       C* row = scratch.scores + r * kDecodeKeys;
       const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
       const Range live{reached.begin - key, reached.end - key};
-      const auto tile_at = [&](int64_t j) { return j / kTile<C> * kTile<C> * kDecodeRows + r * kTile<C> + j % kTile<C>; };
+      const auto tile_at = [&](int64_t j) {
+        return j / kTile<C> * kTile<C> * kDecodeRows + r * kTile<C> + j % kTile<C>;
+      };
       V largest = dead;
       for (int64_t j = 0; j < keys; j += S::kLanes) {
         V x = S::load(row + j) * scale;
@@ -177,36 +181,36 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
         S::store(row + j, x);
         largest = S::max(x, largest);
       }
-      C lanes[S::kLanes], m = scratch.largest[r];
-      S::store(lanes, largest);
-      for (int lane = 0; lane < S::kLanes; ++lane) m = lanes[lane] > m ? lanes[lane] : m;
-      const C shift = m == -kInfinity<C> ? C(0) : m;
-      const V minus_shift = S::set1(-shift), log2e = S::set1(kLog2E<C>);
-      S::store(lanes, S::exp2(S::set1((scratch.largest[r] - shift) * kLog2E<C>)));
-      V total = S::zero();
+      // The same value in all lanes: the row's maximum so far, and what rescales the sums made under the old one.
+      const V old = S::set1(scratch.largest[r]), m = S::max(S::max_all(largest), old);
+      const V shift = m == dead ? S::zero() : m, log2e = S::set1(kLog2E<C>);
+      const V correction = S::exp2((old - shift) * log2e);
+      V total = S::load(scratch.sums + r * S::kLanes) * correction;
       for (int64_t j = 0; j < keys; j += S::kLanes) {
-        V probability = S::exp2((S::load(row + j) + minus_shift) * log2e);
+        V probability = S::exp2((S::load(row + j) - shift) * log2e);
         total += probability;
         if (score.dropout) probability *= S::load(scratch.keep + tile_at(j));
         S::store(row + j, probability);
       }
-      scratch.factor[r] = lanes[0];
-      scratch.largest[r] = m;
-      scratch.sum[r] = scratch.sum[r] * lanes[0] + S::sum(total);
+      scratch.factor[r] = correction[0];
+      scratch.largest[r] = m[0];
+      S::store(scratch.sums + r * S::kLanes, total);
     }
 
-    with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](auto* v, int64_t stride, bool in_place) {
-      using Value = std::remove_cvref_t<decltype(*v)>;
-      if (in_place)
-        for (int64_t j = 0; j < ahead; ++j)
-          for (int64_t byte = 0; byte < p.head_dim_v * static_cast<int64_t>(sizeof(Value)); byte += 64)
-            __builtin_prefetch(reinterpret_cast<const char*>(v + (j + kDecodeKeys) * stride) + byte);
-      for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
-        for_row_runs(rows, [&]<int kRows>(int64_t r) {
-          decode_values<C, Value, kRows, 4>(scratch.scores + r * kDecodeKeys, v + c, stride, keys, p.head_dim_v - c,
-                                            scratch.factor + r, scratch.out + r * scratch.out_step + c, scratch.out_step);
-        });
-    });
+    with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block,
+                    [&](auto* v, int64_t stride, bool in_place) {
+                      using Value = std::remove_cvref_t<decltype(*v)>;
+                      if (in_place)
+                        for (int64_t j = 0; j < ahead; ++j)
+                          for (int64_t byte = 0; byte < p.head_dim_v * static_cast<int64_t>(sizeof(Value)); byte += 64)
+                            __builtin_prefetch(reinterpret_cast<const char*>(v + (j + kDecodeKeys) * stride) + byte);
+                      for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
+                        for_row_runs(rows, [&]<int kRows>(int64_t r) {
+                          decode_values<C, Value, kRows, 4>(scratch.scores + r * kDecodeKeys, v + c, stride, keys,
+                                                            p.head_dim_v - c, scratch.factor + r,
+                                                            scratch.out + r * scratch.out_step + c, scratch.out_step);
+                        });
+                    });
   }
 }
 
@@ -265,7 +269,7 @@ void decode(const Forward& p, const Runtime& runtime) {
       C* target = merged.data() + ((head * rows + r) * parts + part) * step;
       std::memcpy(target, scratch.out + r * scratch.out_step, static_cast<size_t>(scratch.out_step) * sizeof(C));
       target[step - 2] = scratch.largest[r];
-      target[step - 1] = scratch.sum[r];
+      target[step - 1] = Simd<C>::sum(Simd<C>::load(scratch.sums + r * Simd<C>::kLanes));
     }
   });
   const int64_t finish_bytes = sizes.out_step * static_cast<int64_t>(sizeof(C));

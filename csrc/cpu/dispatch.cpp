@@ -19,13 +19,14 @@ struct Candidate {
 const Candidate* candidates() {
   static const Candidate table[] = {
 #if defined(__x86_64__)
-#define ATTNKERN_HAS_AVX512 \
+#define ATTNKERN_HAS_AVX512                                                                                         \
   (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
       {&kKernelsAvx512Bf16,
        ATTNKERN_HAS_AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")},
       {&kKernelsAvx512, bool(ATTNKERN_HAS_AVX512)},
-      {&kKernelsAvx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+      {&kKernelsAvx2,
+       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #elif defined(__aarch64__)
       {&kKernelsNeon, true},
 #endif
@@ -48,8 +49,8 @@ const Kernels* select_kernels(const char** error) {
       if (any || std::strcmp(wanted, c->kernels->name) == 0) return c->kernels;
       runnable += std::string(runnable.empty() ? "" : ", ") + c->kernels->name;
     }
-    message = std::string("ATTNKERN_CPU_ISA=") + wanted + " is not an instruction set that this machine runs; expected one of " +
-              runnable + ", or leave it unset";
+    message = std::string("ATTNKERN_CPU_ISA=") + wanted +
+              " is not an instruction set that this machine runs; expected one of " + runnable + ", or leave it unset";
     return nullptr;
   }();
   *error = message.c_str();

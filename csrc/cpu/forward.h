@@ -98,8 +98,8 @@ inline void store_probabilities(typename Op::V first, typename Op::V second, typ
 
 // P^T = exp(scale * S^T - m) for the segments of a block, with the lanes' sums; dropped and packed as Op needs it.
 template <class Op, int kVectors>
-inline void exponentiate(const Segment& segment, int64_t first, typename Op::Compute scale, const typename Op::Compute* m,
-                         const typename Op::Compute* keep, typename Op::Compute* scores,
+inline void exponentiate(const Segment& segment, int64_t first, typename Op::Compute scale,
+                         const typename Op::Compute* m, const typename Op::Compute* keep, typename Op::Compute* scores,
                          typename Op::Scalar* probabilities, typename Op::Compute* sum) {
   using C = typename Op::Compute;
   using S = Simd<C>;
@@ -199,8 +199,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
   while (walk.next(block)) {
     if (block.segments == 0) continue;
     const bool transform = block.masked || !score.plain();
-    for (int64_t v = 0; v < vectors; ++v)
-      S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
+    for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
 
     const auto keys = operand_rows<Op, T>(p.k, batch, head_k, block.row, block.rows, p.head_dim, scratch.rows);
     for (int64_t s = 0; s < block.segments; ++s) {
@@ -212,8 +211,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
     }
     C scale = score.scale;
     if (transform) {
-      if (score.has_bias)
-        bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
+      if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
       if (score.plain()) {
         transform_scores<C, true>(score, walk, block, nullptr, scratch.scores, scratch.block_largest);
       } else {
@@ -221,8 +219,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
         scale = C(1);
       }
     }
-    if (score.dropout)
-      dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
+    if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
 
     // The new maximum; `correction` rescales what was summed under the old one. A lane without any live key so far
     // keeps m = -inf, but 0 is subtracted, so that its probabilities are exp(-inf) = 0 and not NaN.
@@ -246,10 +243,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
       const int64_t row = segment.row - block.row;
       for (int64_t v = segment.first; v < segment.last;) {
         const auto part = [&]<int kVectors>() {
-          exponentiate<Op, kVectors>(segment, v, scale, scratch.block_largest,
-                                     score.dropout ? scratch.keep + row * kTile<C> : nullptr,
-                                     scratch.scores + row * kTile<C>, probabilities + row / Op::kPack * kTile<C>,
-                                     scratch.sum);
+          exponentiate<Op, kVectors>(
+              segment, v, scale, scratch.block_largest, score.dropout ? scratch.keep + row * kTile<C> : nullptr,
+              scratch.scores + row * kTile<C>, probabilities + row / Op::kPack * kTile<C>, scratch.sum);
           v += kVectors;
         };
         if (segment.last - v >= 4) part.template operator()<4>();

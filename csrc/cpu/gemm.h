@@ -30,9 +30,9 @@ enum class Epilogue {
 // How a scalar of A meets a vector of B: one product in the compute type.
 template <class C>
 struct Dot {
-  using Scalar = C;                  // element of A and of B
+  using Scalar = C;  // element of A and of B
   using Compute = C;
-  static constexpr int kPack = 1;    // terms of the sum in one Scalar
+  static constexpr int kPack = 1;  // terms of the sum in one Scalar
   using S = Simd<C>;
   using V = typename S::V;
   static V load(const Scalar* b) { return S::load(b); }
@@ -69,7 +69,7 @@ struct PairDot {
 
  private:
   static constexpr float kPolynomial[5] = {6.93151311866327502e-01f, 2.40164449696991300e-01f, 5.57999142362141168e-02f,
-                                            9.01702917378899294e-03f, 1.86713048231926270e-03f};
+                                           9.01702917378899294e-03f, 1.86713048231926270e-03f};
 };
 #endif
 
@@ -179,9 +179,8 @@ inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const typename Op
     const int64_t width = (vectors - v + column_tiles - column_tile - 1) / (column_tiles - column_tile);
     for (int64_t row_tile = 0, r = 0; row_tile < row_tiles; ++row_tile) {
       const int64_t height = (rows - r + row_tiles - row_tile - 1) / (row_tiles - row_tile);
-      const auto tile = tile_function<Op, kUnitRows>(
-          static_cast<int>((width - 1) * kTileRows + height - 1),
-          std::make_integer_sequence<int, kTileRows * kTileVectors>{});
+      const auto tile = tile_function<Op, kUnitRows>(static_cast<int>((width - 1) * kTileRows + height - 1),
+                                                     std::make_integer_sequence<int, kTileRows * kTileVectors>{});
       tile(kUnitRows ? a + r : a + r * a_step, a_step, b + v * kLanes, b_step, depth, c + r * c_step + v * kLanes,
            c_step, epilogue, aux == nullptr ? nullptr : aux + v * kLanes);
       r += height;

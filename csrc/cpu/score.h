@@ -44,15 +44,18 @@ inline typename Simd<C>::V tanh_lanes(typename Simd<C>::V x) {
 template <class C>
 struct Score {
   explicit Score(const Attention& p)
-      : signed_scale(static_cast<C>(p.softmax_scale)), scale(p.softmax_scale < 0 ? -signed_scale : signed_scale),
+      : signed_scale(static_cast<C>(p.softmax_scale)),
+        scale(p.softmax_scale < 0 ? -signed_scale : signed_scale),
         negate(p.softmax_scale < 0),
-        cap(static_cast<C>(p.softcap)), has_bias(p.bias.data != nullptr), dropout(p.dropout_p > 0) {}
+        cap(static_cast<C>(p.softcap)),
+        has_bias(p.bias.data != nullptr),
+        dropout(p.dropout_p > 0) {}
 
   // Nothing but a scale, and one that keeps -inf.
   bool plain() const { return cap == C(0) && !has_bias && scale > C(0); }
 
   C signed_scale;
-  C scale;       // >= 0: a negative scale is turned into the sign of one operand, so that max(scale * s) = scale * max(s)
+  C scale;  // >= 0: a negative scale is turned into the sign of one operand, so that max(scale * s) = scale * max(s)
   bool negate;
   C cap;
   bool has_bias;

@@ -14,7 +14,8 @@
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own headers start from an undefined register (bug 105593)
+#pragma GCC diagnostic ignored \
+    "-Wmaybe-uninitialized"  // GCC's own headers start from an undefined register (bug 105593)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #endif
@@ -32,8 +33,12 @@ inline constexpr int kVectorBytes = 16, kTileRows = 6, kTileVectors = 4;  // 24 
 inline constexpr int kVectorBytes = 16, kTileRows = 4, kTileVectors = 2;  // 8 + 2 + 1 + product of 16
 #endif
 
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
 
 // ---------------------------------------------------------------------------------------------- 16-bit scalars
 
@@ -316,6 +321,18 @@ struct Simd {
     transpose_round<1>(rows);
   }
 
+  // Lane t of the result is the sum over the lanes of x[t]: rounds of adding neighbours, each halving the vectors.
+  static V sum_each(V (&x)[kLanes]) {
+    sum_round<1>(x);
+    return x[0];
+  }
+
+  // The largest lane, in all lanes.
+  static V max_all(V x) {
+    max_round<kLanes / 2>(x);
+    return x;
+  }
+
   static C sum(V x) {
     C lanes[kLanes];
     store(lanes, x);
@@ -325,6 +342,28 @@ struct Simd {
   }
 
  private:
+  template <int kStep>
+  static void max_round(V& x) {
+    if constexpr (kStep > 0) {
+      x = max(x, exchange<kStep>(x, std::make_integer_sequence<int, kLanes>{}));
+      max_round<kStep / 2>(x);
+    }
+  }
+  template <int kStep, int... kLane>
+  static V exchange(V x, std::integer_sequence<int, kLane...>) {
+    return __builtin_shufflevector(x, x, (kLane ^ kStep)...);
+  }
+
+  template <int kStep>
+  static void sum_round(V (&x)[kLanes]) {
+    if constexpr (kStep < kLanes) {
+      constexpr auto kSequence = std::make_integer_sequence<int, kLanes>{};
+      for (int i = 0; i < kLanes; i += 2 * kStep)
+        x[i] = exchange_low<kStep>(x[i], x[i + kStep], kSequence) + exchange_high<kStep>(x[i], x[i + kStep], kSequence);
+      sum_round<2 * kStep>(x);
+    }
+  }
+
 #if defined(__AVX512F__)
   // 64 shuffles of one uop each, none of which needs an index register: 4x4 within the 128-bit quarters of four
   // neighbouring rows, then 4x4 of the quarters.
