@@ -17,10 +17,10 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test bench lint format typecheck gpu wheel sanitize clean
+.PHONY: help build test bench bench-goals lint format typecheck gpu wheel sanitize clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
 	@echo "PYTHON=<interpreter> uses that one as it is (no .venv, nothing installed)."
 
 build: $(READY)  ## compile attnkern's libraries in place
@@ -31,6 +31,9 @@ test: build  ## all tests; PYTEST_ARGS="-k dropout" for some
 
 bench: build  ## sweep sequence length against torch: table, JSONL, plot; BENCH_ARGS for python -m bench run
 	@$(PY) -m bench run $(BENCH_ARGS)
+
+bench-goals: build  ## the CPU kernels against their goals, into bench/results/
+	@$(PY) -m bench run --cases cpu-goals $(BENCH_ARGS)
 
 lint: $(READY) typecheck  ## ruff, clang-format, mypy: check only
 	@$(PY) -m ruff check .

@@ -354,7 +354,11 @@ def _band(is_causal: bool, window: tuple[int | None, int | None] | None, offset:
         right = 0  # a window's bounds are >= 0, so the causal one is the tighter
     if left is None and right is None:
         return Band()
-    return Band(UNBOUNDED if left is None else left, UNBOUNDED if right is None else right, offset)
+    return Band(
+        UNBOUNDED if left is None else min(left, UNBOUNDED),
+        UNBOUNDED if right is None else min(right, UNBOUNDED),
+        offset,
+    )
 
 
 def _is_plain_window(window: Any) -> bool:

@@ -9,8 +9,8 @@ does). Then
 where `unit` is what one rounding in the dtype can do to that entry: eps * (|exact| + the root-sum-square of the terms
 added up to it). The sum matters where large terms cancel (a score gradient P * (dP - delta) with one key is exactly 0:
 every real kernel leaves a rounding of dP there), and root-sum-square rather than the sum of magnitudes, because
-roundings are independent: the allowance does not grow with the sequence. A NaN never passes; an infinity passes only
-where `exact` has it.
+roundings are independent: the allowance does not grow with the sequence. What flushing subnormal numbers to zero costs
+comes on top. A NaN never passes; an infinity passes only where `exact` has it.
 
 The reference here is written apart from `attnkern.backends.reference`, so that neither can hide the other's mistake.
 Nothing in this module needs pytest or hypothesis.
@@ -19,9 +19,11 @@ Nothing in this module needs pytest or hypothesis.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -377,27 +379,42 @@ def _units(
     if dropout_p == 1:
         survive = survive * 0
     w2 = (weights * survive * (1.0 + condition)).square()
+    # Flushed subnormal weights, summed; and the smallest number that the dtype can tell from 0.
+    lowest = torch.finfo(_accumulate_dtype(dtype)).tiny / eps_accumulate + torch.finfo(dtype).tiny * eps
+
+    def unit(name: str, terms: Tensor) -> Tensor:
+        return eps * (exact[name].abs() + terms) + lowest
+
     units = {
-        "out": eps * (exact["out"].abs() + (w2 @ v.square()).sqrt()),
+        "out": unit("out", (w2 @ v.square()).sqrt()),
         "lse": eps_accumulate * (exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0) + lse_unit),
     }
     if grad_out is None:
         return units
     do = grad_out.detach().double()
-    units["value"] = eps * (exact["value"].abs() + reduce("value", w2.mT @ do.square()))
+    units["value"] = unit("value", reduce("value", w2.mT @ do.square()))
     delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * (do * exact["out"]).square().sum(-1, keepdim=True)
     dp2 = (do.square() @ v.square().mT) * survive.square()
     centred = (do @ v.mT) * survive - (do * exact["out"]).sum(-1, keepdim=True)
     if grad_lse is not None:
         dlse = grad_lse.detach().double().expand(do.shape[:-1])[..., None]
         centred, delta2 = centred + dlse, delta2 + dlse.square()
-    ds2 = (weights * (1.0 + condition)).square() * (dp2 + delta2 + centred.square())
+    terms2 = dp2 + delta2 + centred.square()
+    dx2 = (weights * (1.0 + condition)).square() * terms2  # of the scores as softmax sees them: the mask's gradient
+    ds2 = dx2
+    if softcap := options.get("softcap"):
+        # The slope of tanh turns a rounding of the score into 2 / softcap times as much, relative to itself.
+        slope = 1.0 - torch.tanh(scale * (q @ k.mT) / softcap).square()
+        ds2 = (weights * (1.0 + condition * (1.0 + 2.0 * slope / softcap))).square() * terms2
     # delta is one rounded number for the whole row, so its error reaches dq through a coherent sum over the keys.
     coherent = delta2 * (weights @ k).square()
-    units["query"] = eps * (exact["query"].abs() + abs(scale) * reduce("query", ds2 @ k.square() + coherent))
-    units["key"] = eps * (exact["key"].abs() + abs(scale) * reduce("key", ds2.mT @ q.square()))
+    units["query"] = unit("query", abs(scale) * reduce("query", ds2 @ k.square() + coherent))
+    units["key"] = unit("key", abs(scale) * reduce("key", ds2.mT @ q.square()))
     if "attn_mask" in inputs:
-        units["attn_mask"] = eps * (exact["attn_mask"].abs() + reduce("attn_mask", ds2))
+        # torch adds up what the mask was broadcast to in pairs, a kernel one after the other.
+        additions = weights.numel() / max(inputs["attn_mask"].numel(), 1)
+        one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
+        units["attn_mask"] = unit("attn_mask", reduce("attn_mask", dx2) + one_by_one)
     return units
 
 
@@ -642,19 +659,31 @@ def random_problem(
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def _fill_malloc(on: bool) -> None:
+    """glibc's malloc hands out memory full of 0xff bytes, a NaN in every floating dtype (M_PERTURB, which inverts)."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "mallopt"):
+        libc.mallopt(-6, 0x100 if on else 0)
+
+
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory is NaN inside: an output entry that a kernel forgets, or padding that it reads, cannot pass."""
+    """Fresh memory is NaN inside: an output entry that a kernel forgets, or padding that it reads, cannot pass.
+
+    torch does it for the tensors that it allocates itself (as part of its deterministic mode), malloc for those of
+    compiled operators and for the kernels' scratch.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    deterministic: Any = torch.utils.deterministic
-    fill = deterministic.fill_uninitialized_memory
+    fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    _fill_malloc(True)
     try:
         yield
     finally:
+        _fill_malloc(False)
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        deterministic.fill_uninitialized_memory = fill
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 @contextlib.contextmanager

@@ -190,11 +190,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
   p.lse = lse.data_ptr();
   p.grad_lse = grad_lse.has_value() ? grad_lse->data_ptr() : nullptr;
 
+  const bool nothing = p.batch == 0 || p.heads_q == 0;
   const auto gradient = [&](bool wanted, const Tensor& of, View& view) {
     view = {};
     if (!wanted) return empty_vector(of.scalar_type());
     Tensor grad = empty_like_layout(of, of.size(3));
-    if (p.heads_q == 0) torch::stable::zero_(grad);  // no query head: the kernels have nothing to do
+    if (nothing) torch::stable::zero_(grad);  // the kernels have nothing to do
     view = output_view(grad);
     return grad;
   };
@@ -207,7 +208,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
     dbias =
         empty<4>({n[0], n[1], n[2], n[3]}, {n[1] * n[2] * n[3], n[2] * n[3], n[3], 1}, scalar_type_of(p.bias_dtype));
     p.dbias = view_of(dbias);
-    if (p.heads_q == 0) torch::stable::zero_(dbias);
+    if (nothing) torch::stable::zero_(dbias);
   }
   kernels().backward(p, runtime());
   return {dq, dk, dv, dbias};

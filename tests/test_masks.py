@@ -289,17 +289,17 @@ def test_a_nan_in_the_mask_stays_in_its_row(target, value, column, dtype):
 
 @contract(41)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("sizes", [(9, 37), (1, 100), (70, 70)], ids=str)
-def test_a_nan_in_a_query_row_stays_in_it(target, value, is_causal, sizes, dtype):
+def test_a_nan_in_a_query_row_stays_in_it(target, value, options, sizes, dtype):
     q, k, v = target.inputs(B, H, *sizes, E, dtype=dtype).tensors.values()
-    clean = target.sdpa(q, k, v, is_causal=is_causal)
+    clean = target.attention(q, k, v, **options)
     row = sizes[0] // 2
     q[1, 2, row, 3] = value
-    out = target.sdpa(q, k, v, is_causal=is_causal)
+    out = target.attention(q, k, v, **options)
     hit = torch.zeros(B, H, sizes[0], dtype=torch.bool, device=target.device)
     hit[1, 2, row] = True
-    if math.isnan(value) or not is_causal:
+    if math.isnan(value) or not options:
         assert out[hit].isnan().all()
     assert torch.equal(out[~hit], clean[~hit])
 

@@ -123,8 +123,12 @@ def test_unmodified_notices_a_write_between_the_entries():
         storage.data[1] = 1.0
 
 
-def test_fresh_memory_is_poisoned():
-    assert torch.empty(100).isnan().all()
+def test_fresh_memory_is_poisoned(dtype):
+    """Also where torch does not fill it: in deterministic mode it leaves compiled operators' tensors as they are."""
+    for size in (1, 100, 10000):
+        assert torch.empty(size, dtype=dtype).isnan().all()
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        assert torch.empty(size, dtype=dtype).isnan().any()
 
 
 def test_importable_without_the_test_tools():

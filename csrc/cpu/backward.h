@@ -486,7 +486,7 @@ void backward(const Backward& p, const Runtime& runtime) {
     const int64_t batch = index * unit / p.heads_q, head = index * unit % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
     const bool in_place = is_whole ? direct : split_direct;
-    if (wanted.dq) {
+    if (wanted.dq && p.head_dim > 0) {
       if (in_place) dq = {reinterpret_cast<C*>(at<T>(p.dq, batch, head)), p.dq.stride[2], p.dq.stride[1]};
       else
         dq.data = is_whole ? sums.data() + worker * unit * head_step : parts.data() + (task - whole) * unit * head_step;

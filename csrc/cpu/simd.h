@@ -124,7 +124,8 @@ struct Simd {
   using Int = typename SimdTypes<C>::Int;
   typedef C V __attribute__((vector_size(kVectorBytes)));
   typedef Int IV __attribute__((vector_size(kVectorBytes)));
-  typedef C Unaligned __attribute__((vector_size(kVectorBytes), aligned(alignof(C)), may_alias));
+  // Pairs of 16-bit elements are loaded as C, too.
+  typedef C Unaligned __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
 
   static V load(const C* p) { return *reinterpret_cast<const Unaligned*>(p); }
   static void store(C* p, V x) { *reinterpret_cast<Unaligned*>(p) = x; }
@@ -279,6 +280,10 @@ struct Simd {
     } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #endif
+#if defined(__AVX512BF16__)
+    } else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));  // subnormals become 0
+#else
     } else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4) {
       // to_bfloat16 for all lanes: round to nearest even, NaN stays NaN.
       typedef int16_t Half __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
@@ -286,6 +291,7 @@ struct Simd {
       const IV rounded = (bits + 0x7fff + (high & 1)) >> 16;
       const IV result = x == x ? rounded : high | 0x40;
       *reinterpret_cast<Half*>(p) = __builtin_convertvector(result, Half);
+#endif
     } else {
       C lanes[kLanes];
       store(lanes, x);

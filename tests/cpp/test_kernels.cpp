@@ -440,6 +440,7 @@ std::vector<Case> edge_cases(DType dtype) {
   for (int layout = 0; layout < static_cast<int>(Layout::kCount); ++layout) {
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.head_dim = 24, c.band.right = 0; });
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.seqlen_q = 2, c.head_dim_v = 9; });
+    add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.head_dim = 63, c.head_dim_v = 52, c.seqlen_k = 108; });
   }
   for (Bias bias : {Bias::kBool, Bias::kFloat, Bias::kFloat32}) {
     for (int broadcast = 0; broadcast < 16; ++broadcast)
