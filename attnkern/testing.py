@@ -674,16 +674,17 @@ def poisoned_memory() -> Iterator[None]:
     compiled operators and for the kernels' scratch.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic  # Any: its attribute is invisible to type checkers
+    fill = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     _fill_malloc(True)
     try:
         yield
     finally:
         _fill_malloc(False)
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        deterministic.fill_uninitialized_memory = fill
 
 
 @contextlib.contextmanager
