@@ -53,8 +53,18 @@ TARGETS = [
 ]
 
 
-@pytest.fixture(params=TARGETS, ids=lambda t: t.backend if t.device == "cpu" else f"{t.backend}-{t.device}")
+def name_of(target):
+    return target.backend if target.device == "cpu" else f"{target.backend}-{target.device}"
+
+
+@pytest.fixture(params=TARGETS, ids=name_of)
 def target(request):
+    return request.param
+
+
+@pytest.fixture(params=[t for t in TARGETS if t.backend != "reference"], ids=name_of)
+def kernel_target(request):
+    """Backends behind the operators; the reference is plain torch and has none."""
     return request.param
 
 
