@@ -106,7 +106,7 @@ inline void exponentiate(const Segment& segment, int64_t first, typename Op::Com
   using V = typename S::V;
   V total[kVectors], shift[kVectors];
   for (int v = 0; v < kVectors; ++v) {
-    total[v] = S::load(sum + (first + v) * S::kLanes);
+    total[v] = S::zero();  // a sum of its own for each block: long rows lose less
     shift[v] = -S::load(m + (first + v) * S::kLanes);
   }
   const V factor = S::set1(scale);
@@ -127,7 +127,10 @@ inline void exponentiate(const Segment& segment, int64_t first, typename Op::Com
                               probabilities + j / Op::kPack * kTile<C> + (first + v) * S::kLanes);
     }
   }
-  for (int v = 0; v < kVectors; ++v) S::store(sum + (first + v) * S::kLanes, total[v]);
+  for (int v = 0; v < kVectors; ++v) {
+    C* running = sum + (first + v) * S::kLanes;
+    S::store(running, S::load(running) + total[v]);
+  }
 }
 
 // V rows in pairs along the keys: scratch[j / 2][column] = (V[j][column], V[j + 1][column]); 0 past the last row.
