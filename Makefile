@@ -17,7 +17,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test bench bench-goals lint format typecheck gpu wheel sanitize clean
+.PHONY: help build test gate planted-bugs bench bench-goals lint format typecheck gpu wheel sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -28,6 +28,12 @@ build: $(READY)  ## compile attnkern's libraries in place
 
 test: build  ## all tests; PYTEST_ARGS="-k dropout" for some
 	@$(PY) -m pytest $(XDIST) $(PYTEST_ARGS)
+
+gate: build  ## compile every GPU kernel for every architecture and check the binaries: table; GATE_ARGS="-k delta"
+	@PYTHONPATH=tests $(PY) -m gate $(GATE_ARGS)
+
+planted-bugs: build  ## plant bugs in the simulator's test kernels: which are caught, and how
+	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m ptxsim.planted_bugs
 
 bench: build  ## sweep sequence length against torch: table, JSONL, plot; BENCH_ARGS for python -m bench run
 	@$(PY) -m bench run $(BENCH_ARGS)

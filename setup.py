@@ -27,7 +27,8 @@ from typing import ClassVar
 from setuptools import Command, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
-os.chdir(Path(__file__).resolve().parent)  # relative paths throughout: the binaries don't name the machine
+if __name__ == "__main__":
+    os.chdir(Path(__file__).resolve().parent)  # relative paths throughout: the binaries don't name the machine
 BUILD = Path("build/ninja")
 X86, ARM, ANY = ("x86_64",), ("aarch64",), ("x86_64", "aarch64")
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512"
@@ -194,11 +195,16 @@ class BuildSanitized(Command):
         ninja.run()
 
 
-extensions = [] if os.environ.get("ATTNKERN_SKIP_EXT") == "1" else [Extension("attnkern._C", [], py_limited_api=True)]
-setup(
-    packages=[*find_packages(include=["attnkern", "attnkern.*"]), "attnkern.triton_kernels"],
-    package_dir={"attnkern.triton_kernels": "triton_kernels"},  # never top-level: that name is another distribution's
-    ext_modules=extensions,
-    cmdclass={"build_ext": BuildLibraries, "build_sanitized": BuildSanitized},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if extensions else {},
-)
+if __name__ == "__main__":  # tests/gate imports this module for its flags
+    extensions = (
+        [] if os.environ.get("ATTNKERN_SKIP_EXT") == "1" else [Extension("attnkern._C", [], py_limited_api=True)]
+    )
+    setup(
+        packages=[*find_packages(include=["attnkern", "attnkern.*"]), "attnkern.triton_kernels"],
+        package_dir={
+            "attnkern.triton_kernels": "triton_kernels"
+        },  # never top-level: that name is another distribution's
+        ext_modules=extensions,
+        cmdclass={"build_ext": BuildLibraries, "build_sanitized": BuildSanitized},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}} if extensions else {},
+    )

@@ -1,19 +1,33 @@
 """Attention kernels for PyTorch, behind the signature of `torch.nn.functional.scaled_dot_product_attention`."""
 
+from . import nn
 from ._library import build_info
 from .api import attention, explain, scaled_dot_product_attention
 from .backends import FallbackWarning, backends
-from .merge import merge_attention
+from .integrations import sdpa as _sdpa
+from .integrations.sdpa import SdpaCalls, sdpa_calls, use_as_sdpa
+from .merge import attention_backward, merge_attention
+from .plot import plot_attention
+from .weights import attention_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FallbackWarning",
+    "SdpaCalls",
     "__version__",
     "attention",
+    "attention_backward",
+    "attention_weights",
     "backends",
     "build_info",
     "explain",
     "merge_attention",
+    "nn",
+    "plot_attention",
     "scaled_dot_product_attention",
+    "sdpa_calls",
+    "use_as_sdpa",
 ]
+
+_sdpa.register()

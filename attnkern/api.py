@@ -58,7 +58,7 @@ def scaled_dot_product_attention(
     Source: A. Vaswani et al., "Attention is all you need", NeurIPS 2017; the tiling is T. Dao et al., "FlashAttention",
     NeurIPS 2022, after M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    if has_torch_function_variadic(query, key, value, attn_mask):
+    if has_torch_function_variadic(query, key, value, attn_mask) or torch.compiler.is_compiling():
         result = _override(
             scaled_dot_product_attention,
             (query, key, value),
@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
         raise RuntimeError("attnkern: attn_mask must be None when is_causal=True, got a mask (attention() takes both)")
     problem = Problem.from_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _apply(problem, backend, False)[0]
+    return apply(problem, backend, False)[0]
 
 
 def attention(
@@ -116,7 +116,7 @@ def attention(
 
     Source of soft-capping: Gemma Team, "Gemma 2", 2024; of windows: I. Beltagy et al., "Longformer", 2020.
     """
-    if has_torch_function_variadic(query, key, value, attn_mask):
+    if has_torch_function_variadic(query, key, value, attn_mask) or torch.compiler.is_compiling():
         result = _override(
             attention,
             (query, key, value),
@@ -136,7 +136,7 @@ def attention(
     problem = Problem.from_sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
     )
-    out, lse = _apply(problem, backend, return_lse)
+    out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -167,9 +167,14 @@ def explain(
     return _backends.explain(problem, backend)
 
 
-def _apply(problem: Problem, backend: str | None, return_lse: bool) -> tuple[Tensor, Tensor]:
+def apply(problem: Problem, backend: str | None, return_lse: bool, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of `problem`, in the caller's shapes; lse has shape (0,) unless return_lse.
+
+    A caller that replays the dropout brings its seed; None draws one where it is needed.
+    """
     chosen = _backends.select(problem, backend)
-    seed = rng.draw_seed(problem.q.device) if problem.score.dropout_p > 0 else None
+    if seed is None and problem.score.dropout_p > 0:
+        seed = rng.seed_for(problem.q)
     if chosen is reference:
         out, lse = reference.forward(problem, seed)
     else:
@@ -190,11 +195,14 @@ def _override(function: Any, tensors: tuple[Any, Any, Any], *, attn_mask: Any, *
         if extra := sorted(passed.keys() - options_of_torch):
             raise RuntimeError(f"attnkern: jagged nested tensors go to torch's own attention, which has no {extra}")
         return torch._C._nn.scaled_dot_product_attention(*tensors, **passed)
-    if has_torch_function(relevant):
+    # (Dynamo's has_torch_function does not look whether a subclass's own call has switched it off.)
+    if has_torch_function(relevant) and torch._C._is_torch_function_enabled():
         return handle_torch_function(function, relevant, *tensors, **passed)
     return NotImplemented
 
 
 def _any_nested(tensors: tuple[Any, ...]) -> bool:
+    if torch.compiler.is_compiling():
+        return any(isinstance(x, Tensor) and x.is_nested for x in tensors)
     with torch._C.DisableTorchFunction():  # asking must not look like a call to a subclass or mode
         return any(isinstance(x, Tensor) and x.is_nested for x in tensors)

@@ -277,7 +277,8 @@ def _sweeps() -> Iterable[Case]:
                 )
     for n in range(6, 16):
         yield case(f"growth-{2**n}", 2**n, heads=1, forward_only=True, tags=("growth",))
-    yield case("launch", 64, heads=1, tags=("launch-overhead",))
+    for dtype in ("fp32", "bf16"):
+        yield case(f"launch-{dtype}", 64, heads=1, dtype=dtype, tags=("launch-overhead",))
     for dtype in ("fp32", "bf16"):
         # Small enough for a smoke test, odd enough to reach every tail.
         yield case(f"smoke-{dtype}", 33, 47, heads=(4, 2), dim=24, dtype=dtype, causal=True, tags=("smoke",))

@@ -1,11 +1,20 @@
-"""Attention over a union of key sets, from the attention over each: split keys, rings, shared prefixes."""
+"""Attention over a union of key sets, from the attention over each: split keys, rings, shared prefixes.
+
+`merge_attention` joins the forward results of the parts. It is differentiable, so `backward()` through it is right as
+it is. A ring, which does not keep the parts' keys until then, calls `attention_backward` on each part as it passes by.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import autograd
+from .backends import select
+from .problem import Problem
 
 
 def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -52,3 +61,74 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(outs[0].dtype, lses[0].dtype)
     out = sum(w.unsqueeze(-1) * o.to(dtype) for w, o in zip(weights, outs, strict=True))
     return out.to(outs[0].dtype), stacked.logsumexp(0).masked_fill(dead, -math.inf)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    grad_lse: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    alignment: str = "top_left",
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one part of the keys contributes to the gradients of attention over all keys.
+
+    The gradient of the whole is the sum over the parts for query, and the parts' own for key and value.
+
+    Args:
+        grad_out, grad_lse: the gradients of the merged out and lse; grad_lse None: lse is not used further.
+        query: (B, H, L, E). key: (B, Hk, S, E) and value: (B, Hk, S, Ev), the part's.
+        out, lse: the merged results (B, H, L, Ev) and (B, H, L), over all keys and not this part's alone: the part's
+            weights are exp(score - lse).
+        attn_mask, is_causal, scale, enable_gqa, window, alignment, softcap, backend: as in `attention`, for this part.
+            There is no dropout, whose pattern depends on where a key is among all keys, and no gradient of attn_mask.
+
+    Returns:
+        Contributions to the gradients of (query, key, value), in their shapes and dtypes. Not differentiable.
+
+    Raises:
+        As `attention`; RuntimeError also where a tensor is not 4-D or the batch would have to be broadcast, and where
+        grad_out, out or lse does not have the shape of the result.
+    """
+    with torch.no_grad():
+        problem = Problem.from_sdpa(
+            query, key, value, attn_mask, 0, is_causal, scale, enable_gqa, window, alignment, softcap
+        )
+        batch, num_heads, seqlen_q, _ = problem.q.shape
+        for name, x, found in (("query", query, problem.q), ("key", key, problem.k), ("value", value, problem.v)):
+            if x.shape != found.shape:
+                raise RuntimeError(
+                    f"attnkern: attention_backward takes 4-D tensors of one batch size, got {name} {tuple(x.shape)} "
+                    f"beside query {tuple(query.shape)}"
+                )
+        rows, exact = (batch, num_heads, seqlen_q), torch.promote_types(query.dtype, torch.float32)
+        given: Any
+        for name, given, shape, dtype in (
+            ("grad_out", grad_out, (*rows, value.shape[-1]), query.dtype),
+            ("out", out, (*rows, value.shape[-1]), query.dtype),
+            ("lse", lse, rows, exact),
+            ("grad_lse", grad_lse, rows, exact),
+        ):
+            if given is None and name == "grad_lse":
+                continue
+            if not isinstance(given, Tensor):
+                raise TypeError(f"attnkern: argument {name!r} must be Tensor, not {type(given).__name__}")
+            if given.shape != shape or given.dtype != dtype or given.device != query.device:
+                raise RuntimeError(
+                    f"attnkern: {name} must be {shape} {dtype} {query.device}, as attention() gives it for this query "
+                    f"and value, got {tuple(given.shape)} {given.dtype} {given.device}"
+                )
+        # A backend without a backward pass refuses tensors that need gradients: a ring's own do not say so.
+        q, k, v = (x.detach().requires_grad_() for x in problem[:3])
+        chosen = select(problem._replace(q=q, k=k, v=v), backend)
+        return autograd.part_backward(problem, grad_out, grad_lse, out, lse, chosen.NAME)

@@ -8,11 +8,16 @@ argument `backend` in Python, here.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import sys
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .problem import is_length_major
+from .problem import UNBOUNDED, is_length_major
 
 library = torch.library.Library("attnkern", "DEF")
 
@@ -42,7 +47,7 @@ backward = torch.ops.attnkern.backward.default
 GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS = 1, 2, 4, 8
 
 
-def _empty_like_heads(x: Tensor, head_dim: int) -> Tensor:
+def empty_like_heads(x: Tensor, head_dim: int) -> Tensor:
     """Empty (B, H, L, head_dim) in the memory order of x (B, H, L, D)."""
     batch, heads, length, _ = x.shape
     if is_length_major(x):
@@ -56,7 +61,7 @@ def _forward_fake(
 ):
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(q.shape[:3] if need_lse else (0,), dtype=lse_dtype)
-    return _empty_like_heads(q, v.shape[-1]), lse
+    return empty_like_heads(q, v.shape[-1]), lse
 
 
 @torch.library.register_fake("attnkern::backward", lib=library)
@@ -80,11 +85,39 @@ def _backward_fake(
     backend,
 ):
     grads = [
-        _empty_like_heads(x, x.shape[-1]) if grad_mask & bit else x.new_empty(0)
+        empty_like_heads(x, x.shape[-1]) if grad_mask & bit else x.new_empty(0)
         for x, bit in ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V))
     ]
     dbias = bias.new_empty(bias.shape) if grad_mask & GRAD_BIAS else q.new_empty(0)
     return *grads, dbias
+
+
+# CUDA devices have several backends: the operator's last argument says which. (A backend's module holds no kernels yet:
+# it fetches them when it is first called.)
+
+
+def route_forward(*arguments):
+    """`attnkern::forward` by the backend that is its last argument."""
+    return _with_kernels(arguments[-1]).forward(*arguments[:-1])
+
+
+def route_backward(*arguments):
+    """`attnkern::backward` by the backend that is its last argument."""
+    return _with_kernels(arguments[-1]).backward(*arguments[:-1])
+
+
+@functools.cache
+def _with_kernels(backend: str):
+    from .backends import cuda, triton
+
+    modules = {module.NAME: module for module in (triton, cuda)}
+    if backend not in modules:
+        raise ValueError(f"attnkern: backend must be one of {', '.join(map(repr, modules))} here, got {backend!r}")
+    return modules[backend]
+
+
+library.impl("forward", route_forward, "CUDA")
+library.impl("backward", route_backward, "CUDA")
 
 
 # FLOPs, as torch counts its own attention: 2 per multiply-add of each matrix product, masked entries included.
@@ -107,4 +140,89 @@ def _backward_flops(grad_shape, grad_lse_shape, q_shape, k_shape, v_shape, *args
     return 2 * _pairs(q_shape) * k_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
 
 
-# Sharding rules (DTensor) belong here: Replicate, Shard(0), and Shard(1) where both head counts divide.
+# Sharding rules (DTensor). Batch elements, heads and, without a band, rows of queries are independent of each other:
+# each of the three may be split over ranks, whatever else is sharded is gathered first. What a split cuts has a
+# gradient cut the same way; what every rank holds as a whole (one key head for all, a mask for the whole batch) has one
+# that is the sum over the ranks.
+
+_sharding_is_registered = False
+
+
+def register_sharding() -> None:
+    """Teach DTensor both operators. To be called where a DTensor may arrive; does nothing before DTensor is imported.
+
+    (Importing it takes half as long as torch itself, so attnkern does not.)
+    """
+    global _sharding_is_registered
+    if not _sharding_is_registered and "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.experimental import register_sharding
+
+        _sharding_is_registered = True
+        register_sharding(forward)(_forward_sharding)
+        register_sharding(backward)(_backward_sharding)
+
+
+register_sharding._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a trace calls it, and has nothing to see
+
+
+def _splits(q, k, v, bias, philox_seed, window_left, window_right) -> list[list]:
+    """Every way to run on one mesh dimension: the placements of q, k, v, bias, philox_seed and of out and lse."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    def split(dim, seed=None):
+        cut, whole = Shard(dim), Replicate()
+        keys = [whole if dim == 2 or x.shape[dim] == 1 else cut for x in (k, v)]
+        mask = None if bias is None else cut if bias.shape[dim] == q.shape[dim] else whole
+        return [cut, *keys, mask, seed, cut]
+
+    splits = [[None if x is None else Replicate() for x in (q, k, v, bias, philox_seed, q)]]
+    # One key for all counts batch elements and heads from the first of all; one per batch element goes with it.
+    if philox_seed is None:
+        splits.append(split(0))
+        if _heads_divide(q, k, v):
+            splits.append(split(1))
+        if window_left == window_right == UNBOUNDED:
+            splits.append(split(2))
+    elif philox_seed.shape[0] == q.shape[0]:
+        splits.append(split(0, Shard(0)))
+    return splits
+
+
+def _heads_divide(q, k, v) -> bool:
+    """Whether every rank's query heads find their key and value heads on that rank."""
+    fewer = {x.shape[1] for x in (k, v)} - {1, q.shape[1]}
+    sizes = [math.prod(c) for n in range(q.mesh.ndim + 1) for c in itertools.combinations(q.mesh.shape, n)]
+    # DTensor itself does not cut a dimension into more parts than it has entries.
+    return all(heads % size == 0 or size > heads for heads in fewer for size in sizes)
+
+
+def _forward_sharding(q, k, v, bias, seed, scale, softcap, left, right, offset, dropout_p, need_lse, backend):
+    from torch.distributed.tensor import Replicate
+
+    others = [None] * 8
+    return [
+        ([out, out if need_lse else Replicate()], [*inputs, *others])
+        for *inputs, out in _splits(q, k, v, bias, seed, left, right)
+    ]
+
+
+def _backward_sharding(grad_out, grad_lse, q, k, v, bias, seed, out, lse, scale, softcap, left, right, *others):
+    from torch.distributed.tensor import Partial, Replicate
+
+    grad_mask = others[2]
+
+    def gradient(x, bit, split):
+        if not grad_mask & bit or not split:
+            return Replicate()
+        return Partial() if x.is_replicate() else x
+
+    rules = []
+    for *inputs, rows in _splits(q, k, v, bias, seed, left, right):
+        bits = (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)
+        grads = [gradient(x, bit, rows.is_shard()) for x, bit in zip(inputs[:4], bits, strict=True)]
+        given = [rows, None if grad_lse is None else rows, *inputs, rows, rows]
+        rules.append((grads, [*given, *[None] * (4 + len(others))]))
+    return rules
+
+
+register_sharding()

@@ -38,11 +38,14 @@ class Band(NamedTuple):
     right: int = UNBOUNDED
     offset: int = 0
 
-    def mask(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor | None:
-        """bool (seqlen_q, seqlen_k), True = attend; None if the band excludes nothing anywhere."""
+    def mask(self, seqlen_q: int, seqlen_k: int, device: torch.device, rows: Tensor | None = None) -> Tensor | None:
+        """bool (seqlen_q, seqlen_k), True = attend; None if the band excludes nothing anywhere.
+
+        `rows`, int64 (seqlen_q,), says which queries of the sequence are meant; None: 0, 1, ...
+        """
         if self.left == UNBOUNDED and self.right == UNBOUNDED:
             return None
-        i = torch.arange(seqlen_q, dtype=torch.int64, device=device).unsqueeze(-1)
+        i = (torch.arange(seqlen_q, dtype=torch.int64, device=device) if rows is None else rows).unsqueeze(-1)
         j = torch.arange(seqlen_k, dtype=torch.int64, device=device)
         distance = j - i - self.offset
         return (distance >= -self.left) & (distance <= self.right)
@@ -390,7 +393,8 @@ def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for a device. (Nearly every call ends at the first test: 0.1 us, not 0.5.)"""
     return (
         torch._C._is_any_autocast_enabled()
-        and torch.amp.is_autocast_available(device.type)
+        # Dynamo of torch 2.11 cannot ask this, so the common devices are not asked.
+        and (device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type))
         and torch.is_autocast_enabled(device.type)
     )
 

@@ -32,6 +32,19 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
+def seed_for(q: Tensor) -> Tensor:
+    """A fresh key for the dropout of q (B, ...); for a DTensor one per batch element, the first rank's on all ranks.
+
+    So a batch may be sharded: an element drops the same entries on whichever rank it is.
+    """
+    if not hasattr(q, "device_mesh"):
+        return draw_seed(q.device)
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    keys = torch.randint(2**63 - 1, q.shape[:1], dtype=torch.int64, device=q.device)
+    return distribute_tensor(keys, q.device_mesh, [Replicate()] * q.device_mesh.ndim)
+
+
 def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a * b. In two halves: the whole 64-bit product would overflow a signed int64."""
     low = a * (b & 0xFFFF)
@@ -51,18 +64,30 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
     return c0, c1, c2, c3
 
 
-def keep_mask(seed: Tensor, dropout_p: float, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The entries that dropout keeps: bool (batch, num_heads, seqlen_q, seqlen_k), on the device of `seed`."""
+def keep_mask(
+    seed: Tensor,
+    dropout_p: float,
+    batch: int,
+    num_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads: slice = slice(None),
+    rows: slice = slice(None),
+) -> Tensor:
+    """The entries that dropout keeps: bool (batch, num_heads, seqlen_q, seqlen_k), on the device of `seed`.
+
+    `heads` and `rows` take a tile out of it, without making the rest.
+    """
 
     def index(n: int) -> Tensor:
         return torch.arange(n, dtype=torch.int64, device=seed.device)
 
     groups = seed.shape[0]
     key = seed.repeat_interleave(batch // groups).view(-1, 1, 1, 1)
-    bh = index(batch // groups).repeat(groups).view(-1, 1, 1, 1) * num_heads + index(num_heads).view(-1, 1, 1)
+    bh = index(batch // groups).repeat(groups).view(-1, 1, 1, 1) * num_heads + index(num_heads)[heads].view(-1, 1, 1)
     words = philox(
         (key & _MASK, (key >> 32) & _MASK),
-        (index((seqlen_k + 31) // 32 * 4), index(seqlen_q).view(-1, 1), bh & _MASK, bh >> 32),
+        (index((seqlen_k + 31) // 32 * 4), index(seqlen_q)[rows].view(-1, 1), bh & _MASK, bh >> 32),
     )
     j = index(seqlen_k)
     c0, word, half = (j // 32) * 4 + (j % 8) // 2, (j // 8) % 4, j % 2

@@ -5,6 +5,7 @@ A provider turns a case and its tensors into a differentiable call. ``jobs`` wra
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -157,6 +158,76 @@ class _AttnkernOperator(_OperatorProvider):
         return partial(op, grad_out, None, q, k, v, mask, None, out, lse, *score, wanted, "cpu")
 
 
+class _TritonOperator(_OperatorProvider):
+    """The Triton backend's Python with a driver that does nothing, on CPU tensors: what a launch costs the host."""
+
+    def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        raise Refused("the forward pass alone is one launch")
+
+
+def _triton_operator(case: Case, inputs: Inputs) -> Attend:
+    """The whole operator: looks up the plan, allocates the results, launches."""
+    from attnkern.backends import triton
+
+    _refuse_other_than_launches(case)
+    score = _score(case, inputs)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return triton.forward(query, key, value, mask, None, *score, False)[0]
+
+    return attend
+
+
+def _triton_launch(case: Case, inputs: Inputs) -> Attend:
+    """A launch alone, with the arguments at hand."""
+    from attnkern.triton_kernels import launch
+
+    from attnkern.backends import triton
+
+    _refuse_other_than_launches(case)
+    launched: list[tuple[Any, ...]] = []
+    with _without_driver():
+        run, launch.run = launch.run, lambda *arguments: launched.append(arguments)
+        try:
+            triton.forward(*_tensors(inputs), None, *_score(case, inputs), False)
+        finally:
+            launch.run = run
+    call = partial(run, *launched[0])
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        call()
+        return query
+
+    return attend
+
+
+def _refuse_other_than_launches(case: Case) -> None:
+    if "launch-overhead" not in case.tags:
+        raise Refused("it computes nothing: for the cases of launch-overhead")
+
+
+@contextmanager
+def _without_driver() -> Iterator[None]:
+    from attnkern.triton_kernels import launch
+
+    def nothing(*arguments: Any) -> None: ...
+
+    replaced = {
+        "capability": lambda index: 80,
+        "_load": lambda kernel, index: (nothing, None, None),
+        "_stream": lambda index: 0,
+        "_current_device": lambda: -1,  # the index of CPU tensors
+    }
+    before = {name: getattr(launch, name) for name in replaced}
+    try:
+        for name, function in replaced.items():
+            setattr(launch, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(launch, name, function)
+
+
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +316,12 @@ def all_providers(device: torch.device) -> list[Provider]:
             if info.name == "cpu":
                 about = "torch.ops.attnkern.forward and .backward, bare"
                 found.append(_AttnkernOperator("cpu-op", about, (kind,), _attnkern_op, default=False))
+    if importlib.util.find_spec("triton") is not None:
+        more: dict[str, Any] = {"context": _without_driver, "default": False, "checked": False}
+        about = "the Triton backend's operator, the driver stubbed"
+        found.append(_TritonOperator("triton-host", about, ("cpu",), _triton_operator, **more))
+        about = "a launch of the Triton backend alone, the driver stubbed"
+        found.append(_TritonOperator("triton-launch", about, ("cpu",), _triton_launch, **more))
     about = "F.scaled_dot_product_attention"
     both = ("cpu", "cuda")
     found.append(Provider(BASELINE, f"{about}, torch chooses", both, _sdpa))

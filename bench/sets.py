@@ -20,7 +20,9 @@ DEFAULTS = {
     # About two minutes on two cores.
     "quick-sweep": Defaults(providers="cpu,triton,cuda,sdpa,sdpa-math", budget=0.6, rounds=7),
     "growth": Defaults(("forward",), "cpu,triton,cuda,sdpa"),
-    "launch-overhead": Defaults(("forward", "forward-grad", "both"), "cpu,cpu-op,triton,cuda,sdpa,sdpa-op", 4.0, 31),
+    "launch-overhead": Defaults(
+        ("forward", "forward-grad", "both"), "cpu,cpu-op,triton,triton-host,triton-launch,cuda,sdpa,sdpa-op", 4.0, 31
+    ),
     "smoke": Defaults(budget=0.3, rounds=3),
 }
 

@@ -1,8 +1,7 @@
 // The operators on CPU tensors: unpacks tensors into params.h structs, allocates results, calls the kernels.
 //
 // Registered straight on the dispatcher (a hop through Python would cost more than a short attention). The schemas are
-// in attnkern/ops.py. Only torch's stable C ABI is used. Checks here guard the kernels against a caller that went
-// around attnkern.problem, which is where users' errors are found and explained.
+// in attnkern/ops.py. Only torch's stable C ABI is used.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -15,15 +14,17 @@
 #include <string>
 #include <tuple>
 
+#include "common/unpack.h"
 #include "cpu/kernels.h"
 
 namespace {
 
 using attnkern::DType;
+using attnkern::dtype_of, attnkern::view_of, attnkern::output_view, attnkern::fill, attnkern::lse_type;
+using attnkern::OptionalTensor;
 using attnkern::View;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 const attnkern::cpu::Kernels& kernels() {
   const char* error;
@@ -41,17 +42,6 @@ attnkern::cpu::Runtime runtime() {
   return {static_cast<int64_t>(torch::stable::get_num_threads()), parallel};
 }
 
-DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return DType::kFloat32;
-    case ScalarType::Double: return DType::kFloat64;
-    case ScalarType::BFloat16: return DType::kBFloat16;
-    case ScalarType::Half: return DType::kFloat16;
-    case ScalarType::Bool: return DType::kBool;
-    default: STD_TORCH_CHECK(false, "attnkern: unsupported dtype"); return DType::kBool;
-  }
-}
-
 ScalarType scalar_type_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return ScalarType::Float;
@@ -60,13 +50,6 @@ ScalarType scalar_type_of(DType dtype) {
     case DType::kFloat16: return ScalarType::Half;
     default: return ScalarType::Bool;
   }
-}
-
-View view_of(const Tensor& tensor) {
-  View view;
-  view.data = tensor.data_ptr();
-  for (int dim = 0; dim < 4; ++dim) view.stride[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
-  return view;
 }
 
 template <int kDims>
@@ -88,70 +71,17 @@ Tensor empty_like_layout(const Tensor& like, int64_t width) {
   return empty<4>({b, h, l, width}, {h * l * width, l * width, width, 1}, like.scalar_type());
 }
 
-// Strides of our own results: with a size of 1 they are never used, and 0 elsewhere would be wrong.
-View output_view(const Tensor& tensor) {
-  View view = view_of(tensor);
-  view.stride[3] = 1;
-  return view;
-}
-
-void fill(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
-          const OptionalTensor& philox_seed, double softmax_scale, double softcap, int64_t window_left,
-          int64_t window_right, int64_t band_offset, double dropout_p, const std::string& backend) {
+void check_backend(const std::string& backend) {
   STD_TORCH_CHECK(backend == "cpu", "attnkern: on CPU tensors this operator has the backend 'cpu' only, got '", backend,
                   "'");
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
-  p.dtype = dtype_of(q);
-  STD_TORCH_CHECK(p.dtype != DType::kBool && dtype_of(k) == p.dtype && dtype_of(v) == p.dtype,
-                  "attnkern: q, k and v must have one floating dtype");
-  p.batch = q.size(0), p.heads_q = q.size(1), p.seqlen_q = q.size(2), p.head_dim = q.size(3);
-  p.heads_k = k.size(1), p.seqlen_k = k.size(2), p.heads_v = v.size(1), p.head_dim_v = v.size(3);
-  STD_TORCH_CHECK(k.size(0) == p.batch && v.size(0) == p.batch && k.size(3) == p.head_dim && v.size(2) == p.seqlen_k,
-                  "attnkern: the sizes of q, k and v do not fit");
-  STD_TORCH_CHECK(
-      p.heads_q == 0 || (p.heads_k > 0 && p.heads_v > 0 && p.heads_q % p.heads_k == 0 && p.heads_q % p.heads_v == 0),
-      "attnkern: the heads of k and v must divide those of q");
-  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v);
-  p.bias = {};
-  p.bias_dtype = DType::kBool;
-  if (bias.has_value()) {
-    STD_TORCH_CHECK(bias->dim() == 4, "attnkern: bias must have 4 dimensions");
-    p.bias_dtype = dtype_of(*bias);
-    STD_TORCH_CHECK(p.bias_dtype == DType::kBool || p.bias_dtype == DType::kFloat32 || p.bias_dtype == p.dtype,
-                    "attnkern: bias must be bool, float32 or of q's dtype");
-    const int64_t full[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
-    for (int dim = 0; dim < 4; ++dim) {
-      p.bias_size[dim] = bias->size(dim);
-      STD_TORCH_CHECK(p.bias_size[dim] == full[dim] || p.bias_size[dim] == 1, "attnkern: the sizes of bias do not fit");
-    }
-    p.bias = view_of(*bias);
-  }
-  p.softmax_scale = softmax_scale;
-  p.softcap = softcap;
-  p.band = {window_left, window_right, band_offset};
-  p.dropout_p = dropout_p;
-  p.seeds = nullptr;
-  p.seed_count = 1;
-  if (dropout_p > 0) {
-    STD_TORCH_CHECK(philox_seed.has_value() && philox_seed->dim() == 1 &&
-                        philox_seed->scalar_type() == ScalarType::Long && philox_seed->is_contiguous() &&
-                        philox_seed->numel() > 0 && p.batch % philox_seed->numel() == 0,
-                    "attnkern: dropout needs philox_seed, a contiguous int64 vector whose length divides the batch");
-    p.seeds = static_cast<const int64_t*>(philox_seed->data_ptr());
-    p.seed_count = philox_seed->numel();
-  }
-}
-
-ScalarType lse_type(const attnkern::Attention& p) {
-  return p.dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
 }
 
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
                                    double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
                                    int64_t band_offset, double dropout_p, bool need_lse, std::string backend) {
   attnkern::Forward p;
-  fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
-       backend);
+  check_backend(backend);
+  fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
   Tensor out = empty_like_layout(q, p.head_dim_v);
   Tensor lse = need_lse
                    ? empty<3>({p.batch, p.heads_q, p.seqlen_q}, {p.heads_q * p.seqlen_q, p.seqlen_q, 1}, lse_type(p))
@@ -170,8 +100,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
                                                     int64_t window_left, int64_t window_right, int64_t band_offset,
                                                     double dropout_p, int64_t grad_mask, std::string backend) {
   attnkern::Backward p;
-  fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
-       backend);
+  check_backend(backend);
+  fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
   for (const Tensor* t : {&grad_out, &out})
     STD_TORCH_CHECK(t->dim() == 4 && t->size(0) == p.batch && t->size(1) == p.heads_q && t->size(2) == p.seqlen_q &&
                         t->size(3) == p.head_dim_v && dtype_of(*t) == p.dtype,

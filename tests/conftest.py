@@ -119,3 +119,20 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"skipped for another reason than a missing GPU: {report.longrepr}"
     return report
+
+
+TABLES = {
+    "feature": "torch's features: eager, aot_eager, inductor",  # tests/test_features.py
+    "triton": "the Triton kernels in the simulator, forward and all gradients",  # tests/test_triton.py
+}
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The rows that tests found, as tables."""
+    passed = [report for report in terminalreporter.stats.get("passed", []) if report.when == "call"]
+    for table, title in TABLES.items():
+        rows = [value for report in passed for name, value in report.user_properties if name == table]
+        if rows:
+            terminalreporter.section(title)
+            for row in rows:
+                terminalreporter.write_line(row)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(attnkern.__file__).parent
 LIBRARIES = sorted(PACKAGE.glob("*.abi3.so"))
 ISAS = {"x86_64": {"avx512bf16", "avx512", "avx2", "generic"}, "aarch64": {"neon", "generic"}}[platform.machine()]
-MAKE_TARGETS = ["build", "test", "bench", "lint", "format", "typecheck", "gpu", "wheel", "sanitize", "clean"]
+MAKE_TARGETS = ["build", "test", "gate", "bench", "lint", "format", "typecheck", "gpu", "wheel", "sanitize", "clean"]
 
 
 def run(*command, cwd=ROOT, status=0, **env):
@@ -375,7 +375,7 @@ def test_make_prints_help_with_every_target():
     assert re.findall(r"^  make (\w+)  +\S", text, re.M) == ["help", *MAKE_TARGETS]
 
 
-@pytest.mark.parametrize("target", ["build", "test", "bench", "lint", "gpu", "wheel", "sanitize"])
+@pytest.mark.parametrize("target", ["build", "test", "gate", "bench", "lint", "gpu", "wheel", "sanitize"])
 def test_make_with_an_interpreter_of_ones_own_installs_nothing(target):
     text = run("make", "-n", target, f"PYTHON={sys.executable}", MAKEFLAGS=None)
     assert f"{sys.executable} " in text

@@ -191,3 +191,115 @@ def test_bottom_right_causal_over_a_cache_is_a_merge(target):
 def test_merge_refuses_what_it_cannot_merge(parts, message):
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         attnkern.merge_attention(*parts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 3.0}, {"scale": -1.0}, {"is_causal": True, "alignment": "bottom_right"}, {"window": (20, 5)}],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [None, ("bool", "BHLS"), ("holes", "1HLS"), ("float", "B11S")], ids=str)
+def test_backward_of_parts_adds_up_to_the_whole(target, options, mask, dtype):
+    """With the merged out and lse, as a ring has them when a part of the keys comes by again."""
+    inputs = target.inputs(2, 4, 33, 70, 8, heads_k=2, dtype=dtype, mask=mask)
+    out, lse = target.attention(**inputs.tensors, **options, enable_gqa=True, return_lse=True)
+    grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
+    grad_lse = torch.where(lse == -INF, 0.0, (0.25 * torch.randn(lse.shape, dtype=torch.float64)).to(lse))
+    # A part's band is not level with the whole's: here it comes as a mask.
+    shape = {n: x for n, x in options.items() if n in ("is_causal", "window", "alignment")}
+    band = testing.band_mask(33, 70, **shape, device=target.device)
+    keep = inputs.attn_mask
+    if band is not None:
+        keep = band if keep is None else keep & band if keep.dtype == torch.bool else keep.masked_fill(~band, -INF)
+    parts = [
+        attnkern.attention_backward(
+            grad_out,
+            inputs.query,
+            inputs.key[:, :, a:b],
+            inputs.value[:, :, a:b],
+            out,
+            lse,
+            None if keep is None else keep[..., a:b],
+            grad_lse=grad_lse,
+            enable_gqa=True,
+            backend=target.backend,
+            **{n: x for n, x in options.items() if n not in shape},
+        )
+        for a, b in ((0, 30), (30, 70))
+    ]
+    (dq_a, dk_a, dv_a), (dq_b, dk_b, dv_b) = parts
+    got = {"query": dq_a.to(lse) + dq_b.to(lse), "key": torch.cat([dk_a, dk_b], 2), "value": torch.cat([dv_a, dv_b], 2)}
+    want = testing.expected(
+        **inputs.tensors,
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+        enable_gqa=True,
+        **options,
+    )
+    for name, x in got.items():
+        e = want[name]
+        testing.assert_within_rule(
+            x.to(dtype), e.exact, e.baseline, gradient=True, unit=2 * e.unit, name=name, recipe=inputs.recipe
+        )
+
+
+def test_backward_of_the_whole_is_the_gradient(target, dtype):
+    inputs = target.inputs(2, 2, 9, 20, 8, 12, dtype=dtype)
+    leaves = [x.requires_grad_() for x in inputs.tensors.values()]
+    out, lse = target.attention(*leaves, return_lse=True)
+    grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
+    grads = attnkern.attention_backward(grad_out, *leaves, out, lse, backend=target.backend)
+    want = testing.expected(*leaves, grad_out=grad_out)
+    for (name, x), got in zip(inputs.tensors.items(), grads, strict=True):
+        assert (got.shape, got.dtype, got.requires_grad) == (x.shape, dtype, False)
+        e = want[name]
+        testing.assert_within_rule(
+            got, e.exact, e.baseline, gradient=True, unit=e.unit, name=name, recipe=inputs.recipe
+        )
+
+
+def test_backward_of_a_part_without_keys(target):
+    """Rows that see nothing of a part get nothing from it; rows that see nothing at all are 0."""
+    inputs = target.inputs(1, 2, 6, 12, 8)
+    keep = torch.ones(6, 12, dtype=torch.bool, device=target.device)
+    keep[0, :6] = keep[1] = False
+    q, k, v = inputs.query, inputs.key, inputs.value
+    out, lse = target.attention(q, k, v, keep, return_lse=True)
+    dq, dk, dv = attnkern.attention_backward(
+        torch.ones_like(out), q, k[:, :, :6], v[:, :, :6], out, lse, keep[:, :6], backend=target.backend
+    )
+    assert not dq[:, :, :2].any()
+    assert dq[:, :, 2:].any()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"grad_out": torch.zeros(2, 2, 5, 9)},
+            RuntimeError,
+            r"grad_out must be \(2, 2, 5, 8\) torch.float32 cpu.*got",
+        ),
+        ({"out": torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, RuntimeError, "out must be .* torch.float32 cpu"),
+        ({"lse": torch.zeros(2, 2, 5, 1)}, RuntimeError, r"lse must be \(2, 2, 5\) torch.float32"),
+        ({"grad_lse": torch.zeros(2, 5)}, RuntimeError, "grad_lse must be"),
+        ({"lse": None}, TypeError, "'lse' must be Tensor, not NoneType"),
+        ({"query": torch.zeros(2, 5, 8)}, RuntimeError, "attention_backward takes 4-D tensors"),
+        ({"key": torch.zeros(1, 2, 7, 8)}, RuntimeError, r"4-D tensors of one batch size, got key \(1, 2, 7, 8\)"),
+        ({"key": torch.zeros(2, 2, 6, 8)}, RuntimeError, "key and value must have the same length"),
+    ],
+    ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else "",
+)
+def test_backward_of_parts_says_what_it_needs(change, error, message):
+    arguments = {
+        "grad_out": torch.zeros(2, 2, 5, 8),
+        "query": torch.zeros(2, 2, 5, 8),
+        "key": torch.zeros(2, 2, 7, 8),
+        "value": torch.zeros(2, 2, 7, 8),
+        "out": torch.zeros(2, 2, 5, 8),
+        "lse": torch.zeros(2, 2, 5),
+    }
+    attnkern.attention_backward(**arguments)
+    with pytest.raises(error, match=message):
+        attnkern.attention_backward(**{**arguments, **change})

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+import attnkern
 from attnkern import support
 
 ROOT = Path(__file__).parent.parent
@@ -72,15 +72,19 @@ def test_a_refusal_shows_in_the_table(monkeypatch):
 
 @pytest.mark.parametrize("example", range(len(EXAMPLES)))
 def test_examples_run(example, monkeypatch, capsys):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # put back afterwards
+    monkeypatch.setattr(attnkern.integrations.sdpa, "_all_calls", attnkern.SdpaCalls())  # of this example alone
     code, output = EXAMPLES[example]
-    exec(compile(code, f"README.md, example {example}", "exec"), {})
+    try:
+        exec(compile(code, f"README.md, example {example}", "exec"), {})
+    finally:
+        if torch.nn.attention.current_flash_attention_impl() is not None:
+            torch.nn.attention.restore_flash_attention_impl()
     assert capsys.readouterr().out == output
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 4
-    assert sum(bool(output) for _, output in EXAMPLES) == 1
+    assert len(EXAMPLES) == README.count("```python\n") >= 5
+    assert sum(bool(output) for _, output in EXAMPLES) == README.count("```text\n") >= 2
     first = [line for line in EXAMPLES[0][0].splitlines() if line]
     assert len(first) <= 6
 
@@ -99,7 +103,11 @@ def test_links_and_pictures_exist(page):
     assert links
     for link in links:
         if not link.startswith("https://"):
-            assert (page.parent / link).is_file(), f"{page.name} links to {link}, which is not there"
+            file, _, heading = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.is_file(), f"{page.name} links to {link}, which is not there"
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if heading else []
+            assert heading in ["", *(re.sub(r"[^\w -]", "", h).replace(" ", "-").lower() for h in headings)], link
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda p: p.name)

@@ -5,6 +5,7 @@ A backend is a module with
     NAME
     unavailable() -> str | None          why it cannot run at all on this machine
     refusals(problem) -> list[str]       why it cannot run this problem (cheap: asked in every call)
+    notes(problem) -> list[str]          what it has to do besides, for `explain`; a backend may have none
 
 and its line in `TABLE`. All but `reference` are reached through the operators of ops.py.
 """
@@ -17,12 +18,12 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ..problem import Problem
-from . import cpu, reference
+from . import cpu, cuda, reference, triton
 
 # Best first. The reference runs on every device: last in every line, and alone on a device that has none.
 TABLE: dict[str, tuple[ModuleType, ...]] = {
     "cpu": (cpu, reference),
-    "cuda": (reference,),
+    "cuda": (triton, cuda, reference),
     "meta": (reference,),
 }
 _BY_NAME = {backend.NAME: backend for row in TABLE.values() for backend in row}
@@ -48,11 +49,12 @@ class Explanation:
     problem: str  # the inputs, in one line
     chosen: str | None  # None if the backend asked for refuses
     refusals: dict[str, list[str]]  # every backend in order of preference; an empty list: it can run the call
+    notes: tuple[str, ...] = ()  # what the chosen one has to do besides, such as copying an input
 
     def __str__(self) -> str:
         def line(name: str, reasons: list[str]) -> str:
             if name == self.chosen:
-                return f"  {name}: chosen"
+                return "; ".join([f"  {name}: chosen", *self.notes])
             return f"  {name}: {'; '.join(reasons) if reasons else 'could run this call'}"
 
         return "\n".join([f"  {self.problem}", *(line(name, reasons) for name, reasons in self.refusals.items())])
@@ -71,6 +73,14 @@ def select(problem: Problem, name: str | None = None) -> ModuleType:
     raise RuntimeError(f"attnkern: backend {name!r} cannot run this call\n{explain(problem, name)}")
 
 
+def kernels_for(problem: Problem) -> tuple[ModuleType | None, str]:
+    """The first backend with kernels that takes `problem`, or None and why none does: for a caller with a choice."""
+    for backend in _row(problem):
+        if backend is not reference and not backend.refusals(problem):
+            return backend, ""
+    return None, _fallback_reasons(problem)
+
+
 def explain(problem: Problem, name: str | None = None) -> Explanation:
     """What `select` does with the same arguments, as data. Warns of nothing; raises for an unknown name only."""
     row = _row(problem)
@@ -78,7 +88,8 @@ def explain(problem: Problem, name: str | None = None) -> Explanation:
     refusals = {backend.NAME: _refusals(backend, problem) for backend in (*row, *others)}
     candidates = list(refusals) if name is None else [_named(name).NAME]
     chosen = next((n for n in candidates if not refusals[n]), None)
-    return Explanation(str(problem), chosen, refusals)
+    told = getattr(_BY_NAME[chosen], "notes", None) if chosen is not None else None
+    return Explanation(str(problem), chosen, refusals, tuple(told(problem)) if told else ())
 
 
 def backends() -> list[BackendInfo]:

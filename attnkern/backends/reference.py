@@ -50,28 +50,44 @@ def attention(
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return attention(q, k, v, bias, philox_seed, score)
-    dtype = torch.promote_types(q.dtype, torch.float32)
     batch, num_heads, seqlen_q, _ = q.shape
-    seqlen_k = k.shape[-2]
+    x, dead = alive(scores(q, per_query_head(k, num_heads), bias, score))
+    lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
+    p = x.softmax(-1).masked_fill(dead, 0.0)
+    if philox_seed is not None:
+        keep = rng.keep_mask(philox_seed, score.dropout_p, batch, num_heads, seqlen_q, k.shape[-2])
+        p = drop(p, keep, score.dropout_p)
+    return (p @ per_query_head(v, num_heads).to(p.dtype)).to(q.dtype), lse
 
-    x = score.softmax_scale * (q.to(dtype) @ per_query_head(k, num_heads).to(dtype).mT)
+
+def scores(q: Tensor, k: Tensor, bias: Tensor | None, score: Score, rows: Tensor | None = None) -> Tensor:
+    """x, with as many heads in k as in q; `rows` says which queries these are (None: all of them)."""
+    if autocasts(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return scores(q, k, bias, score, rows)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    x = score.softmax_scale * (q.to(dtype) @ k.to(dtype).mT)
     if score.softcap:
         x = score.softcap * torch.tanh(x / score.softcap)
     if bias is not None:
         x = x.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else x + bias.to(dtype)
-    if (keep := score.band.mask(seqlen_q, seqlen_k, q.device)) is not None:
+    if (keep := score.band.mask(q.shape[-2], k.shape[-2], q.device, rows)) is not None:
         x = x.masked_fill(~keep, -math.inf)
+    return x
 
-    # A dead row goes through softmax as zeros and is zeroed afterwards: its NaN never exists, in no derivative.
-    # (softmax, not exp(x - lse): lse cannot hold log S beside a bias of finfo.min, which stands for a mean.)
+
+def alive(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x with dead rows as zeros, and which rows are dead: to be zeroed after softmax.
+
+    So their NaN never exists, in no derivative. (And softmax, not exp(x - lse): lse cannot hold log S beside a bias of
+    finfo.min, which stands for a mean.)
+    """
     dead = (x == -math.inf).all(-1, keepdim=True)
-    x = x.masked_fill(dead, 0.0)
-    lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
-    p = x.softmax(-1).masked_fill(dead, 0.0)
-    if philox_seed is not None:
-        keep = rng.keep_mask(philox_seed, score.dropout_p, batch, num_heads, seqlen_q, seqlen_k)
-        p = p.masked_fill(~keep, 0.0) / (1.0 - score.dropout_p if score.dropout_p < 1.0 else 1.0)
-    return (p @ per_query_head(v, num_heads).to(dtype)).to(q.dtype), lse
+    return x.masked_fill(dead, 0.0), dead
+
+
+def drop(p: Tensor, keep: Tensor, dropout_p: float) -> Tensor:
+    return p.masked_fill(~keep, 0.0) / (1.0 - dropout_p if dropout_p < 1.0 else 1.0)
 
 
 def per_query_head(x: Tensor, num_heads: int) -> Tensor:

@@ -1,9 +1,8 @@
 // The backward's preprocess, bound by memory: reads grad_out and out once. Eight lanes share a row, so that a warp
 // reads whole 128-byte lines (16 bytes a lane) even where rows are as short as a line.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "cuda/launch.h"
+
+#include "cuda/launch.cuh"
 
 namespace attnkern::cuda {
 namespace {
@@ -46,28 +45,24 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaParams p) {
 }
 
 template <typename T>
-int launch(const DeltaParams& p, cudaStream_t stream) {
+int run(const DeltaParams& p, void* stream) {
   const int64_t blocks = (p.batch * p.heads * p.seqlen + kRows - 1) / kRows;
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   constexpr int kVector = 16 / sizeof(T);
   // The bits of both addresses and of every step between rows: low bits set mean that some row isn't 16-byte aligned.
   uint64_t bytes = reinterpret_cast<uintptr_t>(p.grad_out) | reinterpret_cast<uintptr_t>(p.out);
   for (int n = 0; n < 3; ++n) bytes |= (p.grad_out_stride[n] | p.out_stride[n]) * sizeof(T);
   const bool aligned = (bytes | p.head_dim * sizeof(T)) % 16 == 0;
   const auto kernel = aligned ? delta_kernel<T, kVector> : delta_kernel<T, 1>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_kernel(kernel, blocks, kThreads, 0, p, stream);
 }
 
 }  // namespace
 
 int delta(const DeltaParams& params, void* stream) {
-  const auto s = static_cast<cudaStream_t>(stream);
   switch (params.dtype) {
-    case Dtype::kFloat32: return launch<float>(params, s);
-    case Dtype::kBFloat16: return launch<__nv_bfloat16>(params, s);
-    case Dtype::kFloat16: return launch<__half>(params, s);
+    case Dtype::kFloat32: return run<float>(params, stream);
+    case Dtype::kBFloat16: return run<__nv_bfloat16>(params, stream);
+    case Dtype::kFloat16: return run<__half>(params, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "common/params.h"
+
 namespace attnkern::cuda {
 
 enum class Dtype : int { kFloat32, kBFloat16, kFloat16 };
@@ -24,6 +26,47 @@ struct DeltaParams {
 };
 
 int delta(const DeltaParams& params, void* stream);
+
+// How a forward problem is cut: a function of the problem alone.
+struct ForwardPlan {
+  int head_class;  // width of the tiles; 0: no kernel holds these head sizes
+  int rows, keys;  // of a tile of queries, of a block of keys
+  int threads, shared_bytes;
+  int64_t blocks;
+  bool plain;        // the variant without softcap, bias, dropout and unaligned rows
+  bool heads_first;  // neighbouring blocks are heads rather than rows of one head
+};
+ForwardPlan plan_forward(const Attention& params);
+
+// bfloat16 and float16, head sizes up to 256, lengths and batch * heads below 2^30. The pointers are the device's. A
+// view's strides count in a dimension of one entry too: 0 there, or the truth. `out` is written whole.
+int forward(const Forward& params, void* stream);
+
+// Gradients of `forward`, all deterministic. row_delta: (batch, heads_q, seqlen_q) contiguous, made by `delta`
+// (params.out and params.grad_lse went into that and aren't read here). dk and dv have heads_out heads, a multiple of
+// heads_k and of heads_v that divides heads_q; where it is more than the tensor's own heads, that one is float32 and
+// the caller adds up neighbouring heads. Gradients without data aren't wanted; the others are written whole.
+struct BackwardCall : Backward {
+  const float* row_delta;
+  int64_t heads_out;
+};
+int backward(const BackwardCall& params, void* stream);
+
+// How a backward problem is cut: a function of the problem and of the bytes of shared memory that a block may have
+// (cudaDevAttrMaxSharedMemoryPerBlockOptin), at least 99 KiB.
+// One launch: the tile, the block and how many there are (0: none is needed).
+struct BackwardLaunch {
+  int rows, columns;
+  int threads, shared_bytes;
+  int64_t blocks;
+};
+struct BackwardPlan {
+  int head_class;  // width of the tiles; 0: no kernel holds these head sizes, or there is nothing to do
+  bool plain;      // the variant without softcap, bias, dropout, unaligned rows and heads to be added up
+  bool wide;       // tiles for chips with 163 KiB of shared memory per block
+  BackwardLaunch dkdv, dq, dbias;
+};
+BackwardPlan plan_backward(const BackwardCall& params, int shared_limit);
 
 const char* error_string(int error);
 

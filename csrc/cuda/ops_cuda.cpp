@@ -5,14 +5,23 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "common/unpack.h"
 #include "cuda/launch.h"
 
 // Weak: only libtorch_cuda has it, and a CPU torch never gets to call it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** ret_stream);
 
+// The tests compile this file for CPU tensors too, against a CUDA runtime that hands every launch to a simulator.
+#ifdef ATTNKERN_RECORD_LAUNCHES
+#define ATTNKERN_DISPATCH_KEY CPU
+#else
+#define ATTNKERN_DISPATCH_KEY CUDA
+#endif
+
 namespace {
 
+using attnkern::OptionalTensor;
 using attnkern::cuda::Dtype;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -22,6 +31,18 @@ void* current_stream(int32_t device_index) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return stream;
+}
+
+#ifdef ATTNKERN_RECORD_LAUNCHES
+struct DeviceGuard {
+  explicit DeviceGuard(int32_t) {}
+};
+#else
+using torch::stable::accelerator::DeviceGuard;
+#endif
+
+void check_device(const Tensor& x, const Tensor& like, const char* name) {
+  STD_TORCH_CHECK(x.device() == like.device(), "attnkern: ", name, " must be on q's device");
 }
 
 void check_launch(int error) {
@@ -43,15 +64,14 @@ void copy_strides(const Tensor& x, int64_t (&stride)[3]) {
 
 Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tensor>& grad_lse) {
   STD_TORCH_CHECK(out.dim() == 4 && grad_out.dim() == 4, "attnkern::delta: grad_out and out must have 4 dimensions");
-  STD_TORCH_CHECK(grad_out.is_cuda() && grad_out.get_device_index() == out.get_device_index(),
-                  "attnkern::delta: grad_out and out must be on one device");
+  STD_TORCH_CHECK(grad_out.device() == out.device(), "attnkern::delta: grad_out and out must be on one device");
   STD_TORCH_CHECK(grad_out.scalar_type() == out.scalar_type(), "attnkern::delta: grad_out and out must share a dtype");
   for (int n = 0; n < 4; ++n) {
     STD_TORCH_CHECK(grad_out.size(n) == out.size(n), "attnkern::delta: grad_out and out must have equal sizes");
   }
   STD_TORCH_CHECK((grad_out.stride(3) == 1 && out.stride(3) == 1) || out.size(3) <= 1,
                   "attnkern::delta: the last strides of grad_out and out must be 1");
-  const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
+  const DeviceGuard guard(out.get_device_index());
   Tensor result = torch::stable::new_empty(out, {out.size(0), out.size(1), out.size(2)}, ScalarType::Float);
   attnkern::cuda::DeltaParams params{};
   params.grad_out = grad_out.const_data_ptr();
@@ -60,9 +80,9 @@ Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tens
   copy_strides(grad_out, params.grad_out_stride);
   copy_strides(out, params.out_stride);
   if (grad_lse) {
-    STD_TORCH_CHECK(grad_lse->dim() == 3 && grad_lse->scalar_type() == ScalarType::Float &&
-                        grad_lse->get_device_index() == out.get_device_index(),
-                    "attnkern::delta: grad_lse must be a float32 tensor of 3 dimensions on out's device");
+    STD_TORCH_CHECK(
+        grad_lse->dim() == 3 && grad_lse->scalar_type() == ScalarType::Float && grad_lse->device() == out.device(),
+        "attnkern::delta: grad_lse must be a float32 tensor of 3 dimensions on out's device");
     for (int n = 0; n < 3; ++n) {
       STD_TORCH_CHECK(grad_lse->size(n) == out.size(n),
                       "attnkern::delta: grad_lse must have out's sizes without the last");
@@ -79,9 +99,120 @@ Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tens
   return result;
 }
 
+void fill_inputs(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                 const OptionalTensor& philox_seed, double softmax_scale, double softcap, int64_t window_left,
+                 int64_t window_right, int64_t band_offset, double dropout_p) {
+  check_device(k, q, "k");
+  check_device(v, q, "v");
+  if (bias) check_device(*bias, q, "bias");
+  if (philox_seed) check_device(*philox_seed, q, "philox_seed");
+  attnkern::fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset,
+                 dropout_p);
+  STD_TORCH_CHECK(p.dtype == attnkern::DType::kBFloat16 || p.dtype == attnkern::DType::kFloat16,
+                  "attnkern: these kernels take bfloat16 and float16");
+  constexpr int64_t kMost = int64_t{1} << 30;
+  STD_TORCH_CHECK(p.head_dim <= 256 && p.head_dim_v <= 256 && p.seqlen_q < kMost && p.seqlen_k < kMost &&
+                      p.batch * p.heads_q < kMost,
+                  "attnkern: these kernels take head sizes up to 256, and lengths and batch * heads below 2^30");
+}
+
+// A result (batch, heads, length, width) for a kernel to write.
+attnkern::View result_view(const Tensor& x, const Tensor& q, int64_t heads, int64_t length, int64_t width,
+                           const char* name) {
+  check_device(x, q, name);
+  STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == q.size(0) && x.size(1) == heads && x.size(2) == length &&
+                      x.size(3) == width && (x.stride(3) == 1 || width <= 1),
+                  "attnkern: ", name, " has the wrong sizes, or a last stride that isn't 1");
+  return attnkern::output_view(x);
+}
+
+const float* row_constants(const Tensor& x, const Tensor& q, const char* name) {
+  check_device(x, q, name);
+  STD_TORCH_CHECK(x.dim() == 3 && x.size(0) == q.size(0) && x.size(1) == q.size(1) && x.size(2) == q.size(2) &&
+                      x.scalar_type() == ScalarType::Float && x.is_contiguous(),
+                  "attnkern: ", name, " must be float32, contiguous, and of shape (batch, heads, seqlen_q)");
+  return static_cast<const float*>(x.const_data_ptr());
+}
+
+void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed, Tensor out,
+             OptionalTensor lse, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
+             int64_t band_offset, double dropout_p) {
+  attnkern::Forward p{};
+  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
+  const DeviceGuard guard(q.get_device_index());
+  STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "attnkern: out must have q's dtype");
+  p.out = result_view(out, q, p.heads_q, p.seqlen_q, p.head_dim_v, "out");
+  if (lse) p.lse = const_cast<float*>(row_constants(*lse, q, "lse"));
+  check_launch(attnkern::cuda::forward(p, current_stream(q.get_device_index())));
+}
+
+void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
+              Tensor lse, Tensor delta, OptionalTensor dq, OptionalTensor dk, OptionalTensor dv, OptionalTensor dbias,
+              int64_t heads_out, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
+              int64_t band_offset, double dropout_p) {
+  attnkern::cuda::BackwardCall p{};
+  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
+  const DeviceGuard guard(q.get_device_index());
+  check_device(grad_out, q, "grad_out");
+  STD_TORCH_CHECK(grad_out.dim() == 4 && grad_out.size(0) == p.batch && grad_out.size(1) == p.heads_q &&
+                      grad_out.size(2) == p.seqlen_q && grad_out.size(3) == p.head_dim_v &&
+                      grad_out.scalar_type() == q.scalar_type(),
+                  "attnkern: grad_out must have the shape and dtype of the output");
+  STD_TORCH_CHECK(p.heads_q == 0 || (heads_out > 0 && p.heads_q % heads_out == 0 && heads_out % p.heads_k == 0 &&
+                                     heads_out % p.heads_v == 0),
+                  "attnkern: heads_out must divide the heads of q and be a multiple of those of k and v");
+  p.grad_out = attnkern::view_of(grad_out);
+  p.lse = row_constants(lse, q, "lse");
+  p.row_delta = row_constants(delta, q, "delta");
+  p.heads_out = heads_out;
+  if (dq) {
+    STD_TORCH_CHECK(dq->scalar_type() == q.scalar_type(), "attnkern: dq must have q's dtype");
+    p.dq = result_view(*dq, q, p.heads_q, p.seqlen_q, p.head_dim, "dq");
+  }
+  const auto of_keys = [&](const OptionalTensor& grad, int64_t heads, int64_t width, const char* name) {
+    if (!grad) return attnkern::View{};
+    STD_TORCH_CHECK(grad->scalar_type() == (heads_out > heads ? ScalarType::Float : q.scalar_type()),
+                    "attnkern: ", name, " must have q's dtype, or be float32 where its heads are still to be added up");
+    return result_view(*grad, q, heads_out, p.seqlen_k, width, name);
+  };
+  p.dk = of_keys(dk, p.heads_k, p.head_dim, "dk");
+  p.dv = of_keys(dv, p.heads_v, p.head_dim_v, "dv");
+  if (dbias) {
+    STD_TORCH_CHECK(bias.has_value() && p.bias_dtype != attnkern::DType::kBool &&
+                        dbias->scalar_type() == bias->scalar_type() && dbias->is_contiguous(),
+                    "attnkern: dbias must be contiguous and of the dtype of a floating bias");
+    check_device(*dbias, q, "dbias");
+    STD_TORCH_CHECK(dbias->dim() == 4, "attnkern: dbias must have 4 dimensions");
+    for (int n = 0; n < 4; ++n) {
+      STD_TORCH_CHECK(dbias->size(n) == p.bias_size[n], "attnkern: dbias must have the sizes of bias");
+    }
+    p.dbias = attnkern::output_view(*dbias);
+  }
+  check_launch(attnkern::cuda::backward(p, current_stream(q.get_device_index())));
+}
+
 }  // namespace
 
-// Defined here, not in attnkern/ops.py: it exists on CUDA only and has no gradient of its own.
-STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) { m.def("delta(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor"); }
+// Defined here, not in attnkern/ops.py: they exist on CUDA only and have no gradients of their own. Results are written
+// into tensors of the caller's: attnkern/backends/cuda.py.
+#ifndef ATTNKERN_RECORD_LAUNCHES
+STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
+#define ATTNKERN_SCORE \
+  "float softmax_scale, float softcap, int window_left, int window_right, int band_offset, float dropout_p"
+  m.def("delta(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor");
+  m.def(
+      "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor(a!) out, "
+      "Tensor(b!)? lse, " ATTNKERN_SCORE ") -> ()");
+  m.def(
+      "cuda_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor lse, "
+      "Tensor delta, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, int heads_out, " ATTNKERN_SCORE
+      ") -> ()");
+#undef ATTNKERN_SCORE
+}
+#endif
 
-STABLE_TORCH_LIBRARY_IMPL(attnkern, CUDA, m) { m.impl("delta", TORCH_BOX(&delta)); }
+STABLE_TORCH_LIBRARY_IMPL(attnkern, ATTNKERN_DISPATCH_KEY, m) {
+  m.impl("delta", TORCH_BOX(&delta));
+  m.impl("cuda_forward", TORCH_BOX(&forward));
+  m.impl("cuda_backward", TORCH_BOX(&backward));
+}

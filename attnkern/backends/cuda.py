@@ -1,0 +1,150 @@
+"""The CUDA C++ kernels (csrc/cuda) for compute capability 8.0 and above: tensors in, launches out.
+
+Results are allocated here, and the operators `attnkern::cuda_*` of the compiled library write into them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .._library import load_error
+from ..problem import Problem
+
+NAME = "cuda"
+MAX_HEAD_DIM = 256
+MAX_LENGTH = 2**30 - 1
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why this backend cannot run at all here, or None."""
+    if (error := load_error("_cuda")) is not None:
+        return f"the compiled CUDA library is not loaded ({error})"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return None
+
+
+@functools.cache
+def capability(index: int) -> int:
+    """Compute capability times 10 of a CUDA device."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Why this backend cannot run `problem`; empty if it can."""
+    q, k, v = problem.q, problem.k, problem.v
+    reasons = []
+    if (reason := unavailable()) is not None:
+        reasons.append(reason)
+    elif (found := capability(q.get_device())) < 80:
+        reasons.append(f"compute capability {found / 10}, and 8.0 is needed")
+    if q.dtype not in _DTYPES:
+        reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}, and these kernels take bfloat16 and float16")
+    if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
+        reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
+    if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
+        reasons.append(f"length {length} is above {MAX_LENGTH}")
+    return reasons
+
+
+def notes(problem: Problem) -> list[str]:
+    """What a call costs beyond its kernels."""
+    tensors = {"query": problem.q, "key": problem.k, "value": problem.v}
+    return [
+        f"reads {name} element by element, since not all its rows are whole 16-byte chunks at multiples of 16 bytes"
+        for name, x in tensors.items()
+        if not _has_vectors(x)
+    ]
+
+
+def run(operator, tensors: tuple[Tensor | None, ...], *rest, results: tuple[Tensor | None, ...] = ()):
+    """Calls an operator of the compiled library. Tests put a simulator here: `results` are those of `tensors` that the
+    kernels only write."""
+    return operator(*tensors, *rest)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    band_offset: int,
+    dropout_p: float,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """`attnkern::forward` (ops.py) on a CUDA device."""
+    out = ops.empty_like_heads(q, v.shape[3])
+    lse = torch.empty(q.shape[:3] if need_lse else (0,), dtype=torch.float32, device=q.device)
+    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
+    written = (out, lse if need_lse else None)
+    run(torch.ops.attnkern.cuda_forward, (q, k, v, bias, philox_seed, *written), *score, results=written)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    band_offset: int,
+    dropout_p: float,
+    grad_mask: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`attnkern::backward` (ops.py) on a CUDA device."""
+    wanted = ((q, ops.GRAD_Q), (k, ops.GRAD_K), (v, ops.GRAD_V))
+    dq, dk, dv = (ops.empty_like_heads(x, x.shape[3]) if grad_mask & bit else None for x, bit in wanted)
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device) if grad_mask & ops.GRAD_BIAS else None
+    if 0 in (*q.shape[:3], k.shape[2]):
+        for grad in (dq, dk, dv, dbias):
+            if grad is not None:
+                grad.zero_()
+    else:
+        heads = q.shape[1]
+        heads_out = heads // math.gcd(heads // k.shape[1], heads // v.shape[1])
+        # Of key and value heads that several of the kernel's share, the parts are float32 and added up below.
+        parts = [
+            grad
+            if grad is None or grad.shape[1] == heads_out
+            else torch.empty(grad.shape[0], heads_out, *grad.shape[2:], dtype=torch.float32, device=q.device)
+            for grad in (dk, dv)
+        ]
+        grad_out, out = (x if x.stride(3) == 1 else x.contiguous() for x in (grad_out, out))
+        delta = run(torch.ops.attnkern.delta, (grad_out, out, grad_lse))
+        written = (dq, *parts, dbias)
+        inputs = (grad_out, q, k, v, bias, philox_seed, lse.contiguous(), delta)
+        score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
+        run(torch.ops.attnkern.cuda_backward, (*inputs, *written), heads_out, *score, results=written)
+        for grad, part in zip((dk, dv), parts, strict=True):
+            if grad is not None and part is not grad:
+                grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
+    none = q.new_empty(0)
+    return tuple(none if grad is None else grad for grad in (dq, dk, dv, dbias))
+
+
+def _has_vectors(x: Tensor) -> bool:
+    """Whether every row is a whole number of dense 16-byte chunks at a multiple of 16 bytes, as smem.cuh's rows_of."""
+    steps = [s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    dense = x.stride(3) == 1 or x.shape[3] <= 1
+    return dense and x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in (*steps, x.shape[3]))

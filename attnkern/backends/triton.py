@@ -1,0 +1,211 @@
+"""The Triton kernels (triton_kernels/): tensors in, launches out. What can be known without the tensors is a plan."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..problem import Problem
+
+NAME = "triton"
+MAX_HEAD_DIM = 512
+MAX_LENGTH = 2**30 - 1  # a row and a bound of the band add up within 32 bits
+MAX_ROW_STRIDE = 2**22  # so do the rows of a tile
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why this backend cannot run at all here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return None
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Why this backend cannot run `problem`; empty if it can."""
+    q, k, v = problem.q, problem.k, problem.v
+    reasons = []
+    if (reason := unavailable()) is not None:
+        reasons.append(reason)
+    elif (capability := _plans().launch.capability(q.get_device())) < 80:
+        reasons.append(f"compute capability {capability / 10}, and 8.0 is needed")
+    if q.dtype not in _DTYPES:
+        reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
+    if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
+        reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
+    if 0 in (q.shape[3], v.shape[3]):
+        reasons.append("head size is 0")
+    if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
+        reasons.append(f"length {length} is above {MAX_LENGTH}")
+    return reasons
+
+
+def notes(problem: Problem) -> list[str]:
+    """What a call costs beyond its kernels: the inputs that must be copied."""
+    tensors = {"query": problem.q, "key": problem.k, "value": problem.v}
+    copied = {name for name, x in tensors.items() if not _has_rows(x)}
+    plans = _plans()
+    if plans.configs.has_tma(plans.launch.capability(problem.q.get_device())):
+        unit = 16 // problem.q.dtype.itemsize
+        copied |= {name for name in ("key", "value") if not _kind(plans, tensors[name]).describable(unit)}
+    return [f"copies {name} (strides {tuple(x.stride())})" for name, x in tensors.items() if name in copied]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    band_offset: int,
+    dropout_p: float,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """`attnkern::forward` (ops.py) on a CUDA device."""
+    plans = _plans()
+    q, k, v, bias = _rows(q), _rows(k), _rows(v), _narrow(bias)
+    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
+    plan = plans.forward_plan(_problem(plans, q, k, v, bias, philox_seed, score), need_lse)
+    out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+    if (step := plan.step) is not None:
+        tiles = step.tiles(k, v)
+        args = (q, *tiles, bias, philox_seed, out, lse if need_lse else None, *step.rest)
+        plans.launch.run(step.kernel, step.grid, args, q.get_device())
+    else:
+        out.zero_()
+        lse.fill_(-math.inf)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    band_offset: int,
+    dropout_p: float,
+    grad_mask: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`attnkern::backward` (ops.py) on a CUDA device."""
+    plans = _plans()
+    q, k, v, grad_out, out = _rows(q), _rows(k), _rows(v), _rows(grad_out), _rows(out)
+    lse, bias = lse.contiguous(), _narrow(bias)
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
+    problem = _problem(plans, q, k, v, bias, philox_seed, score)
+    plan = plans.backward_plan(problem, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask)
+    device, index, run = q.device, q.get_device(), plans.launch.run
+
+    def empty(layout: Any, dtype: torch.dtype = q.dtype) -> Tensor:
+        return (
+            torch.empty(0, dtype=dtype, device=device)
+            if layout is None
+            else torch.empty_strided(*layout, dtype=dtype, device=device)
+        )
+
+    dq, dk, dv = (empty(layout) for layout in plan.grads)
+    dbias = empty(None)
+    if grad_mask & ops.GRAD_BIAS:
+        assert bias is not None
+        dbias = (torch.zeros if plan.zero_bias else torch.empty)(bias.shape, dtype=bias.dtype, device=device)
+    if plan.delta is None:
+        for grad in (dq, dk, dv):
+            grad.zero_()
+        return dq, dk, dv, dbias
+    delta = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+    run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
+    if (step := plan.dkdv) is not None:
+        # One kernel makes both. It writes into the result where that has as many heads, and was asked for.
+        parts = [
+            grad if grad.ndim == 4 and grad.shape == layout.shape else empty(layout, dtype)
+            for grad, (layout, dtype) in zip((dk, dv), plan.parts, strict=True)
+        ]
+        q0, q1, g0, g1 = step.tiles(q, grad_out)
+        run(step.kernel, step.grid, (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *parts, *step.rest), index)
+        for grad, part in zip((dk, dv), parts, strict=True):
+            if grad.ndim == 4 and part is not grad:
+                grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
+    if (step := plan.dq) is not None:
+        written = dbias if plan.bias_falls_off else None
+        target = dq if dq.ndim == 4 else empty(plan.dq_layout)
+        tiles = step.tiles(k, v)
+        run(
+            step.kernel,
+            step.grid,
+            (q, *tiles, grad_out, lse, delta, bias, philox_seed, target, written, *step.rest),
+            index,
+        )
+    if (step := plan.dbias) is not None:
+        run(step.kernel, step.grid, (q, k, v, grad_out, lse, delta, bias, philox_seed, dbias, *step.rest), index)
+    return dq, dk, dv, dbias
+
+
+@functools.cache
+def _plans() -> Any:
+    """triton_kernels/plan.py, imported when first needed: Triton takes half a second."""
+    return importlib.import_module("attnkern.triton_kernels.plan")
+
+
+def _problem(
+    plans: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, score: tuple
+) -> Any:
+    """The key of a plan. (A tuple by position: names would cost a third of a short launch.)"""
+    return plans.Problem(
+        plans.launch.capability(q.get_device()),
+        q.dtype,
+        _kind(plans, q),
+        _kind(plans, k),
+        _kind(plans, v),
+        None if bias is None else _kind(plans, bias),
+        None if bias is None else bias.dtype,
+        0 if seed is None else seed.shape[0],
+        score,
+        q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
+    )
+
+
+def _kind(plans: Any, x: Tensor) -> Any:
+    return plans.Kind(x.shape, x.stride(), x.data_ptr() % 16 == 0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x itself if its rows are dense and not too far apart, as kernels read them; else a copy."""
+    return x if _has_rows(x) else x.contiguous()
+
+
+def _has_rows(x: Tensor) -> bool:
+    _, _, row, last = x.stride()
+    _, _, length, size = x.shape
+    return (last == 1 or size <= 1) and (row <= MAX_ROW_STRIDE or length <= 1)
+
+
+def _narrow(bias: Tensor | None) -> Tensor | None:
+    """The bias, copied if the strides of its rows and columns need more than 32 bits."""
+    if bias is None or max(bias.stride()[2:]) < 2**31:
+        return bias
+    return bias.contiguous()

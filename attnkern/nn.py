@@ -1,0 +1,396 @@
+"""Modules: `MultiheadAttention` in place of torch's, and `CrossAttention` between sequences of different widths."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
+
+from . import api, autograd, rng
+from .problem import UNBOUNDED, Band, Problem
+
+Window = tuple[int | None, int | None] | None
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` on attnkern's kernels: same constructor, forward, parameters and state_dict.
+
+    What is different:
+
+    - need_weights=True costs the weights that are returned and no more: they come tile by tile from the forward's
+      log-sum-exp, averaged over the heads as they come. With dropout they are the dropped ones, as in torch.
+    - A query with every key masked gives 0 (before out_proj), and weights of 0; torch gives NaN with need_weights.
+    - is_causal=True needs no attn_mask. Given one, torch's rule holds: it is the hint that the mask is causal.
+    - Two masks of different types (one bool, one float) go together without a warning.
+    - `window`, and nested tensors, which are refused.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            torch. dropout acts in training mode only.
+        window: (left, right), each an int >= 0 or None: query i sees keys i - left to i + right only.
+
+    forward(query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True,
+    is_causal=False) takes query (L, N, embed_dim), key (S, N, kdim), value (S, N, vdim); (N, L, ...) with batch_first;
+    or all without N. key_padding_mask (N, S) and attn_mask (L, S) or (N * num_heads, L, S) are torch's: in a bool mask
+    True is NOT attended to (the inverse of `attnkern.attention`), a floating-point one is added to the scores.
+
+    It returns (output, weights): output as query, weights None, or (N, L, S), or (N, num_heads, L, S) with
+    average_attn_weights=False. Both are differentiable.
+
+    Raises what torch raises: AssertionError for ranks, widths, a key_padding_mask that does not fit and masks of
+    integers; RuntimeError for an attn_mask or batch sizes that do not fit; ValueError for sizes that are not positive,
+    or a negative window; TypeError for another window than (left, right).
+
+    In nn.TransformerEncoderLayer, evaluation without gradients uses this module as well, not torch's own fast path.
+
+    Source: A. Vaswani et al., "Attention is all you need", NeurIPS 2017.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        window: Window = None,
+    ) -> None:
+        _check_band(window, "top_left")
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.window = window
+        # torch's transformer layers ask it before they take their fast path, which goes past this module's forward.
+        self._qkv_same_embed_dim = False
+
+    def _reset_parameters(self) -> None:
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            constant_(self.in_proj_bias, 0.0)
+            constant_(self.out_proj.bias, 0.0)
+        for bias in (self.bias_k, self.bias_v):
+            if bias is not None:
+                xavier_normal_(bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        self._check(query, key, value, key_padding_mask, attn_mask)
+        batched = query.dim() == 3
+        # (sequence, batch) dimensions; a missing batch is one of size 1.
+        sequence, batch = (1, 0) if self.batch_first and batched else (0, 1)
+        q, k, v = (x if batched else x.unsqueeze(batch) for x in self._project(query, key, value))
+        seqlen_q, seqlen_k, batch_size = q.shape[sequence], k.shape[sequence], q.shape[batch]
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (batch_size, self.num_heads))
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.view(batch_size, 1, 1, seqlen_k)
+
+        if is_causal and attn_mask is not None:
+            # torch's rule for the hint: it stands for the mask only where nothing else is asked for.
+            if need_weights or key_padding_mask is not None:
+                is_causal = False
+            else:
+                attn_mask = None
+        mask = _both(_attended(attn_mask), _attended(key_padding_mask))
+        window = self.window
+        if appended := (self.bias_k is not None) + self.add_zero_attn:
+            k, v = self._append(k, v, sequence, batch)
+            # Every query sees what is appended: no band has such a shape.
+            band = Band(*(UNBOUNDED if x is None else x for x in window or (None, None)))
+            band = band._replace(right=0) if is_causal else band
+            mask = _both(mask, band.mask(seqlen_q, seqlen_k, q.device))
+            mask = None if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
+            window, is_causal = None, False
+
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).permute(batch, 2, sequence, 3) for x in (q, k, v))
+        dropout_p = self.dropout if self.training else 0
+        out, weights = _attend(q, k, v, mask, dropout_p, is_causal, window, need_weights, average_attn_weights)
+        out = out.permute(2, 0, 1, 3) if batch == 1 else out.permute(0, 2, 1, 3)
+        out = self.out_proj(out.flatten(-2))
+        if not batched:
+            out = out.squeeze(batch)
+            weights = None if weights is None else weights.squeeze(0)
+        return out, weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """The projected query, key and value, with as few matrix products as there are different inputs."""
+        weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if weight is not None and key is value:
+            if query is key:
+                return F.linear(query, weight, bias).chunk(3, -1)
+            weights = weight.split([width, 2 * width])
+            biases = (None, None) if bias is None else bias.split([width, 2 * width])
+            return F.linear(query, weights[0], biases[0]), *F.linear(key, weights[1], biases[1]).chunk(2, -1)
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
+        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+
+    def _append(self, k: Tensor, v: Tensor, sequence: int, batch: int) -> tuple[Tensor, Tensor]:
+        """Behind the keys and values bias_k and bias_v, then zeros: those that the module has."""
+        sizes = [1, 1, self.embed_dim]
+        sizes[batch] = k.shape[batch]
+        ks, vs = [k], [v]
+        if self.bias_k is not None and self.bias_v is not None:
+            ks.append(self.bias_k.expand(sizes))
+            vs.append(self.bias_v.expand(sizes))
+        if self.add_zero_attn:
+            ks.append(k.new_zeros(sizes))
+            vs.append(v.new_zeros(sizes))
+        return torch.cat(ks, sequence), torch.cat(vs, sequence)
+
+    def _check(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+    ) -> None:
+        """The types of torch's errors, one sentence each."""
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"attnkern: argument '{name}' must be Tensor, not {type(x).__name__}")
+            if x.is_nested:
+                raise AssertionError(
+                    f"attnkern: {name} must not be a nested tensor: pad it and pass key_padding_mask "
+                    "(and make nn.TransformerEncoder with enable_nested_tensor=False)"
+                )
+        rank = query.dim()
+        if rank not in (2, 3):
+            raise AssertionError(f"attnkern: query must have 2 (unbatched) or 3 dimensions, got {_show(query)}")
+        for name, x in (("key", key), ("value", value)):
+            if x.dim() != rank:
+                raise AssertionError(f"attnkern: {name} must have query's {rank} dimensions, got {_show(x)}")
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"attnkern: query's last size must be embed_dim={self.embed_dim}, got {_show(query)}")
+        if key.shape[:-1] != value.shape[:-1]:
+            raise AssertionError(
+                f"attnkern: value must have key's sequence and batch sizes, {_show(key)}, got {_show(value)}"
+            )
+        for name, x, option, width in (("key", key, "kdim", self.kdim), ("value", value, "vdim", self.vdim)):
+            if x.shape[-1] != width:
+                raise AssertionError(f"attnkern: {name}'s last size must be {option}={width}, got {_show(x)}")
+        batch, sequence = (0, 1) if self.batch_first else (1, 0)
+        n, seqlen_q, seqlen_k = (
+            (1, query.shape[0], key.shape[0])
+            if rank == 2
+            else (query.shape[batch], query.shape[sequence], key.shape[sequence])
+        )
+        if rank == 3 and key.shape[batch] != n:
+            raise RuntimeError(
+                f"attnkern: key's batch size (dimension {batch} with batch_first={self.batch_first}) must be query's "
+                f"{n}, got {_show(key)}"
+            )
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise AssertionError(
+                    f"attnkern: {name} must be bool (True = not attended to) or floating point (added to the scores), "
+                    f"got {mask.dtype}"
+                )
+        if key_padding_mask is not None:
+            shape = (seqlen_k,) if rank == 2 else (n, seqlen_k)
+            if tuple(key_padding_mask.shape) != shape:
+                raise AssertionError(
+                    f"attnkern: key_padding_mask must have key's shape {shape}, got {_show(key_padding_mask)}"
+                )
+        if attn_mask is not None:
+            flat, heads = (seqlen_q, seqlen_k), (n * self.num_heads, seqlen_q, seqlen_k)
+            if tuple(attn_mask.shape) not in (flat, heads):
+                # torch tells a wrong rank (and any shape without a batch in 3-D) from a wrong size.
+                error = RuntimeError if attn_mask.dim() == 2 or (attn_mask.dim() == rank == 3) else AssertionError
+                raise error(f"attnkern: attn_mask must have shape {flat} or {heads}, got {_show(attn_mask)}")
+
+
+class CrossAttention(nn.Module):
+    """Attention of one sequence to another of a different width, or to itself, with every size free.
+
+        q = x W_q      k = context W_k      v = context W_v      output = softmax(q k^T / sqrt(k_dim / heads)) v W_o
+
+    Args:
+        query_dim: width of x. context_dim: width of context; None: query_dim.
+        num_heads: divides k_dim and v_dim.
+        k_dim: width of all heads' queries and keys together; None: query_dim.
+        v_dim: width of all heads' values together; None: k_dim.
+        out_dim: width of the output; None: query_dim.
+        dropout: probability with which a weight is dropped in training mode.
+        bias: whether the four projections have one.
+        window, alignment: as in `attnkern.attention`: position i of x sees positions i - left to i + right of context.
+
+    Raises ValueError for sizes that are not positive, heads that do not divide k_dim or v_dim, a negative window or an
+    unknown alignment; TypeError for another window than (left, right).
+    """
+
+    def __init__(
+        self,
+        query_dim: int,
+        context_dim: int | None = None,
+        num_heads: int = 1,
+        *,
+        k_dim: int | None = None,
+        v_dim: int | None = None,
+        out_dim: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        window: Window = None,
+        alignment: str = "top_left",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_band(window, alignment)
+        super().__init__()
+        context_dim = query_dim if context_dim is None else context_dim
+        k_dim = query_dim if k_dim is None else k_dim
+        v_dim = k_dim if v_dim is None else v_dim
+        out_dim = query_dim if out_dim is None else out_dim
+        sizes = {"query_dim": query_dim, "context_dim": context_dim, "num_heads": num_heads}
+        sizes |= {"k_dim": k_dim, "v_dim": v_dim, "out_dim": out_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"attnkern: {name} must be at least 1, got {size}")
+        for name, size in (("k_dim", k_dim), ("v_dim", v_dim)):
+            if size % num_heads:
+                raise ValueError(f"attnkern: {name} must be a multiple of num_heads={num_heads}, got {size}")
+        self.num_heads, self.dropout, self.window, self.alignment = num_heads, dropout, window, alignment
+        self.q_proj = nn.Linear(query_dim, k_dim, bias, device, dtype)
+        self.k_proj = nn.Linear(context_dim, k_dim, bias, device, dtype)
+        self.v_proj = nn.Linear(context_dim, v_dim, bias, device, dtype)
+        self.out_proj = nn.Linear(v_dim, out_dim, bias, device, dtype)
+
+    def extra_repr(self) -> str:
+        window = "" if self.window is None else f", window={self.window}, alignment={self.alignment!r}"
+        return f"num_heads={self.num_heads}, dropout={self.dropout}{window}"
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        need_weights: bool = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What the positions of x (N, L, query_dim) gather from context (N, S, context_dim); None: from x itself.
+
+        Args:
+            x, context: as above, or both without N.
+            padding_mask: (N, S), bool or 0/1 in an integer type: True or 1 is a real position, the others are not seen.
+            attn_mask: (L, S), (N, L, S) or (N, num_heads, L, S), likewise: 1 where i sees j, as the edges of a graph.
+            is_causal: position i sees positions 0..i of context (counted as `alignment` says) only.
+            need_weights: also return the weights, (N, L, S), or (N, num_heads, L, S) with average_attn_weights=False.
+
+        Returns:
+            (N, L, out_dim), or with need_weights the pair. A position that sees nothing gathers 0.
+
+        Raises:
+            RuntimeError: ranks, widths, batch sizes or masks that do not fit. TypeError: a floating-point mask.
+        """
+        context = x if context is None else context
+        rank = x.dim()
+        if rank not in (2, 3):
+            raise RuntimeError(f"attnkern: x must have 2 (unbatched) or 3 dimensions, got {_show(x)}")
+        if context.dim() != rank or context.shape[:-2] != x.shape[:-2]:
+            raise RuntimeError(f"attnkern: context must have x's rank and batch size, {_show(x)}, got {_show(context)}")
+        for name, tensor, width in (
+            ("x", x, self.q_proj.in_features),
+            ("context", context, self.k_proj.in_features),
+        ):
+            if tensor.shape[-1] != width:
+                raise RuntimeError(f"attnkern: {name}'s last size must be {width}, got {_show(tensor)}")
+        lead, seqlen_q, seqlen_k = tuple(x.shape[:-2]), x.shape[-2], context.shape[-2]
+        mask = _real("padding_mask", padding_mask, [(*lead, seqlen_k)])
+        if mask is not None:
+            mask = mask[..., None, None, :]
+        pairs = (seqlen_q, seqlen_k)
+        edges = _real("attn_mask", attn_mask, [pairs, (*lead, *pairs), (*lead, self.num_heads, *pairs)])
+        if edges is not None and rank == 3 and edges.dim() == 3:
+            edges = edges[:, None]
+        q, k, v = (
+            projection(tensor).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+            for projection, tensor in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
+        )
+        out, weights = _attend(
+            *(q, k, v, _both(mask, edges), self.dropout if self.training else 0, is_causal),
+            *(self.window, need_weights, average_attn_weights, self.alignment),
+        )
+        out = self.out_proj(out.transpose(-2, -3).flatten(-2))
+        return out if weights is None else (out, weights)
+
+
+def _check_band(window: Any, alignment: Any) -> None:
+    """Raises what a call with them would, in the constructor already."""
+    x = torch.empty(1, 1, device="meta")
+    Problem.from_sdpa(x, x, x, window=window, alignment=alignment)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    window: Window,
+    need_weights: bool,
+    average: bool,
+    alignment: str = "top_left",
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of q (..., H, L, E), and its weights (..., H, L, S) or, averaged, (..., L, S)."""
+    if not need_weights:
+        out = api.attention(q, k, v, mask, dropout_p, is_causal, window=window, alignment=alignment)
+        assert isinstance(out, Tensor)
+        return out, None
+    problem = Problem.from_sdpa(q, k, v, mask, dropout_p, is_causal, window=window, alignment=alignment)
+    seed = rng.seed_for(problem.q) if problem.score.dropout_p > 0 else None
+    out, lse = api.apply(problem, None, True, seed)
+    lse = lse.reshape(problem.q.shape[:-1])
+    weights = autograd.weights(problem, lse, seed, None, average)
+    return out, weights if q.dim() == 4 else weights.squeeze(0)
+
+
+def _attended(mask: Tensor | None) -> Tensor | None:
+    """A mask of torch's modules, True = hidden, as one of functions, True = attended; one that is added stays."""
+    return ~mask if mask is not None and mask.dtype == torch.bool else mask
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The mask of what passes two: each bool (True = attended) or floating point (added)."""
+    if a is None or b is None:
+        return b if a is None else a
+    if b.dtype == torch.bool:
+        return a & b if a.dtype == torch.bool else a.masked_fill(~b, -math.inf)
+    return b.masked_fill(~a, -math.inf) if a.dtype == torch.bool else a + b
+
+
+def _real(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tensor | None:
+    """A mask of bool or integers as bool, of one of these shapes."""
+    if mask is None:
+        return None
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"attnkern: {name} must be bool or an integer type (1 = attended to), got {mask.dtype}")
+    if tuple(mask.shape) not in shapes:
+        wanted = " or ".join(str(s) for s in dict.fromkeys(shapes))
+        raise RuntimeError(f"attnkern: {name} must have shape {wanted}, got {_show(mask)}")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def _show(x: Tensor) -> str:
+    return str(tuple(x.shape))

@@ -1,0 +1,92 @@
+// Tensors -> the structs of params.h, for the operators of every device. Only torch's stable C ABI is used. Checks here
+// guard the kernels against a caller that went around attnkern.problem, which is where users' errors are found and
+// explained.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+
+#include "common/params.h"
+
+namespace attnkern {
+
+using OptionalTensor = std::optional<torch::stable::Tensor>;
+
+inline DType dtype_of(const torch::stable::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case torch::headeronly::ScalarType::Float: return DType::kFloat32;
+    case torch::headeronly::ScalarType::Double: return DType::kFloat64;
+    case torch::headeronly::ScalarType::BFloat16: return DType::kBFloat16;
+    case torch::headeronly::ScalarType::Half: return DType::kFloat16;
+    case torch::headeronly::ScalarType::Bool: return DType::kBool;
+    default: STD_TORCH_CHECK(false, "attnkern: unsupported dtype"); return DType::kBool;
+  }
+}
+
+inline View view_of(const torch::stable::Tensor& tensor) {
+  View view;
+  view.data = tensor.data_ptr();
+  for (int dim = 0; dim < 4; ++dim) view.stride[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+  return view;
+}
+
+// Strides of our own results: with a size of 1 they are never used, and 0 elsewhere would be wrong.
+inline View output_view(const torch::stable::Tensor& tensor) {
+  View view = view_of(tensor);
+  view.stride[3] = 1;
+  return view;
+}
+
+inline void fill(Attention& p, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                 const torch::stable::Tensor& v, const OptionalTensor& bias, const OptionalTensor& philox_seed,
+                 double softmax_scale, double softcap, int64_t window_left, int64_t window_right, int64_t band_offset,
+                 double dropout_p) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
+  p.dtype = dtype_of(q);
+  STD_TORCH_CHECK(p.dtype != DType::kBool && dtype_of(k) == p.dtype && dtype_of(v) == p.dtype,
+                  "attnkern: q, k and v must have one floating dtype");
+  p.batch = q.size(0), p.heads_q = q.size(1), p.seqlen_q = q.size(2), p.head_dim = q.size(3);
+  p.heads_k = k.size(1), p.seqlen_k = k.size(2), p.heads_v = v.size(1), p.head_dim_v = v.size(3);
+  STD_TORCH_CHECK(k.size(0) == p.batch && v.size(0) == p.batch && k.size(3) == p.head_dim && v.size(2) == p.seqlen_k,
+                  "attnkern: the sizes of q, k and v do not fit");
+  STD_TORCH_CHECK(
+      p.heads_q == 0 || (p.heads_k > 0 && p.heads_v > 0 && p.heads_q % p.heads_k == 0 && p.heads_q % p.heads_v == 0),
+      "attnkern: the heads of k and v must divide those of q");
+  p.q = view_of(q), p.k = view_of(k), p.v = view_of(v);
+  p.bias = {};
+  p.bias_dtype = DType::kBool;
+  if (bias.has_value()) {
+    STD_TORCH_CHECK(bias->dim() == 4, "attnkern: bias must have 4 dimensions");
+    p.bias_dtype = dtype_of(*bias);
+    STD_TORCH_CHECK(p.bias_dtype == DType::kBool || p.bias_dtype == DType::kFloat32 || p.bias_dtype == p.dtype,
+                    "attnkern: bias must be bool, float32 or of q's dtype");
+    const int64_t full[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
+    for (int dim = 0; dim < 4; ++dim) {
+      p.bias_size[dim] = bias->size(dim);
+      STD_TORCH_CHECK(p.bias_size[dim] == full[dim] || p.bias_size[dim] == 1, "attnkern: the sizes of bias do not fit");
+    }
+    p.bias = view_of(*bias);
+  }
+  p.softmax_scale = softmax_scale;
+  p.softcap = softcap;
+  p.band = {window_left, window_right, band_offset};
+  p.dropout_p = dropout_p;
+  p.seeds = nullptr;
+  p.seed_count = 1;
+  if (dropout_p > 0) {
+    STD_TORCH_CHECK(philox_seed.has_value() && philox_seed->dim() == 1 &&
+                        philox_seed->scalar_type() == torch::headeronly::ScalarType::Long &&
+                        philox_seed->is_contiguous() && philox_seed->numel() > 0 && p.batch % philox_seed->numel() == 0,
+                    "attnkern: dropout needs philox_seed, a contiguous int64 vector whose length divides the batch");
+    p.seeds = static_cast<const int64_t*>(philox_seed->data_ptr());
+    p.seed_count = philox_seed->numel();
+  }
+}
+
+inline torch::headeronly::ScalarType lse_type(const Attention& p) {
+  return p.dtype == DType::kFloat64 ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
+}
+
+}  // namespace attnkern

@@ -1,0 +1,135 @@
+// Tiles of 16-bit elements in shared memory: their swizzle, and how they are filled from global memory.
+#pragma once
+
+#include "common/params.h"
+#include "cuda/ptx.cuh"
+
+namespace attnkern::cuda {
+
+// Rows of one head's (length, width) matrix in global memory, and how they may be read.
+struct Rows {
+  const void* data;
+  int64_t stride[4];  // batch, head, row, column; in elements
+  int32_t width;
+  bool vector;  // every row starts at a multiple of 16 bytes and is a whole number of dense 16-byte chunks
+};
+
+// The tensor as kernels read or write it, on the host. `length` rows of `width` elements of 2 bytes.
+inline Rows rows_of(const View& view, int64_t width) {
+  Rows rows{view.data, {}, static_cast<int32_t>(width), false};
+  uint64_t bits = reinterpret_cast<uintptr_t>(view.data) | static_cast<uint64_t>(width) * 2;
+  for (int n = 0; n < 4; ++n) rows.stride[n] = view.stride[n];
+  for (int n = 0; n < 3; ++n) bits |= static_cast<uint64_t>(view.stride[n]) * 2;
+  rows.vector = bits % 16 == 0 && (view.stride[3] == 1 || width <= 1);
+  return rows;
+}
+
+template <typename T>
+__device__ __forceinline__ const T* head_of(const Rows& rows, int batch, int head) {
+  return static_cast<const T*>(rows.data) + batch * rows.stride[0] + head * rows.stride[1];
+}
+
+// A tile: rows of kHeadDim elements, a multiple of 32, one after the other. The 16-byte chunks of a row are permuted by
+// its number so that eight rows of one chunk, which is what ldmatrix reads at a time, lie in different banks: with rows
+// of whole 128-byte lines by the lowest three bits; where a row is half a line more, neighbours differ by that half,
+// and the next two bits tell the rest apart.
+template <int kHeadDim>
+struct Tile {
+  static_assert(kHeadDim % 32 == 0);
+  static constexpr int kChunks = kHeadDim / 8;
+  static constexpr int kRowBytes = kHeadDim * 2;
+  static constexpr bool kWholeLines = kChunks % 8 == 0;
+  static constexpr int kMask = kWholeLines ? 7 : 3;
+
+  // The bits that aren't permuted are added apart: as constants they cost no register then.
+  __device__ __forceinline__ static uint32_t address(uint32_t tile, int row, int chunk) {
+    const int key = (kWholeLines ? row : row >> 1) & kMask;
+    return tile + row * kRowBytes + ((chunk & kMask ^ key) << 4) + ((chunk & ~kMask) << 4);
+  }
+};
+
+// One chunk by single elements: what lies past `width` is 0.
+template <typename T>
+__device__ __forceinline__ uint4 gather_chunk(const T* row, int64_t column_stride, int first, int width) {
+  uint32_t words[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    uint32_t halves[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int d = first + 2 * n + e;
+      halves[e] = d < width ? reinterpret_cast<const uint16_t*>(row)[d * column_stride] : 0;
+    }
+    words[n] = halves[0] | halves[1] << 16;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Rows [first, first + kRows) of `head` -> the tile, by all kThreads threads. Rows past `end` and columns past the
+// width are zero: whatever follows them in memory may be NaN, and 0 * NaN would reach the output. Asynchronous:
+// complete after cp_async_commit, cp_async_wait and a barrier. kVector: rows.vector is known to be true.
+template <typename T, int kHeadDim, int kRows, int kThreads, bool kVector>
+__device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, const T* head, int first, int end) {
+  constexpr int kChunks = Tile<kHeadDim>::kChunks;
+  constexpr int kTotal = kRows * kChunks;
+  if (kVector || rows.vector) {
+    if constexpr (kThreads % kChunks == 0) {  // a thread's chunk is the same in all its rows: one address, one step
+      constexpr int kStep = kThreads / kChunks;
+      const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+      const int live_rows = chunk * 8 < rows.width ? end - first - row : 0;
+      const T* source = head + (first + row) * rows.stride[2] + chunk * 8;
+      const int64_t step = kStep * rows.stride[2];
+#pragma unroll
+      for (int i = 0; i < kRows; i += kStep, source += step) {
+        const bool live = i < live_rows;
+        ptx::cp_async<16>(Tile<kHeadDim>::address(tile, row + i, chunk), live ? source : head, live ? 16 : 0);
+      }
+    } else {
+#pragma unroll
+      for (int i = threadIdx.x; i < kTotal; i += kThreads) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        const bool live = first + row < end && chunk * 8 < rows.width;
+        const T* source = live ? head + (first + row) * rows.stride[2] + chunk * 8 : head;
+        ptx::cp_async<16>(Tile<kHeadDim>::address(tile, row, chunk), source, live ? 16 : 0);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kTotal; i += kThreads) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const bool live = first + row < end;
+      const T* source = head + (live ? first + row : 0) * rows.stride[2];
+      const uint4 words = gather_chunk(source, rows.stride[3], chunk * 8, live ? rows.width : 0);
+      ptx::store_shared(Tile<kHeadDim>::address(tile, row, chunk), words);
+    }
+  }
+}
+
+// Rows [first, first + kRows) of the tile -> global memory, by kThreads threads of which this is number `thread`; rows
+// past `end` and columns past the width aren't written. `rows.stride[3]` is 1.
+template <typename T, int kHeadDim, int kRows, int kThreads, bool kVector>
+__device__ __forceinline__ void store_tile(uint32_t tile, const Rows& rows, T* head, int tile_row, int first, int end,
+                                           int thread) {
+  constexpr int kChunks = Tile<kHeadDim>::kChunks;
+  constexpr int kTotal = kRows * kChunks;
+#pragma unroll(kVector ? 4 : 1)
+  for (int i = thread; i < kTotal; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (first + row >= end || chunk * 8 >= rows.width) continue;
+    const uint4 words = ptx::load_shared(Tile<kHeadDim>::address(tile, tile_row + row, chunk));
+    T* target = head + (first + row) * rows.stride[2] + chunk * 8;
+    if (kVector || rows.vector) {
+      *reinterpret_cast<uint4*>(target) = words;
+    } else {
+      const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        if (chunk * 8 + n < rows.width) {
+          reinterpret_cast<uint16_t*>(target)[n] = static_cast<uint16_t>(word[n / 2] >> n % 2 * 16);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace attnkern::cuda

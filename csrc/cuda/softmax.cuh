@@ -1,0 +1,65 @@
+// One step of the online softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) on the two
+// rows that a thread holds of an accumulator row tile.
+#pragma once
+
+#include "cuda/score.cuh"
+
+namespace attnkern::cuda {
+
+struct RowState {
+  float max[2] = {-kInfinity, -kInfinity};  // as the scores: raw products (plain) or natural units (general)
+  float sum[2] = {0.f, 0.f};                // of this thread's columns, relative to max
+};
+
+// The larger of x over the four lanes that share a row.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// exp(s - max) for a whole row needs no guard but one: a row that has seen no key keeps 0 as its reference, since
+// -inf - -inf is NaN.
+template <bool kPlain>
+__device__ __forceinline__ float exp_difference(const Score& p, float s, float reference) {
+  // Plain: one FFMA; `reference` is scaled. General: the difference first, which is exact and can't overflow.
+  return kPlain ? ptx::ex2(fmaf(s, p.scale, -reference)) : ptx::ex2((s - reference) * kLog2E);
+}
+
+// Scores -> weights relative to the new maximum; `factor` is for what was summed up before.
+template <bool kPlain, int kTiles>
+__device__ __forceinline__ void softmax_step(const Score& p, float (&s)[kTiles][4], RowState& state,
+                                             float (&factor)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest = state.max[half];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    largest = quad_max(largest);
+    const float reference = largest == -kInfinity ? 0.f : kPlain ? largest * p.scale : largest;
+    factor[half] = exp_difference<kPlain>(p, state.max[half], reference);
+    state.max[half] = largest;
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        s[n][e] = exp_difference<kPlain>(p, s[n][e], reference);
+        sum += s[n][e];
+      }
+    }
+    state.sum[half] = state.sum[half] * factor[half] + sum;
+  }
+}
+
+// The natural log-sum-exp of a row from its maximum and its whole sum; -inf for a row without keys.
+template <bool kPlain>
+__device__ __forceinline__ float log_sum_exp(const Score& p, float max, float sum) {
+  if (max == -kInfinity) return -kInfinity;
+  return kPlain ? (max * p.scale + ptx::lg2(sum)) * kLn2 : max + ptx::lg2(sum) * kLn2;
+}
+
+}  // namespace attnkern::cuda

@@ -1,0 +1,111 @@
+"""What is compiled, and what its binary must look like: plain data, checked where it is written down."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KIB = 1024
+# The most shared memory of one block, the KiB that the driver keeps left out (CUDA C++ Programming Guide, "Compute
+# Capabilities", table of technical specifications).
+SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
+
+
+def capability(arch: str) -> int:
+    """90 of "90a"."""
+    match = re.fullmatch(r"(\d+)[af]?", arch)
+    if match is None or int(match[1]) not in SHARED_LIMIT:
+        known = ", ".join(map(str, SHARED_LIMIT))
+        raise ValueError(f"arch must be one of {known}, with or without the suffix a or f; got {arch!r}.")
+    return int(match[1])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that may be spilled (stores, loads, and the stack frame, each), and the argument for them."""
+
+    bytes: int
+    because: str
+
+    def __post_init__(self):
+        if self.bytes <= 0 or not self.because.strip():
+            raise ValueError(f"Budget needs bytes > 0 and the argument for them, got {self.bytes}, {self.because!r}.")
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """Kernels of one .cu source, compiled with the flags that the product is compiled with.
+
+    kernel is a glob over their names without namespace and parameters, as in ``forward_kernel<__nv_bfloat16, 128>``;
+    threads is the size of the block that they are launched with (0: their launch bounds), shared their dynamic shared
+    memory in bytes: the launch decides it, so it isn't in the binary. path is relative to the repository's root (or
+    absolute); flags are added to the product's.
+    """
+
+    path: str
+    kernel: str
+    threads: int = 0
+    shared: int = 0
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Triton:
+    """One configuration of a Triton or Gluon kernel.
+
+    fn is the JITFunction; signature maps every argument that isn't constexpr to its type ("*bf16", "i32", "fp32",
+    "tensordesc<bf16[64, 64]>"); constexprs maps the others to their values; options are num_warps, num_stages and
+    the like. aligned names the integers known to be multiples of 16; pointers are taken to be, as those of tensors.
+    """
+
+    fn: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        names = self.fn.arg_names
+        given = [*self.signature, *self.constexprs]
+        if sorted(given) != sorted(names):
+            missing, other = sorted(set(names) - set(given)), sorted(set(given) - set(names))
+            raise ValueError(
+                f"{self.fn.__name__}: signature and constexprs must name each argument once; "
+                f"missing {missing}, unknown {other}, twice {sorted({n for n in given if given.count(n) > 1})}."
+            )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and what it claims.
+
+    archs are the architectures it is shipped for, in one string as nvcc names them ("80 86 90a"). require maps such
+    strings to the fewest instructions that the SASS must hold: ``{"80 86": {"HMMA": 64, "LDSM": 20}}``; a name also
+    stands for all its modifiers, and may have some ("HMMA.16816"). spills maps them to a `Budget`; without one
+    nothing may be spilled, and the stack must be empty.
+    """
+
+    name: str
+    source: Cuda | Triton
+    archs: str
+    require: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    spills: Mapping[str, Budget] = field(default_factory=dict)
+
+    def __post_init__(self):
+        claimed = self.archs.split()
+        if not claimed:
+            raise ValueError(f"case {self.name}: archs is empty.")
+        for arch in claimed:
+            capability(arch)
+        for what in ("require", "spills"):
+            named = [arch for archs in getattr(self, what) for arch in archs.split()]
+            if not set(named) <= set(claimed) or len(named) != len(set(named)):
+                raise ValueError(f"case {self.name}: {what} must name archs of {self.archs!r}, once; got {named}.")
+
+    def required(self, arch: str) -> Mapping[str, int]:
+        return next((counts for archs, counts in self.require.items() if arch in archs.split()), {})
+
+    def budget(self, arch: str) -> int:
+        return next((budget.bytes for archs, budget in self.spills.items() if arch in archs.split()), 0)

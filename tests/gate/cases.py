@@ -1,0 +1,121 @@
+"""Every case, and the check that no kernel is without one.
+
+A .cu file's cases are written down here, those of the simulator's kernels in `simulator`. A Triton module brings its
+own: its function ``gate_cases()`` returns a list of dictionaries, the fields of `Case` and of `Triton` in one, and so
+needn't import this package.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import functools
+import importlib
+import inspect
+import re
+import textwrap
+from dataclasses import fields
+from types import FunctionType, ModuleType
+
+from . import simulator
+from .binary import GateError
+from .cache import ROOT
+from .case import Budget, Case, Cuda, Triton
+from .compilers import kernels
+
+ALL = "80 86 90a 100a 120a"
+
+CUDA = [
+    Case("delta", Cuda("csrc/cuda/delta.cu", "delta_kernel<*, 1>"), ALL, require={ALL: {"LDG": 2, "SHFL": 3}}),
+    Case(  # 16 bytes a lane
+        "delta by vectors",
+        Cuda("csrc/cuda/delta.cu", "delta_kernel<*, [48]>"),
+        ALL,
+        require={ALL: {"LDG.E.128": 2, "SHFL": 3}},
+    ),
+]
+
+
+def cuda_sources() -> list[str]:
+    """Every file that must have cases."""
+    found = [*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("tests/ptxsim/kernels/*.cu")]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+@functools.cache
+def triton_modules() -> list[ModuleType]:
+    """The modules with Triton or Gluon functions; tests/ is on the path for this package's sake already."""
+    found = []
+    for folder, package in (("triton_kernels", "attnkern.triton_kernels"), ("tests/ptxsim/kernels", "ptxsim.kernels")):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            if re.search(r"^@(triton|gluon)\.jit|^def gate_cases", path.read_text(), re.M):
+                found.append(importlib.import_module(f"{package}.{path.stem}"))
+    return found
+
+
+def triton_case(given: dict) -> Case:
+    """Of a module's dictionary. spills are pairs in it: {"120a": (256, "the argument for it")}."""
+    of_source = {field.name for field in fields(Triton)}
+    source = Triton(**{name: value for name, value in given.items() if name in of_source})
+    rest = {name: value for name, value in given.items() if name not in of_source}
+    rest["spills"] = {archs: Budget(*budget) for archs, budget in rest.get("spills", {}).items()}
+    return Case(source=source, **rest)
+
+
+def all_cases() -> list[Case]:
+    offers = [module.gate_cases for module in triton_modules() if hasattr(module, "gate_cases")]
+    offered = [triton_case(given) for offer in offers for given in offer()]
+    cases = [*CUDA, *offered, *simulator.cuda_cases(), *simulator.triton_cases()]
+    names = [case.name for case in cases]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"the names of cases must differ, twice: {', '.join(sorted(twice))}.")
+    return cases
+
+
+def unclaimed_in_source(path: str, cases: list[Case]) -> list[str]:
+    """A line for each kernel of a .cu file that no case is about, in any architecture compiled."""
+    about = [(c.source, c) for c in cases if isinstance(c.source, Cuda) and c.source.path == path]
+    if not about:
+        return [f"{path}: no case in tests/gate/cases.py"]
+    lines = []
+    for source, case in about:
+        for arch in case.archs.split():
+            globs = [s.kernel for s, c in about if s.flags == source.flags and arch in c.archs.split()]
+            for kernel in kernels(case, arch):
+                if not any(fnmatch.fnmatchcase(kernel.name, glob) for glob in globs):
+                    lines.append(f"kernel {kernel.name} of {path} on sm_{arch}: no case in tests/gate/cases.py")
+    return list(dict.fromkeys(lines))
+
+
+def unclaimed_in_modules(modules: list[ModuleType], cases: list[Case]) -> list[str]:
+    """A line for each Triton kernel that no case compiles: a kernel is a JITFunction that no other one names."""
+    from triton.runtime.jit import JITFunction
+
+    functions = {}
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, JITFunction) and value.fn.__module__ == module.__name__:
+                functions[value.fn.__qualname__, module.__name__] = value
+    called = {word for (name, _), f in functions.items() for word in names_in(f.fn) - {name}}
+    compiled = {id(case.source.fn) for case in cases if isinstance(case.source, Triton)}
+    return [
+        f"kernel {name} of {module}: no case compiles it"
+        for (name, module), function in functions.items()
+        if name not in called and id(function) not in compiled
+    ]
+
+
+def names_in(function: FunctionType) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def unclaimed(cases: list[Case]) -> list[str]:
+    lines = []
+    for path in cuda_sources():
+        try:
+            lines += unclaimed_in_source(path, cases)
+        except GateError as error:
+            lines.append(str(error))
+    return lines + unclaimed_in_modules(triton_modules(), cases)

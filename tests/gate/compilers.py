@@ -1,0 +1,191 @@
+"""From a case's source to what its binary holds; compiled once for each content of source, flags and tools."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import io
+import os
+import re
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from . import binary, cache
+from .binary import GateError, Kernel
+from .case import Case, Cuda, Triton, capability
+
+
+@functools.cache
+def product() -> ModuleType:
+    """setup.py: the flags that the product is compiled with, and where nvcc is."""
+    spec = importlib.util.spec_from_file_location("attnkern_setup", cache.ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def nvcc() -> tuple[str, str]:
+    """nvcc's path and version."""
+    try:
+        path, why_not = product().find_nvcc()
+    except SystemExit as error:
+        raise GateError(str(error)) from error
+    if path is None:
+        raise GateError(
+            f"{why_not}: the compile gate compiles the CUDA sources, with or without a GPU; "
+            "install the CUDA toolkit (13.0 or newer), or set CUDA_HOME to it, with ATTNKERN_CUDA unset."
+        )
+    return path, binary.run(path, "--version").stdout
+
+
+@functools.cache
+def tools() -> str:
+    """What every result depends on beside its source: the disassembler, and how listings are read."""
+    readers = [cache.digest(f"tests/gate/{name}.py") for name in ("binary", "compilers")]
+    return f"{binary.disassembler()[1]} {readers}"
+
+
+def key(case: Case, arch: str) -> str:
+    """The key of a case's compilation; kernels of one .cu share it."""
+    source = case.source
+    if isinstance(source, Cuda):
+        environment = [os.environ.get(f"NVCC_{where}_FLAGS") for where in ("PREPEND", "APPEND")]
+        return cache.key_of(source.path, nvcc_flags(source, arch), environment, nvcc(), tools())
+    return triton_key(source, arch)
+
+
+def kernels(case: Case, arch: str) -> list[Kernel]:
+    """Every kernel that the case's source holds, as compiled for arch."""
+    source = case.source
+    if isinstance(source, Cuda):
+        make = functools.partial(compile_cuda, source, arch)
+    else:
+        make = functools.partial(compile_triton, source, arch)
+    found = cache.cached(key(case, arch), make)
+    return [Kernel(**fields) for fields in found]
+
+
+def nvcc_flags(source: Cuda, arch: str) -> list[str]:
+    code = f"arch=compute_{arch},code=sm_{arch}"
+    return [*product().NVCCFLAGS.split(), "-Icsrc", *source.flags, "-gencode", code]
+
+
+def compile_cuda(source: Cuda, arch: str) -> tuple[list[dict], list[str]]:
+    """The kernels' fields, and the files that nvcc read."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, depends = Path(folder, "cubin"), Path(folder, "d")
+        flags = [*nvcc_flags(source, arch), "-cubin", "-Xptxas", "-v", "-MD", "-MF", str(depends)]
+        done = binary.run(nvcc()[0], *flags, source.path, "-o", cubin, cwd=cache.ROOT)
+        if done.returncode:
+            message = binary.first_error(done.stderr + done.stdout)
+            raise GateError(f"{source.path} doesn't compile for sm_{arch}: {message}")
+        found = binary.read(cubin, done.stderr)
+        files = dependencies(depends.read_text())
+    for kernel, name in zip(found, short_names([k.name for k in found]), strict=True):
+        kernel.name = name
+    return [dataclasses.asdict(kernel) for kernel in found], files
+
+
+def dependencies(rule: str) -> list[str]:
+    """The files that a make rule, as nvcc -MD writes it, depends on."""
+    listed = rule.split(" : ", 1)[1]
+    return [name.replace("\\ ", " ") for name in re.split(r"(?:(?<!\\)\s|\\\n)+", listed.strip())]
+
+
+def short_names(mangled: list[str]) -> list[str]:
+    """``delta_kernel<float, 4>`` of what c++filt makes of it: return type, namespaces and parameters left out."""
+    if not mangled:
+        return []
+    lines = binary.run("c++filt", *mangled).stdout.splitlines()
+    return [short_name(line) for line in lines]
+
+
+def short_name(demangled: str) -> str:
+    text = demangled.replace("(anonymous namespace)::", "")
+    depth, start = 0, 0
+    for i, c in enumerate(text):
+        if c in "<(":
+            if c == "(" and depth == 0:  # the parameters
+                return text[start:i]
+            depth += 1
+        elif c in ">)":
+            depth -= 1
+        elif depth == 0 and (c == " " or text[i - 1 : i + 1] == "::"):
+            start = i + 1
+    return text[start:]
+
+
+def triton_source(source: Triton):
+    """What triton.compile takes; the attributes are those that a launch with tensors finds."""
+    from triton.compiler import ASTSource
+
+    fn = source.fn
+    kind = ASTSource
+    if getattr(fn, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        kind = GluonASTSource
+    aligned = [n for n, kind_of in source.signature.items() if kind_of.startswith("*") or n in source.aligned]
+    attrs = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    signature = {name: source.signature.get(name, "constexpr") for name in fn.arg_names}
+    return kind(fn=fn, signature=signature, constexprs=dict(source.constexprs), attrs=attrs)
+
+
+def triton_target(arch: str):
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", capability(arch), 32)
+
+
+def triton_options(source: Triton) -> dict:
+    # Newer Tritons warn where it is left open.
+    return {"enable_fp_fusion": True, **source.options}
+
+
+def triton_key(source: Triton, arch: str) -> str:
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+
+    ast, backend = triton_source(source), make_backend(triton_target(arch)).hash()
+    inputs = [ast.hash(), sorted(ast.signature.items()), sorted(triton_options(source).items()), arch]
+    environment = sorted(get_cache_invalidating_env_vars().items())
+    return cache.key_of(*inputs, triton.__version__, backend, environment, tools())
+
+
+def compile_triton(source: Triton, arch: str) -> tuple[list[dict], list[str]]:
+    """The kernel's fields; no files: the key holds the source and what it calls."""
+    import triton
+    from triton import knobs
+
+    ptxas = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        for group in (knobs.nvidia, knobs.compilation, knobs.cache):
+            stack.enter_context(group.scope())
+        stack.enter_context(contextlib.redirect_stdout(ptxas))
+        # Triton runs ptxas with -v, and prints what it said on demand; on a hit of Triton's own cache nothing is said.
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        knobs.cache.dir = stack.enter_context(tempfile.TemporaryDirectory())
+        try:
+            compiled = triton.compile(triton_source(source), target=triton_target(arch), options=triton_options(source))
+        except Exception as error:  # whatever a compiler of many stages raises
+            reason = " ".join(str(error).split())[:300]
+            message = f"{source.fn.__name__} doesn't compile for sm_{arch}: {type(error).__name__}: {reason}"
+            raise GateError(message) from error
+    log = ptxas.getvalue()
+    said_for = re.search(r"for '(sm_\w+)'", log)
+    if said_for is None or said_for[1] != f"sm_{arch}":
+        made = said_for[1] if said_for else "nothing that ptxas reports on"
+        raise GateError(f"{source.fn.__name__}: sm_{arch} is claimed, but Triton makes {made}.")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        found = binary.read(file.name, log, dynamic_shared=compiled.metadata.shared)
+    return [dataclasses.asdict(kernel) for kernel in found], []

@@ -1,0 +1,182 @@
+"""The CUDA kernels with their shipped host code on CPU tensors: launches are recorded, the simulator runs them.
+
+csrc/cuda is compiled as it is: every .cu by nvcc, host code and PTX in one go, ops_cuda.cpp by g++ with its operators for
+CPU tensors. Instead of CUDA's runtime they are linked with runtime.cpp, which hands on what cudaLaunchKernel was given.
+So grids, shared memory, strides and the choice of the variant are the product's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ptxsim
+import torch
+from gate import compilers
+from gate.case import SHARED_LIMIT
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "launches"
+RECORD = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What cudaLaunchKernel was given, the argument's bytes included."""
+
+    kernel: ptxsim.Compiled
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    parameters: tuple[bytes, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+
+@dataclass
+class Recorder:
+    """Runs operators of the recording library; `launches` is what they launched, in order."""
+
+    target: int = 80
+    launches: list[Launch] = field(default_factory=list)
+    reports: list[ptxsim.Report] = field(default_factory=list)
+    simulate: bool = True
+
+    def run(self, operator, tensors: Sequence[torch.Tensor | None], *rest, results: Sequence[torch.Tensor | None] = ()):
+        """operator(*tensors, *rest) on CPU tensors, then its launches in the simulator."""
+        before = len(self.launches)
+        returned = library().call(lambda: operator(*tensors, *rest), self.target, self.launches)
+        known = [x for x in (*tensors, returned) if isinstance(x, torch.Tensor)]
+        if self.simulate:
+            undefined = [x for x in results if x is not None]
+            for launch in self.launches[before:]:
+                report = ptxsim.launch(
+                    launch.kernel,
+                    launch.grid,
+                    *launch.parameters,
+                    block=launch.block,
+                    shared=launch.shared,
+                    tensors=known,
+                    undefined=undefined,
+                )
+                undefined = []  # written, or at least allowed to be read by the next kernel
+                self.reports.append(report)
+        return returned
+
+
+class Library:
+    def __init__(self, path: Path):
+        torch.ops.load_library(str(path / "recorded.so"))
+        runtime = ctypes.CDLL(str(path / "recorded.so"))
+        self.set_record, self.set_shared_per_block = runtime.set_record, runtime.set_shared_per_block
+        self.texts = {file.stem: file.read_text() for file in sorted(path.glob("*.ptx"))}
+
+    @functools.cache  # noqa: B019: one library per process
+    def kernel(self, name: str, target: int) -> ptxsim.Compiled:
+        text = next(text for text in self.texts.values() if f".entry {name}(" in text)
+        return ptxsim.from_ptx(text, name, target=target)
+
+    def call(self, function, target: int, launches: list[Launch]):
+        """function(), what it launches appended to `launches`."""
+        failures: list[BaseException] = []
+
+        def record(name, grid, block, shared, arguments):
+            try:
+                kernel = self.kernel(name.decode(), target)
+                sizes = [parameter.bytes for parameter in kernel.program.kernel.params]
+                values = tuple(ctypes.string_at(arguments[n], size) for n, size in enumerate(sizes))
+                launches.append(Launch(kernel, tuple(grid[:3]), tuple(block[:3]), shared, values))
+            except BaseException as error:
+                failures.append(error)
+
+        callback = RECORD(record)
+        self.set_record(callback)
+        self.set_shared_per_block(SHARED_LIMIT[target])
+        try:
+            return function()
+        finally:
+            self.set_record(RECORD())
+            if failures:
+                raise failures[0]
+
+
+@functools.cache
+def library() -> Library:
+    """The recording library. One per process: operators register once."""
+    return Library(build())
+
+
+def build() -> Path:
+    """Compiles into a folder named after everything that went into it. PTX for compute_80: all that these kernels need,
+    and what a chip without a binary of its own gets."""
+    product = compilers.product()
+    nvcc, version = compilers.nvcc()
+    torch_folder = product.find_torch()
+    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    headers = [*ROOT.glob("csrc/cuda/*h"), *ROOT.glob("csrc/common/*.h")]
+    hosts = [ROOT / "csrc/cuda/ops_cuda.cpp", Path(__file__).with_name("runtime.cpp")]
+    flags = [*product.NVCCFLAGS.split(), "-lineinfo", "-Icsrc", "-gencode=arch=compute_80,code=compute_80"]
+    host_flags = [*product.CXXFLAGS.split(), product.TARGET, "-DATTNKERN_RECORD_LAUNCHES", "-Icsrc"]
+    host_flags += ["-isystem", f"{torch_folder}/include"]
+    device_key = [version, *flags, *(path.read_text() for path in sorted(headers) if path.name != "unpack.h")]
+    host_key = [torch.__version__, *host_flags, *(path.read_text() for path in (*hosts, ROOT / "csrc/common/unpack.h"))]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        parts = [_compiled(source, [nvcc, *flags], device_key) for source in sources]
+        out = FOLDER / _digest([*host_key, *(part.name for part in parts)])
+        if not out.exists():
+            with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+                for part in parts:
+                    shutil.copy(next(part.glob("*.ptx")), folder)
+                objects = []
+                for host in hosts:
+                    objects.append(f"{folder}/{host.stem}.o")
+                    _run("g++", *host_flags, "-c", host, "-o", objects[-1])
+                objects += [str(next(part.glob("*.o"))) for part in parts]
+                link = ["-shared", "-Wl,-z,defs", f"-L{torch_folder}/lib", "-Wl,--no-as-needed", "-ltorch_cpu"]
+                _run("g++", *objects, *link, "-o", f"{folder}/recorded.so")
+                shutil.copytree(folder, f"{folder}.done")
+                Path(f"{folder}.done").rename(out)
+    return out
+
+
+def _compiled(source: Path, command: list[str], key: list[str]) -> Path:
+    out = FOLDER / f"{source.stem}-{_digest([*key, source.read_text()])}"
+    if not out.exists():
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            relative = source.relative_to(ROOT)
+            _run(*command, "--keep", "--keep-dir", folder, "-c", relative, "-o", f"{folder}/{source.stem}.o")
+            done = Path(f"{folder}.done")
+            done.mkdir()
+            for kind in ("o", "ptx"):
+                shutil.copy(f"{folder}/{source.stem}.{kind}", done)
+            done.rename(out)
+    return out
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _run(*command) -> None:
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stderr or done.stdout}")

@@ -1,0 +1,82 @@
+// A CUDA runtime without a GPU: kernels register as with the real one, a launch is handed to `record`. Only what the
+// product's host code calls is here; anything else fails to link.
+#include <cstdint>
+#include <map>
+
+struct Dim3 {
+  unsigned x, y, z;
+};
+using Record = void (*)(const char* kernel, const unsigned* grid, const unsigned* block, uint64_t shared,
+                        void** arguments);
+
+namespace {
+Record record = nullptr;
+std::map<const void*, const char*>& kernels() {
+  static std::map<const void*, const char*> map;
+  return map;
+}
+std::map<const void*, int>& shared_limits() {
+  static std::map<const void*, int> map;
+  return map;
+}
+void* handle = nullptr;
+int shared_per_block = 0;  // what the chip gives one block at most
+constexpr int kInvalidValue = 1, kDefaultShared = 48 * 1024;
+}  // namespace
+
+extern "C" {
+
+__attribute__((visibility("default"))) void set_record(Record function) { record = function; }
+
+__attribute__((visibility("default"))) void set_shared_per_block(int bytes) { shared_per_block = bytes; }
+
+int cudaGetDevice(int* device) { return *device = 0; }
+int cudaDeviceGetAttribute(int* value, int attribute, int) {
+  constexpr int kMaxSharedMemoryPerBlockOptin = 97;
+  if (attribute != kMaxSharedMemoryPerBlockOptin) return kInvalidValue;
+  *value = shared_per_block;
+  return 0;
+}
+
+int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+
+void** __cudaRegisterFatBinary(void*) { return &handle; }
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, const char* function, char*, const char* name, int, void*, void*, void*, void*,
+                            int*) {
+  kernels()[function] = name;
+}
+
+// What <<<>>> would call: the product launches by cudaLaunchKernel alone.
+int __cudaPushCallConfiguration(Dim3, Dim3, uint64_t, void*) { return kInvalidValue; }
+int __cudaPopCallConfiguration(Dim3*, Dim3*, uint64_t*, void*) { return kInvalidValue; }
+int __cudaGetKernel(void**, const void*) { return kInvalidValue; }
+int __cudaLaunchKernel(void*, Dim3, Dim3, void**, uint64_t, void*) { return kInvalidValue; }
+
+int cudaFuncSetAttribute(const void* function, int attribute, int value) {
+  constexpr int kMaxDynamicSharedMemorySize = 8;
+  if (attribute != kMaxDynamicSharedMemorySize || kernels().count(function) == 0) return kInvalidValue;
+  if (value > shared_per_block) return kInvalidValue;
+  shared_limits()[function] = value;
+  return 0;
+}
+
+int cudaLaunchKernel(const void* function, Dim3 grid, Dim3 block, void** arguments, uint64_t shared, void*) {
+  const auto found = kernels().find(function);
+  const auto limit = shared_limits().find(function);
+  if (found == kernels().end() || grid.x == 0 || grid.y == 0 || grid.z == 0) return kInvalidValue;
+  if (shared > static_cast<uint64_t>(limit == shared_limits().end() ? kDefaultShared : limit->second)) {
+    return kInvalidValue;
+  }
+  const unsigned grids[3] = {grid.x, grid.y, grid.z}, blocks[3] = {block.x, block.y, block.z};
+  record(found->second, grids, blocks, shared, arguments);
+  return 0;
+}
+
+int cudaGetLastError() { return 0; }
+const char* cudaGetErrorString(int error) { return error == 0 ? "no error" : "the recording runtime refused the call"; }
+}

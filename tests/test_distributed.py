@@ -1,0 +1,468 @@
+"""Attention over several processes (gloo, CPU): sharded batches, heads and rows, rings, Ulysses; and what is refused.
+
+One test per number of processes spawns them once; every rank runs all checks, in the same order.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import attnkern
+from attnkern import testing
+from attnkern.integrations.distributed import context_parallel
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT = 240  # s, for all checks of one number of processes; a collective waits 30 s
+RING = runpy.run_path(str(ROOT / "docs" / "examples" / "ring_attention.py"))
+
+# --------------------------------------------------------------------------------------------------------------------
+# The checks, which run on every rank. All ranks draw the same numbers.
+# --------------------------------------------------------------------------------------------------------------------
+
+CHECKS = {}
+
+
+def check(*sizes, **parameters):
+    """Makes a function a check for these numbers of processes, once for every combination of parameters."""
+
+    def add(function):
+        cases = [{}]
+        for name, values in parameters.items():
+            cases = [{**case, name: value} for case in cases for value in values]
+        for case in cases:
+            shown = ", ".join(f"{n}={x}" for n, x in case.items())
+            CHECKS[f"{function.__name__.replace('_', ' ')}{f' ({shown})' if shown else ''}"] = sizes, function, case
+        return function
+
+    return add
+
+
+def mesh_of(*shape):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("first", "second")[: len(shape)])
+
+
+def problem(batch=4, heads=8, seqlen=16, heads_k=None, dtype=torch.float32, seqlen_k=None, mask=None):
+    inputs = testing.make_inputs(batch, heads, seqlen, seqlen_k, 8, heads_k=heads_k, dtype=dtype, mask=mask)
+    grad_out = (0.25 * torch.randn(inputs.query.shape, dtype=torch.float64)).to(dtype)
+    grad_lse = 0.25 * torch.randn(inputs.query.shape[:3])
+    return inputs, grad_out, grad_lse.double() if dtype == torch.float64 else grad_lse
+
+
+def hold_to_rule(actual, inputs, grad_out, grad_lse=None, *, parts=1, **options):
+    """Whole results against one process. `parts` of a result, each rounded on its own, add up their roundings."""
+    want = testing.expected(*inputs.tensors.values(), grad_out=grad_out, grad_lse=grad_lse, enable_gqa=True, **options)
+    for name, x in actual.items():
+        e = want[name]
+        testing.assert_within_rule(
+            x,
+            e.exact,
+            e.baseline,
+            gradient=name not in ("out", "lse"),
+            unit=parts * e.unit,
+            name=name,
+            recipe=inputs.recipe,
+        )
+
+
+def attend_sharded(mesh, placements, inputs, grad_out, grad_lse, mask_placements=None, **options):
+    """attnkern.attention of DTensors: its results and gradients, as DTensors, and the communication of the forward."""
+    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    where = dict.fromkeys(tensors, placements)
+    if inputs.attn_mask is not None:
+        tensors["attn_mask"], where["attn_mask"] = inputs.attn_mask, mask_placements
+    leaves = {n: distribute_tensor(x.clone(), mesh, where[n]) for n, x in tensors.items()}
+    leaves = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
+    with CommDebugMode() as communication:
+        out, lse = attnkern.attention(**leaves, enable_gqa=True, return_lse=True, **options)
+    wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+    seeds = distribute_tensor(grad_out, mesh, placements), distribute_tensor(grad_lse, mesh, placements)
+    grads = torch.autograd.grad((out, lse), list(wanted.values()), seeds)
+    results = {"out": out, "lse": lse, **dict(zip(wanted, grads, strict=True))}
+    return results, communication.get_total_counts()
+
+
+def whole(results):
+    return {n: x.full_tensor() for n, x in results.items()}
+
+
+@check(2, 4, dim=[0, 1], is_causal=[False, True])
+def batch_and_heads_run_where_they_are(dim, is_causal):
+    from torch.distributed.tensor import Shard
+
+    inputs, *grads = problem(heads_k=4)
+    results, communication = attend_sharded(mesh_of(SIZE), [Shard(dim)], inputs, *grads, is_causal=is_causal)
+    assert communication == 0
+    assert all(x.placements == (Shard(dim),) for x in results.values()), results
+    assert results["out"].to_local().shape[dim] == inputs.query.shape[dim] // SIZE
+    hold_to_rule(whole(results), inputs, *grads, is_causal=is_causal)
+
+
+@check(2, 4, placement=["batch", "heads", "rows"], mask=["1HLS", "BHLS", "B1LS", "LS"])
+def a_mask_is_cut_along_or_shared(placement, mask):
+    """The gradient of what is shared is the sum over the ranks."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    inputs, *grads = problem(mask=("holes", mask))
+    dim = ("batch", "heads", "rows").index(placement)
+    own = dim - (4 - inputs.attn_mask.dim())
+    where = Shard(own) if own >= 0 and inputs.attn_mask.shape[own] > 1 else Replicate()
+    results, communication = attend_sharded(mesh_of(SIZE), [Shard(dim)], inputs, *grads, mask_placements=[where])
+    assert results["out"].placements == (Shard(dim),)
+    assert communication == (2 if placement == "rows" else 0)  # key and value are gathered
+    hold_to_rule(whole(results), inputs, *grads, parts=SIZE)
+
+
+@check(2, 4)
+def one_key_head_for_all_is_shared():
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs, grad_out, _ = problem(heads_k=1)
+    mesh = mesh_of(SIZE)
+    where = {"query": Shard(1), "key": Replicate(), "value": Replicate()}
+    leaves = {n: distribute_tensor(x, mesh, [where[n]]).requires_grad_() for n, x in inputs.tensors.items()}
+    out = attnkern.attention(**leaves, enable_gqa=True, is_causal=True)
+    assert out.placements == (Shard(1),)
+    grads = torch.autograd.grad(out, list(leaves.values()), distribute_tensor(grad_out, mesh, [Shard(1)]))
+    results = {"out": out, **dict(zip(leaves, grads, strict=True))}
+    hold_to_rule(whole(results), inputs, grad_out, parts=SIZE, is_causal=True)
+
+
+@check(2, 4, heads_k=[3, 6])
+def heads_that_do_not_divide_are_gathered_or_uneven(heads_k):
+    from torch.distributed.tensor import Shard
+
+    inputs, *grads = problem(batch=1, heads=6, heads_k=heads_k)
+    results, _ = attend_sharded(mesh_of(SIZE), [Shard(1)], inputs, *grads, is_causal=True)
+    hold_to_rule(whole(results), inputs, *grads, is_causal=True)
+
+
+@check(4, heads_k=[2, 4, 8])
+def batch_and_heads_at_once(heads_k):
+    from torch.distributed.tensor import Shard
+
+    inputs, *grads = problem(heads_k=heads_k)
+    results, communication = attend_sharded(mesh_of(2, 2), [Shard(0), Shard(1)], inputs, *grads, is_causal=True)
+    assert communication == 0
+    assert all(x.placements == (Shard(0), Shard(1)) for x in results.values())
+    hold_to_rule(whole(results), inputs, *grads, is_causal=True)
+
+
+@check(2, options=[{"is_causal": True}, {"window": (3, 1)}, {"is_causal": True, "window": (4, None)}])
+def rows_under_a_band_are_gathered(options):
+    from torch.distributed.tensor import Shard
+
+    inputs, *grads = problem()
+    results, communication = attend_sharded(mesh_of(SIZE), [Shard(2)], inputs, *grads, **options)
+    assert communication == 3
+    hold_to_rule(whole(results), inputs, *grads, **options)
+
+
+@check(2, 4, sharded=[True, False])
+def dropout_does_not_depend_on_the_sharding(sharded):
+    """Every batch element has a key of its own, from the first rank, whatever the others' generators say."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs, grad_out, _ = problem(heads_k=2)
+    placement = [Shard(0) if sharded else Replicate()]
+    mesh = mesh_of(SIZE)
+    leaves = {n: distribute_tensor(x, mesh, placement).requires_grad_() for n, x in inputs.tensors.items()}
+    with torch.random.fork_rng():
+        torch.manual_seed(11 + RANK)
+        out = attnkern.attention(**leaves, dropout_p=0.4, enable_gqa=True)
+        torch.manual_seed(11)
+        seeds = torch.randint(2**63 - 1, (4,), dtype=torch.int64)
+    assert out.placements == tuple(placement)
+    grads = torch.autograd.grad(out, list(leaves.values()), distribute_tensor(grad_out, mesh, placement))
+    keep = torch.cat([testing.philox_keep(seed, 1, 8, 16, 16, 0.4) for seed in seeds])
+    results = {"out": out, **dict(zip(leaves, grads, strict=True))}
+    hold_to_rule(whole(results), inputs, grad_out, keep=keep, dropout_p=0.4)
+
+
+@check(2)
+def heads_under_dropout_are_gathered():
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs, _, _ = problem()
+    tensors = [distribute_tensor(x, mesh_of(SIZE), [Shard(1)]) for x in inputs.tensors.values()]
+    assert attnkern.attention(*tensors, dropout_p=0.4).placements == (Replicate(),)
+
+
+@check(2)
+def sharded_attention_compiles():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    inputs, grad_out, _ = problem(heads_k=4)
+    mesh = mesh_of(SIZE)
+    leaves = {n: distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for n, x in inputs.tensors.items()}
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(query, key, value):
+        return attnkern.attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    out = attend(**leaves)
+    assert out.placements == (Shard(1),)
+    grads = torch.autograd.grad(out, list(leaves.values()), distribute_tensor(grad_out, mesh, [Shard(1)]))
+    results = {"out": out, **dict(zip(leaves, grads, strict=True))}
+    hold_to_rule(whole(results), inputs, grad_out, is_causal=True)
+
+
+def gather(x, zigzag=False):
+    """The sequence (dimension 2) that RING["shard"] has cut."""
+    received = [torch.empty_like(x) for _ in range(SIZE)]
+    dist.all_gather(received, x.contiguous())
+    num = 2 if zigzag else 1
+    parts = {
+        place: part
+        for rank, own in enumerate(received)
+        for place, part in zip(RING["places"](rank, SIZE, zigzag), own.chunk(num, 2), strict=True)
+    }
+    return torch.cat([parts[n] for n in sorted(parts)], 2)
+
+
+@check(2, 4, zigzag=[False, True], is_causal=[False, True], dtype=[torch.float32, torch.bfloat16])
+def a_ring_of_the_public_pieces(zigzag, is_causal, dtype):
+    inputs, grad_out, _ = problem(batch=2, heads=4, heads_k=2, seqlen=64, dtype=dtype)
+    group = dist.group.WORLD
+    leaves = {n: RING["shard"](x, group, zigzag).requires_grad_() for n, x in inputs.tensors.items()}
+    out = RING["ring_attention"](*leaves.values(), group, is_causal=is_causal, zigzag=zigzag)
+    grads = torch.autograd.grad(out, list(leaves.values()), RING["shard"](grad_out, group, zigzag))
+    results = {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+    results = {n: gather(x, zigzag) for n, x in results.items()}
+    hold_to_rule(results, inputs, grad_out, parts=2 * SIZE, is_causal=is_causal)
+
+
+@check(2, 4, options=[{}, {"is_causal": True}, {"window": (5, 0), "softcap": 3.0}])
+def ulysses(options):
+    inputs, grad_out, _ = problem(batch=2, heads=8, heads_k=4, seqlen=32)
+    group = dist.group.WORLD
+    leaves = {n: RING["shard"](x, group).requires_grad_() for n, x in inputs.tensors.items()}
+    out = RING["ulysses_attention"](*leaves.values(), group, **options)
+    grads = torch.autograd.grad(out, list(leaves.values()), RING["shard"](grad_out, group))
+    results = {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+    hold_to_rule({n: gather(x) for n, x in results.items()}, inputs, grad_out, **options)
+
+
+@check(2, 4, load_balance=[False, True], is_causal=[False, True], rotation=["allgather", "alltoall"])
+def torchs_context_parallel(load_balance, is_causal, rotation):
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    if load_balance and not is_causal:
+        return torchs_load_balancing_is_for_causal_masks()
+    set_rotate_method(rotation)
+    inputs, grad_out, _ = problem(batch=2, heads=4, heads_k=2, seqlen=64)
+    buffers = [x.clone() for x in (*inputs.tensors.values(), grad_out)]
+    original = F.scaled_dot_product_attention
+    mesh = mesh_of(SIZE)
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, load_balance=load_balance) as unshard:
+        assert buffers[0].shape[2] == 64 // SIZE
+        leaves = [x.clone().requires_grad_() for x in buffers[:3]]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
+        grads = torch.autograd.grad(out, leaves, buffers[3])
+        results = dict(zip(("out", "query", "key", "value"), unshard([out, *grads], [2] * 4), strict=True))
+    assert F.scaled_dot_product_attention is original
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    for x, buffer in zip((*inputs.tensors.values(), grad_out), buffers, strict=True):
+        assert torch.equal(x, buffer)
+    hold_to_rule(results, inputs, grad_out, parts=2 * SIZE, is_causal=is_causal)
+
+
+def torchs_load_balancing_is_for_causal_masks():
+    x = torch.randn(1, 2, 32, 8)
+    with (
+        pytest.raises(RuntimeError, match="is_causal=True"),
+        context_parallel(mesh_of(SIZE), buffers=[x], buffer_seq_dims=[2]),
+    ):
+        F.scaled_dot_product_attention(x, x, x)
+
+
+@check(2)
+def the_provider_alone_carries_torchs_context_parallel():
+    """What attnkern's wrapper adds is checks and the choice of F.sdpa's operator."""
+    from torch.distributed.tensor.experimental import context_parallel as torchs
+
+    inputs, *_ = problem(heads=4, seqlen=32)
+    tensors = [x.clone() for x in inputs.tensors.values()]
+    expected = attnkern.attention(*tensors, is_causal=True)
+
+    def sdpa(query, key, value, is_causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+
+    sdpa.__name__ = "scaled_dot_product_attention"
+    original = F.scaled_dot_product_attention
+    torch.nn.attention.activate_flash_attention_impl("ATTNKERN")
+    F.scaled_dot_product_attention = sdpa
+    try:
+        with torchs(mesh_of(SIZE), buffers=tensors, buffer_seq_dims=[2, 2, 2]):
+            out = F.scaled_dot_product_attention(*tensors, True)
+    finally:
+        F.scaled_dot_product_attention = original
+        torch.nn.attention.restore_flash_attention_impl()
+    torch.testing.assert_close(gather(out, zigzag=True), expected)
+
+
+@contextlib.contextmanager
+def refused(kind, text):
+    with pytest.raises(kind, match=re.escape(text)):
+        yield
+
+
+@check(2, 4)
+def context_parallel_says_what_it_needs():
+    mesh, x = mesh_of(SIZE), torch.randn(1, 2, 12 * SIZE, 8)
+
+    def enter(mesh, *buffers, **options):
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers), **options):
+            raise AssertionError("it was let in")
+
+    with refused(TypeError, "argument 'mesh' must be a DeviceMesh, not ProcessGroup"):
+        enter(dist.group.WORLD, x)
+    with refused(RuntimeError, f"mesh must have one dimension, got 2 of sizes (1, {SIZE})"):
+        enter(mesh_of(1, SIZE), x)
+    with refused(RuntimeError, "buffers[1] must be on the mesh's device cpu, got meta"):
+        enter(mesh, x, x.to("meta"))
+    odd = x[:, :, :-1]
+    with refused(
+        ValueError, f"buffers[1]'s sequence length must be divisible by {2 * SIZE}, for {SIZE} ranks in 2 parts"
+    ):
+        enter(mesh, x, odd)
+    with refused(ValueError, f"must be divisible by {SIZE}, for {SIZE} ranks, got {12 * SIZE - 1}"):
+        enter(mesh, odd, load_balance=False)
+    assert x.shape[2] == 12 * SIZE
+
+    dist.barrier()
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        with refused(RuntimeError, "attn_mask must be None under context_parallel"):
+            F.scaled_dot_product_attention(x, x, x, torch.zeros(x.shape[2], x.shape[2]))
+        with refused(RuntimeError, "dropout_p must be 0 under context_parallel, got 0.1"):
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        with refused(RuntimeError, "as many heads as each other without enable_gqa, got 2, 1, 2"):
+            F.scaled_dot_product_attention(x, x[:, :1], x)
+
+
+@check(2)
+def a_group_that_does_not_serve_the_device_is_named():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.new_group(backend="cuda:gloo")
+    mesh = DeviceMesh.from_group(group, "cpu")
+    x = torch.randn(1, 2, 8, 8)
+    with (
+        refused(RuntimeError, "the mesh's process group must serve cpu tensors, got one for cuda:gloo"),
+        context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]),
+    ):
+        pass
+
+
+@check(2, 4)
+def the_examples_say_what_they_need():
+    group = dist.group.WORLD
+    with refused(ValueError, f"the sequence length must be divisible by {2 * SIZE}, got {SIZE}"):
+        RING["shard"](torch.randn(1, 1, SIZE, 8), group, True)
+    x = torch.randn(1, SIZE + 1, 4, 8)
+    with refused(ValueError, f"numbers of heads must be divisible by {SIZE}"):
+        RING["ulysses_attention"](x, x, x, group)
+    with refused(ValueError, "is_causal needs as many queries as keys, got 4 and 2"):
+        RING["ring_attention"](x, x[:, :, :2], x[:, :, :2], group, is_causal=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The processes
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def main(rank, size, folder, seed):
+    global RANK, SIZE
+    RANK, SIZE = rank, size
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    report = {}
+    for n, (name, (sizes, function, case)) in enumerate(CHECKS.items()):
+        if size not in sizes:
+            continue
+        report[name] = "did not end"
+        Path(folder, f"{rank}.json").write_text(json.dumps(report))
+        torch.manual_seed(seed + n)
+        try:
+            with testing.poisoned_memory():
+                function(**case)
+            report[name] = ""
+        except BaseException:
+            report[name] = traceback.format_exc()
+        Path(folder, f"{rank}.json").write_text(json.dumps(report))
+        if report[name]:
+            break  # the ranks are out of step
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def spawn(size, folder, seed):
+    """{name: what went wrong, by rank}, of all checks for this number of processes."""
+    command = [sys.executable, __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    logs = [open(folder / f"{rank}.log", "w") for rank in range(size)]  # noqa: SIM115
+    processes = [
+        subprocess.Popen([*command, *map(str, (rank, size, folder, seed))], stdout=log, stderr=log, env=environment)
+        for rank, log in enumerate(logs)
+    ]
+    deadline = time.monotonic() + TIMEOUT
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for log in logs:
+        log.close()
+    failures = {name: "" for name, (sizes, _, _) in CHECKS.items() if size in sizes}
+    for rank, process in enumerate(processes):
+        path = folder / f"{rank}.json"
+        report = json.loads(path.read_text()) if path.exists() else {}
+        for name in failures:
+            if problem := report.get(name, "was not reached"):
+                failures[name] += f"rank {rank} of {size} (exit status {process.returncode}): {problem}\n"
+    if any(failures.values()):
+        failures |= {f"rank {rank} printed": (folder / f"{rank}.log").read_text()[-2000:] for rank in range(size)}
+    return failures
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_on_several_processes(size, tmp_path, fresh_seed):
+    failures = {name: text for name, text in spawn(size, tmp_path, fresh_seed).items() if text}
+    assert not failures, "\n\n".join(f"{name}\n{text}" for name, text in failures.items())
+
+
+def test_without_processes(fresh_seed):
+    x = torch.randn(1, 2, 8, 8)
+    with (
+        refused(RuntimeError, "context_parallel needs torch.distributed.init_process_group to be called first"),
+        context_parallel(None, buffers=[x], buffer_seq_dims=[2]),
+    ):
+        pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

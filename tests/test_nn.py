@@ -1,0 +1,1087 @@
+"""attnkern.nn against torch's modules, attention_weights against float64, the pictures and the worked examples."""
+
+import copy
+import inspect
+import itertools
+import json
+import math
+import pickle
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnkern
+from attnkern import testing, tiles
+from attnkern.nn import CrossAttention, MultiheadAttention
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")  # torch's module, of two masks
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+# --- MultiheadAttention against torch's
+
+N, L, S, E, H = 3, 5, 7, 16, 4
+BUILDS = [
+    {
+        "batch_first": batch_first,
+        "add_bias_kv": bias_kv,
+        "add_zero_attn": zero,
+        "bias": bias,
+        **({"kdim": 6, "vdim": 10} if widths else {}),
+    }
+    for batch_first, bias_kv, zero, bias, widths in itertools.product([False, True], repeat=5)
+]
+# Inputs (of a batch, one query for several keys, unbatched), masks, and what is returned.
+CALLS = [
+    {"kind": kind, "padding": padding, "mask": mask, "causal": causal, "need": need, "average": average}
+    for kind, padding, mask, causal, (need, average) in itertools.product(
+        ["batch", "unbatched", "same", "same key"],
+        [None, "bool", "float"],
+        [None, "bool", "float", "bool 3-D", "float 3-D"],
+        [False, True],
+        [(False, True), (True, True), (True, False)],
+    )
+    if mask is not None or not causal
+]
+
+
+def named(build):
+    return ",".join(k if v is True else f"{k}={v}" for k, v in build.items() if v) or "plain"
+
+
+def pair(dtype=torch.float32, **build):
+    """torch's module and attnkern's with the same parameters."""
+    theirs = torch.nn.MultiheadAttention(E, H, **build, dtype=dtype)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(0.1 * torch.randn_like(p))  # biases start at 0
+    ours = MultiheadAttention(E, H, **build, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def draw(call, build):
+    """query, key, value and the keywords of forward."""
+    kind, kdim, vdim = call["kind"], build.get("kdim", E), build.get("vdim", E)
+    same = kind == "same" and kdim == vdim == E
+    length = S if call["causal"] or same else L
+    n = 1 if kind == "unbatched" else N
+
+    def tensor(sequence, width):
+        if kind == "unbatched":
+            return torch.randn(sequence, width)
+        return torch.randn((N, sequence, width) if build["batch_first"] else (sequence, N, width))
+
+    query, key, value = tensor(length, E), tensor(S, kdim), tensor(S, vdim)
+    if same:
+        key = value = query
+    if kind == "same key" and kdim == vdim:
+        value = key
+    padding = mask = None
+    if call["padding"] == "bool":
+        padding = torch.arange(S) >= torch.tensor([[S], [S - 2], [3]])[:n]
+    elif call["padding"] == "float":
+        padding = torch.randn(n, S)
+    if call["mask"] is not None:
+        lead = (n * H,) if "3-D" in call["mask"] else ()
+        if call["causal"]:
+            hidden = torch.ones(length, S, dtype=torch.bool).triu(1).expand(*lead, length, S)
+        else:
+            hidden = torch.rand(*lead, length, S) < 0.3
+            hidden[..., 0] = False
+        # Random numbers where a mask is free to be what it is; else exactly the causal mask.
+        added = torch.zeros(hidden.shape) if call["causal"] else torch.randn(hidden.shape)
+        mask = added.masked_fill(hidden, -math.inf) if "float" in call["mask"] else hidden
+    return (query, key, value), {
+        "key_padding_mask": padding.squeeze(0) if padding is not None and kind == "unbatched" else padding,
+        "attn_mask": mask,
+        "need_weights": call["need"],
+        "average_attn_weights": call["average"],
+        "is_causal": call["causal"],
+    }
+
+
+def cast(x, dtype):
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def run(module, tensors, options, dtype, seeds):
+    """Output, weights and all gradients, by name. The same tensor passed twice stays the same one."""
+    leaves = {id(x): cast(x, dtype).detach().clone().requires_grad_() for x in tensors}
+    query, key, value = (leaves[id(x)] for x in tensors)
+    options = {name: cast(x, dtype) for name, x in options.items()}
+    out, weights = module(query, key, value, **options)
+    results = {"output": out} if weights is None else {"output": out, "weights": weights}
+    wanted = dict(module.named_parameters()) | {f"input {n}": x for n, x in enumerate(leaves.values())}
+    targets = [x for x in results.values() if x.requires_grad]
+    for name, x in results.items():
+        seeds.setdefault(name, torch.randn(x.shape, dtype=torch.float64))
+    grads = torch.autograd.grad(targets, list(wanted.values()), [seeds[n].to(dtype) for n in results])
+    results = {n: x.detach() for n, x in results.items()}
+    return results | {f"gradient of {n}": g for n, g in zip(wanted, grads, strict=True)}
+
+
+class Inexact(TorchDispatchMode):
+    """Puts onto every operator's result one rounding of size eps, at random.
+
+    On a softmax goes what a log-sum-exp and scores rounded to that many digits do to a row, as in `attnkern.testing`.
+    """
+
+    def __init__(self, eps):
+        super().__init__()
+        self.eps = eps
+
+    def off(self, like):
+        return self.eps * (2 * torch.rand(like.shape, dtype=torch.float64) - 1)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point() or func._schema.returns[0].alias_info:
+            return out
+        if func._schema.name in ("aten::_softmax", "aten::_safe_softmax"):
+            x = args[0]
+            condition = 2 * (1 + x.nan_to_num(0, 0, 0).abs() + x.logsumexp(-1, keepdim=True).abs())
+            return out * (1 + condition * self.off(x[..., :1]))
+        return out * (1 + self.off(out))
+
+
+def hold_to_the_rule(actual, double, baseline, dtype, recipe=""):
+    """`actual` against what the function `double` gives in float64, with torch's `baseline` as the yardstick.
+
+    The rule's unit is what one rounding can do; in a module, one of every intermediate result.
+    """
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = double()
+        with Inexact(torch.finfo(dtype).eps):
+            moved = [double() for _ in range(2)]
+    assert actual.keys() == exact.keys()
+    for name, x in actual.items():
+        assert x.dtype == baseline[name].dtype
+        unit = testing.rounding_unit(exact[name], dtype) + max((m[name] - exact[name]).abs().amax() for m in moved)
+        testing.assert_within_rule(
+            x, exact[name], baseline[name], gradient="gradient" in name, unit=unit, name=name, recipe=recipe
+        )
+
+
+def compare(theirs, ours, tensors, options, dtype, recipe):
+    seeds = {}
+    module = copy.deepcopy(theirs).double()
+    actual = run(ours, tensors, options, dtype, seeds)
+    baseline = run(theirs, tensors, options, dtype, seeds)
+    hold_to_the_rule(actual, lambda: run(module, tensors, options, torch.float64, seeds), baseline, dtype, recipe)
+
+
+def hint_is_obeyed(call, build):
+    """torch's hint without weights hides what add_bias_kv and add_zero_attn append (and with weights it does not)."""
+    appended = build["add_bias_kv"] or build["add_zero_attn"]
+    return not (appended and call["causal"] and not call["need"] and call["padding"] is None)
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=named)
+def test_multihead_attention(build):
+    """Every combination of forward's options once, dealt out over every combination of the constructor's."""
+    for call in CALLS[BUILDS.index(build) :: len(BUILDS)]:
+        if hint_is_obeyed(call, build):
+            tensors, options = draw(call, build)
+            compare(*pair(**build), tensors, options, torch.float32, f"{named(build)} {call}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
+def test_multihead_attention_in_other_dtypes(dtype):
+    for build, call in zip(BUILDS[::4], CALLS[5::41], strict=False):
+        if hint_is_obeyed(call, build):
+            tensors, options = draw(call, build)
+            compare(*pair(dtype, **build), tensors, options, dtype, f"{named(build)} {call}")
+
+
+def test_the_constructor_is_torchs():
+    """Names, order and defaults, and the same parameters from the same seed."""
+    theirs = inspect.signature(torch.nn.MultiheadAttention).parameters.values()
+    ours = list(inspect.signature(MultiheadAttention).parameters.values())
+    positional = [(p.name, p.default) for p in ours if p.kind is not p.KEYWORD_ONLY]
+    assert positional == [(p.name, p.default) for p in theirs]
+    forward = inspect.signature(torch.nn.MultiheadAttention.forward).parameters.values()
+    assert [(p.name, p.default) for p in inspect.signature(MultiheadAttention.forward).parameters.values()] == [
+        (p.name, p.default) for p in forward
+    ]
+    for build in BUILDS:
+        states = []
+        for cls in (torch.nn.MultiheadAttention, MultiheadAttention):
+            torch.manual_seed(7)
+            states.append(cls(E, H, **build).state_dict())
+        assert list(states[0]) == list(states[1])
+        assert all(torch.equal(states[0][name], x) for name, x in states[1].items())
+
+
+@pytest.mark.parametrize("build", [{}, {"kdim": 6, "vdim": 10, "add_bias_kv": True}], ids=named)
+def test_states_go_both_ways(build):
+    _, ours = pair(**build)
+    torch.nn.MultiheadAttention(E, H, **build).load_state_dict(ours.state_dict())
+    (tensors, options) = draw(CALLS[0], {"batch_first": False, **build})
+    out = ours(*tensors, **options)[0]
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(other(*tensors, **options)[0], out)
+    assert isinstance(ours, torch.nn.MultiheadAttention)
+
+
+def test_no_second_softmax():
+    """The weights come from the log-sum-exp of the forward kernel."""
+    _, ours = pair(batch_first=True)
+    x = torch.randn(2, 6, E)
+    for mask in (None, torch.randn(6, 6)):
+        with Operators() as operators:
+            ours(x, x, x, attn_mask=mask)
+        assert "attnkern.forward.default" in operators.names
+        assert not [name for name in operators.names if "softmax" in name or "logsumexp" in name]
+
+
+def test_is_causal_needs_no_mask():
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(2, 6, E)
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    for need in (False, True):
+        with pytest.raises(RuntimeError):
+            theirs(x, x, x, is_causal=True, need_weights=need)
+        want = theirs(x, x, x, attn_mask=hidden, need_weights=need)
+        for a, b in zip(ours(x, x, x, is_causal=True, need_weights=need), want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("extras", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=named)
+@pytest.mark.parametrize("need", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_window(extras, need, is_causal):
+    """As the mask that it stands for, also with appended keys, which every query sees; and torch's hint there too."""
+    theirs, _ = pair(batch_first=True, **extras)
+    ours = MultiheadAttention(E, H, batch_first=True, **extras, window=(2, 1))
+    ours.load_state_dict(theirs.state_dict())
+    query, key = torch.randn(2, 6, E), torch.randn(2, 9, E)
+    padding = torch.arange(9) >= torch.tensor([[9], [7]])
+    hidden = ~testing.band_mask(6, 9, window=(2, 1), is_causal=is_causal)
+    want = theirs(query, key, key, padding, attn_mask=hidden, need_weights=need)
+    got = ours(query, key, key, padding, is_causal=is_causal, need_weights=need)
+    torch.testing.assert_close(got, want)
+    causal = torch.ones(6, 9, dtype=torch.bool).triu(1)
+    want = theirs(query, key, key, attn_mask=causal)[0]
+    plain = MultiheadAttention(E, H, batch_first=True, **extras)
+    plain.load_state_dict(theirs.state_dict())
+    got = plain(query, key, key, attn_mask=causal, is_causal=True, need_weights=need)[0]
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("need", [False, True])
+def test_a_query_without_keys_gives_zeros(need):
+    """torch gives NaN with need_weights, zeros without."""
+    _, ours = pair(batch_first=True)
+    x = torch.randn(2, 4, E, requires_grad=True)
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    padding[1] = True
+    for mask in (padding, torch.zeros(2, 4).masked_fill(padding, -math.inf)):
+        out, weights = ours(x, x, x, mask, need_weights=need)
+        assert torch.equal(out[1], ours.out_proj.bias.expand(4, E))
+        (grad,) = torch.autograd.grad(out.sum() + (weights[1].square().sum() if need else 0), x)
+        assert torch.equal(grad[1], torch.zeros(4, E))
+        if need:
+            assert torch.equal(weights[1], torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e9])
+def test_a_row_of_large_negative_masks_is_a_mean(lowest):
+    """Beside such a number a log-sum-exp has no room for the logarithm of the number of keys."""
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(1, 5, E)
+    mask = torch.zeros(5, 5)
+    mask[1], mask[2, 3:] = lowest, lowest
+    want = theirs(x, x, x, attn_mask=mask)
+    torch.testing.assert_close(ours(x, x, x, attn_mask=mask), want)
+    torch.testing.assert_close(want[1][0, 1], torch.full((5,), 0.2))
+
+
+def test_dropout_in_training_only():
+    module = MultiheadAttention(E, H, dropout=0.4, batch_first=True, dtype=torch.float64)
+    x, value = torch.randn(2, 2, 33, E, dtype=torch.float64)
+    value.requires_grad_()
+    torch.manual_seed(3)
+    out, weights = module(x, x, value, average_attn_weights=False)
+    torch.manual_seed(3)
+    again, mean = module(x, x, value)
+    assert torch.equal(again, out)
+    torch.testing.assert_close(mean, weights.mean(1))
+    assert 0.3 < (weights == 0).float().mean() < 0.5
+    # The weights are those that were used: multiplied with the values they give the output, and its gradient.
+    v = torch.nn.functional.linear(value, module.in_proj_weight[2 * E :], module.in_proj_bias[2 * E :])
+    v = v.unflatten(-1, (H, -1)).transpose(1, 2)
+    want = module.out_proj((weights @ v).transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(out, want)
+    seed = torch.randn_like(out)
+    for wanted in (value, module.in_proj_weight):
+        torch.testing.assert_close(*(torch.autograd.grad(y, wanted, seed, retain_graph=True) for y in (out, want)))
+    module.eval()
+    still = module(x, x, value)
+    module.dropout = 0.0
+    torch.testing.assert_close(still, module.train()(x, x, value), rtol=0, atol=0)
+
+
+def test_weights_under_autocast():
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(2, 6, E)
+    with torch.autocast("cpu", torch.bfloat16):
+        baseline, actual = (dict(zip(["output", "weights"], m(x, x, x), strict=True)) for m in (theirs, ours))
+    assert all(y.dtype == torch.bfloat16 for y in actual.values())
+    module, double = copy.deepcopy(theirs).double(), x.double()
+    hold_to_the_rule(
+        {name: y.detach() for name, y in actual.items()},
+        lambda: dict(zip(["output", "weights"], [y.detach() for y in module(*[double] * 3)], strict=True)),
+        baseline,
+        torch.bfloat16,
+    )
+
+
+# --- inside torch's layers and under torch.compile
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_inside_transformer_layers(norm_first, training):
+    """The same results as with torch's module; in evaluation too it is this module that runs, not torch's fast path."""
+    options = {"batch_first": True, "dropout": 0.0, "norm_first": norm_first, "dtype": torch.float64}
+    source, goal = torch.randn(2, 9, E, dtype=torch.float64), torch.randn(2, 6, E, dtype=torch.float64)
+    padding = torch.arange(9) >= torch.tensor([[9], [5]])
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+    for cls in (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer):
+        theirs = cls(E, H, 32, **options)
+        ours = copy.deepcopy(theirs)
+        for name in ("self_attn", "multihead_attn"):
+            if hasattr(ours, name):
+                setattr(ours, name, MultiheadAttention(E, H, batch_first=True, dtype=torch.float64))
+        ours.load_state_dict(theirs.state_dict())
+        if cls is torch.nn.TransformerEncoderLayer:
+            calls = [
+                ((source,), {}),
+                ((source,), {"src_key_padding_mask": padding}),
+                ((source,), {"src_mask": causal, "is_causal": True}),
+                (
+                    (source,),
+                    {
+                        "src_mask": causal,
+                        "src_key_padding_mask": torch.zeros(2, 9).masked_fill(padding, -math.inf).double(),
+                    },
+                ),
+            ]
+        else:
+            tgt = {"tgt_mask": causal[:6, :6], "tgt_is_causal": True}
+            calls = [((goal, source), tgt), ((goal, source), {**tgt, "memory_key_padding_mask": padding})]
+        for args, keywords in calls:
+            with torch.set_grad_enabled(training), Operators() as operators:
+                got = ours.train(training)(*args, **keywords)
+            assert operators.names.count("attnkern.forward.default") == 1 + hasattr(ours, "multihead_attn")
+            with torch.set_grad_enabled(training):
+                want = theirs.train(training)(*args, **keywords)
+            # torch's fast path leaves out padded queries.
+            real = ~padding if "src_key_padding_mask" in keywords else slice(None)
+            torch.testing.assert_close(got[real], want[real])
+            if training:
+                results = ((got, ours), (want, theirs))
+                grads = [torch.autograd.grad(y.square().sum(), list(m.parameters())) for y, m in results]
+                torch.testing.assert_close(*grads)
+
+
+def test_nested_tensors_are_refused_in_one_sentence():
+    layer = torch.nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 1).eval()  # plans to nest what is padded, from its first layer
+    encoder.layers[0].self_attn = MultiheadAttention(E, H, batch_first=True).eval()
+    x, padding = torch.randn(2, 9, E), torch.arange(9) >= torch.tensor([[9], [5]])
+    with torch.no_grad(), pytest.raises(AssertionError, match="enable_nested_tensor=False"):
+        encoder(x, src_key_padding_mask=padding)
+    layer.self_attn = MultiheadAttention(E, H, batch_first=True)
+    with torch.no_grad(), pytest.warns(UserWarning, match="enable_nested_tensor is True"):
+        later = torch.nn.TransformerEncoder(layer, 1).eval()
+    with torch.no_grad():
+        assert later(x, src_key_padding_mask=padding).isfinite().all()
+
+
+@pytest.mark.parametrize(("dynamic", "average"), [(False, False), (True, True)])
+def test_compiled(dynamic, average):
+    """One graph, outputs, weights and gradients, also for sizes that change. Each input is one tensor in several roles.
+
+    (In training mode Dynamo makes it twice at first, the second time with the dropout rate as a constant.)
+    """
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    module = pair(batch_first=True)[1].eval()
+
+    def call(x, padding):
+        out, weights = module(x, x, x, padding, average_attn_weights=average)
+        return out, weights + attnkern.attention_weights(x, x, average_heads=average).mean()
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
+    for length in (7, 12) if dynamic else (7,):
+        x = torch.randn(2, length, E, requires_grad=True)
+        padding = torch.arange(length) >= torch.tensor([[7], [4]])
+        results = []
+        for function in (compiled, call):
+            out, weights = function(x, padding)
+            loss = out.square().sum() + weights.square().sum()
+            results.append((out, weights, *torch.autograd.grad(loss, [x, *module.parameters()])))
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+def test_compiled_by_inductor():
+    torch._dynamo.reset()
+    _, module = pair(batch_first=True)
+    x = torch.randn(2, 7, E, requires_grad=True)
+    results = []
+    for function in (torch.compile(module, fullgraph=True), module):
+        out, weights = function(x, x, x)
+        results.append((out, weights, *torch.autograd.grad(out.square().sum() + weights.square().sum(), x)))
+    torch.testing.assert_close(*results)
+
+
+# --- errors, in type as torch's
+
+
+def bad(**changes):
+    """Good arguments of forward (batch_first) but for the changes."""
+    good = {"query": torch.randn(N, L, E), "key": torch.randn(N, S, E), "value": torch.randn(N, S, E)}
+    return good | changes
+
+
+BAD_CALLS = {
+    "query of 4 dimensions": bad(query=torch.randn(1, N, L, E)),
+    "key unbatched": bad(key=torch.randn(S, E)),
+    "value unbatched": bad(value=torch.randn(S, E)),
+    "width of query": bad(query=torch.randn(N, L, E + 1)),
+    "lengths of key and value": bad(value=torch.randn(N, S + 1, E)),
+    "width of value": bad(value=torch.randn(N, S, E + 1)),
+    "batch of key and value": bad(key=torch.randn(N + 1, S, E), value=torch.randn(N + 1, S, E)),
+    "key_padding_mask of 1 dimension": bad(key_padding_mask=torch.zeros(S, dtype=torch.bool)),
+    "key_padding_mask of another length": bad(key_padding_mask=torch.zeros(N, S + 1, dtype=torch.bool)),
+    "key_padding_mask of another batch": bad(key_padding_mask=torch.zeros(N + 1, S, dtype=torch.bool)),
+    "key_padding_mask of integers": bad(key_padding_mask=torch.zeros(N, S, dtype=torch.int64)),
+    "attn_mask of integers": bad(attn_mask=torch.zeros(L, S, dtype=torch.uint8)),
+    "attn_mask of 1 dimension": bad(attn_mask=torch.zeros(S)),
+    "attn_mask of 4 dimensions": bad(attn_mask=torch.zeros(N, H, L, S)),
+    "attn_mask of another length": bad(attn_mask=torch.zeros(L, S + 1)),
+    "attn_mask of another batch": bad(attn_mask=torch.zeros(N, L, S)),
+    "attn_mask unbatched, of another number of heads": {
+        **{name: x[0] for name, x in bad().items()},
+        "attn_mask": torch.zeros(H + 1, L, S),
+    },
+    "attn_mask unbatched, of another length": {
+        **{name: x[0] for name, x in bad().items()},
+        "attn_mask": torch.zeros(L, S + 1),
+    },
+    "key_padding_mask unbatched, of 2 dimensions": {
+        **{name: x[0] for name, x in bad().items()},
+        "key_padding_mask": torch.zeros(1, S, dtype=torch.bool),
+    },
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+@pytest.mark.parametrize("need", [False, True])
+def test_bad_calls_raise_what_torch_raises(case, need):
+    theirs, ours = pair(batch_first=True)
+    with pytest.raises(Exception) as wanted:  # noqa: PT011
+        theirs(**BAD_CALLS[case], need_weights=need)
+    with pytest.raises(wanted.type, match=r"\Aattnkern: ") as got:
+        ours(**BAD_CALLS[case], need_weights=need)
+    assert got.type is wanted.type
+    assert "\n" not in str(got.value)
+    assert "got" in str(got.value)
+
+
+@pytest.mark.parametrize("arguments", [(0, 1), (8, 0), (8, 3), (-8, 2)], ids=str)
+def test_bad_constructors_raise_what_torch_raises(arguments):
+    with pytest.raises(Exception) as wanted:  # noqa: PT011
+        torch.nn.MultiheadAttention(*arguments)
+    with pytest.raises(wanted.type):
+        MultiheadAttention(*arguments)
+
+
+def test_no_tensor():
+    _, ours = pair(batch_first=True)
+    with pytest.raises(TypeError, match="argument 'key' must be Tensor, not NoneType"):
+        ours(torch.randn(N, L, E), None, None)
+
+
+def test_bad_mask_dtypes_and_dropout():
+    _, ours = pair(batch_first=True)
+    x = torch.randn(N, L, E)
+    with pytest.raises(RuntimeError, match="attn_mask must be bool, float32 or query's dtype"):
+        ours(x, x, x, attn_mask=torch.zeros(L, L, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"dropout_p must be between 0 and 1, got 1\.5"):
+        MultiheadAttention(E, H, dropout=1.5)(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1))
+
+
+def test_bad_windows():
+    for module in (MultiheadAttention, CrossAttention):
+        with pytest.raises(TypeError, match=r"argument 'window' must be \(left, right\) or None, not 3"):
+            module(E, num_heads=H, window=3)
+        with pytest.raises(ValueError, match=r"window's bounds must be >= 0 \(None: unbounded\), got \(-1, 0\)"):
+            module(E, num_heads=H, window=(-1, 0))
+    with pytest.raises(ValueError, match="alignment must be 'top_left' or 'bottom_right', got 'left'"):
+        CrossAttention(E, alignment="left")
+
+
+# --- CrossAttention
+
+
+def naive_cross(module, x, context, allowed=None):
+    """What the module says it is, in plain torch: output and weights per head."""
+    q, k, v = (
+        layer(tensor).unflatten(-1, (module.num_heads, -1)).transpose(-2, -3)
+        for layer, tensor in ((module.q_proj, x), (module.k_proj, context), (module.v_proj, context))
+    )
+    band = testing.band_mask(x.size(-2), context.size(-2), window=module.window, alignment=module.alignment)
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    for mask in (allowed, band):
+        scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return module.out_proj((weights @ v).transpose(-2, -3).flatten(-2)), weights
+
+
+CROSS = {
+    "two widths": {},
+    "padding of integers": {"padding_mask": "int"},
+    "padding": {"padding_mask": "bool"},
+    "edges": {"attn_mask": "LS"},
+    "edges of each sample": {"attn_mask": "NLS"},
+    "edges of each head": {"attn_mask": "NHLS"},
+    "padding and edges": {"padding_mask": "bool", "attn_mask": "NLS"},
+    "window": {"window": (2, 1)},
+    "window at the end": {"window": (1, 0), "alignment": "bottom_right", "padding_mask": "int"},
+}
+
+
+@pytest.mark.parametrize("case", CROSS)
+@pytest.mark.parametrize("batched", [True, False])
+def test_cross_attention(case, batched):
+    """Output, weights and gradients as those of the formula in float64; 1 or True in a mask is attended to."""
+    given = dict(CROSS[case])
+    options = {n: given.pop(n) for n in ("window", "alignment") if n in given}
+    module = CrossAttention(12, 20, 4, k_dim=8, v_dim=24, out_dim=5, **options)
+    exact = copy.deepcopy(module).double()
+    lead = (N,) if batched else ()
+    x, context = torch.randn(*lead, L, 12, requires_grad=True), torch.randn(*lead, S, 20, requires_grad=True)
+    masks, allowed = {}, None
+    if "padding_mask" in given:
+        real = torch.arange(S) < torch.tensor([[S], [4], [1]])[: N if batched else 1]
+        real = real if batched else real[0]
+        masks["padding_mask"] = real.to(torch.int64) if given["padding_mask"] == "int" else real
+        allowed = real[..., None, None, :]
+    if "attn_mask" in given:
+        sizes = {"N": N, "H": 4, "L": L, "S": S}
+        letters = given["attn_mask"] if batched else given["attn_mask"].replace("N", "")
+        edges = torch.rand([sizes[c] for c in letters]) < 0.6
+        masks["attn_mask"] = edges.to(torch.uint8)
+        edges = edges[:, None] if letters == "NLS" else edges
+        allowed = edges if allowed is None else allowed & edges
+    out, weights = module(x, context, **masks, need_weights=True, average_attn_weights=False)
+    assert out.shape == (*lead, L, 5)
+    averaged = module(x, context, **masks, need_weights=True)
+    torch.testing.assert_close(averaged, (out, weights.mean(-3)))
+    torch.testing.assert_close(module(x, context, **masks), out)
+    seeds = torch.randn(out.shape, dtype=torch.float64), torch.randn(weights.shape, dtype=torch.float64)
+
+    def named_results(out, weights, *leaves):
+        grads = torch.autograd.grad((out, weights), leaves, [seed.to(out.dtype) for seed in seeds])
+        gradients = {f"gradient {n}": g for n, g in enumerate(grads)}
+        return {"output": out.detach(), "weights": weights.detach()} | gradients
+
+    def naive(module, dtype):
+        leaves = [y.detach().to(dtype).requires_grad_() for y in (x, context)]
+        return named_results(*naive_cross(module, *leaves, allowed), *leaves, *module.parameters())
+
+    actual = named_results(out, weights, x, context, *module.parameters())
+    hold_to_the_rule(actual, lambda: naive(exact, torch.float64), naive(module, torch.float32), torch.float32)
+    assert torch.equal(weights == 0, naive_cross(module, x, context, allowed)[1] == 0)
+
+
+def test_cross_attention_defaults():
+    """One input attends to itself; every size follows query_dim."""
+    module = CrossAttention(8, num_heads=2)
+    x = torch.randn(2, 5, 8)
+    assert torch.equal(module(x), module(x, x))
+    assert module.k_proj.weight.shape == module.v_proj.weight.shape == module.out_proj.weight.shape == (8, 8)
+    causal = module(x, is_causal=True)
+    torch.testing.assert_close(causal[:, :3], module(x[:, :3], is_causal=True))
+    assert "num_heads=2" in repr(module)
+    dropping = CrossAttention(8, num_heads=2, dropout=0.5)
+    assert not torch.equal(dropping(x), dropping(x))
+    assert torch.equal(dropping.eval()(x), dropping(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"query_dim": 0}, "query_dim must be at least 1, got 0"),
+        ({"query_dim": 8, "num_heads": 3}, "k_dim must be a multiple of num_heads=3, got 8"),
+        ({"query_dim": 8, "num_heads": 4, "v_dim": 6}, "v_dim must be a multiple of num_heads=4, got 6"),
+    ],
+)
+def test_bad_cross_attention(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        CrossAttention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"x": torch.randn(L)}, RuntimeError, "x must have 2"),
+        ({"context": torch.randn(S, 20)}, RuntimeError, "context must have x's rank and batch size"),
+        ({"context": torch.randn(N + 1, S, 20)}, RuntimeError, "context must have x's rank and batch size"),
+        ({"x": torch.randn(N, L, 11)}, RuntimeError, "x's last size must be 12, got"),
+        ({"context": torch.randn(N, S, 12)}, RuntimeError, "context's last size must be 20, got"),
+        ({"padding_mask": torch.ones(N, S)}, TypeError, "padding_mask must be bool or an integer type"),
+        ({"padding_mask": torch.ones(S, dtype=torch.bool)}, RuntimeError, r"padding_mask must have shape \(3, 7\)"),
+        ({"attn_mask": torch.zeros(L, S)}, TypeError, "attn_mask must be bool or an integer type"),
+        ({"attn_mask": torch.ones(S, L, dtype=torch.int)}, RuntimeError, r"attn_mask must have shape \(5, 7\) or "),
+    ],
+)
+def test_bad_cross_calls(changes, error, match):
+    module = CrossAttention(12, 20, 4)
+    with pytest.raises(error, match=rf"\Aattnkern: {match}") as got:
+        module(**({"x": torch.randn(N, L, 12), "context": torch.randn(N, S, 20)} | changes))
+    assert "\n" not in str(got.value)
+
+
+# --- attention_weights
+
+
+def weights_options(options):
+    return {n: x for n, x in options.items() if n != "dropout_p"}
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_weights_of_random_problems(target, number, fresh_seed):
+    """Attention to the identity matrix has the weights as its output: so the rule's reference knows what is right."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    inputs, options = testing.random_problem(fresh_seed + number, device=target.device, dtypes=dtypes)
+    q, k, mask = inputs.query, inputs.key, inputs.attn_mask
+    identity = torch.eye(k.size(-2), dtype=q.dtype, device=q.device).expand(*k.shape[:-1], -1)
+    leaves = [x.detach().requires_grad_() for x in (q, k, mask) if x is not None and x.is_floating_point()]
+    floating_mask = leaves[2] if len(leaves) == 3 else mask
+    _, lse = target.attention(q, k, inputs.value, mask, **options, return_lse=True)
+    want = None
+    for given in (lse, None):
+        weights = attnkern.attention_weights(*leaves[:2], floating_mask, lse=given, **options)
+        grad = torch.randn(weights.shape, dtype=torch.float64).to(weights)
+        grads = torch.autograd.grad(weights, leaves, grad)
+        want = testing.expected(q, k, identity, mask, grad_out=grad, **options)
+        for name, x in zip(["out", "query", "key", "attn_mask"], (weights, *grads), strict=False):
+            assert x.dtype == (q.dtype if name != "attn_mask" else mask.dtype)
+            e = want[name]
+            testing.assert_within_rule(
+                x.detach(), e.exact, e.baseline, gradient=name != "out", unit=e.unit, name=name, recipe=inputs.recipe
+            )
+    heads = max(1, q.size(1) - 1)
+    mean = attnkern.attention_weights(q, k, mask, lse=lse, heads=slice(heads), average_heads=True, **options)
+    exact = want["out"].exact[:, :heads].mean(1)
+    unit = want["out"].unit[:, :heads].mean(1) + testing.rounding_unit(exact, q.dtype)
+    testing.assert_within_rule(mean, exact, want["out"].baseline[:, :heads].mean(1), unit=unit, recipe=inputs.recipe)
+
+
+ROWS = {
+    "one": (2, [2]),
+    "the last": (-1, [8]),
+    "some": ([5, 0, -2], [5, 0, 7]),
+    "a slice": (slice(1, 7, 3), [1, 4]),
+    "backwards": (slice(None, None, -4), [8, 4, 0]),
+    "a tensor": (torch.tensor([3, 3]), [3, 3]),
+    "a range": (range(2, 5), [2, 3, 4]),
+    "none": ([], []),
+    "all": (None, list(range(9))),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("heads", [None, 1, [3, 0], slice(1, None)], ids=str)
+def test_chosen_rows_and_heads(rows, heads):
+    """Each is masked at its own place: by the band, by a mask with rows and by one without heads."""
+    wanted, index = ROWS[rows]
+    q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 11, 8)
+    options = {"enable_gqa": True, "window": (3, 1), "alignment": "bottom_right"}
+    of_heads = torch.arange(4)[slice(None) if heads is None else [1] if heads == 1 else heads]
+    for shape in ((2, 1, 9, 11), (4, 1, 11), (1, 11)):
+        mask = torch.randn(shape)
+        _, lse = attnkern.attention(q, k, k, mask, **options, return_lse=True)
+        full = attnkern.attention_weights(q, k, mask, **options)[:, of_heads][:, :, index]
+        for given in (lse, None):
+            got = attnkern.attention_weights(q, k, mask, lse=given, rows=wanted, heads=heads, **options)
+            torch.testing.assert_close(got, full)
+            mean = attnkern.attention_weights(
+                q, k, mask, lse=given, rows=wanted, heads=heads, average_heads=True, **options
+            )
+            torch.testing.assert_close(mean, full.mean(1))
+
+
+def test_weights_of_other_ranks():
+    """The shape of the output of attention, with S in place of Ev."""
+    q, k, v = torch.randn(3, 1, 4, 5, 8), torch.randn(2, 1, 7, 8), torch.randn(2, 1, 7, 3)
+    for lead in ((slice(None), slice(None)), (0, slice(None)), (0, 0), (0, 0, 0)):
+        query = q[lead]
+        key, value = (k, v) if query.dim() > 3 else (k[0], v[0]) if query.dim() == 3 else (k[0, 0], v[0, 0])
+        out, lse = attnkern.attention(query, key, value, return_lse=True)
+        weights = attnkern.attention_weights(query, key, lse=lse)
+        torch.testing.assert_close(weights @ value, out)
+        if query.dim() > 2:
+            average = attnkern.attention_weights(query, key, lse=lse, average_heads=True)
+            torch.testing.assert_close(average, weights.mean(-3))
+
+
+def test_a_share_of_merged_keys():
+    """With the log-sum-exp over all keys, the weights of some of them sum to their share."""
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 20, 8)
+    parts = [attnkern.attention(q, x, x, return_lse=True) for x in (k[:, :, :12], k[:, :, 12:])]
+    _, lse = attnkern.merge_attention(*parts)
+    share = attnkern.attention_weights(q, k[:, :, 12:], lse=lse)
+    torch.testing.assert_close(share, attnkern.attention_weights(q, k)[..., 12:])
+
+
+def test_rows_without_keys_have_no_weights_and_no_gradient():
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 3, 8, requires_grad=True)
+    mask = torch.ones(5, 3, dtype=torch.bool)
+    mask[2] = False
+    for allowed in (mask, torch.zeros(5, 3).masked_fill(~mask, -math.inf)):
+        _, lse = attnkern.attention(q, k, k, allowed, return_lse=True)
+        for given in (lse, None):
+            weights = attnkern.attention_weights(q, k, allowed, lse=given)
+            assert torch.equal(weights[:, :, 2], torch.zeros(1, 2, 3))
+            grads = torch.autograd.grad(weights.square().sum(), (q, k))
+            assert torch.equal(grads[0][:, :, 2], torch.zeros(1, 2, 8))
+            assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_derivatives_of_weights(average):
+    """First and second ones, forward mode; with fewer key heads, a mask for all heads, and soft-capping."""
+    q = torch.randn(2, 4, 3, 4, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    mask = torch.randn(2, 1, 3, 5, dtype=torch.float64, requires_grad=True)
+    options = {"enable_gqa": True, "softcap": 2.0, "window": (1, 2), "average_heads": average}
+
+    def call(q, k, mask, lse=None):
+        return attnkern.attention_weights(q, k, mask, lse=lse, **options)
+
+    assert torch.autograd.gradcheck(call, (q, k, mask), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, (q, k, mask))
+    per_sample = [attnkern.attention_weights(a, b, c, **options) for a, b, c in zip(q, k, mask, strict=True)]
+    torch.testing.assert_close(torch.vmap(call)(q, k, mask), torch.stack(per_sample))
+    shared = torch.stack([attnkern.attention_weights(a, k[0], mask[0], **options) for a in q])
+    torch.testing.assert_close(torch.vmap(call, (0, None, None))(q, k[0], mask[0]), shared)
+
+    def loss(*inputs):
+        return call(*inputs).square().sum()
+
+    of_samples = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, mask)
+    torch.testing.assert_close(of_samples, torch.autograd.grad(loss(q, k, mask), (q, k, mask)))
+
+
+def test_heads_in_several_tiles(monkeypatch):
+    """Tiles of a few rows or of one head, forward and backward, dropout included, are those of one large tile."""
+    q, k = torch.randn(2, 4, 9, 8, requires_grad=True), torch.randn(2, 2, 11, 8, requires_grad=True)
+    mask = torch.randn(4, 9, 11, requires_grad=True)
+    module = MultiheadAttention(E, H, dropout=0.3, batch_first=True)
+    x = torch.randn(2, 9, E)
+    results = []
+    for size in (2**18, 1, 3 * 22, 2 * 9 * 22):
+        monkeypatch.setattr(tiles, "TILE", {"cpu": size})
+        for average in (False, True):
+            _, lse = attnkern.attention(q, k, k, mask, enable_gqa=True, window=(3, 3), return_lse=True)
+            weights = attnkern.attention_weights(
+                q, k, mask, lse=lse, enable_gqa=True, window=(3, 3), average_heads=average
+            )
+            grads = torch.autograd.grad(weights.square().sum(), (q, k, mask))
+            torch.manual_seed(1)
+            results.append([weights, *grads, *module(x, x, x, average_attn_weights=average)])
+    for other in range(2, len(results)):
+        for a, b in zip(results[other], results[other % 2], strict=True):
+            torch.testing.assert_close(a, b)
+
+
+MEASURE = """
+import json, sys
+import torch
+import attnkern
+assert "matplotlib" not in sys.modules
+torch.set_num_threads(1)
+heads, length = 8, 4096
+q, k = torch.randn(2, 1, heads, length, 16).unbind()
+_, lse = attnkern.attention(q, k, k, return_lse=True)
+attnkern.attention_weights(q[:, :, :64], k[:, :, :64], average_heads=True)
+def status(name):
+    return next(int(x.split()[1]) / 1024 for x in open("/proc/self/status") if x.startswith(name))
+growth = {}
+for name, options in {"some rows": {"rows": range(0, length, 64)}, "a mean": {"average_heads": True}}.items():
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    weights = attnkern.attention_weights(q, k, lse=lse, **options)
+    growth[name] = status("VmHWM") - before, weights.numel() * 4 / 2**20
+    del weights
+print(json.dumps(growth))
+"""
+
+
+def test_memory_is_that_of_the_result():
+    """And matplotlib is not imported with the package. All weights would be 512 MiB."""
+    result = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    for name, (growth, result_size) in json.loads(result.stdout).items():
+        assert growth < result_size + 24, name
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"rows": 5}, IndexError, r"rows must be in \[-5, 5\), got 5"),
+        ({"heads": [0, -3]}, IndexError, r"heads must be in \[-2, 2\), got -3"),
+        ({"rows": 1.0}, TypeError, "rows must be None, an int, a slice, a sequence of ints or a 1-D integer tensor"),
+        (
+            {"rows": torch.ones(5, dtype=torch.bool)},
+            TypeError,
+            "rows must be a 1-D integer tensor, got 1 dimensions of",
+        ),
+        ({"rows": torch.tensor(1)}, TypeError, "rows must be a 1-D integer tensor, got 0 dimensions of"),
+        ({"lse": torch.randn(1, 2, 4)}, RuntimeError, r"lse must have the shape \(1, 2, 5\) of the queries, got"),
+        ({"lse": torch.zeros(1, 2, 5, dtype=torch.int64)}, TypeError, "lse must be a floating-point tensor or None"),
+        ({"key": torch.randn(1, 2, 7, 9)}, RuntimeError, "key's last size must be query's, 8"),
+        ({"window": (-1, 0)}, ValueError, "window's bounds must be >= 0"),
+        ({"query": torch.randn(5, 8), "key": torch.randn(7, 8), "heads": 0}, RuntimeError, "heads needs a head dim"),
+    ],
+)
+def test_bad_weights_calls(options, error, match):
+    arguments = {"query": torch.randn(1, 2, 5, 8), "key": torch.randn(1, 2, 7, 8)} | options
+    with pytest.raises(error, match=rf"\Aattnkern: {match}") as got:
+        attnkern.attention_weights(**arguments)
+    assert "\n" not in str(got.value)
+
+
+def test_subclasses_and_modes_see_the_call():
+    class Duck:
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return func.__name__, len(args), set(kwargs)
+
+    name, positional, keywords = attnkern.attention_weights(Duck(), torch.randn(5, 8), rows=1)
+    assert (name, positional) == ("attention_weights", 3)
+    assert {"rows", "lse", "window"} <= keywords
+
+
+# --- pictures
+
+
+@pytest.fixture
+def pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def test_a_picture_shows_the_weights(pyplot, tmp_path):
+    weights = torch.tensor([[0.25, 0.75, 0.0], [0.1, 0.2, 0.7]], dtype=torch.bfloat16, requires_grad=True)
+    figure = attnkern.plot_attention(weights, ["a", "b"], ["x", "y", "long"], title="all of it")
+    (axis, colours) = figure.axes
+    assert torch.equal(torch.from_numpy(axis.images[0].get_array().filled()), weights.detach().float())
+    assert axis.images[0].get_clim() == (0.0, 0.75)
+    assert [t.get_text() for t in axis.get_yticklabels()] == ["a", "b"]
+    assert [t.get_text() for t in axis.get_xticklabels()] == ["x", "y", "long"]
+    assert [t.get_text() for t in axis.texts] == ["0.25", "0.75", "0", "0.10", "0.20", "0.70"]
+    assert figure.get_suptitle() == "all of it"
+    assert colours.get_ylabel() == "weight"
+    figure.savefig(tmp_path / "weights.png")
+    assert (tmp_path / "weights.png").stat().st_size > 1000
+
+
+def test_a_picture_of_heads_and_of_many_keys(pyplot):
+    figure = attnkern.plot_attention(torch.rand(5, 2, 100), key_labels=range(100))
+    maps = [axis for axis in figure.axes if axis.images]
+    assert [axis.get_title() for axis in maps] == [f"head {h}" for h in range(5)]
+    assert [t.get_text() for t in maps[0].get_xticklabels()] == [str(n) for n in range(0, 100, 4)]
+    assert not maps[0].texts
+    assert maps[0].get_ylabel() == "query"
+    own, axis = pyplot.subplots()
+    assert attnkern.plot_attention(torch.eye(3), ax=axis, title="mine") is own
+    assert axis.get_title() == "mine"
+
+
+def test_bad_pictures(pyplot, monkeypatch):
+    with pytest.raises(ValueError, match=r"attnkern: weights must be \(L, S\) or \(heads, L, S\).*got \(1, 2, 3, 4\)"):
+        attnkern.plot_attention(torch.rand(1, 2, 3, 4))
+    with pytest.raises(ValueError, match="attnkern: key_labels must be 4, as weights has, got 3"):
+        attnkern.plot_attention(torch.rand(3, 4), range(3), range(3))
+    with pytest.raises(ValueError, match=r"attnkern: ax takes one map \(L, S\), got \(1, 3, 4\)"):
+        attnkern.plot_attention(torch.rand(1, 3, 4), ax=pyplot.gca())
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r'needs matplotlib: pip install "attnkern\[plot\]"'):
+        attnkern.plot_attention(torch.rand(3, 4))
+
+
+# --- the worked examples: what they print, against the formula in float64
+
+
+@pytest.fixture
+def example(pyplot, monkeypatch, capsys, tmp_path):
+    """Runs docs/examples/<name>.py as a script: its variables, and the numbers it printed after a label."""
+    ran = []
+
+    def run_example(name):
+        path = ROOT / "docs" / "examples" / f"{name}.py"
+        ran.append(path)
+        monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "picture.png")])
+        options = torch._tensor_str.PRINT_OPTS
+        try:
+            variables = runpy.run_path(str(path), run_name="__main__")
+        finally:
+            torch.set_printoptions(options.precision, options.threshold, options.edgeitems, options.linewidth)
+        output = capsys.readouterr().out
+        assert (tmp_path / "picture.png").stat().st_size > 5000
+
+        def printed(label):
+            """The numbers on the label's line and on the indented lines below it."""
+            block = re.match(r"[^\n]*(?:\n [^\n]*)*", output[output.index(label) + len(label) :])[0]
+            return torch.tensor([float(x) for x in re.findall(r"-?\d+(?:\.\d*)?", block)], dtype=torch.float64)
+
+        return variables, printed, output
+
+    return run_example
+
+
+def close(numbers, exact, decimals):
+    assert numbers.numel() == exact.numel()
+    assert (numbers - exact.flatten()).abs().max() <= 0.5 * 10.0**-decimals + 1e-5
+
+
+def test_example_three_tokens(example):
+    variables, printed, _ = example("three_tokens")
+    x, w_q, w_k, w_v = (variables[n].double() for n in ("x", "w_q", "w_k", "w_v"))
+    assert x.shape == (3, 4)
+    scores = (x @ w_q) @ (x @ w_k).T / math.sqrt(3)
+    weights = scores.exp() / scores.exp().sum(1, keepdim=True)
+    close(printed("queries, x W_q"), x @ w_q, 4)
+    close(printed("keys, x W_k"), x @ w_k, 4)
+    close(printed("values, x W_v"), x @ w_v, 4)
+    close(printed("scores, q k^T / sqrt(3)"), scores, 4)
+    close(printed("log-sum-exp of each row of scores"), scores.exp().sum(1).log(), 4)
+    close(printed("every row sums to 1"), weights, 4)
+    close(printed("output, weights v"), weights @ (x @ w_v), 4)
+    close(printed("output of the module"), weights @ (x @ w_v), 4)
+
+
+def test_example_masks(example):
+    variables, printed, _ = example("masks")
+    head = variables["x"].double()[..., :4]
+    scores = head @ head.mT / 2
+    real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()[:, None]
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+
+    def weights(allowed):
+        return scores.masked_fill(~allowed, -math.inf).softmax(-1)
+
+    close(printed("second sentence, padding masked"), weights(real.expand(2, 5, 5))[1], 3)
+    close(printed("token i sees tokens 0..i"), weights(causal)[0], 3)
+    close(printed("second sentence, both"), weights(real & causal)[1], 3)
+    assert printed("a module's weights on padding:") == printed("and on later tokens:") == 0
+
+
+def test_example_cross_attention(example):
+    variables, printed, output = example("cross_attention")
+    x, noisy = variables["x"].double(), variables["noisy"].double()
+    module = copy.deepcopy(variables["module"]).double()
+    _, weights = naive_cross(module, x, noisy, variables["real"].bool())
+    weights = weights[0]
+    found = re.findall(r"(\w+) -> (\w+) ", output)
+    assert found == [("gestern", "yesterday"), ("sah", "saw"), ("ich", "I"), ("den", "the"), ("Hund", "dog")]
+    largest = torch.stack([weights.amax(-1), weights[:, 5]], -1).detach()
+    close(printed("gestern -> "), largest, 3)
+    assert (weights[:, 5] == 0).all()
+
+
+def test_example_speech_frames(example):
+    variables, printed, _ = example("speech_frames")
+    noisy, clean = variables["noisy"].double(), variables["clean"].double()
+    band = testing.band_mask(2000, 2000, window=(6, 6))
+    weights = (noisy @ noisy.T * 0.25).masked_fill(~band, -math.inf).softmax(-1)
+    assert printed("pairs of frames:")[0] == band.sum()
+    close(printed("error of the noisy frames:"), (noisy - clean).square().mean().sqrt(), 4)
+    close(printed("neighbours:"), (weights @ noisy - clean).square().mean().sqrt(), 4)
+    assert printed("neighbours:") < printed("error of the noisy frames:") / 2
+    assert printed("frame 1000 sees frames").tolist() == [994, 1006]
+    close(printed("their weights:"), weights[1000, 994:1007], 3)
+
+
+def test_example_image_patches(example):
+    variables, printed, _ = example("image_patches")
+    x = variables["x"].double()
+    patches = variables["image"].reshape(3, 8, 4, 8, 4).permute(1, 3, 0, 2, 4).reshape(64, 48)
+    torch.testing.assert_close(variables["patches"], patches)
+    weights = (x[[18, 52, 0]] @ x.T * 0.25).softmax(-1)
+    for name, row in zip(["disc", "bar", "ground"], weights, strict=True):
+        shares = variables["parts"].double() @ row
+        close(printed(f"a patch of the {name} attends to:"), shares, 3)
+        assert shares[["disc", "bar", "ground"].index(name)] > 0.9
+
+
+def test_example_graph_edges(example):
+    variables, printed, output = example("graph_edges")
+    module = copy.deepcopy(variables["module"]).double()
+    adjacency = variables["adjacency"].bool()
+    _, weights = naive_cross(module, variables["x"].double(), variables["x"].double(), adjacency)
+    weights = weights.mean(0)
+    assert torch.equal(weights > 0, adjacency)
+    close(printed("weights, the mean of two heads"), weights, 3)
+    close(printed("sums of the rows"), weights.sum(-1), 3)
+    assert printed("F has no neighbour and gathers") == 0
+    assert output.endswith("a change of E has reached C D E\n")
+
+
+def test_examples_are_all_tested():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for path in (ROOT / "docs" / "examples").glob("*.py"):
+        assert path.stem in tests, f"no test runs {path.name}"
+
+
+PAGE = (ROOT / "docs" / "inside_torch.md").read_text()
+SNIPPETS = re.findall(
+    r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", PAGE.split("\n## Modules")[1].split("\n## ")[0], re.M | re.S
+)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_page_says_what_is_true(number, capsys):
+    assert len(SNIPPETS) == 3
+    code, output = SNIPPETS[number]
+    exec(compile(code, f"docs/inside_torch.md, Modules, {number}", "exec"), {})
+    assert capsys.readouterr().out == output
+
+
+def test_an_example_runs_as_the_docs_say():
+    command = [sys.executable, "docs/examples/three_tokens.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("tensor(") == 8

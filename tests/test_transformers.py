@@ -1,0 +1,464 @@
+"""transformers models with attn_implementation="attnkern": outputs, gradients and generated tokens are those of eager.
+
+The models are tiny, random and built from their configurations: nothing is downloaded. The yardstick is the eager
+model: in float64 it is exact, in the dtype at hand it is torch's own maths.
+"""
+
+import contextlib
+import copy
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from transformers import masking_utils
+
+import attnkern
+from attnkern import testing
+from attnkern.integrations import transformers as integration
+
+integration.register()
+
+ROOT = Path(__file__).parent.parent
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GQA = {"num_key_value_heads": 2, "head_dim": 8}
+WINDOW = 4
+ENCODER_DECODER = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "forced_eos_token_id": None,
+    "decoder_start_token_id": 1,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "init_std": 0.1,
+    "dropout": 0.0,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def alternating(kinds=("sliding_attention", "full_attention")):
+    return {"sliding_window": WINDOW, "layer_types": list(kinds)}
+
+
+DECODERS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, **GQA),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, **GQA, sliding_window=WINDOW),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, **GQA, use_sliding_window=True, **alternating()),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, **GQA),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, **GQA, **alternating(), attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **GQA, **alternating(), query_pre_attn_scalar=8),
+    "gpt2": lambda: transformers.GPT2Config(
+        **{n: x for n, x in SIZES.items() if n != "intermediate_size"}, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, **GQA, **alternating(), num_local_experts=2, num_experts_per_tok=2
+    ),
+}
+ENCODER_DECODERS = {
+    "t5": lambda: transformers.T5Config(
+        vocab_size=97,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        initializer_factor=1.0,
+        relative_attention_num_buckets=8,
+        feed_forward_proj="gated-gelu",  # where ReLU turns, a rounding is a jump of the gradient
+        pad_token_id=0,
+        eos_token_id=None,
+        decoder_start_token_id=1,
+    ),
+    "bart": lambda: transformers.BartConfig(**ENCODER_DECODER),
+    "whisper": lambda: transformers.WhisperConfig(
+        **ENCODER_DECODER, num_mel_bins=8, max_source_positions=15, max_target_positions=40, suppress_tokens=None
+    ),
+}
+ENCODERS = {
+    "bert": lambda: transformers.BertConfig(**SIZES, **NO_DROPOUT),
+    "vit": lambda: transformers.ViTConfig(
+        **{n: x for n, x in SIZES.items() if n not in ("vocab_size", "max_position_embeddings")},
+        **NO_DROPOUT,
+        image_size=12,
+        patch_size=4,
+    ),
+}
+FAMILIES = {**DECODERS, **ENCODER_DECODERS, **ENCODERS}
+
+
+def make(family, dtype=torch.float32):
+    """A function that copies one random model with this or that attention and dtype."""
+    config = FAMILIES[family]()
+    config.tie_word_embeddings = False  # tied, a random model repeats its last token
+    config._experts_implementation = "eager"  # the others have no float64
+    if family in DECODERS:
+        build = transformers.AutoModelForCausalLM
+    elif family == "whisper":
+        build = transformers.AutoModelForSpeechSeq2Seq
+    elif family in ENCODER_DECODERS:
+        build = transformers.AutoModelForSeq2SeqLM
+    else:
+        build = transformers.AutoModel
+    model = build.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 1 or "relative_attention_bias" in name or "sinks" in name:
+                p.add_(0.2 * torch.randn_like(p))  # else all alike
+    model = model.to(dtype)
+
+    def variant(attention, dtype=dtype):
+        twin = copy.deepcopy(model).to(dtype)
+        twin.set_attn_implementation(attention)
+        assert twin.config._attn_implementation == attention
+        return twin
+
+    return variant
+
+
+def inputs(family, padding, length=11):
+    """Arguments of forward, and where its output counts: bool over (batch, position)."""
+    batch = 3
+    ids = torch.randint(2, 97, (batch, length))
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    if padding:
+        mask[1, :4] = mask[2, :1] = 0  # on the left, as for generation
+    if family == "vit":
+        return {"pixel_values": torch.randn(batch, 3, 12, 12, dtype=torch.float64)}, None
+    if family == "whisper":
+        features = torch.randn(batch, 8, 30, dtype=torch.float64)
+        return {"input_features": features, "decoder_input_ids": ids}, None
+    if family in ENCODER_DECODERS:
+        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :7].flip(1)}, None
+    return {"input_ids": ids, "attention_mask": mask}, mask.bool()
+
+
+class WithoutDowncasts(TorchFunctionMode):
+    """Keeps float64 where a model would go to float32 (norms, softmax, rotary angles), so that exact is exact."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args, kwargs = tree_map_only(torch.dtype, lambda d: torch.float64 if d == torch.float32 else d, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def run(model, arguments, counts, weights):
+    """The output where it counts, and the gradient of a weighted sum of it by all parameters, as one vector."""
+    dtype = next(model.parameters()).dtype
+    arguments = {n: x.to(dtype) if x.is_floating_point() else x for n, x in arguments.items()}
+    with WithoutDowncasts() if dtype == torch.float64 else contextlib.nullcontext():
+        out = model(**arguments)
+        out = out.last_hidden_state if "last_hidden_state" in out else out.logits
+        out = out if counts is None else out[counts]
+        loss = (out * weights[: out.numel()].view(out.shape).to(dtype)).sum()
+        loss.backward()
+    return out, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What every layer asked attnkern for: arguments of `attention`, as described by name."""
+    seen = []
+
+    def spy(query, key, value, mask, dropout, **options):
+        seen.append({"query": query, "key": key, "value": value, "mask": mask, "dropout": dropout, **options})
+        return attnkern.attention(query, key, value, mask, dropout, **options)
+
+    monkeypatch.setattr(integration, "attention", spy)
+    return seen
+
+
+NUM_CALLS = {"t5": 6, "bart": 6, "whisper": 6}  # encoder, decoder, and the decoder's look at the encoder
+
+
+def check(family, padding, dtype=torch.float32):
+    """Three models at once: of one alone, the largest error of torch may happen to be small."""
+    draws = []
+    for _ in range(3):
+        variant = make(family, dtype)
+        arguments, counts = inputs(family, padding)
+        weights = torch.randn(100_000, dtype=torch.float64)
+        models = variant("eager", torch.float64), variant("eager"), variant("attnkern")
+        draws.append([run(model, arguments, counts, weights) for model in models])
+    for n, name in enumerate(("output", "gradient")):
+        exact, baseline, actual = (torch.cat([r[n].flatten() for r in results]) for results in zip(*draws, strict=True))
+        testing.assert_within_rule(actual, exact, baseline, gradient=name == "gradient", name=f"{family} {name}")
+
+
+PADDED = [name for name in FAMILIES if name not in ("vit", "whisper")]
+
+
+@pytest.mark.parametrize(
+    ("family", "padding"), [(f, False) for f in FAMILIES] + [(f, True) for f in PADDED], ids=lambda x: x
+)
+def test_outputs_and_gradients_are_those_of_eager(family, padding, calls):
+    check(family, padding)
+    assert len(calls) == 3 * NUM_CALLS.get(family, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "t5"])
+def test_outputs_and_gradients_in_bfloat16(family):
+    check(family, True, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("family", ["mistral", "bart"])
+def test_training_with_gradient_checkpointing(family, reentrant):
+    variant = make(family)
+    arguments, counts = inputs(family, False)
+    weights = torch.randn(100_000, dtype=torch.float64)
+    expected, expected_grad = run(variant("attnkern").train(), arguments, counts, weights)
+    model = variant("attnkern").train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    out, grad = run(model, arguments, counts, weights)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grad, expected_grad)
+
+
+def test_dropout_in_training(calls):
+    config = transformers.LlamaConfig(**SIZES, **GQA, attention_dropout=0.5)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="attnkern").train()
+    ids = torch.randint(2, 97, (2, 9))
+    first, second = model(ids).logits, model(ids).logits
+    assert not torch.equal(first, second)
+    assert {call["dropout"] for call in calls} == {0.5}
+    model.eval()
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def generate(model, arguments, **options):
+    """Tokens (batch, length) and the logits of every new one."""
+    dtype = next(model.parameters()).dtype
+    arguments = {n: x.to(dtype) if x.is_floating_point() else x for n, x in arguments.items()}
+    options = {"max_new_tokens": 12, "do_sample": False, **options}
+    with WithoutDowncasts() if dtype == torch.float64 else contextlib.nullcontext():
+        result = model.generate(**arguments, **options, return_dict_in_generate=True, output_logits=True)
+    return result.sequences, torch.stack(result.logits)
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
+def test_generated_tokens_are_those_of_eager(family, padding, calls):
+    """The prompt in one step, then tokens one by one against the cache, beyond the sliding window."""
+    variant = make(family)
+    arguments, _ = inputs(family, padding)
+    arguments = {n: x for n, x in arguments.items() if "decoder" not in n}
+    _, exact = generate(variant("eager", torch.float64), arguments)
+    expected, baseline = generate(variant("eager"), arguments)
+    assert not calls
+    tokens, logits = generate(variant("attnkern"), arguments)
+    assert torch.equal(tokens, expected)
+    testing.assert_within_rule(logits, exact, baseline, name="logits")
+    assert sum(call["query"].shape[2] == 1 for call in calls) >= 11 * 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}], ids=str
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_other_ways_to_generate(family, options):
+    if "cache_implementation" in options:
+        options = {**options, "disable_compile": True}
+    variant = make(family)
+    arguments, _ = inputs(family, True)
+    expected, _ = generate(variant("eager"), arguments, **options)
+    assert torch.equal(generate(variant("attnkern"), arguments, **options)[0], expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_prompt_in_pieces(family, calls):
+    """Several queries at once against a cache: the last one is level with the last key."""
+    model = make(family)("attnkern")
+    ids = torch.randint(2, 97, (2, 13))
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache = None
+        pieces = []
+        for piece in ids.split([6, 3, 4], dim=1):
+            result = model(piece, past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            pieces.append(result.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    assert all(call["mask"] is None for call in calls)
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_few_heads_stay_few_and_windows_stay_bands(family, padding, calls):
+    model = make(family)("attnkern")
+    arguments, _ = inputs(family, padding)
+    model(**arguments)
+    for call in calls:
+        assert call["query"].shape[1] == 4
+        assert call["key"].shape[1] == call["value"].shape[1] == 2
+        assert call["enable_gqa"]
+        assert call["scale"] == 8**-0.5
+        if padding:
+            assert call["mask"].dtype == torch.bool
+            assert call["mask"].shape == (3, 1, 11, 11)
+        else:
+            assert call["mask"] is None
+    if not padding:
+        windows = [None, None] if family == "llama" else [(WINDOW - 1, None), None]
+        assert [call["window"] for call in calls] == windows
+    assert {call["softcap"] for call in calls} == {2.0 if family == "gemma2" else None}
+
+
+def test_relative_positions_need_no_dense_mask_of_their_own(calls):
+    """T5's bias is the mask; where it is causal, the band joins it."""
+    model = make("t5")("attnkern")
+    arguments, _ = inputs("t5", False)
+    model(**arguments)
+    assert [tuple(call["mask"].shape) for call in calls[:2]] == [(1, 4, 11, 11)] * 2
+    decoder = [call for call in calls if call.get("is_causal")]
+    assert len(decoder) == 2
+    assert all(tuple(call["mask"].shape) == (1, 4, 7, 7) for call in decoder)
+
+
+def test_a_mask_of_ones_own():
+    """A 4-D mask given to the model is used as it is, bool and float."""
+    variant = make("llama")
+    ids = torch.randint(2, 97, (2, 9))
+    keep = torch.rand(2, 1, 9, 9) > 0.4
+    keep |= torch.eye(9, dtype=torch.bool)
+    bias = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = variant("eager")(ids, attention_mask=bias).logits
+        model = variant("attnkern")
+        torch.testing.assert_close(model(ids, attention_mask=bias).logits, expected)
+        torch.testing.assert_close(model(ids, attention_mask=keep).logits, expected)
+
+
+def test_compiled_as_one_graph():
+    model = make("gemma2")("attnkern")
+    ids = torch.randint(2, 97, (2, 9))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
+
+
+def band_mask(window=None, q_length=5, q_offset=3, kv_length=10, **more):
+    config = transformers.MistralConfig(sliding_window=window)
+    causal = masking_utils.causal_mask_function
+    arguments = {
+        "batch_size": 2,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": 0,
+        "mask_function": causal if window is None else masking_utils.sliding_window_causal_mask_function(window),
+        "local_size": window,
+        "config": config,
+        "device": "cpu",
+        **more,
+    }
+    return integration.attention_mask(**arguments), masking_utils.sdpa_mask(
+        **{**arguments, "allow_is_causal_skip": False}
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_band_is_a_mask_to_everyone_else(window):
+    mask, dense = band_mask(window)
+    assert isinstance(mask, integration.BandMask)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert mask.untyped_storage().nbytes() == 1
+    assert (mask.shape, mask.dtype, mask.device, mask.ndim) == (dense.shape, dense.dtype, dense.device, 4)
+    assert mask._dense is None
+    for function in (
+        lambda m: m.clone(),
+        lambda m: m[:, :, 1:, :7],
+        lambda m: m & torch.ones(10, dtype=torch.bool),
+        lambda m: torch.where(m, 0.0, -1.0),
+        lambda m: torch.cat([m, m]),
+        lambda m: m.to(torch.int64),
+    ):
+        result = function(mask)
+        assert type(result) is torch.Tensor
+        assert torch.equal(result, function(dense))
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, mask)
+    torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
+
+
+def test_what_is_not_a_band_stays_dense():
+    padding = torch.ones(2, 10, dtype=torch.bool)
+    assert isinstance(band_mask(3, attention_mask=padding)[0], integration.BandMask)
+    padding[1, 0] = False
+    chunked = transformers.LlamaConfig(attention_chunk_size=3)
+    for arguments in (
+        {"attention_mask": padding},
+        {"attention_mask": torch.ones(2, 6, dtype=torch.bool)},  # shorter than what is visible: padded with False
+        {"allow_is_causal_skip": False},
+        {"q_offset": 8},  # queries beyond the last key
+        {"mask_function": masking_utils.bidirectional_mask_function},
+        {
+            "mask_function": masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64)),
+            "local_size": 3,
+            "config": chunked,
+        },
+    ):
+        mask, dense = band_mask(**arguments)
+        assert type(mask) is torch.Tensor
+        assert torch.equal(mask, dense)
+
+
+def test_attention_weights_are_refused():
+    model = make("whisper")("attnkern")
+    arguments, _ = inputs("whisper", False)
+    arguments["input_features"] = arguments["input_features"].float()
+    with pytest.raises(ValueError, match=r"attnkern: output_attentions needs attn_implementation='eager'"):
+        model(**arguments, output_attentions=True)
+
+
+@pytest.mark.parametrize("found", [None, "4.57.3"])
+def test_register_says_what_it_needs(found, monkeypatch):
+    def version(name):
+        assert name == "transformers"
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    what = "which is not installed" if found is None else "found 4.57.3"
+    with pytest.raises(ImportError, match=rf"needs transformers >= 5\.0, {what}"):
+        integration.register()
+
+
+def test_importing_attnkern_does_not_import_transformers_or_dtensor():
+    code = (
+        "import sys, attnkern.integrations.distributed, attnkern.integrations.transformers\n"
+        "sys.exit(bool({'transformers', 'torch.distributed.tensor'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -1,0 +1,347 @@
+"""The Triton kernels, compiled for GPUs as they are shipped and run on the CPU by the simulator (tests/ptxsim), hazards
+checked: every feature, forward and all gradients, against float64 by the one tolerance rule."""
+
+import contextlib
+import dataclasses
+import importlib
+import math
+
+import pytest
+import torch
+from attnkern.triton_kernels import configs, launch, plan
+
+import attnkern
+import ptxsim
+from attnkern import ops, rng, testing
+from attnkern.problem import Problem
+from conftest import Target
+
+table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
+triton = table.triton
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# What each kernel writes: nobody may read it before that. (dbias is not among them: it may come as zeros.)
+RESULTS = {
+    "forward_kernel": ("out", "lse"),
+    "delta_kernel": ("delta",),
+    "dkdv_kernel": ("dk", "dv"),
+    "dq_kernel": ("dq",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated(Target):
+    """The Triton backend on CPU tensors, its kernels compiled for a GPU of this compute capability."""
+
+    capability: int = 80
+
+
+def simulate(kernel, grid, args, capability):
+    """In place of `launch.run`."""
+    compiled = ptxsim.of_triton(kernel.compile(capability), kernel.signature, capability)
+    given = dict(zip(kernel.signature, args, strict=True))
+    undefined = [given[name] for name in RESULTS.get(kernel.function.__name__, ()) if given[name] is not None]
+    ptxsim.run(compiled, (grid,), [given[name] for name in compiled.arguments], undefined=undefined)
+
+
+@contextlib.contextmanager
+def routed(capability):
+    """`backend="triton"` on CPU tensors runs in the simulator of one GPU; gives the kernels launched, in order."""
+    launched = []
+
+    def run(kernel, grid, args, index):
+        launched.append(kernel)
+        simulate(kernel, grid, args, capability)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "unavailable", lambda: None)
+        patch.setattr(launch, "capability", lambda index: capability)
+        patch.setattr(launch, "run", run)
+        patch.setitem(table.TABLE, "cpu", (triton, *table.TABLE["cpu"]))
+        patch.setattr(ops, "forward", ops.route_forward)
+        patch.setattr(ops, "backward", ops.route_backward)
+        yield launched
+
+
+@pytest.fixture
+def target(request):
+    """Takes the place of conftest's: tests of other files that are imported here run on the simulated GPU."""
+    capability = getattr(request, "param", 80)
+    with routed(capability):
+        yield Simulated("triton", "cpu", capability)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the feature matrix: inputs and options, and the GPUs it is run for."""
+
+    sizes: tuple
+    options: dict = dataclasses.field(default_factory=dict)
+    more: dict = dataclasses.field(default_factory=dict)
+    gpus: tuple = (80,)
+
+
+def row(*sizes, gpus=(80,), kinds=None, **options):
+    return Row(sizes, options, {"dtype": BF16, **(kinds or {})}, gpus)
+
+
+ALL = (80, 90, 120)
+CAUSAL = {"is_causal": True}
+LAST = {"is_causal": True, "alignment": "bottom_right"}
+MATRIX = {
+    "bfloat16": row(1, 2, 100, 170, 64, gpus=(80, 90)),
+    "float16, causal, shared keys": row(
+        1, 4, 150, 130, 64, gpus=(80, 90), **CAUSAL, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2, "heads_v": 1}
+    ),
+    "key and value heads that share otherwise": row(
+        1, 6, 33, 70, 64, enable_gqa=True, kinds={"heads_k": 2, "heads_v": 3}
+    ),
+    "float32": row(1, 2, 70, 90, 64, gpus=ALL, kinds={"dtype": FP32}),
+    "window": row(1, 2, 160, 150, 64, gpus=ALL, window=(40, 3), alignment="bottom_right"),
+    "window to the left": row(1, 1, 150, 150, 64, window=(30, None)),
+    "rows without keys": row(1, 2, 150, 50, 64, gpus=(80, 90), **LAST),
+    "one query, bottom right": row(2, 2, 1, 150, 64, **LAST),
+    "softcap, head sizes 80 and 96": row(1, 2, 90, 70, 80, 96, gpus=(80, 90), softcap=3.0, kinds={"dtype": FP16}),
+    "scale 0": row(1, 1, 40, 40, 64, scale=0.0),
+    "scale below 0": row(1, 1, 40, 40, 64, scale=-0.5),
+    "bias": row(2, 2, 70, 80, 64, gpus=ALL, **CAUSAL, kinds={"mask": ("float", "BHLS")}),
+    "float32 bias shared by the batch": row(
+        2, 2, 70, 70, 64, gpus=(80, 90), kinds={"mask": ("holes", "1HLS"), "mask_dtype": FP32}
+    ),
+    "bias of keys": row(2, 2, 70, 90, 64, gpus=(80, 90), **CAUSAL, kinds={"mask": ("float", "B11S")}),
+    "bias of queries": row(2, 2, 70, 90, 64, kinds={"mask": ("float", "1HL1")}),
+    "bias of everything": row(1, 2, 70, 90, 64, kinds={"mask": ("float", "11")}),
+    "bool mask": row(1, 2, 70, 96, 64, gpus=(80, 90), kinds={"mask": ("bool", "BHLS")}),
+    "bool mask of keys, window": row(2, 2, 100, 100, 64, window=(20, 20), kinds={"mask": ("bool", "B11S")}),
+    "head size 128": row(1, 2, 130, 130, 128, gpus=ALL, **CAUSAL),
+    "head sizes 192 and 128": row(1, 1, 100, 100, 192, 128, gpus=(80, 90), **CAUSAL),
+    "head size 256": row(1, 1, 70, 70, 256, gpus=(80, 90)),
+    "head sizes 320 and 512": row(1, 1, 33, 40, 320, 512),
+    "head sizes 8 and 17": row(1, 2, 40, 70, 8, 17, gpus=(80, 90)),
+    "length-major": row(2, 3, 40, 70, 64, gpus=(80, 90), kinds={"layout": "blhd"}),
+    "rows not aligned": row(1, 2, 40, 70, 24, gpus=(80, 90), kinds={"layout": "offset"}),
+    "last stride 2, padding between rows": row(1, 2, 40, 70, 24, kinds={"layout": ("stepped", "padded", "e_major")}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [(name, gpu) for name, r in MATRIX.items() for gpu in r.gpus],
+    indirect=["target"],
+    ids=lambda x: f"sm_{x}" if isinstance(x, int) else x,
+)
+def test_feature(name, target, record_property):
+    """Output, log-sum-exp and all gradients."""
+    this = MATRIX[name]
+    target.check(target.inputs(*this.sizes, **this.more), **this.options)
+    record_property("triton", f"sm_{target.capability}  {name}")
+
+
+@pytest.mark.parametrize("target", [80, 90], indirect=True)
+def test_dropout(target, record_property):
+    """Bit for bit the entries of `rng.keep_mask`, in the forward and the backward pass."""
+    seed = int(torch.randint(2**31, ()))
+    torch.manual_seed(seed)
+    keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.3, 2, 4, 70, 90)
+    options = {"dropout_p": 0.3, "enable_gqa": True}
+    inputs = target.inputs(2, 4, 70, 90, 64, 90, heads_k=2, dtype=BF16)
+    inputs = dataclasses.replace(inputs, value=torch.eye(90, dtype=BF16).expand(2, 2, 90, 90))
+    torch.manual_seed(seed)
+    assert torch.equal(target.sdpa(*list(inputs.tensors.values()), **options) != 0, keep)
+    torch.manual_seed(seed)
+    target.check(inputs, **options, keep=keep)
+    record_property("triton", f"sm_{target.capability}  dropout, shared keys")
+
+
+def test_dropout_with_a_bias_and_a_band(target, record_property):
+    inputs = target.inputs(1, 2, 70, 70, 64, dtype=BF16, mask=("float", "BHLS"))
+    torch.manual_seed(7)
+    keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.5, 1, 2, 70, 70)
+    torch.manual_seed(7)
+    target.check(inputs, dropout_p=0.5, window=(50, 10), keep=keep)
+    record_property("triton", "sm_80  dropout, bias, window")
+
+
+def test_dropout_of_samples_with_keys_of_their_own(target):
+    """vmap makes one seed for every sample."""
+    q, k, v = (x.detach() for x in target.inputs(3, 2, 40, 64, 64, dtype=BF16).tensors.values())
+    torch.manual_seed(3)
+    together = torch.vmap(lambda *x: target.sdpa(*x, dropout_p=0.4), randomness="different")(
+        *(x[:, None] for x in (q, k, v))
+    )
+    torch.manual_seed(3)
+    seeds = torch.vmap(lambda _: rng.draw_seed(torch.device("cpu")), randomness="different")(torch.zeros(3))
+    score = Problem.from_sdpa(q, k, v, None, 0.4).score
+    for n in range(3):
+        alone, _ = ops.forward(q[n : n + 1], k[n : n + 1], v[n : n + 1], None, seeds[n], *score, False, "triton")
+        assert torch.equal(together[n], alone)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=str)
+def test_empty_inputs_launch_nothing(shape):
+    with routed(80) as launched:
+        Simulated("triton", "cpu").check(testing.make_inputs(*shape, 8, dtype=BF16, mask=("float", "BHLS")))
+    assert not launched
+
+
+SUBSETS = [("query",), ("key",), ("value",), ("attn_mask",), ("query", "attn_mask"), ("key", "value")]
+
+
+@pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
+def test_only_what_is_asked_for(subset):
+    """Kernels whose results nobody wants are not launched."""
+    inputs = testing.make_inputs(1, 2, 40, 70, 64, heads_k=1, dtype=BF16, mask=("float", "BHLS"))
+    tensors = {n: x.requires_grad_(n in subset) for n, x in inputs.tensors.items()}
+    with routed(80) as launched:
+        out = attnkern.attention(**tensors, enable_gqa=True, backend="triton")
+        grad_out = torch.randn_like(out)
+        grads = torch.autograd.grad(out, [tensors[n] for n in subset], grad_out)
+    want = testing.expected(**{n: x.detach() for n, x in tensors.items()}, grad_out=grad_out, enable_gqa=True)
+    for name, grad in zip(subset, grads, strict=True):
+        exact, baseline, unit = want[name].exact, want[name].baseline, want[name].unit
+        testing.assert_within_rule(grad, exact, baseline, gradient=True, unit=unit, name=name)
+    names = {kernel.function.__name__ for kernel in launched}
+    assert ("dkdv_kernel" in names) == bool({"key", "value"} & set(subset))
+    assert ("dq_kernel" in names) == bool({"query", "attn_mask"} & set(subset))
+
+
+def strided_masks():
+    """Masks of 40 x 64 scores whose strides no kernel would choose."""
+    return {
+        "transposed": torch.randn(2, 64, 40, dtype=BF16).mT,
+        "every other column": torch.randn(2, 40, 128, dtype=BF16)[..., ::2],
+        "expanded columns": torch.randn(2, 40, 1, dtype=BF16).expand(2, 40, 64),
+        "expanded rows": torch.randn(2, 1, 64, dtype=BF16).expand(2, 40, 64),
+    }
+
+
+@pytest.mark.parametrize("name", strided_masks())
+def test_masks_of_any_stride(target, name):
+    inputs = target.inputs(1, 2, 40, 64, 64, dtype=BF16)
+    target.check(dataclasses.replace(inputs, attn_mask=strided_masks()[name]), gradients=False)
+
+
+@pytest.mark.parametrize("target", [80, 90], indirect=True)
+def test_keys_shared_by_stride_0(target):
+    inputs = target.inputs(2, 2, 40, 70, 64, dtype=BF16)
+    key, value = (x[:1].expand(2, 2, 70, 64) for x in (inputs.key, inputs.value))
+    target.check(dataclasses.replace(inputs, key=key, value=value))
+
+
+def test_a_nan_stays_in_its_row_and_head(target):
+    q, k, v = target.inputs(1, 2, 70, 70, 64, dtype=BF16).tensors.values()
+    q[0, 0, 5] = math.nan
+    out, lse = target.attention(q, k, v, is_causal=True, return_lse=True)
+    bad = torch.zeros(1, 2, 70, dtype=torch.bool)
+    bad[0, 0, 5] = True
+    assert torch.equal(lse.isnan(), bad)
+    assert torch.equal(out.isnan().all(-1), bad)
+    assert torch.equal(out.isnan().any(-1), bad)
+
+
+def test_second_derivatives(target):
+    """Those of the reference, taken at the kernels' inputs."""
+    q, k, v = (x.requires_grad_() for x in target.inputs(1, 1, 5, 7, 64, dtype=FP32).tensors.values())
+    (first,) = torch.autograd.grad(target.sdpa(q, k, v).square().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), k)
+    q2, k2, v2 = (x.detach().double().requires_grad_() for x in (q, k, v))
+    out, _ = testing.naive_attention(q2, k2, v2)
+    (first,) = torch.autograd.grad(out.square().sum(), q2, create_graph=True)
+    (want,) = torch.autograd.grad(first.square().sum(), k2)
+    torch.testing.assert_close(second.double(), want, rtol=1e-4, atol=1e-4)
+
+
+# --- what needs no kernel to run
+
+
+def problem(q=(1, 2, 9, 64), k=None, v=None, dtype=BF16, **options):
+    shapes = (q, k or q, v or k or q)
+    return Problem.from_sdpa(*(torch.zeros(s, dtype=dtype) for s in shapes), **options)
+
+
+def test_what_it_refuses():
+    with routed(80):
+        assert triton.refusals(problem()) == []
+        assert triton.refusals(problem(dtype=torch.float64)) == ["query is float64"]
+        assert triton.refusals(problem(v=(1, 2, 9, 513))) == ["head size 513 is above 512"]
+        assert triton.refusals(problem(q=(1, 2, 9, 0))) == ["head size is 0"]
+        long = torch.zeros(1, 1, 1, 64, dtype=BF16).expand(1, 1, 2**30, 64)
+        assert triton.refusals(Problem.from_sdpa(long[:, :, :1], long, long)) == [
+            f"length {2**30} is above {2**30 - 1}"
+        ]
+    with routed(75):
+        assert triton.refusals(problem()) == ["compute capability 7.5, and 8.0 is needed"]
+    assert triton.refusals(problem()) == [triton.unavailable()]
+
+
+def test_explain_tells_of_copies():
+    stepped = testing.make_inputs(1, 2, 9, 9, 24, dtype=BF16, layout=("stepped", "contiguous", "offset"))
+    with routed(80):
+        explanation = attnkern.explain(*stepped.tensors.values(), backend="triton")
+        assert explanation.notes == ("copies query (strides (864, 432, 48, 2))",)
+        assert "triton: chosen; copies query" in str(explanation)
+    with routed(90):  # descriptors want addresses in multiples of 16 bytes
+        notes = attnkern.explain(*stepped.tensors.values(), backend="triton").notes
+        assert [note.split(" (")[0] for note in notes] == ["copies query", "copies value"]
+
+
+@pytest.fixture
+def precision():
+    """Sets what torch allows products of float32 to be rounded to."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield lambda value: setattr(matmul, "fp32_precision", value)
+    matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(("allowed", "used"), [("ieee", "tf32x3"), ("tf32", "tf32")])
+def test_tf32_only_where_torch_allows_it(precision, allowed, used):
+    precision(allowed)
+    x = torch.zeros(1, 1, 16, 64)
+    with routed(80):
+        key = triton._problem(plan, x, x, x, None, None, tuple(Problem.from_sdpa(x, x, x).score))
+        assert plan.forward_plan(key, True).step.kernel.constants["PRECISION"] == used
+
+
+def test_a_sequence_length_makes_no_new_kernel():
+    """Nor does one that is 1 or a multiple of 16, which Triton's own launcher would specialise."""
+
+    def kernels(seqlen_q, seqlen_k):
+        q, k = (testing.make_inputs(1, 2, n, n, 64, dtype=BF16).query for n in (seqlen_q, seqlen_k))
+        key = triton._problem(plan, q, k, k, None, None, tuple(Problem.from_sdpa(q, k, k).score))
+        backward = plan.backward_plan(key, key.q, key.q, False, 7)
+        return [plan.forward_plan(key, True).step.kernel, backward.dkdv.kernel, backward.dq.kernel]
+
+    with routed(80):
+        assert kernels(1, 1) == kernels(17, 333) == kernels(512, 1024) == kernels(4096, 1)
+
+
+def test_strides_beyond_32_bits():
+    """More than 2^31 elements: only the steps from row to row, within a tile, are 32 bits wide."""
+    small = torch.zeros(1, 1, 1, 64, dtype=BF16)
+    with routed(80):
+        key = triton._problem(plan, small, small, small, None, None, tuple(problem().score))
+        far = plan.Kind((2, 2, 4, 64), (2**40, 2**33, 64, 1), True)
+        step = plan.forward_plan(key._replace(q=far, k=far, v=far), True).step
+    wide = {name for name, kind in step.kernel.signature.items() if kind == "i64"}
+    assert wide == {f"{x}_stride_{axis}" for x in ("q", "k", "v", "bias", "out") for axis in "bh"}
+    assert {2**40, 2**33} < set(step.rest)
+    assert not triton._has_rows(torch.empty_strided((1, 1, 2, 64), (0, 0, 2**31, 1), device="meta"))
+
+
+@pytest.mark.parametrize("head_dim", [1, 15, 16, 17, 64, 80, 96, 100, 192, 255, 256, 257, 320, 384, 512])
+def test_chunks_of_a_head_size(head_dim):
+    first, rest = configs.chunks(head_dim)
+    assert first + rest >= head_dim
+    assert first in (16, 32, 64, 128, 256)
+    assert rest in (0, 16, 32, 64, 128, 256)
+    assert rest == 0 or first < head_dim
+
+
+def test_every_choice_is_a_row_of_the_table():
+    for arch in configs.ARCHS:
+        for kernel in configs.KERNELS:
+            for size in (16, 64, 72, 128, 192, 256, 512):
+                for itemsize in (2, 4):
+                    for feature in configs.FEATURES:
+                        assert configs.choose(arch, kernel, size, size, itemsize, feature) in configs.TABLE.values()

@@ -1,0 +1,150 @@
+"""What happens between Q K^T and P V, once for every kernel: band, bias, softcap, dropout, and their derivatives.
+
+Scores are kept in units of log2: exp(x) = exp2(x * log2(e)), and the factor goes into the scale. A feature is a
+constexpr flag: what a kernel doesn't use isn't there.
+
+    BIAS      0 none, 1 added (floating point), 2 bool (nonzero = attend); a bias whose rows are all the same one
+              (stride_m == 0) has 2 added to these: it is loaded as a vector of columns
+    SOFTCAP   s = softcap * tanh(s / softcap)
+    DROPOUT   Philox bits by position, as attnkern/rng.py lays them out
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NO_BIAS = tl.constexpr(0)
+
+
+@triton.jit
+def reached(
+    first, count, size, low, high, ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+):  # fmt: skip
+    """The columns that the rows [first, first + ROWS) (of `count`) reach among `size`, in whole blocks: [begin, end),
+    of which every row reaches all of [clean_begin, clean_end). Row i reaches column j iff i + low <= j <= i + high.
+
+    The same band with queries and keys exchanged is (-high, -low): so the backward pass walks over queries.
+    """
+    begin = 0
+    end = size
+    clean_begin = 0
+    clean_end = size
+    last = tl.minimum(first + ROWS, count) - 1
+    if HAS_LOW:
+        begin = tl.minimum(tl.maximum(first + low, 0), size) // BLOCK * BLOCK
+        clean_begin = tl.maximum(last + low, 0)
+    if HAS_HIGH:
+        end = tl.minimum(tl.maximum(last + 1 + high, 0), size)
+        clean_end = tl.minimum(tl.maximum(first + high + 1, 0), size)
+    clean_begin = tl.minimum((clean_begin + BLOCK - 1) // BLOCK * BLOCK, tl.maximum(end, begin))
+    clean_end = tl.maximum(clean_end // BLOCK * BLOCK, clean_begin)
+    return begin, clean_begin, clean_end, end
+
+
+@triton.jit
+def tanh(x):
+    """By exp2 of a negative number: no overflow, and no library. Absolute error below 2^-23."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def load_bias(bias, rows, cols, stride_m, stride_n, seqlen_q, seqlen_k, BIAS: tl.constexpr):
+    """The bias of a tile, 0 in columns past the end. `bias` points to the tile's batch and head. Rows past the end read
+    the last one: their scores are masked or never stored. (A minimum of the columns would hide that they are
+    consecutive.)"""
+    pointers = bias + cols.to(tl.int64) * stride_n
+    if BIAS < 3:
+        pointers = pointers + tl.minimum(rows, seqlen_q - 1).to(tl.int64) * stride_m
+    return tl.load(pointers, mask=cols < seqlen_k, other=0)
+
+
+@triton.jit
+def scores(
+    qk, rows, cols, bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q, seqlen_k, band_low, band_high,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Products q k^T to scores in units of log2, -inf where a query doesn't attend; and tanh, for the derivative.
+
+    rows and cols are the tile's indices, shaped to broadcast to it: [M, 1] and [1, N], or [1, M] and [N, 1] of a
+    transposed tile. score_scale is softmax_scale * log2(e), or softmax_scale / softcap with a softcap.
+    """
+    s = qk * score_scale
+    t = s
+    if SOFTCAP:
+        t = tanh(s)
+        s = t * (softcap * LOG2E)
+    if BIAS > 0:
+        b = load_bias(bias, rows, cols, bias_stride_m, bias_stride_n, seqlen_q, seqlen_k, BIAS)
+        if BIAS % 2 == 1:
+            s += b.to(tl.float32) * LOG2E
+        else:
+            s = tl.where(b != 0, s, float("-inf"))
+    if MASKED:
+        keep = (cols < seqlen_k) & (rows < seqlen_q)
+        if HAS_LOW:
+            keep = keep & (cols >= rows + band_low)
+        if HAS_HIGH:
+            keep = keep & (cols <= rows + band_high)
+        s = tl.where(keep, s, float("-inf"))
+    return s, t
+
+
+@triton.jit
+def softmax_step(s, row_max, row_sum, MAY_BE_EMPTY: tl.constexpr):
+    """One block of the online softmax: weights relative to the new maximum, the factor for what was summed before, and
+    the new maximum and sum. A row that has seen no key yet keeps -inf and 0."""
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    base = new_max
+    if MAY_BE_EMPTY:
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s - base[:, None])
+    factor = tl.exp2(row_max - base)
+    return p, factor, new_max, row_sum * factor + tl.sum(p, 1)
+
+
+@triton.jit
+def dropout_keep(seed, batch_head, rows, first_col, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Which entries of the tile survive: [ROWS, COLS], COLS a multiple of 32 and first_col too.
+
+    Call t of a block of 32 columns yields the halves of columns 8 w + 2 t and 8 w + 2 t + 1 in its word w.
+    """
+    calls = first_col // 8 + tl.arange(0, COLS // 8)
+    c0 = (calls[None, :] + tl.zeros([ROWS, 1], tl.int32)).to(tl.uint32)
+    c1 = (rows[:, None] + tl.zeros([1, COLS // 8], tl.int32)).to(tl.uint32)
+    zero = tl.zeros([ROWS, COLS // 8], tl.uint32)
+    low = zero + (batch_head & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + (batch_head >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, low, high)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, calls, w // 2, w % 2]
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    halves = tl.reshape(halves, [ROWS, COLS // 32, 4, 4, 2])  # block, t, w, half
+    halves = tl.reshape(tl.permute(halves, [0, 1, 3, 2, 4]), [ROWS, COLS])
+    return halves >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def load_row_constants(lse, delta, rows, seqlen_q):
+    """lse in units of log2, and delta, of these rows. A row without keys (lse -inf) and one past the end get +inf: its
+    weights are exp2(s - inf) = 0."""
+    inside = rows < seqlen_q
+    base = tl.load(lse + rows, mask=inside, other=float("-inf")) * LOG2E
+    return tl.where(base == float("-inf"), float("inf"), base), tl.load(delta + rows, mask=inside, other=0.0)
+
+
+@triton.jit
+def score_gradient(p, dp, delta, t, keep, dropout_scale, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+    """dS = P (dP - delta) of the scores after bias and before the softmax; and of the scaled products, before softcap.
+
+    p: weights before dropout; dp: dO V^T; delta: broadcast along its rows; t: tanh from `scores`.
+    """
+    if DROPOUT:
+        dp = tl.where(keep, dp * dropout_scale, 0.0)
+    ds = p * (dp - delta)
+    raw = ds
+    if SOFTCAP:
+        raw = ds * (1.0 - t * t)
+    return ds, raw
