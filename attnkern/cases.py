@@ -261,7 +261,7 @@ def _sweeps() -> Iterable[Case]:
     yield from sweep("sweep", [2**n for n in range(7, 13)], ("quick-sweep",), tokens=8192)
     yield from sweep("long", [8192, 16384, 32768], ("long-sweep",), tokens=32768)
     # The usual GPU sweep: 16k tokens, a model width of 2048.
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         for causal in (False, True):
             for length in (2**n for n in range(9, 15)):
                 kind = "causal" if causal else "full"
@@ -275,6 +275,15 @@ def _sweeps() -> Iterable[Case]:
                     causal=causal,
                     tags=("gpu-sweep",),
                 )
+    gpu: dict[str, Any] = {"heads": 16, "dim": 128, "dtype": "bf16", "tags": ("gpu-features",)}
+    yield case("gpu-window-1024", 32768, **gpu, causal=True, window=(1023, 0))
+    yield case("gpu-bias", 4096, **gpu, mask="bias")
+    yield case("gpu-d512", 4096, **{**gpu, "heads": 4, "dim": 512}, causal=True)
+    yield case("gpu-fp32", 4096, **{**gpu, "dtype": "fp32"}, causal=True)
+    for dim in (64, 128, 256):
+        for length in (4096, 16384, 65536):
+            name = f"gpu-decode-d{dim}-{length // 1024}k"
+            yield case(name, 1, length, **{**gpu, "heads": (32, 8), "dim": dim}, batch=4, forward_only=True)
     for n in range(6, 16):
         yield case(f"growth-{2**n}", 2**n, heads=1, forward_only=True, tags=("growth",))
     for dtype in ("fp32", "bf16"):

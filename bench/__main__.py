@@ -55,13 +55,13 @@ def _parsed(option: str, parse: Callable[..., T], *values: Any) -> T:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
-def _device(name: str | None) -> torch.device:
+def _device(name: str | None, *, may_be_absent: bool = False) -> torch.device:
     if name is None:
         kernels = any("cuda" in info.device_types and info.available for info in attnkern.backends())
         name = "cuda" if kernels and torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
         raise typer.BadParameter(f"{name!r} is neither cpu nor cuda", param_hint="--device")
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available() and not may_be_absent:
         raise typer.BadParameter("torch finds no CUDA device here", param_hint="--device")
     return torch.device(name)
 
@@ -102,7 +102,7 @@ def run(
     Rows go to a file as they finish; the same command later goes on where it stopped. Exit code 1: a wrong or failed
     row.
     """
-    where = _device(device)
+    where = _device(device, may_be_absent=dry_run)
     pattern = cases or ("gpu-sweep" if where.type == "cuda" else "quick-sweep")
     goal_set = goals.named(pattern)
     defaults = sets.defaults_for(pattern)

@@ -170,7 +170,7 @@ def _triton_operator(case: Case, inputs: Inputs) -> Attend:
     from attnkern.backends import triton
 
     _refuse_other_than_launches(case)
-    score = _score(case, inputs)
+    score: Any = _score(case, inputs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return triton.forward(query, key, value, mask, None, *score, False)[0]
@@ -186,10 +186,11 @@ def _triton_launch(case: Case, inputs: Inputs) -> Attend:
 
     _refuse_other_than_launches(case)
     launched: list[tuple[Any, ...]] = []
+    arguments: Any = (*_tensors(inputs), None, *_score(case, inputs), False)
     with _without_driver():
         run, launch.run = launch.run, lambda *arguments: launched.append(arguments)
         try:
-            triton.forward(*_tensors(inputs), None, *_score(case, inputs), False)
+            triton.forward(*arguments)
         finally:
             launch.run = run
     call = partial(run, *launched[0])

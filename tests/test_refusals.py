@@ -173,6 +173,13 @@ def test_the_public_names():
         "build_info",
         "FallbackWarning",
         "__version__",
+        "use_as_sdpa",
+        "sdpa_calls",
+        "SdpaCalls",
+        "attention_backward",
+        "attention_weights",
+        "plot_attention",
+        "nn",
     }
     assert set(attnkern.__all__) == names
     for name in names:

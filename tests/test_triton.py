@@ -264,6 +264,7 @@ def test_what_it_refuses():
         assert triton.refusals(problem()) == []
         assert triton.refusals(problem(dtype=torch.float64)) == ["query is float64"]
         assert triton.refusals(problem(v=(1, 2, 9, 513))) == ["head size 513 is above 512"]
+        assert triton.refusals(problem(q=(1, 2, 9, 257), dtype=FP32)) == ["head size 257 is above 256"]
         assert triton.refusals(problem(q=(1, 2, 9, 0))) == ["head size is 0"]
         long = torch.zeros(1, 1, 1, 64, dtype=BF16).expand(1, 1, 2**30, 64)
         assert triton.refusals(Problem.from_sdpa(long[:, :, :1], long, long)) == [
@@ -338,10 +339,22 @@ def test_chunks_of_a_head_size(head_dim):
     assert rest == 0 or first < head_dim
 
 
-def test_every_choice_is_a_row_of_the_table():
+def test_the_table_has_a_row_for_every_head_size():
     for arch in configs.ARCHS:
         for kernel in configs.KERNELS:
-            for size in (16, 64, 72, 128, 192, 256, 512):
-                for itemsize in (2, 4):
-                    for feature in configs.FEATURES:
-                        assert configs.choose(arch, kernel, size, size, itemsize, feature) in configs.TABLE.values()
+            for feature in configs.FEATURES:
+                for itemsize, most in ((2, triton.MAX_HEAD_DIM), (4, triton.MAX_HEAD_DIM_FP32)):
+                    row = configs.Row(arch, kernel, itemsize, feature)
+                    found = {configs.choose(row, size, 16) for size in range(1, most + 1)}
+                    assert found <= {c for by_size in configs.TABLE.values() for c in by_size.values()}
+                    with pytest.raises(LookupError, match=f"{kernel}"):
+                        configs.choose(row, 2 * most, 16)
+
+
+def test_a_table_as_json(tmp_path):
+    row = configs.Row(80, "dq", 2, "plain")
+    configs.dump({row: {64: configs.Config(16, 16, 4, 1)}}, tmp_path / "table.json", {"device": "one"})
+    table = configs.load(tmp_path / "table.json")
+    assert configs.choose(row, 64, 64, table) == (16, 16, 4, 1)
+    assert configs.choose(row, 128, 128, table) == configs.choose(row, 128, 128)
+    assert configs.TABLE[row][64] != (16, 16, 4, 1)

@@ -54,7 +54,7 @@ def bias_gradient_kernel(
         h_count = heads
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for n in range(0, b_count * h_count):
+    for n in range(b_count * h_count):
         b = own_b + n // h_count
         h = own_h + n % h_count
         b64, h64 = b.to(tl.int64), h.to(tl.int64)

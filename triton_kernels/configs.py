@@ -1,12 +1,16 @@
-"""Which tile a kernel works on: a table by chip, kernel, head size, element size and kind of score, and how to read it.
+"""Which tile a kernel works on: a table by chip, kernel, element size, kind of score and head size, and how to read it.
 
-The rows come from compiled kernels: the largest tile that neither spills nor serialises its products, at the number of
-stages that shared memory holds. The compile gate checks every row.
+The rows come from compiled kernels, not from measurements: of the usual tiles the largest that doesn't spill or
+serialise its products, at the number of stages that shared memory holds. The compile gate builds every row. What a
+device measures best is another table of the same form, in JSON: `python -m bench.tune` writes one, `load` reads it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class Config(NamedTuple):
@@ -16,96 +20,158 @@ class Config(NamedTuple):
     num_stages: int
 
 
-# sm_80: pointers, 163 KiB of shared memory. sm_86: the same with 99 KiB (sm_89 and sm_120 too). sm_90: descriptors and
-# wgmma, 227 KiB. sm_100: descriptors and tcgen05.
-ARCHS = (80, 86, 90, 100)
+class Row(NamedTuple):
+    """What a list of configurations is for."""
+
+    arch: int  # of `arch_class`
+    kernel: str  # forward, dkdv or dq
+    itemsize: int
+    feature: str  # of `feature_class`
+
+
+Table = Mapping[Row, Mapping[int, Config]]  # of each row: head sizes up to which a configuration serves
+
+ARCHS = (80, 86, 90)
 KERNELS = ("forward", "dkdv", "dq")
-BUCKETS = (64, 128, 192, 256, 512)
 FEATURES = ("plain", "mods", "tile")
+
+# BLOCK_M, BLOCK_N, warps, stages. A chip or feature without a row takes that of 80 or of "plain"; so the rows of 80
+# keep to the 99 KiB of shared memory that 86 has.
+_ROWS: dict[tuple[int, str, int, str], dict[int, tuple[int, int, int, int]]] = {
+    (80, "forward", 2, "plain"): {
+        64: (128, 64, 4, 3),
+        128: (128, 64, 8, 2),
+        192: (128, 32, 8, 2),
+        256: (64, 32, 8, 2),
+        512: (32, 32, 8, 1),
+    },
+    (80, "forward", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+    (80, "forward", 4, "plain"): {64: (128, 32, 8, 2), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    (80, "dkdv", 2, "plain"): {
+        64: (64, 128, 8, 2),
+        128: (64, 64, 8, 2),
+        192: (32, 32, 8, 2),
+        256: (16, 64, 8, 2),
+        512: (16, 32, 8, 1),
+    },
+    (80, "dkdv", 2, "tile"): {64: (32, 128, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
+    (80, "dkdv", 4, "plain"): {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    (80, "dq", 2, "plain"): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (32, 16, 8, 1)},
+    (80, "dq", 2, "tile"): {64: (128, 32, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
+    (80, "dq", 4, "plain"): {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    (86, "forward", 2, "plain"): {64: (128, 64, 8, 3)},
+    (90, "forward", 2, "plain"): {
+        64: (128, 128, 8, 2),
+        128: (128, 128, 8, 2),
+        256: (128, 64, 8, 2),
+        512: (64, 32, 8, 2),
+    },
+    (90, "forward", 2, "mods"): {128: (128, 64, 8, 3)},
+    (90, "forward", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+    (90, "forward", 4, "plain"): {64: (128, 64, 8, 2), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    (90, "dkdv", 2, "plain"): {
+        64: (64, 128, 8, 2),
+        128: (64, 128, 8, 2),
+        192: (64, 64, 8, 2),
+        256: (32, 64, 8, 2),
+        512: (32, 32, 8, 1),
+    },
+    (90, "dkdv", 2, "tile"): {64: (64, 128, 8, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
+    (90, "dkdv", 4, "plain"): {64: (32, 64, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+    (90, "dq", 2, "plain"): {64: (128, 128, 8, 2), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2), 512: (32, 32, 8, 1)},
+    (90, "dq", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+    (90, "dq", 4, "plain"): {64: (64, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+}
+TABLE: dict[Row, dict[int, Config]] = {
+    Row(*row): {size: Config(*config) for size, config in by_size.items()} for row, by_size in _ROWS.items()
+}
 
 
 def arch_class(capability: int, tma: bool) -> int:
-    """The table's chip for a compute capability; without descriptors a newer chip runs the kernels of sm_80."""
+    """The table's chip: 90 with descriptors (9.0, 10.0); 86 for 8.6, 8.9 and 12.0; else 80."""
     if capability in (86, 87, 89) or capability >= 120:
         return 86
-    if capability < 90 or not tma:
-        return 80
-    return 90 if capability < 100 else 100
+    return 90 if capability >= 90 and tma else 80
 
 
 def has_tma(capability: int) -> bool:
-    """Whether kernels for this chip load by descriptors where strides allow. (sm_120 has them, and no use for them:
-    its products read registers.)"""
+    """Whether tiles are loaded by descriptor. (12.0 could, and has no use for it: its products read registers.)"""
     return 90 <= capability < 120
 
 
 def feature_class(bias: int, softcap: bool, dropout: bool) -> str:
-    """ "tile": something of the tile's shape is held beside the scores; "mods": only arithmetic is added."""
+    """ "tile": more than the scores is held of a tile; "mods": there is only arithmetic more."""
     return "tile" if bias or dropout else "mods" if softcap else "plain"
 
 
 def chunks(size: int) -> tuple[int, int]:
-    """A head size as what a kernel computes: the largest power of two in it (16 to 256) and one for the rest, or 0."""
+    """A head size as kernels compute it: the largest power of two in it (16 to 256), and one for the rest (or 0)."""
     first = min(max(16, 1 << (max(size, 1).bit_length() - 1)), 256)
     rest = size - first
     return first, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
 
 
-def bucket(head_dim: int, head_dim_v: int) -> int:
-    """The smallest head size of the table that covers both."""
+def choose(row: Row, head_dim: int, head_dim_v: int, table: Table = TABLE) -> Config:
+    """The configuration of a row for two head sizes. LookupError above its largest: 512, of float32 256."""
     size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))
-    return next(b for b in BUCKETS if b >= size)
+    for arch in dict.fromkeys((row.arch, 80)):
+        for feature in dict.fromkeys((row.feature, "plain")):
+            by_size = table.get(row._replace(arch=arch, feature=feature), {})
+            for limit in sorted(by_size):
+                if size <= limit:
+                    return by_size[limit]
+    raise LookupError(f"no configuration for head sizes {head_dim} and {head_dim_v}: {row}")
 
 
-Key = tuple[int, str, int, int, str]  # arch, kernel, bucket, element size, feature class
+def load(path: str | Path) -> dict[Row, dict[int, Config]]:
+    """A table as `dump` wrote it, over the built-in one."""
+    table = {row: dict(by_size) for row, by_size in TABLE.items()}
+    for entry in json.loads(Path(path).read_text())["rows"]:
+        row = Row(entry["arch"], entry["kernel"], entry["itemsize"], entry["feature"])
+        table.setdefault(row, {})[entry["head_dim"]] = Config(*entry["config"])
+    return table
 
 
-def _rows(
-    arch: int, kernel: str, itemsize: int, feature: str, *configs: tuple[int, int, int, int]
-) -> dict[Key, Config]:
-    """One row per bucket."""
-    return {
-        (arch, kernel, size, itemsize, feature): Config(*config) for size, config in zip(BUCKETS, configs, strict=True)
-    }
+def dump(table: Table, path: str | Path, about: Mapping[str, Any]) -> None:
+    """Writes the rows of a table as JSON; `about` says of which device and how."""
+    rows = [
+        {**row._asdict(), "head_dim": size, "config": list(config)}
+        for row, by_size in sorted(table.items())
+        for size, config in sorted(by_size.items())
+    ]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    Path(path).write_text(f'{{"about": {json.dumps(dict(about))},\n"rows": [\n{lines}\n]}}\n')
 
 
-# (BLOCK_M, BLOCK_N, warps, stages) for head sizes up to 64, 128, 192, 256 and 512. A class without a row has "plain"'s.
-TABLE: dict[Key, Config] = {
-    **_rows(80, "forward", 2, "plain", (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1)),
-    **_rows(80, "forward", 2, "tile", (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 32, 8, 1)),
-    **_rows(80, "forward", 4, "plain", (64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
-    **_rows(80, "dkdv", 2, "plain", (64, 64, 4, 2), (32, 64, 4, 1), (32, 64, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1)),
-    **_rows(80, "dkdv", 4, "plain", (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
-    **_rows(80, "dq", 2, "plain", (64, 64, 4, 2), (64, 32, 4, 1), (64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 8, 1)),
-    **_rows(80, "dq", 4, "plain", (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1)),
-    **_rows(
-        90, "forward", 2, "plain", (128, 128, 8, 2), (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)
-    ),
-    **_rows(
-        90, "forward", 2, "tile", (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)
-    ),
-    **_rows(90, "forward", 4, "plain", (128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (64, 32, 8, 1), (64, 32, 8, 1)),
-    **_rows(90, "dkdv", 2, "plain", (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
-    **_rows(90, "dkdv", 4, "plain", (32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1), (32, 64, 8, 1)),
-    **_rows(90, "dq", 2, "plain", (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
-    **_rows(90, "dq", 4, "plain", (64, 32, 8, 1), (64, 32, 8, 1), (64, 32, 8, 1), (64, 32, 8, 1), (64, 32, 8, 1)),
+# What the compile gate lets a row spill (plan.gate_cases), in bytes by architecture.
+_FEW = "a few words of 255 registers; without the spill only half the tile, with twice the traffic to shared memory"
+_SM120 = (
+    "sm_80 spills nothing here, ptxas has fewer registers to spare for sm_120; a tile of its own awaits measurement"
+)
+_FP32 = "tf32x3 splits every operand in two: of the tiles from 16 x 16 on, each spills, and this one least"
+_BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
+    (80, "forward", 2, "plain", 192): {"120a": (144, _SM120)},
+    (80, "forward", 2, "tile", 128): {"120a": (40, _SM120)},
+    (80, "forward", 2, "tile", 256): {"120a": (8, _SM120)},
+    (80, "forward", 4, "plain", 64): {"120a": (172, _SM120)},
+    (80, "forward", 4, "plain", 128): {"120a": (120, _SM120)},
+    (80, "forward", 4, "plain", 256): {"80": (12, _FP32), "120a": (152, _FP32)},
+    (80, "dkdv", 2, "plain", 64): {"80 86": (8, _FEW), "120a": (88, _SM120)},
+    (80, "dkdv", 2, "plain", 128): {"120a": (20, _SM120)},
+    (80, "dkdv", 2, "plain", 256): {"120a": (8, _SM120)},
+    (80, "dkdv", 2, "plain", 512): {"120a": (56, _SM120)},
+    (80, "dkdv", 2, "tile", 64): {"120a": (16, _SM120)},
+    (80, "dkdv", 2, "tile", 128): {"120a": (44, _SM120)},
+    (80, "dkdv", 4, "plain", 128): {"80": (24, _FP32), "120a": (136, _FP32)},
+    (80, "dkdv", 4, "plain", 256): {"80": (392, _FP32), "120a": (492, _FP32)},
+    (80, "dq", 2, "tile", 128): {"120a": (8, _SM120)},
+    (80, "dq", 4, "plain", 128): {"80": (16, _FP32), "120a": (52, _FP32)},
+    (80, "dq", 4, "plain", 256): {"80": (76, _FP32), "120a": (260, _FP32)},
+    (90, "forward", 2, "plain", 512): {"90a": (16, _FEW)},
+    (90, "forward", 4, "plain", 128): {"90a": (8, _FEW)},
+    (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},
+    (90, "dkdv", 4, "plain", 128): {"90a": (12, _FP32)},
+    (90, "dkdv", 4, "plain", 256): {"90a": (364, _FP32)},
+    (90, "dq", 4, "plain", 256): {"90a": (16, _FP32)},
 }
-
-
-def choose(
-    arch: int,
-    kernel: str,
-    head_dim: int,
-    head_dim_v: int,
-    itemsize: int,
-    feature: str,
-    table: dict[Key, Config] = TABLE,
-) -> Config:
-    """The row for a problem. `arch` is of `arch_class`; pure, so that a plan can be kept."""
-    size = bucket(head_dim, head_dim_v)
-    for name in (kernel, "dq"):
-        for chip in (arch, 80 if arch < 90 else 90):
-            for kind in (feature, "plain"):
-                if (chip, name, size, itemsize, kind) in table:
-                    return table[chip, name, size, itemsize, kind]
-    raise KeyError((arch, kernel, size, itemsize, feature))
+BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}

@@ -1,7 +1,7 @@
-"""Few queries, many keys (decoding with a cache): the keys are split over programs, and the query heads that share a key
-head are packed into the rows of one tile, so that keys and values are read once. Each split leaves its part of the
-output and the logarithm of its sum; `combine_kernel` puts the parts together (Dao, Haziza, Massa, Sizov, "Flash-Decoding",
-2023).
+"""Few queries, many keys (decoding with a cache): the keys are split over programs, and the query heads that share a
+key head are packed into the rows of one tile, so that keys and values are read once. Each split leaves its part of the
+output and the logarithm of its sum; `combine_kernel` puts the parts together (Dao, Haziza, Massa and Sizov,
+"Flash-Decoding", 2023).
 """
 
 import triton
@@ -23,8 +23,9 @@ def decode_kernel(
 ):  # fmt: skip
     """One split of the keys for BLOCK_M rows of one key head; row r is query r // group of query head r % group.
 
-    part_out (batch, heads, seqlen_q, splits, head_dim_v) and part_lse (batch, heads, seqlen_q, splits), contiguous fp32:
-    each split's own normalised output, and its lse in natural units. Grid: (splits, tiles of rows, batch * heads_k).
+    part_out (batch, heads, seqlen_q, splits, head_dim_v) and part_lse (batch, heads, seqlen_q, splits), contiguous
+    fp32: each split's own normalised output, and its lse in natural units. Grid: (splits, tiles of rows, batch *
+    heads_k).
     """
     split = tl.program_id(0)
     r = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -25,7 +25,16 @@ UNBOUNDED = 2**62  # problem.py's: a bound of the band that excludes nothing
 FAR = 2**30  # a bound and a row add up within 32 bits
 LOG2E = math.log2(math.e)
 DELTA = Config(64, 0, 4, 1)
+table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
 GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS = 1, 2, 4, 8
+
+
+def use_table(chosen: configs.Table) -> None:
+    """Takes configurations from another table (`configs.load`) from now on."""
+    global table
+    table = chosen
+    forward_plan.cache_clear()
+    backward_plan.cache_clear()
 
 
 class Kind(NamedTuple):
@@ -298,8 +307,11 @@ class _Builder:
         if name == "delta":
             config = DELTA
         else:
-            sizes = (constants["head_dim"], constants["head_dim_v"])
-            config = configs.choose(arch, name, *sizes, problem.dtype.itemsize, feature)
+            of_table = "dq" if name == "dbias" else name  # the same products but one
+            row = configs.Row(arch, of_table, problem.dtype.itemsize, feature)
+            config = configs.choose(row, constants["head_dim"], constants["head_dim_v"], table)
+            if name == "dbias" and configs.has_tma(problem.capability):
+                config = config._replace(num_stages=1)  # no cp.async: see above
         constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma}
         pointers, divisors = dict(self.pointers), dict(self.divisors)
         descriptors, pads = [], []
@@ -338,4 +350,65 @@ def _descriptor_fields(x: Kind, box: Sizes, unit: int) -> dict[str, Any]:
         "block_shape": list(box),
         "padding": "zero",
         "round_f32_to_tf32": False,
+    }
+
+
+def gate_cases() -> list[dict[str, Any]]:
+    """For the compile gate (docs/proving_kernels.md): the kernels as they are launched for a causal problem of every
+    row of the table, at the largest head size that it serves; and those that have no row."""
+    cases = [_gate_case(row, size) for row, by_size in configs.TABLE.items() for size in by_size]
+    for capability, archs in ((80, "80 86 120a"), (90, "90a")):
+        problem = gate_problem(capability, 64, 2, "tile")
+        steps = backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
+        for name, step, count in (("delta", steps.delta, {}), ("dbias", steps.dbias, {"LDG": 1})):
+            assert step is not None
+            claims = {"archs": archs, "require": {archs: count} if count else {}}
+            cases.append({"name": f"triton {name} sm_{capability}", **step.kernel.gate_case(), **claims})
+    return cases
+
+
+def gate_problem(capability: int, size: int, itemsize: int, feature: str) -> Problem:
+    """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch."""
+
+    def kind(*shape: int) -> Kind:
+        return Kind(shape, (0, 0, 0, 0), True).like(shape[3]).kind()
+
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    x = kind(2, 4, 1024, size)
+    bias = kind(1, 4, 1024, 1024) if feature == "tile" else None
+    score = (size**-0.5, 30.0 if feature == "mods" else 0.0, UNBOUNDED, 0, 0, 0.0)
+    return Problem(capability, dtype, x, x, x, bias, dtype if bias else None, 0, score, False)
+
+
+def _gate_case(row: configs.Row, size: int) -> dict[str, Any]:
+    problem = gate_problem(row.arch, size, row.itemsize, row.feature)
+    backward = backward_plan(problem, problem.q, problem.q, False, GRAD_Q | GRAD_K | GRAD_V)
+    step = {"forward": forward_plan(problem, True).step, "dkdv": backward.dkdv, "dq": backward.dq}[row.kernel]
+    assert step is not None
+    common = row.itemsize == 2 and row.feature == "plain" and size <= 128
+    if row.arch == 90:
+        archs = "90a 100a" if common else "90a"
+    elif row.arch == 86:
+        archs = "86 120a"
+    elif size in configs.TABLE.get(row._replace(arch=86), {}):
+        archs = "80"
+    else:  # sm_86's instructions are sm_80's
+        archs = "80 86 120a" if common else "80 120a"
+    config = configs.TABLE[row][size]
+    dots = {"forward": 2, "dkdv": 4, "dq": 3}[row.kernel]
+    if row.arch == 90:
+        rows = config.block_n if row.kernel == "dkdv" else config.block_m
+        products = {"HGMMA": dots * (size // 16)} if rows >= 64 and row.itemsize == 2 else {}
+        require = {"90a": {"UTMALDG": 2, **products}}
+    else:
+        # Of one loop: m16n8k16 does 2048 multiplications of a warp's share; tf32 has m16n8k8, and three for a product.
+        scores = config.block_m * config.block_n // config.num_warps
+        hmma = dots * scores * size // 2048 * (1 if row.itemsize == 2 else 6)
+        require = {archs: {"HMMA": hmma, **({"LDGSTS": 1} if config.num_stages > 1 else {})}}
+    return {
+        "name": f"triton {row.kernel} {'bf16' if row.itemsize == 2 else 'fp32'} d{size} {row.feature} sm_{row.arch}",
+        **step.kernel.gate_case(),
+        "archs": archs,
+        "require": require,
+        "spills": configs.BUDGETS.get((row, size), {}),
     }

@@ -18,6 +18,7 @@ from ..problem import Problem
 NAME = "cuda"
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30 - 1
+FEW_QUERIES = 64  # at most so many, and the kernels of decode.cu may be better
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -89,8 +90,14 @@ def forward(
     out = ops.empty_like_heads(q, v.shape[3])
     lse = torch.empty(q.shape[:3] if need_lse else (0,), dtype=torch.float32, device=q.device)
     score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
-    written = (out, lse if need_lse else None)
-    run(torch.ops.attnkern.cuda_forward, (q, k, v, bias, philox_seed, *written), *score, results=written)
+    inputs, splits, workspace = (q, k, v, bias, philox_seed), 0, None
+    if q.shape[2] <= FEW_QUERIES:
+        splits = run(torch.ops.attnkern.cuda_decode_splits, inputs, *score)
+        if splits > 1:
+            parts = q.shape[0] * q.shape[1] * q.shape[2] * splits
+            workspace = torch.empty(parts * (v.shape[3] + 1), dtype=torch.float32, device=q.device)
+    written = (out, lse if need_lse else None, workspace)
+    run(torch.ops.attnkern.cuda_forward, (*inputs, *written), splits, *score, results=written)
     return out, lse
 
 
@@ -115,7 +122,10 @@ def backward(
     """`attnkern::backward` (ops.py) on a CUDA device."""
     wanted = ((q, ops.GRAD_Q), (k, ops.GRAD_K), (v, ops.GRAD_V))
     dq, dk, dv = (ops.empty_like_heads(x, x.shape[3]) if grad_mask & bit else None for x, bit in wanted)
-    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device) if grad_mask & ops.GRAD_BIAS else None
+    dbias = None
+    if grad_mask & ops.GRAD_BIAS:
+        assert bias is not None
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
     if 0 in (*q.shape[:3], k.shape[2]):
         for grad in (dq, dk, dv, dbias):
             if grad is not None:
@@ -137,10 +147,10 @@ def backward(
         score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
         run(torch.ops.attnkern.cuda_backward, (*inputs, *written), heads_out, *score, results=written)
         for grad, part in zip((dk, dv), parts, strict=True):
-            if grad is not None and part is not grad:
+            if grad is not None and part is not None and part is not grad:
                 grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
-    none = q.new_empty(0)
-    return tuple(none if grad is None else grad for grad in (dq, dk, dv, dbias))
+    dq, dk, dv, dbias = (q.new_empty(0) if grad is None else grad for grad in (dq, dk, dv, dbias))
+    return dq, dk, dv, dbias
 
 
 def _has_vectors(x: Tensor) -> bool:

@@ -16,6 +16,7 @@ from ..problem import Problem
 
 NAME = "triton"
 MAX_HEAD_DIM = 512
+MAX_HEAD_DIM_FP32 = 256
 MAX_LENGTH = 2**30 - 1  # a row and a bound of the band add up within 32 bits
 MAX_ROW_STRIDE = 2**22  # so do the rows of a tile
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,8 +42,9 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"compute capability {capability / 10}, and 8.0 is needed")
     if q.dtype not in _DTYPES:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
-    if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
-        reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
+    most = MAX_HEAD_DIM_FP32 if q.dtype == torch.float32 else MAX_HEAD_DIM
+    if (size := max(q.shape[3], v.shape[3])) > most:
+        reasons.append(f"head size {size} is above {most}")
     if 0 in (q.shape[3], v.shape[3]):
         reasons.append("head size is 0")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
@@ -56,8 +58,12 @@ def notes(problem: Problem) -> list[str]:
     copied = {name for name, x in tensors.items() if not _has_rows(x)}
     plans = _plans()
     if plans.configs.has_tma(plans.launch.capability(problem.q.get_device())):
-        unit = 16 // problem.q.dtype.itemsize
-        copied |= {name for name in ("key", "value") if not _kind(plans, tensors[name]).describable(unit)}
+        size = problem.q.dtype.itemsize
+        for name in ("key", "value"):
+            x = tensors[name]
+            # Storages start at multiples of 16 bytes. (Of a fake tensor there is no address.)
+            if not plans.Kind(x.shape, x.stride(), x.storage_offset() * size % 16 == 0).describable(16 // size):
+                copied.add(name)
     return [f"copies {name} (strides {tuple(x.stride())})" for name, x in tensors.items() if name in copied]
 
 

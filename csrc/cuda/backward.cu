@@ -242,7 +242,8 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
   const int64_t count = min(S::kRows, seqlen_rows - first_row);
   const Range reached = band.reached(first_row, count, {0, seqlen_cols});
-  const Range clean = band.shared(first_row, count, {0, seqlen_cols});
+  const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
+  const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
   const int begin = static_cast<int>(reached.begin) / S::kCols * S::kCols;
   const int end = reached.begin < reached.end ? static_cast<int>(reached.end) : begin;
   const int tiles = (end - begin + S::kCols - 1) / S::kCols;  // per head
@@ -316,7 +317,7 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
     scores_mma<T, kHeadDim>(s, row_tile[0], own_row, col_tile(stage, 0), own_col);
     scores_mma<T, kHeadDim>(dp, row_tile[1], own_row, col_tile(stage, 1), own_col);
 
-    const bool masked = col < clean.begin || col + S::kCols > clean.end;
+    const bool masked = col < clean_begin || col + S::kCols > clean_end;
     HeadScore h{};
     if constexpr (!kPlain) h = head_score(p.score, batch, query_head);
     const int thread_col = col + own_col + lane % 4 * 2;
@@ -481,13 +482,14 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   }
 }
 
+// At least one block per multiprocessor: without a number ptxas may spill to make room for two.
 template <typename T, int kHeadDim, bool kPlain, class S>
-__global__ void __launch_bounds__(S::kThreads) dkdv_kernel(const __grid_constant__ BackwardArgs p) {
+__global__ void __launch_bounds__(S::kThreads, 1) dkdv_kernel(const __grid_constant__ BackwardArgs p) {
   backward_block<T, kHeadDim, true, kPlain, S>(p);
 }
 
 template <typename T, int kHeadDim, bool kPlain, class S>
-__global__ void __launch_bounds__(S::kThreads) dq_kernel(const __grid_constant__ BackwardArgs p) {
+__global__ void __launch_bounds__(S::kThreads, 1) dq_kernel(const __grid_constant__ BackwardArgs p) {
   backward_block<T, kHeadDim, false, kPlain, S>(p);
 }
 
@@ -501,7 +503,7 @@ constexpr uint32_t kBiasSharedBytes = 4 * kBiasTileBytes;
 // one tile of it and adds up the score gradients of everything that shares it.
 // Grid: tiles of keys (1 if they share) * tiles of queries (1 if they share) * heads of bias * batch elements of bias.
 template <typename T>
-__global__ void __launch_bounds__(kBiasThreads) bias_gradient_kernel(const __grid_constant__ BackwardArgs p) {
+__global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __grid_constant__ BackwardArgs p) {
   constexpr int kTiles = kBiasTile / 8;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t base = ptx::shared_address(shared);

@@ -23,14 +23,14 @@ struct ForwardParams {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 
-// Tiles. Two row tiles of 16 per warp halve what a product reads from shared memory (a fragment of K or V then serves
-// two mma), as long as 4 * kHeadDim / 8 * kRowTiles registers of output are left beside the scores. All classes fit in
-// 99 KiB, the least that a chip of compute capability 8.0 or above gives to one block.
+// Tiles. Two row tiles of 16 per warp halve what a product reads from shared memory: a fragment of K or V then serves
+// two mma. The general variant, which the scores keep busy, and wide heads need the registers for something else. All
+// classes fit in 99 KiB, the least that a chip of compute capability 8.0 or above gives to one block.
 template <int kHeadDim, bool kPlain>
 struct ForwardTile {
-  static constexpr int kRowTiles = kHeadDim <= 128 && (kPlain || kHeadDim <= 64) ? 2 : 1;
+  static constexpr int kRowTiles = kPlain && kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kKeys = !kPlain && kHeadDim >= 192 ? 32 : 64;
   static constexpr int kRows = kWarps * 16 * kRowTiles;
-  static constexpr int kKeys = 64;
   static constexpr int kQBytes = kRows * kHeadDim * 2, kKeyBytes = kKeys * kHeadDim * 2;
   static constexpr int kSharedBytes = kQBytes + 2 * kKeyBytes;
 };
@@ -66,9 +66,11 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const Range all = {0, seqlen_k};
   const Range reached = p.score.band.reached(first_row, rows, all);
   const Range clean = p.score.band.shared(first_row, rows, all);
+  const int clean_begin = static_cast<int>(clean.begin), clean_end = static_cast<int>(clean.end);
   const int begin = static_cast<int>(reached.begin) / kKeys * kKeys, end = static_cast<int>(reached.end);
 
   load_tile<T, kHeadDim, kRows, kThreads, kPlain>(q_tile, p.q, q, first_row, seqlen_q);
+  ptx::cp_async_commit();
   if (begin < end) load_keys(k_tile, p.k, k, begin);
 
   // What a lane addresses for ldmatrix.x4: matrices 0 and 1 lie below each other, 2 and 3 beside them; for K, whose
@@ -87,7 +89,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     load_keys(v_tile, p.v, v, first);
 
     float score[kRowTiles][kKeys / 8][4] = {};
-#pragma unroll
+    // Where registers are short, not all fragments' loads side by side.
+#pragma unroll(kHeadDim == 128 || kHeadDim == 256 ? 4 : kDepth)
     for (int d = 0; d < kDepth; ++d) {
       uint32_t query[kRowTiles][4];
 #pragma unroll
@@ -110,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
     if (more) load_keys(k_tile, p.k, k, first + kKeys);
 
     const int col = first + lane % 4 * 2;
-    const bool masked = first < clean.begin || first + kKeys > clean.end;
+    const bool masked = first < clean_begin || first + kKeys > clean_end;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       if constexpr (!kPlain) {

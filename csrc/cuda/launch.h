@@ -42,6 +42,25 @@ ForwardPlan plan_forward(const Attention& params);
 // view's strides count in a dimension of one entry too: 0 there, or the truth. `out` is written whole.
 int forward(const Forward& params, void* stream);
 
+// What plans ask of the current device.
+struct Chip {
+  int multiprocessors;
+  int shared_per_multiprocessor;  // bytes
+};
+int chip_limits(Chip& chip);
+
+// The kernels for few queries and many keys, or splits = 0: not a problem for them. `splits` parts of the keys are read
+// side by side, their results kept in a workspace of so many floats and combined by a second kernel.
+struct DecodePlan {
+  int head_class;
+  int row_tiles;  // of 16 rows, into which the queries of a group of heads are packed
+  int splits, shared_bytes;
+};
+DecodePlan plan_decode(const Attention& params, const Chip& chip);
+int64_t decode_workspace(const Forward& params, int splits);
+// As `forward`. splits: of plan_decode, at least 1; any other right number gives the same results but for rounding.
+int decode(const Forward& params, int splits, float* workspace, void* stream);
+
 // Gradients of `forward`, all deterministic. row_delta: (batch, heads_q, seqlen_q) contiguous, made by `delta`
 // (params.out and params.grad_lse went into that and aren't read here). dk and dv have heads_out heads, a multiple of
 // heads_k and of heads_v that divides heads_q; where it is more than the tensor's own heads, that one is float32 and
@@ -52,14 +71,14 @@ struct BackwardCall : Backward {
 };
 int backward(const BackwardCall& params, void* stream);
 
-// How a backward problem is cut: a function of the problem and of the bytes of shared memory that a block may have
-// (cudaDevAttrMaxSharedMemoryPerBlockOptin), at least 99 KiB.
-// One launch: the tile, the block and how many there are (0: none is needed).
+// One launch of the backward pass: the tile, the threads of a block, and the blocks (0: none is needed).
 struct BackwardLaunch {
   int rows, columns;
   int threads, shared_bytes;
   int64_t blocks;
 };
+// How a backward problem is cut: a function of the problem and of the bytes of shared memory that a block may have
+// (cudaDevAttrMaxSharedMemoryPerBlockOptin), at least 99 KiB.
 struct BackwardPlan {
   int head_class;  // width of the tiles; 0: no kernel holds these head sizes, or there is nothing to do
   bool plain;      // the variant without softcap, bias, dropout, unaligned rows and heads to be added up

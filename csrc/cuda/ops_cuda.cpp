@@ -134,16 +134,42 @@ const float* row_constants(const Tensor& x, const Tensor& q, const char* name) {
   return static_cast<const float*>(x.const_data_ptr());
 }
 
+// How many parts of the keys the kernels for few queries read side by side; 0: the problem isn't for them.
+int64_t decode_splits(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
+                      double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
+                      int64_t band_offset, double dropout_p) {
+  attnkern::Attention p{};
+  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
+  const DeviceGuard guard(q.get_device_index());
+  attnkern::cuda::Chip chip{};
+  check_launch(attnkern::cuda::chip_limits(chip));
+  return attnkern::cuda::plan_decode(p, chip).splits;
+}
+
 void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed, Tensor out,
-             OptionalTensor lse, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
-             int64_t band_offset, double dropout_p) {
+             OptionalTensor lse, OptionalTensor workspace, int64_t splits, double softmax_scale, double softcap,
+             int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p) {
   attnkern::Forward p{};
   fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
   const DeviceGuard guard(q.get_device_index());
   STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "attnkern: out must have q's dtype");
   p.out = result_view(out, q, p.heads_q, p.seqlen_q, p.head_dim_v, "out");
   if (lse) p.lse = const_cast<float*>(row_constants(*lse, q, "lse"));
-  check_launch(attnkern::cuda::forward(p, current_stream(q.get_device_index())));
+  void* stream = current_stream(q.get_device_index());
+  if (splits == 0) {
+    check_launch(attnkern::cuda::forward(p, stream));
+    return;
+  }
+  const int64_t needed = attnkern::cuda::decode_workspace(p, static_cast<int>(splits));
+  if (needed > 0) {
+    STD_TORCH_CHECK(workspace.has_value() && workspace->scalar_type() == ScalarType::Float &&
+                        workspace->is_contiguous() && workspace->numel() >= needed,
+                    "attnkern: workspace must be contiguous float32 of at least ", needed, " entries");
+    check_device(*workspace, q, "workspace");
+  }
+  STD_TORCH_CHECK(dropout_p == 0 && p.heads_k == p.heads_v, "attnkern: this problem can't be split");
+  check_launch(attnkern::cuda::decode(
+      p, static_cast<int>(splits), needed > 0 ? static_cast<float*>(workspace->mutable_data_ptr()) : nullptr, stream));
 }
 
 void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
@@ -202,7 +228,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
   m.def("delta(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor");
   m.def(
       "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor(a!) out, "
-      "Tensor(b!)? lse, " ATTNKERN_SCORE ") -> ()");
+      "Tensor(b!)? lse, Tensor(c!)? workspace, int splits, " ATTNKERN_SCORE ") -> ()");
+  m.def("cuda_decode_splits(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, " ATTNKERN_SCORE
+        ") -> int");
   m.def(
       "cuda_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor lse, "
       "Tensor delta, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, int heads_out, " ATTNKERN_SCORE
@@ -214,5 +242,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
 STABLE_TORCH_LIBRARY_IMPL(attnkern, ATTNKERN_DISPATCH_KEY, m) {
   m.impl("delta", TORCH_BOX(&delta));
   m.impl("cuda_forward", TORCH_BOX(&forward));
+  m.impl("cuda_decode_splits", TORCH_BOX(&decode_splits));
   m.impl("cuda_backward", TORCH_BOX(&backward));
 }

@@ -9,6 +9,8 @@
 // the other way round if kTransposed.
 #pragma once
 
+#include <algorithm>
+
 #include "common/params.h"
 #include "common/philox.h"
 #include "cuda/ptx.cuh"
@@ -26,6 +28,7 @@ struct Score {
   float softcap;  // 0: off
   int32_t seqlen_q, seqlen_k;
   Band band;
+  int32_t low, high;  // the same: query i attends to key j iff low <= j - i <= high; what is far out is cut to 30 bits
   const void* bias;
   int64_t bias_stride[4];
   BiasKind bias_kind;
@@ -49,6 +52,9 @@ inline Score score_of(const Attention& p, bool plain) {
   s.seqlen_q = static_cast<int32_t>(p.seqlen_q);
   s.seqlen_k = static_cast<int32_t>(p.seqlen_k);
   s.band = p.band;
+  constexpr int64_t kFar = (int64_t{1} << 30) - 1;
+  s.low = static_cast<int32_t>(std::clamp(p.band.offset - p.band.left, -kFar, kFar));
+  s.high = static_cast<int32_t>(std::clamp(p.band.offset + p.band.right, -kFar, kFar));
   s.bias = p.bias.data;
   for (int n = 0; n < 4; ++n) s.bias_stride[n] = p.bias.stride[n];
   s.bias_kind = p.bias.data == nullptr            ? BiasKind::kNone
@@ -147,13 +153,12 @@ __device__ __forceinline__ void finish_scores(const Score& p, const HeadScore& h
 // -inf where the query doesn't attend to the key, or one of them is past the end. Both variants.
 template <bool kTransposed, int kTiles>
 __device__ __forceinline__ void mask_scores(const Score& p, float (&s)[kTiles][4], int row, int col) {
-  const Band band = kTransposed ? p.band.transposed() : p.band;
+  const int low = kTransposed ? -p.high : p.low, high = kTransposed ? -p.low : p.high;
   const int rows = kTransposed ? p.seqlen_k : p.seqlen_q, columns = kTransposed ? p.seqlen_q : p.seqlen_k;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = row + half * 8;
-    const Range all = {0, columns}, reached = band.reached(r, 1, all);
-    const int begin = static_cast<int>(reached.begin), end = r < rows ? static_cast<int>(reached.end) : 0;
+    const int begin = r + low, end = r < rows ? min(r + high + 1, columns) : 0;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll

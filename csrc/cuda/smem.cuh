@@ -73,25 +73,19 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, const
   constexpr int kChunks = Tile<kHeadDim>::kChunks;
   constexpr int kTotal = kRows * kChunks;
   if (kVector || rows.vector) {
-    if constexpr (kThreads % kChunks == 0) {  // a thread's chunk is the same in all its rows: one address, one step
-      constexpr int kStep = kThreads / kChunks;
-      const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-      const int live_rows = chunk * 8 < rows.width ? end - first - row : 0;
-      const T* source = head + (first + row) * rows.stride[2] + chunk * 8;
-      const int64_t step = kStep * rows.stride[2];
+    // A thread's chunk is the same in all its rows: one address and one step. Where the chunks of a row don't divide
+    // the threads, the last few have none.
+    constexpr int kStep = kThreads / kChunks;
+    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const int live_rows = chunk * 8 < rows.width ? end - first - row : 0;
+    const T* source = head + (first + row) * rows.stride[2] + chunk * 8;
+    const int64_t step = kStep * rows.stride[2];
 #pragma unroll
-      for (int i = 0; i < kRows; i += kStep, source += step) {
-        const bool live = i < live_rows;
-        ptx::cp_async<16>(Tile<kHeadDim>::address(tile, row + i, chunk), live ? source : head, live ? 16 : 0);
-      }
-    } else {
-#pragma unroll
-      for (int i = threadIdx.x; i < kTotal; i += kThreads) {
-        const int row = i / kChunks, chunk = i % kChunks;
-        const bool live = first + row < end && chunk * 8 < rows.width;
-        const T* source = live ? head + (first + row) * rows.stride[2] + chunk * 8 : head;
-        ptx::cp_async<16>(Tile<kHeadDim>::address(tile, row, chunk), source, live ? 16 : 0);
-      }
+    for (int i = 0; i < kRows; i += kStep, source += step) {
+      const bool live = i < live_rows;
+      if (kRows % kStep != 0 && row + i >= kRows) continue;
+      if (kThreads % kChunks != 0 && row >= kStep) continue;
+      ptx::cp_async<16>(Tile<kHeadDim>::address(tile, row + i, chunk), live ? source : head, live ? 16 : 0);
     }
   } else {
 #pragma unroll 1

@@ -1,8 +1,8 @@
 """The CUDA kernels with their shipped host code on CPU tensors: launches are recorded, the simulator runs them.
 
-csrc/cuda is compiled as it is: every .cu by nvcc, host code and PTX in one go, ops_cuda.cpp by g++ with its operators for
-CPU tensors. Instead of CUDA's runtime they are linked with runtime.cpp, which hands on what cudaLaunchKernel was given.
-So grids, shared memory, strides and the choice of the variant are the product's own.
+csrc/cuda is compiled as it is: every .cu by nvcc, host code and PTX in one go, ops_cuda.cpp by g++ with its operators
+for CPU tensors. Instead of CUDA's runtime they are linked with runtime.cpp, which hands on what cudaLaunchKernel was
+given. So grids, shared memory, strides and the choice of the variant are the product's own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ptxsim
 import torch
+
+import ptxsim
 from gate import compilers
 from gate.case import SHARED_LIMIT
 
@@ -88,7 +89,7 @@ class Library:
         self.set_record, self.set_shared_per_block = runtime.set_record, runtime.set_shared_per_block
         self.texts = {file.stem: file.read_text() for file in sorted(path.glob("*.ptx"))}
 
-    @functools.cache  # noqa: B019: one library per process
+    @functools.cache  # noqa: B019 (one library per process)
     def kernel(self, name: str, target: int) -> ptxsim.Compiled:
         text = next(text for text in self.texts.values() if f".entry {name}(" in text)
         return ptxsim.from_ptx(text, name, target=target)

@@ -32,10 +32,13 @@ __attribute__((visibility("default"))) void set_shared_per_block(int bytes) { sh
 
 int cudaGetDevice(int* device) { return *device = 0; }
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
-  constexpr int kMaxSharedMemoryPerBlockOptin = 97;
-  if (attribute != kMaxSharedMemoryPerBlockOptin) return kInvalidValue;
-  *value = shared_per_block;
-  return 0;
+  constexpr int kMultiProcessorCount = 16, kMaxSharedMemoryPerMultiprocessor = 81, kMaxSharedMemoryPerBlockOptin = 97;
+  switch (attribute) {
+    case kMultiProcessorCount: *value = 8; return 0;  // few: small problems fill them
+    case kMaxSharedMemoryPerMultiprocessor: *value = shared_per_block + 1024; return 0;
+    case kMaxSharedMemoryPerBlockOptin: *value = shared_per_block; return 0;
+    default: return kInvalidValue;
+  }
 }
 
 int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {

@@ -192,7 +192,15 @@ def test_shared_local_and_generic_addresses():
 
 def test_constant_and_global_variables():
     module = ".const .align 4 .u32 table[4] = {3, 1, 4, 1}; .global .align 4 .u32 counter = 5;"
-    body = "and.b32 %r1, %tid, 3; shl.b32 %r1, %r1, 2; mov.u32 %r2, table; add.u32 %r2, %r2, %r1; ld.const.u32 %r0, [%r2]; ld.global.u32 %r3, [counter]; add.u32 %r0, %r0, %r3;"
+    body = """
+      and.b32 %r1, %tid, 3;
+      shl.b32 %r1, %r1, 2;
+      mov.u32 %r2, table;
+      add.u32 %r2, %r2, %r1;
+      ld.const.u32 %r0, [%r2];
+      ld.global.u32 %r3, [counter];
+      add.u32 %r0, %r0, %r3;
+    """
     assert results(body, module=module)[:4].tolist() == [8, 6, 9, 6]
 
 

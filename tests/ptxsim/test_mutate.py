@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import triton
 
 from ptxsim import mutate
 
@@ -291,7 +292,6 @@ def assemble(text: str, folder: Path) -> str:
     """What ptxas, which comes with Triton, has to say against a text; nothing if it assembles."""
     ptxas = shutil.which("ptxas")
     if ptxas is None:
-        triton = pytest.importorskip("triton")
         ptxas = str(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas")
     source = folder / "mutant.ptx"
     source.write_text(text)

@@ -1,4 +1,4 @@
-"""How long the simulator takes (pytest-benchmark; the table is in docs/proving_kernels.md). Nothing here asserts a time."""
+"""How long the simulator takes (pytest-benchmark; the figures are in docs/proving_kernels.md). No time is asserted."""
 
 from functools import partial
 

@@ -1,0 +1,323 @@
+// Few queries, many keys (decoding with a cache). The query heads that share a key head are packed into the rows of one
+// tile, so that keys and values are read once: row r is query r / group of the group's head r % group. The keys are
+// split over blocks of the grid; each leaves its own normalised output and log-sum-exp, and combine_kernel puts these
+// together (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
+//
+// A block of keys is shared out among the warps, sixteen to each: every warp has a softmax and an output of its own for
+// all rows, and they are merged at the end.
+#include "cuda/launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/smem.cuh"
+#include "cuda/softmax.cuh"
+
+namespace attnkern::cuda {
+namespace {
+
+constexpr int kWarps = 4, kThreads = kWarps * 32, kRows = 16, kKeys = kWarps * 16;
+constexpr int kMaxPacked = 64;   // more rows than this and the forward kernel has enough blocks, or work per key
+constexpr int kMaxSplits = 128;  // of which combine_kernel keeps the weights: kMaxSplits / 32 per lane
+
+struct DecodeParams {
+  Rows q, k, v, out;
+  float* lse;       // (batch, heads, seqlen_q) contiguous, or null
+  float* part_out;  // (batch, heads, seqlen_q, splits, head_dim_v); null if splits is 1
+  float* part_lse;  // (batch, heads, seqlen_q, splits)
+  Score score;
+  int32_t batch, heads_k, group, row_tiles, splits;
+};
+
+template <int kHeadDim>
+struct DecodeTile {
+  static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kQBytes = kRows * kHeadDim * 2, kKeyBytes = kKeys * kHeadDim * 2;
+  static constexpr int kSharedBytes = kQBytes + kStages * 2 * kKeyBytes;
+  // What the merge takes, in the same memory: a maximum and a sum per warp and row, in place of the queries; an output
+  // per warp, in place of keys and values.
+  static_assert(kWarps * kRows * 8 <= kQBytes && kWarps * kRows * kHeadDim * 4 <= kStages * 2 * kKeyBytes);
+};
+
+template <typename T>
+__device__ __forceinline__ float bias_of(const Score& p, int64_t at) {
+  if (p.bias_kind == BiasKind::kBool) return static_cast<const uint8_t*>(p.bias)[at] != 0 ? 0.f : -kInfinity;
+  if (p.bias_kind == BiasKind::kFloat32) return static_cast<const float*>(p.bias)[at];
+  return to_float(static_cast<const T*>(p.bias)[at]);
+}
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ DecodeParams p) {
+  using Config = DecodeTile<kHeadDim>;
+  using Chunks = Tile<kHeadDim>;
+  constexpr int kDepth = kHeadDim / 16, kStages = Config::kStages;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t q_tile = ptx::shared_address(shared);
+  const auto k_tile = [&](int n) { return q_tile + Config::kQBytes + n % kStages * 2 * Config::kKeyBytes; };
+  const auto v_tile = [&](int n) { return k_tile(n) + Config::kKeyBytes; };
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits % p.row_tiles;
+  const int batch_head = blockIdx.x / p.splits / p.row_tiles;
+  const int batch = batch_head / p.heads_k, head_k = batch_head % p.heads_k;
+  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k, packed = seqlen_q * p.group;
+  const int first_packed = tile * kRows;
+  const T* k = head_of<T>(p.k, batch, head_k);
+  const T* v = head_of<T>(p.v, batch, head_k);
+
+  // The keys that some row reaches, in whole blocks, dealt out evenly.
+  const int first_query = first_packed / p.group;
+  const int queries = min(first_packed + kRows - 1, packed - 1) / p.group + 1 - first_query;
+  const Range all = {0, seqlen_k};
+  const Range reached = p.score.band.reached(first_query, queries, all);
+  const int first_block = static_cast<int>(reached.begin) / kKeys;
+  const int blocks = max((static_cast<int>(reached.end) + kKeys - 1) / kKeys - first_block, 0);
+  const int each = (blocks + p.splits - 1) / p.splits;
+  const int begin = first_block + min(split * each, blocks), end = first_block + min((split + 1) * each, blocks);
+
+  // The packed rows of Q, by single elements where 16 bytes can't be read at a time.
+  for (int i = threadIdx.x; i < kRows * Chunks::kChunks; i += kThreads) {
+    const int row = i / Chunks::kChunks, chunk = i % Chunks::kChunks, r = first_packed + row;
+    const bool live = r < packed;
+    const T* source =
+        head_of<T>(p.q, batch, head_k * p.group + (live ? r % p.group : 0)) + (live ? r / p.group : 0) * p.q.stride[2];
+    const uint32_t target = Chunks::address(q_tile, row, chunk);
+    if (p.q.vector) {
+      const bool inside = live && chunk * 8 < p.q.width;
+      ptx::cp_async<16>(target, inside ? source + chunk * 8 : source, inside ? 16 : 0);
+    } else {
+      ptx::store_shared(target, gather_chunk(source, p.q.stride[3], chunk * 8, live ? p.q.width : 0));
+    }
+  }
+  const auto load = [&](int n) {
+    if (n < end) {
+      load_tile<T, kHeadDim, kKeys, kThreads, false>(k_tile(n), p.k, k, n * kKeys, seqlen_k);
+      load_tile<T, kHeadDim, kKeys, kThreads, false>(v_tile(n), p.v, v, n * kKeys, seqlen_k);
+    }
+    ptx::cp_async_commit();  // an empty group too: counting them stays the same to the end
+  };
+#pragma unroll
+  for (int n = 0; n < kStages; ++n) load(begin + n);
+
+  int begins[2], ends[2];  // of the keys that this thread's two rows reach
+  int64_t bias[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = first_packed + lane / 4 + half * 8;
+    const int i = min(r, packed - 1) / p.group, head = head_k * p.group + min(r, packed - 1) % p.group;
+    const Range own = p.score.band.reached(i, 1, all);
+    begins[half] = static_cast<int>(own.begin), ends[half] = static_cast<int>(own.end);
+    bias[half] = batch * p.score.bias_stride[0] + head * p.score.bias_stride[1] + i * p.score.bias_stride[2];
+  }
+
+  const int below = lane % 16, beside = lane / 16;
+  const int key_below = lane / 16 * 8 + lane % 8, key_beside = lane / 8 % 2;
+  float out[kHeadDim / 8][4] = {};
+  RowState state;
+  for (int n = begin; n < end; ++n) {
+    ptx::cp_async_wait<kStages - 1>();
+    __syncthreads();
+    float score[2][4] = {};
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      uint32_t query[4], key[4];
+      ptx::ldmatrix(query, Chunks::address(q_tile, below, 2 * d + beside));
+      ptx::ldmatrix(key, Chunks::address(k_tile(n), warp * 16 + key_below, 2 * d + key_beside));
+      ptx::mma_m16n8k16<T>(score[0], query, key[0], key[1]);
+      ptx::mma_m16n8k16<T>(score[1], query, key[2], key[3]);
+    }
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int j = n * kKeys + warp * 16 + t * 8 + lane % 4 * 2 + e % 2, half = e / 2;
+        float x = score[t][e] * p.score.scale;
+        if (p.score.softcap != 0.f) x = tanh_of(x) * p.score.softcap;
+        if (p.score.bias_kind != BiasKind::kNone) {
+          x += bias_of<T>(p.score, bias[half] + min(j, seqlen_k - 1) * p.score.bias_stride[3]);
+        }
+        score[t][e] = j >= begins[half] && j < ends[half] ? x : -kInfinity;
+      }
+    }
+    float factor[2];
+    softmax_step<false>(p.score, score, state, factor);
+    const uint32_t probability[4] = {ptx::pack<T>(score[0][0], score[0][1]), ptx::pack<T>(score[0][2], score[0][3]),
+                                     ptx::pack<T>(score[1][0], score[1][1]), ptx::pack<T>(score[1][2], score[1][3])};
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      uint32_t value[4];
+      ptx::ldmatrix<true>(value, Chunks::address(v_tile(n), warp * 16 + below, 2 * d + beside));
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[2 * d + t][e] *= factor[e / 2];
+        ptx::mma_m16n8k16<T>(out[2 * d + t], probability, value[2 * t], value[2 * t + 1]);
+      }
+    }
+    __syncthreads();
+    load(n + kStages);
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+
+  float* maxima = reinterpret_cast<float*>(shared);  // [warp][row], and the sums behind them
+  float* sums = maxima + kWarps * kRows;
+  float* outputs = reinterpret_cast<float*>(shared + Config::kQBytes);  // [warp][row][column]
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int slot = warp * kRows + lane / 4 + half * 8;
+    const float sum = quad_sum(state.sum[half]);
+    if (lane % 4 == 0) maxima[slot] = state.max[half], sums[slot] = sum;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      *reinterpret_cast<float2*>(outputs + slot * kHeadDim + n * 8 + lane % 4 * 2) =
+          make_float2(out[n][2 * half], out[n][2 * half + 1]);
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
+    const int row = i / kHeadDim, d = i % kHeadDim, r = first_packed + row;
+    if (r >= packed || d >= p.v.width) continue;
+    const int head = head_k * p.group + r % p.group;
+    float largest = -kInfinity, sum = 0.f, total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, maxima[w * kRows + row]);
+    const float reference = largest == -kInfinity ? 0.f : largest;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float factor = ptx::ex2((maxima[w * kRows + row] - reference) * kLog2E);
+      sum += factor * sums[w * kRows + row];
+      total += factor * outputs[(w * kRows + row) * kHeadDim + d];
+    }
+    total = sum > 0.f ? total / sum : 0.f;
+    const float lse = log_sum_exp<false>(p.score, largest, sum);
+    const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + r / p.group;
+    if (p.splits > 1) {
+      p.part_out[(at * p.splits + split) * p.v.width + d] = total;
+      if (d == 0) p.part_lse[at * p.splits + split] = lse;
+    } else {
+      T* target = const_cast<T*>(head_of<T>(p.out, batch, head));
+      target[r / p.group * p.out.stride[2] + d] = static_cast<T>(total);
+      if (d == 0 && p.lse != nullptr) p.lse[at] = lse;
+    }
+  }
+}
+
+// A warp per query and head.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ DecodeParams p) {
+  constexpr int kPerLane = kMaxSplits / 32;
+  const int lane = threadIdx.x % 32, heads = p.score.heads, seqlen_q = p.score.seqlen_q;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int i = static_cast<int>(at % seqlen_q), head = static_cast<int>(at / seqlen_q % heads);
+  const int64_t batch = at / seqlen_q / heads;
+  if (batch >= p.batch) return;
+  float lse[kPerLane], largest = -kInfinity, sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < kPerLane; ++n) {
+    const int split = n * 32 + lane;
+    lse[n] = split < p.splits ? p.part_lse[at * p.splits + split] : -kInfinity;
+    largest = fmaxf(largest, lse[n]);
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
+  const float reference = largest == -kInfinity ? 0.f : largest;
+#pragma unroll
+  for (int n = 0; n < kPerLane; ++n) {
+    lse[n] = ptx::ex2((lse[n] - reference) * kLog2E);
+    sum += lse[n];
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+  const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+  T* target = const_cast<T*>(head_of<T>(p.out, static_cast<int>(batch), head)) + i * p.out.stride[2];
+  for (int first = 0; first < p.v.width; first += 32) {
+    const int d = first + lane;
+    float total = 0.f;
+#pragma unroll
+    for (int n = 0; n < kPerLane; ++n) {
+      for (int of = 0; of < 32 && n * 32 + of < p.splits; ++of) {
+        const float weight = __shfl_sync(0xffffffffu, lse[n], of);
+        if (d < p.v.width) total += weight * p.part_out[(at * p.splits + n * 32 + of) * p.v.width + d];
+      }
+    }
+    if (d < p.v.width) target[d] = static_cast<T>(total * inverse);
+  }
+  if (lane == 0 && p.lse != nullptr) p.lse[at] = largest == -kInfinity ? -kInfinity : largest + ptx::lg2(sum) * kLn2;
+}
+
+}  // namespace
+
+DecodePlan plan_decode(const Attention& p, const Chip& chip) {
+  DecodePlan plan{};
+  plan.head_class = head_class(p.head_dim, p.head_dim_v);
+  if (plan.head_class == 0 || p.batch * p.heads_q * p.seqlen_q == 0) return plan;
+  const int64_t group = p.heads_q / p.heads_k;
+  if (p.dropout_p > 0 || p.heads_k != p.heads_v || p.seqlen_q * group > kMaxPacked) return plan;
+  by_head_class(plan.head_class, [&](auto width) {
+    plan.shared_bytes = DecodeTile<width>::kSharedBytes;
+    return 0;
+  });
+  plan.row_tiles = static_cast<int>(ceil_div(p.seqlen_q * group, kRows));
+  // Time in units of one block of keys: the blocks of a split, for every round of splits that the chip can hold at
+  // once, and what the second kernel costs. Registers let four blocks of threads share a multiprocessor, memory maybe
+  // fewer.
+  constexpr int kReserved = 1024;  // by the system, per block of threads
+  constexpr double kCombine = 4, kPerSplit = 1. / 16;
+  const int resident = std::clamp(chip.shared_per_multiprocessor / (plan.shared_bytes + kReserved), 1, 4);
+  const Range reached = p.band.reached(0, p.seqlen_q, {0, p.seqlen_k});
+  const int64_t blocks = ceil_div(std::max<int64_t>(reached.end - reached.begin, 1), kKeys);
+  const int64_t tiles = p.batch * p.heads_k * plan.row_tiles, slots = int64_t{resident} * chip.multiprocessors;
+  double best = 0;
+  for (int64_t splits = 1; splits <= std::min<int64_t>(blocks, kMaxSplits); ++splits) {
+    const double rounds = static_cast<double>(ceil_div(tiles * splits, slots));
+    const double cost = rounds * static_cast<double>(ceil_div(blocks, splits)) +
+                        (splits > 1 ? kCombine + kPerSplit * static_cast<double>(splits) : 0);
+    if (splits == 1 || cost < best) best = cost, plan.splits = static_cast<int>(splits);
+  }
+  return plan;
+}
+
+int64_t decode_workspace(const Forward& p, int splits) {
+  return splits > 1 ? p.batch * p.heads_q * p.seqlen_q * splits * (p.head_dim_v + 1) : 0;
+}
+
+int decode(const Forward& p, int splits, float* workspace, void* stream) {
+  if (splits < 1 || splits > kMaxSplits) return cudaErrorInvalidValue;
+  DecodeParams params{};
+  params.q = rows_of(p.q, p.head_dim);
+  params.k = rows_of(p.k, p.head_dim);
+  params.v = rows_of(p.v, p.head_dim_v);
+  params.out = rows_of(p.out, p.head_dim_v);
+  params.lse = static_cast<float*>(p.lse);
+  params.score = score_of(p, false);
+  params.batch = static_cast<int32_t>(p.batch);
+  params.heads_k = static_cast<int32_t>(p.heads_k);
+  params.group = static_cast<int32_t>(p.heads_q / p.heads_k);
+  params.row_tiles = static_cast<int32_t>(ceil_div(p.seqlen_q * params.group, kRows));
+  params.splits = splits;
+  const int64_t rows = p.batch * p.heads_q * p.seqlen_q;
+  if (splits > 1) {
+    params.part_out = workspace;
+    params.part_lse = workspace + rows * splits * p.head_dim_v;
+  }
+  return by_element(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    const int error = by_head_class(head_class(p.head_dim, p.head_dim_v), [&](auto width) {
+      return launch_kernel(decode_kernel<T, width>, p.batch * p.heads_k * params.row_tiles * splits, kThreads,
+                           DecodeTile<width>::kSharedBytes, params, stream);
+    });
+    if (error != cudaSuccess || splits == 1) return error;
+    return launch_kernel(combine_kernel<T>, ceil_div(rows, kWarps), kThreads, 0, params, stream);
+  });
+}
+
+int chip_limits(Chip& chip) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto get = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  get(chip.multiprocessors, cudaDevAttrMultiProcessorCount);
+  get(chip.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  return error;
+}
+
+}  // namespace attnkern::cuda
