@@ -3,7 +3,7 @@
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares a machine without GPU the download of CUDA.
 PYTHON ?=
 BASE_PYTHON ?= python3
-CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu tests/cpp/*.cpp)
+CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu tests/*/*.cpp tests/ptxsim/kernels/*.cu)
 XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto)
 
 ifeq ($(PYTHON),)

@@ -170,10 +170,10 @@ def _triton_operator(case: Case, inputs: Inputs) -> Attend:
     from attnkern.backends import triton
 
     _refuse_other_than_launches(case)
-    score: Any = _score(case, inputs)
+    rest: Any = (None, *_score(case, inputs), False)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return triton.forward(query, key, value, mask, None, *score, False)[0]
+        return triton.forward(query, key, value, mask, *rest)[0]
 
     return attend
 
@@ -215,6 +215,7 @@ def _without_driver() -> Iterator[None]:
 
     replaced = {
         "capability": lambda index: 80,
+        "processors": lambda index: 108,
         "_load": lambda kernel, index: (nothing, None, None),
         "_stream": lambda index: 0,
         "_current_device": lambda: -1,  # the index of CPU tensors

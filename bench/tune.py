@@ -24,6 +24,8 @@ from . import machine
 from .timing import _cuda_block
 
 console = Console(highlight=False)
+if not console.is_terminal:  # a log has no width; its lines must not be cut
+    console = Console(highlight=False, width=160)
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # KiB that a block may have
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
 CALLS, WARM = 20, 5
@@ -64,12 +66,14 @@ def launches(row: Row, config: Config, size: int, tensors: Any, launched: list) 
     score: Any = (size**-0.5, 30.0 if row.feature == "mods" else 0.0, plan.UNBOUNDED, 0, 0, 0.0)
     launched.clear()
     if row.kernel == "forward":
-        backend.forward(*inputs, bias, None, *score, True)
+        arguments: Any = (*inputs, bias, None, *score, True)
+        backend.forward(*arguments)
         return launched[-1]
     q = inputs[0]
     lse = torch.zeros(q.shape[:3], device=q.device)
     wanted = plan.GRAD_Q if row.kernel == "dq" else plan.GRAD_K | plan.GRAD_V
-    backend.backward(q, None, *inputs, bias, None, q, lse, *score, wanted)
+    arguments = (q, None, *inputs, bias, None, q, lse, *score, wanted)
+    backend.backward(*arguments)
     return launched[-1]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnkern import rng
+from gate import cuda_backward as gate_cases
 from test_cuda_kernels import BF16, FP16, FP32, simulated  # noqa: F401
 
 SMALL, LARGE = 86, 80  # GPUs with 99 and 163 KiB of shared memory for a block
@@ -79,10 +80,13 @@ def test_head_sizes(simulated, head_dim, general):  # noqa: F811
     """Every width of tile, with more queries and keys than a block has rows; no bank conflict."""
     more = {"softcap": 5.0} if general else {}
     simulated.check(simulated.inputs(1, 1, 150, 140, head_dim, head_dim - 8, dtype=BF16), **CAUSAL, **more)
+    claimed = {case.name: case.source.shared for case in gate_cases.cases()}
     last = list(zip(simulated.recorder.launches, simulated.recorder.reports, strict=True))[-2:]
     for (launch, report), kernel in zip(last, ("dkdv_kernel", "dq_kernel"), strict=True):
         assert f"{kernel}I13__nv_bfloat16Li{head_dim}ELb{int(not general)}E" in launch.name
-        assert (launch.shared > 99 * 1024) == (simulated.recorder.target == LARGE and head_dim >= 128)
+        wide = simulated.recorder.target == LARGE and head_dim >= 128
+        name = f"{kernel.split('_')[0]} d{head_dim}{' general' * general}{' wide' * wide}"
+        assert launch.shared == claimed[f"backward {name}"]
         assert report.bank_conflicts == 0
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import launches
+import ptxsim
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
 from conftest import Target
@@ -204,3 +205,26 @@ def test_notes_say_what_is_slow(simulated):
     x = torch.zeros(1, 2, 70, 24, dtype=BF16)
     problem = Problem.from_sdpa(x, testing.with_layout(x, "offset"), x)
     assert [note.split(",")[0] for note in cuda.notes(problem)] == ["reads key element by element"]
+
+
+@pytest.mark.parametrize("barrier", [0, 1, 2])
+def test_a_missing_barrier_is_found(simulated, barrier):
+    """Each of the forward loop's barriers is needed, and these tests would see it go."""
+    q = torch.randn(1, 1, 128, 64, dtype=BF16)
+    simulated.recorder.simulate = False
+    out = simulated.sdpa(q, q, q)
+    (launch,) = simulated.recorder.launches
+    start = launch.kernel.text.index(f".entry {launch.name}(")
+    body = launch.kernel.text[start:]
+    found = [match.span() for match in re.finditer(r"bar(rier)?\.sync\s+0;", body)]
+    first, last = found[barrier]
+    broken = launch.kernel.with_text(launch.kernel.text[:start] + body[:first] + body[last:])
+    with pytest.raises(ptxsim.Hazard):
+        ptxsim.launch(
+            broken,
+            launch.grid,
+            *launch.parameters,
+            block=launch.block,
+            shared=launch.shared,
+            tensors=[q, out],
+        )

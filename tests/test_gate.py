@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import triton
 import triton.language as tl
+
 from gate import binary, cache, cases, compilers, rules, table
 from gate.binary import GateError
 from gate.case import KIB, SHARED_LIMIT, Budget, Case, Cuda, Triton

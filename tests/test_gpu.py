@@ -95,3 +95,50 @@ def test_masks_whose_last_stride_is_not_one(layout):
         "expanded": lambda: torch.randn(4, 64, 1, device="cuda").expand(4, 64, 128),
     }[layout]()
     testing.check_attention(testing.Inputs(inputs.query, inputs.key, inputs.value, mask, inputs.recipe))
+
+
+KERNELS = ["triton", "cuda"]
+
+
+@contract(62)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_compiled_whole(backend):
+    """One graph, forward and backward, with the results of eager mode."""
+    tensors = leaves()
+
+    def call(q, k, v):
+        return attnkern.scaled_dot_product_attention(q, k, v, is_causal=True, backend=backend)
+
+    want, got = call(*tensors), torch.compile(call, fullgraph=True)(*tensors)
+    assert torch.equal(got, want)
+    grad_out = torch.randn_like(want)
+    for a, b in zip(*(torch.autograd.grad(x, tensors, grad_out) for x in (got, want)), strict=True):
+        assert torch.equal(a, b)
+
+
+@contract(62)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_the_operators_are_what_their_schemas_say(backend):
+    q, k, v = (x.detach() for x in leaves())
+    score = (0.125, 0.0, 2**62, 0, 0, 0.0)
+    torch.library.opcheck(torch.ops.attnkern.forward.default, (q, k, v, None, None, *score, True, backend))
+    out, lse = torch.ops.attnkern.forward(q, k, v, None, None, *score, True, backend)
+    backward = (torch.ones_like(out), None, q, k, v, None, None, out, lse, *score, 7, backend)
+    torch.library.opcheck(torch.ops.attnkern.backward.default, backward)
+
+
+def test_every_row_of_the_triton_table_runs():
+    """Registers and shared memory are enough on this chip, for the largest head size of each row."""
+    from attnkern.triton_kernels import configs, launch
+
+    capability = launch.capability(torch.cuda.current_device())
+    arch = configs.arch_class(capability, configs.has_tma(capability))
+    for row, by_size in configs.TABLE.items():
+        if row.arch not in (arch, 80 if arch == 86 else arch):
+            continue
+        for size in by_size:
+            dtype = torch.bfloat16 if row.itemsize == 2 else torch.float32
+            mask = ("float", "1HLS") if row.feature == "tile" else None
+            inputs = testing.make_inputs(1, 2, 130, 200, size, dtype=dtype, device="cuda", mask=mask)
+            softcap = 5.0 if row.feature == "mods" else None
+            testing.check_attention(inputs, backend="triton", is_causal=True, softcap=softcap)

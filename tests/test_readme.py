@@ -91,7 +91,7 @@ def test_there_are_examples():
 
 def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
-    targets = {name for page in PAGES for name in re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.MULTILINE)}
+    targets = {name for page in PAGES for name in re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), re.MULTILINE)}
     assert {"test", "bench"} <= targets
     for name in targets:
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"make {name}"

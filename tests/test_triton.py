@@ -23,6 +23,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # What each kernel writes: nobody may read it before that. (dbias is not among them: it may come as zeros.)
 RESULTS = {
     "forward_kernel": ("out", "lse"),
+    "decode_kernel": ("part_out", "part_lse"),
+    "combine_kernel": ("out", "lse"),
     "delta_kernel": ("delta",),
     "dkdv_kernel": ("dk", "dv"),
     "dq_kernel": ("dq",),
@@ -56,6 +58,7 @@ def routed(capability):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "unavailable", lambda: None)
         patch.setattr(launch, "capability", lambda index: capability)
+        patch.setattr(launch, "processors", lambda index: 4)
         patch.setattr(launch, "run", run)
         patch.setitem(table.TABLE, "cpu", (triton, *table.TABLE["cpu"]))
         patch.setattr(ops, "forward", ops.route_forward)
@@ -237,6 +240,24 @@ def test_a_nan_stays_in_its_row_and_head(target):
     assert torch.equal(lse.isnan(), bad)
     assert torch.equal(out.isnan().all(-1), bad)
     assert torch.equal(out.isnan().any(-1), bad)
+
+
+def test_rows_of_finfo_min(target):
+    """Such a row is the mean of value, has finite gradients, and the other rows are right."""
+    inputs = target.inputs(1, 2, 40, 70, 64, dtype=BF16, mask=("float", "BHLS"))
+    inputs.attn_mask[:, :, [1, 35]] = torch.finfo(BF16).min
+    out = target.check(inputs, gradients=False)["out"]
+    mean = inputs.value.double().mean(-2).to(BF16)
+    torch.testing.assert_close(out[:, :, 35], mean)
+    leaves = [x.detach().requires_grad_() for x in inputs.tensors.values()]
+    out = target.sdpa(*leaves)
+    grad_out = torch.randn_like(out)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out, leaves, grad_out, retain_graph=True))
+    grad_out[:, :, [1, 35]] = 0
+    want = testing.expected(**inputs.tensors, grad_out=grad_out)
+    for name, x in zip(inputs.tensors, torch.autograd.grad(out, leaves, grad_out), strict=True):
+        exact, baseline, unit = want[name].exact, want[name].baseline, want[name].unit
+        testing.assert_within_rule(x, exact, baseline, gradient=True, unit=unit, name=name)
 
 
 def test_second_derivatives(target):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .forward import load_tile, store_tile
-from .score import dropout_keep, load_row_constants, reached, score_gradient, scores
+from .score import dropout_keep, load_row_constants, reached, score_gradient, scores, weights
 
 
 @triton.jit
@@ -62,12 +62,12 @@ def _dkdv_blocks(
         if D1 > 0:
             qb = load_tile(q1, b, h, first_row, q_stride_m, seqlen_q, D0, head_dim, BLOCK_M, D1, TMA, TAIL)
             qk = tl.dot(k1, tl.trans(qb), qk, input_precision=PRECISION)
-        base, row_delta = load_row_constants(lse, delta, rows, seqlen_q)
+        base, row_delta = load_row_constants(lse, delta, rows, seqlen_q, BIAS % 2 == 1)
         s, t = scores(
             qk, rows[None, :], cols[:, None], bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q,
-            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED,
+            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED, BIAS % 2 == 1,
         )  # fmt: skip
-        p = tl.exp2(s - base[None, :])
+        p = weights(s, base[None, :], BIAS % 2 == 1)
         keep = p > 0.0
         kept = p
         if DROPOUT:
@@ -77,9 +77,7 @@ def _dkdv_blocks(
         dv0 = tl.dot(kept.to(ga.dtype), ga, dv0, input_precision=PRECISION)
         dp = tl.dot(v0, tl.trans(ga), input_precision=PRECISION)
         if V1 > 0:
-            gb = load_tile(
-                grad_out1, b, h, first_row, grad_stride_m, seqlen_q, V0, head_dim_v, BLOCK_M, V1, TMA, TAIL
-            )
+            gb = load_tile(grad_out1, b, h, first_row, grad_stride_m, seqlen_q, V0, head_dim_v, BLOCK_M, V1, TMA, TAIL)
             dv1 = tl.dot(kept.to(gb.dtype), gb, dv1, input_precision=PRECISION)
             dp = tl.dot(v1, tl.trans(gb), dp, input_precision=PRECISION)
         _, ds = score_gradient(p, dp, row_delta[None, :], t, keep, dropout_scale, SOFTCAP, DROPOUT)
@@ -211,9 +209,9 @@ def _dq_blocks(
             qk = tl.dot(q1, tl.trans(kb), qk, input_precision=PRECISION)
         s, t = scores(
             qk, rows[:, None], cols[None, :], bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q,
-            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED,
+            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED, BIAS % 2 == 1,
         )  # fmt: skip
-        p = tl.exp2(s - base[:, None])
+        p = weights(s, base[:, None], BIAS % 2 == 1)
         va = load_tile(v, b, hv, first_col, v_stride_n, seqlen_k, 0, head_dim_v, BLOCK_N, V0, TMA, MASKED)
         dp = tl.dot(grad_out0, tl.trans(va), input_precision=PRECISION)
         if V1 > 0:
@@ -286,7 +284,9 @@ def dq_kernel(
         g1 = load_tile(grad_out, 0, 0, first_row, grad_stride_m, seqlen_q, V0, head_dim_v, BLOCK_M, V1, False, True)
     row_constants = batch_head.to(tl.int64) * seqlen_q
     rows = first_row + tl.arange(0, BLOCK_M)
-    base, row_delta = load_row_constants(lse + row_constants, delta + row_constants, rows, seqlen_q)
+    base, row_delta = load_row_constants(
+        lse + row_constants, delta + row_constants, rows, seqlen_q, BIAS % 2 == 1
+    )  # fmt: skip
     dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
     dq1 = tl.zeros([BLOCK_M, D1 if D1 > 0 else 16], tl.float32)
 

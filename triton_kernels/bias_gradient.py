@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .forward import load_tile
-from .score import dropout_keep, load_row_constants, score_gradient, scores
+from .score import dropout_keep, load_row_constants, score_gradient, scores, weights
 
 
 @triton.jit
@@ -24,8 +24,8 @@ def bias_gradient_kernel(
     V1: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr, ROWS_SHARED: tl.constexpr, COLS_SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dbias (bias_batch, bias_heads, seqlen_q or 1, seqlen_k or 1), contiguous; sizes of bias_batch and bias_heads are 1
-    or batch and heads. ROWS_SHARED, COLS_SHARED: the third, the fourth size is 1.
+    """dbias (bias_batch, bias_heads, seqlen_q or 1, seqlen_k or 1), contiguous; bias_batch, bias_heads are 1 or batch
+    and heads. ROWS_SHARED, COLS_SHARED: the third, the fourth size is 1.
 
     Grid: blocks of keys (1 if COLS_SHARED) * blocks of queries (1 if ROWS_SHARED) * bias_batch * bias_heads.
     """
@@ -92,7 +92,7 @@ def bias_gradient_kernel(
                     g1 = load_tile(
                         g_here, 0, 0, first_row, grad_stride_m, seqlen_q, V0, head_dim_v, BLOCK_M, V1, False, True
                     )
-                base, row_delta = load_row_constants(lse + row_constants, delta + row_constants, rows, seqlen_q)
+                base, row_delta = load_row_constants(lse + row_constants, delta + row_constants, rows, seqlen_q, True)
                 for first_col in range(begin, end, BLOCK_N):
                     cols = first_col + tl.arange(0, BLOCK_N)
                     tile = load_tile(
@@ -115,9 +115,9 @@ def bias_gradient_kernel(
                         dp = tl.dot(g1, tl.trans(tile), dp, input_precision=PRECISION)
                     s, t = scores(
                         qk, rows[:, None], cols[None, :], bias_here, bias_stride_m, bias_stride_n, score_scale, softcap,
-                        seqlen_q, seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, True,
+                        seqlen_q, seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, True, True,
                     )  # fmt: skip
-                    p = tl.exp2(s - base[:, None])
+                    p = weights(s, base[:, None], True)
                     keep = p > 0.0
                     if DROPOUT:
                         keep = dropout_keep(key, counted, rows, first_col, dropout_threshold, BLOCK_M, BLOCK_N)

@@ -87,6 +87,38 @@ TABLE: dict[Row, dict[int, Config]] = {
 }
 
 
+# Of decode_kernel, by element size and head size: the largest BLOCK_M, BLOCK_N, warps, stages. For every chip: up to 32
+# rows the products are mma.sync's (wgmma has 64), and stages keep to 99 KiB of shared memory.
+DECODE: dict[int, dict[int, tuple[int, int, int, int]]] = {
+    2: {64: (32, 32, 4, 4), 128: (32, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 2)},
+    4: {64: (32, 32, 4, 2), 128: (16, 32, 8, 1)},
+}
+MAX_DECODE_ROWS = 64  # beyond, tiles of queries fill the chip without a split
+SPLIT_KEYS = 256  # the fewest that a split is worth
+MAX_SPLITS = 128
+
+
+def decode(rows: int, head_dim: int, head_dim_v: int, itemsize: int) -> Config | None:
+    """The configuration of decode_kernel for `rows` queries of one key head; None where its tiles would spill."""
+    size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))
+    for limit, (most_rows, block_n, warps, stages) in DECODE[itemsize].items():
+        if size <= limit:
+            return Config(16 if rows <= 16 else most_rows, block_n, warps, stages)
+    return None
+
+
+def splits(keys: int, block_n: int, programs: int, processors: int) -> int:
+    """Into how many parts to cut `keys` keys so that `programs` programs become two for each of the chip's processors.
+
+    A part has SPLIT_KEYS keys or more, in whole blocks, none is empty, and there are at most MAX_SPLITS.
+    """
+    blocks = -(-keys // block_n)
+    wanted = min(-(-2 * processors // max(programs, 1)), keys // SPLIT_KEYS, MAX_SPLITS)
+    each = -(-blocks // max(wanted, 1))
+    each = max(each, SPLIT_KEYS // block_n)
+    return max(-(-blocks // max(each, 1)), 1)
+
+
 def arch_class(capability: int, tma: bool) -> int:
     """The table's chip: 90 with descriptors (9.0, 10.0); 86 for 8.6, 8.9 and 12.0; else 80."""
     if capability in (86, 87, 89) or capability >= 120:
@@ -150,8 +182,8 @@ _SM120 = (
 )
 _FP32 = "tf32x3 splits every operand in two: of the tiles from 16 x 16 on, each spills, and this one least"
 _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
-    (80, "forward", 2, "plain", 192): {"120a": (144, _SM120)},
-    (80, "forward", 2, "tile", 128): {"120a": (40, _SM120)},
+    (80, "forward", 2, "plain", 192): {"120a": (148, _SM120)},
+    (80, "forward", 2, "tile", 128): {"80": (8, _FEW), "120a": (40, _SM120)},
     (80, "forward", 2, "tile", 256): {"120a": (8, _SM120)},
     (80, "forward", 4, "plain", 64): {"120a": (172, _SM120)},
     (80, "forward", 4, "plain", 128): {"120a": (120, _SM120)},

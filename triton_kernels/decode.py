@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .forward import load_tile
-from .score import LN2, scores, softmax_step
+from .score import log_sum_exp, scores, softmax_step
 
 
 @triton.jit
@@ -27,9 +27,12 @@ def decode_kernel(
     fp32: each split's own normalised output, and its lse in natural units. Grid: (splits, tiles of rows, batch *
     heads_k).
     """
-    split = tl.program_id(0)
-    r = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b, hk = (tl.program_id(2) // heads_k).to(tl.int64), (tl.program_id(2) % heads_k).to(tl.int64)
+    tiles = (group * seqlen_q + BLOCK_M - 1) // BLOCK_M
+    split = tl.program_id(0) % splits
+    row_tile = tl.program_id(0) // splits % tiles
+    batch_head = tl.program_id(0) // splits // tiles
+    r = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, hk = (batch_head // heads_k).to(tl.int64), (batch_head % heads_k).to(tl.int64)
     live = r < group * seqlen_q
     rows = tl.where(live, r // group, 0)
     heads = hk * group + r % group
@@ -47,8 +50,8 @@ def decode_kernel(
         bias_rows = bias + b * bias_stride_b + heads[:, None] * bias_stride_h
 
     # The keys that some row reaches, in whole blocks, dealt out evenly.
-    first_row = tl.program_id(1) * BLOCK_M // group
-    last_row = tl.minimum((tl.program_id(1) * BLOCK_M + BLOCK_M - 1) // group, seqlen_q - 1)
+    first_row = row_tile * BLOCK_M // group
+    last_row = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // group, seqlen_q - 1)
     begin = 0
     end = seqlen_k
     if HAS_LOW:
@@ -73,9 +76,9 @@ def decode_kernel(
             qk = tl.dot(q1, tl.trans(tile), qk, input_precision=PRECISION)
         s, _ = scores(
             qk, rows[:, None], cols[None, :], bias_rows, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q,
-            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, True,
+            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, True, BIAS % 2 == 1,
         )  # fmt: skip
-        p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True)
+        p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True, BIAS % 2 == 1)
         tile = load_tile(v, 0, 0, first_col, v_stride_n, seqlen_k, 0, head_dim_v, BLOCK_N, V0, False, True)
         p = p.to(tile.dtype)
         acc0 = tl.dot(p, tile, acc0 * factor[:, None], input_precision=PRECISION)
@@ -86,7 +89,7 @@ def decode_kernel(
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     part = ((b * heads_k * group + heads) * seqlen_q + rows) * splits + split
-    tl.store(part_lse + part, tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2), mask=live)
+    tl.store(part_lse + part, tl.where(empty, float("-inf"), log_sum_exp(row_max, row_sum, BIAS % 2 == 1)), mask=live)
     out = part_out + part[:, None] * head_dim_v
     d = tl.arange(0, V0)[None, :]
     tl.store(out + d, acc0 / row_sum[:, None], mask=live[:, None] & (d < head_dim_v))
@@ -102,11 +105,11 @@ def combine_kernel(
 ):  # fmt: skip
     """out and lse of one query of one head from its parts: weights exp(lse of the part - their common lse).
 
-    SPLITS and DIMS: powers of two, at least splits and head_dim_v. Grid: (seqlen_q, batch * heads).
+    SPLITS and DIMS: powers of two, at least splits and head_dim_v. Grid: seqlen_q * batch * heads.
     """
-    row = tl.program_id(0)
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    at = tl.program_id(1).to(tl.int64) * seqlen_q + row
+    at = tl.program_id(0).to(tl.int64)
+    row = at % seqlen_q
+    b, h = at // seqlen_q // heads, at // seqlen_q % heads
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, DIMS)
     parts = tl.load(part_lse + at * splits + s, mask=s < splits, other=float("-inf"))
@@ -119,7 +122,7 @@ def combine_kernel(
     tile = part_out + (at * splits + s[:, None]) * head_dim_v + d[None, :]
     tile = tl.load(tile, mask=(s[:, None] < splits) & (d[None, :] < head_dim_v), other=0.0)
     result = tl.sum(tile * (weights / total)[:, None], 0)
-    pointer = out + b * out_stride_b + h * out_stride_h + row.to(tl.int64) * out_stride_m + d
+    pointer = out + b * out_stride_b + h * out_stride_h + row * out_stride_m + d
     tl.store(pointer, result.to(out.dtype.element_ty), mask=d < head_dim_v)
     if WRITE_LSE:
         tl.store(lse + at, tl.where(empty, float("-inf"), base + tl.log(total)))

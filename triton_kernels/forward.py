@@ -8,7 +8,7 @@ that is no power of two is split, D = D0 + D1, so that nothing is multiplied by 
 import triton
 import triton.language as tl
 
-from .score import LN2, dropout_keep, reached, scores, softmax_step
+from .score import dropout_keep, log_sum_exp, reached, scores, softmax_step
 
 
 @triton.constexpr_function
@@ -73,9 +73,9 @@ def _forward_blocks(
             qk = tl.dot(q1, tl.trans(k), qk, input_precision=PRECISION)
         s, _ = scores(
             qk, rows[:, None], cols[None, :], bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q,
-            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED,
+            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED, BIAS % 2 == 1,
         )  # fmt: skip
-        p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, MASKED or BIAS > 0)
+        p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, MASKED or BIAS > 0, BIAS % 2 == 1)
         if DROPOUT:
             keep = dropout_keep(seed, batch_head, rows, first_col, dropout_threshold, BLOCK_M, BLOCK_N)
             p = tl.where(keep, p, 0.0)
@@ -170,7 +170,7 @@ def forward_kernel(
     row_sum = tl.where(empty, 1.0, row_sum)
     if WRITE_LSE:
         rows = first_row + tl.arange(0, BLOCK_M)
-        value = tl.where(empty, float("-inf"), (row_max + tl.log2(row_sum)) * LN2)
+        value = tl.where(empty, float("-inf"), log_sum_exp(row_max, row_sum, BIAS % 2 == 1))
         tl.store(lse + batch_head.to(tl.int64) * seqlen_q + rows, value, mask=rows < seqlen_q)
     factor = 1.0 / row_sum
     if DROPOUT:

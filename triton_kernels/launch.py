@@ -126,6 +126,12 @@ def capability(device_index: int) -> int:
     return 10 * major + minor
 
 
+@functools.cache
+def processors(device_index: int) -> int:
+    """How many multiprocessors a device has."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
 def descriptor(fields: dict[str, Any], base: Tensor) -> TensorDescriptor:
     """A descriptor of `base` with the other fields as given. (Not by its constructor, whose checks cost 1.5 us.)"""
     made = TensorDescriptor.__new__(TensorDescriptor)

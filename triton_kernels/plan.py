@@ -16,6 +16,7 @@ from . import configs, launch
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bias_gradient import bias_gradient_kernel
 from .configs import Config
+from .decode import combine_kernel, decode_kernel
 from .forward import forward_kernel
 
 Sizes = tuple[int, ...]
@@ -125,6 +126,8 @@ class Forward(NamedTuple):
     out: Layout
     lse_shape: Sizes
     step: Step | None  # None: there is nothing to add up
+    combine: Step | None = None  # after `step` where that splits the keys: puts the parts together,
+    parts: Sizes = ()  # (batch, heads, seqlen_q, splits, head_dim_v)
 
 
 class Backward(NamedTuple):
@@ -142,8 +145,8 @@ class Backward(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(problem: Problem, need_lse: bool) -> Forward:
-    """The launches of `attnkern::forward`."""
+def forward_plan(problem: Problem, need_lse: bool, processors: int = 0) -> Forward:
+    """The launches of `attnkern::forward` on a device of so many multiprocessors (0: the keys are not split)."""
     q, k, v = problem.q, problem.k, problem.v
     out = q.like(v.shape[3])
     lse_shape = q.shape[:3] if need_lse else (0,)
@@ -152,6 +155,8 @@ def forward_plan(problem: Problem, need_lse: bool) -> Forward:
     build = _Builder(problem)
     build.tensor("out", out.kind(), problem.dtype, "m")
     build.pointers["lse"] = "fp32" if need_lse else None
+    if processors and (parts := build.splits(processors)) is not None:
+        return Forward(out, lse_shape, *build.decode(*parts, need_lse))
     step = build.step(forward_kernel, "forward", {"k": k, "v": v}, WRITE_LSE=need_lse)
     return Forward(out, lse_shape, step)
 
@@ -330,6 +335,46 @@ class _Builder:
         rest = tuple(values[argument] for argument in function.arg_names if argument not in pointers)
         return Step(kernel, self._grid(name, config, values), rest, tuple(descriptors) or None, tuple(pads))
 
+    def splits(self, processors: int) -> tuple[int, Config] | None:
+        """How many parts decode_kernel cuts the keys into, and its configuration; None where forward_kernel serves
+        better: it has tiles enough, or the keys are too few, or what it does is needed."""
+        problem, values = self.problem, self.values
+        rows = values["group_k"] * values["seqlen_q"]
+        if problem.seeds or values["group_k"] != values["group_v"] or rows > configs.MAX_DECODE_ROWS:
+            return None
+        config = configs.decode(rows, *(self.constants[n] for n in ("head_dim", "head_dim_v")), problem.dtype.itemsize)
+        reached = min(values["seqlen_q"] + values["band_high"], values["seqlen_k"]) - max(values["band_low"], 0)
+        if config is None or reached < 2 * configs.SPLIT_KEYS:
+            return None
+        programs = values["batch"] * problem.k.shape[1] * -(-rows // config.block_m)
+        parts = configs.splits(reached, config.block_n, programs, processors)
+        return (parts, config) if parts > 1 or values["group_k"] > 1 else None
+
+    def decode(self, splits: int, config: Config, need_lse: bool) -> tuple[Step, Step, Sizes]:
+        """The fields of a `Forward` after its first two."""
+        problem, values = self.problem, self.values
+        batch, heads, seqlen_q, _ = problem.q.shape
+        heads_k, dims = problem.k.shape[1], problem.v.shape[3]
+        values |= {"heads_k": heads_k, "group": heads // heads_k, "splits": splits}
+        self.pointers |= {"part_out": "fp32", "part_lse": "fp32"}
+        self.divisors["part_out"] = 16
+
+        def step(function: Any, config: Config, grid: int, **more: Any) -> Step:
+            constants = {**self.constants, **more}
+            kernel = launch.variant(function, self.pointers, constants, self.divisors, config)
+            every = {**values, **constants}
+            rest = tuple(every[argument] for argument in function.arg_names if argument not in self.pointers)
+            return Step(kernel, grid, rest, None, ())
+
+        tiles = -(-heads // heads_k * seqlen_q // config.block_m)
+        blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+        first = step(decode_kernel, config, splits * tiles * batch * heads_k, **blocks)
+        # Two sizes, not one for each number of splits: the number follows the length, and a variant takes compiling.
+        sizes = {"SPLITS": 16 if splits <= 16 else configs.MAX_SPLITS, "DIMS": 1 << (dims - 1).bit_length()}
+        warps = min(max(sizes["SPLITS"] * sizes["DIMS"] // 2048, 1), 16)
+        combine = step(combine_kernel, Config(0, 0, warps, 1), seqlen_q * batch * heads, **sizes, WRITE_LSE=need_lse)
+        return first, combine, (batch, heads, seqlen_q, splits, dims)
+
     def _grid(self, name: str, config: Config, values: Mapping[str, Any]) -> int:
         blocks_m, blocks_n = (
             -(-values[f"seqlen_{x}"] // max(n, 1)) for x, n in (("q", config.block_m), ("k", config.block_n))
@@ -364,7 +409,34 @@ def gate_cases() -> list[dict[str, Any]]:
             assert step is not None
             claims = {"archs": archs, "require": {archs: count} if count else {}}
             cases.append({"name": f"triton {name} sm_{capability}", **step.kernel.gate_case(), **claims})
+    for itemsize, by_size in configs.DECODE.items():
+        for size in by_size:
+            cases += _decode_gate_cases(size, itemsize)
     return cases
+
+
+def _decode_gate_cases(size: int, itemsize: int) -> list[dict[str, Any]]:
+    """decode_kernel with the most rows in a tile, and its combine_kernel."""
+    problem = gate_problem(80, size, itemsize, "plain")
+    x = problem.q._replace(shape=(2, 4, 32, size))
+    bottom_right = (*problem.score[:4], 1024 - 32, 0.0)
+    plan = forward_plan(problem._replace(q=x, score=bottom_right), True, 132)
+    assert plan.step is not None
+    assert plan.combine is not None
+    archs, options, constants = "80 90a 120a", plan.step.kernel.options, plan.step.kernel.constants
+    scores = constants["BLOCK_M"] * constants["BLOCK_N"] // options["num_warps"]
+    hmma = 2 * scores * size // 2048 * (1 if itemsize == 2 else 6)
+    counts = {"HMMA": hmma, **({"LDGSTS": 1} if options["num_stages"] > 1 else {})}
+    named = ((plan.step, "decode", counts), (plan.combine, "combine", {"LDG": 1}))
+    return [
+        {
+            "name": f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size}",
+            **step.kernel.gate_case(),
+            "archs": archs,
+            "require": {archs: require},
+        }
+        for step, name, require in named
+    ]
 
 
 def gate_problem(capability: int, size: int, itemsize: int, feature: str) -> Problem:

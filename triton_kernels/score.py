@@ -66,8 +66,12 @@ def load_bias(bias, rows, cols, stride_m, stride_n, seqlen_q, seqlen_k, BIAS: tl
 def scores(
     qk, rows, cols, bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q, seqlen_k, band_low, band_high,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
+    NATURAL: tl.constexpr = False,
 ):  # fmt: skip
-    """Products q k^T to scores in units of log2, -inf where a query doesn't attend; and tanh, for the derivative.
+    """Products q k^T to scores, -inf where a query doesn't attend; and tanh, for the derivative.
+
+    In units of log2, or NATURAL ones: with an added bias, where a row of finfo.min times log2(e) would be one of -inf,
+    and lse beside a large bias not what it was made of.
 
     rows and cols are the tile's indices, shaped to broadcast to it: [M, 1] and [1, N], or [1, M] and [N, 1] of a
     transposed tile. score_scale is softmax_scale * log2(e), or softmax_scale / softcap with a softcap.
@@ -76,11 +80,13 @@ def scores(
     t = s
     if SOFTCAP:
         t = tanh(s)
-        s = t * (softcap * LOG2E)
+        s = t * (softcap if NATURAL else softcap * LOG2E)
+    elif NATURAL:
+        s = qk * (score_scale * LN2)
     if BIAS > 0:
         b = load_bias(bias, rows, cols, bias_stride_m, bias_stride_n, seqlen_q, seqlen_k, BIAS)
         if BIAS % 2 == 1:
-            s += b.to(tl.float32) * LOG2E
+            s += b.to(tl.float32) * (1.0 if NATURAL else LOG2E)
         else:
             s = tl.where(b != 0, s, float("-inf"))
     if MASKED:
@@ -94,15 +100,27 @@ def scores(
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, MAY_BE_EMPTY: tl.constexpr):
+def weights(s, base, NATURAL: tl.constexpr):
+    """exp(s - base), of scores in either unit."""
+    return tl.exp2((s - base) * LOG2E if NATURAL else s - base)
+
+
+@triton.jit
+def log_sum_exp(row_max, row_sum, NATURAL: tl.constexpr):
+    """The natural logarithm of a row's sum, whose weights are relative to row_max (in either unit)."""
+    return row_max + tl.log2(row_sum) * LN2 if NATURAL else (row_max + tl.log2(row_sum)) * LN2
+
+
+@triton.jit
+def softmax_step(s, row_max, row_sum, MAY_BE_EMPTY: tl.constexpr, NATURAL: tl.constexpr = False):
     """One block of the online softmax: weights relative to the new maximum, the factor for what was summed before, and
-    the new maximum and sum. A row that has seen no key yet keeps -inf and 0."""
+    the new maximum and sum. A row that has seen no key yet keeps -inf and 0. Units as in `scores`."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
     base = new_max
     if MAY_BE_EMPTY:
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s - base[:, None])
-    factor = tl.exp2(row_max - base)
+    p = weights(s, base[:, None], NATURAL)
+    factor = weights(row_max, base, NATURAL)
     return p, factor, new_max, row_sum * factor + tl.sum(p, 1)
 
 
@@ -127,11 +145,13 @@ def dropout_keep(seed, batch_head, rows, first_col, threshold, ROWS: tl.constexp
 
 
 @triton.jit
-def load_row_constants(lse, delta, rows, seqlen_q):
-    """lse in units of log2, and delta, of these rows. A row without keys (lse -inf) and one past the end get +inf: its
-    weights are exp2(s - inf) = 0."""
+def load_row_constants(lse, delta, rows, seqlen_q, NATURAL: tl.constexpr = False):
+    """lse in the unit of the scores, and delta, of these rows. A row without keys (lse -inf) and one past the end get
+    +inf: its weights are exp2(s - inf) = 0."""
     inside = rows < seqlen_q
-    base = tl.load(lse + rows, mask=inside, other=float("-inf")) * LOG2E
+    base = tl.load(lse + rows, mask=inside, other=float("-inf"))
+    if not NATURAL:
+        base *= LOG2E
     return tl.where(base == float("-inf"), float("inf"), base), tl.load(delta + rows, mask=inside, other=0.0)
 
 

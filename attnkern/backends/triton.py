@@ -85,13 +85,20 @@ def forward(
     plans = _plans()
     q, k, v, bias = _rows(q), _rows(k), _rows(v), _narrow(bias)
     score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
-    plan = plans.forward_plan(_problem(plans, q, k, v, bias, philox_seed, score), need_lse)
+    index, run = q.get_device(), plans.launch.run
+    problem = _problem(plans, q, k, v, bias, philox_seed, score)
+    plan = plans.forward_plan(problem, need_lse, plans.launch.processors(index))
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    if (step := plan.step) is not None:
+    if (step := plan.step) is not None and (combine := plan.combine) is not None:
+        part_out = torch.empty(plan.parts, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(plan.parts[:-1], dtype=torch.float32, device=q.device)
+        run(step.kernel, step.grid, (q, k, v, bias, part_out, part_lse, *step.rest), index)
+        run(combine.kernel, combine.grid, (part_out, part_lse, out, lse if need_lse else None, *combine.rest), index)
+    elif step is not None:
         tiles = step.tiles(k, v)
         args = (q, *tiles, bias, philox_seed, out, lse if need_lse else None, *step.rest)
-        plans.launch.run(step.kernel, step.grid, args, q.get_device())
+        run(step.kernel, step.grid, args, index)
     else:
         out.zero_()
         lse.fill_(-math.inf)

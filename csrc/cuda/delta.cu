@@ -1,8 +1,7 @@
 // The backward's preprocess, bound by memory: reads grad_out and out once. Eight lanes share a row, so that a warp
 // reads whole 128-byte lines (16 bytes a lane) even where rows are as short as a line.
-#include "cuda/launch.h"
-
 #include "cuda/launch.cuh"
+#include "cuda/launch.h"
 
 namespace attnkern::cuda {
 namespace {
