@@ -27,6 +27,12 @@ MECHANISMS_SM80 = {
     "ldmatrix_shapes": {"LDSM": 6},
     "mma_*": {"HMMA": 1},
 }
+ARITHMETIC = {
+    "float_exact": {"FFMA": 1},
+    "integer": {"IMAD": 1},
+    "half_pairs": {"HFMA2": 1},
+    "bfloat16_pairs": {"HFMA2": 1},
+}
 MECHANISMS_SM90 = {
     "mbarrier_ring": {"SYNCS": 8},
     "tma_copy_*": {"UTMALDG": 1, "UTMASTG": 1, "SYNCS": 3},
@@ -65,6 +71,15 @@ def cuda_cases() -> list[Case]:
                 require={"90a": {"HGMMA": head_dim // 4, "UTMALDG": 3, "UTMASTG": 1, "SYNCS": 20, "USETMAXREG": 2}},
             )
             for head_dim, shared in ((64, 49224), (128, 163912))
+        ),
+        *(mechanism("arithmetic.cu", kernel, ALL, counts, threads=128) for kernel, counts in ARITHMETIC.items()),
+        mechanism(
+            "arithmetic.cu",
+            "float_library",
+            ALL,
+            {"MUFU": 1},
+            threads=128,
+            spills={ALL: Budget(32, "sinf and cosf reduce large arguments with a table in local memory")},
         ),
         *(mechanism("mechanisms_sm80.cu", kernel, ALL, counts) for kernel, counts in MECHANISMS_SM80.items()),
         *(mechanism("mechanisms_sm90.cu", kernel, "90a", counts) for kernel, counts in MECHANISMS_SM90.items()),
