@@ -380,7 +380,13 @@ def cuda(source: str | Path, name: str | None = None, *, target: int, flags: Seq
     path = path if path.is_absolute() else ROOT / path
     if not path.exists():
         raise LaunchError(f"source: {path} does not exist")
-    text = _nvcc(path, target, tuple(flags))
+    return _cuda(path, name, target, tuple(flags))
+
+
+# One object per kernel and process: it keeps the program that its PTX was decoded into.
+@functools.lru_cache(maxsize=256)
+def _cuda(path: Path, name: str | None, target: int, flags: tuple) -> Compiled:
+    text = _nvcc(path, target, flags)
     return Compiled(text, _names(text).kernel(name).name, target)
 
 
