@@ -293,31 +293,20 @@ def dq_kernel(
     begin, clean_begin, clean_end, end = reached(
         first_row, seqlen_q, seqlen_k, band_low, band_high, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH
     )
-    if HAS_LOW:
-        dq0, dq1 = _dq_blocks(
-            dq0, dq1, q0, q1, g0, g1, base, row_delta, k0, k1, v0, v1, bias, dbias, key,
-            b, hk, hv, counted, first_row, begin, clean_begin,
-            k_stride_n, v_stride_n, bias_stride_m, bias_stride_n, dbias_stride_m,
-            score_scale, softcap, dropout_threshold, dropout_scale, seqlen_q, seqlen_k, head_dim, head_dim_v,
-            band_low, band_high,
-            BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, True, DBIAS, TMA, PRECISION,
-        )  # fmt: skip
-    dq0, dq1 = _dq_blocks(
-        dq0, dq1, q0, q1, g0, g1, base, row_delta, k0, k1, v0, v1, bias, dbias, key,
-        b, hk, hv, counted, first_row, clean_begin, clean_end,
-        k_stride_n, v_stride_n, bias_stride_m, bias_stride_n, dbias_stride_m,
-        score_scale, softcap, dropout_threshold, dropout_scale, seqlen_q, seqlen_k, head_dim, head_dim_v,
-        band_low, band_high,
-        BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, False, DBIAS, TMA, PRECISION,
-    )  # fmt: skip
-    dq0, dq1 = _dq_blocks(
-        dq0, dq1, q0, q1, g0, g1, base, row_delta, k0, k1, v0, v1, bias, dbias, key,
-        b, hk, hv, counted, first_row, clean_end, end,
-        k_stride_n, v_stride_n, bias_stride_m, bias_stride_n, dbias_stride_m,
-        score_scale, softcap, dropout_threshold, dropout_scale, seqlen_q, seqlen_k, head_dim, head_dim_v,
-        band_low, band_high,
-        BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, True, DBIAS, TMA, PRECISION,
-    )  # fmt: skip
+    # Masked blocks (if there is a lower bound), clean ones, masked ones again.
+    for part in tl.static_range(3):
+        if HAS_LOW or part > 0:
+            first = begin if part == 0 else (clean_begin if part == 1 else clean_end)
+            last = clean_begin if part == 0 else (clean_end if part == 1 else end)
+            dq0, dq1 = _dq_blocks(
+                dq0, dq1, q0, q1, g0, g1, base, row_delta, k0, k1, v0, v1, bias, dbias, key,
+                b, hk, hv, counted, first_row, first, last,
+                k_stride_n, v_stride_n, bias_stride_m, bias_stride_n, dbias_stride_m,
+                score_scale, softcap, dropout_threshold, dropout_scale, seqlen_q, seqlen_k, head_dim, head_dim_v,
+                band_low, band_high,
+                BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, part != 1, DBIAS, TMA,
+                PRECISION,
+            )  # fmt: skip
     dq += b64 * dq_stride_b + h64 * dq_stride_h
     store_tile(dq, dq0 * softmax_scale, first_row, dq_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0)
     if D1 > 0:

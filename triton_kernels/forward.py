@@ -143,28 +143,19 @@ def forward_kernel(
     begin, clean_begin, clean_end, end = reached(
         first_row, seqlen_q, seqlen_k, band_low, band_high, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH
     )
-    if HAS_LOW:
-        acc0, acc1, row_max, row_sum = _forward_blocks(
-            acc0, acc1, row_max, row_sum, q0, q1, k0, k1, v0, v1, bias, key,
-            b, hk, hv, counted, first_row, begin, clean_begin,
-            k_stride_n, v_stride_n, bias_stride_m, bias_stride_n,
-            score_scale, softcap, dropout_threshold, seqlen_q, seqlen_k, head_dim, head_dim_v, band_low, band_high,
-            BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, True, TMA, PRECISION,
-        )  # fmt: skip
-    acc0, acc1, row_max, row_sum = _forward_blocks(
-        acc0, acc1, row_max, row_sum, q0, q1, k0, k1, v0, v1, bias, key,
-        b, hk, hv, counted, first_row, clean_begin, clean_end,
-        k_stride_n, v_stride_n, bias_stride_m, bias_stride_n,
-        score_scale, softcap, dropout_threshold, seqlen_q, seqlen_k, head_dim, head_dim_v, band_low, band_high,
-        BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, False, TMA, PRECISION,
-    )  # fmt: skip
-    acc0, acc1, row_max, row_sum = _forward_blocks(
-        acc0, acc1, row_max, row_sum, q0, q1, k0, k1, v0, v1, bias, key,
-        b, hk, hv, counted, first_row, clean_end, end,
-        k_stride_n, v_stride_n, bias_stride_m, bias_stride_n,
-        score_scale, softcap, dropout_threshold, seqlen_q, seqlen_k, head_dim, head_dim_v, band_low, band_high,
-        BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, True, TMA, PRECISION,
-    )  # fmt: skip
+    # Masked blocks (if there is a lower bound), clean ones, masked ones again.
+    for part in tl.static_range(3):
+        if HAS_LOW or part > 0:
+            first = begin if part == 0 else (clean_begin if part == 1 else clean_end)
+            last = clean_begin if part == 0 else (clean_end if part == 1 else end)
+            acc0, acc1, row_max, row_sum = _forward_blocks(
+                acc0, acc1, row_max, row_sum, q0, q1, k0, k1, v0, v1, bias, key,
+                b, hk, hv, counted, first_row, first, last,
+                k_stride_n, v_stride_n, bias_stride_m, bias_stride_n,
+                score_scale, softcap, dropout_threshold, seqlen_q, seqlen_k, head_dim, head_dim_v, band_low, band_high,
+                BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, part != 1, TMA,
+                PRECISION,
+            )  # fmt: skip
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
