@@ -54,21 +54,8 @@ format: $(READY)  ## rewrite the sources in the project's format
 typecheck: $(READY)  ## mypy
 	@$(PY) -m mypy
 
-gpu: $(READY)  ## on a CUDA machine: build, GPU tests, benchmark, tuning; DRY=1: up to the device, on any machine
-ifdef DRY
-	@echo "== build" && $(MAKE) --no-print-directory build
-	@echo "== tests, collected" && $(PY) -m pytest -q --collect-only -k "gpu or cuda or triton" $(PYTEST_ARGS) | tail -n 3
-	@echo "== kernels, compiled for every architecture" && PYTHONPATH=tests $(PY) -m gate | tail -n 3
-	@echo "== bench, planned" && $(PY) -m bench run --device cuda --cases gpu-sweep,gpu-features --dry-run $(BENCH_ARGS)
-	@echo "== tuning, compiled for compute capability 9.0" && $(PY) -m bench.tune --dry-run 90
-else
-	@$(PY) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu: torch %s of $(PY) sees no CUDA device: nothing was run" % torch.__version__)'
-	@echo "== build" && $(MAKE) --no-print-directory build
-	@echo "== tests" && PYTHONUNBUFFERED=1 $(PY) -m pytest -k "gpu or cuda" $(PYTEST_ARGS)
-	@echo "== bench" && PYTHONUNBUFFERED=1 $(PY) -m bench run --device cuda --cases gpu-sweep,gpu-features $(BENCH_ARGS)
-	@echo "== launch" && PYTHONUNBUFFERED=1 $(PY) -m bench run --device cpu --cases launch-overhead --passes forward
-	@echo "== tuning" && PYTHONUNBUFFERED=1 $(PY) -m bench.tune
-endif
+gpu: $(READY)  ## on a CUDA machine, in 9 minutes: build, tests, sanitizers, sweep, tuning; DRY=1: up to the device, anywhere
+	@$(PY) -m bench.gpu $(if $(DRY),--dry-run)
 
 wheel: $(READY)  ## dist/: a wheel with the compiled libraries, and the sdist
 	@rm -rf build/lib.*

@@ -139,6 +139,12 @@ def cpu_sources():
     return [source for source in sources if source.stem not in other]
 
 
+def sm90_flags(archs):
+    """For csrc/cuda/*_sm90.cu, whose kernels only sm_90a can run: without it their plans remain, which refuse."""
+    code = "arch=compute_90a,code=sm_90a" if "90a" in archs else "arch=compute_80,code=sm_80 -DATTNKERN_NO_SM90"
+    return f"-gencode {code}"
+
+
 class BuildLibraries(build_ext):
     """Both libraries, straight to their destination: this folder (--inplace) or the wheel's tree."""
 
@@ -163,7 +169,9 @@ class BuildLibraries(build_ext):
             nvcc_flags = " ".join([NVCCFLAGS, *codes, "-gencode arch=compute_80,code=compute_80", "-Icsrc"])
             sources = Path("csrc/cuda")
             objects = ninja.compile(sorted(sources.glob("*.cpp")), cxx, torch_flags)
-            objects += ninja.compile(sorted(sources.glob("*.cu")), nvcc, nvcc_flags)
+            hopper = sorted(sources.glob("*_sm90.cu"))
+            objects += ninja.compile(sorted({*sources.glob("*.cu")} - {*hopper}), nvcc, nvcc_flags)
+            objects += ninja.compile(hopper, nvcc, f"{NVCCFLAGS} {sm90_flags(archs)} -Icsrc")
             # -ltorch: a CUDA torch's needs libtorch_cuda, where the one weak CUDA symbol of ops_cuda.cpp then resolves.
             link_flags = f"{LDFLAGS} -cudart static -cudadevrt none -L{torch}/lib -ltorch -ltorch_cpu"
             ninja.add("link", package / "_cuda.abi3.so", objects, nvcc, link_flags)

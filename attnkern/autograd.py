@@ -1,9 +1,12 @@
 """Gradients: the only module that knows about them.
 
-    forward op --backward--> backward op --backward--> the reference, differentiated
+    forward --backward--> backward          forward --jvp--> tangent
+    backward --backward--> second_backward  backward --jvp--> second_backward + backward
+    tangent --backward--> second_backward + backward
 
-The first derivative is a kernel (`attnkern::backward`). Derivatives beyond it, and forward-mode ones, are those of the
-plain-torch reference, which is right to any order. vmap flattens the mapped dimension into the batch: no loop.
+Each name is an operator (ops.py), whose memory is linear in the sequence. Derivatives beyond these (of second_backward,
+and the jvp of tangent) are those of the plain-torch reference, which is right to any order and holds all scores. vmap
+flattens the mapped dimension into the batch: no loop.
 """
 
 from __future__ import annotations
@@ -142,7 +145,7 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         q, k, v, bias, seed, *score, backend = inputs
         ctx.save_for_backward(q, k, v, bias, seed, *output)
-        ctx.save_for_forward(q, k, v, bias, seed)
+        ctx.save_for_forward(q, k, v, bias, seed, *output)
         ctx.score = score
         ctx.backend = backend
         ctx.set_materialize_grads(False)
@@ -180,18 +183,20 @@ def _input_grads(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> 
     grads: tuple[Tensor | None, ...] = (None,) * 4
     if grad_out is not None or grad_lse is not None:
         q, k, v, bias, seed, out, lse = ctx.saved_tensors
-        if grad_out is None:
-            grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        cotangents = _materialized(grad_out, grad_lse, out)
         mask = needed[0] * ops.GRAD_Q + needed[1] * ops.GRAD_K + needed[2] * ops.GRAD_V + needed[3] * ops.GRAD_BIAS
-        grads = _backward(grad_out, grad_lse, q, k, v, bias, seed, out, lse, *ctx.score, mask, ctx.backend)
+        grads = _backward(*cotangents, q, k, v, bias, seed, out, lse, *ctx.score, mask, ctx.backend)
     return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * (_NUM_SCORE + 2)
 
 
 class _AttentionJVP(_Attention):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
-        q, k, v, bias, seed = ctx.saved_tensors
-        return _jvp(_reference_forward(seed, ctx.score), (q, k, v, bias), tangents[:4])
+        q, k, v, bias, seed, out, lse = _primals(ctx)
+        # Detached: the tangents become part of out and lse, and would hold what they are part of.
+        results = out.detach(), lse.detach()
+        with _outer_levels():
+            return _Tangent.apply(q, k, v, bias, seed, *tangents[:4], *results, *ctx.score, ctx.backend)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -206,49 +211,159 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        *primals, seed, _out, _lse = inputs[:9]
-        ctx.save_for_backward(*primals, seed)
-        ctx.save_for_forward(*primals, seed)
-        *ctx.score, ctx.grad_mask, _ = inputs[9:]
+        ctx.save_for_backward(*inputs[:9])
+        ctx.save_for_forward(*inputs[:9])
+        *ctx.score, ctx.grad_mask, ctx.backend = inputs[9:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None):
+        needed = ctx.needs_input_grad[:6]
+        grads: Sequence[Tensor | None] = (None,) * 6
+        if any(c is not None for c in cotangents):
+            mask = _mask_of(needed, _SECOND_ORDER_BITS)
+            results = _SecondBackward.apply(*cotangents, *ctx.saved_tensors, *ctx.score, mask, ctx.backend)
+            grads = [g if need else None for g, need in zip(results, needed, strict=True)]
+        return *grads, *(None,) * (len(ctx.needs_input_grad) - 6)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None):
+        """By the symmetry of second derivatives, what second_backward makes of the inputs' tangents as cotangents.
+
+        And backward is linear in grad_out and grad_lse.
+        """
+        grad_out, grad_lse, *given = _primals(ctx)
+        t_grad_out, t_grad_lse, *moved = tangents[:6]
+        rest = *given, *ctx.score, ctx.grad_mask, ctx.backend
+        with _outer_levels():
+            parts = []
+            if any(t is not None for t in moved):
+                parts.append(_SecondBackward.apply(*moved, grad_out, grad_lse, *rest)[2:])
+            if t_grad_out is not None or t_grad_lse is not None:
+                parts.append(_backward(*_materialized(t_grad_out, t_grad_lse, given[-2]), *rest))
+            if len(parts) == 2:
+                return tuple(a + b for a, b in zip(*parts, strict=True))
+            return tuple(parts[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, grad_out, grad_lse, q, k, v, bias, seed, out, lse, *rest):
+        n, batch = info.batch_size, _batch_of(q, in_dims[2])
+        tensors = (grad_out, grad_lse, q, k, v, bias, seed, out, lse)
+        grads = _backward(*_flatten_all(tensors, in_dims, n, batch), *rest)
+        (dq, dk, dv, dbias), dims = _unflatten(grads, n, batch)
+        return (dq, dk, dv, _of_bias(dbias, bias, in_dims[5], batch)), dims
+
+
+class _Tangent(torch.autograd.Function):
+    """The arguments of `attnkern::tangent` -> (tout, tlse), as a function of q, k, v, bias and their tangents."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        return ops.tangent(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs[:11])
+        ctx.save_for_forward(*inputs[:11])
+        *ctx.score, ctx.backend = inputs[11:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_tout: Tensor | None, grad_tlse: Tensor | None):
+        """<grad, tangent> is what second_backward differentiates; of the tangents, it is linear: that is backward."""
+        *inputs, seed, tq, tk, tv, tbias, out, lse = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:4], ctx.needs_input_grad[5:9]
+        grads: list[tuple[Tensor | None, ...]] = [(None,) * 4, (None,) * 4]
+        if grad_tout is not None or grad_tlse is not None:
+            rest = *_materialized(grad_tout, grad_tlse, out), *inputs, seed, out, lse, *ctx.score
+            if any(needed[0]):
+                mask = _mask_of((False, False, *needed[0]), _SECOND_ORDER_BITS)
+                grads[0] = _SecondBackward.apply(tq, tk, tv, tbias, *rest, mask, ctx.backend)[2:]
+            if any(needed[1]):
+                grads[1] = _backward(*rest, _mask_of(needed[1], _SECOND_ORDER_BITS[2:]), ctx.backend)
+        (q, k, v, bias), tangents = (
+            (g if need else None for g, need in zip(*pair, strict=True)) for pair in zip(grads, needed, strict=True)
+        )
+        return q, k, v, bias, None, *tangents, *(None,) * (_NUM_SCORE + 3)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None):
+        *inputs, seed, tq, tk, tv, tbias, _out, _lse = _primals(ctx)
+        moves = tangents[:4], tangents[5:9]
+        function = _reference_tangent(seed, ctx.score)
+        return _jvp(function, (*inputs, tq, tk, tv, tbias), (*moves[0], *moves[1]))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, q, k, v, bias, seed, tq, tk, tv, tbias, out, lse, *rest):
+        n, batch = info.batch_size, _batch_of(q, in_dims[0])
+        tensors = (q, k, v, bias, seed, tq, tk, tv, tbias, out, lse)
+        return _unflatten(_Tangent.apply(*_flatten_all(tensors, in_dims, n, batch), *rest), n, batch)
+
+
+class _SecondBackward(torch.autograd.Function):
+    """The arguments of `attnkern::second_backward` -> its results, as a function of all tensors up to bias."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return ops.second_backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs[:11])
+        ctx.save_for_forward(*inputs[:11])
+        *ctx.score, ctx.grad_mask, _ = inputs[13:]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None):
         *primals, seed = ctx.saved_tensors
-        function = _reference_backward(seed, ctx.score, ctx.grad_mask)
-        grads = _vjp(function, primals, cotangents, ctx.needs_input_grad[:6])
-        return *grads, *(None,) * (len(ctx.needs_input_grad) - 6)
+        function = _reference_second_backward(seed, ctx.score, ctx.grad_mask)
+        grads = _vjp(function, primals, cotangents, ctx.needs_input_grad[:10])
+        return *grads, *(None,) * (len(ctx.needs_input_grad) - 10)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
-        *primals, seed = ctx.saved_tensors
-        return _jvp(_reference_backward(seed, ctx.score, ctx.grad_mask), primals, tangents[:6])
+        *primals, seed = _primals(ctx)
+        return _jvp(_reference_second_backward(seed, ctx.score, ctx.grad_mask), primals, tangents[:10])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, grad_out, grad_lse, q, k, v, bias, seed, out, lse, *rest):
-        n = info.batch_size
-        grad_mask = rest[_NUM_SCORE]
-        tensors = (grad_out, grad_lse, q, k, v, bias, seed, out, lse)
-        grad_out, grad_lse, q, k, v, bias, seed, out, lse = (
-            None if x is None else _stack(x, dim, n) for x, dim in zip(tensors, in_dims[:9], strict=True)
-        )
-        batch = q.shape[1]
-        grads = _backward(
-            _flatten(grad_out),
-            None if grad_lse is None else _flatten(grad_lse),
-            _flatten(q),
-            _flatten(k),
-            _flatten(v),
-            None if bias is None else _flatten(bias, batch),  # one per sample: its gradient must not sum over samples
-            None if seed is None else seed.reshape(-1).contiguous(),
-            _flatten(out),
-            _flatten(lse),
-            *rest,
-        )
-        (dq, dk, dv, dbias), dims = _unflatten(grads, n, batch)
-        if bias is not None and bias.shape[1] != batch and grad_mask & ops.GRAD_BIAS:
-            dbias = dbias.sum(1, keepdim=True)
-        return (dq, dk, dv, dbias), dims
+    def vmap(info: Any, in_dims: tuple, *args: Any):
+        tensors, rest = args[:13], args[13:]
+        n, batch = info.batch_size, _batch_of(args[6], in_dims[6])
+        grads = _SecondBackward.apply(*_flatten_all(tensors, in_dims, n, batch), *rest)
+        (*others, gbias), dims = _unflatten(grads, n, batch)
+        return (*others, _of_bias(gbias, args[9], in_dims[9], batch)), dims
+
+
+_SECOND_ORDER_BITS = (
+    ops.GRAD_GRAD_OUT,
+    ops.GRAD_GRAD_LSE,
+    ops.GRAD_Q,
+    ops.GRAD_K,
+    ops.GRAD_V,
+    ops.GRAD_BIAS,
+)
+
+
+def _mask_of(needed: Sequence[bool], bits: Sequence[int]) -> int:
+    return sum(bit for bit, need in zip(bits, needed, strict=True) if need)
+
+
+def _materialized(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of out and lse as the operators take them: that of out is never None."""
+    if grad_out is None:
+        grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+    return grad_out, grad_lse
+
+
+def _primals(ctx: Any) -> list[Any]:
+    """What a Function saved, without the tangents of the level whose jvp it computes."""
+    return [None if x is None else forward_ad.unpack_dual(x, level=0).primal for x in ctx.saved_tensors]
+
+
+def _outer_levels() -> Any:
+    """Forward mode on: torch calls a jvp with it off, which would cut off the levels outside this one (jvp of jvp)."""
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def weights(
@@ -336,7 +451,7 @@ class _Weights(torch.autograd.Function):
 class _WeightsJVP(_Weights):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
-        q, k, bias, seed, rows = ctx.saved_tensors
+        q, k, bias, seed, rows = _primals(ctx)
         num_heads = q.shape[1]
         heads = slice(0, num_heads)
         function = _reference_weights(seed, rows, ctx.score, num_heads, heads)
@@ -379,6 +494,33 @@ def _flatten(x: Tensor, batch: int | None = None) -> Tensor:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
+def _batch_of(q: Tensor, dim: int | None) -> int:
+    """The size of q's batch under vmap, which maps the dimension `dim`."""
+    return q.shape[0] if dim != 0 else q.shape[1]
+
+
+def _flatten_all(tensors: Sequence[Any], in_dims: Sequence[int | None], n: int, batch: int) -> list[Tensor | None]:
+    """An operator's tensors with the samples in the batch; a seed becomes one for each.
+
+    So does a bias, for its gradient and its tangent are each sample's own.
+    """
+
+    def flat(x: Tensor | None, dim: int | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = _stack(x, dim, n)
+        return x.reshape(-1).contiguous() if x.ndim == 2 else _flatten(x, batch)
+
+    return [flat(x, dim) for x, dim in zip(tensors, in_dims, strict=False)]
+
+
+def _of_bias(grad: Tensor, bias: Tensor | None, dim: int | None, batch: int) -> Tensor:
+    """The gradient of a bias from that of each batch element, under vmap, where the batch shared it."""
+    if grad.ndim == 1 or bias is None or _batch_of(bias, dim) == batch:
+        return grad
+    return grad.sum(1, keepdim=True)
+
+
 def _unflatten(results: Sequence[Tensor], n: int, batch: int) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """(n * B, ...) -> (n, B, ...) and the mapped dimensions; results that were not asked for (1-D) pass through."""
     unflattened = tuple(x.unflatten(0, (n, batch)) if x.ndim > 1 else x for x in results)
@@ -401,6 +543,26 @@ def _reference_backward(seed: Tensor | None, score: Sequence[Any], grad_mask: in
     return backward
 
 
+def _reference_tangent(seed: Tensor | None, score: Sequence[Any]) -> Callable:
+    """(q, k, v, bias, tq, tk, tv, tbias) -> (tout, tlse) in plain torch, as `attnkern::tangent`."""
+    forward = _reference_forward(seed, score)
+    return lambda *inputs: _push_forward(forward, inputs[:4], inputs[4:])
+
+
+def _reference_second_backward(seed: Tensor | None, score: Sequence[Any], grad_mask: int) -> Callable:
+    """(cot_dq, ..., cot_dbias, grad_out, grad_lse, q, k, v, bias) -> as `attnkern::second_backward`, in plain torch."""
+    needed = [bool(grad_mask & bit) for bit in _SECOND_ORDER_BITS]
+
+    def second_backward(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+        cotangents, primals = inputs[:4], inputs[4:]
+        bits = (ops.GRAD_Q, ops.GRAD_K, ops.GRAD_V, ops.GRAD_BIAS)
+        backward = _reference_backward(seed, score, _mask_of([c is not None for c in cotangents], bits))
+        grads = _vjp(backward, primals, cotangents, needed)
+        return tuple(primals[0].new_empty(0) if g is None else g for g in grads)
+
+    return second_backward
+
+
 def _vjp(fn: Callable, primals: Sequence[Any], cotangents: Sequence[Tensor | None], needed: Sequence[bool]) -> list:
     """Cotangents of fn's outputs pulled back to the primals that are `needed`, None for the others."""
     fn, active = _restricted(fn, primals, needed)
@@ -411,19 +573,22 @@ def _vjp(fn: Callable, primals: Sequence[Any], cotangents: Sequence[Tensor | Non
 
 
 def _jvp(fn: Callable, primals: Sequence[Any], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Tangents of fn's outputs at primals without any of this level."""
+    with _outer_levels():
+        return _push_forward(fn, primals, tangents)
+
+
+def _push_forward(fn: Callable, primals: Sequence[Any], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Tangents of fn's outputs, by reverse mode alone: the pull-back is linear, so its own pull-back pushes forward.
 
     Forward mode in torch does not nest in every combination of levels; reverse mode does.
     """
-    primals = [None if p is None else forward_ad.unpack_dual(p, level=0).primal for p in primals]
     fn, active = _restricted(fn, primals, [t is not None for t in tangents])
-    # Torch calls us with forward mode off, which would cut off the levels outside this one (jvp of jvp).
-    with forward_ad._set_fwd_grad_enabled(True):
-        zeros = tuple(torch.zeros_like(o) for o in fn(*active))
-        _, pushforward, *_ = torch.func.vjp(lambda cotangents: torch.func.vjp(fn, *active)[1](cotangents), zeros)
-        # Contiguous, as the primal results mostly are: torch copies others, and cannot with symbolic sizes.
-        results = pushforward(tuple(t for t in tangents if t is not None))[0]
-        return tuple(x.contiguous() for x in results)
+    zeros = tuple(torch.zeros_like(o) for o in fn(*active))
+    _, pushforward, *_ = torch.func.vjp(lambda cotangents: torch.func.vjp(fn, *active)[1](cotangents), zeros)
+    # Contiguous, as the primal results mostly are: torch copies others, and cannot with symbolic sizes.
+    results = pushforward(tuple(t for t in tangents if t is not None))[0]
+    return tuple(x.contiguous() for x in results)
 
 
 def _restricted(fn: Callable, primals: Sequence[Any], chosen: Sequence[bool]) -> tuple[Callable, tuple]:

@@ -73,18 +73,20 @@ def keep_mask(
     seqlen_k: int,
     heads: slice = slice(None),
     rows: slice = slice(None),
+    batches: slice = slice(None),
 ) -> Tensor:
     """The entries that dropout keeps: bool (batch, num_heads, seqlen_q, seqlen_k), on the device of `seed`.
 
-    `heads` and `rows` take a tile out of it, without making the rest.
+    `heads`, `rows` and `batches` take a tile out of it, without making the rest.
     """
 
     def index(n: int) -> Tensor:
         return torch.arange(n, dtype=torch.int64, device=seed.device)
 
     groups = seed.shape[0]
-    key = seed.repeat_interleave(batch // groups).view(-1, 1, 1, 1)
-    bh = index(batch // groups).repeat(groups).view(-1, 1, 1, 1) * num_heads + index(num_heads)[heads].view(-1, 1, 1)
+    key = seed.repeat_interleave(batch // groups)[batches].view(-1, 1, 1, 1)
+    b = index(batch // groups).repeat(groups)[batches].view(-1, 1, 1, 1)
+    bh = b * num_heads + index(num_heads)[heads].view(-1, 1, 1)
     words = philox(
         (key & _MASK, (key >> 32) & _MASK),
         (index((seqlen_k + 31) // 32 * 4), index(seqlen_q)[rows].view(-1, 1), bh & _MASK, bh >> 32),

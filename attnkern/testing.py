@@ -25,10 +25,12 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_INPUTS = ("query", "key", "value", "attn_mask")
 
 FORWARD_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
@@ -318,36 +320,97 @@ def expected(
     return {n: Expected(exact[n], torch.zeros_like(exact[n]).to(dtypes[n]).copy_(computed[n]), units[n]) for n in exact}
 
 
-def _units(
+def expected_second_order(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    direction: dict[str, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    keep: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Expected]:
+    """Tangents of out and lse in a direction, and the second derivatives along it; `options` as of `naive_attention`.
+
+    `direction` holds one tensor for each input that moves, by its name. "tout" and "tlse" are what forward mode has to
+    give; the results named as the inputs (a floating mask among them) are the gradients of <grad_out, tout> +
+    <grad_lse, tlse>: what double backward has to give where the direction are the gradients' cotangents.
+    """
+    dtype = query.dtype
+    inputs = {"query": query, "key": key, "value": value}
+    if attn_mask is not None and attn_mask.is_floating_point():
+        inputs["attn_mask"] = attn_mask
+
+    def run(compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0) -> dict[str, Tensor]:
+        tensors = inputs | {"tout": grad_out, "tlse": grad_lse}  # <grad, tangent> by grad is the tangent
+        leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in tensors.items()}
+        with torch.enable_grad():
+            q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
+            mask = leaves.get("attn_mask", attn_mask)
+            out, lse = naive_attention(q, k, v, mask, keep=keep, split_scale=split_scale, **options)
+            moving = [leaves[n] for n in direction]
+            seeds = [leaves["tout"], leaves["tlse"]]
+            first = torch.autograd.grad((out / stretch, lse), moving, seeds, create_graph=True)
+            along = [x.detach().to(compute_dtype) for x in direction.values()]
+            second = torch.autograd.grad(first, list(leaves.values()), along, materialize_grads=True)
+        return dict(zip(leaves, second, strict=True))
+
+    exact = run(torch.float64, split_scale=False)
+    stretch = 1.1 if dtype == torch.float64 else 1.0  # as in `expected`
+    computed = run(_accumulate_dtype(dtype), split_scale=True, stretch=stretch)
+    dtypes = {n: x.dtype for n, x in inputs.items()} | {"tout": dtype, "tlse": _accumulate_dtype(dtype)}
+    out = naive_attention(
+        *(x.detach().double() for x in (query, key, value)),
+        None if attn_mask is None else attn_mask.detach(),
+        keep=keep,
+        **options,
+    )[0]
+    units = _second_order_units(inputs, attn_mask, exact, out, direction, grad_out, grad_lse, keep, options)
+    return {n: Expected(exact[n], computed[n].to(dtypes[n]), units[n]) for n in exact}
+
+
+class _Rounding(NamedTuple):
+    """What the units of a problem's results are made of. Full tensors have the query's heads and all leading sizes."""
+
+    full: Callable[[str, Tensor], Tensor]  # an input, or a tensor of its shape, by the input's name
+    reduce: Callable[[str, Tensor], Tensor]  # root of the squares summed over what `full` repeated: its transpose
+    unit: Callable[[str, Tensor], Tensor]  # the unit of a result, from the root of its squared terms
+    scale: float
+    weights: Tensor
+    condition: Tensor  # what a rounded score does to a weight, relative to it and to eps
+    lse_unit: Tensor
+    survive: Tensor  # dropout's factor
+    additions: float  # scores for each entry of the mask
+
+
+def _rounding(
     inputs: dict[str, Tensor],
     attn_mask: Tensor | None,
     exact: dict[str, Tensor],
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
+    out: Tensor,
     keep: Tensor | None,
     options: dict[str, Any],
-) -> dict[str, Tensor]:
-    """The rule's unit for every result: one rounding in the dtype carried through the terms that are added up."""
+) -> _Rounding:
     dtype = inputs["query"].dtype
     eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
     gqa, dropout_p = options.get("enable_gqa", False), options.get("dropout_p", 0.0)
 
     def full(name: str, x: Tensor) -> Tensor:
-        """`x` with the query's heads and all leading dimensions: the tensor a kernel's loops see."""
         if gqa and name in ("key", "value"):
             x = x.repeat_interleave(inputs["query"].size(-3) // x.size(-3), -3)
         if name == "attn_mask":
-            return x.expand(*exact["lse"].shape, inputs["key"].size(-2))
-        return x.expand(*exact["out"].shape[:-2], *x.shape[-2:])
+            return x.expand(*out.shape[:-1], inputs["key"].size(-2))
+        return x.expand(*out.shape[:-2], *x.shape[-2:])
 
     def reduce(name: str, squares: Tensor) -> Tensor:
-        """Root of the squares summed over what `full` repeated (the transpose of `full`, which autograd knows)."""
         leaf = inputs[name].detach().double().requires_grad_()
         with torch.enable_grad():
             (total,) = torch.autograd.grad(full(name, leaf), leaf, squares)
         return total.sqrt()
 
-    q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
+    q, k = (full(n, inputs[n].detach().double()) for n in ("query", "key"))
     scale = options.get("scale")
     if scale is None:
         scale = 1.0 / math.sqrt(q.size(-1)) if q.size(-1) else 1.0
@@ -373,18 +436,45 @@ def _units(
     if mask is not None and mask.dtype != torch.bool:
         condition = condition + torch.where(weights > 0, rounded(mask.double()), 0.0)
     condition = 2.0 * condition
-    lse_unit = (weights * condition).sum(-1)
-    condition = eps_accumulate / eps * condition
     survive = torch.ones_like(weights) if keep is None else keep.double() / max(1.0 - dropout_p, 1e-30)
     if dropout_p == 1:
         survive = survive * 0
-    w2 = (weights * survive * (1.0 + condition)).square()
     # Flushed subnormal weights, summed; and the smallest number that the dtype can tell from 0.
     lowest = torch.finfo(_accumulate_dtype(dtype)).tiny / eps_accumulate + torch.finfo(dtype).tiny * eps
 
     def unit(name: str, terms: Tensor) -> Tensor:
         return eps * (exact[name].abs() + terms) + lowest
 
+    return _Rounding(
+        full,
+        reduce,
+        unit,
+        scale,
+        weights,
+        eps_accumulate / eps * condition,
+        (weights * condition).sum(-1),
+        survive,
+        weights.numel() / max(inputs["attn_mask"].numel(), 1) if "attn_mask" in inputs else 0.0,
+    )
+
+
+def _units(
+    inputs: dict[str, Tensor],
+    attn_mask: Tensor | None,
+    exact: dict[str, Tensor],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    keep: Tensor | None,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    """The rule's unit for every result: one rounding in the dtype carried through the terms that are added up."""
+    dtype = inputs["query"].dtype
+    eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
+    full, reduce, unit, scale, weights, condition, lse_unit, survive, additions = _rounding(
+        inputs, attn_mask, exact, exact["out"], keep, options
+    )
+    q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
+    w2 = (weights * survive * (1.0 + condition)).square()
     units = {
         "out": unit("out", (w2 @ v.square()).sqrt()),
         "lse": eps_accumulate * (exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0) + lse_unit),
@@ -412,9 +502,76 @@ def _units(
     units["key"] = unit("key", abs(scale) * reduce("key", ds2.mT @ q.square()))
     if "attn_mask" in inputs:
         # torch adds up what the mask was broadcast to in pairs, a kernel one after the other.
-        additions = weights.numel() / max(inputs["attn_mask"].numel(), 1)
         one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
         units["attn_mask"] = unit("attn_mask", reduce("attn_mask", dx2) + one_by_one)
+    return units
+
+
+def _second_order_units(
+    inputs: dict[str, Tensor],
+    attn_mask: Tensor | None,
+    exact: dict[str, Tensor],
+    out: Tensor,
+    direction: dict[str, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    keep: Tensor | None,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    """As `_units`. Squares of terms end in 2: `t` is the scores' tangent, `dx` their gradient, `w` its tangent."""
+    dtype = inputs["query"].dtype
+    eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
+    full, reduce, unit, scale, weights, condition, _, survive, additions = _rounding(
+        inputs, attn_mask, exact, out, keep, options
+    )
+    zeros = {"attn_mask": out.new_zeros(1, 1)} | {n: torch.zeros_like(x) for n, x in inputs.items()}
+    q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
+    tq, tk, tv, tbias = (full(n, (zeros | direction)[n].detach().double()) for n in _INPUTS)
+    do, dlse = grad_out.detach().double(), grad_lse.detach().double().expand(out.shape[:-1])[..., None]
+
+    def rows(x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True)
+
+    tz = scale * (tq @ k.mT + q @ tk.mT)
+    tz2 = scale**2 * (tq.square() @ k.square().mT + q.square() @ tk.square().mT) + tz.square()
+    slope, curvature = torch.ones_like(weights), torch.zeros_like(weights)
+    if softcap := options.get("softcap"):
+        tanh = torch.tanh(scale * (q @ k.mT) / softcap)
+        slope = 1.0 - tanh.square()
+        curvature = 2.0 / softcap * tanh.abs() * slope
+        condition = condition * (1.0 + 2.0 * slope / softcap)
+    p2 = (weights * (1.0 + condition)).square()
+    w2 = p2 * survive.square()
+    t = slope * tz + tbias
+    t2 = slope.square() * tz2 + (curvature * (1.0 + condition)).square() * tz2 + tbias.square()
+    mean = rows(weights * t)
+    mean2 = rows(p2 * t2) + mean.square()
+    tau2, tlse2 = t2 + mean2, (1.0 + eps / eps_accumulate * condition).square() * t2
+    units = {
+        "tout": unit("tout", ((w2 * tau2) @ v.square() + w2 @ tv.square() + mean2 * out.square()).sqrt()),
+        "tlse": eps_accumulate * (exact["tlse"].abs() + (weights.square() * tlse2).sum(-1).sqrt()),
+        "value": unit("value", reduce("value", (w2 * tau2).mT @ do.square())),
+    }
+    dp = (do @ v.mT) * survive
+    dp2 = (do.square() @ v.square().mT) * survive.square() + dp.square()
+    delta = rows(do * out) - dlse
+    delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * rows((do * out).square()) + dlse.square()
+    u2 = ((do.square() @ tv.square().mT) + (do @ tv.mT).square()) * survive.square()
+    dx2 = p2 * (dp2 + delta2 + (dp - delta).square())
+    g2 = tau2 * (dp2 + delta2 + (dp - delta).square()) + u2
+    gamma2 = rows(p2 * g2) + rows((do * exact["tout"]).square()) + delta2 * mean2
+    ddx2 = p2 * (g2 + gamma2)
+    # What is one rounded number for the whole row reaches the query through a coherent sum over the keys.
+    coherent = gamma2 * (weights @ k).square() + delta2 * (
+        ((weights * (t - mean)) @ k).square() + (weights @ tk).square()
+    )
+    dz2 = slope.square() * ddx2 + curvature.square() * tz2 * dx2
+    dt2 = slope.square() * dx2
+    units["query"] = unit("query", abs(scale) * reduce("query", dz2 @ k.square() + dt2 @ tk.square() + coherent))
+    units["key"] = unit("key", abs(scale) * reduce("key", dz2.mT @ q.square() + dt2.mT @ tq.square()))
+    if "attn_mask" in inputs:
+        one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
+        units["attn_mask"] = unit("attn_mask", reduce("attn_mask", ddx2) + one_by_one)
     return units
 
 

@@ -45,7 +45,10 @@ def candidates(row: Row, size: int) -> Iterator[Config]:
     """The table's own first; then every tile whose accumulators can fit in registers."""
     yield configs.choose(row, size, size)
     for rows, cols, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)):
-        accumulators = {"forward": rows, "dq": rows, "dkdv": 2 * cols}[row.kernel] * size
+        by_keys = row.kernel.endswith("dkdv")
+        if row.kernel in configs.MMA_SYNC and row.arch == 90 and (cols if by_keys else rows) >= 64:
+            continue
+        accumulators = (2 * cols if by_keys else rows) * size
         if accumulators + 2 * rows * cols <= 32 * warps * 224:
             yield Config(rows, cols, warps, stages)
 
@@ -71,7 +74,14 @@ def launches(row: Row, config: Config, size: int, tensors: Any, launched: list) 
         return launched[-1]
     q = inputs[0]
     lse = torch.zeros(q.shape[:3], device=q.device)
-    wanted = plan.GRAD_Q if row.kernel == "dq" else plan.GRAD_K | plan.GRAD_V
+    moving = (*inputs, bias)
+    if row.kernel == "tangent":
+        backend.tangent(*moving, None, *moving, q, lse, *score)
+        return launched[-1]
+    wanted = plan.GRAD_Q if row.kernel.endswith("dq") else plan.GRAD_K | plan.GRAD_V
+    if row.kernel.startswith("second"):
+        backend.second_backward(*moving, q, None, *moving, None, q, lse, *score, wanted)
+        return launched[-1]
     arguments = (q, None, *inputs, bias, None, q, lse, *score, wanted)
     backend.backward(*arguments)
     return launched[-1]

@@ -145,6 +145,34 @@ def one_key_head_for_all_is_shared():
     hold_to_rule(whole(results), inputs, grad_out, parts=SIZE, is_causal=True)
 
 
+@check(2, placement=["batch", "heads", "rows"], mask=[None, "1HLS"])
+def second_derivatives_are_cut_as_the_first(placement, mask):
+    """Double backward, of out and lse. (Torch makes no dual numbers of DTensors.)"""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs, grad_out, grad_lse = problem(heads_k=4, dtype=torch.float64, mask=mask and ("float", mask))
+    mesh, dim = mesh_of(SIZE), ("batch", "heads", "rows").index(placement)
+    where = {n: Shard(dim) if n != "attn_mask" or dim else Replicate() for n in inputs.tensors}
+    direction = {n: torch.randn_like(x) for n, x in inputs.tensors.items()}
+    leaves = {n: distribute_tensor(x, mesh, [where[n]]).requires_grad_() for n, x in inputs.tensors.items()}
+    along = [distribute_tensor(x, mesh, [where[n]]) for n, x in direction.items()]
+    seeds = [distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_() for x in (grad_out, grad_lse)]
+
+    def call(*tensors):
+        return attnkern.attention(*tensors, enable_gqa=True, return_lse=True)
+
+    first = torch.autograd.grad(call(*leaves.values()), list(leaves.values()), seeds, create_graph=True)
+    second = torch.autograd.grad(first, [*leaves.values(), *seeds], along)
+    want = testing.expected_second_order(
+        *inputs.tensors.values(), direction=direction, grad_out=grad_out, grad_lse=grad_lse, enable_gqa=True
+    )
+    for name, x in zip([*leaves, "tout", "tlse"], second, strict=True):
+        e = want[name]
+        testing.assert_within_rule(
+            x.full_tensor(), e.exact, e.baseline, gradient=True, unit=SIZE * e.unit, name=name, recipe=inputs.recipe
+        )
+
+
 @check(2, 4, heads_k=[3, 6])
 def heads_that_do_not_divide_are_gathered_or_uneven(heads_k):
     from torch.distributed.tensor import Shard

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import attnkern
-from attnkern import testing
+import gpu_kernels
+from attnkern import rng, testing
 
 contract = pytest.mark.contract
 pytestmark = pytest.mark.gpu
@@ -125,6 +126,39 @@ def test_the_operators_are_what_their_schemas_say(backend):
     out, lse = torch.ops.attnkern.forward(q, k, v, None, None, *score, True, backend)
     backward = (torch.ones_like(out), None, q, k, v, None, None, out, lse, *score, 7, backend)
     torch.library.opcheck(torch.ops.attnkern.backward.default, backward)
+
+
+@pytest.mark.parametrize("name", gpu_kernels.CALLS)
+def test_every_cuda_kernel(name):
+    """Every class of head size, dtype and variant, with all gradients; Hopper's where they take the call."""
+    call = gpu_kernels.CALLS[name]
+    inputs, keep = call.make(), None
+    if "dropout_p" in call.options:
+        q, k = inputs.query, inputs.key
+        torch.manual_seed(5)
+        seed = rng.draw_seed(q.device)
+        keep = rng.keep_mask(seed, call.options["dropout_p"], *q.shape[:3], k.shape[2])
+        torch.manual_seed(5)
+    testing.check_attention(inputs, backend="cuda", keep=keep, **call.options)
+
+
+def test_the_cuda_plan_is_what_runs():
+    """Names of the kernels that the profiler sees, against what `explain` says."""
+    q, k, v = leaves()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        out = attnkern.attention(q, k, v, backend="cuda")
+        torch.autograd.grad(out.sum(), (q, k, v))
+    names = " ".join(event.name for event in profile.events())
+    plan = attnkern.explain(q, k, v, backend="cuda").plan
+    assert ("forward_sm90_kernel" in names) == plan[0].startswith("forward, sm_90a")
+    assert ("dq_sm90_kernel" in names) == plan[-1].startswith("backward dq, sm_90a")
+    assert "forward" in names
+    assert "dq" in names
+
+
+@pytest.mark.parametrize("name", ["d64 causal", "d128 causal", "d256 causal", "grouped", "bias of all elements"])
+def test_cuda_kernels_give_the_same_bits_in_every_run(name):
+    assert gpu_kernels.differing_runs(gpu_kernels.CALLS[name], 100) == 0
 
 
 def test_every_row_of_the_triton_table_runs():

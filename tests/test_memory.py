@@ -25,13 +25,36 @@ if mode != "forward":
     small.backward(small.detach())  # imports and allocates what is needed once
     for x in (q, k, v):
         x.grad = None
+along = [torch.randn_like(x) for x in (q, k, v)]
+def call(*x):
+    dense = mask if mask is not None else bias
+    if dense is not None:
+        dense = dense[..., : x[1].shape[2]]
+    return attnkern.attention(*x, dense, backend="cpu", **options)
+def jvp(*x):
+    return torch.func.jvp(call, x, tuple(along))[1]
+def double(*x):
+    out = call(*x)
+    first = torch.autograd.grad(out, x, out.detach(), create_graph=True)
+    return torch.autograd.grad(first, x, along)
+def over(*x):
+    out, pull = torch.func.vjp(call, *x)
+    return torch.func.jvp(lambda *y: torch.func.vjp(call, *y)[1](out.detach()), x, tuple(along))[1]
 def status(name):
     return next(int(x.split()[1]) / 1024 for x in open("/proc/self/status") if x.startswith(name))
+second = next((f for f in (jvp, double, over) if f.__name__ in mode), None)
+if second is not None:
+    whole, along = along, [x[:, :1, :512] for x in along]
+    second(*(x[:, :1, :512].detach().requires_grad_() for x in (q, k, v)))
+    along = whole
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
-out = attnkern.attention(q, k, v, mask if mask is not None else bias, backend="cpu", **options)
-if mode != "forward":
-    out.backward(out.detach())
+if second is not None:
+    results = second(q, k, v)
+else:
+    out = call(q, k, v)
+    if mode != "forward":
+        out.backward(out.detach())
 print(status("VmHWM") - before)
 """
 

@@ -163,6 +163,52 @@ def test_jacobians(target, transform, argument):
     same(transform(reduced(target.sdpa), argument)(*inputs), transform(reduced(naive), argument)(*inputs))
 
 
+@contract(50, 51)
+@pytest.mark.parametrize("outer", [jacrev, jacfwd], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("inner", [jacrev, jacfwd, hessian], ids=lambda f: f.__name__)
+def test_derivatives_of_derivatives(target, inner, outer):
+    """Second order by every pair of modes, and third order, of out and lse; then of several samples at once."""
+    q, k, v, mask = double(target, 1, 2, 2, 3, 2, heads_k=1, mask=("float", "LS"))
+
+    def function(attend):
+        """Of a few numbers that move all inputs, so that the results stay small."""
+
+        def loss(x):
+            out, lse = attend(q * x[0], k * x[1], v + x[2], mask * x[3], softcap=1.5, enable_gqa=True)
+            return out.square().sum() + lse.sin().sum()
+
+        return outer(inner(loss))
+
+    ours = function(lambda *x, **options: target.attention(*x, **options, return_lse=True))
+    plain = function(testing.naive_attention)
+    samples = torch.rand(2, 4, dtype=torch.float64, device=target.device)
+    same(ours(samples[0]), plain(samples[0]))
+    same(vmap(ours)(samples), vmap(plain)(samples))
+
+
+@contract(49, 50)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_every_way_to_the_second_derivative(target, dropout_p):
+    """Finite differences of forward mode, of reverse over reverse and of forward over reverse, batched ones too."""
+    q, k, v, mask = (x.requires_grad_() for x in double(target, 2, 2, 2, 3, 2, heads_k=1, mask=("float", "LS")))
+
+    def call(*x):
+        torch.manual_seed(4)
+        return target.attention(*x, dropout_p=dropout_p, softcap=2.0, enable_gqa=True, return_lse=True)
+
+    inputs = (q, k, v, mask)
+    assert torch.autograd.gradcheck(
+        call,
+        inputs,
+        check_forward_ad=True,
+        check_batched_grad=True,
+        check_batched_forward_grad=not dropout_p,  # vmap draws no random numbers
+    )
+    assert torch.autograd.gradgradcheck(
+        call, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True
+    )
+
+
 # --- reverse mode under torch.func
 
 
@@ -617,6 +663,12 @@ def operator_samples(target):
         grads = torch.randn_like(out), torch.randn_like(lse)
         yield "forward", forward
         yield "backward", (*grads, q, k, v, bias, seed, out, lse, *score, bits, target.backend)
+        moves = [torch.randn_like(x) for x in (q, k, v)]
+        moves.append(torch.randn_like(bias) if bits & 8 else None)
+        yield "tangent", (q, k, v, bias, seed, *moves, out, lse, *score, target.backend)
+        for mask in (16 + 32 + bits, 5):
+            second = (*moves, grads[0], grads[1] if mask != 5 else None, q, k, v, bias, seed, out, lse)
+            yield "second_backward", (*second, *score, mask, target.backend)
 
 
 @contract(55)

@@ -28,6 +28,9 @@ RESULTS = {
     "delta_kernel": ("delta",),
     "dkdv_kernel": ("dk", "dv"),
     "dq_kernel": ("dq",),
+    "tangent_kernel": ("tout", "tlse", "nu"),
+    "second_dkdv_kernel": ("dk", "dv"),
+    "second_dq_kernel": ("dq",),
 }
 
 
@@ -120,6 +123,10 @@ MATRIX = {
     "head sizes 192 and 128": row(1, 1, 100, 100, 192, 128, gpus=(80, 90), **CAUSAL),
     "head size 256": row(1, 1, 70, 70, 256, gpus=(80, 90)),
     "head sizes 320 and 512": row(1, 1, 33, 40, 320, 512),
+    "float32, head sizes 80 and 128, bias shared by the batch": row(
+        2, 1, 40, 50, 80, 128, gpus=(80, 90), kinds={"dtype": FP32, "mask": ("float", "1HLS")}
+    ),
+    "float32, head sizes 512 and 320": row(1, 1, 33, 40, 512, 320, gpus=(80, 90), **CAUSAL, kinds={"dtype": FP32}),
     "head sizes 8 and 17": row(1, 2, 40, 70, 8, 17, gpus=(80, 90)),
     "length-major": row(2, 3, 40, 70, 64, gpus=(80, 90), kinds={"layout": "blhd"}),
     "rows not aligned": row(1, 2, 40, 70, 24, gpus=(80, 90), kinds={"layout": "offset"}),
@@ -260,18 +267,6 @@ def test_rows_of_finfo_min(target):
         testing.assert_within_rule(x, exact, baseline, gradient=True, unit=unit, name=name)
 
 
-def test_second_derivatives(target):
-    """Those of the reference, taken at the kernels' inputs."""
-    q, k, v = (x.requires_grad_() for x in target.inputs(1, 1, 5, 7, 64, dtype=FP32).tensors.values())
-    (first,) = torch.autograd.grad(target.sdpa(q, k, v).square().sum(), q, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), k)
-    q2, k2, v2 = (x.detach().double().requires_grad_() for x in (q, k, v))
-    out, _ = testing.naive_attention(q2, k2, v2)
-    (first,) = torch.autograd.grad(out.square().sum(), q2, create_graph=True)
-    (want,) = torch.autograd.grad(first.square().sum(), k2)
-    torch.testing.assert_close(second.double(), want, rtol=1e-4, atol=1e-4)
-
-
 # --- what needs no kernel to run
 
 
@@ -285,7 +280,7 @@ def test_what_it_refuses():
         assert triton.refusals(problem()) == []
         assert triton.refusals(problem(dtype=torch.float64)) == ["query is float64"]
         assert triton.refusals(problem(v=(1, 2, 9, 513))) == ["head size 513 is above 512"]
-        assert triton.refusals(problem(q=(1, 2, 9, 257), dtype=FP32)) == ["head size 257 is above 256"]
+        assert triton.refusals(problem(q=(1, 2, 9, 512), dtype=FP32)) == []
         assert triton.refusals(problem(q=(1, 2, 9, 0))) == ["head size is 0"]
         long = torch.zeros(1, 1, 1, 64, dtype=BF16).expand(1, 1, 2**30, 64)
         assert triton.refusals(Problem.from_sdpa(long[:, :, :1], long, long)) == [
@@ -364,12 +359,12 @@ def test_the_table_has_a_row_for_every_head_size():
     for arch in configs.ARCHS:
         for kernel in configs.KERNELS:
             for feature in configs.FEATURES:
-                for itemsize, most in ((2, triton.MAX_HEAD_DIM), (4, triton.MAX_HEAD_DIM_FP32)):
+                for itemsize in (2, 4):
                     row = configs.Row(arch, kernel, itemsize, feature)
-                    found = {configs.choose(row, size, 16) for size in range(1, most + 1)}
+                    found = {configs.choose(row, size, 16) for size in range(1, 513)}
                     assert found <= {c for by_size in configs.TABLE.values() for c in by_size.values()}
                     with pytest.raises(LookupError, match=f"{kernel}"):
-                        configs.choose(row, 2 * most, 16)
+                        configs.choose(row, 1024, 16)
 
 
 def test_a_table_as_json(tmp_path):

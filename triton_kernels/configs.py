@@ -24,7 +24,7 @@ class Row(NamedTuple):
     """What a list of configurations is for."""
 
     arch: int  # of `arch_class`
-    kernel: str  # forward, dkdv or dq
+    kernel: str  # of KERNELS
     itemsize: int
     feature: str  # of `feature_class`
 
@@ -32,7 +32,11 @@ class Row(NamedTuple):
 Table = Mapping[Row, Mapping[int, Config]]  # of each row: head sizes up to which a configuration serves
 
 ARCHS = (80, 86, 90)
-KERNELS = ("forward", "dkdv", "dq")
+KERNELS = ("forward", "dkdv", "dq", "tangent", "second_dkdv", "second_dq")
+# Of these, tiles on sm_90 have 32 rows at most, which mma.sync multiplies. With 64 it would be wgmma, and where two
+# products with weights from registers follow each other, as they do here, Triton (3.7.1) converts the second's weights
+# after the wgmma.fence that has to order it.
+MMA_SYNC = ("tangent", "second_dkdv", "second_dq")
 FEATURES = ("plain", "mods", "tile")
 
 # BLOCK_M, BLOCK_N, warps, stages. A chip or feature without a row takes that of 80 or of "plain"; so the rows of 80
@@ -43,22 +47,41 @@ _ROWS: dict[tuple[int, str, int, str], dict[int, tuple[int, int, int, int]]] = {
         128: (128, 64, 8, 2),
         192: (128, 32, 8, 2),
         256: (64, 32, 8, 2),
-        512: (32, 32, 8, 1),
+        512: (64, 32, 8, 1),
     },
     (80, "forward", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
-    (80, "forward", 4, "plain"): {64: (128, 32, 8, 2), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    (80, "forward", 4, "plain"): {64: (128, 32, 8, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)},
     (80, "dkdv", 2, "plain"): {
         64: (64, 128, 8, 2),
         128: (64, 64, 8, 2),
         192: (32, 32, 8, 2),
         256: (16, 64, 8, 2),
-        512: (16, 32, 8, 1),
+        512: (32, 32, 8, 1),
     },
     (80, "dkdv", 2, "tile"): {64: (32, 128, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
-    (80, "dkdv", 4, "plain"): {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
-    (80, "dq", 2, "plain"): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (32, 16, 8, 1)},
+    (80, "dkdv", 4, "plain"): {256: (32, 32, 8, 2), 512: (16, 16, 8, 2)},
+    (80, "dq", 2, "plain"): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1), 512: (64, 32, 8, 1)},
     (80, "dq", 2, "tile"): {64: (128, 32, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
-    (80, "dq", 4, "plain"): {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    (80, "dq", 4, "plain"): {64: (128, 32, 8, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)},
+    (80, "tangent", 2, "plain"): {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (32, 32, 8, 1), 512: (16, 32, 8, 1)},
+    (80, "tangent", 4, "plain"): {128: (32, 32, 8, 1), 512: (16, 32, 8, 1)},
+    (80, "second_dq", 2, "plain"): {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+    (80, "second_dq", 4, "plain"): {64: (32, 32, 8, 1), 128: (32, 16, 8, 1), 256: (16, 32, 8, 1), 512: (16, 16, 8, 1)},
+    (80, "second_dkdv", 2, "plain"): {
+        64: (32, 32, 4, 2),
+        128: (32, 32, 8, 2),
+        256: (16, 32, 8, 1),
+        512: (16, 16, 8, 1),
+    },
+    (80, "second_dkdv", 4, "plain"): {128: (16, 32, 8, 1), 512: (16, 16, 8, 1)},
+    (90, "tangent", 2, "plain"): {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 32, 8, 1)},
+    (90, "second_dq", 2, "plain"): {64: (32, 64, 8, 2), 128: (32, 32, 8, 2), 256: (32, 32, 8, 2), 512: (32, 16, 8, 1)},
+    (90, "second_dkdv", 2, "plain"): {
+        64: (32, 32, 4, 2),
+        128: (64, 32, 8, 2),
+        256: (16, 32, 8, 2),
+        512: (16, 16, 8, 1),
+    },
     (86, "forward", 2, "plain"): {64: (128, 64, 8, 3)},
     (90, "forward", 2, "plain"): {
         64: (128, 128, 8, 2),
@@ -68,7 +91,7 @@ _ROWS: dict[tuple[int, str, int, str], dict[int, tuple[int, int, int, int]]] = {
     },
     (90, "forward", 2, "mods"): {128: (128, 64, 8, 3)},
     (90, "forward", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
-    (90, "forward", 4, "plain"): {64: (128, 64, 8, 2), 128: (32, 32, 8, 1), 256: (16, 32, 8, 1)},
+    (90, "forward", 4, "plain"): {64: (128, 64, 8, 2), 256: (32, 32, 8, 2), 512: (32, 16, 8, 2)},
     (90, "dkdv", 2, "plain"): {
         64: (64, 128, 8, 2),
         128: (64, 128, 8, 2),
@@ -77,10 +100,10 @@ _ROWS: dict[tuple[int, str, int, str], dict[int, tuple[int, int, int, int]]] = {
         512: (32, 32, 8, 1),
     },
     (90, "dkdv", 2, "tile"): {64: (64, 128, 8, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
-    (90, "dkdv", 4, "plain"): {64: (32, 64, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+    (90, "dkdv", 4, "plain"): {64: (32, 64, 8, 1), 256: (32, 32, 8, 2), 512: (16, 16, 8, 2)},
     (90, "dq", 2, "plain"): {64: (128, 128, 8, 2), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2), 512: (32, 32, 8, 1)},
     (90, "dq", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
-    (90, "dq", 4, "plain"): {64: (64, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    (90, "dq", 4, "plain"): {64: (64, 32, 8, 1), 256: (32, 32, 8, 2), 512: (32, 16, 8, 2)},
 }
 TABLE: dict[Row, dict[int, Config]] = {
     Row(*row): {size: Config(*config) for size, config in by_size.items()} for row, by_size in _ROWS.items()
@@ -91,20 +114,20 @@ TABLE: dict[Row, dict[int, Config]] = {
 # rows the products are mma.sync's (wgmma has 64), and stages keep to 99 KiB of shared memory.
 DECODE: dict[int, dict[int, tuple[int, int, int, int]]] = {
     2: {64: (32, 32, 4, 4), 128: (32, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 2)},
-    4: {64: (32, 32, 4, 2), 128: (16, 32, 8, 1)},
+    4: {64: (32, 32, 4, 2), 256: (32, 32, 8, 2), 512: (16, 32, 8, 2)},
 }
 MAX_DECODE_ROWS = 64  # beyond, tiles of queries fill the chip without a split
 SPLIT_KEYS = 256  # the fewest that a split is worth
 MAX_SPLITS = 128
 
 
-def decode(rows: int, head_dim: int, head_dim_v: int, itemsize: int) -> Config | None:
-    """The configuration of decode_kernel for `rows` queries of one key head; None where its tiles would spill."""
+def decode(rows: int, head_dim: int, head_dim_v: int, itemsize: int) -> Config:
+    """The configuration of decode_kernel for `rows` queries of one key head. LookupError above head size 512."""
     size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))
     for limit, (most_rows, block_n, warps, stages) in DECODE[itemsize].items():
         if size <= limit:
             return Config(16 if rows <= 16 else most_rows, block_n, warps, stages)
-    return None
+    raise LookupError(f"no configuration for head sizes {head_dim} and {head_dim_v}")
 
 
 def splits(keys: int, block_n: int, programs: int, processors: int) -> int:
@@ -143,8 +166,18 @@ def chunks(size: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
 
 
+def chunk(head_dim: int, head_dim_v: int, itemsize: int, roomy: bool) -> int:
+    """How many columns at a time q k^T and dO v^T are summed by, from pointers: for head sizes of which registers don't
+    hold whole rows; 0: all, one operand from registers. (tf32x3 splits both operands in two.)
+
+    roomy: for decode_kernel, and where operands come by descriptors.
+    """
+    whole = {2: 512, 4: 64} if roomy else {2: 256, 4: 32}
+    return 128 // itemsize if max(head_dim, head_dim_v) > whole[itemsize] else 0
+
+
 def choose(row: Row, head_dim: int, head_dim_v: int, table: Table = TABLE) -> Config:
-    """The configuration of a row for two head sizes. LookupError above its largest: 512, of float32 256."""
+    """The configuration of a row for two head sizes. LookupError above its largest, 512."""
     size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))
     for arch in dict.fromkeys((row.arch, 80)):
         for feature in dict.fromkeys((row.feature, "plain")):
@@ -185,25 +218,26 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "forward", 2, "plain", 192): {"120a": (148, _SM120)},
     (80, "forward", 2, "tile", 128): {"80": (8, _FEW), "120a": (40, _SM120)},
     (80, "forward", 2, "tile", 256): {"120a": (8, _SM120)},
-    (80, "forward", 4, "plain", 64): {"120a": (172, _SM120)},
-    (80, "forward", 4, "plain", 128): {"120a": (120, _SM120)},
-    (80, "forward", 4, "plain", 256): {"80": (12, _FP32), "120a": (152, _FP32)},
     (80, "dkdv", 2, "plain", 64): {"80 86": (8, _FEW), "120a": (88, _SM120)},
     (80, "dkdv", 2, "plain", 128): {"120a": (20, _SM120)},
     (80, "dkdv", 2, "plain", 256): {"120a": (8, _SM120)},
-    (80, "dkdv", 2, "plain", 512): {"120a": (56, _SM120)},
+    (80, "forward", 2, "plain", 512): {"120a": (24, _SM120)},
+    (80, "dkdv", 2, "plain", 512): {"80": (8, _FEW), "120a": (104, _SM120)},
+    (80, "dq", 2, "plain", 512): {"120a": (100, _SM120)},
     (80, "dkdv", 2, "tile", 64): {"120a": (16, _SM120)},
     (80, "dkdv", 2, "tile", 128): {"120a": (44, _SM120)},
-    (80, "dkdv", 4, "plain", 128): {"80": (24, _FP32), "120a": (136, _FP32)},
-    (80, "dkdv", 4, "plain", 256): {"80": (392, _FP32), "120a": (492, _FP32)},
     (80, "dq", 2, "tile", 128): {"120a": (8, _SM120)},
-    (80, "dq", 4, "plain", 128): {"80": (16, _FP32), "120a": (52, _FP32)},
-    (80, "dq", 4, "plain", 256): {"80": (76, _FP32), "120a": (260, _FP32)},
+    (80, "forward", 4, "plain", 256): {"120a": (68, _SM120)},
+    (80, "forward", 4, "plain", 512): {"120a": (16, _SM120)},
+    (80, "dkdv", 4, "plain", 256): {"120a": (196, _SM120)},
+    (80, "dq", 4, "plain", 256): {"80": (12, _FEW), "120a": (32, _SM120)},
+    (80, "dq", 4, "plain", 512): {"120a": (28, _SM120)},
+    (80, "dbias", 2, "tile", 128): {"80 86": (16, _FEW), "120a": (72, _SM120)},
+    (80, "dbias", 2, "tile", 256): {"80 86": (48, _FEW)},
+    (80, "dbias", 2, "tile", 512): {"80": (48, _FEW)},
+    (90, "dbias", 2, "tile", 256): {"90a": (48, _FEW)},
     (90, "forward", 2, "plain", 512): {"90a": (16, _FEW)},
-    (90, "forward", 4, "plain", 128): {"90a": (8, _FEW)},
+    (90, "dkdv", 4, "plain", 256): {"90a": (48, _FEW)},
     (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},
-    (90, "dkdv", 4, "plain", 128): {"90a": (12, _FP32)},
-    (90, "dkdv", 4, "plain", 256): {"90a": (364, _FP32)},
-    (90, "dq", 4, "plain", 256): {"90a": (16, _FP32)},
 }
 BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}

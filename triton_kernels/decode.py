@@ -12,14 +12,21 @@ from .score import log_sum_exp, scores, softmax_step
 
 
 @triton.jit
+def _load_rows(pointers, live, first_dim, dims, DIMS: tl.constexpr):
+    """DIMS columns of the rows that the pointers (rows, 1) are of, zero past the end."""
+    d = first_dim + tl.arange(0, DIMS)[None, :]
+    return tl.load(pointers + d, mask=live[:, None] & (d < dims), other=0.0)
+
+
+@triton.jit
 def decode_kernel(
     q, k, v, bias, part_out, part_lse,
     q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
     bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n,
     score_scale, softcap, heads_k, group, splits, seqlen_q, seqlen_k, head_dim, head_dim_v, band_low, band_high,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    V1: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for BLOCK_M rows of one key head; row r is query r // group of query head r % group.
 
@@ -39,12 +46,12 @@ def decode_kernel(
     q += b * q_stride_b + heads[:, None] * q_stride_h + rows[:, None].to(tl.int64) * q_stride_m
     k += b * k_stride_b + hk * k_stride_h
     v += b * v_stride_b + hk * v_stride_h
-    d = tl.arange(0, D0)[None, :]
-    q0 = tl.load(q + d, mask=live[:, None] & (d < head_dim), other=0.0)
+    q0 = q
+    if CHUNK == 0:
+        q0 = _load_rows(q, live, 0, head_dim, D0)
     q1 = q0
-    if D1 > 0:
-        d = D0 + tl.arange(0, D1)[None, :]
-        q1 = tl.load(q + d, mask=live[:, None] & (d < head_dim), other=0.0)
+    if D1 > 0 and CHUNK == 0:
+        q1 = _load_rows(q, live, D0, head_dim, D1)
     bias_rows = bias
     if BIAS > 0:
         bias_rows = bias + b * bias_stride_b + heads[:, None] * bias_stride_h
@@ -69,11 +76,18 @@ def decode_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for first_col in range(begin, end, BLOCK_N):
         cols = first_col + tl.arange(0, BLOCK_N)
-        tile = load_tile(k, 0, 0, first_col, k_stride_n, seqlen_k, 0, head_dim, BLOCK_N, D0, False, True)
-        qk = tl.dot(q0, tl.trans(tile), input_precision=PRECISION)
-        if D1 > 0:
-            tile = load_tile(k, 0, 0, first_col, k_stride_n, seqlen_k, D0, head_dim, BLOCK_N, D1, False, True)
-            qk = tl.dot(q1, tl.trans(tile), qk, input_precision=PRECISION)
+        if CHUNK > 0:
+            qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for dim in range(0, head_dim, CHUNK):
+                x = _load_rows(q, live, dim, head_dim, CHUNK)
+                tile = load_tile(k, 0, 0, first_col, k_stride_n, seqlen_k, dim, head_dim, BLOCK_N, CHUNK, False, True)
+                qk = tl.dot(x, tl.trans(tile), qk, input_precision=PRECISION)
+        else:
+            tile = load_tile(k, 0, 0, first_col, k_stride_n, seqlen_k, 0, head_dim, BLOCK_N, D0, False, True)
+            qk = tl.dot(q0, tl.trans(tile), input_precision=PRECISION)
+            if D1 > 0:
+                tile = load_tile(k, 0, 0, first_col, k_stride_n, seqlen_k, D0, head_dim, BLOCK_N, D1, False, True)
+                qk = tl.dot(q1, tl.trans(tile), qk, input_precision=PRECISION)
         s, _ = scores(
             qk, rows[:, None], cols[None, :], bias_rows, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q,
             seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, True, BIAS % 2 == 1,

@@ -39,6 +39,21 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
 
 
 @triton.jit
+def product(
+    a, a_first, a_stride, a_length, b, b_first, b_stride, b_length, dims, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a b^T of ROWS rows of two matrices as load_tile reads them by pointers, CHUNK columns at a time: where registers
+    can't hold the whole rows."""
+    total = tl.zeros([A_ROWS, B_ROWS], tl.float32)
+    for dim in range(0, dims, CHUNK):
+        x = load_tile(a, 0, 0, a_first, a_stride, a_length, dim, dims, A_ROWS, CHUNK, False, True)
+        y = load_tile(b, 0, 0, b_first, b_stride, b_length, dim, dims, B_ROWS, CHUNK, False, True)
+        total = tl.dot(x, tl.trans(y), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def store_tile(pointer, tile, first, stride, length, first_dim, dims, ROWS: tl.constexpr, DIMS: tl.constexpr):
     """The reverse of load_tile by pointer, within the ends; converts to the pointer's dtype."""
     rows = tl.arange(0, ROWS)
@@ -55,22 +70,28 @@ def _forward_blocks(
     acc0, acc1, row_max, row_sum,
     q0, q1, k0, k1, v0, v1, bias, seed,
     b, hk, hv, batch_head, first_row, begin, end,
-    k_stride, v_stride, bias_stride_m, bias_stride_n,
+    q_stride, k_stride, v_stride, bias_stride_m, bias_stride_n,
     score_scale, softcap, dropout_threshold, seqlen_q, seqlen_k, head_dim: tl.constexpr, head_dim_v: tl.constexpr,
     band_low, band_high,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    V1: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the columns [begin, end)."""
     rows = first_row + tl.arange(0, BLOCK_M)
     for first_col in range(begin, end, BLOCK_N):
         cols = first_col + tl.arange(0, BLOCK_N)
-        k = load_tile(k0, b, hk, first_col, k_stride, seqlen_k, 0, head_dim, BLOCK_N, D0, TMA, MASKED)
-        qk = tl.dot(q0, tl.trans(k), input_precision=PRECISION)
-        if D1 > 0:
-            k = load_tile(k1, b, hk, first_col, k_stride, seqlen_k, D0, head_dim, BLOCK_N, D1, TMA, MASKED)
-            qk = tl.dot(q1, tl.trans(k), qk, input_precision=PRECISION)
+        if CHUNK > 0:
+            qk = product(
+                q0, first_row, q_stride, seqlen_q, k0, first_col, k_stride, seqlen_k, head_dim, BLOCK_M, BLOCK_N,
+                CHUNK, PRECISION,
+            )  # fmt: skip
+        else:
+            k = load_tile(k0, b, hk, first_col, k_stride, seqlen_k, 0, head_dim, BLOCK_N, D0, TMA, MASKED)
+            qk = tl.dot(q0, tl.trans(k), input_precision=PRECISION)
+            if D1 > 0:
+                k = load_tile(k1, b, hk, first_col, k_stride, seqlen_k, D0, head_dim, BLOCK_N, D1, TMA, MASKED)
+                qk = tl.dot(q1, tl.trans(k), qk, input_precision=PRECISION)
         s, _ = scores(
             qk, rows[:, None], cols[None, :], bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q,
             seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED, BIAS % 2 == 1,
@@ -97,8 +118,9 @@ def forward_kernel(
     batch, heads, group_k, group_v, seeded_batch, seqlen_q, seqlen_k, head_dim: tl.constexpr,
     head_dim_v: tl.constexpr, band_low, band_high,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, WRITE_LSE: tl.constexpr,
+    V1: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scores) v and lse for one block of BLOCK_M queries of one head.
 
@@ -131,9 +153,11 @@ def forward_kernel(
         key = tl.load(seed + b // seeded_batch)
         counted = (b % seeded_batch).to(tl.int64) * heads + h
 
-    q0 = load_tile(q, 0, 0, first_row, q_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0, False, True)
+    q0 = q
+    if CHUNK == 0:
+        q0 = load_tile(q, 0, 0, first_row, q_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0, False, True)
     q1 = q0
-    if D1 > 0:
+    if D1 > 0 and CHUNK == 0:
         q1 = load_tile(q, 0, 0, first_row, q_stride_m, seqlen_q, D0, head_dim, BLOCK_M, D1, False, True)
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, V1 if V1 > 0 else 16], tl.float32)
@@ -151,9 +175,9 @@ def forward_kernel(
             acc0, acc1, row_max, row_sum = _forward_blocks(
                 acc0, acc1, row_max, row_sum, q0, q1, k0, k1, v0, v1, bias, key,
                 b, hk, hv, counted, first_row, first, last,
-                k_stride_n, v_stride_n, bias_stride_m, bias_stride_n,
+                q_stride_m, k_stride_n, v_stride_n, bias_stride_m, bias_stride_n,
                 score_scale, softcap, dropout_threshold, seqlen_q, seqlen_k, head_dim, head_dim_v, band_low, band_high,
-                BLOCK_M, BLOCK_N, D0, D1, V0, V1, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, part != 1, TMA,
+                BLOCK_M, BLOCK_N, D0, D1, V0, V1, CHUNK, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, part != 1, TMA,
                 PRECISION,
             )  # fmt: skip
 

@@ -6,6 +6,7 @@ makes another variant of it.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from .bias_gradient import bias_gradient_kernel
 from .configs import Config
 from .decode import combine_kernel, decode_kernel
 from .forward import forward_kernel
+from .second_backward import second_bias_gradient_kernel, second_dkdv_kernel, second_dq_kernel
+from .tangent import tangent_kernel
 
 Sizes = tuple[int, ...]
 
@@ -26,16 +29,17 @@ UNBOUNDED = 2**62  # problem.py's: a bound of the band that excludes nothing
 FAR = 2**30  # a bound and a row add up within 32 bits
 LOG2E = math.log2(math.e)
 DELTA = Config(64, 0, 4, 1)
+_HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of V0 + V1 columns
 table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
-GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS = 1, 2, 4, 8
+GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_GRAD_OUT, GRAD_GRAD_LSE = 1, 2, 4, 8, 16, 32
 
 
 def use_table(chosen: configs.Table) -> None:
     """Takes configurations from another table (`configs.load`) from now on."""
     global table
     table = chosen
-    forward_plan.cache_clear()
-    backward_plan.cache_clear()
+    for plan in (forward_plan, backward_plan, tangent_plan, second_backward_plan):
+        plan.cache_clear()
 
 
 class Kind(NamedTuple):
@@ -102,24 +106,41 @@ class Problem(NamedTuple):
     tf32: bool  # products of float32 may be rounded to tf32
 
 
+class Direction(NamedTuple):
+    """Tangents of q, k, v and the bias, or cotangents of their gradients; None is zero."""
+
+    q: Kind | None
+    k: Kind | None
+    v: Kind | None
+    bias: Kind | None
+
+
 class Step(NamedTuple):
-    """A launch. `rest` are the arguments after the tensors, `descriptors` the fields of those that load tiles; `pads`
+    """A launch. `rest` are the arguments after the tensors, `descriptors` two for each of those that load tiles; `pads`
     says of each tensor so loaded to a multiple of how many elements its rows must be copied, 0: not at all."""
 
     kernel: launch.Kernel
     grid: int
     rest: tuple
-    descriptors: tuple[dict[str, Any], ...] | None
+    descriptors: tuple[tuple[dict[str, Any], dict[str, Any]], ...] | None
     pads: tuple[int, ...]
 
-    def tiles(self, a: torch.Tensor, b: torch.Tensor) -> tuple:
-        """Two tensors as four arguments: each for its first columns and for the rest."""
+    def tiles(self, *tensors: torch.Tensor | None) -> list[Any]:
+        """Each tensor as two arguments: for its first columns and for the rest. None, where there is none, stays."""
         if self.descriptors is None:
-            return (a, a, b, b)
-        a, b = (padded(x, unit) if unit else x for x, unit in zip((a, b), self.pads, strict=True))
-        a0, a1, b0, b1 = self.descriptors
+            return [argument for x in tensors for argument in (x, x)]
         make = launch.descriptor
-        return (make(a0, a), make(a1, a), make(b0, b), make(b1, b))
+        arguments: list[Any] = []
+        each = zip(self.descriptors, self.pads, strict=True)
+        for x in tensors:
+            if x is None:
+                arguments += (None, None)
+                continue
+            (first, rest), unit = next(each)
+            if unit:
+                x = padded(x, unit)
+            arguments += (make(first, x), make(rest, x))
+        return arguments
 
 
 class Forward(NamedTuple):
@@ -144,6 +165,11 @@ class Backward(NamedTuple):
     zero_bias: bool  # but for what the band excludes
 
 
+class Tangent(NamedTuple):
+    tout: Layout
+    step: Step | None  # None: there is nothing to add up
+
+
 @functools.lru_cache(maxsize=4096)
 def forward_plan(problem: Problem, need_lse: bool, processors: int = 0) -> Forward:
     """The launches of `attnkern::forward` on a device of so many multiprocessors (0: the keys are not split)."""
@@ -164,53 +190,60 @@ def forward_plan(problem: Problem, need_lse: bool, processors: int = 0) -> Forwa
 @functools.lru_cache(maxsize=4096)
 def backward_plan(problem: Problem, grad_out: Kind, out: Kind, has_grad_lse: bool, grad_mask: int) -> Backward:
     """The launches of `attnkern::backward`."""
-    q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
-    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V))
-    grads = tuple(x.like(x.shape[3]) if grad_mask & bit else None for x, bit in wanted)
+    q, k = problem.q, problem.k
+    grads = _grad_layouts(problem, grad_mask)
     dq_layout = q.like(q.shape[3])
-    heads = q.shape[1]
     if 0 in (*q.shape[:3], k.shape[2]):
         return Backward(grads, dq_layout, None, None, None, None, (), False, bool(grad_mask & GRAD_BIAS))
     build = _Builder(problem)
-    group_out = math.gcd(heads // k.shape[1], heads // v.shape[1])
-    heads_out = heads // group_out
-    build.values |= {"heads_out": heads_out, "group_out": group_out}
-    if group_out == 1:
-        build.constants["group_out"] = 1  # no loop over heads: 30 registers
+    delta = build.delta(grad_out, out, has_grad_lse)
+    return Backward(grads, dq_layout, delta, *build.gradients(_FIRST, grad_out, grad_mask, None))
+
+
+@functools.lru_cache(maxsize=4096)
+def tangent_plan(problem: Problem, direction: Direction, out: Kind) -> Tangent:
+    """The launch of `attnkern::tangent`."""
+    q, k = problem.q, problem.k
+    layout = q.like(problem.v.shape[3])
+    if 0 in (*q.shape[:3], k.shape[2]):
+        return Tangent(layout, None)
+    build = _Builder(problem)
+    build.direction(direction)
     build.tensor("out", out, problem.dtype, "m")
-    build.tensor("grad_out", grad_out, problem.dtype, "m")
-    build.pointers["grad_lse"] = "fp32" if has_grad_lse else None
-    delta = build.step(delta_kernel, "delta", {}, HAS_GRAD_LSE=has_grad_lse)
-    dkdv = dq = dbias = None
-    parts = []
-    if grad_mask & (GRAD_K | GRAD_V):
-        for name, x in (("dk", k), ("dv", v)):
-            # Heads that are still to be added up are kept in float32.
-            own = x.shape[1] == heads_out
-            as_written = x if own else Kind((x.shape[0], heads_out, *x.shape[2:]), (0, 0, 0, 0), True)
-            layout, dtype = as_written.like(x.shape[3]), problem.dtype if own else torch.float32
-            build.tensor(name, layout.kind(), dtype, "n")
-            parts.append((layout, dtype))
-        dkdv = build.step(dkdv_kernel, "dkdv", {"q": q, "grad_out": grad_out})
-    falls_off = False
-    build.pointers["dbias"] = None
-    if grad_mask & GRAD_BIAS:
-        assert bias is not None
-        assert problem.bias_dtype is not None
-        falls_off = bias.shape == (*q.shape[:3], k.shape[2])
-        dense = Kind(bias.shape, (0, 0, 0, 0), True).like(bias.shape[3]).kind()
-        build.tensor("dbias", dense, problem.bias_dtype, "m")
-        if not falls_off:
-            build.values |= {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
-            shared = {"ROWS_SHARED": bias.shape[2] == 1, "COLS_SHARED": bias.shape[3] == 1}
-            dbias = build.step(bias_gradient_kernel, "dbias", {}, **shared)
-    if grad_mask & GRAD_Q or falls_off:
-        build.tensor("dq", dq_layout.kind(), problem.dtype, "m")
-        if not falls_off:
-            build.pointers["dbias"] = None
-        dq = build.step(dq_kernel, "dq", {"k": k, "v": v}, DBIAS=falls_off)
-    zero = falls_off and (build.constants["HAS_LOW"] or build.constants["HAS_HIGH"])
-    return Backward(grads, dq_layout, delta, dkdv, dq, dbias, tuple(parts), falls_off, zero)
+    return Tangent(layout, build.tangent(direction, layout))
+
+
+@functools.lru_cache(maxsize=4096)
+def second_backward_plan(
+    problem: Problem, direction: Direction, grad_out: Kind, out: Kind, has_grad_lse: bool, grad_mask: int
+) -> tuple[Tangent, Backward]:
+    """The launches of `attnkern::second_backward`."""
+    q, k = problem.q, problem.k
+    grads = _grad_layouts(problem, grad_mask)
+    tout, dq_layout = q.like(problem.v.shape[3]), q.like(q.shape[3])
+    if 0 in (*q.shape[:3], k.shape[2]):
+        nothing = Backward(grads, dq_layout, None, None, None, None, (), False, bool(grad_mask & GRAD_BIAS))
+        return Tangent(tout, None), nothing
+    build = _Builder(problem)
+    build.direction(direction)
+    delta = build.delta(grad_out, out, has_grad_lse)
+    tangent = build.tangent(direction, tout)
+    return Tangent(tout, tangent), Backward(
+        grads, dq_layout, delta, *build.gradients(_SECOND, grad_out, grad_mask, direction)
+    )
+
+
+def _grad_layouts(problem: Problem, grad_mask: int) -> tuple[Layout | None, ...]:
+    wanted = ((problem.q, GRAD_Q), (problem.k, GRAD_K), (problem.v, GRAD_V))
+    return tuple(x.like(x.shape[3]) if grad_mask & bit else None for x, bit in wanted)
+
+
+_FIRST = {"dkdv": dkdv_kernel, "dq": dq_kernel, "dbias": bias_gradient_kernel}
+_SECOND = {
+    "second_dkdv": second_dkdv_kernel,
+    "second_dq": second_dq_kernel,
+    "second_dbias": second_bias_gradient_kernel,
+}
 
 
 class _Builder:
@@ -239,7 +272,7 @@ class _Builder:
             "dropout_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0.0,
             "band_low": low,
             "band_high": high,
-            **{f"{name}_stride_{axis}": 0 for name in ("bias", "dbias") for axis in "bhm"},
+            **{f"{name}_stride_{axis}": 0 for name in ("bias", "dbias", "tbias") for axis in "bhm"},
         }
         d0, d1 = configs.chunks(head_dim)
         v0, v1 = configs.chunks(head_dim_v)
@@ -252,6 +285,7 @@ class _Builder:
             "V1": v1,
             "DIMS": min(v0, 128),
             "BIAS": 0,
+            "TBIAS": 0,
             "SOFTCAP": softcap != 0,
             "DROPOUT": problem.seeds > 0,
             # A bound that excludes no entry is none, such as that of a bottom-right causal band of one query.
@@ -259,6 +293,7 @@ class _Builder:
             "HAS_HIGH": high < seqlen_k - 1,
             "PRECISION": "ieee" if problem.dtype != torch.float32 else "tf32" if problem.tf32 else "tf32x3",
             "bias_stride_n": 0,
+            "tbias_stride_n": 0,
         }
         self.pointers: dict[str, Any] = {
             "bias": None,
@@ -271,7 +306,7 @@ class _Builder:
             self.tensor(name, x, problem.dtype, axis)
         if problem.bias is not None:
             assert problem.bias_dtype is not None
-            self._bias(problem.bias, problem.bias_dtype)
+            self._bias("bias", problem.bias, problem.bias_dtype)
 
     def tensor(self, name: str, x: Kind, dtype: torch.dtype, axis: str) -> None:
         """A tensor (batch, heads, length, size): its pointers, its strides, and what is known of their alignment."""
@@ -284,18 +319,34 @@ class _Builder:
         if x.vectors(unit):
             self.divisors |= {**dict.fromkeys(strides, unit), **dict.fromkeys(pointers, 16)}
 
-    def _bias(self, bias: Kind, dtype: torch.dtype) -> None:
-        self.tensor("bias", bias, dtype, "m")
+    def _bias(self, name: str, bias: Kind, dtype: torch.dtype) -> None:
+        """bias or tbias"""
+        self.tensor(name, bias, dtype, "m")
         unit = 16 // dtype.itemsize
         _, _, stride_m, stride_n = bias.strides()
-        self.constants["BIAS"] = (2 if dtype == torch.bool else 1) + (2 if stride_m == 0 else 0)
+        self.constants[name.upper()] = (2 if dtype == torch.bool else 1) + (2 if stride_m == 0 else 0)
+        stride = f"{name}_stride_n"
         if stride_n > 1:
-            del self.constants["bias_stride_n"]
-            self.values["bias_stride_n"] = stride_n
+            del self.constants[stride]
+            self.values[stride] = stride_n
         else:
-            self.constants["bias_stride_n"] = stride_n
-        if "bias" in self.divisors and self.values["seqlen_k"] % unit == 0:
-            self.divisors["seqlen_k"] = unit  # else the mask of its last columns cuts vectors
+            self.constants[stride] = stride_n
+        if name in self.divisors and self.values["seqlen_k"] % unit == 0:
+            # Else the mask of its last columns cuts vectors.
+            self.divisors["seqlen_k"] = max(unit, self.divisors.get("seqlen_k", 1))
+
+    def direction(self, direction: Direction) -> None:
+        problem = self.problem
+        for name, x, axis in zip(("tq", "tk", "tv"), direction[:3], "mnn", strict=True):
+            if x is not None:
+                self.tensor(name, x, problem.dtype, axis)
+            else:
+                self.pointers |= dict.fromkeys((name, f"{name}0", f"{name}1"))
+                self.values |= {f"{name}_stride_{letter}": 0 for letter in ("b", "h", axis)}
+        self.pointers["tbias"] = None
+        if direction.bias is not None:
+            assert problem.bias_dtype is not None
+            self._bias("tbias", direction.bias, problem.bias_dtype)
 
     def step(self, function: Any, name: str, loaded: Mapping[str, Kind], **constants: Any) -> Step:
         """The launch of a kernel that loads tiles of the two tensors `loaded`: by descriptors where the chip has them.
@@ -306,34 +357,109 @@ class _Builder:
         problem = self.problem
         constants = {**self.constants, **constants}
         unit = 16 // problem.dtype.itemsize
-        tma = configs.has_tma(problem.capability) and bool(loaded)
-        arch = configs.arch_class(problem.capability, tma)
+        has_tma = configs.has_tma(problem.capability)
+        chunk = 0
+        if "CHUNK" in function.arg_names:
+            sizes = (constants["head_dim"], constants["head_dim_v"])
+            roomy = has_tma and bool(loaded) and name not in configs.MMA_SYNC
+            chunk = configs.chunk(*sizes, problem.dtype.itemsize, roomy)
+        tma = has_tma and bool(loaded) and chunk == 0
+        arch = configs.arch_class(problem.capability, tma or chunk > 0)
         feature = configs.feature_class(constants["BIAS"], constants["SOFTCAP"], constants["DROPOUT"])
         if name == "delta":
             config = DELTA
         else:
-            of_table = "dq" if name == "dbias" else name  # the same products but one
+            of_table = name.replace("dbias", "dq")  # the same products but one
             row = configs.Row(arch, of_table, problem.dtype.itemsize, feature)
             config = configs.choose(row, constants["head_dim"], constants["head_dim_v"], table)
-            if name == "dbias" and configs.has_tma(problem.capability):
+            if name.endswith("dbias") and has_tma:
                 config = config._replace(num_stages=1)  # no cp.async: see above
-        constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma}
+        constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma, "CHUNK": chunk}
         pointers, divisors = dict(self.pointers), dict(self.divisors)
         descriptors, pads = [], []
         if tma:
-            rows = config.block_m if name == "dkdv" else config.block_n
-            for (tensor, x), widths in zip(loaded.items(), (("D0", "D1"), ("V0", "V1")), strict=True):
+            rows = config.block_m if name.endswith("dkdv") else config.block_n
+            for tensor, x in loaded.items():
                 pads.append(0 if x.describable(unit) else unit)
                 described = x.padded(unit) if pads[-1] else x
-                for n, width in enumerate(widths):
-                    box = (1, 1, rows, constants[width] or 16)
+                widths = ("V0", "V1") if tensor in _HEAD_DIM_V else ("D0", "D1")
+                boxes = [(1, 1, rows, constants[width] or 16) for width in widths]
+                for n, box in enumerate(boxes):
                     pointers[f"{tensor}{n}"] = launch.Block(ELEMENTS[problem.dtype], box)
                     divisors.pop(f"{tensor}{n}", None)
-                    descriptors.append(_descriptor_fields(described, box, unit))
+                descriptors.append(tuple(_descriptor_fields(described, box, unit) for box in boxes))
         kernel = launch.variant(function, pointers, constants, divisors, config)
         values = {**self.values, **constants}
         rest = tuple(values[argument] for argument in function.arg_names if argument not in pointers)
         return Step(kernel, self._grid(name, config, values), rest, tuple(descriptors) or None, tuple(pads))
+
+    def delta(self, grad_out: Kind, out: Kind, has_grad_lse: bool) -> Step:
+        self.tensor("out", out, self.problem.dtype, "m")
+        self.tensor("grad_out", grad_out, self.problem.dtype, "m")
+        self.pointers["grad_lse"] = "fp32" if has_grad_lse else None
+        return self.step(delta_kernel, "delta", {}, HAS_GRAD_LSE=has_grad_lse)
+
+    def tangent(self, direction: Direction, tout: Layout) -> Step:
+        """After `direction`, and `delta` where nu is asked for."""
+        problem = self.problem
+        self.tensor("tout", tout.kind(), problem.dtype, "m")
+        self.pointers |= {"tlse": "fp32", "nu": "fp32" if "grad_out" in self.pointers else None, "mu": "fp32"}
+        if "grad_out" not in self.pointers:
+            self.pointers["grad_out"] = None
+            self.values |= {f"grad_stride_{axis}": 0 for axis in "bhm"}
+        loaded = {"k": problem.k, "v": problem.v, "tk": direction.k, "tv": direction.v}
+        return self.step(tangent_kernel, "tangent", {name: x for name, x in loaded.items() if x is not None})
+
+    def gradients(
+        self, kernels: Mapping[str, Any], grad_out: Kind, grad_mask: int, direction: Direction | None
+    ) -> tuple[Step | None, Step | None, Step | None, tuple[tuple[Layout, torch.dtype], ...], bool, bool]:
+        """The fields of a `Backward` after delta: of the first derivative, or of the second, which has a direction."""
+        problem = self.problem
+        q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
+        (dkdv_name, dkdv_function), (dq_name, dq_function), (dbias_name, dbias_function) = kernels.items()
+        group_out = math.gcd(self.values["group_k"], self.values["group_v"])
+        heads_out = q.shape[1] // group_out
+        self.values |= {"heads_out": heads_out, "group_out": group_out}
+        if group_out == 1:
+            self.constants["group_out"] = 1  # no loop over heads: 30 registers
+        dkdv = dq = dbias = None
+        parts = []
+        if grad_mask & (GRAD_K | GRAD_V):
+            for name, x in (("dk", k), ("dv", v)):
+                # Heads that are still to be added up are kept in float32.
+                own = x.shape[1] == heads_out
+                as_written = x if own else Kind((x.shape[0], heads_out, *x.shape[2:]), (0, 0, 0, 0), True)
+                layout, dtype = as_written.like(x.shape[3]), problem.dtype if own else torch.float32
+                self.tensor(name, layout.kind(), dtype, "n")
+                parts.append((layout, dtype))
+            loaded = {"q": q, "grad_out": grad_out}
+            if direction is not None and direction.q is not None:
+                loaded["tq"] = direction.q
+            dkdv = self.step(dkdv_function, dkdv_name, loaded)
+        falls_off = False
+        self.pointers["dbias"] = None
+        if grad_mask & GRAD_BIAS:
+            assert bias is not None
+            assert problem.bias_dtype is not None
+            falls_off = bias.shape == (*q.shape[:3], k.shape[2])
+            dense = Kind(bias.shape, (0, 0, 0, 0), True).like(bias.shape[3]).kind()
+            self.tensor("dbias", dense, problem.bias_dtype, "m")
+            if not falls_off:
+                self.values |= {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
+                shared = {"ROWS_SHARED": bias.shape[2] == 1, "COLS_SHARED": bias.shape[3] == 1}
+                dbias = self.step(dbias_function, dbias_name, {}, **shared)
+        if grad_mask & GRAD_Q or falls_off:
+            self.tensor("dq", q.like(q.shape[3]).kind(), problem.dtype, "m")
+            if not falls_off:
+                self.pointers["dbias"] = None
+            loaded = {"k": k, "v": v}
+            if direction is not None:
+                more = {"tk": direction.k, "tv": direction.v}
+                loaded |= {name: x for name, x in more.items() if x is not None}
+            constants = {"DBIAS": falls_off} if direction is None else {}
+            dq = self.step(dq_function, dq_name, loaded, **constants)
+        zero = falls_off and (self.constants["HAS_LOW"] or self.constants["HAS_HIGH"])
+        return dkdv, dq, dbias, tuple(parts), falls_off, zero
 
     def splits(self, processors: int) -> tuple[int, Config] | None:
         """How many parts decode_kernel cuts the keys into, and its configuration; None where forward_kernel serves
@@ -344,7 +470,7 @@ class _Builder:
             return None
         config = configs.decode(rows, *(self.constants[n] for n in ("head_dim", "head_dim_v")), problem.dtype.itemsize)
         reached = min(values["seqlen_q"] + values["band_high"], values["seqlen_k"]) - max(values["band_low"], 0)
-        if config is None or reached < 2 * configs.SPLIT_KEYS:
+        if reached < 2 * configs.SPLIT_KEYS:
             return None
         programs = values["batch"] * problem.k.shape[1] * -(-rows // config.block_m)
         parts = configs.splits(reached, config.block_n, programs, processors)
@@ -367,7 +493,8 @@ class _Builder:
             return Step(kernel, grid, rest, None, ())
 
         tiles = -(-heads // heads_k * seqlen_q // config.block_m)
-        blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+        chunk = configs.chunk(problem.q.shape[3], dims, problem.dtype.itemsize, True)
+        blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk}
         first = step(decode_kernel, config, splits * tiles * batch * heads_k, **blocks)
         # Two sizes, not one for each number of splits: the number follows the length, and a variant takes compiling.
         sizes = {"SPLITS": 16 if splits <= 16 else configs.MAX_SPLITS, "DIMS": 1 << (dims - 1).bit_length()}
@@ -379,9 +506,9 @@ class _Builder:
         blocks_m, blocks_n = (
             -(-values[f"seqlen_{x}"] // max(n, 1)) for x, n in (("q", config.block_m), ("k", config.block_n))
         )
-        if name == "dkdv":
+        if name.endswith("dkdv"):
             return blocks_n * values["batch"] * values["heads_out"]
-        if name == "dbias":
+        if name.endswith("dbias"):
             tiles = (1 if values["ROWS_SHARED"] else blocks_m) * (1 if values["COLS_SHARED"] else blocks_n)
             return tiles * values["bias_batch"] * values["bias_heads"]
         return blocks_m * values["batch"] * values["heads"]
@@ -403,12 +530,15 @@ def gate_cases() -> list[dict[str, Any]]:
     row of the table, at the largest head size that it serves; and those that have no row."""
     cases = [_gate_case(row, size) for row, by_size in configs.TABLE.items() for size in by_size]
     for capability, archs in ((80, "80 86 120a"), (90, "90a")):
-        problem = gate_problem(capability, 64, 2, "tile")
-        steps = backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
-        for name, step, count in (("delta", steps.delta, {}), ("dbias", steps.dbias, {"LDG": 1})):
-            assert step is not None
-            claims = {"archs": archs, "require": {archs: count} if count else {}}
-            cases.append({"name": f"triton {name} sm_{capability}", **step.kernel.gate_case(), **claims})
+        for itemsize, size in itertools.product((2, 4), (64, 128, 256, 512)):
+            problem = gate_problem(capability, size, itemsize, "tile")
+            steps = backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
+            spills = configs.BUDGETS.get((configs.Row(capability, "dbias", itemsize, "tile"), size), {})
+            for name, step, budget in (("delta", steps.delta, {}), ("dbias", steps.dbias, spills)):
+                assert step is not None
+                about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size} sm_{capability}"
+                claims = {"archs": archs, "require": {archs: {"LDG": 1}}, "spills": budget}
+                cases.append({"name": about, **step.kernel.gate_case(), **claims})
     for itemsize, by_size in configs.DECODE.items():
         for size in by_size:
             cases += _decode_gate_cases(size, itemsize)
@@ -425,7 +555,7 @@ def _decode_gate_cases(size: int, itemsize: int) -> list[dict[str, Any]]:
     assert plan.combine is not None
     archs, options, constants = "80 90a 120a", plan.step.kernel.options, plan.step.kernel.constants
     scores = constants["BLOCK_M"] * constants["BLOCK_N"] // options["num_warps"]
-    hmma = 2 * scores * size // 2048 * (1 if itemsize == 2 else 6)
+    hmma = (size + (constants["CHUNK"] or size)) * scores // 2048 * (1 if itemsize == 2 else 6)
     counts = {"HMMA": hmma, **({"LDGSTS": 1} if options["num_stages"] > 1 else {})}
     named = ((plan.step, "decode", counts), (plan.combine, "combine", {"LDG": 1}))
     return [
@@ -452,10 +582,22 @@ def gate_problem(capability: int, size: int, itemsize: int, feature: str) -> Pro
     return Problem(capability, dtype, x, x, x, bias, dtype if bias else None, 0, score, False)
 
 
+def _gate_step(problem: Problem, kernel: str) -> Step | None:
+    """The launch of a kernel of the table for everything that it can be asked for."""
+    if kernel == "forward":
+        return forward_plan(problem, True).step
+    mask = GRAD_Q | GRAD_K | GRAD_V
+    if kernel in ("dkdv", "dq"):
+        backward = backward_plan(problem, problem.q, problem.q, False, mask)
+        return backward.dkdv if kernel == "dkdv" else backward.dq
+    direction = Direction(problem.q, problem.k, problem.v, problem.bias)
+    first, second = second_backward_plan(problem, direction, problem.q, problem.q, False, mask)
+    return {"tangent": first.step, "second_dkdv": second.dkdv, "second_dq": second.dq}[kernel]
+
+
 def _gate_case(row: configs.Row, size: int) -> dict[str, Any]:
     problem = gate_problem(row.arch, size, row.itemsize, row.feature)
-    backward = backward_plan(problem, problem.q, problem.q, False, GRAD_Q | GRAD_K | GRAD_V)
-    step = {"forward": forward_plan(problem, True).step, "dkdv": backward.dkdv, "dq": backward.dq}[row.kernel]
+    step = _gate_step(problem, row.kernel)
     assert step is not None
     common = row.itemsize == 2 and row.feature == "plain" and size <= 128
     if row.arch == 90:
@@ -467,15 +609,20 @@ def _gate_case(row: configs.Row, size: int) -> dict[str, Any]:
     else:  # sm_86's instructions are sm_80's
         archs = "80 86 120a" if common else "80 120a"
     config = configs.TABLE[row][size]
-    dots = {"forward": 2, "dkdv": 4, "dq": 3}[row.kernel]
-    if row.arch == 90:
-        rows = config.block_n if row.kernel == "dkdv" else config.block_m
+    dots = {"forward": 2, "dkdv": 4, "dq": 3, "tangent": 5, "second_dkdv": 8, "second_dq": 7}[row.kernel]
+    chunk = step.kernel.constants.get("CHUNK", 0)
+    if step.kernel.constants["TMA"]:
+        rows = config.block_n if row.kernel.endswith("dkdv") else config.block_m
         products = {"HGMMA": dots * (size // 16)} if rows >= 64 and row.itemsize == 2 else {}
         require = {"90a": {"UTMALDG": 2, **products}}
     else:
         # Of one loop: m16n8k16 does 2048 multiplications of a warp's share; tf32 has m16n8k8, and three for a product.
         scores = config.block_m * config.block_n // config.num_warps
-        hmma = dots * scores * size // 2048 * (1 if row.itemsize == 2 else 6)
+        columns = dots * size
+        if chunk:
+            products = {"forward": 1, "dkdv": 2, "dq": 2, "tangent": 3, "second_dkdv": 5, "second_dq": 5}[row.kernel]
+            columns -= products * (size - chunk)
+        hmma = columns * scores // 2048 * (1 if row.itemsize == 2 else 6)
         require = {archs: {"HMMA": hmma, **({"LDGSTS": 1} if config.num_stages > 1 else {})}}
     return {
         "name": f"triton {row.kernel} {'bf16' if row.itemsize == 2 else 'fp32'} d{size} {row.feature} sm_{row.arch}",

@@ -126,33 +126,45 @@ def softmax_step(s, row_max, row_sum, MAY_BE_EMPTY: tl.constexpr, NATURAL: tl.co
 
 @triton.jit
 def dropout_keep(seed, batch_head, rows, first_col, threshold, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Which entries of the tile survive: [ROWS, COLS], COLS a multiple of 32 and first_col too.
+    """Which entries of the tile survive: [ROWS, COLS], COLS 16 or a multiple of 32 and first_col a multiple of it.
 
     Call t of a block of 32 columns yields the halves of columns 8 w + 2 t and 8 w + 2 t + 1 in its word w.
     """
-    calls = first_col // 8 + tl.arange(0, COLS // 8)
+    CALLS: tl.constexpr = COLS // 8 if COLS >= 32 else 4
+    WORDS: tl.constexpr = 4 if COLS >= 32 else 2  # of each call
+    calls = first_col // 32 * 4 + tl.arange(0, CALLS)
     c0 = (calls[None, :] + tl.zeros([ROWS, 1], tl.int32)).to(tl.uint32)
-    c1 = (rows[:, None] + tl.zeros([1, COLS // 8], tl.int32)).to(tl.uint32)
-    zero = tl.zeros([ROWS, COLS // 8], tl.uint32)
+    c1 = (rows[:, None] + tl.zeros([1, CALLS], tl.int32)).to(tl.uint32)
+    zero = tl.zeros([ROWS, CALLS], tl.uint32)
     low = zero + (batch_head & 0xFFFFFFFF).to(tl.uint32)
     high = zero + (batch_head >> 32).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, low, high)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, calls, w // 2, w % 2]
+    if WORDS == 4:
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, calls, w // 2, w % 2]
+    else:
+        second = first_col % 32 >= 16
+        words = tl.join(tl.where(second, w2, w0), tl.where(second, w3, w1))
     halves = tl.join(words & 0xFFFF, words >> 16)
-    halves = tl.reshape(halves, [ROWS, COLS // 32, 4, 4, 2])  # block, t, w, half
+    halves = tl.reshape(halves, [ROWS, CALLS // 4, 4, WORDS, 2])  # block, t, w, half
     halves = tl.reshape(tl.permute(halves, [0, 1, 3, 2, 4]), [ROWS, COLS])
     return halves >= threshold.to(tl.uint32)
 
 
 @triton.jit
-def load_row_constants(lse, delta, rows, seqlen_q, NATURAL: tl.constexpr = False):
-    """lse in the unit of the scores, and delta, of these rows. A row without keys (lse -inf) and one past the end get
-    +inf: its weights are exp2(s - inf) = 0."""
-    inside = rows < seqlen_q
-    base = tl.load(lse + rows, mask=inside, other=float("-inf"))
+def load_row_base(lse, rows, seqlen_q, NATURAL: tl.constexpr):
+    """lse of these rows in the unit of the scores. A row without keys (lse -inf) and one past the end get +inf: its
+    weights are exp2(s - inf) = 0."""
+    base = tl.load(lse + rows, mask=rows < seqlen_q, other=float("-inf"))
     if not NATURAL:
         base *= LOG2E
-    return tl.where(base == float("-inf"), float("inf"), base), tl.load(delta + rows, mask=inside, other=0.0)
+    return tl.where(base == float("-inf"), float("inf"), base)
+
+
+@triton.jit
+def load_row_constants(lse, delta, rows, seqlen_q, NATURAL: tl.constexpr = False):
+    """`load_row_base`, and delta (0 past the end), of these rows."""
+    base = load_row_base(lse, rows, seqlen_q, NATURAL)
+    return base, tl.load(delta + rows, mask=rows < seqlen_q, other=0.0)
 
 
 @triton.jit
@@ -168,3 +180,78 @@ def score_gradient(p, dp, delta, t, keep, dropout_scale, SOFTCAP: tl.constexpr, 
     if SOFTCAP:
         raw = ds * (1.0 - t * t)
     return ds, raw
+
+
+@triton.jit
+def program_rows(
+    seed, batch, heads, seeded_batch, seqlen_q, BLOCK_M: tl.constexpr, HAS_HIGH: tl.constexpr, DROPOUT: tl.constexpr
+):
+    """What a program of a grid of blocks of queries * batch * heads works on: its first query, its head counted over
+    the batch, its batch element, its head; and the Philox key and count of those.
+
+    Longest rows first, over all heads: with a causal band the last blocks of queries reach the most keys.
+    """
+    block = tl.program_id(0) // (batch * heads)
+    if HAS_HIGH:
+        block = (seqlen_q + BLOCK_M - 1) // BLOCK_M - 1 - block
+    batch_head = tl.program_id(0) % (batch * heads)
+    b, h = batch_head // heads, batch_head % heads
+    key = 0
+    counted = 0
+    if DROPOUT:
+        key = tl.load(seed + b // seeded_batch)
+        counted = (b % seeded_batch).to(tl.int64) * heads + h
+    return block * BLOCK_M, batch_head, b, h, key, counted
+
+
+@triton.jit
+def score_tangent(
+    x, t, rows, cols, tbias, tbias_stride_m, tbias_stride_n, softmax_scale, seqlen_q, seqlen_k, TBIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Tangent of the scores, and the part of it that isn't the bias'. x: that of the products q k^T (None: zero);
+    t: tanh from `scores`."""
+    product = tl.zeros_like(t)
+    if x is not None:
+        product = x * softmax_scale
+        if SOFTCAP:
+            product *= 1.0 - t * t
+    ts = product
+    if TBIAS > 0:
+        ts += load_bias(tbias, rows, cols, tbias_stride_m, tbias_stride_n, seqlen_q, seqlen_k, TBIAS).to(tl.float32)
+    return ts, product
+
+
+@triton.jit
+def second_gradient(
+    p, ts, product, dp, u, delta, mu, nu, t, keep, dropout_scale, softcap, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr
+):
+    """Derivatives of rowsum(dS T) + rowsum(P U), which is what the gradients weigh in the direction T of the scores:
+
+        c = T - mu    dS = P (dP - delta)    W = dS c + P (U - nu)
+
+    of the scores after bias (W), of the scaled products before softcap, of the tangent of these (dS likewise), and of
+    dP without dropout (P c with dropout, for the gradient of v).
+
+    p: weights before dropout; ts, product: from `score_tangent`; dp: dO V^T; u: dO tV^T (None: zero); delta, mu, nu:
+    broadcast along their rows; t: tanh from `scores`.
+    """
+    centred = ts - mu
+    kept = p * centred
+    if DROPOUT:
+        dp = tl.where(keep, dp * dropout_scale, 0.0)
+        kept = tl.where(keep, kept * dropout_scale, 0.0)
+    ds = p * (dp - delta)
+    if u is None:
+        w = ds * centred - p * nu
+    else:
+        if DROPOUT:
+            u = tl.where(keep, u * dropout_scale, 0.0)
+        w = ds * centred + p * (u - nu)
+    raw = w
+    if SOFTCAP:
+        # Of the slope 1 - tanh^2, by which `product` has been multiplied already.
+        slope = 1.0 - t * t
+        raw = w * slope - ds * product * t * (2.0 / softcap)
+        ds = ds * slope
+    return w, raw, ds, kept

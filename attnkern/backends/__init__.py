@@ -6,6 +6,7 @@ A backend is a module with
     unavailable() -> str | None          why it cannot run at all on this machine
     refusals(problem) -> list[str]       why it cannot run this problem (cheap: asked in every call)
     notes(problem) -> list[str]          what it has to do besides, for `explain`; a backend may have none
+    plan(problem) -> list[str]           how its kernels cut the problem, for `explain`; a backend may have none
 
 and its line in `TABLE`. All but `reference` are reached through the operators of ops.py.
 """
@@ -17,10 +18,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
-from ..problem import Problem
-from . import cpu, cuda, reference, triton
+import torch
 
-# Best first. The reference runs on every device: last in every line, and alone on a device that has none.
+from ..problem import Problem
+from . import choice, cpu, cuda, reference, triton
+
+# Best first, but on CUDA devices choice.py has a say. The reference runs on every device: last in every line, and alone
+# on a device that has none.
 TABLE: dict[str, tuple[ModuleType, ...]] = {
     "cpu": (cpu, reference),
     "cuda": (triton, cuda, reference),
@@ -50,11 +54,14 @@ class Explanation:
     chosen: str | None  # None if the backend asked for refuses
     refusals: dict[str, list[str]]  # every backend in order of preference; an empty list: it can run the call
     notes: tuple[str, ...] = ()  # what the chosen one has to do besides, such as copying an input
+    plan: tuple[str, ...] = ()  # how its kernels cut the problem
+    order: str = ""  # why the backends stand in this order, where that is a choice
 
     def __str__(self) -> str:
         def line(name: str, reasons: list[str]) -> str:
             if name == self.chosen:
-                return "; ".join([f"  {name}: chosen", *self.notes])
+                chosen = f"chosen {self.order}" if self.order else "chosen"
+                return "\n    ".join(["; ".join([f"  {name}: {chosen}", *self.notes]), *self.plan])
             return f"  {name}: {'; '.join(reasons) if reasons else 'could run this call'}"
 
         return "\n".join([f"  {self.problem}", *(line(name, reasons) for name, reasons in self.refusals.items())])
@@ -88,8 +95,11 @@ def explain(problem: Problem, name: str | None = None) -> Explanation:
     refusals = {backend.NAME: _refusals(backend, problem) for backend in (*row, *others)}
     candidates = list(refusals) if name is None else [_named(name).NAME]
     chosen = next((n for n in candidates if not refusals[n]), None)
-    told = getattr(_BY_NAME[chosen], "notes", None) if chosen is not None else None
-    return Explanation(str(problem), chosen, refusals, tuple(told(problem)) if told else ())
+    told = [getattr(_BY_NAME[chosen], hook, None) if chosen is not None else None for hook in ("notes", "plan")]
+    notes, plan = (tuple(hook(problem)) if hook else () for hook in told)
+    rule = _rule(problem) if name is None else None
+    order = "" if rule is None else f"{choice.source()} ({rule.because})"
+    return Explanation(str(problem), chosen, refusals, notes, plan, order)
 
 
 def backends() -> list[BackendInfo]:
@@ -109,7 +119,19 @@ def _named(name: str) -> ModuleType:
 
 
 def _row(problem: Problem) -> tuple[ModuleType, ...]:
-    return TABLE.get(problem.q.device.type, (reference,))
+    row = TABLE.get(problem.q.device.type, (reference,))
+    if (rule := _rule(problem)) is None:
+        return row
+    hopper = "cuda-sm90" in rule.order and cuda.family(problem, cuda.capability(problem.q.get_device())) == "sm_90a"
+    names = [name.removesuffix("-sm90") for name in rule.order if hopper or name != "cuda-sm90"]
+    return tuple(dict.fromkeys((*(_BY_NAME[name] for name in names), *row)))
+
+
+def _rule(problem: Problem) -> choice.Rule | None:
+    """The rule for the order of a CUDA device's backends; None on other devices, and where there is no such device."""
+    if problem.q.device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return choice.rule_for(choice.call_of(problem, cuda.capability(problem.q.get_device())))
 
 
 def _refusals(backend: ModuleType, problem: Problem) -> list[str]:

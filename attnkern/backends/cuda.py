@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,23 @@ def capability(index: int) -> int:
     return 10 * major + minor
 
 
+class Chip(NamedTuple):
+    """What plans ask of a device; memory in bytes."""
+
+    capability: int  # times 10
+    multiprocessors: int
+    shared_per_multiprocessor: int
+    shared_per_block: int
+
+
+@functools.cache
+def chip(index: int) -> Chip:
+    """The limits of a CUDA device."""
+    found = torch.cuda.get_device_properties(index)
+    shared = found.shared_memory_per_multiprocessor, found.shared_memory_per_block_optin
+    return Chip(capability(index), found.multi_processor_count, *shared)
+
+
 def refusals(problem: Problem) -> list[str]:
     """Why this backend cannot run `problem`; empty if it can."""
     q, k, v = problem.q, problem.k, problem.v
@@ -66,6 +84,55 @@ def notes(problem: Problem) -> list[str]:
     ]
 
 
+def plan(problem: Problem, on: Chip | None = None) -> list[str]:
+    """How the call is cut, a line for each kernel: tile, head class, threads, shared memory, blocks, variant.
+
+    `on` is the chip, None: that of the problem's device. The lines are those of the compiled library's plan functions
+    (csrc/cuda/launch.h), which the launches follow. The backward pass is in them where an input requires a gradient.
+    """
+    q, k, v, bias = problem[:4]
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return ["no kernel: a dimension is empty"]
+    on = chip(q.get_device()) if on is None else on
+    wanted = ((q, ops.GRAD_Q), (k, ops.GRAD_K), (v, ops.GRAD_V), (bias, ops.GRAD_BIAS))
+    grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
+    described = [[] if x is None else [*x.shape, *x.stride(), _address(x)] for x in (q, k, v, bias)]
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, q if bias is None else bias)]
+    text = torch.ops.attnkern.cuda_plan(dtypes[0], *described, dtypes[1], *problem.score, _tf32(), grad_mask, [*on])
+    return text.splitlines()
+
+
+def _address(x: Tensor) -> int:
+    """Of the first element within its storage: storages start at multiples of 16 bytes, and fake tensors have none."""
+    return x.storage_offset() * x.element_size()
+
+
+def family(problem: Problem, capability: int) -> str:
+    """The kernels of a forward pass with many queries: "sm_90a" (Hopper's) where these take it, or "sm_80".
+
+    As `why_not` in csrc/cuda/forward_sm90.cu: the choice of a backend needs it in every call, and under torch.compile.
+    """
+    q, k, v, bias, score, _ = problem
+    takes = (
+        capability == 90
+        and q.dtype != torch.float32
+        and bias is None
+        and not score.dropout_p
+        and 0 not in (*q.shape, *k.shape, *v.shape)
+        and max(q.shape[3], v.shape[3]) <= 256
+        and v.shape[3] % 8 == 0  # the output's rows
+        and all(_fits_tensor_map(x) for x in (q, k, v))
+    )
+    return "sm_90a" if takes else "sm_80"
+
+
+def _fits_tensor_map(x: Tensor) -> bool:
+    """Whether TMA can read it: as `fits_tensor_map` in csrc/cuda/tensor_map.h."""
+    steps = [0 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    dense = x.stride(3) == 1 or x.shape[3] == 1
+    return dense and (steps[2] != 0 or x.shape[2] == 1) and _address(x) % 16 == 0 and all(s % 8 == 0 for s in steps)
+
+
 def run(operator, tensors: tuple[Tensor | None, ...], *rest, results: tuple[Tensor | None, ...] = ()):
     """Calls an operator of the compiled library. Tests put a simulator here: `results` are those of `tensors` that the
     kernels only write."""
@@ -89,7 +156,7 @@ def forward(
     """`attnkern::forward` (ops.py) on a CUDA device."""
     out = ops.empty_like_heads(q, v.shape[3])
     lse = torch.empty(q.shape[:3] if need_lse else (0,), dtype=torch.float32, device=q.device)
-    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
+    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, _tf32())
     inputs, splits, workspace = (q, k, v, bias, philox_seed), 0, None
     if q.shape[2] <= FEW_QUERIES:
         splits = run(torch.ops.attnkern.cuda_decode_splits, inputs, *score)
@@ -144,7 +211,7 @@ def backward(
         delta = run(torch.ops.attnkern.delta, (grad_out, out, grad_lse))
         written = (dq, *parts, dbias)
         inputs = (grad_out, q, k, v, bias, philox_seed, lse.contiguous(), delta)
-        score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
+        score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, _tf32())
         run(torch.ops.attnkern.cuda_backward, (*inputs, *written), heads_out, *score, results=written)
         for grad, part in zip((dk, dv), parts, strict=True):
             if grad is not None and part is not None and part is not grad:
@@ -153,8 +220,13 @@ def backward(
     return dq, dk, dv, dbias
 
 
+def _tf32() -> bool:
+    """Whether torch lets the factors of float32 products be rounded to tf32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def _has_vectors(x: Tensor) -> bool:
     """Whether every row is a whole number of dense 16-byte chunks at a multiple of 16 bytes, as smem.cuh's rows_of."""
     steps = [s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
     dense = x.stride(3) == 1 or x.shape[3] <= 1
-    return dense and x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in (*steps, x.shape[3]))
+    return dense and _address(x) % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in (*steps, x.shape[3]))

@@ -69,9 +69,14 @@ def scores(q: Tensor, k: Tensor, bias: Tensor | None, score: Score, rows: Tensor
     x = score.softmax_scale * (q.to(dtype) @ k.to(dtype).mT)
     if score.softcap:
         x = score.softcap * torch.tanh(x / score.softcap)
+    return masked(x, bias, score, rows)
+
+
+def masked(x: Tensor, bias: Tensor | None, score: Score, rows: Tensor | None) -> Tensor:
+    """The scores x with bias and band; `rows` as in `scores`."""
     if bias is not None:
-        x = x.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else x + bias.to(dtype)
-    if (keep := score.band.mask(q.shape[-2], k.shape[-2], q.device, rows)) is not None:
+        x = x.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else x + bias.to(x.dtype)
+    if (keep := score.band.mask(x.shape[-2], x.shape[-1], x.device, rows)) is not None:
         x = x.masked_fill(~keep, -math.inf)
     return x
 

@@ -16,7 +16,6 @@ from ..problem import Problem
 
 NAME = "triton"
 MAX_HEAD_DIM = 512
-MAX_HEAD_DIM_FP32 = 256
 MAX_LENGTH = 2**30 - 1  # a row and a bound of the band add up within 32 bits
 MAX_ROW_STRIDE = 2**22  # so do the rows of a tile
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,9 +41,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"compute capability {capability / 10}, and 8.0 is needed")
     if q.dtype not in _DTYPES:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
-    most = MAX_HEAD_DIM_FP32 if q.dtype == torch.float32 else MAX_HEAD_DIM
-    if (size := max(q.shape[3], v.shape[3])) > most:
-        reasons.append(f"head size {size} is above {most}")
+    if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
+        reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
     if 0 in (q.shape[3], v.shape[3]):
         reasons.append("head size is 0")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
@@ -132,40 +130,19 @@ def backward(
     score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
     problem = _problem(plans, q, k, v, bias, philox_seed, score)
     plan = plans.backward_plan(problem, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask)
-    device, index, run = q.device, q.get_device(), plans.launch.run
-
-    def empty(layout: Any, dtype: torch.dtype = q.dtype) -> Tensor:
-        return (
-            torch.empty(0, dtype=dtype, device=device)
-            if layout is None
-            else torch.empty_strided(*layout, dtype=dtype, device=device)
-        )
-
-    dq, dk, dv = (empty(layout) for layout in plan.grads)
-    dbias = empty(None)
-    if grad_mask & ops.GRAD_BIAS:
-        assert bias is not None
-        dbias = (torch.zeros if plan.zero_bias else torch.empty)(bias.shape, dtype=bias.dtype, device=device)
+    grads, dbias = _empty_grads(plan, q, bias if grad_mask & ops.GRAD_BIAS else None)
     if plan.delta is None:
-        for grad in (dq, dk, dv):
-            grad.zero_()
-        return dq, dk, dv, dbias
-    delta = torch.empty(q.shape[:3], dtype=torch.float32, device=device)
+        return *grads, dbias
+    delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    index, run = q.get_device(), plans.launch.run
     run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
     if (step := plan.dkdv) is not None:
-        # One kernel makes both. It writes into the result where that has as many heads, and was asked for.
-        parts = [
-            grad if grad.ndim == 4 and grad.shape == layout.shape else empty(layout, dtype)
-            for grad, (layout, dtype) in zip((dk, dv), plan.parts, strict=True)
-        ]
+        parts = _parts(plan, grads, q)
         q0, q1, g0, g1 = step.tiles(q, grad_out)
         run(step.kernel, step.grid, (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *parts, *step.rest), index)
-        for grad, part in zip((dk, dv), parts, strict=True):
-            if grad.ndim == 4 and part is not grad:
-                grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
+        _add_parts(grads, parts)
     if (step := plan.dq) is not None:
-        written = dbias if plan.bias_falls_off else None
-        target = dq if dq.ndim == 4 else empty(plan.dq_layout)
+        target, written = _targets(plan, grads, dbias, q)
         tiles = step.tiles(k, v)
         run(
             step.kernel,
@@ -175,7 +152,157 @@ def backward(
         )
     if (step := plan.dbias) is not None:
         run(step.kernel, step.grid, (q, k, v, grad_out, lse, delta, bias, philox_seed, dbias, *step.rest), index)
-    return dq, dk, dv, dbias
+    return *grads, dbias
+
+
+def tangent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    tbias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    band_offset: int,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """`attnkern::tangent` (ops.py) on a CUDA device."""
+    plans = _plans()
+    q, k, v, out, lse, bias = _rows(q), _rows(k), _rows(v), _rows(out), lse.contiguous(), _narrow(bias)
+    tq, tk, tv, tbias = _direction(tq, tk, tv, tbias)
+    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
+    problem = _problem(plans, q, k, v, bias, philox_seed, score)
+    direction = plans.Direction(*(None if x is None else _kind(plans, x) for x in (tq, tk, tv, tbias)))
+    plan = plans.tangent_plan(problem, direction, _kind(plans, out))
+    tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
+    tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if (step := plan.step) is None:
+        return tout.zero_(), tlse.zero_()
+    k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
+    args = (q, k0, k1, v0, v1, bias, philox_seed, tq, *moving, tbias, None, out, lse, tout, tlse, None, *step.rest)
+    plans.launch.run(step.kernel, step.grid, args, q.get_device())
+    return tout, tlse
+
+
+def second_backward(
+    cot_dq: Tensor | None,
+    cot_dk: Tensor | None,
+    cot_dv: Tensor | None,
+    cot_dbias: Tensor | None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    band_offset: int,
+    dropout_p: float,
+    grad_mask: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`attnkern::second_backward` (ops.py) on a CUDA device."""
+    plans = _plans()
+    q, k, v, grad_out, out = _rows(q), _rows(k), _rows(v), _rows(grad_out), _rows(out)
+    lse, bias = lse.contiguous(), _narrow(bias)
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    # The cotangents are the direction in which the forward pass moves: see triton_kernels/second_backward.py.
+    tq, tk, tv, tbias = _direction(cot_dq, cot_dk, cot_dv, cot_dbias)
+    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
+    problem = _problem(plans, q, k, v, bias, philox_seed, score)
+    direction = plans.Direction(*(None if x is None else _kind(plans, x) for x in (tq, tk, tv, tbias)))
+    first, plan = plans.second_backward_plan(
+        problem, direction, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask
+    )
+    device, index, run = q.device, q.get_device(), plans.launch.run
+    grads, dbias = _empty_grads(plan, q, bias if grad_mask & ops.GRAD_BIAS else None)
+    tout = torch.empty_strided(*first.tout, dtype=q.dtype, device=device)
+    mu, nu, delta = torch.empty((3, *q.shape[:3]), dtype=torch.float32, device=device)
+    if (step := first.step) is not None:
+        k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
+        args = (q, k0, k1, v0, v1, bias, philox_seed, tq, *moving, tbias, grad_out, out, lse, tout, mu, nu, *step.rest)
+        run(step.kernel, step.grid, args, index)
+        run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
+    else:
+        tout.zero_()
+        mu.zero_()
+    if (step := plan.dkdv) is not None:
+        parts = _parts(plan, grads, q)
+        q0, q1, g0, g1, *moving = step.tiles(q, grad_out, tq)
+        args = (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *moving, tk, tv, tbias, mu, nu, *parts)
+        run(step.kernel, step.grid, (*args, *step.rest), index)
+        _add_parts(grads, parts)
+    if (step := plan.dq) is not None:
+        target, written = _targets(plan, grads, dbias, q)
+        k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
+        args = (q, k0, k1, v0, v1, grad_out, lse, delta, bias, philox_seed, tq, *moving, tbias, mu, nu, target, written)
+        run(step.kernel, step.grid, (*args, *step.rest), index)
+    if (step := plan.dbias) is not None:
+        args = (q, k, v, grad_out, lse, delta, bias, philox_seed, tq, tk, tv, tbias, mu, nu, dbias)
+        run(step.kernel, step.grid, (*args, *step.rest), index)
+    g_grad_out = tout if grad_mask & ops.GRAD_GRAD_OUT else q.new_empty(0)
+    g_grad_lse = mu if grad_mask & ops.GRAD_GRAD_LSE else lse.new_empty(0)
+    return g_grad_out, g_grad_lse, *grads, dbias
+
+
+def _direction(
+    tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, tbias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    tq, tk, tv = (None if x is None else _rows(x) for x in (tq, tk, tv))
+    return tq, tk, tv, _narrow(tbias)
+
+
+def _empty(layout: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
+    if layout is None:
+        return torch.empty(0, dtype=dtype, device=q.device)
+    return torch.empty_strided(*layout, dtype=dtype, device=q.device)
+
+
+def _empty_grads(plan: Any, q: Tensor, bias: Tensor | None) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """dq, dk, dv of a `Backward`, zero where no kernel is launched, and dbias for `bias`; of shape (0,) if not asked
+    for."""
+    dq, dk, dv = (_empty(layout, q, q.dtype) for layout in plan.grads)
+    if plan.delta is None:
+        for grad in (dq, dk, dv):
+            grad.zero_()
+    if bias is None:
+        return (dq, dk, dv), _empty(None, q, q.dtype)
+    make = torch.zeros if plan.zero_bias else torch.empty
+    return (dq, dk, dv), make(bias.shape, dtype=bias.dtype, device=q.device)
+
+
+def _parts(plan: Any, grads: tuple[Tensor, Tensor, Tensor], q: Tensor) -> list[Tensor]:
+    """What the one kernel of dk and dv writes: the result itself where that has as many heads, and was asked for."""
+    return [
+        grad if grad.ndim == 4 and grad.shape == layout.shape else _empty(layout, q, dtype)
+        for grad, (layout, dtype) in zip(grads[1:], plan.parts, strict=True)
+    ]
+
+
+def _add_parts(grads: tuple[Tensor, Tensor, Tensor], parts: list[Tensor]) -> None:
+    for grad, part in zip(grads[1:], parts, strict=True):
+        if grad.ndim == 4 and part is not grad:
+            grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
+
+
+def _targets(plan: Any, grads: tuple[Tensor, Tensor, Tensor], dbias: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the kernel of dq writes: dq, asked for or not, and dbias where that falls off."""
+    dq = grads[0]
+    return dq if dq.ndim == 4 else _empty(plan.dq_layout, q, q.dtype), dbias if plan.bias_falls_off else None
 
 
 @functools.cache

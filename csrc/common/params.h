@@ -30,6 +30,7 @@ struct Attention {
   double dropout_p;      // 0: off
   const int64_t* seeds;  // seed_count keys for equal consecutive groups of the batch
   int64_t seed_count;
+  bool tf32;  // GPU kernels for kFloat32: whether products may round their factors to tf32
 };
 
 struct Forward : Attention {

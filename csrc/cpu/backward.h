@@ -32,6 +32,9 @@ struct Wanted {
   bool dq, dk, dv;
 };
 
+// A unit: the smallest set of query heads that shares its key and value heads with no other.
+inline int64_t heads_of_unit(const Attention& p) { return std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v); }
+
 template <class Op>
 struct BackwardScratch {
   using C = typename Op::Compute;
@@ -48,6 +51,13 @@ struct BackwardScratch {
     grad_rows = arena.take<Scalar>(rows * ev);
     q_pairs = arena.take<Scalar>(pairs * rows * e);
     grad_pairs = arena.take<Scalar>(pairs * rows * ev);
+    const int64_t length = (p.seqlen_q + 1) / 2, group = heads_of_unit(p);
+    const int64_t columns = round_up(p.head_dim, Op::S::kLanes), columns_v = round_up(p.head_dim_v, Op::S::kLanes);
+    keeps_pairs = pairs != 0 && p.seqlen_k > kTile<C> && group * length * (columns + columns_v) * 4 <= kKeptBytes;
+    q_kept_step = keeps_pairs ? length * columns : 0;
+    grad_kept_step = keeps_pairs ? length * columns_v : 0;
+    q_kept = arena.take<Scalar>(group * q_kept_step);
+    grad_kept = arena.take<Scalar>(group * grad_kept_step);
     p_pairs = arena.take<Scalar>(pairs * kBlock / 2 * kTile<C>);
     ds_pairs = arena.take<Scalar>(pairs * kBlock / 2 * kTile<C>);
     ds_rows = arena.take<Scalar>(pairs * kBlock * kTile<C> / 2);
@@ -61,6 +71,9 @@ struct BackwardScratch {
   }
 
   Scalar *k_tile, *v_tile, *k_rows, *q_rows, *grad_rows, *q_pairs, *grad_pairs, *p_pairs, *ds_pairs, *ds_rows;
+  Scalar *q_kept, *grad_kept;  // per query head of a unit
+  int64_t q_kept_step, grad_kept_step;
+  bool keeps_pairs;
   C *scores, *grad_scores, *bias, *keep, *dk, *dv;
   int64_t bytes;
 };
@@ -74,7 +87,8 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
                                  C* grad_scores) {
   using S = Simd<C>;
   using V = typename S::V;
-  const V scale = S::set1(score.scale), one = S::set1(C(1));
+  const V scale = S::set1(score.scale);
+  const Exponential<Op, kPlain> exponential(kPlain ? score.scale : C(1));
   const V signed_scale = S::set1(score.signed_scale);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t v = segment.first; v < segment.last; ++v) {
@@ -84,17 +98,13 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
     for (int64_t i = segment.row; i < segment.row + segment.rows; ++i, at += kTile<C>) {
       // A row without any live key has lse = -inf; -inf in place of -lse makes its probabilities 0.
       const V shift = S::set1(lse[i] == -kInfinity<C> ? -kInfinity<C> : -lse[i]), row_delta = S::set1(delta[i]);
-      V x = S::load(scores + at), g = S::load(grad_scores + at), slope = one;
+      V x = S::load(scores + at), g = S::load(grad_scores + at), slope = S::set1(C(1));
       if constexpr (!kPlain) {
-        x *= scale;
-        if (score.cap != C(0)) {
-          const V t = tanh_lanes<C>(x / S::set1(score.cap));
-          x = t * S::set1(score.cap);
-          slope = one - t * t;
-        }
-        if (score.has_bias) x += S::load(bias + at);
+        V t = S::zero();
+        x = finish_score(score, x, scale, bias + at, &t);
+        slope -= t * t;
       }
-      V p = Op::exponential(x, kPlain ? scale : one, shift);
+      V p = exponential(x, exponential.shift(shift));
       if (cut) {
         p = mask.select(p, S::zero());
         mask.advance();
@@ -132,11 +142,13 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
     const Segment& segment = block.segment[s];
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes, at = row * kTile<C>;
     const int64_t vectors = segment.last - segment.first;
-    gemm<Op, false>(segment.rows, vectors, depth, q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane,
-                    kTile<C>, scratch.scores + at + lane, kTile<C>, Epilogue::kStore);
+    gemm<typename Op::Product, false>(segment.rows, vectors, depth, q_rows.data + row * q_rows.step, q_rows.step,
+                                      scratch.k_tile + lane, kTile<C>, scratch.scores + at + lane, kTile<C>,
+                                      Epilogue::kStore);
     if (need_ds)
-      gemm<Op, false>(segment.rows, vectors, depth_v, grad_rows.data + row * grad_rows.step, grad_rows.step,
-                      scratch.v_tile + lane, kTile<C>, scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore);
+      gemm<typename Op::Product, false>(segment.rows, vectors, depth_v, grad_rows.data + row * grad_rows.step,
+                                        grad_rows.step, scratch.v_tile + lane, kTile<C>,
+                                        scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore);
     const auto differentiate =
         score.plain() && !score.dropout ? differentiate_scores<Op, true> : differentiate_scores<Op, false>;
     differentiate(score, walk, block.masked, segment, static_cast<const C*>(p.lse) + lse_row, delta + lse_row,
@@ -161,6 +173,13 @@ inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratc
                      false, scratch.v_tile);
 }
 
+// use(pointer) to the bias's gradient, which has the bias's dtype.
+template <class T, class Use>
+inline void with_bias_grad(const Backward& p, const Use& use) {
+  if (p.bias_dtype == DType::kFloat32) use(static_cast<float*>(p.dbias.data));
+  else use(static_cast<T*>(p.dbias.data));
+}
+
 // The bias's gradient of a block, from scratch to the output.
 template <class T, class C>
 inline void store_bias_grad(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
@@ -173,8 +192,7 @@ inline void store_bias_grad(const Backward& p, const BlockPlan& block, int64_t b
         const int64_t lane = v * S::kLanes;
         const int64_t index = ((batch * p.heads_q + head) * p.seqlen_q + i) * p.seqlen_k + key + lane;
         const auto value = S::load(tile + (i - block.row) * kTile<C> + lane);
-        if (p.bias_dtype == DType::kFloat32) S::store_as(static_cast<float*>(p.dbias.data) + index, value, keys - lane);
-        else S::store_as(static_cast<T*>(p.dbias.data) + index, value, keys - lane);
+        with_bias_grad<T>(p, [&](auto* dbias) { S::store_as(dbias + index, value, keys - lane); });
       }
   }
 }
@@ -213,7 +231,7 @@ struct QueryGrad {
 template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
                     int64_t first_tile, int64_t tile_stride, const typename Op::Compute* delta,
-                    QueryGrad<typename Op::Compute> dq) {
+                    QueryGrad<typename Op::Compute> dq, KeptRows* kept) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -272,14 +290,14 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
             pack_segment(block.segment[s], scratch.scores + at, scratch.grad_scores + at, scratch.p_pairs + at / 2,
                          scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);
           }
-          q_sum = {scratch.q_pairs, round_up(p.head_dim, S::kLanes)};
-          grad_sum = {scratch.grad_pairs, round_up(p.head_dim_v, S::kLanes)};
+          KeptRows* of_head = kept == nullptr ? nullptr : kept + 2 * (h - head);
           if (wanted.dk)
-            interleave_rows(at<T>(p.q, batch, h, block.row), p.q.stride[2], p.q.stride[3], block.rows, p.head_dim,
-                            reinterpret_cast<uint32_t*>(scratch.q_pairs), q_sum.step);
+            q_sum = paired_rows<T, Op>(p.q, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim,
+                                       scratch.q_pairs, scratch.q_kept + (h - head) * scratch.q_kept_step, of_head);
           if (wanted.dv)
-            interleave_rows(at<T>(p.grad_out, batch, h, block.row), p.grad_out.stride[2], p.grad_out.stride[3],
-                            block.rows, p.head_dim_v, reinterpret_cast<uint32_t*>(scratch.grad_pairs), grad_sum.step);
+            grad_sum = paired_rows<T, Op>(
+                p.grad_out, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim_v, scratch.grad_pairs,
+                scratch.grad_kept + (h - head) * scratch.grad_kept_step, of_head == nullptr ? nullptr : of_head + 1);
 #endif
           probabilities = scratch.p_pairs;
           ds = scratch.ds_pairs;
@@ -293,12 +311,13 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           const int64_t vectors = segment.last - segment.first;
           const int64_t pair = row / Op::kPack, depth = (segment.rows + Op::kPack - 1) / Op::kPack;
           if (wanted.dv)
-            gemm<Op, true>(p.head_dim_v, vectors, depth, grad_sum.data + pair * grad_sum.step, grad_sum.step,
-                           probabilities + pair * kTile<C> + lane, kTile<C>, scratch.dv + lane, kTile<C>,
-                           Epilogue::kAdd);
+            gemm<typename Op::Product, true>(p.head_dim_v, vectors, depth, grad_sum.data + pair * grad_sum.step,
+                                             grad_sum.step, probabilities + pair * kTile<C> + lane, kTile<C>,
+                                             scratch.dv + lane, kTile<C>, Epilogue::kAdd);
           if (wanted.dk)
-            gemm<Op, true>(p.head_dim, vectors, depth, q_sum.data + pair * q_sum.step, q_sum.step,
-                           ds + pair * kTile<C> + lane, kTile<C>, scratch.dk + lane, kTile<C>, Epilogue::kAdd);
+            gemm<typename Op::Product, true>(p.head_dim, vectors, depth, q_sum.data + pair * q_sum.step, q_sum.step,
+                                             ds + pair * kTile<C> + lane, kTile<C>, scratch.dk + lane, kTile<C>,
+                                             Epilogue::kAdd);
           if (wanted.dq) {
             // Lanes past the last key hold nothing of meaning: sum over real keys only.
             const int64_t live = min64(segment.last * S::kLanes, keys) - lane;
@@ -307,10 +326,10 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                 for (int64_t i = row; i < row + segment.rows; ++i)
                   reinterpret_cast<uint16_t*>(const_cast<Scalar*>(ds_rows) + i * ds_step)[lane + live] = 0;
             }
-            gemm<Op, false>(segment.rows, columns, (live + Op::kPack - 1) / Op::kPack,
-                            ds_rows + row * ds_step + lane / Op::kPack, ds_step,
-                            k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step,
-                            dq.data + (h - head) * dq.head_step + segment.row * dq.step, dq.step, Epilogue::kAdd);
+            gemm<typename Op::Product, false>(
+                segment.rows, columns, (live + Op::kPack - 1) / Op::kPack, ds_rows + row * ds_step + lane / Op::kPack,
+                ds_step, k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step,
+                dq.data + (h - head) * dq.head_step + segment.row * dq.step, dq.step, Epilogue::kAdd);
           }
         }
       }
@@ -414,11 +433,9 @@ void backward_bias(const Backward& p, const Runtime& runtime, const typename Op:
       }
       const int64_t row = bias_index * p.bias_size[2] + (per_query ? queries.begin + i : 0);
       const int64_t index = row * p.bias_size[3] + (per_key ? all_keys.begin : 0);
-      for (int64_t j = 0; j < columns; ++j) {
-        const C value = sum[i * kTile<C> + j];
-        if (p.bias_dtype == DType::kFloat32) static_cast<float*>(p.dbias.data)[index + j] = static_cast<float>(value);
-        else static_cast<T*>(p.dbias.data)[index + j] = from_compute<T>(value);
-      }
+      with_bias_grad<T>(p, [&]<class Bias>(Bias* dbias) {
+        for (int64_t j = 0; j < columns; ++j) dbias[index + j] = from_compute<Bias>(sum[i * kTile<C> + j]);
+      });
     }
   };
   run_tasks(runtime, p.bias_size[0] * p.bias_size[1] * spans * tiles,
@@ -463,8 +480,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   }
   if (!wanted.dq && !wanted.dk && !wanted.dv) return;
 
-  // A unit is the smallest set of query heads that shares its key and value heads with no other.
-  const int64_t unit = std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v), units = all_heads / unit;
+  const int64_t unit = heads_of_unit(p), units = all_heads / unit;
   const int64_t tiles = max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>);
   // Whole units as long as every thread gets one; what is left is split by key tiles.
   const int64_t left = tiles == 1 ? 0 : units % runtime.num_threads, whole = units - left;
@@ -478,7 +494,9 @@ void backward(const Backward& p, const Runtime& runtime) {
   const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * unit * head_step : 0);
 
   const int64_t tasks = whole + left * chunks;
-  run_tasks(runtime, tasks, BackwardScratch<Op>(nullptr, p).bytes, [&](int64_t task, void* memory, int64_t worker) {
+  const BackwardScratch<Op> sizes(nullptr, p);
+  const KeptByWorker kept(sizes.keeps_pairs ? runtime.num_threads : 0, 2 * unit);  // of q and of grad_out
+  run_tasks(runtime, tasks, sizes.bytes, [&](int64_t task, void* memory, int64_t worker) {
     const BackwardScratch<Op> scratch(memory, p);
     const bool is_whole = task < whole;
     const int64_t index = is_whole ? task : whole + (task - whole) / chunks,
@@ -495,7 +513,8 @@ void backward(const Backward& p, const Runtime& runtime) {
           std::memset(dq.data + h * dq.head_step + i * dq.step, 0,
                       static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
-    backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, delta.data(), dq);
+    backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, delta.data(), dq,
+                          kept.of(worker));
     if (wanted.dq && is_whole && !in_place)
       for (int64_t h = 0; h < unit; ++h)
         store_query_grad<T>(p, batch, head + h, 0, p.seqlen_q, dq.data + h * head_step, step);

@@ -174,9 +174,7 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
       };
       V largest = dead;
       for (int64_t j = 0; j < keys; j += S::kLanes) {
-        V x = S::load(row + j) * scale;
-        if (score.cap != C(0)) x = tanh_lanes<C>(x / S::set1(score.cap)) * S::set1(score.cap);
-        if (score.has_bias) x += S::load(scratch.bias + tile_at(j));
+        V x = finish_score(score, S::load(row + j), scale, scratch.bias + tile_at(j));
         if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
         S::store(row + j, x);
         largest = S::max(x, largest);

@@ -16,6 +16,25 @@
 namespace attnkern::cpu {
 namespace {
 
+// Which rows of one head a worker has in pairs already: its next tile of that head needs them again.
+struct KeptRows {
+  int64_t head = -1, begin = 0, end = 0;
+};
+inline constexpr int64_t kKeptBytes = 1 << 19;  // at most: half of a core's cache
+
+// The records of all workers; none of them keeps rows if there are no workers.
+class KeptByWorker {
+ public:
+  KeptByWorker(int64_t workers, int64_t records) : records_(records), rows_(workers * records) {
+    for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = KeptRows();
+  }
+  KeptRows* of(int64_t worker) const { return rows_.data() == nullptr ? nullptr : rows_.data() + worker * records_; }
+
+ private:
+  int64_t records_;
+  Buffer<KeptRows> rows_;
+};
+
 template <class Op>
 struct ForwardScratch {
   using C = typename Op::Compute;
@@ -26,7 +45,9 @@ struct ForwardScratch {
     const int64_t width = max64(row_scalars<Op>(p.head_dim), row_scalars<Op>(p.head_dim_v) * Op::kPack);
     query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
     rows = arena.take<Scalar>(max64(kBlock, kTile<C>) * width);
-    pairs = arena.take<Scalar>(Op::kPack == 1 ? 0 : kBlock * kTile<C>);
+    const int64_t value_scalars = (p.seqlen_k + 1) / 2 * row_scalars<Op>(p.head_dim_v) * Op::kPack;
+    keeps_values = Op::kPack == 2 && p.seqlen_q > kTile<C> && value_scalars * 4 <= kKeptBytes;
+    kept_values = arena.take<Scalar>(keeps_values ? value_scalars : 0);
     scores = arena.take<C>(kBlock * kTile<C>);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock * kTile<C>);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock * kTile<C> : 0);
@@ -38,9 +59,10 @@ struct ForwardScratch {
     bytes = arena.used();
   }
 
-  Scalar *query_tile, *rows, *pairs;
+  Scalar *query_tile, *rows, *kept_values;
   C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction;
   int64_t bytes;
+  bool keeps_values;
 };
 
 // S^T -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`. kPlain: the band alone, scores
@@ -61,11 +83,7 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
       int64_t at = (segment.row - block.row) * kTile<C> + v * S::kLanes;
       for (int64_t j = 0; j < segment.rows; ++j, at += kTile<C>) {
         V x = S::load(scores + at);
-        if constexpr (!kPlain) {
-          x *= scale;
-          if (score.cap != C(0)) x = tanh_lanes<C>(x / S::set1(score.cap)) * S::set1(score.cap);
-          if (score.has_bias) x += S::load(bias + at);
-        }
+        if constexpr (!kPlain) x = finish_score(score, x, scale, bias + at);
         if (cut) {
           x = mask.select(x, dead);
           mask.advance();
@@ -77,6 +95,18 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
     }
   }
 }
+
+// Rows that will be read soon.
+struct NextRows {
+  const char* data;  // null: there are none
+  int64_t step, bytes;
+
+  void fetch(int64_t row, int64_t rows) const {
+    if (data == nullptr) return;
+    for (int64_t r = row; r < row + rows; ++r)
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(data + r * step + byte);
+  }
+};
 
 // Rows j and j + 1 of P as pairs of bfloat16, or the row itself.
 template <class Op>
@@ -96,21 +126,23 @@ inline void store_probabilities(typename Op::V first, typename Op::V second, typ
   }
 }
 
-// P^T = exp(scale * S^T - m) for the segments of a block, with the lanes' sums; dropped and packed as Op needs it.
-template <class Op, int kVectors>
+// P^T = exp(scale * S^T - m) for the segments of a block, with the lanes' sums; dropped and packed as Op needs it. The
+// rows of K that come next are fetched meanwhile: the other passes leave the caches less time.
+template <class Op, int kVectors, bool kPlain>
 inline void exponentiate(const Segment& segment, int64_t first, typename Op::Compute scale,
                          const typename Op::Compute* m, const typename Op::Compute* keep, typename Op::Compute* scores,
-                         typename Op::Scalar* probabilities, typename Op::Compute* sum) {
+                         typename Op::Scalar* probabilities, typename Op::Compute* sum, NextRows next) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
+  const Exponential<Op, kPlain> exponential(scale);
   V total[kVectors], shift[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     total[v] = S::zero();  // a sum of its own for each block: long rows lose less
-    shift[v] = -S::load(m + (first + v) * S::kLanes);
+    shift[v] = exponential.shift(-S::load(m + (first + v) * S::kLanes));
   }
-  const V factor = S::set1(scale);
   for (int64_t j = 0; j < segment.rows; j += Op::kPack) {
+    next.fetch(j, Op::kPack);
     for (int v = 0; v < kVectors; ++v) {
       V p[Op::kPack];
       for (int half = 0; half < Op::kPack; ++half) {
@@ -119,7 +151,7 @@ inline void exponentiate(const Segment& segment, int64_t first, typename Op::Com
           continue;
         }
         const int64_t at = (j + half) * kTile<C> + (first + v) * S::kLanes;
-        p[half] = Op::exponential(S::load(scores + at), factor, shift[v]);
+        p[half] = exponential(S::load(scores + at), shift[v]);
         total[v] += p[half];
         if (keep != nullptr) p[half] *= S::load(keep + at);
       }
@@ -164,22 +196,36 @@ inline void interleave_rows(const T* source, int64_t row_stride, int64_t column_
   }
 }
 
+// Rows of a view in pairs, with the columns padded to whole vectors: from `memory`, which has room for all of the head
+// and holds what `kept` says; or in `scratch`, which has room for these, where `kept` is null.
 template <class T, class Op>
-inline Rows<typename Op::Scalar> value_rows(const Attention& p, int64_t batch, int64_t head, int64_t row, int64_t rows,
-                                            typename Op::Scalar* scratch) {
-  if constexpr (Op::kPack == 1) {
-    return operand_rows<Op, T>(p.v, batch, head, row, rows, p.head_dim_v, scratch);
-  } else {
-    const int64_t step = round_up(p.head_dim_v, Op::S::kLanes);
-    interleave_rows(at<T>(p.v, batch, head, row), p.v.stride[2], p.v.stride[3], rows, p.head_dim_v,
-                    reinterpret_cast<uint32_t*>(scratch), step);
+inline Rows<typename Op::Scalar> paired_rows(const View& view, int64_t heads, int64_t batch, int64_t head, int64_t row,
+                                             int64_t rows, int64_t last_row, int64_t columns,
+                                             typename Op::Scalar* scratch, typename Op::Scalar* memory,
+                                             KeptRows* kept) {
+  const int64_t step = round_up(columns, Op::S::kLanes);
+  const auto pair_up = [&](int64_t first, int64_t end, typename Op::Scalar* target) {
+    interleave_rows(at<T>(view, batch, head, first), view.stride[2], view.stride[3], end - first, columns,
+                    reinterpret_cast<uint32_t*>(target), step);
+  };
+  const int64_t end = row + rows;
+  // A pair that only begins here would bring the next row in: 0 times infinity.
+  if (kept == nullptr || row % 2 != 0 || (rows % 2 != 0 && end != last_row)) {
+    pair_up(row, end, scratch);
     return {scratch, step};
   }
+  const int64_t index = batch * heads + head;
+  if (kept->head != index || row < kept->begin || row > kept->end) *kept = {index, row, row};
+  if (kept->end < end) {
+    pair_up(kept->end, end, memory + kept->end / 2 * step);
+    kept->end = end;
+  }
+  return {memory + row / 2 * step, step};
 }
 
 template <class T, class Op>
-void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t query,
-                  int64_t queries) {
+void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows* kept, int64_t batch, int64_t head,
+                  int64_t query, int64_t queries) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
@@ -208,9 +254,10 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
       const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-      gemm<Op, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step, keys.step,
-                      scratch.query_tile + lane, kTile<C>, scratch.scores + row * kTile<C> + lane, kTile<C>,
-                      transform ? Epilogue::kStore : Epilogue::kStoreMax, scratch.block_largest + lane);
+      gemm<typename Op::Product, false>(
+          segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step, keys.step,
+          scratch.query_tile + lane, kTile<C>, scratch.scores + row * kTile<C> + lane, kTile<C>,
+          transform ? Epilogue::kStore : Epilogue::kStoreMax, scratch.block_largest + lane);
     }
     C scale = score.scale;
     if (transform) {
@@ -238,17 +285,20 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
       S::store(scratch.sum + lane, S::load(scratch.sum + lane) * correction);
     }
 
-    Scalar* probabilities;
-    if constexpr (Op::kPack == 1) probabilities = scratch.scores;
-    else probabilities = scratch.pairs;
+    // In place: row j / 2 of the pairs is written after rows j and j + 1 have been read.
+    Scalar* probabilities = reinterpret_cast<Scalar*>(scratch.scores);
+    NextRows next{};
+    if (block.row + 2 * block.rows <= p.seqlen_k && p.k.stride[3] == 1)
+      next = {reinterpret_cast<const char*>(at<T>(p.k, batch, head_k, block.row + block.rows)),
+              p.k.stride[2] * static_cast<int64_t>(sizeof(T)), p.head_dim * static_cast<int64_t>(sizeof(T))};
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
       const int64_t row = segment.row - block.row;
       for (int64_t v = segment.first; v < segment.last;) {
         const auto part = [&]<int kVectors>() {
-          exponentiate<Op, kVectors>(
-              segment, v, scale, scratch.block_largest, score.dropout ? scratch.keep + row * kTile<C> : nullptr,
-              scratch.scores + row * kTile<C>, probabilities + row / Op::kPack * kTile<C>, scratch.sum);
+          const auto run = score.plain() ? exponentiate<Op, kVectors, true> : exponentiate<Op, kVectors, false>;
+          run(segment, v, scale, scratch.block_largest, score.dropout ? scratch.keep + row * kTile<C> : nullptr,
+              scratch.scores + row * kTile<C>, probabilities + row / Op::kPack * kTile<C>, scratch.sum, next);
           v += kVectors;
         };
         if (segment.last - v >= 4) part.template operator()<4>();
@@ -257,7 +307,12 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
       }
     }
 
-    const auto values = value_rows<T, Op>(p, batch, head_v, block.row, block.rows, scratch.rows);
+    Rows<Scalar> values;
+    if constexpr (Op::kPack == 1)
+      values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows);
+    else
+      values = paired_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
+                                  scratch.rows, scratch.kept_values, kept);
     // The first segment of the first block covers all lanes or the others are cleared; a block in segments, which touch
     // some lanes only, rescales all of them first.
     const Segment& opening = block.segment[0];
@@ -273,9 +328,10 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, int64_t b
       const Segment& segment = block.segment[s];
       const int64_t row = (segment.row - block.row) / Op::kPack, lane = segment.first * S::kLanes;
       const Epilogue epilogue = s == 0 && opens ? Epilogue::kStore : block.masked ? Epilogue::kAdd : Epilogue::kRescale;
-      gemm<Op, true>(p.head_dim_v, segment.last - segment.first, (segment.rows + Op::kPack - 1) / Op::kPack,
-                     values.data + row * values.step, values.step, probabilities + row * kTile<C> + lane, kTile<C>,
-                     scratch.out + lane, kTile<C>, epilogue, scratch.correction + lane);
+      gemm<typename Op::Product, true>(p.head_dim_v, segment.last - segment.first,
+                                       (segment.rows + Op::kPack - 1) / Op::kPack, values.data + row * values.step,
+                                       values.step, probabilities + row * kTile<C> + lane, kTile<C>, scratch.out + lane,
+                                       kTile<C>, epilogue, scratch.correction + lane);
     }
     started = true;
   }
@@ -339,12 +395,14 @@ void forward(const Forward& p, const Runtime& runtime) {
   while (tile > Simd<C>::kLanes && heads * ((p.seqlen_q + tile - 1) / tile) < runtime.num_threads) tile /= 2;
   tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
-  const int64_t bytes = ForwardScratch<Op>(nullptr, p).bytes;
-  run_tasks(runtime, heads * tiles, bytes, [&](int64_t task, void* memory, int64_t) {
+  const ForwardScratch<Op> sizes(nullptr, p);
+  const KeptByWorker kept(sizes.keeps_values ? runtime.num_threads : 0, 1);
+  run_tasks(runtime, heads * tiles, sizes.bytes, [&](int64_t task, void* memory, int64_t worker) {
     const ForwardScratch<Op> scratch(memory, p);
     // Last tiles first: under a causal mask they are the longest.
     const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
-    forward_tile<T, Op>(p, scratch, head / p.heads_q, head % p.heads_q, query, min64(tile, p.seqlen_q - query));
+    forward_tile<T, Op>(p, scratch, kept.of(worker), head / p.heads_q, head % p.heads_q, query,
+                        min64(tile, p.seqlen_q - query));
   });
 }
 

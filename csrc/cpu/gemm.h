@@ -27,10 +27,11 @@ enum class Epilogue {
   kRescale,   // C = C * aux + product, aux per lane: the online softmax folded into the accumulation
 };
 
-// How a scalar of A meets a vector of B: one product in the compute type.
+// How a scalar of A meets a vector of B: one product in the compute type. And how precise an exponential has to be.
 template <class C>
 struct Dot {
-  using Scalar = C;  // element of A and of B
+  using Product = Dot;  // what `gemm` is to be called with
+  using Scalar = C;     // element of A and of B
   using Compute = C;
   static constexpr int kPack = 1;  // terms of the sum in one Scalar
   using S = Simd<C>;
@@ -38,13 +39,18 @@ struct Dot {
   static V load(const Scalar* b) { return S::load(b); }
   static V broadcast(const Scalar* a) { return S::set1(*a); }
   static V accumulate(V sum, V a, V b) { return S::fma(a, b, sum); }
-  // exp(scale * x + shift). The sum first, in natural units, then times log2 e: nothing is lost where x is the maximum.
-  static V exponential(V x, V scale, V shift) { return S::exp2(S::fma(x, scale, shift) * S::set1(kLog2E<C>)); }
+  static constexpr bool kShortExp = false;
+};
+
+// For 16-bit elements that are converted to float32.
+struct ConvertedDot : Dot<float> {
+  static constexpr bool kShortExp = true;
 };
 
 #if defined(__AVX512BF16__)
 // Two bfloat16 products at once, summed in float32: a Scalar is a pair of neighbours along the summed dimension.
 struct PairDot {
+  using Product = PairDot;
   using Scalar = uint32_t;
   using Compute = float;
   static constexpr int kPack = 2;
@@ -57,21 +63,31 @@ struct PairDot {
     return _mm512_set1_epi32(pair);
   }
   static V accumulate(V sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  // exp(scale * x + shift) for a result that is rounded to bfloat16 (and summed in float32): 2^y = 2^floor(y) 2^f,
-  // f in [0, 1), by a polynomial of degree 5 (8e-8).
-  static V exponential(V x, V scale, V shift) {
-    const V y = S::fma(x, scale, shift) * S::set1(kLog2E<float>);
-    const V f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    V p = S::set1(kPolynomial[4]);
-    for (int i = 3; i >= 0; --i) p = S::fma(p, f, S::set1(kPolynomial[i]));
-    return _mm512_scalef_ps(S::fma(p, f, S::set1(1.0f)), y);
+  static constexpr bool kShortExp = true;
+};
+#endif
+
+// exp(scale * x + shift). The sum first, in natural units, then times log2 e: nothing is lost where x is the maximum,
+// and a bias of finfo.min doesn't overflow. kPlain scores have no bias, and where less precision will do they are
+// scaled once, to units of log2.
+template <class Op, bool kPlain>
+struct Exponential {
+  using S = typename Op::S;
+  using V = typename S::V;
+  static constexpr bool kBase2 = kPlain && Op::kShortExp;
+
+  explicit Exponential(typename Op::Compute scale)
+      : scale_(S::set1(kBase2 ? scale * kLog2E<typename Op::Compute> : scale)) {}
+  V shift(V natural) const { return kBase2 ? natural * log2e() : natural; }
+  V operator()(V x, V shift) const {
+    const V y = S::fma(x, scale_, shift);
+    return S::template exp2<Op::kShortExp>(kBase2 ? y : y * log2e());
   }
 
  private:
-  static constexpr float kPolynomial[5] = {6.93151311866327502e-01f, 2.40164449696991300e-01f, 5.57999142362141168e-02f,
-                                           9.01702917378899294e-03f, 1.86713048231926270e-03f};
+  static V log2e() { return S::set1(kLog2E<typename Op::Compute>); }
+  V scale_;
 };
-#endif
 
 // One register tile. kUnitRows: A(r, k) = a[r + k * a_step]; otherwise A(r, k) = a[r * a_step + k].
 template <class Op, bool kUnitRows, int kRows, int kVectors>

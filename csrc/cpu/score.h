@@ -62,6 +62,21 @@ struct Score {
   bool dropout;
 };
 
+// Products to scores: scaled (by score.scale or its signed form), capped, biased. `bias` is read if there is one; *t is
+// the cap's tanh, for its derivative 1 - t^2.
+template <class C>
+inline typename Simd<C>::V finish_score(const Score<C>& score, typename Simd<C>::V product, typename Simd<C>::V scale,
+                                        const C* bias, typename Simd<C>::V* t = nullptr) {
+  using S = Simd<C>;
+  typename S::V x = product * scale;
+  if (score.cap != C(0)) {
+    x = tanh_lanes<C>(x / S::set1(score.cap));
+    if (t != nullptr) *t = x;
+    x *= S::set1(score.cap);
+  }
+  return score.has_bias ? x + S::load(bias) : x;
+}
+
 // Which lanes of one vector of a tile are alive, row after row: the band moves by one lane per row.
 template <class C>
 class LaneMask {

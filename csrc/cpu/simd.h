@@ -163,28 +163,26 @@ struct Simd {
 #endif
   }
 
-  // 2^y for y <= 128 (1024). -inf gives 0, NaN gives NaN. 1 ulp for results that are not subnormal.
-  // y = n + f with n = round(y); a minimax polynomial for 2^f on [-1/2, 1/2], constant term exactly 1.
+  // 2^y for y <= 128 (1024). -inf gives 0, NaN gives NaN. y = n + f with n = round(y); a minimax polynomial for 2^f on
+  // [-1/2, 1/2], constant term exactly 1: 1 ulp for results that are not subnormal. kShort, of floats: a relative error
+  // of 2e-7, for what is rounded to 16 bits; the sum of a row still is what float32 can hold.
+  template <bool kShort = false>
   static V exp2(V y) {
 #if defined(__AVX512F__)
-    V n, f;
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     if constexpr (sizeof(C) == 4) {
-      y = _mm512_max_ps(set1(-200.0f), y);
-      n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      const V f = _mm512_reduce_ps(y, kNearest);
+      return _mm512_scalef_ps(exp2_polynomial<kShort>(f), y - f);
     } else {
-      y = _mm512_max_pd(set1(-1100.0), y);
-      n = _mm512_roundscale_pd(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      const V f = _mm512_reduce_pd(y, kNearest);
+      return _mm512_scalef_pd(exp2_polynomial<kShort>(f), y - f);
     }
-    f = y - n;
-    const V p = exp2_polynomial(f);
-    if constexpr (sizeof(C) == 4) return _mm512_scalef_ps(p, n);
-    else return _mm512_scalef_pd(p, n);
 #else
     using Types = SimdTypes<C>;
     const V smallest = set1(Types::kSmallestExponent), magic = set1(Types::kRoundMagic);
     const V clamped = max(smallest, y);
     const V shifted = clamped + magic;  // n in the low bits of the mantissa
-    const V p = exp2_polynomial(clamped - (shifted - magic));
+    const V p = exp2_polynomial<kShort>(clamped - (shifted - magic));
     const V result = (V)((IV)p + ((IV)shifted << Types::kMantissaBits));
     return y < smallest ? zero() : result;
 #endif
@@ -218,8 +216,17 @@ struct Simd {
     }
   }
 
+  template <bool kShort>
   static V exp2_polynomial(V f) {
-    if constexpr (sizeof(C) == 4) {
+    if constexpr (kShort) {
+      static_assert(sizeof(C) == 4);
+      V p = set1(1.32647254e-03f);
+      p = fma(p, f, set1(9.67151277e-03f));
+      p = fma(p, f, set1(5.55073375e-02f));
+      p = fma(p, f, set1(2.40222421e-01f));
+      p = fma(p, f, set1(6.93146978e-01f));
+      return fma(p, f, set1(1.0f));
+    } else if constexpr (sizeof(C) == 4) {
       V p = set1(1.53533606116304820e-04f);
       p = fma(p, f, set1(1.33988748668966416e-03f));
       p = fma(p, f, set1(9.61843736649206291e-03f));

@@ -9,7 +9,7 @@ namespace {
 #if defined(__AVX512BF16__)
 using BFloat16Dot = PairDot;
 #else
-using BFloat16Dot = Dot<float>;  // rows are converted to float32 as they are read
+using BFloat16Dot = ConvertedDot;  // rows are converted to float32 as they are read
 #endif
 
 template <class T, class Op>
@@ -23,7 +23,7 @@ void run_forward(const Forward& p, const Runtime& runtime) {
     case DType::kFloat32: return choose_forward<float, Dot<float>>(p, runtime);
     case DType::kFloat64: return choose_forward<double, Dot<double>>(p, runtime);
     case DType::kBFloat16: return choose_forward<BFloat16, BFloat16Dot>(p, runtime);
-    default: return choose_forward<Float16, Dot<float>>(p, runtime);
+    default: return choose_forward<Float16, ConvertedDot>(p, runtime);
   }
 }
 
@@ -32,7 +32,7 @@ void run_backward(const Backward& p, const Runtime& runtime) {
     case DType::kFloat32: return backward<float, Dot<float>>(p, runtime);
     case DType::kFloat64: return backward<double, Dot<double>>(p, runtime);
     case DType::kBFloat16: return backward<BFloat16, BFloat16Dot>(p, runtime);
-    default: return backward<Float16, Dot<float>>(p, runtime);
+    default: return backward<Float16, ConvertedDot>(p, runtime);
   }
 }
 

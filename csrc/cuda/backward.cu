@@ -13,28 +13,11 @@
 //
 //   dK, dV:  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q
 //   dQ:      S   = Q K^T   dP   = dO V^T                  dQ += dS K
+#include "cuda/backward.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/launch.h"
-#include "cuda/score.cuh"
-#include "cuda/smem.cuh"
 
 namespace attnkern::cuda {
 namespace {
-
-struct BackwardArgs {
-  Score score;
-  Rows q, k, v, grad_out;
-  Rows dq, dk, dv;     // data null: not wanted; column stride 1
-  const float* lse;    // (batch, heads, seqlen_q), contiguous, natural logarithm
-  const float* delta;  // the same
-  void* dbias;         // contiguous, of the bias' dtype; null: not wanted
-  int64_t dbias_stride[3];
-  int32_t dbias_size[4];
-  float softmax_scale;
-  int32_t batch, heads_out;             // of dk and dv
-  int32_t group_k, group_v, group_out;  // query heads per head of k, of v, of dk and dv
-  bool dk_float, dv_float;              // heads that are still to be added up
-};
 
 // How a block computes. Every row group of 16 * kRowTiles rows belongs to kSplit warps. For the scores these share out
 // the columns; for the products with the scores they share out the head dimension and hand each other the scores.
@@ -59,33 +42,6 @@ struct Layout {
   static constexpr uint32_t kBytes = kHandOver + (S::kSplit > 1 ? (kKeyRows ? 2 : 1) * kMatrix : 0);
 };
 
-// out = or += a b^T for kRowTiles x 16 rows of tile a and kColTiles x 8 rows of tile b.
-template <typename T, int kHeadDim, int kRowTiles, int kColTiles>
-__device__ __forceinline__ void scores_mma(float (&out)[kRowTiles][kColTiles][4], uint32_t a_tile, int a_row,
-                                           uint32_t b_tile, int b_row) {
-  const int lane = threadIdx.x % 32;
-  const int below = lane % 16, beside = lane / 16;
-#pragma unroll
-  for (int d = 0; d < kHeadDim / 16; ++d) {
-    uint32_t a[kRowTiles][4];
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      ptx::ldmatrix(a[m], Tile<kHeadDim>::address(a_tile, a_row + m * 16 + below, 2 * d + beside));
-    }
-#pragma unroll
-    for (int n = 0; n < kColTiles / 2; ++n) {
-      uint32_t b[4];  // rows 0-7 at d and d + 8, rows 8-15 at d and d + 8
-      const int row = b_row + n * 16 + lane / 16 * 8 + lane % 8;
-      ptx::ldmatrix(b, Tile<kHeadDim>::address(b_tile, row, 2 * d + lane / 8 % 2));
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        ptx::mma_m16n8k16<T>(out[m][2 * n], a[m], b[0], b[1]);
-        ptx::mma_m16n8k16<T>(out[m][2 * n + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-}
-
 // out += a b for 16 columns of a, in registers, and the 16 rows of tile b from b_row on, at kDims columns from chunk
 // on.
 template <typename T, int kHeadDim, int kRowTiles, int kDimTiles>
@@ -104,116 +60,15 @@ __device__ __forceinline__ void gradient_mma(float (&out)[kRowTiles][kDimTiles][
   }
 }
 
-// A row without keys has an lse of -inf, which would make its weights infinite instead of 0.
-__device__ __forceinline__ float finite_or_far(float lse) { return lse == -kInfinity ? kInfinity : lse; }
-
-// The survivors of dropout in a warp's tiles, from the lane's first row and column on: bit 4 * (n % 8) + e of
-// keep[m][n / 8].
-template <bool kKeyRows, int kRowTiles, int kColTiles>
-__device__ __forceinline__ void dropout_bits(const Score& p, const HeadScore& h, int row, int col,
-                                             uint32_t (&keep)[kRowTiles][(kColTiles + 7) / 8]) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (uint32_t& word : keep[m]) word = 0;
-  }
-  if constexpr (kKeyRows) {
-#pragma unroll
-    for (int n = 0; n < kColTiles; ++n) {
-      uint32_t bits[kRowTiles];
-      dropout_keep_transposed(p, h, row, col + n * 8, bits);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) keep[m][n / 8] |= bits[m] << n % 8 * 4;
-    }
-  } else {
-    const int skipped = kColTiles % 4 == 0 ? 0 : col % 32 / 8;  // of a block of 32 keys this warp may have one half
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kColTiles; n += 4) {
-        const uint32_t bits = dropout_keep(p, h, row + m * 16, col + (n - skipped) * 8) >> skipped * 4;
-        keep[m][n / 8] |= bits << n % 8 * 4;
-      }
-    }
-  }
-}
-
-// Products q k^T and dO v^T of one row tile -> weights as dV wants them in `s`, and dS as dQ and dK want it in `dp`.
-// lse and delta are of the queries: [n][e % 2] of the columns if kKeyRows, else [0][e / 2] of the rows.
-// keep: from dropout_bits, read if there is dropout. on_gradient(ds) sees dS before softcap's derivative.
-template <typename T, bool kKeyRows, bool kPlain, int kTiles, class OnGradient>
-__device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h, float (&s)[kTiles][4],
-                                             float (&dp)[kTiles][4], const float (&lse)[kKeyRows ? kTiles : 1][2],
-                                             const float (&delta)[kKeyRows ? kTiles : 1][2],
-                                             const uint32_t (&keep)[(kTiles + 7) / 8], int row, int col, bool masked,
-                                             OnGradient on_gradient) {
-  [[maybe_unused]] float t[kPlain ? 1 : kTiles][4];
-  const bool dropout = !kPlain && p.seeds != nullptr;
-  if constexpr (!kPlain) finish_scores<T, kKeyRows, true>(p, h, s, row, col, t);
-  if (masked) mask_scores<kKeyRows>(p, s, row, col);
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int at = kKeyRows ? n : 0, of = kKeyRows ? e % 2 : e / 2;
-      const float w = weight<kPlain>(p, s[n][e], lse[at][of]);
-      float gradient = dp[n][e], kept = w;
-      if constexpr (!kPlain) {
-        if (dropout) {
-          const float factor = keep[n / 8] >> (n % 8 * 4 + e) & 1 ? p.dropout_scale : 0.f;
-          gradient *= factor;
-          kept *= factor;
-        }
-      }
-      dp[n][e] = w * (gradient - delta[at][of]);
-      s[n][e] = kept;
-    }
-  }
-  on_gradient(dp);
-  if constexpr (!kPlain) {
-    if (p.softcap != 0.f) {
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dp[n][e] *= product_factor(p, t[n][e]);
-      }
-    }
-  }
-}
-
-// Two neighbouring 16x8 accumulators are, packed, one 16x16 left operand.
-template <typename T>
-__device__ __forceinline__ void to_operand(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
-  a[0] = ptx::pack<T>(left[0], left[1]);
-  a[1] = ptx::pack<T>(left[2], left[3]);
-  a[2] = ptx::pack<T>(right[0], right[1]);
-  a[3] = ptx::pack<T>(right[2], right[3]);
-}
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(x);
-  } else {
-    return __float2bfloat16_rn(x);
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void store_bias_gradient(const BackwardArgs& p, int64_t at, float x) {
-  if (p.score.bias_kind == BiasKind::kFloat32) {
-    static_cast<float*>(p.dbias)[at] = x;
-  } else {
-    static_cast<T*>(p.dbias)[at] = from_float<T>(x);
-  }
-}
-
 // One block of rows of one head (of dk and dv, or of dq). Grid: blocks of rows * batch * heads, heads fastest.
 template <typename T, int kHeadDim, bool kKeyRows, bool kPlain, class S>
 __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   using L = Layout<S, kHeadDim, kKeyRows>;
   constexpr int kRowTiles = S::kRowTiles, kColTiles = S::kWarpCols / 8;
   constexpr int kDimTiles = kHeadDim / S::kSplit / 8;  // of a warp's share of the gradients
+  // Where the sums take most of the registers, the loads of half a row of fragments at a time.
+  constexpr int kSums = 4 * kRowTiles * ((kKeyRows ? 2 : 1) * kDimTiles + 2 * kColTiles);
+  constexpr int kSteps = kHeadDim / 16, kUnrolled = kSums >= 192 && kSteps >= 8 ? kSteps / 2 : kSteps;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t row_tile[2] = {ptx::shared_address(shared), ptx::shared_address(shared) + L::kRowTile};
   const auto col_tile = [&](int stage, int which) {
@@ -314,8 +169,8 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
 
     float s[kRowTiles][kColTiles][4] = {}, dp[kRowTiles][kColTiles][4] = {};
     const int own_col = part * S::kWarpCols;  // of the tile: this warp's first
-    scores_mma<T, kHeadDim>(s, row_tile[0], own_row, col_tile(stage, 0), own_col);
-    scores_mma<T, kHeadDim>(dp, row_tile[1], own_row, col_tile(stage, 1), own_col);
+    Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(s, row_tile[0], own_row, col_tile(stage, 0), own_col, 0);
+    Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(dp, row_tile[1], own_row, col_tile(stage, 1), own_col, 0);
 
     const bool masked = col < clean_begin || col + S::kCols > clean_end;
     HeadScore h{};
@@ -346,18 +201,8 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
         to_gradients<T, false, kPlain>(p.score, h, s[m], dp[m], lse[m], delta[m], keep[m], thread_row, thread_col,
                                        masked, [&]([[maybe_unused]] const float (&ds)[kColTiles][4]) {
                                          if constexpr (!kPlain) {
-                                           if (p.dbias == nullptr) return;
-#pragma unroll
-                                           for (int n = 0; n < kColTiles; ++n) {
-#pragma unroll
-                                             for (int e = 0; e < 4; ++e) {
-                                               const int i = thread_row + e / 2 * 8, j = thread_col + n * 8 + e % 2;
-                                               if (i >= seqlen_rows || j >= seqlen_cols) continue;
-                                               const int64_t at = batch * p.dbias_stride[0] + head * p.dbias_stride[1] +
-                                                                  i * p.dbias_stride[2] + j;
-                                               store_bias_gradient<T>(p, at, ds[n][e]);
-                                             }
-                                           }
+                                           if (p.dbias != nullptr)
+                                             store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
                                          }
                                        });
       }
@@ -472,13 +317,8 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
 
   if constexpr (!kKeyRows && !kPlain) {  // the bias' gradient in tiles that no row reaches
     if (p.dbias == nullptr) return;
-    const int reach = begin + tiles * S::kCols;
-    for (int i = warp; i < count; i += S::kThreads / 32) {
-      const int64_t at = batch * p.dbias_stride[0] + head * p.dbias_stride[1] + (first_row + i) * p.dbias_stride[2];
-      for (int j = lane; j < seqlen_cols; j += 32) {
-        if (j < begin || j >= reach) store_bias_gradient<T>(p, at + j, 0.f);
-      }
-    }
+    store_unreached<T, S::kThreads>(p, batch, head, first_row, static_cast<int>(count), begin,
+                                    begin + tiles * S::kCols);
   }
 }
 
@@ -495,16 +335,18 @@ __global__ void __launch_bounds__(S::kThreads, 1) dq_kernel(const __grid_constan
 
 // Queries and keys of a tile of the bias' gradient, and the head dimensions that are in shared memory at a time: sums
 // over the head dimension are all that is needed, so that one kernel serves every head size.
-constexpr int kBiasTile = 64, kBiasChunk = 64, kBiasThreads = kBiasTile / 16 * 32;
-constexpr uint32_t kBiasTileBytes = kBiasTile * kBiasChunk * 2;
+constexpr int kBiasTile = 64, kBiasThreads = kBiasTile / 16 * 32;
+constexpr int kBiasWidth = 64;  // of a chunk of the head dimension, in units of 2 bytes
+constexpr uint32_t kBiasTileBytes = kBiasTile * kBiasWidth * 2;
 constexpr uint32_t kBiasSharedBytes = 4 * kBiasTileBytes;
 
 // The gradient of a bias that several scores share: broadcast over batch elements, heads, queries or keys. A block owns
 // one tile of it and adds up the score gradients of everything that shares it.
 // Grid: tiles of keys (1 if they share) * tiles of queries (1 if they share) * heads of bias * batch elements of bias.
-template <typename T>
+template <class Math>
 __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __grid_constant__ BackwardArgs p) {
-  constexpr int kTiles = kBiasTile / 8;
+  using T = typename Math::Element;
+  constexpr int kTiles = kBiasTile / 8, kBiasChunk = kBiasWidth * 2 / static_cast<int>(sizeof(T));
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t base = ptx::shared_address(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -519,8 +361,8 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
   const int row_end = rows_share ? seqlen_q : min(own_row + kBiasTile, seqlen_q);
   const int col_end = cols_share ? seqlen_k : min(own_col + kBiasTile, seqlen_k);
   const int batches = p.dbias_size[0] == 1 ? p.batch : 1, heads = p.dbias_size[1] == 1 ? p.score.heads : 1;
-  const int q_chunks = (p.q.width + kBiasChunk - 1) / kBiasChunk;
-  const int chunks = q_chunks + (p.v.width + kBiasChunk - 1) / kBiasChunk;
+  const int q_chunks = max(1, (p.q.width + kBiasChunk - 1) / kBiasChunk);
+  const int chunks = q_chunks + max(1, (p.v.width + kBiasChunk - 1) / kBiasChunk);
 
   float sum[kTiles][4] = {};
   for (int n = 0; n < batches * heads; ++n) {
@@ -552,7 +394,7 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
           tile(0, scores ? p.q : p.grad_out, head, first_row, seqlen_q);
           tile(1, scores ? p.k : p.v, head / (scores ? p.group_k : p.group_v), first_col, seqlen_k);
         };
-        float s[1][kTiles][4] = {}, dp[1][kTiles][4] = {};
+        float s[1][kTiles][4], dp[1][kTiles][4] = {};
         __syncthreads();  // the tiles of the round before were read
         load(0);
         ptx::cp_async_commit();
@@ -562,11 +404,14 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
           if (chunk + 1 < chunks) load(chunk + 1);
           ptx::cp_async_commit();
           const uint32_t tile = base + chunk % 2 * 2 * kBiasTileBytes;
-          if (chunk < q_chunks) {
-            scores_mma<T, kBiasChunk>(s, tile, warp * 16, tile + kBiasTileBytes, 0);
-          } else {
-            scores_mma<T, kBiasChunk>(dp, tile, warp * 16, tile + kBiasTileBytes, 0);
+          if (chunk == q_chunks) {  // q k^T is whole: now dO v^T
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
+            }
           }
+          Math::template scores<kBiasWidth, kBiasWidth / 16>(dp, tile, warp * 16, tile + kBiasTileBytes, 0, 0);
         }
         const int thread_row = first_row + warp * 16 + lane / 4, thread_col = first_col + lane % 4 * 2;
         uint32_t keep[1][1] = {};
@@ -637,6 +482,7 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
 // Shapes. Registers bound the columns (sums of one head size per row, products of one row with the columns); shared
 // memory bounds the rest. Wide ones take what an A100, H100 or B200 has, narrow ones what every chip since sm_80 has.
 constexpr int kWideShared = 163 * 1024, kNarrowShared = 99 * 1024;
+constexpr int kHeadDims = 256;  // the most that they hold
 
 template <int kHeadDim, bool kPlain, bool kWide>
 struct DkdvShape;
@@ -758,9 +604,12 @@ bool is_full_size(const Backward& p) {
 BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
   BackwardArgs a{};
   a.score = score_of(p, plan.plain);
-  a.q = rows_of(p.q, p.head_dim), a.k = rows_of(p.k, p.head_dim), a.v = rows_of(p.v, p.head_dim_v);
-  a.grad_out = rows_of(p.grad_out, p.head_dim_v);
-  a.dq = rows_of(p.dq, p.head_dim), a.dk = rows_of(p.dk, p.head_dim), a.dv = rows_of(p.dv, p.head_dim_v);
+  const auto rows = [&](const View& view, int64_t width) {
+    return rows_of(view, width, p.dtype == DType::kFloat32 ? 4 : 2);
+  };
+  a.q = rows(p.q, p.head_dim), a.k = rows(p.k, p.head_dim), a.v = rows(p.v, p.head_dim_v);
+  a.grad_out = rows(p.grad_out, p.head_dim_v);
+  a.dq = rows(p.dq, p.head_dim), a.dk = rows(p.dk, p.head_dim), a.dv = rows(p.dv, p.head_dim_v);
   a.lse = static_cast<const float*>(p.lse);
   a.delta = p.row_delta;
   a.dbias = p.dbias.data;
@@ -777,18 +626,14 @@ BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
   return a;
 }
 
-}  // namespace
-
-BackwardPlan plan_backward(const BackwardCall& p, int shared_limit) {
-  BackwardPlan plan{};
+// The plan where tiles hold whole rows.
+void plan_tiles(const BackwardCall& p, int shared_limit, bool bias_by_rows, BackwardPlan& plan) {
   plan.head_class = head_class(p.head_dim, p.head_dim_v);
-  if (plan.head_class == 0 || p.batch * p.heads_q == 0) return plan;
   const auto vector = [](const View& view, int64_t width) { return rows_of(view, width).vector; };
   plan.plain = is_plain(p) && p.heads_out == p.heads_k && p.heads_out == p.heads_v && vector(p.q, p.head_dim) &&
                vector(p.k, p.head_dim) && vector(p.v, p.head_dim_v) && vector(p.grad_out, p.head_dim_v) &&
                vector(p.dq, p.head_dim) && vector(p.dk, p.head_dim) && vector(p.dv, p.head_dim_v);
   plan.wide = plan.plain && plan.head_class >= 128 && shared_limit >= kWideShared;
-  const bool bias_by_rows = p.dbias.data != nullptr && is_full_size(p);
   by_head_class(plan.head_class, [&](auto width) {
     return by_variant<width>(plan, [&](auto plain, auto wide) {
       using Dkdv = typename DkdvShape<width, plain, wide>::Type;
@@ -807,6 +652,20 @@ BackwardPlan plan_backward(const BackwardCall& p, int shared_limit) {
       return 0;
     });
   });
+}
+
+}  // namespace
+
+BackwardPlan plan_backward(const BackwardCall& p, int shared_limit) {
+  BackwardPlan plan{};
+  if (p.batch * p.heads_q == 0) return plan;
+  const bool bias_by_rows = p.dbias.data != nullptr && is_full_size(p);
+  if (p.dtype == DType::kFloat32 || std::max(p.head_dim, p.head_dim_v) > kHeadDims) {
+    plan_chunked(p, shared_limit, bias_by_rows, plan);
+  } else {
+    plan_tiles(p, shared_limit, bias_by_rows, plan);
+  }
+  if (plan.head_class == 0) return plan;
   if (p.dbias.data != nullptr && !bias_by_rows) {
     const int64_t blocks =
         ceil_div(p.bias_size[2], kBiasTile) * ceil_div(p.bias_size[3], kBiasTile) * p.bias_size[0] * p.bias_size[1];
@@ -826,14 +685,17 @@ int backward(const BackwardCall& p, void* stream) {
   if (p.batch * p.heads_q == 0) return cudaSuccess;
   if (plan.head_class == 0) return cudaErrorInvalidValue;
   BackwardArgs args = arguments(p, plan);
+  if (plan.dbias.blocks > 0) {
+    const int error = by_math(p, [&](auto math) {
+      return launch_kernel(bias_gradient_kernel<decltype(math)>, plan.dbias.blocks, plan.dbias.threads,
+                           plan.dbias.shared_bytes, args, stream);
+    });
+    if (error != cudaSuccess) return error;
+    args.dbias = nullptr;  // not dq_kernel's business
+  }
+  if (plan.chunked) return backward_chunked(p, plan, args, stream);
   return by_element(p.dtype, [&](auto element) {
     using T = decltype(element);
-    if (plan.dbias.blocks > 0) {
-      const int error = launch_kernel(bias_gradient_kernel<T>, plan.dbias.blocks, plan.dbias.threads,
-                                      plan.dbias.shared_bytes, args, stream);
-      if (error != cudaSuccess) return error;
-      args.dbias = nullptr;  // not dq_kernel's business
-    }
     return by_head_class(plan.head_class, [&](auto width) {
       return by_variant<width>(plan, [&](auto plain, auto wide) {
         using Dkdv = typename DkdvShape<width, plain, wide>::Type;

@@ -3,68 +3,57 @@
 // split over blocks of the grid; each leaves its own normalised output and log-sum-exp, and combine_kernel puts these
 // together (Dao, Haziza, Massa, Sizov, "Flash-Decoding", 2023).
 //
-// A block of keys is shared out among the warps, sixteen to each: every warp has a softmax and an output of its own for
-// all rows, and they are merged at the end.
-#include "cuda/launch.cuh"
-#include "cuda/launch.h"
-#include "cuda/smem.cuh"
-#include "cuda/softmax.cuh"
+// A block of keys is shared out among the warps, sixteen (or eight) to each: every warp has a softmax and an output of
+// its own for all rows, and they are merged at the end. Head sizes above 256 are forward_wide.cu's, split in the same
+// way.
+#include "cuda/forward_wide.cuh"
+#include "cuda/packed.cuh"
+#include "cuda/tf32.cuh"
 
 namespace attnkern::cuda {
 namespace {
 
-constexpr int kWarps = 4, kThreads = kWarps * 32, kRows = 16, kKeys = kWarps * 16;
+constexpr int kWarps = 4, kThreads = kWarps * 32, kRows = 16;
 constexpr int kMaxPacked = 64;   // more rows than this and the forward kernel has enough blocks, or work per key
 constexpr int kMaxSplits = 128;  // of which combine_kernel keeps the weights: kMaxSplits / 32 per lane
 
-struct DecodeParams {
-  Rows q, k, v, out;
-  float* lse;       // (batch, heads, seqlen_q) contiguous, or null
-  float* part_out;  // (batch, heads, seqlen_q, splits, head_dim_v); null if splits is 1
-  float* part_lse;  // (batch, heads, seqlen_q, splits)
-  Score score;
-  int32_t batch, heads_k, group, row_tiles, splits;
-};
-
-template <int kHeadDim>
+template <typename T, int kHeadDim>
 struct DecodeTile {
-  static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;
-  static constexpr int kQBytes = kRows * kHeadDim * 2, kKeyBytes = kKeys * kHeadDim * 2;
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kStages = kRowBytes <= 256 ? 2 : 1;
+  static constexpr int kWarpKeys = kRowBytes <= 512 ? 16 : 8, kKeys = kWarps * kWarpKeys;
+  static constexpr int kQBytes = kRows * kRowBytes, kKeyBytes = kKeys * kRowBytes;
   static constexpr int kSharedBytes = kQBytes + kStages * 2 * kKeyBytes;
   // What the merge takes, in the same memory: a maximum and a sum per warp and row, in place of the queries; an output
   // per warp, in place of keys and values.
   static_assert(kWarps * kRows * 8 <= kQBytes && kWarps * kRows * kHeadDim * 4 <= kStages * 2 * kKeyBytes);
 };
 
-template <typename T>
-__device__ __forceinline__ float bias_of(const Score& p, int64_t at) {
-  if (p.bias_kind == BiasKind::kBool) return static_cast<const uint8_t*>(p.bias)[at] != 0 ? 0.f : -kInfinity;
-  if (p.bias_kind == BiasKind::kFloat32) return static_cast<const float*>(p.bias)[at];
-  return to_float(static_cast<const T*>(p.bias)[at]);
-}
-
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ DecodeParams p) {
-  using Config = DecodeTile<kHeadDim>;
-  using Chunks = Tile<kHeadDim>;
-  constexpr int kDepth = kHeadDim / 16, kStages = Config::kStages;
+__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ SplitParams p) {
+  using Config = DecodeTile<T, kHeadDim>;
+  using Chunks = TileOf<T, kHeadDim>;
+  constexpr bool kFloat = std::is_same_v<T, float>;
+  constexpr int kDepth = kHeadDim / 16, kStages = Config::kStages, kKeys = Config::kKeys;
+  constexpr int kWarpKeys = Config::kWarpKeys;
+  static_assert(kFloat || kWarpKeys == 16);
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t q_tile = ptx::shared_address(shared);
   const auto k_tile = [&](int n) { return q_tile + Config::kQBytes + n % kStages * 2 * Config::kKeyBytes; };
   const auto v_tile = [&](int n) { return k_tile(n) + Config::kKeyBytes; };
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits % p.row_tiles;
-  const int batch_head = blockIdx.x / p.splits / p.row_tiles;
-  const int batch = batch_head / p.heads_k, head_k = batch_head % p.heads_k;
-  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k, packed = seqlen_q * p.group;
+  const int split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits % p.row_blocks;
+  const int batch_head = blockIdx.x / p.splits / p.row_blocks;
+  const int heads_k = p.score.heads / p.pack, batch = batch_head / heads_k, head_k = batch_head % heads_k;
+  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k, packed = seqlen_q * p.pack;
   const int first_packed = tile * kRows;
   const T* k = head_of<T>(p.k, batch, head_k);
   const T* v = head_of<T>(p.v, batch, head_k);
 
   // The keys that some row reaches, in whole blocks, dealt out evenly.
-  const int first_query = first_packed / p.group;
-  const int queries = min(first_packed + kRows - 1, packed - 1) / p.group + 1 - first_query;
+  const int first_query = first_packed / p.pack;
+  const int queries = min(first_packed + kRows - 1, packed - 1) / p.pack + 1 - first_query;
   const Range all = {0, seqlen_k};
   const Range reached = p.score.band.reached(first_query, queries, all);
   const int first_block = static_cast<int>(reached.begin) / kKeys;
@@ -77,13 +66,14 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
     const int row = i / Chunks::kChunks, chunk = i % Chunks::kChunks, r = first_packed + row;
     const bool live = r < packed;
     const T* source =
-        head_of<T>(p.q, batch, head_k * p.group + (live ? r % p.group : 0)) + (live ? r / p.group : 0) * p.q.stride[2];
+        head_of<T>(p.q, batch, head_k * p.pack + (live ? r % p.pack : 0)) + (live ? r / p.pack : 0) * p.q.stride[2];
     const uint32_t target = Chunks::address(q_tile, row, chunk);
+    const int column = chunk * kPerChunk<T>;
     if (p.q.vector) {
-      const bool inside = live && chunk * 8 < p.q.width;
-      ptx::cp_async<16>(target, inside ? source + chunk * 8 : source, inside ? 16 : 0);
+      const bool inside = live && column < p.q.width;
+      ptx::cp_async<16>(target, inside ? source + column : source, inside ? 16 : 0);
     } else {
-      ptx::store_shared(target, gather_chunk(source, p.q.stride[3], chunk * 8, live ? p.q.width : 0));
+      ptx::store_shared(target, gather_chunk(source, p.q.stride[3], column, live ? p.q.width : 0));
     }
   }
   const auto load = [&](int n) {
@@ -96,59 +86,69 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
 #pragma unroll
   for (int n = 0; n < kStages; ++n) load(begin + n);
 
-  int begins[2], ends[2];  // of the keys that this thread's two rows reach
-  int64_t bias[2];
+  PackedRow rows[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int r = first_packed + lane / 4 + half * 8;
-    const int i = min(r, packed - 1) / p.group, head = head_k * p.group + min(r, packed - 1) % p.group;
-    const Range own = p.score.band.reached(i, 1, all);
-    begins[half] = static_cast<int>(own.begin), ends[half] = static_cast<int>(own.end);
-    bias[half] = batch * p.score.bias_stride[0] + head * p.score.bias_stride[1] + i * p.score.bias_stride[2];
+    const int r = min(first_packed + lane / 4 + half * 8, packed - 1);
+    rows[half] = packed_row(p.score, batch, head_k * p.pack + r % p.pack, r / p.pack);
   }
 
   const int below = lane % 16, beside = lane / 16;
   const int key_below = lane / 16 * 8 + lane % 8, key_beside = lane / 8 % 2;
-  float out[kHeadDim / 8][4] = {};
+  float out[1][kHeadDim / 8][4] = {};
   RowState state;
   for (int n = begin; n < end; ++n) {
     ptx::cp_async_wait<kStages - 1>();
     __syncthreads();
-    float score[2][4] = {};
+    float score[1][kWarpKeys / 8][4] = {};
+    if constexpr (kFloat) {
+      const auto add = [&](auto exact) {
+        constexpr bool kExact = decltype(exact)::value;
+        rows_by_rows_tf32<kExact, Chunks, Chunks, kHeadDim / 8>(score, q_tile, 0, 0, k_tile(n), warp * kWarpKeys, 0);
+      };
+      if (p.exact) {
+        add(std::true_type{});
+      } else {
+        add(std::false_type{});
+      }
+    } else {
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      uint32_t query[4], key[4];
-      ptx::ldmatrix(query, Chunks::address(q_tile, below, 2 * d + beside));
-      ptx::ldmatrix(key, Chunks::address(k_tile(n), warp * 16 + key_below, 2 * d + key_beside));
-      ptx::mma_m16n8k16<T>(score[0], query, key[0], key[1]);
-      ptx::mma_m16n8k16<T>(score[1], query, key[2], key[3]);
-    }
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int j = n * kKeys + warp * 16 + t * 8 + lane % 4 * 2 + e % 2, half = e / 2;
-        float x = score[t][e] * p.score.scale;
-        if (p.score.softcap != 0.f) x = tanh_of(x) * p.score.softcap;
-        if (p.score.bias_kind != BiasKind::kNone) {
-          x += bias_of<T>(p.score, bias[half] + min(j, seqlen_k - 1) * p.score.bias_stride[3]);
-        }
-        score[t][e] = j >= begins[half] && j < ends[half] ? x : -kInfinity;
+      for (int d = 0; d < kDepth; ++d) {
+        uint32_t query[4], key[4];
+        ptx::ldmatrix(query, Chunks::address(q_tile, below, 2 * d + beside));
+        ptx::ldmatrix(key, Chunks::address(k_tile(n), warp * 16 + key_below, 2 * d + key_beside));
+        ptx::mma_m16n8k16<T>(score[0][0], query, key[0], key[1]);
+        ptx::mma_m16n8k16<T>(score[0][1], query, key[2], key[3]);
       }
     }
-    float factor[2];
-    softmax_step<false>(p.score, score, state, factor);
-    const uint32_t probability[4] = {ptx::pack<T>(score[0][0], score[0][1]), ptx::pack<T>(score[0][2], score[0][3]),
-                                     ptx::pack<T>(score[1][0], score[1][1]), ptx::pack<T>(score[1][2], score[1][3])};
+    finish_packed<T>(p.score, rows, score[0], n * kKeys + warp * kWarpKeys + lane % 4 * 2);
+    float factor[1][2];
+    softmax_step<false>(p.score, score[0], state, factor[0]);
+    if constexpr (kFloat) {
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      uint32_t value[4];
-      ptx::ldmatrix<true>(value, Chunks::address(v_tile(n), warp * 16 + below, 2 * d + beside));
+      for (int d = 0; d < kHeadDim / 8; d += 4) {  // as in forward_fp32.cu, a branch each
+        if (p.exact) {
+          scores_by_columns_tf32<true, Chunks>(out, d, factor, score, v_tile(n), warp * kWarpKeys, 2 * d);
+        } else {
+          scores_by_columns_tf32<false, Chunks>(out, d, factor, score, v_tile(n), warp * kWarpKeys, 2 * d);
+        }
+      }
+    } else {
+      uint32_t probability[4];
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
+      for (int i = 0; i < 4; ++i) {
+        probability[i] = ptx::pack<T>(score[0][i / 2][i % 2 * 2], score[0][i / 2][i % 2 * 2 + 1]);
+      }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[2 * d + t][e] *= factor[e / 2];
-        ptx::mma_m16n8k16<T>(out[2 * d + t], probability, value[2 * t], value[2 * t + 1]);
+      for (int d = 0; d < kDepth; ++d) {
+        uint32_t value[4];
+        ptx::ldmatrix<true>(value, Chunks::address(v_tile(n), warp * 16 + below, 2 * d + beside));
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) out[0][2 * d + t][e] *= factor[0][e / 2];
+          ptx::mma_m16n8k16<T>(out[0][2 * d + t], probability, value[2 * t], value[2 * t + 1]);
+        }
       }
     }
     __syncthreads();
@@ -167,15 +167,19 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
     if (lane % 4 == 0) maxima[slot] = state.max[half], sums[slot] = sum;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
-      *reinterpret_cast<float2*>(outputs + slot * kHeadDim + n * 8 + lane % 4 * 2) =
-          make_float2(out[n][2 * half], out[n][2 * half + 1]);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        // Of 32 columns four tiles have every fourth (tf32.cuh).
+        const int column = kFloat ? n / 4 * 32 + lane % 4 * 8 + side * 4 + n % 4 : n * 8 + lane % 4 * 2 + side;
+        outputs[slot * kHeadDim + column] = out[0][n][2 * half + side];
+      }
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
     const int row = i / kHeadDim, d = i % kHeadDim, r = first_packed + row;
     if (r >= packed || d >= p.v.width) continue;
-    const int head = head_k * p.group + r % p.group;
+    const int head = head_k * p.pack + r % p.pack;
     float largest = -kInfinity, sum = 0.f, total = 0.f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, maxima[w * kRows + row]);
@@ -187,22 +191,21 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
       total += factor * outputs[(w * kRows + row) * kHeadDim + d];
     }
     total = sum > 0.f ? total / sum : 0.f;
-    const float lse = log_sum_exp<false>(p.score, largest, sum);
-    const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + r / p.group;
+    const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + r / p.pack;
     if (p.splits > 1) {
       p.part_out[(at * p.splits + split) * p.v.width + d] = total;
-      if (d == 0) p.part_lse[at * p.splits + split] = lse;
+      if (d == 0) p.part_lse[at * p.splits + split] = exact_log_sum_exp(largest, sum);
     } else {
       T* target = const_cast<T*>(head_of<T>(p.out, batch, head));
-      target[r / p.group * p.out.stride[2] + d] = static_cast<T>(total);
-      if (d == 0 && p.lse != nullptr) p.lse[at] = lse;
+      target[r / p.pack * p.out.stride[2] + d] = static_cast<T>(total);
+      if (d == 0 && p.lse != nullptr) p.lse[at] = exact_log_sum_exp(largest, sum);
     }
   }
 }
 
 // A warp per query and head.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ SplitParams p) {
   constexpr int kPerLane = kMaxSplits / 32;
   const int lane = threadIdx.x % 32, heads = p.score.heads, seqlen_q = p.score.seqlen_q;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -240,22 +243,33 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     }
     if (d < p.v.width) target[d] = static_cast<T>(total * inverse);
   }
-  if (lane == 0 && p.lse != nullptr) p.lse[at] = largest == -kInfinity ? -kInfinity : largest + ptx::lg2(sum) * kLn2;
+  if (lane == 0 && p.lse != nullptr) p.lse[at] = exact_log_sum_exp(largest, sum);
 }
 
 }  // namespace
 
 DecodePlan plan_decode(const Attention& p, const Chip& chip) {
   DecodePlan plan{};
-  plan.head_class = head_class(p.head_dim, p.head_dim_v);
+  const int64_t widest = std::max(p.head_dim, p.head_dim_v);
+  plan.head_class = widest > kWideHead ? 0 : widest > kMostHead ? kWideHead : head_class(p.head_dim, p.head_dim_v);
   if (plan.head_class == 0 || p.batch * p.heads_q * p.seqlen_q == 0) return plan;
+  // With dropout it is training, whose calls have many queries: the forward kernels.
   const int64_t group = p.heads_q / p.heads_k;
   if (p.dropout_p > 0 || p.heads_k != p.heads_v || p.seqlen_q * group > kMaxPacked) return plan;
-  by_head_class(plan.head_class, [&](auto width) {
-    plan.shared_bytes = DecodeTile<width>::kSharedBytes;
-    return 0;
-  });
-  plan.row_tiles = static_cast<int>(ceil_div(p.seqlen_q * group, kRows));
+  if (plan.head_class == kWideHead) {
+    const WideTile tile = wide_tile(p.dtype);
+    plan.rows = tile.rows, plan.keys = tile.keys, plan.threads = tile.threads, plan.shared_bytes = tile.shared_bytes;
+  } else {
+    by_dtype(p.dtype, [&](auto element) {
+      return by_head_class(plan.head_class, [&](auto width) {
+        using Config = DecodeTile<decltype(element), width>;
+        plan.rows = kRows, plan.keys = Config::kKeys, plan.threads = kThreads;
+        plan.shared_bytes = Config::kSharedBytes;
+        return 0;
+      });
+    });
+  }
+  plan.row_tiles = static_cast<int>(ceil_div(p.seqlen_q * group, plan.rows));
   // Time in units of one block of keys: the blocks of a split, for every round of splits that the chip can hold at
   // once, and what the second kernel costs. Registers let four blocks of threads share a multiprocessor, memory maybe
   // fewer.
@@ -263,7 +277,7 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
   constexpr double kCombine = 4, kPerSplit = 1. / 16;
   const int resident = std::clamp(chip.shared_per_multiprocessor / (plan.shared_bytes + kReserved), 1, 4);
   const Range reached = p.band.reached(0, p.seqlen_q, {0, p.seqlen_k});
-  const int64_t blocks = ceil_div(std::max<int64_t>(reached.end - reached.begin, 1), kKeys);
+  const int64_t blocks = ceil_div(std::max<int64_t>(reached.end - reached.begin, 1), plan.keys);
   const int64_t tiles = p.batch * p.heads_k * plan.row_tiles, slots = int64_t{resident} * chip.multiprocessors;
   double best = 0;
   for (int64_t splits = 1; splits <= std::min<int64_t>(blocks, kMaxSplits); ++splits) {
@@ -272,6 +286,7 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
                         (splits > 1 ? kCombine + kPerSplit * static_cast<double>(splits) : 0);
     if (splits == 1 || cost < best) best = cost, plan.splits = static_cast<int>(splits);
   }
+  plan.blocks = tiles * plan.splits;
   return plan;
 }
 
@@ -281,29 +296,26 @@ int64_t decode_workspace(const Forward& p, int splits) {
 
 int decode(const Forward& p, int splits, float* workspace, void* stream) {
   if (splits < 1 || splits > kMaxSplits) return cudaErrorInvalidValue;
-  DecodeParams params{};
-  params.q = rows_of(p.q, p.head_dim);
-  params.k = rows_of(p.k, p.head_dim);
-  params.v = rows_of(p.v, p.head_dim_v);
-  params.out = rows_of(p.out, p.head_dim_v);
-  params.lse = static_cast<float*>(p.lse);
-  params.score = score_of(p, false);
-  params.batch = static_cast<int32_t>(p.batch);
-  params.heads_k = static_cast<int32_t>(p.heads_k);
-  params.group = static_cast<int32_t>(p.heads_q / p.heads_k);
-  params.row_tiles = static_cast<int32_t>(ceil_div(p.seqlen_q * params.group, kRows));
+  const bool wide = std::max(p.head_dim, p.head_dim_v) > kMostHead;
+  ForwardPlan plan{};
+  plan.rows = wide ? wide_tile(p.dtype).rows : kRows;
+  SplitParams params{forward_params(p, plan)};
+  params.pack = params.group_k;
+  params.row_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q * params.pack, plan.rows));
   params.splits = splits;
   const int64_t rows = p.batch * p.heads_q * p.seqlen_q;
   if (splits > 1) {
     params.part_out = workspace;
     params.part_lse = workspace + rows * splits * p.head_dim_v;
   }
-  return by_element(p.dtype, [&](auto element) {
+  return by_dtype(p.dtype, [&](auto element) {
     using T = decltype(element);
-    const int error = by_head_class(head_class(p.head_dim, p.head_dim_v), [&](auto width) {
-      return launch_kernel(decode_kernel<T, width>, p.batch * p.heads_k * params.row_tiles * splits, kThreads,
-                           DecodeTile<width>::kSharedBytes, params, stream);
-    });
+    const auto launch = [&](auto width) {
+      return launch_kernel(decode_kernel<T, width>, p.batch * p.heads_k * params.row_blocks * splits, kThreads,
+                           DecodeTile<T, width>::kSharedBytes, params, stream);
+    };
+    const int error =
+        wide ? launch_wide(p.dtype, params, stream) : by_head_class(head_class(p.head_dim, p.head_dim_v), launch);
     if (error != cudaSuccess || splits == 1) return error;
     return launch_kernel(combine_kernel<T>, ceil_div(rows, kWarps), kThreads, 0, params, stream);
   });
@@ -317,6 +329,10 @@ int chip_limits(Chip& chip) {
   };
   get(chip.multiprocessors, cudaDevAttrMultiProcessorCount);
   get(chip.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  int major = 0, minor = 0;
+  get(major, cudaDevAttrComputeCapabilityMajor);
+  get(minor, cudaDevAttrComputeCapabilityMinor);
+  chip.capability = 10 * major + minor;
   return error;
 }
 

@@ -3,22 +3,11 @@
 // m16n8k16; a warp owns whole rows, so that the softmax needs no more than the lanes of a quad.
 //
 // K and V have one buffer each. While Q K^T runs, V is under way; while the softmax and P V run, the next K is.
-#include "cuda/launch.cuh"
-#include "cuda/launch.h"
-#include "cuda/smem.cuh"
-#include "cuda/softmax.cuh"
+#include "cuda/forward.cuh"
+#include "cuda/forward_wide.cuh"
 
 namespace attnkern::cuda {
 namespace {
-
-struct ForwardParams {
-  Rows q, k, v, out;
-  float* lse;  // (batch, heads, seqlen_q) contiguous, or null
-  Score score;
-  int32_t batch, group_k, group_v;  // queries' heads per head of k, of v
-  int32_t row_blocks;
-  bool heads_first;  // neighbouring blocks of the grid are heads, the longest rows first; else rows of one head
-};
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
@@ -46,11 +35,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const uint32_t k_tile = q_tile + Config::kQBytes, v_tile = k_tile + Config::kKeyBytes;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int heads = p.score.heads, batch_heads = p.batch * heads;
-  const int block = blockIdx.x;
-  const int row_block = p.heads_first ? p.row_blocks - 1 - block / batch_heads : block % p.row_blocks;
-  const int batch_head = p.heads_first ? block % batch_heads : block / p.row_blocks;
-  const int batch = batch_head / heads, head = batch_head % heads;
+  const auto [row_block, batch_head, batch, head] = ForwardBlock(p);
   const int first_row = row_block * kRows, warp_row = warp * 16 * kRowTiles;
   const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
 
@@ -124,16 +109,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       float factor[2];
       softmax_step<kPlain>(p.score, score[m], state[m], factor);
       if constexpr (!kPlain) {
-        if (p.score.seeds != nullptr) {
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; n += 4) {
-            const uint32_t keep = dropout_keep(p.score, head_scores, row + m * 16, col + n * 8);
-#pragma unroll
-            for (int e = 0; e < 16; ++e) {
-              if ((keep >> e & 1) == 0) score[m][n + e / 4][e % 4] = 0.f;
-            }
-          }
-        }
+        if (p.score.seeds != nullptr) drop_weights(p.score, head_scores, score[m], row + m * 16, col);
       }
 #pragma unroll
       for (int n = 0; n < kHeadDim / 8; ++n) {
@@ -203,54 +179,51 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
                                                       lane);
 }
 
-template <typename T, int kHeadDim, bool kPlain>
-int run(const Forward& p, bool heads_first, void* stream) {
-  using Config = ForwardTile<kHeadDim, kPlain>;
-  ForwardParams params{};
-  params.q = rows_of(p.q, p.head_dim);
-  params.k = rows_of(p.k, p.head_dim);
-  params.v = rows_of(p.v, p.head_dim_v);
-  params.out = rows_of(p.out, p.head_dim_v);
-  params.lse = static_cast<float*>(p.lse);
-  params.score = score_of(p, kPlain);
-  params.batch = static_cast<int32_t>(p.batch);
-  params.group_k = static_cast<int32_t>(p.heads_q / p.heads_k);
-  params.group_v = static_cast<int32_t>(p.heads_q / p.heads_v);
-  params.row_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, Config::kRows));
-  params.heads_first = heads_first;
-  return launch_kernel(forward_kernel<T, kHeadDim, kPlain>, params.row_blocks * p.batch * p.heads_q, kThreads,
-                       Config::kSharedBytes, params, stream);
-}
-
 }  // namespace
 
 ForwardPlan plan_forward(const Attention& p) {
   ForwardPlan plan{};
   plan.head_class = head_class(p.head_dim, p.head_dim_v);
-  plan.plain = is_plain(p) && rows_of(p.q, p.head_dim).vector && rows_of(p.k, p.head_dim).vector &&
-               rows_of(p.v, p.head_dim_v).vector;
-  by_head_class(plan.head_class, [&](auto width) {
-    const auto fill = [&](auto tile) {
-      plan.rows = tile.kRows, plan.keys = tile.kKeys, plan.shared_bytes = tile.kSharedBytes;
-      return 0;
-    };
-    return plan.plain ? fill(ForwardTile<width, true>{}) : fill(ForwardTile<width, false>{});
-  });
-  plan.threads = kThreads;
-  plan.blocks = plan.rows == 0 ? 0 : ceil_div(p.seqlen_q, plan.rows) * p.batch * p.heads_q;
   // Rows of unequal length are dealt out longest first, over all heads. Of equal length: those of one head side by
   // side, which read the same keys.
   plan.heads_first = p.band.right < kUnbounded;
+  if (plan.head_class == 0 && std::max(p.head_dim, p.head_dim_v) <= kWideHead) {
+    const WideTile tile = wide_tile(p.dtype);
+    plan.head_class = kWideHead;
+    plan.rows = tile.rows, plan.keys = tile.keys, plan.threads = tile.threads, plan.shared_bytes = tile.shared_bytes;
+  } else if (p.dtype == DType::kFloat32) {
+    cut_forward_fp32(plan);
+  } else {
+    plan.plain = is_plain(p) && rows_of(p.q, p.head_dim).vector && rows_of(p.k, p.head_dim).vector &&
+                 rows_of(p.v, p.head_dim_v).vector;
+    by_head_class(plan.head_class, [&](auto width) {
+      const auto fill = [&](auto tile) {
+        plan.rows = tile.kRows, plan.keys = tile.kKeys, plan.shared_bytes = tile.kSharedBytes;
+        return 0;
+      };
+      return plan.plain ? fill(ForwardTile<width, true>{}) : fill(ForwardTile<width, false>{});
+    });
+    plan.threads = kThreads;
+  }
+  plan.blocks = plan.rows == 0 ? 0 : ceil_div(p.seqlen_q, plan.rows) * p.batch * p.heads_q;
   return plan;
 }
 
 int forward(const Forward& p, void* stream) {
   const ForwardPlan plan = plan_forward(p);
+  if (plan.head_class == kWideHead) {
+    SplitParams params{forward_params(p, plan)};
+    params.pack = params.splits = 1;
+    return launch_wide(p.dtype, params, stream);
+  }
+  if (p.dtype == DType::kFloat32) return forward_fp32(p, plan, stream);
   return by_element(p.dtype, [&](auto element) {
     using T = decltype(element);
     return by_head_class(plan.head_class, [&](auto width) {
-      return plan.plain ? run<T, width, true>(p, plan.heads_first, stream)
-                        : run<T, width, false>(p, plan.heads_first, stream);
+      const auto launch = [&](auto kernel) {
+        return launch_kernel(kernel, plan.blocks, plan.threads, plan.shared_bytes, forward_params(p, plan), stream);
+      };
+      return plan.plain ? launch(forward_kernel<T, width, true>) : launch(forward_kernel<T, width, false>);
     });
   });
 }

@@ -46,15 +46,32 @@ int forward(const Forward& params, void* stream);
 struct Chip {
   int multiprocessors;
   int shared_per_multiprocessor;  // bytes
+  int capability;                 // compute capability times 10
 };
 int chip_limits(Chip& chip);
+
+// The same for Hopper, by TMA and wgmma (forward_sm90.cu), for bfloat16 and float16 with any band and softcap.
+struct ForwardSm90Plan {
+  const char* refusal;                // why these kernels don't take the problem, in words; null: they do
+  int head_dim, head_dim_v;           // widths of the tiles
+  int rows, keys;                     // of a tile of queries, of a block of keys
+  int stages, threads, shared_bytes;  // buffers for K and for V; of a block of threads
+  int64_t tiles, blocks;              // the blocks of threads share the tiles
+  int section;                        // heads whose tiles are dealt out together, row block by row block
+  bool plain;                         // the variant without softcap
+  bool last_rows_first;               // which have the most keys
+};
+ForwardSm90Plan plan_forward_sm90(const Forward& params, const Chip& chip);
+int forward_sm90(const Forward& params, const Chip& chip, void* stream);
 
 // The kernels for few queries and many keys, or splits = 0: not a problem for them. `splits` parts of the keys are read
 // side by side, their results kept in a workspace of so many floats and combined by a second kernel.
 struct DecodePlan {
   int head_class;
-  int row_tiles;  // of 16 rows, into which the queries of a group of heads are packed
-  int splits, shared_bytes;
+  int rows, keys;  // of a tile of queries, of a block of keys
+  int row_tiles;   // into which the queries of a group of heads are packed
+  int splits, threads, shared_bytes;
+  int64_t blocks;
 };
 DecodePlan plan_decode(const Attention& params, const Chip& chip);
 int64_t decode_workspace(const Forward& params, int splits);
@@ -80,12 +97,25 @@ struct BackwardLaunch {
 // How a backward problem is cut: a function of the problem and of the bytes of shared memory that a block may have
 // (cudaDevAttrMaxSharedMemoryPerBlockOptin), at least 99 KiB.
 struct BackwardPlan {
-  int head_class;  // width of the tiles; 0: no kernel holds these head sizes, or there is nothing to do
-  bool plain;      // the variant without softcap, bias, dropout, unaligned rows and heads to be added up
-  bool wide;       // tiles for chips with 163 KiB of shared memory per block
+  int head_class;     // width of the tiles; 0: no kernel holds these head sizes, or there is nothing to do
+  bool plain;         // the variant without softcap, bias, dropout, unaligned rows and heads to be added up
+  bool wide;          // tiles for chips with 163 KiB of shared memory per block
+  bool chunked;       // the kernels that read the head dimension by chunks: float32, and head sizes above 256
+  bool resident;      // of these: the chunks of a block's rows stay in shared memory
+  int dkdv_launches;  // of these: 2 where a block can't hold both, first dV, then dK
   BackwardLaunch dkdv, dq, dbias;
 };
 BackwardPlan plan_backward(const BackwardCall& params, int shared_limit);
+
+// The same for Hopper, by TMA and wgmma (backward_sm90.cu), for bfloat16 and float16 with any band and softcap.
+struct BackwardSm90Plan {
+  const char* refusal;  // why these kernels don't take the problem, in words; null: they do
+  int head_class;       // width of the tiles
+  bool plain;           // the variant without softcap
+  BackwardLaunch dkdv, dq;
+};
+BackwardSm90Plan plan_backward_sm90(const BackwardCall& params, const Chip& chip);
+int backward_sm90(const BackwardCall& params, const Chip& chip, void* stream);
 
 const char* error_string(int error);
 

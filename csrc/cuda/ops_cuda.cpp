@@ -101,19 +101,21 @@ Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tens
 
 void fill_inputs(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                  const OptionalTensor& philox_seed, double softmax_scale, double softcap, int64_t window_left,
-                 int64_t window_right, int64_t band_offset, double dropout_p) {
+                 int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
   check_device(k, q, "k");
   check_device(v, q, "v");
   if (bias) check_device(*bias, q, "bias");
   if (philox_seed) check_device(*philox_seed, q, "philox_seed");
   attnkern::fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset,
                  dropout_p);
-  STD_TORCH_CHECK(p.dtype == attnkern::DType::kBFloat16 || p.dtype == attnkern::DType::kFloat16,
-                  "attnkern: these kernels take bfloat16 and float16");
+  p.tf32 = tf32;
+  STD_TORCH_CHECK(p.dtype == attnkern::DType::kBFloat16 || p.dtype == attnkern::DType::kFloat16 ||
+                      p.dtype == attnkern::DType::kFloat32,
+                  "attnkern: these kernels take bfloat16, float16 and float32");
   constexpr int64_t kMost = int64_t{1} << 30;
-  STD_TORCH_CHECK(p.head_dim <= 256 && p.head_dim_v <= 256 && p.seqlen_q < kMost && p.seqlen_k < kMost &&
+  STD_TORCH_CHECK(p.head_dim <= 512 && p.head_dim_v <= 512 && p.seqlen_q < kMost && p.seqlen_k < kMost &&
                       p.batch * p.heads_q < kMost,
-                  "attnkern: these kernels take head sizes up to 256, and lengths and batch * heads below 2^30");
+                  "attnkern: these kernels take head sizes up to 512, and lengths and batch * heads below 2^30");
 }
 
 // A result (batch, heads, length, width) for a kernel to write.
@@ -137,9 +139,10 @@ const float* row_constants(const Tensor& x, const Tensor& q, const char* name) {
 // How many parts of the keys the kernels for few queries read side by side; 0: the problem isn't for them.
 int64_t decode_splits(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
                       double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
-                      int64_t band_offset, double dropout_p) {
+                      int64_t band_offset, double dropout_p, bool tf32) {
   attnkern::Attention p{};
-  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
+  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
+              tf32);
   const DeviceGuard guard(q.get_device_index());
   attnkern::cuda::Chip chip{};
   check_launch(attnkern::cuda::chip_limits(chip));
@@ -148,16 +151,20 @@ int64_t decode_splits(Tensor q, Tensor k, Tensor v, OptionalTensor bias, Optiona
 
 void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed, Tensor out,
              OptionalTensor lse, OptionalTensor workspace, int64_t splits, double softmax_scale, double softcap,
-             int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p) {
+             int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
   attnkern::Forward p{};
-  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
+  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
+              tf32);
   const DeviceGuard guard(q.get_device_index());
   STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "attnkern: out must have q's dtype");
   p.out = result_view(out, q, p.heads_q, p.seqlen_q, p.head_dim_v, "out");
   if (lse) p.lse = const_cast<float*>(row_constants(*lse, q, "lse"));
   void* stream = current_stream(q.get_device_index());
   if (splits == 0) {
-    check_launch(attnkern::cuda::forward(p, stream));
+    attnkern::cuda::Chip chip{};
+    check_launch(attnkern::cuda::chip_limits(chip));
+    const bool hopper = attnkern::cuda::plan_forward_sm90(p, chip).refusal == nullptr;
+    check_launch(hopper ? attnkern::cuda::forward_sm90(p, chip, stream) : attnkern::cuda::forward(p, stream));
     return;
   }
   const int64_t needed = attnkern::cuda::decode_workspace(p, static_cast<int>(splits));
@@ -175,9 +182,10 @@ void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor p
 void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
               Tensor lse, Tensor delta, OptionalTensor dq, OptionalTensor dk, OptionalTensor dv, OptionalTensor dbias,
               int64_t heads_out, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
-              int64_t band_offset, double dropout_p) {
+              int64_t band_offset, double dropout_p, bool tf32) {
   attnkern::cuda::BackwardCall p{};
-  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
+  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
+              tf32);
   const DeviceGuard guard(q.get_device_index());
   check_device(grad_out, q, "grad_out");
   STD_TORCH_CHECK(grad_out.dim() == 4 && grad_out.size(0) == p.batch && grad_out.size(1) == p.heads_q &&
@@ -214,7 +222,11 @@ void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias
     }
     p.dbias = attnkern::output_view(*dbias);
   }
-  check_launch(attnkern::cuda::backward(p, current_stream(q.get_device_index())));
+  attnkern::cuda::Chip chip{};
+  check_launch(attnkern::cuda::chip_limits(chip));
+  void* stream = current_stream(q.get_device_index());
+  const bool hopper = attnkern::cuda::plan_backward_sm90(p, chip).refusal == nullptr;
+  check_launch(hopper ? attnkern::cuda::backward_sm90(p, chip, stream) : attnkern::cuda::backward(p, stream));
 }
 
 }  // namespace
@@ -224,7 +236,7 @@ void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias
 #ifndef ATTNKERN_RECORD_LAUNCHES
 STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
 #define ATTNKERN_SCORE \
-  "float softmax_scale, float softcap, int window_left, int window_right, int band_offset, float dropout_p"
+  "float softmax_scale, float softcap, int window_left, int window_right, int band_offset, float dropout_p, bool tf32"
   m.def("delta(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor");
   m.def(
       "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor(a!) out, "

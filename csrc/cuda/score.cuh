@@ -94,9 +94,17 @@ __device__ __forceinline__ float tanh_of(float x) {
   return copysignf(__fdividef(1.f - e, 1.f + e), x);
 }
 
+// As exact as scores of T want it: relative, for float.
+template <typename T>
+__device__ __forceinline__ float tanh_for(float x) {
+  return std::is_same_v<T, float> ? tanhf(x) : tanh_of(x);
+}
+
 template <typename T>
 __device__ __forceinline__ float to_float(T x) {
-  if constexpr (std::is_same_v<T, __half>) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, __half>) {
     return __half2float(x);
   } else {
     return __bfloat162float(x);
@@ -113,7 +121,7 @@ __device__ __forceinline__ void finish_scores(const Score& p, const HeadScore& h
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float tanh = tanh_of(s[n][e] * p.scale);
+        const float tanh = tanh_for<T>(s[n][e] * p.scale);
         if constexpr (kKeepTanh) t[n][e] = tanh;
         s[n][e] = tanh * p.softcap;
       }

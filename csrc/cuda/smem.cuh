@@ -1,4 +1,4 @@
-// Tiles of 16-bit elements in shared memory: their swizzle, and how they are filled from global memory.
+// Tiles of 16-bit or 32-bit elements in shared memory: their swizzle, and how they are filled from global memory.
 #pragma once
 
 #include "common/params.h"
@@ -14,12 +14,12 @@ struct Rows {
   bool vector;  // every row starts at a multiple of 16 bytes and is a whole number of dense 16-byte chunks
 };
 
-// The tensor as kernels read or write it, on the host. `length` rows of `width` elements of 2 bytes.
-inline Rows rows_of(const View& view, int64_t width) {
+// The tensor as kernels read or write it, on the host: rows of `width` elements of so many bytes.
+inline Rows rows_of(const View& view, int64_t width, int bytes = 2) {
   Rows rows{view.data, {}, static_cast<int32_t>(width), false};
-  uint64_t bits = reinterpret_cast<uintptr_t>(view.data) | static_cast<uint64_t>(width) * 2;
+  uint64_t bits = reinterpret_cast<uintptr_t>(view.data) | static_cast<uint64_t>(width) * bytes;
   for (int n = 0; n < 4; ++n) rows.stride[n] = view.stride[n];
-  for (int n = 0; n < 3; ++n) bits |= static_cast<uint64_t>(view.stride[n]) * 2;
+  for (int n = 0; n < 3; ++n) bits |= static_cast<uint64_t>(view.stride[n]) * bytes;
   rows.vector = bits % 16 == 0 && (view.stride[3] == 1 || width <= 1);
   return rows;
 }
@@ -29,10 +29,10 @@ __device__ __forceinline__ const T* head_of(const Rows& rows, int batch, int hea
   return static_cast<const T*>(rows.data) + batch * rows.stride[0] + head * rows.stride[1];
 }
 
-// A tile: rows of kHeadDim elements, a multiple of 32, one after the other. The 16-byte chunks of a row are permuted by
-// its number so that eight rows of one chunk, which is what ldmatrix reads at a time, lie in different banks: with rows
-// of whole 128-byte lines by the lowest three bits; where a row is half a line more, neighbours differ by that half,
-// and the next two bits tell the rest apart.
+// A tile: rows of kHeadDim 16-bit elements, a multiple of 32, one after the other. The 16-byte chunks of a row are
+// permuted by its number so that eight rows of one chunk, which is what ldmatrix reads at a time, lie in different
+// banks: with rows of whole 128-byte lines by the lowest three bits; where a row is half a line more, neighbours differ
+// by that half, and the next two bits tell the rest apart.
 template <int kHeadDim>
 struct Tile {
   static_assert(kHeadDim % 32 == 0);
@@ -48,19 +48,31 @@ struct Tile {
   }
 };
 
+// The tile of kHeadDim elements of type T: rows of floats are those of twice as many 16-bit elements. For them eight
+// rows of one chunk are what a fragment of mma.m16n8k8 takes, and every second row of two chunks is (tf32.cuh).
+template <typename T, int kHeadDim>
+using TileOf = Tile<kHeadDim* static_cast<int>(sizeof(T)) / 2>;
+template <typename T>
+inline constexpr int kPerChunk = 16 / static_cast<int>(sizeof(T));  // elements
+
 // One chunk by single elements: what lies past `width` is 0.
 template <typename T>
 __device__ __forceinline__ uint4 gather_chunk(const T* row, int64_t column_stride, int first, int width) {
   uint32_t words[4];
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    uint32_t halves[2];
+    if constexpr (sizeof(T) == 4) {
+      const int d = first + n;
+      words[n] = d < width ? reinterpret_cast<const uint32_t*>(row)[d * column_stride] : 0;
+    } else {
+      uint32_t halves[2];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int d = first + 2 * n + e;
-      halves[e] = d < width ? reinterpret_cast<const uint16_t*>(row)[d * column_stride] : 0;
+      for (int e = 0; e < 2; ++e) {
+        const int d = first + 2 * n + e;
+        halves[e] = d < width ? reinterpret_cast<const uint16_t*>(row)[d * column_stride] : 0;
+      }
+      words[n] = halves[0] | halves[1] << 16;
     }
-    words[n] = halves[0] | halves[1] << 16;
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -70,22 +82,23 @@ __device__ __forceinline__ uint4 gather_chunk(const T* row, int64_t column_strid
 // complete after cp_async_commit, cp_async_wait and a barrier. kVector: rows.vector is known to be true.
 template <typename T, int kHeadDim, int kRows, int kThreads, bool kVector>
 __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, const T* head, int first, int end) {
-  constexpr int kChunks = Tile<kHeadDim>::kChunks;
+  using Chunks = TileOf<T, kHeadDim>;
+  constexpr int kChunks = Chunks::kChunks;
   constexpr int kTotal = kRows * kChunks;
   if (kVector || rows.vector) {
     // A thread's chunk is the same in all its rows: one address and one step. Where the chunks of a row don't divide
     // the threads, the last few have none.
     constexpr int kStep = kThreads / kChunks;
     const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    const int live_rows = chunk * 8 < rows.width ? end - first - row : 0;
-    const T* source = head + (first + row) * rows.stride[2] + chunk * 8;
+    const int live_rows = chunk * kPerChunk<T> < rows.width ? end - first - row : 0;
+    const T* source = head + (first + row) * rows.stride[2] + chunk * kPerChunk<T>;
     const int64_t step = kStep * rows.stride[2];
 #pragma unroll
     for (int i = 0; i < kRows; i += kStep, source += step) {
       const bool live = i < live_rows;
       if (kRows % kStep != 0 && row + i >= kRows) continue;
       if (kThreads % kChunks != 0 && row >= kStep) continue;
-      ptx::cp_async<16>(Tile<kHeadDim>::address(tile, row + i, chunk), live ? source : head, live ? 16 : 0);
+      ptx::cp_async<16>(Chunks::address(tile, row + i, chunk), live ? source : head, live ? 16 : 0);
     }
   } else {
 #pragma unroll 1
@@ -93,8 +106,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, const
       const int row = i / kChunks, chunk = i % kChunks;
       const bool live = first + row < end;
       const T* source = head + (live ? first + row : 0) * rows.stride[2];
-      const uint4 words = gather_chunk(source, rows.stride[3], chunk * 8, live ? rows.width : 0);
-      ptx::store_shared(Tile<kHeadDim>::address(tile, row, chunk), words);
+      const uint4 words = gather_chunk(source, rows.stride[3], chunk * kPerChunk<T>, live ? rows.width : 0);
+      ptx::store_shared(Chunks::address(tile, row, chunk), words);
     }
   }
 }
@@ -104,21 +117,25 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, const
 template <typename T, int kHeadDim, int kRows, int kThreads, bool kVector>
 __device__ __forceinline__ void store_tile(uint32_t tile, const Rows& rows, T* head, int tile_row, int first, int end,
                                            int thread) {
-  constexpr int kChunks = Tile<kHeadDim>::kChunks;
+  using Chunks = TileOf<T, kHeadDim>;
+  constexpr int kChunks = Chunks::kChunks;
   constexpr int kTotal = kRows * kChunks;
 #pragma unroll(kVector ? 4 : 1)
   for (int i = thread; i < kTotal; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks;
-    if (first + row >= end || chunk * 8 >= rows.width) continue;
-    const uint4 words = ptx::load_shared(Tile<kHeadDim>::address(tile, tile_row + row, chunk));
-    T* target = head + (first + row) * rows.stride[2] + chunk * 8;
+    if (first + row >= end || chunk * kPerChunk<T> >= rows.width) continue;
+    const uint4 words = ptx::load_shared(Chunks::address(tile, tile_row + row, chunk));
+    T* target = head + (first + row) * rows.stride[2] + chunk * kPerChunk<T>;
     if (kVector || rows.vector) {
       *reinterpret_cast<uint4*>(target) = words;
     } else {
       const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        if (chunk * 8 + n < rows.width) {
+      for (int n = 0; n < kPerChunk<T>; ++n) {
+        if (chunk * kPerChunk<T> + n >= rows.width) continue;
+        if constexpr (sizeof(T) == 4) {
+          reinterpret_cast<uint32_t*>(target)[n] = word[n];
+        } else {
           reinterpret_cast<uint16_t*>(target)[n] = static_cast<uint16_t>(word[n / 2] >> n % 2 * 16);
         }
       }

@@ -29,7 +29,27 @@ __device__ __forceinline__ float exp_difference(const Score& p, float s, float r
   return kPlain ? ptx::ex2(fmaf(s, p.scale, -reference)) : ptx::ex2((s - reference) * kLog2E);
 }
 
-// Scores -> weights relative to the new maximum; `factor` is for what was summed up before.
+// Scores of a row, the first (half 0) or second of this thread's two -> weights relative to the new maximum; `factor`
+// is for what was summed up before.
+template <bool kPlain, int kTiles>
+__device__ __forceinline__ void weigh(const Score& p, float (&s)[kTiles][4], RowState& state, int half, float largest,
+                                      float& factor) {
+  const float reference = largest == -kInfinity ? 0.f : kPlain ? largest * p.scale : largest;
+  factor = exp_difference<kPlain>(p, state.max[half], reference);
+  state.max[half] = largest;
+  float sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 2 * half; e < 2 * half + 2; ++e) {
+      s[n][e] = exp_difference<kPlain>(p, s[n][e], reference);
+      sum += s[n][e];
+    }
+  }
+  state.sum[half] = state.sum[half] * factor + sum;
+}
+
+// The same for both rows, their new maxima included.
 template <bool kPlain, int kTiles>
 __device__ __forceinline__ void softmax_step(const Score& p, float (&s)[kTiles][4], RowState& state,
                                              float (&factor)[2]) {
@@ -38,20 +58,7 @@ __device__ __forceinline__ void softmax_step(const Score& p, float (&s)[kTiles][
     float largest = state.max[half];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-    largest = quad_max(largest);
-    const float reference = largest == -kInfinity ? 0.f : kPlain ? largest * p.scale : largest;
-    factor[half] = exp_difference<kPlain>(p, state.max[half], reference);
-    state.max[half] = largest;
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        s[n][e] = exp_difference<kPlain>(p, s[n][e], reference);
-        sum += s[n][e];
-      }
-    }
-    state.sum[half] = state.sum[half] * factor[half] + sum;
+    weigh<kPlain>(p, s, state, half, quad_max(largest), factor[half]);
   }
 }
 
@@ -60,6 +67,11 @@ template <bool kPlain>
 __device__ __forceinline__ float log_sum_exp(const Score& p, float max, float sum) {
   if (max == -kInfinity) return -kInfinity;
   return kPlain ? (max * p.scale + ptx::lg2(sum)) * kLn2 : max + ptx::lg2(sum) * kLn2;
+}
+
+// The same in natural units for float32: lg2.approx is off by 2^-22 where the result is small.
+__device__ __forceinline__ float exact_log_sum_exp(float max, float sum) {
+  return max == -kInfinity ? -kInfinity : max + logf(sum);
 }
 
 }  // namespace attnkern::cuda

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import math
 import re
 import subprocess
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -22,7 +24,8 @@ class Kernel:
     """One entry function of one binary.
 
     Memory is in bytes and, but for shared, per thread; threads are the launch bounds, 0 without any; notes are
-    ptxas' lines on the kernel beside the figures; sass counts the instructions by full name ("HMMA.16816.F32.BF16").
+    ptxas' lines on the kernel beside the figures; sass counts the instructions by full name ("HMMA.16816.F32.BF16");
+    packed is the whole listing (`unpack`), for sass.py.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Kernel:
     threads: int
     notes: list[str]
     sass: dict[str, int]
+    packed: str = ""
 
     def count(self, opcode: str) -> int:
         return sum(n for name, n in self.sass.items() if name == opcode or name.startswith(f"{opcode}."))
@@ -109,6 +113,17 @@ def instructions(listing: str) -> dict[str, int]:
     return dict(Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", listing)))
 
 
+def pack(listing: str) -> str:
+    """A function's SASS without the encodings, compressed: text that fits in a cache of JSON."""
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/[^;]*;", listing)
+    return base64.b64encode(zlib.compress("\n".join(" ".join(line.split()) for line in lines).encode())).decode()
+
+
+def unpack(packed: str) -> str:
+    """What `pack` packed."""
+    return zlib.decompress(base64.b64decode(packed)).decode()
+
+
 def launch_bounds(info: str) -> int:
     """Threads of a block, from a function's .nv.info; 0 where the source bounds nothing."""
     pattern = r"EIATTR_(?:MAX_THREADS|REQNTID)\s+Format:\s+\S+\s+Value:\s+([0-9a-fx ]+)"
@@ -124,6 +139,8 @@ def read(cubin: str | Path, log: str, dynamic_shared: int = 0) -> list[Kernel]:
         if "registers" not in said or name not in sass:
             raise GateError(f"{name}: ptxas' report or the SASS lacks it; ptxas said: {first_error(log)}")
         threads = launch_bounds(info.get(name, ""))
-        counts = instructions(sass[name])
-        kernels.append(Kernel(name=name, dynamic_shared=dynamic_shared, threads=threads, sass=counts, **said))
+        counts, packed = instructions(sass[name]), pack(sass[name])
+        kernels.append(
+            Kernel(name=name, dynamic_shared=dynamic_shared, threads=threads, sass=counts, packed=packed, **said)
+        )
     return kernels

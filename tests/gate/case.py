@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,14 @@ class Case:
     strings to the fewest instructions that the SASS must hold: ``{"80 86": {"HMMA": 64, "LDSM": 20}}``; a name also
     stands for all its modifiers, and may have some ("HMMA.16816"). spills maps them to a `Budget`; without one
     nothing may be spilled, and the stack must be empty.
+
+    loop and order are about the inner loop in the SASS, the loop over blocks of keys or of queries (`sass.main_loop`).
+    loop maps architectures to how many instructions one turn issues, exactly: ``{"80": {"HMMA.16816": 256}}``; where
+    ptxas left a loop within it rolled, its turns are found so. order maps them to what one turn passes in this order,
+    wherever it is taken to begin: an opcode, or one with its operands, or a pair with the fewest that must come before
+    the next step does. That the exponentials of a wgmma kernel stand between its two waits, and so beside P V::
+
+        order={"90a": (("HGMMA", 16), "WARPGROUP.DEPBAR gsb0, 0x1", ("MUFU.EX2", 64), "WARPGROUP.DEPBAR gsb0, 0x0")}
     """
 
     name: str
@@ -92,6 +100,8 @@ class Case:
     archs: str
     require: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     spills: Mapping[str, Budget] = field(default_factory=dict)
+    loop: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    order: Mapping[str, Sequence[str | tuple[str, int]]] = field(default_factory=dict)
 
     def __post_init__(self):
         claimed = self.archs.split()
@@ -99,13 +109,23 @@ class Case:
             raise ValueError(f"case {self.name}: archs is empty.")
         for arch in claimed:
             capability(arch)
-        for what in ("require", "spills"):
+        for what in ("require", "spills", "loop", "order"):
             named = [arch for archs in getattr(self, what) for arch in archs.split()]
             if not set(named) <= set(claimed) or len(named) != len(set(named)):
                 raise ValueError(f"case {self.name}: {what} must name archs of {self.archs!r}, once; got {named}.")
 
     def required(self, arch: str) -> Mapping[str, int]:
-        return next((counts for archs, counts in self.require.items() if arch in archs.split()), {})
+        return _of(arch, self.require, {})
 
     def budget(self, arch: str) -> int:
-        return next((budget.bytes for archs, budget in self.spills.items() if arch in archs.split()), 0)
+        return _of(arch, {archs: budget.bytes for archs, budget in self.spills.items()}, 0)
+
+    def turn(self, arch: str) -> Mapping[str, int]:
+        return _of(arch, self.loop, {})
+
+    def steps(self, arch: str) -> Sequence[str | tuple[str, int]]:
+        return _of(arch, self.order, ())
+
+
+def _of(arch: str, claims: Mapping[str, Any], otherwise: Any) -> Any:
+    return next((claim for archs, claim in claims.items() if arch in archs.split()), otherwise)

@@ -17,7 +17,7 @@ import textwrap
 from dataclasses import fields
 from types import FunctionType, ModuleType
 
-from . import cuda_backward, cuda_forward, simulator
+from . import cuda_backward, cuda_forward, cuda_sm90_backward, simulator
 from .binary import GateError
 from .cache import ROOT
 from .case import Budget, Case, Cuda, Triton
@@ -65,7 +65,7 @@ def triton_case(given: dict) -> Case:
 def all_cases() -> list[Case]:
     offers = [module.gate_cases for module in triton_modules() if hasattr(module, "gate_cases")]
     offered = [triton_case(given) for offer in offers for given in offer()]
-    cuda = [*CUDA, *cuda_forward.cases(), *cuda_backward.cases(), *simulator.cuda_cases()]
+    cuda = [*CUDA, *cuda_forward.cases(), *cuda_backward.cases(), *cuda_sm90_backward.cases(), *simulator.cuda_cases()]
     cases = [*cuda, *offered, *simulator.triton_cases()]
     names = [case.name for case in cases]
     if twice := {name for name in names if names.count(name) > 1}:

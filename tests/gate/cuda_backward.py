@@ -75,6 +75,7 @@ def cases() -> list[Case]:
                     archs,
                     require={archs: least},
                     spills=SPILLS.get(name, {}),
+                    loop={archs: {"HMMA.16816": scores + products}},
                 )
             )
             if wide:  # compiled for every chip, launched on those

@@ -42,7 +42,8 @@ def _forward(size: int, plain: bool) -> Case:
     shared = (64 * row_tiles + 2 * keys) * size * 2
     source = Cuda("csrc/cuda/forward.cu", f"forward_kernel<*, {size}, {'true' if plain else 'false'}>", threads, shared)
     name = f"forward d{size} {'plain' if plain else 'general'}"
-    return Case(name, source, ALL, require={ALL: counts}, spills=SPILLS.get((size, plain), {}))
+    turn = {"HMMA.16816": 2 * steps * keys // 16 * 2 * row_tiles}
+    return Case(name, source, ALL, require={ALL: counts}, spills=SPILLS.get((size, plain), {}), loop={ALL: turn})
 
 
 def _decode(size: int) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 
+from . import sass
 from .binary import GateError, Kernel
 from .case import KIB, SHARED_LIMIT, Case, Cuda, capability
 from .compilers import kernels
@@ -80,7 +81,27 @@ def broken(case: Case, arch: str, kernel: Kernel) -> list[str]:
     for opcode, least in case.required(arch).items():
         if (found := kernel.count(opcode)) < least:
             lines.append(f"{found} {opcode} instructions, at least {least} required")
+    lines += _broken_loop(case, arch, kernel)
     return [f"kernel {label(case, kernel)} on sm_{arch}: {line}" for line in lines]
+
+
+def _broken_loop(case: Case, arch: str, kernel: Kernel) -> list[str]:
+    counts, steps = dict(case.turn(arch)), case.steps(arch)
+    if not counts and not steps:
+        return []
+    lines = []
+    try:
+        loop = sass.main_loop(kernel)
+    except GateError as error:
+        return [str(error)]
+    try:
+        loop.turn(counts)
+    except GateError as error:
+        lines.append(str(error))
+    if steps and (found := sass.order(loop, steps)) is not None:
+        wanted = ", ".join(step if isinstance(step, str) else f"{step[1]} {step[0]}" for step in steps)
+        lines.append(f"the inner loop passes {found}; it should pass {wanted}")
+    return lines
 
 
 def is_fatal(note: str) -> bool:

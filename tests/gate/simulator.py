@@ -33,6 +33,8 @@ ARITHMETIC = {
     "half_pairs": {"HFMA2": 1},
     "bfloat16_pairs": {"HFMA2": 1},
 }
+# With the most shared memory of each. Four products of four steps each.
+TILES_SM90 = {"tile_products_*": (81928, {"HGMMA": 16, "UTMALDG": 4}), "tile_reduce_add": (16384, {"UTMAREDG": 2})}
 MECHANISMS_SM90 = {
     "mbarrier_ring": {"SYNCS": 8},
     "tma_copy_*": {"UTMALDG": 1, "UTMASTG": 1, "SYNCS": 3},
@@ -83,6 +85,10 @@ def cuda_cases() -> list[Case]:
         ),
         *(mechanism("mechanisms_sm80.cu", kernel, ALL, counts) for kernel, counts in MECHANISMS_SM80.items()),
         *(mechanism("mechanisms_sm90.cu", kernel, "90a", counts) for kernel, counts in MECHANISMS_SM90.items()),
+        *(
+            mechanism("tiles_sm90.cu", name, "90a", counts, shared=shared)
+            for name, (shared, counts) in TILES_SM90.items()
+        ),
         mechanism("mechanisms_sm80.cu", "warp_exchange", ALL, {"SHFL": 5}, threads=1024, shared=4096),
         mechanism(
             "mechanisms_sm80.cu",

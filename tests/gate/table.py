@@ -6,25 +6,28 @@ import argparse
 import contextlib
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import cache, compilers, rules
+from . import cache, compilers, cycles, rules
 from .binary import GateError, Kernel
 from .case import KIB, SHARED_LIMIT, Case, capability
 from .cases import all_cases, unclaimed
 
+UNITS = ("tensor", "issue", "mufu", "fma", "alu", "shared")
 
-def compile_missing(cases: list[Case]) -> int:
-    """Fills the cache, in as many processes as the build uses; failures show when the table asks again."""
+
+def compile_missing(cases: list[Case], archs: Collection[str] | None = None) -> int:
+    """Fills the cache, in as many processes as the build uses; failures show when the table asks again. archs: only for
+    these."""
     missing = {}
     for case in cases:
         for arch in case.archs.split():
-            if cache.lookup(key := compilers.key(case, arch)) is None:
+            if (archs is None or arch in archs) and cache.lookup(key := compilers.key(case, arch)) is None:
                 missing[key] = (case.name, arch)
     jobs = min(compilers.product().max_jobs(), len(missing))
     if jobs > 1:
@@ -77,16 +80,55 @@ def table_of(rows, plain: bool) -> Table:
     return table
 
 
+def print_cycles(cases: list[Case], console: Console) -> int:
+    """The model of cycles.py: a row per kernel and chip, then one per pass; status 1 where a kernel has no figures."""
+    attention = [case for case in cases if cycles.pass_of(case)]
+    compile_missing(attention, {chip.arch for chip in cycles.CHIPS})
+    found, lines = cycles.table(attention)
+    console.print(
+        "A model of the inner loops, from their SASS: cycles of a partition for a turn of one warp. Not measured."
+    )
+    plain = not console.is_terminal
+    table = Table(box=None, pad_edge=False) if plain else Table()
+    table.add_column("kernel", no_wrap=True)
+    for name in ("chip", "arch", "blocks", "warps", *UNITS, "limit", "TFLOP/s", "with these warps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        units = [f"{one.turn.cycles[unit]:.0f}" for unit in UNITS]
+        held = (str(one.resident.blocks), f"{one.resident.warps:g}")
+        chip = (one.chip.name, f"sm_{one.chip.arch}")
+        speeds = f"{one.most:.0f}", f"{one.with_these_warps:.0f}"
+        table.add_row(one.case.name, *chip, *held, *units, one.turn.limit, *speeds)
+    console.print(table)
+    console.print(
+        "Passes, by the warps that are resident; FLOPs as papers count them. Published figures are measurements."
+    )
+    table = Table(box=None, pad_edge=False) if plain else Table()
+    for name in ("chip", "kernels", "pass", "head size", "TFLOP/s", "of published"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in cycles.wholes(found):
+        ratios = ", ".join(f"{ratio:.2f} {name}" for name, ratio in row.published.items())
+        table.add_row(row.chip, row.family, row.what, str(row.head_dim), f"{row.tflops:.0f}", ratios)
+    console.print(table)
+    for line in lines:
+        console.print(escape(line), style="bold red", soft_wrap=True)
+    return 1 if lines or not found else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make gate", description=__doc__.split("\n")[0])
     parser.add_argument("-k", metavar="TEXT", default="", help="only cases whose name holds it")
-    text = parser.parse_args(arguments).k
+    parser.add_argument("--cycles", action="store_true", help="what the inner loops of the attention kernels allow")
+    options = parser.parse_args(arguments)
+    text = options.k
     console = Console(highlight=False)
     if not console.is_terminal:  # a log has no width; its lines must not be cut
         console = Console(highlight=False, width=1000)
     start = time.perf_counter()
     everything = all_cases()
     cases = [case for case in everything if text in case.name]
+    if options.cycles:
+        return print_cycles(cases, console)
     try:
         compiled = compile_missing(cases)
         rows, lines = judge(cases)

@@ -23,6 +23,7 @@ import torch
 import ptxsim
 from gate import compilers
 from gate.case import SHARED_LIMIT
+from ptxsim import tensormap
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "launches"
@@ -34,6 +35,19 @@ RECORD = ctypes.CFUNCTYPE(
     ctypes.c_uint64,
     ctypes.POINTER(ctypes.c_void_p),
 )
+ENCODE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+    *[ctypes.POINTER(ctypes.c_uint32)] * 2,
+    *[ctypes.c_int] * 4,
+)
+# CUtensorMapDataType and CUtensorMapSwizzle of the CUDA driver API, in order.
+ELEMENTS = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32.ftz", "tf32", "tf32.ftz")
+SWIZZLES = (0, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -59,11 +73,13 @@ class Recorder:
     launches: list[Launch] = field(default_factory=list)
     reports: list[ptxsim.Report] = field(default_factory=list)
     simulate: bool = True
+    seed: int | None = None  # of the simulator's schedule
+    multiprocessors: int = 8  # few: small problems fill them
 
     def run(self, operator, tensors: Sequence[torch.Tensor | None], *rest, results: Sequence[torch.Tensor | None] = ()):
         """operator(*tensors, *rest) on CPU tensors, then its launches in the simulator."""
         before = len(self.launches)
-        returned = library().call(lambda: operator(*tensors, *rest), self.target, self.launches)
+        returned = library().call(lambda: operator(*tensors, *rest), self)
         known = [x for x in (*tensors, returned) if isinstance(x, torch.Tensor)]
         if self.simulate:
             undefined = [x for x in results if x is not None]
@@ -76,6 +92,7 @@ class Recorder:
                     shared=launch.shared,
                     tensors=known,
                     undefined=undefined,
+                    seed=self.seed,
                 )
                 undefined = []  # written, or at least allowed to be read by the next kernel
                 self.reports.append(report)
@@ -86,7 +103,7 @@ class Library:
     def __init__(self, path: Path):
         torch.ops.load_library(str(path / "recorded.so"))
         runtime = ctypes.CDLL(str(path / "recorded.so"))
-        self.set_record, self.set_shared_per_block = runtime.set_record, runtime.set_shared_per_block
+        self.set_record, self.set_encode, self.set_chip = runtime.set_record, runtime.set_encode, runtime.set_chip
         self.texts = {file.stem: file.read_text() for file in sorted(path.glob("*.ptx"))}
 
     @functools.cache  # noqa: B019 (one library per process)
@@ -94,8 +111,9 @@ class Library:
         text = next(text for text in self.texts.values() if f".entry {name}(" in text)
         return ptxsim.from_ptx(text, name, target=target)
 
-    def call(self, function, target: int, launches: list[Launch]):
-        """function(), what it launches appended to `launches`."""
+    def call(self, function, recorder: Recorder):
+        """function(), what it launches appended to the recorder's launches."""
+        target = recorder.target
         failures: list[BaseException] = []
 
         def record(name, grid, block, shared, arguments):
@@ -103,17 +121,37 @@ class Library:
                 kernel = self.kernel(name.decode(), target)
                 sizes = [parameter.bytes for parameter in kernel.program.kernel.params]
                 values = tuple(ctypes.string_at(arguments[n], size) for n, size in enumerate(sizes))
-                launches.append(Launch(kernel, tuple(grid[:3]), tuple(block[:3]), shared, values))
+                recorder.launches.append(Launch(kernel, tuple(grid[:3]), tuple(block[:3]), shared, values))
             except BaseException as error:
                 failures.append(error)
 
-        callback = RECORD(record)
-        self.set_record(callback)
-        self.set_shared_per_block(SHARED_LIMIT[target])
+        def encode(out, element, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill):
+            try:
+                made = tensormap.encode(
+                    address,
+                    ELEMENTS[element],
+                    tuple(sizes[:rank]),
+                    tuple(strides[: rank - 1]),
+                    tuple(box[:rank]),
+                    tuple(steps[:rank]),
+                    tensormap.INTERLEAVES[interleave],
+                    SWIZZLES[swizzle],
+                    bool(fill),
+                )
+                ctypes.memmove(out, made, len(made))
+            except BaseException as error:
+                failures.append(error)
+            return 0
+
+        callbacks = RECORD(record), ENCODE(encode)
+        self.set_record(callbacks[0])
+        self.set_encode(callbacks[1])
+        self.set_chip(target, recorder.multiprocessors, SHARED_LIMIT[target])
         try:
             return function()
         finally:
             self.set_record(RECORD())
+            self.set_encode(ENCODE())
             if failures:
                 raise failures[0]
 
@@ -125,15 +163,15 @@ def library() -> Library:
 
 
 def build() -> Path:
-    """Compiles into a folder named after everything that went into it. PTX for compute_80: all that these kernels need,
-    and what a chip without a binary of its own gets."""
+    """Compiles into a folder named after everything that went into it. PTX for compute_80: all that most kernels need,
+    and what a chip without a binary of its own gets; what is for Hopper alone, for compute_90a."""
     product = compilers.product()
     nvcc, version = compilers.nvcc()
     torch_folder = product.find_torch()
     sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     headers = [*ROOT.glob("csrc/cuda/*h"), *ROOT.glob("csrc/common/*.h")]
     hosts = [ROOT / "csrc/cuda/ops_cuda.cpp", Path(__file__).with_name("runtime.cpp")]
-    flags = [*product.NVCCFLAGS.split(), "-lineinfo", "-Icsrc", "-gencode=arch=compute_80,code=compute_80"]
+    flags = [*product.NVCCFLAGS.split(), "-lineinfo", "-Icsrc"]
     host_flags = [*product.CXXFLAGS.split(), product.TARGET, "-DATTNKERN_RECORD_LAUNCHES", "-Icsrc"]
     host_flags += ["-isystem", f"{torch_folder}/include"]
     device_key = [version, *flags, *(path.read_text() for path in sorted(headers) if path.name != "unpack.h")]
@@ -141,7 +179,7 @@ def build() -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        parts = [_compiled(source, [nvcc, *flags], device_key) for source in sources]
+        parts = [_compiled(source, [nvcc, *flags, _architecture(source)], device_key) for source in sources]
         out = FOLDER / _digest([*host_key, *(part.name for part in parts)])
         if not out.exists():
             with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
@@ -157,6 +195,11 @@ def build() -> Path:
                 shutil.copytree(folder, f"{folder}.done")
                 Path(f"{folder}.done").rename(out)
     return out
+
+
+def _architecture(source: Path) -> str:
+    arch = "90a" if source.stem.endswith("_sm90") else "80"
+    return f"-gencode=arch=compute_{arch},code=compute_{arch}"
 
 
 def _compiled(source: Path, command: list[str], key: list[str]) -> Path:

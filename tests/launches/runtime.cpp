@@ -1,6 +1,7 @@
 // A CUDA runtime without a GPU: kernels register as with the real one, a launch is handed to `record`. Only what the
 // product's host code calls is here; anything else fails to link.
 #include <cstdint>
+#include <cstring>
 #include <map>
 
 struct Dim3 {
@@ -8,9 +9,14 @@ struct Dim3 {
 };
 using Record = void (*)(const char* kernel, const unsigned* grid, const unsigned* block, uint64_t shared,
                         void** arguments);
+// cuTensorMapEncodeTiled, its enumerations as int.
+using Encode = int (*)(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                       const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave, int swizzle,
+                       int promotion, int fill);
 
 namespace {
 Record record = nullptr;
+Encode encode = nullptr;
 std::map<const void*, const char*>& kernels() {
   static std::map<const void*, const char*> map;
   return map;
@@ -21,22 +27,50 @@ std::map<const void*, int>& shared_limits() {
 }
 void* handle = nullptr;
 int shared_per_block = 0;  // what the chip gives one block at most
+int capability = 0;        // compute capability times 10
+int multiprocessors = 0;
 constexpr int kInvalidValue = 1, kDefaultShared = 48 * 1024;
+
+// The host code keeps the driver's function for good; `encode` may change.
+int encode_tensor_map(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides,
+                      const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion,
+                      int fill) {
+  if (encode == nullptr) return kInvalidValue;
+  return encode(map, type, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill);
+}
 }  // namespace
 
 extern "C" {
 
 __attribute__((visibility("default"))) void set_record(Record function) { record = function; }
 
-__attribute__((visibility("default"))) void set_shared_per_block(int bytes) { shared_per_block = bytes; }
+__attribute__((visibility("default"))) void set_encode(Encode function) { encode = function; }
+
+__attribute__((visibility("default"))) void set_chip(int target, int count, int bytes) {
+  capability = target;
+  multiprocessors = count;
+  shared_per_block = bytes;
+}
+
+int cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version, unsigned long long,
+                                     int* found) {
+  constexpr int kSymbolNotFound = 1;
+  const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0 && version >= 12000;
+  *function = known ? reinterpret_cast<void*>(&encode_tensor_map) : nullptr;
+  *found = known ? 0 : kSymbolNotFound;
+  return 0;
+}
 
 int cudaGetDevice(int* device) { return *device = 0; }
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
   constexpr int kMultiProcessorCount = 16, kMaxSharedMemoryPerMultiprocessor = 81, kMaxSharedMemoryPerBlockOptin = 97;
+  constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
   switch (attribute) {
-    case kMultiProcessorCount: *value = 8; return 0;  // few: small problems fill them
+    case kMultiProcessorCount: *value = multiprocessors; return 0;
     case kMaxSharedMemoryPerMultiprocessor: *value = shared_per_block + 1024; return 0;
     case kMaxSharedMemoryPerBlockOptin: *value = shared_per_block; return 0;
+    case kComputeCapabilityMajor: *value = capability / 10; return 0;
+    case kComputeCapabilityMinor: *value = capability % 10; return 0;
     default: return kInvalidValue;
   }
 }

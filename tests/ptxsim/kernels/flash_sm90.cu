@@ -8,7 +8,7 @@
 //
 // Tensor maps: (batch, heads, rows, head_dim) in bf16, so innermost first {head_dim, rows, heads, batch}, 128-byte
 // swizzle, out of bounds zero. Boxes: q and out {64, 64, 1, 1}; k and v {64, keys per block, 1, 1}.
-#include "cuda/ptx.cuh"
+#include "cuda/ptx_sm90.cuh"
 
 namespace {
 
@@ -58,7 +58,7 @@ struct Barriers {
 
 // s = Q K^T: both K-major, 16 of head_dim at a time.
 template <int kHeadDim, int kKeys>
-__device__ __forceinline__ void scores(float (&s)[kKeys / 2], uint32_t q, uint32_t k) {
+__device__ __forceinline__ void scores(float (&s)[kKeys / 8][4], uint32_t q, uint32_t k) {
   using L = Layout<kHeadDim, kKeys>;
 #pragma unroll
   for (int d = 0; d < kHeadDim / 16; ++d) {
@@ -72,7 +72,8 @@ __device__ __forceinline__ void scores(float (&s)[kKeys / 2], uint32_t q, uint32
 
 // out += P V: P from registers, V as it lies, rows of keys, which makes it N-major.
 template <int kHeadDim, int kKeys>
-__device__ __forceinline__ void add_values(float (&out)[kHeadDim / 2], const uint32_t (&p)[kKeys / 16][4], uint32_t v) {
+__device__ __forceinline__ void add_values(float (&out)[kHeadDim / 8][4], const uint32_t (&p)[kKeys / 16][4],
+                                           uint32_t v) {
   using L = Layout<kHeadDim, kKeys>;
 #pragma unroll
   for (int n = 0; n < kKeys / 16; ++n) {
@@ -89,13 +90,13 @@ struct Softmax {
   float factor[2];  // what everything accumulated before the last block is to be multiplied by
 
   // s becomes exp(s - largest)
-  template <int kCount>
-  __device__ __forceinline__ void update(float (&s)[kCount], float scale_log2) {
+  template <int kTiles>
+  __device__ __forceinline__ void update(float (&s)[kTiles][4], float scale_log2) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float now = largest[half];
 #pragma unroll
-      for (int e = 2 * half; e < kCount; e += 4) now = fmaxf(now, fmaxf(s[e], s[e + 1]));
+      for (int n = 0; n < kTiles; ++n) now = fmaxf(now, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
       // -inf - -inf would be NaN where a row has seen no key yet
@@ -104,20 +105,23 @@ struct Softmax {
       largest[half] = now;
       sum[half] *= factor[half];
 #pragma unroll
-      for (int e = 2 * half; e < kCount; e += 4) {
-        s[e] = ptx::ex2(s[e] * scale_log2 - offset);
-        s[e + 1] = ptx::ex2(s[e + 1] * scale_log2 - offset);
-        sum[half] += s[e] + s[e + 1];
+      for (int n = 0; n < kTiles; ++n) {
+        float &first = s[n][2 * half], &second = s[n][2 * half + 1];
+        first = ptx::ex2(first * scale_log2 - offset);
+        second = ptx::ex2(second * scale_log2 - offset);
+        sum[half] += first + second;
       }
     }
   }
 };
 
 // Two neighbouring blocks of eight columns are, packed, one operand of 16.
-template <int kCount>
-__device__ __forceinline__ void pack_operand(uint32_t (&p)[kCount / 8][4], const float (&s)[kCount]) {
+template <int kTiles>
+__device__ __forceinline__ void pack_operand(uint32_t (&p)[kTiles / 2][4], const float (&s)[kTiles][4]) {
 #pragma unroll
-  for (int e = 0; e < kCount; e += 2) p[e / 8][e / 2 % 4] = ptx::pack<__nv_bfloat16>(s[e], s[e + 1]);
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    p[i / 4][i % 4] = ptx::pack<__nv_bfloat16>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1]);
+  }
 }
 
 template <int kHeadDim, int kKeys>
@@ -187,7 +191,7 @@ __device__ __forceinline__ void flash_forward(const ptx::TensorMap& q_map, const
   const auto release = [&](uint32_t barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
-  const auto mask = [&](float (&s)[kKeys / 2], int n) {
+  const auto mask = [&](float (&s)[kKeys / 8][4], int n) {
     const int first_key = n * kKeys;
     if (first_key + kKeys <= p.seqlen_k && !(p.causal && first_key + kKeys > first_row + 1)) return;
     const int last_key[2] = {p.causal ? min(row, p.seqlen_k - 1) : p.seqlen_k - 1,
@@ -195,15 +199,15 @@ __device__ __forceinline__ void flash_forward(const ptx::TensorMap& q_map, const
 #pragma unroll
     for (int e = 0; e < kKeys / 2; ++e) {
       const int j = first_key + e / 4 * 8 + lane % 4 * 2 + e % 2;
-      s[e] = j > last_key[e / 2 % 2] ? -kInfinity : s[e];
+      s[e / 4][e % 4] = j > last_key[e / 2 % 2] ? -kInfinity : s[e / 4][e % 4];
     }
   };
 
   Softmax softmax;
-  float out[kHeadDim / 2] = {};
+  float out[kHeadDim / 8][4] = {};
   uint32_t probability[kKeys / 16][4];
   ptx::mbarrier_wait(barriers.q_full(), 0);
-  float s[kKeys / 2];
+  float s[kKeys / 8][4];
   ptx::mbarrier_wait(barriers.k_full(0), 0);
   ptx::hold(s);
   ptx::wgmma_fence();
@@ -238,7 +242,7 @@ __device__ __forceinline__ void flash_forward(const ptx::TensorMap& q_map, const
     ptx::hold(probability);
     release(barriers.v_empty(n - 1));
 #pragma unroll
-    for (int e = 0; e < kHeadDim / 2; ++e) out[e] *= softmax.factor[e / 2 % 2];
+    for (int e = 0; e < kHeadDim / 2; ++e) out[e / 4][e % 4] *= softmax.factor[e / 2 % 2];
     pack_operand(probability, s);  // only now: the wgmma read its registers until the wait
   }
 
@@ -271,10 +275,12 @@ __device__ __forceinline__ void flash_forward(const ptx::TensorMap& q_map, const
   for (int c = 0; c < kHeadDim / 16; ++c) {
     const int local = warp * 16 + lane % 16, chunk = c % 4 * 2 + lane / 16;
     const uint32_t address = q_tile + c / 4 * L::kQSlab + local * kRowBytes + ((chunk ^ (local & 7)) << 4);
-    const uint32_t tile[4] = {ptx::pack<__nv_bfloat16>(out[8 * c] * inverse[0], out[8 * c + 1] * inverse[0]),
-                              ptx::pack<__nv_bfloat16>(out[8 * c + 2] * inverse[1], out[8 * c + 3] * inverse[1]),
-                              ptx::pack<__nv_bfloat16>(out[8 * c + 4] * inverse[0], out[8 * c + 5] * inverse[0]),
-                              ptx::pack<__nv_bfloat16>(out[8 * c + 6] * inverse[1], out[8 * c + 7] * inverse[1])};
+    uint32_t tile[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* two = &out[2 * c + i / 2][i % 2 * 2];
+      tile[i] = ptx::pack<__nv_bfloat16>(two[0] * inverse[i % 2], two[1] * inverse[i % 2]);
+    }
     ptx::stmatrix(address, tile);
   }
   ptx::fence_proxy_async();

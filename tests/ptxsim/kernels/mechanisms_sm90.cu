@@ -20,7 +20,7 @@
 //   stmatrix_shapes         32        1                             0
 //   elect_leader            128       any                           0
 //   programmatic_launch     64        any                           0
-#include "cuda/ptx.cuh"
+#include "cuda/ptx_sm90.cuh"
 
 using namespace attnkern;
 
@@ -122,7 +122,7 @@ __device__ __forceinline__ void wgmma_tile(const uint16_t* a, const uint16_t* b,
       fragment[step][3] = two(row + 8, column + 8);
     }
   }
-  float sum[kN / 2];
+  float sum[kN / 8][4];
   ptx::hold(sum);
   ptx::wgmma_fence();
 #pragma unroll
@@ -138,7 +138,7 @@ __device__ __forceinline__ void wgmma_tile(const uint16_t* a, const uint16_t* b,
   ptx::wgmma_wait<0>();
   ptx::hold(sum);
 #pragma unroll
-  for (int e = 0; e < kN / 2; ++e) d[(row + e / 2 % 2 * 8) * kN + e / 4 * 8 + 2 * t + e % 2] = sum[e];
+  for (int e = 0; e < kN / 2; ++e) d[(row + e / 2 % 2 * 8) * kN + e / 4 * 8 + 2 * t + e % 2] = sum[e / 4][e % 4];
 }
 
 }  // namespace

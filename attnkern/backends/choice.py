@@ -1,0 +1,127 @@
+"""Which backend a CUDA call gets first, as data: `RULES`, the first that matches a call counts.
+
+Until somebody measures, the order follows a model, and `explain` says so. Measured rules are kept as JSON (`dump`,
+`load`) and put to use by `use_rules(load(path))`, like the tile tables of `bench.tune`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..problem import Problem
+
+PASSES = ("forward", "training")
+KINDS = ("plain", "general", "decode")
+FEW_ROWS = 64  # of queries, over the heads that share a key head: what decode kernels take
+
+MODEL = "by model, not measured"
+
+
+class Rule(NamedTuple):
+    """The order of backends for some calls. An empty tuple of `capabilities`, `passes` or `kinds` means any.
+
+    `order` names backends; "cuda-sm90" is `cuda` where its Hopper kernels take the call. What the order leaves out
+    comes after it.
+    """
+
+    capabilities: tuple[int, ...]  # compute capability times 10
+    passes: tuple[str, ...]  # forward: nothing requires a gradient; training: something does
+    kinds: tuple[str, ...]  # decode: few queries; general: bias, softcap or dropout; plain: the rest
+    head_dims: tuple[int, int]  # the larger of both head sizes is in this range, both ends included
+    order: tuple[str, ...]
+    because: str
+
+
+ANY = (0, 2**30)
+RULES: tuple[Rule, ...] = (
+    Rule((90,), (), ("plain",), ANY, ("cuda-sm90", "triton", "cuda"), "only warp-specialised wgmma hides the softmax"),
+    Rule((90, 100, 103), (), (), ANY, ("triton", "cuda"), "wgmma and tcgen05 outrun mma.sync, which the C++ has"),
+    Rule((), (), (), ANY, ("triton", "cuda"), "one instruction for both; tiles of the model are as good"),
+)
+_rules: tuple[Rule, ...] = RULES
+_source = MODEL
+
+
+class Call(NamedTuple):
+    """What rules tell calls apart by."""
+
+    capability: int
+    training: bool
+    kind: str
+    head_dim: int
+
+
+def call_of(problem: Problem, capability: int) -> Call:
+    """A CUDA call as rules see it."""
+    q, k, v, bias, score, _ = problem
+    tensors = (q, k, v) if bias is None else (q, k, v, bias)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= FEW_ROWS:
+        kind = "decode"
+    elif bias is not None or score.softcap or score.dropout_p:
+        kind = "general"
+    else:
+        kind = "plain"
+    return Call(capability, training, kind, max(q.shape[3], v.shape[3]))
+
+
+@functools.cache
+def rule_for(call: Call) -> Rule:
+    """The first rule that matches. Every set of rules ends with one for all calls."""
+    return next(rule for rule in _rules if _matches(rule, call))
+
+
+def source() -> str:
+    """Where the rules in use come from: "by model, not measured", or what their file says of itself."""
+    return _source
+
+
+def use_rules(rules: Sequence[Rule], source: str = MODEL) -> None:
+    """Makes `rules` (a result of `load`, or `RULES`) those of this process. Those of `RULES` follow them."""
+    global _rules, _source
+    _rules, _source = (*rules, *RULES), source
+    rule_for.cache_clear()
+
+
+def load(path: str | Path) -> tuple[list[Rule], str]:
+    """Rules as `dump` wrote them, and their source: the arguments of `use_rules`.
+
+    Raises ValueError for a rule with a pass, a kind or a backend that isn't known.
+    """
+    content = json.loads(Path(path).read_text())
+    rules = []
+    for entry in content["rules"]:
+        rule = Rule(*(tuple(x) if isinstance(x, list) else x for x in (entry[name] for name in Rule._fields)))
+        for name, found, known in (
+            ("passes", rule.passes, PASSES),
+            ("kinds", rule.kinds, KINDS),
+            ("order", rule.order, ("triton", "cuda", "cuda-sm90", "reference")),
+        ):
+            if unknown := set(found) - set(known):
+                raise ValueError(
+                    f"{path}: {name} may hold {', '.join(map(repr, known))}, got {', '.join(map(repr, unknown))}"
+                )
+        rules.append(rule)
+    return rules, "as measured on " + ", ".join(str(value) for value in content["about"].values())
+
+
+def dump(rules: Sequence[Rule], path: str | Path, about: Mapping[str, Any]) -> None:
+    """Writes rules as JSON; `about` says on which device and how they were measured."""
+    lines = ",\n".join(f"  {json.dumps(rule._asdict())}" for rule in rules)
+    Path(path).write_text(f'{{"about": {json.dumps(dict(about))},\n"rules": [\n{lines}\n]}}\n')
+
+
+def _matches(rule: Rule, call: Call) -> bool:
+    low, high = rule.head_dims
+    return (
+        (not rule.capabilities or call.capability in rule.capabilities)
+        and (not rule.passes or PASSES[call.training] in rule.passes)
+        and (not rule.kinds or call.kind in rule.kinds)
+        and low <= call.head_dim <= high
+    )

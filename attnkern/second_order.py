@@ -1,0 +1,288 @@
+"""Forward-mode and second derivatives in plain torch, a tile of whole rows of scores at a time.
+
+With the definition of `backends.reference` (x the scores, p the weights, D their dropout, z = softmax_scale * q k^T):
+
+    T     = x'(z) * softmax_scale * (tq k^T + q tk^T) + tbias     how the scores move; x'(z) = 1 - tanh^2(z / softcap)
+    tlse  = rowsum(p T)
+    tau   = T - tlse
+    tout  = D(p tau) v + D(p) tv
+
+`backward` gives the gradient of f = <grad_out, out> + <grad_lse, lse>. Where its results are differentiated, with the
+cotangents cot_dq, ..., that is the gradient of f's derivative in the direction (cot_dq, ...), by the symmetry of second
+derivatives. With that direction as the tangents, dp = D(grad_out v^T) and d = dp - rowsum(p dp):
+
+    dx         = p (d + grad_lse)
+    w          = p (g - rowsum(p g)),  g = tau (d + grad_lse) + D(grad_out tv^T)
+    g_grad_out = tout,  g_grad_lse = tlse,  gv = D(p tau)^T grad_out,  gbias = w
+    gz         = x'(z) w + x''(z) (x's tangent before x') dx
+    gq         = softmax_scale * (gz k + x'(z) dx tk),  gk = softmax_scale * (gz^T q + (x'(z) dx)^T tq)
+
+(tau and d have mean zero under p: what a row has in common cancels before it is rounded.) A row without keys has p = 0
+everywhere, and so every derivative. Rows are independent, so a tile that holds whole rows needs no saved lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ops, rng, tiles
+from .backends import reference
+from .problem import UNBOUNDED, Score, autocasts
+
+_FEWEST_ROWS = 32
+"""Rows of a tile, were there ever so many keys: for fewer, reading the keys takes longer than the products."""
+
+
+def tangent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    tbias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *score: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attnkern::tangent` (ops.py) on any device."""
+    if autocasts(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *score)
+    tout = ops.empty_like_heads(q, v.shape[-1])
+    tlse = lse.new_empty(q.shape[:3])
+    for tile in _tiles(q, k, v, bias, philox_seed, (tq, tk, tv, tbias), Score(*score), lse.dtype):
+        tout[tile.at] = tile.tout()
+        tlse[tile.at] = tile.tlse
+    return tout, tlse
+
+
+def second_backward(
+    cot_dq: Tensor | None,
+    cot_dk: Tensor | None,
+    cot_dv: Tensor | None,
+    cot_dbias: Tensor | None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *score_and_mask: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`attnkern::second_backward` (ops.py) on any device."""
+    cotangents = (cot_dq, cot_dk, cot_dv, cot_dbias)
+    if autocasts(q.device):
+        with torch.autocast(q.device.type, enabled=False):
+            return second_backward(
+                *cotangents, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *score_and_mask
+            )
+    *parameters, grad_mask = score_and_mask
+    score, dtype = Score(*parameters), lse.dtype
+
+    def wanted(bit: int) -> bool:
+        return bool(grad_mask & bit)
+
+    g_grad_out = ops.empty_like_heads(q, v.shape[-1]) if wanted(ops.GRAD_GRAD_OUT) else q.new_empty(0)
+    g_grad_lse = lse.new_empty(q.shape[:3] if wanted(ops.GRAD_GRAD_LSE) else (0,))
+    gq = ops.empty_like_heads(q, q.shape[-1]) if wanted(ops.GRAD_Q) else q.new_empty(0)
+    # What several tiles add to is rounded to its own dtype at the end.
+    gk, gv = (
+        torch.zeros_like(ops.empty_like_heads(x, x.shape[-1]), dtype=dtype) if wanted(bit) else x.new_empty(0)
+        for x, bit in ((k, ops.GRAD_K), (v, ops.GRAD_V))
+    )
+    gbias = bias.new_zeros(bias.shape, dtype=dtype) if bias is not None and wanted(ops.GRAD_BIAS) else None
+    for tile in _tiles(q, k, v, bias, philox_seed, cotangents, score, dtype):
+        rows_grad = grad_out[tile.at].to(dtype)
+        if wanted(ops.GRAD_GRAD_OUT):
+            g_grad_out[tile.at] = tile.tout()
+        if wanted(ops.GRAD_GRAD_LSE):
+            g_grad_lse[tile.at] = tile.tlse
+        if wanted(ops.GRAD_V) and tile.tau is not None:
+            _add_to_heads(gv, tile, tile.drop(tile.p * tile.tau).mT @ rows_grad)
+        if not wanted(ops.GRAD_Q | ops.GRAD_K | ops.GRAD_BIAS):
+            continue
+        w, dx = tile.second_derivatives(rows_grad, None if grad_lse is None else grad_lse[tile.at].to(dtype))
+        if wanted(ops.GRAD_BIAS):
+            assert gbias is not None
+            _add_to_bias(gbias, tile, w)
+        if tile.slope is not None:
+            w = w * tile.slope
+            if tile.tz is not None:
+                w = w + dx * tile.curvature() * tile.tz
+            dx = dx * tile.slope
+        if wanted(ops.GRAD_Q):
+            rows = w @ tile.k if tile.tk is None else w @ tile.k + dx @ tile.tk
+            gq[tile.at] = score.softmax_scale * rows
+        if wanted(ops.GRAD_K):
+            keys = w.mT @ tile.q if tile.tq is None else w.mT @ tile.q + dx.mT @ tile.tq
+            _add_to_heads(gk, tile, score.softmax_scale * keys)
+    if gbias is not None:
+        assert bias is not None
+        gbias = gbias.to(bias.dtype)
+    return g_grad_out, g_grad_lse, gq, gk.to(k.dtype), gv.to(v.dtype), q.new_empty(0) if gbias is None else gbias
+
+
+class _Tile(NamedTuple):
+    """A range of rows with all the keys that they see, of some heads of some batch elements."""
+
+    at: tuple[slice, slice, slice]  # batch elements, query heads, rows
+    keys: slice
+    score: Score
+    num_heads: int
+    q: Tensor  # the tile's rows, in the dtype of computation, as all that follows
+    k: Tensor  # the tile's keys for each of its query heads
+    v: Tensor
+    tq: Tensor | None
+    tk: Tensor | None
+    tv: Tensor | None
+    keep: Tensor | None  # what dropout leaves
+    tanh: Tensor | None  # tanh(z / softcap)
+    slope: Tensor | None  # x'(z); None: 1
+    tz: Tensor | None
+    p: Tensor
+    tau: Tensor | None  # None: 0
+    tlse: Tensor
+
+    def drop(self, x: Tensor) -> Tensor:
+        return x if self.keep is None else reference.drop(x, self.keep, self.score.dropout_p)
+
+    def curvature(self) -> Tensor:
+        """x''(z)"""
+        assert self.tanh is not None
+        assert self.slope is not None
+        return -2.0 / self.score.softcap * self.tanh * self.slope
+
+    def tout(self) -> Tensor:
+        moved = self.q.new_zeros(()) if self.tau is None else self.drop(self.p * self.tau) @ self.v
+        return moved if self.tv is None else moved + self.drop(self.p) @ self.tv
+
+    def second_derivatives(self, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """w and dx"""
+        p = self.p
+        dp = self.drop(grad_out @ self.v.mT)
+        dp = dp - (p * dp).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            dp = dp + grad_lse.unsqueeze(-1)
+        g = torch.zeros_like(dp) if self.tau is None else self.tau * dp
+        if self.tv is not None:
+            g = g + self.drop(grad_out @ self.tv.mT)
+        return p * (g - (p * g).sum(-1, keepdim=True)), p * dp
+
+
+def _tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    philox_seed: Tensor | None,
+    tangents: tuple[Tensor | None, ...],
+    score: Score,
+    dtype: torch.dtype,
+) -> Iterator[_Tile]:
+    """Every row of every head once."""
+    batch, num_heads, seqlen_q, _ = q.shape
+    seqlen_k = k.shape[-2]
+    tq, tk, tv, tbias = tangents
+    rows_at_a_time = max(_FEWEST_ROWS, tiles.at_a_time(seqlen_k, q.device))
+    heads_at_a_time = tiles.at_a_time(seqlen_q * seqlen_k, q.device)
+    batches_at_a_time = tiles.at_a_time(num_heads * seqlen_q * seqlen_k, q.device)
+    for batches in tiles.slices(batch, batches_at_a_time):
+        for heads in tiles.slices(num_heads, heads_at_a_time):
+
+            def of_heads(x: Tensor | None) -> Tensor | None:
+                if x is None:
+                    return None
+                return tiles.heads_of(x if x.shape[0] == 1 else x[batches], heads, num_heads)  # noqa: B023
+
+            inputs = [None if x is None else of_heads(x).to(dtype) for x in (q, k, v, tq, tk, tv)]
+            masks = [of_heads(bias), of_heads(tbias)]
+            for rows in tiles.slices(seqlen_q, rows_at_a_time):
+                keys = _seen(rows, seqlen_k, score)
+                keep = None
+                if philox_seed is not None:
+                    sizes = batch, num_heads, seqlen_q, seqlen_k
+                    keep = rng.keep_mask(philox_seed, score.dropout_p, *sizes, heads, rows, batches)[..., keys]
+                yield _tile((batches, heads, rows), keys, inputs, masks, keep, score, num_heads)
+
+
+def _tile(
+    at: tuple[slice, slice, slice],
+    keys: slice,
+    inputs: list[Any],
+    masks: list[Any],
+    keep: Tensor | None,
+    score: Score,
+    num_heads: int,
+) -> _Tile:
+    rows = at[2]
+    q, tq = (None if x is None else x[:, :, rows] for x in inputs[::3])
+    k, v, tk, tv = (None if x is None else x[:, :, keys] for x in (inputs[1], inputs[2], inputs[4], inputs[5]))
+    bias, tbias = (
+        None
+        if x is None
+        else x[:, :, rows if x.shape[2] != 1 else slice(None), keys if x.shape[3] != 1 else slice(None)]
+        for x in masks
+    )
+    x = score.softmax_scale * (q @ k.mT)
+    tanh = slope = None
+    if score.softcap:
+        tanh = torch.tanh(x / score.softcap)
+        slope = 1.0 - tanh.square()
+        x = score.softcap * tanh
+    positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=q.device)
+    x = reference.masked(x, bias, score._replace(band_offset=score.band_offset - keys.start), positions)
+    x, dead = reference.alive(x)
+    p = x.softmax(-1).masked_fill(dead, 0.0)
+
+    tz = None
+    if tq is not None or tk is not None:
+        parts = [a @ b.mT for a, b in ((tq, k), (q, tk)) if a is not None and b is not None]
+        tz = score.softmax_scale * sum(parts)
+    moved = tz if tz is None or slope is None else tz * slope
+    if tbias is not None:
+        tbias = tbias.to(p.dtype)
+        moved = tbias.expand(p.shape) if moved is None else moved + tbias
+    if moved is None:
+        tau, tlse = None, p.new_zeros(p.shape[:-1])
+    else:
+        mean = (p * moved).sum(-1, keepdim=True)
+        tau, tlse = moved - mean, mean.squeeze(-1)
+    return _Tile(at, keys, score, num_heads, q, k, v, tq, tk, tv, keep, tanh, slope, tz, p, tau, tlse)
+
+
+def _seen(rows: slice, seqlen_k: int, score: Score) -> slice:
+    """The keys between the first and the last that the band lets any of the rows see."""
+    begin, end = 0, seqlen_k
+    if score.window_left != UNBOUNDED:
+        begin = min(max(begin, rows.start + score.band_offset - score.window_left), seqlen_k)
+    if score.window_right != UNBOUNDED:
+        end = min(end, rows.stop + score.band_offset + score.window_right)
+    return slice(begin, max(begin, end))
+
+
+def _add_to_heads(grad: Tensor, tile: _Tile, part: Tensor) -> None:
+    """Adds what each query head of the tile gives its key or value head. (One by one: in a fixed order.)"""
+    batches, heads, _ = tile.at
+    if grad.shape[1] == tile.num_heads:
+        grad[batches, heads, tile.keys] += part
+        return
+    group = tile.num_heads // grad.shape[1]
+    for i, head in enumerate(range(heads.start, heads.stop)):
+        grad[batches, head // group, tile.keys] += part[:, i]
+
+
+def _add_to_bias(grad: Tensor, tile: _Tile, part: Tensor) -> None:
+    """Adds a tile of the gradient of the scores to that of the bias, summed where the bias was broadcast."""
+    whole = (*tile.at, tile.keys)
+    at = tuple(slice(None) if n == 1 else index for n, index in zip(grad.shape, whole, strict=True))
+    grad[at] += part.sum([i for i, n in enumerate(grad.shape) if n == 1], keepdim=True) if 1 in grad.shape else part

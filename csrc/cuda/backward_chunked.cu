@@ -1,0 +1,396 @@
+// The backward pass where whole rows of tiles don't fit: float32, and 16-bit head sizes above 256. What is computed,
+// and what rows and columns are, is said in backward.cu; this is its other way of going through memory.
+//
+// Tiles of 64 rows and 64 columns are read by chunks of 256 bytes of the head dimension, one chunk ahead: for the
+// scores those of both factors, for the gradients those of the columns once more. The gradients of a block, up to 64
+// rows x 512 16-bit or float32 columns, stay in registers. Between the two products the scores change hands through
+// shared memory, so that a warp has 16 rows x 32 columns of the scores, and then 32 rows x a quarter of each chunk of
+// the gradients.
+//
+//   Cycles, in units of 64 x 64 x head size multiplications. Where dK and dV fit together a step is 2 products for the
+//   scores and 2 for the gradients; above 256 they are made by blocks of their own, (1 + 1) + (2 + 1) = 5 for 4. Halves
+//   of both in one block would be 2 x (2 + 1) = 6, rows by 32 the same 4 with a tenth of a tile's use per byte read.
+//   Shared memory, in 128-byte reads per cycle of a 16-bit mma on sm_80: 1.5 for scores, 1.0 for gradients; float32 has
+//   1.5 with tf32 and 0.5 with three of them. Reading from L2: 48 bytes per cycle and multiprocessor in 16 bits, and 32
+//   if the chunks of the rows stay in shared memory, which the plan decides by what there is of it.
+#include "cuda/backward.cuh"
+#include "cuda/launch.cuh"
+
+namespace attnkern::cuda {
+namespace {
+
+constexpr int kRows = 64, kCols = 64;
+constexpr int kThreads = 256;
+constexpr int kWidth = 128;  // of a chunk, in units of 2 bytes
+constexpr int kRowTile = kRows * kWidth * 2, kColTile = kCols * kWidth * 2;
+constexpr int kScoreTiles = kCols / 2 / 8;  // of a warp: half the columns
+
+// How a kernel's arithmetic is laid out. kDepth: columns of the scores in one step of their products.
+template <class Math>
+struct Cut {
+  static constexpr bool kSingle = std::is_same_v<typename Math::Element, float>;
+  static constexpr int kChunk = kWidth / (kSingle ? 2 : 1);  // of the head dimension
+  static constexpr int kDepth = kSingle ? 8 : 16;
+  static constexpr int kSteps = kCols / kDepth;
+  static constexpr uint32_t kHandOver = kSteps * 512 * (kRows / 16);  // bytes of P or of dS, by tiles of 16 x kDepth
+  // Of a warp: 32 rows and a quarter of a chunk, or 16 rows and half of one.
+  static constexpr int kRowTiles = kSingle ? 1 : 2;
+  static constexpr int kDimParts = kThreads / 32 / (kRows / 16 / kRowTiles);
+  static constexpr int kDimTiles = kChunk / kDimParts / 8;
+  static constexpr int kSlots = 512 / kChunk;  // chunks of the gradients in registers, 128 of them
+};
+
+struct ChunkedArgs : BackwardArgs {
+  int32_t chunks0, chunks1;  // of the head sizes of q and k, and of v and dO; at least 1
+  // What a block makes: chunks of dV, then of dK or dQ; together at most kSlots.
+  int32_t made1, made0;
+  // The rounds of a step: one for each chunk of the scores, of dO V^T if dS is wanted, of dV, of dK or dQ.
+  int32_t score_rounds, rounds;
+  bool resident;  // the chunks of the rows stay in shared memory
+};
+
+// Shared memory: 2 tiles of columns; 2 of rows, or all there are; the scores that change hands; lse and delta of the
+// columns in this step and the next, if those are queries.
+constexpr uint32_t kRowTilesAt = 2 * kColTile;
+
+// out += a b for the scores handed over, from a warp's first row on, and a chunk of the columns from `chunk` on.
+template <class Math>
+__device__ __forceinline__ void add_products(float (&out)[Cut<Math>::kRowTiles][Cut<Math>::kDimTiles][4],
+                                             uint32_t scores, uint32_t tile, int chunk) {
+  using C = Cut<Math>;
+  const int lane = threadIdx.x % 32;
+  if constexpr (C::kSingle) {
+    constexpr int kAtOnce = 2;
+    const float factor[1][2] = {{1.f, 1.f}};
+#pragma unroll 1
+    for (int first = 0; first < C::kSteps; first += kAtOnce) {
+      float a[1][kAtOnce][4];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const uint4 words = ptx::load_shared(scores + (first + n) * 512 + lane * 16);
+        a[0][n][0] = __uint_as_float(words.x), a[0][n][1] = __uint_as_float(words.y);
+        a[0][n][2] = __uint_as_float(words.z), a[0][n][3] = __uint_as_float(words.w);
+      }
+      scores_by_columns_tf32<Math::kExact, Tile<kWidth>>(out, 0, factor, a, tile, first * C::kDepth, chunk);
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < C::kSteps; ++step) {
+      uint32_t a[C::kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        const uint4 words = ptx::load_shared(scores + (m * C::kSteps + step) * 512 + lane * 16);
+        a[m][0] = words.x, a[m][1] = words.y, a[m][2] = words.z, a[m][3] = words.w;
+      }
+#pragma unroll
+      for (int n = 0; n < C::kDimTiles; n += 2) {
+        uint32_t b[4];  // rows 0-7 and 8-15 at n, then at n + 1
+        ptx::ldmatrix<true>(b, Tile<kWidth>::address(tile, step * 16 + lane % 16, chunk + n + lane / 16));
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m) {
+          ptx::mma_m16n8k16<typename Math::Element>(out[m][n], a[m], b[0], b[1]);
+          ptx::mma_m16n8k16<typename Math::Element>(out[m][n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+}
+
+template <class Math, bool kKeyRows>
+__global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_constant__ ChunkedArgs p) {
+  using T = typename Math::Element;
+  using C = Cut<Math>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t base = ptx::shared_address(shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int heads = kKeyRows ? p.heads_out : p.score.heads;
+  const int seqlen_rows = kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
+  const int seqlen_cols = kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
+
+  // Longest first, as in backward.cu.
+  const int batch_head = blockIdx.x % (p.batch * heads), batch = batch_head / heads, head = batch_head % heads;
+  const int block = blockIdx.x / (p.batch * heads), blocks = (seqlen_rows + kRows - 1) / kRows;
+  const int first_row = (kKeyRows ? block : blocks - 1 - block) * kRows;
+  const int first_head = kKeyRows ? head * p.group_out : head;  // of queries
+  const Rows& out0 = kKeyRows ? p.dk : p.dq;
+  const bool want_bias = !kKeyRows && p.dbias != nullptr;
+
+  const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
+  const int64_t count = min(kRows, seqlen_rows - first_row);
+  const Range reached = band.reached(first_row, count, {0, seqlen_cols});
+  const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
+  const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
+  const int begin = static_cast<int>(reached.begin) / kCols * kCols;
+  const int end = reached.begin < reached.end ? static_cast<int>(reached.end) : begin;
+  const int tiles = (end - begin + kCols - 1) / kCols;  // per head
+  const int steps = tiles * (kKeyRows ? p.group_out : 1);
+
+  const auto query_row = [&](int h) { return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q; };
+  const auto row_tile = [&](int which, int chunk, int stage) {
+    return base + kRowTilesAt + (p.resident ? which * p.chunks0 + chunk : stage) * kRowTile;
+  };
+  const uint32_t handed_over = base + kRowTilesAt + (p.resident ? p.chunks0 + p.chunks1 : 2) * kRowTile;
+  const auto constants = [&](int parity, int which) {
+    return handed_over + C::kHandOver + (parity * 2 + which) * kCols * 4;
+  };
+  const auto load_chunk = [&](uint32_t tile, const Rows& rows, int of_head, int chunk, int first, int length) {
+    Rows at = rows;
+    at.width -= chunk * C::kChunk;
+    const T* source = head_of<T>(rows, batch, of_head) + chunk * C::kChunk * rows.stride[3];
+    load_tile<T, C::kChunk, kRows, kThreads, false>(tile, at, source, first, length);
+  };
+  // Chunk of Q and K (which = 0) or of dO and V for query head h.
+  const auto load_rows = [&](uint32_t tile, int which, int chunk) {
+    const Rows& rows = kKeyRows ? (which ? p.v : p.k) : (which ? p.grad_out : p.q);
+    const int group = kKeyRows ? (which ? p.group_v : p.group_k) : 1;
+    load_chunk(tile, rows, first_head / group, chunk, first_row, seqlen_rows);
+  };
+  // What a round of a step reads: for these queries' head and column.
+  const auto load = [&](int stage, int step, int round, int query_head, int col) {
+    const bool scores = round < p.score_rounds;
+    const int at = scores ? round : round - p.score_rounds;
+    const int before = scores ? p.chunks0 : p.made1;  // of the first kind: for scores those of Q K^T, else of dV
+    const int which = (at < before) == scores ? 0 : 1, chunk = at < before ? at : at - before;
+    const Rows& cols = kKeyRows ? (which ? p.grad_out : p.q) : (which ? p.v : p.k);
+    const int group = kKeyRows ? 1 : (which ? p.group_v : p.group_k);
+    load_chunk(base + stage * kColTile, cols, query_head / group, chunk, col, seqlen_cols);
+    if (scores && !p.resident) load_rows(row_tile(which, chunk, stage), which, chunk);
+    if constexpr (kKeyRows) {
+      if (round == 0 && threadIdx.x < 2 * kCols) {
+        const int which_constant = threadIdx.x / kCols, n = threadIdx.x % kCols;
+        const bool live = col + n < seqlen_cols;
+        const float* source = which_constant ? p.delta : p.lse;
+        ptx::cp_async<4>(constants(step % 2, which_constant) + n * 4,
+                         source + (live ? query_row(query_head) + col + n : 0), live ? 4 : 0);
+      }
+    }
+  };
+
+  if (steps > 0) {
+    if (p.resident) {
+      for (int chunk = 0; chunk < p.score_rounds; ++chunk) {
+        const int which = chunk >= p.chunks0, of = which ? chunk - p.chunks0 : chunk;
+        load_rows(row_tile(which, of, 0), which, of);
+      }
+    }
+    load(0, 0, 0, first_head, begin);
+  }
+  ptx::cp_async_commit();
+
+  // For the scores: 16 rows, half the columns. For the gradients as in Cut.
+  const int own_row = warp / 2 * 16, own_col = warp % 2 * (kCols / 2);
+  const int own_rows = warp / C::kDimParts * C::kRowTiles, own_dims = warp % C::kDimParts;
+  const int thread_row = first_row + own_row + lane / 4;
+
+  float grad[C::kSlots][C::kRowTiles][C::kDimTiles][4] = {};
+  float s[1][kScoreTiles][4], dp[1][kScoreTiles][4] = {};
+  int stage = 0, query_head = first_head, col = begin;
+  for (int step = 0, round = 0; step < steps; stage = 1 - stage) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    const bool same_step = round + 1 < p.rounds, same_head = same_step || col + kCols < end;
+    if (same_step || step + 1 < steps) {
+      load(1 - stage, step + !same_step, same_step ? round + 1 : 0, query_head + !same_head,
+           same_step   ? col
+           : same_head ? col + kCols
+                       : begin);
+    }
+    ptx::cp_async_commit();
+    const uint32_t col_tile = base + stage * kColTile;
+
+    const auto hand_over = [&](const float (&tile)[kScoreTiles][4]) {
+#pragma unroll
+      for (int t = 0; t < kScoreTiles; t += C::kDepth / 8) {
+        uint4 words;
+        if constexpr (C::kSingle) {
+          words = make_uint4(__float_as_uint(tile[t][0]), __float_as_uint(tile[t][1]), __float_as_uint(tile[t][2]),
+                             __float_as_uint(tile[t][3]));
+        } else {
+          uint32_t a[4];
+          to_operand<T>(a, tile[t], tile[t + 1]);
+          words = make_uint4(a[0], a[1], a[2], a[3]);
+        }
+        const int step = (own_row * kCols + 16 * own_col) / (16 * C::kDepth) + t * 8 / C::kDepth;
+        ptx::store_shared(handed_over + step * 512 + lane * 16, words);
+      }
+    };
+
+    if (round < p.score_rounds) {
+      const int which = round >= p.chunks0, chunk = which ? round - p.chunks0 : round;
+      if (chunk == 0) {  // q k^T is whole: now dO v^T
+#pragma unroll
+        for (int t = 0; t < kScoreTiles; ++t) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
+        }
+      }
+      // What is left of the head size may need but half a chunk.
+      const int left = (which ? p.v.width : p.q.width) - chunk * C::kChunk;
+#pragma unroll 1
+      for (int half = 0; half < 2 && half * C::kChunk / 2 < left; ++half) {
+        Math::template scores<kWidth, kWidth / 32>(dp, row_tile(which, chunk, stage), own_row, col_tile, own_col,
+                                                   half * kWidth / 16);
+      }
+
+      if (round == p.score_rounds - 1) {
+        if (!which) {  // it isn't needed
+#pragma unroll
+          for (int t = 0; t < kScoreTiles; ++t) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e];
+          }
+        }
+        const bool masked = col < clean_begin || col + kCols > clean_end;
+        const HeadScore h = head_score(p.score, batch, query_head);
+        const int thread_col = col + own_col + lane % 4 * 2;
+        uint32_t keep[1][1] = {};
+        if (p.score.seeds != nullptr) {
+          dropout_bits<kKeyRows, 1, kScoreTiles>(p.score, h, thread_row, thread_col, keep);
+        }
+        if constexpr (kKeyRows) {
+          float col_lse[kScoreTiles][2], col_delta[kScoreTiles][2];
+          const uint8_t* at = shared + (constants(step % 2, 0) - base) + (own_col + lane % 4 * 2) * 4;
+#pragma unroll
+          for (int t = 0; t < kScoreTiles; ++t) {
+            const float2 l = *reinterpret_cast<const float2*>(at + t * 32);
+            const float2 d = *reinterpret_cast<const float2*>(at + kCols * 4 + t * 32);
+            col_lse[t][0] = finite_or_far(l.x), col_lse[t][1] = finite_or_far(l.y);
+            col_delta[t][0] = d.x, col_delta[t][1] = d.y;
+          }
+          to_gradients<T, true, false>(p.score, h, s[0], dp[0], col_lse, col_delta, keep[0], thread_row, thread_col,
+                                       masked, [](const auto&) {});
+        } else {
+          float row_lse[1][2], row_delta[1][2];  // read in every step: registers are short, and it is in L1
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = thread_row + half * 8;
+            const bool live = row < seqlen_rows;
+            row_lse[0][half] = live ? finite_or_far(p.lse[query_row(head) + row]) : kInfinity;
+            row_delta[0][half] = live ? p.delta[query_row(head) + row] : 0.f;
+          }
+          to_gradients<T, false, false>(p.score, h, s[0], dp[0], row_lse, row_delta, keep[0], thread_row, thread_col,
+                                        masked, [&](const float (&ds)[kScoreTiles][4]) {
+                                          if (want_bias)
+                                            store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
+                                        });
+        }
+        if (p.made1 > 0) {
+          hand_over(s[0]);
+        } else if (p.made0 > 0) {
+          hand_over(dp[0]);
+        }
+      }
+    } else {
+      const int slot = round - p.score_rounds;
+      if (slot == p.made1 && p.made1 > 0) {  // the weights have been read
+        hand_over(dp[0]);
+        __syncthreads();
+      }
+#pragma unroll
+      for (int of = 0; of < C::kSlots; ++of) {
+        if (of == slot) {
+          add_products<Math>(grad[of], handed_over + own_rows * C::kSteps * 512, col_tile,
+                             own_dims * (kWidth / 8 / C::kDimParts));
+        }
+      }
+    }
+
+    if (++round < p.rounds) continue;
+    round = 0, ++step, col += kCols;
+    if (col >= end) col = begin, ++query_head;
+  }
+  ptx::cp_async_wait<0>();
+
+#pragma unroll
+  for (int slot = 0; slot < C::kSlots; ++slot) {
+    const bool values = slot < p.made1;
+    if (slot >= p.made1 + p.made0) break;
+    const Rows& out = values ? p.dv : out0;
+    const bool as_float = std::is_same_v<T, float> || (values ? p.dv_float : kKeyRows && p.dk_float);
+    const float factor = values ? 1.f : p.softmax_scale;
+    const int first_dim = (values ? slot : slot - p.made1) * C::kChunk + own_dims * C::kDimTiles * 8;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + (own_rows + m) * 16 + half * 8 + lane / 4;
+        if (row >= seqlen_rows) continue;
+        const int64_t at = batch * out.stride[0] + head * out.stride[1] + row * out.stride[2];
+#pragma unroll
+        for (int t = 0; t < C::kDimTiles; ++t) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            // As accumulators lie, or as scores_by_columns_tf32 leaves them.
+            const int d = first_dim + (C::kSingle ? lane % 4 * 8 + e * 4 + t : t * 8 + lane % 4 * 2 + e);
+            const float x = grad[slot][m][t][2 * half + e] * factor;
+            if (d >= out.width) continue;
+            if (as_float) {
+              static_cast<float*>(const_cast<void*>(out.data))[at + d] = x;
+            } else {
+              static_cast<T*>(const_cast<void*>(out.data))[at + d] = from_float<T>(x);
+            }
+          }
+        }
+      }
+    }
+  }
+  if constexpr (!kKeyRows) {
+    if (want_bias) {
+      store_unreached<T, kThreads>(p, batch, head, first_row, static_cast<int>(count), begin, begin + tiles * kCols);
+    }
+  }
+}
+
+int chunks_of(const BackwardCall& p, int64_t width) {
+  const int chunk = p.dtype == DType::kFloat32 ? Cut<Single<true>>::kChunk : Cut<Half<__half>>::kChunk;
+  return static_cast<int>(std::max<int64_t>(ceil_div(width, chunk), 1));
+}
+
+}  // namespace
+
+void plan_chunked(const BackwardCall& p, int shared_limit, bool bias_by_rows, BackwardPlan& plan) {
+  if (std::max(p.head_dim, p.head_dim_v) > kMaxChunked) return;
+  const bool single = p.dtype == DType::kFloat32;
+  plan.head_class = kMaxChunked;
+  plan.chunked = true;
+  const int chunks = chunks_of(p, p.head_dim) + chunks_of(p, p.head_dim_v);
+  const int slots = single ? Cut<Single<true>>::kSlots : Cut<Half<__half>>::kSlots;
+  const int rest =
+      2 * kColTile + (single ? Cut<Single<true>>::kHandOver : Cut<Half<__half>>::kHandOver) + 2 * 2 * kCols * 4;
+  plan.resident = rest + chunks * kRowTile <= shared_limit;
+  const int bytes = rest + (plan.resident ? chunks : 2) * kRowTile;
+  static_assert(2 * kColTile + Cut<Single<true>>::kHandOver + 2 * 2 * kCols * 4 + 2 * kRowTile <= 99 * 1024);
+  if (p.dk.data != nullptr || p.dv.data != nullptr) {
+    plan.dkdv_launches = p.dk.data != nullptr && p.dv.data != nullptr && chunks > slots ? 2 : 1;
+    plan.dkdv = {kRows, kCols, kThreads, bytes, ceil_div(p.seqlen_k, kRows) * p.batch * p.heads_out};
+  }
+  if (p.dq.data != nullptr || bias_by_rows) {
+    plan.dq = {kRows, kCols, kThreads, bytes, ceil_div(p.seqlen_q, kRows) * p.batch * p.heads_q};
+  }
+}
+
+int backward_chunked(const BackwardCall& p, const BackwardPlan& plan, const BackwardArgs& common, void* stream) {
+  ChunkedArgs args{common};
+  args.chunks0 = chunks_of(p, p.head_dim), args.chunks1 = chunks_of(p, p.head_dim_v);
+  args.resident = plan.resident;
+  return by_math(p, [&](auto math) {
+    using Math = decltype(math);
+    const auto launch = [&](auto kernel, const BackwardLaunch& cut, bool make1, bool make0) {
+      args.made1 = make1 ? args.chunks1 : 0, args.made0 = make0 ? args.chunks0 : 0;
+      args.score_rounds = args.chunks0 + (make1 && !make0 ? 0 : args.chunks1);
+      args.rounds = args.score_rounds + args.made1 + args.made0;
+      return launch_kernel(kernel, cut.blocks, cut.threads, cut.shared_bytes, args, stream);
+    };
+    const bool want_dk = p.dk.data != nullptr, want_dv = p.dv.data != nullptr;
+    int error = cudaSuccess;
+    if (plan.dkdv_launches > 0) {
+      const bool both = plan.dkdv_launches == 1;
+      error = launch(chunked_kernel<Math, true>, plan.dkdv, want_dv, want_dk && both);
+      if (error == cudaSuccess && !both) error = launch(chunked_kernel<Math, true>, plan.dkdv, false, true);
+    }
+    if (error != cudaSuccess) return error;
+    return launch(chunked_kernel<Math, false>, plan.dq, false, p.dq.data != nullptr);
+  });
+}
+
+}  // namespace attnkern::cuda

@@ -1,0 +1,400 @@
+// Head sizes from 257 to 512, every dtype, forward and decode: what a block of threads has of Q stays in shared memory,
+// K and V pass by in chunks of 8 KiB, of which three are in flight or in use.
+//
+// An output of 16 x 512 floats is more than the registers of one warp, so four warps share a group of rows. They split
+// the keys of a block for the scores, agree on the maximum of a row, hand each other the weights, and split the columns
+// of V for the output. Rows are 64 (16-bit) or 32 (float32), a block of keys has 64.
+//
+// Why so: for 64 rows and 64 keys of 512, in cycles of a multiprocessor of sm_80 (1024 fused multiply-adds of 16 bits,
+// or 128 bytes of shared memory), the products need 2 x 2048. A warp of 32 rows loads three fragments for four mma of
+// Q K^T, 3072 cycles in all, and ten for 32 of P V, 1280. That makes 3072 + 2048. With grid blocks that share the
+// columns of V, each with all scores, it would be 2 x (3072 + 1024); with warps that split the head dimension for the
+// scores and add up partial products by shared memory 2048 + 2048 and 1024 for the exchange, and 8 KiB more than the
+// 99 KiB which chips of compute capability 8.6, 8.9 and 12.0 have. float32 takes 3 x 4096 cycles for products in three
+// parts and is never short of shared memory.
+//
+// Rows may be packed queries of the heads that share keys, and the keys be split over blocks of the grid (decode.cu):
+// these tiles take 128 KiB of 16-bit keys and values in some 5200 cycles, 25 bytes a cycle, where memory brings 10
+// (A100) to 15 (H100).
+#include "cuda/forward_wide.cuh"
+#include "cuda/packed.cuh"
+#include "cuda/tf32.cuh"
+
+namespace attnkern::cuda {
+namespace {
+
+constexpr int kParts = 4, kGroups = 2, kThreads = kParts * kGroups * 32;
+constexpr int kKeys = 64, kPartKeys = kKeys / kParts;
+constexpr int kHalf = 256;  // columns of V in one chunk
+
+template <typename T>
+struct Wide {
+  static constexpr bool kFloat = std::is_same_v<T, float>;
+  static constexpr int kRowTiles = kFloat ? 1 : 2;
+  static constexpr int kRows = kGroups * 16 * kRowTiles;
+  static constexpr int kChunkBytes = 8 * 1024, kStages = 3;
+  static constexpr int kKeyColumns = kChunkBytes / kKeys / static_cast<int>(sizeof(T));  // of a chunk of K
+  static constexpr int kValueRows = kChunkBytes / kHalf / static_cast<int>(sizeof(T));   // of a chunk of V
+  static constexpr int kQBytes = kRows * kWideHead * static_cast<int>(sizeof(T));
+  static constexpr int kWeightBytes = kRows * kKeys * static_cast<int>(sizeof(T));
+  static constexpr int kSharedBytes = kQBytes + kStages * kChunkBytes + kWeightBytes + kRows * (kParts * 4 + 16);
+  static_assert(kSharedBytes <= 99 * 1024);
+  using Queries = TileOf<T, kWideHead>;
+  using Keys = TileOf<T, kKeyColumns>;
+  using Values = TileOf<T, kHalf>;
+  using Weights = TileOf<T, kKeys>;
+};
+
+// Weights -> shared memory, as left operands of P V.
+template <typename T>
+__device__ __forceinline__ void store_weights(uint32_t tile, int row, int part, const float (&s)[2][4]) {
+  using Chunks = typename Wide<T>::Weights;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + half * 8 + lane / 4;
+      const float even = s[n][2 * half], odd = s[n][2 * half + 1];
+      if constexpr (Wide<T>::kFloat) {  // the order of keys that tf32.cuh explains
+        ptx::store_shared(Chunks::address(tile, r, part * 4 + n * 2) + lane % 4 * 4, __float_as_uint(even));
+        ptx::store_shared(Chunks::address(tile, r, part * 4 + n * 2 + 1) + lane % 4 * 4, __float_as_uint(odd));
+      } else {
+        ptx::store_shared(Chunks::address(tile, r, part * 2 + n) + lane % 4 * 4, ptx::pack<T>(even, odd));
+      }
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_constant__ SplitParams p) {
+  using Config = Wide<T>;
+  using Queries = typename Config::Queries;
+  using Keys = typename Config::Keys;
+  using Values = typename Config::Values;
+  using Weights = typename Config::Weights;
+  constexpr int kRows = Config::kRows, kRowTiles = Config::kRowTiles;
+  // The output of a warp: in each half of V's columns every fourth run of 16 (16-bit) or 32 columns.
+  constexpr int kRun = Config::kFloat ? 32 : 16, kRuns = kHalf / kParts / kRun, kRunTiles = kRun / 8;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t q_tile = ptx::shared_address(shared), ring = q_tile + Config::kQBytes;
+  const uint32_t weights = ring + Config::kStages * Config::kChunkBytes;
+  // Of every row, what is about its scores; and a value of each part.
+  PackedRow* packed_rows = reinterpret_cast<PackedRow*>(shared + (weights - q_tile) + Config::kWeightBytes);
+  float* row_values = reinterpret_cast<float*>(packed_rows + kRows);  // [part][row]
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int part = warp % kParts, warp_row = warp / kParts * 16 * kRowTiles;
+  const int split = blockIdx.x % p.splits, block = blockIdx.x / p.splits;
+  const int packs = p.score.heads / p.pack, batch_packs = p.batch * packs;
+  const int row_block = p.heads_first ? p.row_blocks - 1 - block / batch_packs : block % p.row_blocks;
+  const int batch_pack = p.heads_first ? block % batch_packs : block / p.row_blocks;
+  const int batch = batch_pack / packs, first_head = batch_pack % packs * p.pack;
+  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
+  const int first_row = row_block * kRows, row_end = seqlen_q * p.pack;  // of packed rows
+  const T* k = head_of<T>(p.k, batch, first_head / p.group_k);
+  const T* v = head_of<T>(p.v, batch, first_head / p.group_v);
+
+  // The keys that some row reaches, in whole blocks, dealt out evenly to the splits.
+  const int first_query = first_row / p.pack;
+  const int queries = min(first_row + kRows - 1, row_end - 1) / p.pack + 1 - first_query;
+  const Range reached = p.score.band.reached(first_query, queries, {0, seqlen_k});
+  const int reached_block = static_cast<int>(reached.begin) / kKeys;
+  const int blocks = max((static_cast<int>(reached.end) + kKeys - 1) / kKeys - reached_block, 0);
+  const int each = (blocks + p.splits - 1) / p.splits;
+  const int begin = (reached_block + min(split * each, blocks)) * kKeys;
+  const int end = (reached_block + min((split + 1) * each, blocks)) * kKeys;
+
+  // The chunks of a block of keys: those of K, then for each half of V's columns those of V.
+  const int key_chunks = (p.k.width + Config::kKeyColumns - 1) / Config::kKeyColumns;
+  const int halves = (p.v.width + kHalf - 1) / kHalf;
+  const int chunks = key_chunks + halves * (kKeys / Config::kValueRows);
+  int load_first = begin, load_chunk = 0, load_slot = 0, slot = 0;
+  const auto load = [&] {
+    if (load_first < end) {
+      const uint32_t tile = ring + load_slot * Config::kChunkBytes;
+      if (load_chunk < key_chunks) {
+        const int column = load_chunk * Config::kKeyColumns;
+        Rows rows = p.k;
+        rows.width -= column;
+        load_tile<T, Config::kKeyColumns, kKeys, kThreads, false>(tile, rows, k + column * rows.stride[3], load_first,
+                                                                  seqlen_k);
+      } else {
+        const int n = load_chunk - key_chunks, row = n * Config::kValueRows % kKeys;
+        const int column = n * Config::kValueRows / kKeys * kHalf;
+        Rows rows = p.v;
+        rows.width -= column;
+        load_tile<T, kHalf, Config::kValueRows, kThreads, false>(tile, rows, v + column * rows.stride[3],
+                                                                 load_first + row, seqlen_k);
+      }
+      load_slot = load_slot == Config::kStages - 1 ? 0 : load_slot + 1;
+      if (++load_chunk == chunks) load_chunk = 0, load_first += kKeys;
+    }
+    ptx::cp_async_commit();  // an empty group too: counting them stays the same to the end
+  };
+  // The next chunk is there, everybody is done with the one before it, and its place is filled again.
+  const auto next_chunk = [&] {
+    ptx::cp_async_wait<Config::kStages - 2>();
+    __syncthreads();
+    load();
+    const uint32_t tile = ring + slot * Config::kChunkBytes;
+    slot = slot == Config::kStages - 1 ? 0 : slot + 1;
+    return tile;
+  };
+
+  // The packed rows of Q, by single elements where 16 bytes can't be read at a time. Zeros up to a whole chunk of K's.
+  const int q_chunks = key_chunks * 8;
+  for (int i = threadIdx.x; i < kRows * q_chunks; i += kThreads) {
+    const int row = i / q_chunks, chunk = i % q_chunks, r = first_row + row, column = chunk * kPerChunk<T>;
+    const bool live = r < row_end;
+    const T* source =
+        head_of<T>(p.q, batch, first_head + (live ? r % p.pack : 0)) + (live ? r / p.pack : 0) * p.q.stride[2];
+    const uint32_t target = Queries::address(q_tile, row, chunk);
+    if (p.q.vector) {
+      const bool inside = live && column < p.q.width;
+      ptx::cp_async<16>(target, inside ? source + column : source, inside ? 16 : 0);
+    } else {
+      ptx::store_shared(target, gather_chunk(source, p.q.stride[3], column, live ? p.q.width : 0));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < Config::kStages - 1; ++n) load();
+
+  if (threadIdx.x < kRows) {
+    const int r = min(first_row + static_cast<int>(threadIdx.x), row_end - 1);
+    packed_rows[threadIdx.x] = packed_row(p.score, batch, first_head + r % p.pack, r / p.pack);
+  }
+  HeadScore head_scores{};
+  if (p.score.seeds != nullptr) head_scores = head_score(p.score, batch, first_head);
+
+  const int below = lane % 16, beside = lane / 16;
+  const int key_below = lane / 16 * 8 + lane % 8, key_beside = lane / 8 % 2;
+  float out[kRowTiles][2 * kRuns * kRunTiles][4] = {};
+  RowState state[kRowTiles];
+  for (int first = begin; first < end; first += kKeys) {
+    float score[kRowTiles][2][4] = {};
+    for (int n = 0; n < key_chunks; ++n) {
+      const uint32_t k_tile = next_chunk();
+      if constexpr (Config::kFloat) {
+        const auto add = [&](auto exact) {
+          constexpr bool kExact = decltype(exact)::value;
+          rows_by_rows_tf32<kExact, Queries, Keys, Config::kKeyColumns / 8>(score, q_tile, warp_row, n * 8, k_tile,
+                                                                            part * kPartKeys, 0);
+        };
+        if (p.exact) {
+          add(std::true_type{});
+        } else {
+          add(std::false_type{});
+        }
+      } else {
+#pragma unroll
+        for (int d = 0; d < Config::kKeyColumns / 16; ++d) {
+          uint32_t key[4];
+          ptx::ldmatrix(key, Keys::address(k_tile, part * kPartKeys + key_below, 2 * d + key_beside));
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            uint32_t query[4];
+            ptx::ldmatrix(query, Queries::address(q_tile, warp_row + m * 16 + below, n * 8 + 2 * d + beside));
+            ptx::mma_m16n8k16<T>(score[m][0], query, key[0], key[1]);
+            ptx::mma_m16n8k16<T>(score[m][1], query, key[2], key[3]);
+          }
+        }
+      }
+    }
+
+    const int col = first + part * kPartKeys + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const PackedRow* own = packed_rows + warp_row + m * 16 + lane / 4;
+      const PackedRow rows[2] = {own[0], own[8]};
+      finish_packed<T>(p.score, rows, score[m], col);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float largest = fmaxf(fmaxf(score[m][0][2 * half], score[m][0][2 * half + 1]),
+                              fmaxf(score[m][1][2 * half], score[m][1][2 * half + 1]));
+        largest = quad_max(largest);
+        if (lane % 4 == 0) row_values[part * kRows + warp_row + m * 16 + half * 8 + lane / 4] = largest;
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float largest = state[m].max[half];
+#pragma unroll
+        for (int other = 0; other < kParts; ++other) {
+          largest = fmaxf(largest, row_values[other * kRows + warp_row + m * 16 + half * 8 + lane / 4]);
+        }
+        weigh<false>(p.score, score[m], state[m], half, largest, factor[half]);
+      }
+      if (p.score.seeds != nullptr) {
+        drop_weights(p.score, head_scores, score[m], first_row + warp_row + m * 16 + lane / 4, col);
+      }
+      store_weights<T>(weights, warp_row + m * 16, part, score[m]);
+#pragma unroll
+      for (int n = 0; n < 2 * kRuns * kRunTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[e / 2];
+      }
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half * kHalf >= p.v.width) continue;
+      // Of these columns, in runs.
+      const auto live = [&](int run) { return half * kHalf + (run * kParts + part) * kRun < p.v.width; };
+      if constexpr (Config::kFloat) {
+        const auto add = [&](auto exact) {
+          constexpr bool kExact = decltype(exact)::value;
+          for (int group = 0; group < kKeys; group += 32) {  // what the tensor cores may add up
+            float fresh[kRuns][1][4][4] = {}, small[kRuns][1][4][4] = {};
+            for (int row = group; row < group + 32; row += Config::kValueRows) {
+              const uint32_t v_tile = next_chunk();
+              uint32_t x[4];
+              ptx::ldmatrix(x, Weights::address(weights, warp_row + below, row / 4 + beside));
+              Tf32<kExact, 4> weight[1];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) weight[0].set(i, x[i]);
+#pragma unroll
+              for (int run = 0; run < kRuns; ++run) {
+                if (live(run)) {
+                  columns_tf32<kExact, Values>(fresh[run], small[run], weight, v_tile, 0, (run * kParts + part) * 8);
+                }
+              }
+            }
+#pragma unroll
+            for (int run = 0; run < kRuns; ++run) {
+#pragma unroll
+              for (int n = 0; n < 4; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                  out[0][(half * kRuns + run) * 4 + n][e] += fresh[run][0][n][e] + (kExact ? small[run][0][n][e] : 0.f);
+                }
+              }
+            }
+          }
+        };
+        if (p.exact) {
+          add(std::true_type{});
+        } else {
+          add(std::false_type{});
+        }
+      } else {
+        for (int row = 0; row < kKeys; row += Config::kValueRows) {
+          const uint32_t v_tile = next_chunk();
+          uint32_t weight[kRowTiles][4];
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            ptx::ldmatrix(weight[m], Weights::address(weights, warp_row + m * 16 + below, row / 8 + beside));
+          }
+#pragma unroll
+          for (int run = 0; run < kRuns; ++run) {
+            if (!live(run)) continue;
+            uint32_t value[4];
+            ptx::ldmatrix<true>(value, Values::address(v_tile, below, (run * kParts + part) * 2 + beside));
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) {
+              const int n = (half * kRuns + run) * 2;
+              ptx::mma_m16n8k16<T>(out[m][n], weight[m], value[0], value[1]);
+              ptx::mma_m16n8k16<T>(out[m][n + 1], weight[m], value[2], value[3]);
+            }
+          }
+        }
+      }
+    }
+  }
+  ptx::cp_async_wait<0>();
+
+  // The sums of the parts of a row.
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(state[m].sum[half]);
+      if (lane % 4 == 0) row_values[part * kRows + warp_row + m * 16 + half * 8 + lane / 4] = sum;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int tile_row = warp_row + m * 16 + half * 8 + lane / 4, r = first_row + tile_row;
+      if (r >= row_end) continue;
+      float sum = 0.f;
+#pragma unroll
+      for (int other = 0; other < kParts; ++other) sum += row_values[other * kRows + tile_row];
+      float inverse = sum > 0.f ? 1.f / sum : 0.f;
+      if (p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
+      const int head = first_head + r % p.pack, query = r / p.pack;
+      const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + query;
+      if (part == 0 && lane % 4 == 0) {
+        const float lse = exact_log_sum_exp(state[m].max[half], sum);
+        if (p.splits > 1) {
+          p.part_lse[at * p.splits + split] = lse;
+        } else if (p.lse != nullptr) {
+          p.lse[at] = lse;
+        }
+      }
+      float* partial = p.part_out + (at * p.splits + split) * p.v.width;
+      T* target = const_cast<T*>(head_of<T>(p.out, batch, head)) + query * p.out.stride[2];
+#pragma unroll
+      for (int run = 0; run < 2 * kRuns; ++run) {
+        const int column = run / kRuns * kHalf + (run % kRuns * kParts + part) * kRun;
+        // Two elements at a time: neighbours.
+#pragma unroll
+        for (int pair = 0; pair < kRunTiles; ++pair) {
+          int d;
+          float two[2];
+          if constexpr (Config::kFloat) {
+            d = column + lane % 4 * 8 + pair * 2;  // in order, columns 8t + j of the tiles j, then 8t + 4 + j
+#pragma unroll
+            for (int n = 0; n < 2; ++n) two[n] = out[m][run * 4 + (pair * 2 + n) % 4][half * 2 + pair / 2] * inverse;
+          } else {
+            d = column + pair * 8 + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) two[n] = out[m][run * 2 + pair][half * 2 + n] * inverse;
+          }
+          if (p.splits > 1) {
+            if (d < p.v.width) partial[d] = two[0];
+            if (d + 1 < p.v.width) partial[d + 1] = two[1];
+          } else if (p.out.vector && d < p.v.width) {  // then the width is even
+            if constexpr (Config::kFloat) {
+              *reinterpret_cast<float2*>(target + d) = make_float2(two[0], two[1]);
+            } else {
+              *reinterpret_cast<uint32_t*>(target + d) = ptx::pack<T>(two[0], two[1]);
+            }
+          } else {
+            if (d < p.v.width) target[d] = static_cast<T>(two[0]);
+            if (d + 1 < p.v.width) target[d + 1] = static_cast<T>(two[1]);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+int launch(const SplitParams& params, void* stream) {
+  const int64_t blocks = int64_t{params.row_blocks} * params.batch * (params.score.heads / params.pack) * params.splits;
+  return launch_kernel(forward_wide_kernel<T>, blocks, kThreads, Wide<T>::kSharedBytes, params, stream);
+}
+
+}  // namespace
+
+WideTile wide_tile(DType dtype) {
+  using Float = Wide<float>;
+  using Half = Wide<__half>;
+  const bool is_float = dtype == DType::kFloat32;
+  return {is_float ? Float::kRows : Half::kRows, kKeys, kThreads, is_float ? Float::kSharedBytes : Half::kSharedBytes};
+}
+
+int launch_wide(DType dtype, const SplitParams& params, void* stream) {
+  if (dtype == DType::kFloat32) return launch<float>(params, stream);
+  return by_element(dtype, [&](auto element) { return launch<decltype(element)>(params, stream); });
+}
+
+}  // namespace attnkern::cuda

@@ -1,0 +1,247 @@
+"""Which backend a CUDA call gets first, and how its kernels cut the call: for chips that aren't there."""
+
+import importlib
+import itertools
+import json
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attnkern.backends import choice, cuda, triton
+from attnkern.problem import Problem
+
+table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
+KIB = 1024
+A100 = cuda.Chip(80, 108, 164 * KIB, 163 * KIB)
+H100 = cuda.Chip(90, 132, 228 * KIB, 227 * KIB)
+RTX4090 = cuda.Chip(89, 128, 100 * KIB, 99 * KIB)
+RTX5090 = cuda.Chip(120, 170, 100 * KIB, 99 * KIB)
+CHIPS = {"a100": A100, "h100": H100, "rtx4090": RTX4090, "rtx5090": RTX5090}
+
+
+def problem(*shape, heads_k=None, keys=None, size_v=None, gradient=False, dtype=torch.bfloat16, **options):
+    batch, heads, length, size = shape
+    q = torch.zeros(shape, dtype=dtype, requires_grad=gradient)
+    k, v = (
+        torch.zeros(batch, heads_k or heads, keys or length, size, dtype=dtype).requires_grad_(gradient) for _ in "kv"
+    )
+    return Problem.from_sdpa(q, k, v, enable_gqa=heads_k is not None, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------ the plans
+
+
+@pytest.mark.parametrize("chip", [A100, RTX4090, RTX5090], ids=["a100", "rtx4090", "rtx5090"])
+def test_a_forward_plan_names_tile_threads_memory_blocks_and_variant(chip):
+    """1000 queries in tiles of 128 are 8 blocks for each of 8 heads; Q, K, V are 128 + 64 + 64 rows of 256 bytes."""
+    (line,) = cuda.plan(problem(2, 4, 1000, 128), chip)
+    assert line == (
+        "forward, sm_80: 128 x 64 queries and keys, head size up to 128, 128 threads, "
+        f"{(128 + 64 + 64) * 128 * 2} bytes of shared memory, {8 * 8} blocks, plain"
+    )
+    (line,) = cuda.plan(problem(2, 4, 1000, 96, is_causal=True), chip)
+    assert "head size up to 96," in line
+    assert line.endswith(", plain, longest rows first")
+    (line,) = cuda.plan(problem(2, 4, 1000, 128, softcap=3.0), chip)
+    assert line.endswith(", general")
+
+
+def test_hoppers_kernels_share_the_tiles_among_its_multiprocessors():
+    (line,) = cuda.plan(problem(2, 16, 1000, 128), H100)
+    assert line.startswith("forward, sm_90a: 128 x 128 queries and keys, head sizes up to 128 and 128, 2 stages, ")
+    assert line.endswith(f" {H100.multiprocessors} blocks for {8 * 32} tiles, plain")
+    (line,) = cuda.plan(problem(2, 4, 1000, 128, dropout_p=0.5), H100)
+    assert line.startswith("forward, sm_80: ")
+    assert line.endswith(", general (not sm_90a: there is dropout)")
+
+
+def calls_near_the_limits_of_tma():
+    """Calls of which Hopper's kernels take some."""
+    for dtype, size, size_v in itertools.product((torch.bfloat16, torch.float32), (64, 100, 256), (64, 68, 256)):
+        yield problem(1, 2, 70, size, size_v=size_v, dtype=dtype)
+    yield problem(1, 2, 70, 264)
+    yield problem(1, 4, 70, 64, heads_k=2)
+    yield problem(1, 2, 70, 64, is_causal=True, softcap=2.0)
+    yield problem(1, 2, 70, 64, dropout_p=0.5)
+    yield problem(1, 2, 70, 64, attn_mask=torch.ones(70, 70, dtype=torch.bool))
+    x = torch.zeros(2, 3, 70, 64, dtype=torch.bfloat16)
+    views = {
+        "offset": torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape),
+        "offset by 16 bytes": torch.zeros(x.numel() + 8, dtype=x.dtype)[8:].view(x.shape),
+        "stepped": torch.zeros(2, 3, 70, 128, dtype=x.dtype)[..., ::2],
+        "one row for all": x[:, :, :1].expand_as(x),
+        "one head for all": x[:, :1].expand_as(x),
+        "rows apart": torch.zeros(2, 3, 70, 68, dtype=x.dtype)[..., :64],
+        "length first": torch.zeros(2, 70, 3, 64, dtype=x.dtype).transpose(1, 2),
+    }
+    for view in views.values():
+        for arguments in ((view, x, x), (x, view, x), (x, x, view)):
+            yield Problem.from_sdpa(*arguments)
+
+
+def test_the_family_of_the_choice_is_the_one_that_runs():
+    """`family` says in Python what the compiled library decides."""
+    families = []
+    for call in calls_near_the_limits_of_tma():
+        line = cuda.plan(call, H100)[0]
+        if not line.startswith("decode"):
+            assert line.startswith(f"forward, {cuda.family(call, 90)}: "), (str(call), line)
+            assert cuda.family(call, 80) == cuda.family(call, 100) == "sm_80"
+            families.append(cuda.family(call, 90))
+    assert families.count("sm_90a") > 10 < families.count("sm_80")
+
+
+def test_unaligned_rows_and_biases_take_the_general_variant():
+    x, mask = torch.zeros(1, 2, 200, 24, dtype=torch.bfloat16), torch.zeros(200, 200, dtype=torch.bfloat16)
+    shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    for arguments in ((x, shifted, x, None), (x, x, x, mask), (x[..., :20], x[..., :20], x[..., :20], None)):
+        (line,) = cuda.plan(Problem.from_sdpa(*arguments), A100)
+        assert line.endswith(", general")
+    assert cuda.plan(Problem.from_sdpa(x, x, x), A100)[0].endswith(", plain")
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_few_queries_split_the_keys_by_the_multiprocessors_of_the_chip(name):
+    """One sequence with one key head is one block: the chip is filled by splits, each with a float32 row of results."""
+    chip = CHIPS[name]
+    (line,) = cuda.plan(problem(1, 8, 1, 64, heads_k=1, keys=65536), chip)
+    assert line.startswith("decode, sm_80: 16 x 64 packed queries and keys, head size up to 64, 128 threads, ")
+    assert ", 1 tile of queries, keys in " in line
+    splits = int(line.split("keys in ")[1].split()[0])
+    assert chip.multiprocessors / 2 < splits <= 4 * chip.multiprocessors
+    assert f", {splits} blocks, " in line
+    assert line.endswith(f"workspace of {4 * 8 * splits * 65} bytes, then combined")
+    (line,) = cuda.plan(problem(64, 32, 1, 64, keys=256), chip)
+    assert line.endswith("keys not split")
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_a_backward_plan_takes_the_tiles_that_fit_the_chip(chip):
+    forward, delta, dkdv, dq = cuda.plan(problem(1, 4, 512, 128, heads_k=2, gradient=True), chip)
+    assert forward.startswith("forward")
+    assert delta.startswith("backward, any chip: delta")
+    assert dkdv.startswith("backward dk dv, ")
+    assert dq.startswith("backward dq, ")
+    for line in (dkdv, dq):
+        assert ("sm_90a" in line) == (chip is H100)
+        assert int(line.split(" bytes")[0].split()[-1]) <= chip.shared_per_block
+        if chip is not H100:
+            assert line.endswith(", plain, wide" if chip is A100 else ", plain, narrow")
+    assert f" {512 // 128 * 2} blocks" in dkdv  # of 128 keys, in each head of keys
+    assert f" {512 // 128 * 4} blocks" in dq  # of 128 queries, in each head of queries
+    general = cuda.plan(problem(1, 4, 512, 128, gradient=True, dropout_p=0.5), chip)
+    reason = " (not sm_90a: there is dropout)" if chip is H100 else ""
+    assert all(line.endswith(f", general, narrow{reason}") for line in general[2:])
+
+
+def test_a_backward_plan_has_what_the_call_asks_for():
+    x = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
+    mask = torch.zeros(300, dtype=torch.bfloat16, requires_grad=True)
+    lines = cuda.plan(Problem.from_sdpa(x, x, x, mask), H100)
+    assert [line.split(",")[0] for line in lines] == ["forward", "backward", "backward bias"]
+    with torch.no_grad():
+        assert len(cuda.plan(Problem.from_sdpa(x, x, x, mask), H100)) == 1
+    assert cuda.plan(problem(0, 2, 300, 64), H100) == ["no kernel: a dimension is empty"]
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """on(capability): CUDA tensors, fake ones, of a chip that both GPU backends run on."""
+    choice.use_rules(())
+
+    def make(capability):
+        chip = cuda.Chip(capability, 108, 164 * KIB, 163 * KIB)
+        plans = triton._plans()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(cuda, "chip", lambda index: chip)
+        monkeypatch.setattr(cuda, "capability", lambda index: capability)
+        monkeypatch.setattr(plans.launch, "capability", lambda index: capability)
+        for backend in (cuda, triton):
+            monkeypatch.setattr(backend, "unavailable", lambda: None)
+
+    yield make
+    choice.use_rules(())
+
+
+def fake(*shape, gradient=False, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=gradient)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_select_and_explain_follow_the_rules(on, capability):
+    on(capability)
+    with FakeTensorMode():
+        for shape, gradient in (((2, 4, 256, 64), False), ((2, 4, 256, 128), True), ((2, 4, 1, 256), False)):
+            x = fake(*shape, gradient=gradient)
+            call = Problem.from_sdpa(x, x, x)
+            rule = choice.rule_for(choice.call_of(call, capability))
+            explanation = table.explain(call)
+            hopper = cuda.family(call, capability) == "sm_90a"
+            first = next(name for name in rule.order if hopper or name != "cuda-sm90")
+            assert explanation.chosen == table.select(call).NAME == first.removesuffix("-sm90")
+            assert f"{explanation.chosen}: chosen by model, not measured ({rule.because})" in str(explanation)
+            order = [name for name in explanation.refusals if name != "cpu"]
+            assert sorted(order) == ["cuda", "reference", "triton"]
+            assert order[-1] == "reference"
+
+
+def test_a_refusal_outranks_the_choice(on):
+    on(80)
+    choice.use_rules([choice.Rule((), (), (), choice.ANY, ("cuda", "triton"), "tried here")])
+    with FakeTensorMode():
+        x, wide = fake(1, 1, 200, 64), fake(1, 1, 200, 64, dtype=torch.float64)
+        assert table.select(Problem.from_sdpa(x, x, x)) is cuda
+        assert table.explain(Problem.from_sdpa(wide, wide, wide)).chosen == "reference"
+        assert table.select(Problem.from_sdpa(x, x, x), "triton") is triton
+        assert table.explain(Problem.from_sdpa(x, x, x), "triton").order == ""  # asked for, not chosen
+
+
+def test_what_rules_tell_apart():
+    call = choice.call_of
+    assert call(problem(1, 2, 200, 64), 80) == (80, False, "plain", 64)
+    assert call(problem(1, 2, 200, 64, gradient=True), 80) == (80, True, "plain", 64)
+    assert call(problem(1, 8, 4, 64, keys=300), 80).kind == "decode"
+    assert call(problem(1, 64, 2, 64, heads_k=1, keys=300), 80).kind == "plain"
+    assert call(problem(1, 8, 4, 64, keys=300, gradient=True), 80).kind == "plain"
+    assert call(problem(1, 2, 200, 64, softcap=2.0), 80).kind == "general"
+    assert call(problem(1, 2, 200, 64, dropout_p=0.5), 80).kind == "general"
+    with torch.no_grad():
+        assert not call(problem(1, 2, 200, 64, gradient=True), 80).training
+
+
+def test_every_call_has_a_rule_and_no_rule_is_in_vain():
+    def calls(capabilities):
+        sizes = [size for rule in choice.RULES for size in rule.head_dims]
+        return [
+            choice.Call(capability, training, kind, size)
+            for capability in capabilities
+            for training in (False, True)
+            for kind in choice.KINDS
+            for size in (1, 64, 128, 256, 512, *sizes)
+        ]
+
+    assert {choice.rule_for(call) for call in calls((80, 86, 89, 90, 100, 103, 120, 130))} == set(choice.RULES)
+    assert all(rule.because and "reference" not in rule.order for rule in choice.RULES)
+
+
+def test_measured_rules_are_kept_as_json(on, tmp_path):
+    on(90)
+    rules = [choice.Rule((90,), ("training",), ("plain", "general"), (65, 128), ("cuda", "triton"), "1.2x")]
+    choice.dump(rules, tmp_path / "rules.json", {"device": "chip", "torch": "2.13"})
+    choice.use_rules(*choice.load(tmp_path / "rules.json"))
+    with FakeTensorMode():
+        x = fake(1, 1, 200, 128, gradient=True)
+        explanation = table.explain(Problem.from_sdpa(x, x, x))
+        assert explanation.chosen == "cuda"
+        assert explanation.order == "as measured on chip, 2.13 (1.2x)"
+        x = fake(1, 1, 200, 64, gradient=True)
+        assert choice.rule_for(choice.call_of(Problem.from_sdpa(x, x, x), 90)) in choice.RULES
+    text = json.loads((tmp_path / "rules.json").read_text())
+    text["rules"][0]["order"] = ["cublas"]
+    (tmp_path / "rules.json").write_text(json.dumps(text))
+    with pytest.raises(ValueError, match=r"order may hold 'triton', 'cuda', .*, got 'cublas'"):
+        choice.load(tmp_path / "rules.json")

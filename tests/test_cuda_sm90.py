@@ -1,0 +1,283 @@
+"""Hopper's kernels (csrc/cuda/forward_sm90.cu) with their host code, tensor maps included, in the simulator of sm_90a
+with the hazard checker on, against float64 by the one tolerance rule."""
+
+import dataclasses
+import re
+import struct
+
+import pytest
+import torch
+
+import ptxsim
+from attnkern import testing
+from attnkern.problem import UNBOUNDED
+from ptxsim import mutate
+from test_cuda_kernels import BF16, FP16, FP32, Simulated, cuda, simulated  # noqa: F401
+
+CAUSAL = {"is_causal": True}
+LAST = {"is_causal": True, "alignment": "bottom_right"}
+SCORE = (0.125, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0, False)  # of a plain call with head size 64
+KERNEL = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELb([01])E")
+
+
+class Forward(Simulated):
+    def __call__(self, sizes, kinds, options):
+        """One call, checked, which must be one launch of the Hopper kernel; its template arguments (dtype, head size,
+        that of values, plain)."""
+        return self.check(self.inputs(*sizes, **{"dtype": BF16, **kinds}), **options)
+
+    def check(self, inputs, **options):
+        before = len(self.recorder.launches)
+        super().check(inputs, gradients=False, **options)
+        (launch,) = self.recorder.launches[before:]
+        found = KERNEL.search(launch.name)
+        assert found is not None, launch.name
+        assert self.recorder.reports[-1].bank_conflicts == 0
+        return {"6__half": "f16"}.get(found[1], "bf16"), int(found[2]), int(found[3]), found[4] == "1"
+
+
+@pytest.fixture
+def hopper(simulated):  # noqa: F811
+    simulated.recorder.target = 90
+    return simulated
+
+
+@pytest.fixture
+def forward(hopper, monkeypatch):
+    """The backend, with few queries sent to this kernel too."""
+    monkeypatch.setattr(cuda, "FEW_QUERIES", 0)
+    return Forward(**vars(hopper))
+
+
+# sizes (batch, heads, queries, keys, head size[, of values]), kinds of inputs, options of the call
+FEATURES = {
+    "full": ((1, 2, 130, 300, 64), {}, {}),
+    "causal": ((1, 1, 260, 260, 64), {}, CAUSAL),
+    "causal, more keys than queries": ((1, 1, 150, 300, 64), {}, CAUSAL),
+    "causal from the end": ((1, 1, 150, 300, 64), {"dtype": FP16}, LAST),
+    "rows without keys": ((1, 2, 300, 100, 64), {}, LAST),
+    "window": ((1, 1, 300, 300, 64), {}, {"window": (60, 20)}),
+    "window to the left": ((1, 1, 300, 300, 64), {}, {"window": (40, None)}),
+    "causal window": ((1, 1, 300, 300, 64), {}, {**CAUSAL, "window": (100, None)}),
+    "softcap": ((1, 1, 130, 200, 64), {"dtype": FP16}, {"softcap": 3.0}),
+    "softcap, causal": ((1, 1, 130, 130, 64), {}, {"softcap": 3.0, **CAUSAL}),
+    "scale below 0": ((1, 1, 70, 140, 64), {}, {"scale": -0.5, **CAUSAL}),
+    "scale 0": ((1, 1, 70, 140, 64), {}, {"scale": 0.0}),
+    "grouped heads": ((2, 4, 70, 140, 64), {"heads_k": 2}, {"enable_gqa": True}),
+    "key and value heads that share otherwise": (
+        (1, 6, 70, 70, 64),
+        {"heads_k": 2, "heads_v": 3},
+        {"enable_gqa": True},
+    ),
+    "one query": ((2, 2, 1, 200, 64), {}, {}),
+    "one key": ((2, 2, 70, 1, 64), {}, {}),
+    "one of each": ((1, 1, 1, 1, 64), {}, CAUSAL),
+    "length-major": ((2, 3, 70, 140, 64), {"layout": "blhd"}, {}),
+    "interleaved": ((1, 2, 70, 140, 64), {"layout": "packed"}, {}),
+    "head sizes 40 and 24": ((1, 2, 70, 140, 40, 24), {}, CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(forward, name):
+    assert forward(*FEATURES[name])[1] == 64
+
+
+# (head size, of values) -> the class of tiles
+CLASSES = {
+    (64, 64): (64, 64),
+    (80, 96): (96, 96),
+    (64, 128): (128, 128),
+    (192, 128): (192, 128),
+    (136, 192): (192, 192),
+    (256, 200): (256, 256),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("variant", ["plain", "softcap"])
+@pytest.mark.parametrize("sizes", CLASSES, ids=str)
+def test_head_sizes(forward, sizes, variant, dtype):
+    """Every kernel that there is; enough keys for each buffer of the rings to be used twice."""
+    options = CAUSAL if variant == "plain" else {"softcap": 5.0}
+    keys = 400 if sizes[0] == 64 else 300
+    found = forward((1, 1, 70, keys, *sizes), {"dtype": dtype}, {**options, "alignment": "bottom_right"})
+    assert found == ("bf16" if dtype == BF16 else "f16", *CLASSES[sizes], variant == "plain")
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("shared", [(0,), (1,), (0, 1)], ids=["batch", "heads", "both"])
+def test_broadcast_tensors(forward, which, shared):
+    """Strides of 0 are no tensor map's: its dimension then has one entry."""
+    inputs = forward.inputs(2, 3, 70, 140, 64, dtype=BF16)
+    x = getattr(inputs, which)
+    one = x[tuple(slice(1) if n in shared else slice(None) for n in range(2))]
+    forward.check(dataclasses.replace(inputs, **{which: one.expand_as(x)}))
+
+
+def test_without_lse(forward):
+    """A call that needs no gradient writes none."""
+    q = torch.randn(1, 1, 70, 64, dtype=BF16)
+    out = torch.full((1, 1, 70, 64), torch.nan, dtype=BF16)
+    written = (out, None, None)
+    tensors = (q, q, q, None, None, *written)
+    forward.recorder.run(torch.ops.attnkern.cuda_forward, tensors, 0, *SCORE, results=[out])
+    assert KERNEL.search(forward.recorder.launches[0].name)
+    want = testing.expected(q, q, q)["out"]
+    testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, name="out")
+
+
+# --------------------------------------------------------------------------------------------- tiles, one after another
+
+ROUNDS = ((1, 5, 250, 450, 64), {}, CAUSAL)  # 10 tiles of 1 to 4 blocks of keys
+
+
+def test_tiles_share_the_multiprocessors(forward):
+    """Five tiles for each of two blocks of threads, of odd and even numbers of blocks of keys, one without any: phases
+    of all barriers carry over."""
+    forward.recorder.multiprocessors = 2
+    forward(*ROUNDS)
+    assert forward.recorder.launches[-1].grid == (2, 1, 1)
+    forward((1, 5, 250, 150, 64), {}, LAST)
+    forward.recorder.multiprocessors = 3
+    forward((1, 4, 150, 70, 128), {}, {})
+    assert forward.recorder.launches[-1].grid == (3, 1, 1)
+    forward.recorder.multiprocessors = 100
+    forward((1, 2, 150, 70, 64), {}, {})
+    assert forward.recorder.launches[-1].grid == (4, 1, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_schedule(forward, seed):
+    """Warps in any order; copies and products finish as late as they may."""
+    forward.recorder.seed = seed
+    forward.recorder.multiprocessors = 2
+    forward((1, 3, 130, 400, 64), {}, LAST)
+    if seed < 5:
+        forward((1, 1, 130, 300, 128), {"dtype": FP16}, {"softcap": 2.0})
+        forward((1, 1, 130, 300, 256), {}, CAUSAL)
+
+
+# -------------------------------------------------------------------------------------------------------- planted bugs
+
+
+def alone(text, name):
+    """The PTX of one kernel of a file of many."""
+    kernels = re.split(r"^(?=\.entry )", text, flags=re.M)
+    return kernels[0] + next(kernel for kernel in kernels if kernel.startswith(f".entry {name}("))
+
+
+def stuck_phases(text, name):
+    """Every bit that is flipped from one use of a barrier (or round of tiles) to the next isn't."""
+    flip = re.compile(r"xor\.b32\s+(%r\d+), (%r\d+), 1;")
+    for m in flip.finditer(text):
+        yield mutate.Mutant("stuck phase", 0, f"{text[: m.start()]}mov.b32 {m[1]}, {m[2]};{text[m.end() :]}")
+
+
+def planted(*families, only=""):
+    def found(text, name):
+        return [m for m in mutate.mutants(text, name, families) if only in m.name]
+
+    return found
+
+
+# kind: how to plant it, how many there are at least, and how many of them are argued to be no bugs.
+BUGS = {
+    "a stage released early": (planted("release_early"), 2, 2),
+    # 2: the loop's K, whose buffer is filled again only behind a V that waits for a later product; a tile's last V,
+    # whose buffer is filled again only behind the next tile's Q, which waits for this tile's output.
+    "a missing wait": (planted("loosen_wait"), 16, 0),
+    "a missing fence": (planted("drop_fence"), 4, 1),  # 1: of mbarrier.init, which matters in clusters
+    "a wrong count of bytes": (planted("shift_count", only="expect_tx"), 10, 0),
+    "a stuck phase": (stuck_phases, 6, 0),
+}
+
+
+@pytest.mark.parametrize("kind", BUGS)
+def test_planted_bugs_are_found(forward, kind):
+    """In four tiles of five blocks of keys, dealt to two blocks of threads."""
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(1, 4, length, 64, dtype=BF16) for length in (70, 600, 600))
+    forward.recorder.multiprocessors, forward.recorder.simulate = 2, False
+    out, lse = torch.empty(1, 4, 70, 64, dtype=BF16), torch.empty(1, 4, 70)
+    forward.recorder.run(torch.ops.attnkern.cuda_forward, (q, k, v, None, None, out, lse, None), 0, *SCORE)
+    (launch,) = forward.recorder.launches
+    want = testing.expected(q, k, v)
+
+    def outcome(text, seed):
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        try:
+            ptxsim.launch(
+                ptxsim.from_ptx(text, launch.name, target=90),
+                launch.grid,
+                *launch.parameters,
+                block=launch.block,
+                shared=launch.shared,
+                tensors=[q, k, v, out, lse],
+                undefined=[out, lse],
+                seed=seed,
+            )
+        except ptxsim.SimulationError as error:
+            return type(error).__name__
+        try:
+            for name, x in (("out", out), ("lse", lse)):
+                testing.assert_within_rule(x, want[name].exact, want[name].baseline, unit=want[name].unit, name=name)
+        except AssertionError:
+            return "results"
+        return None
+
+    text = alone(launch.kernel.text, launch.name)
+    assert outcome(text, None) is None
+    plant, least, argued = BUGS[kind]
+    outcomes = {m: outcome(m.text, None) or outcome(m.text, 0) for m in plant(text, launch.name)}
+    survivors = [m.name for m, how in outcomes.items() if how is None]
+    assert len(outcomes) - len(survivors) >= least
+    assert len(survivors) <= argued, survivors
+
+
+# ------------------------------------------------------------------------------------------------- what is for others
+
+REFUSED = {  # what then runs: the kernel for every chip
+    "mask": ((1, 1, 70, 70, 64), {"mask": ("bool", "BHLS")}, {}),
+    "bias": ((1, 1, 70, 70, 64), {"mask": ("float", "BHLS")}, {}),
+    "rows not aligned": ((1, 1, 70, 70, 64), {"layout": "padded"}, {}),
+    "columns apart": ((1, 1, 70, 70, 64), {"layout": "stepped"}, {}),
+    "address not aligned": ((1, 1, 70, 70, 64), {"layout": "offset"}, {}),
+    "head size 12": ((1, 1, 70, 70, 12), {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_runs_elsewhere(hopper, name):
+    sizes, kinds, options = REFUSED[name]
+    hopper.check(hopper.inputs(*sizes, **{"dtype": BF16, **kinds}), gradients=False, **options)
+    assert hopper.kernels() == ["forward"]
+
+
+def test_dropout_runs_elsewhere(hopper):
+    q = torch.randn(1, 1, 70, 64, dtype=BF16)
+    hopper.sdpa(q, q, q, dropout_p=0.3)
+    assert hopper.kernels() == ["forward"]
+
+
+@pytest.mark.parametrize("target", [80, 86, 100])
+def test_other_chips_take_other_kernels(simulated, target):  # noqa: F811
+    simulated.recorder.target = target
+    q = torch.randn(1, 1, 70, 64, dtype=BF16)
+    simulated.sdpa(q, q, q)
+    assert simulated.kernels() == ["forward"]
+
+
+def test_the_longest_rows_come_first(forward):
+    """Of a causal problem the last rows of all heads that share the cache, then the rows before; else head by head."""
+    q = torch.zeros(1, 3, 300, 64, dtype=BF16)
+    forward.recorder.simulate = False
+    forward.sdpa(q, q, q, is_causal=True)
+    forward.sdpa(q, q, q)
+    counts = struct.pack("<5i", 3, 1, 1, 3, 9)  # heads, group_k, group_v, blocks of rows, tiles
+    found = []
+    for launch in forward.recorder.launches:
+        _, _, rest = launch.parameters[0].partition(counts)
+        found.append(struct.unpack_from("<i?", rest))  # heads taken together, whether the last rows come first
+    assert found == [(3, True), (1, False)]

@@ -1,0 +1,235 @@
+"""Gradients of the Hopper kernels (csrc/cuda/backward_sm90.cu) with their host code, run by the simulator of an sm_90
+with hazards checked, against float64 by the one tolerance rule."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import launches
+import ptxsim
+from attnkern import testing
+from gate import cuda_sm90_backward as gate_cases
+from ptxsim import mutate, planted_bugs
+from test_cuda_backward import CAUSAL, LAST, case
+from test_cuda_kernels import BF16, FP16, cuda, simulated  # noqa: F401
+
+pytestmark = pytest.mark.parametrize("simulated", [90], indirect=True)
+
+CASES = {
+    "bfloat16": case(1, 2, 100, 170, 64),
+    "float16, causal, shared keys": case(
+        1, 4, 150, 130, 64, **CAUSAL, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2, "heads_v": 2}
+    ),
+    "one key head for all": case(2, 3, 70, 140, 128, **LAST, enable_gqa=True, kinds={"heads_k": 1, "heads_v": 1}),
+    "window": case(1, 1, 170, 150, 64, window=(40, 3), alignment="bottom_right"),
+    "window to the left": case(1, 1, 200, 150, 96, window=(30, None)),
+    "rows without keys": case(1, 2, 150, 50, 64, **LAST),
+    "keys that no query reaches": case(1, 1, 20, 270, 64, **CAUSAL),
+    "one query": case(2, 2, 1, 150, 64, **LAST),
+    "one key": case(1, 2, 40, 1, 64),
+    "softcap": case(1, 1, 90, 70, 80, 96, softcap=3.0, kinds={"dtype": FP16}),
+    "softcap, scale below 0, shared keys": case(
+        1, 2, 70, 70, 192, **CAUSAL, softcap=2.0, scale=-0.2, enable_gqa=True, kinds={"heads_k": 1, "heads_v": 1}
+    ),
+    "length-major": case(2, 3, 40, 70, 64, kinds={"layout": "blhd"}),
+    "rows apart, head sizes 72 and 40": case(1, 2, 70, 70, 72, 40, kinds={"layout": "packed"}),
+}
+
+
+def launched(recorder):
+    names = r"\d((?:delta|forward|decode|combine|dkdv|dq|bias_gradient)(?:_sm90)?)_kernel"
+    return [re.search(names, launch.name)[1] for launch in recorder.launches]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(simulated, name):  # noqa: F811
+    sizes, kinds, options = CASES[name]
+    simulated.check(simulated.inputs(*sizes, **kinds), **options)
+    assert launched(simulated.recorder)[-2:] == ["dkdv_sm90", "dq_sm90"]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_head_sizes(simulated, head_dim, softcap):  # noqa: F811
+    """Every width of tile, with more queries and keys than a block has rows; no bank conflict."""
+    simulated.check(simulated.inputs(1, 1, 150, 140, head_dim, head_dim - 8, dtype=BF16), **CAUSAL, softcap=softcap)
+    claimed = {case.name: case.source for case in gate_cases.cases()}
+    last = list(zip(simulated.recorder.launches, simulated.recorder.reports, strict=True))[-2:]
+    for (launch, report), kind in zip(last, ("dkdv", "dq"), strict=True):
+        source = claimed[f"backward {kind} d{head_dim} sm_90{' softcap' if softcap else ''}"]
+        assert launch.shared == source.shared
+        assert report.bank_conflicts == 0
+
+
+def test_only_what_is_asked_for_is_launched(simulated):  # noqa: F811
+    for names, kernel in [(("query",), "dq_sm90"), (("key",), "dkdv_sm90"), (("value",), "dkdv_sm90")]:
+        inputs = simulated.inputs(1, 1, 33, 40, 64, dtype=BF16)
+        leaves = {n: x.detach().requires_grad_(n in names) for n, x in inputs.tensors.items()}
+        out = simulated.attention(**leaves)
+        before = len(simulated.recorder.launches)
+        (grad,) = torch.autograd.grad(out.sum(), [leaves[n] for n in names])
+        assert torch.isfinite(grad).all()
+        assert launched(simulated.recorder)[before:] == ["delta", kernel]
+
+
+def test_inputs_that_repeat(simulated):  # noqa: F811
+    """Strides of 0 over heads and batch, as `expand` makes them: their tensor maps have one entry there."""
+    q, k, v = (torch.randn(1, 1, n, 64, dtype=BF16).expand(2, 3, n, 64).requires_grad_() for n in (70, 90, 90))
+    out = simulated.attention(q, k, v)
+    grad = torch.randn(1, 1, 70, 64, dtype=BF16).expand(2, 3, 70, 64)
+    want = testing.expected(q, k, v, grad_out=grad)
+    for name, actual in zip(("query", "key", "value"), torch.autograd.grad(out, (q, k, v), grad), strict=True):
+        assert_gradient(actual, want[name], name, "expanded inputs")
+    assert launched(simulated.recorder)[-2:] == ["dkdv_sm90", "dq_sm90"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds", "options"),
+    [
+        ((1, 2, 40, 40, 32), {}, {}),
+        ((1, 2, 40, 40, 64), {}, {"scale": -0.5}),
+        ((1, 2, 40, 40, 64), {"mask": ("float", "B11S")}, {}),
+        ((1, 2, 40, 40, 64), {}, {"dropout_p": 0.5}),
+        ((1, 4, 40, 40, 64), {"heads_k": 1, "heads_v": 2}, {"enable_gqa": True}),
+        ((1, 2, 40, 40, 68), {}, {}),
+    ],
+    ids=["narrow", "negative scale", "bias", "dropout", "heads shared differently", "unaligned rows"],
+)
+def test_what_the_plan_refuses_goes_to_the_other_kernels(simulated, sizes, kinds, options):  # noqa: F811
+    simulated.recorder.simulate = False
+    inputs = simulated.inputs(*sizes, **{"dtype": BF16, **kinds})
+    leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in inputs.tensors.items()}
+    simulated.attention(**leaves, **options).sum().backward()
+    assert {"dkdv", "dq"} <= set(launched(simulated.recorder))
+    assert not {"dkdv_sm90", "dq_sm90"} & set(launched(simulated.recorder))
+
+
+def assert_gradient(actual, want, name, recipe):
+    testing.assert_within_rule(
+        actual, want.exact, want.baseline, gradient=True, unit=want.unit, name=f"gradient of {name}", recipe=recipe
+    )
+
+
+@dataclasses.dataclass
+class Replay:
+    """Launches of one backward pass, to be run again with other schedules or other PTX."""
+
+    launches: dict[str, launches.Launch]
+    tensors: list[torch.Tensor]
+    grads: dict[str, torch.Tensor]
+    want: dict
+    recipe: str
+
+    def run(self, kind, text=None, seed=None):
+        launch = self.launches[kind]
+        names = ("key", "value") if kind == "dkdv_sm90" else ("query",)
+        for name in names:
+            self.grads[name].fill_(torch.nan)
+        ptxsim.launch(
+            launch.kernel if text is None else launch.kernel.with_text(text),
+            launch.grid,
+            *launch.parameters,
+            block=launch.block,
+            shared=launch.shared,
+            tensors=self.tensors,
+            undefined=[self.grads[name] for name in names],
+            seed=seed,
+        )
+        for name in names:
+            assert_gradient(self.grads[name], self.want[name], name, f"{self.recipe}, schedule {seed}")
+
+
+def replay(simulated, monkeypatch, kind, head_dim):  # noqa: F811
+    """One backward pass of two query heads of a group in which every slot of the ring is used twice, recorded."""
+    kept = []
+
+    def run(operator, tensors, *rest, results=()):
+        kept[:] = [[x for x in tensors if x is not None], results]
+        return simulated.recorder.run(operator, tensors, *rest, results=results)
+
+    monkeypatch.setattr(cuda, "run", run)
+    seqlen_q, seqlen_k = (120, 140) if kind == "dkdv_sm90" else (70, 400)
+    inputs = simulated.inputs(1, 2, seqlen_q, seqlen_k, head_dim, heads_k=1, heads_v=1, dtype=BF16)
+    leaves = {n: x.requires_grad_() for n, x in inputs.tensors.items()}
+    options = {**(CAUSAL if kind == "dkdv_sm90" else LAST), "enable_gqa": True}
+    grad_out, grad_lse = torch.randn(1, 2, seqlen_q, head_dim).to(BF16), torch.randn(1, 2, seqlen_q)
+    targets = simulated.attention(**leaves, **options, return_lse=True)
+    torch.autograd.grad(targets, tuple(leaves.values()), (grad_out, grad_lse))
+    want = testing.expected(*leaves.values(), grad_out=grad_out, grad_lse=grad_lse, **options)
+    found = dict(zip(launched(simulated.recorder), simulated.recorder.launches, strict=True))
+    return Replay(found, kept[0], dict(zip(leaves, kept[1], strict=False)), want, inputs.recipe)
+
+
+# Above a head size of 128 the two consumers of dK and dV have different roles.
+KERNELS = [("dkdv_sm90", 64), ("dkdv_sm90", 192), ("dq_sm90", 64)]
+
+
+@pytest.mark.parametrize(("kind", "head_dim"), KERNELS)
+def test_every_order_of_events(simulated, monkeypatch, kind, head_dim):  # noqa: F811
+    """Warps in any order, copies and wgmma complete as late as they may."""
+    kernel = replay(simulated, monkeypatch, kind, head_dim)
+    for seed in range(20):
+        kernel.run(kind, seed=seed)
+
+
+FAMILIES = ("drop_barrier", "drop_arrive", "drop_fence", "loosen_wait", "flip_parity", "shift_count", "release_early")
+# Why a bug is none: what survives, how often at most.
+EQUIVALENT = {
+    r"drop fence\.mbarrier_init": (1, "it is for the other blocks of a cluster"),
+    r"drop wgmma\.fence": (1, "of dP: since the one of S no other instruction has touched its registers"),
+    r"drop bar\.warp\.sync": (
+        1,
+        "before the release of slots: wgmma.wait_group came just before, for all lanes",
+    ),
+    r"don't wait in mbarrier\.try_wait": (
+        2,
+        "the producer's for the second slot of a step, released with the first; and where dS is ready, Q's, for which "
+        "the warpgroup that made P has waited",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "head_dim"), KERNELS)
+def test_planted_bugs(simulated, monkeypatch, kind, head_dim):  # noqa: F811
+    """Slots released early, waits, fences and arrivals left out, phases and expected bytes wrong, in the PTX: each is
+    caught, or argued to be none."""
+    kernel = replay(simulated, monkeypatch, kind, head_dim)
+    compiled = kernel.launches[kind].kernel
+    subject = planted_bugs.Subject(kind, compiled.name, compiled.text, lambda text, seed: kernel.run(kind, text, seed))
+    every = mutate.mutants(compiled.text, compiled.name, FAMILIES)
+    chosen = [m for m in every if not m.name.startswith("shift_count") or "expect_tx" in m.name]
+    monkeypatch.setattr(mutate, "mutants", lambda text, entry: chosen)
+    survivors = [v.mutant for v in planted_bugs.judge(subject) if v.caught_by is None]
+    assert len(chosen) >= 40
+    for pattern, (most, why) in EQUIVALENT.items():
+        found = [mutant for mutant in survivors if re.search(pattern, mutant)]
+        assert len(found) <= most, f"{len(found)} survived, {most} argued ({why}): {found}"
+        survivors = [mutant for mutant in survivors if mutant not in found]
+    assert not survivors
+
+
+def test_ring_that_starts_anew_with_each_head(simulated, monkeypatch, tmp_path):  # noqa: F811
+    """A bug in the source rather than in one instruction: the producer's phases drift from the consumers'."""
+    kernel = replay(simulated, monkeypatch, "dkdv_sm90", 64)
+    source = (ptxsim.front.ROOT / gate_cases.SOURCE).read_text().split("// Columns and slots by head size.")[0]
+    name = "dkdv_sm90_kernel<Shape<__nv_bfloat16, 64, 96, 4, true, false>>"
+    source += f"template __global__ void {name}(const __grid_constant__ BackwardSm90Args);\n}}\n}}\n"
+    right, wrong = "col = block.begin, ++head;", "col = block.begin, ++head, at = {};"
+    assert source.count(right) == 1
+
+    def text(name, code):
+        path = tmp_path / f"{name}_sm90.cu"
+        path.write_text(code)
+        return ptxsim.cuda(path, "dkdv_sm90", target=90).text
+
+    def run(text, seed):
+        launch = kernel.launches["dkdv_sm90"]
+        compiled = ptxsim.from_ptx(text, target=90)
+        kernel.launches["dkdv_sm90"] = dataclasses.replace(launch, kernel=compiled)
+        kernel.run("dkdv_sm90", seed=seed)
+
+    run(text("right", source), 0)
+    with pytest.raises(ptxsim.SimulationError):
+        run(text("wrong", source.replace(right, wrong)), 0)

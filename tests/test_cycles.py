@@ -1,0 +1,249 @@
+"""Loops as they are read from SASS, their order, and the cycles that the model makes of them: counted by hand."""
+
+import textwrap
+
+import pytest
+
+from gate import cases, cycles, rules, sass
+from gate.binary import GateError, Kernel, pack, unpack
+from gate.case import KIB, Case, Cuda
+from gate.cycles import CHIPS
+
+A100, H100, RTX4090, RTX5090 = CHIPS
+
+
+def listing(text):
+    """SASS of one line per instruction, as cuobjdump prints it: 16 bytes apart; {name} stands for where "name:" is."""
+    lines, labels = [], {}
+    for line in textwrap.dedent(text).strip().splitlines():
+        if line.endswith(":"):
+            labels[line[:-1].strip()] = hex(16 * len(lines))
+        else:
+            lines.append(line.strip())
+    encoding = "/* 0x000fe20000000f00 */"
+    numbered = [f"        /*{16 * n:04x}*/   {line.format(**labels)} ;   {encoding}" for n, line in enumerate(lines)]
+    return "\n".join(numbered)
+
+
+def kernel(text, registers=128, shared=0, threads=128, **counts):
+    return Kernel("planted", registers, 0, 0, 0, shared, 0, threads, [], counts, pack(listing(text)))
+
+
+def case(**claims):
+    return Case("planted", Cuda("planted.cu", "planted"), "80 90a", **claims)
+
+
+# A loop of two warps' worth of everything: a mask that is jumped over, a wait that spins behind the end, a loop within.
+LOOP = """
+    MOV R1, c[0x0][0x28]
+    head:
+    LDGSTS.E.BYPASS.128 [R2], [R4.64]
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4+0x8], R2
+    @!P0 BRA {spin}
+    go:
+    inner:
+    LDSM.16.M88.4 R4, [R2]
+    HMMA.16816.F32.BF16 R8, R4, R12, R8
+    HMMA.16816.F32.BF16 R16, R4, R14, R16
+    @P1 BRA {inner}
+    @P2 BRA {clean}
+    FSEL R8, R8, -INF, P3
+    FSEL R9, R9, -INF, P3
+    clean:
+    FMNMX R3, R8, R9, !PT
+    FFMA R8, R8, R5, -R3
+    IMAD.MOV.U32 R6, RZ, RZ, R7
+    MUFU.EX2 R8, R8
+    F2FP.BF16.F32.PACK_AB R20, R9, R8
+    LDSM.16.MT88.4 R24, [R2+0x100]
+    HMMA.16816.F32.BF16 R32, R20, R24, R32
+    UIADD3 UR4, UR4, 0x1, URZ
+    @P4 BRA {head}
+    EXIT
+    spin:
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4+0x8], R2
+    @!P0 BRA {spin}
+    BRA {go}
+"""
+
+
+def test_a_listing_survives_packing():
+    program = sass.parse(listing(LOOP))
+    assert sass.parse(unpack(pack(listing(LOOP)))) == program
+    assert [str(x) for x in program[:2]] == ["MOV R1, c[0x0][0x28]", "LDGSTS.E.BYPASS.128 [R2], [R4.64]"]
+    assert program[3].guard == "@!P0"
+    assert program[3].name == "BRA"
+
+
+def test_a_turn_leaves_out_masks_and_waits():
+    loop = sass.main_loop(kernel(LOOP))
+    names = [x.name.split(".")[0] for x in loop.flat()]
+    assert loop.header == 0x10
+    assert "FSEL" not in names
+    assert names.count("SYNCS") == 1
+    assert names[:4] == ["LDGSTS", "SYNCS", "BRA", "LDSM"]
+    (inner,) = loop.inner()
+    assert (inner.count("HMMA"), inner.count("LDSM")) == (2, 1)
+
+
+def test_rolled_loops_turn_as_often_as_the_claim_needs():
+    loop = sass.main_loop(kernel(LOOP))
+    times = {x.name: n for x, n in loop.turn({"HMMA.16816": 9}) if x.is_a("LDSM", "HMMA", "MUFU")}
+    assert times == {
+        "LDSM.16.M88.4": 4,
+        "HMMA.16816.F32.BF16": 1,  # the last of them, behind the loop
+        "MUFU.EX2": 1,
+        "LDSM.16.MT88.4": 1,
+    }
+    assert sum(n for x, n in loop.turn({"HMMA.16816": 9}) if x.is_a("HMMA")) == 9
+    for wrong in (8, 1, 0):
+        with pytest.raises(GateError, match=f"1 HMMA.16816 and 2 in loops within can't be {wrong} in all"):
+            loop.turn({"HMMA.16816": wrong})
+    with pytest.raises(GateError, match=r"1 MUFU.EX2 in a turn of the inner loop, 2 claimed"):
+        loop.turn({"MUFU.EX2": 2})
+
+
+def test_a_turns_cycles_are_those_counted_by_hand():
+    """9 HMMA, 5 LDSM of 512 bytes, one LDGSTS of 512, one each of MUFU, FFMA, IMAD, FMNMX, F2FP, and in a turn of the
+    inner loop a BRA besides."""
+    turn = sass.main_loop(kernel(LOOP)).turn({"HMMA.16816": 9})
+    found = cycles.measure(turn, A100)
+    assert found.flops == 9 * 2 * 16 * 8 * 16
+    assert found.cycles == {
+        "tensor": 9 * 8,
+        "issue": 3 + 4 * 4 + 1 + 9,  # to the inner loop, in it, the jump over the mask, from there
+        "mufu": 8,
+        "fma": 2 + 2,
+        "alu": 2 + 2,
+        "shared": (5 + 1) * 4 * 4,  # for each of four partitions
+    }
+    assert (found.limit, found.bound) == ("shared", 96)
+    hopper = cycles.measure(turn, H100)
+    assert hopper.cycles["tensor"] == pytest.approx(9 * 4 / 0.629)
+    assert hopper.cycles["fma"] == 1 + 2
+    assert cycles.measure(turn, RTX4090).cycles["tensor"] == 9 * 32
+    assert found.alone() == 96  # products and softmax of one warp after the other are 72 + 8
+    assert cycles.measure(turn, RTX4090).alone() == 9 * 32 + 8
+
+
+WGMMA = """
+    head:
+    WARPGROUP.ARRIVE
+    HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT
+    HGMMA.64x128x16.F32.BF16 R88, R156, gdesc[UR12].tnspB, R88, gsb0
+    WARPGROUP.DEPBAR.LE gsb0, 0x1
+    MUFU.EX2 R8, R8
+    MUFU.EX2 R9, R9
+    WARPGROUP.DEPBAR.LE gsb0, 0x0
+    MUFU.EX2 R10, R10
+    @P0 BRA {head}
+    EXIT
+"""
+
+
+def test_wgmma_reads_its_operands_from_shared_memory():
+    """64 x 128 x 16: 64 cycles of the tensor cores; the right operand takes 32 of shared memory, the left one 16 where
+    it lies there. TMA writes each right operand once for two warpgroups."""
+    planted = kernel(WGMMA, registers=168, shared=100 * KIB, threads=384, USETMAXREG=2, UTMALDG=1)
+    found = cycles.figures(case(), planted, H100)
+    assert found.turn.flops == 2 * 2 * 64 * 128 * 16 / 4
+    assert found.turn.cycles["tensor"] == 128
+    assert found.turn.cycles["shared"] == (16 + 32) + 32 + 2 * 32 / 2
+    assert found.turn.cycles["mufu"] == 24
+    assert found.resident == (1, 2.0)
+    assert found.most == pytest.approx(132 * 1.83e9 * 4096 / 1e12)
+    assert found.with_these_warps == found.most  # 2 * 128 cycles, while one of both has 128 + 24 alone
+    tf32 = WGMMA.replace("128x16.F32.BF16", "128x8.F32.TF32")
+    assert cycles.figures(case(), kernel(tf32, threads=128), H100).turn.cycles["tensor"] == 128
+
+
+def test_few_warps_cannot_hide_the_softmax():
+    softmax = "\n".join(f"MUFU.EX2 R{n}, R{n}" for n in range(9))
+    planted = LOOP.replace("MUFU.EX2 R8, R8", textwrap.indent(softmax, " " * 4).strip())
+    claims = case(loop={"80": {"HMMA.16816": 41}})
+    few = cycles.figures(claims, kernel(planted, threads=128, shared=100 * KIB), A100)
+    two = cycles.figures(claims, kernel(planted, threads=128, shared=80 * KIB), A100)
+    assert (few.resident.blocks, two.resident.blocks) == (1, 2)
+    assert few.turn.limit == "shared"
+    assert few.turn.alone() == 41 * 8 + 72 > few.turn.bound == (1 + 20 + 1) * 16
+    assert few.with_these_warps < few.most == two.most == two.with_these_warps
+
+
+def test_blocks_are_limited_by_registers_memory_and_threads():
+    for chip, fits in ((A100, 4), (RTX4090, 4)):
+        assert cycles.resident(case(), kernel(LOOP, registers=128), chip).blocks == fits
+    assert cycles.resident(case(), kernel(LOOP, registers=32, shared=9 * KIB), RTX4090).blocks == 10
+    assert cycles.resident(case(), kernel(LOOP, registers=16, threads=512), RTX4090) == (3, 12.0)
+    assert cycles.resident(case(), kernel(LOOP, registers=255, threads=256), A100).blocks == 1
+
+
+def test_peaks_are_those_that_the_makers_state():
+    for chip, peak in ((A100, 312), (H100, 989), (RTX4090, 165.2), (RTX5090, 209.5)):
+        assert chip.tflops(2 * chip.macs) == pytest.approx(peak, rel=2e-3)
+
+
+@pytest.mark.parametrize("line", ["HMMA.8816.F32 R4, R5", "HGMMA.64x64.F32 R4, R5", "QMMA.16832.F32 R1, R2"])
+def test_products_that_the_model_does_not_know_stop_it(line):
+    with pytest.raises(GateError, match=f"the model doesn't know {line.split()[0]}"):
+        cycles.measure([(x, 1) for x in sass.parse(listing(line))], A100)
+
+
+def test_passes_are_made_of_their_kernels():
+    def one(kind, tflops):
+        turn = cycles.Turn({"tensor": 1.0, "alu": 0.0}, tflops * 1e3 / (4 * 108 * 1.41), 0.0)
+        named = Case(f"{kind} d128", Cuda("planted.cu", "planted"), "80")
+        return cycles.Figures(named, kernel(LOOP), A100, turn, cycles.Resident(2, 2.0))
+
+    rows = cycles.wholes([one("forward", 200), one("backward dkdv", 160), one("backward dq", 120)])
+    found = {row.what: (row.tflops, row.published) for row in rows}
+    assert found["forward"][0] == pytest.approx(200)
+    assert found["backward"][0] == pytest.approx(10 / (8 / 160 + 6 / 120))
+    both = 14 / (4 / 200 + 8 / 160 + 6 / 120)
+    assert found["both"] == (pytest.approx(both), {"FA2": pytest.approx(both / 203)})
+
+
+# ------------------------------------------------------------------------------------------------------------ the order
+
+BETWEEN = ("WARPGROUP.DEPBAR gsb0, 0x1", ("MUFU.EX2", 2), "WARPGROUP.DEPBAR gsb0, 0x0")
+
+
+def broken(text, **claims):
+    return rules.broken(case(**claims), "90a", kernel(text, threads=128))
+
+
+def test_exponentials_between_two_waits_pass():
+    assert broken(WGMMA, order={"90a": BETWEEN}) == []
+    assert broken(WGMMA, order={"90a": (("HGMMA", 2), *BETWEEN, "MUFU.EX2")}) == []
+    assert broken(WGMMA, loop={"90a": {"HGMMA": 2, "MUFU.EX2": 3}}) == []
+
+
+def test_exponentials_behind_the_last_wait_are_found():
+    (line,) = broken(WGMMA, order={"90a": (BETWEEN[0], ("MUFU.EX2", 3), BETWEEN[2])})
+    assert line == (
+        "kernel planted on sm_90a: the inner loop passes 1 WARPGROUP.DEPBAR gsb0, 0x1, 2 MUFU.EX2, "
+        "1 WARPGROUP.DEPBAR gsb0, 0x0, 1 MUFU.EX2; it should pass WARPGROUP.DEPBAR gsb0, 0x1, 3 MUFU.EX2, "
+        "WARPGROUP.DEPBAR gsb0, 0x0"
+    )
+    lines = WGMMA.splitlines()
+    wait = next(line for line in lines if "0x0" in line)
+    lines.remove(wait)
+    lines.insert(next(n for n, line in enumerate(lines) if "EX2" in line), wait)  # before all exponentials
+    (line,) = broken("\n".join(lines), order={"90a": BETWEEN})
+    assert "passes 1 WARPGROUP.DEPBAR gsb0, 0x1, 1 WARPGROUP.DEPBAR gsb0, 0x0, 3 MUFU.EX2; it should" in line
+
+
+def test_wrong_counts_and_kernels_without_a_loop_are_found():
+    (line,) = broken(WGMMA, loop={"90a": {"HGMMA": 4}})
+    assert line == "kernel planted on sm_90a: 2 HGMMA in a turn of the inner loop, 4 claimed"
+    (line,) = broken("MUFU.EX2 R8, R8\nEXIT", loop={"90a": {"HGMMA": 4}})
+    assert line == "kernel planted on sm_90a: no loop with tensor-core instructions"
+    assert broken(WGMMA.replace("HGMMA.64x128x16.F32.BF16 R24", "NOP R24"), order={"90a": BETWEEN}) == []
+
+
+def test_the_simulators_wgmma_kernel_waits_before_its_exponentials():
+    """Compiled for real: written as QK, PV, wait 1, softmax, wait 0, and ptxas moves the softmax behind both waits."""
+    given = next(c for c in cases.all_cases() if c.name.startswith("flash") and "sm90" in c.name and "d128" in c.name)
+    (planted,) = rules.of_case(given, "90a")
+    claims = Case("planted", given.source, "90a", loop={"90a": {"HGMMA.64x128x16": 16}}, order={"90a": BETWEEN})
+    (line,) = rules.broken(claims, "90a", planted)
+    assert "WARPGROUP.DEPBAR gsb0, 0x1, 1 WARPGROUP.DEPBAR gsb0, 0x0, 66 MUFU.EX2; it should pass" in line

@@ -1,0 +1,191 @@
+"""Forward-mode and second derivatives by the Triton kernels, compiled for GPUs as they are shipped and run on the CPU
+by the simulator, hazards checked: every feature against float64 by the one tolerance rule."""
+
+import pytest
+import torch
+
+import attnkern
+from attnkern import ops, rng, testing
+from attnkern.problem import Problem
+from test_triton import ALL, BF16, CAUSAL, FP16, FP32, LAST, routed, row
+
+BOTH = (80, 90)
+GQA = {"enable_gqa": True}
+EVERYTHING = ("query", "key", "value", "attn_mask")
+# As in test_triton; `moving` names the inputs that have a tangent, or a cotangent of their gradient.
+MATRIX = {
+    "bfloat16, key and value heads that share otherwise": row(
+        1, 6, 70, 90, 64, gpus=BOTH, **GQA, kinds={"heads_k": 3, "heads_v": 2}
+    ),
+    "float32, softcap, causal": row(1, 2, 40, 70, 64, gpus=BOTH, **CAUSAL, softcap=0.7, kinds={"dtype": FP32}),
+    "float16, rows without keys, head sizes 80 and 48": row(
+        1, 2, 90, 50, 80, 48, gpus=BOTH, **LAST, kinds={"dtype": FP16}
+    ),
+    "bias, window, dropout": row(
+        1, 2, 90, 80, 64, gpus=ALL, window=(40, 10), dropout_p=0.3, kinds={"mask": ("float", "BHLS")}
+    ),
+    "float32 bias of keys, softcap, shared keys": row(
+        2,
+        2,
+        70,
+        90,
+        32,
+        gpus=BOTH,
+        **CAUSAL,
+        **GQA,
+        softcap=2.0,
+        kinds={"mask": ("float", "1H1S"), "mask_dtype": FP32, "heads_k": 1},
+    ),
+    "bias of queries, dropout": row(2, 2, 40, 50, 32, dropout_p=0.5, kinds={"mask": ("float", "B1L1")}),
+    "bool mask": row(2, 2, 40, 96, 32, gpus=BOTH, kinds={"mask": ("bool", "BHLS")}),
+    "head size 128": row(1, 1, 70, 100, 128, gpus=BOTH, **CAUSAL),
+    "head sizes 192 and 256": row(1, 1, 40, 50, 192, 256, gpus=BOTH),
+    "length-major, rows not aligned": row(
+        2, 2, 40, 50, 24, gpus=BOTH, kinds={"layout": ("blhd", "offset", "contiguous")}
+    ),
+}
+
+
+def along(inputs, moving):
+    """Random tangents of some inputs; those of the mask where it has any."""
+    given = inputs.tensors
+    return {n: torch.randn_like(given[n]) for n in moving if n in given and given[n].is_floating_point()}
+
+
+def assert_derivatives(found, want, recipe):
+    for name, x in found.items():
+        exact, baseline, unit = want[name].exact, want[name].baseline, want[name].unit
+        gradient = name not in ("tout", "tlse")
+        testing.assert_within_rule(x, exact, baseline, gradient=gradient, unit=unit, name=name, recipe=recipe)
+
+
+def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
+    """Both operators against float64; gives the names of the kernels launched for them."""
+    tensors = {name: x.detach() for name, x in inputs.tensors.items()}
+    q, k, v, bias, score, _ = Problem.from_sdpa(*tensors.values(), **options)
+    seed = keep = None
+    if score.dropout_p:
+        seed = rng.draw_seed(torch.device("cpu"))
+        keep = rng.keep_mask(seed, score.dropout_p, *q.shape[:3], k.shape[2])
+    direction = along(inputs, moving)
+    given = [direction.get(name) for name in EVERYTHING]
+    with routed(gpu) as launched:
+        out, lse = ops.forward(q, k, v, bias, seed, *score, True, "triton")
+        grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse) * has_grad_lse
+        launched.clear()
+        tout, tlse = ops.tangent(q, k, v, bias, seed, *given, out, lse, *score, "triton")
+        mask = 55 if bias is None or bias.dtype == torch.bool else 63
+        grads = (grad_out, grad_lse if has_grad_lse else None)
+        second = ops.second_backward(*given, *grads, q, k, v, bias, seed, out, lse, *score, mask, "triton")
+    want = testing.expected_second_order(
+        **tensors, direction=direction, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
+    )
+    assert_derivatives({"tout": tout, "tlse": tlse}, want, inputs.recipe)
+    found = dict(zip(("tout", "tlse", *EVERYTHING), second, strict=True))
+    assert_derivatives({name: x for name, x in found.items() if name in want}, want, inputs.recipe)
+    return [kernel.function.__name__ for kernel in launched]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [(name, gpu) for name, r in MATRIX.items() for gpu in r.gpus],
+    ids=lambda x: f"sm_{x}" if isinstance(x, int) else x,
+)
+def test_feature(name, gpu, record_property):
+    """The tangents of out and lse; the gradients of all inputs, of grad_out and of grad_lse."""
+    this = MATRIX[name]
+    names = check(gpu, testing.make_inputs(*this.sizes, **this.more), **this.options)
+    assert names.count("tangent_kernel") == 2
+    assert {"delta_kernel", "second_dkdv_kernel", "second_dq_kernel"} <= set(names)
+    record_property("triton", f"sm_{gpu}  second order: {name}")
+
+
+SUBSETS = [("query",), ("value",), ("attn_mask",), ("key", "attn_mask")]
+
+
+@pytest.mark.parametrize("moving", SUBSETS, ids="+".join)
+def test_a_direction_that_is_zero_elsewhere(moving):
+    """Products with what doesn't move are left out."""
+    check(80, testing.make_inputs(1, 2, 20, 40, 16, dtype=BF16, mask=("float", "BHLS")), moving, has_grad_lse=False)
+
+
+def test_what_is_not_asked_for_is_not_launched():
+    x = torch.randn(1, 2, 20, 16, dtype=BF16)
+    score = Problem.from_sdpa(x, x, x).score
+    given = (x, None, None, None, x, None, x, x, x, None, None, x, torch.zeros(1, 2, 20), *score)
+    kernels = {1: "second_dq_kernel", 2: "second_dkdv_kernel", 4: "second_dkdv_kernel", 16: None, 32: None}
+    with routed(80) as launched:
+        for bit, kernel in kernels.items():
+            launched.clear()
+            results = ops.second_backward(*given, bit, "triton")
+            assert [r.ndim > 1 for r in results] == [bit == 16, bit == 32, bit == 1, bit == 2, bit == 4, False]
+            names = {k.function.__name__ for k in launched} - {"tangent_kernel", "delta_kernel"}
+            assert names == ({kernel} if kernel else set())
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=str)
+def test_empty_inputs_launch_nothing(shape):
+    assert not check(80, testing.make_inputs(*shape, 8, dtype=BF16, mask=("float", "BHLS")))
+
+
+def test_rows_without_keys_have_no_derivatives():
+    inputs = testing.make_inputs(1, 2, 20, 40, 16, dtype=FP32, mask=("bool", "BHLS"))
+    inputs.attn_mask[:, :, 3] = False
+    q, k, v, mask = inputs.tensors.values()
+    score = Problem.from_sdpa(q, k, v, mask).score
+    with routed(90):
+        out, lse = ops.forward(q, k, v, mask, None, *score, True, "triton")
+        tout, tlse = ops.tangent(q, k, v, mask, None, q, k, v, None, out, lse, *score, "triton")
+        second = ops.second_backward(
+            q, k, v, None, out + 1, lse.nan_to_num(0, 0, 0), q, k, v, mask, None, out, lse, *score, 55, "triton"
+        )
+    for name, x in {
+        "tout": tout,
+        "tlse": tlse,
+        "g_grad_out": second[0],
+        "g_grad_lse": second[1],
+        "gq": second[2],
+    }.items():
+        assert not x[:, :, 3].any(), name
+        assert x.isfinite().all(), name
+
+
+@pytest.mark.parametrize("gpu", BOTH)
+def test_the_same_in_every_run(gpu):
+    """Sums in a fixed order: no atomics."""
+    inputs = testing.make_inputs(1, 4, 70, 90, 32, heads_k=1, dtype=BF16, mask=("float", "11LS"))
+    q, k, v, bias = inputs.tensors.values()
+    score = Problem.from_sdpa(q, k, v, bias, enable_gqa=True).score
+    with routed(gpu):
+        out, lse = ops.forward(q, k, v, bias, None, *score, True, "triton")
+        given = (q, k, v, bias, out, lse, q, k, v, bias, None, out, lse, *score, 63, "triton")
+        assert all(map(torch.equal, ops.second_backward(*given), ops.second_backward(*given)))
+
+
+@pytest.mark.parametrize("gpu", BOTH)
+def test_through_torch(gpu):
+    """torch.func.jvp and the double backward of attention run these kernels."""
+    inputs = testing.make_inputs(1, 2, 40, 50, 32, dtype=BF16, mask=("float", "1HLS"))
+    direction = along(inputs, EVERYTHING)
+    grad_out, grad_lse = torch.randn(1, 2, 40, 32, dtype=BF16), torch.randn(1, 2, 40)
+    given = {name: x.detach() for name, x in inputs.tensors.items()}
+    want = testing.expected_second_order(
+        **given, direction=direction, grad_out=grad_out, grad_lse=grad_lse, is_causal=True
+    )
+
+    def attention(*tensors):
+        return attnkern.attention(*tensors, is_causal=True, return_lse=True, backend="triton")
+
+    with routed(gpu) as launched:
+        _, (tout, tlse) = torch.func.jvp(attention, tuple(given.values()), tuple(direction.values()))
+        assert [kernel.function.__name__ for kernel in launched] == ["forward_kernel", "tangent_kernel"]
+        leaves = [x.clone().requires_grad_() for x in (*given.values(), grad_out, grad_lse)]
+        outputs = attention(*leaves[:4])
+        first = torch.autograd.grad(outputs, leaves[:4], leaves[4:], create_graph=True)
+        launched.clear()
+        second = torch.autograd.grad(first, leaves, tuple(direction.values()))
+        names = {kernel.function.__name__ for kernel in launched}
+    kernels = ("second_dkdv", "second_dq", "second_bias_gradient", "tangent", "delta")
+    assert names == {f"{kernel}_kernel" for kernel in kernels}
+    assert_derivatives({"tout": tout, "tlse": tlse}, want, inputs.recipe)
+    assert_derivatives(dict(zip((*EVERYTHING, "tout", "tlse"), second, strict=True)), want, inputs.recipe)
