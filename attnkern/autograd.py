@@ -553,7 +553,7 @@ def _reference_second_backward(seed: Tensor | None, score: Sequence[Any], grad_m
     """(cot_dq, ..., cot_dbias, grad_out, grad_lse, q, k, v, bias) -> as `attnkern::second_backward`, in plain torch."""
     needed = [bool(grad_mask & bit) for bit in _SECOND_ORDER_BITS]
 
-    def second_backward(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def second_backward(*inputs: Any) -> tuple[Tensor, ...]:
         cotangents, primals = inputs[:4], inputs[4:]
         bits = (ops.GRAD_Q, ops.GRAD_K, ops.GRAD_V, ops.GRAD_BIAS)
         backward = _reference_backward(seed, score, _mask_of([c is not None for c in cotangents], bits))

@@ -60,6 +60,7 @@ def tangent(
     for tile in _tiles(q, k, v, bias, philox_seed, (tq, tk, tv, tbias), Score(*score), lse.dtype):
         tout[tile.at] = tile.tout()
         tlse[tile.at] = tile.tlse
+        del tile  # before the next one is made
     return tout, tlse
 
 
@@ -109,23 +110,17 @@ def second_backward(
             g_grad_lse[tile.at] = tile.tlse
         if wanted(ops.GRAD_V) and tile.tau is not None:
             _add_to_heads(gv, tile, tile.drop(tile.p * tile.tau).mT @ rows_grad)
-        if not wanted(ops.GRAD_Q | ops.GRAD_K | ops.GRAD_BIAS):
-            continue
-        w, dx = tile.second_derivatives(rows_grad, None if grad_lse is None else grad_lse[tile.at].to(dtype))
-        if wanted(ops.GRAD_BIAS):
-            assert gbias is not None
-            _add_to_bias(gbias, tile, w)
-        if tile.slope is not None:
-            w = w * tile.slope
-            if tile.tz is not None:
-                w = w + dx * tile.curvature() * tile.tz
-            dx = dx * tile.slope
-        if wanted(ops.GRAD_Q):
-            rows = w @ tile.k if tile.tk is None else w @ tile.k + dx @ tile.tk
-            gq[tile.at] = score.softmax_scale * rows
-        if wanted(ops.GRAD_K):
-            keys = w.mT @ tile.q if tile.tq is None else w.mT @ tile.q + dx.mT @ tile.tq
-            _add_to_heads(gk, tile, score.softmax_scale * keys)
+        if wanted(ops.GRAD_Q | ops.GRAD_K | ops.GRAD_BIAS):
+            w, dx = tile.second_derivatives(rows_grad, None if grad_lse is None else grad_lse[tile.at].to(dtype))
+            if gbias is not None:
+                _add_to_bias(gbias, tile, w)
+            w, dx = tile.of_products(w, dx)
+            if wanted(ops.GRAD_Q):
+                gq[tile.at] = w @ tile.k if tile.tk is None else w @ tile.k + dx @ tile.tk
+            if wanted(ops.GRAD_K):
+                _add_to_heads(gk, tile, w.mT @ tile.q if tile.tq is None else w.mT @ tile.q + dx.mT @ tile.tq)
+            del w, dx
+        del tile  # before the next one is made
     if gbias is not None:
         assert bias is not None
         gbias = gbias.to(bias.dtype)
@@ -137,8 +132,8 @@ class _Tile(NamedTuple):
 
     at: tuple[slice, slice, slice]  # batch elements, query heads, rows
     keys: slice
+    num_heads: int  # of the problem
     score: Score
-    num_heads: int
     q: Tensor  # the tile's rows, in the dtype of computation, as all that follows
     k: Tensor  # the tile's keys for each of its query heads
     v: Tensor
@@ -146,21 +141,15 @@ class _Tile(NamedTuple):
     tk: Tensor | None
     tv: Tensor | None
     keep: Tensor | None  # what dropout leaves
-    tanh: Tensor | None  # tanh(z / softcap)
-    slope: Tensor | None  # x'(z); None: 1
-    tz: Tensor | None
+    tanh: Tensor | None  # tanh(z / softcap); None: no softcap
+    slope: Tensor | None  # x'(z), likewise
+    tz: Tensor | None  # z's tangent
     p: Tensor
     tau: Tensor | None  # None: 0
     tlse: Tensor
 
     def drop(self, x: Tensor) -> Tensor:
         return x if self.keep is None else reference.drop(x, self.keep, self.score.dropout_p)
-
-    def curvature(self) -> Tensor:
-        """x''(z)"""
-        assert self.tanh is not None
-        assert self.slope is not None
-        return -2.0 / self.score.softcap * self.tanh * self.slope
 
     def tout(self) -> Tensor:
         moved = self.q.new_zeros(()) if self.tau is None else self.drop(self.p * self.tau) @ self.v
@@ -169,14 +158,23 @@ class _Tile(NamedTuple):
     def second_derivatives(self, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
         """w and dx"""
         p = self.p
-        dp = self.drop(grad_out @ self.v.mT)
-        dp = dp - (p * dp).sum(-1, keepdim=True)
+        d = self.drop(grad_out @ self.v.mT)
+        d.sub_((p * d).sum(-1, keepdim=True))
         if grad_lse is not None:
-            dp = dp + grad_lse.unsqueeze(-1)
-        g = torch.zeros_like(dp) if self.tau is None else self.tau * dp
+            d.add_(grad_lse.unsqueeze(-1))
+        g = torch.zeros_like(d) if self.tau is None else self.tau * d
         if self.tv is not None:
-            g = g + self.drop(grad_out @ self.tv.mT)
-        return p * (g - (p * g).sum(-1, keepdim=True)), p * dp
+            g.add_(self.drop(grad_out @ self.tv.mT))
+        return g.sub_((p * g).sum(-1, keepdim=True)).mul_(p), d.mul_(p)
+
+    def of_products(self, w: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+        """What gq and gk are products of, with k and q and with tk and tq, from w and dx (which it overwrites)."""
+        if self.slope is not None:
+            w.mul_(self.slope)
+            dx.mul_(self.slope)
+            if self.tz is not None and self.tanh is not None:  # x'' = -2 / softcap * tanh * x'
+                w.add_(self.tanh * dx * self.tz, alpha=-2.0 / self.score.softcap)
+        return w.mul_(self.score.softmax_scale), dx.mul_(self.score.softmax_scale)
 
 
 def _tiles(
@@ -199,65 +197,66 @@ def _tiles(
     for batches in tiles.slices(batch, batches_at_a_time):
         for heads in tiles.slices(num_heads, heads_at_a_time):
 
-            def of_heads(x: Tensor | None) -> Tensor | None:
+            def of_heads(x: Any) -> Any:
                 if x is None:
                     return None
                 return tiles.heads_of(x if x.shape[0] == 1 else x[batches], heads, num_heads)  # noqa: B023
 
-            inputs = [None if x is None else of_heads(x).to(dtype) for x in (q, k, v, tq, tk, tv)]
-            masks = [of_heads(bias), of_heads(tbias)]
+            block = [None if x is None else of_heads(x).to(dtype) for x in (q, k, v, tq, tk, tv)]
+            masks = of_heads(bias), of_heads(tbias)
             for rows in tiles.slices(seqlen_q, rows_at_a_time):
                 keys = _seen(rows, seqlen_k, score)
                 keep = None
                 if philox_seed is not None:
                     sizes = batch, num_heads, seqlen_q, seqlen_k
                     keep = rng.keep_mask(philox_seed, score.dropout_p, *sizes, heads, rows, batches)[..., keys]
-                yield _tile((batches, heads, rows), keys, inputs, masks, keep, score, num_heads)
+                yield _tile((batches, heads, rows), keys, num_heads, block, masks, keep, score)
 
 
 def _tile(
     at: tuple[slice, slice, slice],
     keys: slice,
-    inputs: list[Any],
-    masks: list[Any],
+    num_heads: int,
+    block: list[Any],
+    masks: tuple[Tensor | None, Tensor | None],
     keep: Tensor | None,
     score: Score,
-    num_heads: int,
 ) -> _Tile:
+    """A tile of the heads whose q, k, v, tq, tk, tv are `block` and whose bias and tbias are `masks`."""
     rows = at[2]
-    q, tq = (None if x is None else x[:, :, rows] for x in inputs[::3])
-    k, v, tk, tv = (None if x is None else x[:, :, keys] for x in (inputs[1], inputs[2], inputs[4], inputs[5]))
+    parts: list[Any] = [None if x is None else x[:, :, rows] for x in block[::3]]
+    q, tq = parts
+    parts = [None if x is None else x[:, :, keys] for x in (*block[1:3], *block[4:])]
+    k, v, tk, tv = parts
     bias, tbias = (
-        None
-        if x is None
-        else x[:, :, rows if x.shape[2] != 1 else slice(None), keys if x.shape[3] != 1 else slice(None)]
+        None if x is None else x[:, :, rows if x.shape[2] != 1 else slice(1), keys if x.shape[3] != 1 else slice(1)]
         for x in masks
     )
-    x = score.softmax_scale * (q @ k.mT)
+    x = (q @ k.mT).mul_(score.softmax_scale)
+    tz = _sum(None if tq is None else tq @ k.mT, None if tk is None else q @ tk.mT)
+    moved = tz = None if tz is None else tz.mul_(score.softmax_scale)
     tanh = slope = None
     if score.softcap:
-        tanh = torch.tanh(x / score.softcap)
+        tanh = x.div_(score.softcap).tanh_()
         slope = 1.0 - tanh.square()
         x = score.softcap * tanh
-    positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=q.device)
+        moved = None if tz is None else tz * slope
+    positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=x.device)
     x = reference.masked(x, bias, score._replace(band_offset=score.band_offset - keys.start), positions)
     x, dead = reference.alive(x)
-    p = x.softmax(-1).masked_fill(dead, 0.0)
+    p = x.softmax(-1).masked_fill_(dead, 0.0)
 
-    tz = None
-    if tq is not None or tk is not None:
-        parts = [a @ b.mT for a, b in ((tq, k), (q, tk)) if a is not None and b is not None]
-        tz = score.softmax_scale * sum(parts)
-    moved = tz if tz is None or slope is None else tz * slope
-    if tbias is not None:
-        tbias = tbias.to(p.dtype)
-        moved = tbias.expand(p.shape) if moved is None else moved + tbias
-    if moved is None:
-        tau, tlse = None, p.new_zeros(p.shape[:-1])
-    else:
+    moved = _sum(moved, None if tbias is None else tbias.to(p.dtype).expand(p.shape))
+    tau, tlse = None, p.new_zeros(p.shape[:-1])
+    if moved is not None:
         mean = (p * moved).sum(-1, keepdim=True)
         tau, tlse = moved - mean, mean.squeeze(-1)
-    return _Tile(at, keys, score, num_heads, q, k, v, tq, tk, tv, keep, tanh, slope, tz, p, tau, tlse)
+    return _Tile(at, keys, num_heads, score, q, k, v, tq, tk, tv, keep, tanh, slope, tz, p, tau, tlse)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a + b, in a's memory, of which either may be None."""
+    return b if a is None else a if b is None else a.add_(b)
 
 
 def _seen(rows: slice, seqlen_k: int, score: Score) -> slice:

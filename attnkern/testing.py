@@ -361,12 +361,9 @@ def expected_second_order(
     stretch = 1.1 if dtype == torch.float64 else 1.0  # as in `expected`
     computed = run(_accumulate_dtype(dtype), split_scale=True, stretch=stretch)
     dtypes = {n: x.dtype for n, x in inputs.items()} | {"tout": dtype, "tlse": _accumulate_dtype(dtype)}
-    out = naive_attention(
-        *(x.detach().double() for x in (query, key, value)),
-        None if attn_mask is None else attn_mask.detach(),
-        keep=keep,
-        **options,
-    )[0]
+    mask = None if attn_mask is None else attn_mask.detach()
+    q, k, v = (x.detach().double() for x in (query, key, value))
+    out, _ = naive_attention(q, k, v, mask, keep=keep, **options)
     units = _second_order_units(inputs, attn_mask, exact, out, direction, grad_out, grad_lse, keep, options)
     return {n: Expected(exact[n], computed[n].to(dtypes[n]), units[n]) for n in exact}
 

@@ -30,6 +30,7 @@ BACKENDS = ("triton", "cuda")
 RANGES = {64: (1, 64), 128: (65, 128), 256: (129, 256), 512: (257, 512)}  # the size that is timed for each
 TOKENS, WIDTH, LENGTH, CACHE = 16384, 2048, 4096, 16384
 ROUNDS, CALLS = 5, 5
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Trial(NamedTuple):
@@ -50,19 +51,23 @@ def trials() -> Iterator[Trial]:
                     yield Trial(training, kind, size)
 
 
-def arguments(trial: Trial, device: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def arguments(trial: Trial, device: str) -> tuple[Tensors, dict[str, Any]]:
     """query, key and value of bfloat16, and the options of `attnkern.attention`."""
     heads = max(1, WIDTH // trial.size)
     if trial.kind == "decode":
         shapes = [(4, heads, n, trial.size) for n in (1, CACHE, CACHE)]
     else:
         shapes = [(TOKENS // LENGTH, heads, LENGTH, trial.size)] * 3
-    tensors = [torch.randn(s, dtype=torch.bfloat16, device=device, requires_grad=trial.training) for s in shapes]
-    options = {"decode": {}, "plain": {"is_causal": True}, "general": {"is_causal": True, "softcap": 30.0}}
-    return tensors, options[trial.kind]
+    q, k, v = (torch.randn(s, dtype=torch.bfloat16, device=device, requires_grad=trial.training) for s in shapes)
+    options: dict[str, dict[str, Any]] = {
+        "decode": {},
+        "plain": {"is_causal": True},
+        "general": {"is_causal": True, "softcap": 30.0},
+    }
+    return (q, k, v), options[trial.kind]
 
 
-def call_of(trial: Trial, backend: str, tensors: list[torch.Tensor], options: dict[str, Any]) -> Callable[[], object]:
+def call_of(trial: Trial, backend: str, tensors: Tensors, options: dict[str, Any]) -> Callable[[], object]:
     if not trial.training:
         return lambda: attnkern.attention(*tensors, **options, backend=backend)
     grad_out = torch.randn_like(tensors[0])

@@ -80,6 +80,13 @@ def stages(python: str, sanitizer: str, make: Sequence[str]) -> list[Stage]:
             may_stop=True,
         ),
         Stage(
+            "orders of Hopper's forward",
+            60,
+            [python, "-m", "bench.orders"],
+            [python, "-m", "bench.orders", "--dry-run"],
+            may_stop=True,
+        ),
+        Stage(
             "tuning of tiles",
             120,
             [python, "-m", "bench.tune"],

@@ -160,6 +160,7 @@ def on(monkeypatch):
         monkeypatch.setattr(cuda, "chip", lambda index: chip)
         monkeypatch.setattr(cuda, "capability", lambda index: capability)
         monkeypatch.setattr(plans.launch, "capability", lambda index: capability)
+        monkeypatch.setattr(plans.launch, "processors", lambda index: chip.multiprocessors)
         for backend in (cuda, triton):
             monkeypatch.setattr(backend, "unavailable", lambda: None)
 
@@ -245,3 +246,20 @@ def test_measured_rules_are_kept_as_json(on, tmp_path):
     (tmp_path / "rules.json").write_text(json.dumps(text))
     with pytest.raises(ValueError, match=r"order may hold 'triton', 'cuda', .*, got 'cublas'"):
         choice.load(tmp_path / "rules.json")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_choice_is_made_while_tracing(dynamic):
+    """torch.compile, with sizes that are symbols too: no break in the graph."""
+
+    def chosen(q, k, v):
+        call = Problem.from_sdpa(q, k, v, None, 0.0)
+        rule = choice.rule_for(choice.call_of(call, 90))
+        return q * (2 if cuda.family(call, 90) == "sm_90a" else 1) + len(rule.order)
+
+    x = torch.ones(1, 2, 200, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(chosen, backend="eager", fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, x, x), x * 2 + 3)
+        odd = torch.ones(1, 2, 200, 68, dtype=torch.bfloat16)[..., :61]
+        assert torch.equal(compiled(odd, odd, odd), odd + 3)

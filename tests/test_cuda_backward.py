@@ -1,14 +1,16 @@
-"""Gradients of the CUDA C++ kernels (csrc/cuda/backward.cu) with their host code, run by the simulator of one GPU with
-hazards checked, against float64 by the one tolerance rule."""
+"""Gradients of the CUDA C++ kernels (csrc/cuda/backward.cu and backward_chunked.cu) with their host code, run by the
+simulator of one GPU with hazards checked, against float64 by the one tolerance rule."""
 
 import re
 
 import pytest
 import torch
 
-from attnkern import rng
+from attnkern import rng, testing
+from attnkern.problem import Problem
 from gate import cuda_backward as gate_cases
-from test_cuda_kernels import BF16, FP16, FP32, simulated  # noqa: F401
+from gate.case import SHARED_LIMIT
+from test_cuda_kernels import BF16, FP16, FP32, cuda, simulated  # noqa: F401
 
 SMALL, LARGE = 86, 80  # GPUs with 99 and 163 KiB of shared memory for a block
 
@@ -62,10 +64,40 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients(simulated, name):  # noqa: F811
+# What the kernels that go by chunks are run with beside float32, whose products tell most about their order.
+FEW = [
+    "float16, causal, shared keys",
+    "softcap, bias, window",
+    "bias of queries",
+    "rows not aligned",
+    "rows without keys",
+]
+FAMILIES = {  # dtype, head size, cases
+    "bfloat16 or float16": (None, None, list(CASES)),
+    "float32": (FP32, 40, list(CASES)),
+    "bfloat16 by chunks": (BF16, 264, [*FEW, "key and value heads that share otherwise", "window", "one query"]),
+    "float16 by chunks": (FP16, 264, FEW[:3]),
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family][2]])
+def test_gradients(simulated, family, name, record_property):  # noqa: F811
     sizes, kinds, options = CASES[name]
+    dtype, head_dim, _ = FAMILIES[family]
+    if dtype is not None:
+        assert head_dim is not None
+        more = sizes[5] - sizes[4] if len(sizes) == 6 else 0
+        lengths = [min(n, 100) for n in sizes[2:4]]  # two tiles
+        sizes, kinds = (*sizes[:2], *lengths, head_dim, head_dim + more), {**kinds, "dtype": dtype}
     simulated.check(simulated.inputs(*sizes, **kinds), **options)
+    assert bool(chunked(simulated)) == (dtype is not None)
+    record_property("cuda", row(family, name, sizes))
+
+
+def row(family, name, sizes, target=80):
+    batch, heads, queries, keys, *widths = sizes
+    shape = f"{batch} x {heads}, {queries} x {keys}, {'/'.join(map(str, dict.fromkeys(widths)))}"
+    return f"backward  sm_{target:<4}{family:<22}{name:<44}{shape}"
 
 
 # The variant for bands alone has wide tiles where there is shared memory for them; the one for everything has not.
@@ -90,11 +122,94 @@ def test_head_sizes(simulated, head_dim, general):  # noqa: F811
         assert report.bank_conflicts == 0
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
-def test_dropout(simulated, head_dim):  # noqa: F811
+def chunked(simulated):  # noqa: F811
+    """Of every launch of the kernels that go by chunks: what it makes, its bytes of shared memory, and the report."""
+    both = zip(simulated.recorder.launches, simulated.recorder.reports, strict=True)
+    made = {"Lb1": "dkdv", "Lb0": "dq"}
+    return [
+        (made[re.search(r"chunked_kernelI.*(Lb\d)EEEv", launch.name)[1]], launch.shared, report)
+        for launch, report in both
+        if "chunked_kernel" in launch.name
+    ]
+
+
+@pytest.mark.parametrize(
+    ("simulated", "dtype", "head_dim", "kinds"),
+    [
+        (86, FP32, 8, ["dkdv", "dq"]),
+        (90, FP32, 128, ["dkdv", "dq"]),
+        (120, FP32, 200, ["dkdv", "dq"]),
+        (80, FP32, 512, ["dkdv", "dkdv", "dq"]),
+        (86, BF16, 384, ["dkdv", "dkdv", "dq"]),
+        (90, FP16, 512, ["dkdv", "dkdv", "dq"]),
+    ],
+    indirect=["simulated"],
+)
+def test_head_sizes_by_chunks(simulated, dtype, head_dim, kinds, record_property):  # noqa: F811
+    """dV and dK apart where both don't fit; chunks of the rows in shared memory, or not all of them; no conflict."""
+    sizes = (1, 1, 70, 66, head_dim, max(head_dim - 60, 8))
+    simulated.check(simulated.inputs(*sizes, dtype=dtype), **CAUSAL)
+    assert [kind for kind, _, _ in chunked(simulated)] == kinds
+    assert all(report.bank_conflicts == 0 for _, _, report in chunked(simulated))
+    record_property("cuda", row(str(dtype)[6:], "head sizes", sizes, simulated.recorder.target))
+
+
+def planned(chip, *sizes, kinds=None, wanted=("query", "key", "value", "attn_mask"), **options):
+    """plan_backward for a chip of this compute capability: rows, columns, threads, bytes, blocks, variant."""
+    inputs = testing.make_inputs(*sizes, **{"dtype": BF16, **(kinds or {})}).tensors
+    problem = Problem.from_sdpa(*(x.requires_grad_(n in wanted) for n, x in inputs.items()), **options)
+    limit = SHARED_LIMIT[chip]
+    found = cuda.plan(problem, on=cuda.Chip(chip, 8, limit + 1024, limit))
+    pattern = r"backward ([a-z ]+), sm_80: (\d+) x (\d+) .*, (\d+) threads, (\d+) bytes .*, (\d+) blocks(?:, )?(.*)"
+    matches = [match for line in found if (match := re.match(pattern, line))]
+    return {match[1]: (*map(int, match.groups()[1:6]), match[7]) for match in matches}
+
+
+def test_plan():
+    """Tiles by the shared memory of the chip, chunks by dtype and head size, blocks by rows and heads; pure."""
+    wide, narrow = (planned(chip, 1, 2, 70, 300, 128) for chip in (80, 86))
+    assert wide == {
+        "dk dv": (128, 64, 256, 2 * (128 + 2 * 64) * 256 + 1024 + 2 * 128 * 64 * 2, 3 * 2, "plain, wide"),
+        "dq": (128, 64, 256, 2 * (128 + 2 * 64) * 256 + 128 * 64 * 2, 1 * 2, "plain, wide"),
+    }
+    assert narrow == {
+        "dk dv": (128, 32, 256, 2 * (128 + 2 * 32) * 256 + 512, 3 * 2, "plain, narrow"),
+        "dq": (128, 32, 256, 2 * (128 + 2 * 32) * 256, 1 * 2, "plain, narrow"),
+    }
+    bias = planned(80, 2, 2, 70, 300, 64, kinds={"mask": ("float", "1H1S")})
+    assert list(bias) == ["dk dv", "dq", "bias"]
+    assert bias["bias"][4] == 5 * 2
+    assert bias["dq"][5] == "general, narrow"
+    full = planned(80, 2, 2, 70, 300, 64, kinds={"mask": ("float", "BHLS")}, wanted=("attn_mask",))
+    assert list(full) == ["dq"]  # which writes the gradient of a bias with an entry per score in passing
+
+
+def test_plan_by_chunks():
+    """Shared memory holds two tiles of columns of 16 KiB, the scores handed over, 1 KiB of row constants, and tiles of
+    rows: one per chunk of both head sizes, or as many as fit."""
+    kib, beside = 1024, {FP32: 32 + 16 + 1, BF16: 32 + 8 + 1}
+    variant = "general, head size by chunks"
+
+    def made(chip, dtype, head_dim, **more):
+        return planned(chip, 1, 4, 70, 300, head_dim, kinds={"dtype": dtype}, **more)
+
+    both = {"dk dv": (64, 64, 256, (beside[FP32] + 2 * 16) * kib, 5 * 4, variant)}
+    both["dq"] = (64, 64, 256, (beside[FP32] + 2 * 16) * kib, 2 * 4, variant)
+    assert made(86, FP32, 64) == both
+    assert [made(chip, FP32, 256)["dq"][3] // kib for chip in (86, 80, 90)] == [49 + 3 * 16, 49 + 7 * 16, 49 + 8 * 16]
+    apart = made(80, BF16, 512)
+    assert list(apart) == ["dv", "dk", "dq"]
+    assert [apart[name][3] // kib for name in apart] == [41 + 4 * 16, 41 + 7 * 16, 41 + 7 * 16]
+    assert [apart[name][4] for name in apart] == [5 * 4, 5 * 4, 2 * 4]
+    assert list(made(80, BF16, 512, wanted=("key",))) == ["dk dv"]
+    assert made(80, BF16, 513) == made(80, FP32, 513) == {}
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(BF16, 64), (BF16, 96), (BF16, 256), (BF16, 264), (FP32, 40)])
+def test_dropout(simulated, dtype, head_dim):  # noqa: F811
     """Bit for bit the entries of `rng.keep_mask`, for row tiles of 16 and of 32 keys, of whole and of half blocks."""
     options = {"dropout_p": 0.3, "enable_gqa": True}
-    inputs = simulated.inputs(2, 2, 40, 100, head_dim, heads_k=1, dtype=BF16)
+    inputs = simulated.inputs(2, 2, 40, 100, head_dim, heads_k=1, dtype=dtype)
     torch.manual_seed(11)
     keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.3, 2, 2, 40, 100)
     torch.manual_seed(11)
@@ -126,3 +241,42 @@ def test_only_what_is_asked_for_is_launched(simulated):  # noqa: F811
         assert torch.isfinite(grad).all()
         launched = [launch.name for launch in simulated.recorder.launches[before:]]
         assert [re.search(r"[a-z_]*_kernel", name)[0].lstrip("_") for name in launched] == ["delta_kernel", *kernels]
+
+
+def test_only_what_is_asked_for_by_chunks(simulated):  # noqa: F811
+    """The same where dV and dK don't fit into one launch; a gradient is the same with the others and without."""
+    inputs = simulated.inputs(1, 1, 20, 66, 264, dtype=FP32)
+    grads = []
+    for names, kinds in [
+        (("query", "key", "value"), ["dkdv", "dkdv", "dq"]),
+        (("query",), ["dq"]),
+        (("key",), ["dkdv"]),
+        (("value",), ["dkdv"]),
+    ]:
+        leaves = {n: x.detach().requires_grad_(n in names) for n, x in inputs.tensors.items()}
+        before = len(chunked(simulated))
+        out = simulated.attention(**leaves)
+        found = torch.autograd.grad(out, [leaves[n] for n in names], torch.ones_like(out))
+        grads.append(dict(zip(names, found, strict=True)))
+        assert [kind for kind, _, _ in chunked(simulated)[before:]] == kinds
+    for single in grads[1:]:
+        for name, grad in single.items():
+            assert torch.equal(grad, grads[0][name])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "window", "bias", "bias shared by the heads", "head sizes 8 and 17"])
+def test_tf32(simulated, name, monkeypatch, record_property):  # noqa: F811
+    """Where torch allows it. A tf32 has float16's significand, so float16's rule holds: for inputs that are float16
+    numbers, and results rounded to it."""
+    sizes, kinds, options = CASES[name]
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    inputs = simulated.inputs(*sizes, **{**kinds, "dtype": FP16})
+
+    def function(**given):
+        wide = {n: x.float() if x.is_floating_point() else x for n, x in given.items() if isinstance(x, torch.Tensor)}
+        return simulated.attention(**{**given, **wide}).half()
+
+    testing.check_attention(inputs, function=function, **options)
+    arithmetics = {found[0] for x in simulated.recorder.launches if (found := re.search(r"6SingleILb\d", x.name))}
+    assert arithmetics == {"6SingleILb0"}
+    record_property("cuda", row("tf32", name, sizes))

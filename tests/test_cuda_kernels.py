@@ -12,6 +12,7 @@ import ptxsim
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
 from conftest import Target
+from gate.case import SHARED_LIMIT
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 cuda = table.cuda
@@ -27,7 +28,11 @@ class Simulated(Target):
     def kernels(self):
         """What was launched: template names with their arguments, namespaces and parameters left out."""
         names = [launch.name for launch in self.recorder.launches]
-        return [re.search(r"\d(delta|forward|decode|combine|dkdv|dq|bias_gradient)_kernel", name)[1] for name in names]
+        kinds = "delta|forward|forward_fp32|forward_wide|decode|combine|dkdv|dq|bias_gradient"
+        return [re.search(rf"\d({kinds})_kernel", name)[1] for name in names]
+
+    def bank_conflicts(self):
+        return sum(report.bank_conflicts for report in self.recorder.reports)
 
 
 @pytest.fixture
@@ -70,10 +75,42 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_features(simulated, name):
+def test_features(simulated, name, record_property):
     sizes, options, more = FEATURES[name]
     simulated.check(simulated.inputs(*sizes, **{"dtype": BF16, **more}), **options)
     assert {"forward", "delta", "dkdv", "dq"} <= set(simulated.kernels())
+    record_property("cuda", row(simulated, "forward", "bfloat16 or float16", name, sizes))
+
+
+# What has forward kernels of its own: dtype, columns beside the case's, at most so many queries and keys. Gradients:
+# tests/test_cuda_backward.py.
+FAMILIES = {
+    "float32": (FP32, 0, 100, 80),
+    "bfloat16 above 256": (BF16, 200, 70, 80),
+    "float32 above 256": (FP32, 200, 40, 80),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_of_other_kernels(simulated, name, family, record_property):
+    """Scores in two blocks of keys, of which the second is ragged; no lane waits for another's bank."""
+    dtype, more_columns, queries, keys = FAMILIES[family]
+    sizes, options, more = FEATURES[name]
+    columns = [n + more_columns for n in sizes[4:]]
+    if more_columns:
+        columns[-1] = max(columns[-1], 257)
+    sizes = (*sizes[:2], min(sizes[2], queries), min(sizes[3], keys), *columns)
+    simulated.check(simulated.inputs(*sizes, **{**more, "dtype": dtype}), gradients=False, **options)
+    assert simulated.kernels() == ["forward_wide" if more_columns else "forward_fp32"]
+    assert simulated.bank_conflicts() == 0
+    record_property("cuda", row(simulated, "forward", family, name, sizes))
+
+
+def row(simulated, kind, family, name, sizes):
+    batch, heads, queries, keys, *widths = sizes
+    shape = f"{batch} x {heads}, {queries} x {keys}, {'/'.join(map(str, dict.fromkeys(widths)))}"
+    return f"{kind:<9} sm_{simulated.recorder.target:<4}{family:<22}{name:<44}{shape}"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -86,25 +123,74 @@ def test_head_sizes(simulated, size, variant, dtype):
     simulated.check(simulated.inputs(1, 1, 65, 65, size, other, dtype=dtype), **options)
 
 
+@pytest.mark.parametrize("size", [8, 40, 96, 128, 136, 256, 264, 384, 512])
+def test_head_sizes_of_other_kernels(simulated, size, record_property):
+    """The same for float32, and every run of columns of 16-bit heads above 256; dense rows, no bank conflict."""
+    sizes = (1, 1, 65, 65, size, max(size - 56, 8))
+    for dtype in (FP32, BF16, FP16)[: 3 if size > 256 else 1]:
+        simulated.check(simulated.inputs(*sizes, dtype=dtype), gradients=False, softcap=5.0)
+        record_property("cuda", row(simulated, "forward", str(dtype)[6:], "head sizes", sizes))
+    assert simulated.bank_conflicts() == 0
+
+
 @pytest.mark.parametrize("simulated", [86, 90, 120], indirect=True)
-def test_other_chips(simulated):
+def test_other_chips(simulated, record_property):
     """Less shared memory takes other tiles; each must fit where it is launched."""
     simulated.check(simulated.inputs(1, 1, 70, 70, 128, dtype=BF16), is_causal=True)
     simulated.check(simulated.inputs(1, 1, 65, 65, 256, dtype=BF16))
+    for dtype, queries, size in [(FP32, 65, 72), (FP32, 33, 256), (FP32, 33, 300), (BF16, 65, 300), (FP16, 1, 512)]:
+        sizes = (1, 1, queries, 70, size)
+        simulated.check(simulated.inputs(*sizes, dtype=dtype), gradients=False, softcap=9.0)
+        record_property("cuda", row(simulated, "forward", str(dtype)[6:], "softcap", sizes))
 
 
-def test_dropout(simulated):
+@pytest.mark.parametrize("size", [40, 200, 300])
+def test_tf32(simulated, size, monkeypatch, record_property):
+    """Where torch allows it. A tf32 has float16's significand, so float16's rule holds: for inputs that are float16
+    numbers, and results rounded to it. Without, the same inputs are multiplied exactly."""
+    inputs = simulated.inputs(1, 2, 40, 70, size, dtype=FP16)
+    outs = []
+
+    def function(**given):
+        wide = {n: x.float() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+        outs.append(simulated.attention(**wide))
+        return outs[-1].half()
+
+    for precision in ("tf32", "ieee"):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+        testing.check_attention(inputs, function=function, gradients=False)
+    assert not torch.equal(*outs)
+    record_property("cuda", row(simulated, "forward", "tf32", "plain", (1, 2, 40, 70, size)))
+
+
+def test_split_products_keep_what_rounded_ones_lose(simulated):
+    """Values that a tf32 can't hold come back as they are from rows with one key, and weights add up to one."""
+    torch.manual_seed(1)
+    for size in (64, 300):
+        value = torch.randn(1, 1, 33, size)
+        x = torch.randn(1, 1, 33, size)
+        band = {"window": (0, 0)}
+        assert (simulated.attention(x, x, value, **band) - value).abs().max() < 2**-21
+        ones = simulated.attention(x, x[:, :, :20], torch.ones(1, 1, 20, size))
+        assert (ones - 1).abs().max() < 2**-21
+
+
+DROPPED = [(BF16, 64), (FP32, 64), (FP32, 200), (BF16, 300), (FP32, 300)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), DROPPED)
+def test_dropout(simulated, dtype, size):
     """Bit for bit the entries of `rng.keep_mask`, in the forward and the backward pass."""
     seed = int(torch.randint(2**31, ()))
     torch.manual_seed(seed)
     keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.3, 2, 4, 70, 90)
     options = {"dropout_p": 0.3, "enable_gqa": True}
-    inputs = simulated.inputs(2, 4, 70, 90, 64, 90, heads_k=2, dtype=BF16)
-    inputs = dataclasses.replace(inputs, value=torch.eye(90, dtype=BF16).expand(2, 2, 90, 90))
+    inputs = simulated.inputs(2, 4, 70, 90, size, 90, heads_k=2, dtype=dtype)
+    inputs = dataclasses.replace(inputs, value=torch.eye(90, dtype=dtype).expand(2, 2, 90, 90))
     torch.manual_seed(seed)
     assert torch.equal(simulated.sdpa(*list(inputs.tensors.values()), **options) != 0, keep)
     torch.manual_seed(seed)
-    simulated.check(inputs, **options, keep=keep)
+    simulated.check(inputs, gradients=size == 64 and dtype == BF16, **options, keep=keep)
 
 
 # The same with few queries. A split of the keys is a block of the grid; the simulated chip has eight multiprocessors.
@@ -125,23 +211,45 @@ DECODE = {
 
 
 @pytest.mark.parametrize("name", DECODE)
-def test_decode(simulated, name):
+def test_decode(simulated, name, record_property):
     sizes, options, more = DECODE[name]
     simulated.check(simulated.inputs(*sizes, **{"dtype": BF16, **more}), **options)
     assert simulated.kernels()[0] == "decode"
     if name in ("one query", "grouped"):  # long enough for a second kernel to be worth it
         assert simulated.kernels()[1] == "combine"
+    record_property("cuda", row(simulated, "decode", "bfloat16 or float16", name, sizes))
 
 
-def test_splits_change_nothing_but_rounding(simulated):
+DECODE_FAMILIES = {"float32": (FP32, 0), "bfloat16 above 256": (BF16, 240), "float32 above 256": (FP32, 240)}
+# Above 256 a tile of rows holds more queries than the heads of these have.
+WIDE_DECODE = ["grouped", "several queries", "window", "rows without keys", "bias", "bool mask", "unaligned rows"]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(family, name) for family in DECODE_FAMILIES for name in (DECODE if family == "float32" else WIDE_DECODE)],
+)
+def test_decode_of_other_kernels(simulated, family, name, record_property):
+    dtype, more_columns = DECODE_FAMILIES[family]
+    sizes, options, more = DECODE[name]
+    sizes = (*sizes[:3], min(sizes[3], 350), *(n + more_columns for n in sizes[4:]))
+    simulated.check(simulated.inputs(*sizes, **{**more, "dtype": dtype}), gradients=False, **options)
+    assert simulated.kernels()[0] == ("forward_wide" if more_columns else "decode")
+    if name == "grouped":
+        assert simulated.kernels()[1] == "combine"
+    record_property("cuda", row(simulated, "decode", family, name, sizes))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(BF16, 64), (FP32, 64), (FP32, 200), (BF16, 300), (FP32, 300)])
+def test_splits_change_nothing_but_rounding(simulated, dtype, size):
     """Any number of splits is right, those that find no keys included."""
-    inputs = simulated.inputs(1, 2, 2, 200, 64, dtype=BF16)
+    inputs = simulated.inputs(1, 2, 2, 200, size, dtype=dtype)
     q, k, v = inputs.tensors.values()
     want = testing.expected(q, k, v)
     score = (*Problem.from_sdpa(q, k, v, None, 0.0).score, False)
-    for splits in (1, 2, 3, 7, 128):
-        out, lse = torch.empty(1, 2, 2, 64, dtype=BF16), torch.empty(1, 2, 2)
-        written = (out, lse, torch.empty(4 * splits * 65))
+    for splits in (1, 3, 128):
+        out, lse = torch.empty(1, 2, 2, size, dtype=dtype), torch.empty(1, 2, 2)
+        written = (out, lse, torch.empty(4 * splits * (size + 1)))
         tensors = (q, k, v, None, None, *written)
         simulated.recorder.run(torch.ops.attnkern.cuda_forward, tensors, splits, *score, results=written)
         for name, actual in (("out", out), ("lse", lse)):
@@ -177,7 +285,7 @@ def test_rows_of_heads_are_dealt_out_longest_first(simulated):
     simulated.sdpa(q, q, q)
     causal, plain = simulated.recorder.launches
     assert causal.grid == plain.grid == (3 * 2 * 3, 1, 1)
-    assert [causal.parameters[0][-8], plain.parameters[0][-8]] == [1, 0]  # the last member, heads_first
+    assert [causal.parameters[0][-7], plain.parameters[0][-7]] == [1, 0]  # the last member, heads_first
 
 
 def test_no_bank_conflicts(simulated):
@@ -187,9 +295,76 @@ def test_no_bank_conflicts(simulated):
     assert [report.bank_conflicts for report in simulated.recorder.reports] == [0] * 6
 
 
+def planned(chip, *sizes, multiprocessors=100, **options):
+    """The first line of a plan: kind, rows, keys, head class, threads, bytes of shared memory, blocks, the rest."""
+    kinds = {key: options.pop(key) for key in ("dtype", "mask", "heads_k", "layout") if key in options}
+    inputs = testing.make_inputs(*sizes, **kinds).tensors
+    limit = SHARED_LIMIT[chip]
+    line = cuda.plan(
+        Problem.from_sdpa(*inputs.values(), **options), on=cuda.Chip(chip, multiprocessors, limit + 1024, limit)
+    )[0]
+    pattern = r"(\w+), sm_80: (\d+) x (\d+) .*head size up to (\d+), (\d+) threads, (\d+) bytes .*?, (\d+) blocks(.*)"
+    found = re.match(pattern, line)
+    return (found[1], *map(int, found.groups()[1:7]), found[8])
+
+
+KIB = 1024
+# dtype, head size -> rows, keys, head class, threads, KiB of shared memory; variant
+TILES = {
+    (BF16, 64): (128, 64, 64, 128, 32, "plain"),
+    (FP16, 100): (128, 64, 128, 128, 64, "plain"),
+    (BF16, 160): (64, 64, 192, 128, 72, "plain"),
+    (BF16, 256): (64, 64, 256, 128, 96, "plain"),
+    (BF16, 257): (64, 64, 512, 256, 98, "general"),
+    (FP32, 8): (128, 16, 32, 128, 20, "general"),
+    (FP32, 64): (128, 16, 64, 128, 40, "general"),
+    (FP32, 128): (64, 32, 128, 128, 64, "general"),
+    (FP32, 192): (64, 32, 192, 128, 96, "general"),
+    (FP32, 256): (64, 16, 256, 128, 96, "general"),
+    (FP32, 512): (32, 64, 512, 256, 97, "general"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "size"), TILES, ids=str)
+def test_plan_of_forward(dtype, size):
+    """Tiles by dtype and head size, within 99 KiB and so the same on every chip; blocks by rows, heads and batch."""
+    *tile, kib, variant = TILES[dtype, size]
+    for chip in (80, 86, 120):
+        found = planned(chip, 2, 3, 300, 70, size, dtype=dtype)
+        assert found == ("forward", *tile, kib * KIB, -(-300 // tile[0]) * 6, f", {variant}")
+    causal = planned(80, 2, 3, 300, 70, size, dtype=dtype, is_causal=True)
+    assert causal[-1] == f", {variant}, longest rows first"
+
+
+# dtype, head size -> packed rows, keys, head class, threads, KiB of shared memory
+DECODE_TILES = {
+    (BF16, 128): (16, 64, 128, 128, 68),
+    (BF16, 256): (16, 64, 256, 128, 72),
+    (BF16, 512): (64, 64, 512, 256, 98),
+    (FP32, 64): (16, 64, 64, 128, 68),
+    (FP32, 128): (16, 64, 128, 128, 72),
+    (FP32, 256): (16, 32, 256, 128, 80),
+    (FP32, 300): (32, 64, 512, 256, 97),
+}
+
+
+@pytest.mark.parametrize(("dtype", "size"), DECODE_TILES, ids=str)
+def test_plan_of_decode(dtype, size):
+    *tile, kib = DECODE_TILES[dtype, size]
+    long = {"heads_k": 2, "enable_gqa": True, "dtype": dtype}
+    found = planned(80, 1, 8, 4, 5000, size, **long)
+    splits = int(re.search(r"keys in (\d+) splits", found[-1])[1])
+    assert found[:-1] == ("decode", *tile, kib * KIB, 2 * splits)
+    assert splits > 1
+    # More heads than the chip can hold need no splits; more queries than are packed, and dropout, no decode.
+    assert "keys not split" in planned(80, 1, 8, 4, 5000, size, **long, multiprocessors=1)[-1]
+    assert planned(80, 1, 8, 17, 5000, size, **long)[0] == "forward"
+    assert planned(80, 1, 8, 4, 5000, size, **long, dropout_p=0.5)[0] == "forward"
+
+
 REFUSED = {
-    "query is float32": {"dtype": FP32},
-    "head size 264 is above 256": {"size": 264},
+    "query is float64": {"dtype": torch.float64},
+    "head size 520 is above 512": {"size": 520},
 }
 
 

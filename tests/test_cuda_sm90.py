@@ -127,6 +127,23 @@ def test_without_lse(forward):
     testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, name="out")
 
 
+@pytest.mark.parametrize("sizes", CLASSES, ids=str)
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_orders(forward, order, sizes):
+    """Each order of products and softmax that may be timed against the others, with tiles enough for turns to be taken
+    across them."""
+    q, k = (torch.randn(1, 3, length, sizes[0], dtype=BF16) for length in (130, 300))
+    v = torch.randn(1, 3, 300, sizes[1], dtype=BF16)
+    out = torch.full((1, 3, 130, sizes[1]), torch.nan, dtype=BF16)
+    score = (sizes[0] ** -0.5, *SCORE[1:])
+    forward.recorder.multiprocessors, forward.recorder.seed = 2, order
+    forward.recorder.run(torch.ops.attnkern.cuda_forward_sm90, (q, k, v, out), order, *score, results=[out])
+    (launch,) = forward.recorder.launches
+    assert f"5OrderE{order}" in launch.name
+    want = testing.expected(q, k, v)["out"]
+    testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, name="out")
+
+
 # --------------------------------------------------------------------------------------------- tiles, one after another
 
 ROUNDS = ((1, 5, 250, 450, 64), {}, CAUSAL)  # 10 tiles of 1 to 4 blocks of keys

@@ -111,7 +111,7 @@ def test_without_a_device_nothing_is_run(monkeypatch, capsys):
     assert "sees no CUDA device: nothing was run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", ["gpu_kernels --list", "bench.choose --dry-run"])
+@pytest.mark.parametrize("module", ["gpu_kernels --list", "bench.choose --dry-run", "bench.orders --dry-run"])
 def test_what_the_stages_call_is_there(module):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run([sys.executable, "-m", *module.split()], cwd=ROOT, env=env, capture_output=True, text=True)

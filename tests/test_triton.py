@@ -302,6 +302,60 @@ def test_explain_tells_of_copies():
         assert [note.split(" (")[0] for note in notes] == ["copies query", "copies value"]
 
 
+def plan_of(capability, inputs, **options):
+    with routed(capability):
+        return attnkern.explain(*inputs.tensors.values(), backend="triton", **options)
+
+
+def test_explain_tells_the_plan():
+    """The launches of a call, as it makes them."""
+    inputs = testing.make_inputs(1, 2, 40, 70, 64, dtype=BF16)
+    forward = "forward: tiles of 128 queries x 64 keys, pointers, 3 stages, 4 warps, 2 programs"
+    explanation = plan_of(80, inputs)
+    assert explanation.plan == (forward,)
+    assert str(explanation).endswith(f"triton: chosen\n    {forward}") or f"\n    {forward}\n" in str(explanation)
+    for x in inputs.tensors.values():
+        x.requires_grad_()
+    lines = plan_of(90, inputs).plan
+    assert [line.split(":")[0] for line in lines] == ["forward", "delta", "dkdv", "dq"]
+    assert [" TMA," in line for line in lines] == [True, False, True, True]
+    wide = testing.make_inputs(1, 2, 40, 70, 300, dtype=FP32)
+    assert ", 32 columns at a time, pointers, " in plan_of(90, wide).plan[0]
+    assert plan_of(80, testing.make_inputs(1, 2, 0, 70, 64)).plan == ("no kernel: nothing to add up",)
+
+
+def test_explain_tells_of_splits_as_they_are_launched(monkeypatch):
+    inputs = testing.make_inputs(2, 4, 2, 1100, 64, heads_k=2, dtype=BF16)
+    splits, combine = plan_of(80, inputs, enable_gqa=True).plan
+    grids = []
+    with routed(80):
+        monkeypatch.setattr(launch, "run", lambda kernel, grid, args, index: grids.append((grid, args)))
+        attnkern.attention(**inputs.tensors, enable_gqa=True, backend="triton")
+    (grid, args), (combined, _) = grids
+    parts = args[4].shape[3]
+    assert parts > 1
+    assert splits.startswith(
+        f"decode: keys in {parts} splits, tiles of 16 queries of the heads that share their keys x "
+    )
+    assert splits.endswith(f", {grid} programs")
+    assert combine.endswith(f", {combined} programs")
+
+
+def test_decode_copies_nothing():
+    """Its kernel loads by pointers: rows that no descriptor can stand for stay where they are."""
+    many, few = (testing.make_inputs(1, 2, n, 1100, 24, dtype=BF16, layout="offset") for n in (100, 1))
+    assert [note.split(" (")[0] for note in plan_of(90, many).notes] == ["copies key", "copies value"]
+    assert plan_of(90, few).plan[0].startswith("decode: ")
+    assert plan_of(90, few).notes == ()
+
+
+def test_explain_tells_of_copies_in_the_backward_pass():
+    inputs = testing.make_inputs(1, 2, 40, 70, 24, dtype=BF16, layout=("offset", "contiguous", "contiguous"))
+    inputs.key.requires_grad_()
+    assert plan_of(90, inputs).notes == ("copies query in the backward pass",)
+    assert plan_of(80, inputs).notes == ()
+
+
 @pytest.fixture
 def precision():
     """Sets what torch allows products of float32 to be rounded to."""

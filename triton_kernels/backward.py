@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .forward import load_tile, product, store_tile
-from .score import dropout_keep, load_row_constants, reached, score_gradient, scores, weights
+from .score import dropout_keep, load_row_constants, program_rows, reached, score_gradient, scores, weights
 
 
 @triton.jit
@@ -272,13 +272,10 @@ def dq_kernel(
 
     Pointers and descriptors as in forward_kernel. Grid: blocks of queries * batch * heads.
     """
-    block = tl.program_id(0) // (batch * heads)
-    if HAS_HIGH:
-        block = (seqlen_q + BLOCK_M - 1) // BLOCK_M - 1 - block
-    batch_head = tl.program_id(0) % (batch * heads)
-    b, h = batch_head // heads, batch_head % heads
+    first_row, batch_head, b, h, key, counted = program_rows(
+        seed, batch, heads, seeded_batch, seqlen_q, BLOCK_M, HAS_HIGH, DROPOUT
+    )
     hk, hv = h // group_k, h // group_v
-    first_row = block * BLOCK_M
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     q += b64 * q_stride_b + h64 * q_stride_h
     grad_out += b64 * grad_stride_b + h64 * grad_stride_h
@@ -291,12 +288,6 @@ def dq_kernel(
         bias += b64 * bias_stride_b + h64 * bias_stride_h
     if DBIAS:
         dbias += b64 * dbias_stride_b + h64 * dbias_stride_h
-    key = 0
-    counted = 0
-    if DROPOUT:
-        key = tl.load(seed + b // seeded_batch)
-        counted = (b % seeded_batch).to(tl.int64) * heads + h
-
     q0, g0 = q, grad_out
     if CHUNK == 0:
         q0 = load_tile(q, 0, 0, first_row, q_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0, False, True)

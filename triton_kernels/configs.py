@@ -213,6 +213,7 @@ _FEW = "a few words of 255 registers; without the spill only half the tile, with
 _SM120 = (
     "sm_80 spills nothing here, ptxas has fewer registers to spare for sm_120; a tile of its own awaits measurement"
 )
+_TWO = "a few words of 128 registers, to which ptxas keeps so that two blocks fit onto a multiprocessor"
 _FP32 = "tf32x3 splits every operand in two: of the tiles from 16 x 16 on, each spills, and this one least"
 _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "forward", 2, "plain", 192): {"120a": (148, _SM120)},
@@ -236,6 +237,17 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "dbias", 2, "tile", 256): {"80 86": (48, _FEW)},
     (80, "dbias", 2, "tile", 512): {"80": (48, _FEW)},
     (90, "dbias", 2, "tile", 256): {"90a": (48, _FEW)},
+    (80, "tangent", 2, "plain", 128): {"80 86": (16, _TWO)},
+    (80, "tangent", 2, "plain", 512): {"120a": (48, _SM120)},
+    (80, "tangent", 4, "plain", 512): {"80": (52, _FP32), "120a": (240, _FP32)},
+    (80, "second_dq", 2, "plain", 128): {"80": (8, _TWO)},
+    (80, "second_dq", 2, "plain", 256): {"80": (8, _FEW)},
+    (80, "second_dq", 2, "plain", 512): {"80": (24, _FEW)},
+    (80, "second_dq", 4, "plain", 256): {"120a": (60, _SM120)},
+    (80, "second_dkdv", 2, "plain", 128): {"86": (8, _TWO)},
+    (80, "second_dkdv", 2, "plain", 512): {"80": (40, _FEW)},
+    (80, "second_dkdv", 4, "plain", 512): {"80": (228, _FP32), "120a": (288, _FP32)},
+    (90, "tangent", 2, "plain", 128): {"90a": (16, _TWO)},
     (90, "forward", 2, "plain", 512): {"90a": (16, _FEW)},
     (90, "dkdv", 4, "plain", 256): {"90a": (48, _FEW)},
     (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},

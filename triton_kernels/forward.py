@@ -8,7 +8,7 @@ that is no power of two is split, D = D0 + D1, so that nothing is multiplied by 
 import triton
 import triton.language as tl
 
-from .score import dropout_keep, log_sum_exp, reached, scores, softmax_step
+from .score import dropout_keep, log_sum_exp, program_rows, reached, scores, softmax_step
 
 
 @triton.constexpr_function
@@ -129,14 +129,10 @@ def forward_kernel(
     elements; out like q; lse (batch, heads, seqlen_q) contiguous, fp32, natural logarithm.
     Grid: blocks of queries * batch * heads.
     """
-    # Longest rows first, over all heads: with a causal band the last blocks of queries reach the most keys.
-    block = tl.program_id(0) // (batch * heads)
-    if HAS_HIGH:
-        block = (seqlen_q + BLOCK_M - 1) // BLOCK_M - 1 - block
-    batch_head = tl.program_id(0) % (batch * heads)
-    b, h = batch_head // heads, batch_head % heads
+    first_row, batch_head, b, h, key, counted = program_rows(
+        seed, batch, heads, seeded_batch, seqlen_q, BLOCK_M, HAS_HIGH, DROPOUT
+    )
     hk, hv = h // group_k, h // group_v
-    first_row = block * BLOCK_M
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
 
     q += b64 * q_stride_b + h64 * q_stride_h
@@ -147,12 +143,6 @@ def forward_kernel(
         v1 = v0
     if BIAS > 0:
         bias += b64 * bias_stride_b + h64 * bias_stride_h
-    key = 0
-    counted = 0
-    if DROPOUT:
-        key = tl.load(seed + b // seeded_batch)
-        counted = (b % seeded_batch).to(tl.int64) * heads + h
-
     q0 = q
     if CHUNK == 0:
         q0 = load_tile(q, 0, 0, first_row, q_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0, False, True)

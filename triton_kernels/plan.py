@@ -533,9 +533,12 @@ def gate_cases() -> list[dict[str, Any]]:
         for itemsize, size in itertools.product((2, 4), (64, 128, 256, 512)):
             problem = gate_problem(capability, size, itemsize, "tile")
             steps = backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
-            spills = configs.BUDGETS.get((configs.Row(capability, "dbias", itemsize, "tile"), size), {})
-            for name, step, budget in (("delta", steps.delta, {}), ("dbias", steps.dbias, spills)):
+            direction = Direction(problem.q, problem.k, problem.v, problem.bias)
+            _, second = second_backward_plan(problem, direction, problem.q, problem.q, True, GRAD_BIAS)
+            named = {"delta": steps.delta, "dbias": steps.dbias, "second_dbias": second.dbias}
+            for name, step in named.items():
                 assert step is not None
+                budget = configs.BUDGETS.get((configs.Row(capability, name, itemsize, "tile"), size), {})
                 about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size} sm_{capability}"
                 claims = {"archs": archs, "require": {archs: {"LDG": 1}}, "spills": budget}
                 cases.append({"name": about, **step.kernel.gate_case(), **claims})
@@ -546,27 +549,40 @@ def gate_cases() -> list[dict[str, Any]]:
 
 
 def _decode_gate_cases(size: int, itemsize: int) -> list[dict[str, Any]]:
-    """decode_kernel with the most rows in a tile, and its combine_kernel."""
-    problem = gate_problem(80, size, itemsize, "plain")
-    x = problem.q._replace(shape=(2, 4, 32, size))
-    bottom_right = (*problem.score[:4], 1024 - 32, 0.0)
-    plan = forward_plan(problem._replace(q=x, score=bottom_right), True, 132)
-    assert plan.step is not None
-    assert plan.combine is not None
-    archs, options, constants = "80 90a 120a", plan.step.kernel.options, plan.step.kernel.constants
-    scores = constants["BLOCK_M"] * constants["BLOCK_N"] // options["num_warps"]
-    hmma = (size + (constants["CHUNK"] or size)) * scores // 2048 * (1 if itemsize == 2 else 6)
-    counts = {"HMMA": hmma, **({"LDGSTS": 1} if options["num_stages"] > 1 else {})}
-    named = ((plan.step, "decode", counts), (plan.combine, "combine", {"LDG": 1}))
-    return [
-        {
-            "name": f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size}",
-            **step.kernel.gate_case(),
-            "archs": archs,
-            "require": {archs: require},
-        }
-        for step, name, require in named
-    ]
+    """decode_kernel with the most rows in a tile and with the fewest, and with everything that scores can have besides;
+    and combine_kernel for few parts and many."""
+    archs = "80 90a 120a"
+    of = f"{'bf16' if itemsize == 2 else 'fp32'} d{size}"
+    most = configs.decode(configs.MAX_DECODE_ROWS, size, size, itemsize).block_m
+    cases: dict[str, dict[str, Any]] = {}
+    for rows, feature, keys in ((most, "plain", 1024), (16, "plain", 2**17), *((most, f, 1024) for f in _DECODED)):
+        problem = gate_problem(80, size, itemsize, "mods" if feature == "mods" else "plain")
+        shape = (2, 4, rows, size)
+        bias = Layout((1, 4, rows, keys), (0, rows * keys, keys, 1)).kind() if feature in ("tile", "mask") else None
+        k = Kind((2, 4, keys, size), (0, 0, 0, 0), True).like(size).kind()
+        problem = problem._replace(
+            q=problem.q._replace(shape=shape),
+            k=k,
+            v=k,
+            bias=bias,
+            bias_dtype=None if bias is None else torch.bool if feature == "mask" else problem.dtype,
+            score=(*problem.score[:4], keys - rows, 0.0),  # causal, aligned to the last key
+        )
+        plan = forward_plan(problem, True, 132)
+        assert plan.step is not None
+        assert plan.combine is not None
+        constants, options = plan.step.kernel.constants, plan.step.kernel.options
+        scores = constants["BLOCK_M"] * constants["BLOCK_N"] // options["num_warps"]
+        hmma = (size + (constants["CHUNK"] or size)) * scores // 2048 * (1 if itemsize == 2 else 6)
+        counts = {"HMMA": hmma, **({"LDGSTS": 1} if options["num_stages"] > 1 else {})}
+        name = f"triton decode {of} {constants['BLOCK_M']} rows {feature}"
+        cases[name] = {**plan.step.kernel.gate_case(), "require": {archs: counts}}
+        name = f"triton combine {of} {plan.combine.kernel.constants['SPLITS']} parts"
+        cases[name] = {**plan.combine.kernel.gate_case(), "require": {archs: {"LDG": 1}}}
+    return [{"name": name, "archs": archs, **case} for name, case in cases.items()]
+
+
+_DECODED = ("tile", "mask", "mods")
 
 
 def gate_problem(capability: int, size: int, itemsize: int, feature: str) -> Problem:

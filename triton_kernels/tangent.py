@@ -78,7 +78,6 @@ def products(
         total = times_transposed(None, a0, a1, b0, b1, D1, PRECISION)
         tangent = times_transposed(None, ta0, ta1, b0, b1, D1, PRECISION)
         tangent = times_transposed(tangent, a0, a1, tb0, tb1, D1, PRECISION)
-        return total, tangent
     else:
         total = tl.zeros([A_ROWS, B_ROWS], tl.float32)
         tangent = tl.zeros([A_ROWS, B_ROWS], tl.float32)
@@ -92,10 +91,10 @@ def products(
             if tb0 is not None:
                 tb = load_tile(tb0, 0, 0, b_first, tb_stride, b_length, dim, dims, B_ROWS, CHUNK, False, True)
                 tangent = times_transposed(tangent, a, a, tb, tb, 0, PRECISION)
-        if (ta0 is None) and (tb0 is None):
-            return total, None
-        else:
-            return total, tangent
+    if (ta0 is None) and (tb0 is None):
+        return total, None
+    else:
+        return total, tangent
 
 
 @triton.jit

@@ -39,10 +39,14 @@ class Rule(NamedTuple):
 
 
 ANY = (0, 2**30)
+# The model: docs/cuda_kernels.md (what the inner loops allow, from their SASS), for kernels as they are here.
 RULES: tuple[Rule, ...] = (
-    Rule((90,), (), ("plain",), ANY, ("cuda-sm90", "triton", "cuda"), "only warp-specialised wgmma hides the softmax"),
-    Rule((90, 100, 103), (), (), ANY, ("triton", "cuda"), "wgmma and tcgen05 outrun mma.sync, which the C++ has"),
-    Rule((), (), (), ANY, ("triton", "cuda"), "one instruction for both; tiles of the model are as good"),
+    Rule(
+        (90,), (), ("plain",), ANY, ("cuda-sm90", "triton", "cuda"), "softmax beside P V, where Triton's kernels wait"
+    ),
+    Rule((90, 100, 103), (), (), ANY, ("triton", "cuda"), "wgmma or tcgen05 outruns mma.sync"),
+    Rule((), (), ("plain",), ANY, ("cuda", "triton"), "less traffic of shared memory for the same products"),
+    Rule((), (), (), ANY, ("triton", "cuda"), "kernels that hold no feature but the call's"),
 )
 _rules: tuple[Rule, ...] = RULES
 _source = MODEL
@@ -71,10 +75,19 @@ def call_of(problem: Problem, capability: int) -> Call:
     return Call(capability, training, kind, max(q.shape[3], v.shape[3]))
 
 
-@functools.cache
 def rule_for(call: Call) -> Rule:
     """The first rule that matches. Every set of rules ends with one for all calls."""
-    return next(rule for rule in _rules if _matches(rule, call))
+    return _first_match(call) if torch.compiler.is_compiling() else _known_match(call)
+
+
+def _first_match(call: Call) -> Rule:
+    for rule in _rules:
+        if _matches(rule, call):
+            return rule
+    raise LookupError(f"no rule for {call}")
+
+
+_known_match = functools.cache(_first_match)
 
 
 def source() -> str:
@@ -86,7 +99,7 @@ def use_rules(rules: Sequence[Rule], source: str = MODEL) -> None:
     """Makes `rules` (a result of `load`, or `RULES`) those of this process. Those of `RULES` follow them."""
     global _rules, _source
     _rules, _source = (*rules, *RULES), source
-    rule_for.cache_clear()
+    _known_match.cache_clear()
 
 
 def load(path: str | Path) -> tuple[list[Rule], str]:
@@ -97,7 +110,8 @@ def load(path: str | Path) -> tuple[list[Rule], str]:
     content = json.loads(Path(path).read_text())
     rules = []
     for entry in content["rules"]:
-        rule = Rule(*(tuple(x) if isinstance(x, list) else x for x in (entry[name] for name in Rule._fields)))
+        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in entry.items()}
+        rule = Rule(**fields)
         for name, found, known in (
             ("passes", rule.passes, PASSES),
             ("kinds", rule.kinds, KINDS),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from .._library import load_error
 from ..problem import Problem
 
 NAME = "cuda"
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_LENGTH = 2**30 - 1
 FEW_QUERIES = 64  # at most so many, and the kernels of decode.cu may be better
-_DTYPES = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @functools.cache
@@ -52,7 +52,7 @@ class Chip(NamedTuple):
 @functools.cache
 def chip(index: int) -> Chip:
     """The limits of a CUDA device."""
-    found = torch.cuda.get_device_properties(index)
+    found: Any = torch.cuda.get_device_properties(index)
     shared = found.shared_memory_per_multiprocessor, found.shared_memory_per_block_optin
     return Chip(capability(index), found.multi_processor_count, *shared)
 
@@ -66,7 +66,7 @@ def refusals(problem: Problem) -> list[str]:
     elif (found := capability(q.get_device())) < 80:
         reasons.append(f"compute capability {found / 10}, and 8.0 is needed")
     if q.dtype not in _DTYPES:
-        reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}, and these kernels take bfloat16 and float16")
+        reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
     if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
@@ -102,7 +102,7 @@ def plan(problem: Problem, on: Chip | None = None) -> list[str]:
     return text.splitlines()
 
 
-def _address(x: Tensor) -> int:
+def _address(x: Tensor) -> int | torch.SymInt:
     """Of the first element within its storage: storages start at multiples of 16 bytes, and fake tensors have none."""
     return x.storage_offset() * x.element_size()
 
@@ -130,7 +130,8 @@ def _fits_tensor_map(x: Tensor) -> bool:
     """Whether TMA can read it: as `fits_tensor_map` in csrc/cuda/tensor_map.h."""
     steps = [0 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
     dense = x.stride(3) == 1 or x.shape[3] == 1
-    return dense and (steps[2] != 0 or x.shape[2] == 1) and _address(x) % 16 == 0 and all(s % 8 == 0 for s in steps)
+    aligned = torch.compiler.is_compiling() or _address(x) % 16 == 0  # a trace doesn't see where a view begins
+    return dense and (steps[2] != 0 or x.shape[2] == 1) and aligned and all(s % 8 == 0 for s in steps)
 
 
 def run(operator, tensors: tuple[Tensor | None, ...], *rest, results: tuple[Tensor | None, ...] = ()):

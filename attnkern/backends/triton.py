@@ -54,15 +54,75 @@ def notes(problem: Problem) -> list[str]:
     """What a call costs beyond its kernels: the inputs that must be copied."""
     tensors = {"query": problem.q, "key": problem.k, "value": problem.v}
     copied = {name for name, x in tensors.items() if not _has_rows(x)}
+    later = set()
+    for name, step in _launches(problem)[0]:
+        loaded = {"forward": ("key", "value"), "dq": ("key", "value"), "dkdv": ("query", "grad_out")}.get(name, ())
+        padded = {x for x, unit in zip(loaded, step.pads, strict=False) if unit}
+        if name == "forward":
+            copied |= padded
+        else:
+            later |= padded & set(tensors)
+    told = [f"copies {name} (strides {tuple(x.stride())})" for name, x in tensors.items() if name in copied]
+    again = [name for name in tensors if name in later]
+    return [*told, f"copies {' and '.join(again)} in the backward pass"] if again else told
+
+
+def plan(problem: Problem) -> list[str]:
+    """How the call is cut, a line for each kernel; the backward pass is in them where an input requires a gradient."""
+    steps, splits = _launches(problem)
+    return [_line(name, step, splits) for name, step in steps] or ["no kernel: nothing to add up"]
+
+
+def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
+    """Name and `Step` of the launches of a call, in order; and how many splits of the keys there are, if any."""
     plans = _plans()
-    if plans.configs.has_tma(plans.launch.capability(problem.q.get_device())):
-        size = problem.q.dtype.itemsize
-        for name in ("key", "value"):
-            x = tensors[name]
-            # Storages start at multiples of 16 bytes. (Of a fake tensor there is no address.)
-            if not plans.Kind(x.shape, x.stride(), x.storage_offset() * size % 16 == 0).describable(16 // size):
-                copied.add(name)
-    return [f"copies {name} (strides {tuple(x.stride())})" for name, x in tensors.items() if name in copied]
+    q, k, v, bias, score, _ = problem
+    index = q.get_device()
+
+    def kind(x: Tensor, as_it_is: bool) -> Any:
+        # As kernels get it. Storages start at multiples of 16 bytes; of a fake tensor there is no address.
+        aligned = x.storage_offset() * x.element_size() % 16 == 0
+        if not as_it_is:
+            x, aligned = torch.empty(x.shape, dtype=x.dtype, device="meta"), True
+        return plans.Kind(x.shape, x.stride(), aligned)
+
+    kinds = [kind(x, _has_rows(x)) for x in (q, k, v)]
+    key = plans.Problem(
+        plans.launch.capability(index),
+        q.dtype,
+        *kinds,
+        None if bias is None else kind(bias, _narrow_enough(bias)),
+        None if bias is None else bias.dtype,
+        int(score.dropout_p > 0),
+        tuple(score),
+        _tf32(q),
+    )
+    wanted = ((q, ops.GRAD_Q), (k, ops.GRAD_K), (v, ops.GRAD_V), (bias, ops.GRAD_BIAS))
+    grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
+    forward = plans.forward_plan(key, grad_mask > 0, plans.launch.processors(index))
+    steps = [("forward" if forward.combine is None else "decode", forward.step), ("combine", forward.combine)]
+    if grad_mask:
+        out = forward.out.kind()
+        backward = plans.backward_plan(key, out, out, False, grad_mask)
+        steps += [(name, getattr(backward, name)) for name in ("delta", "dkdv", "dq", "dbias")]
+    splits = forward.parts[3] if forward.parts else 0
+    return [(name, step) for name, step in steps if step is not None], splits
+
+
+def _line(name: str, step: Any, splits: int) -> str:
+    constants, options = step.kernel.constants, step.kernel.options
+    tile = []
+    if "BLOCK_N" in constants:
+        rows = "queries of the heads that share their keys" if name == "decode" else "queries"
+        tile.append(f"tiles of {constants['BLOCK_M']} {rows} x {constants['BLOCK_N']} keys")
+        if chunk := constants["CHUNK"]:
+            tile.append(f"{chunk} columns at a time")
+        tile.append("TMA" if step.descriptors else "pointers")
+        tile.append(f"{options['num_stages']} stage{'s' * (options['num_stages'] > 1)}")
+    if name == "decode":
+        tile.insert(0, f"keys in {splits} split{'s' * (splits > 1)}")
+    tile += [f"{options['num_warps']} warps", f"{step.grid} programs"]
+    return f"{name}: {', '.join(tile)}"
 
 
 def forward(
@@ -325,12 +385,16 @@ def _problem(
         None if bias is None else bias.dtype,
         0 if seed is None else seed.shape[0],
         score,
-        q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
+        _tf32(q),
     )
 
 
 def _kind(plans: Any, x: Tensor) -> Any:
     return plans.Kind(x.shape, x.stride(), x.data_ptr() % 16 == 0)
+
+
+def _tf32(q: Tensor) -> bool:
+    return q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -346,6 +410,8 @@ def _has_rows(x: Tensor) -> bool:
 
 def _narrow(bias: Tensor | None) -> Tensor | None:
     """The bias, copied if the strides of its rows and columns need more than 32 bits."""
-    if bias is None or max(bias.stride()[2:]) < 2**31:
-        return bias
-    return bias.contiguous()
+    return bias if bias is None or _narrow_enough(bias) else bias.contiguous()
+
+
+def _narrow_enough(bias: Tensor) -> bool:
+    return max(bias.stride()[2:]) < 2**31

@@ -482,7 +482,6 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
 // Shapes. Registers bound the columns (sums of one head size per row, products of one row with the columns); shared
 // memory bounds the rest. Wide ones take what an A100, H100 or B200 has, narrow ones what every chip since sm_80 has.
 constexpr int kWideShared = 163 * 1024, kNarrowShared = 99 * 1024;
-constexpr int kHeadDims = 256;  // the most that they hold
 
 template <int kHeadDim, bool kPlain, bool kWide>
 struct DkdvShape;
@@ -660,7 +659,7 @@ BackwardPlan plan_backward(const BackwardCall& p, int shared_limit) {
   BackwardPlan plan{};
   if (p.batch * p.heads_q == 0) return plan;
   const bool bias_by_rows = p.dbias.data != nullptr && is_full_size(p);
-  if (p.dtype == DType::kFloat32 || std::max(p.head_dim, p.head_dim_v) > kHeadDims) {
+  if (p.dtype == DType::kFloat32 || std::max(p.head_dim, p.head_dim_v) > kMostHead) {
     plan_chunked(p, shared_limit, bias_by_rows, plan);
   } else {
     plan_tiles(p, shared_limit, bias_by_rows, plan);

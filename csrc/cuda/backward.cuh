@@ -25,7 +25,6 @@ struct BackwardArgs {
 };
 
 // backward_chunked.cu: what it takes of the plan, and its launches.
-inline constexpr int kMaxChunked = 512;
 void plan_chunked(const BackwardCall& p, int shared_limit, bool bias_by_rows, BackwardPlan& plan);
 int backward_chunked(const BackwardCall& p, const BackwardPlan& plan, const BackwardArgs& common, void* stream);
 

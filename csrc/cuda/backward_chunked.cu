@@ -1,18 +1,19 @@
-// The backward pass where whole rows of tiles don't fit: float32, and 16-bit head sizes above 256. What is computed,
+// The backward pass where tiles of whole rows don't fit: float32, and 16-bit head sizes above 256. What is computed,
 // and what rows and columns are, is said in backward.cu; this is its other way of going through memory.
 //
 // Tiles of 64 rows and 64 columns are read by chunks of 256 bytes of the head dimension, one chunk ahead: for the
-// scores those of both factors, for the gradients those of the columns once more. The gradients of a block, up to 64
-// rows x 512 16-bit or float32 columns, stay in registers. Between the two products the scores change hands through
-// shared memory, so that a warp has 16 rows x 32 columns of the scores, and then 32 rows x a quarter of each chunk of
-// the gradients.
+// scores those of both, for the gradients those of the columns once more. The gradients that a block makes, 64 rows of
+// 512 columns in all, stay in registers, 128 of a thread. Between the products the scores change hands through shared
+// memory, so that a warp computes 16 rows and 32 columns of them, and then the gradients of 32 rows and a quarter of
+// each chunk (float32: of 16 rows and half of it).
 //
-//   Cycles, in units of 64 x 64 x head size multiplications. Where dK and dV fit together a step is 2 products for the
-//   scores and 2 for the gradients; above 256 they are made by blocks of their own, (1 + 1) + (2 + 1) = 5 for 4. Halves
-//   of both in one block would be 2 x (2 + 1) = 6, rows by 32 the same 4 with a tenth of a tile's use per byte read.
-//   Shared memory, in 128-byte reads per cycle of a 16-bit mma on sm_80: 1.5 for scores, 1.0 for gradients; float32 has
-//   1.5 with tf32 and 0.5 with three of them. Reading from L2: 48 bytes per cycle and multiprocessor in 16 bits, and 32
-//   if the chunks of the rows stay in shared memory, which the plan decides by what there is of it.
+// Why so. In products of 64 x 64 x head size, dK and dV of one tile are 4: two for the scores, two for the gradients.
+// Where both don't fit, for head sizes above 256, one launch makes dV and one dK, (1 + 1) + (2 + 1) = 5; blocks with
+// half of each would need 2 (2 + 1) = 6, and tiles of 32 rows 4, but twice the bytes for each product. Read from L2 at
+// head size 512, in bytes for each cycle of the 16-bit tensor cores of sm_80, of the 40 or so that it delivers: 32 for
+// dV, 40 for dK and dQ, where 163 KiB of shared memory keep 5 chunks of the rows, up to 50 where there are 99. Reads of
+// shared memory, in cycles of 128 bytes for each of the tensor cores: 1.5 in 16 bits, 2 in tf32 and 0.7 in three
+// products of tf32 for the scores; 1, 1.5 and 0.5 for the gradients. A model, not measured.
 #include "cuda/backward.cuh"
 #include "cuda/launch.cuh"
 
@@ -46,7 +47,9 @@ struct ChunkedArgs : BackwardArgs {
   int32_t made1, made0;
   // The rounds of a step: one for each chunk of the scores, of dO V^T if dS is wanted, of dV, of dK or dQ.
   int32_t score_rounds, rounds;
-  bool resident;  // the chunks of the rows stay in shared memory
+  // Tiles of rows in shared memory. The first `resident` score rounds have theirs all the time, the others, if there
+  // are any, share the last two.
+  int32_t row_tiles, resident;
 };
 
 // Shared memory: 2 tiles of columns; 2 of rows, or all there are; the scores that change hands; lse and delta of the
@@ -126,10 +129,10 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   const int steps = tiles * (kKeyRows ? p.group_out : 1);
 
   const auto query_row = [&](int h) { return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q; };
-  const auto row_tile = [&](int which, int chunk, int stage) {
-    return base + kRowTilesAt + (p.resident ? which * p.chunks0 + chunk : stage) * kRowTile;
+  const auto row_tile = [&](int round, int stage) {
+    return base + kRowTilesAt + (round < p.resident ? round : p.resident + stage) * kRowTile;
   };
-  const uint32_t handed_over = base + kRowTilesAt + (p.resident ? p.chunks0 + p.chunks1 : 2) * kRowTile;
+  const uint32_t handed_over = base + kRowTilesAt + p.row_tiles * kRowTile;
   const auto constants = [&](int parity, int which) {
     return handed_over + C::kHandOver + (parity * 2 + which) * kCols * 4;
   };
@@ -139,8 +142,8 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
     const T* source = head_of<T>(rows, batch, of_head) + chunk * C::kChunk * rows.stride[3];
     load_tile<T, C::kChunk, kRows, kThreads, false>(tile, at, source, first, length);
   };
-  // Chunk of Q and K (which = 0) or of dO and V for query head h.
-  const auto load_rows = [&](uint32_t tile, int which, int chunk) {
+  const auto load_rows = [&](uint32_t tile, int round) {
+    const int which = round >= p.chunks0, chunk = which ? round - p.chunks0 : round;
     const Rows& rows = kKeyRows ? (which ? p.v : p.k) : (which ? p.grad_out : p.q);
     const int group = kKeyRows ? (which ? p.group_v : p.group_k) : 1;
     load_chunk(tile, rows, first_head / group, chunk, first_row, seqlen_rows);
@@ -154,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
     const Rows& cols = kKeyRows ? (which ? p.grad_out : p.q) : (which ? p.v : p.k);
     const int group = kKeyRows ? 1 : (which ? p.group_v : p.group_k);
     load_chunk(base + stage * kColTile, cols, query_head / group, chunk, col, seqlen_cols);
-    if (scores && !p.resident) load_rows(row_tile(which, chunk, stage), which, chunk);
+    if (scores && round >= p.resident) load_rows(row_tile(round, stage), round);
     if constexpr (kKeyRows) {
       if (round == 0 && threadIdx.x < 2 * kCols) {
         const int which_constant = threadIdx.x / kCols, n = threadIdx.x % kCols;
@@ -167,12 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   };
 
   if (steps > 0) {
-    if (p.resident) {
-      for (int chunk = 0; chunk < p.score_rounds; ++chunk) {
-        const int which = chunk >= p.chunks0, of = which ? chunk - p.chunks0 : chunk;
-        load_rows(row_tile(which, of, 0), which, of);
-      }
-    }
+    for (int round = 0; round < p.resident; ++round) load_rows(row_tile(round, 0), round);
     load(0, 0, 0, first_head, begin);
   }
   ptx::cp_async_commit();
@@ -228,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
       const int left = (which ? p.v.width : p.q.width) - chunk * C::kChunk;
 #pragma unroll 1
       for (int half = 0; half < 2 && half * C::kChunk / 2 < left; ++half) {
-        Math::template scores<kWidth, kWidth / 32>(dp, row_tile(which, chunk, stage), own_row, col_tile, own_col,
+        Math::template scores<kWidth, kWidth / 32>(dp, row_tile(round, stage), own_row, col_tile, own_col,
                                                    half * kWidth / 16);
       }
 
@@ -346,50 +344,52 @@ int chunks_of(const BackwardCall& p, int64_t width) {
   return static_cast<int>(std::max<int64_t>(ceil_div(width, chunk), 1));
 }
 
+// Shared memory of a block but for the tiles of rows.
+int bytes_beside_rows(const BackwardCall& p) {
+  const int handed_over = p.dtype == DType::kFloat32 ? Cut<Single<true>>::kHandOver : Cut<Half<__half>>::kHandOver;
+  return static_cast<int>(kRowTilesAt) + handed_over + 2 * 2 * kCols * 4;
+}
+
 }  // namespace
 
 void plan_chunked(const BackwardCall& p, int shared_limit, bool bias_by_rows, BackwardPlan& plan) {
-  if (std::max(p.head_dim, p.head_dim_v) > kMaxChunked) return;
-  const bool single = p.dtype == DType::kFloat32;
-  plan.head_class = kMaxChunked;
+  if (std::max(p.head_dim, p.head_dim_v) > kWideHead) return;
+  plan.head_class = kWideHead;
   plan.chunked = true;
-  const int chunks = chunks_of(p, p.head_dim) + chunks_of(p, p.head_dim_v);
-  const int slots = single ? Cut<Single<true>>::kSlots : Cut<Half<__half>>::kSlots;
-  const int rest =
-      2 * kColTile + (single ? Cut<Single<true>>::kHandOver : Cut<Half<__half>>::kHandOver) + 2 * 2 * kCols * 4;
-  plan.resident = rest + chunks * kRowTile <= shared_limit;
-  const int bytes = rest + (plan.resident ? chunks : 2) * kRowTile;
-  static_assert(2 * kColTile + Cut<Single<true>>::kHandOver + 2 * 2 * kCols * 4 + 2 * kRowTile <= 99 * 1024);
-  if (p.dk.data != nullptr || p.dv.data != nullptr) {
-    plan.dkdv_launches = p.dk.data != nullptr && p.dv.data != nullptr && chunks > slots ? 2 : 1;
-    plan.dkdv = {kRows, kCols, kThreads, bytes, ceil_div(p.seqlen_k, kRows) * p.batch * p.heads_out};
-  }
-  if (p.dq.data != nullptr || bias_by_rows) {
-    plan.dq = {kRows, kCols, kThreads, bytes, ceil_div(p.seqlen_q, kRows) * p.batch * p.heads_q};
-  }
+  const int chunks0 = chunks_of(p, p.head_dim), chunks1 = chunks_of(p, p.head_dim_v);
+  const int slots = p.dtype == DType::kFloat32 ? Cut<Single<true>>::kSlots : Cut<Half<__half>>::kSlots;
+  // Registers leave room for one block on a multiprocessor, so it may have all the memory.
+  const auto cut = [&](int64_t length, int64_t heads, int score_rounds) {
+    const int beside = bytes_beside_rows(p), tiles = std::min(score_rounds, (shared_limit - beside) / kRowTile);
+    return BackwardLaunch{kRows, kCols, kThreads, beside + tiles * kRowTile, ceil_div(length, kRows) * p.batch * heads};
+  };
+  static_assert(kRowTilesAt + Cut<Single<true>>::kHandOver + 2 * 2 * kCols * 4 + 2 * kRowTile <= 99 * 1024);
+  const bool want_dk = p.dk.data != nullptr, want_dv = p.dv.data != nullptr;
+  const bool apart = want_dk && want_dv && chunks0 + chunks1 > slots;
+  if (apart) plan.dv = cut(p.seqlen_k, p.heads_out, chunks0);
+  if (want_dk || want_dv) plan.dkdv = cut(p.seqlen_k, p.heads_out, chunks0 + (want_dk ? chunks1 : 0));
+  if (p.dq.data != nullptr || bias_by_rows) plan.dq = cut(p.seqlen_q, p.heads_q, chunks0 + chunks1);
 }
 
 int backward_chunked(const BackwardCall& p, const BackwardPlan& plan, const BackwardArgs& common, void* stream) {
   ChunkedArgs args{common};
   args.chunks0 = chunks_of(p, p.head_dim), args.chunks1 = chunks_of(p, p.head_dim_v);
-  args.resident = plan.resident;
   return by_math(p, [&](auto math) {
     using Math = decltype(math);
-    const auto launch = [&](auto kernel, const BackwardLaunch& cut, bool make1, bool make0) {
+    const auto launch = [&](auto kernel, const BackwardLaunch& cut, bool make1, bool make0, bool need_gradients) {
       args.made1 = make1 ? args.chunks1 : 0, args.made0 = make0 ? args.chunks0 : 0;
-      args.score_rounds = args.chunks0 + (make1 && !make0 ? 0 : args.chunks1);
+      args.score_rounds = args.chunks0 + (need_gradients ? args.chunks1 : 0);
       args.rounds = args.score_rounds + args.made1 + args.made0;
+      args.row_tiles = (cut.shared_bytes - bytes_beside_rows(p)) / kRowTile;
+      args.resident = args.row_tiles < args.score_rounds ? args.row_tiles - 2 : args.score_rounds;
       return launch_kernel(kernel, cut.blocks, cut.threads, cut.shared_bytes, args, stream);
     };
-    const bool want_dk = p.dk.data != nullptr, want_dv = p.dv.data != nullptr;
-    int error = cudaSuccess;
-    if (plan.dkdv_launches > 0) {
-      const bool both = plan.dkdv_launches == 1;
-      error = launch(chunked_kernel<Math, true>, plan.dkdv, want_dv, want_dk && both);
-      if (error == cudaSuccess && !both) error = launch(chunked_kernel<Math, true>, plan.dkdv, false, true);
-    }
+    const bool apart = plan.dv.blocks > 0, want_dk = p.dk.data != nullptr, want_dv = p.dv.data != nullptr;
+    int error = launch(chunked_kernel<Math, true>, plan.dv, true, false, false);
     if (error != cudaSuccess) return error;
-    return launch(chunked_kernel<Math, false>, plan.dq, false, p.dq.data != nullptr);
+    error = launch(chunked_kernel<Math, true>, plan.dkdv, want_dv && !apart, want_dk, want_dk);
+    if (error != cudaSuccess) return error;
+    return launch(chunked_kernel<Math, false>, plan.dq, false, p.dq.data != nullptr, true);
   });
 }
 

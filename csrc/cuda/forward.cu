@@ -20,6 +20,8 @@ struct ForwardTile {
   static constexpr int kRowTiles = kPlain && kHeadDim <= 128 ? 2 : 1;
   static constexpr int kKeys = !kPlain && kHeadDim >= 192 ? 32 : 64;
   static constexpr int kRows = kWarps * 16 * kRowTiles;
+  // Steps of Q K^T whose fragments are loaded side by side: as the registers allow.
+  static constexpr int kAtOnce = kHeadDim % 128 == 0 ? (kPlain ? 2 : 4) : kHeadDim % 64 == 32 ? 1 : kHeadDim / 16;
   static constexpr int kQBytes = kRows * kHeadDim * 2, kKeyBytes = kKeys * kHeadDim * 2;
   static constexpr int kSharedBytes = kQBytes + 2 * kKeyBytes;
 };
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 
     float score[kRowTiles][kKeys / 8][4] = {};
     // Where registers are short, not all fragments' loads side by side.
-#pragma unroll(kHeadDim == 128 || kHeadDim == 256 ? 4 : kDepth)
+#pragma unroll(Config::kAtOnce)
     for (int d = 0; d < kDepth; ++d) {
       uint32_t query[kRowTiles][4];
 #pragma unroll
@@ -138,6 +140,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
       }
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
+        // Never so, which the compiler can't know: across it no value is loaded ahead, where no register is left.
+        if (kPlain && kHeadDim == 128 && d % 4 == 0 && seqlen_k < 0) break;
         uint32_t value[4];  // keys 0-7 and 8-15 at d, then at d + 8
         ptx::ldmatrix<true>(value, Chunks::address(v_tile, n * 16 + below, 2 * d + beside));
 #pragma unroll

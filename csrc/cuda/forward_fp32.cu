@@ -22,7 +22,7 @@ struct Tile32 {
 };
 
 template <int kHeadDim>
-__global__ void __launch_bounds__(kThreads) forward_fp32_kernel(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(kThreads, 2) forward_fp32_kernel(const __grid_constant__ ForwardParams p) {
   using Config = Tile32<kHeadDim>;
   using Chunks = TileOf<float, kHeadDim>;
   constexpr int kRows = Config::kRows, kKeys = Config::kKeys, kRowTiles = Config::kRowTiles;

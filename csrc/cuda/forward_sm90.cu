@@ -33,13 +33,6 @@ struct ForwardSm90Params {
   bool last_rows_first;  // they have the most keys
 };
 
-// How the two products and the softmax of a warpgroup are interleaved, and the warpgroups with each other.
-enum class Order {
-  kSerial,    // Q K^T, softmax, P V, one after the other; only one warpgroup at a time computes its softmax
-  kOverlap,   // the softmax of a block runs beside P V of the block before
-  kPingPong,  // the same, and the warpgroups take turns at starting their products
-};
-
 // Keys per block and stages of the rings, for a class of head sizes.
 template <int kHeadDim, int kHeadDimV>
 struct ForwardSm90Tile {
@@ -466,7 +459,7 @@ const char* why_not(const Forward& p, const Chip& chip) {
   return nullptr;
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kPlain>
+template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Order kOrder>
 int run(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
   using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
   ForwardSm90Params params{};
@@ -490,7 +483,7 @@ int run(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
   params.tiles = static_cast<int32_t>(plan.tiles);
   params.section = plan.section;
   params.last_rows_first = plan.last_rows_first;
-  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kPlain, Config::kOrder>, plan.blocks, kThreads,
+  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kPlain, kOrder>, plan.blocks, kThreads,
                        Config::kSharedBytes, params, stream);
 }
 
@@ -503,6 +496,7 @@ ForwardSm90Plan plan_forward_sm90(const Forward& p, const Chip& chip) {
   by_tile(p.head_dim, p.head_dim_v, 0, [&]<int kHeadDim, int kHeadDimV>(ForwardSm90Tile<kHeadDim, kHeadDimV> tile) {
     plan.head_dim = kHeadDim, plan.head_dim_v = kHeadDimV;
     plan.keys = tile.kKeys, plan.stages = tile.kStages, plan.shared_bytes = tile.kSharedBytes;
+    plan.order = tile.kOrder;
     return 0;
   });
   plan.rows = kRows;
@@ -520,19 +514,23 @@ ForwardSm90Plan plan_forward_sm90(const Forward& p, const Chip& chip) {
   return plan;
 }
 
-int forward_sm90(const Forward& p, const Chip& chip, void* stream) {
-  const ForwardSm90Plan plan = plan_forward_sm90(p, chip);
+int forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
   if (plan.refusal != nullptr) return cudaErrorInvalidValue;
 #ifdef ATTNKERN_NO_SM90
   return cudaErrorNoKernelImageForDevice;
 #else
+  constexpr int kNone = cudaErrorInvalidValue;
   return by_element(p.dtype, [&](auto element) {
     using T = decltype(element);
-    return by_tile(p.head_dim, p.head_dim_v, static_cast<int>(cudaErrorInvalidValue),
-                   [&]<int kHeadDim, int kHeadDimV>(ForwardSm90Tile<kHeadDim, kHeadDimV>) {
-                     return plan.plain ? run<T, kHeadDim, kHeadDimV, true>(p, plan, stream)
-                                       : run<T, kHeadDim, kHeadDimV, false>(p, plan, stream);
-                   });
+    return by_tile(p.head_dim, p.head_dim_v, kNone, [&]<int kD, int kDV>(ForwardSm90Tile<kD, kDV> tile) {
+      if (!plan.plain) return plan.order == tile.kOrder ? run<T, kD, kDV, false, tile.kOrder>(p, plan, stream) : kNone;
+      switch (plan.order) {
+        case Order::kSerial: return run<T, kD, kDV, true, Order::kSerial>(p, plan, stream);
+        case Order::kOverlap: return run<T, kD, kDV, true, Order::kOverlap>(p, plan, stream);
+        case Order::kPingPong: return run<T, kD, kDV, true, Order::kPingPong>(p, plan, stream);
+      }
+      return kNone;
+    });
   });
 #endif
 }

@@ -51,6 +51,12 @@ struct Chip {
 int chip_limits(Chip& chip);
 
 // The same for Hopper, by TMA and wgmma (forward_sm90.cu), for bfloat16 and float16 with any band and softcap.
+// How the two products and the softmax of a warpgroup are interleaved, and the warpgroups with each other.
+enum class Order : int {
+  kSerial,    // Q K^T, softmax, P V, one after the other; only one warpgroup at a time computes its softmax
+  kOverlap,   // the softmax of a block of keys runs beside P V of the block before
+  kPingPong,  // the same, and the warpgroups take turns at starting their products
+};
 struct ForwardSm90Plan {
   const char* refusal;                // why these kernels don't take the problem, in words; null: they do
   int head_dim, head_dim_v;           // widths of the tiles
@@ -60,9 +66,10 @@ struct ForwardSm90Plan {
   int section;                        // heads whose tiles are dealt out together, row block by row block
   bool plain;                         // the variant without softcap
   bool last_rows_first;               // which have the most keys
+  Order order;                        // a plain problem may be launched with another one: any gives the same results
 };
 ForwardSm90Plan plan_forward_sm90(const Forward& params, const Chip& chip);
-int forward_sm90(const Forward& params, const Chip& chip, void* stream);
+int forward_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
 
 // The kernels for few queries and many keys, or splits = 0: not a problem for them. `splits` parts of the keys are read
 // side by side, their results kept in a workspace of so many floats and combined by a second kernel.
@@ -101,8 +108,7 @@ struct BackwardPlan {
   bool plain;         // the variant without softcap, bias, dropout, unaligned rows and heads to be added up
   bool wide;          // tiles for chips with 163 KiB of shared memory per block
   bool chunked;       // the kernels that read the head dimension by chunks: float32, and head sizes above 256
-  bool resident;      // of these: the chunks of a block's rows stay in shared memory
-  int dkdv_launches;  // of these: 2 where a block can't hold both, first dV, then dK
+  BackwardLaunch dv;  // of these: dV alone, where a block can't hold it and dK; dkdv then is dK alone
   BackwardLaunch dkdv, dq, dbias;
 };
 BackwardPlan plan_backward(const BackwardCall& params, int shared_limit);

@@ -163,8 +163,9 @@ void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor p
   if (splits == 0) {
     attnkern::cuda::Chip chip{};
     check_launch(attnkern::cuda::chip_limits(chip));
-    const bool hopper = attnkern::cuda::plan_forward_sm90(p, chip).refusal == nullptr;
-    check_launch(hopper ? attnkern::cuda::forward_sm90(p, chip, stream) : attnkern::cuda::forward(p, stream));
+    const auto plan = attnkern::cuda::plan_forward_sm90(p, chip);
+    const bool hopper = plan.refusal == nullptr;
+    check_launch(hopper ? attnkern::cuda::forward_sm90(p, plan, stream) : attnkern::cuda::forward(p, stream));
     return;
   }
   const int64_t needed = attnkern::cuda::decode_workspace(p, static_cast<int>(splits));
@@ -177,6 +178,23 @@ void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor p
   STD_TORCH_CHECK(dropout_p == 0 && p.heads_k == p.heads_v, "attnkern: this problem can't be split");
   check_launch(attnkern::cuda::decode(
       p, static_cast<int>(splits), needed > 0 ? static_cast<float*>(workspace->mutable_data_ptr()) : nullptr, stream));
+}
+
+// The forward kernel for Hopper in an order of its steps that is given (launch.h): for timing, and for tests.
+void forward_sm90(Tensor q, Tensor k, Tensor v, Tensor out, int64_t order, double softmax_scale, double softcap,
+                  int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
+  attnkern::Forward p{};
+  fill_inputs(p, q, k, v, {}, {}, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, tf32);
+  const DeviceGuard guard(q.get_device_index());
+  STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "attnkern: out must have q's dtype");
+  p.out = result_view(out, q, p.heads_q, p.seqlen_q, p.head_dim_v, "out");
+  attnkern::cuda::Chip chip{};
+  check_launch(attnkern::cuda::chip_limits(chip));
+  auto plan = attnkern::cuda::plan_forward_sm90(p, chip);
+  STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
+  STD_TORCH_CHECK(order >= 0 && order <= 2 && plan.plain, "attnkern: order must be 0, 1 or 2, and softcap 0");
+  plan.order = static_cast<attnkern::cuda::Order>(order);
+  check_launch(attnkern::cuda::forward_sm90(p, plan, current_stream(q.get_device_index())));
 }
 
 void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
@@ -241,6 +259,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
   m.def(
       "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor(a!) out, "
       "Tensor(b!)? lse, Tensor(c!)? workspace, int splits, " ATTNKERN_SCORE ") -> ()");
+  m.def("cuda_forward_sm90(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int order, " ATTNKERN_SCORE ") -> ()");
   m.def("cuda_decode_splits(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, " ATTNKERN_SCORE
         ") -> int");
   m.def(
@@ -254,6 +273,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
 STABLE_TORCH_LIBRARY_IMPL(attnkern, ATTNKERN_DISPATCH_KEY, m) {
   m.impl("delta", TORCH_BOX(&delta));
   m.impl("cuda_forward", TORCH_BOX(&forward));
+  m.impl("cuda_forward_sm90", TORCH_BOX(&forward_sm90));
   m.impl("cuda_decode_splits", TORCH_BOX(&decode_splits));
   m.impl("cuda_backward", TORCH_BOX(&backward));
 }

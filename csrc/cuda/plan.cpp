@@ -96,7 +96,8 @@ std::string backward_lines(const attnkern::cuda::BackwardCall& p, const attnkern
   std::string variant = plan.plain ? ", plain" : ", general";
   variant += plan.chunked ? ", head size by chunks" : plan.wide ? ", wide" : ", narrow";
   if (chip.capability == 90) variant += std::string(" (not sm_90a: ") + hopper.refusal + ")";
-  add("dk dv", "sm_80", kKeyRows, plan.head_class, plan.dkdv, variant);
+  add("dv", "sm_80", kKeyRows, plan.head_class, plan.dv, variant);
+  add(plan.dv.blocks > 0 ? "dk" : "dk dv", "sm_80", kKeyRows, plan.head_class, plan.dkdv, variant);
   add("dq", "sm_80", kQueryRows, plan.head_class, plan.dq, variant);
   add("bias", "sm_80", kQueryRows, plan.head_class, plan.dbias, "");
   return lines;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,10 @@ class Cuda:
     threads: int = 0
     shared: int = 0
     flags: tuple[str, ...] = ()
+
+    def is_about(self, name: str) -> bool:
+        """Whether the glob matches a kernel's name; "> >" is ">>"."""
+        return fnmatch.fnmatchcase(name.replace("> >", ">>"), self.kernel.replace("> >", ">>"))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ needn't import this package.
 from __future__ import annotations
 
 import ast
-import fnmatch
 import functools
 import importlib
 import inspect
@@ -17,7 +16,7 @@ import textwrap
 from dataclasses import fields
 from types import FunctionType, ModuleType
 
-from . import cuda_backward, cuda_forward, cuda_sm90_backward, simulator
+from . import cuda_backward, cuda_forward, cuda_sm90, cuda_sm90_backward, simulator
 from .binary import GateError
 from .cache import ROOT
 from .case import Budget, Case, Cuda, Triton
@@ -65,7 +64,8 @@ def triton_case(given: dict) -> Case:
 def all_cases() -> list[Case]:
     offers = [module.gate_cases for module in triton_modules() if hasattr(module, "gate_cases")]
     offered = [triton_case(given) for offer in offers for given in offer()]
-    cuda = [*CUDA, *cuda_forward.cases(), *cuda_backward.cases(), *cuda_sm90_backward.cases(), *simulator.cuda_cases()]
+    hopper = [*cuda_sm90.cases(), *cuda_sm90_backward.cases()]
+    cuda = [*CUDA, *cuda_forward.cases(), *cuda_backward.cases(), *hopper, *simulator.cuda_cases()]
     cases = [*cuda, *offered, *simulator.triton_cases()]
     names = [case.name for case in cases]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -81,9 +81,9 @@ def unclaimed_in_source(path: str, cases: list[Case]) -> list[str]:
     lines = []
     for source, case in about:
         for arch in case.archs.split():
-            globs = [s.kernel for s, c in about if s.flags == source.flags and arch in c.archs.split()]
+            same = [s for s, c in about if s.flags == source.flags and arch in c.archs.split()]
             for kernel in kernels(case, arch):
-                if not any(fnmatch.fnmatchcase(kernel.name, glob) for glob in globs):
+                if not any(s.is_about(kernel.name) for s in same):
                     lines.append(f"kernel {kernel.name} of {path} on sm_{arch}: no case in tests/gate/cases.py")
     return list(dict.fromkeys(lines))
 

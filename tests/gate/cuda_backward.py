@@ -1,8 +1,9 @@
-"""The cases of csrc/cuda/backward.cu: every shape that its tables name, and what the tile makes of it."""
+"""The cases of csrc/cuda/backward.cu, every shape that its tables name and what the tile makes of it, and those of
+backward_chunked.cu, every arithmetic."""
 
-from .case import Budget, Case, Cuda
+from .case import SHARED_LIMIT, Budget, Case, Cuda, capability
 
-SOURCE = "csrc/cuda/backward.cu"
+SOURCE, CHUNKED = "csrc/cuda/backward.cu", "csrc/cuda/backward_chunked.cu"
 ALL = "80 86 90a 100a 120a"
 WIDE, NARROW = "80 90a 100a", "86 120a"  # by the shared memory of a block
 
@@ -42,17 +43,29 @@ DQ = {
     (256, False, False): (64, 16, 1, 1, 2),
 }
 
+# The arithmetics of the kernels for the gradient of a bias and for chunks: template argument, bytes of an element, and
+# the mma of one step of products.
+MATHS = {
+    "16-bit": ("Half<*>", 2, "HMMA.16816", 1),
+    "tf32": ("Single<false>", 4, "HMMA.1688", 1),
+    "3xtf32": ("Single<true>", 4, "HMMA.1688", 3),
+}
+
 SPILLS = {
-    # The shape that needs no spill, with rows of 16 a warp, takes 144 ldmatrix where this one takes 96.
-    "backward dkdv d128 wide": {"90a": Budget(56, "14 words of loop invariants, read once in a step of 256 mma")},
     "backward dkdv d32": {"120a": Budget(8, "2 words of loop invariants, read once in a step of 128 mma")},
+    "backward chunked dq 3xtf32": {"86": Budget(28, "4 words of loop invariants, read in rounds of at least 96 mma")},
 }
 
 
 def cases() -> list[Case]:
-    found = [
-        Case("backward bias", Cuda(SOURCE, "bias_gradient_kernel<*>", shared=32768), ALL, require={ALL: {"HMMA": 64}})
-    ]
+    found = []
+    for name, (math, size, opcode, times) in MATHS.items():
+        # 8 column tiles, 4 steps; of float32 one half of them, in a loop.
+        least = {opcode: 8 * 4 // (size // 2) * times, "LDSM": 8, "LDGSTS": 4}
+        source = Cuda(SOURCE, f"bias_gradient_kernel<*{math}*>", shared=32768)
+        found.append(Case(f"backward bias {name}", source, ALL, require={ALL: least}))
+        for archs in ("80", "86 120a", "90a 100a"):
+            found += [_chunked(name, kind, key_rows, archs) for kind, key_rows in (("dkdv", "true"), ("dq", "false"))]
     for kind, shapes, gradients in (("dkdv", DKDV, 2), ("dq", DQ, 1)):
         for (head_dim, plain, wide), (rows, columns, row_tiles, split, stages) in shapes.items():
             flags = "true" if plain else "false"
@@ -81,3 +94,18 @@ def cases() -> list[Case]:
             if wide:  # compiled for every chip, launched on those
                 found.append(Case(f"{name}, not launched", Cuda(SOURCE, source), NARROW))
     return found
+
+
+def _chunked(name: str, kind: str, key_rows: str, archs: str) -> Case:
+    """For the scores a warp has 4 column tiles, in 4 steps of half a chunk or two of a quarter; for the gradients in
+    registers, 128 a thread, 32 accumulators of 16 x 8, and 4 steps or, in a loop, 2."""
+    math, size, opcode, times = MATHS[name]
+    steps = 8 // size
+    tile, beside = 64 * 256, 2 * 64 * 256 + 64 * 64 * size + 2 * 2 * 64 * 4
+    rounds = 2 * 512 * size // 256  # of the scores, for the widest heads
+    shared = beside + min(rounds, (SHARED_LIMIT[capability(archs.split()[0])] - beside) // tile) * tile
+    least = {opcode: (4 + 32) * steps * times, "LDSM": 8, "LDGSTS": 20}
+    full_name = f"backward chunked {kind} {name}"
+    spills = {arch: budget for arch, budget in SPILLS.get(full_name, {}).items() if arch in archs.split()}
+    source = Cuda(CHUNKED, f"chunked_kernel<*{math}, {key_rows}>", shared=shared)
+    return Case(f"{full_name} ({archs})", source, archs, require={archs: least}, spills=spills)

@@ -5,7 +5,9 @@ from .case import Case, Cuda
 SOURCE = "csrc/cuda/backward_sm90.cu"
 HOPPER = "90a"
 THREADS = 384
+WAIT = "WARPGROUP.DEPBAR gsb0, 0x"
 
+# Columns of a step where rows are keys, then where they are queries, and the slots of the ring there.
 TILES = {64: (96, 128, 4), 96: (80, 128, 4), 128: (64, 128, 4), 192: (64, 80, 4), 256: (64, 64, 3)}
 
 
@@ -19,16 +21,37 @@ def _case(kind: str, head_dim: int, softcap: bool) -> Case:
     dkdv = kind == "dkdv"
     columns, slots = (TILES[head_dim][0], 4) if dkdv else TILES[head_dim][1:]
     split = dkdv and head_dim > 128  # one warpgroup has P and dV, the other dS and dK
-    slabs = -(-head_dim // 64)  # of 128 bytes a row
-    row_tiles = 1 if split else 2
+    slabs, row_tiles, gradients = -(-head_dim // 64), 1 if split else 2, 2 if dkdv else 1
     tiles = (2 * row_tiles * 64 + slots * columns) * slabs * 128
     handed = 64 * columns * 4 if split else 0
     constants = slots * columns * 4 if dkdv else 0
-    shared = tiles + handed + constants + (2 + 2 * slots + (2 if split else 0)) * 8
+    barriers = 2 + 2 * slots + (2 if split else 0)
+    shared = tiles + handed + constants + 8 * barriers
+    counts = {
+        "USETMAXREG": 2,
+        "HGMMA": 2 * (head_dim // 16) + gradients * (columns // 16),
+        "UTMALDG": 2 * (row_tiles + 1) * slabs,
+        "UTMASTG": gradients * slabs,
+        "STSM": gradients * (head_dim // 16),
+        "SYNCS.EXCH": barriers,
+    }
+    # Exponentials stand behind the wait for S and before the one for what was started with it: dP, in the time of which
+    # they pass; where P and dS are made by different warpgroups, they are between the first one's two products.
+    scores, exponentials, gradient = head_dim // 16, columns // 2 * (2 if softcap else 1), ("HGMMA", columns // 16)
+    first = [("HGMMA", scores if split else 2 * scores), f"{WAIT}{0 if split else 1}", ("MUFU.EX2", exponentials)]
+    if split:
+        order = [*first, gradient, f"{WAIT}0"]
+    elif dkdv:
+        order = [*first, gradient, f"{WAIT}1", gradient, f"{WAIT}0"]
+    else:
+        order = [*first, f"{WAIT}0", gradient, f"{WAIT}0"]
+    turn = {"HGMMA": sum(count for name, count in (first[0], gradient)) + (columns // 16 if dkdv and not split else 0)}
     flags = f"{str(dkdv).lower()}, {str(softcap).lower()}"
-    name = f"{kind}_sm90_kernel<*Shape<*, {head_dim}, {columns}, {slots}, {flags}>>"
     return Case(
         f"backward {kind} d{head_dim} sm_90{' softcap' * softcap}",
-        Cuda(SOURCE, name, THREADS, shared),
+        Cuda(SOURCE, f"{kind}_sm90_kernel<*Shape<*, {head_dim}, {columns}, {slots}, {flags}> >", THREADS, shared),
         HOPPER,
+        require={HOPPER: counts},
+        loop={HOPPER: {**turn, "MUFU.EX2": exponentials}},
+        order={HOPPER: tuple(order)},
     )

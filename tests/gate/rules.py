@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 
 from . import sass
@@ -36,16 +35,12 @@ def block_registers(case: Case, kernel: Kernel) -> int:
     return -(-kernel.registers // GRANULE) * GRANULE * warps * WARP
 
 
-def matches(kernel: Kernel, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(kernel.name, pattern)
-
-
 def of_case(case: Case, arch: str) -> list[Kernel]:
     """The kernels that the case is about, compiled; at least one."""
     found = kernels(case, arch)
     if not isinstance(case.source, Cuda):
         return found
-    mine = [kernel for kernel in found if matches(kernel, case.source.kernel)]
+    mine = [kernel for kernel in found if case.source.is_about(kernel.name)]
     if not mine:
         names = ", ".join(kernel.name for kernel in found) or "none"
         raise GateError(

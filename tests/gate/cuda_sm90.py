@@ -1,0 +1,61 @@
+"""The cases of csrc/cuda/forward_sm90.cu: every class of head sizes, plain in each order, and with softcap."""
+
+from .case import Case, Cuda
+
+SOURCE = "csrc/cuda/forward_sm90.cu"
+HOPPER = "90a"
+THREADS = 384
+
+WAIT = "WARPGROUP.DEPBAR gsb0, 0x"
+ORDERS = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
+
+# (head size, that of values) -> keys of a block, stages of the rings, the order that is launched
+TILES = {
+    (64, 64): (128, 3, "ping-pong"),
+    (96, 96): (128, 2, "ping-pong"),
+    (128, 128): (128, 2, "ping-pong"),
+    (192, 128): (128, 2, "overlap"),
+    (192, 192): (96, 2, "overlap"),
+    (256, 256): (80, 2, "overlap"),
+}
+
+
+def cases() -> list[Case]:
+    found = []
+    for sizes, (_, _, own) in TILES.items():
+        found += [_case(sizes, own, False), _case(sizes, own, True)]
+        found += [_case(sizes, order, True) for order in ORDERS if order != own]
+    return found
+
+
+def _case(sizes: tuple[int, int], order: str, plain: bool) -> Case:
+    """A product for each 16 of the head size (Q K^T) and of the keys (P V). But in the serial order both are under way
+    when the scores are waited for, and the exponentials come before the wait for P V; the first block's and the last
+    one's products stand beside the loop."""
+    (size, values), (keys, stages, own) = sizes, TILES[sizes]
+    slabs, slabs_v = -(-size // 64), -(-values // 64)  # of 128 bytes a row
+    shared = 128 * slabs * 128 + stages * keys * (slabs + slabs_v) * 128 + (4 + 4 * stages) * 8
+    scores, outputs, exponentials = size // 16, keys // 16, keys // 2 * (1 if plain else 2)
+    serial, turns = order == "serial", 0 if order == "overlap" else 2
+    counts = {
+        "HGMMA": (1 if serial else 2) * (scores + outputs),
+        "UTMALDG": 4 * slabs + slabs_v,
+        "UTMASTG": slabs_v,
+        "STSM": values // 16,
+        "SYNCS.EXCH": 4 + 4 * stages,
+        "USETMAXREG": 2,
+        "BAR": 2 + turns,
+    }
+    steps = (("HGMMA", scores + outputs), f"{WAIT}1", ("MUFU.EX2", exponentials), f"{WAIT}0")
+    if serial:
+        steps = (("HGMMA", scores), f"{WAIT}0", ("MUFU.EX2", exponentials), ("HGMMA", outputs), f"{WAIT}0")
+    variant = ("plain" if plain else "softcap") + f" {order}" * (order != own)
+    name = f"forward_sm90_kernel<*, {size}, {values}, {str(plain).lower()}, *{ORDERS.index(order)}>"
+    return Case(
+        f"forward d{size}{f'/{values}' if values < size else ''} sm_90 {variant}",
+        Cuda(SOURCE, name, THREADS, shared),
+        HOPPER,
+        require={HOPPER: counts},
+        loop={HOPPER: {"HGMMA": scores + outputs, "MUFU.EX2": exponentials + 2, "BAR": turns}},
+        order={HOPPER: steps},
+    )

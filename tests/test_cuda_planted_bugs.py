@@ -1,0 +1,275 @@
+"""Bugs planted in the CUDA C++ kernels, one at a time: what tests/test_cuda_*.py do with the kernels must find each.
+
+The source's text is changed, one instance of the kernel compiled for sm_80, and put in the place of the shipped one;
+the launch is the host code's own. What finds a bug is the simulator's checker or the tolerance rule.
+"""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import launches
+import ptxsim
+from attnkern import rng
+from gate import cache, compilers
+from test_cuda_kernels import BF16, FP32, simulated  # noqa: F401
+
+CUDA = launches.ROOT / "csrc/cuda"
+
+# name: file, where its kernels end, instance and argument, and what its name in PTX holds.
+FORWARD = ("forward.cu", "}  // namespace\n\nForwardPlan plan_forward", "ForwardParams")
+BACKWARD = ("backward.cu", "// run(std::bool_constant<kPlain>", "BackwardArgs")
+KERNELS = {
+    "forward": (*FORWARD, "forward_kernel<__nv_bfloat16, 64, true>", "forward_kernelI13__nv_bfloat16Li64ELb1E"),
+    "forward general": (
+        *FORWARD,
+        "forward_kernel<__nv_bfloat16, 64, false>",
+        "forward_kernelI13__nv_bfloat16Li64ELb0E",
+    ),
+    "decode": (
+        "decode.cu",
+        "}  // namespace\n\nDecodePlan plan_decode",
+        "SplitParams",
+        "decode_kernel<__nv_bfloat16, 64>",
+        "decode_kernelI13__nv_bfloat16Li64E",
+    ),
+    "dkdv": (
+        *BACKWARD,
+        "dkdv_kernel<__nv_bfloat16, 64, true, Shape<128, 32, 2, 1, 2>>",
+        "dkdv_kernelI13__nv_bfloat16Li64ELb1E",
+    ),
+    "dkdv general": (
+        *BACKWARD,
+        "dkdv_kernel<__nv_bfloat16, 64, false, Shape<128, 32, 1, 1, 2>>",
+        "dkdv_kernelI13__nv_bfloat16Li64ELb0E",
+    ),
+    "dq": (
+        *BACKWARD,
+        "dq_kernel<__nv_bfloat16, 64, true, Shape<128, 64, 2, 1, 2>>",
+        "dq_kernelI13__nv_bfloat16Li64ELb1E",
+    ),
+    "chunked dkdv": (
+        "backward_chunked.cu",
+        "int chunks_of(",
+        "ChunkedArgs",
+        "chunked_kernel<Single<true>, true>",
+        "6SingleILb1EEELb1E",
+    ),
+}
+
+# What is run: sizes (batch, heads, queries, keys, head size), options of the call, options of the inputs.
+LONG = ((1, 1, 70, 150, 64), {}, {})
+CAUSAL = ((1, 1, 70, 150, 64), {"is_causal": True, "alignment": "bottom_right"}, {})
+WINDOW = ((1, 1, 160, 150, 64), {"window": (30, 20)}, {})
+DEAD = ((1, 1, 150, 50, 64), {"is_causal": True, "alignment": "bottom_right"}, {})
+GROUPED = ((1, 4, 70, 70, 64), {"enable_gqa": True}, {"heads_k": 2})
+DROPPED = ((1, 2, 70, 70, 64), {"dropout_p": 0.3}, {})
+DECODE = ((1, 2, 1, 700, 64), {}, {})
+DECODE_GROUPED = ((1, 8, 2, 150, 64), {"enable_gqa": True}, {"heads_k": 2})
+DECODE_WINDOW = ((1, 2, 3, 300, 64), {"window": (90, 20), "alignment": "bottom_right"}, {})
+DECODE_DEAD = ((1, 2, 9, 5, 64), {"is_causal": True, "alignment": "bottom_right"}, {})
+FLOAT = ((1, 2, 70, 130, 40), {"is_causal": True, "enable_gqa": True}, {"dtype": FP32, "heads_k": 1})
+FLOAT_WINDOW = ((1, 1, 160, 150, 40), {"window": (30, 20)}, {"dtype": FP32})
+FLOAT_DEAD = ((1, 1, 130, 50, 40), {"is_causal": True, "alignment": "bottom_right"}, {"dtype": FP32})
+FLOAT_DROPPED = ((1, 1, 70, 70, 40), {"dropout_p": 0.3}, {"dtype": FP32})
+
+# What several kernels share.
+NO_ZEROS = (
+    "smem.cuh",
+    "ptx::cp_async<16>(Chunks::address(tile, row + i, chunk), live ? source : head, live ? 16 : 0);",
+    "if (live) ptx::cp_async<16>(Chunks::address(tile, row + i, chunk), source, 16);",
+)
+SWIZZLE = (
+    "smem.cuh",
+    "ptx::cp_async<16>(Chunks::address(tile, row + i, chunk),",
+    "ptx::cp_async<16>(Chunks::address(tile, row + i, chunk ^ 1),",
+)
+BAND = ("score.cuh", "min(r + high + 1, columns)", "min(r + high, columns)")
+NO_GUARD = ("softmax.cuh", "largest == -kInfinity ? 0.f : ", "")
+NO_LSE_GUARD = ("backward.cuh", "return lse == -kInfinity ? kInfinity : lse;", "return lse;")
+COUNTER = ("score.cuh", "philox_words(h, col / 32 * 4 + col % 8 / 2,", "philox_words(h, col / 32 * 4 + col % 8,")
+COUNTER_OF_COLUMNS = (
+    "score.cuh",
+    "philox_words(h, row / 32 * 4 + row % 8 / 2,",
+    "philox_words(h, row / 32 * 4 + row % 8,",
+)
+
+BUGS = {
+    ("forward", "waits for too few copies"): (LONG, "forward.cu", "cp_async_wait<1>()", "cp_async_wait<2>()"),
+    ("forward", "doesn't fill the tail with zeros"): (LONG, *NO_ZEROS),
+    ("forward", "swizzles the tiles one way and reads them another"): (LONG, *SWIZZLE),
+    ("forward", "doesn't mask the last block"): (LONG, "forward.cu", " || first + kKeys > clean_end;", ";"),
+    ("forward", "reads the first key head for all"): (GROUPED, "forward.cu", "batch, head / p.group_k)", "batch, 0)"),
+    ("forward", "loads the next keys over the values"): (
+        LONG,
+        "forward.cu",
+        "if (more) load_keys(k_tile,",
+        "if (more) load_keys(v_tile,",
+    ),
+    ("forward", "ends the band a key early"): (CAUSAL, *BAND),
+    ("forward", "takes a row without keys for one with keys"): (DEAD, *NO_GUARD),
+    ("forward general", "counts Philox wrongly"): (DROPPED, *COUNTER),
+    ("decode", "waits for too few copies"): (
+        DECODE,
+        "decode.cu",
+        "cp_async_wait<kStages - 1>()",
+        "cp_async_wait<kStages>()",
+    ),
+    ("decode", "doesn't fill the tail with zeros"): (DECODE, *NO_ZEROS),
+    ("decode", "swizzles the tiles one way and reads them another"): (DECODE, *SWIZZLE),
+    ("decode", "doesn't mask the last block"): (
+        DECODE,
+        "packed.cuh",
+        "j >= row.begin && j < row.end",
+        "j >= row.begin",
+    ),
+    ("decode", "packs one head of a group twice"): (
+        DECODE_GROUPED,
+        "decode.cu",
+        "head_k * p.pack + (live ? r % p.pack : 0)",
+        "head_k * p.pack + (live ? r % p.pack & ~1 : 0)",
+    ),
+    ("decode", "loads into the other stage"): (
+        DECODE,
+        "decode.cu",
+        "kThreads, false>(v_tile(n), p.v",
+        "kThreads, false>(v_tile(n + 1), p.v",
+    ),
+    ("decode", "begins the band a key late"): (
+        DECODE_WINDOW,
+        "packed.cuh",
+        "static_cast<int>(own.begin)",
+        "static_cast<int>(own.begin) + 1",
+    ),
+    ("decode", "takes a row without keys for one with keys"): (DECODE_DEAD, *NO_GUARD),
+    ("dkdv", "waits for too few copies"): (
+        LONG,
+        "backward.cu",
+        "ptx::cp_async_wait<0>();\n    __syncthreads();\n    if constexpr (S::kStages == 2)",
+        "ptx::cp_async_wait<1>();\n    __syncthreads();\n    if constexpr (S::kStages == 2)",
+    ),
+    ("dkdv", "doesn't fill the tail with zeros"): (LONG, *NO_ZEROS),
+    ("dkdv", "swizzles the tiles one way and reads them another"): (LONG, *SWIZZLE),
+    # Without a band it needn't: queries past the end are zeros, and so are their gradients. (As are keys, for dq.)
+    ("dkdv", "doesn't mask the last block"): (WINDOW, "backward.cu", " || col + S::kCols > clean_end;", ";"),
+    ("dkdv", "drops a head of the group"): (
+        GROUPED,
+        "backward.cu",
+        "steps = tiles * group_out;",
+        "steps = tiles * max(1, group_out - 1);",
+    ),
+    ("dkdv", "loads into the stage in use"): (LONG, "backward.cu", "load(1 - stage);", "load(stage);"),
+    ("dkdv", "ends the band a query early"): (WINDOW, *BAND),
+    ("dkdv", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
+    ("dkdv general", "counts Philox wrongly"): (DROPPED, *COUNTER_OF_COLUMNS),
+    ("dq", "doesn't mask the last block"): (CAUSAL, "backward.cu", " || col + S::kCols > clean_end;", ";"),
+    ("dq", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
+    ("chunked dkdv", "waits for too few copies"): (
+        FLOAT,
+        "backward_chunked.cu",
+        "cp_async_wait<0>();\n    __sync",
+        "cp_async_wait<1>();\n    __sync",
+    ),
+    ("chunked dkdv", "reads the constants of the other step"): (
+        FLOAT,
+        "backward_chunked.cu",
+        "constants(step % 2, 0)",
+        "constants(1 - step % 2, 0)",
+    ),
+    ("chunked dkdv", "doesn't fill the tail with zeros"): (FLOAT, *NO_ZEROS),
+    ("chunked dkdv", "doesn't mask the last block"): (
+        FLOAT_WINDOW,
+        "backward_chunked.cu",
+        " || col + kCols > clean_end;",
+        ";",
+    ),
+    ("chunked dkdv", "drops a head of the group"): (FLOAT, "backward_chunked.cu", "(kKeyRows ? p.group_out : 1)", "1"),
+    ("chunked dkdv", "reads the scores before they are handed over"): (
+        FLOAT,
+        "backward_chunked.cu",
+        "hand_over(dp[0]);\n        __syncthreads();",
+        "hand_over(dp[0]);",
+    ),
+    ("chunked dkdv", "takes a row without keys for one with keys"): (FLOAT_DEAD, *NO_LSE_GUARD),
+    ("chunked dkdv", "counts Philox wrongly"): (FLOAT_DROPPED, *COUNTER_OF_COLUMNS),
+}
+
+
+def compiled(kernel, patch=None):
+    """One instance of a kernel for sm_80, with `old` in one of csrc/cuda's files replaced by `new`."""
+    source, until, argument, instance, name = KERNELS[kernel]
+    product, (nvcc, version) = compilers.product(), compilers.nvcc()
+    flags = [*product.NVCCFLAGS.split(), "-lineinfo", "-arch=sm_80", "-ptx"]
+
+    def make():
+        with tempfile.TemporaryDirectory() as folder:
+            here = Path(folder)
+            for part in ("cuda", "common"):
+                (here / part).mkdir()
+                for path in (CUDA.parent / part).glob("*h"):
+                    shutil.copy(path, here / part)
+            text = (CUDA / source).read_text()
+            assert text.count(until) == 1, f"{source} has no {until!r}"
+            text = text[: text.index(until)]
+            instantiation = f"template __global__ void {instance}(const __grid_constant__ {argument});\n}}\n}}\n"
+            (here / "cuda" / source).write_text(text + instantiation)
+            if patch is not None:
+                where, old, new = patch
+                patched = here / "cuda" / where
+                text = patched.read_text()
+                assert text.count(old) == 1, f"{where} has {old!r} {text.count(old)} times; plant the bug anew"
+                patched.write_text(text.replace(old, new))
+            command = [nvcc, *flags, f"-I{folder}", f"{folder}/cuda/{source}", "-o", f"{folder}/ptx"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return (here / "ptx").read_text(), []
+
+    texts = [path.read_text() for path in (*sorted(CUDA.parent.glob("c*/*h")), CUDA / source)]
+    text = cache.cached(cache.key_of(version, flags, KERNELS[kernel], patch, *texts), make)
+    return ptxsim.from_ptx(text, name, target=80)
+
+
+def run(simulated, monkeypatch, kernel, run_of, patch=None):  # noqa: F811
+    """The call with this kernel in the place of the shipped one."""
+    planted, name, taken = compiled(kernel, patch), KERNELS[kernel][4], []
+    launch = ptxsim.launch
+
+    def instead(shipped, *args, **kwargs):
+        if name in shipped.name:
+            taken.append(shipped.name)
+            shipped = planted
+        return launch(shipped, *args, **kwargs)
+
+    monkeypatch.setattr(ptxsim, "launch", instead)
+    sizes, options, kinds = run_of
+    inputs = simulated.inputs(*sizes, **{"dtype": BF16, **kinds})
+    keep = None
+    if "dropout_p" in options:
+        seed = int(torch.randint(2**31, ()))
+        torch.manual_seed(seed)
+        keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), options["dropout_p"], *sizes[:4])
+        torch.manual_seed(seed)
+    try:
+        simulated.check(inputs, gradients="forward" not in kernel and kernel != "decode", keep=keep, **options)
+    finally:
+        assert taken, f"{kernel} wasn't launched"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_a_bug_nothing_is_found(simulated, monkeypatch, kernel):  # noqa: F811
+    """The kernel compiled here is the shipped one."""
+    first = next(bug for (of, _), bug in BUGS.items() if of == kernel)
+    run(simulated, monkeypatch, kernel, first[0])
+
+
+@pytest.mark.parametrize(("kernel", "bug"), BUGS)
+def test_a_planted_bug_is_found(simulated, monkeypatch, kernel, bug):  # noqa: F811
+    run_of, *patch = BUGS[kernel, bug]
+    with pytest.raises((ptxsim.Hazard, ptxsim.Fault, AssertionError)) as found:
+        run(simulated, monkeypatch, kernel, run_of, tuple(patch))
+    if found.type is AssertionError:
+        assert "times what is allowed" in str(found.value)
