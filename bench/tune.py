@@ -97,9 +97,11 @@ def main(
     """Times candidates for every row and writes the best."""
     capability = dry_run or launch.capability(torch.cuda.current_device())
     launched: list[tuple[Any, ...]] = []
-    run, capability_of = launch.run, launch.capability
+    run, capability_of, processors_of = launch.run, launch.capability, launch.processors
     launch.run = lambda *arguments: launched.append(arguments)
     launch.capability = lambda index: capability
+    if dry_run:
+        launch.processors = lambda index: 132
     best: dict[Row, dict[int, Config]] = {}
     try:
         for row, size in rows_of(capability):
@@ -118,7 +120,7 @@ def main(
                 continue
             best.setdefault(row, {})[size] = _fastest(row, size, tensors, launched, run, capability, about)
     finally:
-        launch.run, launch.capability = run, capability_of
+        launch.run, launch.capability, launch.processors = run, capability_of, processors_of
         plan.use_table(configs.TABLE)
     if best:
         out.parent.mkdir(parents=True, exist_ok=True)

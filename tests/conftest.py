@@ -135,5 +135,16 @@ def pytest_terminal_summary(terminalreporter):
         rows = [value for report in passed for name, value in report.user_properties if name == table]
         if rows:
             terminalreporter.section(title)
-            for row in rows:
+            for row in _grouped(rows):
                 terminalreporter.write_line(row)
+
+
+def _grouped(rows):
+    """Rows that are pairs, a name and what it ran with, as one line for each name."""
+    found = {}
+    for row in rows:
+        name, column = (row, None) if isinstance(row, str) else row
+        found.setdefault(name, []).append(column)
+    for name, columns in found.items():
+        told = ", ".join(dict.fromkeys(c for c in columns if c is not None))
+        yield f"{name}: {told}" if told else name

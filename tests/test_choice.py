@@ -50,7 +50,7 @@ def test_a_forward_plan_names_tile_threads_memory_blocks_and_variant(chip):
 def test_hoppers_kernels_share_the_tiles_among_its_multiprocessors():
     (line,) = cuda.plan(problem(2, 16, 1000, 128), H100)
     assert line.startswith("forward, sm_90a: 128 x 128 queries and keys, head sizes up to 128 and 128, 2 stages, ")
-    assert line.endswith(f" {H100.multiprocessors} blocks for {8 * 32} tiles, plain")
+    assert line.endswith(f" {H100.multiprocessors} blocks for {8 * 32} tiles, plain, ping-pong")
     (line,) = cuda.plan(problem(2, 4, 1000, 128, dropout_p=0.5), H100)
     assert line.startswith("forward, sm_80: ")
     assert line.endswith(", general (not sm_90a: there is dropout)")

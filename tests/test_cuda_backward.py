@@ -88,7 +88,7 @@ def test_gradients(simulated, family, name, record_property):  # noqa: F811
         assert head_dim is not None
         more = sizes[5] - sizes[4] if len(sizes) == 6 else 0
         lengths = [min(n, 100) for n in sizes[2:4]]  # two tiles
-        sizes, kinds = (*sizes[:2], *lengths, head_dim, head_dim + more), {**kinds, "dtype": dtype}
+        sizes, kinds = (*sizes[:2], *lengths, head_dim, max(head_dim + more, 8)), {**kinds, "dtype": dtype}
     simulated.check(simulated.inputs(*sizes, **kinds), **options)
     assert bool(chunked(simulated)) == (dtype is not None)
     record_property("cuda", row(family, name, sizes))
@@ -265,18 +265,22 @@ def test_only_what_is_asked_for_by_chunks(simulated):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "window", "bias", "bias shared by the heads", "head sizes 8 and 17"])
-def test_tf32(simulated, name, monkeypatch, record_property):  # noqa: F811
+def test_tf32(simulated, name, record_property):  # noqa: F811
     """Where torch allows it. A tf32 has float16's significand, so float16's rule holds: for inputs that are float16
     numbers, and results rounded to it."""
     sizes, kinds, options = CASES[name]
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     inputs = simulated.inputs(*sizes, **{**kinds, "dtype": FP16})
 
     def function(**given):
         wide = {n: x.float() if x.is_floating_point() else x for n, x in given.items() if isinstance(x, torch.Tensor)}
         return simulated.attention(**{**given, **wide}).half()
 
-    testing.check_attention(inputs, function=function, **options)
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        testing.check_attention(inputs, function=function, **options)
+    finally:
+        matmul.fp32_precision = before
     arithmetics = {found[0] for x in simulated.recorder.launches if (found := re.search(r"6SingleILb\d", x.name))}
     assert arithmetics == {"6SingleILb0"}
     record_property("cuda", row("tf32", name, sizes))

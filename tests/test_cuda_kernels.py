@@ -232,7 +232,7 @@ WIDE_DECODE = ["grouped", "several queries", "window", "rows without keys", "bia
 def test_decode_of_other_kernels(simulated, family, name, record_property):
     dtype, more_columns = DECODE_FAMILIES[family]
     sizes, options, more = DECODE[name]
-    sizes = (*sizes[:3], min(sizes[3], 350), *(n + more_columns for n in sizes[4:]))
+    sizes = (*sizes[:3], min(sizes[3], 500), *(n + more_columns for n in sizes[4:]))
     simulated.check(simulated.inputs(*sizes, **{**more, "dtype": dtype}), gradients=False, **options)
     assert simulated.kernels()[0] == ("forward_wide" if more_columns else "decode")
     if name == "grouped":

@@ -1,9 +1,12 @@
 """Hopper's kernels (csrc/cuda/forward_sm90.cu) with their host code, tensor maps included, in the simulator of sm_90a
 with the hazard checker on, against float64 by the one tolerance rule."""
 
+import ctypes
 import dataclasses
 import re
 import struct
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ import torch
 import ptxsim
 from attnkern import testing
 from attnkern.problem import UNBOUNDED
+from gate import compilers
 from ptxsim import mutate
-from test_cuda_kernels import BF16, FP16, FP32, Simulated, cuda, simulated  # noqa: F401
+from test_cuda_kernels import BF16, FP16, Simulated, cuda, simulated  # noqa: F401
 
+ROOT = Path(__file__).parents[1]
 CAUSAL = {"is_causal": True}
 LAST = {"is_causal": True, "alignment": "bottom_right"}
 SCORE = (0.125, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0, False)  # of a plain call with head size 64
@@ -298,3 +303,31 @@ def test_the_longest_rows_come_first(forward):
         _, _, rest = launch.parameters[0].partition(counts)
         found.append(struct.unpack_from("<i?", rest))  # heads taken together, whether the last rows come first
     assert found == [(3, True), (1, False)]
+
+
+PLANNED = """
+#include "cuda/launch.h"
+extern "C" __attribute__((visibility("default"))) const char* refusal() {
+  using namespace attnkern;
+  return cuda::plan_forward_sm90(Forward{}, cuda::Chip{132, 228 * 1024, 90}).refusal;
+}
+extern "C" __attribute__((visibility("default"))) int launched() {
+  return attnkern::cuda::forward_sm90({}, {}, nullptr);
+}
+"""
+
+
+def test_a_library_without_sm_90a_refuses(tmp_path):
+    """It links, and its plan says why."""
+    nvcc, _ = compilers.nvcc()
+    product = compilers.product()
+    (tmp_path / "asks.cpp").write_text(PLANNED)
+    flags = [*product.NVCCFLAGS.split(), *product.sm90_flags(["80", "120"]).split(), f"-I{ROOT / 'csrc'}"]
+    sources = [str(ROOT / "csrc/cuda/forward_sm90.cu"), "asks.cpp"]
+    link = ["-shared", "-cudart", "static", "-Xlinker", "-z", "-Xlinker", "defs", "-o", "asks.so"]
+    subprocess.run([nvcc, *flags, *sources, *link], cwd=tmp_path, check=True)
+    library = ctypes.CDLL(str(tmp_path / "asks.so"))
+    library.refusal.restype = ctypes.c_char_p
+    assert library.refusal() == b"the library was compiled without sm_90a"
+    assert library.launched() != 0
+    assert "sm_90a" in product.sm90_flags(["80", "90a"])

@@ -143,6 +143,40 @@ def test_a_serialised_wgmma_is_found(plant, flags, code):
     ]
 
 
+LOOP = """
+    __global__ void __launch_bounds__(32) planted(float* y, const unsigned* x, int n) {
+      float d[4] = {};
+      unsigned a[4] = {x[0], x[1], x[2], x[3]}, b[2] = {x[4], x[5]};
+    #pragma unroll 1
+      for (int i = 0; i < n; ++i) {
+        for (int k = 0; k < PRODUCTS; ++k) {
+          asm volatile(
+              "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+              "{%0, %1, %2, %3};"
+              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+          asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(d[k]));
+        }
+      }
+      for (int i = 0; i < 4; ++i) y[threadIdx.x * 4 + i] = d[i];
+    }
+"""
+
+
+@pytest.mark.parametrize("arch", ["80", "90a", "120a"])
+def test_the_inner_loops_instructions_and_their_order_are_held_to_the_claim(plant, arch):
+    flags = ["-DPRODUCTS=2"]
+    counts, alternating = {"HMMA.16816": 2, "MUFU.EX2": 2}, ("HMMA", "MUFU.EX2", "HMMA", "MUFU.EX2")
+    assert plant(LOOP, arch, flags, threads=32, loop={arch: counts}, order={arch: alternating}) == []
+    (line,) = plant(LOOP, arch, ["-DPRODUCTS=3"], threads=32, loop={arch: {"HMMA": 2}})
+    assert line == f"kernel planted on sm_{arch}: 3 HMMA in a turn of the inner loop, 2 claimed"
+    (line,) = plant(LOOP, arch, flags, threads=32, order={arch: ("HMMA", ("MUFU.EX2", 2), "HMMA")})
+    assert line.startswith(
+        f"kernel planted on sm_{arch}: the inner loop passes 1 HMMA, 1 MUFU.EX2, 1 HMMA, 1 MUFU.EX2;"
+    )
+    assert line.endswith("; it should pass HMMA, 2 MUFU.EX2, HMMA")
+
+
 def test_an_ignored_setmaxnreg_is_found(plant):
     source = """
         __global__ void __launch_bounds__(384 BLOCKS) planted(float* y, int n) {
@@ -250,6 +284,7 @@ def test_a_kernel_without_a_case_and_a_case_without_a_kernel_are_named(fresh):
     ]
     assert cases.unclaimed_in_source(path, []) == [f"{path}: no case in tests/gate/cases.py"]
     assert [kernel.name for kernel in rules.of_case(one, "80")] == ["one<float, 4>"]
+    assert Cuda(path, "a<*<int>>").is_about("a<b<int> >")  # as c++filt writes it
     with pytest.raises(GateError, match=r"no kernel of .*two\.cu is 'three'; it has: .*two"):
         rules.of_case(Case("three", Cuda(path, "three", threads=32), "80"), "80")
 
@@ -419,6 +454,8 @@ def test_a_triton_kernel_without_a_case_is_named():
         (lambda: Case("x", Cuda("x.cu", "*", 32), ""), "case x: archs is empty"),
         (lambda: Case("x", Cuda("x.cu", "*", 32), "80", {"90a": {"HGMMA": 1}}), "case x: require must name archs"),
         (lambda: Case("x", Cuda("x.cu", "*", 32), "80", {}, {"86": Budget(8, "y")}), "case x: spills must name archs"),
+        (lambda: Case("x", Cuda("x.cu", "*", 32), "80", loop={"86": {"HMMA": 1}}), "case x: loop must name archs"),
+        (lambda: Case("x", Cuda("x.cu", "*", 32), "80", order={"86": ("HMMA",)}), "case x: order must name archs"),
         (lambda: Triton(matmul_kernel, {"a_ptr": "*bf16"}), "matmul_kernel: signature and constexprs .*'BK'"),
         (lambda: Triton(matmul_kernel, {"d_ptr": "*bf16"}), r"matmul_kernel: .*unknown \['d_ptr'\]"),
     ],

@@ -696,6 +696,39 @@ def test_flops_are_counted(target):
 
 
 @contract(53)
+def test_flops_of_tangents_and_second_derivatives(kernel_target):
+    """The first derivative's count is in the test above; d is the head size of query and key, e that of value."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (x.requires_grad_() for x in kernel_target.inputs(2, 3, 32, 64, 8, 16).tensors.values())
+    products, d, e = 2 * 2 * 3 * 32 * 64, 8, 16
+    with FlopCounterMode(display=False) as counter:
+        jvp(lambda x: kernel_target.sdpa(x, k, v), (q,), (torch.ones_like(q),))
+    assert counter.get_total_flops() == products * ((d + e) + (2 * d + e))
+    out = kernel_target.sdpa(q, k, v)
+    first = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), create_graph=True)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(first, (q, k, v), [torch.ones_like(x) for x in (q, k, v)])
+    assert counter.get_total_flops() == products * ((3 * d + 2 * e) + (4 * d + 3 * e))
+
+
+@contract(56)
+def test_derivatives_inside_autocast(kernel_target):
+    """What is computed in a tile is not cast."""
+    q, k, v = (x.bfloat16() for x in kernel_target.inputs(2, 2, 5, 7, 8).tensors.values())
+    tangents = tuple(torch.randn_like(x) for x in (q, k, v))
+
+    def derivatives():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        first = torch.autograd.grad(kernel_target.sdpa(*leaves).sum(), leaves, create_graph=True)
+        return jvp(kernel_target.sdpa, (q, k, v), tangents), torch.autograd.grad(first, leaves, tangents)
+
+    want = derivatives()
+    with torch.autocast(kernel_target.device, dtype=torch.bfloat16):
+        torch.testing.assert_close(derivatives(), want, rtol=0, atol=0)
+
+
+@contract(53)
 def test_no_warnings_on_the_ordinary_path(target):
     leaves = [x.requires_grad_() for x in target.inputs(2, 2, 9, 13, 8).tensors.values()]
     with warnings.catch_warnings():

@@ -84,10 +84,14 @@ class Row:
     sizes: tuple
     options: dict = dataclasses.field(default_factory=dict)
     more: dict = dataclasses.field(default_factory=dict)
-    gpus: tuple = (80,)
+    gpus: tuple = (80, 90)
+
+    def __str__(self):
+        dtype = str(self.more["dtype"]).removeprefix("torch.")
+        return f"{dtype} {'/'.join(map(str, self.sizes[4:]))}"
 
 
-def row(*sizes, gpus=(80,), kinds=None, **options):
+def row(*sizes, gpus=(80, 90), kinds=None, **options):
     return Row(sizes, options, {"dtype": BF16, **(kinds or {})}, gpus)
 
 
@@ -95,9 +99,9 @@ ALL = (80, 90, 120)
 CAUSAL = {"is_causal": True}
 LAST = {"is_causal": True, "alignment": "bottom_right"}
 MATRIX = {
-    "bfloat16": row(1, 2, 100, 170, 64, gpus=(80, 90)),
+    "bfloat16": row(1, 2, 100, 170, 64),
     "float16, causal, shared keys": row(
-        1, 4, 150, 130, 64, gpus=(80, 90), **CAUSAL, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2, "heads_v": 1}
+        1, 4, 150, 130, 64, **CAUSAL, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2, "heads_v": 1}
     ),
     "key and value heads that share otherwise": row(
         1, 6, 33, 70, 64, enable_gqa=True, kinds={"heads_k": 2, "heads_v": 3}
@@ -105,31 +109,29 @@ MATRIX = {
     "float32": row(1, 2, 70, 90, 64, gpus=ALL, kinds={"dtype": FP32}),
     "window": row(1, 2, 160, 150, 64, gpus=ALL, window=(40, 3), alignment="bottom_right"),
     "window to the left": row(1, 1, 150, 150, 64, window=(30, None)),
-    "rows without keys": row(1, 2, 150, 50, 64, gpus=(80, 90), **LAST),
+    "rows without keys": row(1, 2, 150, 50, 64, **LAST),
     "one query, bottom right": row(2, 2, 1, 150, 64, **LAST),
-    "softcap, head sizes 80 and 96": row(1, 2, 90, 70, 80, 96, gpus=(80, 90), softcap=3.0, kinds={"dtype": FP16}),
+    "softcap, head sizes 80 and 96": row(1, 2, 90, 70, 80, 96, softcap=3.0, kinds={"dtype": FP16}),
     "scale 0": row(1, 1, 40, 40, 64, scale=0.0),
     "scale below 0": row(1, 1, 40, 40, 64, scale=-0.5),
     "bias": row(2, 2, 70, 80, 64, gpus=ALL, **CAUSAL, kinds={"mask": ("float", "BHLS")}),
-    "float32 bias shared by the batch": row(
-        2, 2, 70, 70, 64, gpus=(80, 90), kinds={"mask": ("holes", "1HLS"), "mask_dtype": FP32}
-    ),
-    "bias of keys": row(2, 2, 70, 90, 64, gpus=(80, 90), **CAUSAL, kinds={"mask": ("float", "B11S")}),
+    "float32 bias shared by the batch": row(2, 2, 70, 70, 64, kinds={"mask": ("holes", "1HLS"), "mask_dtype": FP32}),
+    "bias of keys": row(2, 2, 70, 90, 64, **CAUSAL, kinds={"mask": ("float", "B11S")}),
     "bias of queries": row(2, 2, 70, 90, 64, kinds={"mask": ("float", "1HL1")}),
     "bias of everything": row(1, 2, 70, 90, 64, kinds={"mask": ("float", "11")}),
-    "bool mask": row(1, 2, 70, 96, 64, gpus=(80, 90), kinds={"mask": ("bool", "BHLS")}),
+    "bool mask": row(1, 2, 70, 96, 64, kinds={"mask": ("bool", "BHLS")}),
     "bool mask of keys, window": row(2, 2, 100, 100, 64, window=(20, 20), kinds={"mask": ("bool", "B11S")}),
     "head size 128": row(1, 2, 130, 130, 128, gpus=ALL, **CAUSAL),
-    "head sizes 192 and 128": row(1, 1, 100, 100, 192, 128, gpus=(80, 90), **CAUSAL),
-    "head size 256": row(1, 1, 70, 70, 256, gpus=(80, 90)),
+    "head sizes 192 and 128": row(1, 1, 100, 100, 192, 128, **CAUSAL),
+    "head size 256": row(1, 1, 70, 70, 256),
     "head sizes 320 and 512": row(1, 1, 33, 40, 320, 512),
     "float32, head sizes 80 and 128, bias shared by the batch": row(
-        2, 1, 40, 50, 80, 128, gpus=(80, 90), kinds={"dtype": FP32, "mask": ("float", "1HLS")}
+        2, 1, 40, 50, 80, 128, kinds={"dtype": FP32, "mask": ("float", "1HLS")}
     ),
-    "float32, head sizes 512 and 320": row(1, 1, 33, 40, 512, 320, gpus=(80, 90), **CAUSAL, kinds={"dtype": FP32}),
-    "head sizes 8 and 17": row(1, 2, 40, 70, 8, 17, gpus=(80, 90)),
-    "length-major": row(2, 3, 40, 70, 64, gpus=(80, 90), kinds={"layout": "blhd"}),
-    "rows not aligned": row(1, 2, 40, 70, 24, gpus=(80, 90), kinds={"layout": "offset"}),
+    "float32, head sizes 512 and 320": row(1, 1, 20, 40, 512, 320, **CAUSAL, kinds={"dtype": FP32}),
+    "head sizes 8 and 17": row(1, 2, 40, 70, 8, 17),
+    "length-major": row(2, 3, 40, 70, 64, kinds={"layout": "blhd"}),
+    "rows not aligned": row(1, 2, 40, 70, 24, kinds={"layout": "offset"}),
     "last stride 2, padding between rows": row(1, 2, 40, 70, 24, kinds={"layout": ("stepped", "padded", "e_major")}),
 }
 
@@ -144,7 +146,7 @@ def test_feature(name, target, record_property):
     """Output, log-sum-exp and all gradients."""
     this = MATRIX[name]
     target.check(target.inputs(*this.sizes, **this.more), **this.options)
-    record_property("triton", f"sm_{target.capability}  {name}")
+    record_property("triton", (name, f"sm_{target.capability} {this}"))
 
 
 @pytest.mark.parametrize("target", [80, 90], indirect=True)
@@ -160,16 +162,17 @@ def test_dropout(target, record_property):
     assert torch.equal(target.sdpa(*list(inputs.tensors.values()), **options) != 0, keep)
     torch.manual_seed(seed)
     target.check(inputs, **options, keep=keep)
-    record_property("triton", f"sm_{target.capability}  dropout, shared keys")
+    record_property("triton", ("dropout, shared keys", f"sm_{target.capability} bfloat16 64/90"))
 
 
+@pytest.mark.parametrize("target", [80, 90], indirect=True)
 def test_dropout_with_a_bias_and_a_band(target, record_property):
     inputs = target.inputs(1, 2, 70, 70, 64, dtype=BF16, mask=("float", "BHLS"))
     torch.manual_seed(7)
     keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.5, 1, 2, 70, 70)
     torch.manual_seed(7)
     target.check(inputs, dropout_p=0.5, window=(50, 10), keep=keep)
-    record_property("triton", "sm_80  dropout, bias, window")
+    record_property("triton", ("dropout, bias, window", f"sm_{target.capability} bfloat16 64"))
 
 
 def test_dropout_of_samples_with_keys_of_their_own(target):

@@ -11,18 +11,16 @@ from test_triton import ALL, BF16, FP16, FP32, LAST, Simulated, routed, row
 GQA = {"enable_gqa": True}
 MATRIX = {
     "one query": row(1, 2, 1, 600, 64, gpus=ALL),
-    "float16, shared keys, causal": row(
-        1, 8, 4, 700, 64, gpus=(80, 90), **LAST, **GQA, kinds={"dtype": FP16, "heads_k": 2}
-    ),
-    "one key head, two tiles of rows": row(1, 12, 3, 530, 64, gpus=(80, 90), **GQA, kinds={"heads_k": 1}),
-    "float32": row(1, 4, 2, 520, 64, gpus=(80, 90), **GQA, kinds={"dtype": FP32, "heads_k": 2}),
-    "window": row(1, 2, 3, 1100, 64, gpus=(80, 90), window=(700, 0), alignment="bottom_right"),
-    "head sizes 80 and 48, softcap": row(2, 2, 2, 530, 80, 48, gpus=(80, 90), softcap=3.0),
+    "float16, shared keys, causal": row(1, 8, 4, 700, 64, **LAST, **GQA, kinds={"dtype": FP16, "heads_k": 2}),
+    "one key head, two tiles of rows": row(1, 12, 3, 530, 64, **GQA, kinds={"heads_k": 1}),
+    "float32": row(1, 4, 2, 520, 64, **GQA, kinds={"dtype": FP32, "heads_k": 2}),
+    "window": row(1, 2, 3, 1100, 64, window=(700, 0), alignment="bottom_right"),
+    "head sizes 80 and 48, softcap": row(2, 2, 2, 530, 80, 48, softcap=3.0),
     "head size 256": row(1, 1, 1, 513, 256),
-    "float32, head size 500": row(1, 1, 1, 513, 500, gpus=(80, 90), kinds={"dtype": FP32}),
-    "bias with holes": row(2, 2, 3, 560, 64, gpus=(80, 90), kinds={"mask": ("holes", "BHLS")}),
+    "float32, head size 500": row(1, 1, 1, 513, 500, kinds={"dtype": FP32}),
+    "bias with holes": row(2, 2, 3, 560, 64, kinds={"mask": ("holes", "BHLS")}),
     "bool mask of keys": row(2, 4, 2, 560, 64, **GQA, kinds={"mask": ("bool", "B11S"), "heads_k": 2}),
-    "bias": row(1, 4, 2, 560, 64, gpus=(80, 90), **GQA, kinds={"mask": ("float", "1HLS"), "heads_k": 2}),
+    "bias": row(1, 4, 2, 560, 64, **GQA, kinds={"mask": ("float", "1HLS"), "heads_k": 2}),
     "length-major": row(2, 4, 3, 560, 64, **GQA, kinds={"layout": "blhd", "heads_k": 2}),
 }
 
@@ -39,7 +37,7 @@ def test_decode(name, gpu, record_property):
         target = Simulated("triton", "cpu", gpu)
         target.check(target.inputs(*this.sizes, **this.more), gradients=False, **this.options)
     assert [kernel.function.__name__ for kernel in launched] == ["decode_kernel", "combine_kernel"]
-    record_property("triton", f"sm_{gpu}  decode: {name}")
+    record_property("triton", (f"decode: {name} (forward)", f"sm_{gpu} {this}"))
 
 
 @pytest.mark.parametrize("gpu", [80, 90])

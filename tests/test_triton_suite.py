@@ -35,6 +35,7 @@ LEFT_OUT = {
     "test_named_cases",
     "test_bitwise_repeatable",
     "test_gradcheck",  # float64, which the kernels don't have
+    "test_bits_depend_on_position_alone",  # with float64 among others [test_triton.py: test_dropout]
     "test_every_band",  # 9 lengths of 36 bands [test_bands_in_every_dtype, test_triton.py]
     "test_head_size_zero_is_the_mean_of_value",  # which the backend refuses
     "test_numbers_of_every_kind",  # about arguments, not kernels

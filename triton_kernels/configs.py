@@ -245,6 +245,11 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "second_dq", 2, "plain", 512): {"80": (24, _FEW)},
     (80, "second_dq", 4, "plain", 256): {"120a": (60, _SM120)},
     (80, "second_dkdv", 2, "plain", 128): {"86": (8, _TWO)},
+    (80, "second_dbias", 2, "tile", 64): {"86": (16, _FEW), "120a": (72, _SM120)},
+    (80, "second_dbias", 2, "tile", 256): {"80 86 120a": (112, _FEW)},
+    (80, "second_dbias", 4, "tile", 64): {"80 86 120a": (40, _FEW)},
+    (90, "second_dbias", 2, "tile", 256): {"90a": (112, _FEW)},
+    (90, "second_dbias", 4, "tile", 64): {"90a": (40, _FEW)},
     (80, "second_dkdv", 2, "plain", 512): {"80": (40, _FEW)},
     (80, "second_dkdv", 4, "plain", 512): {"80": (228, _FP32), "120a": (288, _FP32)},
     (90, "tangent", 2, "plain", 128): {"90a": (16, _TWO)},
@@ -252,4 +257,5 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (90, "dkdv", 4, "plain", 256): {"90a": (48, _FEW)},
     (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},
 }
+DECODE_BUDGET = (8, _FEW)
 BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}

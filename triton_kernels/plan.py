@@ -363,6 +363,8 @@ class _Builder:
             sizes = (constants["head_dim"], constants["head_dim_v"])
             roomy = has_tma and bool(loaded) and name not in configs.MMA_SYNC
             chunk = configs.chunk(*sizes, problem.dtype.itemsize, roomy)
+            if name == "second_dbias" and max(sizes) > 64 and chunk == 0:
+                chunk = 64  # what a chunk loads again, it would have used once: most often it owns one tile of a head
         tma = has_tma and bool(loaded) and chunk == 0
         arch = configs.arch_class(problem.capability, tma or chunk > 0)
         feature = configs.feature_class(constants["BIAS"], constants["SOFTCAP"], constants["DROPOUT"])
@@ -579,7 +581,7 @@ def _decode_gate_cases(size: int, itemsize: int) -> list[dict[str, Any]]:
         cases[name] = {**plan.step.kernel.gate_case(), "require": {archs: counts}}
         name = f"triton combine {of} {plan.combine.kernel.constants['SPLITS']} parts"
         cases[name] = {**plan.combine.kernel.gate_case(), "require": {archs: {"LDG": 1}}}
-    return [{"name": name, "archs": archs, **case} for name, case in cases.items()]
+    return [{"name": name, "archs": archs, "spills": {archs: configs.DECODE_BUDGET}, **c} for name, c in cases.items()]
 
 
 _DECODED = ("tile", "mask", "mods")

@@ -30,7 +30,8 @@ struct DecodeTile {
 };
 
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ SplitParams p) {
+__global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
+    decode_kernel(const __grid_constant__ SplitParams p) {
   using Config = DecodeTile<T, kHeadDim>;
   using Chunks = TileOf<T, kHeadDim>;
   constexpr bool kFloat = std::is_same_v<T, float>;

@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   const uint32_t q_tile = ptx::shared_address(shared), ring = q_tile + Config::kQBytes;
   const uint32_t weights = ring + Config::kStages * Config::kChunkBytes;
   // Of every row, what is about its scores; and a value of each part.
-  PackedRow* packed_rows = reinterpret_cast<PackedRow*>(shared + (weights - q_tile) + Config::kWeightBytes);
-  float* row_values = reinterpret_cast<float*>(packed_rows + kRows);  // [part][row]
+  const uint32_t packed_rows = weights + Config::kWeightBytes;
+  float* row_values = reinterpret_cast<float*>(shared + (packed_rows - q_tile) + kRows * 16);  // [part][row]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int part = warp % kParts, warp_row = warp / kParts * 16 * kRowTiles;
@@ -162,7 +162,10 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
 
   if (threadIdx.x < kRows) {
     const int r = min(first_row + static_cast<int>(threadIdx.x), row_end - 1);
-    packed_rows[threadIdx.x] = packed_row(p.score, batch, first_head + r % p.pack, r / p.pack);
+    const PackedRow row = packed_row(p.score, batch, first_head + r % p.pack, r / p.pack);
+    ptx::store_shared(packed_rows + threadIdx.x * 16,
+                      make_uint4(row.begin, row.end, static_cast<uint32_t>(row.bias),
+                                 static_cast<uint32_t>(static_cast<uint64_t>(row.bias) >> 32)));
   }
   HeadScore head_scores{};
   if (p.score.seeds != nullptr) head_scores = head_score(p.score, batch, first_head);
@@ -205,8 +208,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
     const int col = first + part * kPartKeys + lane % 4 * 2;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const PackedRow* own = packed_rows + warp_row + m * 16 + lane / 4;
-      const PackedRow rows[2] = {own[0], own[8]};
+      PackedRow rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 x = ptx::load_shared(packed_rows + (warp_row + m * 16 + half * 8 + lane / 4) * 16);
+        rows[half] = {static_cast<int>(x.x), static_cast<int>(x.y),
+                      static_cast<int64_t>(static_cast<uint64_t>(x.w) << 32 | x.z)};
+      }
       finish_packed<T>(p.score, rows, score[m], col);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

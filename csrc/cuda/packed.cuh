@@ -7,7 +7,7 @@
 namespace attnkern::cuda {
 
 // What a thread knows of one of its rows.
-struct alignas(16) PackedRow {
+struct PackedRow {
   int begin, end;  // of the keys that it reaches
   int64_t bias;    // offset of its first element
 };

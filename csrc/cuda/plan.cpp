@@ -61,11 +61,13 @@ std::string forward_line(const attnkern::Forward& p, const attnkern::cuda::Chip&
   }
   const auto hopper = attnkern::cuda::plan_forward_sm90(p, chip);
   if (hopper.refusal == nullptr) {
+    constexpr const char* kOrders[] = {", serial", ", overlapped", ", ping-pong"};
     return "forward, sm_90a: " + text(hopper.rows) + " x " + text(hopper.keys) +
            " queries and keys, head sizes up to " + text(hopper.head_dim) + " and " + text(hopper.head_dim_v) + ", " +
            text(hopper.stages) + " stages, " + text(hopper.threads) + " threads, " + text(hopper.shared_bytes) +
            " bytes of shared memory, " + text(hopper.blocks) + " blocks for " + text(hopper.tiles) + " tiles" +
-           (hopper.plain ? ", plain" : ", with softcap") + (hopper.last_rows_first ? ", longest rows first" : "");
+           (hopper.plain ? ", plain" : ", with softcap") + kOrders[static_cast<int>(hopper.order)] +
+           (hopper.last_rows_first ? ", longest rows first" : "");
   }
   const auto plan = attnkern::cuda::plan_forward(p);
   std::string line = "forward, sm_80: " + tile(plan.head_class, plan.rows, plan.keys, "queries and keys", plan.threads,

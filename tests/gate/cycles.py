@@ -229,18 +229,23 @@ REUSE = {"forward": 1.0, "dkdv": 2.0, "dq": 1.5}
 
 def table(cases: list[Case]) -> tuple[list[Figures], list[str]]:
     """Of every kernel that computes bfloat16 at head sizes 64, 128 and 256 without features, on each chip."""
-    found, lines = [], []
+    found: list[Figures] = []
+    lines: list[str] = []
     for chip in CHIPS:
         mine = {case.name: (case, of) for case in cases if (of := pass_of(case)) and launched(case, chip)}
         for case, (kind, _) in mine.values():
             if f"{case.name} wide" in mine:
                 continue
             try:
-                for kernel in rules.of_case(case, chip.arch):
+                kernels = rules.of_case(case, chip.arch)
+            except GateError as error:
+                kernels, lines = [], [*lines, f"{case.name} on {chip.name}: {error}"]
+            for kernel in kernels:
+                try:
                     if "bfloat16" in kernel.name or isinstance(case.source, Triton):
                         found.append(figures(case, kernel, chip, REUSE[kind]))
-            except GateError as error:
-                lines.append(f"{case.name} on {chip.name}: {error}")
+                except GateError as error:
+                    lines.append(f"{rules.label(case, kernel)} on {chip.name}: {error}")
     return found, lines
 
 
