@@ -158,8 +158,9 @@ def explain(
 ) -> Explanation:
     """Which backend `attention` would use for these arguments, and why not the others; nothing is computed.
 
-    Print it, or read `.chosen` and `.refusals`. Invalid arguments raise what the call raises; a named backend that
-    refuses gives chosen=None and the text of the call's error.
+    Print it, or read `.chosen` and `.refusals`, and of the chosen one `.order` (why it came first, where that is a
+    choice), `.notes` (what it does besides) and `.plan` (how its kernels cut the call). Invalid arguments raise what
+    the call raises; a named backend that refuses gives chosen=None and the text of the call's error.
     """
     problem = Problem.from_sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap

@@ -175,7 +175,7 @@ def _with_second_order(backend: str):
     from . import second_order
     from .backends import triton
 
-    return triton if backend == triton.NAME else second_order
+    return triton if backend == triton.NAME and triton.has_second_order() else second_order
 
 
 library.impl("tangent", route_tangent, "CompositeExplicitAutograd")

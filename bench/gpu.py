@@ -66,6 +66,13 @@ def stages(python: str, sanitizer: str, make: Sequence[str]) -> list[Stage]:
             may_stop=True,
         ),
         Stage(
+            "orders of Hopper's forward",
+            60,
+            [python, "-m", "bench.orders"],
+            [python, "-m", "bench.orders", "--dry-run"],
+            may_stop=True,
+        ),
+        Stage(
             "features",
             60,
             [*sweep, "--cases", "gpu-features", "--budget", "0.4", "--rounds", "5", "--no-plot", "--fresh"],
@@ -77,13 +84,6 @@ def stages(python: str, sanitizer: str, make: Sequence[str]) -> list[Stage]:
             120,
             [*test, "--maxfail=30", "-k", "cuda and not (test_cuda or test_gpu or test_gate or ptxsim)"],
             collect,
-            may_stop=True,
-        ),
-        Stage(
-            "orders of Hopper's forward",
-            60,
-            [python, "-m", "bench.orders"],
-            [python, "-m", "bench.orders", "--dry-run"],
             may_stop=True,
         ),
         Stage(

@@ -74,13 +74,14 @@ def launches(row: Row, config: Config, size: int, tensors: Any, launched: list) 
         return launched[-1]
     q = inputs[0]
     lse = torch.zeros(q.shape[:3], device=q.device)
-    moving = (*inputs, bias)
     if row.kernel == "tangent":
-        backend.tangent(*moving, None, *moving, q, lse, *score)
+        arguments = (*inputs, bias, None, *inputs, bias, q, lse, *score)
+        backend.tangent(*arguments)
         return launched[-1]
     wanted = plan.GRAD_Q if row.kernel.endswith("dq") else plan.GRAD_K | plan.GRAD_V
     if row.kernel.startswith("second"):
-        backend.second_backward(*moving, q, None, *moving, None, q, lse, *score, wanted)
+        arguments = (*inputs, bias, q, None, *inputs, bias, None, q, lse, *score, wanted)
+        backend.second_backward(*arguments)
         return launched[-1]
     arguments = (q, None, *inputs, bias, None, q, lse, *score, wanted)
     backend.backward(*arguments)

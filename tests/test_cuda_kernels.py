@@ -144,8 +144,17 @@ def test_other_chips(simulated, record_property):
         record_property("cuda", row(simulated, "forward", str(dtype)[6:], "softcap", sizes))
 
 
+@pytest.fixture
+def set_precision():
+    """Sets what torch allows float32 products on a GPU, "tf32" or "ieee"."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield lambda value: setattr(matmul, "fp32_precision", value)
+    matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize("size", [40, 200, 300])
-def test_tf32(simulated, size, monkeypatch, record_property):
+def test_tf32(simulated, size, set_precision, record_property):
     """Where torch allows it. A tf32 has float16's significand, so float16's rule holds: for inputs that are float16
     numbers, and results rounded to it. Without, the same inputs are multiplied exactly."""
     inputs = simulated.inputs(1, 2, 40, 70, size, dtype=FP16)
@@ -157,7 +166,7 @@ def test_tf32(simulated, size, monkeypatch, record_property):
         return outs[-1].half()
 
     for precision in ("tf32", "ieee"):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+        set_precision(precision)
         testing.check_attention(inputs, function=function, gradients=False)
     assert not torch.equal(*outs)
     record_property("cuda", row(simulated, "forward", "tf32", "plain", (1, 2, 40, 70, size)))

@@ -150,7 +150,7 @@ def replay(simulated, monkeypatch, kind, head_dim):  # noqa: F811
         return simulated.recorder.run(operator, tensors, *rest, results=results)
 
     monkeypatch.setattr(cuda, "run", run)
-    seqlen_q, seqlen_k = (120, 140) if kind == "dkdv_sm90" else (70, 400)
+    seqlen_q, seqlen_k = (120, 70) if kind == "dkdv_sm90" else (70, 400)
     inputs = simulated.inputs(1, 2, seqlen_q, seqlen_k, head_dim, heads_k=1, heads_v=1, dtype=BF16)
     leaves = {n: x.requires_grad_() for n, x in inputs.tensors.items()}
     options = {**(CAUSAL if kind == "dkdv_sm90" else LAST), "enable_gqa": True}
@@ -174,15 +174,13 @@ def test_every_order_of_events(simulated, monkeypatch, kind, head_dim):  # noqa:
         kernel.run(kind, seed=seed)
 
 
-FAMILIES = ("drop_barrier", "drop_arrive", "drop_fence", "loosen_wait", "flip_parity", "shift_count", "release_early")
+# Of every kernel, and of one in which all that the others share is planted too.
+FAMILIES = ("drop_arrive", "drop_fence", "loosen_wait", "flip_parity")
+MORE = ("drop_barrier", "release_early", "shift_count")
 # Why a bug is none: what survives, how often at most.
 EQUIVALENT = {
     r"drop fence\.mbarrier_init": (1, "it is for the other blocks of a cluster"),
     r"drop wgmma\.fence": (1, "of dP: since the one of S no other instruction has touched its registers"),
-    r"drop bar\.warp\.sync": (
-        1,
-        "before the release of slots: wgmma.wait_group came just before, for all lanes",
-    ),
     r"don't wait in mbarrier\.try_wait": (
         2,
         "the producer's for the second slot of a step, released with the first; and where dS is ready, Q's, for which "
@@ -198,11 +196,12 @@ def test_planted_bugs(simulated, monkeypatch, kind, head_dim):  # noqa: F811
     kernel = replay(simulated, monkeypatch, kind, head_dim)
     compiled = kernel.launches[kind].kernel
     subject = planted_bugs.Subject(kind, compiled.name, compiled.text, lambda text, seed: kernel.run(kind, text, seed))
-    every = mutate.mutants(compiled.text, compiled.name, FAMILIES)
+    families = (*FAMILIES, *MORE) if (kind, head_dim) == KERNELS[0] else FAMILIES
+    every = mutate.mutants(compiled.text, compiled.name, families)
     chosen = [m for m in every if not m.name.startswith("shift_count") or "expect_tx" in m.name]
     monkeypatch.setattr(mutate, "mutants", lambda text, entry: chosen)
     survivors = [v.mutant for v in planted_bugs.judge(subject) if v.caught_by is None]
-    assert len(chosen) >= 40
+    assert len(chosen) >= 25
     for pattern, (most, why) in EQUIVALENT.items():
         found = [mutant for mutant in survivors if re.search(pattern, mutant)]
         assert len(found) <= most, f"{len(found)} survived, {most} argued ({why}): {found}"

@@ -65,7 +65,8 @@ def routed(capability):
         patch.setattr(launch, "run", run)
         patch.setitem(table.TABLE, "cpu", (triton, *table.TABLE["cpu"]))
         patch.setattr(ops, "forward", ops.route_forward)
-        patch.setattr(ops, "backward", ops.route_backward)
+        # The operators take names too.
+        patch.setattr(ops, "backward", lambda *given, **named: ops.route_backward(*given, *named.values()))
         yield launched
 
 
@@ -271,6 +272,12 @@ def test_rows_of_finfo_min(target):
 
 
 # --- what needs no kernel to run
+
+
+@pytest.mark.parametrize(("version", "kernels"), [("3.6.0", False), ("3.7.1+git1a2b", True), ("3.10.0", True)])
+def test_second_order_of_an_old_triton_is_plain_torchs(monkeypatch, version, kernels):
+    monkeypatch.setattr("triton.__version__", version)
+    assert (ops._with_second_order("triton") is triton) == kernels
 
 
 def problem(q=(1, 2, 9, 64), k=None, v=None, dtype=BF16, **options):

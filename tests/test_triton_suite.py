@@ -1,7 +1,7 @@
 """The tests of behaviour, which run every backend that is available, with the Triton kernels in the simulator.
 
-A case takes the next value of each of a test's parameters, so that every value is used; the GPUs take turns, each with
-its own kernels for what they support.
+Of a test with parameters a few cases are taken, each with other values of all of them; the GPUs take turns. (The matrix
+of test_triton.py runs for each.)
 """
 
 import inspect
@@ -34,13 +34,15 @@ LEFT_OUT = {
     "test_long_sequences",
     "test_named_cases",
     "test_bitwise_repeatable",
+    "test_element_offsets_above_two_to_the_31",  # the simulator shadows all of a storage [test_strides_beyond_32_bits]
     "test_gradcheck",  # float64, which the kernels don't have
+    "test_merge_does_not_depend_on_order",  # in float64
     "test_bits_depend_on_position_alone",  # with float64 among others [test_triton.py: test_dropout]
     "test_every_band",  # 9 lengths of 36 bands [test_bands_in_every_dtype, test_triton.py]
     "test_head_size_zero_is_the_mean_of_value",  # which the backend refuses
     "test_numbers_of_every_kind",  # about arguments, not kernels
 }
-MOST = 3  # cases of one test
+MOST = 2  # cases of one test
 
 
 def values_of(function):

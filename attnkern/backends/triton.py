@@ -215,6 +215,12 @@ def backward(
     return *grads, dbias
 
 
+def has_second_order() -> bool:
+    """Whether `tangent` and `second_backward` compile: in Triton 3.6 no function returns None, as their helpers do."""
+    major, minor, *_ = _plans().launch.triton.__version__.split(".")
+    return (int(major), int(minor)) >= (3, 7)
+
+
 def tangent(
     q: Tensor,
     k: Tensor,

@@ -401,9 +401,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_
   }
   __syncthreads();
 
-  // By votes, whose results ptxas knows to be the same for all lanes: addresses made from it stay in uniform registers.
-  const auto from = [](int thread) { return static_cast<int>(__ballot_sync(0xffffffffu, threadIdx.x >= thread) & 1); };
-  const int warpgroup = from(kWarpgroup) + from(2 * kWarpgroup);
+  // The same for all lanes, and known as such to the compiler.
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x / 32 == 0 && ptx::elect_one()) produce<T, Config>(p, shared);

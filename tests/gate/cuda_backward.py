@@ -104,7 +104,7 @@ def _chunked(name: str, kind: str, key_rows: str, archs: str) -> Case:
     tile, beside = 64 * 256, 2 * 64 * 256 + 64 * 64 * size + 2 * 2 * 64 * 4
     rounds = 2 * 512 * size // 256  # of the scores, for the widest heads
     shared = beside + min(rounds, (SHARED_LIMIT[capability(archs.split()[0])] - beside) // tile) * tile
-    least = {opcode: (4 + 32) * steps * times, "LDSM": 8, "LDGSTS": 20}
+    least = {opcode: (4 + 32) * steps * times, "LDSM": 3 * min(steps, 2), "LDGSTS": 20}
     full_name = f"backward chunked {kind} {name}"
     spills = {arch: budget for arch, budget in SPILLS.get(full_name, {}).items() if arch in archs.split()}
     source = Cuda(CHUNKED, f"chunked_kernel<*{math}, {key_rows}>", shared=shared)

@@ -1,30 +1,29 @@
-"""The cases of csrc/cuda/forward.cu and decode.cu: every class of head size, and what its tile makes of it."""
+"""The cases of csrc/cuda's forward and decode kernels: every class of head size, and what its tile makes of it."""
 
 from .case import Budget, Case, Cuda
 
 ALL = "80 86 90a 100a 120a"
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 
-FULL = "output and scores take 192 of 255 registers; {} loads from L1 per block of keys, beside its 256 mma"
-STEP = "ptxas prefers the register count at which one block of threads more fits; some loads per block of keys"
-SPILLS = {  # of the forward kernel, by head size and variant
-    (32, True): {"90a": Budget(16, STEP)},
-    (32, False): {"120a": Budget(16, STEP)},
-    (96, True): {"90a": Budget(8, "a value of one load per block of keys")},
-    (96, False): {"100a": Budget(12, STEP)},
-    (128, True): {
-        "80 100a 120a": Budget(8, FULL.format(2)),
-        "86": Budget(20, FULL.format("at most 5")),
-        "90a": Budget(64, FULL.format("at most 12")),
-    },
+FULL = "output and scores take 192 of 255 registers; at most 4 loads from L1 per block of keys, beside its 256 mma"
+STEP = "ptxas prefers the register count at which one block of threads more fits; at most 3 loads per block of keys"
+SPILLS = {  # by kind, head size and variant
+    ("forward", 128, "plain"): {"80 86 90a": Budget(12, FULL), "100a": Budget(16, FULL)},
+    ("forward", 96, "general"): {"100a": Budget(12, STEP)},
 }
 
 
 def cases() -> list[Case]:
-    found = [Case("combine", Cuda("csrc/cuda/decode.cu", "combine_kernel<*>"), ALL, require={ALL: {"SHFL": 10}})]
+    decode = "csrc/cuda/decode.cu"
+    found = [Case("combine", Cuda(decode, "combine_kernel<*>"), ALL, require={ALL: {"SHFL": 10}})]
     for size in HEAD_SIZES:
-        found += [_forward(size, True), _forward(size, False), _decode(size)]
-    return found
+        found += [_forward(size, True), _forward(size, False), _forward_fp32(size), _decode(size), _decode_fp32(size)]
+    return [*found, _wide(), _wide_fp32()]
+
+
+def _case(kind: str, size: int, variant: str, source: Cuda, counts: dict[str, int], **more) -> Case:
+    spills = SPILLS.get((kind, size, variant), {})
+    return Case(f"{kind} d{size} {variant}".strip(), source, ALL, require={ALL: counts}, spills=spills, **more)
 
 
 def _forward(size: int, plain: bool) -> Case:
@@ -33,7 +32,8 @@ def _forward(size: int, plain: bool) -> Case:
     row_tiles = 2 if plain and size <= 128 else 1
     keys = 32 if not plain and size >= 192 else 64
     steps, threads = size // 16, 128
-    steps_qk = 4 if size in (128, 256) else steps  # in the text: that loop isn't unrolled to its end
+    # In the text: that loop is unrolled as the registers allow.
+    steps_qk = {32: 1, 96: 1, 128: 2 if plain else 4, 256: 2 if plain else 4}.get(size, steps)
     counts = {
         "HMMA.16816": (steps_qk + steps) * keys // 16 * 2 * row_tiles,
         "LDSM": steps_qk * (row_tiles + keys // 16) + steps * keys // 16,
@@ -41,14 +41,74 @@ def _forward(size: int, plain: bool) -> Case:
     }
     shared = (64 * row_tiles + 2 * keys) * size * 2
     source = Cuda("csrc/cuda/forward.cu", f"forward_kernel<*, {size}, {'true' if plain else 'false'}>", threads, shared)
-    name = f"forward d{size} {'plain' if plain else 'general'}"
     turn = {"HMMA.16816": 2 * steps * keys // 16 * 2 * row_tiles}
-    return Case(name, source, ALL, require={ALL: counts}, spills=SPILLS.get((size, plain), {}), loop={ALL: turn})
+    return _case("forward", size, "plain" if plain else "general", source, counts, loop={ALL: turn})
+
+
+PRODUCTS = 3 + 1  # in the text, of one: in three parts, or with rounded factors
+FLUSH = 4  # steps of 8 of the head size that are unrolled
+
+
+def _forward_fp32(size: int) -> Case:
+    """Per 8 of the head size and 16 keys a fragment of K; per 32 of it and 8 keys two loads of V, for four mma."""
+    row_tiles = 2 if size <= 64 else 1
+    keys = 16 if size <= 64 or size > 192 else 32
+    scores, values = FLUSH * row_tiles * (keys // 8), (size // 8) * row_tiles * (keys // 8)
+    counts = {
+        "HMMA.1688.F32.TF32": (scores + values) * PRODUCTS,
+        "LDSM": 2 * FLUSH * (row_tiles + keys // 16),
+        "LDS.128": 2 * (size // 32) * (keys // 8) * 2,
+        "LDGSTS": (64 * row_tiles + 3 * keys) * (size // 4) // 128,
+    }
+    shared = (64 * row_tiles + 2 * keys) * size * 4
+    source = Cuda("csrc/cuda/forward_fp32.cu", f"forward_fp32_kernel<{size}>", 128, shared)
+    return _case("forward", size, "float32", source, counts)
 
 
 def _decode(size: int) -> Case:
     steps, stages = size // 16, 2 if size <= 128 else 1
     counts = {"HMMA.16816": 4 * steps, "LDSM": 3 * steps, "LDGSTS": 2 * 64 * (size // 8) // 128}
-    source = Cuda("csrc/cuda/decode.cu", f"decode_kernel<*, {size}>", 128, (16 + stages * 128) * size * 2)
-    spills = {"100a": Budget(8, STEP)} if size == 192 else {}
-    return Case(f"decode d{size}", source, ALL, require={ALL: counts}, spills=spills)
+    shared = (16 + stages * 128) * size * 2
+    source = Cuda("csrc/cuda/decode.cu", f"decode_kernel<__*, {size}>", 128, shared)
+    return _case("decode", size, "", source, counts)
+
+
+def _decode_fp32(size: int) -> Case:
+    keys, stages = 64 if size <= 128 else 32, 2 if size <= 64 else 1
+    tiles = keys // 4 // 8  # of a warp
+    counts = {
+        "HMMA.1688.F32.TF32": (FLUSH + size // 8) * tiles * PRODUCTS,
+        "LDSM": 2 * FLUSH * 2,
+        "LDS.128": 2 * (size // 32) * tiles * 2,
+        "LDGSTS": 2 * keys * (size // 4) // 128,
+    }
+    shared = (16 + stages * 2 * keys) * size * 4
+    return _case(
+        "decode", size, "float32", Cuda("csrc/cuda/decode.cu", f"decode_kernel<float, {size}>", 128, shared), counts
+    )
+
+
+# Q; three chunks of 8 KiB; the weights; of every row what is about its scores, and a value of four warps.
+WIDE_SHARED = 64 * 1024 + 3 * 8 * 1024 + 8 * 1024
+
+
+def _wide() -> Case:
+    """A chunk of K: 4 steps for 2 row tiles and 16 keys. One of V: 4 runs of 16 columns. Text for two halves of V."""
+    counts = {"HMMA.16816": 4 * 2 * 2 + 2 * 4 * 2 * 2, "LDSM": 4 * 3 + 2 * (2 + 4), "LDGSTS": 4}
+    shared = WIDE_SHARED + 64 * (16 + 16)
+    source = Cuda("csrc/cuda/forward_wide.cu", "forward_wide_kernel<__*>", 256, shared)
+    return _case("forward", 512, "", source, counts)
+
+
+def _wide_fp32() -> Case:
+    """The same with one row tile, and 2 runs of 32 columns."""
+    counts = {
+        "HMMA.1688.F32.TF32": (4 * 2 + 2 * 2 * 4) * PRODUCTS,
+        "LDSM": 2 * (4 * 2 + 2),
+        "LDS.128": 2 * 2 * 2 * 2,
+        "LDGSTS": 4,
+    }
+    shared = WIDE_SHARED + 32 * (16 + 16)
+    return _case(
+        "forward", 512, "float32", Cuda("csrc/cuda/forward_wide.cu", "forward_wide_kernel<float>", 256, shared), counts
+    )
