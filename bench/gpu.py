@@ -87,6 +87,13 @@ def stages(python: str, sanitizer: str, make: Sequence[str]) -> list[Stage]:
             may_stop=True,
         ),
         Stage(
+            "Triton kernels",
+            120,
+            [*test, "--maxfail=30", "tests/test_triton_gpu.py"],
+            [*collect, "tests/test_triton_gpu.py"],
+            may_stop=True,
+        ),
+        Stage(
             "tuning of tiles",
             120,
             [python, "-m", "bench.tune"],

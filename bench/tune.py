@@ -44,9 +44,12 @@ def rows_of(capability: int) -> list[tuple[Row, int]]:
 def candidates(row: Row, size: int) -> Iterator[Config]:
     """The table's own first; then every tile whose accumulators can fit in registers."""
     yield configs.choose(row, size, size)
+    pointers = configs.chunk(size, size, row.itemsize, row.kernel not in configs.MMA_SYNC) > 0
     for rows, cols, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)):
         by_keys = row.kernel.endswith("dkdv")
-        if row.kernel in configs.MMA_SYNC and row.arch == 90 and (cols if by_keys else rows) >= 64:
+        wgmma = row.arch == 90 and (cols if by_keys else rows) >= 64
+        # By pointers it would read what cp.async has written, without a fence between.
+        if wgmma and (row.kernel in configs.MMA_SYNC or (pointers and stages > 1)):
             continue
         accumulators = (2 * cols if by_keys else rows) * size
         if accumulators + 2 * rows * cols <= 32 * warps * 224:

@@ -138,7 +138,7 @@ def test_other_chips(simulated, record_property):
     """Less shared memory takes other tiles; each must fit where it is launched."""
     simulated.check(simulated.inputs(1, 1, 70, 70, 128, dtype=BF16), is_causal=True)
     simulated.check(simulated.inputs(1, 1, 65, 65, 256, dtype=BF16))
-    for dtype, queries, size in [(FP32, 65, 72), (FP32, 33, 256), (FP32, 33, 300), (BF16, 65, 300), (FP16, 1, 512)]:
+    for dtype, queries, size in [(FP32, 33, 72), (FP32, 17, 256), (FP32, 17, 300), (BF16, 33, 300), (FP16, 1, 512)]:
         sizes = (1, 1, queries, 70, size)
         simulated.check(simulated.inputs(*sizes, dtype=dtype), gradients=False, softcap=9.0)
         record_property("cuda", row(simulated, "forward", str(dtype)[6:], "softcap", sizes))
@@ -321,7 +321,8 @@ KIB = 1024
 # dtype, head size -> rows, keys, head class, threads, KiB of shared memory; variant
 TILES = {
     (BF16, 64): (128, 64, 64, 128, 32, "plain"),
-    (FP16, 100): (128, 64, 128, 128, 64, "plain"),
+    (FP16, 104): (128, 64, 128, 128, 64, "plain"),
+    (FP16, 100): (64, 64, 128, 128, 48, "general"),  # rows of 200 bytes aren't whole 16-byte chunks
     (BF16, 160): (64, 64, 192, 128, 72, "plain"),
     (BF16, 256): (64, 64, 256, 128, 96, "plain"),
     (BF16, 257): (64, 64, 512, 256, 98, "general"),
@@ -391,10 +392,12 @@ def test_notes_say_what_is_slow(simulated):
     assert [note.split(",")[0] for note in cuda.notes(problem)] == ["reads key element by element"]
 
 
+# Above 256, in order: before a chunk of K, between the maxima and who reads them, before chunks of V's first half.
 @pytest.mark.parametrize("barrier", [0, 1, 2])
-def test_a_missing_barrier_is_found(simulated, barrier):
+@pytest.mark.parametrize(("dtype", "size"), [(BF16, 64), (FP32, 64), (BF16, 264)])
+def test_a_missing_barrier_is_found(simulated, barrier, dtype, size):
     """Each of the forward loop's barriers is needed, and these tests would see it go."""
-    q = torch.randn(1, 1, 128, 64, dtype=BF16)
+    q = torch.randn(1, 1, 65, size, dtype=dtype)
     simulated.recorder.simulate = False
     out = simulated.sdpa(q, q, q)
     (launch,) = simulated.recorder.launches

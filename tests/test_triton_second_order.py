@@ -19,7 +19,7 @@ MATRIX = {
     "bfloat16, key and value heads that share otherwise": row(
         1, 6, 70, 90, 64, gpus=BOTH, **GQA, kinds={"heads_k": 3, "heads_v": 2}
     ),
-    "float32, softcap, causal": row(1, 1, 40, 70, 64, **CAUSAL, softcap=0.7, kinds={"dtype": FP32}),
+    "float32, softcap, causal": row(1, 1, 40, 70, 64, gpus=(80,), **CAUSAL, softcap=0.7, kinds={"dtype": FP32}),
     "float16, rows without keys, head sizes 80 and 48, rows not aligned": row(
         1, 2, 70, 40, 80, 48, gpus=(90,), **LAST, kinds={"dtype": FP16, "layout": ("blhd", "offset", "contiguous")}
     ),
@@ -38,11 +38,11 @@ MATRIX = {
         softcap=2.0,
         kinds={"mask": ("float", "1H1S"), "mask_dtype": FP32, "heads_k": 1},
     ),
-    "bias of queries, dropout": row(2, 2, 40, 50, 32, dropout_p=0.5, kinds={"mask": ("float", "B1L1")}),
+    "bias of queries, dropout": row(2, 2, 40, 50, 32, gpus=(80,), dropout_p=0.5, kinds={"mask": ("float", "B1L1")}),
     "head size 128, bool mask": row(1, 1, 40, 96, 128, gpus=(90,), kinds={"mask": ("bool", "BHLS")}),
     "head sizes 192 and 256": row(1, 1, 40, 50, 192, 256, gpus=(90,)),
     "head size 320": row(1, 1, 20, 40, 320, gpus=(90,)),
-    "float32, head size 160, dropout": row(1, 1, 20, 40, 160, dropout_p=0.3, kinds={"dtype": FP32}),
+    "float32, head size 160, dropout": row(1, 1, 20, 40, 160, gpus=(90,), dropout_p=0.3, kinds={"dtype": FP32}),
 }
 
 

@@ -29,11 +29,14 @@ def delta_kernel(
     b, h = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     grad_out += b * grad_stride_b + h * grad_stride_h
     out += b * out_stride_b + h * out_stride_h
-    total = tl.zeros([BLOCK_M], tl.float32)
+    # Lanes add up sums, not products: fused with the first addition between lanes, a product gives each of them another
+    # last bit, and the lanes of a row store what should be one value.
+    products = tl.zeros([BLOCK_M, DIMS], tl.float32)
     for dim in tl.static_range(0, head_dim_v, DIMS):
         g = load_tile(grad_out, 0, 0, first_row, grad_stride_m, seqlen_q, dim, head_dim_v, BLOCK_M, DIMS, False, True)
         o = load_tile(out, 0, 0, first_row, out_stride_m, seqlen_q, dim, head_dim_v, BLOCK_M, DIMS, False, True)
-        total += tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+        products += g.to(tl.float32) * o.to(tl.float32)
+    total = tl.sum(products, 1)
     rows = first_row + tl.arange(0, BLOCK_M)
     at = batch_head.to(tl.int64) * seqlen_q + rows
     if HAS_GRAD_LSE:

@@ -35,7 +35,8 @@ ARCHS = (80, 86, 90)
 KERNELS = ("forward", "dkdv", "dq", "tangent", "second_dkdv", "second_dq")
 # Of these, tiles on sm_90 have 32 rows at most, which mma.sync multiplies. With 64 it would be wgmma, and where two
 # products with weights from registers follow each other, as they do here, Triton (3.7.1) converts the second's weights
-# after the wgmma.fence that has to order it.
+# after the wgmma.fence that has to order it. With descriptors they have 2 stages: with one, TMA writes a tile where a
+# store was, without the proxy fence between. (The simulator reports both.)
 MMA_SYNC = ("tangent", "second_dkdv", "second_dq")
 FEATURES = ("plain", "mods", "tile")
 

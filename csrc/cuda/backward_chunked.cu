@@ -38,7 +38,7 @@ struct Cut {
   static constexpr int kRowTiles = kSingle ? 1 : 2;
   static constexpr int kDimParts = kThreads / 32 / (kRows / 16 / kRowTiles);
   static constexpr int kDimTiles = kChunk / kDimParts / 8;
-  static constexpr int kSlots = 512 / kChunk;  // chunks of the gradients in registers, 128 of them
+  static constexpr int kSlots = 512 / kChunk;  // chunks of the gradients, in 128 registers of a thread
 };
 
 struct ChunkedArgs : BackwardArgs {
@@ -52,8 +52,8 @@ struct ChunkedArgs : BackwardArgs {
   int32_t row_tiles, resident;
 };
 
-// Shared memory: 2 tiles of columns; 2 of rows, or all there are; the scores that change hands; lse and delta of the
-// columns in this step and the next, if those are queries.
+// Shared memory: 2 tiles of columns; the tiles of rows; the scores that change hands; lse and delta of the columns in
+// this step and the next, if those are queries.
 constexpr uint32_t kRowTilesAt = 2 * kColTile;
 
 // out += a b for the scores handed over, from a warp's first row on, and a chunk of the columns from `chunk` on.

@@ -79,7 +79,10 @@ def cases() -> list[Case]:
             name = f"backward {kind} d{head_dim}{'' if plain else ' general'}{' wide' if wide else ''}"
             source = f"{kind}_kernel<*, {head_dim}, {flags}, {shape}>"
             archs = WIDE if wide else ALL
-            least = {"HMMA": scores + products, "LDSM": head_dim // 16, "LDGSTS": 4}
+            # Half the steps of the scores are in the text where the sums take 192 registers.
+            sums = 4 * row_tiles * (gradients * head_dim + 2 * columns) // split // 8
+            rolled = 2 if sums >= 192 and head_dim >= 128 else 1
+            least = {"HMMA": scores // rolled + products, "LDSM": head_dim // 16, "LDGSTS": 4}
             shared = tiles + constants + handed_over
             found.append(
                 Case(
