@@ -80,8 +80,10 @@ def leaves_of(call: Call) -> dict[str, torch.Tensor]:
 
 
 def differing_runs(call: Call, times: int) -> int:
-    """How many of so many runs differ from the first in any bit. The device is asked once, at the end."""
+    """How many of so many runs differ from the first in any bit, in torch's deterministic mode, which stays on. The
+    device is asked once, at the end."""
     leaves = leaves_of(call)
+    torch.use_deterministic_algorithms(True)
     first = [x.detach().clone() for x in run(call, leaves)]
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(times - 1):
@@ -108,7 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed += differing > 0
             said = f"{differing} of {options.repeat} runs differ from the first"
         else:
-            run(call, leaves_of(call))
+            for deterministic in (False, True):  # the backward pass may have other kernels then
+                torch.use_deterministic_algorithms(deterministic)
+                run(call, leaves_of(call))
             torch.cuda.synchronize()
             said = "done"
         print(f"{name}: {said}, {time.perf_counter() - start:.1f} s", flush=True)

@@ -135,6 +135,17 @@ def test_a_backward_plan_takes_the_tiles_that_fit_the_chip(chip):
     assert all(line.endswith(f", general, narrow{reason}") for line in general[2:])
 
 
+def test_hoppers_backward_adds_up_dq_unless_results_must_repeat(monkeypatch):
+    call = problem(1, 4, 512, 128, gradient=True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    (line,) = cuda.plan(call, H100)[2:]
+    assert line.startswith("backward dk dv dq, sm_90a: ")
+    assert ", dq added up in " in line
+    assert [line.split(",")[0] for line in cuda.plan(call, A100)[2:]] == ["backward dk dv", "backward dq"]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert [line.split(",")[0] for line in cuda.plan(call, H100)[2:]] == ["backward dk dv", "backward dq"]
+
+
 def test_a_backward_plan_has_what_the_call_asks_for():
     x = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
     mask = torch.zeros(300, dtype=torch.bfloat16, requires_grad=True)

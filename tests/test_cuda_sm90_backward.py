@@ -1,6 +1,7 @@
 """Gradients of the Hopper kernels (csrc/cuda/backward_sm90.cu) with their host code, run by the simulator of an sm_90
 with hazards checked, against float64 by the one tolerance rule."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -39,7 +40,7 @@ CASES = {
 
 
 def launched(recorder):
-    names = r"\d((?:delta|forward|decode|combine|dkdv|dq|bias_gradient)(?:_sm90)?)_kernel"
+    names = r"\d((?:delta|forward|decode|combine|dkdv|dq|fused|round_dq|bias_gradient)(?:_sm90)?)_kernel"
     return [re.search(names, launch.name)[1] for launch in recorder.launches]
 
 
@@ -48,6 +49,41 @@ def test_gradients(simulated, name):  # noqa: F811
     sizes, kinds, options = CASES[name]
     simulated.check(simulated.inputs(*sizes, **kinds), **options)
     assert launched(simulated.recorder)[-2:] == ["dkdv_sm90", "dq_sm90"]
+
+
+@contextlib.contextmanager
+def any_order():
+    """torch's default. Tests run in its deterministic mode, for the memory that it poisons there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+FUSED = {
+    "full": case(1, 2, 100, 170, 128),
+    "causal, shared keys": case(
+        1, 4, 150, 200, 128, **LAST, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2, "heads_v": 2}
+    ),
+    "window, head sizes 104 and 120": case(1, 1, 200, 170, 104, 120, window=(30, 10)),
+    "rows without keys": case(1, 2, 150, 40, 128, **LAST, kinds={"layout": "blhd"}),
+    "keys that no query reaches": case(2, 1, 20, 270, 128, **CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_gradients_in_one_walk(simulated, name):  # noqa: F811
+    """Where torch doesn't ask for determinism; no bank conflict."""
+    sizes, kinds, options = FUSED[name]
+    with any_order():
+        simulated.check(simulated.inputs(*sizes, **kinds), **options)
+    assert launched(simulated.recorder)[-2:] == ["fused_sm90", "round_dq_sm90"]
+    fused, rounded = simulated.recorder.reports[-2:]
+    assert fused.bank_conflicts == rounded.bank_conflicts == 0
+    source = next(case.source for case in gate_cases.cases() if case.name == "backward fused d128 sm_90")
+    assert simulated.recorder.launches[-2].shared == source.shared
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "softcap"])
@@ -124,9 +160,11 @@ class Replay:
 
     def run(self, kind, text=None, seed=None):
         launch = self.launches[kind]
-        names = ("key", "value") if kind == "dkdv_sm90" else ("query",)
+        names = ("query",) if kind == "dq_sm90" else ("key", "value")
         for name in names:
             self.grads[name].fill_(torch.nan)
+        for sums in (x for x in self.tensors if x.dim() == 1):
+            sums.zero_()
         ptxsim.launch(
             launch.kernel if text is None else launch.kernel.with_text(text),
             launch.grid,
@@ -137,6 +175,11 @@ class Replay:
             undefined=[self.grads[name] for name in names],
             seed=seed,
         )
+        if kind == "fused_sm90":
+            names = (*names, "query")
+            self.grads["query"].fill_(torch.nan)
+            launch = self.launches["round_dq_sm90"]
+            ptxsim.launch(launch.kernel, launch.grid, *launch.parameters, block=launch.block, tensors=self.tensors)
         for name in names:
             assert_gradient(self.grads[name], self.want[name], name, f"{self.recipe}, schedule {seed}")
 
@@ -150,20 +193,22 @@ def replay(simulated, monkeypatch, kind, head_dim):  # noqa: F811
         return simulated.recorder.run(operator, tensors, *rest, results=results)
 
     monkeypatch.setattr(cuda, "run", run)
-    seqlen_q, seqlen_k = (120, 70) if kind == "dkdv_sm90" else (70, 400)
+    lengths = {"dkdv_sm90": (120, 70), "dq_sm90": (70, 400), "fused_sm90": (120, 140)}
+    seqlen_q, seqlen_k = lengths[kind]
     inputs = simulated.inputs(1, 2, seqlen_q, seqlen_k, head_dim, heads_k=1, heads_v=1, dtype=BF16)
     leaves = {n: x.requires_grad_() for n, x in inputs.tensors.items()}
-    options = {**(CAUSAL if kind == "dkdv_sm90" else LAST), "enable_gqa": True}
+    options = {**(LAST if kind == "dq_sm90" else CAUSAL), "enable_gqa": True}
     grad_out, grad_lse = torch.randn(1, 2, seqlen_q, head_dim).to(BF16), torch.randn(1, 2, seqlen_q)
     targets = simulated.attention(**leaves, **options, return_lse=True)
-    torch.autograd.grad(targets, tuple(leaves.values()), (grad_out, grad_lse))
+    with any_order() if kind == "fused_sm90" else contextlib.nullcontext():
+        torch.autograd.grad(targets, tuple(leaves.values()), (grad_out, grad_lse))
     want = testing.expected(*leaves.values(), grad_out=grad_out, grad_lse=grad_lse, **options)
     found = dict(zip(launched(simulated.recorder), simulated.recorder.launches, strict=True))
     return Replay(found, kept[0], dict(zip(leaves, kept[1], strict=False)), want, inputs.recipe)
 
 
 # Above a head size of 128 the two consumers of dK and dV have different roles.
-KERNELS = [("dkdv_sm90", 64), ("dkdv_sm90", 192), ("dq_sm90", 64)]
+KERNELS = [("dkdv_sm90", 64), ("dkdv_sm90", 192), ("dq_sm90", 64), ("fused_sm90", 128)]
 
 
 @pytest.mark.parametrize(("kind", "head_dim"), KERNELS)
@@ -180,7 +225,7 @@ MORE = ("drop_barrier", "release_early", "shift_count")
 # Why a bug is none: what survives, how often at most.
 EQUIVALENT = {
     r"drop fence\.mbarrier_init": (1, "it is for the other blocks of a cluster"),
-    r"drop wgmma\.fence": (1, "of dP: since the one of S no other instruction has touched its registers"),
+    r"drop wgmma\.fence": (2, "of dP, and of dQ beside dK: since the one before nothing has touched its registers"),
     r"don't wait in mbarrier\.try_wait": (
         2,
         "the producer's for the second slot of a step, released with the first; and where dS is ready, Q's, for which "
@@ -216,7 +261,7 @@ def test_ring_that_starts_anew_with_each_head(simulated, monkeypatch, tmp_path):
     name = "dkdv_sm90_kernel<Shape<__nv_bfloat16, 64, 96, 4, true, false>>"
     source += f"template __global__ void {name}(const __grid_constant__ BackwardSm90Args);\n}}\n}}\n"
     right, wrong = "col = block.begin, ++head;", "col = block.begin, ++head, at = {};"
-    assert source.count(right) == 1
+    assert source.count(right) == 2  # the producer's, then the fused kernel's
 
     def text(name, code):
         path = tmp_path / f"{name}_sm90.cu"
@@ -231,4 +276,4 @@ def test_ring_that_starts_anew_with_each_head(simulated, monkeypatch, tmp_path):
 
     run(text("right", source), 0)
     with pytest.raises(ptxsim.SimulationError):
-        run(text("wrong", source.replace(right, wrong)), 0)
+        run(text("wrong", source.replace(right, wrong, 1)), 0)

@@ -283,7 +283,7 @@ class _Builder:
             "D1": d1,
             "V0": v0,
             "V1": v1,
-            "DIMS": min(v0, 128),
+            "DIMS": min(v0, 64),
             "BIAS": 0,
             "TBIAS": 0,
             "SOFTCAP": softcap != 0,

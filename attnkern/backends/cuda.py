@@ -98,7 +98,8 @@ def plan(problem: Problem, on: Chip | None = None) -> list[str]:
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
     described = [[] if x is None else [*x.shape, *x.stride(), _address(x)] for x in (q, k, v, bias)]
     dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, q if bias is None else bias)]
-    text = torch.ops.attnkern.cuda_plan(dtypes[0], *described, dtypes[1], *problem.score, _tf32(), grad_mask, [*on])
+    modes = (_tf32(), torch.are_deterministic_algorithms_enabled())
+    text = torch.ops.attnkern.cuda_plan(dtypes[0], *described, dtypes[1], *problem.score, *modes, grad_mask, [*on])
     return text.splitlines()
 
 
@@ -213,7 +214,11 @@ def backward(
         written = (dq, *parts, dbias)
         inputs = (grad_out, q, k, v, bias, philox_seed, lse.contiguous(), delta)
         score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, _tf32())
-        run(torch.ops.attnkern.cuda_backward, (*inputs, *written), heads_out, *score, results=written)
+        dq_sums = None
+        if not torch.are_deterministic_algorithms_enabled():
+            count = run(torch.ops.attnkern.cuda_backward_sums, (*inputs, *written), heads_out, *score)
+            dq_sums = torch.zeros(count, dtype=torch.float32, device=q.device) if count else None
+        run(torch.ops.attnkern.cuda_backward, (*inputs, *written, dq_sums), heads_out, *score, results=written)
         for grad, part in zip((dk, dv), parts, strict=True):
             if grad is not None and part is not None and part is not grad:
                 grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))

@@ -1,5 +1,6 @@
 // The backward pass on Hopper (sm_90a): the two deterministic kernels of backward.cu, dK and dV by blocks of keys and
-// dQ by blocks of queries, with TMA, wgmma and warp specialisation. Same definitions, same walk over the band.
+// dQ by blocks of queries, with TMA, wgmma and warp specialisation. Same definitions, same walk over the band. And one
+// for all three gradients, whose blocks add to dQ in global memory in whatever order they come.
 //
 //   dK, dV:  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q
 //   dQ:      S   = Q K^T   dP   = dO V^T                  dQ += dS K
@@ -17,6 +18,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/launch.h"
 #include "cuda/score.cuh"
+#include "cuda/smem.cuh"
 #include "cuda/smem_sm90.cuh"
 #include "cuda/tensor_map.h"
 
@@ -38,6 +40,7 @@ struct BackwardSm90Args {
   Source rows[2];           // K and V, or Q and dO
   Source cols[2];           // Q and dO, or K and V
   ptx::TensorMap grads[2];  // dK and dV, or dQ
+  float* dq_sums;           // of the fused kernel, see sum_of
   Score score;              // scale: times log2(e) without a softcap, over the softcap with one
   const float* lse;         // (batch, heads, seqlen_q), contiguous, natural logarithm
   const float* delta;       // the same
@@ -48,6 +51,18 @@ struct BackwardSm90Args {
   bool wanted[2];        // of grads
 };
 
+struct RoundArgs {
+  Rows dq;
+  const float* dq_sums;
+  float softmax_scale;
+  int32_t heads, seqlen_q;
+};
+
+// dQ before it is scaled and rounded, in float32: for every 64 queries of every head, two halves of the columns of 128,
+// each as the 128 threads of a warpgroup hold a 64x64 accumulator: [eight columns][thread][four numbers].
+constexpr int kSumRows = 64, kSumColumns = 64, kSumTiles = kSumColumns / 8, kHalves = 2;
+constexpr uint32_t kSumBytes = kSumRows * kSumColumns * 4;
+
 template <typename T_, int kHeadDim_, int kCols_, int kSlots_, bool kKeyRows_, bool kSoftcap_>
 struct Shape {
   using T = T_;
@@ -56,6 +71,7 @@ struct Shape {
   // Sums of dK and dV for 64 keys don't fit into one warpgroup's registers above a head size of 128: there the two
   // have the same rows, and one each.
   static constexpr bool kSplit = kKeyRows && kHeadDim > 128;
+  static constexpr bool kFused = false;
   static constexpr int kRowTiles = kSplit ? 1 : kConsumers, kRows = kRowTiles * kGroupRows;
   using RowTile = SlabTile<T, kGroupRows, kHeadDim>;
   using ColTile = SlabTile<T, kCols, kHeadDim>;
@@ -66,6 +82,18 @@ struct Shape {
   static constexpr uint32_t kConstants = kHanded + (kSplit ? kGroupRows * kCols * 4 : 0);
   static constexpr uint32_t kBarriers = kConstants + (kKeyRows ? kSlots * kCols * 4 : 0);
   static constexpr uint32_t kBytes = kBarriers + (2 + 2 * kSlots + (kSplit ? 2 : 0)) * 8;
+};
+
+// All three gradients in one walk. Behind what dK and dV take: dS of all keys for the queries of a step, twice; what
+// each warpgroup has for half of the columns of dQ.
+template <typename T_>
+struct FusedShape : Shape<T_, 128, 64, 4, true, false> {
+  using Base = Shape<T_, 128, 64, 4, true, false>;
+  static constexpr bool kFused = true;
+  using ScoreTile = SlabTile<T_, Base::kRows, Base::kCols>;
+  static constexpr uint32_t kScores = (Base::kBytes + 1023) / 1024 * 1024;
+  static constexpr uint32_t kSums = kScores + 2 * ScoreTile::kBytes;
+  static constexpr uint32_t kBytes = kSums + kSumBytes * kConsumers;
 };
 
 template <class S>
@@ -86,6 +114,16 @@ struct Shared {
   __device__ __forceinline__ uint32_t handed_full() const { return barrier(2 + 2 * S::kSlots); }
   __device__ __forceinline__ uint32_t handed_empty() const { return barrier(3 + 2 * S::kSlots); }
 };
+
+__device__ __forceinline__ float* sum_of(const BackwardSm90Args& p, int batch, int head, int rows, int half) {
+  const int64_t blocks = (p.score.seqlen_q + kSumRows - 1) / kSumRows;
+  const int64_t number = (static_cast<int64_t>(batch) * p.score.heads + head) * blocks + rows;
+  return p.dq_sums + (number * kHalves + half) * (kSumBytes / 4);
+}
+__device__ __forceinline__ int sum_index(int n) { return n * kWarpgroup + threadIdx.x % kWarpgroup; }
+__device__ __forceinline__ uint4 as_words(const float (&x)[4]) {
+  return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+}
 
 // What a block computes: its rows, and the columns that they reach.
 template <class S>
@@ -377,6 +415,93 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
   if (p.wanted[1]) store_gradient<S>(p.grads[1], block, row, 1 + consumer, v_tile, dv, 1.f);
 }
 
+// As consume_dkdv, and dQ: the two warpgroups exchange dS, of which each multiplies all keys by half of the columns of
+// K, and add what comes of it to the sums in global memory.
+template <class S>
+__device__ __forceinline__ void consume_fused(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared,
+                                              int consumer) {
+  using T = typename S::T;
+  constexpr int kTiles = S::kCols / 8;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int row = block.first_row + consumer * kGroupRows, thread_row = row + warp * 16 + lane / 4;
+  const uint32_t k_tile = shared.rows(0, consumer), v_tile = shared.rows(1, consumer);
+  const uint32_t sums = shared.base + S::kSums + consumer * kSumBytes;
+  const int kStored = 1 + consumer, kExchanged = 1 + kConsumers;  // named barriers
+
+  float dk[S::kHeadDim / 8][4] = {}, dv[S::kHeadDim / 8][4] = {};
+  if (block.steps > 0) {
+    ptx::mbarrier_wait(shared.rows_full(0), 0);
+    ptx::mbarrier_wait(shared.rows_full(1), 0);
+  }
+  Ring<S::kSlots> at;
+  int col = block.begin, head = block.head * p.group;
+#pragma unroll 1
+  for (int step = 0; step < block.steps; ++step) {
+    const auto q = at;
+    at.advance();
+    const auto grad_out = at;
+    at.advance();
+    const uint32_t score_tile = shared.base + S::kScores + step % 2 * S::ScoreTile::kBytes;
+    float s[kTiles][4], dp[kTiles][4];
+    ptx::mbarrier_wait(shared.full(q.stage), q.parity);
+    scores<S>(s, k_tile, shared.cols(q.stage));
+    ptx::mbarrier_wait(shared.full(grad_out.stage), grad_out.parity);
+    scores<S>(dp, v_tile, shared.cols(grad_out.stage));
+    ptx::wgmma_wait<1>();
+    ptx::hold(s);
+    if (!is_clean(block, col)) mask_scores<true>(p.score, s, thread_row, col + lane % 4 * 2);
+    uint32_t weights[S::kCols / 16][4], gradients[S::kCols / 16][4];
+    to_weights<S>(p.score, shared, q.stage, s, weights);
+    add_gradients<S>(dv, weights, shared.cols(grad_out.stage));
+    ptx::wgmma_wait<1>();
+    ptx::hold(dp);
+    to_gradients<S>(shared, grad_out.stage, s, dp, gradients);
+    // The tile's last readers, the products for dQ two steps ago, were over before the exchange of the step before.
+#pragma unroll
+    for (int n = 0; n < S::kCols / 16; ++n) {
+      ptx::stmatrix(S::ScoreTile::address(score_tile, consumer * kGroupRows + warp * 16 + lane % 16, 2 * n + lane / 16),
+                    gradients[n]);
+    }
+    ptx::fence_proxy_async();
+    add_gradients<S>(dk, gradients, shared.cols(q.stage));
+    ptx::barrier_sync(kExchanged, kConsumers * kWarpgroup);
+    float dq[kSumTiles][4];
+    ptx::hold(dq);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int n = 0; n < S::kRows / 16; ++n) {
+      const uint32_t k_rows = shared.rows(0, n / (kGroupRows / 16));
+      ptx::wgmma_ss<T, kSumColumns, true, true>(dq, S::ScoreTile::by_rows(score_tile, n),
+                                                S::RowTile::by_rows(k_rows, n % (kGroupRows / 16), consumer), n > 0);
+    }
+    ptx::wgmma_commit();
+    if (warp == 0) ptx::bulk_wait_read<0>();  // one of its lanes started the last addition
+    ptx::wgmma_wait<0>();
+    ptx::hold(dv);
+    ptx::hold(weights);
+    ptx::hold(dk);
+    ptx::hold(gradients);
+    ptx::hold(dq);
+    release(shared, q.stage, grad_out.stage);
+    ptx::barrier_sync(kStored, kWarpgroup);
+#pragma unroll
+    for (int n = 0; n < kSumTiles; ++n) {
+      ptx::store_shared(sums + sum_index(n) * 16, as_words(dq[n]));
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(kStored, kWarpgroup);
+    if (warp == 0 && ptx::elect_one()) {
+      ptx::bulk_reduce_add(sum_of(p, block.batch, head, col / S::kCols, consumer), sums, kSumBytes);
+      ptx::bulk_commit();
+    }
+    col += S::kCols;
+    if (col >= block.end) col = block.begin, ++head;
+  }
+  ptx::barrier_sync(kExchanged, kConsumers * kWarpgroup);  // dQ's last products have read both tiles of K
+  if (p.wanted[0]) store_gradient<S>(p.grads[0], block, row, kStored, k_tile, dk, p.softmax_scale);
+  if (p.wanted[1]) store_gradient<S>(p.grads[1], block, row, kStored, v_tile, dv, 1.f);
+}
+
 // The first warpgroup of two that share their rows: P and dV. Between its own products nothing is under way but the
 // other's.
 template <class S>
@@ -408,8 +533,7 @@ __device__ __forceinline__ void consume_dv(const BackwardSm90Args& p, const Bloc
     ptx::mbarrier_wait(shared.handed_empty(), step & 1 ^ 1);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      ptx::store_shared(shared.handed(n), make_uint4(__float_as_uint(s[n][0]), __float_as_uint(s[n][1]),
-                                                     __float_as_uint(s[n][2]), __float_as_uint(s[n][3])));
+      ptx::store_shared(shared.handed(n), as_words(s[n]));
     }
     arrive(shared.handed_full());
     ptx::wgmma_wait<0>();
@@ -564,7 +688,9 @@ __device__ __forceinline__ void backward_block(const BackwardSm90Args& p) {
   } else {
     ptx::setmaxnreg_inc<240>();
     const int consumer = warp / (kWarpgroup / 32) - 1;
-    if constexpr (S::kSplit) {
+    if constexpr (S::kFused) {
+      consume_fused<S>(p, block, shared, consumer);
+    } else if constexpr (S::kSplit) {
       if (consumer == 0) {
         consume_dv<S>(p, block, shared);
       } else {
@@ -586,6 +712,35 @@ __global__ void __launch_bounds__(kThreads, 1) dkdv_sm90_kernel(const __grid_con
 template <class S>
 __global__ void __launch_bounds__(kThreads, 1) dq_sm90_kernel(const __grid_constant__ BackwardSm90Args p) {
   backward_block<S>(p);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1) fused_sm90_kernel(const __grid_constant__ BackwardSm90Args p) {
+  backward_block<FusedShape<T>>(p);
+}
+
+// The sums -> dQ. Grid: blocks of 64 queries * query heads * batch, blocks fastest.
+template <typename T>
+__global__ void __launch_bounds__(kWarpgroup) round_dq_sm90_kernel(const __grid_constant__ RoundArgs p) {
+  const int64_t blocks = (p.seqlen_q + kSumRows - 1) / kSumRows;
+  const int head = static_cast<int>(blockIdx.x / blocks % p.heads),
+            batch = static_cast<int>(blockIdx.x / blocks / p.heads);
+  const int row = static_cast<int>(blockIdx.x % blocks) * kSumRows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  const float4* sums = reinterpret_cast<const float4*>(p.dq_sums) + int64_t{blockIdx.x} * (kHalves * kSumBytes / 16);
+  T* dq = const_cast<T*>(head_of<T>(p.dq, batch, head));
+#pragma unroll
+  for (int n = 0; n < kHalves * kSumTiles; ++n) {
+    const float4 x = sums[sum_index(n)];
+    const int column = n * 8 + threadIdx.x % 4 * 2;
+    if (column >= p.dq.width) continue;
+    const uint32_t words[2] = {ptx::pack<T>(x.x * p.softmax_scale, x.y * p.softmax_scale),
+                               ptx::pack<T>(x.z * p.softmax_scale, x.w * p.softmax_scale)};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half >= p.seqlen_q) continue;
+      *reinterpret_cast<uint32_t*>(dq + (row + 8 * half) * p.dq.stride[2] + column) = words[half];
+    }
+  }
 }
 
 // Columns and slots by head size. What the registers hold: two products with the columns beside the sums of a gradient
@@ -686,8 +841,10 @@ BackwardSm90Args arguments(const BackwardCall& p, int64_t heads, int section) {
   return a;
 }
 
+// Of dK and dV, or of all three gradients.
 template <class S>
-int launch_dkdv(const BackwardCall& p, const BackwardLaunch& launch, void* stream) {
+int launch_by_keys(const BackwardCall& p, const BackwardLaunch& launch, void (*kernel)(BackwardSm90Args),
+                   void* stream) {
   if (launch.blocks == 0) return cudaSuccess;
   const int64_t bytes = p.heads_q / p.heads_k * p.seqlen_q * (p.head_dim + p.head_dim_v) * 2;
   BackwardSm90Args a = arguments(p, p.heads_k, section_of(bytes, p.batch * p.heads_k));
@@ -704,7 +861,8 @@ int launch_dkdv(const BackwardCall& p, const BackwardLaunch& launch, void* strea
                             kGroupRows);
   }
   if (error) return error;
-  return launch_kernel(dkdv_sm90_kernel<S>, launch.blocks, launch.threads, launch.shared_bytes, a, stream);
+  a.dq_sums = p.dq_sums;
+  return launch_kernel(kernel, launch.blocks, launch.threads, launch.shared_bytes, a, stream);
 }
 
 template <class S>
@@ -723,13 +881,44 @@ int launch_dq(const BackwardCall& p, const BackwardLaunch& launch, void* stream)
   return launch_kernel(dq_sm90_kernel<S>, launch.blocks, launch.threads, launch.shared_bytes, a, stream);
 }
 
+template <typename T>
+int round_dq(const BackwardCall& p, const BackwardLaunch& launch, void* stream) {
+  const RoundArgs a{rows_of(p.dq, p.head_dim), p.dq_sums, static_cast<float>(p.softmax_scale),
+                    static_cast<int32_t>(p.heads_q), static_cast<int32_t>(p.seqlen_q)};
+  return launch_kernel(round_dq_sm90_kernel<T>, launch.blocks, launch.threads, launch.shared_bytes, a, stream);
+}
+
+// One walk over the scores makes five products where two walks make seven. For head sizes that fill its tile.
+bool can_fuse(const BackwardCall& p) {
+  const int64_t size = std::max(p.head_dim, p.head_dim_v);
+  return size > 96 && size <= 128 && p.softcap == 0 && p.dq.data != nullptr && p.dk.data != nullptr &&
+         p.dv.data != nullptr;
+}
+
 }  // namespace
+
+int64_t backward_sums(const BackwardCall& p, const Chip& chip) {
+  if (why_not(p, chip) != nullptr || !can_fuse(p)) return 0;
+  return p.batch * p.heads_q * ceil_div(p.seqlen_q, kSumRows) * (kHalves * kSumBytes / 4);
+}
 
 BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip) {
   BackwardSm90Plan plan{};
   plan.refusal = why_not(p, chip);
   if (plan.refusal != nullptr) return plan;
   plan.plain = p.softcap == 0;
+  if (p.dq_sums != nullptr) {
+    if (!can_fuse(p)) {
+      plan.refusal = "the sums of dq aren't for this problem";
+      return plan;
+    }
+    using S = FusedShape<__half>;
+    plan.head_class = S::kHeadDim;
+    plan.fused = {S::kRows, S::kCols, kThreads, static_cast<int>(S::kBytes),
+                  ceil_div(p.seqlen_k, S::kRows) * p.batch * p.heads_k};
+    plan.round_dq = {kSumRows, S::kHeadDim, kWarpgroup, 0, ceil_div(p.seqlen_q, kSumRows) * p.batch * p.heads_q};
+    return plan;
+  }
   by_width(p, [&](auto width) {
     using Dkdv = DkdvShape<__half, width, false>;
     using Dq = DqShape<__half, width, false>;
@@ -755,10 +944,15 @@ int backward_sm90(const BackwardCall& p, const Chip& chip, void* stream) {
 #else
   return by_element(p.dtype, [&](auto element) {
     using T = decltype(element);
+    if (plan.fused.blocks > 0) {
+      const int error = launch_by_keys<FusedShape<T>>(p, plan.fused, fused_sm90_kernel<T>, stream);
+      return error != cudaSuccess ? error : round_dq<T>(p, plan.round_dq, stream);
+    }
     return by_width(p, [&](auto width) {
       const auto launch = [&](auto softcap) {
-        const int error = launch_dkdv<DkdvShape<T, width, softcap> >(p, plan.dkdv, stream);
-        return error != cudaSuccess ? error : launch_dq<DqShape<T, width, softcap> >(p, plan.dq, stream);
+        using Dkdv = DkdvShape<T, width, softcap>;
+        const int error = launch_by_keys<Dkdv>(p, plan.dkdv, dkdv_sm90_kernel<Dkdv>, stream);
+        return error != cudaSuccess ? error : launch_dq<DqShape<T, width, softcap>>(p, plan.dq, stream);
       };
       return plan.plain ? launch(std::false_type{}) : launch(std::true_type{});
     });

@@ -38,8 +38,8 @@ struct ForwardPlan {
 };
 ForwardPlan plan_forward(const Attention& params);
 
-// bfloat16 and float16, head sizes up to 256, lengths and batch * heads below 2^30. The pointers are the device's. A
-// view's strides count in a dimension of one entry too: 0 there, or the truth. `out` is written whole.
+// Head sizes up to 512, lengths and batch * heads below 2^30. The pointers are the device's. A view's strides count in
+// a dimension of one entry too: 0 there, or the truth. `out` is written whole.
 int forward(const Forward& params, void* stream);
 
 // What plans ask of the current device.
@@ -51,6 +51,7 @@ struct Chip {
 int chip_limits(Chip& chip);
 
 // The same for Hopper, by TMA and wgmma (forward_sm90.cu), for bfloat16 and float16 with any band and softcap.
+
 // How the two products and the softmax of a warpgroup are interleaved, and the warpgroups with each other.
 enum class Order : int {
   kSerial,    // Q K^T, softmax, P V, one after the other; only one warpgroup at a time computes its softmax
@@ -85,13 +86,15 @@ int64_t decode_workspace(const Forward& params, int splits);
 // As `forward`. splits: of plan_decode, at least 1; any other right number gives the same results but for rounding.
 int decode(const Forward& params, int splits, float* workspace, void* stream);
 
-// Gradients of `forward`, all deterministic. row_delta: (batch, heads_q, seqlen_q) contiguous, made by `delta`
-// (params.out and params.grad_lse went into that and aren't read here). dk and dv have heads_out heads, a multiple of
-// heads_k and of heads_v that divides heads_q; where it is more than the tensor's own heads, that one is float32 and
-// the caller adds up neighbouring heads. Gradients without data aren't wanted; the others are written whole.
+// Gradients of `forward`, all deterministic but with dq_sums. row_delta: (batch, heads_q, seqlen_q) contiguous, made by
+// `delta` (params.out and params.grad_lse went into that and aren't read here). dk and dv have heads_out heads, a
+// multiple of heads_k and of heads_v that divides heads_q; where it is more than the tensor's own heads, that one is
+// float32 and the caller adds up neighbouring heads. Gradients without data aren't wanted; the others are written
+// whole.
 struct BackwardCall : Backward {
   const float* row_delta;
   int64_t heads_out;
+  float* dq_sums;  // zeros, as many as backward_sums says: dq is added up there, in any order; null: deterministic
 };
 int backward(const BackwardCall& params, void* stream);
 
@@ -115,12 +118,15 @@ BackwardPlan plan_backward(const BackwardCall& params, int shared_limit);
 
 // The same for Hopper, by TMA and wgmma (backward_sm90.cu), for bfloat16 and float16 with any band and softcap.
 struct BackwardSm90Plan {
-  const char* refusal;  // why these kernels don't take the problem, in words; null: they do
-  int head_class;       // width of the tiles
-  bool plain;           // the variant without softcap
-  BackwardLaunch dkdv, dq;
+  const char* refusal;             // why these kernels don't take the problem, in words; null: they do
+  int head_class;                  // width of the tiles
+  bool plain;                      // the variant without softcap
+  BackwardLaunch dkdv, dq;         // without dq_sums
+  BackwardLaunch fused, round_dq;  // with them
 };
 BackwardSm90Plan plan_backward_sm90(const BackwardCall& params, const Chip& chip);
+// How many dq_sums the kernel for all three gradients needs; 0: the problem isn't for it.
+int64_t backward_sums(const BackwardCall& params, const Chip& chip);
 int backward_sm90(const BackwardCall& params, const Chip& chip, void* stream);
 
 const char* error_string(int error);

@@ -197,14 +197,16 @@ void forward_sm90(Tensor q, Tensor k, Tensor v, Tensor out, int64_t order, doubl
   check_launch(attnkern::cuda::forward_sm90(p, plan, current_stream(q.get_device_index())));
 }
 
-void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
-              Tensor lse, Tensor delta, OptionalTensor dq, OptionalTensor dk, OptionalTensor dv, OptionalTensor dbias,
-              int64_t heads_out, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
-              int64_t band_offset, double dropout_p, bool tf32) {
+attnkern::cuda::BackwardCall backward_call(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                           const OptionalTensor& bias, const OptionalTensor& philox_seed,
+                                           const Tensor& lse, const Tensor& delta, const OptionalTensor& dq,
+                                           const OptionalTensor& dk, const OptionalTensor& dv,
+                                           const OptionalTensor& dbias, int64_t heads_out, double softmax_scale,
+                                           double softcap, int64_t window_left, int64_t window_right,
+                                           int64_t band_offset, double dropout_p, bool tf32) {
   attnkern::cuda::BackwardCall p{};
   fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
               tf32);
-  const DeviceGuard guard(q.get_device_index());
   check_device(grad_out, q, "grad_out");
   STD_TORCH_CHECK(grad_out.dim() == 4 && grad_out.size(0) == p.batch && grad_out.size(1) == p.heads_q &&
                       grad_out.size(2) == p.seqlen_q && grad_out.size(3) == p.head_dim_v &&
@@ -240,8 +242,40 @@ void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias
     }
     p.dbias = attnkern::output_view(*dbias);
   }
+  return p;
+}
+
+// How many entries of dq_sums the backward pass takes if it may add up dq in any order; 0: it doesn't.
+int64_t backward_sums(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
+                      Tensor lse, Tensor delta, OptionalTensor dq, OptionalTensor dk, OptionalTensor dv,
+                      OptionalTensor dbias, int64_t heads_out, double softmax_scale, double softcap,
+                      int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
+  const auto p = backward_call(grad_out, q, k, v, bias, philox_seed, lse, delta, dq, dk, dv, dbias, heads_out,
+                               softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, tf32);
+  const DeviceGuard guard(q.get_device_index());
   attnkern::cuda::Chip chip{};
   check_launch(attnkern::cuda::chip_limits(chip));
+  return attnkern::cuda::backward_sums(p, chip);
+}
+
+void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
+              Tensor lse, Tensor delta, OptionalTensor dq, OptionalTensor dk, OptionalTensor dv, OptionalTensor dbias,
+              OptionalTensor dq_sums, int64_t heads_out, double softmax_scale, double softcap, int64_t window_left,
+              int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
+  auto p = backward_call(grad_out, q, k, v, bias, philox_seed, lse, delta, dq, dk, dv, dbias, heads_out, softmax_scale,
+                         softcap, window_left, window_right, band_offset, dropout_p, tf32);
+  const DeviceGuard guard(q.get_device_index());
+  attnkern::cuda::Chip chip{};
+  check_launch(attnkern::cuda::chip_limits(chip));
+  if (dq_sums) {
+    const int64_t needed = attnkern::cuda::backward_sums(p, chip);
+    STD_TORCH_CHECK(needed > 0, "attnkern: dq_sums must be None for this problem");
+    STD_TORCH_CHECK(
+        dq_sums->scalar_type() == ScalarType::Float && dq_sums->is_contiguous() && dq_sums->numel() == needed,
+        "attnkern: dq_sums must be contiguous float32 of ", needed, " entries");
+    check_device(*dq_sums, q, "dq_sums");
+    p.dq_sums = static_cast<float*>(dq_sums->mutable_data_ptr());
+  }
   void* stream = current_stream(q.get_device_index());
   const bool hopper = attnkern::cuda::plan_backward_sm90(p, chip).refusal == nullptr;
   check_launch(hopper ? attnkern::cuda::backward_sm90(p, chip, stream) : attnkern::cuda::backward(p, stream));
@@ -264,8 +298,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
         ") -> int");
   m.def(
       "cuda_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor lse, "
-      "Tensor delta, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, int heads_out, " ATTNKERN_SCORE
-      ") -> ()");
+      "Tensor delta, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, Tensor(e!)? dq_sums, "
+      "int heads_out, " ATTNKERN_SCORE ") -> ()");
+  m.def(
+      "cuda_backward_sums(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor "
+      "lse, Tensor delta, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, int heads_out, " ATTNKERN_SCORE
+      ") -> int");
 #undef ATTNKERN_SCORE
 }
 #endif
@@ -276,4 +314,5 @@ STABLE_TORCH_LIBRARY_IMPL(attnkern, ATTNKERN_DISPATCH_KEY, m) {
   m.impl("cuda_forward_sm90", TORCH_BOX(&forward_sm90));
   m.impl("cuda_decode_splits", TORCH_BOX(&decode_splits));
   m.impl("cuda_backward", TORCH_BOX(&backward));
+  m.impl("cuda_backward_sums", TORCH_BOX(&backward_sums));
 }

@@ -76,7 +76,8 @@ std::string forward_line(const attnkern::Forward& p, const attnkern::cuda::Chip&
   return chip.capability == 90 ? line + " (not sm_90a: " + hopper.refusal + ")" : line;
 }
 
-std::string backward_lines(const attnkern::cuda::BackwardCall& p, const attnkern::cuda::Chip& chip, int shared_limit) {
+std::string backward_lines(attnkern::cuda::BackwardCall p, const attnkern::cuda::Chip& chip, int shared_limit,
+                           bool deterministic) {
   std::string lines = "\nbackward, any chip: delta = rowsum(grad_out * out) first";
   const auto add = [&](const char* name, const char* family, const char* names, int head_class,
                        const attnkern::cuda::BackwardLaunch& launch, const std::string& variant) {
@@ -87,9 +88,16 @@ std::string backward_lines(const attnkern::cuda::BackwardCall& p, const attnkern
   };
   constexpr const char* kKeyRows = "keys and queries";
   constexpr const char* kQueryRows = "queries and keys";
+  const int64_t sums = deterministic ? 0 : attnkern::cuda::backward_sums(p, chip);
+  if (sums > 0) p.dq_sums = reinterpret_cast<float*>(int64_t{4096});
   const auto hopper = attnkern::cuda::plan_backward_sm90(p, chip);
   if (hopper.refusal == nullptr) {
     const char* variant = hopper.plain ? ", plain" : ", with softcap";
+    if (sums > 0) {
+      const std::string added = ", dq added up in " + text(4 * sums) + " bytes in any order";
+      add("dk dv dq", "sm_90a", kKeyRows, hopper.head_class, hopper.fused, variant + added);
+      return lines;
+    }
     add("dk dv", "sm_90a", kKeyRows, hopper.head_class, hopper.dkdv, variant);
     add("dq", "sm_90a", kQueryRows, hopper.head_class, hopper.dq, variant);
     return lines;
@@ -109,7 +117,8 @@ std::string backward_lines(const attnkern::cuda::BackwardCall& p, const attnkern
 // grad_mask: as attnkern::backward's; 0: no backward pass. bias: empty if there is none.
 std::string cuda_plan(std::string dtype, Numbers q, Numbers k, Numbers v, Numbers bias, std::string bias_dtype,
                       double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
-                      int64_t band_offset, double dropout_p, bool tf32, int64_t grad_mask, Numbers chip) {
+                      int64_t band_offset, double dropout_p, bool tf32, bool deterministic, int64_t grad_mask,
+                      Numbers chip) {
   attnkern::cuda::BackwardCall p{};
   p.dtype = dtype_of(dtype);
   p.q = view_of(q, "q"), p.k = view_of(k, "k"), p.v = view_of(v, "v");
@@ -139,7 +148,7 @@ std::string cuda_plan(std::string dtype, Numbers q, Numbers k, Numbers v, Number
   if (grad_mask & 2) p.dk = result(p.heads_out, p.seqlen_k, p.head_dim);
   if (grad_mask & 4) p.dv = result(p.heads_out, p.seqlen_k, p.head_dim_v);
   if (grad_mask & 8) p.dbias = result(p.bias_size[1], p.bias_size[2], p.bias_size[3]);
-  return lines + backward_lines(p, limits, static_cast<int>(chip[3]));
+  return lines + backward_lines(p, limits, static_cast<int>(chip[3]), deterministic);
 }
 
 }  // namespace
@@ -147,7 +156,7 @@ std::string cuda_plan(std::string dtype, Numbers q, Numbers k, Numbers v, Number
 STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
   m.def(
       "cuda_plan(str dtype, int[] q, int[] k, int[] v, int[] bias, str bias_dtype, float softmax_scale, float softcap, "
-      "int window_left, int window_right, int band_offset, float dropout_p, bool tf32, int grad_mask, int[] chip) -> "
-      "str");
+      "int window_left, int window_right, int band_offset, float dropout_p, bool tf32, bool deterministic, "
+      "int grad_mask, int[] chip) -> str");
 }
 STABLE_TORCH_LIBRARY_IMPL(attnkern, CompositeExplicitAutograd, m) { m.impl("cuda_plan", TORCH_BOX(&cuda_plan)); }

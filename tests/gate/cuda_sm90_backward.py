@@ -12,9 +12,30 @@ TILES = {64: (96, 128, 4), 96: (80, 128, 4), 128: (64, 128, 4), 192: (64, 80, 4)
 
 
 def cases() -> list[Case]:
-    return [
+    found = [
         _case(kind, head_dim, softcap) for kind in ("dkdv", "dq") for head_dim in TILES for softcap in (False, True)
     ]
+    rounding = Cuda(SOURCE, "round_dq_sm90_kernel<*>", 128)
+    return [
+        *found,
+        _fused(),
+        Case("backward round dq d128 sm_90", rounding, HOPPER, require={HOPPER: {"LDG.E.128": 16}}),
+    ]
+
+
+def _fused() -> Case:
+    """As dkdv of head size 128, and dQ: 16 of 128 keys at a time, for half of the columns a warpgroup."""
+    dkdv = _case("dkdv", 128, False)
+    shared = -(-dkdv.source.shared // 1024) * 1024 + 2 * 128 * 64 * 2 + 2 * 64 * 64 * 4
+    first = (("HGMMA", 16), f"{WAIT}1", ("MUFU.EX2", 32), ("HGMMA", 4))
+    return Case(
+        "backward fused d128 sm_90",
+        Cuda(SOURCE, "fused_sm90_kernel<*>", THREADS, shared),
+        HOPPER,
+        require={HOPPER: {**dkdv.require[HOPPER], "HGMMA": 32, "UBLKRED": 1}},
+        loop={HOPPER: {"HGMMA": 32, "MUFU.EX2": 32}},
+        order={HOPPER: (*first, f"{WAIT}1", ("HGMMA", 12), f"{WAIT}0")},
+    )
 
 
 def _case(kind: str, head_dim: int, softcap: bool) -> Case:
