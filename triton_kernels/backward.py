@@ -32,7 +32,7 @@ def delta_kernel(
     # Lanes add up sums, not products: fused with the first addition between lanes, a product gives each of them another
     # last bit, and the lanes of a row store what should be one value.
     products = tl.zeros([BLOCK_M, DIMS], tl.float32)
-    for dim in tl.static_range(0, head_dim_v, DIMS):
+    for dim in range(0, head_dim_v, DIMS):
         g = load_tile(grad_out, 0, 0, first_row, grad_stride_m, seqlen_q, dim, head_dim_v, BLOCK_M, DIMS, False, True)
         o = load_tile(out, 0, 0, first_row, out_stride_m, seqlen_q, dim, head_dim_v, BLOCK_M, DIMS, False, True)
         products += g.to(tl.float32) * o.to(tl.float32)
