@@ -364,10 +364,66 @@ __device__ __forceinline__ bool is_clean(const Block<S>& block, int col) {
   return block.clean_begin <= col && col + S::kCols <= block.clean_end;
 }
 
+// What the fused kernel does for dQ: the two warpgroups exchange dS, of which each multiplies all keys by half of the
+// columns of K, and adds what comes of it to the sums in global memory. Named barriers: one of all consumers, and one
+// for each warpgroup.
+constexpr int kExchanged = 1 + kConsumers;
+__device__ __forceinline__ int own_barrier(int consumer) { return 1 + consumer; }
+
+template <class S>
+__device__ __forceinline__ uint32_t score_tile(const Shared<S>& shared, int step) {
+  return shared.base + S::kScores + step % 2 * S::ScoreTile::kBytes;
+}
+
+// The tile's last readers, the products for dQ two steps ago, were over before the exchange of the step before.
+template <class S>
+__device__ __forceinline__ void hand_out_scores(const Shared<S>& shared, int step, int consumer,
+                                                const uint32_t (&gradients)[S::kCols / 16][4]) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int row = consumer * kGroupRows + warp * 16 + lane % 16;
+#pragma unroll
+  for (int n = 0; n < S::kCols / 16; ++n) {
+    ptx::stmatrix(S::ScoreTile::address(score_tile<S>(shared, step), row, 2 * n + lane / 16), gradients[n]);
+  }
+  ptx::fence_proxy_async();
+}
+
+template <class S>
+__device__ __forceinline__ void start_dq(const Shared<S>& shared, int step, int consumer, float (&dq)[kSumTiles][4]) {
+  ptx::barrier_sync(kExchanged, kConsumers * kWarpgroup);
+  ptx::hold(dq);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int n = 0; n < S::kRows / 16; ++n) {
+    const uint32_t k_rows = shared.rows(0, n / (kGroupRows / 16));
+    ptx::wgmma_ss<typename S::T, kSumColumns, true, true>(dq, S::ScoreTile::by_rows(score_tile<S>(shared, step), n),
+                                                          S::RowTile::by_rows(k_rows, n % (kGroupRows / 16), consumer),
+                                                          n > 0);
+  }
+  ptx::wgmma_commit();
+  if (threadIdx.x / 32 % 4 == 0) ptx::bulk_wait_read<0>();  // one of its lanes started the last addition
+}
+
+template <class S>
+__device__ __forceinline__ void add_dq(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared,
+                                       int head, int col, int consumer, const float (&dq)[kSumTiles][4]) {
+  const uint32_t sums = shared.base + S::kSums + consumer * kSumBytes;
+  ptx::barrier_sync(own_barrier(consumer), kWarpgroup);
+#pragma unroll
+  for (int n = 0; n < kSumTiles; ++n) {
+    ptx::store_shared(sums + sum_index(n) * 16, as_words(dq[n]));
+  }
+  ptx::fence_proxy_async();
+  ptx::barrier_sync(own_barrier(consumer), kWarpgroup);
+  if (threadIdx.x / 32 % 4 == 0 && ptx::elect_one()) {
+    ptx::bulk_reduce_add(sum_of(p, block.batch, head, col / S::kCols, consumer), sums, kSumBytes);
+    ptx::bulk_commit();
+  }
+}
+
 template <class S>
 __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared,
                                              int consumer) {
-  using T = typename S::T;
   constexpr int kTiles = S::kCols / 8;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row = block.first_row + consumer * kGroupRows, thread_row = row + warp * 16 + lane / 4;
@@ -380,6 +436,7 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
   }
   Ring<S::kSlots> at;
   int col = block.begin;
+  [[maybe_unused]] int head = block.head * p.group;  // of queries
 #pragma unroll 1
   for (int step = 0; step < block.steps; ++step) {
     const auto q = at;
@@ -401,105 +458,24 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
     ptx::wgmma_wait<1>();
     ptx::hold(dp);
     to_gradients<S>(shared, grad_out.stage, s, dp, gradients);
+    if constexpr (S::kFused) hand_out_scores<S>(shared, step, consumer, gradients);
     add_gradients<S>(dk, gradients, shared.cols(q.stage));
+    [[maybe_unused]] float dq[kSumTiles][4];
+    if constexpr (S::kFused) start_dq<S>(shared, step, consumer, dq);
     ptx::wgmma_wait<0>();
     ptx::hold(dv);
     ptx::hold(weights);
     ptx::hold(dk);
     ptx::hold(gradients);
+    if constexpr (S::kFused) ptx::hold(dq);
     release(shared, q.stage, grad_out.stage);
-    col += S::kCols;
-    if (col >= block.end) col = block.begin;
-  }
-  if (p.wanted[0]) store_gradient<S>(p.grads[0], block, row, 1 + consumer, k_tile, dk, p.softmax_scale);
-  if (p.wanted[1]) store_gradient<S>(p.grads[1], block, row, 1 + consumer, v_tile, dv, 1.f);
-}
-
-// As consume_dkdv, and dQ: the two warpgroups exchange dS, of which each multiplies all keys by half of the columns of
-// K, and add what comes of it to the sums in global memory.
-template <class S>
-__device__ __forceinline__ void consume_fused(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared,
-                                              int consumer) {
-  using T = typename S::T;
-  constexpr int kTiles = S::kCols / 8;
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const int row = block.first_row + consumer * kGroupRows, thread_row = row + warp * 16 + lane / 4;
-  const uint32_t k_tile = shared.rows(0, consumer), v_tile = shared.rows(1, consumer);
-  const uint32_t sums = shared.base + S::kSums + consumer * kSumBytes;
-  const int kStored = 1 + consumer, kExchanged = 1 + kConsumers;  // named barriers
-
-  float dk[S::kHeadDim / 8][4] = {}, dv[S::kHeadDim / 8][4] = {};
-  if (block.steps > 0) {
-    ptx::mbarrier_wait(shared.rows_full(0), 0);
-    ptx::mbarrier_wait(shared.rows_full(1), 0);
-  }
-  Ring<S::kSlots> at;
-  int col = block.begin, head = block.head * p.group;
-#pragma unroll 1
-  for (int step = 0; step < block.steps; ++step) {
-    const auto q = at;
-    at.advance();
-    const auto grad_out = at;
-    at.advance();
-    const uint32_t score_tile = shared.base + S::kScores + step % 2 * S::ScoreTile::kBytes;
-    float s[kTiles][4], dp[kTiles][4];
-    ptx::mbarrier_wait(shared.full(q.stage), q.parity);
-    scores<S>(s, k_tile, shared.cols(q.stage));
-    ptx::mbarrier_wait(shared.full(grad_out.stage), grad_out.parity);
-    scores<S>(dp, v_tile, shared.cols(grad_out.stage));
-    ptx::wgmma_wait<1>();
-    ptx::hold(s);
-    if (!is_clean(block, col)) mask_scores<true>(p.score, s, thread_row, col + lane % 4 * 2);
-    uint32_t weights[S::kCols / 16][4], gradients[S::kCols / 16][4];
-    to_weights<S>(p.score, shared, q.stage, s, weights);
-    add_gradients<S>(dv, weights, shared.cols(grad_out.stage));
-    ptx::wgmma_wait<1>();
-    ptx::hold(dp);
-    to_gradients<S>(shared, grad_out.stage, s, dp, gradients);
-    // The tile's last readers, the products for dQ two steps ago, were over before the exchange of the step before.
-#pragma unroll
-    for (int n = 0; n < S::kCols / 16; ++n) {
-      ptx::stmatrix(S::ScoreTile::address(score_tile, consumer * kGroupRows + warp * 16 + lane % 16, 2 * n + lane / 16),
-                    gradients[n]);
-    }
-    ptx::fence_proxy_async();
-    add_gradients<S>(dk, gradients, shared.cols(q.stage));
-    ptx::barrier_sync(kExchanged, kConsumers * kWarpgroup);
-    float dq[kSumTiles][4];
-    ptx::hold(dq);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < S::kRows / 16; ++n) {
-      const uint32_t k_rows = shared.rows(0, n / (kGroupRows / 16));
-      ptx::wgmma_ss<T, kSumColumns, true, true>(dq, S::ScoreTile::by_rows(score_tile, n),
-                                                S::RowTile::by_rows(k_rows, n % (kGroupRows / 16), consumer), n > 0);
-    }
-    ptx::wgmma_commit();
-    if (warp == 0) ptx::bulk_wait_read<0>();  // one of its lanes started the last addition
-    ptx::wgmma_wait<0>();
-    ptx::hold(dv);
-    ptx::hold(weights);
-    ptx::hold(dk);
-    ptx::hold(gradients);
-    ptx::hold(dq);
-    release(shared, q.stage, grad_out.stage);
-    ptx::barrier_sync(kStored, kWarpgroup);
-#pragma unroll
-    for (int n = 0; n < kSumTiles; ++n) {
-      ptx::store_shared(sums + sum_index(n) * 16, as_words(dq[n]));
-    }
-    ptx::fence_proxy_async();
-    ptx::barrier_sync(kStored, kWarpgroup);
-    if (warp == 0 && ptx::elect_one()) {
-      ptx::bulk_reduce_add(sum_of(p, block.batch, head, col / S::kCols, consumer), sums, kSumBytes);
-      ptx::bulk_commit();
-    }
+    if constexpr (S::kFused) add_dq<S>(p, block, shared, head, col, consumer, dq);
     col += S::kCols;
     if (col >= block.end) col = block.begin, ++head;
   }
-  ptx::barrier_sync(kExchanged, kConsumers * kWarpgroup);  // dQ's last products have read both tiles of K
-  if (p.wanted[0]) store_gradient<S>(p.grads[0], block, row, kStored, k_tile, dk, p.softmax_scale);
-  if (p.wanted[1]) store_gradient<S>(p.grads[1], block, row, kStored, v_tile, dv, 1.f);
+  if constexpr (S::kFused) ptx::barrier_sync(kExchanged, kConsumers * kWarpgroup);  // both have read all of K for dQ
+  if (p.wanted[0]) store_gradient<S>(p.grads[0], block, row, own_barrier(consumer), k_tile, dk, p.softmax_scale);
+  if (p.wanted[1]) store_gradient<S>(p.grads[1], block, row, own_barrier(consumer), v_tile, dv, 1.f);
 }
 
 // The first warpgroup of two that share their rows: P and dV. Between its own products nothing is under way but the
@@ -650,7 +626,7 @@ __device__ __forceinline__ void consume_dq(const BackwardSm90Args& p, const Bloc
     release(shared, k.stage, v.stage);
     col += S::kCols;
   }
-  store_gradient<S>(p.grads[0], block, row, 1 + consumer, q_tile, dq, p.softmax_scale);
+  store_gradient<S>(p.grads[0], block, row, own_barrier(consumer), q_tile, dq, p.softmax_scale);
 }
 
 template <class S>
@@ -688,9 +664,7 @@ __device__ __forceinline__ void backward_block(const BackwardSm90Args& p) {
   } else {
     ptx::setmaxnreg_inc<240>();
     const int consumer = warp / (kWarpgroup / 32) - 1;
-    if constexpr (S::kFused) {
-      consume_fused<S>(p, block, shared, consumer);
-    } else if constexpr (S::kSplit) {
+    if constexpr (S::kSplit) {
       if (consumer == 0) {
         consume_dv<S>(p, block, shared);
       } else {
