@@ -216,15 +216,20 @@ def launched(case: Case, chip: Chip) -> bool:
 def pass_of(case: Case) -> tuple[str, int] | None:
     """("forward", 128) of "forward d128 plain", ("dq", 64) of "triton dq bf16 d64 plain sm_80"; None: a case that the
     table leaves out."""
-    name = re.match(r"(?:triton )?(?:backward )?(forward|dkdv|dq)(?: sm_?90)?(?: bf16)? d(64|128|256)\b(.*)", case.name)
+    name = re.match(r"(?:triton )?(?:backward )?(forward|dkdv|dq|fused)(?: sm_?90)?(?: bf16)? d(64|128|256)\b(.*)", case.name)
     if name is None or set(re.split(r"[^\w]+", name[3])) - {"", "plain", "wide", "sm_80", "sm_90", "sm90", "sm_100"}:
         return None
     return name[1], int(name[2])
 
 
-COUNTED = {"forward": 4, "dkdv": 8, "dq": 6}  # FLOPs per score and element of the head size; 10 count as backward's
-PASSES = (("forward", ("forward",), 4), ("backward", ("dkdv", "dq"), 10), ("both", ("forward", "dkdv", "dq"), 14))
-REUSE = {"forward": 1.0, "dkdv": 2.0, "dq": 1.5}
+COUNTED = {"forward": 4, "dkdv": 8, "dq": 6, "fused": 10}  # FLOPs per score and element of the head size; 10 count as backward's
+PASSES = (
+    ("forward", ("forward",), 4),
+    ("backward", ("dkdv", "dq"), 10),
+    ("backward, one walk", ("fused",), 10),
+    ("both", ("forward", "dkdv", "dq"), 14),
+)
+REUSE = {"forward": 1.0, "dkdv": 2.0, "dq": 1.5, "fused": 2.5}
 
 
 def table(cases: list[Case]) -> tuple[list[Figures], list[str]]:
@@ -253,7 +258,7 @@ class Whole(NamedTuple):
     """A pass of several kernels, in TFLOP/s as papers count them."""
 
     chip: str
-    what: str  # forward, backward, both
+    what: str  # of PASSES
     head_dim: int
     family: str
     tflops: float
@@ -273,7 +278,7 @@ def wholes(found: list[Figures]) -> list[Whole]:
         for what, kinds, flops in PASSES:
             if all(kind in parts for kind in kinds):
                 tflops = flops / sum(parts[kind] for kind in kinds)
-                known = PUBLISHED.get((chip, what), {})
+                known = PUBLISHED.get((chip, what.split(",")[0]), {})
                 ratios = {name: tflops / by_size[size] for name, by_size in known.items() if size in by_size}
                 rows.append(Whole(chip, what, size, family, tflops, ratios))
     return rows
