@@ -264,7 +264,13 @@ def test_the_cuda_library_is_compiled_for_the_architectures_asked_for(fake_build
     kernels = [c for c in commands if ".cu " in c]
     assert kernels
     for command in kernels:
-        assert re.findall(r"code=(\w+)", command) == ["sm_90a", "sm_120", "compute_80"]
+        all_archs = ["sm_90a", "sm_120", "compute_80"]
+        assert re.findall(r"code=(\w+)", command) == (["sm_90a"] if "_sm90.cu " in command else all_archs)
+    _, others = fake_build(ATTNKERN_CUDA="1", ATTNKERN_CUDA_ARCHS="120")  # of Hopper's kernels there is the plan only
+    hopper = [c for c in others if "_sm90.cu " in c]
+    assert hopper
+    assert all(re.findall(r"code=(\w+)", c) == ["sm_80"] and "-DATTNKERN_NO_SM90" in c for c in hopper)
+    _, commands = fake_build(ATTNKERN_CUDA="1", ATTNKERN_CUDA_ARCHS="90a 120")
     (link,) = [c for c in commands if "-o attnkern/_cuda.abi3.so" in c]
     assert "-cudart static" in link
     record = json.loads((fake_build.folder / "attnkern" / "_build.json").read_text())
