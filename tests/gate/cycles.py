@@ -223,7 +223,8 @@ def pass_of(case: Case) -> tuple[str, int] | None:
     return name[1], int(name[2])
 
 
-COUNTED = {"forward": 4, "dkdv": 8, "dq": 6, "fused": 10}  # FLOPs per score and element of the head size; 10 count as backward's
+# FLOPs per score and element of the head size; 10 count as the backward pass's.
+COUNTED = {"forward": 4, "dkdv": 8, "dq": 6, "fused": 10}
 PASSES = (
     ("forward", ("forward",), 4),
     ("backward", ("dkdv", "dq"), 10),
