@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,6 +73,14 @@ def empty_like_heads(x: Tensor, head_dim: int) -> Tensor:
     if is_length_major(x):
         return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
     return x.new_empty(batch, heads, length, head_dim)
+
+
+def add_up_heads(grads: Sequence[Tensor | None], parts: Sequence[Tensor | None]) -> None:
+    """Fills dk and dv from the parts that a kernel wrote, where it wrote more heads than they have: neighbouring heads
+    share one. Does nothing for a gradient that is its own part, and for one not asked for (None, or of shape (0,))."""
+    for grad, part in zip(grads, parts, strict=True):
+        if grad is not None and part is not None and part is not grad and grad.ndim == 4:
+            grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
 
 
 @torch.library.register_fake("attnkern::forward", lib=library)

@@ -219,9 +219,7 @@ def backward(
             count = run(torch.ops.attnkern.cuda_backward_sums, (*inputs, *written), heads_out, *score)
             dq_sums = torch.zeros(count, dtype=torch.float32, device=q.device) if count else None
         run(torch.ops.attnkern.cuda_backward, (*inputs, *written, dq_sums), heads_out, *score, results=written)
-        for grad, part in zip((dk, dv), parts, strict=True):
-            if grad is not None and part is not None and part is not grad:
-                grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
+        ops.add_up_heads((dk, dv), parts)
     dq, dk, dv, dbias = (q.new_empty(0) if grad is None else grad for grad in (dq, dk, dv, dbias))
     return dq, dk, dv, dbias
 

@@ -200,7 +200,7 @@ def backward(
         parts = _parts(plan, grads, q)
         q0, q1, g0, g1 = step.tiles(q, grad_out)
         run(step.kernel, step.grid, (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *parts, *step.rest), index)
-        _add_parts(grads, parts)
+        ops.add_up_heads(grads[1:], parts)
     if (step := plan.dq) is not None:
         target, written = _targets(plan, grads, dbias, q)
         tiles = step.tiles(k, v)
@@ -243,18 +243,15 @@ def tangent(
     """`attnkern::tangent` (ops.py) on a CUDA device."""
     plans = _plans()
     q, k, v, out, lse, bias = _rows(q), _rows(k), _rows(v), _rows(out), lse.contiguous(), _narrow(bias)
-    tq, tk, tv, tbias = _direction(tq, tk, tv, tbias)
+    moves, direction = _direction(plans, tq, tk, tv, tbias)
     score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
     problem = _problem(plans, q, k, v, bias, philox_seed, score)
-    direction = plans.Direction(*(None if x is None else _kind(plans, x) for x in (tq, tk, tv, tbias)))
     plan = plans.tangent_plan(problem, direction, _kind(plans, out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if (step := plan.step) is None:
         return tout.zero_(), tlse.zero_()
-    k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
-    args = (q, k0, k1, v0, v1, bias, philox_seed, tq, *moving, tbias, None, out, lse, tout, tlse, None, *step.rest)
-    plans.launch.run(step.kernel, step.grid, args, q.get_device())
+    _move(plans, step, (q, k, v, bias, philox_seed), moves, (None, out, lse, tout, tlse, None))
     return tout, tlse
 
 
@@ -287,10 +284,10 @@ def second_backward(
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     # The cotangents are the direction in which the forward pass moves: see triton_kernels/second_backward.py.
-    tq, tk, tv, tbias = _direction(cot_dq, cot_dk, cot_dv, cot_dbias)
+    moves, direction = _direction(plans, cot_dq, cot_dk, cot_dv, cot_dbias)
+    tq, tk, tv, tbias = moves
     score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
     problem = _problem(plans, q, k, v, bias, philox_seed, score)
-    direction = plans.Direction(*(None if x is None else _kind(plans, x) for x in (tq, tk, tv, tbias)))
     first, plan = plans.second_backward_plan(
         problem, direction, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask
     )
@@ -299,9 +296,7 @@ def second_backward(
     tout = torch.empty_strided(*first.tout, dtype=q.dtype, device=device)
     mu, nu, delta = torch.empty((3, *q.shape[:3]), dtype=torch.float32, device=device)
     if (step := first.step) is not None:
-        k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
-        args = (q, k0, k1, v0, v1, bias, philox_seed, tq, *moving, tbias, grad_out, out, lse, tout, mu, nu, *step.rest)
-        run(step.kernel, step.grid, args, index)
+        _move(plans, step, (q, k, v, bias, philox_seed), moves, (grad_out, out, lse, tout, mu, nu))
         run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
     else:
         tout.zero_()
@@ -311,7 +306,7 @@ def second_backward(
         q0, q1, g0, g1, *moving = step.tiles(q, grad_out, tq)
         args = (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *moving, tk, tv, tbias, mu, nu, *parts)
         run(step.kernel, step.grid, (*args, *step.rest), index)
-        _add_parts(grads, parts)
+        ops.add_up_heads(grads[1:], parts)
     if (step := plan.dq) is not None:
         target, written = _targets(plan, grads, dbias, q)
         k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
@@ -326,10 +321,20 @@ def second_backward(
 
 
 def _direction(
-    tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, tbias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    tq, tk, tv = (None if x is None else _rows(x) for x in (tq, tk, tv))
-    return tq, tk, tv, _narrow(tbias)
+    plans: Any, tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, tbias: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], Any]:
+    """The tangents of q, k, v and bias as kernels read them, and what a plan knows of them."""
+    moves = *(None if x is None else _rows(x) for x in (tq, tk, tv)), _narrow(tbias)
+    return moves, plans.Direction(*(None if x is None else _kind(plans, x) for x in moves))
+
+
+def _move(plans: Any, step: Any, inputs: tuple, moves: tuple, rest: tuple) -> None:
+    """Launches the tangent kernel. rest: grad_out or None, out, lse, and the results tout, tlse, and nu or None."""
+    q, k, v, bias, philox_seed = inputs
+    tq, tk, tv, tbias = moves
+    k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
+    args = (q, k0, k1, v0, v1, bias, philox_seed, tq, *moving, tbias, *rest, *step.rest)
+    plans.launch.run(step.kernel, step.grid, args, q.get_device())
 
 
 def _empty(layout: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -357,12 +362,6 @@ def _parts(plan: Any, grads: tuple[Tensor, Tensor, Tensor], q: Tensor) -> list[T
         grad if grad.ndim == 4 and grad.shape == layout.shape else _empty(layout, q, dtype)
         for grad, (layout, dtype) in zip(grads[1:], plan.parts, strict=True)
     ]
-
-
-def _add_parts(grads: tuple[Tensor, Tensor, Tensor], parts: list[Tensor]) -> None:
-    for grad, part in zip(grads[1:], parts, strict=True):
-        if grad.ndim == 4 and part is not grad:
-            grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
 
 
 def _targets(plan: Any, grads: tuple[Tensor, Tensor, Tensor], dbias: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None]:
