@@ -78,50 +78,149 @@ struct BackwardScratch {
   int64_t bytes;
 };
 
-// S, dP -> P (dropped), dS in place, for one segment. Rows are queries, lanes keys. dS is the gradient of q k^T; that
-// of the scores as the softmax sees them, which is the bias's, replaces the bias where bias_grad is set. kPlain: only a
-// scale.
-template <class Op, bool kPlain, class C = typename Op::Compute>
+// What a row of scores needs from the forward pass.
+template <class C>
+struct RowTerms {
+  C* shift;  // -lse, in the unit of the scores; -inf where the row has no live key
+  C* delta;  // rowsum(dO * O) - dLSE
+  RowTerms from(int64_t row) const { return {shift + row, delta + row}; }
+};
+
+// S, dP -> P (dropped), dS in place, for one segment of scores that aren't plain. Rows are queries, lanes keys. dS is
+// the gradient of the scaled q k^T; that of the scores as the softmax sees them, which is the bias's, replaces the bias
+// where bias_grad is set.
+template <class Op, class C = typename Op::Compute>
 inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, bool masked, const Segment& segment,
-                                 const C* lse, const C* delta, C* bias, bool bias_grad, const C* keep, C* scores,
-                                 C* grad_scores) {
+                                 RowTerms<C> terms, C* bias, bool bias_grad, const C* keep, C* scores, C* grad_scores) {
   using S = Simd<C>;
   using V = typename S::V;
   const V scale = S::set1(score.scale);
-  const Exponential<Op, kPlain> exponential(kPlain ? score.scale : C(1));
-  const V signed_scale = S::set1(score.signed_scale);
+  const Exponential<Op, false> exponential(1);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t v = segment.first; v < segment.last; ++v) {
     const bool cut = masked && !LaneMask<C>::all(live, v, segment.rows);
     LaneMask<C> mask(live, v);
     int64_t at = v * S::kLanes;
     for (int64_t i = segment.row; i < segment.row + segment.rows; ++i, at += kTile<C>) {
-      // A row without any live key has lse = -inf; -inf in place of -lse makes its probabilities 0.
-      const V shift = S::set1(lse[i] == -kInfinity<C> ? -kInfinity<C> : -lse[i]), row_delta = S::set1(delta[i]);
-      V x = S::load(scores + at), g = S::load(grad_scores + at), slope = S::set1(C(1));
-      if constexpr (!kPlain) {
-        V t = S::zero();
-        x = finish_score(score, x, scale, bias + at, &t);
-        slope -= t * t;
-      }
-      V p = exponential(x, exponential.shift(shift));
+      V t = S::zero(), g = S::load(grad_scores + at);
+      V p = exponential(finish_score(score, S::load(scores + at), scale, bias + at, &t), S::set1(terms.shift[i]));
       if (cut) {
         p = mask.select(p, S::zero());
         mask.advance();
       }
       V dropped = p;
-      if (!kPlain && keep != nullptr) {
+      if (keep != nullptr) {
         const V factor = S::load(keep + at);
         g *= factor;
         dropped *= factor;
       }
-      V ds = p * (g - row_delta);
-      if (!kPlain && bias_grad) S::store(bias + at, ds);
-      ds *= signed_scale;
-      if (!kPlain && score.cap != C(0)) ds *= slope;
+      V ds = p * (g - S::set1(terms.delta[i]));
+      if (bias_grad) S::store(bias + at, ds);
+      if (score.cap != C(0)) ds *= S::set1(C(1)) - t * t;
       S::store(scores + at, dropped);
       S::store(grad_scores + at, ds);
     }
+  }
+}
+
+#if defined(__AVX512BF16__)
+// Rows i and i + 1 of dS as plain rows of bfloat16; the second one if it isn't null.
+inline void store_rows(Simd<float>::V first, Simd<float>::V second, PairDot::Scalar* row, PairDot::Scalar* next) {
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_castsi512_si256(both));
+  if (next != nullptr) _mm256_storeu_si256(reinterpret_cast<__m256i*>(next), _mm512_extracti64x4_epi64(both, 1));
+}
+#endif
+
+// P and dS of plain scores from two products that are still in registers; packed as Op's products will read them.
+template <class Op>
+struct GradientTile {
+  using Scalar = typename Op::Scalar;
+  using C = typename Op::Compute;
+  Factors<Op, false> q_k;
+  int64_t depth;
+  Factors<Op, false> grad_v;
+  int64_t depth_v;
+  C factor;
+  RowTerms<C> terms;
+  bool cut;    // by the band
+  Range live;  // lanes of the first row
+  int64_t vector;
+  Scalar *p, *ds, *ds_rows;  // ds_rows: of pairs
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t first_vector) const {
+    using S = typename Op::S;
+    using V = typename S::V;
+    const int64_t lane = first_vector * S::kLanes;
+    V score[kRows][kVectors] = {}, grad_p[kRows][kVectors] = {};
+    Walk<Op, false> first(q_k, row, lane), second(grad_v, row, lane);
+    int64_t k = 0;
+    // Side by side: either alone has too few sums for the latency of its instruction.
+    for (; Op::kPack == 2 && k < depth && k < depth_v; ++k) {
+      first.step(score);
+      second.step(grad_p);
+    }
+    for (int64_t rest = k; rest < depth; ++rest) first.step(score);
+    for (int64_t rest = k; rest < depth_v; ++rest) second.step(grad_p);
+    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
+    const Exponential<Op, true> exponential(factor);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const V shift = S::set1(terms.shift[row + r]), delta = S::set1(terms.delta[row + r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        score[r][v] = exponential(score[r][v], shift);
+        grad_p[r][v] = score[r][v] * (grad_p[r][v] - delta);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r += Op::kPack)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const bool single = r + Op::kPack > kRows;
+        const int64_t at = (row + r) / Op::kPack * kTile<C> + lane + v * S::kLanes;
+        const V second = single ? S::zero() : grad_p[r + Op::kPack - 1][v];
+        store_probabilities<Op>(score[r][v], single ? S::zero() : score[r + Op::kPack - 1][v], p + at);
+        store_probabilities<Op>(grad_p[r][v], second, ds + at);
+#if defined(__AVX512BF16__)
+        if constexpr (Op::kPack == 2) {
+          Scalar* target = ds_rows + ((row + r) * kTile<C> + lane + v * S::kLanes) / 2;
+          store_rows(grad_p[r][v], second, target, single ? nullptr : target + kTile<C> / 2);
+        }
+#endif
+      }
+  }
+};
+
+// P and dS of one block of queries against the tile of keys in scratch, by GradientTile.
+template <class Op>
+inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t depth,
+                                   int64_t depth_v, RowTerms<typename Op::Compute> terms,
+                                   Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+  Scalar* p = Op::kPack == 2 ? scratch.p_pairs : reinterpret_cast<Scalar*>(scratch.scores);
+  Scalar* ds = Op::kPack == 2 ? scratch.ds_pairs : reinterpret_cast<Scalar*>(scratch.grad_scores);
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * Simd<C>::kLanes;
+    const int64_t packed = row / Op::kPack * kTile<C> + lane;
+    for_tiles<kPairRows, kPairVectors, Op::kPack>(
+        segment.rows, segment.last - segment.first,
+        GradientTile<Op>{{q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
+                         depth,
+                         {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
+                         depth_v,
+                         score.template product_factor<Op>(),
+                         terms.from(segment.row),
+                         block.masked,
+                         walk.live_lanes(segment.row),
+                         segment.first,
+                         p + packed,
+                         ds + packed,
+                         scratch.ds_rows + (row * kTile<C> + lane) / 2});
   }
 }
 
@@ -130,11 +229,10 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
 template <class T, class Op>
 inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t batch, int64_t head,
-                        int64_t key, int64_t keys, const typename Op::Compute* delta, bool need_ds, bool bias_grad,
+                        int64_t key, int64_t keys, RowTerms<typename Op::Compute> terms, bool need_ds, bool bias_grad,
                         Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  const int64_t lse_row = (batch * p.heads_q + head) * p.seqlen_q;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
   if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
   if (score.dropout) dropout_tile<C>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.keep);
@@ -149,28 +247,27 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
       gemm<typename Op::Product, false>(segment.rows, vectors, depth_v, grad_rows.data + row * grad_rows.step,
                                         grad_rows.step, scratch.v_tile + lane, kTile<C>,
                                         scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore);
-    const auto differentiate =
-        score.plain() && !score.dropout ? differentiate_scores<Op, true> : differentiate_scores<Op, false>;
-    differentiate(score, walk, block.masked, segment, static_cast<const C*>(p.lse) + lse_row, delta + lse_row,
-                  scratch.bias + at, bias_grad, score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
-                  scratch.grad_scores + at);
+    differentiate_scores<Op>(score, walk, block.masked, segment, terms, scratch.bias + at, bias_grad,
+                             score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
+                             scratch.grad_scores + at);
   }
 }
 
-// scratch <- K^T and V^T of a tile of keys, with the sign of the scale in K^T.
+// scratch <- K^T and V^T of a tile of keys, with the scale, as far as it belongs there, in K^T.
 template <class T, class Op>
-inline void load_key_tile(const Backward& p, const BackwardScratch<Op>& scratch, bool negate, int64_t batch,
-                          int64_t head, int64_t key, int64_t keys) {
+inline void load_key_tile(const Backward& p, const BackwardScratch<Op>& scratch,
+                          const Score<typename Op::Compute>& score, int64_t batch, int64_t head, int64_t key,
+                          int64_t keys) {
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
-  transpose_tile<Op>(operand_rows<Op, T>(p.k, batch, head, key, keys, p.head_dim, scratch.q_rows), keys, depth, negate,
-                     scratch.k_tile);
+  transpose_tile<Op>(operand_rows<Op, T>(p.k, batch, head, key, keys, p.head_dim, scratch.q_rows), keys, depth,
+                     score.template operand_factor<Op>(), scratch.k_tile);
 }
 template <class T, class Op>
 inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head,
                             int64_t key, int64_t keys) {
   const int64_t depth = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
-  transpose_tile<Op>(operand_rows<Op, T>(p.v, batch, head, key, keys, p.head_dim_v, scratch.grad_rows), keys, depth,
-                     false, scratch.v_tile);
+  transpose_tile<Op>(operand_rows<Op, T>(p.v, batch, head, key, keys, p.head_dim_v, scratch.grad_rows), keys, depth, 1,
+                     scratch.v_tile);
 }
 
 // use(pointer) to the bias's gradient, which has the bias's dtype.
@@ -210,11 +307,8 @@ inline void pack_segment(const Segment& segment, const float* p, const float* ds
       const auto first = S::load(ds + at), second = single ? S::zero() : S::load(ds + at + kStep);
       store_probabilities<PairDot>(S::load(p + at), single ? S::zero() : S::load(p + at + kStep), p_pairs + pair);
       store_probabilities<PairDot>(first, second, ds_pairs + pair);
-      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + (at >> 1)), _mm512_castsi512_si256(both));
-      if (!single)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds_rows + ((at + kStep) >> 1)),
-                            _mm512_extracti64x4_epi64(both, 1));
+      PairDot::Scalar* target = ds_rows + at / 2;
+      store_rows(first, second, target, single ? nullptr : target + kStep / 2);
     }
 }
 #endif
@@ -230,7 +324,7 @@ struct QueryGrad {
 // All keys of tiles first, first + stride, ... for the query heads [head, head + heads) of one batch entry.
 template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
-                    int64_t first_tile, int64_t tile_stride, const typename Op::Compute* delta,
+                    int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
                     QueryGrad<typename Op::Compute> dq, KeptRows* kept) {
   using C = typename Op::Compute;
   using S = Simd<C>;
@@ -239,6 +333,9 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const Wanted wanted(p);
   const int64_t group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
   const int64_t columns = (p.head_dim + S::kLanes - 1) / S::kLanes;
+  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
+  C scale[kTile<C>];  // of dK: dS is the gradient of scores that are scaled already
+  for (C& lane : scale) lane = score.signed_scale;
   const bool bias_grad = wanted.bias_in_passing(p), need_ds = wanted.dq || wanted.dk || bias_grad;
 
   for (int64_t key = first_tile * kTile<C>; key < p.seqlen_k; key += tile_stride * kTile<C>) {
@@ -247,7 +344,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
     for (int64_t h = head; h < head + heads; ++h) {
       const int64_t head_k = h / group_k, head_v = h / group_v;
       if (h == head || h % group_k == 0) {
-        load_key_tile<T, Op>(p, scratch, score.negate, batch, head_k, key, keys);
+        load_key_tile<T, Op>(p, scratch, score, batch, head_k, key, keys);
         if (wanted.dq) {
           if constexpr (Op::kPack == 1) {
             k_rows = operand_rows<Op, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.k_rows, true);
@@ -272,8 +369,13 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         const auto q_rows = operand_rows<Op, T>(p.q, batch, h, block.row, block.rows, p.head_dim, scratch.q_rows);
         const auto grad_rows =
             operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
-        score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, delta, need_ds, bias_grad, q_rows,
-                           grad_rows);
+        const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
+        if (score.plain())
+          gradients_in_registers(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms, q_rows,
+                                 grad_rows);
+        else
+          score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, row_terms, need_ds, bias_grad, q_rows,
+                             grad_rows);
         if (bias_grad) store_bias_grad<T>(p, block, batch, h, key, keys, scratch.bias);
 
         // The same rows as operand A of dV and dK, where the queries are summed over.
@@ -285,7 +387,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           ds = ds_rows = scratch.grad_scores;
         } else {
 #if defined(__AVX512BF16__)
-          for (int64_t s = 0; s < block.segments; ++s) {
+          for (int64_t s = 0; s < block.segments && !score.plain(); ++s) {
             const int64_t at = (block.segment[s].row - block.row) * kTile<C>;
             pack_segment(block.segment[s], scratch.scores + at, scratch.grad_scores + at, scratch.p_pairs + at / 2,
                          scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);
@@ -309,13 +411,13 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           const Segment& segment = block.segment[s];
           const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
           const int64_t vectors = segment.last - segment.first;
-          const int64_t pair = row / Op::kPack, depth = (segment.rows + Op::kPack - 1) / Op::kPack;
+          const int64_t pair = row / Op::kPack, pairs = (segment.rows + Op::kPack - 1) / Op::kPack;
           if (wanted.dv)
-            gemm<typename Op::Product, true>(p.head_dim_v, vectors, depth, grad_sum.data + pair * grad_sum.step,
+            gemm<typename Op::Product, true>(p.head_dim_v, vectors, pairs, grad_sum.data + pair * grad_sum.step,
                                              grad_sum.step, probabilities + pair * kTile<C> + lane, kTile<C>,
                                              scratch.dv + lane, kTile<C>, Epilogue::kAdd);
           if (wanted.dk)
-            gemm<typename Op::Product, true>(p.head_dim, vectors, depth, q_sum.data + pair * q_sum.step, q_sum.step,
+            gemm<typename Op::Product, true>(p.head_dim, vectors, pairs, q_sum.data + pair * q_sum.step, q_sum.step,
                                              ds + pair * kTile<C> + lane, kTile<C>, scratch.dk + lane, kTile<C>,
                                              Epilogue::kAdd);
           if (wanted.dq) {
@@ -335,7 +437,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
       }
 
       if (wanted.dk && (h + 1) % group_k == 0)
-        store_transposed<C, T>(scratch.dk, keys, p.head_dim, nullptr, at<T>(p.dk, batch, head_k, key), p.dk.stride[2]);
+        store_transposed<C, T>(scratch.dk, keys, p.head_dim, scale, at<T>(p.dk, batch, head_k, key), p.dk.stride[2]);
       if (wanted.dv && (h + 1) % group_v == 0)
         store_transposed<C, T>(scratch.dv, keys, p.head_dim_v, nullptr, at<T>(p.dv, batch, head_v, key),
                                p.dv.stride[2]);
@@ -343,9 +445,9 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   }
 }
 
-// delta[b, h, i] = sum_d grad_out * out - grad_lse
 template <class T, class C>
-inline void compute_delta(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows, C* delta) {
+inline void compute_terms(const Backward& p, bool plain, int64_t batch, int64_t head, int64_t row, int64_t rows,
+                          RowTerms<C> terms) {
   using S = Simd<C>;
   const int64_t base = (batch * p.heads_q + head) * p.seqlen_q;
   for (int64_t i = row; i < row + rows; ++i) {
@@ -362,14 +464,16 @@ inline void compute_delta(const Backward& p, int64_t batch, int64_t head, int64_
       for (int64_t d = 0; d < p.head_dim_v; ++d)
         sum += to_compute<C>(grad[d * p.grad_out.stride[3]]) * to_compute<C>(out[d * p.out.stride[3]]);
     }
-    delta[base + i] = sum - (p.grad_lse == nullptr ? C(0) : static_cast<const C*>(p.grad_lse)[base + i]);
+    const C lse = static_cast<const C*>(p.lse)[base + i];
+    terms.shift[base + i] = lse == -kInfinity<C> ? lse : -lse * (plain ? kLog2E<C> : C(1));
+    terms.delta[base + i] = sum - (p.grad_lse == nullptr ? C(0) : static_cast<const C*>(p.grad_lse)[base + i]);
   }
 }
 
 // d(bias) in its own sweep: for each entry of the (broadcast) bias, dS summed over the dimensions it is broadcast
 // along, in a fixed order. Costs the two products of dS once more, but no memory beyond a tile.
 template <class T, class Op>
-void backward_bias(const Backward& p, const Runtime& runtime, const typename Op::Compute* delta) {
+void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename Op::Compute> terms) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   constexpr int64_t kSpan = 4 * kBlock;  // queries of a task
@@ -395,7 +499,7 @@ void backward_bias(const Backward& p, const Runtime& runtime, const typename Op:
         if (p.bias_size[1] != 1 && head != bias_head) continue;
         for (int64_t key = all_keys.begin; key < all_keys.end; key += kTile<C>) {
           const int64_t keys = min64(kTile<C>, all_keys.end - key);
-          load_key_tile<T, Op>(p, scratch, score.negate, batch, head / (p.heads_q / p.heads_k), key, keys);
+          load_key_tile<T, Op>(p, scratch, score, batch, head / (p.heads_q / p.heads_k), key, keys);
           load_value_tile<T, Op>(p, scratch, batch, head / (p.heads_q / p.heads_v), key, keys);
           BandWalk<C> walk(p.band.transposed(), key, keys, queries);
           BlockPlan block;
@@ -405,8 +509,8 @@ void backward_bias(const Backward& p, const Runtime& runtime, const typename Op:
                 operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
             const auto grad_rows =
                 operand_rows<Op, T>(p.grad_out, batch, head, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
-            score_block<T, Op>(p, scratch, score, walk, block, batch, head, key, keys, delta, true, true, q_rows,
-                               grad_rows);
+            score_block<T, Op>(p, scratch, score, walk, block, batch, head, key, keys,
+                               terms.from((batch * p.heads_q + head) * p.seqlen_q), true, true, q_rows, grad_rows);
             for (int64_t s = 0; s < block.segments; ++s) {
               const Segment& segment = block.segment[s];
               for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)
@@ -442,15 +546,16 @@ void backward_bias(const Backward& p, const Runtime& runtime, const typename Op:
             scratch_bytes + sums * static_cast<int64_t>(sizeof(C)), body);
 }
 
-// Writes rows of a dQ buffer to the output.
+// Writes rows of a dQ buffer, scaled, to the output, which may be the buffer.
 template <class T, class C>
 inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows, const C* source,
                              int64_t step) {
   using S = Simd<C>;
+  const auto scale = S::set1(static_cast<C>(p.softmax_scale));
   for (int64_t i = 0; i < rows; ++i) {
     T* target = at<T>(p.dq, batch, head, row + i);
     for (int64_t d = 0; d < p.head_dim; d += S::kLanes)
-      S::store_as(target + d, S::load(source + i * step + d), p.head_dim - d);
+      S::store_as(target + d, S::load(source + i * step + d) * scale, p.head_dim - d);
   }
 }
 
@@ -460,12 +565,14 @@ void backward(const Backward& p, const Runtime& runtime) {
   const Wanted wanted(p);
   const int64_t all_heads = p.batch * p.heads_q;
   if (all_heads == 0) return;  // nothing that a gradient could come from: the caller has filled with zeros
-  const Buffer<C> delta(all_heads * p.seqlen_q);
+  const Buffer<C> shift(all_heads * p.seqlen_q), delta(all_heads * p.seqlen_q);
+  const RowTerms<C> terms{shift.data(), delta.data()};
+  const bool plain = Score<C>(p).plain();
   constexpr int64_t kRows = 512;
   const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
   run_tasks(runtime, all_heads * pieces, 0, [&](int64_t task, void*, int64_t) {
     const int64_t head = task / pieces, row = task % pieces * kRows;
-    compute_delta<T>(p, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), delta.data());
+    compute_terms<T>(p, plain, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), terms);
   });
   if (wanted.bias_in_passing(p)) {
     if (p.band.left < kUnbounded || p.band.right < kUnbounded) {  // the tiles leave out what lies outside the band
@@ -476,7 +583,7 @@ void backward(const Backward& p, const Runtime& runtime) {
       });
     }
   } else if (p.dbias.data != nullptr) {
-    backward_bias<T, Op>(p, runtime, delta.data());
+    backward_bias<T, Op>(p, runtime, terms);
   }
   if (!wanted.dq && !wanted.dk && !wanted.dv) return;
 
@@ -513,11 +620,10 @@ void backward(const Backward& p, const Runtime& runtime) {
           std::memset(dq.data + h * dq.head_step + i * dq.step, 0,
                       static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
-    backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, delta.data(), dq,
-                          kept.of(worker));
-    if (wanted.dq && is_whole && !in_place)
+    backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, terms, dq, kept.of(worker));
+    if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < unit; ++h)
-        store_query_grad<T>(p, batch, head + h, 0, p.seqlen_q, dq.data + h * head_step, step);
+        store_query_grad<T>(p, batch, head + h, 0, p.seqlen_q, dq.data + h * dq.head_step, dq.step);
   });
 
   if (wanted.dq && left > 0 && !split_direct)

@@ -119,9 +119,9 @@ inline Rows<typename Op::Scalar> operand_rows(const View& view, int64_t batch, i
   }
 }
 
-// tile[column][lane] = rows[lane][column] for lane < count (others 0), times -1 if negate.
+// tile[column][lane] = factor * rows[lane][column] for lane < count (others 0). Of pairs only the factor's sign counts.
 template <class Op>
-inline void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_t scalars, bool negate,
+inline void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_t scalars, typename Op::Compute factor,
                            typename Op::Scalar* tile) {
   using S = Simd<typename Op::Compute>;
   using V = typename S::V;
@@ -136,10 +136,10 @@ inline void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_
         block[r] = lane + r < count ? S::load_as(source, width) : S::zero();
       }
       S::transpose(block);
-      if (negate) {
-        if constexpr (Op::kPack == 1) {
-          for (int c = 0; c < kLanes; ++c) block[c] = -block[c];
-        } else {
+      if constexpr (Op::kPack == 1) {
+        for (int c = 0; c < kLanes; ++c) block[c] *= S::set1(factor);
+      } else {
+        if (factor < C(0)) {
           using IV = typename S::IV;
           const IV signs = IV{} + static_cast<typename S::Int>(0x80008000u);
           for (int c = 0; c < kLanes; ++c) block[c] = (V)((IV)block[c] ^ signs);

@@ -56,11 +56,12 @@ struct ForwardScratch {
     sum = arena.take<C>(kTile<C>);
     block_largest = arena.take<C>(kTile<C>);
     correction = arena.take<C>(kTile<C>);
+    block_sum = arena.take<C>(kTile<C>);
     bytes = arena.used();
   }
 
   Scalar *query_tile, *rows, *kept_values;
-  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction;
+  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction, *block_sum;
   int64_t bytes;
   bool keeps_values;
 };
@@ -96,18 +97,6 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
   }
 }
 
-// Rows that will be read soon.
-struct NextRows {
-  const char* data;  // null: there are none
-  int64_t step, bytes;
-
-  void fetch(int64_t row, int64_t rows) const {
-    if (data == nullptr) return;
-    for (int64_t r = row; r < row + rows; ++r)
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(data + r * step + byte);
-  }
-};
-
 // Rows j and j + 1 of P as pairs of bfloat16, or the row itself.
 template <class Op>
 inline void store_probabilities(typename Op::V first, typename Op::V second, typename Op::Scalar* target) {
@@ -126,23 +115,22 @@ inline void store_probabilities(typename Op::V first, typename Op::V second, typ
   }
 }
 
-// P^T = exp(scale * S^T - m) for the segments of a block, with the lanes' sums; dropped and packed as Op needs it. The
-// rows of K that come next are fetched meanwhile: the other passes leave the caches less time.
-template <class Op, int kVectors, bool kPlain>
-inline void exponentiate(const Segment& segment, int64_t first, typename Op::Compute scale,
-                         const typename Op::Compute* m, const typename Op::Compute* keep, typename Op::Compute* scores,
-                         typename Op::Scalar* probabilities, typename Op::Compute* sum, NextRows next) {
+// P^T = exp(S^T - m) for a segment of a block, with the lanes' sums; dropped and packed as Op needs it, in place: row
+// j / 2 of the pairs is written after rows j and j + 1 have been read.
+template <class Op, int kVectors>
+inline void exponentiate(const Segment& segment, int64_t first, const typename Op::Compute* m,
+                         const typename Op::Compute* keep, typename Op::Compute* scores,
+                         typename Op::Scalar* probabilities, typename Op::Compute* sum) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
-  const Exponential<Op, kPlain> exponential(scale);
+  const Exponential<Op, false> exponential(1);
   V total[kVectors], shift[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     total[v] = S::zero();  // a sum of its own for each block: long rows lose less
-    shift[v] = exponential.shift(-S::load(m + (first + v) * S::kLanes));
+    shift[v] = -S::load(m + (first + v) * S::kLanes);
   }
   for (int64_t j = 0; j < segment.rows; j += Op::kPack) {
-    next.fetch(j, Op::kPack);
     for (int v = 0; v < kVectors; ++v) {
       V p[Op::kPack];
       for (int half = 0; half < Op::kPack; ++half) {
@@ -164,6 +152,59 @@ inline void exponentiate(const Segment& segment, int64_t first, typename Op::Com
     S::store(running, S::load(running) + total[v]);
   }
 }
+
+// S^T of plain scores turned into P^T while it still is in registers, without its block's maximum: m, which is what is
+// subtracted, need not be the maximum, only near it. A lane that has none yet takes the largest of its first tile with
+// a live key.
+template <class Op>
+struct ProbabilityTile {
+  using Scalar = typename Op::Scalar;
+  using C = typename Op::Compute;
+  Factors<Op, false> keys_queries;
+  int64_t depth;
+  C factor;
+  bool opening;  // a lane may have m = -inf
+  bool cut;      // by the band
+  Range live;    // lanes of the first row
+  int64_t vector;
+  C *m, *sum;
+  Scalar* probabilities;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t first_vector) const {
+    using S = typename Op::S;
+    using V = typename S::V;
+    V score[kRows][kVectors] = {};
+    const int64_t lane = first_vector * S::kLanes;
+    Walk<Op, false> walk(keys_queries, row, lane);
+    for (int64_t k = 0; k < depth; ++k) walk.step(score);
+    const V dead = S::set1(-kInfinity<C>);
+    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
+    const Exponential<Op, true> exponential(factor);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = lane + v * S::kLanes;
+      V shift = S::load(m + at);
+      if (opening) {
+        V largest = score[0][v];
+#pragma GCC unroll 8
+        for (int r = 1; r < kRows; ++r) largest = S::max(score[r][v], largest);
+        const V opened = shift == dead ? largest * S::set1(factor) : shift;
+        S::store(m + at, opened);
+        shift = opened == dead ? S::zero() : opened;
+      }
+      V total = S::zero();
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r += Op::kPack) {
+        const V first = exponential(score[r][v], -shift);
+        const V second = r + Op::kPack <= kRows ? exponential(score[r + Op::kPack - 1][v], -shift) : S::zero();
+        total += Op::kPack == 1 ? first : first + second;
+        store_probabilities<Op>(first, second, probabilities + (row + r) / Op::kPack * kTile<C> + at);
+      }
+      S::store(sum + at, S::load(sum + at) + total);
+    }
+  }
+};
 
 // V rows in pairs along the keys: scratch[j / 2][column] = (V[j][column], V[j + 1][column]); 0 past the last row.
 template <class T>
@@ -223,6 +264,140 @@ inline Rows<typename Op::Scalar> paired_rows(const View& view, int64_t heads, in
   return {memory + row / 2 * step, step};
 }
 
+// Goes over from the maximum `old` to m: `correction` rescales what was summed under the old one, and block_largest is
+// what is to be subtracted. A lane without any live key so far keeps m = -inf, but 0 is subtracted, so that its
+// probabilities are exp(-inf) = 0 and not NaN. log2e: of the unit that the scores are in.
+template <class Op, class C = typename Op::Compute>
+inline void new_maximum(const ForwardScratch<Op>& scratch, int64_t lane, typename Op::V old, typename Op::V m,
+                        C log2e) {
+  using S = Simd<C>;
+  const auto shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
+  const auto correction = S::exp2((old - shift) * S::set1(log2e));
+  S::store(scratch.largest + lane, m);
+  S::store(scratch.block_largest + lane, shift);
+  S::store(scratch.correction + lane, correction);
+  S::store(scratch.sum + lane, S::load(scratch.sum + lane) * correction);
+}
+
+// A block of plain scores by ProbabilityTile: fills scratch.scores with its probabilities, adds up scratch.sum. False
+// if nothing that was summed before is to be rescaled. A lane whose m turns out to be far from its maximum, or that has
+// infinities or NaN, gets the maximum as m and the tiles run again; the other lanes come out as before, so that a
+// query's result never depends on its neighbours. `opening`: a lane may have met no live key yet.
+template <class Op>
+inline bool probabilities_in_registers(const ForwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+                                       const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
+                                       int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys, bool& opening) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  const V dead = S::set1(-kInfinity<C>);
+  const C factor = score.template product_factor<Op>();
+  const auto run = [&](bool open, C* m) {
+    for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_sum + v * S::kLanes, S::zero());
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& segment = block.segment[s];
+      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+      auto* probabilities = reinterpret_cast<typename Op::Scalar*>(scratch.scores);
+      for_tiles<kTileRows, kTileVectors, Op::kPack>(
+          segment.rows, segment.last - segment.first,
+          ProbabilityTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                              depth,
+                              factor,
+                              open,
+                              block.masked,
+                              walk.live_lanes(segment.row),
+                              segment.first,
+                              m + lane,
+                              scratch.block_sum + lane,
+                              probabilities + row / Op::kPack * kTile<C> + lane});
+    }
+  };
+  const auto in_range = [&](int64_t lane) {
+    const V block_sum = S::load(scratch.block_sum + lane), sum = S::load(scratch.sum + lane) + block_sum;
+    return ((sum >= S::set1(C(0.5))) & (block_sum <= S::set1(C(0x1p16)))) |
+           ((S::load(scratch.largest + lane) == dead) & (sum == S::zero()));
+  };
+
+  if (opening)
+    for (int64_t v = 0; v < vectors; ++v)  // what m was before
+      S::store(scratch.correction + v * S::kLanes, S::load(scratch.largest + v * S::kLanes));
+  run(opening, scratch.largest);
+  auto good = S::zero() == S::zero(), open = good;
+  for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+    good &= in_range(lane);
+    open &= S::load(scratch.largest + lane) > dead;
+  }
+  const bool rescale = !S::all(good);
+  if (rescale) {
+    for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, dead);
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& segment = block.segment[s];
+      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+      gemm<typename Op::Product, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step,
+                                        keys.step, scratch.query_tile + lane, kTile<C>,
+                                        scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore);
+    }
+    transform_scores<C, true>(score, walk, block, nullptr, scratch.scores, scratch.block_largest);
+    for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+      const V now = S::load(scratch.largest + lane), old = opening ? S::load(scratch.correction + lane) : now;
+      const V largest = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
+      new_maximum(scratch, lane, old, in_range(lane) ? now : largest, C(1));
+    }
+    run(false, scratch.block_largest);
+  }
+  for (int64_t v = 0; v < vectors; ++v) {
+    C* sum = scratch.sum + v * S::kLanes;
+    S::store(sum, S::load(sum) + S::load(scratch.block_sum + v * S::kLanes));
+  }
+  opening = rescale || !S::all(open);
+  return rescale;
+}
+
+// A block of scores that have to be masked, capped or biased: the same, through memory.
+template <class T, class Op>
+inline void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
+                                         const Score<typename Op::Compute>& score,
+                                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
+                                         int64_t batch, int64_t head, int64_t query, int64_t queries, int64_t depth,
+                                         Rows<typename Op::Scalar> keys) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using Scalar = typename Op::Scalar;
+  const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
+  for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+    gemm<typename Op::Product, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step,
+                                      keys.step, scratch.query_tile + lane, kTile<C>,
+                                      scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore);
+  }
+  if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
+  transform_scores<C, false>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
+  if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
+
+  for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+    const auto old = S::load(scratch.largest + lane);
+    new_maximum(scratch, lane, old, S::max(S::load(scratch.block_largest + lane), old), kLog2E<C>);
+  }
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row;
+    for (int64_t v = segment.first; v < segment.last;) {
+      const auto part = [&]<int kVectors>() {
+        exponentiate<Op, kVectors>(segment, v, scratch.block_largest,
+                                   score.dropout ? scratch.keep + row * kTile<C> : nullptr,
+                                   scratch.scores + row * kTile<C>,
+                                   reinterpret_cast<Scalar*>(scratch.scores) + row / Op::kPack * kTile<C>, scratch.sum);
+        v += kVectors;
+      };
+      if (segment.last - v >= 4) part.template operator()<4>();
+      else if (segment.last - v >= 2) part.template operator()<2>();
+      else part.template operator()<1>();
+    }
+  }
+}
+
 template <class T, class Op>
 void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows* kept, int64_t batch, int64_t head,
                   int64_t query, int64_t queries) {
@@ -236,76 +411,21 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows*
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
 
   transpose_tile<Op>(operand_rows<Op, T>(p.q, batch, head, query, queries, p.head_dim, scratch.rows), queries, depth,
-                     score.negate, scratch.query_tile);
+                     score.template operand_factor<Op>(), scratch.query_tile);
   for (int64_t v = 0; v < vectors; ++v) {
     S::store(scratch.largest + v * S::kLanes, S::set1(-kInfinity<C>));
     S::store(scratch.sum + v * S::kLanes, S::zero());
   }
 
-  bool started = false;
+  bool started = false, opening = true;
   BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k});
   BlockPlan block;
   while (walk.next(block)) {
     if (block.segments == 0) continue;
-    const bool transform = block.masked || !score.plain();
-    for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
-
     const auto keys = operand_rows<Op, T>(p.k, batch, head_k, block.row, block.rows, p.head_dim, scratch.rows);
-    for (int64_t s = 0; s < block.segments; ++s) {
-      const Segment& segment = block.segment[s];
-      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-      gemm<typename Op::Product, false>(
-          segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step, keys.step,
-          scratch.query_tile + lane, kTile<C>, scratch.scores + row * kTile<C> + lane, kTile<C>,
-          transform ? Epilogue::kStore : Epilogue::kStoreMax, scratch.block_largest + lane);
-    }
-    C scale = score.scale;
-    if (transform) {
-      if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
-      if (score.plain()) {
-        transform_scores<C, true>(score, walk, block, nullptr, scratch.scores, scratch.block_largest);
-      } else {
-        transform_scores<C, false>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
-        scale = C(1);
-      }
-    }
-    if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
-
-    // The new maximum; `correction` rescales what was summed under the old one. A lane without any live key so far
-    // keeps m = -inf, but 0 is subtracted, so that its probabilities are exp(-inf) = 0 and not NaN.
-    for (int64_t v = 0; v < vectors; ++v) {
-      const int64_t lane = v * S::kLanes;
-      const V old = S::load(scratch.largest + lane);
-      const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(scale), old);
-      const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
-      const V correction = S::exp2((old - shift) * S::set1(kLog2E<C>));
-      S::store(scratch.largest + lane, m);
-      S::store(scratch.block_largest + lane, shift);
-      S::store(scratch.correction + lane, correction);
-      S::store(scratch.sum + lane, S::load(scratch.sum + lane) * correction);
-    }
-
-    // In place: row j / 2 of the pairs is written after rows j and j + 1 have been read.
-    Scalar* probabilities = reinterpret_cast<Scalar*>(scratch.scores);
-    NextRows next{};
-    if (block.row + 2 * block.rows <= p.seqlen_k && p.k.stride[3] == 1)
-      next = {reinterpret_cast<const char*>(at<T>(p.k, batch, head_k, block.row + block.rows)),
-              p.k.stride[2] * static_cast<int64_t>(sizeof(T)), p.head_dim * static_cast<int64_t>(sizeof(T))};
-    for (int64_t s = 0; s < block.segments; ++s) {
-      const Segment& segment = block.segment[s];
-      const int64_t row = segment.row - block.row;
-      for (int64_t v = segment.first; v < segment.last;) {
-        const auto part = [&]<int kVectors>() {
-          const auto run = score.plain() ? exponentiate<Op, kVectors, true> : exponentiate<Op, kVectors, false>;
-          run(segment, v, scale, scratch.block_largest, score.dropout ? scratch.keep + row * kTile<C> : nullptr,
-              scratch.scores + row * kTile<C>, probabilities + row / Op::kPack * kTile<C>, scratch.sum, next);
-          v += kVectors;
-        };
-        if (segment.last - v >= 4) part.template operator()<4>();
-        else if (segment.last - v >= 2) part.template operator()<2>();
-        else part.template operator()<1>();
-      }
-    }
+    bool rescale = true;
+    if (score.plain()) rescale = probabilities_in_registers(scratch, score, walk, block, vectors, depth, keys, opening);
+    else probabilities_through_memory<T, Op>(p, scratch, score, walk, block, batch, head, query, queries, depth, keys);
 
     Rows<Scalar> values;
     if constexpr (Op::kPack == 1)
@@ -315,9 +435,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows*
                                   scratch.rows, scratch.kept_values, kept);
     // The first segment of the first block covers all lanes or the others are cleared; a block in segments, which touch
     // some lanes only, rescales all of them first.
-    const Segment& opening = block.segment[0];
-    const bool opens = !started && opening.first == 0 && opening.last == vectors;
-    if (block.masked && !opens) {
+    const bool opens = !started && block.segment[0].first == 0 && block.segment[0].last == vectors;
+    if (block.masked && !opens && (rescale || !started)) {
       for (int64_t d = 0; d < p.head_dim_v; ++d)
         for (int64_t v = 0; v < vectors; ++v) {
           C* total = scratch.out + d * kTile<C> + v * S::kLanes;
@@ -327,11 +446,15 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows*
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
       const int64_t row = (segment.row - block.row) / Op::kPack, lane = segment.first * S::kLanes;
-      const Epilogue epilogue = s == 0 && opens ? Epilogue::kStore : block.masked ? Epilogue::kAdd : Epilogue::kRescale;
       gemm<typename Op::Product, true>(p.head_dim_v, segment.last - segment.first,
                                        (segment.rows + Op::kPack - 1) / Op::kPack, values.data + row * values.step,
-                                       values.step, probabilities + row * kTile<C> + lane, kTile<C>, scratch.out + lane,
-                                       kTile<C>, epilogue, scratch.correction + lane);
+                                       values.step,
+                                       reinterpret_cast<const Scalar*>(scratch.scores) + row * kTile<C> + lane,
+                                       kTile<C>, scratch.out + lane, kTile<C>,
+                                       s == 0 && opens            ? Epilogue::kStore
+                                       : rescale && !block.masked ? Epilogue::kRescale
+                                                                  : Epilogue::kAdd,
+                                       scratch.correction + lane);
     }
     started = true;
   }
@@ -342,7 +465,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows*
     const V sum = S::load(scratch.sum + lane);
     const auto dead = sum == S::zero();
     S::store(scratch.correction + lane, dead ? S::zero() : S::set1(C(1)) / sum);
-    S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>) : S::load(scratch.largest + lane) + S::log(sum));
+    S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>)
+                                          : S::fma(S::load(scratch.largest + lane),
+                                                   S::set1(score.plain() ? C(1) / kLog2E<C> : C(1)), S::log(sum)));
   }
   if (!started)
     for (int64_t i = 0; i < p.head_dim_v * kTile<C>; ++i) scratch.out[i] = C(0);

@@ -67,90 +67,130 @@ struct PairDot {
 };
 #endif
 
-// exp(scale * x + shift). The sum first, in natural units, then times log2 e: nothing is lost where x is the maximum,
-// and a bias of finfo.min doesn't overflow. kPlain scores have no bias, and where less precision will do they are
-// scaled once, to units of log2.
+// P = exp(score - m). kPlain: nothing but a scale stands between the products and the scores, which then are in units
+// of log2: what the products aren't scaled by yet is `scale`. Otherwise the scores are in natural units: a bias of
+// finfo.min doesn't overflow there. The difference is taken first: nothing is lost where x is the maximum.
 template <class Op, bool kPlain>
 struct Exponential {
   using S = typename Op::S;
   using V = typename S::V;
-  static constexpr bool kBase2 = kPlain && Op::kShortExp;
 
-  explicit Exponential(typename Op::Compute scale)
-      : scale_(S::set1(kBase2 ? scale * kLog2E<typename Op::Compute> : scale)) {}
-  V shift(V natural) const { return kBase2 ? natural * log2e() : natural; }
+  explicit Exponential(typename Op::Compute scale) : scale_(S::set1(scale)) {}
+  // shift = -m
   V operator()(V x, V shift) const {
-    const V y = S::fma(x, scale_, shift);
-    return S::template exp2<Op::kShortExp>(kBase2 ? y : y * log2e());
+    if constexpr (kPlain) return S::template exp2<Op::kShortExp>(Op::kPack == 1 ? x + shift : S::fma(x, scale_, shift));
+    else return S::template exp2<Op::kShortExp>((x + shift) * S::set1(kLog2E<typename Op::Compute>));
   }
 
  private:
-  static V log2e() { return S::set1(kLog2E<typename Op::Compute>); }
   V scale_;
 };
 
-// One register tile. kUnitRows: A(r, k) = a[r + k * a_step]; otherwise A(r, k) = a[r * a_step + k].
-template <class Op, bool kUnitRows, int kRows, int kVectors>
-[[gnu::noinline]] void gemm_tile(const typename Op::Scalar* a, int64_t a_step, const typename Op::Scalar* b,
-                                 int64_t b_step, int64_t depth, typename Op::Compute* c, int64_t c_step,
-                                 Epilogue epilogue, typename Op::Compute* aux) {
-  using S = typename Op::S;
-  using V = typename S::V;
-  constexpr int kLanes = S::kLanes;
-  V sum[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = S::zero();
+// Operands of one product C[r][lane] = sum_k A(r, k) * B[k][lane], A(r, k) = a[r * a_step + k] or, with kUnitRows,
+// a[r + k * a_step].
+template <class Op, bool kUnitRows>
+struct Factors {
+  using Scalar = typename Op::Scalar;
+  const Scalar* a;
+  int64_t a_step;
+  const Scalar* b;
+  int64_t b_step;
 
-  for (int64_t k = 0; k < depth; ++k) {
-    decltype(Op::load(b)) column[kVectors];
+  const Scalar* row(int64_t r) const { return kUnitRows ? a + r : a + r * a_step; }
+};
+
+// The place in such a product where a register tile is at work.
+template <class Op, bool kUnitRows>
+class Walk {
+ public:
+  using Scalar = typename Op::Scalar;
+  Walk(const Factors<Op, kUnitRows>& factors, int64_t row, int64_t lane)
+      : a_(factors.row(row)),
+        far_(factors.row(row + kFar)),
+        b_(factors.b + lane),
+        a_step_(factors.a_step),
+        b_step_(factors.b_step) {
+    // A compiler that knows where row kFar is would keep the distance of every row in a register, and has too few.
+    asm("" : "+r"(far_));
+  }
+
+  // Adds the terms of the next k to the sums, which are registers.
+  template <int kRows, int kVectors>
+  [[gnu::always_inline]] inline void step(typename Op::V (&sum)[kRows][kVectors]) {
+    decltype(Op::load(b_)) column[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) column[v] = Op::load(b + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) column[v] = Op::load(b_ + v * Op::S::kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const auto scalar = Op::broadcast(kUnitRows ? a + r : a + r * a_step);
+      const auto scalar = Op::broadcast(kUnitRows ? a_ + r : r < kFar ? a_ + r * a_step_ : far_ + (r - kFar) * a_step_);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[r][v] = Op::accumulate(sum[r][v], scalar, column[v]);
     }
-    a += kUnitRows ? a_step : 1;
-    b += b_step;
+    a_ += kUnitRows ? a_step_ : 1;
+    far_ += kUnitRows ? a_step_ : 1;
+    b_ += b_step_;
   }
 
-  if (epilogue == Epilogue::kStore || epilogue == Epilogue::kStoreMax) {
+ private:
+  static constexpr int kFar = 3;
+  const Scalar *a_, *far_, *b_;
+  int64_t a_step_, b_step_;
+};
+
+// A register tile of a product that goes to memory.
+template <class Op, bool kUnitRows>
+struct ProductTile {
+  using C = typename Op::Compute;
+  Factors<Op, kUnitRows> factors;
+  int64_t depth;
+  C* c;
+  int64_t c_step;
+  Epilogue epilogue;
+  C* aux;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t vector) const {
+    using S = typename Op::S;
+    using V = typename S::V;
+    constexpr int kLanes = S::kLanes;
+    V sum[kRows][kVectors] = {};
+    Walk<Op, kUnitRows> walk(factors, row, vector * kLanes);
+    for (int64_t k = 0; k < depth; ++k) walk.step(sum);
+
+    C* target = c + row * c_step + vector * kLanes;
+    C* lanes = aux + vector * kLanes;
+    const auto for_each = [&](auto body) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r)
+      for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) S::store(c + r * c_step + v * kLanes, sum[r][v]);
-    if (epilogue == Epilogue::kStoreMax) {
+        for (int v = 0; v < kVectors; ++v) body(target + r * c_step + v * kLanes, sum[r][v]);
+    };
+    if (epilogue == Epilogue::kStore || epilogue == Epilogue::kStoreMax) {
+      for_each([](C* p, V x) { S::store(p, x); });
+      if (epilogue == Epilogue::kStoreMax) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          V largest = S::load(lanes + v * kLanes);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) largest = S::max(largest, sum[r][v]);
+          S::store(lanes + v * kLanes, largest);
+        }
+      }
+    } else if (epilogue == Epilogue::kAdd) {
+      for_each([](C* p, V x) { S::store(p, S::load(p) + x); });
+    } else {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        V largest = S::load(aux + v * kLanes);
+        const V factor = S::load(lanes + v * kLanes);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) largest = S::max(largest, sum[r][v]);
-        S::store(aux + v * kLanes, largest);
-      }
-    }
-  } else if (epilogue == Epilogue::kAdd) {
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        auto* p = c + r * c_step + v * kLanes;
-        S::store(p, S::load(p) + sum[r][v]);
-      }
-  } else {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      const V factor = S::load(aux + v * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        auto* p = c + r * c_step + v * kLanes;
-        S::store(p, S::fma(S::load(p), factor, sum[r][v]));
+        for (int r = 0; r < kRows; ++r) {
+          C* p = target + r * c_step + v * kLanes;
+          S::store(p, S::fma(S::load(p), factor, sum[r][v]));
+        }
       }
     }
   }
-}
+};
 
 // The arithmetic of a full register tile without its loads; returns the FLOPs done.
 template <class Op>
@@ -171,38 +211,48 @@ template <class Op>
   return 2.0 * Op::kPack * S::kLanes * kTileRows * kTileVectors * static_cast<double>(iterations);
 }
 
-template <class Op>
-using TileFunction = void (*)(const typename Op::Scalar*, int64_t, const typename Op::Scalar*, int64_t, int64_t,
-                              typename Op::Compute*, int64_t, Epilogue, typename Op::Compute*);
-
-template <class Op, bool kUnitRows, int... kIndex>
-inline TileFunction<Op> tile_function(int index, std::integer_sequence<int, kIndex...>) {
-  static constexpr TileFunction<Op> kTable[] = {
-      gemm_tile<Op, kUnitRows, kIndex % kTileRows + 1, kIndex / kTileRows + 1>...};
-  return kTable[index];
+template <class Tile, int kRows, int kVectors>
+[[gnu::noinline]] void run_tile(const Tile& tile, int64_t row, int64_t vector) {
+  tile.template run<kRows, kVectors>(row, vector);
 }
 
-// rows x vectors of C (vectors in units of a register). Rows and vectors are split evenly (7 rows: 4 + 3, not 6 + 1),
-// since a tile that is nearly empty is bound by the latency of its few sums.
+template <class Tile, int kMostRows, int... kIndex>
+inline auto tile_function(int64_t rows, int64_t vectors, std::integer_sequence<int, kIndex...>) {
+  static constexpr void (*kTable[])(const Tile&, int64_t,
+                                    int64_t) = {run_tile<Tile, kIndex % kMostRows + 1, kIndex / kMostRows + 1>...};
+  return kTable[(vectors - 1) * kMostRows + rows - 1];
+}
+
+// Cuts rows x vectors into register tiles, evenly (7 rows: 4 + 3, not 6 + 1), since a tile that is nearly empty is
+// bound by the latency of its few sums. kUnit rows stay together.
+template <int kMostRows, int kMostVectors, int kUnit, class Tile>
+inline void for_tiles(int64_t rows, int64_t vectors, const Tile& tile) {
+  const int64_t units = (rows + kUnit - 1) / kUnit;
+  const int64_t columns = (vectors + kMostVectors - 1) / kMostVectors, most = kMostRows / kUnit;
+  const int64_t count = (units + most - 1) / most;
+  if (count == 0 || columns == 0) return;
+  // The first `longer` of the tiles have one unit more than the others.
+  const int64_t height = units / count, longer = units - height * count;
+  const int64_t width = vectors / columns, wider = vectors - width * columns;
+  for (int64_t column = 0, v = 0; column < columns; ++column) {
+    const int64_t v_end = v + width + (column < wider);
+    for (int64_t tile_row = 0, r = 0; tile_row < count; ++tile_row) {
+      const int64_t end = r + (height + (tile_row < longer)) * kUnit, r_end = end < rows ? end : rows;
+      tile_function<Tile, kMostRows>(r_end - r, v_end - v, std::make_integer_sequence<int, kMostRows * kMostVectors>{})(
+          tile, r, v);
+      r = r_end;
+    }
+    v = v_end;
+  }
+}
+
+// C = A B for rows x vectors of C (vectors in units of a register).
 template <class Op, bool kUnitRows>
 inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const typename Op::Scalar* a, int64_t a_step,
                  const typename Op::Scalar* b, int64_t b_step, typename Op::Compute* c, int64_t c_step,
                  Epilogue epilogue, typename Op::Compute* aux = nullptr) {
-  constexpr int kLanes = Op::S::kLanes;
-  const int64_t column_tiles = (vectors + kTileVectors - 1) / kTileVectors;
-  const int64_t row_tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t column_tile = 0, v = 0; column_tile < column_tiles; ++column_tile) {
-    const int64_t width = (vectors - v + column_tiles - column_tile - 1) / (column_tiles - column_tile);
-    for (int64_t row_tile = 0, r = 0; row_tile < row_tiles; ++row_tile) {
-      const int64_t height = (rows - r + row_tiles - row_tile - 1) / (row_tiles - row_tile);
-      const auto tile = tile_function<Op, kUnitRows>(static_cast<int>((width - 1) * kTileRows + height - 1),
-                                                     std::make_integer_sequence<int, kTileRows * kTileVectors>{});
-      tile(kUnitRows ? a + r : a + r * a_step, a_step, b + v * kLanes, b_step, depth, c + r * c_step + v * kLanes,
-           c_step, epilogue, aux == nullptr ? nullptr : aux + v * kLanes);
-      r += height;
-    }
-    v += width;
-  }
+  for_tiles<kTileRows, kTileVectors, 1>(
+      rows, vectors, ProductTile<Op, kUnitRows>{{a, a_step, b, b_step}, depth, c, c_step, epilogue, aux});
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // From raw products to probabilities: scale, softcap, bias and band; and the pieces both passes share.
 //
-// Scores stay in natural units (not times log2 e): a bias of finfo.min would overflow there, and the subtraction of the
-// row's maximum is then exact where it matters. Only the difference is multiplied by log2 e, for exp2.
+// Scores that have a bias or a cap stay in natural units: times log2 e a bias of finfo.min would overflow. Only their
+// difference from the row's maximum is multiplied by log2 e, for exp2.
 #pragma once
 
 #include <cmath>
@@ -51,8 +51,20 @@ struct Score {
         has_bias(p.bias.data != nullptr),
         dropout(p.dropout_p > 0) {}
 
-  // Nothing but a scale, and one that keeps -inf.
-  bool plain() const { return cap == C(0) && !has_bias && scale > C(0); }
+  // Nothing but a scale, and one that keeps -inf: the scores then are in units of log2.
+  bool plain() const { return cap == C(0) && !has_bias && !dropout && scale > C(0); }
+
+  // What the operand along the lanes is multiplied by when it is transposed: all of the scale where that costs nothing
+  // (16-bit pairs would be rounded), or the sign.
+  template <class Op>
+  C operand_factor() const {
+    return plain() && Op::kPack == 1 ? signed_scale * kLog2E<C> : C(negate ? -1 : 1);
+  }
+  // ... and what is left for the products of plain scores.
+  template <class Op>
+  C product_factor() const {
+    return Op::kPack == 1 ? C(1) : scale * kLog2E<C>;
+  }
 
   C signed_scale;
   C scale;  // >= 0: a negative scale is turned into the sign of one operand, so that max(scale * s) = scale * max(s)
@@ -105,6 +117,22 @@ class LaneMask {
  private:
   typename S::V from_begin_, from_end_;
 };
+
+// A register tile, lanes as in LaneMask for its first row: the lanes outside of the band become `dead`.
+template <class C, int kRows, int kVectors>
+[[gnu::always_inline]] inline void mask_tile(typename Simd<C>::V (&tile)[kRows][kVectors], Range live, int64_t vector,
+                                             typename Simd<C>::V dead) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    if (LaneMask<C>::all(live, vector + v, kRows)) continue;
+    LaneMask<C> mask(live, vector + v);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      tile[r][v] = mask.select(tile[r][v], dead);
+      mask.advance();
+    }
+  }
+}
 
 }  // namespace
 }  // namespace attnkern::cpu

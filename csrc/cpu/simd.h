@@ -25,12 +25,16 @@ namespace {
 
 #if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64, kTileRows = 6, kTileVectors = 4;  // 24 accumulators + 4 + 1 of 32 registers
+inline constexpr int kPairRows = 6, kPairVectors = 2;                     // of two products at once
 #elif defined(__AVX2__)
 inline constexpr int kVectorBytes = 32, kTileRows = 6, kTileVectors = 2;  // 12 + 2 + 1 of 16
+inline constexpr int kPairRows = 3, kPairVectors = 2;
 #elif defined(__aarch64__)
 inline constexpr int kVectorBytes = 16, kTileRows = 6, kTileVectors = 4;  // 24 + 4 + 1 of 32
+inline constexpr int kPairRows = 3, kPairVectors = 4;
 #else
 inline constexpr int kVectorBytes = 16, kTileRows = 4, kTileVectors = 2;  // 8 + 2 + 1 + product of 16
+inline constexpr int kPairRows = 2, kPairVectors = 2;
 #endif
 
 struct BFloat16 {
@@ -169,13 +173,14 @@ struct Simd {
   template <bool kShort = false>
   static V exp2(V y) {
 #if defined(__AVX512F__)
+    // scalef(anything, -inf) is 0. roundscale and a difference: reduce would take the adders twice as long.
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     if constexpr (sizeof(C) == 4) {
-      const V f = _mm512_reduce_ps(y, kNearest);
-      return _mm512_scalef_ps(exp2_polynomial<kShort>(f), y - f);
+      const V n = _mm512_roundscale_ps(y, kNearest);
+      return _mm512_scalef_ps(exp2_polynomial<kShort>(y - n), n);
     } else {
-      const V f = _mm512_reduce_pd(y, kNearest);
-      return _mm512_scalef_pd(exp2_polynomial<kShort>(f), y - f);
+      const V n = _mm512_roundscale_pd(y, kNearest);
+      return _mm512_scalef_pd(exp2_polynomial<kShort>(y - n), n);
     }
 #else
     using Types = SimdTypes<C>;
@@ -248,6 +253,12 @@ struct Simd {
       p = fma(p, f, set1(6.93147180559945286e-01));
       return fma(p, f, set1(1.0));
     }
+  }
+
+  static bool all(IV mask) {
+    Int common = -1;
+    for (int lane = 0; lane < kLanes; ++lane) common &= mask[lane];
+    return common != 0;
   }
 
   // ------------------------------------------------------------------ loads and stores of a storage type
