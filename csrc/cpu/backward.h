@@ -43,7 +43,7 @@ struct BackwardScratch {
   BackwardScratch(void* memory, const Backward& p) {
     Arena arena(memory);
     const int64_t e = row_scalars<Op>(p.head_dim), ev = row_scalars<Op>(p.head_dim_v);
-    const int64_t rows = max64(kBlock, kTile<C>), pairs = Op::kPack == 1 ? 0 : 1;
+    const int64_t rows = max64(kBlock<Op>, kTile<C>), pairs = Op::kPack == 1 ? 0 : 1;
     k_tile = arena.take<Scalar>(e * kTile<C>);
     v_tile = arena.take<Scalar>(ev * kTile<C>);
     k_rows = arena.take<Scalar>(kTile<C> * e * Op::kPack);
@@ -58,13 +58,13 @@ struct BackwardScratch {
     grad_kept_step = keeps_pairs ? length * columns_v : 0;
     q_kept = arena.take<Scalar>(group * q_kept_step);
     grad_kept = arena.take<Scalar>(group * grad_kept_step);
-    p_pairs = arena.take<Scalar>(pairs * kBlock / 2 * kTile<C>);
-    ds_pairs = arena.take<Scalar>(pairs * kBlock / 2 * kTile<C>);
-    ds_rows = arena.take<Scalar>(pairs * kBlock * kTile<C> / 2);
-    scores = arena.take<C>(kBlock * kTile<C>);
-    grad_scores = arena.take<C>(kBlock * kTile<C>);
-    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock * kTile<C>);
-    keep = arena.take<C>(p.dropout_p > 0 ? kBlock * kTile<C> : 0);
+    p_pairs = arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
+    ds_pairs = arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
+    ds_rows = arena.take<Scalar>(pairs * kBlock<Op> * kTile<C> / 2);
+    scores = arena.take<C>(kBlock<Op> * kTile<C>);
+    grad_scores = arena.take<C>(kBlock<Op> * kTile<C>);
+    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock<Op> * kTile<C>);
+    keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
     dk = arena.take<C>(p.head_dim * kTile<C>);
     dv = arena.take<C>(p.head_dim_v * kTile<C>);
     bytes = arena.used();
@@ -362,7 +362,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         for (int64_t i = 0; i < p.head_dim_v * kTile<C>; ++i) scratch.dv[i] = C(0);
       }
 
-      BandWalk<C> walk(p.band.transposed(), key, keys, {0, p.seqlen_q});
+      BandWalk<C> walk(p.band.transposed(), key, keys, {0, p.seqlen_q}, kBlock<Op>);
       BlockPlan block;
       while (walk.next(block)) {
         if (block.segments == 0) continue;
@@ -476,7 +476,7 @@ template <class T, class Op>
 void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename Op::Compute> terms) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  constexpr int64_t kSpan = 4 * kBlock;  // queries of a task
+  constexpr int64_t kSpan = 384;  // queries of a task
   const bool per_query = p.bias_size[2] != 1, per_key = p.bias_size[3] != 1;
   const int64_t spans = per_query ? (p.seqlen_q + kSpan - 1) / kSpan : 1;
   const int64_t tiles = per_key ? (p.seqlen_k + kTile<C> - 1) / kTile<C> : 1;
@@ -501,7 +501,7 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
           const int64_t keys = min64(kTile<C>, all_keys.end - key);
           load_key_tile<T, Op>(p, scratch, score, batch, head / (p.heads_q / p.heads_k), key, keys);
           load_value_tile<T, Op>(p, scratch, batch, head / (p.heads_q / p.heads_v), key, keys);
-          BandWalk<C> walk(p.band.transposed(), key, keys, queries);
+          BandWalk<C> walk(p.band.transposed(), key, keys, queries, kBlock<Op>);
           BlockPlan block;
           while (walk.next(block)) {
             if (block.segments == 0) continue;

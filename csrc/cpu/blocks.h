@@ -20,7 +20,9 @@ template <class C>
 inline constexpr int64_t kTile = 256 / sizeof(C);  // lanes of a score tile: 64 floats, 32 doubles
 template <class C>
 inline constexpr int64_t kTileVecs = kTile<C> / Simd<C>::kLanes;
-inline constexpr int64_t kBlock = 96;  // rows of a score tile
+// Rows of a score tile: half as large in pairs, it may be twice as long.
+template <class Op>
+inline constexpr int64_t kBlock = 96 * Op::kPack;
 inline constexpr int64_t kGroup = 16;  // rows of a segment at the edge of the band
 
 // Hands out 64-byte aligned pieces of one allocation. Built twice: without memory it only adds up the size.
@@ -119,21 +121,38 @@ inline Rows<typename Op::Scalar> operand_rows(const View& view, int64_t batch, i
   }
 }
 
+// One vector of each of kLanes rows.
+template <class C, class Scalar>
+[[gnu::always_inline]] inline void load_block(const Scalar* row, int64_t step,
+                                              typename Simd<C>::V (&block)[Simd<C>::kLanes]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < Simd<C>::kLanes; ++r, row += step) {
+    block[r] = Simd<C>::load(reinterpret_cast<const C*>(row));
+    asm("" : "+r"(row));  // one pointer that moves, not an address for every row
+  }
+}
+
 // tile[column][lane] = factor * rows[lane][column] for lane < count (others 0). Of pairs only the factor's sign counts.
 template <class Op>
-inline void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_t scalars, typename Op::Compute factor,
-                           typename Op::Scalar* tile) {
+[[gnu::noinline]] void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_t scalars,
+                                      typename Op::Compute factor, typename Op::Scalar* tile) {
   using S = Simd<typename Op::Compute>;
   using V = typename S::V;
   using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
   constexpr int kLanes = S::kLanes;
   for (int64_t lane = 0; lane < round_up(count, kLanes); lane += kLanes) {
     for (int64_t column = 0; column < scalars; column += kLanes) {
       V block[kLanes];
       const int64_t width = min64(kLanes, scalars - column);
-      for (int r = 0; r < kLanes; ++r) {
-        const C* source = reinterpret_cast<const C*>(rows.data + (lane + r) * rows.step + column);
-        block[r] = lane + r < count ? S::load_as(source, width) : S::zero();
+      const Scalar* row = rows.data + lane * rows.step + column;
+      if (width == kLanes && count - lane >= kLanes) {
+        load_block<C>(row, rows.step, block);
+      } else {
+        for (int r = 0; r < kLanes; ++r) {
+          const C* source = reinterpret_cast<const C*>(row + r * rows.step);
+          block[r] = lane + r < count ? S::load_as(source, width) : S::zero();
+        }
       }
       S::transpose(block);
       if constexpr (Op::kPack == 1) {
@@ -146,7 +165,9 @@ inline void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_
         }
       }
       C* target = reinterpret_cast<C*>(tile + column * kTile<C> + lane);
-      for (int64_t c = 0; c < width; ++c) S::store(target + c * kTile<C>, block[c]);
+#pragma GCC unroll 16
+      for (int c = 0; c < kLanes; ++c)
+        if (c < width) S::store(target + c * kTile<C>, block[c]);
     }
   }
 }
@@ -154,8 +175,8 @@ inline void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_
 // rows[lane][column] = tile[column][lane] * factor[lane], back to the user's layout; exactly 0 where factor is 0, even
 // for infinity and NaN. factor may be null.
 template <class C, class T>
-inline void store_transposed(const C* tile, int64_t count, int64_t columns, const C* factor, T* target,
-                             int64_t row_stride) {
+[[gnu::noinline]] void store_transposed(const C* tile, int64_t count, int64_t columns, const C* factor, T* target,
+                                        int64_t row_stride) {
   using S = Simd<C>;
   using V = typename S::V;
   constexpr int kLanes = S::kLanes;
@@ -165,14 +186,27 @@ inline void store_transposed(const C* tile, int64_t count, int64_t columns, cons
     for (int64_t i = 0; factor != nullptr && i < kLanes; ++i) zeros |= factor[lane + i] == C(0);
     for (int64_t column = 0; column < columns; column += kLanes) {
       V block[kLanes];
-      const int64_t width = min64(kLanes, columns - column);
-      for (int64_t c = 0; c < kLanes; ++c)
-        block[c] = c < width ? S::load(tile + (column + c) * kTile<C> + lane) * scale : S::zero();
+      const int64_t width = min64(kLanes, columns - column), height = min64(kLanes, count - lane);
+      const C* source = tile + column * kTile<C> + lane;
+      if (width == kLanes) {
+        load_block<C>(source, kTile<C>, block);
+      } else {
+        for (int c = 0; c < kLanes; ++c) block[c] = c < width ? S::load(source + c * kTile<C>) : S::zero();
+      }
+      for (int c = 0; c < kLanes; ++c) block[c] *= scale;
       if (zeros)
-        for (int64_t c = 0; c < width; ++c) block[c] = scale == S::zero() ? S::zero() : block[c];
+        for (int c = 0; c < kLanes; ++c) block[c] = scale == S::zero() ? S::zero() : block[c];
       S::transpose(block);
-      for (int64_t r = 0; r < min64(kLanes, count - lane); ++r)
-        S::store_as(target + (lane + r) * row_stride + column, block[r], width);
+      T* row = target + lane * row_stride + column;
+      if (width == kLanes && height == kLanes) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kLanes; ++r, row += row_stride) {
+          S::store_as(row, block[r]);
+          asm("" : "+r"(row));
+        }
+      } else {
+        for (int64_t r = 0; r < height; ++r) S::store_as(row + r * row_stride, block[r], width);
+      }
     }
   }
 }
@@ -326,22 +360,23 @@ struct BlockPlan {
   int64_t row, rows;
   bool masked;  // the band cuts through it: it comes in segments and the scores must be masked
   int64_t segments;
-  Segment segment[kBlock / kGroup];
+  Segment segment[12];
 };
 
-// Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks: clean ones, of at most kBlock
+// Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks: clean ones, of at most `most`
 // rows and evenly sized, and those that the band cuts through, in segments of kGroup rows with their live vectors only.
 template <class C>
 class BandWalk {
  public:
   // band.reached(lane) are the loop indices of a lane; the walk keeps to those in `within`.
-  BandWalk(const Band& band, int64_t lane, int64_t lanes, Range within)
+  BandWalk(const Band& band, int64_t lane, int64_t lanes, Range within, int64_t most)
       : band_(band.transposed()),
         lane_(lane),
         lanes_(lanes),
         reached_(band.reached(lane, lanes, within)),
         clean_(band.shared(lane, lanes, within)),
-        next_(reached_.begin) {
+        next_(reached_.begin),
+        most_(most) {
     if (clean_.end <= clean_.begin) clean_ = {reached_.end, reached_.end};
   }
 
@@ -349,9 +384,9 @@ class BandWalk {
     if (next_ >= reached_.end) return false;
     const bool clean = next_ >= clean_.begin && next_ < clean_.end;
     const int64_t end = next_ < clean_.begin ? clean_.begin : clean ? clean_.end : reached_.end;
-    const int64_t left = end - next_, parts = (left + kBlock - 1) / kBlock;
+    const int64_t left = end - next_, parts = (left + most_ - 1) / most_;
     // Even sizes, so that pairs of rows stay together.
-    const int64_t rows = clean ? min64(left, round_up((left + parts - 1) / parts, 2)) : min64(left, kBlock);
+    const int64_t rows = clean ? min64(left, round_up((left + parts - 1) / parts, 2)) : min64(left, most_);
     block.row = next_;
     block.rows = rows;
     block.masked = !clean;
@@ -381,7 +416,7 @@ class BandWalk {
   Band band_;
   int64_t lane_, lanes_;
   Range reached_, clean_;
-  int64_t next_;
+  int64_t next_, most_;
 };
 
 }  // namespace

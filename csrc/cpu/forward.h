@@ -44,13 +44,13 @@ struct ForwardScratch {
     Arena arena(memory);
     const int64_t width = max64(row_scalars<Op>(p.head_dim), row_scalars<Op>(p.head_dim_v) * Op::kPack);
     query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
-    rows = arena.take<Scalar>(max64(kBlock, kTile<C>) * width);
+    rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
     const int64_t value_scalars = (p.seqlen_k + 1) / 2 * row_scalars<Op>(p.head_dim_v) * Op::kPack;
     keeps_values = Op::kPack == 2 && p.seqlen_q > kTile<C> && value_scalars * 4 <= kKeptBytes;
     kept_values = arena.take<Scalar>(keeps_values ? value_scalars : 0);
-    scores = arena.take<C>(kBlock * kTile<C>);
-    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock * kTile<C>);
-    keep = arena.take<C>(p.dropout_p > 0 ? kBlock * kTile<C> : 0);
+    scores = arena.take<C>(kBlock<Op> * kTile<C>);
+    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock<Op> * kTile<C>);
+    keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
     out = arena.take<C>(p.head_dim_v * kTile<C>);
     largest = arena.take<C>(kTile<C>);
     sum = arena.take<C>(kTile<C>);
@@ -117,14 +117,14 @@ inline void store_probabilities(typename Op::V first, typename Op::V second, typ
 
 // P^T = exp(S^T - m) for a segment of a block, with the lanes' sums; dropped and packed as Op needs it, in place: row
 // j / 2 of the pairs is written after rows j and j + 1 have been read.
-template <class Op, int kVectors>
-inline void exponentiate(const Segment& segment, int64_t first, const typename Op::Compute* m,
-                         const typename Op::Compute* keep, typename Op::Compute* scores,
+template <class Op, bool kPlain, int kVectors>
+inline void exponentiate(const Segment& segment, int64_t first, typename Op::Compute factor,
+                         const typename Op::Compute* m, const typename Op::Compute* keep, typename Op::Compute* scores,
                          typename Op::Scalar* probabilities, typename Op::Compute* sum) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
-  const Exponential<Op, false> exponential(1);
+  const Exponential<Op, kPlain> exponential(factor);
   V total[kVectors], shift[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     total[v] = S::zero();  // a sum of its own for each block: long rows lose less
@@ -158,17 +158,14 @@ inline void exponentiate(const Segment& segment, int64_t first, const typename O
 // a live key.
 template <class Op>
 struct ProbabilityTile {
-  using Scalar = typename Op::Scalar;
   using C = typename Op::Compute;
   Factors<Op, false> keys_queries;
   int64_t depth;
-  C factor;
   bool opening;  // a lane may have m = -inf
   bool cut;      // by the band
   Range live;    // lanes of the first row
   int64_t vector;
-  C *m, *sum;
-  Scalar* probabilities;
+  C *m, *sum, *probabilities;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -180,7 +177,7 @@ struct ProbabilityTile {
     for (int64_t k = 0; k < depth; ++k) walk.step(score);
     const V dead = S::set1(-kInfinity<C>);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
-    const Exponential<Op, true> exponential(factor);
+    const Exponential<Op, true> exponential(1);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = lane + v * S::kLanes;
@@ -189,17 +186,16 @@ struct ProbabilityTile {
         V largest = score[0][v];
 #pragma GCC unroll 8
         for (int r = 1; r < kRows; ++r) largest = S::max(score[r][v], largest);
-        const V opened = shift == dead ? largest * S::set1(factor) : shift;
+        const V opened = shift == dead ? largest : shift;
         S::store(m + at, opened);
         shift = opened == dead ? S::zero() : opened;
       }
       V total = S::zero();
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; r += Op::kPack) {
-        const V first = exponential(score[r][v], -shift);
-        const V second = r + Op::kPack <= kRows ? exponential(score[r + Op::kPack - 1][v], -shift) : S::zero();
-        total += Op::kPack == 1 ? first : first + second;
-        store_probabilities<Op>(first, second, probabilities + (row + r) / Op::kPack * kTile<C> + at);
+      for (int r = 0; r < kRows; ++r) {
+        const V p = exponential(score[r][v], -shift);
+        total += p;
+        S::store(probabilities + (row + r) * kTile<C> + at, p);
       }
       S::store(sum + at, S::load(sum + at) + total);
     }
@@ -208,8 +204,8 @@ struct ProbabilityTile {
 
 // V rows in pairs along the keys: scratch[j / 2][column] = (V[j][column], V[j + 1][column]); 0 past the last row.
 template <class T>
-inline void interleave_rows(const T* source, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns,
-                            uint32_t* target, int64_t step) {
+[[gnu::noinline]] void interleave_rows(const T* source, int64_t row_stride, int64_t column_stride, int64_t rows,
+                                       int64_t columns, uint32_t* target, int64_t step) {
   for (int64_t j = 0; j < rows; j += 2, target += step) {
     const T* first = source + j * row_stride;
     const T* second = first + row_stride;
@@ -284,32 +280,31 @@ inline void new_maximum(const ForwardScratch<Op>& scratch, int64_t lane, typenam
 // infinities or NaN, gets the maximum as m and the tiles run again; the other lanes come out as before, so that a
 // query's result never depends on its neighbours. `opening`: a lane may have met no live key yet.
 template <class Op>
-inline bool probabilities_in_registers(const ForwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
-                                       const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
-                                       int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys, bool& opening) {
+[[gnu::noinline]] bool probabilities_in_registers(const ForwardScratch<Op>& scratch,
+                                                  const Score<typename Op::Compute>& score,
+                                                  const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
+                                                  int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
+                                                  bool& opening) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
   const V dead = S::set1(-kInfinity<C>);
-  const C factor = score.template product_factor<Op>();
   const auto run = [&](bool open, C* m) {
     for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_sum + v * S::kLanes, S::zero());
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
       const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-      auto* probabilities = reinterpret_cast<typename Op::Scalar*>(scratch.scores);
-      for_tiles<kTileRows, kTileVectors, Op::kPack>(
+      for_tiles<kTileRows, kTileVectors, 1>(
           segment.rows, segment.last - segment.first,
           ProbabilityTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
                               depth,
-                              factor,
                               open,
                               block.masked,
                               walk.live_lanes(segment.row),
                               segment.first,
                               m + lane,
                               scratch.block_sum + lane,
-                              probabilities + row / Op::kPack * kTile<C> + lane});
+                              scratch.scores + row * kTile<C> + lane});
     }
   };
   const auto in_range = [&](int64_t lane) {
@@ -340,7 +335,7 @@ inline bool probabilities_in_registers(const ForwardScratch<Op>& scratch, const 
     transform_scores<C, true>(score, walk, block, nullptr, scratch.scores, scratch.block_largest);
     for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
       const V now = S::load(scratch.largest + lane), old = opening ? S::load(scratch.correction + lane) : now;
-      const V largest = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
+      const V largest = S::max(S::load(scratch.block_largest + lane), old);
       new_maximum(scratch, lane, old, in_range(lane) ? now : largest, C(1));
     }
     run(false, scratch.block_largest);
@@ -353,16 +348,18 @@ inline bool probabilities_in_registers(const ForwardScratch<Op>& scratch, const 
   return rescale;
 }
 
-// A block of scores that have to be masked, capped or biased: the same, through memory.
+// The same through memory, for all scores and with the exact maximum: two sweeps over the scores. True if a lane still
+// has met no live key.
 template <class T, class Op>
-inline void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
-                                         const Score<typename Op::Compute>& score,
-                                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
-                                         int64_t batch, int64_t head, int64_t query, int64_t queries, int64_t depth,
-                                         Rows<typename Op::Scalar> keys) {
+[[gnu::noinline]] void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
+                                                    const Score<typename Op::Compute>& score,
+                                                    const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
+                                                    int64_t batch, int64_t head, int64_t query, int64_t queries,
+                                                    int64_t depth, Rows<typename Op::Scalar> keys) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
+  const bool plain = score.plain(), transform = block.masked || !plain;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
   for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
   for (int64_t s = 0; s < block.segments; ++s) {
@@ -370,25 +367,29 @@ inline void probabilities_through_memory(const Forward& p, const ForwardScratch<
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
     gemm<typename Op::Product, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step,
                                       keys.step, scratch.query_tile + lane, kTile<C>,
-                                      scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore);
+                                      scratch.scores + row * kTile<C> + lane, kTile<C>,
+                                      transform ? Epilogue::kStore : Epilogue::kStoreMax, scratch.block_largest + lane);
   }
   if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
-  transform_scores<C, false>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
+  if (!plain) transform_scores<C, false>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
+  else if (transform) transform_scores<C, true>(score, walk, block, nullptr, scratch.scores, scratch.block_largest);
   if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
 
+  const C factor = plain ? score.template product_factor<Op>() : C(1);
   for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
     const auto old = S::load(scratch.largest + lane);
-    new_maximum(scratch, lane, old, S::max(S::load(scratch.block_largest + lane), old), kLog2E<C>);
+    new_maximum(scratch, lane, old, S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old),
+                plain ? C(1) : kLog2E<C>);
   }
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
     const int64_t row = segment.row - block.row;
     for (int64_t v = segment.first; v < segment.last;) {
       const auto part = [&]<int kVectors>() {
-        exponentiate<Op, kVectors>(segment, v, scratch.block_largest,
-                                   score.dropout ? scratch.keep + row * kTile<C> : nullptr,
-                                   scratch.scores + row * kTile<C>,
-                                   reinterpret_cast<Scalar*>(scratch.scores) + row / Op::kPack * kTile<C>, scratch.sum);
+        const auto run = plain ? exponentiate<Op, true, kVectors> : exponentiate<Op, false, kVectors>;
+        run(segment, v, factor, scratch.block_largest, score.dropout ? scratch.keep + row * kTile<C> : nullptr,
+            scratch.scores + row * kTile<C>, reinterpret_cast<Scalar*>(scratch.scores) + row / Op::kPack * kTile<C>,
+            scratch.sum);
         v += kVectors;
       };
       if (segment.last - v >= 4) part.template operator()<4>();
@@ -418,13 +419,15 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows*
   }
 
   bool started = false, opening = true;
-  BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k});
+  BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
   BlockPlan block;
   while (walk.next(block)) {
     if (block.segments == 0) continue;
     const auto keys = operand_rows<Op, T>(p.k, batch, head_k, block.row, block.rows, p.head_dim, scratch.rows);
+    // Weights that are rounded to bfloat16 lose least if the largest is 1: they take the way that knows it.
     bool rescale = true;
-    if (score.plain()) rescale = probabilities_in_registers(scratch, score, walk, block, vectors, depth, keys, opening);
+    if (Op::kPack == 1 && score.plain())
+      rescale = probabilities_in_registers(scratch, score, walk, block, vectors, depth, keys, opening);
     else probabilities_through_memory<T, Op>(p, scratch, score, walk, block, batch, head, query, queries, depth, keys);
 
     Rows<Scalar> values;
@@ -469,8 +472,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows*
                                           : S::fma(S::load(scratch.largest + lane),
                                                    S::set1(score.plain() ? C(1) / kLog2E<C> : C(1)), S::log(sum)));
   }
-  if (!started)
-    for (int64_t i = 0; i < p.head_dim_v * kTile<C>; ++i) scratch.out[i] = C(0);
+  if (!started) std::memset(scratch.out, 0, static_cast<size_t>(p.head_dim_v * kTile<C>) * sizeof(C));
   store_transposed(scratch.out, queries, p.head_dim_v, scratch.correction, at<T>(p.out, batch, head, query),
                    p.out.stride[2]);
   if (p.lse != nullptr)
