@@ -80,10 +80,16 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Peak:
-    """A measured limit of the machine, in operations or bytes per second, and how it was got."""
+    """A measured limit of the machine, in operations or bytes per second, and how it was got.
+
+    ``loop``: a call that does nothing but reach it, ``work`` operations each time. Timed beside a kernel it shows what
+    the clock allowed just then.
+    """
 
     rate: float
     label: str
+    loop: Callable[[], object] | None = None
+    work: float = 0.0
 
 
 @functools.cache
@@ -98,9 +104,12 @@ def peak(device: torch.device, dtype: str, threads: int, cpu_time: bool = False)
     if dtype == "fp16":
         return peak(device, "fp32", threads, cpu_time)
     best = Peak(_best_matmul(DTYPES[dtype], device, cpu_time), "best matmul")
-    op = getattr(torch.ops.attnkern, "cpu_peak", None)
+    op = getattr(torch.ops.attnkern, "cpu_peak_work", None)
     if op is not None and dtype in ("fp32", "bf16"):
-        best = max(best, Peak(1e9 * op(dtype), "register-only loop"), key=lambda p: p.rate)
+        loop = partial(op, dtype)
+        work = loop()
+        rate = work / _fastest(loop, device, cpu_time)
+        best = max(best, Peak(rate, "register-only loop", loop, work), key=lambda p: p.rate)
     if dtype == "bf16":  # without instructions for it, bfloat16 is computed in float32
         best = max(best, peak(device, "fp32", threads, cpu_time), key=lambda p: p.rate)
     return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .providers import BASELINE, Provider, Refused, Seen, results
 from .record import Row, row_key
 from .timing import Plan, Timing, Work, measure
 
+PEAK = "the machine's peak"  # as a competitor
 NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selection refuses
 
 
@@ -70,14 +71,17 @@ class Runner:
                 refused = isinstance(error, RuntimeError) and str(error).startswith(NO_KERNEL)
                 row |= {"status": "refused" if refused else "error", "message": _one_line(error)}
         if works:
+            peak = machine.peak(self.device, case.dtype, torch.get_num_threads(), self.plan.cpu_time)
+            beside = {} if peak.loop is None else {PEAK: Work(peak.loop, nullcontext)}
             try:
-                timings = measure(works, self.plan, self.device)
+                timings = measure(works | beside, self.plan, self.device)
             except Exception as error:
                 for name in works:
                     rows[name] |= {"status": "error", "message": f"while timed: {_one_line(error)}"}
             else:
+                of_peak = timings.pop(PEAK, None)
                 for name, timing in timings.items():
-                    self._fill(case, pass_name, rows[name], timing, timings.get(self.baseline))
+                    self._fill(case, pass_name, rows[name], timing, timings.get(self.baseline), peak, of_peak)
         base = rows.get(self.baseline, {}).get("rms")
         for row in rows.values():
             if base and row.get("rms"):
@@ -133,9 +137,17 @@ class Runner:
             }
         return work
 
-    def _fill(self, case: Case, pass_name: str, row: Row, timing: Timing, baseline: Timing | None) -> None:
+    def _fill(
+        self,
+        case: Case,
+        pass_name: str,
+        row: Row,
+        timing: Timing,
+        baseline: Timing | None,
+        peak: machine.Peak,
+        of_peak: Timing | None,
+    ) -> None:
         seconds = timing.median
-        peak = machine.peak(self.device, case.dtype, torch.get_num_threads(), self.plan.cpu_time)
         read = machine.read_bandwidth(self.device, torch.get_num_threads(), self.plan.cpu_time)
         flops, moved = case.flops(pass_name) / seconds, case.bytes_moved(pass_name) / seconds
         row |= {
@@ -147,7 +159,10 @@ class Runner:
             "clean": timing.clean,
             "ratio": None if baseline is None else timing.ratio(baseline),
             "flops_per_second": flops,
-            "peak_share": flops / peak.rate,
+            # Round by round, as a ratio to a rival: the clock of a core isn't the same all the time.
+            "peak_share": flops / peak.rate
+            if of_peak is None
+            else case.flops(pass_name) / peak.work * timing.ratio(of_peak),
             "peak": peak.label,
             "bytes_per_second": moved,
             "bandwidth_share": moved / read.rate,

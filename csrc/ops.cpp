@@ -144,34 +144,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
   return {dq, dk, dv, dbias};
 }
 
-// GFLOP/s of the kernels' multiply-adds on registers, all threads together: the best of several short runs.
-double cpu_peak(std::string dtype) {
-  const DType kind = dtype == "fp64" ? DType::kFloat64 : dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32;
+// The kernels' multiply-adds on registers alone, for some milliseconds on every thread: the FLOPs of it. Timed, it is the
+// peak of the machine.
+double cpu_peak_work(std::string dtype) {
   STD_TORCH_CHECK(dtype == "fp32" || dtype == "fp16" || dtype == "fp64" || dtype == "bf16",
                   "attnkern: dtype must be fp32, fp64, bf16 or fp16, got ", dtype);
   struct Work {
-    DType kind;
+    DType dtype;
     std::atomic<double> flops;
-  };
+  } work{dtype == "fp64" ? DType::kFloat64 : dtype == "bf16" ? DType::kBFloat16 : DType::kFloat32, 0};
   const auto threads = runtime();
-  double best = 0;
-  for (int run = 0; run < 20; ++run) {
-    Work work{kind, 0};
-    const auto start = std::chrono::steady_clock::now();
-    threads.parallel(
-        threads.num_threads,
-        [](void* raw, int64_t) {
-          auto& shared = *static_cast<Work*>(raw);
-          const double flops = kernels().peak_work(shared.kind, 500000);
-          double total = shared.flops;
-          while (!shared.flops.compare_exchange_weak(total, total + flops)) {
-          }
-        },
-        &work);
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    best = std::max(best, work.flops / elapsed.count() / 1e9);
-  }
-  return best;
+  threads.parallel(
+      threads.num_threads,
+      [](void* raw, int64_t) {
+        auto& shared = *static_cast<Work*>(raw);
+        const double flops = kernels().peak_work(shared.dtype, 500000);
+        double total = shared.flops;
+        while (!shared.flops.compare_exchange_weak(total, total + flops)) {
+        }
+      },
+      &work);
+  return work.flops;
 }
 
 std::string cpu_isa() { return kernels().name; }
@@ -185,9 +178,9 @@ STABLE_TORCH_LIBRARY_IMPL(attnkern, CPU, m) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
   m.def("cpu_isa() -> str");
-  m.def("cpu_peak(str dtype) -> float");
+  m.def("cpu_peak_work(str dtype) -> float");
 }
 STABLE_TORCH_LIBRARY_IMPL(attnkern, CompositeExplicitAutograd, m) {
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
-  m.impl("cpu_peak", TORCH_BOX(&cpu_peak));
+  m.impl("cpu_peak_work", TORCH_BOX(&cpu_peak_work));
 }

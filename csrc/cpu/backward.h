@@ -95,7 +95,7 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
   using S = Simd<C>;
   using V = typename S::V;
   const V scale = S::set1(score.scale);
-  const Exponential<Op, false> exponential(1);
+  const Exponential<Op, false, Op::kSums> exponential(1);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t v = segment.first; v < segment.last; ++v) {
     const bool cut = masked && !LaneMask<C>::all(live, v, segment.rows);
@@ -164,7 +164,7 @@ struct GradientTile {
     for (int64_t rest = k; rest < depth; ++rest) first.step(score);
     for (int64_t rest = k; rest < depth_v; ++rest) second.step(grad_p);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
-    const Exponential<Op, true> exponential(factor);
+    const Exponential<Op, true, Op::kWeights> exponential(factor);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const V shift = S::set1(terms.shift[row + r]), delta = S::set1(terms.delta[row + r]);

@@ -124,7 +124,7 @@ inline void exponentiate(const Segment& segment, int64_t first, typename Op::Com
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
-  const Exponential<Op, kPlain> exponential(factor);
+  const Exponential<Op, kPlain, Op::kSums> exponential(factor);
   V total[kVectors], shift[kVectors];
   for (int v = 0; v < kVectors; ++v) {
     total[v] = S::zero();  // a sum of its own for each block: long rows lose less
@@ -177,7 +177,7 @@ struct ProbabilityTile {
     for (int64_t k = 0; k < depth; ++k) walk.step(score);
     const V dead = S::set1(-kInfinity<C>);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
-    const Exponential<Op, true> exponential(1);
+    const Exponential<Op, true, Op::kSums> exponential(1);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = lane + v * S::kLanes;

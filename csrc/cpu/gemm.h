@@ -39,12 +39,12 @@ struct Dot {
   static V load(const Scalar* b) { return S::load(b); }
   static V broadcast(const Scalar* a) { return S::set1(*a); }
   static V accumulate(V sum, V a, V b) { return S::fma(a, b, sum); }
-  static constexpr bool kShortExp = false;
+  static constexpr Precision kSums = Precision::kFull, kWeights = Precision::kFull;  // of exponentials
 };
 
 // For 16-bit elements that are converted to float32.
 struct ConvertedDot : Dot<float> {
-  static constexpr bool kShortExp = true;
+  static constexpr Precision kSums = Precision::kSum, kWeights = Precision::kSum;
 };
 
 #if defined(__AVX512BF16__)
@@ -63,14 +63,14 @@ struct PairDot {
     return _mm512_set1_epi32(pair);
   }
   static V accumulate(V sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  static constexpr bool kShortExp = true;
+  static constexpr Precision kSums = Precision::kSum, kWeights = Precision::kWeight;
 };
 #endif
 
 // P = exp(score - m). kPlain: nothing but a scale stands between the products and the scores, which then are in units
 // of log2: what the products aren't scaled by yet is `scale`. Otherwise the scores are in natural units: a bias of
 // finfo.min doesn't overflow there. The difference is taken first: nothing is lost where x is the maximum.
-template <class Op, bool kPlain>
+template <class Op, bool kPlain, Precision kPrecision>
 struct Exponential {
   using S = typename Op::S;
   using V = typename S::V;
@@ -78,8 +78,8 @@ struct Exponential {
   explicit Exponential(typename Op::Compute scale) : scale_(S::set1(scale)) {}
   // shift = -m
   V operator()(V x, V shift) const {
-    if constexpr (kPlain) return S::template exp2<Op::kShortExp>(Op::kPack == 1 ? x + shift : S::fma(x, scale_, shift));
-    else return S::template exp2<Op::kShortExp>((x + shift) * S::set1(kLog2E<typename Op::Compute>));
+    if constexpr (kPlain) return S::template exp2<kPrecision>(Op::kPack == 1 ? x + shift : S::fma(x, scale_, shift));
+    else return S::template exp2<kPrecision>((x + shift) * S::set1(kLog2E<typename Op::Compute>));
   }
 
  private:

@@ -37,6 +37,13 @@ inline constexpr int kVectorBytes = 16, kTileRows = 4, kTileVectors = 2;  // 8 +
 inline constexpr int kPairRows = 2, kPairVectors = 2;
 #endif
 
+// Of exponentials of floats. What is rounded to bfloat16 needs few digits; the sum of such numbers needs more.
+enum class Precision {
+  kFull,    // 1 ulp
+  kSum,     // relative error of 2e-7
+  kWeight,  // relative error of 1e-4
+};
+
 struct BFloat16 {
   uint16_t bits;
 };
@@ -168,26 +175,25 @@ struct Simd {
   }
 
   // 2^y for y <= 128 (1024). -inf gives 0, NaN gives NaN. y = n + f with n = round(y); a minimax polynomial for 2^f on
-  // [-1/2, 1/2], constant term exactly 1: 1 ulp for results that are not subnormal. kShort, of floats: a relative error
-  // of 2e-7, for what is rounded to 16 bits; the sum of a row still is what float32 can hold.
-  template <bool kShort = false>
+  // [-1/2, 1/2], constant term exactly 1: 1 ulp for results that are not subnormal.
+  template <Precision kPrecision = Precision::kFull>
   static V exp2(V y) {
 #if defined(__AVX512F__)
     // scalef(anything, -inf) is 0. roundscale and a difference: reduce would take the adders twice as long.
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     if constexpr (sizeof(C) == 4) {
       const V n = _mm512_roundscale_ps(y, kNearest);
-      return _mm512_scalef_ps(exp2_polynomial<kShort>(y - n), n);
+      return _mm512_scalef_ps(exp2_polynomial<kPrecision>(y - n), n);
     } else {
       const V n = _mm512_roundscale_pd(y, kNearest);
-      return _mm512_scalef_pd(exp2_polynomial<kShort>(y - n), n);
+      return _mm512_scalef_pd(exp2_polynomial<kPrecision>(y - n), n);
     }
 #else
     using Types = SimdTypes<C>;
     const V smallest = set1(Types::kSmallestExponent), magic = set1(Types::kRoundMagic);
     const V clamped = max(smallest, y);
     const V shifted = clamped + magic;  // n in the low bits of the mantissa
-    const V p = exp2_polynomial<kShort>(clamped - (shifted - magic));
+    const V p = exp2_polynomial<kPrecision>(clamped - (shifted - magic));
     const V result = (V)((IV)p + ((IV)shifted << Types::kMantissaBits));
     return y < smallest ? zero() : result;
 #endif
@@ -221,10 +227,15 @@ struct Simd {
     }
   }
 
-  template <bool kShort>
+  template <Precision kPrecision>
   static V exp2_polynomial(V f) {
-    if constexpr (kShort) {
-      static_assert(sizeof(C) == 4);
+    static_assert(sizeof(C) == 4 || kPrecision == Precision::kFull);
+    if constexpr (kPrecision == Precision::kWeight) {
+      V p = set1(5.500814e-02f);
+      p = fma(p, f, set1(2.42209e-01f));
+      p = fma(p, f, set1(6.932828e-01f));
+      return fma(p, f, set1(1.0f));
+    } else if constexpr (kPrecision == Precision::kSum) {
       V p = set1(1.32647254e-03f);
       p = fma(p, f, set1(9.67151277e-03f));
       p = fma(p, f, set1(5.55073375e-02f));
