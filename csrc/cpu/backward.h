@@ -51,13 +51,6 @@ struct BackwardScratch {
     grad_rows = arena.take<Scalar>(rows * ev);
     q_pairs = arena.take<Scalar>(pairs * rows * e);
     grad_pairs = arena.take<Scalar>(pairs * rows * ev);
-    const int64_t length = (p.seqlen_q + 1) / 2, group = heads_of_unit(p);
-    const int64_t columns = round_up(p.head_dim, Op::S::kLanes), columns_v = round_up(p.head_dim_v, Op::S::kLanes);
-    keeps_pairs = pairs != 0 && p.seqlen_k > kTile<C> && group * length * (columns + columns_v) * 4 <= kKeptBytes;
-    q_kept_step = keeps_pairs ? length * columns : 0;
-    grad_kept_step = keeps_pairs ? length * columns_v : 0;
-    q_kept = arena.take<Scalar>(group * q_kept_step);
-    grad_kept = arena.take<Scalar>(group * grad_kept_step);
     p_pairs = arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
     ds_pairs = arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
     ds_rows = arena.take<Scalar>(pairs * kBlock<Op> * kTile<C> / 2);
@@ -71,9 +64,6 @@ struct BackwardScratch {
   }
 
   Scalar *k_tile, *v_tile, *k_rows, *q_rows, *grad_rows, *q_pairs, *grad_pairs, *p_pairs, *ds_pairs, *ds_rows;
-  Scalar *q_kept, *grad_kept;  // per query head of a unit
-  int64_t q_kept_step, grad_kept_step;
-  bool keeps_pairs;
   C *scores, *grad_scores, *bias, *keep, *dk, *dv;
   int64_t bytes;
 };
@@ -325,7 +315,7 @@ struct QueryGrad {
 template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
                     int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
-                    QueryGrad<typename Op::Compute> dq, KeptRows* kept) {
+                    QueryGrad<typename Op::Compute> dq, KeptRows<typename Op::Scalar>* kept) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -351,7 +341,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           } else {
             const int64_t step = columns * S::kLanes;
             interleave_rows(at<T>(p.k, batch, head_k, key), p.k.stride[2], p.k.stride[3], keys, p.head_dim,
-                            reinterpret_cast<uint32_t*>(scratch.k_rows), step);
+                            scratch.k_rows, step);
             k_rows = {scratch.k_rows, step};
           }
         }
@@ -366,9 +356,23 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
       BlockPlan block;
       while (walk.next(block)) {
         if (block.segments == 0) continue;
-        const auto q_rows = operand_rows<Op, T>(p.q, batch, h, block.row, block.rows, p.head_dim, scratch.q_rows);
-        const auto grad_rows =
-            operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
+        Rows<Scalar> q_rows, grad_rows;
+        KeptRows<Scalar>* of_head = kept == nullptr ? nullptr : kept + 2 * (h - head);
+        const auto copied_q = [&](Scalar* space) {
+          return copied_rows<T, Op>(p.q, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim, space,
+                                    of_head);
+        };
+        const auto copied_grad = [&](Scalar* space) {
+          return copied_rows<T, Op>(p.grad_out, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim_v,
+                                    space, of_head == nullptr ? nullptr : of_head + 1);
+        };
+        if constexpr (kConverts<T, Op>) {
+          q_rows = copied_q(scratch.q_rows);
+          grad_rows = copied_grad(scratch.grad_rows);
+        } else {
+          q_rows = operand_rows<Op, T>(p.q, batch, h, block.row, block.rows, p.head_dim, scratch.q_rows);
+          grad_rows = operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
+        }
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
         if (score.plain())
           gradients_in_registers(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms, q_rows,
@@ -392,14 +396,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
             pack_segment(block.segment[s], scratch.scores + at, scratch.grad_scores + at, scratch.p_pairs + at / 2,
                          scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);
           }
-          KeptRows* of_head = kept == nullptr ? nullptr : kept + 2 * (h - head);
-          if (wanted.dk)
-            q_sum = paired_rows<T, Op>(p.q, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim,
-                                       scratch.q_pairs, scratch.q_kept + (h - head) * scratch.q_kept_step, of_head);
-          if (wanted.dv)
-            grad_sum = paired_rows<T, Op>(
-                p.grad_out, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim_v, scratch.grad_pairs,
-                scratch.grad_kept + (h - head) * scratch.grad_kept_step, of_head == nullptr ? nullptr : of_head + 1);
+          if (wanted.dk) q_sum = copied_q(scratch.q_pairs);
+          if (wanted.dv) grad_sum = copied_grad(scratch.grad_pairs);
 #endif
           probabilities = scratch.p_pairs;
           ds = scratch.ds_pairs;
@@ -602,7 +600,11 @@ void backward(const Backward& p, const Runtime& runtime) {
 
   const int64_t tasks = whole + left * chunks;
   const BackwardScratch<Op> sizes(nullptr, p);
-  const KeptByWorker kept(sizes.keeps_pairs ? runtime.num_threads : 0, 2 * unit);  // of q and of grad_out
+  // Of q and of grad_out, where the queries are walked more than once.
+  const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * unit : 0;
+  const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
+  const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
+                                               (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
   run_tasks(runtime, tasks, sizes.bytes, [&](int64_t task, void* memory, int64_t worker) {
     const BackwardScratch<Op> scratch(memory, p);
     const bool is_whole = task < whole;

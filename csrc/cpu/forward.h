@@ -16,23 +16,38 @@
 namespace attnkern::cpu {
 namespace {
 
-// Which rows of one head a worker has in pairs already: its next tile of that head needs them again.
+// Whether rows of T are converted for Op's products.
+template <class T, class Op>
+inline constexpr bool kConverts = Op::kPack == 1 && !std::is_same_v<T, typename Op::Scalar>;
+
+// Rows [begin, end) of one head as a product reads them: the same worker's next tile of that head needs them again.
+template <class Scalar>
 struct KeptRows {
+  Scalar* memory;  // of the head's first rows
+  int64_t room;    // rows, or pairs of rows
   int64_t head = -1, begin = 0, end = 0;
 };
-inline constexpr int64_t kKeptBytes = 1 << 19;  // at most: half of a core's cache
+inline constexpr int64_t kKeptBytes = 1 << 21;  // of a worker, at most
 
-// The records of all workers; none of them keeps rows if there are no workers.
+// All workers' kept rows.
+template <class Scalar>
 class KeptByWorker {
  public:
-  KeptByWorker(int64_t workers, int64_t records) : records_(records), rows_(workers * records) {
-    for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = KeptRows();
+  // rows, or pairs of rows, of `scalars` each: of a record, if there is memory for all
+  KeptByWorker(int64_t workers, int64_t records, int64_t rows, int64_t scalars)
+      : records_(records),
+        room_(min64(rows, kKeptBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
+        rows_(workers * records),
+        memory_(workers * records * room_ * scalars) {
+    for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = {memory_.data() + i * room_ * scalars, room_};
   }
-  KeptRows* of(int64_t worker) const { return rows_.data() == nullptr ? nullptr : rows_.data() + worker * records_; }
+  // The records of a worker; null if there are none.
+  KeptRows<Scalar>* of(int64_t worker) const { return records_ == 0 ? nullptr : rows_.data() + worker * records_; }
 
  private:
-  int64_t records_;
-  Buffer<KeptRows> rows_;
+  int64_t records_, room_;
+  Buffer<KeptRows<Scalar>> rows_;
+  Buffer<Scalar> memory_;
 };
 
 template <class Op>
@@ -45,9 +60,6 @@ struct ForwardScratch {
     const int64_t width = max64(row_scalars<Op>(p.head_dim), row_scalars<Op>(p.head_dim_v) * Op::kPack);
     query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
     rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
-    const int64_t value_scalars = (p.seqlen_k + 1) / 2 * row_scalars<Op>(p.head_dim_v) * Op::kPack;
-    keeps_values = Op::kPack == 2 && p.seqlen_q > kTile<C> && value_scalars * 4 <= kKeptBytes;
-    kept_values = arena.take<Scalar>(keeps_values ? value_scalars : 0);
     scores = arena.take<C>(kBlock<Op> * kTile<C>);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock<Op> * kTile<C>);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
@@ -60,10 +72,9 @@ struct ForwardScratch {
     bytes = arena.used();
   }
 
-  Scalar *query_tile, *rows, *kept_values;
+  Scalar *query_tile, *rows;
   C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction, *block_sum;
   int64_t bytes;
-  bool keeps_values;
 };
 
 // S^T -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`. kPlain: the band alone, scores
@@ -233,31 +244,33 @@ template <class T>
   }
 }
 
-// Rows of a view in pairs, with the columns padded to whole vectors: from `memory`, which has room for all of the head
-// and holds what `kept` says; or in `scratch`, which has room for these, where `kept` is null.
+// Rows of a view, converted or in pairs, with the columns padded to whole vectors: from what is kept of the head, which
+// is added to; or, where there is no room for them, in `scratch`.
 template <class T, class Op>
-inline Rows<typename Op::Scalar> paired_rows(const View& view, int64_t heads, int64_t batch, int64_t head, int64_t row,
+inline Rows<typename Op::Scalar> copied_rows(const View& view, int64_t heads, int64_t batch, int64_t head, int64_t row,
                                              int64_t rows, int64_t last_row, int64_t columns,
-                                             typename Op::Scalar* scratch, typename Op::Scalar* memory,
-                                             KeptRows* kept) {
+                                             typename Op::Scalar* scratch, KeptRows<typename Op::Scalar>* kept) {
   const int64_t step = round_up(columns, Op::S::kLanes);
-  const auto pair_up = [&](int64_t first, int64_t end, typename Op::Scalar* target) {
-    interleave_rows(at<T>(view, batch, head, first), view.stride[2], view.stride[3], end - first, columns,
-                    reinterpret_cast<uint32_t*>(target), step);
+  const auto copy = [&](int64_t first, int64_t end, typename Op::Scalar* target) {
+    const T* source = at<T>(view, batch, head, first);
+    if constexpr (Op::kPack == 2)
+      interleave_rows(source, view.stride[2], view.stride[3], end - first, columns, target, step);
+    else convert_rows(source, view.stride[2], columns <= 1 ? 1 : view.stride[3], end - first, columns, target, step);
   };
   const int64_t end = row + rows;
+  const bool room = kept != nullptr && (end + Op::kPack - 1) / Op::kPack <= kept->room;
   // A pair that only begins here would bring the next row in: 0 times infinity.
-  if (kept == nullptr || row % 2 != 0 || (rows % 2 != 0 && end != last_row)) {
-    pair_up(row, end, scratch);
+  if (!room || row % Op::kPack != 0 || (rows % Op::kPack != 0 && end != last_row)) {
+    copy(row, end, scratch);
     return {scratch, step};
   }
   const int64_t index = batch * heads + head;
-  if (kept->head != index || row < kept->begin || row > kept->end) *kept = {index, row, row};
+  if (kept->head != index || row < kept->begin || row > kept->end) *kept = {kept->memory, kept->room, index, row, row};
   if (kept->end < end) {
-    pair_up(kept->end, end, memory + kept->end / 2 * step);
+    copy(kept->end, end, kept->memory + kept->end / Op::kPack * step);
     kept->end = end;
   }
-  return {memory + row / 2 * step, step};
+  return {kept->memory + row / Op::kPack * step, step};
 }
 
 // Goes over from the maximum `old` to m: `correction` rescales what was summed under the old one, and block_largest is
@@ -400,8 +413,8 @@ template <class T, class Op>
 }
 
 template <class T, class Op>
-void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows* kept, int64_t batch, int64_t head,
-                  int64_t query, int64_t queries) {
+void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<typename Op::Scalar>* kept,
+                  int64_t batch, int64_t head, int64_t query, int64_t queries) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
@@ -423,19 +436,21 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows*
   BlockPlan block;
   while (walk.next(block)) {
     if (block.segments == 0) continue;
-    const auto keys = operand_rows<Op, T>(p.k, batch, head_k, block.row, block.rows, p.head_dim, scratch.rows);
+    Rows<Scalar> keys, values;
+    if constexpr (kConverts<T, Op>)
+      keys = copied_rows<T, Op>(p.k, p.heads_k, batch, head_k, block.row, block.rows, p.seqlen_k, p.head_dim,
+                                scratch.rows, kept == nullptr ? nullptr : kept + 1);
+    else keys = operand_rows<Op, T>(p.k, batch, head_k, block.row, block.rows, p.head_dim, scratch.rows);
     // Weights that are rounded to bfloat16 lose least if the largest is 1: they take the way that knows it.
     bool rescale = true;
     if (Op::kPack == 1 && score.plain())
       rescale = probabilities_in_registers(scratch, score, walk, block, vectors, depth, keys, opening);
     else probabilities_through_memory<T, Op>(p, scratch, score, walk, block, batch, head, query, queries, depth, keys);
 
-    Rows<Scalar> values;
-    if constexpr (Op::kPack == 1)
-      values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows);
-    else
-      values = paired_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
-                                  scratch.rows, scratch.kept_values, kept);
+    if constexpr (kConverts<T, Op> || Op::kPack == 2)
+      values = copied_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
+                                  scratch.rows, kept);
+    else values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows);
     // The first segment of the first block covers all lanes or the others are cleared; a block in segments, which touch
     // some lanes only, rescales all of them first.
     const bool opens = !started && block.segment[0].first == 0 && block.segment[0].last == vectors;
@@ -523,7 +538,11 @@ void forward(const Forward& p, const Runtime& runtime) {
   tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
   const ForwardScratch<Op> sizes(nullptr, p);
-  const KeptByWorker kept(sizes.keeps_values ? runtime.num_threads : 0, 1);
+  // Values in pairs, or values and keys converted, where a head has more tiles than one.
+  const int64_t copies = tiles <= 1 ? 0 : kConverts<T, Op> ? 2 : Op::kPack == 2 ? 1 : 0;
+  const int64_t columns = round_up(copies == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes);
+  const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, heads * tiles), copies,
+                                               (p.seqlen_k + Op::kPack - 1) / Op::kPack, columns);
   run_tasks(runtime, heads * tiles, sizes.bytes, [&](int64_t task, void* memory, int64_t worker) {
     const ForwardScratch<Op> scratch(memory, p);
     // Last tiles first: under a causal mask they are the longest.
