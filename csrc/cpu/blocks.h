@@ -121,13 +121,13 @@ inline Rows<typename Op::Scalar> operand_rows(const View& view, int64_t batch, i
   }
 }
 
-// One vector of each of kLanes rows.
-template <class C, class Scalar>
-[[gnu::always_inline]] inline void load_block(const Scalar* row, int64_t step,
-                                              typename Simd<C>::V (&block)[Simd<C>::kLanes]) {
+// One vector of each of kLanes rows: load(row), one row after the other.
+template <class C, class T, class Load>
+[[gnu::always_inline]] inline void load_block(const T* row, int64_t step, typename Simd<C>::V (&block)[Simd<C>::kLanes],
+                                              const Load& load) {
 #pragma GCC unroll 16
   for (int r = 0; r < Simd<C>::kLanes; ++r, row += step) {
-    block[r] = Simd<C>::load(reinterpret_cast<const C*>(row));
+    block[r] = load(row);
     asm("" : "+r"(row));  // one pointer that moves, not an address for every row
   }
 }
@@ -147,7 +147,7 @@ template <class Op>
       const int64_t width = min64(kLanes, scalars - column);
       const Scalar* row = rows.data + lane * rows.step + column;
       if (width == kLanes && count - lane >= kLanes) {
-        load_block<C>(row, rows.step, block);
+        load_block<C>(row, rows.step, block, [](const Scalar* p) { return S::load(reinterpret_cast<const C*>(p)); });
       } else {
         for (int r = 0; r < kLanes; ++r) {
           const C* source = reinterpret_cast<const C*>(row + r * rows.step);
@@ -189,7 +189,7 @@ template <class C, class T>
       const int64_t width = min64(kLanes, columns - column), height = min64(kLanes, count - lane);
       const C* source = tile + column * kTile<C> + lane;
       if (width == kLanes) {
-        load_block<C>(source, kTile<C>, block);
+        load_block<C>(source, kTile<C>, block, [](const C* p) { return S::load(p); });
       } else {
         for (int c = 0; c < kLanes; ++c) block[c] = c < width ? S::load(source + c * kTile<C>) : S::zero();
       }
@@ -213,20 +213,25 @@ template <class C, class T>
 
 // ------------------------------------------------------------------------------------------------------- bias
 
+template <class C>
+inline constexpr C kInfinity = static_cast<C>(__builtin_inf());
+
 // A bool mask as a bias: true = attend.
 template <class C, class T>
 inline C bias_value(T x) {
-  if constexpr (std::is_same_v<T, bool>) return x ? C(0) : -static_cast<C>(__builtin_inf());
+  if constexpr (std::is_same_v<T, bool>) return x ? C(0) : -kInfinity<C>;
   else return to_compute<C>(x);
 }
 
+// The first n of a vector of entries, the others 0.
 template <class C, class T>
 inline typename Simd<C>::V load_bias(const T* p, int64_t n) {
   using S = Simd<C>;
   if constexpr (std::is_same_v<T, bool>) {
-    C lanes[S::kLanes] = {};
-    for (int64_t lane = 0; lane < min64(n, S::kLanes); ++lane) lanes[lane] = bias_value<C>(p[lane]);
-    return S::load(lanes);
+    typedef int8_t Bytes __attribute__((vector_size(S::kLanes)));
+    Bytes bytes = Bytes{} + int8_t{1};
+    std::memcpy(&bytes, p, static_cast<size_t>(min64(n, S::kLanes)));
+    return __builtin_convertvector(bytes, typename S::IV) != 0 ? S::zero() : S::set1(-kInfinity<C>);
   } else {
     return S::load_as(p, n);
   }
@@ -254,12 +259,18 @@ inline void bias_tile_of(const T* source, int64_t loop_stride, int64_t lane_stri
     for (int64_t v = 0; v < vectors; ++v)
       for (int64_t i = 0; i < loops; i += kLanes) {
         V block[kLanes];
-        for (int64_t r = 0; r < kLanes; ++r)
-          block[r] =
-              v * kLanes + r < lanes ? load_bias<C>(source + (v * kLanes + r) * lane_stride + i, loops - i) : S::zero();
+        const T* row = source + v * kLanes * lane_stride + i;
+        const int64_t height = min64(kLanes, lanes - v * kLanes), width = min64(kLanes, loops - i);
+        if (height == kLanes && width == kLanes) {
+          load_block<C>(row, lane_stride, block, [](const T* p) { return load_bias<C>(p, kLanes); });
+        } else {
+          for (int64_t r = 0; r < kLanes; ++r)
+            block[r] = r < height ? load_bias<C>(row + r * lane_stride, width) : S::zero();
+        }
         S::transpose(block);
-        for (int64_t r = 0; r < min64(kLanes, loops - i); ++r)
-          S::store(tile + (i + r) * kTile<C> + v * kLanes, block[r]);
+#pragma GCC unroll 16
+        for (int r = 0; r < kLanes; ++r)
+          if (r < width) S::store(tile + (i + r) * kTile<C> + v * kLanes, block[r]);
       }
   } else {
     for (int64_t i = 0; i < loops; ++i)

@@ -11,9 +11,6 @@
 namespace attnkern::cpu {
 namespace {
 
-template <class C>
-inline constexpr C kInfinity = static_cast<C>(__builtin_inf());
-
 // tanh: an odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel (Cody & Waite's split at 0.625).
 template <class C>
 inline typename Simd<C>::V tanh_lanes(typename Simd<C>::V x) {
