@@ -228,6 +228,13 @@ template <class C, class T>
 inline typename Simd<C>::V load_bias(const T* p, int64_t n) {
   using S = Simd<C>;
   if constexpr (std::is_same_v<T, bool>) {
+#if defined(__AVX512BW__)
+    if (sizeof(C) == 4 && n >= S::kLanes) {
+      const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      return (typename S::V)_mm512_maskz_mov_ps(_mm_testn_epi8_mask(entries, entries),
+                                                _mm512_set1_ps(-kInfinity<float>));
+    }
+#endif
     typedef int8_t Bytes __attribute__((vector_size(S::kLanes)));
     Bytes bytes = Bytes{} + int8_t{1};
     std::memcpy(&bytes, p, static_cast<size_t>(min64(n, S::kLanes)));
