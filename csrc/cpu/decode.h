@@ -11,39 +11,75 @@
 namespace attnkern::cpu {
 namespace {
 
-inline constexpr int64_t kDecodeRows = 16;  // most query rows of one key head that this path takes
-inline constexpr int64_t kDecodeKeys = 64;  // keys of a block
+inline constexpr int64_t kDecodeRows = 16;   // most query rows of one key head that this path takes
+inline constexpr int64_t kDecodeKeys = 256;  // keys of a block
+inline constexpr int64_t kAhead = 64;        // keys that are fetched before they are read
+
+// A row that will be read soon. Spread over the work: a burst of them would leave the memory idle afterwards.
+template <class T>
+inline void prefetch_row(const T* row, int64_t columns) {
+  for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte);
+}
+
+// How a vector of a row of T meets one of a query: converted, or as pairs that are multiplied as they are.
+template <class C, class T>
+struct RowDot {
+  using Query = C;
+  using V = typename Simd<C>::V;
+  static constexpr int kWidth = Simd<C>::kLanes;  // elements
+  static V load_query(const Query* p) { return Simd<C>::load(p); }
+  static V load(const T* p) { return Simd<C>::load_as(p); }
+  static V load(const T* p, int64_t n) { return Simd<C>::load_as(p, n); }
+  static V accumulate(V sum, V a, V b) { return Simd<C>::fma(a, b, sum); }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct RowDot<float, BFloat16> {
+  using Query = BFloat16;
+  using V = Simd<float>::V;
+  static constexpr int kWidth = 32;
+  static __m512i load_query(const Query* p) { return _mm512_loadu_si512(p); }
+  static __m512i load(const BFloat16* p) { return _mm512_loadu_si512(p); }
+  static __m512i load(const BFloat16* p, int64_t n) {
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p);
+  }
+  static V accumulate(V sum, __m512i a, __m512i b) { return PairDot::accumulate(sum, a, b); }
+};
+#endif
 
 // scores[row][key] = q[row] . K[key] for kRows rows and all keys of the block, kLanes / kRows keys at a time.
 template <class C, class T, int kRows>
-[[gnu::noinline]] void decode_scores(const C* q, int64_t q_step, const T* k, int64_t k_stride, int64_t keys,
-                                     int64_t columns, int64_t prefetch_keys, C* scores) {
+[[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
+                                     int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetch_keys,
+                                     C* scores) {
   using S = Simd<C>;
   using V = typename S::V;
-  constexpr int kKeys = S::kLanes / kRows;
-  const int64_t whole = columns / S::kLanes * S::kLanes;
+  using Dot = RowDot<C, T>;
+  constexpr int kKeys = S::kLanes / kRows, kWidth = Dot::kWidth;
+  const int64_t whole = columns / kWidth * kWidth;
   for (int64_t j = 0; j < keys; j += kKeys) {
     V sum[S::kLanes];
 #pragma GCC unroll 16
     for (int t = 0; t < S::kLanes; ++t) sum[t] = S::zero();
+    const bool prefetch = j < prefetch_keys;
+    const int64_t ahead = kAhead * k_stride;
     const T* row[kKeys];
     for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
     const auto step = [&](int64_t c, int64_t width) {
-      V query[kRows];
+      decltype(Dot::load_query(q)) query[kRows];
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) query[r] = S::load(q + r * q_step + c);
+      for (int r = 0; r < kRows; ++r) query[r] = Dot::load_query(q + r * q_step + c);
 #pragma GCC unroll 16
       for (int key = 0; key < kKeys; ++key) {
-        const V value = width == S::kLanes ? S::load_as(row[key] + c) : S::load_as(row[key] + c, width);
+        const auto value = width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) sum[r * kKeys + key] = S::fma(value, query[r], sum[r * kKeys + key]);
+        for (int r = 0; r < kRows; ++r) sum[r * kKeys + key] = Dot::accumulate(sum[r * kKeys + key], value, query[r]);
+        if (prefetch && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead);
       }
     };
-    for (int64_t c = 0; c < whole; c += S::kLanes) step(c, S::kLanes);
+    for (int64_t c = 0; c < whole; c += kWidth) step(c, kWidth);
     if (whole < columns) step(whole, columns - whole);
-    for (int key = 0; key < kKeys && j + key < prefetch_keys; ++key)
-      for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(k + (j + key + kDecodeKeys) * k_stride) + byte);
     C sums[S::kLanes];
     S::store(sums, S::sum_each(sum));
     for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kDecodeKeys + j, sums + r * kKeys, kKeys * sizeof(C));
@@ -53,7 +89,7 @@ template <class C, class T, int kRows>
 // out[row] = out[row] * factor[row] + sum_key p[row][key] V[key], kVectors vectors of the head dimension at a time.
 template <class C, class T, int kRows, int kVectors>
 [[gnu::noinline]] void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
-                                     const C* factor, C* out, int64_t out_step) {
+                                     int64_t prefetch_keys, const C* factor, C* out, int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
   V sum[kRows][kVectors];
@@ -61,6 +97,7 @@ template <class C, class T, int kRows, int kVectors>
     for (int c = 0; c < kVectors; ++c) sum[r][c] = S::zero();
   const auto accumulate = [&](auto load) {
     for (int64_t j = 0; j < keys; ++j, v += v_stride) {
+      if (j < prefetch_keys) prefetch_row(v + kAhead * v_stride, min64(columns, kVectors * S::kLanes));
       V value[kVectors];
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; ++c) value[c] = load(c);
@@ -85,10 +122,11 @@ template <class C>
 struct DecodeScratch {
   DecodeScratch(void* memory, const Forward& p, int64_t rows) {
     Arena arena(memory);
-    constexpr int64_t kSlack = 4 * Simd<C>::kLanes;  // decode_values works on up to four vectors
-    q_step = round_up(p.head_dim, Simd<C>::kLanes);
+    constexpr int64_t kSlack = 4 * Simd<C>::kLanes;      // decode_values works on up to four vectors
+    q_step = round_up(p.head_dim, 2 * Simd<C>::kLanes);  // room for either kind of RowDot
     out_step = round_up(p.head_dim_v, kSlack);
     q = arena.take<C>(rows * q_step);
+    q_as_given = arena.take<C>(rows * q_step);
     out = arena.take<C>(rows * out_step);
     block = arena.take<C>(kDecodeKeys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
     scores = arena.take<C>(kDecodeRows * kDecodeKeys);
@@ -99,7 +137,7 @@ struct DecodeScratch {
     factor = arena.take<C>(kDecodeRows);
     bytes = arena.used();
   }
-  C *q, *out, *block, *scores, *bias, *keep, *largest, *sums, *factor;
+  C *q, *q_as_given, *out, *block, *scores, *bias, *keep, *largest, *sums, *factor;
   int64_t q_step, out_step, bytes;
 };
 
@@ -130,12 +168,16 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
                  int64_t end) {
   using S = Simd<C>;
   using V = typename S::V;
-  static_assert(kDecodeKeys % S::kLanes == 0 && kDecodeKeys <= kTile<float>);
+  static_assert(kDecodeKeys % kTile<float> == 0);
   const Score<C> score(p);
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   for (int64_t r = 0; r < rows; ++r) {
     const T* query = at<T>(p.q, batch, head_k * group + r / p.seqlen_q, r % p.seqlen_q);
     convert_rows<C>(query, 0, p.head_dim <= 1 ? 1 : p.q.stride[3], 1, p.head_dim, scratch.q + r * scratch.q_step, 0);
+    if constexpr (!std::is_same_v<typename RowDot<C, T>::Query, C>) {
+      T* given = reinterpret_cast<T*>(scratch.q_as_given) + r * scratch.q_step;
+      for (int64_t c = 0; c < scratch.q_step; ++c) given[c] = c < p.head_dim ? query[c * p.q.stride[3]] : T{};
+    }
     scratch.largest[r] = -kInfinity<C>;
     S::store(scratch.sums + r * S::kLanes, S::zero());
   }
@@ -144,17 +186,19 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale);
   for (int64_t key = begin; key < end; key += kDecodeKeys) {
     const int64_t keys = min64(kDecodeKeys, end - key);
-    const int64_t ahead = max64(0, min64(keys, end - key - kDecodeKeys));
-    with_rows<C, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.block,
-                    [&](auto* k, int64_t stride, bool in_place) {
-                      for_row_runs(rows, [&]<int kRuns>(int64_t r) {
-                        constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
-                        for (int64_t first = r; first < r + kRuns; first += kRows)
-                          decode_scores<C, std::remove_cvref_t<decltype(*k)>, kRows>(
-                              scratch.q + first * scratch.q_step, scratch.q_step, k, stride, keys, p.head_dim,
-                              first == 0 && in_place ? ahead : 0, scratch.scores + first * kDecodeKeys);
-                      });
-                    });
+    const int64_t ahead = max64(0, min64(keys, end - key - kAhead));
+    with_rows<C, T>(
+        p.k, batch, head_k, key, keys, p.head_dim, scratch.block, [&](auto* k, int64_t stride, bool in_place) {
+          using Key = std::remove_cvref_t<decltype(*k)>;
+          using Query = typename RowDot<C, Key>::Query;
+          const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
+          for_row_runs(rows, [&]<int kRuns>(int64_t r) {
+            constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
+            for (int64_t first = r; first < r + kRuns; first += kRows)
+              decode_scores<C, Key, kRows>(q + first * scratch.q_step, scratch.q_step, k, stride, keys, p.head_dim,
+                                           first == 0 && in_place ? ahead : 0, scratch.scores + first * kDecodeKeys);
+          });
+        });
 
     for (int64_t g = 0; g < group; ++g)
       for (int64_t first = 0; first < keys; first += kTile<C>) {  // tiles of kTile lanes, as bias and dropout come
@@ -195,20 +239,16 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
       S::store(scratch.sums + r * S::kLanes, total);
     }
 
-    with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block,
-                    [&](auto* v, int64_t stride, bool in_place) {
-                      using Value = std::remove_cvref_t<decltype(*v)>;
-                      if (in_place)
-                        for (int64_t j = 0; j < ahead; ++j)
-                          for (int64_t byte = 0; byte < p.head_dim_v * static_cast<int64_t>(sizeof(Value)); byte += 64)
-                            __builtin_prefetch(reinterpret_cast<const char*>(v + (j + kDecodeKeys) * stride) + byte);
-                      for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
-                        for_row_runs(rows, [&]<int kRows>(int64_t r) {
-                          decode_values<C, Value, kRows, 4>(scratch.scores + r * kDecodeKeys, v + c, stride, keys,
-                                                            p.head_dim_v - c, scratch.factor + r,
-                                                            scratch.out + r * scratch.out_step + c, scratch.out_step);
-                        });
-                    });
+    with_rows<C, T>(
+        p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](auto* v, int64_t stride, bool in_place) {
+          using Value = std::remove_cvref_t<decltype(*v)>;
+          for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
+            for_row_runs(rows, [&]<int kRows>(int64_t r) {
+              decode_values<C, Value, kRows, 4>(scratch.scores + r * kDecodeKeys, v + c, stride, keys, p.head_dim_v - c,
+                                                r == 0 && in_place ? ahead : 0, scratch.factor + r,
+                                                scratch.out + r * scratch.out_step + c, scratch.out_step);
+            });
+        });
   }
 }
 
@@ -253,7 +293,7 @@ void decode(const Forward& p, const Runtime& runtime) {
   const Range reached = p.band.reached(0, p.seqlen_q, {0, p.seqlen_k});
   const int64_t blocks = max64(1, (reached.end - reached.begin + kDecodeKeys - 1) / kDecodeKeys);
   int64_t parts = runtime.num_threads == 1 ? 1 : (4 * runtime.num_threads + heads - 1) / heads;
-  parts = max64(1, min64(parts, blocks / 4));
+  parts = max64(1, min64(parts, blocks));
   const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
   const DecodeScratch<C> sizes(nullptr, p, rows);
   const int64_t step = sizes.out_step + 2;
