@@ -524,3 +524,34 @@ def test_named_cases(target, case):
         "softcap": case.softcap or None,
     }
     target.check(case.inputs(target.device, seed=int(torch.randint(2**31, ()))), **options)
+
+
+# --- scores whose size changes along the keys: kernels that work from a first guess of a row's maximum
+
+
+def stepped_inputs(target, sizes, step, at, dtype):
+    """Random inputs whose scores are larger by `step` from key `at` on, in every other query, smaller in the others."""
+    inputs = target.inputs(*sizes, dtype=dtype)
+    direction = torch.zeros(sizes[-1], dtype=dtype, device=target.device)
+    direction[0] = 1
+    sign = 1 - 2 * (torch.arange(sizes[2], device=target.device) % 2)
+    query = inputs.query * (1 - direction) + sign[:, None] * direction
+    key = inputs.key * (1 - direction)
+    key[..., at:, :] += (step * math.sqrt(sizes[-1])) * direction
+    return testing.Inputs(query, key, inputs.value, None, inputs.recipe)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (90, 0)}, {"scale": -0.25}], ids=str)
+@pytest.mark.parametrize("at", [1, 7, 100, 250])
+@pytest.mark.parametrize("step", [10.0, 30.0, 200.0])
+def test_scores_that_grow_along_the_keys(target, step, at, options, dtype):
+    target.check(stepped_inputs(target, (1, 2, 260, 260, 16), step, at, dtype), **options)
+
+
+@pytest.mark.parametrize("step", [30.0, 200.0])
+def test_a_row_does_not_depend_on_its_neighbours_scores(target, step, dtype):
+    q, k, v = stepped_inputs(target, (1, 2, 260, 260, 16), step, 100, dtype).tensors.values()
+    together = target.attention(q, k, v)
+    falling = q.clone()
+    falling[..., ::2, :] = falling[..., 1::2, :]  # without those whose maximum comes late
+    assert torch.equal(target.attention(falling, k, v)[..., 1::2, :], together[..., 1::2, :])
