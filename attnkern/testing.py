@@ -480,7 +480,10 @@ def _units(
         return units
     do = grad_out.detach().double()
     units["value"] = unit("value", reduce("value", w2.mT @ do.square()))
+    # delta is made of the output, rounded and with the error that its terms brought along, which remains where they
+    # cancel.
     delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * (do * exact["out"]).square().sum(-1, keepdim=True)
+    delta2 = delta2 + (do.square() * (w2 @ v.square())).sum(-1, keepdim=True)
     dp2 = (do.square() @ v.square().mT) * survive.square()
     centred = (do @ v.mT) * survive - (do * exact["out"]).sum(-1, keepdim=True)
     if grad_lse is not None:

@@ -114,7 +114,9 @@ inline Rows<typename Op::Scalar> operand_rows(const View& view, int64_t batch, i
     for (int64_t r = 0; r < rows; ++r) {
       const T* from = source + r * row_stride;
       T* to = reinterpret_cast<T*>(scratch + r * step);
-      for (int64_t c = 0; c < columns; ++c) to[c] = from[c * column_stride];
+      if (unit) std::memcpy(to, from, static_cast<size_t>(columns) * sizeof(T));
+      else
+        for (int64_t c = 0; c < columns; ++c) to[c] = from[c * column_stride];
       if (columns % 2 != 0) to[columns] = T{};
     }
     return {scratch, step};

@@ -27,7 +27,7 @@ struct KeptRows {
   int64_t room;    // rows, or pairs of rows
   int64_t head = -1, begin = 0, end = 0;
 };
-inline constexpr int64_t kKeptBytes = 1 << 21;  // of a worker, at most
+inline constexpr int64_t kKeptBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
 
 // All workers' kept rows.
 template <class Scalar>
@@ -361,8 +361,7 @@ template <class Op>
   return rescale;
 }
 
-// The same through memory, for all scores and with the exact maximum: two sweeps over the scores. True if a lane still
-// has met no live key.
+// The same through memory, for all scores and with the exact maximum: two sweeps over the scores.
 template <class T, class Op>
 [[gnu::noinline]] void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
                                                     const Score<typename Op::Compute>& score,

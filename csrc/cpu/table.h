@@ -12,13 +12,23 @@ using BFloat16Dot = PairDot;
 using BFloat16Dot = ConvertedDot;  // rows are converted to float32 as they are read
 #endif
 
+// One thread for what it finishes before a second one has started: some microseconds of arithmetic, or of reading,
+// where an element of K or V counts as ten scores.
+Runtime threads_for(const Forward& p, const Runtime& runtime) {
+  constexpr int64_t kSmall = 1 << 20;
+  const int64_t scores = p.heads_q * p.seqlen_q * p.seqlen_k, reads = 10 * p.heads_k * p.seqlen_k;
+  const bool small = p.batch * (scores + reads) * (p.head_dim + p.head_dim_v) < kSmall;
+  return {small ? 1 : runtime.num_threads, runtime.parallel};
+}
+
 template <class T, class Op>
 void choose_forward(const Forward& p, const Runtime& runtime) {
   if (decodes(p)) decode<T, typename Op::Compute>(p, runtime);
   else forward<T, Op>(p, runtime);
 }
 
-void run_forward(const Forward& p, const Runtime& runtime) {
+void run_forward(const Forward& p, const Runtime& all) {
+  const Runtime runtime = threads_for(p, all);
   switch (p.dtype) {
     case DType::kFloat32: return choose_forward<float, Dot<float>>(p, runtime);
     case DType::kFloat64: return choose_forward<double, Dot<double>>(p, runtime);
