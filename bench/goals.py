@@ -355,7 +355,9 @@ def run(
     console.print(f"{len(found)} of {len(goals)} goals measured: {text}")
     log.path.with_suffix(".md").write_text(_markdown(goals, found, log.runs, text), encoding="utf-8")
     missing = len(found) < len(goals) and not interrupted
-    return [*found.values(), *others], missing or any(failed(g, r) for g, r in found.items()), interrupted
+    # Rows of another instruction set have files of their own, and are no part of this one's curves.
+    ours = [found[goal] for goal in here if goal in found]
+    return [*ours, *others], missing or any(failed(g, r) for g, r in found.items()), interrupted
 
 
 def _in_child(goals: Sequence[Goal], path: Path, console: Console, options: Sequence[str]) -> dict[Goal, Row]:
