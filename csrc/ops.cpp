@@ -144,8 +144,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
   return {dq, dk, dv, dbias};
 }
 
-// The kernels' multiply-adds on registers alone, for some milliseconds on every thread: the FLOPs of it. Timed, it is the
-// peak of the machine.
+// The kernels' multiply-adds on registers alone, for some milliseconds on every thread: the FLOPs of it. Timed, it is
+// the peak of the machine.
 double cpu_peak_work(std::string dtype) {
   STD_TORCH_CHECK(dtype == "fp32" || dtype == "fp16" || dtype == "fp64" || dtype == "bf16",
                   "attnkern: dtype must be fp32, fp64, bf16 or fp16, got ", dtype);
