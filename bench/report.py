@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -139,12 +139,16 @@ def curves(rows: Iterable[Row]) -> dict[Family, dict[str, list[Row]]]:
             found[family(row)][row["provider"]].append(row)
     kept = {}
     for key, providers in found.items():
-        by_length = {name: {row["seqlen_q"]: row for row in curve} for name, curve in providers.items()}
-        # Two rows of one length differ in something else: they are no curve.
-        if all(len(by_length[name]) == len(curve) for name, curve in providers.items()):
-            long = {name: [rows[n] for n in sorted(rows)] for name, rows in by_length.items() if len(rows) >= 3}
-            if long:
-                kept[key] = long
+        # Rows of one length and provider differ in something else: that length is no point of these curves.
+        times = Counter((name, row["seqlen_q"]) for name, curve in providers.items() for row in curve)
+        doubtful = {length for (_, length), n in times.items() if n > 1}
+        long = {}
+        for name, curve in providers.items():
+            points = [row for row in curve if row["seqlen_q"] not in doubtful]
+            if len(points) >= 3:
+                long[name] = sorted(points, key=lambda row: row["seqlen_q"])
+        if long:
+            kept[key] = long
     return kept
 
 
