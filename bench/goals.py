@@ -365,7 +365,9 @@ def _in_child(goals: Sequence[Goal], path: Path, console: Console, options: Sequ
     isa = goals[0].isa
     assert isa is not None
     out = path.with_name(f"{path.stem}-{isa}.jsonl")
-    command = [sys.executable, "-m", "bench", "run", "--cases", f"cpu-goals-{isa}", "--no-plot", "--out", str(out)]
+    # Relative to where it runs: the command is kept with its rows.
+    target = os.path.relpath(out, machine.ROOT)
+    command = [sys.executable, "-m", "bench", "run", "--cases", f"cpu-goals-{isa}", "--no-plot", "--out", target]
     console.print(f"{len(goals)} goals with ATTNKERN_CPU_ISA={isa} in a process of their own")
     environment = {**os.environ, "ATTNKERN_CPU_ISA": isa}
     quiet = subprocess.DEVNULL
