@@ -80,7 +80,7 @@ struct RowTerms {
 // the gradient of the scaled q k^T; that of the scores as the softmax sees them, which is the bias's, replaces the bias
 // where bias_grad is set.
 template <class Op, class C = typename Op::Compute>
-inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, bool masked, const Segment& segment,
+inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, const Segment& segment,
                                  RowTerms<C> terms, C* bias, bool bias_grad, const C* keep, C* scores, C* grad_scores) {
   using S = Simd<C>;
   using V = typename S::V;
@@ -88,7 +88,7 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
   const Exponential<Op, false, Op::kSums> exponential(1);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t v = segment.first; v < segment.last; ++v) {
-    const bool cut = masked && !LaneMask<C>::all(live, v, segment.rows);
+    const bool cut = segment.cut && !LaneMask<C>::all(live, v, segment.rows);
     LaneMask<C> mask(live, v);
     int64_t at = v * S::kLanes;
     for (int64_t i = segment.row; i < segment.row + segment.rows; ++i, at += kTile<C>) {
@@ -205,7 +205,7 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
                          depth_v,
                          score.template product_factor<Op>(),
                          terms.from(segment.row),
-                         block.masked,
+                         segment.cut,
                          walk.live_lanes(segment.row),
                          segment.first,
                          p + packed,
@@ -237,7 +237,7 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
       gemm<typename Op::Product, false>(segment.rows, vectors, depth_v, grad_rows.data + row * grad_rows.step,
                                         grad_rows.step, scratch.v_tile + lane, kTile<C>,
                                         scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore);
-    differentiate_scores<Op>(score, walk, block.masked, segment, terms, scratch.bias + at, bias_grad,
+    differentiate_scores<Op>(score, walk, segment, terms, scratch.bias + at, bias_grad,
                              score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
                              scratch.grad_scores + at);
   }

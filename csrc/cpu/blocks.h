@@ -21,8 +21,9 @@ inline constexpr int64_t kTile = 256 / sizeof(C);  // lanes of a score tile: 64 
 template <class C>
 inline constexpr int64_t kTileVecs = kTile<C> / Simd<C>::kLanes;
 // Rows of a score tile: half as large in pairs, it may be twice as long.
+inline constexpr int64_t kBlockRows = 96;
 template <class Op>
-inline constexpr int64_t kBlock = 96 * Op::kPack;
+inline constexpr int64_t kBlock = kBlockRows * Op::kPack;
 inline constexpr int64_t kGroup = 16;  // rows of a segment at the edge of the band
 
 // Hands out 64-byte aligned pieces of one allocation. Built twice: without memory it only adds up the size.
@@ -374,17 +375,19 @@ inline void dropout_tile(const Attention& p, int loop_dim, int64_t batch, int64_
 // Part of a block: `rows` loop indices from `row`, for which the vectors [first, last) of the tile can be alive.
 struct Segment {
   int64_t row, rows, first, last;
+  bool cut;  // by the band: scores must be masked
 };
 
 struct BlockPlan {
   int64_t row, rows;
-  bool masked;  // the band cuts through it: it comes in segments and the scores must be masked
   int64_t segments;
-  Segment segment[12];
+  Segment segment[2 * kBlockRows / kGroup + 3];  // a clean one, and the last of either edge may be short
 };
 
-// Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks: clean ones, of at most `most`
-// rows and evenly sized, and those that the band cuts through, in segments of kGroup rows with their live vectors only.
+// Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks of at most `most` rows, evenly
+// sized. What the band leaves whole of a block is one segment; where it cuts through, segments of kGroup rows hold
+// their live vectors only. An edge of the band stays in one block if it fits, and segments begin an even number of rows
+// from their block, so that pairs of rows stay together.
 template <class C>
 class BandWalk {
  public:
@@ -402,28 +405,22 @@ class BandWalk {
 
   bool next(BlockPlan& block) {
     if (next_ >= reached_.end) return false;
-    const bool clean = next_ >= clean_.begin && next_ < clean_.end;
-    const int64_t end = next_ < clean_.begin ? clean_.begin : clean ? clean_.end : reached_.end;
-    const int64_t left = end - next_, parts = (left + most_ - 1) / most_;
-    // Even sizes, so that pairs of rows stay together.
-    const int64_t rows = clean ? min64(left, round_up((left + parts - 1) / parts, 2)) : min64(left, most_);
+    const int64_t left = reached_.end - next_, parts = (left + most_ - 1) / most_;
+    int64_t end = next_ + min64(left, round_up((left + parts - 1) / parts, 2));
+    // All in front of the edge that the block would tear apart.
+    if (end < reached_.end && end > clean_.end && even(clean_.end) > next_) end = even(clean_.end);
     block.row = next_;
-    block.rows = rows;
-    block.masked = !clean;
+    block.rows = end - next_;
     block.segments = 0;
-    const int64_t all = (lanes_ + Simd<C>::kLanes - 1) / Simd<C>::kLanes;
-    if (clean) {
-      block.segment[block.segments++] = {next_, rows, 0, all};
-    } else {
-      for (int64_t row = next_; row < next_ + rows; row += kGroup) {
-        const int64_t count = min64(kGroup, next_ + rows - row);
-        const Range live = band_.reached(row, count, {lane_, lane_ + lanes_});
-        const int64_t first = (live.begin - lane_) / Simd<C>::kLanes;
-        const int64_t last = (live.end - lane_ + Simd<C>::kLanes - 1) / Simd<C>::kLanes;
-        if (live.end > live.begin) block.segment[block.segments++] = {row, count, first, last};
-      }
+    const Range clean{next_ + min64(end - next_, round_up(max64(clean_.begin - next_, 0), 2)),
+                      clean_.end >= end ? end : even(clean_.end)};
+    const bool any = clean.end > clean.begin;
+    cut(block, {next_, any ? clean.begin : end});
+    if (any) {
+      block.segment[block.segments++] = {clean.begin, clean.end - clean.begin, 0, vectors(lanes_), false};
+      cut(block, {clean.end, end});
     }
-    next_ += rows;
+    next_ = end;
     return true;
   }
 
@@ -433,6 +430,21 @@ class BandWalk {
   }
 
  private:
+  static int64_t vectors(int64_t lanes) { return (lanes + Simd<C>::kLanes - 1) / Simd<C>::kLanes; }
+  // The last row in front of `row` that an even number of rows separates from the next block's first.
+  int64_t even(int64_t row) const { return next_ + (row - next_) / 2 * 2; }
+
+  // Segments of the rows [begin, end).
+  void cut(BlockPlan& block, Range rows) const {
+    for (int64_t row = rows.begin; row < rows.end; row += kGroup) {
+      const int64_t count = min64(kGroup, rows.end - row);
+      const Range live = band_.reached(row, count, {lane_, lane_ + lanes_});
+      if (live.end > live.begin)
+        block.segment[block.segments++] = {row, count, (live.begin - lane_) / Simd<C>::kLanes,
+                                           vectors(live.end - lane_), true};
+    }
+  }
+
   Band band_;
   int64_t lane_, lanes_;
   Range reached_, clean_;

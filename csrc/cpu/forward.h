@@ -77,9 +77,64 @@ struct ForwardScratch {
   int64_t bytes;
 };
 
-// S^T -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`. kPlain: the band alone, scores
-// stay unscaled.
-template <class C, bool kPlain>
+// S^T of plain scores to memory, masked by the band, with the maximum per lane.
+template <class Op>
+struct ScoreTile {
+  using C = typename Op::Compute;
+  Factors<Op, false> keys_queries;
+  int64_t depth;
+  bool cut;    // by the band
+  Range live;  // lanes of the first row
+  int64_t vector;
+  C *scores, *largest;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t first_vector) const {
+    using S = typename Op::S;
+    using V = typename S::V;
+    V score[kRows][kVectors] = {};
+    const int64_t lane = first_vector * S::kLanes;
+    Walk<Op, false> walk(keys_queries, row, lane);
+    for (int64_t k = 0; k < depth; ++k) walk.step(score);
+    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      V m = S::load(largest + lane + v * S::kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        S::store(scores + (row + r) * kTile<C> + lane + v * S::kLanes, score[r][v]);
+        m = S::max(score[r][v], m);
+      }
+      S::store(largest + lane + v * S::kLanes, m);
+    }
+  }
+};
+
+// S^T of a block to memory. Plain scores are masked, and block_largest is their maximum per lane.
+template <class Op>
+inline void scores_to_memory(const ForwardScratch<Op>& scratch, bool plain, const BandWalk<typename Op::Compute>& walk,
+                             const BlockPlan& block, int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+    const Factors<Op, false> factors{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>};
+    C* scores = scratch.scores + row * kTile<C> + lane;
+    if (plain)
+      for_tiles<kTileRows, kTileVectors, 1>(segment.rows, segment.last - segment.first,
+                                            ScoreTile<Op>{factors, depth, segment.cut, walk.live_lanes(segment.row),
+                                                          segment.first, scores, scratch.block_largest + lane});
+    else
+      for_tiles<kTileRows, kTileVectors, 1>(
+          segment.rows, segment.last - segment.first,
+          ProductTile<Op, false>{factors, depth, scores, kTile<C>, Epilogue::kStore, nullptr});
+  }
+}
+
+// Products -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`.
+template <class C>
 inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, const BlockPlan& block, const C* bias,
                              C* scores, C* largest) {
   using S = Simd<C>;
@@ -89,18 +144,17 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
     const Segment& segment = block.segment[s];
     const Range live = walk.live_lanes(segment.row);
     for (int64_t v = segment.first; v < segment.last; ++v) {
-      const bool cut = block.masked && !LaneMask<C>::all(live, v, segment.rows);
+      const bool cut = segment.cut && !LaneMask<C>::all(live, v, segment.rows);
       LaneMask<C> mask(live, v);
       V m = S::load(largest + v * S::kLanes);
       int64_t at = (segment.row - block.row) * kTile<C> + v * S::kLanes;
       for (int64_t j = 0; j < segment.rows; ++j, at += kTile<C>) {
-        V x = S::load(scores + at);
-        if constexpr (!kPlain) x = finish_score(score, x, scale, bias + at);
+        V x = finish_score(score, S::load(scores + at), scale, bias + at);
         if (cut) {
           x = mask.select(x, dead);
           mask.advance();
         }
-        if (!kPlain || cut) S::store(scores + at, x);
+        S::store(scores + at, x);
         m = S::max(x, m);
       }
       S::store(largest + v * S::kLanes, m);
@@ -294,7 +348,6 @@ inline void new_maximum(const ForwardScratch<Op>& scratch, int64_t lane, typenam
 // query's result never depends on its neighbours. `opening`: a lane may have met no live key yet.
 template <class Op>
 [[gnu::noinline]] bool probabilities_in_registers(const ForwardScratch<Op>& scratch,
-                                                  const Score<typename Op::Compute>& score,
                                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                   int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
                                                   bool& opening) {
@@ -312,7 +365,7 @@ template <class Op>
           ProbabilityTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
                               depth,
                               open,
-                              block.masked,
+                              segment.cut,
                               walk.live_lanes(segment.row),
                               segment.first,
                               m + lane,
@@ -337,15 +390,7 @@ template <class Op>
   }
   const bool rescale = !S::all(good);
   if (rescale) {
-    for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, dead);
-    for (int64_t s = 0; s < block.segments; ++s) {
-      const Segment& segment = block.segment[s];
-      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-      gemm<typename Op::Product, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step,
-                                        keys.step, scratch.query_tile + lane, kTile<C>,
-                                        scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore);
-    }
-    transform_scores<C, true>(score, walk, block, nullptr, scratch.scores, scratch.block_largest);
+    scores_to_memory(scratch, true, walk, block, vectors, depth, keys);
     for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
       const V now = S::load(scratch.largest + lane), old = opening ? S::load(scratch.correction + lane) : now;
       const V largest = S::max(S::load(scratch.block_largest + lane), old);
@@ -371,20 +416,11 @@ template <class T, class Op>
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
-  const bool plain = score.plain(), transform = block.masked || !plain;
+  const bool plain = score.plain();
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
-  for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
-  for (int64_t s = 0; s < block.segments; ++s) {
-    const Segment& segment = block.segment[s];
-    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-    gemm<typename Op::Product, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step,
-                                      keys.step, scratch.query_tile + lane, kTile<C>,
-                                      scratch.scores + row * kTile<C> + lane, kTile<C>,
-                                      transform ? Epilogue::kStore : Epilogue::kStoreMax, scratch.block_largest + lane);
-  }
+  scores_to_memory(scratch, plain, walk, block, vectors, depth, keys);
   if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
-  if (!plain) transform_scores<C, false>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
-  else if (transform) transform_scores<C, true>(score, walk, block, nullptr, scratch.scores, scratch.block_largest);
+  if (!plain) transform_scores<C>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
   if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
 
   const C factor = plain ? score.template product_factor<Op>() : C(1);
@@ -443,35 +479,31 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     // Weights that are rounded to bfloat16 lose least if the largest is 1: they take the way that knows it.
     bool rescale = true;
     if (Op::kPack == 1 && score.plain())
-      rescale = probabilities_in_registers(scratch, score, walk, block, vectors, depth, keys, opening);
+      rescale = probabilities_in_registers(scratch, walk, block, vectors, depth, keys, opening);
     else probabilities_through_memory<T, Op>(p, scratch, score, walk, block, batch, head, query, queries, depth, keys);
 
     if constexpr (kConverts<T, Op> || Op::kPack == 2)
       values = copied_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
                                   scratch.rows, kept);
     else values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows);
-    // The first segment of the first block covers all lanes or the others are cleared; a block in segments, which touch
-    // some lanes only, rescales all of them first.
-    const bool opens = !started && block.segment[0].first == 0 && block.segment[0].last == vectors;
-    if (block.masked && !opens && (rescale || !started)) {
+    // A first segment of all lanes clears or rescales the total as it is added.
+    const bool whole = block.segment[0].first == 0 && block.segment[0].last == vectors;
+    if (!whole && (rescale || !started)) {
       for (int64_t d = 0; d < p.head_dim_v; ++d)
         for (int64_t v = 0; v < vectors; ++v) {
           C* total = scratch.out + d * kTile<C> + v * S::kLanes;
           S::store(total, started ? S::load(total) * S::load(scratch.correction + v * S::kLanes) : S::zero());
         }
     }
+    const Epilogue first = !started ? Epilogue::kStore : rescale ? Epilogue::kRescale : Epilogue::kAdd;
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
       const int64_t row = (segment.row - block.row) / Op::kPack, lane = segment.first * S::kLanes;
-      gemm<typename Op::Product, true>(p.head_dim_v, segment.last - segment.first,
-                                       (segment.rows + Op::kPack - 1) / Op::kPack, values.data + row * values.step,
-                                       values.step,
-                                       reinterpret_cast<const Scalar*>(scratch.scores) + row * kTile<C> + lane,
-                                       kTile<C>, scratch.out + lane, kTile<C>,
-                                       s == 0 && opens            ? Epilogue::kStore
-                                       : rescale && !block.masked ? Epilogue::kRescale
-                                                                  : Epilogue::kAdd,
-                                       scratch.correction + lane);
+      gemm<typename Op::Product, true>(
+          p.head_dim_v, segment.last - segment.first, (segment.rows + Op::kPack - 1) / Op::kPack,
+          values.data + row * values.step, values.step,
+          reinterpret_cast<const Scalar*>(scratch.scores) + row * kTile<C> + lane, kTile<C>, scratch.out + lane,
+          kTile<C>, s == 0 && whole ? first : Epilogue::kAdd, scratch.correction + lane);
     }
     started = true;
   }
@@ -494,35 +526,49 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
-// A queue of tasks, taken one by one by whichever thread is free.
+// Tasks 0 .. tasks - 1, taken one by one by whichever worker is free. A worker's share is a run of neighbours, so that
+// from call to call the same core meets the same heads, and their rows in its own caches; when its share is done it
+// helps with the next worker's. With fewer heads than workers all have one share, its tasks in order.
 class TaskQueue {
  public:
-  explicit TaskQueue(int64_t tasks) : tasks_(tasks) {}
-  bool take(int64_t& task) {
-    task = __atomic_fetch_add(&next_, 1, __ATOMIC_RELAXED);
-    return task < tasks_;
+  TaskQueue(int64_t tasks, int64_t workers, bool shared) : shares_(shared ? 1 : workers), share_(shares_) {
+    for (int64_t i = 0; i < shares_; ++i) share_.data()[i] = {tasks * i / shares_, tasks * (i + 1) / shares_};
+  }
+
+  // Runs body(task) until no task is left.
+  template <class Body>
+  void work(int64_t worker, const Body& body) const {
+    for (int64_t i = 0; i < shares_; ++i) {
+      Share& share = share_.data()[(worker + i) % shares_];
+      int64_t task;
+      while ((task = __atomic_fetch_add(&share.next, 1, __ATOMIC_RELAXED)) < share.end) body(task);
+    }
   }
 
  private:
-  int64_t tasks_, next_ = 0;
+  struct alignas(64) Share {
+    int64_t next, end;
+  };
+  int64_t shares_;
+  Buffer<Share> share_;
 };
 
 // Runs body(task, scratch, worker) for every task, on at most num_threads workers.
 template <class Body>
-inline void run_tasks(const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body) {
+inline void run_tasks(const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
+                      bool shared = false) {
   if (tasks <= 0) return;
+  const int64_t workers = min64(runtime.num_threads, tasks);
   struct Context {
     TaskQueue queue;
     int64_t scratch_bytes;
     const Body& body;
-  } context{TaskQueue(tasks), scratch_bytes, body};
+  } context{TaskQueue(tasks, workers, shared), scratch_bytes, body};
   const auto work = [](void* raw, int64_t worker) {
     Context& shared = *static_cast<Context*>(raw);
     void* scratch = thread_scratch(static_cast<std::size_t>(shared.scratch_bytes));
-    int64_t task;
-    while (shared.queue.take(task)) shared.body(task, scratch, worker);
+    shared.queue.work(worker, [&](int64_t task) { shared.body(task, scratch, worker); });
   };
-  const int64_t workers = min64(runtime.num_threads, tasks);
   if (workers <= 1) work(&context, 0);
   else runtime.parallel(workers, work, &context);
 }
@@ -542,13 +588,16 @@ void forward(const Forward& p, const Runtime& runtime) {
   const int64_t columns = round_up(copies == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes);
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, heads * tiles), copies,
                                                (p.seqlen_k + Op::kPack - 1) / Op::kPack, columns);
-  run_tasks(runtime, heads * tiles, sizes.bytes, [&](int64_t task, void* memory, int64_t worker) {
-    const ForwardScratch<Op> scratch(memory, p);
-    // Last tiles first: under a causal mask they are the longest.
-    const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
-    forward_tile<T, Op>(p, scratch, kept.of(worker), head / p.heads_q, head % p.heads_q, query,
-                        min64(tile, p.seqlen_q - query));
-  });
+  run_tasks(
+      runtime, heads * tiles, sizes.bytes,
+      [&](int64_t task, void* memory, int64_t worker) {
+        const ForwardScratch<Op> scratch(memory, p);
+        // Last tiles first: under a causal mask they are the longest.
+        const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
+        forward_tile<T, Op>(p, scratch, kept.of(worker), head / p.heads_q, head % p.heads_q, query,
+                            min64(tile, p.seqlen_q - query));
+      },
+      heads < runtime.num_threads);
 }
 
 }  // namespace

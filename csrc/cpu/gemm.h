@@ -21,10 +21,9 @@ template <class C>
 inline constexpr C kLog2E = C(1.442695040888963407359924681001892137L);
 
 enum class Epilogue {
-  kStore,     // C = product
-  kStoreMax,  // C = product, and aux = max(aux, product) for every lane
-  kAdd,       // C += product
-  kRescale,   // C = C * aux + product, aux per lane: the online softmax folded into the accumulation
+  kStore,    // C = product
+  kAdd,      // C += product
+  kRescale,  // C = C * aux + product, aux per lane: the online softmax folded into the accumulation
 };
 
 // How a scalar of A meets a vector of B: one product in the compute type. And how precise an exponential has to be.
@@ -165,17 +164,8 @@ struct ProductTile {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) body(target + r * c_step + v * kLanes, sum[r][v]);
     };
-    if (epilogue == Epilogue::kStore || epilogue == Epilogue::kStoreMax) {
+    if (epilogue == Epilogue::kStore) {
       for_each([](C* p, V x) { S::store(p, x); });
-      if (epilogue == Epilogue::kStoreMax) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          V largest = S::load(lanes + v * kLanes);
-#pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) largest = S::max(largest, sum[r][v]);
-          S::store(lanes + v * kLanes, largest);
-        }
-      }
     } else if (epilogue == Epilogue::kAdd) {
       for_each([](C* p, V x) { S::store(p, S::load(p) + x); });
     } else {
