@@ -526,12 +526,13 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
-// Tasks 0 .. tasks - 1, taken one by one by whichever worker is free. A worker's share is a run of neighbours, so that
-// from call to call the same core meets the same heads, and their rows in its own caches; when its share is done it
-// helps with the next worker's. With fewer heads than workers all have one share, its tasks in order.
+// Tasks 0 .. tasks - 1, taken one by one by whichever worker is free. Each worker begins with a run of neighbours of
+// its own, so that call after call the same core meets the same heads and has their rows, and those of the results, in
+// its caches; then it helps the next worker. `in_order`: one queue for all, for tasks of which the first are the
+// longest.
 class TaskQueue {
  public:
-  TaskQueue(int64_t tasks, int64_t workers, bool shared) : shares_(shared ? 1 : workers), share_(shares_) {
+  TaskQueue(int64_t tasks, int64_t workers, bool in_order) : shares_(in_order ? 1 : workers), share_(shares_) {
     for (int64_t i = 0; i < shares_; ++i) share_.data()[i] = {tasks * i / shares_, tasks * (i + 1) / shares_};
   }
 
@@ -556,14 +557,14 @@ class TaskQueue {
 // Runs body(task, scratch, worker) for every task, on at most num_threads workers.
 template <class Body>
 inline void run_tasks(const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
-                      bool shared = false) {
+                      bool in_order = false) {
   if (tasks <= 0) return;
   const int64_t workers = min64(runtime.num_threads, tasks);
   struct Context {
     TaskQueue queue;
     int64_t scratch_bytes;
     const Body& body;
-  } context{TaskQueue(tasks, workers, shared), scratch_bytes, body};
+  } context{TaskQueue(tasks, workers, in_order), scratch_bytes, body};
   const auto work = [](void* raw, int64_t worker) {
     Context& shared = *static_cast<Context*>(raw);
     void* scratch = thread_scratch(static_cast<std::size_t>(shared.scratch_bytes));
@@ -588,16 +589,14 @@ void forward(const Forward& p, const Runtime& runtime) {
   const int64_t columns = round_up(copies == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes);
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, heads * tiles), copies,
                                                (p.seqlen_k + Op::kPack - 1) / Op::kPack, columns);
-  run_tasks(
-      runtime, heads * tiles, sizes.bytes,
-      [&](int64_t task, void* memory, int64_t worker) {
-        const ForwardScratch<Op> scratch(memory, p);
-        // Last tiles first: under a causal mask they are the longest.
-        const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
-        forward_tile<T, Op>(p, scratch, kept.of(worker), head / p.heads_q, head % p.heads_q, query,
-                            min64(tile, p.seqlen_q - query));
-      },
-      heads < runtime.num_threads);
+  const auto body = [&](int64_t task, void* memory, int64_t worker) {
+    const ForwardScratch<Op> scratch(memory, p);
+    // Last tiles first: under a causal mask they are the longest.
+    const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
+    forward_tile<T, Op>(p, scratch, kept.of(worker), head / p.heads_q, head % p.heads_q, query,
+                        min64(tile, p.seqlen_q - query));
+  };
+  run_tasks(runtime, heads * tiles, sizes.bytes, body, heads < runtime.num_threads);
 }
 
 }  // namespace
