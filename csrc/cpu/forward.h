@@ -60,7 +60,7 @@ struct ForwardScratch {
     const int64_t width = max64(row_scalars<Op>(p.head_dim), row_scalars<Op>(p.head_dim_v) * Op::kPack);
     query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
     rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
-    scores = arena.take<C>(kBlock<Op> * kTile<C>);
+    scores = arena.take<C>(Op::kPack * kBlock<Op> * kTile<C>);  // in pairs: of two blocks
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock<Op> * kTile<C>);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
     out = arena.take<C>(p.head_dim_v * kTile<C>);
@@ -68,13 +68,128 @@ struct ForwardScratch {
     sum = arena.take<C>(kTile<C>);
     block_largest = arena.take<C>(kTile<C>);
     correction = arena.take<C>(kTile<C>);
+    shift = arena.take<C>(kTile<C>);
     block_sum = arena.take<C>(kTile<C>);
     bytes = arena.used();
   }
 
   Scalar *query_tile, *rows;
-  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction, *block_sum;
+  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction, *shift, *block_sum;
   int64_t bytes;
+};
+
+// Rows j and j + 1 of P as pairs of bfloat16, or the row itself.
+template <class Op>
+inline void store_probabilities(typename Op::V first, typename Op::V second, typename Op::Scalar* target) {
+  if constexpr (Op::kPack == 2) {
+#if defined(__AVX512BF16__)
+    // cvtne2ps leaves [first | second]; the permutation interleaves them into pairs.
+    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    _mm512_storeu_si512(target, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both));
+#endif
+  } else {
+    (void)second;
+    Op::S::store(target, first);
+  }
+}
+
+// P^T = exp(S^T + shift) for rows of a block, with the lanes' sums; dropped and packed as Op needs it, in place: row
+// j / 2 of the pairs is written after rows j and j + 1 have been read.
+template <class Op, bool kPlain, int kVectors>
+inline void exponentiate(int64_t rows, typename Op::Compute factor, const typename Op::Compute* shift,
+                         const typename Op::Compute* keep, const typename Op::Compute* scores,
+                         typename Op::Scalar* probabilities, typename Op::Compute* sum) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  const Exponential<Op, kPlain, Op::kSums> exponential(factor);
+  V total[kVectors];
+  for (int v = 0; v < kVectors; ++v) total[v] = S::zero();  // a sum of its own for each block: long rows lose less
+  for (int64_t j = 0; j < rows; j += Op::kPack) {
+    for (int v = 0; v < kVectors; ++v) {
+      V p[Op::kPack];
+      for (int half = 0; half < Op::kPack; ++half) {
+        if (half == 1 && j + 1 == rows) {
+          p[half] = S::zero();
+          continue;
+        }
+        const int64_t at = (j + half) * kTile<C> + v * S::kLanes;
+        p[half] = exponential(S::load(scores + at), S::load(shift + v * S::kLanes));
+        total[v] += p[half];
+        if (keep != nullptr) p[half] *= S::load(keep + at);
+      }
+      store_probabilities<Op>(p[0], p[Op::kPack - 1], probabilities + j / Op::kPack * kTile<C> + v * S::kLanes);
+    }
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    C* running = sum + v * S::kLanes;
+    S::store(running, S::load(running) + total[v]);
+  }
+}
+
+// The same for all vectors of a segment that begins at row `row` of its block.
+template <class Op, bool kPlain>
+inline void exponentiate_segment(const Segment& segment, int64_t row, typename Op::Compute factor,
+                                 const typename Op::Compute* shift, const typename Op::Compute* keep,
+                                 typename Op::Compute* scores, typename Op::Compute* sum) {
+  using C = typename Op::Compute;
+  for (int64_t v = segment.first; v < segment.last;) {
+    const auto part = [&]<int kVectors>() {
+      const int64_t lane = v * Simd<C>::kLanes, at = row * kTile<C> + lane;
+      exponentiate<Op, kPlain, kVectors>(
+          segment.rows, factor, shift + lane, keep == nullptr ? nullptr : keep + at, scores + at,
+          reinterpret_cast<typename Op::Scalar*>(scores) + row / Op::kPack * kTile<C> + lane, sum + lane);
+      v += kVectors;
+    };
+    if (segment.last - v >= 4) part.template operator()<4>();
+    else if (segment.last - v >= 2) part.template operator()<2>();
+    else part.template operator()<1>();
+  }
+}
+
+// exp(S^T + shift) of a block of plain scores in pairs, whose rows that all lanes meet are done in steps so small that
+// they hide among the products of the next block.
+template <class Op>
+struct PairWeights {
+  using C = typename Op::Compute;
+  using S = typename Op::S;
+  using Scalar = typename Op::Scalar;
+  C factor = 0;
+  const C* shift = nullptr;
+  C *scores = nullptr, *sum = nullptr;
+  uint64_t next = 0, end = 0;  // the steps
+
+  // Of a block whose first segment are the steps, if it has all lanes.
+  void begin(const BlockPlan& block) {
+    const Segment& first = block.segment[0];
+    const bool whole = first.row == block.row && first.first == 0 && first.last == kTileVecs<C>;
+    next = 0;
+    end = whole ? first.rows / 2 * kTileVecs<C> : 0;
+  }
+  // Two rows of one vector.
+  [[gnu::always_inline]] inline void step() {
+    const int64_t row = next / kTileVecs<C> * 2, lane = next % kTileVecs<C> * S::kLanes;
+    const Exponential<Op, true, Op::kSums> exponential(factor);
+    const C* source = scores + row * kTile<C> + lane;
+    const auto added = S::load(shift + lane);
+    const auto first = exponential(S::load(source), added), second = exponential(S::load(source + kTile<C>), added);
+    S::store(sum + lane, S::load(sum + lane) + (first + second));
+    store_probabilities<Op>(first, second, reinterpret_cast<Scalar*>(scores) + row / 2 * kTile<C> + lane);
+    ++next;
+  }
+  // All that is left.
+  void finish(const BlockPlan& block) {
+    while (next < end && next % kTileVecs<C> != 0) step();
+    for (int64_t s = 0; s < block.segments; ++s) {
+      Segment segment = block.segment[s];
+      const int64_t done = s == 0 ? static_cast<int64_t>(next / kTileVecs<C>) * 2 : 0;
+      segment.rows -= done;
+      exponentiate_segment<Op, true>(segment, segment.row - block.row + done, factor, shift, nullptr, scores, sum);
+    }
+  }
 };
 
 // S^T of plain scores to memory, masked by the band, with the maximum per lane.
@@ -87,6 +202,8 @@ struct ScoreTile {
   Range live;  // lanes of the first row
   int64_t vector;
   C *scores, *largest;
+  PairWeights<Op>* weights;  // of the block before; a step of them after every `pace` products
+  int64_t pace;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -95,7 +212,14 @@ struct ScoreTile {
     V score[kRows][kVectors] = {};
     const int64_t lane = first_vector * S::kLanes;
     Walk<Op, false> walk(keys_queries, row, lane);
-    for (int64_t k = 0; k < depth; ++k) walk.step(score);
+    int64_t k = 0;
+    if constexpr (Op::kPack == 2) {
+      while (k < depth && weights->next < weights->end) {
+        for (const int64_t end = min64(depth, k + pace); k < end; ++k) walk.step(score);
+        weights->step();
+      }
+    }
+    for (; k < depth; ++k) walk.step(score);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -110,26 +234,31 @@ struct ScoreTile {
   }
 };
 
-// S^T of a block to memory. Plain scores are masked, and block_largest is their maximum per lane.
+// S^T of a block of plain scores to memory, masked; block_largest is their maximum per lane.
 template <class Op>
-inline void scores_to_memory(const ForwardScratch<Op>& scratch, bool plain, const BandWalk<typename Op::Compute>& walk,
-                             const BlockPlan& block, int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys) {
+inline void plain_scores(const ForwardScratch<Op>& scratch, const BandWalk<typename Op::Compute>& walk,
+                         const BlockPlan& block, int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
+                         typename Op::Compute* scores, PairWeights<Op>* weights = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
+  const int64_t steps = weights == nullptr ? 0 : weights->end;
+  // Denser, they would hold up what brings the products in.
+  const int64_t pace = steps == 0 ? 1 : max64(2, block.rows * depth / (kTileRows * steps));
   for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-    const Factors<Op, false> factors{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>};
-    C* scores = scratch.scores + row * kTile<C> + lane;
-    if (plain)
-      for_tiles<kTileRows, kTileVectors, 1>(segment.rows, segment.last - segment.first,
-                                            ScoreTile<Op>{factors, depth, segment.cut, walk.live_lanes(segment.row),
-                                                          segment.first, scores, scratch.block_largest + lane});
-    else
-      for_tiles<kTileRows, kTileVectors, 1>(
-          segment.rows, segment.last - segment.first,
-          ProductTile<Op, false>{factors, depth, scores, kTile<C>, Epilogue::kStore, nullptr});
+    for_tiles<kTileRows, kTileVectors, 1>(
+        segment.rows, segment.last - segment.first,
+        ScoreTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                      depth,
+                      segment.cut,
+                      walk.live_lanes(segment.row),
+                      segment.first,
+                      scores + row * kTile<C> + lane,
+                      scratch.block_largest + lane,
+                      weights,
+                      pace});
   }
 }
 
@@ -159,62 +288,6 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
       }
       S::store(largest + v * S::kLanes, m);
     }
-  }
-}
-
-// Rows j and j + 1 of P as pairs of bfloat16, or the row itself.
-template <class Op>
-inline void store_probabilities(typename Op::V first, typename Op::V second, typename Op::Scalar* target) {
-  if constexpr (Op::kPack == 2) {
-#if defined(__AVX512BF16__)
-    // cvtne2ps leaves [first | second]; the permutation interleaves them into pairs.
-    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-    _mm512_storeu_si512(target, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both));
-#endif
-  } else {
-    (void)second;
-    Op::S::store(target, first);
-  }
-}
-
-// P^T = exp(S^T - m) for a segment of a block, with the lanes' sums; dropped and packed as Op needs it, in place: row
-// j / 2 of the pairs is written after rows j and j + 1 have been read.
-template <class Op, bool kPlain, int kVectors>
-inline void exponentiate(const Segment& segment, int64_t first, typename Op::Compute factor,
-                         const typename Op::Compute* m, const typename Op::Compute* keep, typename Op::Compute* scores,
-                         typename Op::Scalar* probabilities, typename Op::Compute* sum) {
-  using C = typename Op::Compute;
-  using S = Simd<C>;
-  using V = typename S::V;
-  const Exponential<Op, kPlain, Op::kSums> exponential(factor);
-  V total[kVectors], shift[kVectors];
-  for (int v = 0; v < kVectors; ++v) {
-    total[v] = S::zero();  // a sum of its own for each block: long rows lose less
-    shift[v] = -S::load(m + (first + v) * S::kLanes);
-  }
-  for (int64_t j = 0; j < segment.rows; j += Op::kPack) {
-    for (int v = 0; v < kVectors; ++v) {
-      V p[Op::kPack];
-      for (int half = 0; half < Op::kPack; ++half) {
-        if (half == 1 && j + 1 == segment.rows) {
-          p[half] = S::zero();
-          continue;
-        }
-        const int64_t at = (j + half) * kTile<C> + (first + v) * S::kLanes;
-        p[half] = exponential(S::load(scores + at), shift[v]);
-        total[v] += p[half];
-        if (keep != nullptr) p[half] *= S::load(keep + at);
-      }
-      store_probabilities<Op>(p[0], p[Op::kPack - 1],
-                              probabilities + j / Op::kPack * kTile<C> + (first + v) * S::kLanes);
-    }
-  }
-  for (int v = 0; v < kVectors; ++v) {
-    C* running = sum + (first + v) * S::kLanes;
-    S::store(running, S::load(running) + total[v]);
   }
 }
 
@@ -327,19 +400,19 @@ inline Rows<typename Op::Scalar> copied_rows(const View& view, int64_t heads, in
   return {kept->memory + row / Op::kPack * step, step};
 }
 
-// Goes over from the maximum `old` to m: `correction` rescales what was summed under the old one, and block_largest is
-// what is to be subtracted. A lane without any live key so far keeps m = -inf, but 0 is subtracted, so that its
-// probabilities are exp(-inf) = 0 and not NaN. log2e: of the unit that the scores are in.
+// Goes over from the maximum `old` to m: `correction` rescales what was summed under the old one. Returns what is to be
+// subtracted: of a lane without any live key so far, whose m is -inf, 0, so that its probabilities are exp(-inf) = 0
+// and not NaN. log2e: of the unit that the scores are in.
 template <class Op, class C = typename Op::Compute>
-inline void new_maximum(const ForwardScratch<Op>& scratch, int64_t lane, typename Op::V old, typename Op::V m,
-                        C log2e) {
+inline typename Op::V new_maximum(const ForwardScratch<Op>& scratch, int64_t lane, typename Op::V old, typename Op::V m,
+                                  C log2e) {
   using S = Simd<C>;
-  const auto shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
-  const auto correction = S::exp2((old - shift) * S::set1(log2e));
+  const auto subtracted = m == S::set1(-kInfinity<C>) ? S::zero() : m;
+  const auto correction = S::exp2((old - subtracted) * S::set1(log2e));
   S::store(scratch.largest + lane, m);
-  S::store(scratch.block_largest + lane, shift);
   S::store(scratch.correction + lane, correction);
   S::store(scratch.sum + lane, S::load(scratch.sum + lane) * correction);
+  return subtracted;
 }
 
 // A block of plain scores by ProbabilityTile: fills scratch.scores with its probabilities, adds up scratch.sum. False
@@ -390,11 +463,11 @@ template <class Op>
   }
   const bool rescale = !S::all(good);
   if (rescale) {
-    scores_to_memory(scratch, true, walk, block, vectors, depth, keys);
+    plain_scores(scratch, walk, block, vectors, depth, keys, scratch.scores);
     for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
       const V now = S::load(scratch.largest + lane), old = opening ? S::load(scratch.correction + lane) : now;
       const V largest = S::max(S::load(scratch.block_largest + lane), old);
-      new_maximum(scratch, lane, old, in_range(lane) ? now : largest, C(1));
+      S::store(scratch.block_largest + lane, new_maximum(scratch, lane, old, in_range(lane) ? now : largest, C(1)));
     }
     run(false, scratch.block_largest);
   }
@@ -406,7 +479,7 @@ template <class Op>
   return rescale;
 }
 
-// The same through memory, for all scores and with the exact maximum: two sweeps over the scores.
+// The same for all other scores, through memory and with the exact maximum: two sweeps over the scores.
 template <class T, class Op>
 [[gnu::noinline]] void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
                                                     const Score<typename Op::Compute>& score,
@@ -415,36 +488,25 @@ template <class T, class Op>
                                                     int64_t depth, Rows<typename Op::Scalar> keys) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  using Scalar = typename Op::Scalar;
-  const bool plain = score.plain();
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
-  scores_to_memory(scratch, plain, walk, block, vectors, depth, keys);
-  if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
-  if (!plain) transform_scores<C>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
-  if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
-
-  const C factor = plain ? score.template product_factor<Op>() : C(1);
-  for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
-    const auto old = S::load(scratch.largest + lane);
-    new_maximum(scratch, lane, old, S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old),
-                plain ? C(1) : kLog2E<C>);
-  }
+  for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
-    const int64_t row = segment.row - block.row;
-    for (int64_t v = segment.first; v < segment.last;) {
-      const auto part = [&]<int kVectors>() {
-        const auto run = plain ? exponentiate<Op, true, kVectors> : exponentiate<Op, false, kVectors>;
-        run(segment, v, factor, scratch.block_largest, score.dropout ? scratch.keep + row * kTile<C> : nullptr,
-            scratch.scores + row * kTile<C>, reinterpret_cast<Scalar*>(scratch.scores) + row / Op::kPack * kTile<C>,
-            scratch.sum);
-        v += kVectors;
-      };
-      if (segment.last - v >= 4) part.template operator()<4>();
-      else if (segment.last - v >= 2) part.template operator()<2>();
-      else part.template operator()<1>();
-    }
+    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+    gemm<typename Op::Product, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step,
+                                      keys.step, scratch.query_tile + lane, kTile<C>,
+                                      scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore);
   }
+  if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
+  transform_scores<C>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
+  if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
+  for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+    const auto old = S::load(scratch.largest + lane), m = S::max(S::load(scratch.block_largest + lane), old);
+    S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, kLog2E<C>));
+  }
+  for (int64_t s = 0; s < block.segments; ++s)
+    exponentiate_segment<Op, false>(block.segment[s], block.segment[s].row - block.row, C(1), scratch.shift,
+                                    score.dropout ? scratch.keep : nullptr, scratch.scores, scratch.sum);
 }
 
 template <class T, class Op>
@@ -467,21 +529,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
   }
 
   bool started = false, opening = true;
-  BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
-  BlockPlan block;
-  while (walk.next(block)) {
-    if (block.segments == 0) continue;
-    Rows<Scalar> keys, values;
-    if constexpr (kConverts<T, Op>)
-      keys = copied_rows<T, Op>(p.k, p.heads_k, batch, head_k, block.row, block.rows, p.seqlen_k, p.head_dim,
-                                scratch.rows, kept == nullptr ? nullptr : kept + 1);
-    else keys = operand_rows<Op, T>(p.k, batch, head_k, block.row, block.rows, p.head_dim, scratch.rows);
-    // Weights that are rounded to bfloat16 lose least if the largest is 1: they take the way that knows it.
-    bool rescale = true;
-    if (Op::kPack == 1 && score.plain())
-      rescale = probabilities_in_registers(scratch, walk, block, vectors, depth, keys, opening);
-    else probabilities_through_memory<T, Op>(p, scratch, score, walk, block, batch, head, query, queries, depth, keys);
-
+  const auto accumulate = [&](const BlockPlan& block, const C* probabilities, bool rescale) {
+    Rows<Scalar> values;
     if constexpr (kConverts<T, Op> || Op::kPack == 2)
       values = copied_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
                                   scratch.rows, kept);
@@ -502,11 +551,57 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
       gemm<typename Op::Product, true>(
           p.head_dim_v, segment.last - segment.first, (segment.rows + Op::kPack - 1) / Op::kPack,
           values.data + row * values.step, values.step,
-          reinterpret_cast<const Scalar*>(scratch.scores) + row * kTile<C> + lane, kTile<C>, scratch.out + lane,
+          reinterpret_cast<const Scalar*>(probabilities) + row * kTile<C> + lane, kTile<C>, scratch.out + lane,
           kTile<C>, s == 0 && whole ? first : Epilogue::kAdd, scratch.correction + lane);
     }
     started = true;
+  };
+
+  // Weights that are rounded to bfloat16 lose least if the largest is 1: plain scores in pairs wait for their block's
+  // maximum in memory, and become weights while the next block's products run.
+  const bool waits = Op::kPack == 2 && score.plain();
+  const C factor = score.template product_factor<Op>();
+  PairWeights<Op> weights;
+  C* scores = scratch.scores;
+  BlockPlan plans[2], *block = plans, *waiting = nullptr;
+  const auto finish_waiting = [&](C* probabilities) {
+    if (waiting == nullptr) return;
+    weights.finish(*waiting);
+    for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes)
+      S::store(scratch.sum + lane, S::load(scratch.sum + lane) + S::load(scratch.block_sum + lane));
+    accumulate(*waiting, probabilities, true);
+  };
+  BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
+  while (walk.next(*block)) {
+    if (block->segments == 0) continue;
+    Rows<Scalar> keys;
+    if constexpr (kConverts<T, Op>)
+      keys = copied_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
+                                scratch.rows, kept == nullptr ? nullptr : kept + 1);
+    else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
+    if (waits) {
+      C* other = scratch.scores + (scores == scratch.scores ? kBlock<Op> * kTile<C> : 0);
+      plain_scores(scratch, walk, *block, vectors, depth, keys, scores, &weights);
+      finish_waiting(other);
+      for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+        const V old = S::load(scratch.largest + lane);
+        const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
+        S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, C(1)));
+        S::store(scratch.block_sum + lane, S::zero());  // a sum of its own for each block: long rows lose less
+      }
+      weights = {factor, scratch.shift, scores, scratch.block_sum};
+      weights.begin(*block);
+      waiting = block;
+      block = block == plans ? plans + 1 : plans;
+      scores = other;
+      continue;
+    }
+    bool rescale = true;
+    if (score.plain()) rescale = probabilities_in_registers(scratch, walk, *block, vectors, depth, keys, opening);
+    else probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys);
+    accumulate(*block, scratch.scores, rescale);
   }
+  finish_waiting(scores == scratch.scores ? scratch.scores + kBlock<Op> * kTile<C> : scratch.scores);
 
   // A row that no key was left for: exactly 0, whatever V holds, and lse -inf. NaN in the sum stays NaN.
   for (int64_t v = 0; v < vectors; ++v) {

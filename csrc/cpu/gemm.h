@@ -128,6 +128,7 @@ class Walk {
     a_ += kUnitRows ? a_step_ : 1;
     far_ += kUnitRows ? a_step_ : 1;
     b_ += b_step_;
+    asm("" : "+r"(a_), "+r"(far_), "+r"(b_));
   }
 
  private:
