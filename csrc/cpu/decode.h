@@ -118,6 +118,54 @@ template <class C, class T, int kRows, int kVectors>
     }
 }
 
+#if defined(__AVX512BF16__)
+// The same for weights that were rounded to bfloat16: two keys at a time, 64 columns.
+template <int kRows>
+[[gnu::noinline]] void decode_value_pairs(const BFloat16* p, const BFloat16* v, int64_t v_stride, int64_t keys,
+                                          int64_t columns, int64_t prefetch_keys, const float* factor, float* out,
+                                          int64_t out_step) {
+  using S = Simd<float>;
+  constexpr int64_t kStep = 2 * kDecodeKeys;  // from row to row of the weights, which lie where scores were
+  const auto mask = [&](int64_t first) {
+    return static_cast<__mmask32>((uint64_t{1} << max64(0, min64(32, columns - first))) - 1);
+  };
+  const __mmask32 masks[2] = {mask(0), mask(32)};
+  S::V sum[kRows][4] = {};
+  for (int64_t j = 0; j < keys; j += 2, v += 2 * v_stride) {
+    for (int64_t ahead = j; ahead < min64(j + 2, prefetch_keys); ++ahead)
+      prefetch_row(v + (kAhead + ahead - j) * v_stride, min64(columns, 64));
+    __m512i value[4];
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const BFloat16* source = v + half * 32;
+      const __m512i low = _mm512_maskz_loadu_epi16(masks[half], source);
+      const __m512i high = _mm512_maskz_loadu_epi16(j + 1 < keys ? masks[half] : 0, source + v_stride);
+      value[2 * half] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end
+      value[2 * half + 1] = _mm512_unpackhi_epi16(low, high);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i weights = PairDot::broadcast(reinterpret_cast<const uint32_t*>(p + r * kStep + j));
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], weights, value[c]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const S::V a = sum[r][2 * half], b = sum[r][2 * half + 1];
+      const S::V halves[2] = {
+          __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+          __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+      for (int i = 0; i < 2; ++i) {
+        float* total = out + r * out_step + (2 * half + i) * S::kLanes;
+        S::store(total, S::fma(S::load(total), S::set1(factor[r]), halves[i]));
+      }
+    }
+}
+#endif
+
 template <class C>
 struct DecodeScratch {
   DecodeScratch(void* memory, const Forward& p, int64_t rows) {
@@ -183,6 +231,12 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
   }
   for (int64_t i = 0; i < rows * scratch.out_step; ++i) scratch.out[i] = C(0);
 
+#if defined(__AVX512BF16__)
+  // Few rows wait for memory anyway, and keep their weights' digits.
+  const bool pairs = std::is_same_v<T, BFloat16> && rows >= 4 && (p.v.stride[3] == 1 || p.head_dim_v <= 1);
+#else
+  constexpr bool pairs = false;
+#endif
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale);
   for (int64_t key = begin; key < end; key += kDecodeKeys) {
     const int64_t keys = min64(kDecodeKeys, end - key);
@@ -232,13 +286,26 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
         V probability = S::exp2((S::load(row + j) - shift) * log2e);
         total += probability;
         if (score.dropout) probability *= S::load(scratch.keep + tile_at(j));
-        S::store(row + j, probability);
+        if (pairs) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);
+        else S::store(row + j, probability);
       }
       scratch.factor[r] = correction[0];
       scratch.largest[r] = m[0];
       S::store(scratch.sums + r * S::kLanes, total);
     }
 
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      const T* v = at<T>(p.v, batch, head_k, key);
+      for (int64_t c = 0; pairs && c < p.head_dim_v; c += 64)
+        for_row_runs(rows, [&]<int kRows>(int64_t r) {
+          decode_value_pairs<kRows>(reinterpret_cast<const BFloat16*>(scratch.scores + r * kDecodeKeys), v + c,
+                                    p.v.stride[2], keys, p.head_dim_v - c, r == 0 ? ahead : 0, scratch.factor + r,
+                                    scratch.out + r * scratch.out_step + c, scratch.out_step);
+        });
+      if (pairs) continue;
+    }
+#endif
     with_rows<C, T>(
         p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](auto* v, int64_t stride, bool in_place) {
           using Value = std::remove_cvref_t<decltype(*v)>;
