@@ -246,12 +246,17 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
           using Key = std::remove_cvref_t<decltype(*k)>;
           using Query = typename RowDot<C, Key>::Query;
           const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
-          for_row_runs(rows, [&]<int kRuns>(int64_t r) {
-            constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
-            for (int64_t first = r; first < r + kRuns; first += kRows)
-              decode_scores<C, Key, kRows>(q + first * scratch.q_step, scratch.q_step, k, stride, keys, p.head_dim,
-                                           first == 0 && in_place ? ahead : 0, scratch.scores + first * kDecodeKeys);
-          });
+          // All rows against a few keys, then on: what is fetched meanwhile comes in evenly.
+          for (int64_t j = 0; j < keys; j += kAhead) {
+            const int64_t now = min64(kAhead, keys - j);
+            for_row_runs(rows, [&]<int kRuns>(int64_t r) {
+              constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
+              for (int64_t first = r; first < r + kRuns; first += kRows)
+                decode_scores<C, Key, kRows>(q + first * scratch.q_step, scratch.q_step, k + j * stride, stride, now,
+                                             p.head_dim, first == 0 && in_place ? max64(0, min64(now, ahead - j)) : 0,
+                                             scratch.scores + first * kDecodeKeys + j);
+            });
+          }
         });
 
     for (int64_t g = 0; g < group; ++g)
