@@ -540,7 +540,7 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
       });
     }
   };
-  run_tasks(runtime, p.bias_size[0] * p.bias_size[1] * spans * tiles,
+  run_tasks(p, runtime, p.bias_size[0] * p.bias_size[1] * spans * tiles,
             scratch_bytes + sums * static_cast<int64_t>(sizeof(C)), body);
 }
 
@@ -566,30 +566,33 @@ void backward(const Backward& p, const Runtime& runtime) {
   const Buffer<C> shift(all_heads * p.seqlen_q), delta(all_heads * p.seqlen_q);
   const RowTerms<C> terms{shift.data(), delta.data()};
   const bool plain = Score<C>(p).plain();
+  const int64_t unit = heads_of_unit(p), units = all_heads / unit;
+  const int64_t tiles = max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>);
+  // Whole units as long as every thread gets one; what is left is split by key tiles.
+  const int64_t left = tiles == 1 ? 0 : units % runtime.num_threads, whole = units - left;
+  const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
+
+  // A task that has a head to itself makes its terms; the others' come first.
   constexpr int64_t kRows = 512;
   const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
-  run_tasks(runtime, all_heads * pieces, 0, [&](int64_t task, void*, int64_t) {
-    const int64_t head = task / pieces, row = task % pieces * kRows;
+  const bool bias_apart = p.dbias.data != nullptr && !wanted.bias_in_passing(p);
+  const int64_t first_head = bias_apart ? 0 : whole * unit;
+  run_tasks(p, runtime, (all_heads - first_head) * pieces, 0, [&](int64_t task, void*, int64_t) {
+    const int64_t head = first_head + task / pieces, row = task % pieces * kRows;
     compute_terms<T>(p, plain, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), terms);
   });
   if (wanted.bias_in_passing(p)) {
     if (p.band.left < kUnbounded || p.band.right < kUnbounded) {  // the tiles leave out what lies outside the band
       const int64_t size = p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T),
                     bytes = p.seqlen_q * p.seqlen_k * size;
-      run_tasks(runtime, all_heads, 0, [&](int64_t head, void*, int64_t) {
+      run_tasks(p, runtime, all_heads, 0, [&](int64_t head, void*, int64_t) {
         std::memset(static_cast<char*>(p.dbias.data) + head * bytes, 0, static_cast<size_t>(bytes));
       });
     }
-  } else if (p.dbias.data != nullptr) {
+  } else if (bias_apart) {
     backward_bias<T, Op>(p, runtime, terms);
   }
   if (!wanted.dq && !wanted.dk && !wanted.dv) return;
-
-  const int64_t unit = heads_of_unit(p), units = all_heads / unit;
-  const int64_t tiles = max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>);
-  // Whole units as long as every thread gets one; what is left is split by key tiles.
-  const int64_t left = tiles == 1 ? 0 : units % runtime.num_threads, whole = units - left;
-  const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
 
   const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
   const bool direct = std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0;
@@ -605,13 +608,15 @@ void backward(const Backward& p, const Runtime& runtime) {
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
                                                (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
-  run_tasks(runtime, tasks, sizes.bytes, [&](int64_t task, void* memory, int64_t worker) {
+  run_tasks(p, runtime, tasks, sizes.bytes, [&](int64_t task, void* memory, int64_t worker) {
     const BackwardScratch<Op> scratch(memory, p);
     const bool is_whole = task < whole;
     const int64_t index = is_whole ? task : whole + (task - whole) / chunks,
                   chunk = is_whole ? 0 : (task - whole) % chunks;
     const int64_t batch = index * unit / p.heads_q, head = index * unit % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
+    for (int64_t h = head; is_whole && !bias_apart && h < head + unit; ++h)
+      compute_terms<T>(p, plain, batch, h, 0, p.seqlen_q, terms);
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq && p.head_dim > 0) {
       if (in_place) dq = {reinterpret_cast<C*>(at<T>(p.dq, batch, head)), p.dq.stride[2], p.dq.stride[1]};
@@ -629,7 +634,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   });
 
   if (wanted.dq && left > 0 && !split_direct)
-    run_tasks(runtime, left * unit * pieces, 0, [&](int64_t task, void*, int64_t) {
+    run_tasks(p, runtime, left * unit * pieces, 0, [&](int64_t task, void*, int64_t) {
       using S = Simd<C>;
       const int64_t piece = task % pieces, h = task / pieces % unit, index = task / pieces / unit;
       const int64_t row = piece * kRows, rows = min64(kRows, p.seqlen_q - row);

@@ -370,7 +370,7 @@ void decode(const Forward& p, const Runtime& runtime) {
   const DecodeScratch<C> sizes(nullptr, p, rows);
   const int64_t step = sizes.out_step + 2;
   const Buffer<C> merged(heads * rows * parts * step);
-  run_tasks(runtime, heads * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
+  run_tasks(p, runtime, heads * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
     const DecodeScratch<C> scratch(memory, p, rows);
     const int64_t part = task % parts, head = task / parts;
     const int64_t begin = min64(reached.end, reached.begin + part * part_keys);
@@ -384,7 +384,7 @@ void decode(const Forward& p, const Runtime& runtime) {
   });
   const int64_t finish_bytes = sizes.out_step * static_cast<int64_t>(sizeof(C));
   const Runtime alone{heads * rows * parts > 64 ? runtime.num_threads : 1, runtime.parallel};
-  run_tasks(alone, heads * rows, finish_bytes, [&](int64_t task, void* memory, int64_t) {
+  run_tasks(p, alone, heads * rows, finish_bytes, [&](int64_t task, void* memory, int64_t) {
     const int64_t head = task / rows, r = task % rows;
     decode_finish<T>(p, head / p.heads_k, head % p.heads_k * group + r / p.seqlen_q, r % p.seqlen_q,
                      merged.data() + task * parts * step, parts, step, static_cast<C*>(memory));

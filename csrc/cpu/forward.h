@@ -649,19 +649,23 @@ class TaskQueue {
   Buffer<Share> share_;
 };
 
-// Runs body(task, scratch, worker) for every task, on at most num_threads workers.
-template <class Body>
-inline void run_tasks(const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
+// Runs body(task, scratch, worker) for every task of problem p, on at most num_threads workers.
+template <class Problem, class Body>
+inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
                       bool in_order = false) {
   if (tasks <= 0) return;
   const int64_t workers = min64(runtime.num_threads, tasks);
   struct Context {
     TaskQueue queue;
+    const Problem& problem;
     int64_t scratch_bytes;
     const Body& body;
-  } context{TaskQueue(tasks, workers, in_order), scratch_bytes, body};
+  } context{TaskQueue(tasks, workers, in_order), p, scratch_bytes, body};
   const auto work = [](void* raw, int64_t worker) {
     Context& shared = *static_cast<Context*>(raw);
+    // Another core has just written it: all of it at once, not miss after miss as the fields are read.
+    for (std::size_t byte = 0; byte < sizeof(Problem); byte += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(&shared.problem) + byte);
     void* scratch = thread_scratch(static_cast<std::size_t>(shared.scratch_bytes));
     shared.queue.work(worker, [&](int64_t task) { shared.body(task, scratch, worker); });
   };
@@ -691,7 +695,7 @@ void forward(const Forward& p, const Runtime& runtime) {
     forward_tile<T, Op>(p, scratch, kept.of(worker), head / p.heads_q, head % p.heads_q, query,
                         min64(tile, p.seqlen_q - query));
   };
-  run_tasks(runtime, heads * tiles, sizes.bytes, body, heads < runtime.num_threads);
+  run_tasks(p, runtime, heads * tiles, sizes.bytes, body, heads < runtime.num_threads);
 }
 
 }  // namespace
