@@ -129,7 +129,7 @@ def _row(problem: Problem) -> tuple[ModuleType, ...]:
 
 def _rule(problem: Problem) -> choice.Rule | None:
     """The rule for the order of a CUDA device's backends; None on other devices, and where there is no such device."""
-    if problem.q.device.type != "cuda" or not torch.cuda.is_available():
+    if not problem.q.is_cuda or not torch.cuda.is_available():
         return None
     return choice.rule_for(choice.call_of(problem, cuda.capability(problem.q.get_device())))
 

@@ -653,8 +653,11 @@ class TaskQueue {
 template <class Problem, class Body>
 inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
                       bool in_order = false) {
-  if (tasks <= 0) return;
   const int64_t workers = min64(runtime.num_threads, tasks);
+  if (workers <= 1) {
+    for (int64_t task = 0; task < tasks; ++task) body(task, thread_scratch(static_cast<std::size_t>(scratch_bytes)), 0);
+    return;
+  }
   struct Context {
     TaskQueue queue;
     const Problem& problem;
@@ -669,8 +672,7 @@ inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, i
     void* scratch = thread_scratch(static_cast<std::size_t>(shared.scratch_bytes));
     shared.queue.work(worker, [&](int64_t task) { shared.body(task, scratch, worker); });
   };
-  if (workers <= 1) work(&context, 0);
-  else runtime.parallel(workers, work, &context);
+  runtime.parallel(workers, work, &context);
 }
 
 template <class T, class Op>
