@@ -50,6 +50,13 @@ def test_every_band(target, lengths, window, is_causal, alignment):
     target.check(target.inputs(1, 2, *lengths, 8), window=window, is_causal=is_causal, alignment=alignment)
 
 
+@pytest.mark.parametrize("lengths", [(70, 191), (64, 193), (130, 258), (67, 389), (300, 577)], ids=str)
+@pytest.mark.parametrize("window", [None, (None, 0), (63, 0), (150, 1), (64, 64), (260, None)], ids=str)
+def test_edges_of_a_band_share_blocks_with_whole_rows(target, lengths, window, dtype):
+    """Lengths around one, two and three blocks of keys, edges that begin at odd keys."""
+    target.check(target.inputs(1, 1, *lengths, 8, dtype=dtype), window=window, alignment="bottom_right")
+
+
 @pytest.mark.parametrize("lengths", [(65, 97), (97, 65)], ids=str)
 @pytest.mark.parametrize("window", [(5, 3), (0, 0), (70, None)], ids=str)
 def test_bands_in_every_dtype(target, lengths, window, dtype):

@@ -45,8 +45,9 @@ def test_a_sequence_without_keys_in_the_batch(target, seqlen_q, dtype):
 
 @pytest.mark.parametrize("head_dim", [1, 3, 17, 80, 257])
 @pytest.mark.parametrize("head_dim_v", [1, 24, 130])
-def test_head_sizes(target, head_dim, head_dim_v, dtype):
-    target.check(target.inputs(1, 3, 1, 300, head_dim, head_dim_v, dtype=dtype))
+@pytest.mark.parametrize("seqlen_q", [1, 7])
+def test_head_sizes(target, seqlen_q, head_dim, head_dim_v, dtype):
+    target.check(target.inputs(1, 3, seqlen_q, 301, head_dim, head_dim_v, dtype=dtype))
 
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
