@@ -68,7 +68,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "git": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        # Rows that are measured anew change nothing that is measured.
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")),
         "code": code_fingerprint(),
         "isa_forced": os.environ.get("ATTNKERN_CPU_ISA"),
         **{k: v for k, v in attnkern.build_info().items() if k not in ("cpu_library", "cuda_library")},  # paths
