@@ -27,7 +27,7 @@ from attnkern.testing import Inputs
 from . import machine, providers, record, report
 from .providers import Provider
 from .record import Log, Row
-from .sweep import Runner
+from .sweep import Runner, bound_by_reading
 from .timing import Work
 
 FALLS = 0.93
@@ -395,6 +395,12 @@ def _got(goal: Goal, row: Row) -> str:
         shown.append(f"{got * 1e6:+.1f} us" if what == "above" else show[what].format(got))
     if "share" not in scores(goal, row) and row.get("peak_share") and goal.above is None:
         shown.append(f"({row['peak_share']:.0%} of peak)")
+    if (
+        "bandwidth" not in scores(goal, row)
+        and row.get("bandwidth_share")
+        and bound_by_reading(goal.case, goal.pass_name)
+    ):
+        shown.append(f"({row['bandwidth_share']:.0%} of reads)")
     if (one := row["goal"].get("one_thread")) is not None:
         shown.append(f"one thread, CPU time: {one:.2f}x")
     return ", ".join(shown)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from .providers import BASELINE, Provider, Refused, Seen, results
 from .record import Row, row_key
 from .timing import Plan, Timing, Work, measure
 
-PEAK = "the machine's peak"  # as a competitor
+PEAK, READS = "the machine's peak", "the machine's memory"  # as competitors
 NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selection refuses
 
 
@@ -71,17 +71,22 @@ class Runner:
                 refused = isinstance(error, RuntimeError) and str(error).startswith(NO_KERNEL)
                 row |= {"status": "refused" if refused else "error", "message": _one_line(error)}
         if works:
-            peak = machine.peak(self.device, case.dtype, torch.get_num_threads(), self.plan.cpu_time)
-            beside = {} if peak.loop is None else {PEAK: Work(peak.loop, nullcontext)}
+            setting = (torch.get_num_threads(), self.plan.cpu_time)
+            limits = {PEAK: machine.peak(self.device, case.dtype, *setting)}
+            limits[READS] = machine.read_bandwidth(self.device, *setting)
+            beside = {name: Work(limit.loop, nullcontext) for name, limit in limits.items() if limit.loop is not None}
+            if not bound_by_reading(case, pass_name):
+                beside.pop(READS, None)
             try:
                 timings = measure(works | beside, self.plan, self.device)
             except Exception as error:
                 for name in works:
                     rows[name] |= {"status": "error", "message": f"while timed: {_one_line(error)}"}
             else:
-                of_peak = timings.pop(PEAK, None)
-                for name, timing in timings.items():
-                    self._fill(case, pass_name, rows[name], timing, timings.get(self.baseline), peak, of_peak)
+                for name in works:
+                    rows[name] |= _speed(case, pass_name, timings[name], timings, limits)
+                    if self.baseline in works:
+                        rows[name]["ratio"] = timings[name].ratio(timings[self.baseline])
         base = rows.get(self.baseline, {}).get("rms")
         for row in rows.values():
             if base and row.get("rms"):
@@ -137,36 +142,37 @@ class Runner:
             }
         return work
 
-    def _fill(
-        self,
-        case: Case,
-        pass_name: str,
-        row: Row,
-        timing: Timing,
-        baseline: Timing | None,
-        peak: machine.Peak,
-        of_peak: Timing | None,
-    ) -> None:
-        seconds = timing.median
-        read = machine.read_bandwidth(self.device, torch.get_num_threads(), self.plan.cpu_time)
-        flops, moved = case.flops(pass_name) / seconds, case.bytes_moved(pass_name) / seconds
-        row |= {
-            "seconds": seconds,
-            "p20": timing.quantile(0.2),
-            "p80": timing.quantile(0.8),
-            "rounds": len(timing.kept),
-            "dropped": timing.dropped,
-            "clean": timing.clean,
-            "ratio": None if baseline is None else timing.ratio(baseline),
-            "flops_per_second": flops,
-            # Round by round, as a ratio to a rival: the clock of a core isn't the same all the time.
-            "peak_share": flops / peak.rate
-            if of_peak is None
-            else case.flops(pass_name) / peak.work * timing.ratio(of_peak),
-            "peak": peak.label,
-            "bytes_per_second": moved,
-            "bandwidth_share": moved / read.rate,
-        }
+
+def bound_by_reading(case: Case, pass_name: str) -> bool:
+    """Whether memory is the limit, as in decoding: much data, and little to do with it."""
+    moved = case.bytes_moved(pass_name)
+    return moved >= 2**26 and case.flops(pass_name) < 32 * moved
+
+
+def _speed(
+    case: Case, pass_name: str, timing: Timing, timings: Mapping[str, Timing], limits: Mapping[str, machine.Peak]
+) -> Row:
+    def share(amount: float, limit: str) -> float:
+        if limit not in timings:
+            return amount / timing.median / limits[limit].rate
+        # Round by round, as a ratio to a rival: neither the clock of a core nor its way to memory is always the same.
+        return amount / limits[limit].work * timing.ratio(timings[limit])
+
+    flops, moved = case.flops(pass_name), case.bytes_moved(pass_name)
+    return {
+        "seconds": timing.median,
+        "p20": timing.quantile(0.2),
+        "p80": timing.quantile(0.8),
+        "rounds": len(timing.kept),
+        "dropped": timing.dropped,
+        "clean": timing.clean,
+        "ratio": None,
+        "flops_per_second": flops / timing.median,
+        "peak_share": share(flops, PEAK),
+        "peak": limits[PEAK].label,
+        "bytes_per_second": moved / timing.median,
+        "bandwidth_share": share(moved, READS),
+    }
 
 
 @contextmanager

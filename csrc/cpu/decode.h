@@ -11,9 +11,11 @@
 namespace attnkern::cpu {
 namespace {
 
-inline constexpr int64_t kDecodeRows = 16;   // most query rows of one key head that this path takes
-inline constexpr int64_t kDecodeKeys = 256;  // keys of a block
-inline constexpr int64_t kAhead = 64;        // keys that are fetched before they are read
+inline constexpr int64_t kDecodeRows = 16;  // most query rows of one key head that this path takes
+// A block has kMinKeys to kMaxKeys keys: the more, the fewer interruptions of the stream from memory, as long as the
+// scores of all rows stay in the first-level cache. Powers of two.
+inline constexpr int64_t kMinKeys = 256, kMaxKeys = 1024, kBlockScores = 4096;
+inline constexpr int64_t kAhead = 64;  // keys that are fetched before they are read
 
 // A row that will be read soon. Spread over the work: a burst of them would leave the memory idle afterwards.
 template <class T>
@@ -51,8 +53,8 @@ struct RowDot<float, BFloat16> {
 // scores[row][key] = q[row] . K[key] for kRows rows and all keys of the block, kLanes / kRows keys at a time.
 template <class C, class T, int kRows>
 [[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
-                                     int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetch_keys,
-                                     C* scores) {
+                                     int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetch_keys, C* scores,
+                                     int64_t score_step) {
   using S = Simd<C>;
   using V = typename S::V;
   using Dot = RowDot<C, T>;
@@ -82,14 +84,15 @@ template <class C, class T, int kRows>
     if (whole < columns) step(whole, columns - whole);
     C sums[S::kLanes];
     S::store(sums, S::sum_each(sum));
-    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kDecodeKeys + j, sums + r * kKeys, kKeys * sizeof(C));
+    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * score_step + j, sums + r * kKeys, kKeys * sizeof(C));
   }
 }
 
 // out[row] = out[row] * factor[row] + sum_key p[row][key] V[key], kVectors vectors of the head dimension at a time.
 template <class C, class T, int kRows, int kVectors>
-[[gnu::noinline]] void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
-                                     int64_t prefetch_keys, const C* factor, C* out, int64_t out_step) {
+[[gnu::noinline]] void decode_values(const C* p, int64_t p_step, const T* v, int64_t v_stride, int64_t keys,
+                                     int64_t columns, int64_t prefetch_keys, const C* factor, C* out,
+                                     int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
   V sum[kRows][kVectors];
@@ -103,7 +106,7 @@ template <class C, class T, int kRows, int kVectors>
       for (int c = 0; c < kVectors; ++c) value[c] = load(c);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        const V weight = S::set1(p[r * kDecodeKeys + j]);
+        const V weight = S::set1(p[r * p_step + j]);
 #pragma GCC unroll 4
         for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
       }
@@ -121,11 +124,10 @@ template <class C, class T, int kRows, int kVectors>
 #if defined(__AVX512BF16__)
 // The same for weights that were rounded to bfloat16: two keys at a time, 64 columns.
 template <int kRows>
-[[gnu::noinline]] void decode_value_pairs(const BFloat16* p, const BFloat16* v, int64_t v_stride, int64_t keys,
-                                          int64_t columns, int64_t prefetch_keys, const float* factor, float* out,
-                                          int64_t out_step) {
+[[gnu::noinline]] void decode_value_pairs(const BFloat16* p, int64_t p_step, const BFloat16* v, int64_t v_stride,
+                                          int64_t keys, int64_t columns, int64_t prefetch_keys, const float* factor,
+                                          float* out, int64_t out_step) {
   using S = Simd<float>;
-  constexpr int64_t kStep = 2 * kDecodeKeys;  // from row to row of the weights, which lie where scores were
   const auto mask = [&](int64_t first) {
     return static_cast<__mmask32>((uint64_t{1} << max64(0, min64(32, columns - first))) - 1);
   };
@@ -145,7 +147,7 @@ template <int kRows>
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const __m512i weights = PairDot::broadcast(reinterpret_cast<const uint32_t*>(p + r * kStep + j));
+      const __m512i weights = PairDot::broadcast(reinterpret_cast<const uint32_t*>(p + r * p_step + j));
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], weights, value[c]);
     }
@@ -170,22 +172,27 @@ template <class C>
 struct DecodeScratch {
   DecodeScratch(void* memory, const Forward& p, int64_t rows) {
     Arena arena(memory);
+    const auto in_place = [](const View& x, int64_t columns) { return x.stride[3] == 1 || columns <= 1; };
+    keys = kMinKeys;  // a block that is copied is to stay in the cache
+    if (in_place(p.k, p.head_dim) && in_place(p.v, p.head_dim_v))
+      while (keys < kMaxKeys && 2 * keys * rows <= kBlockScores) keys *= 2;
     constexpr int64_t kSlack = 4 * Simd<C>::kLanes;      // decode_values works on up to four vectors
     q_step = round_up(p.head_dim, 2 * Simd<C>::kLanes);  // room for either kind of RowDot
     out_step = round_up(p.head_dim_v, kSlack);
     q = arena.take<C>(rows * q_step);
     q_as_given = arena.take<C>(rows * q_step);
     out = arena.take<C>(rows * out_step);
-    block = arena.take<C>(kDecodeKeys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
-    scores = arena.take<C>(kDecodeRows * kDecodeKeys);
-    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kDecodeRows * kDecodeKeys);
-    keep = arena.take<C>(p.dropout_p > 0 ? kDecodeRows * kDecodeKeys : 0);
+    block = arena.take<C>(kMinKeys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
+    scores = arena.take<C>(rows * keys);
+    bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
+    keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
     largest = arena.take<C>(kDecodeRows);
     sums = arena.take<C>(kDecodeRows * Simd<C>::kLanes);
     factor = arena.take<C>(kDecodeRows);
     bytes = arena.used();
   }
   C *q, *q_as_given, *out, *block, *scores, *bias, *keep, *largest, *sums, *factor;
+  int64_t keys;  // of a block: from row to row of scores
   int64_t q_step, out_step, bytes;
 };
 
@@ -216,7 +223,7 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
                  int64_t end) {
   using S = Simd<C>;
   using V = typename S::V;
-  static_assert(kDecodeKeys % kTile<float> == 0);
+  static_assert(kMinKeys % kTile<float> == 0);
   const Score<C> score(p);
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   for (int64_t r = 0; r < rows; ++r) {
@@ -237,10 +244,13 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
 #else
   constexpr bool pairs = false;
 #endif
+  const int64_t step = scratch.keys;
+  const bool fetch =
+      rows > 1 || sizeof(T) < 4;  // else there is so little to do that the processor looks far enough ahead
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale);
-  for (int64_t key = begin; key < end; key += kDecodeKeys) {
-    const int64_t keys = min64(kDecodeKeys, end - key);
-    const int64_t ahead = max64(0, min64(keys, end - key - kAhead));
+  for (int64_t key = begin; key < end; key += step) {
+    const int64_t keys = min64(step, end - key);
+    const int64_t ahead = fetch ? max64(0, min64(keys, end - key - kAhead)) : 0;
     with_rows<C, T>(
         p.k, batch, head_k, key, keys, p.head_dim, scratch.block, [&](auto* k, int64_t stride, bool in_place) {
           using Key = std::remove_cvref_t<decltype(*k)>;
@@ -254,7 +264,7 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
               for (int64_t first = r; first < r + kRuns; first += kRows)
                 decode_scores<C, Key, kRows>(q + first * scratch.q_step, scratch.q_step, k + j * stride, stride, now,
                                              p.head_dim, first == 0 && in_place ? max64(0, min64(now, ahead - j)) : 0,
-                                             scratch.scores + first * kDecodeKeys + j);
+                                             scratch.scores + first * step + j, step);
             });
           }
         });
@@ -262,19 +272,17 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
     for (int64_t g = 0; g < group; ++g)
       for (int64_t first = 0; first < keys; first += kTile<C>) {  // tiles of kTile lanes, as bias and dropout come
         const int64_t head = head_k * group + g, lanes = min64(kTile<C>, keys - first);
-        C* bias = score.has_bias ? scratch.bias + first * kDecodeRows + g * p.seqlen_q * kTile<C> : nullptr;
-        C* keep = score.dropout ? scratch.keep + first * kDecodeRows + g * p.seqlen_q * kTile<C> : nullptr;
+        C* bias = score.has_bias ? scratch.bias + first * rows + g * p.seqlen_q * kTile<C> : nullptr;
+        C* keep = score.dropout ? scratch.keep + first * rows + g * p.seqlen_q * kTile<C> : nullptr;
         if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, bias);
         if (score.dropout) dropout_tile<C>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, keep);
       }
 
     for (int64_t r = 0; r < rows; ++r) {
-      C* row = scratch.scores + r * kDecodeKeys;
+      C* row = scratch.scores + r * step;
       const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
       const Range live{reached.begin - key, reached.end - key};
-      const auto tile_at = [&](int64_t j) {
-        return j / kTile<C> * kTile<C> * kDecodeRows + r * kTile<C> + j % kTile<C>;
-      };
+      const auto tile_at = [&](int64_t j) { return j / kTile<C> * kTile<C> * rows + r * kTile<C> + j % kTile<C>; };
       V largest = dead;
       for (int64_t j = 0; j < keys; j += S::kLanes) {
         V x = finish_score(score, S::load(row + j), scale, scratch.bias + tile_at(j));
@@ -304,7 +312,7 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
       const T* v = at<T>(p.v, batch, head_k, key);
       for (int64_t c = 0; pairs && c < p.head_dim_v; c += 64)
         for_row_runs(rows, [&]<int kRows>(int64_t r) {
-          decode_value_pairs<kRows>(reinterpret_cast<const BFloat16*>(scratch.scores + r * kDecodeKeys), v + c,
+          decode_value_pairs<kRows>(reinterpret_cast<const BFloat16*>(scratch.scores + r * step), 2 * step, v + c,
                                     p.v.stride[2], keys, p.head_dim_v - c, r == 0 ? ahead : 0, scratch.factor + r,
                                     scratch.out + r * scratch.out_step + c, scratch.out_step);
         });
@@ -316,7 +324,7 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
           using Value = std::remove_cvref_t<decltype(*v)>;
           for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
             for_row_runs(rows, [&]<int kRows>(int64_t r) {
-              decode_values<C, Value, kRows, 4>(scratch.scores + r * kDecodeKeys, v + c, stride, keys, p.head_dim_v - c,
+              decode_values<C, Value, kRows, 4>(scratch.scores + r * step, step, v + c, stride, keys, p.head_dim_v - c,
                                                 r == 0 && in_place ? ahead : 0, scratch.factor + r,
                                                 scratch.out + r * scratch.out_step + c, scratch.out_step);
             });
@@ -363,10 +371,10 @@ void decode(const Forward& p, const Runtime& runtime) {
   if (rows == 0 || heads == 0) return;
   // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
   const Range reached = p.band.reached(0, p.seqlen_q, {0, p.seqlen_k});
-  const int64_t blocks = max64(1, (reached.end - reached.begin + kDecodeKeys - 1) / kDecodeKeys);
+  const int64_t blocks = max64(1, (reached.end - reached.begin + kMinKeys - 1) / kMinKeys);
   int64_t parts = runtime.num_threads == 1 ? 1 : (4 * runtime.num_threads + heads - 1) / heads;
   parts = max64(1, min64(parts, blocks));
-  const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
+  const int64_t part_keys = (blocks + parts - 1) / parts * kMinKeys;
   const DecodeScratch<C> sizes(nullptr, p, rows);
   const int64_t step = sizes.out_step + 2;
   const Buffer<C> merged(heads * rows * parts * step);

@@ -22,7 +22,7 @@ inline constexpr bool kConverts = Op::kPack == 1 && !std::is_same_v<T, typename 
 
 // Rows [begin, end) of one head as a product reads them: the same worker's next tile of that head needs them again.
 template <class Scalar>
-struct KeptRows {
+struct alignas(64) KeptRows {  // no line of the cache with what another worker writes
   Scalar* memory;  // of the head's first rows
   int64_t room;    // rows, or pairs of rows
   int64_t head = -1, begin = 0, end = 0;
