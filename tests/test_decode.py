@@ -26,7 +26,7 @@ def test_grouped_queries_with_a_cache_in_length_major_memory(target, heads, seql
 @pytest.mark.parametrize("mask", [("bool", "B11S"), ("holes", "B11S"), ("float", "1H1S"), ("bool", "BHLS")], ids=str)
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 def test_with_masks(target, mask, seqlen_q, dtype):
-    target.check(target.inputs(2, 4, seqlen_q, 700, 16, dtype=dtype, mask=mask))
+    target.check(target.inputs(2, 4, seqlen_q, 1300, 16, dtype=dtype, mask=mask))
 
 
 @contract(24)

@@ -12,12 +12,16 @@ namespace attnkern::cpu {
 namespace {
 
 inline constexpr int64_t kDecodeRows = 16;  // most query rows of one key head that this path takes
-// A block has kMinKeys to kMaxKeys keys: the more, the fewer interruptions of the stream from memory, as long as the
-// scores of all rows stay in the first-level cache. Powers of two.
-inline constexpr int64_t kMinKeys = 256, kMaxKeys = 1024, kBlockScores = 4096;
-inline constexpr int64_t kAhead = 64;  // keys that are fetched before they are read
+// Keys of a block. The more, the fewer interruptions of the stream from memory, but the scores are to stay in the
+// first-level cache: the greater number is for few rows.
+inline constexpr int64_t kDecodeKeys = 256, kManyKeys = 1024, kFewRows = 4;
 
-// A row that will be read soon. Spread over the work: a burst of them would leave the memory idle afterwards.
+// Each of the first `keys` rows of a block fetches the one that is read `ahead` keys later. Spread over the work: a
+// burst of them would leave the memory idle afterwards.
+struct Fetch {
+  int64_t keys, ahead;
+};
+
 template <class T>
 inline void prefetch_row(const T* row, int64_t columns) {
   for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
@@ -51,10 +55,9 @@ struct RowDot<float, BFloat16> {
 #endif
 
 // scores[row][key] = q[row] . K[key] for kRows rows and all keys of the block, kLanes / kRows keys at a time.
-template <class C, class T, int kRows>
+template <class C, class T, int kRows, int64_t kKeysOfBlock>
 [[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
-                                     int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetch_keys, C* scores,
-                                     int64_t score_step) {
+                                     int64_t k_stride, int64_t keys, int64_t columns, Fetch fetch, C* scores) {
   using S = Simd<C>;
   using V = typename S::V;
   using Dot = RowDot<C, T>;
@@ -64,8 +67,8 @@ template <class C, class T, int kRows>
     V sum[S::kLanes];
 #pragma GCC unroll 16
     for (int t = 0; t < S::kLanes; ++t) sum[t] = S::zero();
-    const bool prefetch = j < prefetch_keys;
-    const int64_t ahead = kAhead * k_stride;
+    const bool prefetch = j < fetch.keys;
+    const int64_t ahead = fetch.ahead * k_stride;
     const T* row[kKeys];
     for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
     const auto step = [&](int64_t c, int64_t width) {
@@ -84,15 +87,14 @@ template <class C, class T, int kRows>
     if (whole < columns) step(whole, columns - whole);
     C sums[S::kLanes];
     S::store(sums, S::sum_each(sum));
-    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * score_step + j, sums + r * kKeys, kKeys * sizeof(C));
+    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kKeysOfBlock + j, sums + r * kKeys, kKeys * sizeof(C));
   }
 }
 
 // out[row] = out[row] * factor[row] + sum_key p[row][key] V[key], kVectors vectors of the head dimension at a time.
-template <class C, class T, int kRows, int kVectors>
-[[gnu::noinline]] void decode_values(const C* p, int64_t p_step, const T* v, int64_t v_stride, int64_t keys,
-                                     int64_t columns, int64_t prefetch_keys, const C* factor, C* out,
-                                     int64_t out_step) {
+template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
+[[gnu::noinline]] void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
+                                     Fetch fetch, const C* factor, C* out, int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
   V sum[kRows][kVectors];
@@ -100,13 +102,13 @@ template <class C, class T, int kRows, int kVectors>
     for (int c = 0; c < kVectors; ++c) sum[r][c] = S::zero();
   const auto accumulate = [&](auto load) {
     for (int64_t j = 0; j < keys; ++j, v += v_stride) {
-      if (j < prefetch_keys) prefetch_row(v + kAhead * v_stride, min64(columns, kVectors * S::kLanes));
+      if (j < fetch.keys) prefetch_row(v + fetch.ahead * v_stride, min64(columns, kVectors * S::kLanes));
       V value[kVectors];
 #pragma GCC unroll 4
       for (int c = 0; c < kVectors; ++c) value[c] = load(c);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        const V weight = S::set1(p[r * p_step + j]);
+        const V weight = S::set1(p[r * kKeysOfBlock + j]);
 #pragma GCC unroll 4
         for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
       }
@@ -123,10 +125,10 @@ template <class C, class T, int kRows, int kVectors>
 
 #if defined(__AVX512BF16__)
 // The same for weights that were rounded to bfloat16: two keys at a time, 64 columns.
-template <int kRows>
-[[gnu::noinline]] void decode_value_pairs(const BFloat16* p, int64_t p_step, const BFloat16* v, int64_t v_stride,
-                                          int64_t keys, int64_t columns, int64_t prefetch_keys, const float* factor,
-                                          float* out, int64_t out_step) {
+template <int kRows, int64_t kKeysOfBlock>
+[[gnu::noinline]] void decode_value_pairs(const BFloat16* p, const BFloat16* v, int64_t v_stride, int64_t keys,
+                                          int64_t columns, Fetch fetch, const float* factor, float* out,
+                                          int64_t out_step) {
   using S = Simd<float>;
   const auto mask = [&](int64_t first) {
     return static_cast<__mmask32>((uint64_t{1} << max64(0, min64(32, columns - first))) - 1);
@@ -134,8 +136,8 @@ template <int kRows>
   const __mmask32 masks[2] = {mask(0), mask(32)};
   S::V sum[kRows][4] = {};
   for (int64_t j = 0; j < keys; j += 2, v += 2 * v_stride) {
-    for (int64_t ahead = j; ahead < min64(j + 2, prefetch_keys); ++ahead)
-      prefetch_row(v + (kAhead + ahead - j) * v_stride, min64(columns, 64));
+    for (int64_t ahead = j; ahead < min64(j + 2, fetch.keys); ++ahead)
+      prefetch_row(v + (fetch.ahead + ahead - j) * v_stride, min64(columns, 64));
     __m512i value[4];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
@@ -147,7 +149,7 @@ template <int kRows>
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const __m512i weights = PairDot::broadcast(reinterpret_cast<const uint32_t*>(p + r * p_step + j));
+      const __m512i weights = PairDot::broadcast(reinterpret_cast<const uint32_t*>(p + 2 * r * kKeysOfBlock + j));
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], weights, value[c]);
     }
@@ -170,19 +172,15 @@ template <int kRows>
 
 template <class C>
 struct DecodeScratch {
-  DecodeScratch(void* memory, const Forward& p, int64_t rows) {
+  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys) {
     Arena arena(memory);
-    const auto in_place = [](const View& x, int64_t columns) { return x.stride[3] == 1 || columns <= 1; };
-    keys = kMinKeys;  // a block that is copied is to stay in the cache
-    if (in_place(p.k, p.head_dim) && in_place(p.v, p.head_dim_v))
-      while (keys < kMaxKeys && 2 * keys * rows <= kBlockScores) keys *= 2;
     constexpr int64_t kSlack = 4 * Simd<C>::kLanes;      // decode_values works on up to four vectors
     q_step = round_up(p.head_dim, 2 * Simd<C>::kLanes);  // room for either kind of RowDot
     out_step = round_up(p.head_dim_v, kSlack);
     q = arena.take<C>(rows * q_step);
     q_as_given = arena.take<C>(rows * q_step);
     out = arena.take<C>(rows * out_step);
-    block = arena.take<C>(kMinKeys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
+    block = arena.take<C>(keys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
     scores = arena.take<C>(rows * keys);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
     keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
@@ -192,9 +190,16 @@ struct DecodeScratch {
     bytes = arena.used();
   }
   C *q, *q_as_given, *out, *block, *scores, *bias, *keep, *largest, *sums, *factor;
-  int64_t keys;  // of a block: from row to row of scores
   int64_t q_step, out_step, bytes;
 };
+
+// How many keys all rows meet at a time. As measured: what several runs of rows read again and again is to be a part of
+// the first-level cache, the smaller in float32, which reads twice as much for a product.
+template <class T>
+inline int64_t keys_of_portion(int64_t columns) {
+  const int64_t row_bytes = round_up(columns, 16) * static_cast<int64_t>(sizeof(T));
+  return sizeof(T) == 2 ? 64 : max64(16, min64(64, 8192 / row_bytes / 16 * 16));
+}
 
 // Splits n rows into runs of 4, 2 and 1.
 template <class Body>
@@ -218,12 +223,12 @@ inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key
 
 // The rows of key head `head_k` against keys [begin, end): fills scratch.out (not normalised), largest and sums (one
 // per lane).
-template <class T, class C>
+template <int64_t kKeysOfBlock, class T, class C>
 void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batch, int64_t head_k, int64_t begin,
                  int64_t end) {
   using S = Simd<C>;
   using V = typename S::V;
-  static_assert(kMinKeys % kTile<float> == 0);
+  static_assert(kKeysOfBlock % kTile<float> == 0);
   const Score<C> score(p);
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   for (int64_t r = 0; r < rows; ++r) {
@@ -244,27 +249,28 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
 #else
   constexpr bool pairs = false;
 #endif
-  const int64_t step = scratch.keys;
-  const bool fetch =
-      rows > 1 || sizeof(T) < 4;  // else there is so little to do that the processor looks far enough ahead
+  // All rows meet as many keys as are fetched meanwhile, then the next. One row alone has so little to do with wide
+  // elements that the processor itself looks far enough ahead.
+  const int64_t portion = keys_of_portion<T>(p.head_dim);
+  const bool fetches = rows > 1 || sizeof(T) == 2;
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale);
-  for (int64_t key = begin; key < end; key += step) {
-    const int64_t keys = min64(step, end - key);
-    const int64_t ahead = fetch ? max64(0, min64(keys, end - key - kAhead)) : 0;
+  for (int64_t key = begin; key < end; key += kKeysOfBlock) {
+    const int64_t keys = min64(kKeysOfBlock, end - key);
+    const Fetch fetch{fetches ? max64(0, min64(keys, end - key - portion)) : 0, portion}, none{0, 0};
     with_rows<C, T>(
         p.k, batch, head_k, key, keys, p.head_dim, scratch.block, [&](auto* k, int64_t stride, bool in_place) {
           using Key = std::remove_cvref_t<decltype(*k)>;
           using Query = typename RowDot<C, Key>::Query;
           const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
-          // All rows against a few keys, then on: what is fetched meanwhile comes in evenly.
-          for (int64_t j = 0; j < keys; j += kAhead) {
-            const int64_t now = min64(kAhead, keys - j);
+          for (int64_t j = 0; j < keys; j += portion) {
+            const int64_t now = min64(portion, keys - j);
+            const Fetch some{max64(0, min64(now, fetch.keys - j)), portion};
             for_row_runs(rows, [&]<int kRuns>(int64_t r) {
               constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
               for (int64_t first = r; first < r + kRuns; first += kRows)
-                decode_scores<C, Key, kRows>(q + first * scratch.q_step, scratch.q_step, k + j * stride, stride, now,
-                                             p.head_dim, first == 0 && in_place ? max64(0, min64(now, ahead - j)) : 0,
-                                             scratch.scores + first * step + j, step);
+                decode_scores<C, Key, kRows, kKeysOfBlock>(
+                    q + first * scratch.q_step, scratch.q_step, k + j * stride, stride, now, p.head_dim,
+                    first == 0 && in_place ? some : none, scratch.scores + first * kKeysOfBlock + j);
             });
           }
         });
@@ -279,7 +285,7 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
       }
 
     for (int64_t r = 0; r < rows; ++r) {
-      C* row = scratch.scores + r * step;
+      C* row = scratch.scores + r * kKeysOfBlock;
       const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
       const Range live{reached.begin - key, reached.end - key};
       const auto tile_at = [&](int64_t j) { return j / kTile<C> * kTile<C> * rows + r * kTile<C> + j % kTile<C>; };
@@ -312,9 +318,10 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
       const T* v = at<T>(p.v, batch, head_k, key);
       for (int64_t c = 0; pairs && c < p.head_dim_v; c += 64)
         for_row_runs(rows, [&]<int kRows>(int64_t r) {
-          decode_value_pairs<kRows>(reinterpret_cast<const BFloat16*>(scratch.scores + r * step), 2 * step, v + c,
-                                    p.v.stride[2], keys, p.head_dim_v - c, r == 0 ? ahead : 0, scratch.factor + r,
-                                    scratch.out + r * scratch.out_step + c, scratch.out_step);
+          decode_value_pairs<kRows, kKeysOfBlock>(reinterpret_cast<const BFloat16*>(scratch.scores + r * kKeysOfBlock),
+                                                  v + c, p.v.stride[2], keys, p.head_dim_v - c, r == 0 ? fetch : none,
+                                                  scratch.factor + r, scratch.out + r * scratch.out_step + c,
+                                                  scratch.out_step);
         });
       if (pairs) continue;
     }
@@ -324,9 +331,10 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
           using Value = std::remove_cvref_t<decltype(*v)>;
           for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
             for_row_runs(rows, [&]<int kRows>(int64_t r) {
-              decode_values<C, Value, kRows, 4>(scratch.scores + r * step, step, v + c, stride, keys, p.head_dim_v - c,
-                                                r == 0 && in_place ? ahead : 0, scratch.factor + r,
-                                                scratch.out + r * scratch.out_step + c, scratch.out_step);
+              decode_values<C, Value, kRows, 4, kKeysOfBlock>(scratch.scores + r * kKeysOfBlock, v + c, stride, keys,
+                                                              p.head_dim_v - c, r == 0 && in_place ? fetch : none,
+                                                              scratch.factor + r,
+                                                              scratch.out + r * scratch.out_step + c, scratch.out_step);
             });
         });
   }
@@ -371,18 +379,22 @@ void decode(const Forward& p, const Runtime& runtime) {
   if (rows == 0 || heads == 0) return;
   // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
   const Range reached = p.band.reached(0, p.seqlen_q, {0, p.seqlen_k});
-  const int64_t blocks = max64(1, (reached.end - reached.begin + kMinKeys - 1) / kMinKeys);
+  const int64_t blocks = max64(1, (reached.end - reached.begin + kDecodeKeys - 1) / kDecodeKeys);
   int64_t parts = runtime.num_threads == 1 ? 1 : (4 * runtime.num_threads + heads - 1) / heads;
   parts = max64(1, min64(parts, blocks));
-  const int64_t part_keys = (blocks + parts - 1) / parts * kMinKeys;
-  const DecodeScratch<C> sizes(nullptr, p, rows);
+  const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
+  // What is copied is to stay in the cache, too.
+  const bool in_place = p.k.stride[3] == 1 && p.v.stride[3] == 1, many = rows <= kFewRows && in_place;
+  const int64_t keys = many ? kManyKeys : kDecodeKeys;
+  const DecodeScratch<C> sizes(nullptr, p, rows, keys);
   const int64_t step = sizes.out_step + 2;
   const Buffer<C> merged(heads * rows * parts * step);
   run_tasks(p, runtime, heads * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
-    const DecodeScratch<C> scratch(memory, p, rows);
+    const DecodeScratch<C> scratch(memory, p, rows, keys);
     const int64_t part = task % parts, head = task / parts;
     const int64_t begin = min64(reached.end, reached.begin + part * part_keys);
-    decode_part<T>(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(reached.end, begin + part_keys));
+    const auto run = many ? decode_part<kManyKeys, T, C> : decode_part<kDecodeKeys, T, C>;
+    run(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(reached.end, begin + part_keys));
     for (int64_t r = 0; r < rows; ++r) {
       C* target = merged.data() + ((head * rows + r) * parts + part) * step;
       std::memcpy(target, scratch.out + r * scratch.out_step, static_cast<size_t>(scratch.out_step) * sizeof(C));
