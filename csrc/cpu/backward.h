@@ -597,8 +597,11 @@ void backward(const Backward& p, const Runtime& runtime) {
   const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
   const bool direct = std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0;
   const bool split_direct = direct && chunks == 1;
-  const int64_t workers = min64(runtime.num_threads, whole);
-  const Buffer<C> sums(wanted.dq && !direct ? workers * unit * head_step : 0);
+  // A worker's dQ, if it isn't the output itself: in its scratch, as kept rows are, or too large to stay there.
+  constexpr int64_t kScratchSums = 1 << 18;
+  const int64_t sums = wanted.dq && !direct && whole > 0 ? unit * head_step : 0;
+  const bool large = sums > kScratchSums;
+  const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * sums : 0);
   const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * unit * head_step : 0);
 
   const int64_t tasks = whole + left * chunks;
@@ -608,8 +611,11 @@ void backward(const Backward& p, const Runtime& runtime) {
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
                                                (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
-  run_tasks(p, runtime, tasks, sizes.bytes, [&](int64_t task, void* memory, int64_t worker) {
+  const int64_t scratch_bytes = sizes.bytes + kept.bytes() + (large ? 0 : sums * static_cast<int64_t>(sizeof(C)));
+  run_tasks(p, runtime, tasks, scratch_bytes, [&](int64_t task, void* memory, int64_t worker) {
     const BackwardScratch<Op> scratch(memory, p);
+    char* kept_memory = static_cast<char*>(memory) + sizes.bytes;
+    C* own_sums = large ? large_sums.data() + worker * sums : reinterpret_cast<C*>(kept_memory + kept.bytes());
     const bool is_whole = task < whole;
     const int64_t index = is_whole ? task : whole + (task - whole) / chunks,
                   chunk = is_whole ? 0 : (task - whole) % chunks;
@@ -620,14 +626,14 @@ void backward(const Backward& p, const Runtime& runtime) {
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq && p.head_dim > 0) {
       if (in_place) dq = {reinterpret_cast<C*>(at<T>(p.dq, batch, head)), p.dq.stride[2], p.dq.stride[1]};
-      else
-        dq.data = is_whole ? sums.data() + worker * unit * head_step : parts.data() + (task - whole) * unit * head_step;
+      else dq.data = is_whole ? own_sums : parts.data() + (task - whole) * unit * head_step;
       for (int64_t h = 0; h < unit; ++h)
         for (int64_t i = 0; i < p.seqlen_q; ++i)
           std::memset(dq.data + h * dq.head_step + i * dq.step, 0,
                       static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
-    backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, terms, dq, kept.of(worker));
+    backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, terms, dq,
+                          kept.of(worker, kept_memory));
     if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < unit; ++h)
         store_query_grad<T>(p, batch, head + h, 0, p.seqlen_q, dq.data + h * dq.head_step, dq.step);

@@ -23,13 +23,14 @@ inline constexpr bool kConverts = Op::kPack == 1 && !std::is_same_v<T, typename 
 // Rows [begin, end) of one head as a product reads them: the same worker's next tile of that head needs them again.
 template <class Scalar>
 struct alignas(64) KeptRows {  // no line of the cache with what another worker writes
-  Scalar* memory;  // of the head's first rows
-  int64_t room;    // rows, or pairs of rows
+  Scalar* memory;              // of the head's first rows
+  int64_t room;                // rows, or pairs of rows
   int64_t head = -1, begin = 0, end = 0;
 };
 inline constexpr int64_t kKeptBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
 
-// All workers' kept rows.
+// All workers' kept rows, which lie in their scratch: it stays, where fresh memory would come page by page in every
+// call.
 template <class Scalar>
 class KeptByWorker {
  public:
@@ -37,17 +38,22 @@ class KeptByWorker {
   KeptByWorker(int64_t workers, int64_t records, int64_t rows, int64_t scalars)
       : records_(records),
         room_(min64(rows, kKeptBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
-        rows_(workers * records),
-        memory_(workers * records * room_ * scalars) {
-    for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = {memory_.data() + i * room_ * scalars, room_};
+        record_scalars_(room_ * scalars),
+        rows_(workers * records) {
+    for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = {nullptr, room_};
   }
-  // The records of a worker; null if there are none.
-  KeptRows<Scalar>* of(int64_t worker) const { return records_ == 0 ? nullptr : rows_.data() + worker * records_; }
+  // Of a worker's scratch.
+  int64_t bytes() const { return records_ * record_scalars_ * static_cast<int64_t>(sizeof(Scalar)); }
+  // The records of a worker, with `memory` of its scratch; null if there are none.
+  KeptRows<Scalar>* of(int64_t worker, void* memory) const {
+    KeptRows<Scalar>* records = rows_.data() + worker * records_;
+    for (int64_t i = 0; i < records_; ++i) records[i].memory = static_cast<Scalar*>(memory) + i * record_scalars_;
+    return records_ == 0 ? nullptr : records;
+  }
 
  private:
-  int64_t records_, room_;
+  int64_t records_, room_, record_scalars_;
   Buffer<KeptRows<Scalar>> rows_;
-  Buffer<Scalar> memory_;
 };
 
 template <class Op>
@@ -694,10 +700,10 @@ void forward(const Forward& p, const Runtime& runtime) {
     const ForwardScratch<Op> scratch(memory, p);
     // Last tiles first: under a causal mask they are the longest.
     const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
-    forward_tile<T, Op>(p, scratch, kept.of(worker), head / p.heads_q, head % p.heads_q, query,
-                        min64(tile, p.seqlen_q - query));
+    forward_tile<T, Op>(p, scratch, kept.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q,
+                        head % p.heads_q, query, min64(tile, p.seqlen_q - query));
   };
-  run_tasks(p, runtime, heads * tiles, sizes.bytes, body, heads < runtime.num_threads);
+  run_tasks(p, runtime, heads * tiles, sizes.bytes + kept.bytes(), body, heads < runtime.num_threads);
 }
 
 }  // namespace
