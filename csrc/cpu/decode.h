@@ -197,7 +197,7 @@ struct DecodeScratch {
 // the first-level cache, the smaller in float32, which reads twice as much for a product.
 template <class T>
 inline int64_t keys_of_portion(int64_t columns) {
-  const int64_t row_bytes = round_up(columns, 16) * static_cast<int64_t>(sizeof(T));
+  const int64_t row_bytes = round_up(max64(1, columns), 16) * static_cast<int64_t>(sizeof(T));
   return sizeof(T) == 2 ? 64 : max64(16, min64(64, 8192 / row_bytes / 16 * 16));
 }
 
