@@ -703,7 +703,9 @@ void forward(const Forward& p, const Runtime& runtime) {
     forward_tile<T, Op>(p, scratch, kept.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q,
                         head % p.heads_q, query, min64(tile, p.seqlen_q - query));
   };
-  run_tasks(p, runtime, heads * tiles, sizes.bytes + kept.bytes(), body, heads < runtime.num_threads);
+  // A causal mask makes the first tasks the longest.
+  const bool uneven = (p.band.left < kUnbounded) != (p.band.right < kUnbounded);
+  run_tasks(p, runtime, heads * tiles, sizes.bytes + kept.bytes(), body, heads < runtime.num_threads && uneven);
 }
 
 }  // namespace
