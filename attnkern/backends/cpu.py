@@ -16,5 +16,4 @@ def unavailable() -> str | None:
 
 def refusals(problem: Problem) -> list[str]:
     """Why this backend cannot run `problem`; empty if it can. Whatever Problem admits, the kernels do."""
-    reason = unavailable()
-    return [] if reason is None else [reason]
+    return [] if load_error() is None else [str(unavailable())]
