@@ -180,7 +180,7 @@ struct DecodeScratch {
     q = arena.take<C>(rows * q_step);
     q_as_given = arena.take<C>(rows * q_step);
     out = arena.take<C>(rows * out_step);
-    block = arena.take<C>(keys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
+    block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
     scores = arena.take<C>(rows * keys);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
     keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
