@@ -74,19 +74,18 @@ class Runner:
             setting = (torch.get_num_threads(), self.plan.cpu_time)
             limits = {PEAK: machine.peak(self.device, case.dtype, *setting)}
             limits[READS] = machine.read_bandwidth(self.device, *setting)
-            beside = {name: Work(limit.loop, nullcontext) for name, limit in limits.items() if limit.loop is not None}
-            if not bound_by_reading(case, pass_name):
-                beside.pop(READS, None)
+            timed = limits if bound_by_reading(case, pass_name) else [PEAK]
+            beside = {name: Work(loop, nullcontext) for name in timed if (loop := limits[name].loop) is not None}
             try:
                 timings = measure(works | beside, self.plan, self.device)
             except Exception as error:
                 for name in works:
                     rows[name] |= {"status": "error", "message": f"while timed: {_one_line(error)}"}
             else:
+                baseline = timings.get(self.baseline)
                 for name in works:
                     rows[name] |= _speed(case, pass_name, timings[name], timings, limits)
-                    if self.baseline in works:
-                        rows[name]["ratio"] = timings[name].ratio(timings[self.baseline])
+                    rows[name]["ratio"] = None if baseline is None else timings[name].ratio(baseline)
         base = rows.get(self.baseline, {}).get("rms")
         for row in rows.values():
             if base and row.get("rms"):
@@ -166,7 +165,6 @@ def _speed(
         "rounds": len(timing.kept),
         "dropped": timing.dropped,
         "clean": timing.clean,
-        "ratio": None,
         "flops_per_second": flops / timing.median,
         "peak_share": share(flops, PEAK),
         "peak": limits[PEAK].label,

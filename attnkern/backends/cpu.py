@@ -16,4 +16,5 @@ def unavailable() -> str | None:
 
 def refusals(problem: Problem) -> list[str]:
     """Why this backend cannot run `problem`; empty if it can. Whatever Problem admits, the kernels do."""
-    return [] if load_error() is None else [str(unavailable())]
+    reason = unavailable()
+    return [] if reason is None else [reason]

@@ -621,8 +621,8 @@ void backward(const Backward& p, const Runtime& runtime) {
                   chunk = is_whole ? 0 : (task - whole) % chunks;
     const int64_t batch = index * unit / p.heads_q, head = index * unit % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
-    for (int64_t h = head; is_whole && !bias_apart && h < head + unit; ++h)
-      compute_terms<T>(p, plain, batch, h, 0, p.seqlen_q, terms);
+    if (is_whole && !bias_apart)
+      for (int64_t h = head; h < head + unit; ++h) compute_terms<T>(p, plain, batch, h, 0, p.seqlen_q, terms);
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq && p.head_dim > 0) {
       if (in_place) dq = {reinterpret_cast<C*>(at<T>(p.dq, batch, head)), p.dq.stride[2], p.dq.stride[1]};

@@ -54,7 +54,8 @@ struct RowDot<float, BFloat16> {
 };
 #endif
 
-// scores[row][key] = q[row] . K[key] for kRows rows and all keys of the block, kLanes / kRows keys at a time.
+// scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time. Here as
+// below, a row of scores has room for a block's keys.
 template <class C, class T, int kRows, int64_t kKeysOfBlock>
 [[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
                                      int64_t k_stride, int64_t keys, int64_t columns, Fetch fetch, C* scores) {
@@ -210,12 +211,15 @@ inline void for_row_runs(int64_t n, const Body& body) {
   for (; r < n; ++r) body.template operator()<1>(r);
 }
 
-// A block of K or V: the user's rows, or a converted copy where the column stride is not 1.
+// Whether rows are read as they lie in memory.
+inline bool reads_in_place(const View& view, int64_t columns) { return view.stride[3] == 1 || columns <= 1; }
+
+// A block of K or V: the user's rows, or a converted copy.
 template <class C, class T, class Body>
 inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns,
                       C* copy, const Body& body) {
   const T* source = at<T>(view, batch, head, key);
-  if (view.stride[3] == 1 || columns <= 1) return body(source, view.stride[2], true);
+  if (reads_in_place(view, columns)) return body(source, view.stride[2], true);
   const int64_t step = round_up(columns, Simd<C>::kLanes);
   convert_rows<C>(source, view.stride[2], view.stride[3], keys, columns, copy, step);
   body(static_cast<const C*>(copy), step, false);
@@ -245,7 +249,7 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
 
 #if defined(__AVX512BF16__)
   // Few rows wait for memory anyway, and keep their weights' digits.
-  const bool pairs = std::is_same_v<T, BFloat16> && rows >= 4 && (p.v.stride[3] == 1 || p.head_dim_v <= 1);
+  const bool pairs = std::is_same_v<T, BFloat16> && rows >= 4 && reads_in_place(p.v, p.head_dim_v);
 #else
   constexpr bool pairs = false;
 #endif
@@ -384,7 +388,8 @@ void decode(const Forward& p, const Runtime& runtime) {
   parts = max64(1, min64(parts, blocks));
   const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
   // What is copied is to stay in the cache, too.
-  const bool in_place = p.k.stride[3] == 1 && p.v.stride[3] == 1, many = rows <= kFewRows && in_place;
+  const bool in_place = reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
+  const bool many = rows <= kFewRows && in_place;
   const int64_t keys = many ? kManyKeys : kDecodeKeys;
   const DecodeScratch<C> sizes(nullptr, p, rows, keys);
   const int64_t step = sizes.out_step + 2;

@@ -570,12 +570,12 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
   PairWeights<Op> weights;
   C* scores = scratch.scores;
   BlockPlan plans[2], *block = plans, *waiting = nullptr;
-  const auto finish_waiting = [&](C* probabilities) {
+  const auto finish_waiting = [&] {
     if (waiting == nullptr) return;
     weights.finish(*waiting);
     for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes)
       S::store(scratch.sum + lane, S::load(scratch.sum + lane) + S::load(scratch.block_sum + lane));
-    accumulate(*waiting, probabilities, true);
+    accumulate(*waiting, weights.scores, true);
   };
   BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
   while (walk.next(*block)) {
@@ -586,9 +586,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
                                 scratch.rows, kept == nullptr ? nullptr : kept + 1);
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
     if (waits) {
-      C* other = scratch.scores + (scores == scratch.scores ? kBlock<Op> * kTile<C> : 0);
       plain_scores(scratch, walk, *block, vectors, depth, keys, scores, &weights);
-      finish_waiting(other);
+      finish_waiting();
       for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
         const V old = S::load(scratch.largest + lane);
         const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
@@ -599,7 +598,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
       weights.begin(*block);
       waiting = block;
       block = block == plans ? plans + 1 : plans;
-      scores = other;
+      scores = scratch.scores + (scores == scratch.scores ? kBlock<Op> * kTile<C> : 0);
       continue;
     }
     bool rescale = true;
@@ -607,7 +606,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     else probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys);
     accumulate(*block, scratch.scores, rescale);
   }
-  finish_waiting(scores == scratch.scores ? scratch.scores + kBlock<Op> * kTile<C> : scratch.scores);
+  finish_waiting();
 
   // A row that no key was left for: exactly 0, whatever V holds, and lse -inf. NaN in the sum stays NaN.
   for (int64_t v = 0; v < vectors; ++v) {

@@ -128,6 +128,7 @@ class Walk {
     a_ += kUnitRows ? a_step_ : 1;
     far_ += kUnitRows ? a_step_ : 1;
     b_ += b_step_;
+    // Or it would keep one index for all three, and make addresses of it at every step.
     asm("" : "+r"(a_), "+r"(far_), "+r"(b_));
   }
 
