@@ -230,13 +230,14 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
     const Segment& segment = block.segment[s];
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes, at = row * kTile<C>;
     const int64_t vectors = segment.last - segment.first;
-    gemm<typename Op::Product, false>(segment.rows, vectors, depth, q_rows.data + row * q_rows.step, q_rows.step,
-                                      scratch.k_tile + lane, kTile<C>, scratch.scores + at + lane, kTile<C>,
-                                      Epilogue::kStore);
+    gemm<typename Op::Product>(segment.rows, vectors, depth,
+                               {q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
+                               {scratch.scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
     if (need_ds)
-      gemm<typename Op::Product, false>(segment.rows, vectors, depth_v, grad_rows.data + row * grad_rows.step,
-                                        grad_rows.step, scratch.v_tile + lane, kTile<C>,
-                                        scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore);
+      gemm<typename Op::Product>(
+          segment.rows, vectors, depth_v,
+          {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
+          {scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
     differentiate_scores<Op>(score, walk, segment, terms, scratch.bias + at, bias_grad,
                              score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
                              scratch.grad_scores + at);
@@ -330,7 +331,9 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
 
   for (int64_t key = first_tile * kTile<C>; key < p.seqlen_k; key += tile_stride * kTile<C>) {
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
+    const int64_t vectors = (keys + S::kLanes - 1) / S::kLanes;
     Rows<Scalar> k_rows{};
+    Epilogue dk_epilogue, dv_epilogue;  // kStore until the first block
     for (int64_t h = head; h < head + heads; ++h) {
       const int64_t head_k = h / group_k, head_v = h / group_v;
       if (h == head || h % group_k == 0) {
@@ -345,11 +348,11 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
             k_rows = {scratch.k_rows, step};
           }
         }
-        for (int64_t i = 0; i < p.head_dim * kTile<C>; ++i) scratch.dk[i] = C(0);
+        dk_epilogue = Epilogue::kStore;
       }
       if (h == head || h % group_v == 0) {
         load_value_tile<T, Op>(p, scratch, batch, head_v, key, keys);
-        for (int64_t i = 0; i < p.head_dim_v * kTile<C>; ++i) scratch.dv[i] = C(0);
+        dv_epilogue = Epilogue::kStore;
       }
 
       BandWalk<C> walk(p.band.transposed(), key, keys, {0, p.seqlen_q}, kBlock<Op>);
@@ -405,35 +408,35 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           ds_step = kTile<C> / 2;
         }
 
-        for (int64_t s = 0; s < block.segments; ++s) {
+        if (wanted.dv)
+          gemm_over_block<typename Op::Product>(p.head_dim_v, vectors, block,
+                                                {grad_sum.data, grad_sum.step, probabilities, kTile<C>},
+                                                {scratch.dv, kTile<C>, dv_epilogue, nullptr});
+        if (wanted.dk)
+          gemm_over_block<typename Op::Product>(p.head_dim, vectors, block, {q_sum.data, q_sum.step, ds, kTile<C>},
+                                                {scratch.dk, kTile<C>, dk_epilogue, nullptr});
+        dk_epilogue = dv_epilogue = Epilogue::kAdd;
+        for (int64_t s = 0; s < block.segments && wanted.dq; ++s) {
           const Segment& segment = block.segment[s];
           const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-          const int64_t vectors = segment.last - segment.first;
-          const int64_t pair = row / Op::kPack, pairs = (segment.rows + Op::kPack - 1) / Op::kPack;
-          if (wanted.dv)
-            gemm<typename Op::Product, true>(p.head_dim_v, vectors, pairs, grad_sum.data + pair * grad_sum.step,
-                                             grad_sum.step, probabilities + pair * kTile<C> + lane, kTile<C>,
-                                             scratch.dv + lane, kTile<C>, Epilogue::kAdd);
-          if (wanted.dk)
-            gemm<typename Op::Product, true>(p.head_dim, vectors, pairs, q_sum.data + pair * q_sum.step, q_sum.step,
-                                             ds + pair * kTile<C> + lane, kTile<C>, scratch.dk + lane, kTile<C>,
-                                             Epilogue::kAdd);
-          if (wanted.dq) {
-            // Lanes past the last key hold nothing of meaning: sum over real keys only.
-            const int64_t live = min64(segment.last * S::kLanes, keys) - lane;
-            if constexpr (Op::kPack == 2) {
-              if (live % 2 != 0)  // the odd key's partner is a zero row of K, but dS must be finite there
-                for (int64_t i = row; i < row + segment.rows; ++i)
-                  reinterpret_cast<uint16_t*>(const_cast<Scalar*>(ds_rows) + i * ds_step)[lane + live] = 0;
-            }
-            gemm<typename Op::Product, false>(
-                segment.rows, columns, (live + Op::kPack - 1) / Op::kPack, ds_rows + row * ds_step + lane / Op::kPack,
-                ds_step, k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step,
-                dq.data + (h - head) * dq.head_step + segment.row * dq.step, dq.step, Epilogue::kAdd);
+          // Lanes past the last key hold nothing of meaning: sum over real keys only.
+          const int64_t live = min64(segment.last * S::kLanes, keys) - lane;
+          if constexpr (Op::kPack == 2) {
+            if (live % 2 != 0)  // the odd key's partner is a zero row of K, but dS must be finite there
+              for (int64_t i = row; i < row + segment.rows; ++i)
+                reinterpret_cast<uint16_t*>(const_cast<Scalar*>(ds_rows) + i * ds_step)[lane + live] = 0;
           }
+          gemm<typename Op::Product>(
+              segment.rows, columns, (live + Op::kPack - 1) / Op::kPack,
+              {ds_rows + row * ds_step + lane / Op::kPack, ds_step, k_rows.data + lane / Op::kPack * k_rows.step,
+               k_rows.step},
+              {dq.data + (h - head) * dq.head_step + segment.row * dq.step, dq.step, Epilogue::kAdd, nullptr});
         }
       }
 
+      // Keys that no query was left for.
+      if (dk_epilogue == Epilogue::kStore) std::memset(scratch.dk, 0, p.head_dim * kTile<C> * sizeof(C));
+      if (dv_epilogue == Epilogue::kStore) std::memset(scratch.dv, 0, p.head_dim_v * kTile<C> * sizeof(C));
       if (wanted.dk && (h + 1) % group_k == 0)
         store_transposed<C, T>(scratch.dk, keys, p.head_dim, scale, at<T>(p.dk, batch, head_k, key), p.dk.stride[2]);
       if (wanted.dv && (h + 1) % group_v == 0)

@@ -372,17 +372,19 @@ inline void dropout_tile(const Attention& p, int loop_dim, int64_t batch, int64_
 
 // ------------------------------------------------------------------------------------- the walk along the band
 
-// Part of a block: `rows` loop indices from `row`, for which the vectors [first, last) of the tile can be alive.
-struct Segment {
-  int64_t row, rows, first, last;
-  bool cut;  // by the band: scores must be masked
-};
-
 struct BlockPlan {
   int64_t row, rows;
   int64_t segments;
   Segment segment[2 * kBlockRows / kGroup + 3];  // a clean one, and the last of either edge may be short
 };
+
+// C = A^T B, summed over the rows of a block: of A, `rows` scalars in a row, and of B, whose vectors are the tile's.
+template <class Op>
+inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& block, const Factors<Op, true>& factors,
+                            const Target<typename Op::Compute>& target) {
+  for_tiles<kTileRows, kTileVectors, 1>(rows, vectors,
+                                        SegmentsTile<Op>{factors, block.row, block.segment, block.segments, target});
+}
 
 // Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks of at most `most` rows, evenly
 // sized. What the band leaves whole of a block is one segment; where it cuts through, segments of kGroup rows hold

@@ -499,9 +499,9 @@ template <class T, class Op>
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-    gemm<typename Op::Product, false>(segment.rows, segment.last - segment.first, depth, keys.data + row * keys.step,
-                                      keys.step, scratch.query_tile + lane, kTile<C>,
-                                      scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore);
+    gemm<typename Op::Product>(segment.rows, segment.last - segment.first, depth,
+                               {keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                               {scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore, nullptr});
   }
   if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
   transform_scores<C>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
@@ -541,25 +541,14 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
       values = copied_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
                                   scratch.rows, kept);
     else values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows);
-    // A first segment of all lanes clears or rescales the total as it is added.
-    const bool whole = block.segment[0].first == 0 && block.segment[0].last == vectors;
-    if (!whole && (rescale || !started)) {
-      for (int64_t d = 0; d < p.head_dim_v; ++d)
-        for (int64_t v = 0; v < vectors; ++v) {
-          C* total = scratch.out + d * kTile<C> + v * S::kLanes;
-          S::store(total, started ? S::load(total) * S::load(scratch.correction + v * S::kLanes) : S::zero());
-        }
-    }
-    const Epilogue first = !started ? Epilogue::kStore : rescale ? Epilogue::kRescale : Epilogue::kAdd;
-    for (int64_t s = 0; s < block.segments; ++s) {
-      const Segment& segment = block.segment[s];
-      const int64_t row = (segment.row - block.row) / Op::kPack, lane = segment.first * S::kLanes;
-      gemm<typename Op::Product, true>(
-          p.head_dim_v, segment.last - segment.first, (segment.rows + Op::kPack - 1) / Op::kPack,
-          values.data + row * values.step, values.step,
-          reinterpret_cast<const Scalar*>(probabilities) + row * kTile<C> + lane, kTile<C>, scratch.out + lane,
-          kTile<C>, s == 0 && whole ? first : Epilogue::kAdd, scratch.correction + lane);
-    }
+    gemm_over_block<typename Op::Product>(
+        p.head_dim_v, vectors, block,
+        {values.data, values.step, reinterpret_cast<const Scalar*>(probabilities), kTile<C>},
+        {scratch.out, kTile<C>,
+         !started  ? Epilogue::kStore
+         : rescale ? Epilogue::kRescale
+                   : Epilogue::kAdd,
+         scratch.correction});
     started = true;
   };
 

@@ -96,6 +96,8 @@ struct Factors {
   int64_t b_step;
 
   const Scalar* row(int64_t r) const { return kUnitRows ? a + r : a + r * a_step; }
+  // Without the first k terms.
+  Factors from(int64_t k) const { return {a + (kUnitRows ? k * a_step : k), a_step, b + k * b_step, b_step}; }
 };
 
 // The place in such a product where a register tile is at work.
@@ -113,17 +115,17 @@ class Walk {
     asm("" : "+r"(far_));
   }
 
-  // Adds the terms of the next k to the sums, which are registers.
-  template <int kRows, int kVectors>
+  // Adds the terms of the next k to the sums, which are registers: to those of the vectors [kFirst, kLast).
+  template <int kRows, int kVectors, int kFirst = 0, int kLast = kVectors>
   [[gnu::always_inline]] inline void step(typename Op::V (&sum)[kRows][kVectors]) {
     decltype(Op::load(b_)) column[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) column[v] = Op::load(b_ + v * Op::S::kLanes);
+    for (int v = kFirst; v < kLast; ++v) column[v] = Op::load(b_ + v * Op::S::kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const auto scalar = Op::broadcast(kUnitRows ? a_ + r : r < kFar ? a_ + r * a_step_ : far_ + (r - kFar) * a_step_);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Op::accumulate(sum[r][v], scalar, column[v]);
+      for (int v = kFirst; v < kLast; ++v) sum[r][v] = Op::accumulate(sum[r][v], scalar, column[v]);
     }
     a_ += kUnitRows ? a_step_ : 1;
     far_ += kUnitRows ? a_step_ : 1;
@@ -138,28 +140,20 @@ class Walk {
   int64_t a_step_, b_step_;
 };
 
-// A register tile of a product that goes to memory.
-template <class Op, bool kUnitRows>
-struct ProductTile {
-  using C = typename Op::Compute;
-  Factors<Op, kUnitRows> factors;
-  int64_t depth;
+// Where a product goes: C, and what becomes of what it held.
+template <class C>
+struct Target {
+  using S = Simd<C>;
+  using V = typename S::V;
   C* c;
   int64_t c_step;
   Epilogue epilogue;
   C* aux;
 
   template <int kRows, int kVectors>
-  void run(int64_t row, int64_t vector) const {
-    using S = typename Op::S;
-    using V = typename S::V;
+  [[gnu::always_inline]] inline void take(const V (&sum)[kRows][kVectors], int64_t row, int64_t vector) const {
     constexpr int kLanes = S::kLanes;
-    V sum[kRows][kVectors] = {};
-    Walk<Op, kUnitRows> walk(factors, row, vector * kLanes);
-    for (int64_t k = 0; k < depth; ++k) walk.step(sum);
-
     C* target = c + row * c_step + vector * kLanes;
-    C* lanes = aux + vector * kLanes;
     const auto for_each = [&](auto body) {
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
@@ -171,6 +165,7 @@ struct ProductTile {
     } else if (epilogue == Epilogue::kAdd) {
       for_each([](C* p, V x) { S::store(p, S::load(p) + x); });
     } else {
+      const C* lanes = aux + vector * kLanes;
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         const V factor = S::load(lanes + v * kLanes);
@@ -181,6 +176,64 @@ struct ProductTile {
         }
       }
     }
+  }
+};
+
+// A register tile of a product that goes to memory.
+template <class Op, bool kUnitRows>
+struct ProductTile {
+  Factors<Op, kUnitRows> factors;
+  int64_t depth;
+  Target<typename Op::Compute> target;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t vector) const {
+    typename Op::V sum[kRows][kVectors] = {};
+    Walk<Op, kUnitRows> walk(factors, row, vector * Op::S::kLanes);
+    for (int64_t k = 0; k < depth; ++k) walk.step(sum);
+    target.take(sum, row, vector);
+  }
+};
+
+// Part of a block: `rows` loop indices from `row`, for which the vectors [first, last) of the tile can be alive.
+struct Segment {
+  int64_t row, rows, first, last;
+  bool cut;  // by the band: scores must be masked
+};
+
+// The same of a product that sums over the rows of a block: each of its segments adds to the vectors that it has alive,
+// while the sums stay in registers.
+template <class Op>
+struct SegmentsTile {
+  Factors<Op, true> factors;  // from row `begin` on
+  int64_t begin;
+  const Segment* segment;
+  int64_t segments;
+  Target<typename Op::Compute> target;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t vector) const {
+    typename Op::V sum[kRows][kVectors] = {};
+    for (int64_t s = 0; s < segments; ++s) {
+      const int64_t k = (segment[s].row - begin) / Op::kPack, depth = (segment[s].rows + Op::kPack - 1) / Op::kPack;
+      const int64_t first = segment[s].first - vector, last = segment[s].last - vector;
+      const auto add = [&]<int kFirst, int kLast>() __attribute__((always_inline)) {
+        Walk<Op, true> walk(factors.from(k), row, vector * Op::S::kLanes);
+        for (int64_t i = 0; i < depth; ++i) walk.template step<kRows, kVectors, kFirst, kLast>(sum);
+      };
+      for_vectors<0, kVectors, kVectors>(first, last, add);
+    }
+    target.take(sum, row, vector);
+  }
+
+ private:
+  // add<kFirst, kLast>() for what [first, last) has in common with [0, kVectors).
+  template <int kFirst, int kLast, int kVectors, class Add>
+  [[gnu::always_inline]] static inline void for_vectors(int64_t first, int64_t last, const Add& add) {
+    if ((kFirst == 0 ? first <= 0 : first == kFirst) && (kLast == kVectors ? last >= kVectors : last == kLast))
+      add.template operator()<kFirst, kLast>();
+    else if constexpr (kLast - 1 > kFirst) for_vectors<kFirst, kLast - 1, kVectors>(first, last, add);
+    else if constexpr (kFirst + 1 < kVectors) for_vectors<kFirst + 1, kVectors, kVectors>(first, last, add);
   }
 };
 
@@ -239,12 +292,10 @@ inline void for_tiles(int64_t rows, int64_t vectors, const Tile& tile) {
 }
 
 // C = A B for rows x vectors of C (vectors in units of a register).
-template <class Op, bool kUnitRows>
-inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const typename Op::Scalar* a, int64_t a_step,
-                 const typename Op::Scalar* b, int64_t b_step, typename Op::Compute* c, int64_t c_step,
-                 Epilogue epilogue, typename Op::Compute* aux = nullptr) {
-  for_tiles<kTileRows, kTileVectors, 1>(
-      rows, vectors, ProductTile<Op, kUnitRows>{{a, a_step, b, b_step}, depth, c, c_step, epilogue, aux});
+template <class Op, bool kUnitRows = false>
+inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, kUnitRows>& factors,
+                 const Target<typename Op::Compute>& target) {
+  for_tiles<kTileRows, kTileVectors, 1>(rows, vectors, ProductTile<Op, kUnitRows>{factors, depth, target});
 }
 
 }  // namespace
