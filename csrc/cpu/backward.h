@@ -147,7 +147,7 @@ struct GradientTile {
     Walk<Op, false> first(q_k, row, lane), second(grad_v, row, lane);
     int64_t k = 0;
     // Side by side: either alone has too few sums for the latency of its instruction.
-    for (; Op::kPack == 2 && k < depth && k < depth_v; ++k) {
+    for (; (Op::kPack == 2 || kVectors == 1) && k < depth && k < depth_v; ++k) {
       first.step(score);
       second.step(grad_p);
     }
@@ -197,7 +197,7 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
     const Segment& segment = block.segment[s];
     const int64_t row = segment.row - block.row, lane = segment.first * Simd<C>::kLanes;
     const int64_t packed = row / Op::kPack * kTile<C> + lane;
-    for_tiles<kPairRows, kPairVectors, Op::kPack>(
+    for_tiles<kPairRows * kPairVectors, kPairVectors, Op::kPack>(
         segment.rows, segment.last - segment.first,
         GradientTile<Op>{{q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
                          depth,
@@ -446,28 +446,36 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   }
 }
 
+// delta and shift of `rows` rows of a head, a vector of rows at a time.
 template <class T, class C>
 inline void compute_terms(const Backward& p, bool plain, int64_t batch, int64_t head, int64_t row, int64_t rows,
                           RowTerms<C> terms) {
   using S = Simd<C>;
-  const int64_t base = (batch * p.heads_q + head) * p.seqlen_q;
-  for (int64_t i = row; i < row + rows; ++i) {
-    const T* grad = at<T>(p.grad_out, batch, head, i);
-    const T* out = at<T>(p.out, batch, head, i);
-    C sum;
-    if (p.grad_out.stride[3] == 1 && p.out.stride[3] == 1) {
-      auto total = S::zero();
-      for (int64_t d = 0; d < p.head_dim_v; d += S::kLanes)
-        total = S::fma(S::load_as(grad + d, p.head_dim_v - d), S::load_as(out + d, p.head_dim_v - d), total);
-      sum = S::sum(total);
-    } else {
-      sum = C(0);
-      for (int64_t d = 0; d < p.head_dim_v; ++d)
-        sum += to_compute<C>(grad[d * p.grad_out.stride[3]]) * to_compute<C>(out[d * p.out.stride[3]]);
+  using V = typename S::V;
+  const int64_t base = (batch * p.heads_q + head) * p.seqlen_q, end = row + rows;
+  const int64_t grad_stride = p.grad_out.stride[3], out_stride = p.out.stride[3];
+  for (; row < end; row += S::kLanes) {
+    const int64_t count = min64(S::kLanes, end - row);
+    V product[S::kLanes] = {};
+    for (int64_t r = 0; r < count; ++r) {
+      const T* grad = at<T>(p.grad_out, batch, head, row + r);
+      const T* out = at<T>(p.out, batch, head, row + r);
+      if (grad_stride == 1 && out_stride == 1) {
+        for (int64_t d = 0; d < p.head_dim_v; d += S::kLanes)
+          product[r] =
+              S::fma(S::load_as(grad + d, p.head_dim_v - d), S::load_as(out + d, p.head_dim_v - d), product[r]);
+      } else {
+        for (int64_t d = 0; d < p.head_dim_v; ++d)
+          product[r][0] += to_compute<C>(grad[d * grad_stride]) * to_compute<C>(out[d * out_stride]);
+      }
     }
-    const C lse = static_cast<const C*>(p.lse)[base + i];
-    terms.shift[base + i] = lse == -kInfinity<C> ? lse : -lse * (plain ? kLog2E<C> : C(1));
-    terms.delta[base + i] = sum - (p.grad_lse == nullptr ? C(0) : static_cast<const C*>(p.grad_lse)[base + i]);
+    const auto given = [&](const void* vector) {
+      return S::load_as(static_cast<const C*>(vector) + base + row, count);
+    };
+    const V lse = given(p.lse), scaled = lse * S::set1(plain ? -kLog2E<C> : C(-1));
+    const V delta = S::sum_each(product) - (p.grad_lse == nullptr ? S::zero() : given(p.grad_lse));
+    S::store_as(terms.shift + base + row, lse == S::set1(-kInfinity<C>) ? lse : scaled, count);
+    S::store_as(terms.delta + base + row, delta, count);
   }
 }
 

@@ -187,18 +187,33 @@ template <class C, class T>
     const V scale = factor == nullptr ? S::set1(C(1)) : S::load(factor + lane);
     bool zeros = false;
     for (int64_t i = 0; factor != nullptr && i < kLanes; ++i) zeros |= factor[lane + i] == C(0);
-    for (int64_t column = 0; column < columns; column += kLanes) {
+    const int64_t height = min64(kLanes, count - lane);
+    const auto scaled = [&](V x) { return zeros ? (scale == S::zero() ? S::zero() : x * scale) : x * scale; };
+    int64_t column = 0;
+#if defined(__AVX512F__)
+    if constexpr (S::template kPairs<T>)  // half as much to transpose
+      for (; columns - column >= 2 * kLanes; column += 2 * kLanes) {
+        V block[kLanes];
+        const C* source = tile + column * kTile<C> + lane;
+#pragma GCC unroll 16
+        for (int c = 0; c < kLanes; ++c, source += 2 * kTile<C>) {
+          block[c] = (V)S::template pairs<T>(scaled(S::load(source)), scaled(S::load(source + kTile<C>)));
+          asm("" : "+r"(source));
+        }
+        S::transpose(block);
+        T* row = target + lane * row_stride + column;
+        for (int64_t r = 0; r < height; ++r, row += row_stride) S::store(reinterpret_cast<C*>(row), block[r]);
+      }
+#endif
+    for (; column < columns; column += kLanes) {
       V block[kLanes];
-      const int64_t width = min64(kLanes, columns - column), height = min64(kLanes, count - lane);
+      const int64_t width = min64(kLanes, columns - column);
       const C* source = tile + column * kTile<C> + lane;
       if (width == kLanes) {
-        load_block<C>(source, kTile<C>, block, [](const C* p) { return S::load(p); });
+        load_block<C>(source, kTile<C>, block, [&](const C* p) { return scaled(S::load(p)); });
       } else {
-        for (int c = 0; c < kLanes; ++c) block[c] = c < width ? S::load(source + c * kTile<C>) : S::zero();
+        for (int c = 0; c < kLanes; ++c) block[c] = c < width ? scaled(S::load(source + c * kTile<C>)) : S::zero();
       }
-      for (int c = 0; c < kLanes; ++c) block[c] *= scale;
-      if (zeros)
-        for (int c = 0; c < kLanes; ++c) block[c] = scale == S::zero() ? S::zero() : block[c];
       S::transpose(block);
       T* row = target + lane * row_stride + column;
       if (width == kLanes && height == kLanes) {
@@ -382,8 +397,12 @@ struct BlockPlan {
 template <class Op>
 inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& block, const Factors<Op, true>& factors,
                             const Target<typename Op::Compute>& target) {
-  for_tiles<kTileRows, kTileVectors, 1>(rows, vectors,
-                                        SegmentsTile<Op>{factors, block.row, block.segment, block.segments, target});
+  const Segment& first = block.segment[0];
+  if (block.segments == 1 && first.row == block.row && first.last - first.first == vectors)
+    gemm<Op, true>(rows, vectors, (first.rows + Op::kPack - 1) / Op::kPack, factors, target);
+  else
+    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
+        rows, vectors, SegmentsTile<Op>{factors, block.row, block.segment, block.segments, target});
 }
 
 // Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks of at most `most` rows, evenly

@@ -89,12 +89,7 @@ template <class Op>
 inline void store_probabilities(typename Op::V first, typename Op::V second, typename Op::Scalar* target) {
   if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)
-    // cvtne2ps leaves [first | second]; the permutation interleaves them into pairs.
-    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-    _mm512_storeu_si512(target, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both));
+    _mm512_storeu_si512(target, Op::S::template pairs<BFloat16>(first, second));
 #endif
   } else {
     (void)second;
@@ -254,7 +249,7 @@ inline void plain_scores(const ForwardScratch<Op>& scratch, const BandWalk<typen
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-    for_tiles<kTileRows, kTileVectors, 1>(
+    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
         segment.rows, segment.last - segment.first,
         ScoreTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
                       depth,
@@ -439,7 +434,7 @@ template <class Op>
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
       const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-      for_tiles<kTileRows, kTileVectors, 1>(
+      for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
           segment.rows, segment.last - segment.first,
           ProbabilityTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
                               depth,

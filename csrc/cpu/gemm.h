@@ -261,29 +261,41 @@ template <class Tile, int kRows, int kVectors>
   tile.template run<kRows, kVectors>(row, vector);
 }
 
-template <class Tile, int kMostRows, int... kIndex>
+// Rows of the tallest register tile with kSums sums that is `vectors` wide.
+template <int kSums>
+constexpr int tallest(int vectors) {
+  return kSums / vectors < kMostRows ? kSums / vectors : kMostRows;
+}
+
+template <class Tile, int kSums, int kRows, int kVectors>
+constexpr auto tile_entry() -> void (*)(const Tile&, int64_t, int64_t) {
+  if constexpr (kRows <= tallest<kSums>(kVectors)) return run_tile<Tile, kRows, kVectors>;
+  else return nullptr;
+}
+
+template <class Tile, int kSums, int... kIndex>
 inline auto tile_function(int64_t rows, int64_t vectors, std::integer_sequence<int, kIndex...>) {
-  static constexpr void (*kTable[])(const Tile&, int64_t,
-                                    int64_t) = {run_tile<Tile, kIndex % kMostRows + 1, kIndex / kMostRows + 1>...};
+  static constexpr void (*kTable[])(
+      const Tile&, int64_t, int64_t) = {tile_entry<Tile, kSums, kIndex % kMostRows + 1, kIndex / kMostRows + 1>()...};
   return kTable[(vectors - 1) * kMostRows + rows - 1];
 }
 
-// Cuts rows x vectors into register tiles, evenly (7 rows: 4 + 3, not 6 + 1), since a tile that is nearly empty is
-// bound by the latency of its few sums. kUnit rows stay together.
-template <int kMostRows, int kMostVectors, int kUnit, class Tile>
+// Cuts rows x vectors into register tiles of up to kSums sums, evenly (7 rows: 4 + 3, not 6 + 1), since a tile that is
+// nearly empty is bound by the latency of its few sums; for the same reason narrow ones are taller. kUnit rows stay
+// together.
+template <int kSums, int kMostVectors, int kUnit, class Tile>
 inline void for_tiles(int64_t rows, int64_t vectors, const Tile& tile) {
-  const int64_t units = (rows + kUnit - 1) / kUnit;
-  const int64_t columns = (vectors + kMostVectors - 1) / kMostVectors, most = kMostRows / kUnit;
-  const int64_t count = (units + most - 1) / most;
-  if (count == 0 || columns == 0) return;
-  // The first `longer` of the tiles have one unit more than the others.
-  const int64_t height = units / count, longer = units - height * count;
+  const int64_t units = (rows + kUnit - 1) / kUnit, columns = (vectors + kMostVectors - 1) / kMostVectors;
+  if (units == 0 || columns == 0) return;
+  // The first `wider` (or `longer`) of the tiles have one vector (or unit) more than the others.
   const int64_t width = vectors / columns, wider = vectors - width * columns;
   for (int64_t column = 0, v = 0; column < columns; ++column) {
     const int64_t v_end = v + width + (column < wider);
+    const int64_t most = tallest<kSums>(static_cast<int>(v_end - v)) / kUnit, count = (units + most - 1) / most;
+    const int64_t height = units / count, longer = units - height * count;
     for (int64_t tile_row = 0, r = 0; tile_row < count; ++tile_row) {
       const int64_t end = r + (height + (tile_row < longer)) * kUnit, r_end = end < rows ? end : rows;
-      tile_function<Tile, kMostRows>(r_end - r, v_end - v, std::make_integer_sequence<int, kMostRows * kMostVectors>{})(
+      tile_function<Tile, kSums>(r_end - r, v_end - v, std::make_integer_sequence<int, kMostRows * kMostVectors>{})(
           tile, r, v);
       r = r_end;
     }
@@ -295,7 +307,8 @@ inline void for_tiles(int64_t rows, int64_t vectors, const Tile& tile) {
 template <class Op, bool kUnitRows = false>
 inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, kUnitRows>& factors,
                  const Target<typename Op::Compute>& target) {
-  for_tiles<kTileRows, kTileVectors, 1>(rows, vectors, ProductTile<Op, kUnitRows>{factors, depth, target});
+  for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(rows, vectors,
+                                                       ProductTile<Op, kUnitRows>{factors, depth, target});
 }
 
 }  // namespace

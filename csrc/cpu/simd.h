@@ -36,6 +36,7 @@ inline constexpr int kPairRows = 3, kPairVectors = 4;
 inline constexpr int kVectorBytes = 16, kTileRows = 4, kTileVectors = 2;  // 8 + 2 + 1 + product of 16
 inline constexpr int kPairRows = 2, kPairVectors = 2;
 #endif
+inline constexpr int kMostRows = 8;  // of a register tile that is narrow
 
 // Of exponentials of floats. What is rounded to bfloat16 needs few digits; the sum of such numbers needs more.
 enum class Precision {
@@ -344,6 +345,35 @@ struct Simd {
     store_as(static_cast<T*>(lanes), x);
     std::memcpy(p, lanes, static_cast<size_t>(n) * sizeof(T));
   }
+
+  // Whether two vectors become pairs of T's, first and second of a lane side by side in 32 bits.
+  template <class T>
+  static constexpr bool kPairs =
+#if defined(__AVX512BF16__)
+      sizeof(C) == 4 && sizeof(T) == 2;
+#elif defined(__AVX512F__)
+      sizeof(C) == 4 && std::is_same_v<T, Float16>;
+#else
+      false;
+#endif
+#if defined(__AVX512F__)
+  template <class T>
+  static __m512i pairs(V first, V second) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      // cvtne2ps leaves [first | second]; the permutation interleaves them.
+      alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                               21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                               11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+      return _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both);
+    }
+#endif
+    const __m512i low = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(first, _MM_FROUND_TO_NEAREST_INT));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(second, _MM_FROUND_TO_NEAREST_INT));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+  }
+#endif
 
   // ------------------------------------------------------------------------------------------- across lanes
 
