@@ -333,7 +333,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
     const int64_t vectors = (keys + S::kLanes - 1) / S::kLanes;
     Rows<Scalar> k_rows{};
-    Epilogue dk_epilogue, dv_epilogue;  // kStore until the first block
+    Epilogue dk_epilogue = Epilogue::kStore, dv_epilogue = dk_epilogue;  // until the first block
     for (int64_t h = head; h < head + heads; ++h) {
       const int64_t head_k = h / group_k, head_v = h / group_v;
       if (h == head || h % group_k == 0) {
