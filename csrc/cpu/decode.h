@@ -16,6 +16,17 @@ inline constexpr int64_t kDecodeRows = 16;  // most query rows of one key head t
 // first-level cache: the greater number is for few rows.
 inline constexpr int64_t kDecodeKeys = 256, kManyKeys = 1024, kFewRows = 4;
 
+// Rows from which on products are computed by register tiles, as in the other passes. For the scores that takes
+// transposed keys. (Rows that are to be converted gain nothing from it.)
+template <class T, class Op>
+inline constexpr int64_t kRowsForScoreTiles = kConverts<T, Op> ? kDecodeRows + 1
+                                              : Op::kPack == 2 ? 5
+                                                               : 9;
+template <class T, class Op>
+inline constexpr int64_t kRowsForValueTiles = kConverts<T, Op> ? kDecodeRows + 1
+                                              : Op::kPack == 2 ? 4
+                                                               : 6;
+
 // Each of the first `keys` rows of a block fetches the one that is read `ahead` keys later. Spread over the work: a
 // burst of them would leave the memory idle afterwards.
 struct Fetch {
@@ -124,56 +135,138 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
     }
 }
 
-#if defined(__AVX512BF16__)
-// The same for weights that were rounded to bfloat16: two keys at a time, 64 columns.
-template <int kRows, int64_t kKeysOfBlock>
-[[gnu::noinline]] void decode_value_pairs(const BFloat16* p, const BFloat16* v, int64_t v_stride, int64_t keys,
-                                          int64_t columns, Fetch fetch, const float* factor, float* out,
-                                          int64_t out_step) {
-  using S = Simd<float>;
-  const auto mask = [&](int64_t first) {
-    return static_cast<__mmask32>((uint64_t{1} << max64(0, min64(32, columns - first))) - 1);
-  };
-  const __mmask32 masks[2] = {mask(0), mask(32)};
-  S::V sum[kRows][4] = {};
-  for (int64_t j = 0; j < keys; j += 2, v += 2 * v_stride) {
-    for (int64_t ahead = j; ahead < min64(j + 2, fetch.keys); ++ahead)
-      prefetch_row(v + (fetch.ahead + ahead - j) * v_stride, min64(columns, 64));
-    __m512i value[4];
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const BFloat16* source = v + half * 32;
-      const __m512i low = _mm512_maskz_loadu_epi16(masks[half], source);
-      const __m512i high = _mm512_maskz_loadu_epi16(j + 1 < keys ? masks[half] : 0, source + v_stride);
-      value[2 * half] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end
-      value[2 * half + 1] = _mm512_unpackhi_epi16(low, high);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const __m512i weights = PairDot::broadcast(reinterpret_cast<const uint32_t*>(p + 2 * r * kKeysOfBlock + j));
-#pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], weights, value[c]);
-    }
+// Rows that will be read soon, fetched one by one while others are worked on: evenly over a number of steps.
+template <class T>
+class ComingRows {
+ public:
+  ComingRows(const T* row, int64_t stride, int64_t rows, int64_t columns)
+      : row_(reinterpret_cast<const char*>(row)),
+        step_(stride * static_cast<int64_t>(sizeof(T))),
+        bytes_(columns * static_cast<int64_t>(sizeof(T))),
+        rows_(rows) {}
+  // All of them in `calls` of fetch.
+  void over(int64_t calls) { at_once_ = (rows_ + calls - 1) / calls; }
+  void fetch() {
+    for (int64_t row = 0; row < at_once_ && rows_ > 0; ++row, --rows_, row_ += step_)
+      for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row_ + byte);
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const S::V a = sum[r][2 * half], b = sum[r][2 * half + 1];
-      const S::V halves[2] = {
-          __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
-          __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
-      for (int i = 0; i < 2; ++i) {
-        float* total = out + r * out_step + (2 * half + i) * S::kLanes;
-        S::store(total, S::fma(S::load(total), S::set1(factor[r]), halves[i]));
-      }
+
+ private:
+  const char* row_;
+  int64_t step_, bytes_, rows_, at_once_ = 0;
+};
+
+// Steps of a register tile between two calls of ComingRows::fetch.
+inline constexpr int64_t kFetchSteps = 8;
+
+// A register tile of a product that fetches what comes.
+template <class Op, class T>
+struct FetchingTile {
+  Factors<Op, false> factors;
+  int64_t depth;
+  Target<typename Op::Compute> target;
+  ComingRows<T>* coming;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t vector) const {
+    typename Op::V sum[kRows][kVectors] = {};
+    Walk<Op, false> walk(factors, row, vector * Op::S::kLanes);
+    ComingRows<T> next = *coming;
+    for (int64_t k = 0; k < depth;) {
+      for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(sum);
+      next.fetch();
     }
+    *coming = next;
+    target.take(sum, row, vector);
+  }
+};
+
+// How often the tiles that for_tiles cuts will call fetch.
+template <int kSums, int kMostVectors>
+inline int64_t fetches_of(int64_t rows, int64_t vectors, int64_t depth) {
+  const int64_t columns = (vectors + kMostVectors - 1) / kMostVectors, width = (vectors + columns - 1) / columns;
+  const int64_t most = tallest<kSums>(static_cast<int>(width));
+  return columns * ((rows + most - 1) / most) * ((depth + kFetchSteps - 1) / kFetchSteps);
 }
+
+// C = A B, as gemm, and meanwhile all `coming` rows.
+template <class Op, class T>
+inline void gemm_fetching(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
+                          const Target<typename Op::Compute>& target, ComingRows<T> coming) {
+  if (vectors == 0) return;
+  constexpr int kSums = kTileRows * kTileVectors;
+  coming.over(max64(1, fetches_of<kSums, kTileVectors>(rows, vectors, depth)));
+  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op, T>{factors, depth, target, &coming});
+}
+
+#if defined(__AVX512BF16__)
+// out[row] += sum_key p[row][key] V[key] in bfloat16, two keys at a time: rows of V become pairs in registers. A
+// "vector" is one of 32 columns here, two of `out`.
+template <int64_t kKeysOfBlock>
+struct ValuePairsTile {
+  const uint32_t* p;  // pairs of weights
+  const BFloat16* v;
+  int64_t v_stride, keys, columns;
+  float* out;
+  int64_t out_step;
+  ComingRows<BFloat16>* coming;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t vector) const {
+    using S = Simd<float>;
+    __mmask32 mask[kVectors];
+    for (int c = 0; c < kVectors; ++c)
+      mask[c] = static_cast<__mmask32>((uint64_t{1} << min64(32, columns - (vector + c) * 32)) - 1);
+    S::V sum[kRows][2 * kVectors] = {};
+    const uint32_t* weights = p + row * kKeysOfBlock;
+    const BFloat16* source = v + vector * 32;
+    ComingRows<BFloat16> next = *coming;
+    const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
+      __m512i value[2 * kVectors];
+#pragma GCC unroll 2
+      for (int c = 0; c < kVectors; ++c) {
+        const __m512i low = _mm512_maskz_loadu_epi16(mask[c], source + c * 32);
+        const __m512i high =
+            kBoth ? _mm512_maskz_loadu_epi16(mask[c], source + v_stride + c * 32) : _mm512_setzero_si512();
+        value[2 * c] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end
+        value[2 * c + 1] = _mm512_unpackhi_epi16(low, high);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i pair = PairDot::broadcast(weights + r * kKeysOfBlock);
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * kVectors; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], pair, value[c]);
+      }
+      source += 2 * v_stride;
+      ++weights;
+    };
+    for (int64_t j = 0; j < keys / 2;) {
+      for (const int64_t end = min64(keys / 2, j + kFetchSteps); j < end; ++j) step.template operator()<true>();
+      next.fetch();
+    }
+    if (keys % 2 != 0) step.template operator()<false>();
+    *coming = next;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < kVectors; ++c) {
+        const S::V a = sum[r][2 * c], b = sum[r][2 * c + 1];
+        float* total = out + (row + r) * out_step + (vector + c) * 32;
+        S::store(total, S::load(total) +
+                            __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        S::store(total + 16, S::load(total + 16) + __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13,
+                                                                           14, 15, 28, 29, 30, 31));
+      }
+  }
+};
 #endif
 
-template <class C>
+template <class Op>
 struct DecodeScratch {
-  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys) {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+
+  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles) {
     Arena arena(memory);
     constexpr int64_t kSlack = 4 * Simd<C>::kLanes;      // decode_values works on up to four vectors
     q_step = round_up(p.head_dim, 2 * Simd<C>::kLanes);  // room for either kind of RowDot
@@ -182,6 +275,7 @@ struct DecodeScratch {
     q_as_given = arena.take<C>(rows * q_step);
     out = arena.take<C>(rows * out_step);
     block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
+    key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
     scores = arena.take<C>(rows * keys);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
     keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
@@ -190,6 +284,7 @@ struct DecodeScratch {
     factor = arena.take<C>(kDecodeRows);
     bytes = arena.used();
   }
+  Scalar* key_tile;
   C *q, *q_as_given, *out, *block, *scores, *bias, *keep, *largest, *sums, *factor;
   int64_t q_step, out_step, bytes;
 };
@@ -225,11 +320,82 @@ inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key
   body(static_cast<const C*>(copy), step, false);
 }
 
+// The rows of `keys` keys from `key` on, as far as they come before `end`.
+template <class T>
+inline ComingRows<T> coming_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t end,
+                                 int64_t columns) {
+  const int64_t rows = reads_in_place(view, columns) ? max64(0, min64(keys, end - key)) : 0;
+  return {at<T>(view, batch, head, key), view.stride[2], rows, columns};
+}
+
+// decode_scores by register tiles: keys lie along the lanes, as in the backward pass.
+template <class T, class Op>
+[[gnu::noinline]] void score_tiles(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                                   int64_t rows, int64_t key, int64_t keys, int64_t end) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using Scalar = typename Op::Scalar;
+  constexpr int64_t kPortionBytes = 16384;
+  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
+  const auto* q = reinterpret_cast<const Scalar*>(Op::kPack == 2 ? scratch.q_as_given : scratch.q);
+  // What is transposed is to lie in the first-level cache with what comes.
+  const int64_t row_bytes = round_up(max64(1, p.head_dim), S::kLanes) * static_cast<int64_t>(sizeof(T));
+  const int64_t portion = max64(S::kLanes, min64(kTile<C>, kPortionBytes / row_bytes / S::kLanes * S::kLanes));
+  for (int64_t j = 0; j < keys; j += portion) {
+    const int64_t now = min64(portion, keys - j);
+    const auto k =
+        operand_rows<Op, T>(p.k, batch, head_k, key + j, now, p.head_dim, reinterpret_cast<Scalar*>(scratch.block));
+    transpose_tile<Op>(k, now, depth, 1, scratch.key_tile);
+    gemm_fetching<typename Op::Product>(rows, (now + Op::S::kLanes - 1) / Op::S::kLanes, depth,
+                                        {q, scratch.q_step / Op::kPack, scratch.key_tile, kTile<C>},
+                                        {scratch.scores + j, kDecodeKeys, Epilogue::kStore, nullptr},
+                                        coming_rows<T>(p.k, batch, head_k, key + j + portion, now, end, p.head_dim));
+  }
+}
+
+// decode_values by register tiles.
+template <int64_t kKeysOfBlock, class T, class Op>
+[[gnu::noinline]] void value_tiles(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_v,
+                                   int64_t rows, int64_t key, int64_t keys, int64_t end) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using Scalar = typename Op::Scalar;
+  const int64_t vectors = (p.head_dim_v + S::kLanes - 1) / S::kLanes;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t v = 0; v < vectors; ++v) {
+      auto* out = scratch.out + r * scratch.out_step + v * S::kLanes;
+      S::store(out, S::load(out) * S::set1(scratch.factor[r]));
+    }
+  const auto* weights = reinterpret_cast<const Scalar*>(scratch.scores);
+  // What several runs of rows read again and again is to stay in the first-level cache.
+  const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
+  for (int64_t j = 0; j < keys; j += portion) {
+    const int64_t now = min64(portion, keys - j);
+    ComingRows<T> coming = coming_rows<T>(p.v, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
+    if constexpr (Op::kPack == 2) {
+#if defined(__AVX512BF16__)
+      const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;
+      if (wide == 0) return;
+      coming.over(fetches_of<kTileRows * 2, 2>(rows, wide, pairs));
+      for_tiles<kTileRows * 2, 2, 1>(
+          rows, wide,
+          ValuePairsTile<kKeysOfBlock>{weights + j / 2, at<T>(p.v, batch, head_v, key + j), p.v.stride[2], now,
+                                       p.head_dim_v, scratch.out, scratch.out_step, &coming});
+#endif
+    } else {
+      const auto values = operand_rows<Op, T>(p.v, batch, head_v, key + j, now, p.head_dim_v, scratch.block, true);
+      gemm_fetching<typename Op::Product>(rows, vectors, now, {weights + j, kKeysOfBlock, values.data, values.step},
+                                          {scratch.out, scratch.out_step, Epilogue::kAdd, nullptr}, coming);
+    }
+  }
+}
+
 // The rows of key head `head_k` against keys [begin, end): fills scratch.out (not normalised), largest and sums (one
 // per lane).
-template <int64_t kKeysOfBlock, class T, class C>
-void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batch, int64_t head_k, int64_t begin,
+template <int64_t kKeysOfBlock, class T, class Op>
+void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
                  int64_t end) {
+  using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
   static_assert(kKeysOfBlock % kTile<float> == 0);
@@ -247,12 +413,10 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
   }
   for (int64_t i = 0; i < rows * scratch.out_step; ++i) scratch.out[i] = C(0);
 
-#if defined(__AVX512BF16__)
-  // Few rows wait for memory anyway, and keep their weights' digits.
-  const bool pairs = std::is_same_v<T, BFloat16> && rows >= 4 && reads_in_place(p.v, p.head_dim_v);
-#else
-  constexpr bool pairs = false;
-#endif
+  // (Few rows of bfloat16 wait for memory anyway, and keep their weights' digits.)
+  const bool by_score_tiles = kKeysOfBlock == kDecodeKeys && rows >= kRowsForScoreTiles<T, Op>,
+             by_value_tiles =
+                 rows >= kRowsForValueTiles<T, Op> && (Op::kPack == 1 || reads_in_place(p.v, p.head_dim_v));
   // All rows meet as many keys as are fetched meanwhile, then the next. One row alone has so little to do with wide
   // elements that the processor itself looks far enough ahead.
   const int64_t portion = keys_of_portion<T>(p.head_dim);
@@ -261,23 +425,25 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
   for (int64_t key = begin; key < end; key += kKeysOfBlock) {
     const int64_t keys = min64(kKeysOfBlock, end - key);
     const Fetch fetch{fetches ? max64(0, min64(keys, end - key - portion)) : 0, portion}, none{0, 0};
-    with_rows<C, T>(
-        p.k, batch, head_k, key, keys, p.head_dim, scratch.block, [&](auto* k, int64_t stride, bool in_place) {
-          using Key = std::remove_cvref_t<decltype(*k)>;
-          using Query = typename RowDot<C, Key>::Query;
-          const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
-          for (int64_t j = 0; j < keys; j += portion) {
-            const int64_t now = min64(portion, keys - j);
-            const Fetch some{max64(0, min64(now, fetch.keys - j)), portion};
-            for_row_runs(rows, [&]<int kRuns>(int64_t r) {
-              constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
-              for (int64_t first = r; first < r + kRuns; first += kRows)
-                decode_scores<C, Key, kRows, kKeysOfBlock>(
-                    q + first * scratch.q_step, scratch.q_step, k + j * stride, stride, now, p.head_dim,
-                    first == 0 && in_place ? some : none, scratch.scores + first * kKeysOfBlock + j);
-            });
-          }
-        });
+    if (by_score_tiles) score_tiles<T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
+    else
+      with_rows<C, T>(
+          p.k, batch, head_k, key, keys, p.head_dim, scratch.block, [&](auto* k, int64_t stride, bool in_place) {
+            using Key = std::remove_cvref_t<decltype(*k)>;
+            using Query = typename RowDot<C, Key>::Query;
+            const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
+            for (int64_t j = 0; j < keys; j += portion) {
+              const int64_t now = min64(portion, keys - j);
+              const Fetch some{max64(0, min64(now, fetch.keys - j)), portion};
+              for_row_runs(rows, [&]<int kRuns>(int64_t r) {
+                constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
+                for (int64_t first = r; first < r + kRuns; first += kRows)
+                  decode_scores<C, Key, kRows, kKeysOfBlock>(
+                      q + first * scratch.q_step, scratch.q_step, k + j * stride, stride, now, p.head_dim,
+                      first == 0 && in_place ? some : none, scratch.scores + first * kKeysOfBlock + j);
+              });
+            }
+          });
 
     for (int64_t g = 0; g < group; ++g)
       for (int64_t first = 0; first < keys; first += kTile<C>) {  // tiles of kTile lanes, as bias and dropout come
@@ -288,59 +454,67 @@ void decode_part(const Forward& p, const DecodeScratch<C>& scratch, int64_t batc
         if (score.dropout) dropout_tile<C>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, keep);
       }
 
+    C shifts[kDecodeRows];
+    const auto tile_at = [&](int64_t r, int64_t j) {
+      return j / kTile<C> * kTile<C> * rows + r * kTile<C> + j % kTile<C>;
+    };
+    // Whether a row's scores need nothing but the scale, and meet all keys.
+    const auto is_plain = [&](int64_t r) {
+      const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
+      return score.plain() && reached.begin == key && reached.end == key + keys && keys % S::kLanes == 0;
+    };
     for (int64_t r = 0; r < rows; ++r) {
       C* row = scratch.scores + r * kKeysOfBlock;
-      const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
-      const Range live{reached.begin - key, reached.end - key};
-      const auto tile_at = [&](int64_t j) { return j / kTile<C> * kTile<C> * rows + r * kTile<C> + j % kTile<C>; };
       V largest = dead;
-      for (int64_t j = 0; j < keys; j += S::kLanes) {
-        V x = finish_score(score, S::load(row + j), scale, scratch.bias + tile_at(j));
-        if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
-        S::store(row + j, x);
-        largest = S::max(x, largest);
+      if (is_plain(r)) {
+        for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::load(row + j), largest);
+        largest *= scale;
+      } else {
+        const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
+        const Range live{reached.begin - key, reached.end - key};
+        for (int64_t j = 0; j < keys; j += S::kLanes) {
+          V x = finish_score(score, S::load(row + j), scale, scratch.bias + tile_at(r, j));
+          if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
+          S::store(row + j, x);
+          largest = S::max(x, largest);
+        }
       }
       // The same value in all lanes: the row's maximum so far, and what rescales the sums made under the old one.
       const V old = S::set1(scratch.largest[r]), m = S::max(S::max_all(largest), old);
-      const V shift = m == dead ? S::zero() : m, log2e = S::set1(kLog2E<C>);
-      const V correction = S::exp2((old - shift) * log2e);
-      V total = S::load(scratch.sums + r * S::kLanes) * correction;
-      for (int64_t j = 0; j < keys; j += S::kLanes) {
-        V probability = S::exp2((S::load(row + j) - shift) * log2e);
-        total += probability;
-        if (score.dropout) probability *= S::load(scratch.keep + tile_at(j));
-        if (pairs) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);
-        else S::store(row + j, probability);
-      }
+      const V shift = m == dead ? S::zero() : m;
+      const V correction = S::exp2((old - shift) * S::set1(kLog2E<C>));
+      S::store(scratch.sums + r * S::kLanes, S::load(scratch.sums + r * S::kLanes) * correction);
+      shifts[r] = -shift[0];
       scratch.factor[r] = correction[0];
       scratch.largest[r] = m[0];
-      S::store(scratch.sums + r * S::kLanes, total);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      C* row = scratch.scores + r * kKeysOfBlock;
+      const V shift = S::set1(shifts[r]), factor = is_plain(r) ? scale : S::set1(1), log2e = S::set1(kLog2E<C>);
+      V total = S::zero();
+      for (int64_t j = 0; j < keys; j += S::kLanes) {
+        V probability = S::template exp2<Op::kSums>(S::fma(S::load(row + j), factor, shift) * log2e);
+        total += probability;
+        if (score.dropout) probability *= S::load(scratch.keep + tile_at(r, j));
+        if (by_value_tiles && Op::kPack == 2) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);
+        else S::store(row + j, probability);
+      }
+      S::store(scratch.sums + r * S::kLanes, S::load(scratch.sums + r * S::kLanes) + total);
     }
 
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      const T* v = at<T>(p.v, batch, head_k, key);
-      for (int64_t c = 0; pairs && c < p.head_dim_v; c += 64)
-        for_row_runs(rows, [&]<int kRows>(int64_t r) {
-          decode_value_pairs<kRows, kKeysOfBlock>(reinterpret_cast<const BFloat16*>(scratch.scores + r * kKeysOfBlock),
-                                                  v + c, p.v.stride[2], keys, p.head_dim_v - c, r == 0 ? fetch : none,
-                                                  scratch.factor + r, scratch.out + r * scratch.out_step + c,
-                                                  scratch.out_step);
-        });
-      if (pairs) continue;
-    }
-#endif
-    with_rows<C, T>(
-        p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](auto* v, int64_t stride, bool in_place) {
-          using Value = std::remove_cvref_t<decltype(*v)>;
-          for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
-            for_row_runs(rows, [&]<int kRows>(int64_t r) {
-              decode_values<C, Value, kRows, 4, kKeysOfBlock>(scratch.scores + r * kKeysOfBlock, v + c, stride, keys,
-                                                              p.head_dim_v - c, r == 0 && in_place ? fetch : none,
-                                                              scratch.factor + r,
-                                                              scratch.out + r * scratch.out_step + c, scratch.out_step);
-            });
-        });
+    if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
+    else
+      with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block,
+                      [&](auto* v, int64_t stride, bool in_place) {
+                        using Value = std::remove_cvref_t<decltype(*v)>;
+                        for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
+                          for_row_runs(rows, [&]<int kRows>(int64_t r) {
+                            decode_values<C, Value, kRows, 4, kKeysOfBlock>(
+                                scratch.scores + r * kKeysOfBlock, v + c, stride, keys, p.head_dim_v - c,
+                                r == 0 && in_place ? fetch : none, scratch.factor + r,
+                                scratch.out + r * scratch.out_step + c, scratch.out_step);
+                          });
+                      });
   }
 }
 
@@ -377,8 +551,9 @@ inline bool decodes(const Forward& p) {
   return p.heads_k == p.heads_v && p.heads_k > 0 && p.heads_q / p.heads_k * p.seqlen_q <= kDecodeRows;
 }
 
-template <class T, class C>
+template <class T, class Op>
 void decode(const Forward& p, const Runtime& runtime) {
+  using C = typename Op::Compute;
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q, heads = p.batch * p.heads_k;
   if (rows == 0 || heads == 0) return;
   // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
@@ -390,15 +565,16 @@ void decode(const Forward& p, const Runtime& runtime) {
   // What is copied is to stay in the cache, too.
   const bool in_place = reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
   const bool many = rows <= kFewRows && in_place;
+  const bool tiles = rows >= kRowsForScoreTiles<T, Op>;
   const int64_t keys = many ? kManyKeys : kDecodeKeys;
-  const DecodeScratch<C> sizes(nullptr, p, rows, keys);
+  const DecodeScratch<Op> sizes(nullptr, p, rows, keys, tiles);
   const int64_t step = sizes.out_step + 2;
   const Buffer<C> merged(heads * rows * parts * step);
   run_tasks(p, runtime, heads * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
-    const DecodeScratch<C> scratch(memory, p, rows, keys);
+    const DecodeScratch<Op> scratch(memory, p, rows, keys, tiles);
     const int64_t part = task % parts, head = task / parts;
     const int64_t begin = min64(reached.end, reached.begin + part * part_keys);
-    const auto run = many ? decode_part<kManyKeys, T, C> : decode_part<kDecodeKeys, T, C>;
+    const auto run = many ? decode_part<kManyKeys, T, Op> : decode_part<kDecodeKeys, T, Op>;
     run(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(reached.end, begin + part_keys));
     for (int64_t r = 0; r < rows; ++r) {
       C* target = merged.data() + ((head * rows + r) * parts + part) * step;

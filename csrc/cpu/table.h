@@ -23,7 +23,7 @@ Runtime threads_for(const Forward& p, const Runtime& runtime) {
 
 template <class T, class Op>
 void choose_forward(const Forward& p, const Runtime& runtime) {
-  if (decodes(p)) decode<T, typename Op::Compute>(p, runtime);
+  if (decodes(p)) decode<T, Op>(p, runtime);
   else forward<T, Op>(p, runtime);
 }
 
