@@ -179,7 +179,8 @@ def apply(problem: Problem, backend: str | None, return_lse: bool, seed: Tensor 
     if chosen is reference:
         out, lse = reference.forward(problem, seed)
     else:
-        out, lse = autograd.attention(problem, seed, return_lse, chosen.NAME)
+        q, k, v, bias, score, _ = problem
+        out, lse = autograd.attention(q, k, v, bias, seed, score, return_lse, chosen.NAME)
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 

@@ -26,16 +26,7 @@ from .problem import Problem, Score
 _NUM_SCORE = len(Score._fields)
 
 
-def attention(problem: Problem, philox_seed: Tensor | None, need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """out and lse of `problem` by its operator, attached to whatever kind of differentiation is active.
-
-    lse has shape (0,) where neither the caller nor a derivative needs it.
-    """
-    q, k, v, bias, score, _ = problem
-    return _forward(q, k, v, bias, philox_seed, score, need_lse, backend)
-
-
-def _forward(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -45,6 +36,10 @@ def _forward(
     need_lse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    """out and lse of a Problem by its operator, attached to whatever kind of differentiation is active.
+
+    lse has shape (0,) where neither the caller nor a derivative needs it.
+    """
     if type(q) is not Tensor:
         ops.register_sharding()
     if _transformed():
@@ -165,7 +160,7 @@ class _Attention(torch.autograd.Function):
             bias = _flatten(_stack(bias, in_dims[3], n), batch)
         if seed is not None:
             seed = _stack(seed, in_dims[4], n).reshape(-1).contiguous()
-        out, lse = _forward(_flatten(q), _flatten(k), _flatten(v), bias, seed, score, True, backend)
+        out, lse = attention(_flatten(q), _flatten(k), _flatten(v), bias, seed, score, True, backend)
         return _unflatten((out, lse), n, batch)
 
 
