@@ -66,6 +66,18 @@ inline T* at(const View& view, int64_t batch, int64_t head, int64_t row = 0, int
          column * view.stride[3];
 }
 
+// Whether rows are read as they lie in memory.
+inline bool reads_in_place(const View& view, int64_t columns) { return view.stride[3] == 1 || columns <= 1; }
+
+// `rows` rows of a view from `row` on, as far as they come before `end`.
+template <class T>
+inline ComingRows coming_rows(const View& view, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t end,
+                              int64_t columns) {
+  constexpr int64_t kBytes = sizeof(T);
+  const int64_t count = reads_in_place(view, columns) ? max64(0, min64(rows, end - row)) : 0;
+  return {at<T>(view, batch, head, row), view.stride[2] * kBytes, count, columns * kBytes};
+}
+
 // Rows of operands with column stride 1: the user's own memory where it will do, else a converted copy.
 template <class Scalar>
 struct Rows {

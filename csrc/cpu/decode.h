@@ -135,43 +135,19 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
     }
 }
 
-// Rows that will be read soon, fetched one by one while others are worked on: evenly over a number of steps.
-template <class T>
-class ComingRows {
- public:
-  ComingRows(const T* row, int64_t stride, int64_t rows, int64_t columns)
-      : row_(reinterpret_cast<const char*>(row)),
-        step_(stride * static_cast<int64_t>(sizeof(T))),
-        bytes_(columns * static_cast<int64_t>(sizeof(T))),
-        rows_(rows) {}
-  // All of them in `calls` of fetch.
-  void over(int64_t calls) { at_once_ = (rows_ + calls - 1) / calls; }
-  void fetch() {
-    for (int64_t row = 0; row < at_once_ && rows_ > 0; ++row, --rows_, row_ += step_)
-      for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row_ + byte);
-  }
-
- private:
-  const char* row_;
-  int64_t step_, bytes_, rows_, at_once_ = 0;
-};
-
-// Steps of a register tile between two calls of ComingRows::fetch.
-inline constexpr int64_t kFetchSteps = 8;
-
 // A register tile of a product that fetches what comes.
-template <class Op, class T>
+template <class Op>
 struct FetchingTile {
   Factors<Op, false> factors;
   int64_t depth;
   Target<typename Op::Compute> target;
-  ComingRows<T>* coming;
+  ComingRows* coming;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
     Walk<Op, false> walk(factors, row, vector * Op::S::kLanes);
-    ComingRows<T> next = *coming;
+    ComingRows next = *coming;
     for (int64_t k = 0; k < depth;) {
       for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(sum);
       next.fetch();
@@ -190,13 +166,13 @@ inline int64_t fetches_of(int64_t rows, int64_t vectors, int64_t depth) {
 }
 
 // C = A B, as gemm, and meanwhile all `coming` rows.
-template <class Op, class T>
+template <class Op>
 inline void gemm_fetching(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
-                          const Target<typename Op::Compute>& target, ComingRows<T> coming) {
+                          const Target<typename Op::Compute>& target, ComingRows coming) {
   if (vectors == 0) return;
   constexpr int kSums = kTileRows * kTileVectors;
   coming.over(max64(1, fetches_of<kSums, kTileVectors>(rows, vectors, depth)));
-  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op, T>{factors, depth, target, &coming});
+  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors, depth, target, &coming});
 }
 
 #if defined(__AVX512BF16__)
@@ -209,7 +185,7 @@ struct ValuePairsTile {
   int64_t v_stride, keys, columns;
   float* out;
   int64_t out_step;
-  ComingRows<BFloat16>* coming;
+  ComingRows* coming;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
@@ -220,7 +196,7 @@ struct ValuePairsTile {
     S::V sum[kRows][2 * kVectors] = {};
     const uint32_t* weights = p + row * kKeysOfBlock;
     const BFloat16* source = v + vector * 32;
-    ComingRows<BFloat16> next = *coming;
+    ComingRows next = *coming;
     const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
       __m512i value[2 * kVectors];
 #pragma GCC unroll 2
@@ -306,9 +282,6 @@ inline void for_row_runs(int64_t n, const Body& body) {
   for (; r < n; ++r) body.template operator()<1>(r);
 }
 
-// Whether rows are read as they lie in memory.
-inline bool reads_in_place(const View& view, int64_t columns) { return view.stride[3] == 1 || columns <= 1; }
-
 // A block of K or V: the user's rows, or a converted copy.
 template <class C, class T, class Body>
 inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns,
@@ -318,14 +291,6 @@ inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key
   const int64_t step = round_up(columns, Simd<C>::kLanes);
   convert_rows<C>(source, view.stride[2], view.stride[3], keys, columns, copy, step);
   body(static_cast<const C*>(copy), step, false);
-}
-
-// The rows of `keys` keys from `key` on, as far as they come before `end`.
-template <class T>
-inline ComingRows<T> coming_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t end,
-                                 int64_t columns) {
-  const int64_t rows = reads_in_place(view, columns) ? max64(0, min64(keys, end - key)) : 0;
-  return {at<T>(view, batch, head, key), view.stride[2], rows, columns};
 }
 
 // decode_scores by register tiles: keys lie along the lanes, as in the backward pass.
@@ -371,7 +336,7 @@ template <int64_t kKeysOfBlock, class T, class Op>
   const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    ComingRows<T> coming = coming_rows<T>(p.v, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
+    ComingRows coming = coming_rows<T>(p.v, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
     if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)
       const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;

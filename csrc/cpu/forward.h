@@ -193,6 +193,26 @@ struct PairWeights {
   }
 };
 
+// Rows of K and V of the next block. Null pointers to it: nothing is to be fetched.
+struct NextBlock {
+  ComingRows keys, values;
+};
+
+// The products of K and Q of a register tile from step k on.
+template <class Op, int kRows, int kVectors>
+[[gnu::always_inline]] inline void add_products(Walk<Op, false>& walk, int64_t k, int64_t depth, NextBlock* next,
+                                                typename Op::V (&score)[kRows][kVectors]) {
+  if (next == nullptr) {
+    for (; k < depth; ++k) walk.step(score);
+    return;
+  }
+  while (k < depth) {
+    for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(score);
+    next->keys.fetch();
+    next->values.fetch();
+  }
+}
+
 // S^T of plain scores to memory, masked by the band, with the maximum per lane.
 template <class Op>
 struct ScoreTile {
@@ -205,6 +225,7 @@ struct ScoreTile {
   C *scores, *largest;
   PairWeights<Op>* weights;  // of the block before; a step of them after every `pace` products
   int64_t pace;
+  NextBlock* next;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -220,7 +241,7 @@ struct ScoreTile {
         weights->step();
       }
     }
-    for (; k < depth; ++k) walk.step(score);
+    add_products(walk, k, depth, next, score);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -239,7 +260,7 @@ struct ScoreTile {
 template <class Op>
 inline void plain_scores(const ForwardScratch<Op>& scratch, const BandWalk<typename Op::Compute>& walk,
                          const BlockPlan& block, int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
-                         typename Op::Compute* scores, PairWeights<Op>* weights = nullptr) {
+                         typename Op::Compute* scores, NextBlock* next = nullptr, PairWeights<Op>* weights = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t steps = weights == nullptr ? 0 : weights->end;
@@ -259,7 +280,8 @@ inline void plain_scores(const ForwardScratch<Op>& scratch, const BandWalk<typen
                       scores + row * kTile<C> + lane,
                       scratch.block_largest + lane,
                       weights,
-                      pace});
+                      pace,
+                      next});
   }
 }
 
@@ -305,6 +327,7 @@ struct ProbabilityTile {
   Range live;    // lanes of the first row
   int64_t vector;
   C *m, *sum, *probabilities;
+  NextBlock* next;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -313,7 +336,7 @@ struct ProbabilityTile {
     V score[kRows][kVectors] = {};
     const int64_t lane = first_vector * S::kLanes;
     Walk<Op, false> walk(keys_queries, row, lane);
-    for (int64_t k = 0; k < depth; ++k) walk.step(score);
+    add_products(walk, 0, depth, next, score);
     const V dead = S::set1(-kInfinity<C>);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     const Exponential<Op, true, Op::kSums> exponential(1);
@@ -424,12 +447,12 @@ template <class Op>
 [[gnu::noinline]] bool probabilities_in_registers(const ForwardScratch<Op>& scratch,
                                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                   int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
-                                                  bool& opening) {
+                                                  NextBlock* next, bool& opening) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
   const V dead = S::set1(-kInfinity<C>);
-  const auto run = [&](bool open, C* m) {
+  const auto run = [&](bool open, C* m, NextBlock* fetched) {
     for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_sum + v * S::kLanes, S::zero());
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
@@ -444,7 +467,8 @@ template <class Op>
                               segment.first,
                               m + lane,
                               scratch.block_sum + lane,
-                              scratch.scores + row * kTile<C> + lane});
+                              scratch.scores + row * kTile<C> + lane,
+                              fetched});
     }
   };
   const auto in_range = [&](int64_t lane) {
@@ -456,7 +480,7 @@ template <class Op>
   if (opening)
     for (int64_t v = 0; v < vectors; ++v)  // what m was before
       S::store(scratch.correction + v * S::kLanes, S::load(scratch.largest + v * S::kLanes));
-  run(opening, scratch.largest);
+  run(opening, scratch.largest, next);
   auto good = S::zero() == S::zero(), open = good;
   for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
     good &= in_range(lane);
@@ -470,7 +494,7 @@ template <class Op>
       const V largest = S::max(S::load(scratch.block_largest + lane), old);
       S::store(scratch.block_largest + lane, new_maximum(scratch, lane, old, in_range(lane) ? now : largest, C(1)));
     }
-    run(false, scratch.block_largest);
+    run(false, scratch.block_largest, nullptr);
   }
   for (int64_t v = 0; v < vectors; ++v) {
     C* sum = scratch.sum + v * S::kLanes;
@@ -512,7 +536,7 @@ template <class T, class Op>
 
 template <class T, class Op>
 void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<typename Op::Scalar>* kept,
-                  int64_t batch, int64_t head, int64_t query, int64_t queries) {
+                  int64_t batch, int64_t head, int64_t query, int64_t queries, bool fetches) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
@@ -569,8 +593,18 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
       keys = copied_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
                                 scratch.rows, kept == nullptr ? nullptr : kept + 1);
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
+    NextBlock coming, *next = nullptr;
+    if (fetches) {
+      const int64_t row = block->row + block->rows,
+                    fetch_calls = max64(1, (block->rows + kTileRows - 1) / kTileRows * (depth / kFetchSteps));
+      coming = {coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim),
+                coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v)};
+      coming.keys.over(fetch_calls);
+      coming.values.over(fetch_calls);
+      next = &coming;
+    }
     if (waits) {
-      plain_scores(scratch, walk, *block, vectors, depth, keys, scores, &weights);
+      plain_scores(scratch, walk, *block, vectors, depth, keys, scores, next, &weights);
       finish_waiting();
       for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
         const V old = S::load(scratch.largest + lane);
@@ -586,7 +620,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
       continue;
     }
     bool rescale = true;
-    if (score.plain()) rescale = probabilities_in_registers(scratch, walk, *block, vectors, depth, keys, opening);
+    if (score.plain()) rescale = probabilities_in_registers(scratch, walk, *block, vectors, depth, keys, next, opening);
     else probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys);
     accumulate(*block, scratch.scores, rescale);
   }
@@ -673,6 +707,10 @@ void forward(const Forward& p, const Runtime& runtime) {
   while (tile > Simd<C>::kLanes && heads * ((p.seqlen_q + tile - 1) / tile) < runtime.num_threads) tile /= 2;
   tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
+  // A long cache that is read once, from memory.
+  constexpr int64_t kCached = 1 << 20;
+  const bool fetches =
+      tiles == 1 && p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= kCached;
   const ForwardScratch<Op> sizes(nullptr, p);
   // Values in pairs, or values and keys converted, where a head has more tiles than one.
   const int64_t copies = tiles <= 1 ? 0 : kConverts<T, Op> ? 2 : Op::kPack == 2 ? 1 : 0;
@@ -684,7 +722,7 @@ void forward(const Forward& p, const Runtime& runtime) {
     // Last tiles first: under a causal mask they are the longest.
     const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
     forward_tile<T, Op>(p, scratch, kept.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q,
-                        head % p.heads_q, query, min64(tile, p.seqlen_q - query));
+                        head % p.heads_q, query, min64(tile, p.seqlen_q - query), fetches);
   };
   // A causal mask makes the first tasks the longest.
   const bool uneven = (p.band.left < kUnbounded) != (p.band.right < kUnbounded);

@@ -140,6 +140,27 @@ class Walk {
   int64_t a_step_, b_step_;
 };
 
+// Rows that will be read soon: fetched a few at a time, while others are worked on. All at once they would leave the
+// memory idle afterwards.
+class ComingRows {
+ public:
+  ComingRows() = default;
+  ComingRows(const void* row, int64_t step, int64_t rows, int64_t bytes)
+      : row_(static_cast<const char*>(row)), step_(step), bytes_(bytes), rows_(rows) {}
+  // All of them in `calls` of fetch.
+  void over(int64_t calls) { at_once_ = (rows_ + calls - 1) / calls; }
+  void fetch() {
+    for (int64_t row = 0; row < at_once_ && rows_ > 0; ++row, --rows_, row_ += step_)
+      for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row_ + byte);
+  }
+
+ private:
+  const char* row_ = nullptr;
+  int64_t step_ = 0, bytes_ = 0, rows_ = 0, at_once_ = 0;
+};
+// Steps of a register tile between two calls of fetch.
+inline constexpr int64_t kFetchSteps = 8;
+
 // Where a product goes: C, and what becomes of what it held.
 template <class C>
 struct Target {
