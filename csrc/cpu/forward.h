@@ -193,12 +193,16 @@ struct PairWeights {
   }
 };
 
-// Rows of K and V of the next block. Null pointers to it: nothing is to be fetched.
+// Rows of K and V of the next block, fetched while this one's scores are computed.
 struct NextBlock {
   ComingRows keys, values;
+  void fetch() {
+    keys.fetch();
+    values.fetch();
+  }
 };
 
-// The products of K and Q of a register tile from step k on.
+// The products of K and Q of a register tile from step k on; `next` may be null.
 template <class Op, int kRows, int kVectors>
 [[gnu::always_inline]] inline void add_products(Walk<Op, false>& walk, int64_t k, int64_t depth, NextBlock* next,
                                                 typename Op::V (&score)[kRows][kVectors]) {
@@ -208,8 +212,7 @@ template <class Op, int kRows, int kVectors>
   }
   while (k < depth) {
     for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(score);
-    next->keys.fetch();
-    next->values.fetch();
+    next->fetch();
   }
 }
 
@@ -239,6 +242,7 @@ struct ScoreTile {
       while (k < depth && weights->next < weights->end) {
         for (const int64_t end = min64(depth, k + pace); k < end; ++k) walk.step(score);
         weights->step();
+        if (next != nullptr) next->fetch();
       }
     }
     add_products(walk, k, depth, next, score);
@@ -595,12 +599,14 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
     NextBlock coming, *next = nullptr;
     if (fetches) {
-      const int64_t row = block->row + block->rows,
-                    fetch_calls = max64(1, (block->rows + kTileRows - 1) / kTileRows * (depth / kFetchSteps));
+      // The steps of the weights make calls more frequent.
+      const int64_t steps = waits && vectors == kTileVecs<C> ? 2 : kFetchSteps;
+      const int64_t row = block->row + block->rows, most = tallest<kTileRows * kTileVectors>(static_cast<int>(vectors));
+      const int64_t calls = (block->rows + most - 1) / most * max64(1, depth / steps);
       coming = {coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim),
                 coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v)};
-      coming.keys.over(fetch_calls);
-      coming.values.over(fetch_calls);
+      coming.keys.over(calls);
+      coming.values.over(calls);
       next = &coming;
     }
     if (waits) {
@@ -707,10 +713,10 @@ void forward(const Forward& p, const Runtime& runtime) {
   while (tile > Simd<C>::kLanes && heads * ((p.seqlen_q + tile - 1) / tile) < runtime.num_threads) tile /= 2;
   tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
-  // A long cache that is read once, from memory.
-  constexpr int64_t kCached = 1 << 20;
-  const bool fetches =
-      tiles == 1 && p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= kCached;
+  // Whether a head's keys and values come from memory or from far away in the caches: by their size, the smaller where
+  // few tiles meet them.
+  const int64_t far = (tiles <= 4 ? 1 : 8) << 20;
+  const bool fetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
   const ForwardScratch<Op> sizes(nullptr, p);
   // Values in pairs, or values and keys converted, where a head has more tiles than one.
   const int64_t copies = tiles <= 1 ? 0 : kConverts<T, Op> ? 2 : Op::kPack == 2 ? 1 : 0;
