@@ -612,6 +612,8 @@ void backward(const Backward& p, const Runtime& runtime) {
   constexpr int64_t kScratchSums = 1 << 18;
   const int64_t sums = wanted.dq && !direct && whole > 0 ? unit * head_step : 0;
   const bool large = sums > kScratchSums;
+  // Less is kept beside large sums, of which a call needs most of its memory.
+  const int64_t most_kept = unit * head_step > kScratchSums ? kKeptBytes / 3 : kKeptBytes;
   const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * sums : 0);
   const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * unit * head_step : 0);
 
@@ -621,7 +623,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * unit : 0;
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
-                                               (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
+                                               (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest, most_kept);
   const int64_t scratch_bytes = sizes.bytes + kept.bytes() + (large ? 0 : sums * static_cast<int64_t>(sizeof(C)));
   run_tasks(p, runtime, tasks, scratch_bytes, [&](int64_t task, void* memory, int64_t worker) {
     const BackwardScratch<Op> scratch(memory, p);

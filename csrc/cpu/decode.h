@@ -1,9 +1,10 @@
 // Forward pass for a few queries against many keys (decoding with a KV cache): bound by reading K and V once.
 //
 // The query heads that share a key head are handled together ("rows"), so that grouped-query attention reads its cache
-// once. The head dimension lies along the lanes, rows of K and V are read as they lie in memory, a block of keys at a
-// time, the next one prefetched. Where there are fewer heads than threads the keys are split, and the parts merged by
-// their log-sum-exp (Dao et al., Flash-Decoding, 2023).
+// once. Few rows: the head dimension lies along the lanes, rows of K and V are read as they lie in memory. Many rows:
+// register tiles, as in the other passes. Either way a block of keys at a time, what comes next is fetched. Where there
+// are fewer heads than threads the keys are split, and the parts merged by their log-sum-exp (Dao et al.,
+// Flash-Decoding, 2023).
 #pragma once
 
 #include "forward.h"
@@ -446,7 +447,7 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       }
       // The same value in all lanes: the row's maximum so far, and what rescales the sums made under the old one.
       const V old = S::set1(scratch.largest[r]), m = S::max(S::max_all(largest), old);
-      const V shift = m == dead ? S::zero() : m;
+      const V shift = m == dead ? S::zero() : m + (m - m);  // NaN where scores overflow
       const V correction = S::exp2((old - shift) * S::set1(kLog2E<C>));
       S::store(scratch.sums + r * S::kLanes, S::load(scratch.sums + r * S::kLanes) * correction);
       shifts[r] = -shift[0];
