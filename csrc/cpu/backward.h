@@ -304,12 +304,20 @@ inline void pack_segment(const Segment& segment, const float* p, const float* ds
 }
 #endif
 
-// Where a head's dQ is summed: the output itself, or a buffer of the compute type with rows of whole vectors.
+// Where a head's dQ is summed: the output itself, or a buffer of the compute type with rows of whole vectors. Or both:
+// an output of 16-bit elements has room for the sums of half of its rows.
 template <class C>
 struct QueryGrad {
-  C* data;
+  C* data;            // of the rows from `split` on
   int64_t step;       // from row to row
   int64_t head_step;  // from head to head
+  int64_t split = 0;
+  C* first = nullptr;  // of the rows before it
+  int64_t first_head_step = 0;
+
+  C* row(int64_t head, int64_t i) const {
+    return i < split ? first + head * first_head_step + i * step : data + head * head_step + (i - split) * step;
+  }
 };
 
 // All keys of tiles first, first + stride, ... for the query heads [head, head + heads) of one batch entry.
@@ -426,11 +434,14 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
               for (int64_t i = row; i < row + segment.rows; ++i)
                 reinterpret_cast<uint16_t*>(const_cast<Scalar*>(ds_rows) + i * ds_step)[lane + live] = 0;
           }
-          gemm<typename Op::Product>(
-              segment.rows, columns, (live + Op::kPack - 1) / Op::kPack,
-              {ds_rows + row * ds_step + lane / Op::kPack, ds_step, k_rows.data + lane / Op::kPack * k_rows.step,
-               k_rows.step},
-              {dq.data + (h - head) * dq.head_step + segment.row * dq.step, dq.step, Epilogue::kAdd, nullptr});
+          for (int64_t i = segment.row, last = i + segment.rows; i < last;) {
+            const int64_t end = i < dq.split ? min64(last, dq.split) : last;
+            gemm<typename Op::Product>(end - i, columns, (live + Op::kPack - 1) / Op::kPack,
+                                       {ds_rows + (i - block.row) * ds_step + lane / Op::kPack, ds_step,
+                                        k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step},
+                                       {dq.row(h - head, i), dq.step, Epilogue::kAdd, nullptr});
+            i = end;
+          }
         }
       }
 
@@ -612,9 +623,12 @@ void backward(const Backward& p, const Runtime& runtime) {
   constexpr int64_t kScratchSums = 1 << 18;
   const int64_t sums = wanted.dq && !direct && whole > 0 ? unit * head_step : 0;
   const bool large = sums > kScratchSums;
-  // Less is kept beside large sums, of which a call needs most of its memory.
-  const int64_t most_kept = unit * head_step > kScratchSums ? kKeptBytes / 3 : kKeptBytes;
-  const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * sums : 0);
+  const int64_t split = large && sizeof(T) == 2 && sizeof(C) == 4 && step == p.head_dim && p.dq.stride[1] % 2 == 0 &&
+                                p.dq.stride[2] == p.head_dim
+                            ? p.seqlen_q / 2
+                            : 0;
+  const int64_t large_step = head_step - split * step;
+  const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * unit * large_step : 0);
   const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * unit * head_step : 0);
 
   const int64_t tasks = whole + left * chunks;
@@ -623,12 +637,11 @@ void backward(const Backward& p, const Runtime& runtime) {
   const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * unit : 0;
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
-                                               (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest, most_kept);
+                                               (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
   const int64_t scratch_bytes = sizes.bytes + kept.bytes() + (large ? 0 : sums * static_cast<int64_t>(sizeof(C)));
   run_tasks(p, runtime, tasks, scratch_bytes, [&](int64_t task, void* memory, int64_t worker) {
     const BackwardScratch<Op> scratch(memory, p);
     char* kept_memory = static_cast<char*>(memory) + sizes.bytes;
-    C* own_sums = large ? large_sums.data() + worker * sums : reinterpret_cast<C*>(kept_memory + kept.bytes());
     const bool is_whole = task < whole;
     const int64_t index = is_whole ? task : whole + (task - whole) / chunks,
                   chunk = is_whole ? 0 : (task - whole) % chunks;
@@ -638,18 +651,23 @@ void backward(const Backward& p, const Runtime& runtime) {
       for (int64_t h = head; h < head + unit; ++h) compute_terms<T>(p, plain, batch, h, 0, p.seqlen_q, terms);
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq && p.head_dim > 0) {
-      if (in_place) dq = {reinterpret_cast<C*>(at<T>(p.dq, batch, head)), p.dq.stride[2], p.dq.stride[1]};
-      else dq.data = is_whole ? own_sums : parts.data() + (task - whole) * unit * head_step;
+      C* output = reinterpret_cast<C*>(at<T>(p.dq, batch, head));
+      if (in_place) dq = {output, p.dq.stride[2], p.dq.stride[1]};
+      else if (!is_whole) dq.data = parts.data() + (task - whole) * unit * head_step;
+      else if (!large) dq.data = reinterpret_cast<C*>(kept_memory + kept.bytes());
+      else dq = {large_sums.data() + worker * unit * large_step, step, large_step, split, output, p.dq.stride[1] / 2};
       for (int64_t h = 0; h < unit; ++h)
         for (int64_t i = 0; i < p.seqlen_q; ++i)
-          std::memset(dq.data + h * dq.head_step + i * dq.step, 0,
-                      static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
+          std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
     backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, terms, dq,
                           kept.of(worker, kept_memory));
     if (wanted.dq && (is_whole || in_place))
-      for (int64_t h = 0; h < unit; ++h)
-        store_query_grad<T>(p, batch, head + h, 0, p.seqlen_q, dq.data + h * dq.head_step, dq.step);
+      for (int64_t h = 0; h < unit; ++h) {
+        // In this order: row after row, the output takes less room than its sums before it.
+        if (dq.split > 0) store_query_grad<T>(p, batch, head + h, 0, dq.split, dq.row(h, 0), dq.step);
+        store_query_grad<T>(p, batch, head + h, dq.split, p.seqlen_q - dq.split, dq.row(h, dq.split), dq.step);
+      }
   });
 
   if (wanted.dq && left > 0 && !split_direct)

@@ -27,17 +27,17 @@ struct alignas(64) KeptRows {  // no line of the cache with what another worker 
   int64_t room;                // rows, or pairs of rows
   int64_t head = -1, begin = 0, end = 0;
 };
-inline constexpr int64_t kKeptBytes = 3 << 18;  // of a worker, mostly: with it a call needs no more than torch
+inline constexpr int64_t kKeptBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
 
 // All workers' kept rows, which lie in their scratch: it stays, where fresh memory would come page by page in every
 // call.
 template <class Scalar>
 class KeptByWorker {
  public:
-  // rows, or pairs of rows, of `scalars` each: of a record, if that takes no more than `most` bytes
-  KeptByWorker(int64_t workers, int64_t records, int64_t rows, int64_t scalars, int64_t most = kKeptBytes)
+  // rows, or pairs of rows, of `scalars` each: of a record, if there is memory for all
+  KeptByWorker(int64_t workers, int64_t records, int64_t rows, int64_t scalars)
       : records_(records),
-        room_(min64(rows, most / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
+        room_(min64(rows, kKeptBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
         record_scalars_(room_ * scalars),
         rows_(workers * records) {
     for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = {nullptr, room_};
