@@ -623,6 +623,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   constexpr int64_t kScratchSums = 1 << 18;
   const int64_t sums = wanted.dq && !direct && whole > 0 ? unit * head_step : 0;
   const bool large = sums > kScratchSums;
+  // The rows that the output has room for, where a head's rows lie one after the other.
   const int64_t split = large && sizeof(T) == 2 && sizeof(C) == 4 && step == p.head_dim && p.dq.stride[1] % 2 == 0 &&
                                 p.dq.stride[2] == p.head_dim
                             ? p.seqlen_q / 2
@@ -665,7 +666,7 @@ void backward(const Backward& p, const Runtime& runtime) {
     if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < unit; ++h) {
         // In this order: row after row, the output takes less room than its sums before it.
-        if (dq.split > 0) store_query_grad<T>(p, batch, head + h, 0, dq.split, dq.row(h, 0), dq.step);
+        store_query_grad<T>(p, batch, head + h, 0, dq.split, dq.row(h, 0), dq.step);
         store_query_grad<T>(p, batch, head + h, dq.split, p.seqlen_q - dq.split, dq.row(h, dq.split), dq.step);
       }
   });

@@ -409,6 +409,7 @@ struct BlockPlan {
 template <class Op>
 inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& block, const Factors<Op, true>& factors,
                             const Target<typename Op::Compute>& target) {
+  // Nothing to choose from: without the choice a tile is 1 to 3 % faster.
   const Segment& first = block.segment[0];
   if (block.segments == 1 && first.row == block.row && first.last - first.first == vectors)
     gemm<Op, true>(rows, vectors, (first.rows + Op::kPack - 1) / Op::kPack, factors, target);

@@ -158,14 +158,6 @@ struct FetchingTile {
   }
 };
 
-// How often the tiles that for_tiles cuts will call fetch.
-template <int kSums, int kMostVectors>
-inline int64_t fetches_of(int64_t rows, int64_t vectors, int64_t depth) {
-  const int64_t columns = (vectors + kMostVectors - 1) / kMostVectors, width = (vectors + columns - 1) / columns;
-  const int64_t most = tallest<kSums>(static_cast<int>(width));
-  return columns * ((rows + most - 1) / most) * ((depth + kFetchSteps - 1) / kFetchSteps);
-}
-
 // C = A B, as gemm, and meanwhile all `coming` rows.
 template <class Op>
 inline void gemm_fetching(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
@@ -424,9 +416,10 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     const auto tile_at = [&](int64_t r, int64_t j) {
       return j / kTile<C> * kTile<C> * rows + r * kTile<C> + j % kTile<C>;
     };
+    const auto reached_by = [&](int64_t r) { return p.band.reached(r % p.seqlen_q, 1, {key, key + keys}); };
     // Whether a row's scores need nothing but the scale, and meet all keys.
     const auto is_plain = [&](int64_t r) {
-      const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
+      const Range reached = reached_by(r);
       return score.plain() && reached.begin == key && reached.end == key + keys && keys % S::kLanes == 0;
     };
     for (int64_t r = 0; r < rows; ++r) {
@@ -436,7 +429,7 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
         for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::load(row + j), largest);
         largest *= scale;
       } else {
-        const Range reached = p.band.reached(r % p.seqlen_q, 1, {key, key + keys});
+        const Range reached = reached_by(r);
         const Range live{reached.begin - key, reached.end - key};
         for (int64_t j = 0; j < keys; j += S::kLanes) {
           V x = finish_score(score, S::load(row + j), scale, scratch.bias + tile_at(r, j));

@@ -601,8 +601,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     if (fetches) {
       // The steps of the weights make calls more frequent.
       const int64_t steps = waits && vectors == kTileVecs<C> ? 2 : kFetchSteps;
-      const int64_t row = block->row + block->rows, most = tallest<kTileRows * kTileVectors>(static_cast<int>(vectors));
-      const int64_t calls = (block->rows + most - 1) / most * max64(1, depth / steps);
+      const int64_t row = block->row + block->rows;
+      const int64_t calls =
+          max64(1, fetches_of<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
       coming = {coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim),
                 coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v)};
       coming.keys.over(calls);

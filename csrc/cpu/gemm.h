@@ -324,6 +324,14 @@ inline void for_tiles(int64_t rows, int64_t vectors, const Tile& tile) {
   }
 }
 
+// How often the tiles that for_tiles cuts will call fetch, if they do after every `steps` of `depth`.
+template <int kSums, int kMostVectors>
+inline int64_t fetches_of(int64_t rows, int64_t vectors, int64_t depth, int64_t steps = kFetchSteps) {
+  const int64_t columns = (vectors + kMostVectors - 1) / kMostVectors, width = (vectors + columns - 1) / columns;
+  const int64_t most = tallest<kSums>(static_cast<int>(width));
+  return columns * ((rows + most - 1) / most) * ((depth + steps - 1) / steps);
+}
+
 // C = A B for rows x vectors of C (vectors in units of a register).
 template <class Op, bool kUnitRows = false>
 inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, kUnitRows>& factors,
