@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import math
 import random
 import sys
@@ -116,7 +117,7 @@ def assert_within_rule(
     factor = GRADIENT_FACTOR if gradient else FORWARD_FACTOR
     result = errors(actual, exact, baseline, factor=factor, unit=unit)
     if not result.ok:
-        got, want = float(actual[result.where]), float(exact[result.where])
+        got, want = (float(x.detach()[result.where]) for x in (actual, exact))
         raise AssertionError(
             f"{name}{list(result.where)}: got {got:.9g}, expected {want:.9g}; error {abs(got - want):.3g} is "
             f"{result.ratio:.3g} times what is allowed (torch's own largest error here: {result.baseline_error:.3g})"
@@ -272,6 +273,22 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _computed(run: Callable[..., dict[str, Tensor]], exact: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The yardstick: what torch's own maths in the dtype gives; `run` is that maths.
+
+    There is no wider dtype to measure float64 maths with. Done again with every product rounded otherwise, it is off
+    from itself by what it is off from the truth. Both are, so one repetition can come close by chance where there are
+    few entries: torch's own attention breaks the rule then in 1 of 6,000 problems. What counts is the farthest of three.
+    """
+    if dtype != torch.float64:
+        return run(_accumulate_dtype(dtype), split_scale=True)
+
+    def farther(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: torch.where((other[n] - e).abs() > (one[n] - e).abs(), other[n], one[n]) for n, e in exact.items()}
+
+    return functools.reduce(farther, (run(dtype, split_scale=True, stretch=stretch) for stretch in (1.1, 1.3, 1.7)))
+
+
 def expected(
     query: Tensor,
     key: Tensor,
@@ -311,10 +328,7 @@ def expected(
         return results
 
     exact = run(torch.float64, split_scale=False)
-    # There is no wider dtype to measure float64 maths with. Done twice, the second time with every product rounded
-    # otherwise, it is off from itself by what it is off from the truth.
-    stretch = 1.1 if dtype == torch.float64 else 1.0
-    computed = run(_accumulate_dtype(dtype), split_scale=True, stretch=stretch)
+    computed = _computed(run, exact, dtype)
     units = _units(inputs, attn_mask, exact, grad_out, grad_lse, keep, options)
     dtypes = {"out": dtype, "lse": _accumulate_dtype(dtype), **{n: x.dtype for n, x in inputs.items()}}
     return {n: Expected(exact[n], torch.zeros_like(exact[n]).to(dtypes[n]).copy_(computed[n]), units[n]) for n in exact}
@@ -358,8 +372,7 @@ def expected_second_order(
         return dict(zip(leaves, second, strict=True))
 
     exact = run(torch.float64, split_scale=False)
-    stretch = 1.1 if dtype == torch.float64 else 1.0  # as in `expected`
-    computed = run(_accumulate_dtype(dtype), split_scale=True, stretch=stretch)
+    computed = _computed(run, exact, dtype)
     dtypes = {n: x.dtype for n, x in inputs.items()} | {"tout": dtype, "tlse": _accumulate_dtype(dtype)}
     mask = None if attn_mask is None else attn_mask.detach()
     q, k, v = (x.detach().double() for x in (query, key, value))
