@@ -278,7 +278,7 @@ def _computed(run: Callable[..., dict[str, Tensor]], exact: dict[str, Tensor], d
 
     There is no wider dtype to measure float64 maths with. Done again with every product rounded otherwise, it is off
     from itself by what it is off from the truth. Both are, so one repetition can come close by chance where there are
-    few entries: torch's own attention breaks the rule then in 1 of 6,000 problems. What counts is the farthest of three.
+    few entries: torch's own attention then breaks the rule in 1 of 6,000 problems. The farthest of three counts.
     """
     if dtype != torch.float64:
         return run(_accumulate_dtype(dtype), split_scale=True)

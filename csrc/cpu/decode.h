@@ -2,9 +2,9 @@
 //
 // The query heads that share a key head are handled together ("rows"), so that grouped-query attention reads its cache
 // once. Few rows: the head dimension lies along the lanes, rows of K and V are read as they lie in memory. Many rows:
-// register tiles, as in the other passes. Either way a block of keys at a time, what comes next is fetched. Where there
-// are fewer heads than threads the keys are split, and the parts merged by their log-sum-exp (Dao et al.,
-// Flash-Decoding, 2023).
+// register tiles, as in the other passes. What comes next is fetched. Both work on a block of keys at a time, first K,
+// then V; the commonest shapes of few rows have a kernel in which they take turns more often. Where there are fewer
+// heads than threads the keys are split, and the parts merged by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
 #pragma once
 
 #include "forward.h"
@@ -104,36 +104,39 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
   }
 }
 
-// out[row] = out[row] * factor[row] + sum_key p[row][key] V[key], kVectors vectors of the head dimension at a time.
+// out[row] = out[row] * factor[row] + sum_key p[row][key] V[key] for kVectors vectors of the head dimension. One alone
+// may be incomplete: `columns` are left.
 template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
 [[gnu::noinline]] void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
                                      Fetch fetch, const C* factor, C* out, int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
-  V sum[kRows][kVectors];
-  for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kVectors; ++c) sum[r][c] = S::zero();
-  const auto accumulate = [&](auto load) {
-    for (int64_t j = 0; j < keys; ++j, v += v_stride) {
-      if (j < fetch.keys) prefetch_row(v + fetch.ahead * v_stride, min64(columns, kVectors * S::kLanes));
-      V value[kVectors];
+  // Sums of longer runs of keys would lose digits.
+  for (int64_t first = 0; first < keys; first += kDecodeKeys) {
+    const int64_t last = min64(keys, first + kDecodeKeys);
+    V sum[kRows][kVectors] = {};
+    const auto accumulate = [&](auto load) {
+      for (int64_t j = first; j < last; ++j, v += v_stride) {
+        if (j < fetch.keys) prefetch_row(v + fetch.ahead * v_stride, min64(columns, kVectors * S::kLanes));
+        V value[kVectors];
+#pragma GCC unroll 8
+        for (int c = 0; c < kVectors; ++c) value[c] = load(c);
 #pragma GCC unroll 4
-      for (int c = 0; c < kVectors; ++c) value[c] = load(c);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const V weight = S::set1(p[r * kKeysOfBlock + j]);
-#pragma GCC unroll 4
-        for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
+        for (int r = 0; r < kRows; ++r) {
+          const V weight = S::set1(p[r * kKeysOfBlock + j]);
+#pragma GCC unroll 8
+          for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
+        }
       }
-    }
-  };
-  if (columns >= kVectors * S::kLanes) accumulate([&](int c) { return S::load_as(v + c * S::kLanes); });
-  else accumulate([&](int c) { return S::load_as(v + c * S::kLanes, max64(0, columns - c * S::kLanes)); });
-  for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kVectors; ++c) {
-      C* total = out + r * out_step + c * S::kLanes;
-      S::store(total, S::fma(S::load(total), S::set1(factor[r]), sum[r][c]));
-    }
+    };
+    if (columns >= kVectors * S::kLanes) accumulate([&](int c) { return S::load_as(v + c * S::kLanes); });
+    else accumulate([&](int) { return S::load_as(v, columns); });
+    for (int r = 0; r < kRows; ++r)
+      for (int c = 0; c < kVectors; ++c) {
+        C* total = out + r * out_step + c * S::kLanes;
+        S::store(total, S::fma(S::load(total), S::set1(first == 0 ? factor[r] : C(1)), sum[r][c]));
+      }
+  }
 }
 
 // A register tile of a product that fetches what comes.
@@ -237,19 +240,19 @@ struct DecodeScratch {
 
   DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles) {
     Arena arena(memory);
-    constexpr int64_t kSlack = 4 * Simd<C>::kLanes;      // decode_values works on up to four vectors
-    q_step = round_up(p.head_dim, 2 * Simd<C>::kLanes);  // room for either kind of RowDot
-    out_step = round_up(p.head_dim_v, kSlack);
+    constexpr int64_t kLanes = Simd<C>::kLanes;
+    q_step = round_up(p.head_dim, 2 * kLanes);      // room for either kind of RowDot
+    out_step = round_up(p.head_dim_v, 2 * kLanes);  // ... and for ValuePairsTile
     q = arena.take<C>(rows * q_step);
     q_as_given = arena.take<C>(rows * q_step);
     out = arena.take<C>(rows * out_step);
-    block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kSlack));
+    block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
     key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
     scores = arena.take<C>(rows * keys);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
     keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
     largest = arena.take<C>(kDecodeRows);
-    sums = arena.take<C>(kDecodeRows * Simd<C>::kLanes);
+    sums = arena.take<C>(kDecodeRows * kLanes);
     factor = arena.take<C>(kDecodeRows);
     bytes = arena.used();
   }
@@ -257,6 +260,129 @@ struct DecodeScratch {
   C *q, *q_as_given, *out, *block, *scores, *bias, *keep, *largest, *sums, *factor;
   int64_t q_step, out_step, bytes;
 };
+
+// kRows queries against `keys` keys, whole vectors of them, all of which they meet, by scores that need nothing but
+// their scale. Continues what scratch.out, largest and sums hold. K and V take turns, a vector of keys each, and rows
+// are met in the order of the memory: so neither of the two streams stops for long. A turn's weights become ready while
+// the next one's scores are computed.
+template <class T, class Op, int kRows, int kDim>
+[[gnu::noinline]] void decode_stream(const DecodeScratch<Op>& scratch, const T* k, int64_t k_stride, const T* v,
+                                     int64_t v_stride, int64_t keys, float scale) {
+  using S = Simd<float>;
+  using V = S::V;
+  using Dot = RowDot<float, T>;
+  using Query = typename Dot::Query;
+  constexpr int kLanes = S::kLanes, kGroup = kLanes / kRows, kVectors = kDim / kLanes;
+  constexpr int64_t kAhead = 4096 / (kDim * sizeof(T));  // rows; as measured
+  const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
+  alignas(64) float scores[kRows][kLanes], weights[kRows][kLanes];
+  V sums[kRows] = {}, recent[kRows][kVectors] = {};  // of the last keys: sums of longer runs would lose digits
+
+  const auto score_turn = [&](const T* row) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int group = 0; group < kRows; ++group) {
+      V sum[kLanes] = {};
+#pragma GCC unroll 16
+      for (int key = 0; key < kGroup; ++key, row += k_stride) {
+        prefetch_row(row + kAhead * k_stride, kDim);
+#pragma GCC unroll 16
+        for (int c = 0; c < kDim; c += Dot::kWidth) {
+          const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
+#pragma GCC unroll 2
+          for (int r = 0; r < kRows; ++r) {
+            V& total = sum[r * kGroup + key];
+            total = Dot::accumulate(total, value, Dot::load_query(q + r * scratch.q_step + c));
+          }
+        }
+      }
+      const V all = S::sum_each(sum);
+#pragma GCC unroll 2
+      for (int r = 0; r < kRows; ++r)
+        std::memcpy(scores[r] + group * kGroup, reinterpret_cast<const float*>(&all) + r * kGroup,
+                    kGroup * sizeof(float));
+    }
+  };
+  const auto add_recent = [&] {
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kVectors; ++c) {
+        float* out = scratch.out + r * scratch.out_step + c * kLanes;
+        S::store(out, S::load(out) + recent[r][c]);
+        recent[r][c] = S::zero();
+      }
+      S::store(scratch.sums + r * kLanes, S::load(scratch.sums + r * kLanes) + sums[r]);
+      sums[r] = S::zero();
+    }
+  };
+
+  score_turn(k);
+  for (int64_t j = 0; j < keys; j += kLanes) {
+    if (j % kDecodeKeys == 0) add_recent();
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
+      const V x = S::load(scores[r]) * S::set1(scale);
+      V m = S::set1(scratch.largest[r]);
+      if (!S::all(x <= m)) {  // a greater maximum, which soon gets rare, or NaN, which is none
+        add_recent();
+        const V old = m;
+        m = S::max_all(S::max(x, m));
+        const V correction = S::exp2((old - m) * S::set1(kLog2E<float>));
+        for (int64_t c = 0; c < kDim; c += kLanes) {
+          float* out = scratch.out + r * scratch.out_step + c;
+          S::store(out, S::load(out) * correction);
+        }
+        S::store(scratch.sums + r * kLanes, S::load(scratch.sums + r * kLanes) * correction);
+        scratch.largest[r] = m[0];
+      }
+      const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
+      const V weight = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
+      sums[r] += weight;
+      S::store(weights[r], weight);
+    }
+    if (j + kLanes < keys) score_turn(k + (j + kLanes) * k_stride);
+#pragma GCC unroll 4
+    for (int key = 0; key < kLanes; ++key, v += v_stride) {
+      prefetch_row(v + kAhead * v_stride, kDim);
+#pragma GCC unroll 16
+      for (int c = 0; c < kVectors; ++c) {
+        const V value = S::load_as(v + c * kLanes);
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r) recent[r][c] = S::fma(S::set1(weights[r][key]), value, recent[r][c]);
+      }
+    }
+  }
+  add_recent();
+}
+
+template <class T, class Op>
+using DecodeStream = void (*)(const DecodeScratch<Op>& scratch, const T* k, int64_t k_stride, const T* v,
+                              int64_t v_stride, int64_t keys, float scale);
+
+// The kernel of that kind for these rows, or null. It wants 32 registers. (More rows have too much to multiply for it,
+// two of 16-bit elements too.)
+template <class T, class Op>
+DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
+  using C = typename Op::Compute;
+  if constexpr (Simd<C>::kLanes == 16) {
+    if (!Score<C>(p).plain() || p.head_dim != p.head_dim_v || !reads_in_place(p.k, p.head_dim) ||
+        !reads_in_place(p.v, p.head_dim_v))
+      return nullptr;
+    const auto of_size = [&]<int kDim>() -> DecodeStream<T, Op> {
+      if (rows == 1) return decode_stream<T, Op, 1, kDim>;
+      if constexpr (sizeof(T) == 4 && kDim <= 128)
+        if (rows == 2) return decode_stream<T, Op, 2, kDim>;
+      return nullptr;
+    };
+    switch (p.head_dim) {
+      case 32: return of_size.template operator()<32>();
+      case 64: return of_size.template operator()<64>();
+      case 80: return of_size.template operator()<80>();
+      case 96: return of_size.template operator()<96>();
+      case 128: return of_size.template operator()<128>();
+      case 256: return of_size.template operator()<256>();
+    }
+  }
+  return nullptr;
+}
 
 // How many keys all rows meet at a time. As measured: what several runs of rows read again and again is to be a part of
 // the first-level cache, the smaller in float32, which reads twice as much for a product.
@@ -380,8 +506,18 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   const int64_t portion = keys_of_portion<T>(p.head_dim);
   const bool fetches = rows > 1 || sizeof(T) == 2;
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale);
-  for (int64_t key = begin; key < end; key += kKeysOfBlock) {
-    const int64_t keys = min64(kKeysOfBlock, end - key);
+  const auto stream = stream_for<T, Op>(p, rows);
+  Range streamed = p.band.shared(0, p.seqlen_q, {begin, end});
+  streamed.end -= (streamed.end - streamed.begin) % S::kLanes;
+  if (stream == nullptr || streamed.begin == streamed.end) streamed = {end, end};
+  for (int64_t key = begin, keys; key < end; key += keys) {
+    if (key == streamed.begin) {
+      keys = streamed.end - key;
+      stream(scratch, at<T>(p.k, batch, head_k, key), p.k.stride[2], at<T>(p.v, batch, head_k, key), p.v.stride[2],
+             keys, score.scale);
+      continue;
+    }
+    keys = min64(kKeysOfBlock, (key < streamed.begin ? streamed.begin : end) - key);
     const Fetch fetch{fetches ? max64(0, min64(keys, end - key - portion)) : 0, portion}, none{0, 0};
     if (by_score_tiles) score_tiles<T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
     else
@@ -409,7 +545,9 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
         C* bias = score.has_bias ? scratch.bias + first * rows + g * p.seqlen_q * kTile<C> : nullptr;
         C* keep = score.dropout ? scratch.keep + first * rows + g * p.seqlen_q * kTile<C> : nullptr;
         if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, bias);
-        if (score.dropout) dropout_tile<C>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, keep);
+        // (Whole vectors of it: the weights after the last key are to be numbers, where keys come in pairs.)
+        if (score.dropout)
+          dropout_tile<C>(p, 2, batch, head, 0, p.seqlen_q, key + first, round_up(lanes, S::kLanes), keep);
       }
 
     C shifts[kDecodeRows];
@@ -466,13 +604,22 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block,
                       [&](auto* v, int64_t stride, bool in_place) {
                         using Value = std::remove_cvref_t<decltype(*v)>;
-                        for (int64_t c = 0; c < p.head_dim_v; c += 4 * S::kLanes)
+                        const auto columns = [&]<int kVectors>(int64_t& c) {
                           for_row_runs(rows, [&]<int kRows>(int64_t r) {
-                            decode_values<C, Value, kRows, 4, kKeysOfBlock>(
-                                scratch.scores + r * kKeysOfBlock, v + c, stride, keys, p.head_dim_v - c,
-                                r == 0 && in_place ? fetch : none, scratch.factor + r,
-                                scratch.out + r * scratch.out_step + c, scratch.out_step);
+                            if constexpr (kRows * kVectors <= 16)
+                              decode_values<C, Value, kRows, kVectors, kKeysOfBlock>(
+                                  scratch.scores + r * kKeysOfBlock, v + c, stride, keys, p.head_dim_v - c,
+                                  r == 0 && in_place ? fetch : none, scratch.factor + r,
+                                  scratch.out + r * scratch.out_step + c, scratch.out_step);
                           });
+                          c += kVectors * S::kLanes;
+                        };
+                        // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
+                        int64_t c = 0;
+                        if (rows < 4 && p.head_dim_v == 8 * S::kLanes) columns.template operator()<8>(c);
+                        while (c + 4 * S::kLanes <= p.head_dim_v) columns.template operator()<4>(c);
+                        if (c + 2 * S::kLanes <= p.head_dim_v) columns.template operator()<2>(c);
+                        while (c < p.head_dim_v) columns.template operator()<1>(c);
                       });
   }
 }

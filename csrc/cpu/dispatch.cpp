@@ -73,6 +73,10 @@ void* thread_scratch(std::size_t bytes) {
     if (memory == nullptr) throw std::bad_alloc();
     size = rounded;
   }
+#if defined(__SANITIZE_ADDRESS__)
+  // NaN: what a kernel reads without having written it is to be seen.
+  if (bytes > 0) std::memset(memory.get(), 0xff, bytes);
+#endif
   return memory.get();
 }
 

@@ -685,7 +685,8 @@ inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, i
                       bool in_order = false) {
   const int64_t workers = min64(runtime.num_threads, tasks);
   if (workers <= 1) {
-    for (int64_t task = 0; task < tasks; ++task) body(task, thread_scratch(static_cast<std::size_t>(scratch_bytes)), 0);
+    void* scratch = thread_scratch(static_cast<std::size_t>(scratch_bytes));
+    for (int64_t task = 0; task < tasks; ++task) body(task, scratch, 0);
     return;
   }
   struct Context {

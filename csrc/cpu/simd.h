@@ -268,6 +268,12 @@ struct Simd {
   }
 
   static bool all(IV mask) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(C) == 4) return _mm512_movepi32_mask((__m512i)mask) == 0xffff;
+    else return _mm512_movepi64_mask((__m512i)mask) == 0xff;
+#elif defined(__AVX2__)
+    return _mm256_movemask_epi8((__m256i)mask) == -1;
+#endif
     Int common = -1;
     for (int lane = 0; lane < kLanes; ++lane) common &= mask[lane];
     return common != 0;
@@ -333,6 +339,15 @@ struct Simd {
   template <class T>
   static V load_as(const T* p, int64_t n) {
     if (n >= kLanes) return load_as(p);
+#if defined(__AVX512F__)
+    const auto mask = static_cast<__mmask16>((1u << n) - 1);
+    if constexpr (std::is_same_v<T, C> && sizeof(C) == 4) return _mm512_maskz_loadu_ps(mask, p);
+    else if constexpr (std::is_same_v<T, C>) return _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), p);
+    else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4)
+      return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16);
+    else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4)
+      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+#endif
     T lanes[kLanes] = {};
     std::memcpy(lanes, p, static_cast<size_t>(n) * sizeof(T));
     return load_as(static_cast<const T*>(lanes));
@@ -341,6 +356,17 @@ struct Simd {
   template <class T>
   static void store_as(T* p, V x, int64_t n) {
     if (n >= kLanes) return store_as(p, x);
+#if defined(__AVX512F__)
+    const auto mask = static_cast<__mmask16>((1u << n) - 1);
+    if constexpr (std::is_same_v<T, C> && sizeof(C) == 4) return _mm512_mask_storeu_ps(p, mask, x);
+    else if constexpr (std::is_same_v<T, C>) return _mm512_mask_storeu_pd(p, static_cast<__mmask8>(mask), x);
+    else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4)
+      return _mm256_mask_storeu_epi16(p, mask, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#endif
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4)
+      return _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
+#endif
     T lanes[kLanes];
     store_as(static_cast<T*>(lanes), x);
     std::memcpy(p, lanes, static_cast<size_t>(n) * sizeof(T));

@@ -445,6 +445,8 @@ std::vector<Case> edge_cases(DType dtype) {
   add([](Case& c) { c.band = {kUnbounded, 0, -10000}; });  // no row does
   add([](Case& c) { c.heads_q = 6, c.heads_k = 3, c.heads_v = 2; });
   add([](Case& c) { c.heads_q = 4, c.heads_k = c.heads_v = 1, c.seqlen_q = 1, c.threads = 8; });
+  // An odd last key, whose partner in a pair doesn't exist.
+  add([](Case& c) { c.seqlen_q = 9, c.seqlen_k = 17, c.dropout_p = 0.5; });
   for (int layout = 0; layout < static_cast<int>(Layout::kCount); ++layout) {
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.head_dim = 24, c.band.right = 0; });
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.seqlen_q = 2, c.head_dim_v = 9; });
