@@ -474,16 +474,11 @@ template <int64_t kKeysOfBlock, class T, class Op>
   }
 }
 
-// The rows of key head `head_k` against keys [begin, end): fills scratch.out (not normalised), largest and sums (one
-// per lane).
-template <int64_t kKeysOfBlock, class T, class Op>
-void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
-                 int64_t end) {
+// The rows of key head `head_k`, converted, and no results yet.
+template <class T, class Op>
+void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  using V = typename S::V;
-  static_assert(kKeysOfBlock % kTile<float> == 0);
-  const Score<C> score(p);
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   for (int64_t r = 0; r < rows; ++r) {
     const T* query = at<T>(p.q, batch, head_k * group + r / p.seqlen_q, r % p.seqlen_q);
@@ -496,7 +491,123 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     S::store(scratch.sums + r * S::kLanes, S::zero());
   }
   for (int64_t i = 0; i < rows * scratch.out_step; ++i) scratch.out[i] = C(0);
+}
 
+// decode_scores for any number of rows.
+template <class C, class T, int64_t kKeysOfBlock>
+inline void score_rows(const typename RowDot<C, T>::Query* q, int64_t q_step, int64_t rows, const T* k,
+                       int64_t k_stride, int64_t keys, int64_t columns, Fetch fetch, C* scores) {
+  for_row_runs(rows, [&]<int kRuns>(int64_t r) {
+    constexpr int kRows = kRuns < Simd<C>::kLanes ? kRuns : Simd<C>::kLanes;
+    for (int64_t first = r; first < r + kRuns; first += kRows)
+      decode_scores<C, T, kRows, kKeysOfBlock>(q + first * q_step, q_step, k, k_stride, keys, columns,
+                                               first == 0 ? fetch : Fetch{}, scores + first * kKeysOfBlock);
+  });
+}
+
+// decode_values for any number of rows and columns.
+template <class C, class T, int64_t kKeysOfBlock>
+inline void add_values(const C* p, int64_t rows, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
+                       Fetch fetch, const C* factor, C* out, int64_t out_step) {
+  constexpr int64_t kLanes = Simd<C>::kLanes;
+  int64_t c = 0;
+  const auto pass = [&]<int kVectors, int kMostRows>() {
+    for_row_runs(rows, [&]<int kRows>(int64_t r) {
+      if constexpr (kRows <= kMostRows)
+        decode_values<C, T, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, v + c, v_stride, keys, columns - c,
+                                                           r == 0 ? fetch : Fetch{}, factor + r, out + r * out_step + c,
+                                                           out_step);
+    });
+    c += kVectors * kLanes;
+  };
+  // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
+  if constexpr (kVectorBytes == 64)
+    if (rows < 4 && columns == 8 * kLanes) pass.template operator()<8, 2>();
+  while (c + 4 * kLanes <= columns) pass.template operator()<4, 4>();
+  if (c + 2 * kLanes <= columns) pass.template operator()<2, 4>();
+  while (c < columns) pass.template operator()<1, 4>();
+}
+
+// Products of a block to weights under the rows' new maximum, in bfloat16 if `rounded`; rescales the sums so far, adds
+// to them, and leaves in scratch.factor what is to rescale the output.
+template <int64_t kKeysOfBlock, class T, class Op>
+void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t key,
+                   int64_t keys, bool rounded) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  const Score<C> score(p);
+  const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
+  for (int64_t g = 0; g < group; ++g)
+    for (int64_t first = 0; first < keys; first += kTile<C>) {  // tiles of kTile lanes, as bias and dropout come
+      const int64_t head = head_k * group + g, lanes = min64(kTile<C>, keys - first);
+      const int64_t tile = first * rows + g * p.seqlen_q * kTile<C>;
+      if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, scratch.bias + tile);
+      // (Whole vectors of it: the weights after the last key are to be numbers, where keys come in pairs.)
+      if (score.dropout)
+        dropout_tile<C>(p, 2, batch, head, 0, p.seqlen_q, key + first, round_up(lanes, S::kLanes), scratch.keep + tile);
+    }
+
+  const auto tile_at = [&](int64_t r, int64_t j) {
+    return j / kTile<C> * kTile<C> * rows + r * kTile<C> + j % kTile<C>;
+  };
+  const auto reached_by = [&](int64_t r) { return p.band.reached(r % p.seqlen_q, 1, {key, key + keys}); };
+  // Whether a row's scores need nothing but the scale, and meet all keys.
+  const auto is_plain = [&](int64_t r) {
+    const Range reached = reached_by(r);
+    return score.plain() && reached.begin == key && reached.end == key + keys && keys % S::kLanes == 0;
+  };
+  const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale), log2e = S::set1(kLog2E<C>);
+  C shifts[kDecodeRows];
+  for (int64_t r = 0; r < rows; ++r) {
+    C* row = scratch.scores + r * kKeysOfBlock;
+    V largest = dead;
+    if (is_plain(r)) {
+      for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::load(row + j), largest);
+      largest *= scale;
+    } else {
+      const Range reached = reached_by(r);
+      const Range live{reached.begin - key, reached.end - key};
+      for (int64_t j = 0; j < keys; j += S::kLanes) {
+        V x = finish_score(score, S::load(row + j), scale, scratch.bias + tile_at(r, j));
+        if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
+        S::store(row + j, x);
+        largest = S::max(x, largest);
+      }
+    }
+    // The same value in all lanes: the row's maximum so far, and what rescales the sums made under the old one.
+    const V old = S::set1(scratch.largest[r]), m = S::max(S::max_all(largest), old);
+    const V shift = m == dead ? S::zero() : m + (m - m);  // NaN where scores overflow
+    const V correction = S::exp2((old - shift) * log2e);
+    S::store(scratch.sums + r * S::kLanes, S::load(scratch.sums + r * S::kLanes) * correction);
+    shifts[r] = -shift[0];
+    scratch.factor[r] = correction[0];
+    scratch.largest[r] = m[0];
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    C* row = scratch.scores + r * kKeysOfBlock;
+    const V shift = S::set1(shifts[r]), factor = is_plain(r) ? scale : S::set1(1);
+    V total = S::zero();
+    for (int64_t j = 0; j < keys; j += S::kLanes) {
+      V probability = S::template exp2<Op::kSums>(S::fma(S::load(row + j), factor, shift) * log2e);
+      total += probability;
+      if (score.dropout) probability *= S::load(scratch.keep + tile_at(r, j));
+      if (rounded) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);
+      else S::store(row + j, probability);
+    }
+    S::store(scratch.sums + r * S::kLanes, S::load(scratch.sums + r * S::kLanes) + total);
+  }
+}
+
+// The rows of key head `head_k` against keys [begin, end): fills scratch.out (not normalised), largest and sums (one
+// per lane).
+template <int64_t kKeysOfBlock, class T, class Op>
+void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
+                 int64_t end) {
+  using C = typename Op::Compute;
+  static_assert(kKeysOfBlock % kTile<float> == 0);
+  const int64_t rows = p.heads_q / p.heads_k * p.seqlen_q;
+  begin_part<T>(p, scratch, batch, head_k);
   // (Few rows of bfloat16 wait for memory anyway, and keep their weights' digits.)
   const bool by_score_tiles = kKeysOfBlock == kDecodeKeys && rows >= kRowsForScoreTiles<T, Op>,
              by_value_tiles =
@@ -505,20 +616,19 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   // elements that the processor itself looks far enough ahead.
   const int64_t portion = keys_of_portion<T>(p.head_dim);
   const bool fetches = rows > 1 || sizeof(T) == 2;
-  const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale);
   const auto stream = stream_for<T, Op>(p, rows);
   Range streamed = p.band.shared(0, p.seqlen_q, {begin, end});
-  streamed.end -= (streamed.end - streamed.begin) % S::kLanes;
+  streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
   if (stream == nullptr || streamed.begin == streamed.end) streamed = {end, end};
   for (int64_t key = begin, keys; key < end; key += keys) {
     if (key == streamed.begin) {
       keys = streamed.end - key;
       stream(scratch, at<T>(p.k, batch, head_k, key), p.k.stride[2], at<T>(p.v, batch, head_k, key), p.v.stride[2],
-             keys, score.scale);
+             keys, static_cast<float>(p.softmax_scale));
       continue;
     }
     keys = min64(kKeysOfBlock, (key < streamed.begin ? streamed.begin : end) - key);
-    const Fetch fetch{fetches ? max64(0, min64(keys, end - key - portion)) : 0, portion}, none{0, 0};
+    const Fetch fetch{fetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
     if (by_score_tiles) score_tiles<T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
     else
       with_rows<C, T>(
@@ -529,97 +639,19 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
             for (int64_t j = 0; j < keys; j += portion) {
               const int64_t now = min64(portion, keys - j);
               const Fetch some{max64(0, min64(now, fetch.keys - j)), portion};
-              for_row_runs(rows, [&]<int kRuns>(int64_t r) {
-                constexpr int kRows = kRuns < S::kLanes ? kRuns : S::kLanes;
-                for (int64_t first = r; first < r + kRuns; first += kRows)
-                  decode_scores<C, Key, kRows, kKeysOfBlock>(
-                      q + first * scratch.q_step, scratch.q_step, k + j * stride, stride, now, p.head_dim,
-                      first == 0 && in_place ? some : none, scratch.scores + first * kKeysOfBlock + j);
-              });
+              score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, k + j * stride, stride, now, p.head_dim,
+                                               in_place ? some : Fetch{}, scratch.scores + j);
             }
           });
-
-    for (int64_t g = 0; g < group; ++g)
-      for (int64_t first = 0; first < keys; first += kTile<C>) {  // tiles of kTile lanes, as bias and dropout come
-        const int64_t head = head_k * group + g, lanes = min64(kTile<C>, keys - first);
-        C* bias = score.has_bias ? scratch.bias + first * rows + g * p.seqlen_q * kTile<C> : nullptr;
-        C* keep = score.dropout ? scratch.keep + first * rows + g * p.seqlen_q * kTile<C> : nullptr;
-        if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, bias);
-        // (Whole vectors of it: the weights after the last key are to be numbers, where keys come in pairs.)
-        if (score.dropout)
-          dropout_tile<C>(p, 2, batch, head, 0, p.seqlen_q, key + first, round_up(lanes, S::kLanes), keep);
-      }
-
-    C shifts[kDecodeRows];
-    const auto tile_at = [&](int64_t r, int64_t j) {
-      return j / kTile<C> * kTile<C> * rows + r * kTile<C> + j % kTile<C>;
-    };
-    const auto reached_by = [&](int64_t r) { return p.band.reached(r % p.seqlen_q, 1, {key, key + keys}); };
-    // Whether a row's scores need nothing but the scale, and meet all keys.
-    const auto is_plain = [&](int64_t r) {
-      const Range reached = reached_by(r);
-      return score.plain() && reached.begin == key && reached.end == key + keys && keys % S::kLanes == 0;
-    };
-    for (int64_t r = 0; r < rows; ++r) {
-      C* row = scratch.scores + r * kKeysOfBlock;
-      V largest = dead;
-      if (is_plain(r)) {
-        for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::load(row + j), largest);
-        largest *= scale;
-      } else {
-        const Range reached = reached_by(r);
-        const Range live{reached.begin - key, reached.end - key};
-        for (int64_t j = 0; j < keys; j += S::kLanes) {
-          V x = finish_score(score, S::load(row + j), scale, scratch.bias + tile_at(r, j));
-          if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
-          S::store(row + j, x);
-          largest = S::max(x, largest);
-        }
-      }
-      // The same value in all lanes: the row's maximum so far, and what rescales the sums made under the old one.
-      const V old = S::set1(scratch.largest[r]), m = S::max(S::max_all(largest), old);
-      const V shift = m == dead ? S::zero() : m + (m - m);  // NaN where scores overflow
-      const V correction = S::exp2((old - shift) * S::set1(kLog2E<C>));
-      S::store(scratch.sums + r * S::kLanes, S::load(scratch.sums + r * S::kLanes) * correction);
-      shifts[r] = -shift[0];
-      scratch.factor[r] = correction[0];
-      scratch.largest[r] = m[0];
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      C* row = scratch.scores + r * kKeysOfBlock;
-      const V shift = S::set1(shifts[r]), factor = is_plain(r) ? scale : S::set1(1), log2e = S::set1(kLog2E<C>);
-      V total = S::zero();
-      for (int64_t j = 0; j < keys; j += S::kLanes) {
-        V probability = S::template exp2<Op::kSums>(S::fma(S::load(row + j), factor, shift) * log2e);
-        total += probability;
-        if (score.dropout) probability *= S::load(scratch.keep + tile_at(r, j));
-        if (by_value_tiles && Op::kPack == 2) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);
-        else S::store(row + j, probability);
-      }
-      S::store(scratch.sums + r * S::kLanes, S::load(scratch.sums + r * S::kLanes) + total);
-    }
-
+    block_weights<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
     if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
     else
       with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block,
                       [&](auto* v, int64_t stride, bool in_place) {
                         using Value = std::remove_cvref_t<decltype(*v)>;
-                        const auto columns = [&]<int kVectors>(int64_t& c) {
-                          for_row_runs(rows, [&]<int kRows>(int64_t r) {
-                            if constexpr (kRows * kVectors <= 16)
-                              decode_values<C, Value, kRows, kVectors, kKeysOfBlock>(
-                                  scratch.scores + r * kKeysOfBlock, v + c, stride, keys, p.head_dim_v - c,
-                                  r == 0 && in_place ? fetch : none, scratch.factor + r,
-                                  scratch.out + r * scratch.out_step + c, scratch.out_step);
-                          });
-                          c += kVectors * S::kLanes;
-                        };
-                        // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
-                        int64_t c = 0;
-                        if (rows < 4 && p.head_dim_v == 8 * S::kLanes) columns.template operator()<8>(c);
-                        while (c + 4 * S::kLanes <= p.head_dim_v) columns.template operator()<4>(c);
-                        if (c + 2 * S::kLanes <= p.head_dim_v) columns.template operator()<2>(c);
-                        while (c < p.head_dim_v) columns.template operator()<1>(c);
+                        add_values<C, Value, kKeysOfBlock>(scratch.scores, rows, v, stride, keys, p.head_dim_v,
+                                                           in_place ? fetch : Fetch{}, scratch.factor, scratch.out,
+                                                           scratch.out_step);
                       });
   }
 }
