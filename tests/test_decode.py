@@ -70,3 +70,40 @@ def test_a_growing_cache_gives_the_rows_of_causal_attention(target):
     for t in range(24):
         step = target.sdpa(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], enable_gqa=True)
         torch.testing.assert_close(step, whole[:, :, t : t + 1])
+
+
+# Sizes for which few rows have a kernel of their own on the CPU, and one for which they haven't.
+HEAD_DIMS = [32, 64, 72, 80, 96, 128, 256]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (150, 0)}], ids=["all", "window"])
+@pytest.mark.parametrize("seqlen_q", [1, 2])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_common_head_sizes(target, head_dim, seqlen_q, options, dtype):
+    """Keys that all rows meet, whole vectors of them and some more; those before and after that some rows meet."""
+    inputs = target.inputs(1, 2, seqlen_q, 333, head_dim, dtype=dtype)
+    target.check(inputs, is_causal=True, alignment="bottom_right", **options)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2])
+def test_scores_that_grow_all_along(target, seqlen_q, dtype):
+    """Each key's score is the greatest so far, by far now and then."""
+    inputs = target.inputs(1, 2, seqlen_q, 700, 64, dtype=dtype)
+    with torch.no_grad():
+        inputs.query.abs_()
+        steps = torch.linspace(-1, 1, 700, device=target.device).pow(3)[:, None]
+        inputs.key.abs_().clamp_(max=1.5).mul_(steps.to(dtype))
+    target.check(inputs)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("seqlen_q", [1, 2])
+def test_one_bad_key_spoils_its_head_alone(target, seqlen_q, bad, dtype):
+    query, key, value = (x.detach() for x in target.inputs(1, 2, seqlen_q, 500, 64, dtype=dtype).tensors.values())
+    query, key = query.clone(), key.clone()
+    query[:, 1, :, 5] = 1.0
+    expected = target.sdpa(query, key, value)
+    key[:, 1, 300, 5] = bad
+    out = target.sdpa(query, key, value)
+    assert torch.equal(out[:, 0], expected[:, 0])
+    assert out[:, 1].isnan().all()
