@@ -281,16 +281,22 @@ struct Simd {
 
   // ------------------------------------------------------------------ loads and stores of a storage type
 
+#if defined(__AVX512F__)
+  // A vector of 16-bit elements.
+  template <class T>
+  static V widen(__m256i elements) {
+    if constexpr (std::is_same_v<T, BFloat16>) return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(elements), 16);
+    else return _mm512_cvtph_ps(elements);
+  }
+#endif
+
   template <class T>
   static V load_as(const T* p) {
     if constexpr (std::is_same_v<T, C>) {
       return load(p);
 #if defined(__AVX512F__)
-    } else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4) {
-      const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-      return (V)_mm512_slli_epi32(wide, 16);
-    } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
-      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    } else if constexpr (sizeof(T) == 2 && sizeof(C) == 4) {
+      return widen<T>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__AVX2__)
     } else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4) {
       const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -343,10 +349,7 @@ struct Simd {
     const auto mask = static_cast<__mmask16>((1u << n) - 1);
     if constexpr (std::is_same_v<T, C> && sizeof(C) == 4) return _mm512_maskz_loadu_ps(mask, p);
     else if constexpr (std::is_same_v<T, C>) return _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), p);
-    else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4)
-      return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16);
-    else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4)
-      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+    else if constexpr (sizeof(T) == 2 && sizeof(C) == 4) return widen<T>(_mm256_maskz_loadu_epi16(mask, p));
 #endif
     T lanes[kLanes] = {};
     std::memcpy(lanes, p, static_cast<size_t>(n) * sizeof(T));
