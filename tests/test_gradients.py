@@ -77,6 +77,15 @@ def test_mask_gradient_over_many_blocks(target, shape, options, dtype):
     target.check(inputs, **options)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "blhd"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "alignment": "bottom_right"}], ids=["full", "causal"])
+@pytest.mark.parametrize("lengths", [(1100, 20), (20, 1100)], ids=["queries", "keys"])
+def test_heads_that_caches_do_not_hold(target, lengths, options, layout, dtype):
+    """4 MiB and more a head: what the next block needs is fetched while this one is computed."""
+    heads = 1 if layout == "contiguous" else 2
+    target.check(target.inputs(1, heads, *lengths, 512, dtype=dtype, layout=layout), **options)
+
+
 GRADCHECKS = {
     "plain": ({}, {}),
     "causal": ({}, {"is_causal": True}),

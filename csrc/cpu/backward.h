@@ -122,6 +122,16 @@ inline void store_rows(Simd<float>::V first, Simd<float>::V second, PairDot::Sca
 }
 #endif
 
+// Rows fetched while a block's scores are computed: of Q and dO those of the next block, of dQ its own.
+struct ComingQueries {
+  FetchByLine queries, grads, query_grads;
+  void fetch() {
+    queries.fetch();
+    grads.fetch();
+    query_grads.fetch();
+  }
+};
+
 // P and dS of plain scores from two products that are still in registers; packed as Op's products will read them.
 template <class Op>
 struct GradientTile {
@@ -137,6 +147,7 @@ struct GradientTile {
   Range live;  // lanes of the first row
   int64_t vector;
   Scalar *p, *ds, *ds_rows;  // ds_rows: of pairs
+  ComingQueries* next;       // may be null
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -147,12 +158,15 @@ struct GradientTile {
     Walk<Op, false> first(q_k, row, lane), second(grad_v, row, lane);
     int64_t k = 0;
     // Side by side: either alone has too few sums for the latency of its instruction.
-    for (; (Op::kPack == 2 || kVectors == 1) && k < depth && k < depth_v; ++k) {
-      first.step(score);
-      second.step(grad_p);
+    for (const int64_t both = Op::kPack == 2 || kVectors == 1 ? min64(depth, depth_v) : 0; k < both;) {
+      for (const int64_t end = next == nullptr ? both : min64(both, k + kFetchSteps); k < end; ++k) {
+        first.step(score);
+        second.step(grad_p);
+      }
+      if (next != nullptr) next->fetch();
     }
-    for (int64_t rest = k; rest < depth; ++rest) first.step(score);
-    for (int64_t rest = k; rest < depth_v; ++rest) second.step(grad_p);
+    add_products(first, k, depth, next, score);
+    add_products(second, k, depth_v, next, grad_p);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
     const Exponential<Op, true, Op::kWeights> exponential(factor);
 #pragma GCC unroll 8
@@ -183,12 +197,25 @@ struct GradientTile {
   }
 };
 
+// To be fetched by GradientTile; `sums` are the block's rows of dQ.
+template <class T, class Op>
+inline ComingQueries coming_queries(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head,
+                                    int64_t vectors, const ComingRows& sums) {
+  const int64_t row = block.row + block.rows;
+  const int64_t depth = Op::kPack == 2 ? max64(p.head_dim, p.head_dim_v) / 2 : p.head_dim + p.head_dim_v;
+  const int64_t calls = max64(1, fetches_of<kPairRows * kPairVectors, kPairVectors>(block.rows, vectors, depth));
+  return {{coming_rows<T>(p.q, batch, head, row, block.rows, p.seqlen_q, p.head_dim), calls},
+          {coming_rows<T>(p.grad_out, batch, head, row, block.rows, p.seqlen_q, p.head_dim_v), calls},
+          {sums, calls}};
+}
+
 // P and dS of one block of queries against the tile of keys in scratch, by GradientTile.
 template <class Op>
 inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
                                    const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t depth,
                                    int64_t depth_v, RowTerms<typename Op::Compute> terms,
-                                   Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
+                                   Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows,
+                                   ComingQueries* next) {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
   Scalar* p = Op::kPack == 2 ? scratch.p_pairs : reinterpret_cast<Scalar*>(scratch.scores);
@@ -210,7 +237,8 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
                          segment.first,
                          p + packed,
                          ds + packed,
-                         scratch.ds_rows + (row * kTile<C> + lane) / 2});
+                         scratch.ds_rows + (row * kTile<C> + lane) / 2,
+                         next});
   }
 }
 
@@ -333,6 +361,10 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const int64_t group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
   const int64_t columns = (p.head_dim + S::kLanes - 1) / S::kLanes;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
+  // Every tile meets all queries, what is given of their gradients, and the sums of the others.
+  const int64_t given_bytes = (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T));
+  const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
+  const bool fetches = score.plain() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
   C scale[kTile<C>];  // of dK: dS is the gradient of scores that are scaled already
   for (C& lane : scale) lane = score.signed_scale;
   const bool bias_grad = wanted.bias_in_passing(p), need_ds = wanted.dq || wanted.dk || bias_grad;
@@ -385,9 +417,17 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           grad_rows = operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
         }
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
+        ComingQueries coming;
+        if (fetches) {
+          ComingRows sums;
+          if (wanted.dq)
+            sums = {reinterpret_cast<const char*>(dq.row(h - head, block.row)),
+                    dq.step * static_cast<int64_t>(sizeof(C)), block.rows, sums_bytes};
+          coming = coming_queries<T, Op>(p, block, batch, h, vectors, sums);
+        }
         if (score.plain())
           gradients_in_registers(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms, q_rows,
-                                 grad_rows);
+                                 grad_rows, fetches ? &coming : nullptr);
         else
           score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, row_terms, need_ds, bias_grad, q_rows,
                              grad_rows);

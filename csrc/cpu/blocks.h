@@ -69,13 +69,17 @@ inline T* at(const View& view, int64_t batch, int64_t head, int64_t row = 0, int
 // Whether rows are read as they lie in memory.
 inline bool reads_in_place(const View& view, int64_t columns) { return view.stride[3] == 1 || columns <= 1; }
 
+// What a head's tiles meet again and again comes from memory, or from far away in the caches, from this size on.
+inline constexpr int64_t kFarBytes = 4 << 20;
+
 // `rows` rows of a view from `row` on, as far as they come before `end`.
 template <class T>
 inline ComingRows coming_rows(const View& view, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t end,
                               int64_t columns) {
   constexpr int64_t kBytes = sizeof(T);
   const int64_t count = reads_in_place(view, columns) ? max64(0, min64(rows, end - row)) : 0;
-  return {at<T>(view, batch, head, row), view.stride[2] * kBytes, count, columns * kBytes};
+  return {reinterpret_cast<const char*>(at<T>(view, batch, head, row)), view.stride[2] * kBytes, count,
+          columns * kBytes};
 }
 
 // Rows of operands with column stride 1: the user's own memory where it will do, else a converted copy.

@@ -139,19 +139,27 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
   }
 }
 
+// What is to be fetched has to be there as fast as the rows of B pass: one run of register tiles meets them all for its
+// first columns, several meet a few of them at a time. How often tiles call fetch in that time.
+template <int kSums, int kMostVectors>
+inline int64_t fetches_of_pass(int64_t rows, int64_t vectors, int64_t depth) {
+  const int64_t first = rows <= kTileRows ? min64(vectors, kMostVectors) : vectors;
+  return max64(1, fetches_of<kSums, kMostVectors>(rows, first, depth));
+}
+
 // A register tile of a product that fetches what comes.
 template <class Op>
 struct FetchingTile {
   Factors<Op, false> factors;
   int64_t depth;
   Target<typename Op::Compute> target;
-  ComingRows* coming;
+  FetchByLine* coming;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
     Walk<Op, false> walk(factors, row, vector * Op::S::kLanes);
-    ComingRows next = *coming;
+    FetchByLine next = *coming;  // in registers
     for (int64_t k = 0; k < depth;) {
       for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(sum);
       next.fetch();
@@ -164,11 +172,11 @@ struct FetchingTile {
 // C = A B, as gemm, and meanwhile all `coming` rows.
 template <class Op>
 inline void gemm_fetching(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
-                          const Target<typename Op::Compute>& target, ComingRows coming) {
+                          const Target<typename Op::Compute>& target, const ComingRows& coming) {
   if (vectors == 0) return;
   constexpr int kSums = kTileRows * kTileVectors;
-  coming.over(max64(1, fetches_of<kSums, kTileVectors>(rows, vectors, depth)));
-  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors, depth, target, &coming});
+  FetchByLine next(coming, fetches_of_pass<kSums, kTileVectors>(rows, vectors, depth));
+  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors, depth, target, &next});
 }
 
 #if defined(__AVX512BF16__)
@@ -181,7 +189,7 @@ struct ValuePairsTile {
   int64_t v_stride, keys, columns;
   float* out;
   int64_t out_step;
-  ComingRows* coming;
+  FetchByRow* coming;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
@@ -192,7 +200,7 @@ struct ValuePairsTile {
     S::V sum[kRows][2 * kVectors] = {};
     const uint32_t* weights = p + row * kKeysOfBlock;
     const BFloat16* source = v + vector * 32;
-    ComingRows next = *coming;
+    FetchByRow next = *coming;
     const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
       __m512i value[2 * kVectors];
 #pragma GCC unroll 2
@@ -455,16 +463,16 @@ template <int64_t kKeysOfBlock, class T, class Op>
   const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    ComingRows coming = coming_rows<T>(p.v, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
+    const ComingRows coming = coming_rows<T>(p.v, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
     if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)
       const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;
       if (wide == 0) return;
-      coming.over(fetches_of<kTileRows * 2, 2>(rows, wide, pairs));
+      FetchByRow next(coming, fetches_of_pass<kTileRows * 2, 2>(rows, wide, pairs));
       for_tiles<kTileRows * 2, 2, 1>(
           rows, wide,
           ValuePairsTile<kKeysOfBlock>{weights + j / 2, at<T>(p.v, batch, head_v, key + j), p.v.stride[2], now,
-                                       p.head_dim_v, scratch.out, scratch.out_step, &coming});
+                                       p.head_dim_v, scratch.out, scratch.out_step, &next});
 #endif
     } else {
       const auto values = operand_rows<Op, T>(p.v, batch, head_v, key + j, now, p.head_dim_v, scratch.block, true);

@@ -170,6 +170,11 @@ struct PairWeights {
     next = 0;
     end = whole ? first.rows / 2 * kTileVecs<C> : 0;
   }
+  // Products of a register tile between two steps, while those of `rows` rows are computed. Denser, the steps would
+  // hold up what brings the products in.
+  int64_t pace(int64_t rows, int64_t depth) const {
+    return end == 0 ? kFetchSteps : max64(2, rows * depth / (kTileRows * static_cast<int64_t>(end)));
+  }
   // Two rows of one vector.
   [[gnu::always_inline]] inline void step() {
     const int64_t row = next / kTileVecs<C> * 2, lane = next % kTileVecs<C> * S::kLanes;
@@ -195,23 +200,23 @@ struct PairWeights {
 
 // Rows of K and V of the next block, fetched while this one's scores are computed.
 struct NextBlock {
-  ComingRows keys, values;
+  FetchByLine keys, values;
   void fetch() {
     keys.fetch();
     values.fetch();
   }
 };
 
-// The products of K and Q of a register tile from step k on; `next` may be null.
-template <class Op, int kRows, int kVectors>
-[[gnu::always_inline]] inline void add_products(Walk<Op, false>& walk, int64_t k, int64_t depth, NextBlock* next,
-                                                typename Op::V (&score)[kRows][kVectors]) {
+// The terms of a register tile's sums from step k on; `next`, what is to be fetched meanwhile, may be null.
+template <class Op, int kRows, int kVectors, class Coming>
+[[gnu::always_inline]] inline void add_products(Walk<Op, false>& walk, int64_t k, int64_t depth, Coming* next,
+                                                typename Op::V (&sum)[kRows][kVectors]) {
   if (next == nullptr) {
-    for (; k < depth; ++k) walk.step(score);
+    for (; k < depth; ++k) walk.step(sum);
     return;
   }
   while (k < depth) {
-    for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(score);
+    for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(sum);
     next->fetch();
   }
 }
@@ -267,9 +272,7 @@ inline void plain_scores(const ForwardScratch<Op>& scratch, const BandWalk<typen
                          typename Op::Compute* scores, NextBlock* next = nullptr, PairWeights<Op>* weights = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  const int64_t steps = weights == nullptr ? 0 : weights->end;
-  // Denser, they would hold up what brings the products in.
-  const int64_t pace = steps == 0 ? 1 : max64(2, block.rows * depth / (kTileRows * steps));
+  const int64_t pace = weights == nullptr ? kFetchSteps : weights->pace(block.rows, depth);
   for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
@@ -599,15 +602,11 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
     NextBlock coming, *next = nullptr;
     if (fetches) {
-      // The steps of the weights make calls more frequent.
-      const int64_t steps = waits && vectors == kTileVecs<C> ? 2 : kFetchSteps;
-      const int64_t row = block->row + block->rows;
+      const int64_t row = block->row + block->rows, steps = weights.pace(block->rows, depth);
       const int64_t calls =
           max64(1, fetches_of<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
-      coming = {coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim),
-                coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v)};
-      coming.keys.over(calls);
-      coming.values.over(calls);
+      coming = {{coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls},
+                {coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v), calls}};
       next = &coming;
     }
     if (waits) {
@@ -715,9 +714,7 @@ void forward(const Forward& p, const Runtime& runtime) {
   while (tile > Simd<C>::kLanes && heads * ((p.seqlen_q + tile - 1) / tile) < runtime.num_threads) tile /= 2;
   tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
-  // Whether a head's keys and values come from memory or from far away in the caches: by their size, the smaller where
-  // few tiles meet them.
-  const int64_t far = (tiles <= 4 ? 1 : 8) << 20;
+  const int64_t far = tiles <= 4 ? kFarBytes / 4 : kFarBytes;  // few tiles hardly bring it nearer
   const bool fetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
   const ForwardScratch<Op> sizes(nullptr, p);
   // Values in pairs, or values and keys converted, where a head has more tiles than one.

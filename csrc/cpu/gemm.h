@@ -140,23 +140,48 @@ class Walk {
   int64_t a_step_, b_step_;
 };
 
-// Rows that will be read soon: fetched a few at a time, while others are worked on. All at once they would leave the
-// memory idle afterwards.
-class ComingRows {
+// Rows that will be read soon. They are fetched a few at a time, while others are worked on: all at once they would
+// wait for each other, and leave the memory idle afterwards.
+struct ComingRows {
+  const char* row = nullptr;
+  int64_t step = 0, rows = 0, bytes = 0;  // from row to row; how many; of a row
+};
+
+// All of them in so many calls of fetch, whole rows at a time: for loops so short that more would be felt.
+class FetchByRow {
  public:
-  ComingRows() = default;
-  ComingRows(const void* row, int64_t step, int64_t rows, int64_t bytes)
-      : row_(static_cast<const char*>(row)), step_(step), bytes_(bytes), rows_(rows) {}
-  // All of them in `calls` of fetch.
-  void over(int64_t calls) { at_once_ = (rows_ + calls - 1) / calls; }
+  FetchByRow(const ComingRows& coming, int64_t calls) : coming_(coming), at_once_((coming.rows + calls - 1) / calls) {}
   void fetch() {
-    for (int64_t row = 0; row < at_once_ && rows_ > 0; ++row, --rows_, row_ += step_)
-      for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row_ + byte);
+    for (int64_t row = 0; row < at_once_ && coming_.rows > 0; ++row, --coming_.rows, coming_.row += coming_.step)
+      for (int64_t byte = 0; byte < coming_.bytes; byte += 64) __builtin_prefetch(coming_.row + byte);
   }
 
  private:
-  const char* row_ = nullptr;
-  int64_t step_ = 0, bytes_ = 0, rows_ = 0, at_once_ = 0;
+  ComingRows coming_;
+  int64_t at_once_;
+};
+
+// The same by cache lines, as evenly as it gets.
+class FetchByLine {
+ public:
+  FetchByLine() = default;
+  FetchByLine(const ComingRows& coming, int64_t calls)
+      : coming_(coming), at_once_((coming.rows * coming.bytes / calls + 63) / 64 * 64) {}
+  void fetch() {
+    for (int64_t left = at_once_; left > 0 && coming_.rows > 0;) {
+      const int64_t end = next_ + left < coming_.bytes ? next_ + left : coming_.bytes;
+      left -= end - next_;
+      for (; next_ < end; next_ += 64) __builtin_prefetch(coming_.row + next_);
+      if (end < coming_.bytes) return;
+      next_ = 0;
+      --coming_.rows;
+      coming_.row += coming_.step;
+    }
+  }
+
+ private:
+  ComingRows coming_;
+  int64_t at_once_ = 0, next_ = 0;  // bytes
 };
 // Steps of a register tile between two calls of fetch.
 inline constexpr int64_t kFetchSteps = 8;

@@ -447,6 +447,9 @@ std::vector<Case> edge_cases(DType dtype) {
   add([](Case& c) { c.heads_q = 4, c.heads_k = c.heads_v = 1, c.seqlen_q = 1, c.threads = 8; });
   // An odd last key, whose partner in a pair doesn't exist.
   add([](Case& c) { c.seqlen_q = 9, c.seqlen_k = 17, c.dropout_p = 0.5; });
+  // Queries, or keys and values, that are fetched before they are needed: a head has some MiB of them.
+  add([](Case& c) { c.batch = 1, c.seqlen_q = 1100, c.seqlen_k = 20, c.head_dim = 520, c.head_dim_v = 512; });
+  add([](Case& c) { c.batch = 1, c.seqlen_q = 20, c.seqlen_k = 1100, c.head_dim = 520, c.head_dim_v = 512; });
   for (int layout = 0; layout < static_cast<int>(Layout::kCount); ++layout) {
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.head_dim = 24, c.band.right = 0; });
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.seqlen_q = 2, c.head_dim_v = 9; });
