@@ -1,7 +1,9 @@
 """The CPU kernels' goals, row by row, and the run that holds them to it.
 
-Ratios are F.sdpa's time over ours, set for torch 2.13 on a two-core AVX-512 machine. The share of the measured peak is
-the safer gate: it doesn't move when torch changes. A row fails when it falls under 0.93 of a goal twice in a row.
+Ratios are F.sdpa's time over ours, set for torch 2.13 on a two-core AVX-512 machine (Zen 5), where they ask for at most
+0.89 of the peak. The share of the measured peak is the safer gate: it moves neither with torch nor with the machine. A
+ratio that would take more than the peak, because F.sdpa is nearer to it where this runs, is not judged. A row fails when
+it falls under 0.93 of a goal twice in a row.
 """
 
 from __future__ import annotations
@@ -238,12 +240,18 @@ def _competitors(goal: Goal, device: torch.device) -> list[Provider]:
     return [ours, _OtherCase(goal.rival, "", ours.device_types, ours.bind, **more)]
 
 
+def beyond(goal: Goal, row: Row) -> bool:
+    """Whether the ratio would take more than the machine's peak."""
+    got, share = row["goal"].get("ratio"), row.get("peak_share")
+    return None not in (goal.ratio, got, share) and share * goal.ratio > got
+
+
 def scores(goal: Goal, row: Row) -> dict[str, tuple[float, float, float]]:
-    """{what: (wanted, got, got as a share of wanted; at least 1 meets it)} for every wish of the goal."""
+    """{what: (wanted, got, got as a share of wanted; at least 1 meets it)} for every wish that can come true."""
     found: dict[str, tuple[float, float, float]] = {}
     for what in ("ratio", "share", "bandwidth", "above", "rms", "memory"):
         wanted, got = getattr(goal, what), row["goal"].get(what)
-        if wanted is None:
+        if wanted is None or (what == "ratio" and beyond(goal, row)):
             continue
         if got is None:
             found[what] = (wanted, float("nan"), 0.0)
@@ -306,12 +314,15 @@ def _second_opinion(goal: Goal, runner: Runner) -> float | None:
 
 
 def verdict(goal: Goal, row: Row) -> str:
-    """met, near (above 0.93 of every goal of speed), missed, or the status of a row that is wrong or failed."""
+    """met, near (above 0.93 of every goal of speed), missed, beyond, or the status of a row that is wrong or failed.
+
+    beyond: what is left to judge is met, but the ratio is beyond the machine's peak.
+    """
     if row["status"] != "ok":
         return row["status"]
     shares = [score for _, _, score in scores(goal, row).values()]
-    if min(shares) >= 1.0:
-        return "met"
+    if min(shares, default=1.0) >= 1.0:
+        return "beyond" if beyond(goal, row) else "met"
     return "near" if _worst(goal, row) >= FALLS else "missed"
 
 
@@ -350,7 +361,7 @@ def run(
         except KeyboardInterrupt:
             interrupted = True
     console.print(table(goals, found))
-    counts = {v: sum(verdict(g, r) == v for g, r in found.items()) for v in ("met", "near", "missed", "wrong", "error")}
+    counts = {v: sum(verdict(g, r) == v for g, r in found.items()) for v in ("met", "near", "missed", "beyond", "wrong", "error")}
     text = ", ".join(f"{n} {v}" for v, n in counts.items() if n)
     console.print(f"{len(found)} of {len(goals)} goals measured: {text}")
     log.path.with_suffix(".md").write_text(_markdown(goals, found, log.runs, text), encoding="utf-8")
@@ -379,7 +390,7 @@ def _in_child(goals: Sequence[Goal], path: Path, console: Console, options: Sequ
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
-COLOURS = {"met": "green", "near": "yellow"}
+COLOURS = {"met": "green", "near": "yellow", "beyond": "blue"}
 
 
 def _got(goal: Goal, row: Row) -> str:
@@ -391,12 +402,16 @@ def _got(goal: Goal, row: Row) -> str:
         "rms": "rms {:.2f}x",
         "memory": "memory {:.2f}x",
     }
-    for what, (_, got, _) in scores(goal, row).items():
+    found = scores(goal, row)
+    if beyond(goal, row):
+        got, share = row["goal"]["ratio"], row["peak_share"]
+        shown.append(f"{got:.2f}x (the peak: {got / share:.2f}x)")
+    for what, (_, got, _) in found.items():
         shown.append(f"{got * 1e6:+.1f} us" if what == "above" else show[what].format(got))
-    if "share" not in scores(goal, row) and row.get("peak_share") and goal.above is None:
+    if "share" not in found and row.get("peak_share") and goal.above is None:
         shown.append(f"({row['peak_share']:.0%} of peak)")
     if (
-        "bandwidth" not in scores(goal, row)
+        "bandwidth" not in found
         and row.get("bandwidth_share")
         and bound_by_reading(goal.case, goal.pass_name)
     ):
@@ -446,7 +461,8 @@ def _markdown(goals: Sequence[Goal], found: dict[Goal, Row], runs: Sequence[dict
         f"{counts}. {where}, {run['date']}: `{run['command']}`",
         "",
         "Ratios are the rival's time over ours; rms is the error against float64 and memory the peak growth, times",
-        "the rival's. A share of peak in brackets is information, not a goal.",
+        "the rival's. A share of peak in brackets is information, not a goal. beyond: the ratio would take more than",
+        "the machine's peak; the other goals are met.",
         "",
         "| row | against | goal | got | error, of allowed | |",
         "|---|---|---|---|---|---|",

@@ -545,6 +545,21 @@ def test_goals_of_share_error_and_memory_count():
     assert goals.verdict(goal, {**row(status="wrong"), "goal": {}}) == "wrong"
 
 
+def test_a_ratio_beyond_the_peak_is_not_judged(tmp_path):
+    """Half the ratio at 60 % of the peak: it would take 120 %. At 40 % it would take 80 %, and is missed."""
+    goal = goals.Goal(case("goal x", 128), "forward", 2.0, share=0.9)
+
+    def of(peak_share, **got):
+        return {**row(peak_share=peak_share), "goal": {"ratio": 1.0, "share": peak_share, **got}}
+
+    bare = dataclasses.replace(goal, share=None)
+    assert [goals.verdict(bare, of(share)) for share in (0.4, 0.6)] == ["missed", "beyond"]
+    assert [goals.verdict(goal, of(share)) for share in (0.6, 0.88, 0.95)] == ["missed", "near", "beyond"]
+    assert not goals.failed(goal, of(0.95))
+    assert "1.00x (the peak: 1.05x), 95% of peak" in goals._line(goal, of(0.95))
+    assert goals.verdict(goal, of(0.95, ratio=2.0)) == "met"
+
+
 def test_goals_against_another_case_are_per_flop(tmp_path):
     wide, narrow = case("goal wide", 64, heads=2), case("narrow", 64, heads=1)
     goal = goals.Goal(wide, "forward", goals.EVEN, rival="cpu, one head", rival_case=narrow)
