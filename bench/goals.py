@@ -2,8 +2,8 @@
 
 Ratios are F.sdpa's time over ours, set for torch 2.13 on a two-core AVX-512 machine (Zen 5), where they ask for at most
 0.89 of the peak. The share of the measured peak is the safer gate: it moves neither with torch nor with the machine. A
-ratio that would take more than the peak, because F.sdpa is nearer to it where this runs, is not judged. A row fails when
-it falls under 0.93 of a goal twice in a row.
+ratio that would take more than the peak, because F.sdpa is nearer to it where this runs, is not judged. A row fails
+when it falls under 0.93 of a goal twice in a row.
 """
 
 from __future__ import annotations
@@ -243,7 +243,9 @@ def _competitors(goal: Goal, device: torch.device) -> list[Provider]:
 def beyond(goal: Goal, row: Row) -> bool:
     """Whether the ratio would take more than the machine's peak."""
     got, share = row["goal"].get("ratio"), row.get("peak_share")
-    return None not in (goal.ratio, got, share) and share * goal.ratio > got
+    if goal.ratio is None or got is None or share is None:
+        return False
+    return share * goal.ratio > got
 
 
 def scores(goal: Goal, row: Row) -> dict[str, tuple[float, float, float]]:
@@ -361,7 +363,8 @@ def run(
         except KeyboardInterrupt:
             interrupted = True
     console.print(table(goals, found))
-    counts = {v: sum(verdict(g, r) == v for g, r in found.items()) for v in ("met", "near", "missed", "beyond", "wrong", "error")}
+    kinds = ("met", "near", "missed", "beyond", "wrong", "error")
+    counts = {v: sum(verdict(g, r) == v for g, r in found.items()) for v in kinds}
     text = ", ".join(f"{n} {v}" for v, n in counts.items() if n)
     console.print(f"{len(found)} of {len(goals)} goals measured: {text}")
     log.path.with_suffix(".md").write_text(_markdown(goals, found, log.runs, text), encoding="utf-8")
@@ -410,11 +413,7 @@ def _got(goal: Goal, row: Row) -> str:
         shown.append(f"{got * 1e6:+.1f} us" if what == "above" else show[what].format(got))
     if "share" not in found and row.get("peak_share") and goal.above is None:
         shown.append(f"({row['peak_share']:.0%} of peak)")
-    if (
-        "bandwidth" not in found
-        and row.get("bandwidth_share")
-        and bound_by_reading(goal.case, goal.pass_name)
-    ):
+    if "bandwidth" not in found and row.get("bandwidth_share") and bound_by_reading(goal.case, goal.pass_name):
         shown.append(f"({row['bandwidth_share']:.0%} of reads)")
     if (one := row["goal"].get("one_thread")) is not None:
         shown.append(f"one thread, CPU time: {one:.2f}x")
