@@ -319,14 +319,15 @@ def _second_opinion(goal: Goal, runner: Runner) -> float | None:
 def verdict(goal: Goal, row: Row) -> str:
     """met, near (above 0.93 of every goal of speed), missed, beyond, or the status of a row that is wrong or failed.
 
-    beyond: what is left to judge is met, but the ratio is beyond the machine's peak.
+    beyond: the ratio would take more than the machine's peak, and nothing else is missed.
     """
     if row["status"] != "ok":
         return row["status"]
-    shares = [score for _, _, score in scores(goal, row).values()]
-    if min(shares, default=1.0) >= 1.0:
-        return "beyond" if beyond(goal, row) else "met"
-    return "near" if _worst(goal, row) >= FALLS else "missed"
+    if _worst(goal, row) < FALLS:
+        return "missed"
+    if beyond(goal, row):
+        return "beyond"
+    return "met" if all(score >= 1.0 for _, _, score in scores(goal, row).values()) else "near"
 
 
 def failed(goal: Goal, row: Row) -> bool:
@@ -462,7 +463,7 @@ def _markdown(goals: Sequence[Goal], found: dict[Goal, Row], runs: Sequence[dict
         "",
         "Ratios are the rival's time over ours; rms is the error against float64 and memory the peak growth, times",
         "the rival's. A share of peak in brackets is information, not a goal. beyond: the ratio would take more than",
-        "the machine's peak; the other goals are met.",
+        "the machine's peak, and nothing else is missed.",
         "",
         "| row | against | goal | got | error, of allowed | |",
         "|---|---|---|---|---|---|",
