@@ -3,7 +3,7 @@
 Two plain shared objects without Python.h, compiled by ninja against torch's stable ABI, so that one binary serves
 every torch from 2.11 and every CPython from 3.10 on:
 
-    attnkern/_C.abi3.so      csrc/ops.cpp and csrc/cpu/*.cpp     always
+    attnkern/_C.abi3.so      csrc/*.cpp and csrc/cpu/*.cpp       always
     attnkern/_cuda.abi3.so   csrc/cuda/*.cpp and csrc/cuda/*.cu  where nvcc is found
     attnkern/_build.json     what they were built with, for attnkern.build_info()
 
@@ -154,7 +154,7 @@ class BuildLibraries(build_ext):
         flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
         torch_flags = f"{flags} -isystem {torch}/include"
         ninja = Ninja("release")
-        objects = ninja.compile([Path("csrc/ops.cpp"), *cpu_sources()], cxx, torch_flags)
+        objects = ninja.compile([*sorted(Path("csrc").glob("*.cpp")), *cpu_sources()], cxx, torch_flags)
         ninja.add("link", package / "_C.abi3.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
         record = {
             "compiler": first_line(*cxx.split(), "--version"),

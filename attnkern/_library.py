@@ -6,6 +6,7 @@ refusal: the package stays usable through the backends that need no compiled lib
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from pathlib import Path
@@ -56,6 +57,13 @@ _find_triton_kernels()
 def load_error(name: str = "_C") -> str | None:
     """Why the compiled library ``name`` (``"_C"``, ``"_cuda"``) isn't there, in one sentence; None if it is loaded."""
     return _ERRORS[name]
+
+
+def python_functions() -> tuple[Any, ...]:
+    """The functions that csrc/direct.cpp has for Python; _C must be loaded."""
+    make = ctypes.PyDLL(str(_PACKAGE / "_C.abi3.so")).attnkern_python_functions
+    make.restype = ctypes.py_object
+    return make()
 
 
 def build_info() -> dict[str, Any]:

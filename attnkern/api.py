@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 
 from . import autograd, rng
 from . import backends as _backends
-from .backends import Explanation, reference
+from .backends import Explanation, cpu, reference
 from .problem import Problem, is_causal_bias
 
 # dropout_p's default is the integer: Dynamo takes a float default for a dynamic input, and compiles twice to find out
@@ -71,6 +71,10 @@ def scaled_dot_product_attention(
         )
         if result is not NotImplemented:
             return result
+    else:
+        out = cpu.call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
+        if out is not None:
+            return out
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
         raise RuntimeError("attnkern: attn_mask must be None when is_causal=True, got a mask (attention() takes both)")
     problem = Problem.from_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -21,7 +21,7 @@ from torch import Tensor
 UNBOUNDED = 2**62
 """A bound of a band that excludes nothing. (Far from the int64 limits: i + offset + UNBOUNDED cannot overflow.)"""
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # in the order of csrc/common/params.h
 
 
 _NUMBERS = frozenset((int, float))

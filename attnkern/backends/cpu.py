@@ -1,9 +1,20 @@
-"""The C++ kernels (csrc/cpu). The operators reach them directly: they register themselves for CPU tensors."""
+"""The C++ kernels (csrc/cpu). The operators reach them directly: they register themselves for CPU tensors.
+
+Where nothing listens to operators, plain calls go past torch's dispatcher (csrc/direct.cpp): `call`, `forward` and
+`backward` here, each of which returns None for what must go by the operators, and for whatever fails, so that errors
+have one source. A program that Dynamo traces must not come here.
+"""
 
 from __future__ import annotations
 
-from .._library import load_error
-from ..problem import Problem
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .._library import load_error, python_functions
+from ..problem import DTYPES, Problem
 
 NAME = "cpu"
 
@@ -18,3 +29,42 @@ def refusals(problem: Problem) -> list[str]:
     """Why this backend cannot run `problem`; empty if it can. Whatever Problem admits, the kernels do."""
     reason = unavailable()
     return [] if reason is None else [reason]
+
+
+def _by_the_operators(*arguments: Any) -> None:
+    return None
+
+
+def _direct() -> tuple[Callable[..., Any], ...]:
+    """call, forward, backward; those of no effect where a torch lacks what they stand on."""
+    try:
+        capsule = torch.Tensor.__dlpack_c_exchange_api__
+        empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
+        # Modes of __torch_dispatch__, profilers, jit.trace and torch.func see operators, or must.
+        listeners = (
+            torch._C._len_torch_dispatch_stack,
+            torch._C._autograd._profiler_enabled,
+            torch._C._is_tracing,
+            torch._C._are_functorch_transforms_active,
+        )
+        # Of those, Problem and autograd.py have seen to before an operator is called.
+        for_the_caller = (torch._C._is_any_autocast_enabled, lambda: forward_ad._current_level >= 0)
+    except AttributeError:
+        return (_by_the_operators,) * 3
+    if unavailable():
+        return (_by_the_operators,) * 3
+    connect, *functions = python_functions()
+    connect(
+        capsule,
+        torch.Tensor,
+        torch.Tensor.is_neg,
+        empty_strided,
+        DTYPES,
+        listeners,
+        for_the_caller,
+        torch.is_grad_enabled,
+    )
+    return tuple(functions)
+
+
+call, forward, backward = _direct()

@@ -1,6 +1,8 @@
-// Tensors -> the structs of params.h, for the operators of every device. Only torch's stable C ABI is used. Checks here
-// guard the kernels against a caller that went around attnkern.problem, which is where users' errors are found and
-// explained.
+// Tensors -> the structs of params.h, for the operators of every device. Checks here guard the kernels against a caller
+// that went around attnkern.problem, which is where users' errors are found and explained.
+//
+// A Tensor is torch::stable::Tensor (only torch's stable C ABI is used) or what csrc/direct.cpp makes of a Python
+// object.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -14,8 +16,8 @@ namespace attnkern {
 
 using OptionalTensor = std::optional<torch::stable::Tensor>;
 
-inline DType dtype_of(const torch::stable::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+inline DType dtype_of(torch::headeronly::ScalarType type) {
+  switch (type) {
     case torch::headeronly::ScalarType::Float: return DType::kFloat32;
     case torch::headeronly::ScalarType::Double: return DType::kFloat64;
     case torch::headeronly::ScalarType::BFloat16: return DType::kBFloat16;
@@ -25,7 +27,13 @@ inline DType dtype_of(const torch::stable::Tensor& tensor) {
   }
 }
 
-inline View view_of(const torch::stable::Tensor& tensor) {
+template <class Tensor>
+DType dtype_of(const Tensor& tensor) {
+  return dtype_of(tensor.scalar_type());
+}
+
+template <class Tensor>
+View view_of(const Tensor& tensor) {
   View view;
   view.data = tensor.data_ptr();
   for (int dim = 0; dim < 4; ++dim) view.stride[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
@@ -33,16 +41,17 @@ inline View view_of(const torch::stable::Tensor& tensor) {
 }
 
 // Strides of our own results: with a size of 1 they are never used, and 0 elsewhere would be wrong.
-inline View output_view(const torch::stable::Tensor& tensor) {
+template <class Tensor>
+View output_view(const Tensor& tensor) {
   View view = view_of(tensor);
   view.stride[3] = 1;
   return view;
 }
 
-inline void fill(Attention& p, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
-                 const torch::stable::Tensor& v, const OptionalTensor& bias, const OptionalTensor& philox_seed,
-                 double softmax_scale, double softcap, int64_t window_left, int64_t window_right, int64_t band_offset,
-                 double dropout_p) {
+template <class Tensor>
+void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
+          const std::optional<Tensor>& philox_seed, double softmax_scale, double softcap, int64_t window_left,
+          int64_t window_right, int64_t band_offset, double dropout_p) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
   p.dtype = dtype_of(q);
   STD_TORCH_CHECK(p.dtype != DType::kBool && dtype_of(k) == p.dtype && dtype_of(v) == p.dtype,

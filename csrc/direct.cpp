@@ -1,0 +1,357 @@
+// The operators for Python, past torch's dispatcher: for plain CPU tensors where nothing listens to operators. What the
+// dispatcher costs (boxing every argument, twice) is more than a short attention.
+//
+// Each function returns None where a call is anything but plain, and where anything fails: the caller then goes by the
+// dispatcher, which does whatever it is, or says what is wrong. So no error message is here.
+//
+// Tensors are read by DLPack's exchange API, which torch offers at torch.Tensor.__dlpack_c_exchange_api__. Python is
+// called by its stable ABI, declared here by hand and weakly: the library is built without Python.h, and loads in
+// programs without Python.
+#pragma push_macro("TORCH_TARGET_VERSION")
+#undef TORCH_TARGET_VERSION  // with it, ATen's headers refuse; this one is DLPack's own, plain C with a version of its
+                             // own
+#include <ATen/dlpack.h>
+#pragma pop_macro("TORCH_TARGET_VERSION")
+
+#include <cmath>
+#include <exception>
+#include <utility>
+
+#include "cpu/operators.h"
+
+#define PYTHON [[gnu::weak]] extern
+
+extern "C" {
+struct PyObject;
+struct PyThreadState;
+using Py_ssize_t = std::ptrdiff_t;
+struct PyMethodDef {
+  const char* name;
+  PyObject* (*function)(PyObject* self, PyObject* const* arguments, Py_ssize_t count);
+  int flags;
+  const char* doc;
+};
+PYTHON PyObject _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct, PyFloat_Type, PyLong_Type, PyUnicode_Type;
+PYTHON void Py_IncRef(PyObject*);
+PYTHON void Py_DecRef(PyObject*);
+PYTHON void PyErr_Clear();
+PYTHON PyObject* PyErr_Occurred();
+PYTHON PyThreadState* PyEval_SaveThread();
+PYTHON void PyEval_RestoreThread(PyThreadState*);
+PYTHON PyObject* PyCFunction_NewEx(PyMethodDef*, PyObject* self, PyObject* module);
+PYTHON void* PyCapsule_GetPointer(PyObject*, const char* name);
+PYTHON double PyFloat_AsDouble(PyObject*);
+PYTHON long long PyLong_AsLongLong(PyObject*);
+PYTHON PyObject* PyLong_FromLongLong(long long);
+PYTHON PyObject* PyObject_CallNoArgs(PyObject*);
+PYTHON PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
+PYTHON PyObject* PyObject_GetAttr(PyObject*, PyObject* name);
+PYTHON int PyObject_IsTrue(PyObject*);
+PYTHON PyObject* PyObject_Type(PyObject*);
+PYTHON PyObject* PyTuple_GetItem(PyObject*, Py_ssize_t);
+PYTHON PyObject* PyTuple_New(Py_ssize_t);
+PYTHON int PyTuple_SetItem(PyObject*, Py_ssize_t, PyObject*);
+PYTHON Py_ssize_t PyTuple_Size(PyObject*);
+PYTHON PyObject* PyUnicode_InternFromString(const char*);
+PYTHON int PyUnicode_CompareWithASCIIString(PyObject*, const char*);
+}
+
+namespace {
+
+using attnkern::kUnbounded;
+using torch::headeronly::ScalarType;
+
+PyObject* const kNone = &_Py_NoneStruct;
+
+PyObject* none() {
+  Py_IncRef(kNone);
+  return kNone;
+}
+
+// What `connect` was given; see attnkern/backends/cpu.py.
+struct {
+  const DLPackExchangeAPI* dlpack = nullptr;
+  PyObject *tensor, *is_neg, *empty_strided, *dtypes, *listeners, *for_the_caller, *is_grad_enabled, *requires_grad,
+      *is_cpu;
+} python;
+
+// A reference of our own.
+class Owned {
+ public:
+  explicit Owned(PyObject* object = nullptr) : object_(object) {}
+  Owned(Owned&& other) : object_(std::exchange(other.object_, nullptr)) {}
+  Owned& operator=(Owned&& other) {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Owned() {
+    if (object_ != nullptr) Py_DecRef(object_);
+  }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+
+ private:
+  PyObject* object_;
+};
+
+bool is_type(PyObject* object, const PyObject* type) { return Owned(PyObject_Type(object)).get() == type; }
+
+// Whether a call of `function` gives something true, or fails.
+bool answers_true(PyObject* function) {
+  const Owned answer(PyObject_CallNoArgs(function));
+  return answer.get() == nullptr || (answer.get() != &_Py_FalseStruct && PyObject_IsTrue(answer.get()) != 0);
+}
+
+bool any_answers_true(PyObject* functions) {
+  const Py_ssize_t count = PyTuple_Size(functions);
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (answers_true(PyTuple_GetItem(functions, i))) return true;
+  return false;
+}
+
+// The code of a DLPack type; what no kernel knows is kUndefined.
+ScalarType scalar_type_of(const DLDataType& type) {
+  if (type.lanes != 1) return ScalarType::Undefined;
+  if (type.code == kDLFloat && type.bits == 32) return ScalarType::Float;
+  if (type.code == kDLFloat && type.bits == 64) return ScalarType::Double;
+  if (type.code == kDLFloat && type.bits == 16) return ScalarType::Half;
+  if (type.code == kDLBfloat && type.bits == 16) return ScalarType::BFloat16;
+  if (type.code == kDLBool && type.bits == 8) return ScalarType::Bool;
+  if (type.code == kDLInt && type.bits == 64) return ScalarType::Long;
+  return ScalarType::Undefined;
+}
+
+// torch::stable::Tensor, as far as the operators need it, of a Python object: an argument's, which the caller keeps
+// alive, or a result of our own.
+class Tensor {
+ public:
+  Tensor() = default;
+  static Tensor result(PyObject* object) {
+    Tensor tensor;
+    tensor.owned_ = Owned(object);
+    STD_TORCH_CHECK(object != nullptr && (object == kNone || tensor.read(object)), "attnkern: no memory");
+    return tensor;
+  }
+  // False if the object is no plain CPU tensor.
+  bool read(PyObject* object) {
+    if (!is_type(object, python.tensor) || python.dlpack->dltensor_from_py_object_no_sync(object, &view_) != 0)
+      return false;
+    scalar_type_ = scalar_type_of(view_.dtype);
+    if (view_.device.device_type != kDLCPU || scalar_type_ == ScalarType::Undefined) return false;
+    if (view_.data == nullptr && numel() > 0) return false;  // a wrapper of torch's own that holds no elements
+    const Owned negated(PyObject_CallFunctionObjArgs(python.is_neg, object, nullptr));  // x.conj().imag is -x, unsaid
+    return negated.get() == &_Py_FalseStruct;
+  }
+  int64_t dim() const { return view_.ndim; }
+  int64_t size(int64_t dim) const { return view_.shape[dim]; }
+  int64_t stride(int64_t dim) const { return view_.strides[dim]; }
+  int64_t element_size() const { return view_.dtype.bits / 8; }
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int64_t d = 0; d < dim(); ++d) count *= size(d);
+    return count;
+  }
+  bool is_contiguous() const {
+    int64_t expected = 1;
+    for (int64_t d = dim() - 1; d >= 0; --d) {
+      if (size(d) != 1 && stride(d) != expected) return false;
+      expected *= size(d);
+    }
+    return true;
+  }
+  ScalarType scalar_type() const { return scalar_type_; }
+  void* data_ptr() const { return static_cast<char*>(view_.data) + view_.byte_offset; }
+  PyObject* release() { return owned_.release(); }
+
+ private:
+  DLTensor view_{};
+  ScalarType scalar_type_ = ScalarType::Undefined;
+  Owned owned_;
+};
+using OptionalTensor = std::optional<Tensor>;
+
+struct Python {
+  using Tensor = ::Tensor;
+
+  // Lets other Python threads run.
+  class WhileKernelsRun {
+   public:
+    WhileKernelsRun() : state_(PyEval_SaveThread()) {}
+    ~WhileKernelsRun() { PyEval_RestoreThread(state_); }
+
+   private:
+    PyThreadState* state_;
+  };
+
+  static Tensor empty(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype) {
+    const auto tuple = [dims](const int64_t* numbers) {
+      Owned result(PyTuple_New(dims));
+      for (int64_t i = 0; i < dims; ++i) PyTuple_SetItem(result.get(), i, PyLong_FromLongLong(numbers[i]));
+      return result;
+    };
+    PyObject* const type = PyTuple_GetItem(python.dtypes, static_cast<int>(attnkern::dtype_of(dtype)));
+    return Tensor::result(
+        PyObject_CallFunctionObjArgs(python.empty_strided, tuple(sizes).get(), tuple(strides).get(), type, nullptr));
+  }
+
+  // A result that isn't asked for. (The operators of the dispatcher must return a tensor.)
+  static Tensor nothing(ScalarType) { return Tensor::result(none()); }
+};
+
+bool asks_for_cpu(PyObject* backend) {
+  return is_type(backend, &PyUnicode_Type) && PyUnicode_CompareWithASCIIString(backend, "cpu") == 0;
+}
+
+// The arguments of an operator, one after the other.
+class Arguments {
+ public:
+  Arguments(PyObject* const* arguments, Py_ssize_t count) : next_(arguments), end_(arguments + count) {}
+  Tensor tensor() {
+    Tensor read;
+    plain_ = read.read(next()) && plain_;
+    return read;
+  }
+  OptionalTensor optional_tensor() {
+    if (*next_ != kNone) return tensor();
+    next();
+    return {};
+  }
+  double real() { return PyFloat_AsDouble(next()); }
+  int64_t integer() { return PyLong_AsLongLong(next()); }
+  bool truth() { return next() == &_Py_TrueStruct; }
+  // The last one: whether all are what they should be, and the kernels of csrc/cpu are asked for.
+  bool plain_for_cpu() { return plain_ && next_ + 1 == end_ && asks_for_cpu(next()) && PyErr_Occurred() == nullptr; }
+
+ private:
+  PyObject* next() { return *next_++; }
+
+  PyObject* const* next_;
+  PyObject* const* end_;
+  bool plain_ = true;
+};
+
+template <class... Tensors>
+PyObject* tuple_of(Tensors&... tensors) {
+  PyObject* const tuple = PyTuple_New(sizeof...(tensors));
+  Py_ssize_t i = 0;
+  (PyTuple_SetItem(tuple, i++, tensors.release()), ...);
+  return tuple;
+}
+
+// None for a call that is not plain (`function` returns null) and for one that fails.
+template <class Function>
+PyObject* or_none(Function&& function) {
+  PyObject* result = nullptr;
+  try {
+    if (python.dlpack != nullptr) result = function();
+  } catch (const std::exception&) {
+  }
+  if (result == nullptr && PyErr_Occurred() != nullptr) PyErr_Clear();
+  return result == nullptr ? none() : result;
+}
+
+PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return or_none([&]() -> PyObject* {
+    if (count != 13 || any_answers_true(python.listeners)) return nullptr;
+    Arguments a(arguments, count);
+    const Tensor q = a.tensor(), k = a.tensor(), v = a.tensor();
+    const OptionalTensor bias = a.optional_tensor(), seed = a.optional_tensor();
+    const double scale = a.real(), softcap = a.real();
+    const int64_t left = a.integer(), right = a.integer(), offset = a.integer();
+    const double dropout_p = a.real();
+    const bool need_lse = a.truth();
+    if (!a.plain_for_cpu()) return nullptr;
+    auto [out, lse] =
+        attnkern::cpu::forward<Python>(q, k, v, bias, seed, scale, softcap, left, right, offset, dropout_p, need_lse);
+    return tuple_of(out, lse);
+  });
+}
+
+PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return or_none([&]() -> PyObject* {
+    if (count != 17 || any_answers_true(python.listeners)) return nullptr;
+    Arguments a(arguments, count);
+    const Tensor grad_out = a.tensor();
+    const OptionalTensor grad_lse = a.optional_tensor();
+    const Tensor q = a.tensor(), k = a.tensor(), v = a.tensor();
+    const OptionalTensor bias = a.optional_tensor(), seed = a.optional_tensor();
+    const Tensor out = a.tensor(), lse = a.tensor();
+    const double scale = a.real(), softcap = a.real();
+    const int64_t left = a.integer(), right = a.integer(), offset = a.integer();
+    const double dropout_p = a.real();
+    const int64_t grad_mask = a.integer();
+    if (!a.plain_for_cpu()) return nullptr;
+    auto [dq, dk, dv, dbias] = attnkern::cpu::backward<Python>(grad_out, grad_lse, q, k, v, bias, seed, out, lse, scale,
+                                                               softcap, left, right, offset, dropout_p, grad_mask);
+    return tuple_of(dq, dk, dv, dbias);
+  });
+}
+
+// attnkern.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
+// of a call to which no rule of attnkern/problem.py applies but those of fill(): 4-D tensors of one batch, no gradient,
+// no dropout, a mask or is_causal.
+PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  return or_none([&]() -> PyObject* {
+    if (count != 9) return nullptr;
+    PyObject *const mask = arguments[3], *const dropout_p = arguments[4], *const is_causal = arguments[5],
+                    *const scale = arguments[6], *const enable_gqa = arguments[7], *const backend = arguments[8];
+    const auto is_number = [](PyObject* x) { return is_type(x, &PyFloat_Type) || is_type(x, &PyLong_Type); };
+    const auto is_bool = [](PyObject* x) { return x == &_Py_TrueStruct || x == &_Py_FalseStruct; };
+    if ((backend != kNone && !asks_for_cpu(backend)) || !is_bool(is_causal) || !is_bool(enable_gqa) ||
+        !is_number(dropout_p) || PyFloat_AsDouble(dropout_p) != 0 || !(scale == kNone || is_number(scale)) ||
+        (mask != kNone && is_causal == &_Py_TrueStruct))
+      return nullptr;
+    const auto has = [](PyObject* x, PyObject* attribute) {
+      return Owned(PyObject_GetAttr(x, attribute)).get() == &_Py_TrueStruct;
+    };
+    // First of all: a GPU's users are not to wait for the rest.
+    if (!is_type(arguments[0], python.tensor) || !has(arguments[0], python.is_cpu)) return nullptr;
+    const int tensors = mask == kNone ? 3 : 4;
+    if (answers_true(python.is_grad_enabled))
+      for (int i = 0; i < tensors; ++i)
+        if (!is_type(arguments[i], python.tensor) || has(arguments[i], python.requires_grad)) return nullptr;
+    if (any_answers_true(python.listeners) || any_answers_true(python.for_the_caller)) return nullptr;
+
+    Tensor q, k, v;
+    OptionalTensor bias;
+    if (!q.read(arguments[0]) || !k.read(arguments[1]) || !v.read(arguments[2])) return nullptr;
+    if (mask != kNone && !bias.emplace().read(mask)) return nullptr;
+    if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;
+    const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };
+    if (enable_gqa == &_Py_FalseStruct && !(same_heads(k) && same_heads(v))) return nullptr;
+    const double factor = scale == kNone ? 1 / std::sqrt(static_cast<double>(q.size(3))) : PyFloat_AsDouble(scale);
+    if (!std::isfinite(factor) || PyErr_Occurred() != nullptr) return nullptr;
+    const int64_t right = is_causal == &_Py_TrueStruct ? 0 : kUnbounded;
+    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, {}, factor, 0, kUnbounded, right, 0, 0, false);
+    return out.release();
+  });
+}
+
+// (exchange API's capsule, Tensor, Tensor.is_neg, empty_strided, dtypes as in attnkern::DType, functions that must all
+// answer false before any call, those before `call`, is_grad_enabled)
+PyObject* connect(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  const auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(arguments[0], "dlpack_exchange_api"));
+  if (api == nullptr) PyErr_Clear();
+  if (api == nullptr || api->header.version.major != DLPACK_MAJOR_VERSION) return none();
+  PyObject** const kept[] = {&python.tensor,    &python.is_neg,         &python.empty_strided,  &python.dtypes,
+                             &python.listeners, &python.for_the_caller, &python.is_grad_enabled};
+  for (PyObject** place : kept) Py_IncRef(*place = *++arguments);
+  python.requires_grad = PyUnicode_InternFromString("requires_grad");
+  python.is_cpu = PyUnicode_InternFromString("is_cpu");
+  python.dlpack = api;
+  return none();
+}
+
+}  // namespace
+
+// connect, call, forward, backward: the only symbol that the library exports, for ctypes.
+extern "C" [[gnu::visibility("default")]] PyObject* attnkern_python_functions() {
+  constexpr int kFastCall = 0x80;  // METH_FASTCALL
+  static PyMethodDef functions[] = {{"connect", connect, kFastCall, nullptr},
+                                    {"call", call, kFastCall, nullptr},
+                                    {"forward", forward, kFastCall, nullptr},
+                                    {"backward", backward, kFastCall, nullptr}};
+  PyObject* const tuple = PyTuple_New(4);
+  for (Py_ssize_t i = 0; i < 4; ++i) PyTuple_SetItem(tuple, i, PyCFunction_NewEx(&functions[i], nullptr, nullptr));
+  return tuple;
+}

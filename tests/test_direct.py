@@ -1,0 +1,353 @@
+"""Calls past torch's dispatcher (csrc/direct.cpp): the operators' results to the bit, and where nobody can tell."""
+
+import contextlib
+import gc
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import attnkern
+from attnkern import ops, testing
+from attnkern.backends import cpu
+from attnkern.problem import DTYPES, UNBOUNDED, Problem
+
+sdpa = attnkern.scaled_dot_product_attention
+
+
+def call(query, key, value, attn_mask=None, dropout_p=0, is_causal=False, scale=None, enable_gqa=False, backend=None):
+    """`cpu.call` with the defaults of `scaled_dot_product_attention`."""
+    return cpu.call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """Makes every call go by the operators, inside the context that it returns."""
+
+    @contextlib.contextmanager
+    def only():
+        with monkeypatch.context() as patch:
+            for name in ("call", "forward", "backward"):
+                patch.setattr(cpu, name, lambda *arguments: None)
+            yield
+
+    return only
+
+
+def assert_same(direct, by_operator):
+    for mine, theirs in zip(direct, by_operator, strict=True):
+        if mine is None:
+            assert theirs.shape == (0,)
+        else:
+            assert (mine.shape, mine.dtype, mine.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+            assert mine.untyped_storage().resizable()
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))  # bits: a NaN is itself
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("part", range(8))
+def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
+    for _ in range(25):
+        inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
+        tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask
+        q, k, v, bias, score, _ = Problem.from_sdpa(*tensors, dropout_p=dropout_p, **options)
+        seed = torch.randint(2**62, (1,)) if dropout_p else None
+        given = q, k, v, bias, seed
+        with testing.unmodified(*(x for x in given if x is not None)):
+            for need_lse in (False, True):
+                results = cpu.forward(*given, *score, need_lse, "cpu")
+                assert results is not None, inputs.recipe
+                assert_same(results, ops.forward(*given, *score, need_lse, "cpu"))
+            out, lse = results
+            grad_out = torch.randn(out.shape).to(out.dtype)
+            grad_lse = torch.randn_like(lse) if part % 2 else None
+            mask = int(torch.randint(8, ()))
+            if bias is not None and bias.is_floating_point():
+                mask += ops.GRAD_BIAS
+            rest = out, lse, *score, mask, "cpu"
+            grads = cpu.backward(grad_out, grad_lse, *given, *rest)
+            assert grads is not None, inputs.recipe
+            assert_same(grads, ops.backward(grad_out, grad_lse, *given, *rest))
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_a_direct_call_is_the_call(part, operators):
+    taken = 0
+    for _ in range(40):
+        inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
+        options = {name: options[name] for name in ("is_causal", "scale", "enable_gqa") if name in options}
+        if inputs.attn_mask is not None:
+            options.pop("is_causal", None)
+        tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask
+        out = call(*tensors, **options)
+        with operators():
+            expected = sdpa(*tensors, **options)
+        if out is None:
+            assert expected.numel() == 0 or inputs.query.numel() == 0, inputs.recipe
+        else:
+            taken += 1
+            assert_same([out], [expected])
+    assert taken > 20
+
+
+PLAIN = {
+    "nothing given": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "scale of type int": {"scale": 2},
+    "dropout_p 0.0": {"dropout_p": 0.0},
+    "backend": {"backend": "cpu"},
+    "gqa": {"enable_gqa": True},
+    "bool mask": {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)},
+    "float mask": {"attn_mask": torch.zeros(2, 2, 1, 5)},
+}
+
+
+@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
+def test_plain_calls_are_direct(options, operators):
+    q, k, v = testing.make_inputs(2, 2, 5).tensors.values()
+    out = call(q, k, v, **options)
+    with operators():
+        assert_same([out], [sdpa(q, k, v, **options)])
+
+
+def test_calls_are_direct_under_grad_mode_and_inference_mode():
+    q, k, v = testing.make_inputs(2, 2, 5).tensors.values()
+    assert torch.is_grad_enabled()
+    assert not call(q, k, v).requires_grad
+    q.requires_grad_()
+    assert call(q, k, v) is None
+    with torch.no_grad():
+        assert not call(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert call(q, k, v).is_inference()
+
+
+def changed(position, change):
+    tensors = list(testing.make_inputs(2, 4, 5, 7).tensors.values())
+    tensors[position] = change(tensors[position])
+    return tensors
+
+
+NOT_PLAIN = {
+    "not a tensor": changed(0, lambda x: x.tolist()),
+    "key not a tensor": changed(1, lambda x: x.tolist()),
+    "mask not a tensor": [*changed(0, torch.clone), 1.0],
+    "parameter": changed(0, torch.nn.Parameter),
+    "subclass": changed(1, lambda x: x.as_subclass(type("Subclass", (torch.Tensor,), {}))),
+    "3-D": [x[0] for x in changed(0, torch.clone)],
+    "batch broadcast": changed(1, lambda x: x[:1]),
+    "heads that do not fit": changed(1, lambda x: x[:, :2]),
+    "another dtype": changed(1, torch.Tensor.double),
+    "no dtype of ours": [x.int() for x in changed(0, torch.clone)],
+    "complex": [x.cfloat() for x in changed(0, torch.clone)],
+    "meta": [x.to("meta") for x in changed(0, torch.clone)],
+    "sparse": changed(2, torch.Tensor.to_sparse),
+    "lengths that do not fit": changed(1, lambda x: x[:, :, :3]),
+    "no element": [x[:0] for x in changed(0, torch.clone)],
+    "a mask of 2 dimensions": [*changed(0, torch.clone), torch.zeros(5, 7)],
+    "a mask that does not fit": [*changed(0, torch.clone), torch.zeros(2, 4, 5, 3)],
+    "a mask of int64": [*changed(0, torch.clone), torch.zeros(2, 4, 5, 7, dtype=torch.int64)],
+    "dropout": [*changed(0, torch.clone), None, 0.5],
+    "dropout no number": [*changed(0, torch.clone), None, "0"],
+    "dropout of type bool": [*changed(0, torch.clone), None, False],
+    "mask and causal": [*changed(0, torch.clone), torch.zeros(1, 1, 5, 7), 0, True],
+    "is_causal no bool": [*changed(0, torch.clone), None, 0, 1],
+    "scale not finite": [*changed(0, torch.clone), None, 0, False, float("nan")],
+    "scale too large": [*changed(0, torch.clone), None, 0, False, 10**400],
+    "enable_gqa no bool": [*changed(0, torch.clone), None, 0, False, None, None],
+    "another backend": [*changed(0, torch.clone), None, 0, False, None, False, "reference"],
+    "a backend no string": [*changed(0, torch.clone), None, 0, False, None, False, 3],
+    "negative by a bit": changed(0, torch._neg_view),
+    "functional": changed(0, torch._to_functional_tensor),
+    "zeros without memory": changed(0, lambda x: torch._efficientzerotensor(x.shape)),
+}
+
+
+@pytest.mark.parametrize("arguments", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_other_calls_are_not(arguments):
+    assert call(*arguments) is None
+    assert call(*changed(0, torch.clone)) is not None  # no error is left behind
+
+
+def test_wrong_numbers_of_arguments_are_not():
+    tensors = changed(0, torch.clone)
+    for function in (cpu.call, cpu.forward, cpu.backward):
+        assert function() is function(*tensors) is function(*tensors * 9) is None
+
+
+def test_negative_views_are_seen():
+    x = torch.randn(2, 3, 5, 8, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    assert torch.equal(sdpa(x, x, x), sdpa(*[x.resolve_neg()] * 3))
+
+
+class SeesOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+LISTENERS = {
+    "dispatch mode": SeesOperators,
+    "FLOP counter": lambda: FlopCounterMode(display=False),
+    "profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
+    "autograd profiler": torch.autograd.profiler.profile,
+}
+
+
+@pytest.mark.parametrize("listener", LISTENERS.values(), ids=LISTENERS)
+def test_nothing_is_direct_where_operators_are_seen(listener):
+    q, k, v = changed(0, torch.clone)
+    score = (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
+    out, lse = cpu.forward(q, k, v, None, None, *score, True, "cpu")
+    with listener():
+        assert call(q, k, v) is None
+        assert cpu.forward(q, k, v, None, None, *score, True, "cpu") is None
+        assert cpu.backward(out, None, q, k, v, None, None, out, lse, *score, 7, "cpu") is None
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_nothing_is_direct_while_tracing_or_transformed():
+    q, k, v = changed(0, torch.clone)
+    taken = []
+
+    def f(q):
+        taken.append(call(q, k, v))
+        return sdpa(q, k, v).sum()
+
+    torch.jit.trace(f, (q,), check_trace=False)
+    torch.vmap(f)(q[None])
+    torch.func.grad(f)(q)
+    torch.func.jvp(f, (q,), (q,))
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(q, q))
+    assert taken == [None] * 5
+
+
+def test_autocast_is_heeded():
+    q, k, v = changed(0, torch.clone)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(q, k, v) is None
+        assert sdpa(q, k, v).dtype == torch.bfloat16
+
+
+def test_a_default_device_is_not_that_of_results():
+    q, k, v = changed(0, torch.clone)
+    with torch.device("meta"):
+        assert sdpa(q, k, v).device.type == "cpu"
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert sdpa(q, k, v).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_profiler_sees_the_operators_of_a_training_step():
+    tensors = [x.requires_grad_() for x in changed(0, torch.clone)]
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        sdpa(*tensors).sum().backward()
+    names = {event.key for event in seen.key_averages()}
+    assert {"attnkern::forward", "attnkern::backward"} <= names
+
+
+def test_gradients_are_the_operators_to_the_bit(operators):
+    tensors = [x.requires_grad_() for x in changed(0, torch.clone)]
+    seed = torch.randn(2, 4, 5, 8)
+    direct = torch.autograd.grad(sdpa(*tensors), tensors, seed)
+    with operators():
+        by_operator = torch.autograd.grad(sdpa(*tensors), tensors, seed)
+    assert_same(direct, by_operator)
+
+
+def test_references_are_kept_right():
+    tensors = changed(0, torch.clone)
+    score = (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+
+    def all_of_them():
+        call(*tensors, 1.0)
+        call(*tensors)
+        out, lse = cpu.forward(*tensors, None, None, *score, True, "cpu")
+        cpu.forward(*tensors, None, None, *score, False, "cuda")
+        cpu.backward(out, lse, *tensors, None, None, out, lse, *score, 5, "cpu")
+        sdpa(*leaves).sum().backward()
+
+    def counts():
+        gc.collect()
+        singletons = (None, True, False, torch.Tensor, torch.float32, "cpu", float, int, str)
+        blocks = sys.getallocatedblocks()
+        return [sys.getrefcount(x) for x in (*tensors, *score[:2], *singletons)], blocks
+
+    for _ in range(3):
+        all_of_them()
+    (before, blocks), rounds = counts(), 400
+    for _ in range(rounds):
+        all_of_them()
+    after, blocks_after = counts()
+    assert all(abs(a - b) < rounds / 2 for a, b in zip(before, after, strict=True)), (before, after)
+    assert blocks_after - blocks < rounds / 2
+
+
+def test_other_threads_run_meanwhile():
+    """The kernels let go of the interpreter's lock."""
+    x = torch.randn(1, 4, 2048, 64)
+    stop, counted = threading.Event(), [0]
+
+    def count():
+        while not stop.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=count)
+    sys.setswitchinterval(1000)  # the lock changes hands only where it is let go
+    try:
+        thread.start()
+        before = counted[0]
+        for _ in range(10):
+            assert call(x, x, x) is not None
+        assert counted[0] > before
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
+def test_without_what_it_stands_on_everything_goes_by_the_operators(monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    assert [function() for function in cpu._direct()] == [None] * 3
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu, "load_error", lambda: "it is not there")
+    assert [function() for function in cpu._direct()] == [None] * 3
+
+
+def test_compiled_programs_hold_the_operator():
+    q, k, v = changed(0, torch.clone)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    out = torch.compile(lambda *x: sdpa(*x), backend=backend, fullgraph=True)(q, k, v)
+    assert torch.equal(out, sdpa(q, k, v))
+    assert any(node.target is ops.forward for node in graphs[0].graph.nodes)
+
+
+def test_it_agrees_with_torch():
+    q, k, v = changed(0, torch.clone)
+    torch.testing.assert_close(call(q, k, v, is_causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True))
