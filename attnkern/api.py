@@ -71,10 +71,24 @@ def scaled_dot_product_attention(
         )
         if result is not NotImplemented:
             return result
-    else:
-        out = cpu.call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
-        if out is not None:
-            return out
+    elif attn_mask is None or is_causal is not True:
+        result = cpu.call(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            None,  # window
+            "top_left",
+            None,  # softcap
+            False,  # return_lse
+            backend,
+        )
+        if result is not None:
+            return result
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
         raise RuntimeError("attnkern: attn_mask must be None when is_causal=True, got a mask (attention() takes both)")
     problem = Problem.from_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -136,6 +150,24 @@ def attention(
             backend=backend,
         )
         if result is not NotImplemented:
+            return result
+    else:
+        result = cpu.call(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            window,
+            alignment,
+            softcap,
+            return_lse,
+            backend,
+        )
+        if result is not None:
             return result
     problem = Problem.from_sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap

@@ -31,7 +31,8 @@ struct PyMethodDef {
   int flags;
   const char* doc;
 };
-PYTHON PyObject _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct, PyFloat_Type, PyLong_Type, PyUnicode_Type;
+PYTHON PyObject _Py_NoneStruct, _Py_TrueStruct, _Py_FalseStruct, PyFloat_Type, PyLong_Type, PyTuple_Type,
+    PyUnicode_Type;
 PYTHON void Py_IncRef(PyObject*);
 PYTHON void Py_DecRef(PyObject*);
 PYTHON void PyErr_Clear();
@@ -107,6 +108,12 @@ bool any_answers_true(PyObject* functions) {
   for (Py_ssize_t i = 0; i < count; ++i)
     if (answers_true(PyTuple_GetItem(functions, i))) return true;
   return false;
+}
+
+bool is_number(PyObject* x) { return is_type(x, &PyFloat_Type) || is_type(x, &PyLong_Type); }
+bool is_bool(PyObject* x) { return x == &_Py_TrueStruct || x == &_Py_FalseStruct; }
+bool is_string(PyObject* x, const char* expected) {
+  return is_type(x, &PyUnicode_Type) && PyUnicode_CompareWithASCIIString(x, expected) == 0;
 }
 
 // The code of a DLPack type; what no kernel knows is kUndefined.
@@ -198,10 +205,6 @@ struct Python {
   static Tensor nothing(ScalarType) { return Tensor::result(none()); }
 };
 
-bool asks_for_cpu(PyObject* backend) {
-  return is_type(backend, &PyUnicode_Type) && PyUnicode_CompareWithASCIIString(backend, "cpu") == 0;
-}
-
 // The arguments of an operator, one after the other.
 class Arguments {
  public:
@@ -220,7 +223,9 @@ class Arguments {
   int64_t integer() { return PyLong_AsLongLong(next()); }
   bool truth() { return next() == &_Py_TrueStruct; }
   // The last one: whether all are what they should be, and the kernels of csrc/cpu are asked for.
-  bool plain_for_cpu() { return plain_ && next_ + 1 == end_ && asks_for_cpu(next()) && PyErr_Occurred() == nullptr; }
+  bool plain_for_cpu() {
+    return plain_ && next_ + 1 == end_ && is_string(next(), "cpu") && PyErr_Occurred() == nullptr;
+  }
 
  private:
   PyObject* next() { return *next_++; }
@@ -287,25 +292,34 @@ PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
-// attnkern.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
-// of a call to which no rule of attnkern/problem.py applies but those of fill(): 4-D tensors of one batch, no gradient,
-// no dropout, a mask or is_causal.
+// A number of `window`; None: unbounded. Negative for what is neither.
+int64_t bound_of(PyObject* x) {
+  if (x == kNone) return kUnbounded;
+  const int64_t bound = is_type(x, &PyLong_Type) ? PyLong_AsLongLong(x) : -1;
+  return bound < kUnbounded ? bound : kUnbounded;
+}
+
+// attnkern.attention with all of its arguments in order: a call to which no rule of attnkern/problem.py applies but
+// those here and in fill(). 4-D tensors of one batch, no gradient, no dropout.
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 9) return nullptr;
+    if (count != 13) return nullptr;
     PyObject *const mask = arguments[3], *const dropout_p = arguments[4], *const is_causal = arguments[5],
-                    *const scale = arguments[6], *const enable_gqa = arguments[7], *const backend = arguments[8];
-    const auto is_number = [](PyObject* x) { return is_type(x, &PyFloat_Type) || is_type(x, &PyLong_Type); };
-    const auto is_bool = [](PyObject* x) { return x == &_Py_TrueStruct || x == &_Py_FalseStruct; };
-    if ((backend != kNone && !asks_for_cpu(backend)) || !is_bool(is_causal) || !is_bool(enable_gqa) ||
-        !is_number(dropout_p) || PyFloat_AsDouble(dropout_p) != 0 || !(scale == kNone || is_number(scale)) ||
-        (mask != kNone && is_causal == &_Py_TrueStruct))
-      return nullptr;
+                    *const scale = arguments[6], *const enable_gqa = arguments[7], *const window = arguments[8],
+                    *const alignment = arguments[9], *const softcap = arguments[10], *const return_lse = arguments[11],
+                    *const backend = arguments[12];
+    // First of all: a GPU's users are not to wait for the rest.
     const auto has = [](PyObject* x, PyObject* attribute) {
       return Owned(PyObject_GetAttr(x, attribute)).get() == &_Py_TrueStruct;
     };
-    // First of all: a GPU's users are not to wait for the rest.
     if (!is_type(arguments[0], python.tensor) || !has(arguments[0], python.is_cpu)) return nullptr;
+    const bool bottom_right = is_string(alignment, "bottom_right");
+    if (!(backend == kNone || is_string(backend, "cpu")) || !is_bool(is_causal) || !is_bool(enable_gqa) ||
+        !is_bool(return_lse) || !(bottom_right || is_string(alignment, "top_left")) || !is_number(dropout_p) ||
+        PyFloat_AsDouble(dropout_p) != 0 || !(scale == kNone || is_number(scale)) ||
+        !(softcap == kNone || is_number(softcap)) ||
+        !(window == kNone || (is_type(window, &PyTuple_Type) && PyTuple_Size(window) == 2)))
+      return nullptr;
     const int tensors = mask == kNone ? 3 : 4;
     if (answers_true(python.is_grad_enabled))
       for (int i = 0; i < tensors; ++i)
@@ -320,10 +334,17 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };
     if (enable_gqa == &_Py_FalseStruct && !(same_heads(k) && same_heads(v))) return nullptr;
     const double factor = scale == kNone ? 1 / std::sqrt(static_cast<double>(q.size(3))) : PyFloat_AsDouble(scale);
-    if (!std::isfinite(factor) || PyErr_Occurred() != nullptr) return nullptr;
-    const int64_t right = is_causal == &_Py_TrueStruct ? 0 : kUnbounded;
-    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, {}, factor, 0, kUnbounded, right, 0, 0, false);
-    return out.release();
+    const double cap = softcap == kNone ? 0 : PyFloat_AsDouble(softcap);
+    int64_t left = kUnbounded, right = kUnbounded;
+    if (window != kNone) left = bound_of(PyTuple_GetItem(window, 0)), right = bound_of(PyTuple_GetItem(window, 1));
+    if (!std::isfinite(factor) || !(cap >= 0 && std::isfinite(cap)) || left < 0 || right < 0 ||
+        PyErr_Occurred() != nullptr)
+      return nullptr;
+    if (is_causal == &_Py_TrueStruct) right = 0;  // bounds are not negative: this is the tighter one
+    const int64_t offset = bottom_right ? k.size(2) - q.size(2) : 0;
+    const bool need_lse = return_lse == &_Py_TrueStruct;
+    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, {}, factor, cap, left, right, offset, 0, need_lse);
+    return need_lse ? tuple_of(out, lse) : out.release();
   });
 }
 

@@ -23,9 +23,37 @@ from attnkern.problem import DTYPES, UNBOUNDED, Problem
 sdpa = attnkern.scaled_dot_product_attention
 
 
-def call(query, key, value, attn_mask=None, dropout_p=0, is_causal=False, scale=None, enable_gqa=False, backend=None):
-    """`cpu.call` with the defaults of `scaled_dot_product_attention`."""
-    return cpu.call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)
+def call(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    window=None,
+    alignment="top_left",
+    softcap=None,
+    return_lse=False,
+    backend=None,
+):
+    """`cpu.call` with the defaults of `attention`."""
+    return cpu.call(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window,
+        alignment,
+        softcap,
+        return_lse,
+        backend,
+    )
 
 
 @pytest.fixture
@@ -78,23 +106,23 @@ def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
             assert_same(grads, ops.backward(grad_out, grad_lse, *given, *rest))
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("part", range(8))
-def test_a_direct_call_is_the_call(part, operators):
+def test_a_direct_call_is_the_call(part, return_lse, operators):
     taken = 0
     for _ in range(40):
         inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
-        options = {name: options[name] for name in ("is_causal", "scale", "enable_gqa") if name in options}
-        if inputs.attn_mask is not None:
-            options.pop("is_causal", None)
         tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask
-        out = call(*tensors, **options)
+        options["return_lse"] = return_lse
+        results = call(*tensors, **options)
         with operators():
-            expected = sdpa(*tensors, **options)
-        if out is None:
-            assert expected.numel() == 0 or inputs.query.numel() == 0, inputs.recipe
+            expected = attnkern.attention(*tensors, **options)
+        if results is None:
+            assert inputs.query.numel() == 0, inputs.recipe
         else:
             taken += 1
-            assert_same([out], [expected])
+            assert_same(*((results, expected) if return_lse else ([results], [expected])))
+            assert_same(*([r[0]] if return_lse else [r] for r in (results, attnkern.attention(*tensors, **options))))
     assert taken > 20
 
 
@@ -106,6 +134,14 @@ PLAIN = {
     "dropout_p 0.0": {"dropout_p": 0.0},
     "backend": {"backend": "cpu"},
     "gqa": {"enable_gqa": True},
+    "window": {"window": (2, None)},
+    "a window beyond int64's half": {"window": (2**62 + 1, 0)},
+    "window and causal": {"window": (None, 3), "is_causal": True},
+    "bottom right": {"alignment": "bottom_right", "is_causal": True},
+    "softcap": {"softcap": 3},
+    "softcap 0": {"softcap": 0.0},
+    "lse": {"return_lse": True},
+    "mask and causal": {"attn_mask": torch.zeros(2, 2, 1, 5), "is_causal": True},
     "bool mask": {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)},
     "float mask": {"attn_mask": torch.zeros(2, 2, 1, 5)},
 }
@@ -114,9 +150,10 @@ PLAIN = {
 @pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
 def test_plain_calls_are_direct(options, operators):
     q, k, v = testing.make_inputs(2, 2, 5).tensors.values()
-    out = call(q, k, v, **options)
+    results = call(q, k, v, **options)
     with operators():
-        assert_same([out], [sdpa(q, k, v, **options)])
+        expected = attnkern.attention(q, k, v, **options)
+    assert_same(*((results, expected) if "return_lse" in options else ([results], [expected])))
 
 
 def test_calls_are_direct_under_grad_mode_and_inference_mode():
@@ -159,13 +196,21 @@ NOT_PLAIN = {
     "dropout": [*changed(0, torch.clone), None, 0.5],
     "dropout no number": [*changed(0, torch.clone), None, "0"],
     "dropout of type bool": [*changed(0, torch.clone), None, False],
-    "mask and causal": [*changed(0, torch.clone), torch.zeros(1, 1, 5, 7), 0, True],
     "is_causal no bool": [*changed(0, torch.clone), None, 0, 1],
     "scale not finite": [*changed(0, torch.clone), None, 0, False, float("nan")],
     "scale too large": [*changed(0, torch.clone), None, 0, False, 10**400],
     "enable_gqa no bool": [*changed(0, torch.clone), None, 0, False, None, None],
-    "another backend": [*changed(0, torch.clone), None, 0, False, None, False, "reference"],
-    "a backend no string": [*changed(0, torch.clone), None, 0, False, None, False, 3],
+    "another backend": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", None, False, "triton"],
+    "a backend no string": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", None, False, 3],
+    **{
+        f"window {window}": [*changed(0, torch.clone), None, 0, False, None, False, window]
+        for window in [(1,), (1, 2, 3), [1, 2], (-1, 0), (0, 1.0), (True, 0), (2**70, 0), 3]
+    },
+    "another alignment": [*changed(0, torch.clone), None, 0, False, None, False, None, "top"],
+    "alignment no string": [*changed(0, torch.clone), None, 0, False, None, False, None, None],
+    "negative softcap": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", -1.0],
+    "infinite softcap": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", float("inf")],
+    "return_lse no bool": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", None, 1],
     "negative by a bit": changed(0, torch._neg_view),
     "functional": changed(0, torch._to_functional_tensor),
     "zeros without memory": changed(0, lambda x: torch._efficientzerotensor(x.shape)),
@@ -346,6 +391,11 @@ def test_compiled_programs_hold_the_operator():
     out = torch.compile(lambda *x: sdpa(*x), backend=backend, fullgraph=True)(q, k, v)
     assert torch.equal(out, sdpa(q, k, v))
     assert any(node.target is ops.forward for node in graphs[0].graph.nodes)
+
+
+def test_a_mask_and_is_causal_are_still_an_error():
+    with pytest.raises(RuntimeError, match="attn_mask must be None when is_causal=True"):
+        sdpa(*changed(0, torch.clone), torch.zeros(1, 1, 5, 7), is_causal=True)
 
 
 def test_it_agrees_with_torch():
