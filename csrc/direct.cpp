@@ -353,7 +353,9 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 PyObject* connect(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   const auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(arguments[0], "dlpack_exchange_api"));
   if (api == nullptr) PyErr_Clear();
-  if (api == nullptr || api->header.version.major != DLPACK_MAJOR_VERSION) return none();
+  if (api == nullptr || api->header.version.major != DLPACK_MAJOR_VERSION ||
+      api->dltensor_from_py_object_no_sync == nullptr)
+    return none();
   PyObject** const kept[] = {&python.tensor,    &python.is_neg,         &python.empty_strided,  &python.dtypes,
                              &python.listeners, &python.for_the_caller, &python.is_grad_enabled};
   for (PyObject** place : kept) Py_IncRef(*place = *++arguments);
