@@ -85,6 +85,27 @@ def test_common_head_sizes(target, head_dim, seqlen_q, options, dtype):
     target.check(inputs, is_causal=True, alignment="bottom_right", **options)
 
 
+@pytest.mark.parametrize("mask", [("bool", "B11S"), ("holes", "BHLS"), ("float", "1H1S")], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_masks_of_common_head_sizes(target, head_dim, heads, mask, dtype):
+    inputs = target.inputs(2, heads[0], 1, 333, head_dim, heads_k=heads[1], dtype=dtype, mask=mask)
+    target.check(inputs, enable_gqa=True, scale=-0.2 if head_dim == 64 else None)
+
+
+@pytest.mark.parametrize("mask", ["bool", "float"])
+@pytest.mark.parametrize("seqlen_q", [1, 2])
+def test_padding_in_front_of_common_head_sizes(target, seqlen_q, mask, dtype):
+    """No key for long, for one sequence of the batch none at all: nothing that a maximum could start from."""
+    inputs = target.inputs(3, 2, seqlen_q, 700, 64, dtype=dtype)
+    first = torch.tensor([0, 530, 700], device=target.device)[:, None, None, None]
+    keep = torch.arange(700, device=target.device) >= first
+    if mask == "float":
+        keep = torch.zeros(keep.shape, device=target.device, dtype=dtype).masked_fill(~keep, -torch.inf)
+    results = target.check(testing.Inputs(inputs.query, inputs.key, inputs.value, keep, inputs.recipe))
+    assert not results["out"][2].any()
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 2])
 def test_scores_that_grow_all_along(target, seqlen_q, dtype):
     """Each key's score is the greatest so far, by far now and then."""

@@ -269,19 +269,42 @@ struct DecodeScratch {
   int64_t q_step, out_step, bytes;
 };
 
-// kRows queries against `keys` keys, whole vectors of them, all of which they meet, by scores that need nothing but
-// their scale. Continues what scratch.out, largest and sums hold. K and V take turns, a vector of keys each, and rows
-// are met in the order of the memory: so neither of the two streams stops for long. A turn's weights become ready while
-// the next one's scores are computed.
+// Where the bias, and what is kept of dropout, begin for a row and a key of the block.
+template <class C>
+inline int64_t in_tiles(int64_t row, int64_t rows, int64_t key) {
+  return key / kTile<C> * kTile<C> * rows + row * kTile<C> + key % kTile<C>;
+}
+
+// scratch.bias <- the bias of all rows for keys [key, key + keys), in tiles of kTile lanes.
+template <class T, class Op>
+[[gnu::noinline]] void decode_bias(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                                   int64_t key, int64_t keys) {
+  using C = typename Op::Compute;
+  const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
+  for (int64_t first = 0; first < keys; first += kTile<C>)
+    for (int64_t g = 0; g < group; ++g)
+      bias_tile<C, T>(p, 2, batch, head_k * group + g, 0, p.seqlen_q, key + first, min64(kTile<C>, keys - first),
+                      scratch.bias + in_tiles<C>(g * p.seqlen_q, rows, first));
+}
+
+// kRows queries against keys [key, key + keys), whole vectors of them, all of which they meet, by scores that need
+// nothing but their scale and a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector
+// of keys each, and rows are met in the order of the memory: so neither of the two streams stops for long. A turn's
+// weights become ready while the next one's scores are computed.
 template <class T, class Op, int kRows, int kDim>
-[[gnu::noinline]] void decode_stream(const DecodeScratch<Op>& scratch, const T* k, int64_t k_stride, const T* v,
-                                     int64_t v_stride, int64_t keys, float scale) {
+[[gnu::noinline]] void decode_stream(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                                     int64_t key, int64_t keys) {
   using S = Simd<float>;
   using V = S::V;
   using Dot = RowDot<float, T>;
   using Query = typename Dot::Query;
   constexpr int kLanes = S::kLanes, kGroup = kLanes / kRows, kVectors = kDim / kLanes;
   constexpr int64_t kAhead = 4096 / (kDim * sizeof(T));  // rows; as measured
+  const T* k = at<T>(p.k, batch, head_k, key);
+  const T* v = at<T>(p.v, batch, head_k, key);
+  const int64_t k_stride = p.k.stride[2], v_stride = p.v.stride[2];
+  const Score<float> score(p);
+  const V scale = S::set1(score.signed_scale);
   const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
   alignas(64) float scores[kRows][kLanes], weights[kRows][kLanes];
   V sums[kRows] = {}, recent[kRows][kVectors] = {};  // of the last keys: sums of longer runs would lose digits
@@ -291,14 +314,14 @@ template <class T, class Op, int kRows, int kDim>
     for (int group = 0; group < kRows; ++group) {
       V sum[kLanes] = {};
 #pragma GCC unroll 16
-      for (int key = 0; key < kGroup; ++key, row += k_stride) {
+      for (int i = 0; i < kGroup; ++i, row += k_stride) {
         prefetch_row(row + kAhead * k_stride, kDim);
 #pragma GCC unroll 16
         for (int c = 0; c < kDim; c += Dot::kWidth) {
           const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
 #pragma GCC unroll 2
           for (int r = 0; r < kRows; ++r) {
-            V& total = sum[r * kGroup + key];
+            V& total = sum[r * kGroup + i];
             total = Dot::accumulate(total, value, Dot::load_query(q + r * scratch.q_step + c));
           }
         }
@@ -324,10 +347,14 @@ template <class T, class Op, int kRows, int kDim>
 
   score_turn(k);
   for (int64_t j = 0; j < keys; j += kLanes) {
-    if (j % kDecodeKeys == 0) add_recent();
+    if (j % kDecodeKeys == 0) {
+      add_recent();
+      if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key + j, min64(kDecodeKeys, keys - j));
+    }
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
-      const V x = S::load(scores[r]) * S::set1(scale);
+      V x = S::load(scores[r]) * scale;
+      if (score.has_bias) x += S::load(scratch.bias + in_tiles<float>(r, kRows, j % kDecodeKeys));
       V m = S::set1(scratch.largest[r]);
       if (!S::all(x <= m)) {  // a greater maximum, which soon gets rare, or NaN, which is none
         add_recent();
@@ -348,13 +375,13 @@ template <class T, class Op, int kRows, int kDim>
     }
     if (j + kLanes < keys) score_turn(k + (j + kLanes) * k_stride);
 #pragma GCC unroll 4
-    for (int key = 0; key < kLanes; ++key, v += v_stride) {
+    for (int i = 0; i < kLanes; ++i, v += v_stride) {
       prefetch_row(v + kAhead * v_stride, kDim);
 #pragma GCC unroll 16
       for (int c = 0; c < kVectors; ++c) {
         const V value = S::load_as(v + c * kLanes);
 #pragma GCC unroll 2
-        for (int r = 0; r < kRows; ++r) recent[r][c] = S::fma(S::set1(weights[r][key]), value, recent[r][c]);
+        for (int r = 0; r < kRows; ++r) recent[r][c] = S::fma(S::set1(weights[r][i]), value, recent[r][c]);
       }
     }
   }
@@ -362,8 +389,8 @@ template <class T, class Op, int kRows, int kDim>
 }
 
 template <class T, class Op>
-using DecodeStream = void (*)(const DecodeScratch<Op>& scratch, const T* k, int64_t k_stride, const T* v,
-                              int64_t v_stride, int64_t keys, float scale);
+using DecodeStream = void (*)(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                              int64_t key, int64_t keys);
 
 // The kernel of that kind for these rows, or null. It wants 32 registers. (More rows have too much to multiply for it,
 // two of 16-bit elements too.)
@@ -371,8 +398,8 @@ template <class T, class Op>
 DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
   using C = typename Op::Compute;
   if constexpr (Simd<C>::kLanes == 16) {
-    if (!Score<C>(p).plain() || p.head_dim != p.head_dim_v || !reads_in_place(p.k, p.head_dim) ||
-        !reads_in_place(p.v, p.head_dim_v))
+    if (const Score<C> score(p); score.cap != C(0) || score.dropout || p.head_dim != p.head_dim_v ||
+                                 !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
       return nullptr;
     const auto of_size = [&]<int kDim>() -> DecodeStream<T, Op> {
       if (rows == 1) return decode_stream<T, Op, 1, kDim>;
@@ -546,19 +573,13 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
   using V = typename S::V;
   const Score<C> score(p);
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
-  for (int64_t g = 0; g < group; ++g)
-    for (int64_t first = 0; first < keys; first += kTile<C>) {  // tiles of kTile lanes, as bias and dropout come
-      const int64_t head = head_k * group + g, lanes = min64(kTile<C>, keys - first);
-      const int64_t tile = first * rows + g * p.seqlen_q * kTile<C>;
-      if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, 0, p.seqlen_q, key + first, lanes, scratch.bias + tile);
+  if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key, keys);
+  for (int64_t g = 0; g < group && score.dropout; ++g)
+    for (int64_t first = 0; first < keys; first += kTile<C>)
       // (Whole vectors of it: the weights after the last key are to be numbers, where keys come in pairs.)
-      if (score.dropout)
-        dropout_tile<C>(p, 2, batch, head, 0, p.seqlen_q, key + first, round_up(lanes, S::kLanes), scratch.keep + tile);
-    }
-
-  const auto tile_at = [&](int64_t r, int64_t j) {
-    return j / kTile<C> * kTile<C> * rows + r * kTile<C> + j % kTile<C>;
-  };
+      dropout_tile<C>(p, 2, batch, head_k * group + g, 0, p.seqlen_q, key + first,
+                      round_up(min64(kTile<C>, keys - first), S::kLanes),
+                      scratch.keep + in_tiles<C>(g * p.seqlen_q, rows, first));
   const auto reached_by = [&](int64_t r) { return p.band.reached(r % p.seqlen_q, 1, {key, key + keys}); };
   // Whether a row's scores need nothing but the scale, and meet all keys.
   const auto is_plain = [&](int64_t r) {
@@ -577,7 +598,7 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
       const Range reached = reached_by(r);
       const Range live{reached.begin - key, reached.end - key};
       for (int64_t j = 0; j < keys; j += S::kLanes) {
-        V x = finish_score(score, S::load(row + j), scale, scratch.bias + tile_at(r, j));
+        V x = finish_score(score, S::load(row + j), scale, scratch.bias + in_tiles<C>(r, rows, j));
         if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
         S::store(row + j, x);
         largest = S::max(x, largest);
@@ -599,7 +620,7 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
     for (int64_t j = 0; j < keys; j += S::kLanes) {
       V probability = S::template exp2<Op::kSums>(S::fma(S::load(row + j), factor, shift) * log2e);
       total += probability;
-      if (score.dropout) probability *= S::load(scratch.keep + tile_at(r, j));
+      if (score.dropout) probability *= S::load(scratch.keep + in_tiles<C>(r, rows, j));
       if (rounded) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);
       else S::store(row + j, probability);
     }
@@ -631,8 +652,7 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   for (int64_t key = begin, keys; key < end; key += keys) {
     if (key == streamed.begin) {
       keys = streamed.end - key;
-      stream(scratch, at<T>(p.k, batch, head_k, key), p.k.stride[2], at<T>(p.v, batch, head_k, key), p.v.stride[2],
-             keys, static_cast<float>(p.softmax_scale));
+      stream(p, scratch, batch, head_k, key, keys);
       continue;
     }
     keys = min64(kKeysOfBlock, (key < streamed.begin ? streamed.begin : end) - key);

@@ -445,6 +445,12 @@ std::vector<Case> edge_cases(DType dtype) {
   add([](Case& c) { c.band = {kUnbounded, 0, -10000}; });  // no row does
   add([](Case& c) { c.heads_q = 6, c.heads_k = 3, c.heads_v = 2; });
   add([](Case& c) { c.heads_q = 4, c.heads_k = c.heads_v = 1, c.seqlen_q = 1, c.threads = 8; });
+  for (Bias bias : {Bias::kNone, Bias::kBool, Bias::kFloat, Bias::kFloat32})  // keys and values in turns
+    for (int64_t group : {1, 2})
+      add([&](Case& c) {
+        c.seqlen_q = 1, c.seqlen_k = 600, c.head_dim = c.head_dim_v = 64, c.heads_q = 2 * group, c.bias = bias;
+        c.bias_size[1] = c.heads_q;
+      });
   // An odd last key, whose partner in a pair doesn't exist.
   add([](Case& c) { c.seqlen_q = 9, c.seqlen_k = 17, c.dropout_p = 0.5; });
   // Queries, or keys and values, that are fetched before they are needed: a head has some MiB of them.
