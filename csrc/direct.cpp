@@ -7,9 +7,10 @@
 // Tensors are read by DLPack's exchange API, which torch offers at torch.Tensor.__dlpack_c_exchange_api__. Python is
 // called by its stable ABI, declared here by hand and weakly: the library is built without Python.h, and loads in
 // programs without Python.
+//
+// With the macro, ATen's headers refuse: they aren't stable. This one is DLPack's own, plain C with its own version.
 #pragma push_macro("TORCH_TARGET_VERSION")
-#undef TORCH_TARGET_VERSION  // with it, ATen's headers refuse; this one is DLPack's own, plain C with a version of its
-                             // own
+#undef TORCH_TARGET_VERSION
 #include <ATen/dlpack.h>
 #pragma pop_macro("TORCH_TARGET_VERSION")
 
@@ -116,7 +117,7 @@ bool is_string(PyObject* x, const char* expected) {
   return is_type(x, &PyUnicode_Type) && PyUnicode_CompareWithASCIIString(x, expected) == 0;
 }
 
-// The code of a DLPack type; what no kernel knows is kUndefined.
+// torch's name of a DLPack type; what no kernel knows is Undefined.
 ScalarType scalar_type_of(const DLDataType& type) {
   if (type.lanes != 1) return ScalarType::Undefined;
   if (type.code == kDLFloat && type.bits == 32) return ScalarType::Float;

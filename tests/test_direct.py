@@ -9,7 +9,9 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -247,6 +249,7 @@ class SeesFunctions(TorchFunctionMode):
 
 LISTENERS = {
     "dispatch mode": SeesOperators,
+    "fake tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
     "FLOP counter": lambda: FlopCounterMode(display=False),
     "profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
     "autograd profiler": torch.autograd.profiler.profile,
@@ -396,6 +399,11 @@ def test_compiled_programs_hold_the_operator():
 def test_a_mask_and_is_causal_are_still_an_error():
     with pytest.raises(RuntimeError, match="attn_mask must be None when is_causal=True"):
         sdpa(*changed(0, torch.clone), torch.zeros(1, 1, 5, 7), is_causal=True)
+
+
+def test_traced_programs_hold_the_operator():
+    traced = make_fx(sdpa)(*changed(0, torch.clone))
+    assert any(node.target is ops.forward for node in traced.graph.nodes)
 
 
 def test_it_agrees_with_torch():
