@@ -72,21 +72,8 @@ def scaled_dot_product_attention(
         if result is not NotImplemented:
             return result
     elif attn_mask is None or is_causal is not True:
-        result = cpu.call(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            None,  # window
-            "top_left",
-            None,  # softcap
-            False,  # return_lse
-            backend,
-        )
+        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, False, backend
+        result = cpu.call(query, key, value, attn_mask, *options)
         if result is not None:
             return result
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
@@ -152,21 +139,8 @@ def attention(
         if result is not NotImplemented:
             return result
     else:
-        result = cpu.call(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window,
-            alignment,
-            softcap,
-            return_lse,
-            backend,
-        )
+        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, return_lse, backend
+        result = cpu.call(query, key, value, attn_mask, *options)
         if result is not None:
             return result
     problem = Problem.from_sdpa(

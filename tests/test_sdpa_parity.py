@@ -282,6 +282,14 @@ def test_any_head_size(target, head_dim, dtype):
     target.check(target.inputs(1, 2, 9, 19, head_dim, dtype=dtype), is_causal=head_dim % 2 == 0)
 
 
+@contract(12)
+@pytest.mark.parametrize("seqlen_q", [9, 33])
+def test_long_products_keep_their_digits(target, seqlen_q, dtype):
+    """A query's only key weighs 1, whatever forward and backward pass make of 512 terms: rounding has nowhere to hide."""
+    for _ in range(20):
+        target.check(target.inputs(1, 2, seqlen_q, 40, 512, dtype=dtype), is_causal=True)
+
+
 # --- scale
 
 

@@ -176,7 +176,9 @@ inline void gemm_fetching(int64_t rows, int64_t vectors, int64_t depth, const Fa
   if (vectors == 0) return;
   constexpr int kSums = kTileRows * kTileVectors;
   FetchByLine next(coming, fetches_of_pass<kSums, kTileVectors>(rows, vectors, depth));
-  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors, depth, target, &next});
+  in_parts(depth, target, [&](int64_t first, int64_t terms, const Target<typename Op::Compute>& part) {
+    for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors.from(first), terms, part, &next});
+  });
 }
 
 #if defined(__AVX512BF16__)

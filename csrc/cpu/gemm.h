@@ -357,12 +357,29 @@ inline int64_t fetches_of(int64_t rows, int64_t vectors, int64_t depth, int64_t 
   return columns * ((rows + most - 1) / most) * ((depth + steps - 1) / steps);
 }
 
+// Terms that are added up one after the other. More of them would lose digits: the sum then is made of parts.
+inline constexpr int64_t kLongestSum = 256, kPartOfSum = 128;
+
+// multiply(first, terms, target) for the whole of `depth` or for its parts.
+template <class C, class Multiply>
+inline void in_parts(int64_t depth, Target<C> target, const Multiply& multiply) {
+  const int64_t part = depth <= kLongestSum ? depth : kPartOfSum;
+  int64_t first = 0;
+  do {
+    multiply(first, part < depth - first ? part : depth - first, target);
+    target.epilogue = Epilogue::kAdd;
+    first += part;
+  } while (first < depth);
+}
+
 // C = A B for rows x vectors of C (vectors in units of a register).
 template <class Op, bool kUnitRows = false>
 inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, kUnitRows>& factors,
                  const Target<typename Op::Compute>& target) {
-  for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(rows, vectors,
-                                                       ProductTile<Op, kUnitRows>{factors, depth, target});
+  in_parts(depth, target, [&](int64_t first, int64_t terms, const Target<typename Op::Compute>& part) {
+    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(rows, vectors,
+                                                         ProductTile<Op, kUnitRows>{factors.from(first), terms, part});
+  });
 }
 
 }  // namespace
