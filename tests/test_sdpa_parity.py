@@ -285,7 +285,7 @@ def test_any_head_size(target, head_dim, dtype):
 @contract(12)
 @pytest.mark.parametrize("seqlen_q", [9, 33])
 def test_long_products_keep_their_digits(target, seqlen_q, dtype):
-    """A query's only key weighs 1, whatever forward and backward pass make of 512 terms: rounding has nowhere to hide."""
+    """A query's only key weighs 1, whatever both passes make of 512 terms: rounding has nowhere to hide."""
     for _ in range(20):
         target.check(target.inputs(1, 2, seqlen_q, 40, 512, dtype=dtype), is_causal=True)
 
