@@ -212,7 +212,8 @@ class Arguments {
   Arguments(PyObject* const* arguments, Py_ssize_t count) : next_(arguments), end_(arguments + count) {}
   Tensor tensor() {
     Tensor read;
-    plain_ = read.read(next()) && plain_;
+    PyObject* const object = next();
+    plain_ = plain_ && read.read(object);
     return read;
   }
   OptionalTensor optional_tensor() {

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -25,37 +26,14 @@ from attnkern.problem import DTYPES, UNBOUNDED, Problem
 sdpa = attnkern.scaled_dot_product_attention
 
 
-def call(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-    window=None,
-    alignment="top_left",
-    softcap=None,
-    return_lse=False,
-    backend=None,
-):
-    """`cpu.call` with the defaults of `attention`."""
-    return cpu.call(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        window,
-        alignment,
-        softcap,
-        return_lse,
-        backend,
-    )
+PARAMETERS = list(inspect.signature(attnkern.attention).parameters.values())
+
+
+def call(*given, **options):
+    """`cpu.call`, which takes the arguments of `attention` in their order, with its defaults."""
+    rest = PARAMETERS[len(given) :]
+    assert options.keys() <= {x.name for x in rest}
+    return cpu.call(*given, *(options.get(x.name, x.default) for x in rest))
 
 
 @pytest.fixture
