@@ -269,12 +269,18 @@ def generate(model, arguments, **options):
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODER_DECODERS])
 def test_generated_tokens_are_those_of_eager(family, padding, calls):
-    """The prompt in one step, then tokens one by one against the cache, beyond the sliding window."""
+    """The prompt in one step, then tokens one by one against the cache, beyond the sliding window.
+
+    The farther of two ways is the yardstick, with a cache and without: a random model may make much of one rounding,
+    which either may happen to do without. (Of Gemma 3, torch's own attention is beyond one of them in 1 of 90.)
+    """
     variant = make(family)
     arguments, _ = inputs(family, padding)
     arguments = {n: x for n, x in arguments.items() if "decoder" not in n}
     _, exact = generate(variant("eager", torch.float64), arguments)
-    expected, baseline = generate(variant("eager"), arguments)
+    expected, one = generate(variant("eager"), arguments)
+    _, other = generate(variant("eager"), arguments, use_cache=False)
+    baseline = torch.where((one - exact).abs() > (other - exact).abs(), one, other)
     assert not calls
     tokens, logits = generate(variant("attnkern"), arguments)
     assert torch.equal(tokens, expected)

@@ -158,7 +158,8 @@ struct GradientTile {
     Walk<Op, false> first(q_k, row, lane), second(grad_v, row, lane);
     int64_t k = 0;
     // Side by side: either alone has too few sums for the latency of its instruction.
-    for (const int64_t both = Op::kPack == 2 || kVectors == 1 ? min64(depth, depth_v) : 0; k < both;) {
+    const bool pays = (Op::kPack == 2 || kVectors == 1) && max64(depth, depth_v) <= kLongestSum;
+    for (const int64_t both = pays ? min64(depth, depth_v) : 0; k < both;) {
       for (const int64_t end = next == nullptr ? both : min64(both, k + kFetchSteps); k < end; ++k) {
         first.step(score);
         second.step(grad_p);

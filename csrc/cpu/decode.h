@@ -160,10 +160,7 @@ struct FetchingTile {
     typename Op::V sum[kRows][kVectors] = {};
     Walk<Op, false> walk(factors, row, vector * Op::S::kLanes);
     FetchByLine next = *coming;  // in registers
-    for (int64_t k = 0; k < depth;) {
-      for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(sum);
-      next.fetch();
-    }
+    add_products(walk, 0, depth, &next, sum);
     *coming = next;
     target.take(sum, row, vector);
   }
@@ -176,9 +173,7 @@ inline void gemm_fetching(int64_t rows, int64_t vectors, int64_t depth, const Fa
   if (vectors == 0) return;
   constexpr int kSums = kTileRows * kTileVectors;
   FetchByLine next(coming, fetches_of_pass<kSums, kTileVectors>(rows, vectors, depth));
-  in_parts(depth, target, [&](int64_t first, int64_t terms, const Target<typename Op::Compute>& part) {
-    for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors.from(first), terms, part, &next});
-  });
+  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors, depth, target, &next});
 }
 
 #if defined(__AVX512BF16__)

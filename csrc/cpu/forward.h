@@ -207,20 +207,6 @@ struct NextBlock {
   }
 };
 
-// The terms of a register tile's sums from step k on; `next`, what is to be fetched meanwhile, may be null.
-template <class Op, int kRows, int kVectors, class Coming>
-[[gnu::always_inline]] inline void add_products(Walk<Op, false>& walk, int64_t k, int64_t depth, Coming* next,
-                                                typename Op::V (&sum)[kRows][kVectors]) {
-  if (next == nullptr) {
-    for (; k < depth; ++k) walk.step(sum);
-    return;
-  }
-  while (k < depth) {
-    for (const int64_t end = min64(depth, k + kFetchSteps); k < end; ++k) walk.step(sum);
-    next->fetch();
-  }
-}
-
 // S^T of plain scores to memory, masked by the band, with the maximum per lane.
 template <class Op>
 struct ScoreTile {

@@ -186,6 +186,55 @@ class FetchByLine {
 // Steps of a register tile between two calls of fetch.
 inline constexpr int64_t kFetchSteps = 8;
 
+// The terms [k, depth) of a register tile's sums; `next`, what is to be fetched meanwhile, may be null.
+template <class Op, bool kUnitRows, int kRows, int kVectors, class Coming>
+[[gnu::always_inline]] inline void add_terms(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Coming* next,
+                                             typename Op::V (&sum)[kRows][kVectors]) {
+  if (next == nullptr) {
+    for (; k < depth; ++k) walk.step(sum);
+    return;
+  }
+  while (k < depth) {
+    for (const int64_t end = depth < k + kFetchSteps ? depth : k + kFetchSteps; k < end; ++k) walk.step(sum);
+    next->fetch();
+  }
+}
+
+// Terms that are added up one after the other. More of them would lose digits: the sum then is made of parts.
+inline constexpr int64_t kLongestSum = 256, kPartOfSum = 128;
+
+// All sums of a tile in memory: registers hold those of a part.
+template <class Op, int kRows, int kVectors, bool kUnitRows, class Coming>
+[[gnu::noinline]] void add_parts(Walk<Op, kUnitRows> walk, int64_t depth, Coming* next, typename Op::V* total) {
+  for (int64_t k = 0; k < depth; k += kPartOfSum) {
+    typename Op::V sum[kRows][kVectors] = {};
+    add_terms(walk, 0, depth - k < kPartOfSum ? depth - k : kPartOfSum, next, sum);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v)
+        total[r * kVectors + v] = k == 0 ? sum[r][v] : total[r * kVectors + v] + sum[r][v];
+  }
+}
+
+// The sums of a register tile from step k on, before which it has added what `sum` holds.
+template <class Op, bool kUnitRows, int kRows, int kVectors, class Coming>
+[[gnu::always_inline]] inline void add_products(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Coming* next,
+                                                typename Op::V (&sum)[kRows][kVectors]) {
+  if constexpr (Op::kSums == Precision::kFull) {  // otherwise nothing is felt of it
+    if (depth > kLongestSum) [[unlikely]] {
+      typename Op::V total[kRows * kVectors];
+      add_parts<Op, kRows, kVectors>(walk, depth, next, total);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = total[r * kVectors + v];
+      return;
+    }
+  }
+  add_terms(walk, k, depth, next, sum);
+}
+
 // Where a product goes: C, and what becomes of what it held.
 template <class C>
 struct Target {
@@ -236,7 +285,7 @@ struct ProductTile {
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
     Walk<Op, kUnitRows> walk(factors, row, vector * Op::S::kLanes);
-    for (int64_t k = 0; k < depth; ++k) walk.step(sum);
+    add_products(walk, 0, depth, static_cast<FetchByLine*>(nullptr), sum);
     target.take(sum, row, vector);
   }
 };
@@ -357,29 +406,12 @@ inline int64_t fetches_of(int64_t rows, int64_t vectors, int64_t depth, int64_t 
   return columns * ((rows + most - 1) / most) * ((depth + steps - 1) / steps);
 }
 
-// Terms that are added up one after the other. More of them would lose digits: the sum then is made of parts.
-inline constexpr int64_t kLongestSum = 256, kPartOfSum = 128;
-
-// multiply(first, terms, target) for the whole of `depth` or for its parts.
-template <class C, class Multiply>
-inline void in_parts(int64_t depth, Target<C> target, const Multiply& multiply) {
-  const int64_t part = depth <= kLongestSum ? depth : kPartOfSum;
-  int64_t first = 0;
-  do {
-    multiply(first, part < depth - first ? part : depth - first, target);
-    target.epilogue = Epilogue::kAdd;
-    first += part;
-  } while (first < depth);
-}
-
 // C = A B for rows x vectors of C (vectors in units of a register).
 template <class Op, bool kUnitRows = false>
 inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, kUnitRows>& factors,
                  const Target<typename Op::Compute>& target) {
-  in_parts(depth, target, [&](int64_t first, int64_t terms, const Target<typename Op::Compute>& part) {
-    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(rows, vectors,
-                                                         ProductTile<Op, kUnitRows>{factors.from(first), terms, part});
-  });
+  for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(rows, vectors,
+                                                       ProductTile<Op, kUnitRows>{factors, depth, target});
 }
 
 }  // namespace

@@ -46,12 +46,10 @@ struct Score {
         negate(p.softmax_scale < 0),
         cap(static_cast<C>(p.softcap)),
         has_bias(p.bias.data != nullptr),
-        dropout(p.dropout_p > 0),
-        in_parts(p.head_dim > kLongestSum && (p.dtype == DType::kFloat32 || p.dtype == DType::kFloat64)) {}
+        dropout(p.dropout_p > 0) {}
 
-  // Nothing but a scale, and one that keeps -inf, and sums that fit in registers from end to end: the scores then are
-  // in units of log2.
-  bool plain() const { return cap == C(0) && !has_bias && !dropout && !in_parts && scale > C(0); }
+  // Nothing but a scale, and one that keeps -inf: the scores then are in units of log2.
+  bool plain() const { return cap == C(0) && !has_bias && !dropout && scale > C(0); }
 
   // What the operand along the lanes is multiplied by when it is transposed: all of the scale where that costs nothing
   // (16-bit pairs would be rounded), or the sign.
@@ -71,7 +69,6 @@ struct Score {
   C cap;
   bool has_bias;
   bool dropout;
-  bool in_parts;  // products whose sums are made of parts, in memory; where elements have 16 bits, that isn't felt
 };
 
 // Products to scores: scaled (by score.scale or its signed form), capped, biased. `bias` is read if there is one; *t is
