@@ -69,7 +69,7 @@ def test_gradients_of_out_and_lse(target, use, options, dtype):
 
 
 @contract(20)
-@pytest.mark.parametrize("shape", ["BHLS", "1HL1", "L1", "1S", "11", "B1LS"])
+@pytest.mark.parametrize("shape", ["BHLS", "1HLS", "LS", "1HL1", "L1", "1S", "11", "B1LS"])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "enable_gqa": True}], ids=["plain", "causal gqa"])
 def test_mask_gradient_over_many_blocks(target, shape, options, dtype):
     """Long enough that the sum over a broadcast dimension crosses blocks and tasks."""
@@ -84,6 +84,15 @@ def test_heads_that_caches_do_not_hold(target, lengths, options, layout, dtype):
     """4 MiB and more a head: what the next block needs is fetched while this one is computed."""
     heads = 1 if layout == "contiguous" else 2
     target.check(target.inputs(1, heads, *lengths, 512, dtype=dtype, layout=layout), **options)
+
+
+@contract(20)
+@pytest.mark.parametrize("batch", [1, 2], ids=["own", "shared"])
+def test_masks_that_caches_do_not_hold(target, batch, dtype):
+    """1 MiB and more a head, which is fetched; 8 MiB and more, which no task adds to for every head in turn."""
+    length = 1040 if batch == 1 else 1500
+    inputs = target.inputs(batch, 1, length, length, 8, dtype=dtype, mask=("float", "LS"))
+    target.check(inputs, is_causal=True)
 
 
 GRADCHECKS = {

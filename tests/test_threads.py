@@ -19,6 +19,9 @@ PROBLEMS = [
     ((1, 4, 33, 200, 16), 2, None, {"enable_gqa": True, "is_causal": True}),
     ((1, 6, 33, 150, 24), 1, ("holes", "1HLS"), {"enable_gqa": True}),
     ((2, 2, 450, 70, 8), 2, ("float", "1HLS"), {}),
+    ((7, 2, 40, 50, 16), 1, ("float", "1HLS"), {"enable_gqa": True}),
+    ((3, 3, 40, 70, 16), 3, ("float", "11LS"), {"is_causal": True}),
+    ((3, 4, 40, 70, 16), 2, ("float", "B1LS"), {"enable_gqa": True}),
     ((2, 1, 450, 150, 8), 1, ("holes", "B1L1"), {"window": (60, 20)}),
     ((1, 5, 130, 1, 16), 5, ("float", "11L1"), {}),
     # one or a few queries: the keys of a head are shared out in the forward pass too

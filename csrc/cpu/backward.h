@@ -23,17 +23,61 @@ namespace {
 // Which products are wanted.
 struct Wanted {
   explicit Wanted(const Backward& p) : dq(p.dq.data != nullptr), dk(p.dk.data != nullptr), dv(p.dv.data != nullptr) {}
-  // Every entry of the scores has a bias of its own: its gradient is written as the tiles are passed. A bias that is
-  // broadcast takes a sweep of its own (backward_bias).
-  bool bias_in_passing(const Backward& p) const {
-    return p.dbias.data != nullptr && p.bias_size[0] == p.batch && p.bias_size[1] == p.heads_q &&
-           p.bias_size[2] == p.seqlen_q && p.bias_size[3] == p.seqlen_k && (dq || dk || dv);
-  }
   bool dq, dk, dv;
 };
 
 // A unit: the smallest set of query heads that shares its key and value heads with no other.
 inline int64_t heads_of_unit(const Attention& p) { return std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v); }
+
+// How the gradient of a bias is made: while the tiles are passed, if it has all queries and keys. Units that share
+// their bias are a group; its members take turns to add to the sums of one task, or of several with sums of their own.
+// What is too much to go through memory for every member, or would keep threads idle, and a bias that is broadcast
+// along queries or keys, takes a sweep of its own (backward_bias).
+template <class C>
+struct BiasGradPlan {
+  enum Way { kNone, kInPassing, kApart };
+  static constexpr int64_t kMostBytes = 8 << 20;  // of a group
+
+  BiasGradPlan(const Backward& p, int64_t threads, bool same_type) {
+    if (p.dbias.data == nullptr) return;
+    way = kApart;
+    const Wanted wanted(p);
+    if (p.bias_size[2] != p.seqlen_q || p.bias_size[3] != p.seqlen_k || !(wanted.dq || wanted.dk || wanted.dv)) return;
+    const int64_t unit = heads_of_unit(p), units = p.heads_q / unit;  // of an entry of the batch
+    const bool own_batch = p.bias_size[0] == p.batch, own_heads = p.bias_size[1] == p.heads_q;
+    across = own_heads ? units : 1;
+    groups = (own_batch ? p.batch : 1) * across;
+    members_across = units / across;
+    members = (own_batch ? 1 : p.batch) * members_across;
+    head_step = own_heads ? p.seqlen_q * p.seqlen_k : 0;
+    size = (own_heads ? unit : 1) * p.seqlen_q * p.seqlen_k;
+    alone = members == 1 && (own_heads || unit == 1);
+    if (!alone) {
+      output_adds = same_type;
+      // As few as keep all threads busy to the end, more or less.
+      while (tasks < members && groups * tasks % threads != 0 && groups * tasks < 4 * threads) ++tasks;
+      const bool idle = groups * tasks < threads && p.seqlen_k > kTile<C>;  // tiles of keys would be dealt out
+      if (idle || size * static_cast<int64_t>(sizeof(C)) > kMostBytes) return;
+    }
+    way = kInPassing;
+  }
+
+  // Whether the output itself is what a group adds to.
+  bool in_output() const { return output_adds && tasks == 1; }
+  // The unit, of all of the batch, that is a member of a group.
+  int64_t unit(int64_t group, int64_t member) const {
+    return (group / across * (members / members_across) + member / members_across) * (across * members_across) +
+           group % across * members_across + member % members_across;
+  }
+
+  Way way = kNone;
+  int64_t groups = 0, members = 1;
+  int64_t tasks = 1;                       // of a group
+  int64_t size = 0, head_step = 0;         // entries of a group; from one head of a unit to the next
+  bool alone = true;                       // every entry has one score: there is nothing to add
+  bool output_adds = false;                // the bias has the compute type
+  int64_t across = 1, members_across = 1;  // of one entry of the batch
+};
 
 template <class Op>
 struct BackwardScratch {
@@ -122,7 +166,8 @@ inline void store_rows(Simd<float>::V first, Simd<float>::V second, PairDot::Sca
 }
 #endif
 
-// Rows fetched while a block's scores are computed: of Q and dO those of the next block, of dQ its own.
+// Rows fetched while a block's scores are computed: of Q and dO those of the next block, of dQ its own. Or else of a
+// bias and its gradient, likewise.
 struct ComingQueries {
   FetchByLine queries, grads, query_grads;
   void fetch() {
@@ -132,8 +177,9 @@ struct ComingQueries {
   }
 };
 
-// P and dS of plain scores from two products that are still in registers; packed as Op's products will read them.
-template <class Op>
+// P and dS from two products that are still in registers, of plain scores or of those with a bias; packed as Op's
+// products will read them.
+template <class Op, bool kBias>
 struct GradientTile {
   using Scalar = typename Op::Scalar;
   using C = typename Op::Compute;
@@ -141,11 +187,13 @@ struct GradientTile {
   int64_t depth;
   Factors<Op, false> grad_v;
   int64_t depth_v;
-  C factor;
+  C factor;  // of the products: what they aren't scaled by yet
   RowTerms<C> terms;
   bool cut;    // by the band
   Range live;  // lanes of the first row
   int64_t vector;
+  C* bias;
+  bool bias_grad;            // replaces the bias
   Scalar *p, *ds, *ds_rows;  // ds_rows: of pairs
   ComingQueries* next;       // may be null
 
@@ -168,8 +216,16 @@ struct GradientTile {
     }
     add_products(first, k, depth, next, score);
     add_products(second, k, depth_v, next, grad_p);
+    const auto bias_at = [&](int r, int v) { return bias + (row + r) * kTile<C> + lane + v * S::kLanes; };
+    if constexpr (kBias) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) score[r][v] = S::fma(score[r][v], S::set1(factor), S::load(bias_at(r, v)));
+    }
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
-    const Exponential<Op, true, Op::kWeights> exponential(factor);
+    // A bias may have a gradient in float32, whatever the elements are.
+    const Exponential<Op, !kBias, kBias ? Op::kSums : Op::kWeights> exponential(factor);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const V shift = S::set1(terms.shift[row + r]), delta = S::set1(terms.delta[row + r]);
@@ -178,6 +234,12 @@ struct GradientTile {
         score[r][v] = exponential(score[r][v], shift);
         grad_p[r][v] = score[r][v] * (grad_p[r][v] - delta);
       }
+    }
+    if (kBias && bias_grad) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) S::store(bias_at(r, v), grad_p[r][v]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r += Op::kPack)
@@ -198,25 +260,51 @@ struct GradientTile {
   }
 };
 
+// How often GradientTile will call fetch.
+template <class Op>
+inline int64_t fetches_of_gradients(const Backward& p, int64_t rows, int64_t vectors) {
+  const int64_t depth = Op::kPack == 2 ? max64(p.head_dim, p.head_dim_v) / 2 : p.head_dim + p.head_dim_v;
+  return max64(1, fetches_of<kPairRows * kPairVectors, kPairVectors>(rows, vectors, depth));
+}
+
 // To be fetched by GradientTile; `sums` are the block's rows of dQ.
 template <class T, class Op>
 inline ComingQueries coming_queries(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head,
                                     int64_t vectors, const ComingRows& sums) {
-  const int64_t row = block.row + block.rows;
-  const int64_t depth = Op::kPack == 2 ? max64(p.head_dim, p.head_dim_v) / 2 : p.head_dim + p.head_dim_v;
-  const int64_t calls = max64(1, fetches_of<kPairRows * kPairVectors, kPairVectors>(block.rows, vectors, depth));
+  const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
   return {{coming_rows<T>(p.q, batch, head, row, block.rows, p.seqlen_q, p.head_dim), calls},
           {coming_rows<T>(p.grad_out, batch, head, row, block.rows, p.seqlen_q, p.head_dim_v), calls},
           {sums, calls}};
 }
 
+// The same where there is a bias: `sums`, if any, are what a head's gradients of it are added to.
+template <class T, class Op, class C = typename Op::Compute>
+inline ComingQueries coming_biases(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
+                                   int64_t keys, int64_t vectors, bool bias_grad, const C* sums) {
+  const int64_t element = p.bias_dtype == DType::kBool ? 1 : p.bias_dtype == DType::kFloat32 ? 4 : sizeof(T);
+  const auto rows_of = [&](const void* data, int64_t size, int64_t entry, int64_t step, int64_t rows) -> ComingRows {
+    return {static_cast<const char*>(data) + entry * size, step * size, rows, keys * size};
+  };
+  const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
+  const int64_t *stride = p.bias.stride, entry = block.row * p.seqlen_k + key;
+  ComingRows biases, grads;
+  if (stride[2] != 0 && stride[3] == 1)
+    biases = rows_of(p.bias.data, element, batch * stride[0] + head * stride[1] + row * stride[2] + key, stride[2],
+                     min64(block.rows, p.seqlen_q - row));
+  if (bias_grad && sums != nullptr) grads = rows_of(sums, sizeof(C), entry, p.seqlen_k, block.rows);
+  else if (bias_grad)
+    grads = rows_of(p.dbias.data, element, (batch * p.heads_q + head) * p.seqlen_q * p.seqlen_k + entry, p.seqlen_k,
+                    block.rows);
+  return {{biases, calls}, {grads, calls}, {}};
+}
+
 // P and dS of one block of queries against the tile of keys in scratch, by GradientTile.
-template <class Op>
+template <class Op, bool kBias>
 inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
                                    const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t depth,
                                    int64_t depth_v, RowTerms<typename Op::Compute> terms,
                                    Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows,
-                                   ComingQueries* next) {
+                                   bool bias_grad, ComingQueries* next) {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
   Scalar* p = Op::kPack == 2 ? scratch.p_pairs : reinterpret_cast<Scalar*>(scratch.scores);
@@ -227,19 +315,22 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
     const int64_t packed = row / Op::kPack * kTile<C> + lane;
     for_tiles<kPairRows * kPairVectors, kPairVectors, Op::kPack>(
         segment.rows, segment.last - segment.first,
-        GradientTile<Op>{{q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
-                         depth,
-                         {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
-                         depth_v,
-                         score.template product_factor<Op>(),
-                         terms.from(segment.row),
-                         segment.cut,
-                         walk.live_lanes(segment.row),
-                         segment.first,
-                         p + packed,
-                         ds + packed,
-                         scratch.ds_rows + (row * kTile<C> + lane) / 2,
-                         next});
+        GradientTile<Op, kBias>{
+            {q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
+            depth,
+            {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
+            depth_v,
+            kBias ? score.scale : score.template product_factor<Op>(),
+            terms.from(segment.row),
+            segment.cut,
+            walk.live_lanes(segment.row),
+            segment.first,
+            kBias ? scratch.bias + row * kTile<C> + lane : nullptr,
+            bias_grad,
+            p + packed,
+            ds + packed,
+            scratch.ds_rows + (row * kTile<C> + lane) / 2,
+            next});
   }
 }
 
@@ -297,19 +388,21 @@ inline void with_bias_grad(const Backward& p, const Use& use) {
   else use(static_cast<T*>(p.dbias.data));
 }
 
-// The bias's gradient of a block, from scratch to the output.
+// The bias's gradient of a block, from scratch to the output, or added to a head's `sums` if there are any.
 template <class T, class C>
 inline void store_bias_grad(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
-                            int64_t keys, const C* tile) {
+                            int64_t keys, const C* tile, C* sums) {
   using S = Simd<C>;
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
     for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)
       for (int64_t v = segment.first; v < segment.last; ++v) {
         const int64_t lane = v * S::kLanes;
-        const int64_t index = ((batch * p.heads_q + head) * p.seqlen_q + i) * p.seqlen_k + key + lane;
+        const int64_t index = i * p.seqlen_k + key + lane,
+                      of_head = (batch * p.heads_q + head) * p.seqlen_q * p.seqlen_k;
         const auto value = S::load(tile + (i - block.row) * kTile<C> + lane);
-        with_bias_grad<T>(p, [&](auto* dbias) { S::store_as(dbias + index, value, keys - lane); });
+        if (sums != nullptr) S::store_as(sums + index, S::load_as(sums + index, keys - lane) + value, keys - lane);
+        else with_bias_grad<T>(p, [&](auto* dbias) { S::store_as(dbias + of_head + index, value, keys - lane); });
       }
   }
 }
@@ -353,7 +446,8 @@ struct QueryGrad {
 template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
                     int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
-                    QueryGrad<typename Op::Compute> dq, KeptRows<typename Op::Scalar>* kept) {
+                    QueryGrad<typename Op::Compute> dq, bool bias_grad, typename Op::Compute* bias_grads,
+                    int64_t bias_head_step, KeptRows<typename Op::Scalar>* kept) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -365,10 +459,13 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   // Every tile meets all queries, what is given of their gradients, and the sums of the others.
   const int64_t given_bytes = (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T));
   const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
+  // With a bias that pays in pairs only: other products are faster one by one.
+  const bool biased = Op::kPack == 2 && score.has_bias && score.cap == C(0) && !score.dropout;
+  const bool fetches_bias = biased && p.seqlen_q * p.seqlen_k >= kFarBytes / 4;
   const bool fetches = score.plain() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
   C scale[kTile<C>];  // of dK: dS is the gradient of scores that are scaled already
   for (C& lane : scale) lane = score.signed_scale;
-  const bool bias_grad = wanted.bias_in_passing(p), need_ds = wanted.dq || wanted.dk || bias_grad;
+  const bool need_ds = wanted.dq || wanted.dk || bias_grad;
 
   for (int64_t key = first_tile * kTile<C>; key < p.seqlen_k; key += tile_stride * kTile<C>) {
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
@@ -426,13 +523,25 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                     dq.step * static_cast<int64_t>(sizeof(C)), block.rows, sums_bytes};
           coming = coming_queries<T, Op>(p, block, batch, h, vectors, sums);
         }
-        if (score.plain())
-          gradients_in_registers(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms, q_rows,
-                                 grad_rows, fetches ? &coming : nullptr);
-        else
+        C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + (h - head) * bias_head_step;
+        const auto by_tiles = [&]<bool kBias>() {
+          gradients_in_registers<Op, kBias>(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms,
+                                            q_rows, grad_rows, bias_grad, fetches || fetches_bias ? &coming : nullptr);
+        };
+        if (score.plain()) {
+          by_tiles.template operator()<false>();
+        } else if (biased) {
+          if constexpr (Op::kPack == 2) {
+            bias_tile<C, T>(p, 2, batch, h, block.row, block.rows, key, keys, scratch.bias);
+            if (fetches_bias)
+              coming = coming_biases<T, Op>(p, block, batch, h, key, keys, vectors, bias_grad, bias_sums);
+            by_tiles.template operator()<true>();
+          }
+        } else {
           score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, row_terms, need_ds, bias_grad, q_rows,
                              grad_rows);
-        if (bias_grad) store_bias_grad<T>(p, block, batch, h, key, keys, scratch.bias);
+        }
+        if (bias_grad) store_bias_grad<T>(p, block, batch, h, key, keys, scratch.bias, bias_sums);
 
         // The same rows as operand A of dV and dK, where the queries are summed over.
         Rows<Scalar> q_sum = q_rows, grad_sum = grad_rows;
@@ -443,7 +552,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           ds = ds_rows = scratch.grad_scores;
         } else {
 #if defined(__AVX512BF16__)
-          for (int64_t s = 0; s < block.segments && !score.plain(); ++s) {
+          for (int64_t s = 0; s < block.segments && !score.plain() && !biased; ++s) {
             const int64_t at = (block.segment[s].row - block.row) * kTile<C>;
             pack_segment(block.segment[s], scratch.scores + at, scratch.grad_scores + at, scratch.p_pairs + at / 2,
                          scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);
@@ -607,6 +716,25 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
             scratch_bytes + sums * static_cast<int64_t>(sizeof(C)), body);
 }
 
+// d(bias) of the sums that tasks have made, group after group.
+template <class T, class C>
+void add_bias_grads(const Backward& p, const Runtime& runtime, const BiasGradPlan<C>& plan, const C* sums) {
+  using S = Simd<C>;
+  constexpr int64_t kSpan = 1 << 14;
+  const int64_t spans = (plan.size + kSpan - 1) / kSpan;
+  run_tasks(p, runtime, plan.groups * spans, 0, [&](int64_t task, void*, int64_t) {
+    const int64_t group = task / spans, first = task % spans * kSpan, end = min64(plan.size, first + kSpan);
+    const C* of_group = sums + group * plan.tasks * plan.size;
+    with_bias_grad<T>(p, [&](auto* dbias) {
+      for (int64_t i = first; i < end; i += S::kLanes) {
+        auto total = S::load_as(of_group + i, end - i);
+        for (int64_t part = 1; part < plan.tasks; ++part) total += S::load_as(of_group + part * plan.size + i, end - i);
+        S::store_as(dbias + group * plan.size + i, total, end - i);
+      }
+    });
+  });
+}
+
 // Writes rows of a dQ buffer, scaled, to the output, which may be the buffer.
 template <class T, class C>
 inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows, const C* source,
@@ -631,29 +759,30 @@ void backward(const Backward& p, const Runtime& runtime) {
   const bool plain = Score<C>(p).plain();
   const int64_t unit = heads_of_unit(p), units = all_heads / unit;
   const int64_t tiles = max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>);
+  const bool bias_has_compute_type = p.bias_dtype == DType::kFloat32 ? std::is_same_v<C, float> : std::is_same_v<T, C>;
+  const BiasGradPlan<C> bias_plan(p, runtime.num_threads, bias_has_compute_type);
+  const bool bias_apart = bias_plan.way == bias_plan.kApart;
+  const bool bias_sums = bias_plan.way == bias_plan.kInPassing && !bias_plan.alone;
   // Whole units as long as every thread gets one; what is left is split by key tiles.
-  const int64_t left = tiles == 1 ? 0 : units % runtime.num_threads, whole = units - left;
+  const int64_t left = tiles == 1 || bias_sums ? 0 : units % runtime.num_threads, whole = units - left;
   const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
 
   // A task that has a head to itself makes its terms; the others' come first.
   constexpr int64_t kRows = 512;
   const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
-  const bool bias_apart = p.dbias.data != nullptr && !wanted.bias_in_passing(p);
   const int64_t first_head = bias_apart ? 0 : whole * unit;
   run_tasks(p, runtime, (all_heads - first_head) * pieces, 0, [&](int64_t task, void*, int64_t) {
     const int64_t head = first_head + task / pieces, row = task % pieces * kRows;
     compute_terms<T>(p, plain, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), terms);
   });
-  if (wanted.bias_in_passing(p)) {
-    if (p.band.left < kUnbounded || p.band.right < kUnbounded) {  // the tiles leave out what lies outside the band
-      const int64_t size = p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T),
-                    bytes = p.seqlen_q * p.seqlen_k * size;
-      run_tasks(p, runtime, all_heads, 0, [&](int64_t head, void*, int64_t) {
-        std::memset(static_cast<char*>(p.dbias.data) + head * bytes, 0, static_cast<size_t>(bytes));
-      });
-    }
-  } else if (bias_apart) {
-    backward_bias<T, Op>(p, runtime, terms);
+  if (bias_apart) backward_bias<T, Op>(p, runtime, terms);
+  if (bias_plan.way == bias_plan.kInPassing && bias_plan.alone &&
+      (p.band.left < kUnbounded || p.band.right < kUnbounded)) {  // the tiles leave out what lies outside the band
+    const int64_t size = p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T),
+                  bytes = p.seqlen_q * p.seqlen_k * size;
+    run_tasks(p, runtime, all_heads, 0, [&](int64_t head, void*, int64_t) {
+      std::memset(static_cast<char*>(p.dbias.data) + head * bytes, 0, static_cast<size_t>(bytes));
+    });
   }
   if (!wanted.dq && !wanted.dk && !wanted.dv) return;
 
@@ -673,7 +802,9 @@ void backward(const Backward& p, const Runtime& runtime) {
   const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * unit * large_step : 0);
   const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * unit * head_step : 0);
 
-  const int64_t tasks = whole + left * chunks;
+  const Buffer<C> bias_grads(bias_sums && !bias_plan.in_output() ? bias_plan.groups * bias_plan.tasks * bias_plan.size
+                                                                 : 0);
+  const int64_t tasks = bias_sums ? bias_plan.groups * bias_plan.tasks : whole + left * chunks;
   const BackwardScratch<Op> sizes(nullptr, p);
   // Of q and of grad_out, where the queries are walked more than once.
   const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * unit : 0;
@@ -681,7 +812,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
                                                (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
   const int64_t scratch_bytes = sizes.bytes + kept.bytes() + (large ? 0 : sums * static_cast<int64_t>(sizeof(C)));
-  run_tasks(p, runtime, tasks, scratch_bytes, [&](int64_t task, void* memory, int64_t worker) {
+  const auto body = [&](int64_t task, void* memory, int64_t worker, C* bias_grad) {
     const BackwardScratch<Op> scratch(memory, p);
     char* kept_memory = static_cast<char*>(memory) + sizes.bytes;
     const bool is_whole = task < whole;
@@ -703,6 +834,7 @@ void backward(const Backward& p, const Runtime& runtime) {
           std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
     backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, terms, dq,
+                          bias_plan.way == bias_plan.kInPassing, bias_grad, bias_plan.head_step,
                           kept.of(worker, kept_memory));
     if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < unit; ++h) {
@@ -710,7 +842,18 @@ void backward(const Backward& p, const Runtime& runtime) {
         store_query_grad<T>(p, batch, head + h, 0, dq.split, dq.row(h, 0), dq.step);
         store_query_grad<T>(p, batch, head + h, dq.split, p.seqlen_q - dq.split, dq.row(h, dq.split), dq.step);
       }
+  };
+  run_tasks(p, runtime, tasks, scratch_bytes, [&](int64_t task, void* memory, int64_t worker) {
+    if (!bias_sums) return body(task, memory, worker, nullptr);
+    const int64_t group = task / bias_plan.tasks, part = task % bias_plan.tasks;
+    C* grads = bias_plan.in_output() ? static_cast<C*>(p.dbias.data) + group * bias_plan.size
+                                     : bias_grads.data() + task * bias_plan.size;
+    std::memset(grads, 0, static_cast<size_t>(bias_plan.size) * sizeof(C));
+    const int64_t end = bias_plan.members * (part + 1) / bias_plan.tasks;
+    for (int64_t member = bias_plan.members * part / bias_plan.tasks; member < end; ++member)
+      body(bias_plan.unit(group, member), memory, worker, grads);
   });
+  if (bias_grads.data() != nullptr) add_bias_grads<T>(p, runtime, bias_plan, bias_grads.data());
 
   if (wanted.dq && left > 0 && !split_direct)
     run_tasks(p, runtime, left * unit * pieces, 0, [&](int64_t task, void*, int64_t) {

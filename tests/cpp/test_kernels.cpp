@@ -456,6 +456,11 @@ std::vector<Case> edge_cases(DType dtype) {
   // Queries, or keys and values, that are fetched before they are needed: a head has some MiB of them.
   add([](Case& c) { c.batch = 1, c.seqlen_q = 1100, c.seqlen_k = 20, c.head_dim = 520, c.head_dim_v = 512; });
   add([](Case& c) { c.batch = 1, c.seqlen_q = 20, c.seqlen_k = 1100, c.head_dim = 520, c.head_dim_v = 512; });
+  for (Bias bias : {Bias::kBool, Bias::kFloat32})  // a bias, likewise
+    add([&](Case& c) {
+      c.batch = c.heads_q = c.heads_k = c.heads_v = 1, c.seqlen_q = c.seqlen_k = 1030, c.head_dim = c.head_dim_v = 4,
+      c.bias = bias;
+    });
   for (int layout = 0; layout < static_cast<int>(Layout::kCount); ++layout) {
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.head_dim = 24, c.band.right = 0; });
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.seqlen_q = 2, c.head_dim_v = 9; });
