@@ -217,7 +217,7 @@ template <class Op, int kRows, int kVectors, bool kUnitRows, class Coming>
   }
 }
 
-// The sums of a register tile from step k on, before which it has added what `sum` holds.
+// The sums of a register tile from step k on, before which it has added what `sum` holds: nothing, where sums are long.
 template <class Op, bool kUnitRows, int kRows, int kVectors, class Coming>
 [[gnu::always_inline]] inline void add_products(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Coming* next,
                                                 typename Op::V (&sum)[kRows][kVectors]) {
