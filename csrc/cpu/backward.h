@@ -35,7 +35,12 @@ inline int64_t heads_of_unit(const Attention& p) { return std::lcm(p.heads_q / p
 // along queries or keys, takes a sweep of its own (backward_bias).
 template <class C>
 struct BiasGradPlan {
-  enum Way { kNone, kInPassing, kApart };
+  enum Way {
+    kNone,
+    kStored,  // in passing: every entry has one score
+    kAdded,   // in passing, to sums
+    kApart,
+  };
   static constexpr int64_t kMostBytes = 8 << 20;  // of a group
 
   BiasGradPlan(const Backward& p, int64_t threads, bool same_type) {
@@ -49,17 +54,16 @@ struct BiasGradPlan {
     groups = (own_batch ? p.batch : 1) * across;
     members_across = units / across;
     members = (own_batch ? 1 : p.batch) * members_across;
-    head_step = own_heads ? p.seqlen_q * p.seqlen_k : 0;
     size = (own_heads ? unit : 1) * p.seqlen_q * p.seqlen_k;
-    alone = members == 1 && (own_heads || unit == 1);
-    if (!alone) {
-      output_adds = same_type;
-      // As few as keep all threads busy to the end, more or less.
-      while (tasks < members && groups * tasks % threads != 0 && groups * tasks < 4 * threads) ++tasks;
-      const bool idle = groups * tasks < threads && p.seqlen_k > kTile<C>;  // tiles of keys would be dealt out
-      if (idle || size * static_cast<int64_t>(sizeof(C)) > kMostBytes) return;
+    if (members == 1 && (own_heads || unit == 1)) {
+      way = kStored;
+      return;
     }
-    way = kInPassing;
+    output_adds = same_type;
+    // As few as keep all threads busy to the end, more or less.
+    while (tasks < members && groups * tasks % threads != 0 && groups * tasks < 4 * threads) ++tasks;
+    const bool idle = groups * tasks < threads && p.seqlen_k > kTile<C>;  // tiles of keys would be dealt out
+    if (!idle && size * static_cast<int64_t>(sizeof(C)) <= kMostBytes) way = kAdded;
   }
 
   // Whether the output itself is what a group adds to.
@@ -73,8 +77,7 @@ struct BiasGradPlan {
   Way way = kNone;
   int64_t groups = 0, members = 1;
   int64_t tasks = 1;                       // of a group
-  int64_t size = 0, head_step = 0;         // entries of a group; from one head of a unit to the next
-  bool alone = true;                       // every entry has one score: there is nothing to add
+  int64_t size = 0;                        // entries of a group
   bool output_adds = false;                // the bias has the compute type
   int64_t across = 1, members_across = 1;  // of one entry of the batch
 };
@@ -281,7 +284,7 @@ inline ComingQueries coming_queries(const Backward& p, const BlockPlan& block, i
 template <class T, class Op, class C = typename Op::Compute>
 inline ComingQueries coming_biases(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
                                    int64_t keys, int64_t vectors, bool bias_grad, const C* sums) {
-  const int64_t element = p.bias_dtype == DType::kBool ? 1 : p.bias_dtype == DType::kFloat32 ? 4 : sizeof(T);
+  const int64_t element = bias_bytes<T>(p);
   const auto rows_of = [&](const void* data, int64_t size, int64_t entry, int64_t step, int64_t rows) -> ComingRows {
     return {static_cast<const char*>(data) + entry * size, step * size, rows, keys * size};
   };
@@ -447,7 +450,7 @@ template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
                     int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
                     QueryGrad<typename Op::Compute> dq, bool bias_grad, typename Op::Compute* bias_grads,
-                    int64_t bias_head_step, KeptRows<typename Op::Scalar>* kept) {
+                    KeptRows<typename Op::Scalar>* kept) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -461,7 +464,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
   // With a bias that pays in pairs only: other products are faster one by one.
   const bool biased = Op::kPack == 2 && score.has_bias && score.cap == C(0) && !score.dropout;
-  const bool fetches_bias = biased && p.seqlen_q * p.seqlen_k >= kFarBytes / 4;
+  const bool fetches_bias = biased && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
   const bool fetches = score.plain() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
   C scale[kTile<C>];  // of dK: dS is the gradient of scores that are scaled already
   for (C& lane : scale) lane = score.signed_scale;
@@ -523,7 +526,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                     dq.step * static_cast<int64_t>(sizeof(C)), block.rows, sums_bytes};
           coming = coming_queries<T, Op>(p, block, batch, h, vectors, sums);
         }
-        C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + (h - head) * bias_head_step;
+        const int64_t bias_head = p.bias_size[1] == p.heads_q ? h - head : 0;
+        C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + bias_head * p.seqlen_q * p.seqlen_k;
         const auto by_tiles = [&]<bool kBias>() {
           gradients_in_registers<Op, kBias>(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms,
                                             q_rows, grad_rows, bias_grad, fetches || fetches_bias ? &coming : nullptr);
@@ -762,7 +766,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   const bool bias_has_compute_type = p.bias_dtype == DType::kFloat32 ? std::is_same_v<C, float> : std::is_same_v<T, C>;
   const BiasGradPlan<C> bias_plan(p, runtime.num_threads, bias_has_compute_type);
   const bool bias_apart = bias_plan.way == bias_plan.kApart;
-  const bool bias_sums = bias_plan.way == bias_plan.kInPassing && !bias_plan.alone;
+  const bool bias_sums = bias_plan.way == bias_plan.kAdded;
   // Whole units as long as every thread gets one; what is left is split by key tiles.
   const int64_t left = tiles == 1 || bias_sums ? 0 : units % runtime.num_threads, whole = units - left;
   const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
@@ -776,10 +780,9 @@ void backward(const Backward& p, const Runtime& runtime) {
     compute_terms<T>(p, plain, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), terms);
   });
   if (bias_apart) backward_bias<T, Op>(p, runtime, terms);
-  if (bias_plan.way == bias_plan.kInPassing && bias_plan.alone &&
+  if (bias_plan.way == bias_plan.kStored &&
       (p.band.left < kUnbounded || p.band.right < kUnbounded)) {  // the tiles leave out what lies outside the band
-    const int64_t size = p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T),
-                  bytes = p.seqlen_q * p.seqlen_k * size;
+    const int64_t bytes = p.seqlen_q * p.seqlen_k * bias_bytes<T>(p);
     run_tasks(p, runtime, all_heads, 0, [&](int64_t head, void*, int64_t) {
       std::memset(static_cast<char*>(p.dbias.data) + head * bytes, 0, static_cast<size_t>(bytes));
     });
@@ -812,7 +815,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
                                                (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
   const int64_t scratch_bytes = sizes.bytes + kept.bytes() + (large ? 0 : sums * static_cast<int64_t>(sizeof(C)));
-  const auto body = [&](int64_t task, void* memory, int64_t worker, C* bias_grad) {
+  const auto body = [&](int64_t task, void* memory, int64_t worker, C* grads_of_bias) {
     const BackwardScratch<Op> scratch(memory, p);
     char* kept_memory = static_cast<char*>(memory) + sizes.bytes;
     const bool is_whole = task < whole;
@@ -834,8 +837,7 @@ void backward(const Backward& p, const Runtime& runtime) {
           std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
     backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, terms, dq,
-                          bias_plan.way == bias_plan.kInPassing, bias_grad, bias_plan.head_step,
-                          kept.of(worker, kept_memory));
+                          bias_sums || bias_plan.way == bias_plan.kStored, grads_of_bias, kept.of(worker, kept_memory));
     if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < unit; ++h) {
         // In this order: row after row, the output takes less room than its sums before it.

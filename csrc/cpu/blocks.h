@@ -320,6 +320,12 @@ inline void bias_tile_of(const T* source, int64_t loop_stride, int64_t lane_stri
   }
 }
 
+// Bytes of an entry of the bias.
+template <class T>
+inline int64_t bias_bytes(const Attention& p) {
+  return p.bias_dtype == DType::kBool ? sizeof(bool) : p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T);
+}
+
 // loop_dim: 3 where the loop runs over keys and the lanes over queries, 2 where it is the other way round.
 template <class C, class T>
 inline void bias_tile(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop, int64_t loops,
@@ -425,8 +431,7 @@ struct Keeping {
     // Of two queries and two blocks, four calls each.
     const __m512i number = lane_numbers(), calls = _mm512_and_si512(number, _mm512_set1_epi32(7));
     const __m512i second_query = _mm512_srli_epi32(number, 3);
-    // A half is at most 0xffff.
-    const __m512i limit = _mm512_set1_epi16(static_cast<short>(threshold)), zero = _mm512_setzero_si512();
+    const __m512i limit = _mm512_set1_epi16(static_cast<short>(threshold));  // too large for it, `kept` is 0
     for (int64_t i = 0; i < queries; i += 2) {
       const __m512i rows = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(query + i)), second_query);
       for (int64_t j = 0; j < keys; j += 2 * philox::kBlockKeys) {
@@ -442,8 +447,7 @@ struct Keeping {
         for (int n = 0; n < 4; ++n) {
           const int64_t row = i + n / 2, lane = j + n % 2 * philox::kBlockKeys;
           if (row >= queries || lane >= keys) continue;
-          const uint32_t bits =
-              threshold > 0xffff ? _mm512_cmplt_epu16_mask(halves[n], zero) : _mm512_cmpge_epu16_mask(halves[n], limit);
+          const uint32_t bits = _mm512_cmpge_epu16_mask(halves[n], limit);
           for (int first = 0; first < philox::kBlockKeys; first += S::kLanes)
             store(tile + row * kTile<C> + lane + first, bits >> first);
         }
@@ -493,7 +497,7 @@ inline void dropout_tile(const Attention& p, int loop_dim, int64_t batch, int64_
   const uint64_t seed = static_cast<uint64_t>(p.seeds[batch / group]);
   const uint64_t batch_head = static_cast<uint64_t>((batch % group) * p.heads_q + head);
   const uint32_t threshold = philox::threshold(p.dropout_p);
-  const C kept = p.dropout_p < 1.0 ? static_cast<C>(1.0 / (1.0 - p.dropout_p)) : C(0);
+  const C kept = threshold <= 0xffff ? static_cast<C>(1.0 / (1.0 - p.dropout_p)) : C(0);  // beyond, no entry is kept
   const bool keys_loop = loop_dim == 3;
 #if defined(__AVX512F__)
   const PhiloxLanes lanes_of(seed, batch_head);
