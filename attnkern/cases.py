@@ -18,15 +18,18 @@ import torch
 from . import testing
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MASKS = ("none", "bool", "padding", "float", "bias")
+MASKS = ("none", "bool", "padding", "packed", "cache", "float", "bias")
+BLOCKS = ("padding", "packed", "cache")  # of these masks kernels can leave out whole blocks
 
 
 @dataclass(frozen=True)
 class Case:
     """One attention problem.
 
-    ``mask`` is one of MASKS: "bool" (1, 1, L, S) with a third of the entries hidden, "padding" (B, 1, 1, S) bool,
-    "float" (1, 1, L, S) additive, "bias" (1, Hq, L, S) additive and learned (backward gives its gradient).
+    ``mask`` is one of MASKS: "bool" (1, 1, L, S) with a third of the entries hidden, "padding" (B, 1, 1, S) bool, the
+    first half to all of the keys, "packed" (1, 1, L, S) bool, four causal sequences side by side, "cache" (1, 1, 1, S)
+    bool, the first eighth of the keys, as in a cache of fixed size, "float" (1, 1, L, S) additive, "bias"
+    (1, Hq, L, S) additive and learned (backward gives its gradient).
     ``layout`` "bhld" is contiguous, "blhd" gives transposed views of (B, L, H, D) memory, as a projection leaves them.
     ``window`` and ``alignment`` are those of :func:`attnkern.attention`.
     """
@@ -105,8 +108,15 @@ class Case:
         offset = self.seqlen_k - self.seqlen_q if self.alignment == "bottom_right" else 0
         return (far if left is None else left, far if right is None else right, offset)
 
-    def attended_entries(self) -> int:
-        """Scores inside the band, of one batch entry and head. A dense mask doesn't count: it skips no work."""
+    def attended_entries(self) -> float:
+        """Scores of one head inside the band, or let through by a mask in BLOCKS; the batch's mean.
+
+        Other masks hardly leave a block of scores empty: they don't count.
+        """
+        if self.mask in BLOCKS:
+            band = self.keep_mask()
+            mask = self._block_mask() if band is None else self._block_mask() & band
+            return mask.expand(self.batch, 1, self.seqlen_q, self.seqlen_k).sum().item() / self.batch
         if self.band is None:
             return self.seqlen_q * self.seqlen_k
         left, right, offset = self.band
@@ -123,15 +133,16 @@ class Case:
         return _of_pass(pass_name, forward, backward)
 
     def bytes_moved(self, pass_name: str) -> float:
-        """Bytes of every input and output, each counted once: the least traffic to memory."""
+        """Bytes of every input that is needed and every output, each counted once: the least traffic to memory."""
         query = self.batch * self.heads_q * self.seqlen_q
-        key = self.batch * self.heads_k * self.seqlen_k
+        key = needed = self.batch * self.heads_k * self.seqlen_k
+        if self.mask in BLOCKS:
+            keys = self._block_mask().any(-2).expand(self.batch, 1, self.seqlen_k)
+            needed = self.heads_k * int(keys.sum())
         dims = self.head_dim + self.head_dim_v
-        mask = {"none": 0, "bool": 0, "padding": 0, "float": 1, "bias": self.heads_q}[self.mask] * (
-            self.seqlen_q * self.seqlen_k
-        )
-        forward = (query + key) * dims + mask
-        backward = query * 2 * (self.head_dim + self.head_dim_v) + 2 * key * dims + 2 * mask
+        mask = {"float": 1, "bias": self.heads_q}.get(self.mask, 0) * self.seqlen_q * self.seqlen_k
+        forward = (query + needed) * dims + mask
+        backward = query * 2 * (self.head_dim + self.head_dim_v) + (needed + key) * dims + 2 * mask
         return self.torch_dtype.itemsize * _of_pass(pass_name, forward, backward)
 
     def keep_mask(self, rows: torch.Tensor | None = None, device: str | torch.device = "cpu") -> torch.Tensor | None:
@@ -142,6 +153,17 @@ class Case:
         i = torch.arange(self.seqlen_q, device=device) if rows is None else rows.to(device)
         distance = torch.arange(self.seqlen_k, device=device) - i[:, None] - offset
         return (distance >= -left) & (distance <= right)
+
+    def _block_mask(self) -> torch.Tensor:
+        keys = torch.arange(self.seqlen_k)
+        if self.mask == "cache":
+            return (keys * 8 < self.seqlen_k)[None, None, None]
+        if self.mask == "padding":
+            kept = (torch.arange(self.batch) + 0.5) / self.batch / 2 + 0.5
+            return (keys < kept[:, None] * self.seqlen_k)[:, None, None]
+        keys, queries = keys * self.seqlen_q, torch.arange(self.seqlen_q)[:, None] * self.seqlen_k
+        sequence = self.seqlen_q * self.seqlen_k / 4
+        return ((keys <= queries) & (keys // sequence == queries // sequence))[None, None]
 
     def inputs(self, device: str | torch.device = "cpu", seed: int = 0) -> testing.Inputs:
         """Standard normal query, key, value and the mask, the same for a seed on every device."""
@@ -160,11 +182,8 @@ class Case:
             mask=kinds.get(self.mask),
             seed=seed,
         )
-        if self.mask == "padding":
-            generator = torch.Generator().manual_seed(seed)
-            half = (self.seqlen_k + 1) // 2
-            kept = torch.randint(half, self.seqlen_k + 1, (self.batch, 1, 1, 1), generator=generator)
-            inputs = replace(inputs, attn_mask=(torch.arange(self.seqlen_k) < kept).to(device))
+        if self.mask in BLOCKS:
+            inputs = replace(inputs, attn_mask=self._block_mask().to(device))
         return inputs
 
 
@@ -216,6 +235,7 @@ def _decode() -> Iterable[Case]:
         yield case(f"decode-mha-64k-{dtype}", 1, 65536, heads=1, dim=128, **more)
         yield case(f"decode-llama-4k-{dtype}", 1, 4096, heads=(32, 8), dim=128, **more)
         yield case(f"decode-batch-512-{dtype}", 1, 512, batch=32, **more)
+        yield case(f"decode-cache-16k-{dtype}", 1, 16384, heads=(32, 8), dim=128, mask="cache", **more)
         more |= {"causal": True, "alignment": "bottom_right"}
         yield case(f"decode-speculative-4k-{dtype}", 8, 4096, heads=(32, 8), dim=128, **more)
 
@@ -223,7 +243,7 @@ def _decode() -> Iterable[Case]:
 def _masks() -> Iterable[Case]:
     for dtype in ("fp32", "bf16"):
         more: dict[str, Any] = {"dtype": dtype, "heads": 4, "tags": ("masks",)}
-        for mask in MASKS[1:]:
+        for mask in ("bool", "padding", "packed", "float", "bias"):
             yield case(f"mask-{mask}-{dtype}", 1024, mask=mask, **more)
         yield case(f"window-256-{dtype}", 4096, **{**more, "heads": 1}, causal=True, window=(255, 0))
         yield case(f"bottom-right-{dtype}", 512, 1024, causal=True, alignment="bottom_right", **more)

@@ -326,6 +326,16 @@ def test_flops_and_bytes():
     assert problem.bytes_moved("forward") == sum(t.nbytes for t in tensors) + 2 * 4 * 64 * 8 * 2
 
 
+@pytest.mark.parametrize("mask", ["padding", "packed", "cache"])
+def test_what_a_mask_leaves_out_is_not_counted(mask):
+    problem = case("c", 64, 96, batch=2, heads=2, dim=16, mask=mask)
+    keep = problem.inputs().attn_mask.expand(2, 1, 64, 96)
+    assert 0 < keep.sum() < keep.numel()
+    assert problem.flops("forward") == 4 * 2 * keep.sum() * 16
+    keys = keep.any(-2).sum()
+    assert problem.bytes_moved("forward") == 4 * 2 * (2 * 64 + keys) * 2 * 16
+
+
 def test_case_names_are_unique_and_selectable():
     assert len({c.name for c in CASES}) == len(CASES)
     assert [c.name for c in select("gpt2,llama*")] == ["llama3-8b", "gpt2"]

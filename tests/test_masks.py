@@ -59,6 +59,40 @@ def test_float32_mask_with_any_dtype(target, shape, dtype):
     assert results["attn_mask"].dtype == torch.float32
 
 
+def positions(length):
+    return torch.arange(length, dtype=torch.float64) / length
+
+
+# Of queries and keys whose places in their sequences, from 0 to 1, are given: who meets whom.
+BLOCKS = {
+    "causal": lambda q, k: k <= q,
+    "sequences side by side": lambda q, k: (q * 3).floor() == (k * 3).floor(),
+    "padding in front": lambda q, k: k > 0.7,
+    "padding behind": lambda q, k: k < 0.2,
+    "an island": lambda q, k: (q - 0.5).abs().maximum((k - 0.4).abs()) < 0.05,
+    "nothing": lambda q, k: (q < 0) & (k < 0),
+}
+
+
+@contract(14, 15, 24)
+@pytest.mark.parametrize("sizes", [(330, 300), (3, 1300), (1, 1300)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "bool, transposed", "float", "float by head"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_that_a_mask_excludes(target, name, kind, sizes, dtype):
+    """Kernels may leave out what no query of a block attends to: the results, zeros among them, stay what they are."""
+    inputs = target.inputs(1, 2, *sizes, 16, dtype=dtype, mask=("holes", "1HLS" if kind == "float by head" else "LS"))
+    mask = inputs.attn_mask
+    meets = BLOCKS[name](positions(sizes[0])[:, None], positions(sizes[1])).to(target.device)
+    mask.masked_fill_(~meets, -INF)
+    if kind.startswith("bool"):
+        mask = mask > -INF
+    if kind == "bool, transposed":
+        mask = mask.mT.contiguous().mT
+    results = target.check(testing.Inputs(inputs.query, inputs.key, inputs.value, mask, f"{inputs.recipe}, {name}"))
+    if mask.is_floating_point():
+        assert not results["attn_mask"][..., ~meets].any()
+
+
 @contract(14)
 def test_all_true_equals_no_mask(target, dtype):
     q, k, v = target.inputs(B, H, L, S, E, dtype=dtype).tensors.values()

@@ -103,7 +103,8 @@ struct BackwardScratch {
     ds_rows = arena.take<Scalar>(pairs * kBlock<Op> * kTile<C> / 2);
     scores = arena.take<C>(kBlock<Op> * kTile<C>);
     grad_scores = arena.take<C>(kBlock<Op> * kTile<C>);
-    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock<Op> * kTile<C>);
+    bias = arena.take<C>(Score<C>(p).has_bias ? kBlock<Op> * kTile<C> : 0);
+    mask = arena.take<LaneBits>(kBlock<Op>);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
     dk = arena.take<C>(p.head_dim * kTile<C>);
     dv = arena.take<C>(p.head_dim_v * kTile<C>);
@@ -111,6 +112,7 @@ struct BackwardScratch {
   }
 
   Scalar *k_tile, *v_tile, *k_rows, *q_rows, *grad_rows, *q_pairs, *grad_pairs, *p_pairs, *ds_pairs, *ds_rows;
+  LaneBits* mask;
   C *scores, *grad_scores, *bias, *keep, *dk, *dv;
   int64_t bytes;
 };
@@ -128,7 +130,8 @@ struct RowTerms {
 // where bias_grad is set.
 template <class Op, class C = typename Op::Compute>
 inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, const Segment& segment,
-                                 RowTerms<C> terms, C* bias, bool bias_grad, const C* keep, C* scores, C* grad_scores) {
+                                 RowTerms<C> terms, C* bias, bool bias_grad, const LaneBits* mask, const C* keep,
+                                 C* scores, C* grad_scores) {
   using S = Simd<C>;
   using V = typename S::V;
   const V scale = S::set1(score.scale);
@@ -136,14 +139,15 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
   const Range live = walk.live_lanes(segment.row);
   for (int64_t v = segment.first; v < segment.last; ++v) {
     const bool cut = segment.cut && !LaneMask<C>::all(live, v, segment.rows);
-    LaneMask<C> mask(live, v);
+    LaneMask<C> band(live, v);
     int64_t at = v * S::kLanes;
     for (int64_t i = segment.row; i < segment.row + segment.rows; ++i, at += kTile<C>) {
       V t = S::zero(), g = S::load(grad_scores + at);
       V p = exponential(finish_score(score, S::load(scores + at), scale, bias + at, &t), S::set1(terms.shift[i]));
+      if (mask != nullptr) p = S::select(mask[i - segment.row] >> (v * S::kLanes), p, S::zero());
       if (cut) {
-        p = mask.select(p, S::zero());
-        mask.advance();
+        p = band.select(p, S::zero());
+        band.advance();
       }
       V dropped = p;
       if (keep != nullptr) {
@@ -192,8 +196,9 @@ struct GradientTile {
   int64_t depth_v;
   C factor;  // of the products: what they aren't scaled by yet
   RowTerms<C> terms;
-  bool cut;    // by the band
-  Range live;  // lanes of the first row
+  const LaneBits* mask;  // may be null
+  bool cut;              // by the band
+  Range live;            // lanes of the first row
   int64_t vector;
   C* bias;
   bool bias_grad;            // replaces the bias
@@ -226,7 +231,9 @@ struct GradientTile {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) score[r][v] = S::fma(score[r][v], S::set1(factor), S::load(bias_at(r, v)));
     }
-    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
+    const V dead = S::set1(-kInfinity<C>);
+    exclude_tile<C>(score, mask == nullptr ? nullptr : mask + row, vector + first_vector, dead);
+    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     // A bias may have a gradient in float32, whatever the elements are.
     const Exponential<Op, !kBias, kBias ? Op::kSums : Op::kWeights> exponential(factor);
 #pragma GCC unroll 8
@@ -289,11 +296,10 @@ inline ComingQueries coming_biases(const Backward& p, const BlockPlan& block, in
     return {static_cast<const char*>(data) + entry * size, step * size, rows, keys * size};
   };
   const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
-  const int64_t *stride = p.bias.stride, entry = block.row * p.seqlen_k + key;
+  const int64_t entry = block.row * p.seqlen_k + key;
   ComingRows biases, grads;
-  if (stride[2] != 0 && stride[3] == 1)
-    biases = rows_of(p.bias.data, element, batch * stride[0] + head * stride[1] + row * stride[2] + key, stride[2],
-                     min64(block.rows, p.seqlen_q - row));
+  if (p.bias.stride[2] != 0 && p.bias.stride[3] == 1)
+    biases = coming_bias<T>(p, batch, head, row, min64(block.rows, p.seqlen_q - row), key, keys);
   if (bias_grad && sums != nullptr) grads = rows_of(sums, sizeof(C), entry, p.seqlen_k, block.rows);
   else if (bias_grad)
     grads = rows_of(p.dbias.data, element, (batch * p.heads_q + head) * p.seqlen_q * p.seqlen_k + entry, p.seqlen_k,
@@ -307,7 +313,7 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
                                    const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t depth,
                                    int64_t depth_v, RowTerms<typename Op::Compute> terms,
                                    Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows,
-                                   bool bias_grad, ComingQueries* next) {
+                                   const LaneBits* mask, bool bias_grad, ComingQueries* next) {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
   Scalar* p = Op::kPack == 2 ? scratch.p_pairs : reinterpret_cast<Scalar*>(scratch.scores);
@@ -325,6 +331,7 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
             depth_v,
             kBias ? score.scale : score.template product_factor<Op>(),
             terms.from(segment.row),
+            mask == nullptr ? nullptr : mask + row,
             segment.cut,
             walk.live_lanes(segment.row),
             segment.first,
@@ -343,7 +350,7 @@ template <class T, class Op>
 inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t batch, int64_t head,
                         int64_t key, int64_t keys, RowTerms<typename Op::Compute> terms, bool need_ds, bool bias_grad,
-                        Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
+                        const LaneBits* mask, Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
@@ -362,8 +369,8 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
           {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
           {scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
     differentiate_scores<Op>(score, walk, segment, terms, scratch.bias + at, bias_grad,
-                             score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
-                             scratch.grad_scores + at);
+                             mask == nullptr ? nullptr : mask + row, score.dropout ? scratch.keep + at : nullptr,
+                             scratch.scores + at, scratch.grad_scores + at);
   }
 }
 
@@ -469,6 +476,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   C scale[kTile<C>];  // of dK: dS is the gradient of scores that are scaled already
   for (C& lane : scale) lane = score.signed_scale;
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
+  // A gradient of the bias that is stored would have to be set to 0.
+  const bool leaves_out = score.has_bias && !(bias_grad && bias_grads == nullptr);
 
   for (int64_t key = first_tile * kTile<C>; key < p.seqlen_k; key += tile_stride * kTile<C>) {
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
@@ -499,7 +508,10 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
       BandWalk<C> walk(p.band.transposed(), key, keys, {0, p.seqlen_q}, kBlock<Op>);
       BlockPlan block;
       while (walk.next(block)) {
-        if (block.segments == 0) continue;
+        if (block.segments == 0 || (leaves_out && excludes_all<T>(p, batch, h, block.row, block.rows, key, keys)))
+          continue;
+        const LaneBits* mask = nullptr;
+        if (score.has_mask && !apply_mask<C>(p, 2, batch, h, key, keys, scratch.mask, block, mask)) continue;
         Rows<Scalar> q_rows, grad_rows;
         KeptRows<Scalar>* of_head = kept == nullptr ? nullptr : kept + 2 * (h - head);
         const auto copied_q = [&](Scalar* space) {
@@ -530,7 +542,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + bias_head * p.seqlen_q * p.seqlen_k;
         const auto by_tiles = [&]<bool kBias>() {
           gradients_in_registers<Op, kBias>(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms,
-                                            q_rows, grad_rows, bias_grad, fetches || fetches_bias ? &coming : nullptr);
+                                            q_rows, grad_rows, mask, bias_grad,
+                                            fetches || fetches_bias ? &coming : nullptr);
         };
         if (score.plain()) {
           by_tiles.template operator()<false>();
@@ -542,8 +555,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
             by_tiles.template operator()<true>();
           }
         } else {
-          score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, row_terms, need_ds, bias_grad, q_rows,
-                             grad_rows);
+          score_block<T, Op>(p, scratch, score, walk, block, batch, h, key, keys, row_terms, need_ds, bias_grad, mask,
+                             q_rows, grad_rows);
         }
         if (bias_grad) store_bias_grad<T>(p, block, batch, h, key, keys, scratch.bias, bias_sums);
 
@@ -678,13 +691,14 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
           BandWalk<C> walk(p.band.transposed(), key, keys, queries, kBlock<Op>);
           BlockPlan block;
           while (walk.next(block)) {
-            if (block.segments == 0) continue;
+            if (block.segments == 0 || excludes_all<T>(p, batch, head, block.row, block.rows, key, keys)) continue;
             const auto q_rows =
                 operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
             const auto grad_rows =
                 operand_rows<Op, T>(p.grad_out, batch, head, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
             score_block<T, Op>(p, scratch, score, walk, block, batch, head, key, keys,
-                               terms.from((batch * p.heads_q + head) * p.seqlen_q), true, true, q_rows, grad_rows);
+                               terms.from((batch * p.heads_q + head) * p.seqlen_q), true, true, nullptr, q_rows,
+                               grad_rows);
             for (int64_t s = 0; s < block.segments; ++s) {
               const Segment& segment = block.segment[s];
               for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)

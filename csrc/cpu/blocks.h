@@ -2,6 +2,7 @@
 // "lane" is the dimension along the vectors (queries in the forward pass, keys in the backward pass), "loop" the other.
 #pragma once
 
+#include <bit>
 #include <cstdlib>
 
 #include "../common/params.h"
@@ -326,6 +327,15 @@ inline int64_t bias_bytes(const Attention& p) {
   return p.bias_dtype == DType::kBool ? sizeof(bool) : p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T);
 }
 
+// Rows of a bias whose keys lie side by side, to be fetched: `keys` of them from `key` on.
+template <class T>
+inline ComingRows coming_bias(const Attention& p, int64_t batch, int64_t head, int64_t query, int64_t queries,
+                              int64_t key, int64_t keys) {
+  const int64_t size = bias_bytes<T>(p), *stride = p.bias.stride;
+  const int64_t entry = batch * stride[0] + head * stride[1] + query * stride[2] + key;
+  return {static_cast<const char*>(p.bias.data) + entry * size, stride[2] * size, keys > 0 ? queries : 0, keys * size};
+}
+
 // loop_dim: 3 where the loop runs over keys and the lanes over queries, 2 where it is the other way round.
 template <class C, class T>
 inline void bias_tile(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop, int64_t loops,
@@ -339,6 +349,114 @@ inline void bias_tile(const Attention& p, int loop_dim, int64_t batch, int64_t h
   else if (p.bias_dtype == DType::kFloat32 && !std::is_same_v<T, float>)
     bias_tile_of(static_cast<const float*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
   else bias_tile_of(static_cast<const T*>(p.bias.data) + offset, loop_stride, lane_stride, loops, lanes, tile);
+}
+
+// 0 for the one entry of a mask or bias that leaves nothing of a score: false, or -inf.
+inline uint8_t from_excluded(bool x) { return x; }
+inline uint32_t from_excluded(float x) { return std::bit_cast<uint32_t>(x) ^ 0xff800000u; }
+inline uint64_t from_excluded(double x) { return std::bit_cast<uint64_t>(x) ^ 0xfff0000000000000u; }
+inline uint16_t from_excluded(BFloat16 x) { return x.bits ^ 0xff80; }
+inline uint16_t from_excluded(Float16 x) { return x.bits ^ 0xfc00; }
+
+// Whether the mask or bias excludes all of these keys from all of these queries, so that they can be left out. Stops at
+// the first row with anything else. Keys that don't lie side by side aren't looked at.
+template <class T>
+[[gnu::noinline]] bool excludes_all(const Attention& p, int64_t batch, int64_t head, int64_t query, int64_t queries,
+                                    int64_t key, int64_t keys) {
+  const int64_t* stride = p.bias.stride;
+  if (stride[3] != 1 && stride[3] != 0) return false;
+  const int64_t rows = stride[2] == 0 ? 1 : queries, columns = stride[3] == 0 ? 1 : keys;
+  const int64_t offset = batch * stride[0] + head * stride[1] + query * stride[2] + key * stride[3];
+  const auto all_of = [&](const auto* row) {
+    row += offset;
+    for (int64_t r = 0; r < rows; ++r, row += stride[2]) {
+      decltype(from_excluded(*row)) any = 0;
+      for (int64_t c = 0; c < columns; ++c) any |= from_excluded(row[c]);
+      if (any != 0) return false;
+    }
+    return true;
+  };
+  if (p.bias_dtype == DType::kBool) return all_of(static_cast<const bool*>(p.bias.data));
+  if (p.bias_dtype == DType::kFloat32) return all_of(static_cast<const float*>(p.bias.data));
+  return all_of(static_cast<const T*>(p.bias.data));
+}
+
+// ------------------------------------------------------------------------------------------------- bool masks
+
+// A bit for each lane of a tile's row: whether the mask lets query and key meet.
+using LaneBits = uint64_t;
+
+// A row whose entries lie side by side.
+inline LaneBits bits_of_row(const uint8_t* row, int64_t lanes) {
+  LaneBits bits = 0;
+#if defined(__AVX512BW__)
+  const __m512i entries = _mm512_maskz_loadu_epi8(~__mmask64{0} >> (64 - lanes), row);
+  bits = _mm512_test_epi8_mask(entries, entries);
+#else
+  for (int64_t lane = 0; lane < lanes; lane += 8) {
+    uint64_t entries = 0;
+    std::memcpy(&entries, row + lane, static_cast<size_t>(min64(8, lanes - lane)));
+    entries |= entries >> 4;  // an entry that isn't 0 to its lowest bit
+    entries |= entries >> 2;
+    entries |= entries >> 1;
+    constexpr uint64_t kLowest = 0x0101010101010101, kGather = 0x0102040810204080;
+    bits |= ((entries & kLowest) * kGather >> 56) << lane;
+  }
+#endif
+  return bits;
+}
+
+// Rows whose entries lie `lane_stride` apart, where those of a lane lie side by side.
+inline void bits_of_columns(const uint8_t* source, int64_t lane_stride, int64_t loops, int64_t lanes, LaneBits* rows) {
+  constexpr int kRows = 32, kLanesOfByte = 8, kBytes = sizeof(LaneBits);
+  typedef uint8_t Column __attribute__((vector_size(kRows)));
+  const int64_t count = min64(kRows, loops);
+  for (int64_t next = 0; next < loops; next += kRows) {
+    const int64_t i = min64(next, loops - count);  // the last ones overlap, so that all are whole
+    uint8_t bytes[kBytes][kRows];                  // the bits of eight lanes in each row
+    for (int64_t b = 0; b < kBytes; ++b) {
+      Column bits{};
+      for (int64_t lane = b * kLanesOfByte; lane < min64(lanes, (b + 1) * kLanesOfByte); ++lane) {
+        const uint8_t* column = source + lane * lane_stride + i;
+        Column entries{};
+        if (count == kRows) std::memcpy(&entries, column, kRows);
+        else std::memcpy(&entries, column, static_cast<size_t>(count));
+        const auto bit = static_cast<uint8_t>(1 << lane % kLanesOfByte);
+        bits |= (Column)(entries != 0) & (Column{} + bit);
+      }
+      std::memcpy(bytes[b], &bits, kRows);
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      rows[i + j] = 0;
+      for (int b = 0; b < kBytes; ++b) rows[i + j] |= LaneBits{bytes[b][j]} << (kLanesOfByte * b);
+    }
+  }
+}
+
+// The bits of `loops` rows of `lanes` lanes; those of lanes past the last one are set in rows that have any. loop_dim
+// as in bias_tile.
+[[gnu::noinline]] inline void mask_bits(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop,
+                                        int64_t loops, int64_t lane, int64_t lanes, LaneBits* rows) {
+  const int64_t loop_stride = p.bias.stride[loop_dim], lane_stride = p.bias.stride[5 - loop_dim];
+  const uint8_t* source = static_cast<const uint8_t*>(p.bias.data) + batch * p.bias.stride[0] +
+                          head * p.bias.stride[1] + loop * loop_stride + lane * lane_stride;
+  if (lane_stride != 0 && lane_stride != 1 && loop_stride == 1) {
+    bits_of_columns(source, lane_stride, loops, lanes, rows);
+  } else {
+    for (int64_t i = 0; i < loops; ++i) {
+      const uint8_t* row = source + i * loop_stride;
+      if (lane_stride == 1) {
+        rows[i] = bits_of_row(row, lanes);
+      } else {
+        rows[i] = 0;
+        for (int64_t j = 0; j < (lane_stride == 0 ? 1 : lanes); ++j)
+          rows[i] |= LaneBits{row[j * lane_stride] != 0} << j;
+        if (lane_stride == 0) rows[i] = -rows[i];
+      }
+    }
+  }
+  const LaneBits beyond = lanes == 64 ? 0 : ~LaneBits{0} << lanes;
+  for (int64_t i = 0; i < loops; ++i) rows[i] = (rows[i] & ~beyond) == 0 ? 0 : rows[i] | beyond;
 }
 
 // ---------------------------------------------------------------------------------------------------- dropout
@@ -534,6 +652,46 @@ struct BlockPlan {
   int64_t segments;
   Segment segment[2 * kBlockRows / kGroup + 3];  // a clean one, and the last of either edge may be short
 };
+
+// What a mask leaves of a block: rows in front and behind that it excludes from all lanes go, if the band doesn't cut
+// the block, and segments of kGroup rows hold their live vectors only. False if nothing is left. `mask`: the bits of
+// the block's rows, in `rows`; null if all are set.
+template <class C>
+inline bool apply_mask(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t lane, int64_t lanes,
+                       LaneBits* rows, BlockPlan& block, const LaneBits*& mask) {
+  mask_bits(p, loop_dim, batch, head, block.row, block.rows, lane, lanes, rows);
+  int64_t begin = 0, end = block.rows;
+  while (begin < end && rows[begin] == 0) ++begin;
+  if (begin == end) return false;
+  while (rows[end - 1] == 0) --end;
+  Segment* const segment = block.segment;
+  if (block.segments == 1 && !segment->cut && segment->rows == block.rows) {
+    constexpr int64_t kLanes = Simd<C>::kLanes;
+    begin = begin / 2 * 2;  // pairs stay together
+    block.row += begin;
+    block.rows = min64(block.rows, round_up(end, 2)) - begin;
+    rows += begin;
+    block.segments = 0;
+    int64_t row = 0;
+    for (int64_t count; row < block.rows; row += count) {
+      count = min64(kGroup, block.rows - row);
+      LaneBits any = 0;
+      for (int64_t i = 0; i < count; ++i) any |= rows[row + i];
+      if (any == 0) continue;
+      const int64_t first = std::countr_zero(any) / kLanes;
+      const int64_t last = min64((lanes - 1) / kLanes, (63 - std::countl_zero(any)) / kLanes) + 1;
+      Segment& before = segment[max64(0, block.segments - 1)];
+      if (block.segments > 0 && before.row + before.rows == block.row + row && before.first == first &&
+          before.last == last)
+        before.rows += count;
+      else segment[block.segments++] = {block.row + row, count, first, last, false};
+    }
+  }
+  LaneBits all = ~LaneBits{0};
+  for (int64_t i = 0; i < block.rows; ++i) all &= rows[i];
+  mask = all == ~LaneBits{0} ? nullptr : rows;
+  return true;
+}
 
 // C = A^T B, summed over the rows of a block: of A, `rows` scalars in a row, and of B, whose vectors are the tile's.
 template <class Op>

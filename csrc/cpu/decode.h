@@ -284,6 +284,15 @@ template <class T, class Op>
                       scratch.bias + in_tiles<C>(g * p.seqlen_q, rows, first));
 }
 
+// Whether the mask leaves none of these keys for any of the rows.
+template <class T>
+inline bool excludes_all_of_rows(const Forward& p, int64_t batch, int64_t head_k, int64_t key, int64_t keys) {
+  const int64_t group = p.heads_q / p.heads_k, different = p.bias.stride[1] == 0 ? 1 : group;
+  for (int64_t g = 0; g < different; ++g)
+    if (!excludes_all<T>(p, batch, head_k * group + g, 0, p.seqlen_q, key, keys)) return false;
+  return true;
+}
+
 // kRows queries against keys [key, key + keys), whole vectors of them, all of which they meet, by scores that need
 // nothing but their scale and a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector
 // of keys each, and rows are met in the order of the memory: so neither of the two streams stops for long. A turn's
@@ -300,7 +309,7 @@ template <class T, class Op, int kRows, int kDim>
   const T* k = at<T>(p.k, batch, head_k, key);
   const T* v = at<T>(p.v, batch, head_k, key);
   const int64_t k_stride = p.k.stride[2], v_stride = p.v.stride[2];
-  const Score<float> score(p);
+  const Score<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
   const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
   alignas(64) float scores[kRows][kLanes], weights[kRows][kLanes];
@@ -568,7 +577,7 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
-  const Score<C> score(p);
+  const Score<C> score(p, true);
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key, keys);
   for (int64_t g = 0; g < group && score.dropout; ++g)
@@ -646,13 +655,23 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   Range streamed = p.band.shared(0, p.seqlen_q, {begin, end});
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
   if (stream == nullptr || streamed.begin == streamed.end) streamed = {end, end};
+  // How many of the keys that come next a mask excludes from all rows, as it does where a cache isn't full.
+  const auto left_out = [&](int64_t key, int64_t last) -> int64_t {
+    const int64_t keys = min64(kDecodeKeys, last - key);
+    return p.bias.data != nullptr && excludes_all_of_rows<T>(p, batch, head_k, key, keys) ? keys : 0;
+  };
   for (int64_t key = begin, keys; key < end; key += keys) {
-    if (key == streamed.begin) {
-      keys = streamed.end - key;
+    const bool streams = key >= streamed.begin && key < streamed.end;
+    const int64_t last = key < streamed.begin ? streamed.begin : streams ? streamed.end : end;
+    keys = left_out(key, last);
+    if (keys > 0) continue;
+    if (streams) {
+      keys = p.bias.data == nullptr ? last - key : min64(kDecodeKeys, last - key);
+      while (key + keys < last && left_out(key + keys, last) == 0) keys += min64(kDecodeKeys, last - key - keys);
       stream(p, scratch, batch, head_k, key, keys);
       continue;
     }
-    keys = min64(kKeysOfBlock, (key < streamed.begin ? streamed.begin : end) - key);
+    keys = min64(kKeysOfBlock, last - key);
     const Fetch fetch{fetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
     if (by_score_tiles) score_tiles<T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
     else

@@ -67,7 +67,8 @@ struct ForwardScratch {
     query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
     rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
     scores = arena.take<C>(Op::kPack * kBlock<Op> * kTile<C>);  // in pairs: of two blocks
-    bias = arena.take<C>(p.bias.data == nullptr ? 0 : kBlock<Op> * kTile<C>);
+    mask = arena.take<LaneBits>(kBlock<Op>);
+    bias = arena.take<C>(Score<C>(p).has_bias && p.softcap != 0 ? kBlock<Op> * kTile<C> : 0);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
     out = arena.take<C>(p.head_dim_v * kTile<C>);
     largest = arena.take<C>(kTile<C>);
@@ -80,7 +81,8 @@ struct ForwardScratch {
   }
 
   Scalar *query_tile, *rows;
-  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction, *shift, *block_sum;
+  LaneBits* mask;
+  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction, *shift, *block_sum;  // bias: of a cap
   int64_t bytes;
 };
 
@@ -151,15 +153,15 @@ inline void exponentiate_segment(const Segment& segment, int64_t row, typename O
   }
 }
 
-// exp(S^T + shift) of a block of plain scores in pairs, whose rows that all lanes meet are done in steps so small that
-// they hide among the products of the next block.
-template <class Op>
+// exp(S^T + shift) of a block of scores in pairs, dropped, whose rows that all lanes meet are done in steps so small
+// that they hide among the products of the next block.
+template <class Op, bool kPlain>
 struct PairWeights {
   using C = typename Op::Compute;
   using S = typename Op::S;
   using Scalar = typename Op::Scalar;
   C factor = 0;
-  const C* shift = nullptr;
+  const C *shift = nullptr, *keep = nullptr;  // keep: may be null
   C *scores = nullptr, *sum = nullptr;
   uint64_t next = 0, end = 0;  // the steps
 
@@ -177,12 +179,16 @@ struct PairWeights {
   }
   // Two rows of one vector.
   [[gnu::always_inline]] inline void step() {
-    const int64_t row = next / kTileVecs<C> * 2, lane = next % kTileVecs<C> * S::kLanes;
-    const Exponential<Op, true, Op::kSums> exponential(factor);
-    const C* source = scores + row * kTile<C> + lane;
+    const int64_t row = next / kTileVecs<C> * 2, lane = next % kTileVecs<C> * S::kLanes, at = row * kTile<C> + lane;
+    const Exponential<Op, kPlain, Op::kSums> exponential(factor);
+    const C* source = scores + at;
     const auto added = S::load(shift + lane);
-    const auto first = exponential(S::load(source), added), second = exponential(S::load(source + kTile<C>), added);
+    auto first = exponential(S::load(source), added), second = exponential(S::load(source + kTile<C>), added);
     S::store(sum + lane, S::load(sum + lane) + (first + second));
+    if (!kPlain && keep != nullptr) {
+      first *= S::load(keep + at);
+      second *= S::load(keep + at + kTile<C>);
+    }
     store_probabilities<Op>(first, second, reinterpret_cast<Scalar*>(scores) + row / 2 * kTile<C> + lane);
     ++next;
   }
@@ -193,31 +199,36 @@ struct PairWeights {
       Segment segment = block.segment[s];
       const int64_t done = s == 0 ? static_cast<int64_t>(next / kTileVecs<C>) * 2 : 0;
       segment.rows -= done;
-      exponentiate_segment<Op, true>(segment, segment.row - block.row + done, factor, shift, nullptr, scores, sum);
+      exponentiate_segment<Op, kPlain>(segment, segment.row - block.row + done, factor, shift, keep, scores, sum);
     }
   }
 };
 
-// Rows of K and V of the next block, fetched while this one's scores are computed.
+// Rows of K, V and the mask or bias of the next block, fetched while this one's scores are computed.
 struct NextBlock {
-  FetchByLine keys, values;
+  FetchByLine keys, values, biases;
   void fetch() {
     keys.fetch();
     values.fetch();
+    biases.fetch();
   }
 };
 
-// S^T of plain scores to memory, masked by the band, with the maximum per lane.
-template <class Op>
+// S^T to memory, masked by the band, with the maximum per lane. Scores that aren't plain are scaled, and added to the
+// bias, if any, that lies where they go.
+template <class Op, bool kPlain>
 struct ScoreTile {
   using C = typename Op::Compute;
   Factors<Op, false> keys_queries;
   int64_t depth;
-  bool cut;    // by the band
-  Range live;  // lanes of the first row
+  C scale;
+  bool biased;
+  const LaneBits* mask;  // may be null
+  bool cut;              // by the band
+  Range live;            // lanes of the first row
   int64_t vector;
   C *scores, *largest;
-  PairWeights<Op>* weights;  // of the block before; a step of them after every `pace` products
+  PairWeights<Op, kPlain>* weights;  // of the block before; a step of them after every `pace` products
   int64_t pace;
   NextBlock* next;
 
@@ -237,13 +248,25 @@ struct ScoreTile {
       }
     }
     add_products(walk, k, depth, next, score);
-    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, S::set1(-kInfinity<C>));
+    C* target = scores + row * kTile<C> + lane;
+    if constexpr (!kPlain) {
+      const V factor = S::set1(scale);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          score[r][v] = biased ? S::fma(score[r][v], factor, S::load(target + r * kTile<C> + v * S::kLanes))
+                               : score[r][v] * factor;
+    }
+    const V dead = S::set1(-kInfinity<C>);
+    exclude_tile<C>(score, mask == nullptr ? nullptr : mask + row, vector + first_vector, dead);
+    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       V m = S::load(largest + lane + v * S::kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        S::store(scores + (row + r) * kTile<C> + lane + v * S::kLanes, score[r][v]);
+        S::store(target + r * kTile<C> + v * S::kLanes, score[r][v]);
         m = S::max(score[r][v], m);
       }
       S::store(largest + lane + v * S::kLanes, m);
@@ -251,11 +274,14 @@ struct ScoreTile {
   }
 };
 
-// S^T of a block of plain scores to memory, masked; block_largest is their maximum per lane.
-template <class Op>
-inline void plain_scores(const ForwardScratch<Op>& scratch, const BandWalk<typename Op::Compute>& walk,
-                         const BlockPlan& block, int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
-                         typename Op::Compute* scores, NextBlock* next = nullptr, PairWeights<Op>* weights = nullptr) {
+// S^T of a block to memory, masked (by `mask`, too, if it isn't null), where `scores` hold its bias if there is one;
+// block_largest is their maximum per lane. For scores without a cap.
+template <class Op, bool kPlain>
+inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
+                         int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
+                         typename Op::Compute* scores, NextBlock* next = nullptr,
+                         PairWeights<Op, kPlain>* weights = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t pace = weights == nullptr ? kFetchSteps : weights->pace(block.rows, depth);
@@ -265,23 +291,26 @@ inline void plain_scores(const ForwardScratch<Op>& scratch, const BandWalk<typen
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
     for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
         segment.rows, segment.last - segment.first,
-        ScoreTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
-                      depth,
-                      segment.cut,
-                      walk.live_lanes(segment.row),
-                      segment.first,
-                      scores + row * kTile<C> + lane,
-                      scratch.block_largest + lane,
-                      weights,
-                      pace,
-                      next});
+        ScoreTile<Op, kPlain>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                              depth,
+                              score.scale,
+                              score.has_bias,
+                              mask == nullptr ? nullptr : mask + row,
+                              segment.cut,
+                              walk.live_lanes(segment.row),
+                              segment.first,
+                              scores + row * kTile<C> + lane,
+                              scratch.block_largest + lane,
+                              weights,
+                              pace,
+                              next});
   }
 }
 
 // Products -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`.
 template <class C>
 inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, const BlockPlan& block, const C* bias,
-                             C* scores, C* largest) {
+                             const LaneBits* mask, C* scores, C* largest) {
   using S = Simd<C>;
   using V = typename S::V;
   const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>);
@@ -290,14 +319,15 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
     const Range live = walk.live_lanes(segment.row);
     for (int64_t v = segment.first; v < segment.last; ++v) {
       const bool cut = segment.cut && !LaneMask<C>::all(live, v, segment.rows);
-      LaneMask<C> mask(live, v);
+      LaneMask<C> band(live, v);
       V m = S::load(largest + v * S::kLanes);
-      int64_t at = (segment.row - block.row) * kTile<C> + v * S::kLanes;
-      for (int64_t j = 0; j < segment.rows; ++j, at += kTile<C>) {
+      int64_t row = segment.row - block.row, at = row * kTile<C> + v * S::kLanes;
+      for (const int64_t end = row + segment.rows; row < end; ++row, at += kTile<C>) {
         V x = finish_score(score, S::load(scores + at), scale, bias + at);
+        if (mask != nullptr) x = S::select(mask[row] >> (v * S::kLanes), x, dead);
         if (cut) {
-          x = mask.select(x, dead);
-          mask.advance();
+          x = band.select(x, dead);
+          band.advance();
         }
         S::store(scores + at, x);
         m = S::max(x, m);
@@ -315,9 +345,10 @@ struct ProbabilityTile {
   using C = typename Op::Compute;
   Factors<Op, false> keys_queries;
   int64_t depth;
-  bool opening;  // a lane may have m = -inf
-  bool cut;      // by the band
-  Range live;    // lanes of the first row
+  bool opening;          // a lane may have m = -inf
+  const LaneBits* mask;  // may be null
+  bool cut;              // by the band
+  Range live;            // lanes of the first row
   int64_t vector;
   C *m, *sum, *probabilities;
   NextBlock* next;
@@ -331,6 +362,7 @@ struct ProbabilityTile {
     Walk<Op, false> walk(keys_queries, row, lane);
     add_products(walk, 0, depth, next, score);
     const V dead = S::set1(-kInfinity<C>);
+    exclude_tile<C>(score, mask == nullptr ? nullptr : mask + row, vector + first_vector, dead);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     const Exponential<Op, true, Op::kSums> exponential(1);
 #pragma GCC unroll 4
@@ -438,9 +470,10 @@ inline typename Op::V new_maximum(const ForwardScratch<Op>& scratch, int64_t lan
 // query's result never depends on its neighbours. `opening`: a lane may have met no live key yet.
 template <class Op>
 [[gnu::noinline]] bool probabilities_in_registers(const ForwardScratch<Op>& scratch,
+                                                  const Score<typename Op::Compute>& score,
                                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                   int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
-                                                  NextBlock* next, bool& opening) {
+                                                  const LaneBits* mask, NextBlock* next, bool& opening) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
@@ -455,6 +488,7 @@ template <class Op>
           ProbabilityTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
                               depth,
                               open,
+                              mask == nullptr ? nullptr : mask + row,
                               segment.cut,
                               walk.live_lanes(segment.row),
                               segment.first,
@@ -481,7 +515,7 @@ template <class Op>
   }
   const bool rescale = !S::all(good);
   if (rescale) {
-    plain_scores(scratch, walk, block, vectors, depth, keys, scratch.scores);
+    store_scores<Op, true>(scratch, score, walk, block, vectors, depth, keys, mask, scratch.scores);
     for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
       const V now = S::load(scratch.largest + lane), old = opening ? S::load(scratch.correction + lane) : now;
       const V largest = S::max(S::load(scratch.block_largest + lane), old);
@@ -497,26 +531,33 @@ template <class Op>
   return rescale;
 }
 
-// The same for all other scores, through memory and with the exact maximum: two sweeps over the scores.
+// The same for all other scores, through memory and with the exact maximum.
 template <class T, class Op>
 [[gnu::noinline]] void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
                                                     const Score<typename Op::Compute>& score,
                                                     const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                     int64_t batch, int64_t head, int64_t query, int64_t queries,
-                                                    int64_t depth, Rows<typename Op::Scalar> keys) {
+                                                    int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
+                                                    NextBlock* next) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
-  for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
-  for (int64_t s = 0; s < block.segments; ++s) {
-    const Segment& segment = block.segment[s];
-    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-    gemm<typename Op::Product>(segment.rows, segment.last - segment.first, depth,
-                               {keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
-                               {scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore, nullptr});
+  const bool capped = score.cap != C(0);
+  if (score.has_bias)
+    bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, capped ? scratch.bias : scratch.scores);
+  if (!capped) {
+    store_scores<Op, false>(scratch, score, walk, block, vectors, depth, keys, mask, scratch.scores, next);
+  } else {
+    for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& segment = block.segment[s];
+      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+      gemm<typename Op::Product>(segment.rows, segment.last - segment.first, depth,
+                                 {keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                                 {scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore, nullptr});
+    }
+    transform_scores<C>(score, walk, block, scratch.bias, mask, scratch.scores, scratch.block_largest);
   }
-  if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.bias);
-  transform_scores<C>(score, walk, block, scratch.bias, scratch.scores, scratch.block_largest);
   if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
   for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
     const auto old = S::load(scratch.largest + lane), m = S::max(S::load(scratch.block_largest + lane), old);
@@ -527,7 +568,7 @@ template <class T, class Op>
                                     score.dropout ? scratch.keep : nullptr, scratch.scores, scratch.sum);
 }
 
-template <class T, class Op>
+template <class T, class Op, bool kPlain>
 void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<typename Op::Scalar>* kept,
                   int64_t batch, int64_t head, int64_t query, int64_t queries, bool fetches) {
   using C = typename Op::Compute;
@@ -564,11 +605,11 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     started = true;
   };
 
-  // Weights that are rounded to bfloat16 lose least if the largest is 1: plain scores in pairs wait for their block's
-  // maximum in memory, and become weights while the next block's products run.
-  const bool waits = Op::kPack == 2 && score.plain();
-  const C factor = score.template product_factor<Op>();
-  PairWeights<Op> weights;
+  // Weights that are rounded to bfloat16 lose least if the largest is 1: scores in pairs wait for their block's maximum
+  // in memory, and become weights while the next block's products run.
+  const bool waits = Op::kPack == 2 && score.cap == C(0);
+  const C factor = kPlain ? score.template product_factor<Op>() : C(1);
+  PairWeights<Op, kPlain> weights;
   C* scores = scratch.scores;
   BlockPlan plans[2], *block = plans, *waiting = nullptr;
   const auto finish_waiting = [&] {
@@ -579,32 +620,44 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     accumulate(*waiting, weights.scores, true);
   };
   BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
+  const bool fetches_bias = p.bias.data != nullptr && p.bias.stride[2] != 0 && p.bias.stride[3] == 1;
   while (walk.next(*block)) {
-    if (block->segments == 0) continue;
+    if (block->segments == 0 ||
+        (score.has_bias && excludes_all<T>(p, batch, head, query, queries, block->row, block->rows)))
+      continue;
+    const LaneBits* mask = nullptr;
+    if (score.has_mask && !apply_mask<C>(p, 3, batch, head, query, queries, scratch.mask, *block, mask)) continue;
     Rows<Scalar> keys;
     if constexpr (kConverts<T, Op>)
       keys = copied_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
                                 scratch.rows, kept == nullptr ? nullptr : kept + 1);
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
     NextBlock coming, *next = nullptr;
-    if (fetches) {
+    if (fetches || fetches_bias) {
       const int64_t row = block->row + block->rows, steps = weights.pace(block->rows, depth);
       const int64_t calls =
           max64(1, fetches_of<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
-      coming = {{coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls},
-                {coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v), calls}};
+      if (fetches) {
+        coming.keys = {coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls};
+        coming.values = {coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v), calls};
+      }
+      if (fetches_bias)
+        coming.biases = {coming_bias<T>(p, batch, head, query, queries, row, min64(block->rows, p.seqlen_k - row)),
+                         calls};
       next = &coming;
     }
     if (waits) {
-      plain_scores(scratch, walk, *block, vectors, depth, keys, scores, next, &weights);
+      if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block->row, block->rows, query, queries, scores);
+      store_scores<Op, kPlain>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next, &weights);
       finish_waiting();
+      if (score.dropout) dropout_tile<C>(p, 3, batch, head, block->row, block->rows, query, queries, scratch.keep);
       for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
         const V old = S::load(scratch.largest + lane);
         const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
-        S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, C(1)));
+        S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, kPlain ? C(1) : kLog2E<C>));
         S::store(scratch.block_sum + lane, S::zero());  // a sum of its own for each block: long rows lose less
       }
-      weights = {factor, scratch.shift, scores, scratch.block_sum};
+      weights = {factor, scratch.shift, score.dropout ? scratch.keep : nullptr, scores, scratch.block_sum};
       weights.begin(*block);
       waiting = block;
       block = block == plans ? plans + 1 : plans;
@@ -612,8 +665,11 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
       continue;
     }
     bool rescale = true;
-    if (score.plain()) rescale = probabilities_in_registers(scratch, walk, *block, vectors, depth, keys, next, opening);
-    else probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys);
+    if constexpr (kPlain)
+      rescale = probabilities_in_registers(scratch, score, walk, *block, vectors, depth, keys, mask, next, opening);
+    else
+      probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys,
+                                          mask, next);
     accumulate(*block, scratch.scores, rescale);
   }
   finish_waiting();
@@ -624,9 +680,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     const V sum = S::load(scratch.sum + lane);
     const auto dead = sum == S::zero();
     S::store(scratch.correction + lane, dead ? S::zero() : S::set1(C(1)) / sum);
-    S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>)
-                                          : S::fma(S::load(scratch.largest + lane),
-                                                   S::set1(score.plain() ? C(1) / kLog2E<C> : C(1)), S::log(sum)));
+    S::store(scratch.largest + lane,
+             dead ? S::set1(-kInfinity<C>)
+                  : S::fma(S::load(scratch.largest + lane), S::set1(kPlain ? C(1) / kLog2E<C> : C(1)), S::log(sum)));
   }
   if (!started) std::memset(scratch.out, 0, static_cast<size_t>(p.head_dim_v * kTile<C>) * sizeof(C));
   store_transposed(scratch.out, queries, p.head_dim_v, scratch.correction, at<T>(p.out, batch, head, query),
@@ -702,6 +758,7 @@ void forward(const Forward& p, const Runtime& runtime) {
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
   const int64_t far = tiles <= 4 ? kFarBytes / 4 : kFarBytes;  // few tiles hardly bring it nearer
   const bool fetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
+  const bool plain = Score<C>(p).plain();
   const ForwardScratch<Op> sizes(nullptr, p);
   // Values in pairs, or values and keys converted, where a head has more tiles than one.
   const int64_t copies = tiles <= 1 ? 0 : kConverts<T, Op> ? 2 : Op::kPack == 2 ? 1 : 0;
@@ -712,8 +769,9 @@ void forward(const Forward& p, const Runtime& runtime) {
     const ForwardScratch<Op> scratch(memory, p);
     // Last tiles first: under a causal mask they are the longest.
     const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
-    forward_tile<T, Op>(p, scratch, kept.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q,
-                        head % p.heads_q, query, min64(tile, p.seqlen_q - query), fetches);
+    const auto run = plain ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
+    run(p, scratch, kept.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q, head % p.heads_q,
+        query, min64(tile, p.seqlen_q - query), fetches);
   };
   // A causal mask makes the first tasks the longest.
   const bool uneven = (p.band.left < kUnbounded) != (p.band.right < kUnbounded);

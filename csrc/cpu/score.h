@@ -40,12 +40,14 @@ inline typename Simd<C>::V tanh_lanes(typename Simd<C>::V x) {
 // What stands between the product and the softmax. `plain`: nothing but the scale.
 template <class C>
 struct Score {
-  explicit Score(const Attention& p)
+  // A bool mask keeps scores or excludes them; `mask_added`: it is taken for a bias of 0 and -inf.
+  explicit Score(const Attention& p, bool mask_added = false)
       : signed_scale(static_cast<C>(p.softmax_scale)),
         scale(p.softmax_scale < 0 ? -signed_scale : signed_scale),
         negate(p.softmax_scale < 0),
         cap(static_cast<C>(p.softcap)),
-        has_bias(p.bias.data != nullptr),
+        has_bias(p.bias.data != nullptr && (mask_added || p.bias_dtype != DType::kBool)),
+        has_mask(p.bias.data != nullptr && !has_bias),
         dropout(p.dropout_p > 0) {}
 
   // Nothing but a scale, and one that keeps -inf: the scores then are in units of log2.
@@ -67,7 +69,7 @@ struct Score {
   C scale;  // >= 0: a negative scale is turned into the sign of one operand, so that max(scale * s) = scale * max(s)
   bool negate;
   C cap;
-  bool has_bias;
+  bool has_bias, has_mask;
   bool dropout;
 };
 
@@ -128,6 +130,19 @@ template <class C, int kRows, int kVectors>
       tile[r][v] = mask.select(tile[r][v], dead);
       mask.advance();
     }
+  }
+}
+
+// The same for what a mask excludes; `rows`: as of apply_mask, or null.
+template <class C, int kRows, int kVectors>
+[[gnu::always_inline]] inline void exclude_tile(typename Simd<C>::V (&tile)[kRows][kVectors], const LaneBits* rows,
+                                                int64_t vector, typename Simd<C>::V dead) {
+  if (rows == nullptr) return;
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const LaneBits bits = rows[r] >> (vector * Simd<C>::kLanes);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) tile[r][v] = Simd<C>::select(bits >> (v * Simd<C>::kLanes), tile[r][v], dead);
   }
 }
 

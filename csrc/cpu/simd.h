@@ -175,6 +175,18 @@ struct Simd {
 #endif
   }
 
+  // a in the lanes whose bits are set, b in the others.
+  static V select(uint64_t bits, V a, V b) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(C) == 4) return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), b, a);
+    else return _mm512_mask_blend_pd(static_cast<__mmask8>(bits), b, a);
+#else
+    IV lane{};
+    for (int i = 0; i < kLanes; ++i) lane[i] = Int{1} << i;
+    return ((IV{} + static_cast<Int>(bits)) & lane) != 0 ? a : b;
+#endif
+  }
+
   // 2^y for y <= 128 (1024). -inf gives 0, NaN gives NaN. y = n + f with n = round(y); a minimax polynomial for 2^f on
   // [-1/2, 1/2], constant term exactly 1: 1 ulp for results that are not subnormal.
   template <Precision kPrecision = Precision::kFull>

@@ -153,6 +153,7 @@ struct Case {
   Bias bias = Bias::kNone;
   int64_t bias_size[4] = {1, 1, 0, 0};
   bool bias_transposed = false;  // keys outside, queries inside
+  bool bias_islands = false;     // queries and keys of the same third of their sequence: whole blocks are excluded
   double scale = 0.25, softcap = 0, dropout_p = 0;
   int64_t seeds = 1, threads = 3;
   Layout layout = Layout::kContiguous;
@@ -161,13 +162,14 @@ struct Case {
   std::string text() const {
     char line[512];
     std::snprintf(line, sizeof line,
-                  "%s B=%ld H=%ld/%ld/%ld L=%ld S=%ld E=%ld Ev=%ld band=(%ld, %ld, %ld) bias=%d(%ld,%ld,%ld,%ld)%s "
+                  "%s B=%ld H=%ld/%ld/%ld L=%ld S=%ld E=%ld Ev=%ld band=(%ld, %ld, %ld) bias=%d(%ld,%ld,%ld,%ld)%s%s "
                   "scale=%g softcap=%g p=%g seeds=%ld threads=%ld %s%s",
                   name_of(dtype), long(batch), long(heads_q), long(heads_k), long(heads_v), long(seqlen_q),
                   long(seqlen_k), long(head_dim), long(head_dim_v), long(band.left), long(band.right),
                   long(band.offset), int(bias), long(bias_size[0]), long(bias_size[1]), long(bias_size[2]),
-                  long(bias_size[3]), bias_transposed ? "^T" : "", scale, softcap, dropout_p, long(seeds),
-                  long(threads), kLayoutNames[static_cast<int>(layout)], lse_gradient ? " grad_lse" : "");
+                  long(bias_size[3]), bias_transposed ? "^T" : "", bias_islands ? " islands" : "", scale, softcap,
+                  dropout_p, long(seeds), long(threads), kLayoutNames[static_cast<int>(layout)],
+                  lse_gradient ? " grad_lse" : "");
     return line;
   }
 };
@@ -219,7 +221,8 @@ class Run {
         std::swap(bias_.view.stride[2], bias_.view.stride[3]);
       }
       bias_.each([&](int64_t b, int64_t h, int64_t i, int64_t j) {
-        const bool masked = random_() % 4 == 0;
+        const bool apart = c.bias_islands && i * 3 / bias_.size[2] != j * 3 / bias_.size[3];
+        const bool masked = apart || random_() % 4 == 0;
         bias_.set(b, h, i, j, dtype == DType::kBool ? !masked : masked ? -kInf : value());
       });
       dbias_ = Tensor(dtype, {c.bias_size[0], c.bias_size[1], c.bias_size[2], c.bias_size[3]});
@@ -461,6 +464,16 @@ std::vector<Case> edge_cases(DType dtype) {
       c.batch = c.heads_q = c.heads_k = c.heads_v = 1, c.seqlen_q = c.seqlen_k = 1030, c.head_dim = c.head_dim_v = 4,
       c.bias = bias;
     });
+  for (Bias bias : {Bias::kBool, Bias::kFloat, Bias::kFloat32})  // blocks that a mask excludes altogether
+    for (int64_t heads : {1, 2})
+      for (bool transposed : {false, true}) {
+        const auto masked = [&](Case& c) {
+          c.bias = bias, c.bias_size[1] = heads, c.bias_transposed = transposed, c.bias_islands = true;
+        };
+        add([&](Case& c) { masked(c), c.batch = 1, c.seqlen_q = c.seqlen_k = 330, c.head_dim = c.head_dim_v = 4; });
+        add([&](Case& c) { masked(c), c.batch = 1, c.seqlen_q = 3, c.seqlen_k = 1300, c.band = {1250, 0, 1290}; });
+        add([&](Case& c) { masked(c), c.seqlen_q = 1, c.seqlen_k = 1300, c.head_dim = c.head_dim_v = 64; });
+      }
   for (int layout = 0; layout < static_cast<int>(Layout::kCount); ++layout) {
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.head_dim = 24, c.band.right = 0; });
     add([&](Case& c) { c.layout = static_cast<Layout>(layout), c.seqlen_q = 2, c.head_dim_v = 9; });
@@ -505,6 +518,7 @@ Case random_case(DType dtype, std::mt19937_64& random) {
   const int64_t full[4] = {c.batch, c.heads_q, c.seqlen_q, c.seqlen_k};
   for (int n = 0; n < 4; ++n) c.bias_size[n] = one_in(3) ? 1 : full[n];
   c.bias_transposed = one_in(3);
+  c.bias_islands = one_in(3);
   if (one_in(3)) c.dropout_p = 0.25;
   c.seeds = one_in(2) ? c.batch : 1;
   c.threads = 1 + below(5);
