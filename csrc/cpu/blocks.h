@@ -392,6 +392,14 @@ inline LaneBits bits_of_row(const uint8_t* row, int64_t lanes) {
 #if defined(__AVX512BW__)
   const __m512i entries = _mm512_maskz_loadu_epi8(~__mmask64{0} >> (64 - lanes), row);
   bits = _mm512_test_epi8_mask(entries, entries);
+#elif defined(__AVX2__)
+  for (int64_t lane = 0; lane < lanes; lane += 32) {
+    __m256i entries{};
+    if (lanes - lane >= 32) std::memcpy(&entries, row + lane, sizeof(entries));
+    else std::memcpy(&entries, row + lane, static_cast<size_t>(lanes - lane));
+    const auto zeros = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(entries, __m256i{})));
+    bits |= LaneBits{~zeros} << lane;
+  }
 #else
   for (int64_t lane = 0; lane < lanes; lane += 8) {
     uint64_t entries = 0;

@@ -181,9 +181,14 @@ struct Simd {
     if constexpr (sizeof(C) == 4) return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), b, a);
     else return _mm512_mask_blend_pd(static_cast<__mmask8>(bits), b, a);
 #else
-    IV lane{};
+    IV lane{};  // the bit of each, or how far it is from the sign, by which AVX2 selects
+#if defined(__AVX2__)
+    for (int i = 0; i < kLanes; ++i) lane[i] = static_cast<Int>(8 * sizeof(C) - 1) - i;
+    return (IV{} + static_cast<Int>(bits)) << lane < 0 ? a : b;
+#else
     for (int i = 0; i < kLanes; ++i) lane[i] = Int{1} << i;
     return ((IV{} + static_cast<Int>(bits)) & lane) != 0 ? a : b;
+#endif
 #endif
   }
 
