@@ -232,7 +232,7 @@ struct GradientTile {
         for (int v = 0; v < kVectors; ++v) score[r][v] = S::fma(score[r][v], S::set1(factor), S::load(bias_at(r, v)));
     }
     const V dead = S::set1(-kInfinity<C>);
-    exclude_tile<C>(score, mask == nullptr ? nullptr : mask + row, vector + first_vector, dead);
+    exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     // A bias may have a gradient in float32, whatever the elements are.
     const Exponential<Op, !kBias, kBias ? Op::kSums : Op::kWeights> exponential(factor);
@@ -331,7 +331,7 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
             depth_v,
             kBias ? score.scale : score.template product_factor<Op>(),
             terms.from(segment.row),
-            mask == nullptr ? nullptr : mask + row,
+            bits_from(mask, row),
             segment.cut,
             walk.live_lanes(segment.row),
             segment.first,
@@ -368,9 +368,9 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
           segment.rows, vectors, depth_v,
           {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
           {scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
-    differentiate_scores<Op>(score, walk, segment, terms, scratch.bias + at, bias_grad,
-                             mask == nullptr ? nullptr : mask + row, score.dropout ? scratch.keep + at : nullptr,
-                             scratch.scores + at, scratch.grad_scores + at);
+    differentiate_scores<Op>(score, walk, segment, terms, scratch.bias + at, bias_grad, bits_from(mask, row),
+                             score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
+                             scratch.grad_scores + at);
   }
 }
 

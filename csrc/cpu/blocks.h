@@ -386,6 +386,9 @@ template <class T>
 // A bit for each lane of a tile's row: whether the mask lets query and key meet.
 using LaneBits = uint64_t;
 
+// Of the rows from `row` on, if there is a mask.
+inline const LaneBits* bits_from(const LaneBits* mask, int64_t row) { return mask == nullptr ? nullptr : mask + row; }
+
 // A row whose entries lie side by side.
 inline LaneBits bits_of_row(const uint8_t* row, int64_t lanes) {
   LaneBits bits = 0;

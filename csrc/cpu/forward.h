@@ -259,7 +259,7 @@ struct ScoreTile {
                                : score[r][v] * factor;
     }
     const V dead = S::set1(-kInfinity<C>);
-    exclude_tile<C>(score, mask == nullptr ? nullptr : mask + row, vector + first_vector, dead);
+    exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -295,7 +295,7 @@ inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename
                               depth,
                               score.scale,
                               score.has_bias,
-                              mask == nullptr ? nullptr : mask + row,
+                              bits_from(mask, row),
                               segment.cut,
                               walk.live_lanes(segment.row),
                               segment.first,
@@ -362,7 +362,7 @@ struct ProbabilityTile {
     Walk<Op, false> walk(keys_queries, row, lane);
     add_products(walk, 0, depth, next, score);
     const V dead = S::set1(-kInfinity<C>);
-    exclude_tile<C>(score, mask == nullptr ? nullptr : mask + row, vector + first_vector, dead);
+    exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
     if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     const Exponential<Op, true, Op::kSums> exponential(1);
 #pragma GCC unroll 4
@@ -488,7 +488,7 @@ template <class Op>
           ProbabilityTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
                               depth,
                               open,
-                              mask == nullptr ? nullptr : mask + row,
+                              bits_from(mask, row),
                               segment.cut,
                               walk.live_lanes(segment.row),
                               segment.first,
