@@ -173,17 +173,6 @@ inline void store_rows(Simd<float>::V first, Simd<float>::V second, PairDot::Sca
 }
 #endif
 
-// Rows fetched while a block's scores are computed: of Q and dO those of the next block, of dQ its own. Or else of a
-// bias and its gradient, likewise.
-struct ComingQueries {
-  FetchByLine queries, grads, query_grads;
-  void fetch() {
-    queries.fetch();
-    grads.fetch();
-    query_grads.fetch();
-  }
-};
-
 // P and dS from two products that are still in registers, of plain scores or of those with a bias; packed as Op's
 // products will read them.
 template <class Op, bool kBias>
@@ -203,7 +192,7 @@ struct GradientTile {
   C* bias;
   bool bias_grad;            // replaces the bias
   Scalar *p, *ds, *ds_rows;  // ds_rows: of pairs
-  ComingQueries* next;       // may be null
+  FetchStreams* next;        // may be null
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -277,20 +266,21 @@ inline int64_t fetches_of_gradients(const Backward& p, int64_t rows, int64_t vec
   return max64(1, fetches_of<kPairRows * kPairVectors, kPairVectors>(rows, vectors, depth));
 }
 
-// To be fetched by GradientTile; `sums` are the block's rows of dQ.
+// To be fetched by GradientTile: rows of Q and dO of the next block, and `sums`, the block's own rows of dQ.
 template <class T, class Op>
-inline ComingQueries coming_queries(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head,
-                                    int64_t vectors, const ComingRows& sums) {
+inline FetchStreams coming_queries(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head,
+                                   int64_t vectors, const ComingRows& sums) {
   const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
   return {{coming_rows<T>(p.q, batch, head, row, block.rows, p.seqlen_q, p.head_dim), calls},
           {coming_rows<T>(p.grad_out, batch, head, row, block.rows, p.seqlen_q, p.head_dim_v), calls},
           {sums, calls}};
 }
 
-// The same where there is a bias: `sums`, if any, are what a head's gradients of it are added to.
+// To be fetched where there is a bias: rows of it of the next block, and the block's own of its gradient, or of `sums`,
+// if any, to which a head's gradients are added.
 template <class T, class Op, class C = typename Op::Compute>
-inline ComingQueries coming_biases(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
-                                   int64_t keys, int64_t vectors, bool bias_grad, const C* sums) {
+inline FetchStreams coming_biases(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
+                                  int64_t keys, int64_t vectors, bool bias_grad, const C* sums) {
   const int64_t element = bias_bytes<T>(p);
   const auto rows_of = [&](const void* data, int64_t size, int64_t entry, int64_t step, int64_t rows) -> ComingRows {
     return {static_cast<const char*>(data) + entry * size, step * size, rows, keys * size};
@@ -298,8 +288,7 @@ inline ComingQueries coming_biases(const Backward& p, const BlockPlan& block, in
   const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
   const int64_t entry = block.row * p.seqlen_k + key;
   ComingRows biases, grads;
-  if (p.bias.stride[2] != 0 && p.bias.stride[3] == 1)
-    biases = coming_bias<T>(p, batch, head, row, min64(block.rows, p.seqlen_q - row), key, keys);
+  if (has_bias_rows(p)) biases = coming_bias<T>(p, batch, head, row, min64(block.rows, p.seqlen_q - row), key, keys);
   if (bias_grad && sums != nullptr) grads = rows_of(sums, sizeof(C), entry, p.seqlen_k, block.rows);
   else if (bias_grad)
     grads = rows_of(p.dbias.data, element, (batch * p.heads_q + head) * p.seqlen_q * p.seqlen_k + entry, p.seqlen_k,
@@ -313,7 +302,7 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
                                    const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t depth,
                                    int64_t depth_v, RowTerms<typename Op::Compute> terms,
                                    Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows,
-                                   const LaneBits* mask, bool bias_grad, ComingQueries* next) {
+                                   const LaneBits* mask, bool bias_grad, FetchStreams* next) {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
   Scalar* p = Op::kPack == 2 ? scratch.p_pairs : reinterpret_cast<Scalar*>(scratch.scores);
@@ -530,7 +519,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           grad_rows = operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
         }
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
-        ComingQueries coming;
+        FetchStreams coming;
         if (fetches) {
           ComingRows sums;
           if (wanted.dq)

@@ -327,7 +327,10 @@ inline int64_t bias_bytes(const Attention& p) {
   return p.bias_dtype == DType::kBool ? sizeof(bool) : p.bias_dtype == DType::kFloat32 ? sizeof(float) : sizeof(T);
 }
 
-// Rows of a bias whose keys lie side by side, to be fetched: `keys` of them from `key` on.
+// Whether a bias has a row for each query, whose keys lie side by side.
+inline bool has_bias_rows(const Attention& p) { return p.bias.stride[2] != 0 && p.bias.stride[3] == 1; }
+
+// Such rows, to be fetched: `keys` of them from `key` on.
 template <class T>
 inline ComingRows coming_bias(const Attention& p, int64_t batch, int64_t head, int64_t query, int64_t queries,
                               int64_t key, int64_t keys) {

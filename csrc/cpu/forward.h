@@ -204,16 +204,6 @@ struct PairWeights {
   }
 };
 
-// Rows of K, V and the mask or bias of the next block, fetched while this one's scores are computed.
-struct NextBlock {
-  FetchByLine keys, values, biases;
-  void fetch() {
-    keys.fetch();
-    values.fetch();
-    biases.fetch();
-  }
-};
-
 // S^T to memory, masked by the band, with the maximum per lane. Scores that aren't plain are scaled, and added to the
 // bias, if any, that lies where they go.
 template <class Op, bool kPlain>
@@ -230,7 +220,7 @@ struct ScoreTile {
   C *scores, *largest;
   PairWeights<Op, kPlain>* weights;  // of the block before; a step of them after every `pace` products
   int64_t pace;
-  NextBlock* next;
+  FetchStreams* next;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -280,7 +270,7 @@ template <class Op, bool kPlain>
 inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
                          const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
                          int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
-                         typename Op::Compute* scores, NextBlock* next = nullptr,
+                         typename Op::Compute* scores, FetchStreams* next = nullptr,
                          PairWeights<Op, kPlain>* weights = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
@@ -351,7 +341,7 @@ struct ProbabilityTile {
   Range live;            // lanes of the first row
   int64_t vector;
   C *m, *sum, *probabilities;
-  NextBlock* next;
+  FetchStreams* next;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -473,12 +463,12 @@ template <class Op>
                                                   const Score<typename Op::Compute>& score,
                                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                   int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
-                                                  const LaneBits* mask, NextBlock* next, bool& opening) {
+                                                  const LaneBits* mask, FetchStreams* next, bool& opening) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
   const V dead = S::set1(-kInfinity<C>);
-  const auto run = [&](bool open, C* m, NextBlock* fetched) {
+  const auto run = [&](bool open, C* m, FetchStreams* fetched) {
     for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_sum + v * S::kLanes, S::zero());
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
@@ -538,7 +528,7 @@ template <class T, class Op>
                                                     const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                     int64_t batch, int64_t head, int64_t query, int64_t queries,
                                                     int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
-                                                    NextBlock* next) {
+                                                    FetchStreams* next) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
@@ -620,7 +610,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     accumulate(*waiting, weights.scores, true);
   };
   BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
-  const bool fetches_bias = p.bias.data != nullptr && p.bias.stride[2] != 0 && p.bias.stride[3] == 1;
+  const bool fetches_bias = p.bias.data != nullptr && has_bias_rows(p);
   while (walk.next(*block)) {
     if (block->segments == 0 ||
         (score.has_bias && excludes_all<T>(p, batch, head, query, queries, block->row, block->rows)))
@@ -632,18 +622,18 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
       keys = copied_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
                                 scratch.rows, kept == nullptr ? nullptr : kept + 1);
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
-    NextBlock coming, *next = nullptr;
+    FetchStreams coming, *next = nullptr;  // of the next block K, V and the mask or bias
     if (fetches || fetches_bias) {
       const int64_t row = block->row + block->rows, steps = weights.pace(block->rows, depth);
       const int64_t calls =
           max64(1, fetches_of<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
       if (fetches) {
-        coming.keys = {coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls};
-        coming.values = {coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v), calls};
+        coming.first = {coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls};
+        coming.second = {coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v), calls};
       }
       if (fetches_bias)
-        coming.biases = {coming_bias<T>(p, batch, head, query, queries, row, min64(block->rows, p.seqlen_k - row)),
-                         calls};
+        coming.third = {coming_bias<T>(p, batch, head, query, queries, row, min64(block->rows, p.seqlen_k - row)),
+                        calls};
       next = &coming;
     }
     if (waits) {

@@ -183,6 +183,15 @@ class FetchByLine {
   ComingRows coming_;
   int64_t at_once_ = 0, next_ = 0;  // bytes
 };
+// The same from up to three places at once.
+struct FetchStreams {
+  FetchByLine first, second, third;
+  void fetch() {
+    first.fetch();
+    second.fetch();
+    third.fetch();
+  }
+};
 // Steps of a register tile between two calls of fetch.
 inline constexpr int64_t kFetchSteps = 8;
 
