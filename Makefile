@@ -3,8 +3,10 @@
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares a machine without GPU the download of CUDA.
 PYTHON ?=
 BASE_PYTHON ?= python3
+# Another machine's kernels: make sanitize CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu"
+RUN ?=
 CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu tests/*/*.cpp tests/ptxsim/kernels/*.cu)
-XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto)
+XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto --dist worksteal)
 
 ifeq ($(PYTHON),)
   PY := .venv/bin/python
@@ -64,7 +66,7 @@ wheel: $(READY)  ## dist/: a wheel with the compiled libraries, and the sdist
 
 sanitize: $(READY)  ## the CPU kernels' C++ tests under AddressSanitizer and UBSan
 	@$(PY) setup.py -q build_sanitized
-	@build/ninja/test_kernels
+	@$(RUN) build/ninja/test_kernels
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info attnkern/*.so attnkern/_build.json .mypy_cache .pytest_cache .ruff_cache .hypothesis

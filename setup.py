@@ -15,7 +15,6 @@ import fcntl
 import importlib.util
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -53,12 +52,18 @@ def first_line(*command):
 
 
 def find_compiler():
-    if sys.platform != "linux" or platform.machine() not in ANY:
-        raise SystemExit("attnkern compiles on Linux (x86-64, aarch64); ATTNKERN_SKIP_EXT=1 installs its Python files.")
+    """The compiler, and the machine that it compiles for."""
     cxx = os.environ.get("CXX", "g++")
     if shutil.which(cxx.split()[0]) is None:
         raise SystemExit(f"C++ compiler {cxx} not found: install g++ 12 or newer, or set CXX.")
-    return cxx
+    target = first_line(*cxx.split(), "-dumpmachine")  # x86_64-linux-gnu
+    machine = target.split("-")[0]
+    if "linux" not in target or machine not in ANY:
+        raise SystemExit(
+            f"attnkern compiles for Linux (x86-64, aarch64), {cxx} for {target}; "
+            "ATTNKERN_SKIP_EXT=1 installs the Python files."
+        )
+    return cxx, machine
 
 
 def find_torch():
@@ -132,11 +137,22 @@ def isa_flags(source):
     return ISA[source.stem.removeprefix("isa_")][1] if source.stem.startswith("isa_") else ""
 
 
-def cpu_sources():
+def cpu_sources(machine):
     """Every csrc/cpu/*.cpp but the instruction sets of other machines."""
     sources = sorted(Path("csrc/cpu").glob("*.cpp"))
-    other = [f"isa_{name}" for name, (machines, _) in ISA.items() if platform.machine() not in machines]
+    other = [f"isa_{name}" for name, (machines, _) in ISA.items() if machine not in machines]
     return [source for source in sources if source.stem not in other]
+
+
+def virtual_arch(source, arch):
+    """The PTX that a source's binary for sm_<arch> is made of: one for all chips up to sm_90, one from sm_100 on, for
+    which nvcc has another front end. *_sm90.cu have Hopper's own instructions."""
+    match = re.fullmatch(r"(\d{2,})[af]?", arch)
+    if match is None or int(match[1]) < 80:
+        raise SystemExit(f'ATTNKERN_CUDA_ARCHS must name architectures from 80 on, as in "80 90a 120", got {arch!r}.')
+    if Path(source).stem.endswith("_sm90"):
+        return "90a"
+    return "100" if int(match[1]) >= 100 else "80"
 
 
 def sm90_flags(archs):
@@ -149,28 +165,29 @@ class BuildLibraries(build_ext):
     """Both libraries, straight to their destination: this folder (--inplace) or the wheel's tree."""
 
     def run(self):
-        cxx, torch, (nvcc, why_not) = find_compiler(), find_torch(), find_nvcc()
+        (cxx, machine), torch, (nvcc, why_not) = find_compiler(), find_torch(), find_nvcc()
         package = Path("." if self.inplace else self.build_lib) / "attnkern"
         flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
         torch_flags = f"{flags} -isystem {torch}/include"
         ninja = Ninja("release")
-        objects = ninja.compile([*sorted(Path("csrc").glob("*.cpp")), *cpu_sources()], cxx, torch_flags)
+        objects = ninja.compile([*sorted(Path("csrc").glob("*.cpp")), *cpu_sources(machine)], cxx, torch_flags)
         ninja.add("link", package / "_C.abi3.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
         record = {
             "compiler": first_line(*cxx.split(), "--version"),
             "flags": flags,
-            "isa": {s.stem[4:]: isa_flags(s) for s in cpu_sources() if s.stem.startswith("isa_")},
+            "isa": {s.stem[4:]: isa_flags(s) for s in cpu_sources(machine) if s.stem.startswith("isa_")},
             "torch": version("torch"),
             "cuda": why_not,
         }
         if nvcc:
             archs = os.environ.get("ATTNKERN_CUDA_ARCHS", "80 90a 100a 120").split()
-            codes = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
-            nvcc_flags = " ".join([NVCCFLAGS, *codes, "-gencode arch=compute_80,code=compute_80", "-Icsrc"])
             sources = Path("csrc/cuda")
-            objects = ninja.compile(sorted(sources.glob("*.cpp")), cxx, torch_flags)
             hopper = sorted(sources.glob("*_sm90.cu"))
-            objects += ninja.compile(sorted({*sources.glob("*.cu")} - {*hopper}), nvcc, nvcc_flags)
+            others = sorted({*sources.glob("*.cu")} - {*hopper})
+            codes = [f"-gencode arch=compute_{virtual_arch(others[0], arch)},code=sm_{arch}" for arch in archs]
+            nvcc_flags = " ".join([NVCCFLAGS, *codes, "-gencode arch=compute_80,code=compute_80", "-Icsrc"])
+            objects = ninja.compile(sorted(sources.glob("*.cpp")), cxx, torch_flags)
+            objects += ninja.compile(others, nvcc, nvcc_flags)
             objects += ninja.compile(hopper, nvcc, f"{NVCCFLAGS} {sm90_flags(archs)} -Icsrc")
             # -ltorch: a CUDA torch's needs libtorch_cuda, where the one weak CUDA symbol of ops_cuda.cpp then resolves.
             link_flags = f"{LDFLAGS} -cudart static -cudadevrt none -L{torch}/lib -ltorch -ltorch_cpu"
@@ -196,9 +213,9 @@ class BuildSanitized(Command):
     initialize_options = finalize_options = lambda self: None
 
     def run(self):
-        cxx, ninja = find_compiler(), Ninja("sanitize")
+        (cxx, machine), ninja = find_compiler(), Ninja("sanitize")
         flags = f"{CXXFLAGS} {SANITIZE} -Icsrc"
-        objects = ninja.compile([*cpu_sources(), *sorted(Path("tests/cpp").glob("*.cpp"))], cxx, flags)
+        objects = ninja.compile([*cpu_sources(machine), *sorted(Path("tests/cpp").glob("*.cpp"))], cxx, flags)
         ninja.add("link", BUILD / "test_kernels", objects, cxx, SANITIZE)
         ninja.run()
 

@@ -22,7 +22,8 @@ from attnkern import _library
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(attnkern.__file__).parent
 LIBRARIES = sorted(PACKAGE.glob("*.abi3.so"))
-ISAS = {"x86_64": {"avx512bf16", "avx512", "avx2", "generic"}, "aarch64": {"neon", "generic"}}[platform.machine()]
+ISAS_OF = {"x86_64": {"avx512bf16", "avx512", "avx2", "generic"}, "aarch64": {"neon", "generic"}}
+ISAS = ISAS_OF[platform.machine()]
 MAKE_TARGETS = ["build", "test", "gate", "bench", "lint", "format", "typecheck", "gpu", "wheel", "sanitize", "clean"]
 
 
@@ -231,6 +232,7 @@ def test_the_bare_name_triton_kernels_is_refused():
 
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake 1.0"; echo "release 1.0"; echo end; exit; fi
+if [ "$1" = -dumpmachine ]; then echo ${{TARGET:-{machine}-linux-gnu}}; exit; fi
 echo "$@" >> {log}
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -249,7 +251,7 @@ def fake_build(tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("g++", "nvcc"):
         compiler = tmp_path / "bin" / name
-        compiler.write_text(FAKE_COMPILER.format(log=tmp_path / "log"))
+        compiler.write_text(FAKE_COMPILER.format(log=tmp_path / "log", machine=platform.machine()))
         compiler.chmod(0o755)
 
     def build(*options, **env):
@@ -276,6 +278,24 @@ def test_each_instruction_set_gets_its_own_flags_and_a_second_build_does_nothing
     assert [c for c in commands if " -o " in c] == []
 
 
+def test_the_instruction_sets_are_those_of_the_compilers_machine(fake_build):
+    for target, machine in (("aarch64-linux-gnu", "aarch64"), ("x86_64-redhat-linux", "x86_64")):
+        shutil.rmtree(fake_build.folder / "build", ignore_errors=True)
+        _, commands = fake_build(ATTNKERN_CUDA="0", TARGET=target)
+        assert {isa for c in commands for isa in re.findall(r"-c \S+/isa_(\w+)\.cpp", c)} == ISAS_OF[machine]
+    env = {"ATTNKERN_CUDA": "0", "CXX": str(fake_build.folder / "bin" / "g++"), "TARGET": "riscv64-linux-gnu"}
+    text = run(sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, **env)
+    assert text.startswith(f"attnkern compiles for Linux (x86-64, aarch64), {env['CXX']} for riscv64-linux-gnu; ")
+
+
+def test_ptx_is_made_once_for_chips_that_have_it_in_common(fake_build):
+    _, commands = fake_build(ATTNKERN_CUDA="1")
+    for command in (c for c in commands if ".cu " in c):
+        pairs = re.findall(r"arch=compute_(\w+),code=(\w+)", command)
+        common = [("80", "sm_80"), ("80", "sm_90a"), ("100", "sm_100a"), ("100", "sm_120"), ("80", "compute_80")]
+        assert pairs == ([("90a", "sm_90a")] if "_sm90.cu " in command else common)
+
+
 def test_the_cuda_library_is_compiled_for_the_architectures_asked_for(fake_build):
     _, commands = fake_build(ATTNKERN_CUDA="1", ATTNKERN_CUDA_ARCHS="90a 120")
     kernels = [c for c in commands if ".cu " in c]
@@ -292,6 +312,13 @@ def test_the_cuda_library_is_compiled_for_the_architectures_asked_for(fake_build
     assert "-cudart static" in link
     record = json.loads((fake_build.folder / "attnkern" / "_build.json").read_text())
     assert record["cuda"]["archs"] == ["90a", "120"]
+
+
+@pytest.mark.parametrize("arch", ["native", "75", "sm_90a"])
+def test_an_architecture_that_cannot_be_is_refused(fake_build, arch):
+    env = {"ATTNKERN_CUDA": "1", "CUDA_HOME": str(fake_build.folder), "ATTNKERN_CUDA_ARCHS": f"80 {arch}"}
+    text = run(sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, **env)
+    assert text == f'ATTNKERN_CUDA_ARCHS must name architectures from 80 on, as in "80 90a 120", got {arch!r}.\n'
 
 
 def test_without_nvcc_one_line_says_so_and_a_stale_cuda_library_goes(fake_build):

@@ -11,7 +11,9 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored \
@@ -320,6 +322,9 @@ struct Simd {
       return (V)_mm256_slli_epi32(wide, 16);
     } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
       return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__aarch64__)
+    } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
+      return (V)vcvt_f32_f16(vld1_f16(reinterpret_cast<const __fp16*>(p)));
 #endif
     } else {
       C lanes[kLanes];
@@ -338,6 +343,9 @@ struct Simd {
 #elif defined(__AVX2__)
     } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    } else if constexpr (std::is_same_v<T, Float16> && sizeof(C) == 4) {
+      vst1_f16(reinterpret_cast<__fp16*>(p), vcvt_f16_f32((float32x4_t)x));
 #endif
 #if defined(__AVX512BF16__)
     } else if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4) {

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -55,8 +56,7 @@ def key(case: Case, arch: str) -> str:
     """The key of a case's compilation; kernels of one .cu share it."""
     source = case.source
     if isinstance(source, Cuda):
-        environment = [os.environ.get(f"NVCC_{where}_FLAGS") for where in ("PREPEND", "APPEND")]
-        return cache.key_of(source.path, nvcc_flags(source, arch), environment, nvcc(), tools())
+        return cache.key_of(source.path, nvcc_flags(source, arch), _environment(), nvcc(), tools())
     return triton_key(source, arch)
 
 
@@ -72,24 +72,48 @@ def kernels(case: Case, arch: str) -> list[Kernel]:
 
 
 def nvcc_flags(source: Cuda, arch: str) -> list[str]:
-    code = f"arch=compute_{arch},code=sm_{arch}"
+    code = f"arch=compute_{product().virtual_arch(source.path, arch)},code=sm_{arch}"
     return [*product().NVCCFLAGS.split(), "-Icsrc", *source.flags, "-gencode", code]
 
 
 def compile_cuda(source: Cuda, arch: str) -> tuple[list[dict], list[str]]:
-    """The kernels' fields, and the files that nvcc read."""
+    """The kernels' fields, and the files that nvcc read. PTX is made once for all chips that have it in common."""
+    text, files = ptx(source.path, product().virtual_arch(source.path, arch), source.flags)
     with tempfile.TemporaryDirectory() as folder:
-        cubin, depends = Path(folder, "cubin"), Path(folder, "d")
-        flags = [*nvcc_flags(source, arch), "-cubin", "-Xptxas", "-v", "-MD", "-MF", str(depends)]
-        done = binary.run(nvcc()[0], *flags, source.path, "-o", cubin, cwd=cache.ROOT)
-        if done.returncode:
-            message = binary.first_error(done.stderr + done.stdout)
-            raise GateError(f"{source.path} doesn't compile for sm_{arch}: {message}")
-        found = binary.read(cubin, done.stderr)
-        files = dependencies(depends.read_text())
+        cubin, written = Path(folder, "cubin"), Path(folder, "ptx.ptx")
+        written.write_text(text)
+        command = [nvcc()[0], *nvcc_flags(source, arch), "-cubin", "-Xptxas", "-v", written, "-o", cubin]
+        found = binary.read(cubin, _compiled(command, source.path, f"sm_{arch}"))
     for kernel, name in zip(found, short_names([k.name for k in found]), strict=True):
         kernel.name = name
     return [dataclasses.asdict(kernel) for kernel in found], files
+
+
+def ptx(path: str, virtual: str, flags: Sequence[str] = ()) -> tuple[str, list[str]]:
+    """A source's PTX for compute_<virtual> by the product's flags and these, and the files that nvcc read."""
+    flags = [*product().NVCCFLAGS.split(), "-Icsrc", *flags, f"-arch=compute_{virtual}"]
+
+    def make() -> tuple[list, list[str]]:
+        with tempfile.TemporaryDirectory() as folder:
+            out, depends = Path(folder, "ptx"), Path(folder, "d")
+            command = [nvcc()[0], *flags, "-ptx", "-MD", "-MF", depends, path, "-o", out]
+            _compiled(command, path, f"compute_{virtual}")
+            files = dependencies(depends.read_text())
+            return [out.read_text(), files], files
+
+    return cache.cached(cache.key_of("ptx", path, flags, _environment(), nvcc()), make)
+
+
+def _compiled(command: list, path: str, target: str) -> str:
+    """What nvcc printed."""
+    done = binary.run(*command, cwd=cache.ROOT)
+    if done.returncode:
+        raise GateError(f"{path} doesn't compile for {target}: {binary.first_error(done.stderr + done.stdout)}")
+    return done.stderr
+
+
+def _environment() -> list[str | None]:
+    return [os.environ.get(f"NVCC_{where}_FLAGS") for where in ("PREPEND", "APPEND")]
 
 
 def dependencies(rule: str) -> list[str]:

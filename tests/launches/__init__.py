@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,7 +180,8 @@ def build() -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        parts = [_compiled(source, [nvcc, *flags, _architecture(source)], device_key) for source in sources]
+        with ThreadPoolExecutor(product.max_jobs()) as pool:
+            parts = list(pool.map(lambda source: _compiled(source, [nvcc, *flags], device_key), sources))
         out = FOLDER / _digest([*host_key, *(part.name for part in parts)])
         if not out.exists():
             with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
@@ -197,17 +199,14 @@ def build() -> Path:
     return out
 
 
-def _architecture(source: Path) -> str:
-    arch = "90a" if source.stem.endswith("_sm90") else "80"
-    return f"-gencode=arch=compute_{arch},code=compute_{arch}"
-
-
 def _compiled(source: Path, command: list[str], key: list[str]) -> Path:
+    virtual = compilers.product().virtual_arch(source, "80")
     out = FOLDER / f"{source.stem}-{_digest([*key, source.read_text()])}"
     if not out.exists():
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            relative = source.relative_to(ROOT)
-            _run(*command, "--keep", "--keep-dir", folder, "-c", relative, "-o", f"{folder}/{source.stem}.o")
+            code = f"-gencode=arch=compute_{virtual},code=compute_{virtual}"
+            to = ["--keep", "--keep-dir", folder, "-c", source.relative_to(ROOT), "-o", f"{folder}/{source.stem}.o"]
+            _run(*command, code, *to)
             done = Path(f"{folder}.done")
             done.mkdir()
             for kind in ("o", "ptx"):

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gate import cache, compilers
+from gate import compilers
 from gate.binary import GateError
 from gate.case import SHARED_LIMIT
 
@@ -398,26 +395,11 @@ def _names(text: str) -> ptx.Module:
 @functools.lru_cache(maxsize=64)
 def _nvcc(path: Path, target: int, extra: tuple) -> str:
     """The source's PTX, by the product's flags; kept by the compile gate's cache."""
-    arch = f"sm_{target}" + ("a" if target in (90, 100, 103, 120) else "")
+    virtual = str(target) + ("a" if target in (90, 100, 103, 120) else "")
     try:
-        nvcc, version = compilers.nvcc()
+        return compilers.ptx(str(path), virtual, ["-lineinfo", *extra])[0]
     except GateError as error:
         raise LaunchError(str(error)) from error
-    flags = [*compilers.product().NVCCFLAGS.split(), "-lineinfo", "-Icsrc", *extra, f"-arch={arch}"]
-
-    def make() -> tuple[list, list[str]]:
-        with tempfile.TemporaryDirectory() as folder:
-            out, depends = Path(folder, "ptx"), Path(folder, "d")
-            command = [nvcc, *flags, "-ptx", "-MD", "-MF", str(depends), str(path), "-o", str(out)]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-            if done.returncode:
-                raise LaunchError(f"{path.name} doesn't compile for {arch}:\n{done.stderr or done.stdout}")
-            return [out.read_text()], compilers.dependencies(depends.read_text())
-
-    key = cache.key_of(
-        str(path), flags, version, os.environ.get("NVCC_PREPEND_FLAGS"), os.environ.get("NVCC_APPEND_FLAGS")
-    )
-    return cache.cached(key, make)[0]
 
 
 def from_ptx(text: str, name: str | None = None, *, target: int, shared: int = 0) -> Compiled:
