@@ -200,10 +200,10 @@ def build() -> Path:
 
 
 def _compiled(source: Path, command: list[str], key: list[str]) -> Path:
-    virtual = compilers.product().virtual_arch(source, "80")
     out = FOLDER / f"{source.stem}-{_digest([*key, source.read_text()])}"
     if not out.exists():
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            virtual = compilers.product().virtual_arch(source, "80")
             code = f"-gencode=arch=compute_{virtual},code=compute_{virtual}"
             to = ["--keep", "--keep-dir", folder, "-c", source.relative_to(ROOT), "-o", f"{folder}/{source.stem}.o"]
             _run(*command, code, *to)
