@@ -492,8 +492,12 @@ def _units(
     )
     q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
     w2 = (weights * survive * (1.0 + condition)).square()
+    # What a score's rounding moves is the value's distance from the output: nothing where one weight is all.
+    moved2 = (weights * condition).square()
+    apart2 = (moved2 * survive.square()) @ v.square() - 2.0 * exact["out"] * ((moved2 * survive) @ v)
+    apart2 = (apart2 + exact["out"].square() * moved2.sum(-1, keepdim=True)).clamp(min=0.0)
     units = {
-        "out": unit("out", (w2 @ v.square()).sqrt()),
+        "out": unit("out", ((weights * survive).square() @ v.square() + apart2).sqrt()),
         "lse": eps_accumulate * (exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0) + lse_unit),
     }
     if grad_out is None:
@@ -752,10 +756,14 @@ def make_inputs(
     layout: str | tuple[str, str, str] = "contiguous",
     mask: tuple[str, str] | None = None,
     mask_dtype: torch.dtype | None = None,
+    amplitude: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    product: float = 0.0,
     seed: int | None = None,
 ) -> Inputs:
-    """Random inputs (standard normal, 4-D); `mask` is (kind, shape) of `make_mask`.
+    """Random inputs (normal, 4-D); `mask` is (kind, shape) of `make_mask`.
 
+    `amplitude` is the standard deviation of query, key and value. `product` is the mean of every query times every key,
+    which moves all scores, and the log-sum-exp, without making weights more uneven.
     Without a seed one is drawn from torch's generator; the recipe names it, so a failure can be repeated alone.
     """
     arguments = {n: x for n, x in locals().items() if n != "seed"}
@@ -768,13 +776,14 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
     layouts = (layout,) * 3 if isinstance(layout, str) else layout
 
-    def draw(h: int, n: int, d: int, name: str) -> Tensor:
+    def draw(h: int, n: int, d: int, name: str, amplitude: float, mean: float = 0.0) -> Tensor:
         x = torch.randn(batch, h, n, d, generator=generator, dtype=torch.float64)
-        return with_layout(x.to(device, dtype), name)
+        return with_layout((x * amplitude + mean).to(device, dtype), name)
 
-    query = draw(heads, seqlen_q, head_dim, layouts[0])
-    key = draw(heads_k, seqlen_k, head_dim, layouts[1])
-    value = draw(heads_v, seqlen_k, head_dim_v, layouts[2])
+    mean = math.sqrt(abs(product) / max(head_dim, 1))
+    query = draw(heads, seqlen_q, head_dim, layouts[0], amplitude[0], math.copysign(mean, product))
+    key = draw(heads_k, seqlen_k, head_dim, layouts[1], amplitude[1], mean)
+    value = draw(heads_v, seqlen_k, head_dim_v, layouts[2], amplitude[2])
     attn_mask = None
     if mask is not None:
         sizes = {"B": batch, "H": heads, "L": seqlen_q, "S": seqlen_k}
@@ -783,52 +792,101 @@ def make_inputs(
     return Inputs(query, key, value, attn_mask, f"attnkern.testing.make_inputs({shown}, seed={seed})")
 
 
+def far_key(gap: float, place: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Inputs:
+    """33 queries and 97 keys, of which the one at `place` has scores that are about `gap` above all others."""
+    inputs = make_inputs(1, 2, 33, 97, 16, dtype=dtype, device=device, amplitude=(0.1, 0.1, 1.0), product=40.0)
+    inputs.key[..., place, :] *= 1.0 + gap / 10.0
+    return dataclasses.replace(inputs, recipe=f"{inputs.recipe} with key[..., {place}, :] *= {1.0 + gap / 10.0}")
+
+
+# One off every tile and block of keys or queries.
+LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 61, 63, 64, 65, 95, 96, 97, 127, 128, 129, 130, 191, 193, 257)
+
+
 def random_problem(
-    seed: int, *, device: Any = "cpu", dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)
+    seed: int,
+    *,
+    device: Any = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    lengths: Sequence[int] = LENGTHS,
+    head_dims: Sequence[int] = (1, 2, 3, 8, 16, 17, 32, 40, 64, 72),
+    dims_v: Sequence[int] = (1, 5, 24),
+    layouts: Sequence[str] = tuple(LAYOUTS),
+    heads: Sequence[int] = (1, 2, 3),
+    groups: Sequence[int] = (1, 1, 2, 4),
+    masks: bool = True,
+    extreme: float = 0.5,
 ) -> tuple[Inputs, dict[str, Any]]:
-    """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed."""
+    """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed.
+
+    A share of `extreme` is so in one way or several: amplitudes from 1e-3 to 1e3, scales of either sign from 1e-3 to
+    1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments are what to draw from:
+    sizes, the query heads of a key head, and whether there may be a mask.
+    """
     rng = random.Random(seed)
-    lengths = [0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 61, 64, 65, 97, 130]
-    heads_k = rng.choice([1, 2, 3])
-    group = rng.choice([1, 1, 2, 4])
-    gqa = group > 1
-    head_dim = rng.choice([1, 2, 3, 8, 16, 17, 32, 40, 64, 72])
-    seqlen_q = rng.choice(lengths)
-    seqlen_k = seqlen_q if rng.random() < 0.3 else rng.choice(lengths)
+
+    def rounded(x: float) -> float:
+        return float(f"{x:.2g}")
+
+    wild = rng.random() < extreme
+    heads_k = 0 if wild and rng.random() < 0.04 else rng.choice(list(heads))
+    group = rng.choice(list(groups))
+    head_dim = rng.choice(list(head_dims))
+    seqlen_q = rng.choice(list(lengths))
+    seqlen_k = seqlen_q if rng.random() < 0.3 else rng.choice(list(lengths))
     dtype = rng.choice(list(dtypes))
     options: dict[str, Any] = {}
-    if gqa:
+    if group > 1 and heads_k > 0:
         options["enable_gqa"] = True
-    kind = rng.choice(["none", "causal", "window", "mask", "mask", "both"])
+    kind = rng.choice(["none", "band", "band", *(["mask", "mask", "both", "both"] if masks else [])])
     mask = None
     if kind in ("mask", "both"):
         mask = (rng.choice(["bool", "float", "holes"]), "".join(rng.choice([c, c, "1"]) for c in "BHLS"))
-    if kind in ("causal", "both"):
-        options["is_causal"] = True
-    if kind == "window":
-        options["window"] = (rng.choice([None, 0, 1, 5, 40]), rng.choice([None, 0, 1, 5, 40]))
-    if kind in ("causal", "window", "both"):
+    if kind in ("band", "both"):
+        if rng.random() < 0.5:
+            options["is_causal"] = True
+        else:
+            options["window"] = (rng.choice([None, 0, 1, 5, 40, 100]), rng.choice([None, 0, 1, 5, 40]))
         options["alignment"] = rng.choice(["top_left", "bottom_right"])
-    if rng.random() < 0.3:
-        options["scale"] = rng.choice([0.0, -0.5, 0.125, 1.0])
-    if rng.random() < 0.15:
-        options["softcap"] = rng.choice([1.0, 5.0])
+    scale = 1.0 / math.sqrt(head_dim)
+    if rng.random() < 0.5:
+        choices = [0.0, -0.5, 0.125, 1.0]
+        if wild:
+            choices = [0.0, 0.0, -0.5, 1.0, -3.0, *(rounded(sign * 10.0 ** rng.uniform(-3, 2)) for sign in (1, -1))]
+        options["scale"] = scale = rng.choice(choices)
+    if rng.random() < (0.3 if wild else 0.15):
+        options["softcap"] = rng.choice([1.0, 5.0, 30.0])
+    amplitude, product = [1.0, 1.0, 1.0], 0.0
+    if wild:
+        amplitude = [10.0 ** rng.uniform(-3, 3) if rng.random() < 0.5 else 1.0 for _ in range(3)]
+        # A score's rounding is to leave weights with a few digits, and 16-bit gradients are not to overflow.
+        largest = 1e4 if dtype != torch.float16 else 1e2
+        spread = abs(scale) * math.sqrt(head_dim) * amplitude[0] * amplitude[1]
+        amplitude[0] /= max(1.0, spread / largest)
+        if dtype == torch.float16:
+            most = max(1.0, amplitude[0], amplitude[1]) * max(1.0, abs(scale))
+            amplitude[2] = min(amplitude[2], 100.0 / most)
+        if scale != 0.0 and rng.random() < 0.5:
+            product = rng.choice([-1.0, 1.0]) * 10.0 ** rng.uniform(1, 3) / abs(scale)
+            product /= max(1.0, abs(product) / 1e6)
     inputs = make_inputs(
         rng.choice([1, 1, 2, 3]),
         heads_k * group,
         seqlen_q,
         seqlen_k,
         head_dim,
-        rng.choice([head_dim, head_dim, 1, 5, 24]),
+        rng.choice([head_dim, head_dim, *dims_v]),
         heads_k=heads_k,
         dtype=dtype,
         device=device,
-        layout=tuple(rng.choice(list(LAYOUTS)) for _ in range(3)),  # type: ignore[arg-type]
+        layout=tuple(rng.choice(list(layouts)) for _ in range(3)),  # type: ignore[arg-type]
         mask=mask,
         mask_dtype=rng.choice([dtype, torch.float32]),
+        amplitude=tuple(map(rounded, amplitude)),  # type: ignore[arg-type]
+        product=rounded(product),
         seed=seed,
     )
-    return dataclasses.replace(inputs, recipe=f"attnkern.testing.random_problem({seed})"), options
+    return inputs, options
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -20,10 +20,12 @@ torch.manual_seed({seed})
 assert torch.ops.attnkern.cpu_isa() == {isa!r} == attnkern.build_info()["cpu_isa"]
 dtypes = torch.float32, torch.float64, torch.bfloat16, torch.float16
 count = 0
-def check(*sizes, options=None, **more):
+def check_inputs(inputs, **options):
     global count
     count += 1
-    testing.check_attention(testing.make_inputs(*sizes, **more), backend="cpu", **(options or {{}}))
+    testing.check_attention(inputs, backend="cpu", **options)
+def check(*sizes, options=None, **more):
+    check_inputs(testing.make_inputs(*sizes, **more), **(options or {{}}))
 with testing.poisoned_memory():
     for dtype in dtypes:
         for length, keys in [(1, 1), (1, 300), (3, 130), (16, 16), (33, 97), (65, 257), (130, 70)]:
@@ -39,9 +41,18 @@ with testing.poisoned_memory():
             check(2, 2, 19, 70, 20, dtype=dtype, layout=layout)
         for options in ({{"enable_gqa": True}}, {{"enable_gqa": True, "is_causal": True, "softcap": 5.0}}):
             check(2, 6, 19, 70, 16, heads_k=2, dtype=dtype, options=options)
-        for seed in range(20):
+        # Scores that lie far apart, and a maximum that comes late: what an exponential overflows at, and does not.
+        for gap, place in itertools.product((60, 88, 90, 128, 178, 250, 300, 709, 720, 1000, 5000), (0, 40, -1)):
+            check_inputs(testing.far_key(gap, place, dtype=dtype))
+        for length, keys in [(1, 160), (2, 160), (3, 97), (16, 320), (33, 97), (130, 257)]:
+            for scale in (-3.0, 0.0, 1e-3, 3.0, 100.0):
+                check(1, 2, length, keys, 64, dtype=dtype, options={{"scale": scale}})
+            for product in (-8e3, -800.0, 800.0, 8e3):  # a log-sum-exp up to 1e3
+                check(1, 2, length, keys, 64, dtype=dtype, product=product)
+        for seed in range(40):
             inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=[dtype])
             testing.check_attention(inputs, backend="cpu", **options)
+            count += 1
         # Dropout: the same bits whatever the width of a vector.
         inputs = testing.make_inputs(2, 3, 33, 70, 16, dtype=dtype)
         for seed in range(3):

@@ -117,12 +117,13 @@ struct BackwardScratch {
   int64_t bytes;
 };
 
-// What a row of scores needs from the forward pass.
+// What a row of scores needs: P = norm * exp(S + shift), dS = P * (dP - delta).
 template <class C>
 struct RowTerms {
   C* shift;  // -lse, in the unit of the scores; -inf where the row has no live key
   C* delta;  // rowsum(dO * O) - dLSE
-  RowTerms from(int64_t row) const { return {shift + row, delta + row}; }
+  C* norm;   // null: 1 for all rows
+  RowTerms from(int64_t row) const { return {shift + row, delta + row, norm == nullptr ? nullptr : norm + row}; }
 };
 
 // S, dP -> P (dropped), dS in place, for one segment of scores that aren't plain. Rows are queries, lanes keys. dS is
@@ -144,6 +145,7 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
     for (int64_t i = segment.row; i < segment.row + segment.rows; ++i, at += kTile<C>) {
       V t = S::zero(), g = S::load(grad_scores + at);
       V p = exponential(finish_score(score, S::load(scores + at), scale, bias + at, &t), S::set1(terms.shift[i]));
+      if (terms.norm != nullptr) p *= S::set1(terms.norm[i]);
       if (mask != nullptr) p = S::select(mask[i - segment.row] >> (v * S::kLanes), p, S::zero());
       if (cut) {
         p = band.select(p, S::zero());
@@ -229,10 +231,13 @@ struct GradientTile {
     for (int r = 0; r < kRows; ++r) {
       const V shift = S::set1(terms.shift[row + r]), delta = S::set1(terms.delta[row + r]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        score[r][v] = exponential(score[r][v], shift);
-        grad_p[r][v] = score[r][v] * (grad_p[r][v] - delta);
+      for (int v = 0; v < kVectors; ++v) score[r][v] = exponential(score[r][v], shift);
+      if (terms.norm != nullptr) [[unlikely]] {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) score[r][v] *= S::set1(terms.norm[row + r]);
       }
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) grad_p[r][v] = score[r][v] * (grad_p[r][v] - delta);
     }
     if (kBias && bias_grad) {
 #pragma GCC unroll 8
@@ -646,6 +651,113 @@ inline void compute_terms(const Backward& p, bool plain, int64_t batch, int64_t 
   }
 }
 
+// From this log-sum-exp on its rounding, and that of scores which the forward pass has summed in another order, is felt
+// in P, which 16-bit results see later. Of a row of finfo.min alone, it has lost the number of keys.
+template <class T, class C>
+inline constexpr C kLargeLse = std::is_same_v<T, C> ? C(64) : C(1024);
+
+template <class T, class C>
+inline bool has_large_lse(const C* lse, int64_t rows) {
+  bool large = false;
+  for (int64_t i = 0; i < rows; ++i) {
+    const C magnitude = lse[i] < C(0) ? -lse[i] : lse[i];
+    large |= (magnitude >= kLargeLse<T, C>)&(magnitude < kInfinity<C>);
+  }
+  return large;
+}
+
+// The scores of a segment that has been multiplied, as P will be made of them, into the lanes' maxima and sums of their
+// exponentials: of row `row` and on.
+template <class Op, bool kPlain, class C = typename Op::Compute>
+inline void add_to_sums(const Score<C>& score, const BandWalk<C>& walk, const Segment& segment, int64_t keys,
+                        const C* bias, const LaneBits* mask, const C* scores, C* largest, C* sum) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  const C factor = kPlain ? score.template product_factor<Op>() : C(1);
+  const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>), unit = S::set1(kPlain ? C(1) : kLog2E<C>);
+  const Exponential<Op, kPlain, Precision::kFull> exponential(factor);
+  const Range live = walk.live_lanes(segment.row);
+  for (int64_t i = 0; i < segment.rows; ++i) {
+    V m = S::load(largest + i * S::kLanes), total = S::load(sum + i * S::kLanes);
+    for (int64_t v = segment.first; v < segment.last; ++v) {
+      const int64_t at = i * kTile<C> + v * S::kLanes;
+      V x = S::load(scores + at);
+      if constexpr (!kPlain) x = finish_score(score, x, scale, bias + at);
+      if (mask != nullptr) x = S::select(mask[i] >> (v * S::kLanes), x, dead);
+      if (segment.cut) x = LaneMask<C>({live.begin + i, live.end + i}, v).select(x, dead);
+      if ((v + 1) * S::kLanes > keys) x = LaneMask<C>({0, keys}, v).select(x, dead);
+      const V old = m;
+      m = S::max(S::product(x, S::set1(factor)), old);
+      const V shift = m == dead ? S::zero() : m;
+      total = S::fma(total, S::exp2((old - shift) * unit), exponential(x, -shift));
+    }
+    S::store(largest + i * S::kLanes, m);
+    S::store(sum + i * S::kLanes, total);
+  }
+}
+
+// shift and norm of rows whose lse is large, from the very scores that their P is made of.
+template <class T, class Op, class C = typename Op::Compute>
+[[gnu::noinline]] void normalise_again(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch,
+                                       int64_t head, int64_t row, int64_t rows, RowTerms<C> terms) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  const Score<C> score(p);
+  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
+  C *largest = scratch.grad_scores, *sum = largest + rows * S::kLanes;
+  for (int64_t i = 0; i < rows * S::kLanes; ++i) largest[i] = -kInfinity<C>, sum[i] = C(0);
+  for (int64_t key = 0; key < p.seqlen_k; key += kTile<C>) {
+    const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
+    load_key_tile<T, Op>(p, scratch, score, batch, head / (p.heads_q / p.heads_k), key, keys);
+    BandWalk<C> walk(p.band.transposed(), key, keys, {row, row + rows}, kBlock<Op>);
+    BlockPlan block;
+    while (walk.next(block)) {
+      if (block.segments == 0 || (score.has_bias && excludes_all<T>(p, batch, head, block.row, block.rows, key, keys)))
+        continue;
+      const LaneBits* mask = nullptr;
+      if (score.has_mask && !apply_mask<C>(p, 2, batch, head, key, keys, scratch.mask, block, mask)) continue;
+      if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
+      const auto q_rows = operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
+      for (int64_t s = 0; s < block.segments; ++s) {
+        const Segment& segment = block.segment[s];
+        const int64_t first = segment.row - block.row, lane = segment.first * S::kLanes, at = first * kTile<C>;
+        gemm<typename Op::Product>(segment.rows, segment.last - segment.first, depth,
+                                   {q_rows.data + first * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
+                                   {scratch.scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
+        const int64_t lanes = (segment.row - row) * S::kLanes;
+        const auto add = score.plain() ? add_to_sums<Op, true> : add_to_sums<Op, false>;
+        add(score, walk, segment, keys, scratch.bias + at, bits_from(mask, first), scratch.scores + at, largest + lanes,
+            sum + lanes);
+      }
+    }
+  }
+  const V unit = S::set1(score.plain() ? C(1) : kLog2E<C>);
+  for (int64_t i = 0; i < rows; ++i) {
+    const V of_lanes = S::load(largest + i * S::kLanes), m = S::max_all(of_lanes);
+    const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
+    const C total = S::sum(S::load(sum + i * S::kLanes) * S::exp2((of_lanes - shift) * unit));
+    terms.shift[i] = -m[0] < kInfinity<C> ? -m[0] : -kInfinity<C>;
+    terms.norm[i] = total == C(0) ? C(1) : C(1) / total;
+  }
+}
+
+// All terms of `rows` rows of a head.
+template <class T, class Op, class C = typename Op::Compute>
+inline void make_terms(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t row,
+                       int64_t rows, RowTerms<C> terms) {
+  compute_terms<T>(p, Score<C>(p).plain(), batch, head, row, rows, terms);
+  if (terms.norm == nullptr) return;
+  constexpr int64_t kMost = kBlock<Op> * kTile<C> / (2 * Simd<C>::kLanes);  // rows that scratch has room for
+  for (const int64_t end = row + rows; row < end; row += kMost) {
+    const int64_t index = (batch * p.heads_q + head) * p.seqlen_q + row, count = min64(kMost, end - row);
+    const RowTerms<C> some = terms.from(index);
+    if (has_large_lse<T>(static_cast<const C*>(p.lse) + index, count))
+      normalise_again<T>(p, scratch, batch, head, row, count, some);
+    else
+      for (int64_t i = 0; i < count; ++i) some.norm[i] = C(1);
+  }
+}
+
 // d(bias) in its own sweep: for each entry of the (broadcast) bias, dS summed over the dimensions it is broadcast
 // along, in a fixed order. Costs the two products of dS once more, but no memory beyond a tile.
 template <class T, class Op>
@@ -761,9 +873,11 @@ void backward(const Backward& p, const Runtime& runtime) {
   const Wanted wanted(p);
   const int64_t all_heads = p.batch * p.heads_q;
   if (all_heads == 0) return;  // nothing that a gradient could come from: the caller has filled with zeros
-  const Buffer<C> shift(all_heads * p.seqlen_q), delta(all_heads * p.seqlen_q);
-  const RowTerms<C> terms{shift.data(), delta.data()};
-  const bool plain = Score<C>(p).plain();
+  const int64_t all_rows = all_heads * p.seqlen_q;
+  const Buffer<C> shift(all_rows), delta(all_rows);
+  const Buffer<C> norm(has_large_lse<T>(static_cast<const C*>(p.lse), all_rows) ? all_rows : 0);
+  const RowTerms<C> terms{shift.data(), delta.data(), norm.data()};
+  const BackwardScratch<Op> sizes(nullptr, p);
   const int64_t unit = heads_of_unit(p), units = all_heads / unit;
   const int64_t tiles = max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>);
   const bool bias_has_compute_type = p.bias_dtype == DType::kFloat32 ? std::is_same_v<C, float> : std::is_same_v<T, C>;
@@ -778,9 +892,11 @@ void backward(const Backward& p, const Runtime& runtime) {
   constexpr int64_t kRows = 512;
   const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
   const int64_t first_head = bias_apart ? 0 : whole * unit;
-  run_tasks(p, runtime, (all_heads - first_head) * pieces, 0, [&](int64_t task, void*, int64_t) {
+  const int64_t terms_bytes = norm.data() == nullptr ? 0 : sizes.bytes;
+  run_tasks(p, runtime, (all_heads - first_head) * pieces, terms_bytes, [&](int64_t task, void* memory, int64_t) {
+    const BackwardScratch<Op> scratch(memory, p);
     const int64_t head = first_head + task / pieces, row = task % pieces * kRows;
-    compute_terms<T>(p, plain, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), terms);
+    make_terms<T>(p, scratch, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), terms);
   });
   if (bias_apart) backward_bias<T, Op>(p, runtime, terms);
   if (bias_plan.way == bias_plan.kStored &&
@@ -811,7 +927,6 @@ void backward(const Backward& p, const Runtime& runtime) {
   const Buffer<C> bias_grads(bias_sums && !bias_plan.in_output() ? bias_plan.groups * bias_plan.tasks * bias_plan.size
                                                                  : 0);
   const int64_t tasks = bias_sums ? bias_plan.groups * bias_plan.tasks : whole + left * chunks;
-  const BackwardScratch<Op> sizes(nullptr, p);
   // Of q and of grad_out, where the queries are walked more than once.
   const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * unit : 0;
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
@@ -827,7 +942,7 @@ void backward(const Backward& p, const Runtime& runtime) {
     const int64_t batch = index * unit / p.heads_q, head = index * unit % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
     if (is_whole && !bias_apart)
-      for (int64_t h = head; h < head + unit; ++h) compute_terms<T>(p, plain, batch, h, 0, p.seqlen_q, terms);
+      for (int64_t h = head; h < head + unit; ++h) make_terms<T>(p, scratch, batch, h, 0, p.seqlen_q, terms);
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq && p.head_dim > 0) {
       C* output = reinterpret_cast<C*>(at<T>(p.dq, batch, head));

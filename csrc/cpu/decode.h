@@ -359,7 +359,7 @@ template <class T, class Op, int kRows, int kDim>
     }
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
-      V x = S::load(scores[r]) * scale;
+      V x = S::product(S::load(scores[r]), scale);
       if (score.has_bias) x += S::load(scratch.bias + in_tiles<float>(r, kRows, j % kDecodeKeys));
       V m = S::set1(scratch.largest[r]);
       if (!S::all(x <= m)) {  // a greater maximum, which soon gets rare, or NaN, which is none
@@ -598,8 +598,7 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
     C* row = scratch.scores + r * kKeysOfBlock;
     V largest = dead;
     if (is_plain(r)) {
-      for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::load(row + j), largest);
-      largest *= scale;
+      for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::product(S::load(row + j), scale), largest);
     } else {
       const Range reached = reached_by(r);
       const Range live{reached.begin - key, reached.end - key};
@@ -624,7 +623,8 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
     const V shift = S::set1(shifts[r]), factor = is_plain(r) ? scale : S::set1(1);
     V total = S::zero();
     for (int64_t j = 0; j < keys; j += S::kLanes) {
-      V probability = S::template exp2<Op::kSums>(S::fma(S::load(row + j), factor, shift) * log2e);
+      // The product as the maximum has it: of a large score, the rounding alone would be a large exponent.
+      V probability = S::template exp2<Op::kSums>((S::product(S::load(row + j), factor) + shift) * log2e);
       total += probability;
       if (score.dropout) probability *= S::load(scratch.keep + in_tiles<C>(r, rows, j));
       if (rounded) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);

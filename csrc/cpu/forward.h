@@ -327,6 +327,24 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
   }
 }
 
+// From this score on (in units of log2) what the maximum loses when it is rounded is felt in weights that take it from
+// products which are not: 2^-12 here.
+inline constexpr float kLargeScore = 0x1p12f;
+
+// Products of a block times `factor`, in place: rounded as the maximum is.
+template <class C>
+[[gnu::noinline]] void scale_scores(const BlockPlan& block, C factor, C* scores) {
+  using S = Simd<C>;
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    for (int64_t row = segment.row - block.row, end = row + segment.rows; row < end; ++row)
+      for (int64_t lane = segment.first * S::kLanes; lane < segment.last * S::kLanes; lane += S::kLanes) {
+        C* x = scores + row * kTile<C> + lane;
+        S::store(x, S::load(x) * S::set1(factor));
+      }
+  }
+}
+
 // S^T of plain scores turned into P^T while it still is in registers, without its block's maximum: m, which is what is
 // subtracted, need not be the maximum, only near it. A lane that has none yet takes the largest of its first tile with
 // a live key.
@@ -641,13 +659,18 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
       store_scores<Op, kPlain>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next, &weights);
       finish_waiting();
       if (score.dropout) dropout_tile<C>(p, 3, batch, head, block->row, block->rows, query, queries, scratch.keep);
+      auto small = S::zero() == S::zero();
       for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
         const V old = S::load(scratch.largest + lane);
         const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
+        small &= (S::max(m, -m) < S::set1(kLargeScore)) | (m == S::set1(-kInfinity<C>));
         S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, kPlain ? C(1) : kLog2E<C>));
         S::store(scratch.block_sum + lane, S::zero());  // a sum of its own for each block: long rows lose less
       }
-      weights = {factor, scratch.shift, score.dropout ? scratch.keep : nullptr, scores, scratch.block_sum};
+      const bool scaled = kPlain && !S::all(small);
+      if (scaled) scale_scores<C>(*block, factor, scores);
+      weights = {scaled ? C(1) : factor, scratch.shift, score.dropout ? scratch.keep : nullptr, scores,
+                 scratch.block_sum};
       weights.begin(*block);
       waiting = block;
       block = block == plans ? plans + 1 : plans;

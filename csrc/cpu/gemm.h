@@ -8,12 +8,6 @@
 
 #include "simd.h"
 
-#if defined(__aarch64__)
-#define ATTNKERN_IN_REGISTER(x) "+w"(x)
-#else
-#define ATTNKERN_IN_REGISTER(x) "+v"(x)
-#endif
-
 namespace attnkern::cpu {
 namespace {
 
@@ -209,15 +203,15 @@ template <class Op, bool kUnitRows, int kRows, int kVectors, class Coming>
   }
 }
 
-// Terms that are added up one after the other. More of them would lose digits: the sum then is made of parts.
-inline constexpr int64_t kLongestSum = 256, kPartOfSum = 128;
+// Terms that are added up one after the other. More of them would lose digits: the sum then is made of such parts.
+inline constexpr int64_t kLongestSum = 128;
 
 // All sums of a tile in memory: registers hold those of a part.
 template <class Op, int kRows, int kVectors, bool kUnitRows, class Coming>
 [[gnu::noinline]] void add_parts(Walk<Op, kUnitRows> walk, int64_t depth, Coming* next, typename Op::V* total) {
-  for (int64_t k = 0; k < depth; k += kPartOfSum) {
+  for (int64_t k = 0; k < depth; k += kLongestSum) {
     typename Op::V sum[kRows][kVectors] = {};
-    add_terms(walk, 0, depth - k < kPartOfSum ? depth - k : kPartOfSum, next, sum);
+    add_terms(walk, 0, depth - k < kLongestSum ? depth - k : kLongestSum, next, sum);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4

@@ -50,8 +50,9 @@ struct Score {
         has_mask(p.bias.data != nullptr && !has_bias),
         dropout(p.dropout_p > 0) {}
 
-  // Nothing but a scale, and one that keeps -inf: the scores then are in units of log2.
-  bool plain() const { return cap == C(0) && !has_bias && !dropout && scale > C(0); }
+  // Nothing but a scale, one that keeps -inf and that an operand can be multiplied by without overflow: the scores then
+  // are in units of log2.
+  bool plain() const { return cap == C(0) && !has_bias && !dropout && scale > C(0) && scale <= C(0x1p64); }
 
   // What the operand along the lanes is multiplied by when it is transposed: all of the scale where that costs nothing
   // (16-bit pairs would be rounded), or the sign.

@@ -22,6 +22,13 @@
 #endif
 #endif
 
+// An operand of inline assembly: x, a vector, in a register.
+#if defined(__aarch64__)
+#define ATTNKERN_IN_REGISTER(x) "+w"(x)
+#else
+#define ATTNKERN_IN_REGISTER(x) "+v"(x)
+#endif
+
 namespace attnkern::cpu {
 namespace {
 
@@ -123,13 +130,13 @@ template <>
 struct SimdTypes<float> {
   using Int = int32_t;
   static constexpr int kMantissaBits = 23;
-  static constexpr float kRoundMagic = 0x1.8p23f, kSmallestExponent = -126.0f;
+  static constexpr float kRoundMagic = 0x1.8p23f, kSmallestExponent = -126.0f, kLargestExponent = 128.0f;
 };
 template <>
 struct SimdTypes<double> {
   using Int = int64_t;
   static constexpr int kMantissaBits = 52;
-  static constexpr double kRoundMagic = 0x1.8p52, kSmallestExponent = -1022.0;
+  static constexpr double kRoundMagic = 0x1.8p52, kSmallestExponent = -1022.0, kLargestExponent = 1024.0;
 };
 
 template <class C>
@@ -177,6 +184,26 @@ struct Simd {
 #endif
   }
 
+  // The smaller; b if either is NaN.
+  static V min(V a, V b) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(C) == 4) return _mm512_min_ps(a, b);
+    else return _mm512_min_pd(a, b);
+#elif defined(__AVX2__)
+    if constexpr (sizeof(C) == 4) return _mm256_min_ps(a, b);
+    else return _mm256_min_pd(a, b);
+#else
+    return a < b ? a : b;
+#endif
+  }
+
+  // a * b, rounded before anything is added to it: compilers must not make one multiply-add of both.
+  static V product(V a, V b) {
+    V x = a * b;
+    asm("" : ATTNKERN_IN_REGISTER(x));
+    return x;
+  }
+
   // a in the lanes whose bits are set, b in the others.
   static V select(uint64_t bits, V a, V b) {
 #if defined(__AVX512F__)
@@ -194,8 +221,8 @@ struct Simd {
 #endif
   }
 
-  // 2^y for y <= 128 (1024). -inf gives 0, NaN gives NaN. y = n + f with n = round(y); a minimax polynomial for 2^f on
-  // [-1/2, 1/2], constant term exactly 1: 1 ulp for results that are not subnormal.
+  // 2^y for any y. -inf gives 0, what is too large gives inf, NaN gives NaN. y = n + f with n = round(y); a minimax
+  // polynomial for 2^f on [-1/2, 1/2], constant term exactly 1: 1 ulp for results that are not subnormal.
   template <Precision kPrecision = Precision::kFull>
   static V exp2(V y) {
 #if defined(__AVX512F__)
@@ -211,7 +238,8 @@ struct Simd {
 #else
     using Types = SimdTypes<C>;
     const V smallest = set1(Types::kSmallestExponent), magic = set1(Types::kRoundMagic);
-    const V clamped = max(smallest, y);
+    // Past the largest exponent n would reach the sign. There n is that exponent and f is 0: the bits of infinity.
+    const V clamped = min(set1(Types::kLargestExponent), max(smallest, y));
     const V shifted = clamped + magic;  // n in the low bits of the mantissa
     const V p = exp2_polynomial<kPrecision>(clamped - (shifted - magic));
     const V result = (V)((IV)p + ((IV)shifted << Types::kMantissaBits));

@@ -1,0 +1,94 @@
+"""Numbers at the ends of their range: scores that lie far apart, large, of either sign or all the same.
+
+tests/test_isa.py draws the same for every instruction set, `make fuzz` for every backend.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from attnkern import testing
+
+FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize("place", [0, 50, -1])
+@pytest.mark.parametrize("gap", [60, 90, 178, 250, 720, 5000])
+def test_a_key_far_above_the_others(target, gap, place, dtype):
+    """e^gap overflows in float32 from 89 on, in float64 from 710 on: wherever that key stands, it takes all."""
+    results = target.check(testing.far_key(gap, place, dtype=dtype, device=target.device))
+    assert results["out"].isfinite().all()
+
+
+@pytest.mark.parametrize("queries", [1, 2, 8, 16, 40])
+@pytest.mark.parametrize("scale", [-3.0, -0.5, 0.0, 3.0])
+def test_scales_of_either_sign(target, scale, queries, dtype):
+    """A negative scale makes the smallest product the largest score, also where few queries meet many keys."""
+    for keys in (160, 257):
+        target.check(target.inputs(1, 2, queries, keys, 64, dtype=dtype), scale=scale)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 16, 40])
+@pytest.mark.parametrize("scale", [1e4, 1e8, 1e9, -1e12, 1e18, 1e30])
+def test_scores_so_large_that_one_takes_all(target, scale, queries, dtype):
+    """The rounding of such a score is a large exponent: the maximum and what it is taken from must be rounded alike."""
+    if abs(scale) > 1e12 and target.device == "cuda" and dtype != FP64:
+        scale = math.copysign(1e12, scale)
+    for keys, options in [(64, {}), (100, {}), (100, {"is_causal": True, "alignment": "bottom_right"})]:
+        q, k, v = target.inputs(1, 2, queries, keys, 64, dtype=dtype, seed=5).tensors.values()
+        out, lse = target.attention(q, k, v, scale=scale, return_lse=True, **options)
+        exact, exact_lse = testing.naive_attention(q.double(), k.double(), v.double(), scale=scale, **options)
+        top = (q.double() @ k.double().mT * scale).topk(2).values
+        assert (top[..., 0] - top[..., 1]).min() > 1e-4 * abs(scale)  # nothing depends on how a score is rounded
+        if scale == 1e4 and dtype != FP64:
+            continue  # some rows have several keys there: `testing.check_attention` is for these
+        torch.testing.assert_close(out, exact.to(out), rtol=0.0, atol=0.0)
+        torch.testing.assert_close(lse, exact_lse.to(lse), rtol=2e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("queries", [8, 64, 129])
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_gradients_where_scores_saturate(target, queries, dtype):
+    """Scores up to 2e4: the mean error is at most twice that of torch's own maths, which keeps the weights.
+
+    The mean is that of some hundred rows with two keys almost alike, whose weights depend on how scores are rounded;
+    all others must come out as if nothing had been rounded.
+    """
+    totals = {}
+    for seed in range(8):
+        for amplitude, scale, width in ((3.0, 1.2, 192), (6.0, 2.0, 256), (10.0, 3.0, 288), (10.0, 0.1, 64)):
+            inputs = target.inputs(
+                2, 2, queries, 200, width, 64, dtype=dtype, amplitude=(amplitude, amplitude, 1.0), seed=seed
+            )
+            leaves = [x.requires_grad_() for x in inputs.tensors.values()]
+            generator = torch.Generator().manual_seed(seed)
+            grad_out = torch.randn(2, 2, queries, 64, generator=generator, dtype=FP64).to(inputs.query)
+            out = target.attention(*leaves, scale=scale)
+            grads = torch.autograd.grad(out, leaves, grad_out)
+            want = testing.expected(*(x.detach() for x in leaves), grad_out=grad_out, scale=scale)
+            for name, grad in zip(("query", "key", "value"), grads, strict=True):
+                errors = [(x.double() - want[name].exact).abs().mean() / scale for x in (grad, want[name].baseline)]
+                totals.setdefault(name, []).append(torch.stack(errors))
+    for name, errors in totals.items():
+        own, torchs = torch.stack(errors).sum(0).tolist()
+        assert own <= 2 * torchs, f"gradient of {name}: {own:.2g}, torch's maths {torchs:.2g}"
+
+
+def test_rows_whose_mask_is_finfo_min_throughout(target):
+    """Such a row is the mean of its keys; a log-sum-exp of -3e38 can't say how many they are. (Nor can it in float64: its
+    own gradient is left out.)"""
+    mask = torch.zeros(40, 70, device=target.device)
+    mask[3:7] = torch.finfo(FP32).min
+    inputs = dataclasses.replace(target.inputs(1, 2, 40, 70, 16), attn_mask=mask)
+    target.check(inputs, function=lambda **leaves: target.attention(**leaves))
+
+
+def test_a_scale_that_operands_cannot_be_multiplied_by(target):
+    """Products that are small, a scale that is not: no score is too large until its product with the scale is."""
+    q, k, v = target.inputs(1, 1, 40, 70, 16, amplitude=(100.0, 1e-37, 1.0), seed=1).tensors.values()
+    scale = 1e37
+    out = target.attention(q, k, v, scale=scale)
+    want = testing.naive_attention(q.double(), k.double(), v.double(), scale=scale)[0]
+    torch.testing.assert_close(out, want.float(), rtol=1e-4, atol=1e-4)
