@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from attnkern import rng, testing
+from attnkern import cases, rng, testing
 from attnkern.problem import Problem
 from gate import cuda_backward as gate_cases
 from gate.case import SHARED_LIMIT
@@ -92,6 +92,17 @@ def test_gradients(simulated, family, name, record_property):  # noqa: F811
     simulated.check(simulated.inputs(*sizes, **kinds), **options)
     assert bool(chunked(simulated)) == (dtype is not None)
     record_property("cuda", row(family, name, sizes))
+
+
+EXTREMES = [(BF16, each) for each in (*cases.NUMBERS, *cases.FEW_MASKED_BANDS)]
+EXTREMES += [(dtype, each) for dtype in (FP16, FP32) for each in cases.NUMBERS[:12:2]]
+
+
+@pytest.mark.parametrize(("dtype", "extreme"), EXTREMES, ids=lambda x: getattr(x, "name", str(x)))
+def test_extremes(simulated, dtype, extreme):  # noqa: F811
+    """Scores far from 0 and from each other, scale 0 and below, masks of every shape beside a band; sizes at which the
+    last tiles are ragged."""
+    simulated.check(extreme.inputs(dtype), **extreme.options)
 
 
 def row(family, name, sizes, target=80):

@@ -10,7 +10,7 @@ import torch
 
 import launches
 import ptxsim
-from attnkern import testing
+from attnkern import cases, testing
 from gate import cuda_sm90_backward as gate_cases
 from ptxsim import mutate, planted_bugs
 from test_cuda_backward import CAUSAL, LAST, case
@@ -84,6 +84,19 @@ def test_gradients_in_one_walk(simulated, name):  # noqa: F811
     assert fused.bank_conflicts == rounded.bank_conflicts == 0
     source = next(case.source for case in gate_cases.cases() if case.name == "backward fused d128 sm_90")
     assert simulated.recorder.launches[-2].shared == source.shared
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "any order"])
+@pytest.mark.parametrize("extreme", cases.NUMBERS, ids=lambda extreme: extreme.name)
+def test_extremes(simulated, extreme, mode):  # noqa: F811
+    """Scores far from 0 and from each other, scale 0 and below; the last blocks of queries and keys are ragged."""
+    fused = mode == "any order"
+    dtype, head_dim = (FP16, 128) if fused else (BF16, 64)
+    with any_order() if fused else contextlib.nullcontext():
+        simulated.check(extreme.inputs(dtype, head_dim=head_dim), **extreme.options)
+    softcap, scale = extreme.options.get("softcap"), extreme.options.get("scale", 1.0)
+    kernels = ["fused_sm90", "round_dq_sm90"] if fused and not softcap else ["dkdv_sm90", "dq_sm90"]
+    assert launched(simulated.recorder)[-2:] == (kernels if softcap or scale > 0 else ["dkdv", "dq"])
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "softcap"])

@@ -46,4 +46,18 @@ struct Band {
   }
 };
 
+// A range as a walk over whole blocks goes through it: from the start of the block that holds its first index to its
+// end. Blocks begin at `first`, which is at or before the range. An empty range, wherever it lies, gives no block:
+// rounded like the others, it would hold the indices between the block's start and its own.
+struct Walk {
+  int begin, end;
+
+  ATTNKERN_HOST_DEVICE Walk(Range range, int block, int first = 0) : begin(first), end(first) {
+    if (range.begin >= range.end) return;
+    begin += (static_cast<int>(range.begin) - first) / block * block;
+    end = static_cast<int>(range.end);
+  }
+  ATTNKERN_HOST_DEVICE int blocks(int block) const { return (end - begin + block - 1) / block; }
+};
+
 }  // namespace attnkern

@@ -99,9 +99,8 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   const Range reached = band.reached(first_row, count, {0, seqlen_cols});
   const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
   const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
-  const int begin = static_cast<int>(reached.begin) / S::kCols * S::kCols;
-  const int end = reached.begin < reached.end ? static_cast<int>(reached.end) : begin;
-  const int tiles = (end - begin + S::kCols - 1) / S::kCols;  // per head
+  const Walk walk(reached, S::kCols);
+  const int begin = walk.begin, end = walk.end, tiles = walk.blocks(S::kCols);  // per head
   const int steps = tiles * group_out;
 
   const Rows& rows0 = kKeyRows ? p.k : p.q;
@@ -371,7 +370,7 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
     const int64_t query_row = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q;
     for (int first_row = own_row; first_row < row_end; first_row += kBiasTile) {
       const int count = min(kBiasTile, seqlen_q - first_row);
-      const Range reached = p.score.band.reached(first_row, count, {own_col, col_end});
+      const Walk walk(p.score.band.reached(first_row, count, {own_col, col_end}), kBiasTile, own_col);
       float lse[1][2], delta[1][2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -379,8 +378,7 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
         lse[0][half] = i < seqlen_q ? finite_or_far(p.lse[query_row + i]) : kInfinity;
         delta[0][half] = i < seqlen_q ? p.delta[query_row + i] : 0.f;
       }
-      const int begin = own_col + static_cast<int>(reached.begin - own_col) / kBiasTile * kBiasTile;
-      for (int first_col = begin; first_col < reached.end; first_col += kBiasTile) {
+      for (int first_col = walk.begin; first_col < walk.end; first_col += kBiasTile) {
         // Chunks of Q and K, then of dO and V.
         const auto load = [&](int chunk) {
           const bool scores = chunk < q_chunks;

@@ -123,9 +123,8 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   const Range reached = band.reached(first_row, count, {0, seqlen_cols});
   const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
   const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
-  const int begin = static_cast<int>(reached.begin) / kCols * kCols;
-  const int end = reached.begin < reached.end ? static_cast<int>(reached.end) : begin;
-  const int tiles = (end - begin + kCols - 1) / kCols;  // per head
+  const Walk walk(reached, kCols);
+  const int begin = walk.begin, end = walk.end, tiles = walk.blocks(kCols);  // per head
   const int steps = tiles * (kKeyRows ? p.group_out : 1);
 
   const auto query_row = [&](int h) { return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q; };

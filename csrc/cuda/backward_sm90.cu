@@ -153,10 +153,13 @@ struct Block {
     const Range reached = band.reached(first_row, count, {0, seqlen_cols});
     const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
     clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
-    begin = static_cast<int>(reached.begin) / S::kCols * S::kCols;
-    end = reached.begin < reached.end ? static_cast<int>(reached.end) : begin;
+    // Keys past the end are rows of zeros: their scores are 0, so where the scores of all others are low their weights
+    // overflow. That is nothing to gradients of their own, which are never stored, but dQ is summed over all rows.
+    if (S::kFused && count < S::kRows) clean_end = clean_begin;
+    const Walk walk(reached, S::kCols);
+    begin = walk.begin, end = walk.end;
     heads = S::kKeyRows ? p.group : 1;
-    steps = (end - begin + S::kCols - 1) / S::kCols * heads;
+    steps = walk.blocks(S::kCols) * heads;
   }
 };
 
@@ -277,7 +280,8 @@ __device__ __forceinline__ void pack_operand(uint32_t (&a)[kTiles / 2][4], const
 template <bool kSoftcap>
 __device__ __forceinline__ float weight_of(const Score& p, float& s, float constant) {
   if constexpr (kSoftcap) {
-    const float t = tanh_of(s * p.scale);
+    // Of a masked score neither: -inf times a scale of 0 is NaN.
+    const float t = tanh_of(s == -kInfinity ? 0.f : s * p.scale);
     const float w = s == -kInfinity ? 0.f : ptx::ex2(fmaf(t, p.softcap * kLog2E, constant));
     s = w * (1.f - t * t);
     return w;

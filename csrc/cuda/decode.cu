@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   const int queries = min(first_packed + kRows - 1, packed - 1) / p.pack + 1 - first_query;
   const Range all = {0, seqlen_k};
   const Range reached = p.score.band.reached(first_query, queries, all);
-  const int first_block = static_cast<int>(reached.begin) / kKeys;
-  const int blocks = max((static_cast<int>(reached.end) + kKeys - 1) / kKeys - first_block, 0);
+  const Walk walk(reached, kKeys);
+  const int first_block = walk.begin / kKeys, blocks = walk.blocks(kKeys);
   const int each = (blocks + p.splits - 1) / p.splits;
   const int begin = first_block + min(split * each, blocks), end = first_block + min((split + 1) * each, blocks);
 

@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const Range reached = p.score.band.reached(first_row, rows, all);
   const Range clean = p.score.band.shared(first_row, rows, all);
   const int clean_begin = static_cast<int>(clean.begin), clean_end = static_cast<int>(clean.end);
-  const int begin = static_cast<int>(reached.begin) / kKeys * kKeys, end = static_cast<int>(reached.end);
+  const Walk walk(reached, kKeys);
+  const int begin = walk.begin, end = walk.end;
 
   load_tile<T, kHeadDim, kRows, kThreads, kPlain>(q_tile, p.q, q, first_row, seqlen_q);
   ptx::cp_async_commit();

@@ -95,9 +95,8 @@ __device__ __forceinline__ Work work_of(const ForwardSm90Params& p, int tile) {
   const Range all = {0, p.score.seqlen_k};
   const Range reached = p.score.band.reached(work.first_row, rows, all);
   const Range clean = p.score.band.shared(work.first_row, rows, all);
-  work.first_key = static_cast<int>(reached.begin) / kKeys * kKeys;
-  const int keys = static_cast<int>(reached.end) - work.first_key;
-  work.blocks = reached.end > reached.begin ? (keys + kKeys - 1) / kKeys : 0;
+  const Walk walk(reached, kKeys);
+  work.first_key = walk.begin, work.blocks = walk.blocks(kKeys);
   work.clean_begin = static_cast<int>(clean.begin), work.clean_end = static_cast<int>(clean.end);
   return work;
 }

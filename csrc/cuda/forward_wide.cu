@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   const int first_query = first_row / p.pack;
   const int queries = min(first_row + kRows - 1, row_end - 1) / p.pack + 1 - first_query;
   const Range reached = p.score.band.reached(first_query, queries, {0, seqlen_k});
-  const int reached_block = static_cast<int>(reached.begin) / kKeys;
-  const int blocks = max((static_cast<int>(reached.end) + kKeys - 1) / kKeys - reached_block, 0);
+  const Walk walk(reached, kKeys);
+  const int reached_block = walk.begin / kKeys, blocks = walk.blocks(kKeys);
   const int each = (blocks + p.splits - 1) / p.splits;
   const int begin = (reached_block + min(split * each, blocks)) * kKeys;
   const int end = (reached_block + min((split + 1) * each, blocks)) * kKeys;
