@@ -8,7 +8,9 @@ every torch from 2.11 and every CPython from 3.10 on:
     attnkern/_build.json     what they were built with, for attnkern.build_info()
 
 Environment: ATTNKERN_CUDA=auto|0|1 (1: nvcc is required), ATTNKERN_CUDA_ARCHS (default "80 90a 100a 120"; PTX of
-compute_80 is always added), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME, MAX_JOBS.
+compute_80 is always added), ATTNKERN_CPU_ISAS (which instruction sets the CPU library has kernels for, as in "avx2
+avx512"; default: all of the machine's architecture; generic is always among them, and "generic" alone is the fastest
+build), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME, MAX_JOBS.
 """
 
 import fcntl
@@ -138,10 +140,15 @@ def isa_flags(source):
 
 
 def cpu_sources(machine):
-    """Every csrc/cpu/*.cpp but the instruction sets of other machines."""
-    sources = sorted(Path("csrc/cpu").glob("*.cpp"))
-    other = [f"isa_{name}" for name, (machines, _) in ISA.items() if machine not in machines]
-    return [source for source in sources if source.stem not in other]
+    """Every csrc/cpu/*.cpp but the instruction sets of other machines, and those that nobody asked for."""
+    own = [name for name, (machines, _) in ISA.items() if machine in machines]
+    wanted = os.environ.get("ATTNKERN_CPU_ISAS", "").split() or own
+    if unknown := [name for name in wanted if name not in own]:
+        raise SystemExit(
+            f"ATTNKERN_CPU_ISAS must name instruction sets of {machine} ({', '.join(own)}), got {unknown[0]!r}."
+        )
+    left_out = [f"isa_{name}" for name in ISA if name not in (*wanted, "generic") or name not in own]
+    return [source for source in sorted(Path("csrc/cpu").glob("*.cpp")) if source.stem not in left_out]
 
 
 def virtual_arch(source, arch):

@@ -288,6 +288,24 @@ def test_the_instruction_sets_are_those_of_the_compilers_machine(fake_build):
     assert text.startswith(f"attnkern compiles for Linux (x86-64, aarch64), {env['CXX']} for riscv64-linux-gnu; ")
 
 
+def test_instruction_sets_that_nobody_asked_for_are_left_out(fake_build):
+    def compiled(wanted):
+        shutil.rmtree(fake_build.folder / "build", ignore_errors=True)
+        _, commands = fake_build(ATTNKERN_CUDA="0", ATTNKERN_CPU_ISAS=wanted)
+        record = json.loads((fake_build.folder / "attnkern" / "_build.json").read_text())
+        found = {isa for c in commands for isa in re.findall(r"-c \S+/isa_(\w+)\.cpp", c)}
+        assert set(record["isa"]) == found
+        return found
+
+    assert compiled("generic") == {"generic"}
+    assert compiled("") == ISAS
+    one = next(iter(ISAS - {"generic"}))
+    assert compiled(one) == {one, "generic"}
+    env = {"ATTNKERN_CUDA": "0", "CXX": str(fake_build.folder / "bin" / "g++"), "ATTNKERN_CPU_ISAS": "generic mmx"}
+    text = run(sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, **env)
+    assert re.fullmatch(r"ATTNKERN_CPU_ISAS must name instruction sets of \w+ \(.*generic\), got 'mmx'\.\n", text)
+
+
 def test_ptx_is_made_once_for_chips_that_have_it_in_common(fake_build):
     _, commands = fake_build(ATTNKERN_CUDA="1")
     for command in (c for c in commands if ".cu " in c):

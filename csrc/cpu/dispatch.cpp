@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <span>
 #include <string>
 
 #include "kernels.h"
@@ -11,12 +12,12 @@ namespace attnkern::cpu {
 namespace {
 
 struct Candidate {
-  const Kernels* kernels;
+  const Kernels* kernels;  // nullptr: left out of this build
   bool supported;
 };
 
 // Best first.
-const Candidate* candidates() {
+std::span<const Candidate> candidates() {
   static const Candidate table[] = {
 #if defined(__x86_64__)
 #define ATTNKERN_HAS_AVX512                                                                                         \
@@ -31,7 +32,6 @@ const Candidate* candidates() {
       {&kKernelsNeon, true},
 #endif
       {&kKernelsGeneric, true},
-      {nullptr, false},
   };
   return table;
 }
@@ -44,13 +44,14 @@ const Kernels* select_kernels(const char** error) {
     const char* wanted = std::getenv("ATTNKERN_CPU_ISA");
     const bool any = wanted == nullptr || *wanted == '\0';
     std::string runnable;
-    for (const Candidate* c = candidates(); c->kernels != nullptr; ++c) {
-      if (!c->supported) continue;
-      if (any || std::strcmp(wanted, c->kernels->name) == 0) return c->kernels;
-      runnable += std::string(runnable.empty() ? "" : ", ") + c->kernels->name;
+    for (const auto& [kernels, supported] : candidates()) {
+      if (kernels == nullptr || !supported) continue;
+      if (any || std::strcmp(wanted, kernels->name) == 0) return kernels;
+      runnable += std::string(runnable.empty() ? "" : ", ") + kernels->name;
     }
     message = std::string("ATTNKERN_CPU_ISA=") + wanted +
-              " is not an instruction set that this machine runs; expected one of " + runnable + ", or leave it unset";
+              " is not an instruction set that this build has and this machine runs; expected one of " + runnable +
+              ", or leave it unset";
     return nullptr;
   }();
   *error = message.c_str();

@@ -24,7 +24,9 @@ struct Kernels {
 };
 
 // Null where the compiler cannot target that instruction set.
-extern const Kernels kKernelsAvx512Bf16, kKernelsAvx512, kKernelsAvx2, kKernelsNeon, kKernelsGeneric;
+extern const Kernels kKernelsGeneric;
+// Weak: a build may leave them out (ATTNKERN_CPU_ISAS in setup.py), and their addresses are then null.
+[[gnu::weak]] extern const Kernels kKernelsAvx512Bf16, kKernelsAvx512, kKernelsAvx2, kKernelsNeon;
 
 // The kernels for this machine, or those that ATTNKERN_CPU_ISA names. On a name that is unknown or that this machine
 // cannot run: returns null and sets *error (static storage).
