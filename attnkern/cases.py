@@ -117,7 +117,7 @@ class Case:
         """
         if self.mask in BLOCKS:
             band = self.keep_mask()
-            mask = self._block_mask() if band is None else self._block_mask() & band
+            mask = self.block_mask() if band is None else self.block_mask() & band
             return mask.expand(self.batch, 1, self.seqlen_q, self.seqlen_k).sum().item() / self.batch
         if self.band is None:
             return self.seqlen_q * self.seqlen_k
@@ -139,7 +139,7 @@ class Case:
         query = self.batch * self.heads_q * self.seqlen_q
         key = needed = self.batch * self.heads_k * self.seqlen_k
         if self.mask in BLOCKS:
-            keys = self._block_mask().any(-2).expand(self.batch, 1, self.seqlen_k)
+            keys = self.block_mask().any(-2).expand(self.batch, 1, self.seqlen_k)
             needed = self.heads_k * int(keys.sum())
         dims = self.head_dim + self.head_dim_v
         mask = {"float": 1, "bias": self.heads_q}.get(self.mask, 0) * self.seqlen_q * self.seqlen_k
@@ -156,7 +156,8 @@ class Case:
         distance = torch.arange(self.seqlen_k, device=device) - i[:, None] - offset
         return (distance >= -left) & (distance <= right)
 
-    def _block_mask(self) -> torch.Tensor:
+    def block_mask(self) -> torch.Tensor:
+        """The bool mask of a case whose mask is in BLOCKS: the same for every seed."""
         keys = torch.arange(self.seqlen_k)
         if self.mask == "cache":
             return (keys * 8 < self.seqlen_k)[None, None, None]
@@ -185,7 +186,7 @@ class Case:
             seed=seed,
         )
         if self.mask in BLOCKS:
-            inputs = replace(inputs, attn_mask=self._block_mask().to(device))
+            inputs = replace(inputs, attn_mask=self.block_mask().to(device))
         return inputs
 
 

@@ -35,7 +35,8 @@ class Error:
 
 
 class Checker:
-    """The expected results of one case. ``grad_out`` is the gradient that a checked call must get."""
+    """The expected results of one case. ``grad_out`` is the gradient that a checked call must get, ``grad_timed`` that
+    of a timed call, without zeros."""
 
     def __init__(self, case: Case, inputs: testing.Inputs, seed: int = 0) -> None:
         self.case, self.inputs, self.seed = case, inputs, seed
@@ -52,15 +53,16 @@ class Checker:
         self.heads_k = _index(pick, case.heads_k, heads)
         self.heads_q = (self.heads_k[:, None] * group + torch.arange(group)).flatten()
         self.rows = _index(pick, case.seqlen_q, max(16, MAX_ENTRIES // (group * case.seqlen_k)))
-        generator = torch.Generator().manual_seed(seed + 1)
+        device = inputs.query.device
+        generator = torch.Generator(device).manual_seed(seed + 1)
         shape = (case.batch, case.heads_q, case.seqlen_q, case.head_dim_v)
         # A quarter of a normal keeps float16 gradients of long rows away from overflow.
-        grad_out = torch.randn(shape, generator=generator) * 0.25
+        drawn = torch.randn(shape, generator=generator, device=device) * 0.25
+        self.grad_out = self.grad_timed = drawn.to(inputs.query)
         if len(self.rows) < case.seqlen_q:
-            zero = torch.ones(case.seqlen_q, dtype=torch.bool)
-            zero[self.rows] = False
-            grad_out[:, :, zero] = 0
-        self.grad_out = grad_out.to(inputs.query)
+            kept = torch.zeros(case.seqlen_q, 1, dtype=torch.bool, device=device)
+            kept[self.rows.to(device)] = True
+            self.grad_out = self.grad_timed * kept
         self._expected: dict[tuple[bool, str], dict[str, testing.Expected]] = {}
 
     def _sample(self, name: str, x: Tensor) -> Tensor:

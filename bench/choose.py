@@ -1,36 +1,28 @@
-"""``python -m bench.choose``: which backend is first on this device, measured, as rules for attnkern's choice.
+"""Which backend is first on this device, measured, as rules for attnkern's choice: a stage of `make gpu`.
 
 For each kind of call and range of head sizes (attnkern/backends/choice.py), the backends that take it are timed in turn
-in one process, forward alone and forward with backward. The rules, fastest backend first, are put to use by
-``choice.use_rules(*choice.load(path))``.
+in one process, forward alone and forward with backward.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import typer
-from rich.console import Console
 
 import attnkern
 from attnkern.backends import choice
-from attnkern.problem import Problem
+from attnkern.cases import Case, case
+from attnkern.testing import Inputs
 
-from . import machine
-from .timing import _cuda_block
+from .device import Cuda
 
-console = Console(highlight=False)
-if not console.is_terminal:  # a log has no width; its lines must not be cut
-    console = Console(highlight=False, width=160)
 BACKENDS = ("triton", "cuda")
-RANGES = {64: (1, 64), 128: (65, 128), 256: (129, 256), 512: (257, 512)}  # the size that is timed for each
+RANGES = {128: (65, 128), 64: (1, 64), 256: (129, 256), 512: (257, 512)}  # the size that is timed for each
 TOKENS, WIDTH, LENGTH, CACHE = 16384, 2048, 4096, 16384
 ROUNDS, CALLS = 5, 5
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Trial(NamedTuple):
@@ -40,6 +32,13 @@ class Trial(NamedTuple):
 
     def __str__(self) -> str:
         return f"{choice.PASSES[self.training]} {self.kind} head size {self.size}"
+
+    def case(self) -> Case:
+        more: dict[str, Any] = {"heads": max(1, WIDTH // self.size), "dim": self.size, "dtype": "bf16"}
+        if self.kind == "decode":
+            return case(str(self), 1, CACHE, batch=4, **more)
+        softcap = 30.0 if self.kind == "general" else 0.0
+        return case(str(self), LENGTH, batch=TOKENS // LENGTH, causal=True, softcap=softcap, **more)
 
 
 def trials() -> Iterator[Trial]:
@@ -51,79 +50,59 @@ def trials() -> Iterator[Trial]:
                     yield Trial(training, kind, size)
 
 
-def arguments(trial: Trial, device: str) -> tuple[Tensors, dict[str, Any]]:
-    """query, key and value of bfloat16, and the options of `attnkern.attention`."""
-    heads = max(1, WIDTH // trial.size)
-    if trial.kind == "decode":
-        shapes = [(4, heads, n, trial.size) for n in (1, CACHE, CACHE)]
-    else:
-        shapes = [(TOKENS // LENGTH, heads, LENGTH, trial.size)] * 3
-    q, k, v = (torch.randn(s, dtype=torch.bfloat16, device=device, requires_grad=trial.training) for s in shapes)
-    options: dict[str, dict[str, Any]] = {
-        "decode": {},
-        "plain": {"is_causal": True},
-        "general": {"is_causal": True, "softcap": 30.0},
-    }
-    return (q, k, v), options[trial.kind]
+TRIALS = {str(trial): trial for trial in trials()}
 
 
-def call_of(trial: Trial, backend: str, tensors: Tensors, options: dict[str, Any]) -> Callable[[], object]:
+def rows(device: Cuda) -> list[str]:
+    return list(TRIALS)
+
+
+def options_of(problem: Case) -> dict[str, Any]:
+    """Of `attnkern.attention`."""
+    return {"is_causal": problem.causal, "softcap": problem.softcap or None}
+
+
+def call_of(trial: Trial, backend: str, inputs: Inputs, options: dict[str, Any]) -> Callable[[], object]:
+    q, k, v = (x.detach().requires_grad_(trial.training) for x in (inputs.query, inputs.key, inputs.value))
     if not trial.training:
-        return lambda: attnkern.attention(*tensors, **options, backend=backend)
-    grad_out = torch.randn_like(tensors[0])
+        return lambda: attnkern.attention(q, k, v, **options, backend=backend)
+    grad_out = torch.randn_like(inputs.query)
 
     def step() -> object:
-        out = attnkern.attention(*tensors, **options, backend=backend)
-        return torch.autograd.grad(out, tensors, grad_out)
+        out = attnkern.attention(q, k, v, **options, backend=backend)
+        return torch.autograd.grad(out, (q, k, v), grad_out)
 
     return step
 
 
-def rule_of(trial: Trial, capability: int, seconds: dict[str, float]) -> choice.Rule:
+def measure(device: Cuda, name: str) -> Iterator[dict[str, Any]]:
+    """Seconds of each backend that takes the trial's calls."""
+    trial = TRIALS[name]
+    problem = device.shrunk(trial.case())
+    inputs, options = device.inputs(problem), options_of(problem)
+    refused = {}
+    calls = {}
+    for backend in BACKENDS:
+        told = attnkern.explain(inputs.query, inputs.key, inputs.value, **options, backend=backend)
+        if told.chosen == backend:
+            calls[backend] = call_of(trial, backend, inputs, options)
+            calls[backend]()  # compiles
+        else:
+            refused[backend] = "; ".join(told.refusals[backend])
+    if not calls:
+        yield {"status": "refused", "message": str(refused)}
+        return
+    with device.alone():
+        block = device.block()
+        rounds = [{n: block(call, device.few(CALLS)) for n, call in calls.items()} for _ in range(device.few(ROUNDS))]
+    seconds = {n: statistics.median(one[n] for one in rounds) for n in calls}
+    yield {**trial._asdict(), "capability": device.capability(), "seconds": seconds, "refused": refused}
+
+
+def rule_of(trial: Trial, capability: int, seconds: dict[str, float], chip: str) -> choice.Rule:
     """The backends by their times, and by how much the first wins."""
     order = sorted(seconds, key=lambda name: seconds[name])
     ratio = f", {seconds[order[1]] / seconds[order[0]]:.2f}x {order[1]}" if len(order) > 1 else ""
-    because = f"{order[0]} {seconds[order[0]] * 1e6:.0f} us{ratio}"
+    because = f"{order[0]} {seconds[order[0]] * 1e6:.0f} us{ratio} on {chip}"
     kind, size = (trial.kind,), RANGES[trial.size]
     return choice.Rule((capability,), (choice.PASSES[trial.training],), kind, size, tuple(order), because)
-
-
-def main(
-    out: Annotated[Path, typer.Option(help="Where the rules go.")] = machine.ROOT / "bench" / "runs" / "choice.json",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be timed.")] = False,
-) -> None:
-    """Times every backend for every kind of call; the file is written anew after each."""
-    if dry_run:
-        for trial in trials():
-            tensors, options = arguments(trial, "meta")
-            call = choice.call_of(Problem.from_sdpa(*tensors, **options), 90)
-            assert (call.training, call.kind, call.head_dim) == trial
-            console.print(
-                f"{trial}: {', '.join(BACKENDS)}; {choice.rule_for(call).order[0]} is first {choice.source()}"
-            )
-        return
-    device = torch.device("cuda")
-    major, minor = torch.cuda.get_device_capability()
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    block, rules = _cuda_block(device), []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for trial in trials():
-        tensors, options = arguments(trial, "cuda")
-        calls = {}
-        for name in BACKENDS:
-            if attnkern.explain(*tensors, **options, backend=name).chosen == name:
-                calls[name] = call_of(trial, name, tensors, options)
-                block(calls[name], 2)
-        if not calls:
-            console.print(f"{trial}: no backend takes it")
-            continue
-        rounds = [{name: block(call, CALLS) for name, call in calls.items()} for _ in range(ROUNDS)]
-        seconds = {name: statistics.median(one[name] for one in rounds) for name in calls}
-        rules.append(rule_of(trial, 10 * major + minor, seconds))
-        console.print(f"{trial}: {rules[-1].because}")
-        choice.dump(rules, out, about)
-    console.print(f"rules  {out}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

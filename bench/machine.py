@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import platform
 import shlex
@@ -17,24 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import torch
 
 import attnkern
 from attnkern.cases import DTYPES
 
+from . import device as devices
+
 ROOT = Path(__file__).resolve().parent.parent
 # What bears on the speed of a kernel here.
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = cpuinfo.get_cpu_info()
-    name = info.get("brand_raw") or info.get("arch") or platform.machine()
-    family = "-".join(str(info[k]) for k in ("family", "model") if k in info)
-    return f"{name} (family {family})" if family else str(name)
 
 
 def _git(*arguments: str) -> str | None:
@@ -58,11 +51,12 @@ def code_fingerprint() -> str:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """A flat record of device, versions, code, threads and command."""
-    flags = set(cpuinfo.get_cpu_info().get("flags", []))
+    flags = set(devices.cpu_info().get("flags", []))
+    where = devices.of(device)
     record: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": "python -m bench " + shlex.join(sys.argv[1:]),
-        "device": device_name(device),
+        "device": where.name(),
         "cpu_count": os.cpu_count(),
         "cpu_features": [f for f in CPU_FLAGS if f in flags],
         "threads": torch.get_num_threads(),
@@ -74,8 +68,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "isa_forced": os.environ.get("ATTNKERN_CPU_ISA"),
         **{k: v for k, v in attnkern.build_info().items() if k not in ("cpu_library", "cuda_library")},  # paths
     }
-    if device.type == "cuda":
-        record |= {"cuda": torch.version.cuda, "capability": list(torch.cuda.get_device_capability(device))}
+    if isinstance(where, devices.Cuda):
+        record |= {**where.chip(), "rehearsed": where.rehearsed}
     return record
 
 
@@ -100,7 +94,7 @@ def peak(device: torch.device, dtype: str, threads: int, cpu_time: bool = False)
     The best of several large torch matmuls is a lower bound of what the machine can do. Where attnkern's library has
     a register-only loop, that gives the peak. float16 has no arithmetic of its own on most CPUs: float32's counts.
     """
-    if device.type == "cuda":
+    if devices.of(device).kind == "cuda":
         return Peak(_best_matmul(DTYPES[dtype], device, False), "best matmul")
     if dtype == "fp16":
         return peak(device, "fp32", threads, cpu_time)
@@ -119,14 +113,15 @@ def peak(device: torch.device, dtype: str, threads: int, cpu_time: bool = False)
 @functools.cache
 def read_bandwidth(device: torch.device, threads: int, cpu_time: bool = False) -> Peak:
     """Bytes/s of reading far beyond any cache: the best of a sum, a dot product and a copy (which also writes)."""
-    n = (1 << 26) if device.type == "cpu" else (1 << 28)
+    where = devices.of(device)
+    n = where.stream
     x, y = torch.ones(n, device=device), torch.ones(n, device=device)
     ways: list[tuple[str, Callable[[], object], int]] = [
         ("sum", x.sum, x.nbytes),
         ("dot", partial(torch.dot, x, y), 2 * x.nbytes),
         ("copy", partial(y.copy_, x), 2 * x.nbytes),
     ]
-    on_cpu = device.type == "cpu"  # whose way to memory may change with the core that a hypervisor chooses
+    on_cpu = where.kind == "cpu"  # whose way to memory may change with the core that a hypervisor chooses
     peaks = [
         Peak(size / _fastest(read, device, cpu_time), name, read if on_cpu else None, size) for name, read, size in ways
     ]
@@ -136,10 +131,11 @@ def read_bandwidth(device: torch.device, threads: int, cpu_time: bool = False) -
 def _best_matmul(dtype: torch.dtype, device: torch.device, cpu_time: bool) -> float:
     best = 0.0
     linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    for n in (1024, 2048) if device.type == "cpu" else (4096, 8192):
+    where = devices.of(device)
+    for n in where.matmuls:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         best = max(best, 2 * n**3 / _fastest(partial(torch.mm, a, b), device, cpu_time))
-        if device.type == "cpu" and dtype == torch.float32 and linear is not None:
+        if where.kind == "cpu" and dtype == torch.float32 and linear is not None:
             # oneDNN uses AVX-512 where MKL keeps to AVX2.
             best = max(best, 2 * n**3 / _fastest(partial(linear, a, b, None, "none", [], ""), device, cpu_time))
     return best
@@ -147,16 +143,11 @@ def _best_matmul(dtype: torch.dtype, device: torch.device, cpu_time: bool) -> fl
 
 def _fastest(call: Callable[[], object], device: torch.device, cpu_time: bool) -> float:
     """Seconds of the fastest of several calls: a peak is what an undisturbed call reaches."""
-    clock = time.process_time if cpu_time else time.perf_counter
-    best, start = float("inf"), clock()
+    block, start = devices.of(device).block(cpu_time), time.perf_counter()
+    block(call, 1)  # sets things up
+    best = math.inf
     for attempt in range(50):
-        before = clock()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        now = clock()
-        if attempt:  # the first call sets things up
-            best = min(best, now - before)
-        if attempt >= 3 and now - start > 0.25:
+        best = min(best, block(call, 1))
+        if attempt >= 3 and time.perf_counter() - start > 0.25:
             break
     return best

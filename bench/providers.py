@@ -25,6 +25,7 @@ from attnkern.cases import Case
 from attnkern.problem import Problem
 from attnkern.testing import Inputs
 
+from . import device as devices
 from .timing import Work
 
 PASSES = ("forward", "backward", "both", "forward-grad")
@@ -307,7 +308,7 @@ def _only(backend: SDPBackend) -> Iterator[None]:
 
 def all_providers(device: torch.device) -> list[Provider]:
     """Every provider of the device, attnkern's available backends first."""
-    kind = device.type
+    kind = devices.of(device).kind
     found: list[Provider] = []
     for info in attnkern.backends():
         if info.available and (kind in info.device_types or "any" in info.device_types):
@@ -346,7 +347,7 @@ def choose(names: str | None, device: torch.device) -> list[Provider]:
     chosen = []
     for name in filter(None, (n.strip() for n in names.split(","))):
         if name not in by_name:
-            raise ValueError(f"{name!r} is no provider on {device.type}: {', '.join(by_name)}")
+            raise ValueError(f"{name!r} is no provider on {devices.of(device).kind}: {', '.join(by_name)}")
         chosen.append(by_name[name])
     if not chosen:
         raise ValueError("no provider is named")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from . import device as devices
+
 # Run-queue delay is exact (ns) and means another process had a core of ours; /proc/stat counts whole ticks of 10 ms.
 MAX_QUEUED_SHARE = 0.02
 MAX_FOREIGN_SHARE = 0.10
@@ -119,8 +121,9 @@ def measure(works: Mapping[str, Work], plan: Plan, device: torch.device) -> dict
 
     A competitor much slower than the others takes part in ``min_rounds`` rounds only.
     """
-    block = _cuda_block(device) if device.type == "cuda" else _cpu_block(plan.cpu_time)
-    watched = device.type == "cpu" and not plan.cpu_time  # which doesn't run while others have the core
+    where = devices.of(device)
+    block = where.block(plan.cpu_time)
+    watched = where.watched and not plan.cpu_time  # which doesn't run while others have the core
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -165,35 +168,3 @@ def _rounds(works, plan, block, calls, slow, watched) -> dict[str, Timing]:
     clean = len(kept) >= min(plan.min_rounds, plan.rounds)
     used = kept if clean else kept + disturbed
     return {n: Timing([r.get(n) for r in used], 0 if not clean else len(disturbed), clean) for n in names}
-
-
-def _cpu_block(cpu_time: bool) -> Callable[[Callable, int], float]:
-    clock = time.process_time if cpu_time else time.perf_counter
-
-    def run(call: Callable, calls: int) -> float:
-        repeats = range(calls)
-        start = clock()
-        for _ in repeats:
-            call()
-        return (clock() - start) / calls
-
-    return run
-
-
-def _cuda_block(device: torch.device) -> Callable[[Callable, int], float]:
-    """Events around every call, with the L2 cache overwritten before it, as triton.testing.do_bench does."""
-    size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    scratch = torch.empty(max(size, 1 << 20), dtype=torch.int8, device=device)
-
-    def run(call: Callable, calls: int) -> float:
-        starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
-        for start, end in zip(starts, ends, strict=True):
-            scratch.zero_()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize(device)
-        return statistics.median(s.elapsed_time(e) for s, e in zip(starts, ends, strict=True)) * 1e-3
-
-    return run

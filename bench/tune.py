@@ -1,50 +1,66 @@
-"""``python -m bench.tune``: the Triton kernels' best configurations on this device, as a table in JSON.
+"""The Triton kernels' best configurations on this device: a stage of `make gpu`.
 
-Every row of the table (attnkern/triton_kernels/configs.py) that the device's chip uses is a causal problem; of each,
-every candidate that compiles, fits and doesn't spill much is timed, and the fastest written. A table is used by
-``attnkern.triton_kernels.plan.use_table(configs.load(path))``; rows that are to be shipped are copied into configs.py.
+A row is a line of the table (attnkern/triton_kernels/configs.py) that the device's chip uses, for one head size, as a
+causal problem. Its candidates are compiled and timed, the table's own first, then the nearest to it, for as long as
+the row has; a row that the installed Triton can't compile is skipped, and says so.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from attnkern.triton_kernels import configs, launch, plan
 from attnkern.triton_kernels.configs import Config, Row
-from rich.console import Console
 
 from attnkern.backends import triton as backend
+from attnkern.cases import Case, case
+from attnkern.testing import Inputs
 
-from . import machine
-from .timing import _cuda_block
+from .device import Cuda
 
-console = Console(highlight=False)
-if not console.is_terminal:  # a log has no width; its lines must not be cut
-    console = Console(highlight=False, width=160)
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # KiB that a block may have
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
 CALLS, WARM = 20, 5
+SECONDS = 14  # of a row: some candidates, each seconds to compile
+# What most calls use comes first.
+KERNELS = ("forward", "dkdv", "dq", "tangent", "second_dq", "second_dkdv")
+FEATURES, HEADS = ("plain", "tile", "mods"), (128, 64, 256, 192, 512)
 
 
-def rows_of(capability: int) -> list[tuple[Row, int]]:
-    """The rows, and the head sizes in them, from which a chip takes its configurations."""
+def name_of(row: Row, size: int) -> str:
+    return f"{row.kernel} {8 * row.itemsize}-bit {row.feature} head size {size}"
+
+
+def table_rows(capability: int) -> dict[str, tuple[Row, int]]:
+    """The rows, and the head sizes in them, from which a chip takes its configurations; the most used first."""
     arch = configs.arch_class(capability, configs.has_tma(capability))
-    found: dict[tuple[Row, int], None] = {}
+    found: set[tuple[Row, int]] = set()
     for row, by_size in configs.TABLE.items():
         if row.arch in (arch, 80 if arch == 86 else arch):
-            found |= {(row._replace(arch=arch), size): None for size in by_size}
-    return list(found)
+            found |= {(row._replace(arch=arch), size) for size in by_size}
+
+    def rank(entry: tuple[Row, int]) -> tuple[Any, ...]:
+        row, size = entry
+        second = row.kernel not in KERNELS[:3]
+        return second, row.itemsize, FEATURES.index(row.feature), HEADS.index(size), KERNELS.index(row.kernel)
+
+    return {name_of(row, size): (row, size) for row, size in sorted(found, key=rank)}
 
 
-def candidates(row: Row, size: int) -> Iterator[Config]:
-    """The table's own first; then every tile whose accumulators can fit in registers."""
-    yield configs.choose(row, size, size)
+def rows(device: Cuda) -> list[str]:
+    return list(table_rows(device.capability()))
+
+
+def candidates(row: Row, size: int) -> list[Config]:
+    """The table's own first; then every tile whose accumulators can fit in registers, the nearest to it first."""
+    own = configs.choose(row, size, size)
     pointers = configs.chunk(size, size, row.itemsize, row.kernel not in configs.MMA_SYNC) > 0
+    found = {own}
     for rows, cols, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)):
         by_keys = row.kernel.endswith("dkdv")
         wgmma = row.arch == 90 and (cols if by_keys else rows) >= 64
@@ -53,22 +69,26 @@ def candidates(row: Row, size: int) -> Iterator[Config]:
             continue
         accumulators = (2 * cols if by_keys else rows) * size
         if accumulators + 2 * rows * cols <= 32 * warps * 224:
-            yield Config(rows, cols, warps, stages)
+            found.add(Config(rows, cols, warps, stages))
+
+    def distance(config: Config) -> tuple[float, Config]:
+        steps = [abs(math.log2(a / b)) for a, b in zip(config[:3], own[:3], strict=True)]
+        return sum(steps) + abs(config.num_stages - own.num_stages), config
+
+    return sorted(found, key=distance)
 
 
-def tensors_of(row: Row, size: int, device: str) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """query, key and value of the row's problem, and its bias."""
-    dtype = torch.bfloat16 if row.itemsize == 2 else torch.float32
-    shape = (TOKENS // LENGTH, max(1, WIDTH // size), LENGTH, size)
-    inputs = [torch.randn(shape, dtype=dtype, device=device) for _ in range(3)]
-    bias = torch.randn(1, shape[1], LENGTH, LENGTH, dtype=dtype, device=device) if row.feature == "tile" else None
-    return inputs, bias
+def problem(row: Row, size: int) -> Case:
+    more: dict[str, Any] = {"dtype": "bf16" if row.itemsize == 2 else "fp32"}
+    if row.feature == "tile":
+        more["mask"] = "bias"
+    return case(name_of(row, size), LENGTH, batch=TOKENS // LENGTH, heads=max(1, WIDTH // size), dim=size, **more)
 
 
-def launches(row: Row, config: Config, size: int, tensors: Any, launched: list) -> tuple[Any, ...]:
+def launches(row: Row, config: Config, size: int, given: Inputs, launched: list) -> tuple[Any, ...]:
     """The arguments of `launch.run` for this row's kernel with `config`."""
     plan.use_table({**configs.TABLE, row: {size: config}})
-    inputs, bias = tensors
+    inputs, bias = (given.query, given.key, given.value), given.attn_mask
     score: Any = (size**-0.5, 30.0 if row.feature == "mods" else 0.0, plan.UNBOUNDED, 0, 0, 0.0)
     launched.clear()
     if row.kernel == "forward":
@@ -91,73 +111,51 @@ def launches(row: Row, config: Config, size: int, tensors: Any, launched: list) 
     return launched[-1]
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Where the table goes.")] = machine.ROOT / "bench" / "runs" / "tuned.json",
-    only: Annotated[str, typer.Option(help="Rows whose description holds it, such as 'dkdv' or '128'.")] = "",
-    dry_run: Annotated[
-        int, typer.Option("--dry-run", help="Up to the device: compile each row's own for this capability (90, ...).")
-    ] = 0,
-) -> None:
-    """Times candidates for every row and writes the best."""
-    capability = dry_run or launch.capability(torch.cuda.current_device())
+def measure(device: Cuda, name: str) -> Iterator[dict[str, Any]]:
+    """Times the row's candidates; gives the fastest, and how many of how many were tried."""
+    import triton
+
+    capability = device.capability()
+    row, size = table_rows(capability)[name]
+    about = {**row._asdict(), "head_dim": size}
+    if not backend.has_second_order() and row.kernel not in KERNELS[:3]:
+        yield {**about, "status": "skipped", "message": f"Triton {triton.__version__} can't compile {row.kernel}"}
+        return
+    inputs = device.inputs(device.shrunk(problem(row, size)))
     launched: list[tuple[Any, ...]] = []
-    run, capability_of, processors_of = launch.run, launch.capability, launch.processors
-    launch.run = lambda *arguments: launched.append(arguments)
-    launch.capability = lambda index: capability
-    if dry_run:
-        launch.processors = lambda index: 132
-    best: dict[Row, dict[int, Config]] = {}
-    try:
-        for row, size in rows_of(capability):
-            about = f"{row.kernel} {8 * row.itemsize}-bit {row.feature} head size {size}"
-            if only not in about:
-                continue
-            tensors = tensors_of(row, size, "meta" if dry_run else "cuda")
-            if dry_run:
-                config = configs.choose(row, size, size)
-                kernel = launches(row, config, size, tensors, launched)[0]
-                shared = kernel.compile(capability).metadata.shared // 1024
-                fits = "fits" if shared <= SHARED[capability] else "does not fit"
-                console.print(
-                    f"{about}: {tuple(config)} compiles and {fits} ({shared} KiB); {_count(row, size)} candidates"
-                )
-                continue
-            best.setdefault(row, {})[size] = _fastest(row, size, tensors, launched, run, capability, about)
-    finally:
-        launch.run, launch.capability, launch.processors = run, capability_of, processors_of
-        plan.use_table(configs.TABLE)
-    if best:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        configs.dump(best, out, {"device": torch.cuda.get_device_name(), "torch": torch.__version__})
-        console.print(f"table  {out}")
-
-
-def _count(row: Row, size: int) -> int:
-    return len(set(candidates(row, size)))
-
-
-def _fastest(row: Row, size: int, tensors: Any, launched: list, run: Any, capability: int, about: str) -> Config:
-    block = _cuda_block(torch.device("cuda"))
+    run, launch.run = launch.run, lambda *arguments: launched.append(arguments)
     timed: dict[Config, float] = {}
-    for config in dict.fromkeys(candidates(row, size)):
-        kernel, *arguments = launches(row, config, size, tensors, launched)
-        try:
-            compiled = kernel.compile(capability)
-            if compiled.metadata.shared > SHARED.get(capability, 99) * 1024:
-                continue
-            run(kernel, *arguments)
-            if compiled.n_spills > 64:
-                continue
-            block(lambda k=kernel, a=arguments: run(k, *a), WARM)
-            timed[config] = block(lambda k=kernel, a=arguments: run(k, *a), CALLS)
-        except Exception as error:  # whatever a compiler of many stages, or the driver, says of a candidate
-            console.print(f"{about}: {tuple(config)} fails: {type(error).__name__}")
-    config = min(timed, key=lambda c: timed[c])
-    own = timed.get(configs.choose(row, size, size))
-    versus = f", {own / timed[config]:.2f}x the table's" if own else ""
-    console.print(f"{about}: {tuple(config)} {timed[config] * 1e6:.1f} us of {len(timed)} candidates{versus}")
-    return config
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    failures: dict[str, str] = {}
+    own, every = configs.choose(row, size, size), candidates(row, size)
+    try:
+        for config in device.while_time(every, SECONDS):
+            try:
+                kernel, *arguments = launches(row, config, size, inputs, launched)
+                compiled = kernel.compile(capability)
+                if compiled.metadata.shared > SHARED.get(capability, 99) * 1024:
+                    failures[str(tuple(config))] = f"{compiled.metadata.shared // 1024} KiB of shared memory"
+                    continue
+                call = functools.partial(run, kernel, *arguments)
+                with device.alone():
+                    block = device.block()
+                    block(call, device.few(WARM))
+                    spilled = getattr(compiled, "n_spills", 0)  # known once it is loaded
+                    if spilled and spilled > 64:
+                        failures[str(tuple(config))] = f"{spilled} registers spilled"
+                        continue
+                    timed[config] = block(call, device.few(CALLS))
+            except Exception as error:  # whatever a compiler of many stages, or the driver, says of a candidate
+                failures[str(tuple(config))] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                device.synchronize()  # raises if nothing more will run in this process
+    finally:
+        launch.run = run
+        plan.use_table(configs.TABLE)
+    found = {**about, "candidates": len(every), "timed": len(timed), "failures": failures}
+    if not timed:
+        first = next(iter(failures.values()), "there is no candidate")
+        version = f"Triton {triton.__version__}"
+        yield {**found, "status": "skipped", "message": f"{version}: none of {len(failures)} candidates runs: {first}"}
+        return
+    best = min(timed, key=lambda config: timed[config])
+    gain = timed[own] / timed[best] if own in timed else None
+    yield {**found, "config": list(best), "own": list(own), "seconds": timed[best], "gain": gain}

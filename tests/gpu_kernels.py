@@ -1,23 +1,17 @@
-"""A call for every CUDA kernel, small enough for a sanitizer: shared by tests/test_gpu.py and `make gpu`.
-
-PYTHONPATH=tests python -m gpu_kernels                runs each once, for compute-sanitizer to watch
-PYTHONPATH=tests python -m gpu_kernels --repeat 1000  each so often, bit for bit the same
-PYTHONPATH=tests python -m gpu_kernels --list         no device needed
-"""
+"""A call for every CUDA kernel, small enough for a sanitizer, and what it is held to: for tests/test_gpu.py and the
+stages of `make gpu`."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 import attnkern
-from attnkern import testing
+from attnkern import rng, testing
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -31,8 +25,8 @@ class Call(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     inputs: Mapping[str, Any] = MappingProxyType({})
 
-    def make(self, device: str = "cuda") -> testing.Inputs:
-        return testing.make_inputs(*self.sizes, dtype=self.dtype, device=device, seed=1, **self.inputs)
+    def make(self, device: Any = "cuda", seed: int = 1) -> testing.Inputs:
+        return testing.make_inputs(*self.sizes, dtype=self.dtype, device=device, seed=seed, **self.inputs)
 
 
 def calls() -> list[Call]:
@@ -54,6 +48,7 @@ def calls() -> list[Call]:
         Call("full", (1, 2, 200, 300, 128)),
         Call("window", (1, 2, 300, 300, 64), options={"is_causal": True, "window": (100, None)}),
         Call("grouped", (1, 6, 150, 150, 64), options=grouped, inputs={"heads_k": 2}),
+        Call("grouped, d128", (1, 6, 150, 150, 128), FP16, grouped, {"heads_k": 2}),
         Call("grouped unlike", (1, 6, 150, 150, 128), options=grouped, inputs={"heads_k": 2, "heads_v": 3}),
         Call("192 and 128", (1, 2, 150, 150, 192, 128), options=causal),
         Call("bias", (2, 2, 90, 70, 64), inputs={"mask": ("float", "BHLS")}),
@@ -65,59 +60,61 @@ def calls() -> list[Call]:
 
 
 CALLS = {call.name: call for call in calls()}
+MODES = {"default": False, "deterministic": True}  # what torch is asked for: the backward pass may have other kernels
 
 
-def run(call: Call, leaves: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def leaves_of(call: Call, device: Any = "cuda") -> dict[str, torch.Tensor]:
+    return {n: x.requires_grad_(x.is_floating_point()) for n, x in call.make(device).tensors.items()}
+
+
+def run(call: Call, leaves: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Output, log-sum-exp and all gradients of the CUDA kernels. Dropout draws the same entries in every call."""
-    torch.manual_seed(7)
+    if "dropout_p" in call.options:
+        torch.manual_seed(7)
     out, lse = attnkern.attention(**leaves, **call.options, return_lse=True, backend="cuda")
     wanted = [x for x in leaves.values() if x.requires_grad]
-    return [out, lse, *torch.autograd.grad([out, lse], wanted, [torch.ones_like(out), torch.ones_like(lse)])]
+    return out, lse, *torch.autograd.grad([out, lse], wanted, [torch.ones_like(out), torch.ones_like(lse)])
 
 
-def leaves_of(call: Call) -> dict[str, torch.Tensor]:
-    return {n: x.requires_grad_(x.is_floating_point()) for n, x in call.make().tensors.items()}
+@contextlib.contextmanager
+def mode(name: str) -> Iterator[None]:
+    """torch's default, or its deterministic mode. Tests run in the latter, for the memory that it poisons there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(MODES[name])
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
-def differing_runs(call: Call, times: int) -> int:
-    """How many of so many runs differ from the first in any bit, in torch's deterministic mode, which stays on. The
-    device is asked once, at the end."""
-    leaves = leaves_of(call)
-    torch.use_deterministic_algorithms(True)
-    first = [x.detach().clone() for x in run(call, leaves)]
-    differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(times - 1):
-        unlike = [
-            (a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in zip(run(call, leaves), first, strict=True)
-        ]
-        differing += torch.stack(unlike).any()
+def check(call: Call, device: Any = "cuda", seed: int = 1) -> None:
+    """Output, log-sum-exp and all gradients against float64 by the tolerance rule. AssertionError says what is wrong.
+
+    Memory that was freed holds NaN, so that what a kernel leaves unwritten is seen in either mode.
+    """
+    inputs, keep = call.make(device, seed), None
+    if "dropout_p" in call.options:
+        q, k = inputs.query, inputs.key
+        torch.manual_seed(5)
+        drawn = rng.draw_seed(q.device)
+        keep = rng.keep_mask(drawn, call.options["dropout_p"], *q.shape[:3], k.shape[2])
+    # Of the allocator's small blocks and of its large ones.
+    poison = [torch.full((size,), float("nan"), device=inputs.query.device) for size in [1 << 16] * 32 + [1 << 22] * 4]
+    del poison
+    torch.manual_seed(5)
+    testing.check_attention(inputs, backend="cuda", keep=keep, **call.options)
+
+
+def differing_runs(call: Call, times: int, device: Any = "cuda") -> int:
+    """How many of so many runs differ from the first in any bit, in deterministic mode. The device is asked once."""
+    leaves = leaves_of(call, device)
+    with mode("deterministic"):
+        first = [x.detach().clone() for x in run(call, leaves)]
+        differing = torch.zeros((), dtype=torch.int64, device=first[0].device)
+        for _ in range(times - 1):
+            unlike = [
+                (a.view(torch.uint8) != b.view(torch.uint8)).any()
+                for a, b in zip(run(call, leaves), first, strict=True)
+            ]
+            differing += torch.stack(unlike).any()
     return int(differing)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gpu_kernels", description=__doc__.split("\n")[0])
-    parser.add_argument("--repeat", type=int, default=0, metavar="N", help="run each N times and compare all bits")
-    parser.add_argument("--list", action="store_true", help="the names of the calls")
-    options = parser.parse_args(arguments)
-    failed = 0
-    for name, call in CALLS.items():
-        if options.list:
-            print(name)
-            continue
-        start = time.perf_counter()
-        if options.repeat:
-            differing = differing_runs(call, options.repeat)
-            failed += differing > 0
-            said = f"{differing} of {options.repeat} runs differ from the first"
-        else:
-            for deterministic in (False, True):  # the backward pass may have other kernels then
-                torch.use_deterministic_algorithms(deterministic)
-                run(call, leaves_of(call))
-            torch.cuda.synchronize()
-            said = "done"
-        print(f"{name}: {said}, {time.perf_counter() - start:.1f} s", flush=True)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,8 @@ import torch
 
 import launches
 import ptxsim
-from attnkern import ops, rng, testing
+import routes
+from attnkern import rng, testing
 from attnkern.problem import Problem
 from conftest import Target
 from gate.case import SHARED_LIMIT
@@ -36,16 +37,10 @@ class Simulated(Target):
 
 
 @pytest.fixture
-def simulated(request, monkeypatch):
+def simulated(request):
     """Routes `backend="cuda"` on CPU tensors through the product's host code and the simulator of one GPU."""
-    recorder = launches.Recorder(getattr(request, "param", 80))
-    monkeypatch.setattr(cuda, "unavailable", lambda: None)
-    monkeypatch.setattr(cuda, "capability", lambda index: recorder.target)
-    monkeypatch.setattr(cuda, "run", recorder.run)
-    monkeypatch.setitem(table.TABLE, "cpu", (cuda, *table.TABLE["cpu"]))
-    monkeypatch.setattr(ops, "forward", ops.route_forward)
-    monkeypatch.setattr(ops, "backward", ops.route_backward)
-    return Simulated("cuda", "cpu", recorder)
+    with routes.cuda(getattr(request, "param", 80)) as recorder:
+        yield Simulated("cuda", "cpu", recorder)
 
 
 # name: sizes (batch, heads, queries, keys, head size[, of values]), options of the call, options of the inputs.

@@ -5,7 +5,7 @@ import torch
 
 import attnkern
 import gpu_kernels
-from attnkern import rng, testing
+from attnkern import testing
 
 contract = pytest.mark.contract
 pytestmark = pytest.mark.gpu
@@ -128,18 +128,12 @@ def test_the_operators_are_what_their_schemas_say(backend):
     torch.library.opcheck(torch.ops.attnkern.backward.default, backward)
 
 
+@pytest.mark.parametrize("mode", gpu_kernels.MODES)
 @pytest.mark.parametrize("name", gpu_kernels.CALLS)
-def test_every_cuda_kernel(name):
+def test_every_cuda_kernel(name, mode):
     """Every class of head size, dtype and variant, with all gradients; Hopper's where they take the call."""
-    call = gpu_kernels.CALLS[name]
-    inputs, keep = call.make(), None
-    if "dropout_p" in call.options:
-        q, k = inputs.query, inputs.key
-        torch.manual_seed(5)
-        seed = rng.draw_seed(q.device)
-        keep = rng.keep_mask(seed, call.options["dropout_p"], *q.shape[:3], k.shape[2])
-        torch.manual_seed(5)
-    testing.check_attention(inputs, backend="cuda", keep=keep, **call.options)
+    with gpu_kernels.mode(mode):
+        gpu_kernels.check(gpu_kernels.CALLS[name])
 
 
 def test_the_cuda_plan_is_what_runs():

@@ -1,6 +1,12 @@
-"""`make gpu` on a machine without a GPU: its stages, their limits, and what it says of each."""
+"""`make gpu` on a machine without a GPU: that a row costs only itself, what is written down, what is made of it, and a
+rehearsal of the whole."""
 
+import ast
+import importlib.util
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -8,115 +14,186 @@ from pathlib import Path
 
 import pytest
 import torch
+from attnkern.triton_kernels import configs, launch
 
 import attnkern
 import gpu_kernels
-from attnkern.backends import choice
-from bench import choose, gpu
-from bench.gpu import Stage
+from attnkern.backends import choice, cuda
+from attnkern.cases import select
+from attnkern.problem import Problem
+from bench import apply, choose, device, gpu, orders, providers, stages, summary, sweep, timing, tune
 
 ROOT = Path(__file__).parents[1]
-PY = (sys.executable, "-S", "-c")
-FINE, FAILS, HANGS = (*PY, "pass"), (*PY, "raise SystemExit(3)"), (*PY, "import time; time.sleep(60)")
+# Extras of the distribution, and what pip may have brought along: a GPU machine may have none of them.
+OPTIONAL = ("cpuinfo", "matplotlib", "pytest_benchmark", "rich", "typer", "xdist")
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 
 
-def outcome(capfd, *plan, total=60, dry=False):
-    """The status, and what the summary says of each stage."""
-    status = gpu.run(plan, total, dry, dict(os.environ))
-    lines = capfd.readouterr().out.splitlines()
-    return status, [line.split(": ", 1)[1] for line in lines if line.startswith("   ")]
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_stage_that_hangs_is_ended_at_its_limit_and_the_next_one_runs(capfd):
+def campaign(tmp_path, *arguments, status=1):
+    """What a run of the fake stages wrote down and printed."""
+    env = {**os.environ, "PYTHONPATH": PATHS, "FAKE_CHILD": str(tmp_path / "child")}
+    out = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "bench.gpu", "--stages", "fake_stages", "--out", str(out), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return read(out), done.stdout
+
+
+def rows(records, stage):
+    return {r["row"]: r for r in records if r["type"] == "row" and r["stage"] == stage}
+
+
+# --- a row costs itself -----------------------------------------------------------------------------------------------
+
+
+def test_a_row_that_faults_hangs_or_raises_costs_itself(tmp_path):
+    records, printed = campaign(tmp_path, "--only", "shared")
+    found = rows(records, "shared")
+    status = {row: record["status"] for row, record in found.items()}
+    assert status == {
+        "first": "ok",
+        "faults": "fault",
+        "hangs": "hung",
+        "raises": "error",
+        "out of memory": "error",
+        "sticky": "fault",
+        "last": "ok",
+    }
+    assert "signal 11" in found["faults"]["message"]
+    assert re.search(r"pid \d+ runs faults", found["faults"]["message"])  # what it printed is with it
+    assert found["raises"]["message"] == "ValueError: row raises"
+    assert "illegal memory access" in found["sticky"]["message"]
+    assert found["last"]["pid"] != found["first"]["pid"]
+    assert "== shared: 2 ok" in printed
+    child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")  # what a row started ends with it
+    assert not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_rows_that_are_apart_have_processes_of_their_own_and_must_end_well(tmp_path):
+    records, _ = campaign(tmp_path, "--only", "apart")
+    written = [r for r in records if r["type"] == "row"]
+    pids = [r["pid"] for r in written if "pid" in r]
+    assert len(set(pids)) == len(pids) == 3
+    assert {r["row"]: r["status"] for r in written} == {"one": "ok", "two": "ok", "ends badly": "wrong"}
+    assert "exit status 9" in rows(records, "apart")["ends badly"]["message"]
+
+
+def test_no_stage_outlasts_its_limit_and_what_was_left_out_is_said(tmp_path):
     start = time.perf_counter()
-    plan = (
-        Stage("hangs", 1, HANGS, FINE),
-        Stage("measures", 1, HANGS, FINE, may_stop=True),
-        Stage("fine", 9, FINE, FINE),
-    )
-    assert outcome(capfd, *plan) == (1, ["failed: stopped at its limit", "stopped at its limit", "passed"])
-    assert time.perf_counter() - start < 20
-    assert outcome(capfd, *plan[1:]) == (0, ["stopped at its limit", "passed"])
+    records, printed = campaign(tmp_path, "--only", "short", status=0)
+    assert time.perf_counter() - start < 30
+    (stage,) = (r for r in records if r["type"] == "stage")
+    assert {row: r["status"] for row, r in rows(records, "short").items()}["hangs"] == "stopped"
+    assert stage["left_out"] == ["never"]
+    assert "1 left out for want of time" in printed
 
 
-def test_what_a_stage_started_ends_with_it(capfd, tmp_path):
-    """A stage that doesn't end when asked is killed with its children."""
-    script = (
-        "import os, signal, subprocess, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        f"child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-        "child.wait()\n"
-    )
-    grace, gpu.GRACE = gpu.GRACE, 1
+def test_a_missing_tool_and_rows_that_cannot_be_named_are_said(tmp_path):
+    records, _printed = campaign(tmp_path, "--only", "watched,unlisted")
+    told = {r["name"]: r["told"] for r in records if r["type"] == "stage"}
+    assert told["watched"] == "left out: compute-sanitizer is not on this machine"
+    assert told["unlisted"] == "failed: LookupError: no such table"
+    assert campaign(tmp_path, "--only", "watched", status=0)
+
+
+def test_a_failed_build_ends_the_run(tmp_path):
+    records, _printed = campaign(tmp_path, "--only", "build,broken build,after")
+    assert [r["name"] for r in records if r["type"] == "stage"] == ["build", "broken build"]
+    assert not rows(records, "after")
+
+
+def test_every_line_is_on_the_disk_before_the_next_row_runs(tmp_path):
+    """A campaign that is killed leaves what it had found."""
+    env = {**os.environ, "PYTHONPATH": PATHS, "FAKE_CHILD": str(tmp_path / "child")}
+    out = tmp_path / "killed.jsonl"
+    command = [sys.executable, "-m", "bench.gpu", "--stages", "fake_stages", "--only", "shared", "--out", str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        outcome(capfd, Stage("stubborn", 2, (*PY, script), FINE))
+        for _ in range(600):
+            if (tmp_path / "child").exists():  # the third row runs
+                break
+            time.sleep(0.05)
+        process.kill()
     finally:
-        gpu.GRACE = grace
-    pid = int((tmp_path / "pid").read_text())
-    for _ in range(100):
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the child still runs")
+        process.kill()
+        process.wait()
+    assert list(rows(read(out), "shared")) == ["first", "faults"]
+    log = gpu.Log(tmp_path / "log.jsonl")
+    for n in range(3):
+        log.add("row", n=n)
+        assert [r["n"] for r in read(tmp_path / "log.jsonl")] == list(range(n + 1))
 
 
-def test_no_stage_outlasts_what_is_left_of_the_whole(capfd):
-    plan = (
-        Stage("hangs", 50, HANGS, FINE, may_stop=True),
-        Stage("test", 9, FINE, FINE),
-        Stage("sweep", 9, FINE, FINE, True),
+def test_provenance_stands_at_the_head_and_the_clocks_around_every_stage(tmp_path):
+    records, _ = campaign(tmp_path, "--only", "apart,short")
+    assert records[0]["type"] == "begin"
+    assert (records[0]["chip"], records[0]["cudnn"], records[0]["clocks.sm"]) == ("a chip", 91900, "1980")
+    assert [r["torch"] for r in records if r["type"] == "run"] == ["2"]
+    assert all(
+        r[when] == {"clocks.sm": "1980"} for r in records if r["type"] == "stage" for when in ("before", "after")
     )
-    start = time.perf_counter()
-    said = ["stopped at its limit", "failed: no time is left", "left out: no time is left"]
-    assert outcome(capfd, *plan, total=1.5) == (1, said)
-    assert time.perf_counter() - start < 15
+    assert records[-1]["type"] == "end"
+    assert (tmp_path / "results.md").read_text().startswith("# a chip\n")
 
 
-def test_a_missing_tool_is_said_and_fails_nothing(capfd):
-    plan = Stage("memcheck", 9, FAILS, FINE, tool="no-such-tool"), Stage("fine", 9, FINE, FINE)
-    assert outcome(capfd, *plan) == (0, ["left out: no-such-tool is not on this machine", "passed"])
-    assert outcome(capfd, *plan, dry=True) == (0, ["left out: no-such-tool is not on this machine", "ready"])
+def test_a_device_without_nvidia_smi_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "nvidia-smi" in device.Rehearsed().clocks()["unknown"]
 
 
-def test_a_failure_is_the_result_and_a_failed_build_ends_the_run(capfd):
-    assert outcome(capfd, Stage("fails", 9, FAILS, FINE), Stage("fine", 9, FINE, FINE)) == (1, ["failed (3)", "passed"])
-    assert outcome(capfd, Stage("build", 9, FAILS, FINE, needed=True), Stage("fine", 9, FINE, FINE))[1] == [
-        "failed (3)"
-    ]
-    assert outcome(capfd, Stage("dry", 9, FINE, FAILS), dry=True) == (1, ["failed (3)"])
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_stages_fit_in_nine_minutes_and_what_must_be_known_comes_first():
-    plan = gpu.stages("python", "compute-sanitizer", ("make",))
-    assert gpu.TOTAL <= 540
-    names = [stage.name for stage in plan]
-    assert names[0] == "build"
-    assert plan[0].needed
-    assert names.index("memcheck") < names.index("racecheck") < names.index("sweep against F.sdpa's backends")
-    assert sum(stage.seconds for stage in plan if not stage.may_stop) < gpu.TOTAL  # none is squeezed by the others
-    assert [stage.tool for stage in plan if stage.tool] == ["compute-sanitizer"] * 2
+def test_the_stages_come_in_the_order_in_which_their_answers_matter():
+    names = [stage.name for stage in stages.STAGES]
+    assert names[:5] == ["build", "orders", "table", "correctness", "decode"]
+    assert names[5:] == ["memcheck", "racecheck", "features", "tuning", "choice", "tests"]
+    assert gpu.TOTAL <= 570
+    assert sum(stage.seconds for stage in stages.STAGES[1:3]) <= 120
+    assert stages.STAGES[0].needed
 
 
-def test_a_device_is_built_for_alone():
-    found = [gpu.arch_of(capability) for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0))]
-    assert found == ["80", "80", "80", "90a", "100a", "120", "80"]
+def test_the_rows_that_matter_most_come_first_and_every_sample_has_one():
+    rehearsed = device.Rehearsed()
+    for stage in stages.STAGES:
+        listed = list(stage.rows(rehearsed))
+        assert len(set(listed)) == len(listed) > 0
+        assert set(stage.sample(listed)) <= set(listed)
+        assert stage.sample(listed), stage.name
+    table = stages._table_rows(rehearsed)
+    assert len(table) == 24 * 4
+    assert table[0] == "gpu-bf16-d128-causal-16384 forward cuda"
+    assert next(iter(tune.rows(rehearsed))) == "forward 16-bit plain head size 128"
+    for row, size in tune.table_rows(90).values():
+        assert tune.candidates(row, size)[0] == configs.choose(row, size, size)
 
 
-def test_without_a_device_nothing_is_run(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 1
-    assert "sees no CUDA device: nothing was run" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("module", ["gpu_kernels --list", "bench.choose --dry-run", "bench.orders --dry-run"])
-def test_what_the_stages_call_is_there(module):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    done = subprocess.run([sys.executable, "-m", *module.split()], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 20
+def test_full_sized_problems_are_valid():
+    """A rehearsal shrinks them: here they are, without memory."""
+    problems = [*orders.trials(), *(trial.case() for trial in choose.trials())]
+    problems += [tune.problem(row, size) for row, size in tune.table_rows(90).values()]
+    problems += select(",".join({row.split()[0] for row in stages._table_rows(device.Rehearsed())}))
+    for case in problems:
+        shapes = (case.heads_q, case.seqlen_q, case.head_dim), (case.heads_k, case.seqlen_k, case.head_dim)
+        shapes = (*shapes, (case.heads_k, case.seqlen_k, case.head_dim_v))
+        q, k, v = (torch.empty(case.batch, *s, dtype=case.torch_dtype, device="meta") for s in shapes)
+        gqa = case.heads_q != case.heads_k
+        assert Problem.from_sdpa(q, k, v, is_causal=case.causal, softcap=case.softcap or None, enable_gqa=gqa)
+        assert 0 < case.flops("forward") < 1e14
+    for trial in choose.trials():
+        case = trial.case()
+        q, k, v = (
+            torch.empty(1, case.heads_q, n, case.head_dim, dtype=torch.bfloat16, device="meta")
+            for n in (case.seqlen_q, case.seqlen_k, case.seqlen_k)
+        )
+        q.requires_grad_(trial.training)
+        problem = Problem.from_sdpa(q, k, v, **choose.options_of(case))
+        call = choice.call_of(problem, 90)
+        assert (call.training, call.kind, call.head_dim) == trial
 
 
 def test_the_calls_reach_every_class_of_head_size_and_make_valid_problems():
@@ -129,13 +206,261 @@ def test_the_calls_reach_every_class_of_head_size_and_make_valid_problems():
     assert len(small) > 10
 
 
-def test_measured_rules_put_the_fastest_first():
-    trial = choose.Trial(True, "plain", 128)
-    rule = choose.rule_of(trial, 90, {"triton": 3e-4, "cuda": 2e-4})
-    assert rule == ((90,), ("training",), ("plain",), (65, 128), ("cuda", "triton"), "cuda 200 us, 1.50x triton")
-    choice.use_rules([rule])
-    try:
-        assert choice.rule_for(choice.Call(90, True, "plain", 100)) == rule
-        assert choice.rule_for(choice.Call(90, True, "plain", 64)) != rule
-    finally:
-        choice.use_rules(())
+def test_a_device_is_built_for_alone(monkeypatch):
+    found = []
+    for capability in (80, 86, 89, 90, 100, 120, 130):
+        monkeypatch.setattr(device.Cuda, "capability", lambda self, value=capability: value)
+        found.append(device.Cuda(torch.device("cuda")).environment()["ATTNKERN_CUDA_ARCHS"])
+    assert found == ["80", "80", "80", "90a", "100a", "120", "80"]
+
+
+def test_without_a_device_nothing_is_run(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 1
+    assert "sees no CUDA device: nothing was run" in capsys.readouterr().out
+
+
+def test_a_dry_run_lists_the_rows_of_every_stage(capsys):
+    everything = ",".join(stage.name for stage in stages.STAGES if stage.name != "build")
+    assert gpu.main(["--dry-run", "--only", everything]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"== {stage.name}: {stage.about}" in printed for stage in stages.STAGES[1:])
+    assert len(printed.splitlines()) > 400
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "tabel"])
+    assert "'tabel' is none of build, orders" in capsys.readouterr().err
+
+
+# --- what rows find ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A call of which the default mode has a kernel of its own, in the simulator."""
+    monkeypatch.setitem(gpu_kernels.CALLS, "tiny", gpu_kernels.Call("tiny", (1, 1, 33, 40, 128)))
+    with device.rehearsal() as rehearsed:
+        yield rehearsed
+
+
+def spoilt(monkeypatch, wrong):
+    """The backward operator's dq is off where `wrong(dq_sums)`."""
+    run = cuda.run
+
+    def spoil(operator, tensors, *rest, results=()):
+        returned = run(operator, tensors, *rest, results=results)
+        if operator == torch.ops.attnkern.cuda_backward and wrong(tensors[-1]):
+            results[0].mul_(1.25)
+        return returned
+
+    monkeypatch.setattr(cuda, "run", spoil)
+
+
+def modes(rehearsed):
+    return {found["mode"]: found["status"] for found in stages._correctness(rehearsed, "tiny")}
+
+
+def test_each_mode_is_checked_for_right_results(tiny, monkeypatch):
+    """What only the default mode's backward kernel does wrong is seen there, and only there; likewise the other way."""
+    fine = {mode: "ok" for name in gpu_kernels.MODES for mode in (name, f"{name}, graph")}
+    again = {"deterministic, again": "ok"}
+    assert modes(tiny) == {**fine, **again}
+    del fine["default, graph"]
+    with monkeypatch.context() as patched:
+        spoilt(patched, lambda sums: sums is not None)
+        assert modes(tiny) == {**fine, **again, "default": "wrong"}
+
+
+def test_a_replayed_graph_must_give_what_a_call_gives(tiny, monkeypatch):
+    def stale(call):
+        return call(), lambda: None
+
+    monkeypatch.setattr(tiny, "capture", stale)
+    with gpu_kernels.mode("default"):
+        found = stages._checked(lambda: stages._captured(tiny, gpu_kernels.CALLS["tiny"]))
+    assert found == {"status": "wrong", "message": "result 0 of a replayed graph is not what a call gives"}
+
+
+def test_torchs_own_maths_is_measured_only_where_its_scores_fit(monkeypatch):
+    with device.rehearsal() as rehearsed:
+        runner = sweep.Runner(rehearsed.torch, timing.Plan(rounds=1, min_rounds=1, budget=0.0))
+        case = rehearsed.shrunk(select("gpu-bf16-d64-full-4096")[0])
+        (math,) = providers.choose("sdpa-math", rehearsed.torch)
+        assert runner.run(case, "forward", [math])[0]["status"] == "ok"
+        monkeypatch.setattr(rehearsed, "free_memory", lambda: 1000)
+        (row,) = runner.run(case, "forward", [math])
+        assert (row["status"], row["message"][:19]) == ("refused", "its score matrices ")
+
+
+def test_what_triton_cannot_compile_is_skipped_and_named(monkeypatch):
+    rehearsed = device.Rehearsed()
+    monkeypatch.setattr(tune.backend, "has_second_order", lambda: False)
+    (row,) = tune.measure(rehearsed, "tangent 16-bit plain head size 64")
+    assert row["status"] == "skipped"
+    assert re.fullmatch(r"Triton [\d.]+ can't compile tangent", row["message"])
+
+    def fails(self, capability):
+        raise RuntimeError("ptxas is unhappy")
+
+    monkeypatch.setattr(launch.Kernel, "compile", fails)
+    monkeypatch.setattr(launch, "capability", lambda index: 90)
+    monkeypatch.setattr(launch, "processors", lambda index: 4)
+    (row,) = tune.measure(rehearsed, "forward 16-bit plain head size 64")
+    assert row["status"] == "skipped"
+    assert row["message"].endswith("none of 2 candidates runs: RuntimeError: ptxas is unhappy")
+
+
+def test_a_group_of_the_sanitizers_holds_every_kernel():
+    groups = stages._watched_groups(device.Rehearsed())
+    held = [name for group in groups for name in gpu_kernels.CALLS if name.split()[0].rstrip(",") == group]
+    assert sorted(held) == sorted(gpu_kernels.CALLS)
+
+
+# --- what is made of it -----------------------------------------------------------------------------------------------
+
+
+def row_of(stage, row, **found):
+    return {"type": "row", "stage": stage, "row": row, "status": "ok", **found}
+
+
+def synthetic(best="overlap"):
+    """A campaign's records, with figures made up."""
+    timed = {"clock": "gpu", "allowed_share": 0.5, "peak_share": 0.8, "bandwidth_share": 0.9}
+    records = [{"type": "begin", "chip": "Chip X", "cudnn": 1, "date": "today"}, {"type": "run", "torch": "2.11"}]
+    for size, values in orders.SIZES:
+        for causal in ("causal", "full"):
+            speeds = {"serial": 400.0, "overlap": 500.0, "ping-pong": 450.0}
+            speeds["ping-pong"] = 600.0 if size <= 96 else speeds["ping-pong"]
+            fields = {"head_dim": size, "head_dim_v": values, "tflops": speeds, "best": best}
+            records.append(row_of("orders", f"d{size}/{values} {causal}", **fields))
+    for rival, seconds in (("cuda", 1e-3), ("sdpa-cudnn", 9e-4), ("sdpa-flash", 2e-3), ("sdpa", 9e-4)):
+        fields = {"seconds": seconds, "flops_per_second": 5e11 / seconds, "kernel": "cudnn", **timed}
+        records.append(row_of("table", f"gpu-bf16-d128-causal-16384 forward {rival}", **fields))
+    records.append(row_of("table", "gpu-bf16-d64-full-4096 forward cuda", status="hung", message="ended at its limit"))
+    table = {"arch": 90, "kernel": "forward", "itemsize": 2, "feature": "plain"}
+    own = list(configs.TABLE[configs.Row(90, "forward", 2, "plain")][128])
+    tuned = {**table, "candidates": 40, "timed": 9, "seconds": 1e-3, "own": own, "failures": {}}
+    records.append(row_of("tuning", "a", head_dim=128, config=[64, 128, 4, 3], gain=1.2, **tuned))
+    records.append(row_of("tuning", "b", head_dim=64, config=[64, 64, 4, 1], gain=1.01, **tuned))
+    records.append(row_of("tuning", "c", status="skipped", message="Triton 3.6.0 can't compile tangent"))
+    trial = {"training": True, "kind": "plain", "size": 128, "capability": 90}
+    records.append(row_of("choice", "d", seconds={"triton": 3e-4, "cuda": 2e-4}, refused={}, **trial))
+    clocks = {"before": {"clocks.sm": "1980"}, "after": {"clocks.sm": "1755"}}
+    records.append(
+        {"type": "stage", "name": "table", "told": "4 ok, 1 hung", "seconds": 40.0, "left_out": [], **clocks}
+    )
+    return records
+
+
+def test_the_page_says_what_was_measured_and_what_failed():
+    text = summary.page(synthetic())
+    assert "| d128-causal-16384 | forward | 500 | 556 | 250 | 0.90 | 2.00 | 0.50 | cudnn |" in text
+    assert "- table, gpu-bf16-d64-full-4096 forward cuda: **hung**: ended at its limit" in text
+    assert "| table | 4 ok, 1 hung | 40 | 1980 / 1755 |" in text
+    assert "Skipped: c (Triton 3.6.0 can't compile tangent)." in text
+    assert "cuda 200 us, triton 300 us" in text
+    assert "ehearsal" not in text
+    assert len(text.splitlines()) < 90
+    assert "A rehearsal" in summary.page([{"type": "begin", "chip": device.Rehearsed().name()}])
+
+
+def test_results_are_applied_to_the_three_tables(tmp_path, capsys):
+    for path in (apply.FORWARD, apply.CONFIGS, apply.CHOICE):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    results = tmp_path / "results.jsonl"
+    results.write_text("\n".join(map(json.dumps, synthetic())) + '\n{"type": "row", "torn')
+    for _ in range(2):  # the second time it finds its own lines
+        assert apply.main(results, tmp_path) == 0
+    text = (tmp_path / apply.FORWARD).read_text()
+    expression = re.search(r"static constexpr Order kOrder =\s([^;]+);", text)[1]
+    assert expression == "kHeadDim <= 96 ? Order::kPingPong : Order::kOverlap"
+    tiles = assigned(tmp_path / apply.CONFIGS, "_ROWS")
+    changed = {key: by_size for key, by_size in tiles.items() if by_size != configs._ROWS[key]}
+    old = configs._ROWS[90, "forward", 2, "plain"]
+    assert changed == {(90, "forward", 2, "plain"): {**old, 128: (64, 128, 4, 3)}}
+    spec = importlib.util.spec_from_file_location("attnkern.backends.applied", tmp_path / apply.CHOICE)
+    applied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(applied)
+    (rule,) = applied.MEASURED
+    because = "cuda 200 us, 1.50x triton on Chip X"
+    assert rule == ((90,), ("training",), ("plain",), (65, 128), ("cuda", "triton"), because)
+    assert applied.rule_for(applied.Call(90, True, "plain", 100)) == rule
+    assert applied.told(rule) == f"as measured ({because})"
+    assert len(applied.RULES) == 1 + len(choice.RULES)
+    assert all(len(line.rstrip()) <= 120 for path in (apply.CONFIGS, apply.CHOICE) for line in (tmp_path / path).open())
+    results.write_text(json.dumps({"type": "begin"}) + "\n")
+    assert apply.main(results, tmp_path) == 1
+    assert "nothing was changed" in capsys.readouterr().out
+
+
+def assigned(path, name):
+    nodes = ast.parse(path.read_text()).body
+    found = next(n.value for n in nodes if isinstance(n, ast.AnnAssign) and n.target.id == name)
+    return ast.literal_eval(found)
+
+
+def test_no_rehearsal_is_applied(tmp_path, capsys):
+    results = tmp_path / "results.jsonl"
+    results.write_text("\n".join(map(json.dumps, [{"type": "run", "rehearsed": True}, *synthetic()])))
+    before = (ROOT / apply.CHOICE).read_text()
+    assert apply.main(results) == 1
+    assert (ROOT / apply.CHOICE).read_text() == before
+    assert "a rehearsal measures nothing" in capsys.readouterr().out
+
+
+# --- the rehearsal ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rehearsal_runs_to_its_last_line_with_nothing_optional_installed(tmp_path):
+    for name in OPTIONAL:
+        (tmp_path / "absent").mkdir(exist_ok=True)
+        (tmp_path / "absent" / f"{name}.py").write_text(f'raise ImportError("{name} is not to be had")')
+    out = tmp_path / "rehearsal.jsonl"
+    path = os.pathsep.join([str(tmp_path / "absent"), PATHS])
+    env = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bench.gpu", "--rehearse", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    records = read(out)
+    assert (records[0]["type"], records[-1]["type"]) == ("begin", "end")
+    ran = [r for r in records if r["type"] == "stage"]
+    assert [r["name"] for r in ran] == [stage.name for stage in stages.STAGES]
+    found = {stage["name"]: [r for r in records if r["type"] == "row" and r["stage"] == stage["name"]] for stage in ran}
+    assert all(found.values())
+    assert all(not stage["left_out"] for stage in ran)
+    assert {r["status"] for rows in found.values() for r in rows} <= {"ok", "refused", "skipped"}
+    for name in ("table", "decode", "features"):
+        ours = [r for r in found[name] if r["row"].endswith((" cuda", " triton"))]
+        assert ours
+        assert all(r["status"] == "ok" and r["allowed_share"] <= 1 and r["clock"] == "counted" for r in ours)
+    assert {r["mode"] for r in found["correctness"]} >= {
+        "default",
+        "default, graph",
+        "deterministic",
+        "deterministic, again",
+    }
+    assert [r["rehearsed"] for r in records if r["type"] == "run"] == [True]
+    assert "**A rehearsal:" in out.with_suffix(".md").read_text()
+
+
+def test_no_module_of_the_stages_needs_an_extra():
+    """Imported in a process in which the extras can't be."""
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
+        "from bench import apply, choose, device, gpu, machine, orders, providers, stages, summary, sweep, tune\n"
+        "import gpu_kernels, routes\n"
+        "machine.provenance(device.torch.device('cpu'))\n"
+        "print('imported')"
+    )
+    env = {**os.environ, "PYTHONPATH": PATHS}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == "imported\n", done.stderr
+
+
+def test_timings_run_without_the_benchmark_plugin():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:xdist", "-k", "short"]
+    done = subprocess.run([*command, "tests/test_bench_regression.py"], cwd=ROOT, capture_output=True, text=True)
+    assert re.search(r"^\d+ passed", done.stdout, re.M), done.stdout

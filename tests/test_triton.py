@@ -11,7 +11,7 @@ import torch
 from attnkern.triton_kernels import configs, launch, plan
 
 import attnkern
-import ptxsim
+import routes
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
 from conftest import Target
@@ -19,19 +19,6 @@ from conftest import Target
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 triton = table.triton
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-# What each kernel writes: nobody may read it before that. (dbias is not among them: it may come as zeros.)
-RESULTS = {
-    "forward_kernel": ("out", "lse"),
-    "decode_kernel": ("part_out", "part_lse"),
-    "combine_kernel": ("out", "lse"),
-    "delta_kernel": ("delta",),
-    "dkdv_kernel": ("dk", "dv"),
-    "dq_kernel": ("dq",),
-    "tangent_kernel": ("tout", "tlse", "nu"),
-    "second_dkdv_kernel": ("dk", "dv"),
-    "second_dq_kernel": ("dq",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,32 +28,11 @@ class Simulated(Target):
     capability: int = 80
 
 
-def simulate(kernel, grid, args, capability):
-    """In place of `launch.run`."""
-    compiled = ptxsim.of_triton(kernel.compile(capability), kernel.signature, capability)
-    given = dict(zip(kernel.signature, args, strict=True))
-    undefined = [given[name] for name in RESULTS.get(kernel.function.__name__, ()) if given[name] is not None]
-    ptxsim.run(compiled, (grid,), [given[name] for name in compiled.arguments], undefined=undefined)
-
-
 @contextlib.contextmanager
 def routed(capability):
     """`backend="triton"` on CPU tensors runs in the simulator of one GPU; gives the kernels launched, in order."""
     launched = []
-
-    def run(kernel, grid, args, index):
-        launched.append(kernel)
-        simulate(kernel, grid, args, capability)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton, "unavailable", lambda: None)
-        patch.setattr(launch, "capability", lambda index: capability)
-        patch.setattr(launch, "processors", lambda index: 4)
-        patch.setattr(launch, "run", run)
-        patch.setitem(table.TABLE, "cpu", (triton, *table.TABLE["cpu"]))
-        patch.setattr(ops, "forward", ops.route_forward)
-        # The operators take names too.
-        patch.setattr(ops, "backward", lambda *given, **named: ops.route_backward(*given, *named.values()))
+    with routes.triton(capability, launched.append):
         yield launched
 
 

@@ -98,7 +98,7 @@ def explain(problem: Problem, name: str | None = None) -> Explanation:
     told = [getattr(_BY_NAME[chosen], hook, None) if chosen is not None else None for hook in ("notes", "plan")]
     notes, plan = (tuple(hook(problem)) if hook else () for hook in told)
     rule = _rule(problem) if name is None else None
-    order = "" if rule is None else f"{choice.source()} ({rule.because})"
+    order = "" if rule is None else choice.told(rule)
     return Explanation(str(problem), chosen, refusals, notes, plan, order)
 
 

@@ -39,8 +39,11 @@ class Rule(NamedTuple):
 
 
 ANY = (0, 2**30)
+# As measured; `python -m bench.gpu --apply` writes them.
+MEASURED: tuple[Rule, ...] = ()
 # The model: docs/cuda_kernels.md (what the inner loops allow, from their SASS), for kernels as they are here.
 RULES: tuple[Rule, ...] = (
+    *MEASURED,
     Rule(
         (90,), (), ("plain",), ANY, ("cuda-sm90", "triton", "cuda"), "softmax beside P V, where Triton's kernels wait"
     ),
@@ -93,6 +96,11 @@ _known_match = functools.cache(_first_match)
 def source() -> str:
     """Where the rules in use come from: "by model, not measured", or what their file says of itself."""
     return _source
+
+
+def told(rule: Rule) -> str:
+    """A rule, in words."""
+    return f"{'as measured' if rule in MEASURED else _source} ({rule.because})"
 
 
 def use_rules(rules: Sequence[Rule], source: str = MODEL) -> None:

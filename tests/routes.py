@@ -1,0 +1,91 @@
+"""CPU tensors on a GPU that isn't there: within these, a backend's launches run in the simulator of one GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import launches
+import ptxsim
+from attnkern import ops
+
+table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
+
+# What each Triton kernel writes: nobody may read it before that. (dbias is not among them: it may come as zeros.)
+RESULTS = {
+    "forward_kernel": ("out", "lse"),
+    "decode_kernel": ("part_out", "part_lse"),
+    "combine_kernel": ("out", "lse"),
+    "delta_kernel": ("delta",),
+    "dkdv_kernel": ("dk", "dv"),
+    "dq_kernel": ("dq",),
+    "tangent_kernel": ("tout", "tlse", "nu"),
+    "second_dkdv_kernel": ("dk", "dv"),
+    "second_dq_kernel": ("dq",),
+}
+
+
+@contextlib.contextmanager
+def _routed(backend: Any, replaced: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    """`backend` takes CPU tensors, first of all."""
+    with contextlib.ExitStack() as stack:
+        for (where, name), value in replaced.items():
+            stack.enter_context(patch.object(where, name, value))
+        stack.enter_context(patch.object(backend, "unavailable", lambda: None))
+        stack.enter_context(patch.dict(table.TABLE, {"cpu": (backend, *table.TABLE["cpu"])}))
+        stack.enter_context(patch.object(ops, "forward", ops.route_forward))
+        # The operators take names too.
+        backward = patch.object(ops, "backward", lambda *given, **named: ops.route_backward(*given, *named.values()))
+        stack.enter_context(backward)
+        yield
+
+
+@contextlib.contextmanager
+def cuda(capability: int = 80, launched: Callable[[Any], object] = lambda launch: None) -> Iterator[Any]:
+    """`backend="cuda"` with its shipped host code; gives the recorder of its launches."""
+    backend = table.cuda
+    recorder = launches.Recorder(capability)
+
+    def run(operator, tensors, *rest, results=()):
+        before = len(recorder.launches)
+        returned = recorder.run(operator, tensors, *rest, results=results)
+        for launch in recorder.launches[before:]:
+            launched(launch)
+        return returned
+
+    def chip(index: int):
+        shared = launches.SHARED_LIMIT[recorder.target]
+        return backend.Chip(recorder.target, recorder.multiprocessors, shared + 1024, shared)
+
+    replaced = {(backend, "capability"): lambda index: recorder.target, (backend, "run"): run, (backend, "chip"): chip}
+    with _routed(backend, replaced):
+        yield recorder
+
+
+def simulate(kernel, grid, args, capability):
+    """In place of `launch.run` of the Triton kernels."""
+    compiled = ptxsim.of_triton(kernel.compile(capability), kernel.signature, capability)
+    given = dict(zip(kernel.signature, args, strict=True))
+    undefined = [given[name] for name in RESULTS.get(kernel.function.__name__, ()) if given[name] is not None]
+    ptxsim.run(compiled, (grid,), [given[name] for name in compiled.arguments], undefined=undefined)
+
+
+@contextlib.contextmanager
+def triton(capability: int = 80, launched: Callable[[Any], object] = lambda kernel: None) -> Iterator[None]:
+    """`backend="triton"` by kernels compiled for the GPU; `launched` is told of each before it runs."""
+    from attnkern.triton_kernels import launch
+
+    def run(kernel, grid, args, index):
+        launched(kernel)
+        simulate(kernel, grid, args, capability)
+
+    replaced = {
+        (launch, "capability"): lambda index: capability,
+        (launch, "processors"): lambda index: 4,
+        (launch, "run"): run,
+    }
+    with _routed(table.triton, replaced):
+        yield
