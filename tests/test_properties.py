@@ -9,11 +9,10 @@ from attnkern import testing
 
 contract = pytest.mark.contract
 
-# Fresh examples in every run (no database, no fixed seed); a failure prints its example, which names a seed of its own.
+# Examples follow from the test's seed (tests/conftest.py); a failure prints its example, which names a seed of its own.
 ANEW = hypothesis.settings(
     deadline=None,
     database=None,
-    derandomize=False,
     max_examples=40,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
