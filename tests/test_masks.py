@@ -327,6 +327,7 @@ def test_a_nan_in_the_mask_stays_in_its_row(target, value, column, dtype):
 @pytest.mark.parametrize("sizes", [(9, 37), (1, 100), (70, 70)], ids=str)
 def test_a_nan_in_a_query_row_stays_in_it(target, value, options, sizes, dtype):
     q, k, v = target.inputs(B, H, *sizes, E, dtype=dtype).tensors.values()
+    k[1, 2, 0, 3], k[1, 2, 1, 3] = 1, -1  # of scores that are all -inf the row would be one without a key
     clean = target.attention(q, k, v, **options)
     row = sizes[0] // 2
     q[1, 2, row, 3] = value

@@ -327,7 +327,7 @@ def test_dropout_in_training_only():
     again, mean = module(x, x, value)
     assert torch.equal(again, out)
     torch.testing.assert_close(mean, weights.mean(1))
-    assert 0.3 < (weights == 0).float().mean() < 0.5
+    assert 0.3 < (weights == 0).float().mean() < 0.5  # 19 standard deviations either way
     # The weights are those that were used: multiplied with the values they give the output, and its gradient.
     v = torch.nn.functional.linear(value, module.in_proj_weight[2 * E :], module.in_proj_bias[2 * E :])
     v = v.unflatten(-1, (H, -1)).transpose(1, 2)
@@ -365,6 +365,7 @@ def test_weights_under_autocast():
 def test_inside_transformer_layers(norm_first, training):
     """The same results as with torch's module; in evaluation too it is this module that runs, not torch's fast path."""
     options = {"batch_first": True, "dropout": 0.0, "norm_first": norm_first, "dtype": torch.float64}
+    options["activation"] = "gelu"  # a relu whose input rounds to the other side of 0 has another gradient
     source, goal = torch.randn(2, 9, E, dtype=torch.float64), torch.randn(2, 6, E, dtype=torch.float64)
     padding = torch.arange(9) >= torch.tensor([[9], [5]])
     causal = torch.nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
