@@ -19,7 +19,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test gate planted-bugs bench bench-goals lint format typecheck gpu wheel sanitize clean
+.PHONY: help build test fuzz gate planted-bugs bench bench-goals lint format typecheck gpu wheel sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -36,6 +36,9 @@ gate: build  ## compile every GPU kernel for every architecture and check the bi
 
 planted-bugs: build  ## plant bugs in the simulator's test kernels: which are caught, and how
 	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m ptxsim.planted_bugs
+
+fuzz: build  ## problems at random on every backend, simulated GPUs included: MINUTES=10; FUZZ_ARGS="--on cpu-avx2"
+	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m fuzz --minutes $(or $(MINUTES),10) $(FUZZ_ARGS)
 
 bench: build  ## sweep sequence length against torch: table, JSONL, plot; BENCH_ARGS for python -m bench run
 	@$(PY) -m bench run $(BENCH_ARGS)

@@ -800,7 +800,8 @@ def far_key(gap: float, place: int, *, dtype: torch.dtype = torch.float32, devic
 
 
 # One off every tile and block of keys or queries.
-LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 61, 63, 64, 65, 95, 96, 97, 127, 128, 129, 130, 191, 193, 257)
+LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 61, 63, 64, 65, 95, 96, 97, 127, 128, 129, 130, 160, 191, 193, 256, 257)
+FEW = (1, 1, 2, 3, 8, 15, 16)  # queries, which have kernels of their own
 
 
 def random_problem(
@@ -812,6 +813,7 @@ def random_problem(
     head_dims: Sequence[int] = (1, 2, 3, 8, 16, 17, 32, 40, 64, 72),
     dims_v: Sequence[int] = (1, 5, 24),
     layouts: Sequence[str] = tuple(LAYOUTS),
+    batches: Sequence[int] = (1, 1, 2, 3),
     heads: Sequence[int] = (1, 2, 3),
     groups: Sequence[int] = (1, 1, 2, 4),
     masks: bool = True,
@@ -832,27 +834,38 @@ def random_problem(
     heads_k = 0 if wild and rng.random() < 0.04 else rng.choice(list(heads))
     group = rng.choice(list(groups))
     head_dim = rng.choice(list(head_dims))
-    seqlen_q = rng.choice(list(lengths))
-    seqlen_k = seqlen_q if rng.random() < 0.3 else rng.choice(list(lengths))
+    seqlen_k = rng.choice(list(lengths))
+    draw = rng.random()
+    seqlen_q = seqlen_k if draw < 0.3 else rng.choice(list(lengths if draw < 0.7 else FEW))
+    if draw > 0.85:  # keys that fill vectors
+        seqlen_k = rng.choice([n for n in lengths if n > 0 and n % 16 == 0])
     dtype = rng.choice(list(dtypes))
     options: dict[str, Any] = {}
     if group > 1 and heads_k > 0:
         options["enable_gqa"] = True
-    kind = rng.choice(["none", "band", "band", *(["mask", "mask", "both", "both"] if masks else [])])
+    kind = rng.choice(["none", "band", "band", *(["mask", "mask", "both", "both", "both"] if masks else [])])
     mask = None
     if kind in ("mask", "both"):
         mask = (rng.choice(["bool", "float", "holes"]), "".join(rng.choice([c, c, "1"]) for c in "BHLS"))
     if kind in ("band", "both"):
-        if rng.random() < 0.5:
+        if rng.random() < 0.4:
             options["is_causal"] = True
         else:
-            options["window"] = (rng.choice([None, 0, 1, 5, 40, 100]), rng.choice([None, 0, 1, 5, 40]))
+            options["window"] = (rng.choice([None, 0, 1, 5, 40, 70]), rng.choice([None, 0, 1, 5, 40]))
         options["alignment"] = rng.choice(["top_left", "bottom_right"])
     scale = 1.0 / math.sqrt(head_dim)
     if rng.random() < 0.5:
         choices = [0.0, -0.5, 0.125, 1.0]
         if wild:
-            choices = [0.0, 0.0, -0.5, 1.0, -3.0, *(rounded(sign * 10.0 ** rng.uniform(-3, 2)) for sign in (1, -1))]
+            choices = [
+                0.0,
+                0.0,
+                -0.5,
+                1.0,
+                -3.0,
+                -3.0,
+                *(rounded(sign * 10.0 ** rng.uniform(-3, 2)) for sign in (1, -1)),
+            ]
         options["scale"] = scale = rng.choice(choices)
     if rng.random() < (0.3 if wild else 0.15):
         options["softcap"] = rng.choice([1.0, 5.0, 30.0])
@@ -870,7 +883,7 @@ def random_problem(
             product = rng.choice([-1.0, 1.0]) * 10.0 ** rng.uniform(1, 3) / abs(scale)
             product /= max(1.0, abs(product) / 1e6)
     inputs = make_inputs(
-        rng.choice([1, 1, 2, 3]),
+        rng.choice(list(batches)),
         heads_k * group,
         seqlen_q,
         seqlen_k,

@@ -77,8 +77,10 @@ def test_gradients_where_scores_saturate(target, queries, dtype):
 
 
 def test_rows_whose_mask_is_finfo_min_throughout(target):
-    """Such a row is the mean of its keys; a log-sum-exp of -3e38 can't say how many they are. (Nor can it in float64: its
-    own gradient is left out.)"""
+    """Such a row is the mean of its keys; a log-sum-exp of -3e38 can't say how many they are.
+
+    (Nor can it in float64: its own gradient is left out.)
+    """
     mask = torch.zeros(40, 70, device=target.device)
     mask[3:7] = torch.finfo(FP32).min
     inputs = dataclasses.replace(target.inputs(1, 2, 40, 70, 16), attn_mask=mask)

@@ -1,0 +1,91 @@
+"""`make fuzz`: what it once found stays found, each of its places runs, and it sees what is planted."""
+
+import json
+
+import pytest
+
+import attnkern
+import fuzz
+
+KEPT = [json.loads(line) for line in fuzz.FOUND.read_text().splitlines()]
+CPU = [place for place in fuzz.places() if place.startswith("cpu-")]
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: f"{kept['place']}-{kept['seed']}")
+def test_what_it_found(kept):
+    """The seed says where it came from; the problem itself is kept. (tests/test_isa.py forces instruction sets.)"""
+    place = "cpu" if kept["place"].startswith("cpu") else kept["place"]
+    fuzz.Problem(place, kept["recipe"], kept["options"], kept["huge"]).check()
+
+
+@pytest.mark.parametrize("place", fuzz.places())
+def test_every_place_runs(place, capfd):
+    """Some problems of a fixed seed, in a process of their own."""
+    simulated = place.startswith(("cuda", "triton"))
+    assert fuzz.watch(place, 0, 1.0 if simulated else 2.0) == []
+    told = capfd.readouterr().out
+    assert told.startswith(place)
+    assert int(told.split()[1]) >= (1 if simulated else 10)
+
+
+def test_a_seed_is_one_problem():
+    for place in fuzz.places():
+        assert fuzz.drawn(place, 3) == fuzz.drawn(place, 3)
+    assert len({fuzz.drawn("cpu", seed).recipe for seed in range(20)}) == 20
+
+
+def test_problems_reach_the_extremes():
+    """Of 2000 seeds: what a kernel has to be right about comes often."""
+    drawn = [fuzz.drawn("cpu", seed) for seed in range(2000)]
+    said = [f"{problem.recipe} {problem.options}" for problem in drawn]
+
+    def share(*parts):
+        return sum(all(part in text for part in parts) for text in said) / len(said)
+
+    assert share("'scale': -") > 0.1
+    assert share("'scale': 0.0") > 0.05
+    assert share("'scale': 0.0", "softcap") > 0.01
+    assert share("seqlen_q=1,") > 0.05
+    assert share("heads=0,") > 0.01
+    assert share("product=-") > 0.05
+    assert share("mask=('float'", "'window'") > 0.03
+    assert sum(problem.huge for problem in drawn) > 100
+
+
+def test_it_sees_a_wrong_number_and_keeps_the_problem(monkeypatch, capsys, tmp_path):
+    """And prints the line that repeats it."""
+    right = attnkern.attention
+
+    def wrong(*tensors, **options):
+        out, lse = right(*tensors, **options)
+        return (out * (1.01 if options.get("scale") == 0.0 else 1.0), lse)
+
+    monkeypatch.setattr(attnkern, "attention", wrong)
+    fuzz.check("cpu", iter(range(400)), 60.0)
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+    assert failed
+    seed = int(failed[0].split()[-1])
+    assert failed[0] == f"FAILED python -m fuzz --on cpu --seed {seed}"
+    assert fuzz.drawn("cpu", seed).options["scale"] == 0.0
+    monkeypatch.setattr(fuzz, "FOUND", tmp_path / "found.jsonl")
+    monkeypatch.setattr(fuzz, "ROOT", tmp_path)
+    problem = json.loads(json.dumps({**vars(fuzz.drawn("cpu", seed)), "seed": seed}))
+    for _ in range(2):
+        fuzz.keep([problem])
+    assert [json.loads(line) for line in fuzz.FOUND.read_text().splitlines()] == [problem]
+
+
+def test_a_process_that_dies_costs_the_problem_it_died_of(monkeypatch, capfd):
+    """As a division by zero on the host does."""
+    command = fuzz.command
+
+    def dying(place, *rest):
+        line, environment = command(place, *rest)
+        code = "import os, signal, sys\nprint('begun: 41', flush=True)\nos.kill(os.getpid(), signal.SIGFPE)"
+        return ([line[0], "-c", code] if rest[1] == "41" else line), environment
+
+    monkeypatch.setattr(fuzz, "command", dying)
+    failed = fuzz.watch(CPU[-1], 41, 15.0)
+    assert [problem["seed"] for problem in failed] == [41]
+    told = capfd.readouterr().out
+    assert f"--on {CPU[-1]} --seed 41\n  the process ended with -8" in told
