@@ -5,6 +5,10 @@ PYTHON ?=
 BASE_PYTHON ?= python3
 # Another machine's kernels: make sanitize CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 RUN ?=
+# A GPU machine may have no more than this, and no network.
+BARE := torch==2.11.0 triton==3.6.0 numpy pytest ninja setuptools
+BARE_PYTHON ?= python3.12
+OFFLINE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn)
 CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu tests/*/*.cpp tests/ptxsim/kernels/*.cu)
 XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto --dist worksteal)
 
@@ -19,7 +23,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test fuzz gate planted-bugs bench bench-goals lint format typecheck gpu wheel sanitize clean
+.PHONY: help build test fuzz gate planted-bugs bench bench-goals lint format typecheck gpu rehearse-bare wheel sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -59,8 +63,17 @@ format: $(READY)  ## rewrite the sources in the project's format
 typecheck: $(READY)  ## mypy
 	@$(PY) -m mypy
 
-gpu: $(READY)  ## on a CUDA machine, in 9 minutes: build, tests, sanitizers, sweep, tuning; DRY=1: up to the device, anywhere
-	@$(PY) -m bench.gpu $(if $(DRY),--dry-run)
+gpu: $(READY)  ## on a CUDA machine, in 10 minutes: speed, correctness, sanitizers, tuning; ONLY=table, DRY=1, REHEARSE=1
+	@$(PY) -m bench.gpu $(if $(ONLY),--only $(ONLY)) $(if $(DRY),--dry-run) \
+	  $(if $(REHEARSE),--rehearse $(REHEARSE))
+
+rehearse-bare:  ## rehearse `make gpu` with the oldest torch and Triton, nothing optional, offline; BARE_PYTHON=<path>
+	@test -x .venv-bare/bin/python || $(BARE_PYTHON) -m venv .venv-bare
+	@.venv-bare/bin/python -m pip install -q --disable-pip-version-check $(BARE)
+	@mkdir -p build/bare
+	@git ls-files -z --cached --others --exclude-standard | xargs -0 cp -pu --parents -t build/bare
+	@cd build/bare && env -u PYTHONPATH ATTNKERN_CUDA_ARCHS=90a ATTNKERN_CPU_ISAS=generic \
+	  $(OFFLINE) $(CURDIR)/.venv-bare/bin/python -m bench.gpu --rehearse --out $(CURDIR)/build/rehearsal/bare.jsonl
 
 wheel: $(READY)  ## dist/: a wheel with the compiled libraries, and the sdist
 	@rm -rf build/lib.*

@@ -196,7 +196,7 @@ class Run:
     def _start(self, row: str) -> Worker:
         prefix = [] if self.stage.tool is None else self.device.watch(self.stage.tool)
         command = [*prefix, sys.executable, "-m", "bench.gpu", "--worker", self.stage.name]
-        command += ["--stages", self.options.stages, *["--rehearse"] * self.rehearse]
+        command += ["--parent", str(os.getpid()), "--stages", self.options.stages, *["--rehearse"] * self.rehearse]
         if self.stage.alone:
             command += ["--row", row]
         if not self.stage.needed and not self._known():
@@ -249,6 +249,7 @@ def _told(record: dict[str, Any]) -> str:
 def _serve(options: argparse.Namespace) -> None:
     """Rows from the standard input (or the one given), records to the standard output. What others print goes to the
     standard error."""
+    threading.Thread(target=_end_with, args=(options.parent,), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     if options.rehearse is None:
@@ -258,6 +259,17 @@ def _serve(options: argparse.Namespace) -> None:
 
     with devices.rehearsal():
         _serve_rows(options, out)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process, and what it started, once the campaign's is gone: they are sessions of their own, which whoever
+    kills a campaign doesn't reach, and would keep the device."""
+    while True:
+        time.sleep(0.5)
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
 
 
 def _serve_rows(options: argparse.Namespace, out: TextIO) -> None:
@@ -341,6 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="the results' path, .jsonl")
     parser.add_argument("--apply", type=Path, metavar="RESULTS", help="put measured orders, tiles, choices to use")
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     for hidden in ("--worker", "--row"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--stages", default="bench.stages", help=argparse.SUPPRESS)  # tests have their own

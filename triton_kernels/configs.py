@@ -2,7 +2,8 @@
 
 The rows come from compiled kernels, not from measurements: of the usual tiles the largest that doesn't spill or
 serialise its products, at the number of stages that shared memory holds. The compile gate builds every row. What a
-device measures best is another table of the same form, in JSON: `python -m bench.tune` writes one, `load` reads it.
+device measures best, `python -m bench.gpu --apply` puts in here (after `make gpu`, stage tuning); `dump` and `load`
+keep a table as JSON.
 """
 
 from __future__ import annotations

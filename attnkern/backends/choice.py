@@ -1,7 +1,7 @@
 """Which backend a CUDA call gets first, as data: `RULES`, the first that matches a call counts.
 
 Until somebody measures, the order follows a model, and `explain` says so. Measured rules are kept as JSON (`dump`,
-`load`) and put to use by `use_rules(load(path))`, like the tile tables of `bench.tune`.
+`load`) and put to use by `use_rules(load(path))`, like tables of tiles. `make gpu` measures.
 """
 
 from __future__ import annotations
