@@ -85,7 +85,7 @@ def test_a_process_that_dies_costs_the_problem_it_died_of(monkeypatch, capfd):
         return ([line[0], "-c", code] if rest[1] == "41" else line), environment
 
     monkeypatch.setattr(fuzz, "command", dying)
-    failed = fuzz.watch(CPU[-1], 41, 15.0)
+    failed = fuzz.watch(CPU[-1], 41, 6.0)
     assert [problem["seed"] for problem in failed] == [41]
     told = capfd.readouterr().out
     assert f"--on {CPU[-1]} --seed 41\n  the process ended with -8" in told
