@@ -361,6 +361,9 @@ NUMBERS: tuple[Extreme, ...] = (
     Extreme("scale 0, softcap, one query", (1, 1, 1, 33, 64), {"scale": 0.0, "softcap": 30.0}),
     Extreme("scale 0, softcap, window", (1, 1, 70, 65, 64), {"scale": 0.0, "softcap": 30.0, "window": (9, 9)}),
     Extreme("negative scale, softcap", _ODD, {"scale": -1.0, "softcap": 5.0, "is_causal": True}),
+    Extreme("softcap 1e3", (1, 1, 40, 65, 64), {"softcap": 1e3}),
+    Extreme("softcap 1e4, scores near 1000", (1, 1, 40, 65, 64), {"softcap": 1e4}, score=1000.0),
+    Extreme("softcap 1e6, one query", (1, 1, 1, 65, 64), {"softcap": 1e6}),
     Extreme("one key", (1, 1, 65, 1, 64), {"scale": -2.0}),
     Extreme("one query of many keys", (1, 1, 1, 257, 64), {"scale": 3.0}),
 )

@@ -45,10 +45,13 @@ def reached(
 
 @triton.jit
 def tanh(x):
-    """By exp2 of a negative number: no overflow, and no library. Absolute error below 2^-23."""
+    """By exp2 of a negative number: no overflow, and no library. Near 0, where 1 - e cancels, by an odd polynomial, as
+    in csrc/cuda/score.cuh. Relative error below 2^-21."""
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
+    square = x * x
+    p = ((0.017256994 * square - 0.05305295) * square + 0.13325988) * square - 0.3333315
+    return tl.where(square < 0.25, x + x * (p * square), tl.where(x < 0, -t, t))
 
 
 @triton.jit
