@@ -238,6 +238,11 @@ MORE = ("drop_barrier", "release_early", "shift_count")
 # Why a bug is none: what survives, how often at most.
 EQUIVALENT = {
     r"drop fence\.mbarrier_init": (1, "it is for the other blocks of a cluster"),
+    r"drop bar\.sync": (
+        2,
+        "before dK and dV go into the tiles of K and V, when all four warps have waited for the wgmmas that read them: "
+        "the simulator takes each wait for that of the whole warpgroup",
+    ),
     r"drop wgmma\.fence": (2, "of dP, and of dQ beside dK: since the one before nothing has touched its registers"),
     r"don't wait in mbarrier\.try_wait": (
         2,

@@ -290,11 +290,13 @@ __device__ __forceinline__ float weight_of(const Score& p, float& s, float const
   }
 }
 
-// A warpgroup's rows from `row` on, through the tile that it has no more use for.
+// A warpgroup's rows from `row` on, through the tile that it has no more use for: after the barrier, when all four
+// warps have waited for the wgmmas that read it.
 template <class S>
 __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, const Block<S>& block, int row, int barrier,
                                                uint32_t tile, const float (&grad)[S::kHeadDim / 8][4], float factor) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  ptx::barrier_sync(barrier, kWarpgroup);
 #pragma unroll
   for (int c = 0; c < S::kHeadDim / 16; ++c) {
     uint32_t words[4];

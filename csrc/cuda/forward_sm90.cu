@@ -319,8 +319,8 @@ struct Consumer {
     release_v();
   }
 
-  // out and lse leave; the output through this warpgroup's part of Q: a warp writes the rows that its own wgmmas read,
-  // which are over.
+  // out and lse leave; the output through this warpgroup's part of Q, when all four warps have waited for the wgmmas
+  // that read it: which rows of it a warp's own ones read isn't said anywhere.
   __device__ __forceinline__ void finish(const Work& work) {
     const int first_row = work.first_row + consumer * kGroupRows;
     float inverse[2];
@@ -335,6 +335,7 @@ struct Consumer {
       }
     }
     const uint32_t tile = shared.q(consumer);
+    ptx::barrier_sync(kStored + consumer, kWarpgroup);
 #pragma unroll
     for (int c = 0; c < kHeadDimV / 16; ++c) {
       uint32_t matrices[4];
