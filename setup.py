@@ -7,7 +7,7 @@ every torch from 2.11 and every CPython from 3.10 on:
     attnkern/_cuda.abi3.so   csrc/cuda/*.cpp and csrc/cuda/*.cu  where nvcc is found
     attnkern/_build.json     what they were built with, for attnkern.build_info()
 
-Environment: ATTNKERN_CUDA=auto|0|1 (1: nvcc is required), ATTNKERN_CUDA_ARCHS (default "80 90a 100a 120"; PTX of
+Environment: ATTNKERN_CUDA=auto|0|1 (1: nvcc is required), ATTNKERN_CUDA_ARCHS (default "80 90a 100 120"; PTX of
 compute_80 is always added), ATTNKERN_CPU_ISAS (which instruction sets the CPU library has kernels for, as in "avx2
 avx512"; default: all of the machine's architecture; generic is always among them, and "generic" alone is the fastest
 build), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME, MAX_JOBS.
@@ -187,7 +187,7 @@ class BuildLibraries(build_ext):
             "cuda": why_not,
         }
         if nvcc:
-            archs = os.environ.get("ATTNKERN_CUDA_ARCHS", "80 90a 100a 120").split()
+            archs = os.environ.get("ATTNKERN_CUDA_ARCHS", "80 90a 100 120").split()
             sources = Path("csrc/cuda")
             hopper = sorted(sources.glob("*_sm90.cu"))
             others = sorted({*sources.glob("*.cu")} - {*hopper})
