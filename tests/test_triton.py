@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib
 import math
+import subprocess
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from attnkern.triton_kernels import configs, launch, plan
 
 import attnkern
 import routes
-from attnkern import ops, rng, testing
+from attnkern import cases, ops, rng, testing
 from attnkern.problem import Problem
 from conftest import Target
 
@@ -114,6 +115,37 @@ def test_feature(name, target, record_property):
     this = MATRIX[name]
     target.check(target.inputs(*this.sizes, **this.more), **this.options)
     record_property("triton", (name, f"sm_{target.capability} {this}"))
+
+
+EXTREMES = [(80, each) for each in (*cases.NUMBERS, *cases.FEW_MASKED_BANDS[::2])]
+EXTREMES += [(90, each) for each in (*cases.NUMBERS[::3], *cases.FEW_MASKED_BANDS[1::6])]
+
+
+@pytest.mark.parametrize(
+    ("target", "extreme"), EXTREMES, indirect=["target"], ids=lambda x: getattr(x, "name", f"sm_{x}")
+)
+def test_extremes(target, extreme):
+    """Scores far from 0 and from each other, scale 0 and below, a large softcap, masks of every shape beside a band; at
+    sizes that leave the last tiles ragged."""
+    target.check(extreme.inputs(BF16), **extreme.options)
+
+
+@pytest.mark.parametrize("by", ["bool mask", "band"])
+@pytest.mark.parametrize("queries", [70, 2])
+def test_keys_that_are_excluded_may_hold_anything(target, queries, by):
+    """Infinities and NaN in keys that no query attends to change no bit, and neither do numbers."""
+    q, k, v = target.inputs(1, 1, queries, 140, 64, dtype=BF16).tensors.values()
+    keep = torch.arange(140).expand(1, 1, queries, -1) % 3 > 0
+    options = {"attn_mask": keep} if by == "bool mask" else {"is_causal": True}
+    hidden = ~keep[0, 0, 0] if by == "bool mask" else torch.arange(140) >= queries
+    found = []
+    for value in (1.0, math.inf, math.nan):
+        k[:, :, hidden] = value
+        found.append(target.attention(q, k, v, **options, return_lse=True))
+    for out, lse in found:
+        assert out.isfinite().all()
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(lse, found[0][1])
 
 
 @pytest.mark.parametrize("target", [80, 90], indirect=True)
@@ -238,6 +270,37 @@ def test_rows_of_finfo_min(target):
 
 
 # --- what needs no kernel to run
+
+
+class Uncompiled:
+    """A kernel whose launcher in C fails to compile."""
+
+    def compile(self, capability):
+        return self
+
+    @property
+    def run(self):
+        raise subprocess.CalledProcessError(1, ["gcc", "main.c"])
+
+
+def test_what_a_launcher_lacks_is_named(monkeypatch, tmp_path):
+    """Triton compiles launchers in C on the user's machine. Any other failure stays as it is."""
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "capability", lambda index: 90)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"launcher in C .* CC=no-such-compiler is not found: install gcc"):
+        launch._load(Uncompiled(), 0)
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="finds no C compiler: install gcc, or set CC, or pass backend='cuda'"):
+        launch._load(Uncompiled(), 0)
+    monkeypatch.setattr(launch.shutil, "which", lambda name: "/bin/gcc")
+    monkeypatch.setattr(launch.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(RuntimeError, match=r"Python\.h is missing: install this Python's headers \(python3\.\d+-dev\)"):
+        launch._load(Uncompiled(), 0)
+    (tmp_path / "Python.h").touch()
+    with pytest.raises(subprocess.CalledProcessError):
+        launch._load(Uncompiled(), 0)
 
 
 @pytest.mark.parametrize(("version", "kernels"), [("3.6.0", False), ("3.7.1+git1a2b", True), ("3.10.0", True)])

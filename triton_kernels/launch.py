@@ -8,6 +8,10 @@ loaded once per device; a launch is then a dictionary look-up and one call into 
 from __future__ import annotations
 
 import functools
+import os
+import shutil
+import subprocess
+import sysconfig
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -156,7 +160,25 @@ def run(kernel: Kernel, grid: int, args: tuple, device_index: int) -> None:
 def _load(kernel: Kernel, device_index: int) -> tuple:
     with torch.cuda.device(device_index):
         compiled = kernel.compile(capability(device_index))
-        return compiled.run, compiled.function, compiled.packed_metadata  # `run` loads it onto the current device
+        try:
+            return compiled.run, compiled.function, compiled.packed_metadata  # `run` loads it onto the current device
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            if (missing := _missing_for_launchers()) is None:
+                raise
+            raise RuntimeError(
+                f"attnkern: Triton compiles a launcher in C for its kernels, and {missing}, or pass backend='cuda'"
+            ) from error
+
+
+def _missing_for_launchers() -> str | None:
+    """What of a C compiler and Python's header isn't there, and how to get it; None: both are."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler.split()[0]) is None:
+        return f"{'finds no C compiler' if compiler is None else f'CC={compiler} is not found'}: install gcc, or set CC"
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    if not os.path.exists(header):
+        return f"{header} is missing: install this Python's headers (python{sysconfig.get_python_version()}-dev)"
+    return None
 
 
 # Absent from a torch without CUDA, which launches nothing.
