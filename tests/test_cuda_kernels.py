@@ -261,9 +261,68 @@ def test_splits_change_nothing_but_rounding(simulated, dtype, size):
             testing.assert_within_rule(actual, exact, baseline, unit=unit, name=f"{name} of {splits} splits")
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 2, 0, 7), (2, 2, 70, 0), (2, 2, 5, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 70, 0), (2, 2, 5, 0)], ids=str)
 def test_empty_inputs(simulated, shape):
     simulated.check(simulated.inputs(*shape, 8, dtype=BF16, mask=("float", "BHLS")))
+
+
+def test_operators_without_a_head(simulated):
+    """Heads are divided by: what has none of queries is answered first, by every operator. Gradients are zeros."""
+    q, k = torch.ones(2, 0, 5, 8, dtype=BF16), torch.ones(2, 2, 7, 8, dtype=BF16)
+    bias, rows = torch.ones(1, 1, 5, 7, dtype=BF16), torch.ones(2, 0, 5)
+    score = (*Problem.from_sdpa(q, q, q, None, 0.0).score, False)
+    run, operators = simulated.recorder.run, torch.ops.attnkern
+    assert run(operators.cuda_decode_splits, (q, k, k, bias, None), *score) == 0
+    for splits in (0, 3):
+        run(operators.cuda_forward, (q, k, k, bias, None, q, rows, None), splits, *score)
+    assert run(operators.delta, (q, q, None)).shape == (2, 0, 5)
+    grads = [torch.full_like(x, torch.nan) for x in (k, k, bias)]
+    inputs = (q, q, k, k, bias, None, rows, rows, q, *grads)
+    assert run(operators.cuda_backward_sums, inputs, 2, *score) == 0
+    run(operators.cuda_backward, (*inputs, None), 2, *score)
+    assert all((x == 0).all() for x in grads)
+    assert not simulated.recorder.launches
+
+
+# What a mask or band excludes, by the kernel that meets it.
+EXCLUDED = {
+    "forward": ((1, 1, 70, 100, 64), BF16, {}),
+    "forward_fp32": ((1, 1, 70, 100, 40), FP32, {}),
+    "forward_wide": ((1, 1, 70, 100, 264), BF16, {}),
+    "decode": ((1, 1, 1, 100, 64), BF16, {}),
+    "decode, softcap": ((1, 1, 3, 100, 64), BF16, {"softcap": 5.0}),
+    "decode, float32": ((1, 1, 1, 100, 64), FP32, {}),
+}
+
+
+@pytest.mark.parametrize("by", ["bool mask", "band"])
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_keys_that_are_excluded_may_hold_anything(simulated, name, by):
+    """Infinities and NaN in keys that no query attends to change no bit, and neither do numbers."""
+    sizes, dtype, options = EXCLUDED[name]
+    inputs = simulated.inputs(*sizes, dtype=dtype)
+    q, k, v = inputs.tensors.values()
+    keep = torch.arange(sizes[3]).expand(1, 1, sizes[2], -1) % 3 > 0
+    options = options | ({"attn_mask": keep} if by == "bool mask" else {"is_causal": True})
+    hidden = ~keep[0, 0, 0] if by == "bool mask" else torch.arange(sizes[3]) >= sizes[2]
+    found = []
+    for value in (1.0, torch.inf, -torch.inf, torch.nan):
+        k[:, :, hidden] = value
+        found.append(simulated.attention(q, k, v, **options, return_lse=True))
+    assert simulated.kernels()[0] == name.split(",")[0]
+    for out, lse in found:
+        assert out.isfinite().all()
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(lse, found[0][1])
+
+
+def test_a_chip_that_no_binary_fits(simulated):
+    """One sentence that says what to do."""
+    simulated.recorder.target, simulated.recorder.launch_error = 120, 209
+    q = torch.zeros(1, 1, 70, 64, dtype=BF16)
+    expected = "no binary for compute capability 12.0, .* build with ATTNKERN_CUDA_ARCHS=120, or update the driver"
+    with pytest.raises(RuntimeError, match=expected):
+        simulated.sdpa(q, q, q)
 
 
 SUBSETS = [("query",), ("key",), ("value",), ("attn_mask",), ("query", "attn_mask"), ("key", "value")]
@@ -297,6 +356,24 @@ def test_no_bank_conflicts(simulated):
     for size in (32, 64, 96, 128, 192, 256):
         simulated.check(simulated.inputs(1, 1, 128, 128, size, dtype=BF16), gradients=False)
     assert [report.bank_conflicts for report in simulated.recorder.reports] == [0] * 6
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_k", "queries", "keys", "kernel"),
+    [
+        (2, 4, 4, 49, 49, "forward"),  # four tiles of rows for each head
+        (2, 4, 4, 49, 5000, "forward"),
+        (7, 1, 1, 49, 49, "decode"),  # the forward kernel's blocks wouldn't fill eight multiprocessors
+        (8, 1, 1, 16, 49, "decode"),
+        (2, 16, 2, 4, 500, "decode"),  # two tiles for eight heads
+    ],
+)
+def test_keys_are_read_as_seldom_as_can_be(simulated, batch, heads, heads_k, queries, keys, kernel):
+    """A tile of 16 rows reads them anew: many small windows go to the kernel that reads them once for a head."""
+    simulated.recorder.simulate = False
+    q, k = torch.zeros(batch, heads, queries, 64, dtype=BF16), torch.zeros(batch, heads_k, keys, 64, dtype=BF16)
+    simulated.sdpa(q, k, k, enable_gqa=True)
+    assert simulated.kernels()[0] == kernel
 
 
 def planned(chip, *sizes, multiprocessors=100, **options):

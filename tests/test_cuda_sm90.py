@@ -3,14 +3,17 @@ with the hazard checker on, against float64 by the one tolerance rule."""
 
 import ctypes
 import dataclasses
+import itertools
 import re
 import struct
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+import launches
 import ptxsim
 from attnkern import testing
 from attnkern.problem import UNBOUNDED
@@ -108,6 +111,50 @@ def test_head_sizes(forward, sizes, variant, dtype):
     keys = 400 if sizes[0] == 64 else 300
     found = forward((1, 1, 70, keys, *sizes), {"dtype": dtype}, {**options, "alignment": "bottom_right"})
     assert found == ("bf16" if dtype == BF16 else "f16", *CLASSES[sizes], variant == "plain")
+
+
+def test_keys_past_the_band_may_hold_anything(forward):
+    """Infinities and NaN in keys that no query attends to change no bit, and neither do numbers."""
+    q, k, v = forward.inputs(1, 1, 70, 140, 64, dtype=BF16).tensors.values()
+    found = []
+    for value in (1.0, torch.inf, torch.nan):
+        k[:, :, 70:] = value
+        found.append(forward.attention(q, k, v, is_causal=True, return_lse=True))
+    for out, lse in found:
+        assert out.isfinite().all()
+        assert torch.equal(out, found[0][0])
+        assert torch.equal(lse, found[0][1])
+
+
+@pytest.mark.parametrize("number", [1, 201], ids=["CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_CONTEXT"])
+def test_a_tensor_map_that_the_driver_refuses(hopper, number, request):
+    """What it says is told, once, and the kernels for every chip do the work."""
+    hopper.recorder.refusal = number
+    inputs = hopper.inputs(1, 1, 70, 70, 64, dtype=BF16)
+    name = request.node.callspec.id.split("-")[0]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        hopper.check(inputs)
+        hopper.check(inputs)
+    assert hopper.kernels() == ["forward", "delta", "dkdv", "dq"] * 2
+    (text,) = [text for x in told if "tensor map" in (text := str(x.message))]
+    assert text.startswith(f"attnkern: the driver refuses a tensor map: {name} (CUresult {number}); the kernels for ")
+    tensors = (*inputs.tensors.values(), torch.empty_like(inputs.query))
+    with pytest.raises(RuntimeError, match=re.escape(f"attnkern: the driver refuses a tensor map: {name}")):
+        hopper.recorder.run(torch.ops.attnkern.cuda_forward_sm90, tensors, 0, *SCORE)
+
+
+@pytest.mark.parametrize("source", ["forward", "backward"])
+def test_a_tile_is_written_when_all_its_readers_have_waited(source):
+    """Results leave through tiles that wgmma has read: a barrier of the warpgroup stands before the first stmatrix into
+    one. (The simulator can't tell: it takes a warp's wait for that of the whole warpgroup.)"""
+    for entry in launches.library().texts[f"{source}_sm90"].split(".entry ")[1:]:
+        events = re.findall(r"stmatrix|bar\.sync|wgmma\.wait_group", entry)
+        before = [x for x, y in itertools.pairwise(events) if y == "stmatrix" != x]
+        dumped = ["wgmma.wait_group"] if "fused_sm90" in entry[:200] else []  # dS, into a tile that no wgmma reads yet
+        assert before[len(dumped) :] == ["bar.sync"] * len(before[len(dumped) :])
+        assert before[: len(dumped)] == dumped
+        assert len(before) > len(dumped) or "stmatrix" not in entry
 
 
 @pytest.mark.parametrize("which", ["query", "key", "value"])

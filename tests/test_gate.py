@@ -12,7 +12,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from gate import binary, cache, cases, compilers, rules, table
+from gate import binary, cache, cases, compilers, rules, sass, table
 from gate.binary import GateError
 from gate.case import KIB, SHARED_LIMIT, Budget, Case, Cuda, Triton
 
@@ -91,6 +91,16 @@ def test_a_spill_within_its_budget_passes_and_no_larger_one(plant):
     lines = plant(SPILL, "90a", **claims, spills={"90a": Budget(most - 1, "planted")})
     assert lines
     assert all(f": {most} bytes of " in line and line.endswith(f", budget {most - 1}") for line in lines)
+
+
+@pytest.mark.parametrize("arch", ["80", "90a"])
+def test_the_outputs_of_eight_splits_are_loaded_side_by_side(arch):
+    """ptxas moves loads to where they are used, and may wait for one before it asks for the next."""
+    (case,) = [case for case in cases.all_cases() if case.name == "combine"]
+    for kernel in rules.of_case(case, arch):
+        loops = [loop for loop in sass.loops(sass.parse(binary.unpack(kernel.packed))) if loop.count("LDG")]
+        assert loops
+        assert [sass.order(loop, [("LDG", 8), ("FFMA", 8)]) for loop in loops] == [None] * len(loops)
 
 
 def test_a_stack_without_spills_is_found(plant):

@@ -18,7 +18,7 @@ from ..problem import Problem
 
 PASSES = ("forward", "training")
 KINDS = ("plain", "general", "decode")
-FEW_ROWS = 64  # of queries, over the heads that share a key head: what decode kernels take
+FEW_ROWS = 64  # of queries, over the heads that share a key head: what decode kernels take, beside more keys
 
 MODEL = "by model, not measured"
 
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
     capabilities: tuple[int, ...]  # compute capability times 10
     passes: tuple[str, ...]  # forward: nothing requires a gradient; training: something does
-    kinds: tuple[str, ...]  # decode: few queries; general: bias, softcap or dropout; plain: the rest
+    kinds: tuple[str, ...]  # decode: few queries of many keys; general: bias, softcap or dropout; plain: the rest
     head_dims: tuple[int, int]  # the larger of both head sizes is in this range, both ends included
     order: tuple[str, ...]
     because: str
@@ -69,7 +69,7 @@ def call_of(problem: Problem, capability: int) -> Call:
     q, k, v, bias, score, _ = problem
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= FEW_ROWS:
+    if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= FEW_ROWS < k.shape[2]:
         kind = "decode"
     elif bias is not None or score.softcap or score.dropout_p:
         kind = "general"

@@ -671,14 +671,8 @@ BackwardPlan plan_backward(const BackwardCall& p, int shared_limit) {
   return plan;
 }
 
-int backward(const BackwardCall& p, void* stream) {
-  int device = 0, shared_limit = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (status != cudaSuccess) return status;
-  const BackwardPlan plan = plan_backward(p, shared_limit);
+int backward(const BackwardCall& p, const Chip& chip, void* stream) {
+  const BackwardPlan plan = plan_backward(p, chip.shared_per_block);
   if (p.batch * p.heads_q == 0) return cudaSuccess;
   if (plan.head_class == 0) return cudaErrorInvalidValue;
   BackwardArgs args = arguments(p, plan);

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * 32, kRows = 16;
 constexpr int kMaxPacked = 64;   // more rows than this and the forward kernel has enough blocks, or work per key
+constexpr int kCombined = 8;     // splits whose outputs combine_kernel loads side by side
 constexpr int kMaxSplits = 128;  // of which combine_kernel keeps the weights: kMaxSplits / 32 per lane
 
 template <typename T, int kHeadDim>
@@ -204,12 +205,15 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   }
 }
 
-// A warp per query and head.
+// A warp per query, head and 32 columns. The outputs of eight splits are under way at a time: with one after the other
+// the kernel would be as slow as memory is far away, times the number of splits.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ SplitParams p) {
   constexpr int kPerLane = kMaxSplits / 32;
   const int lane = threadIdx.x % 32, heads = p.score.heads, seqlen_q = p.score.seqlen_q;
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int chunks = max((p.v.width + 31) / 32, 1);
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32, at = number / chunks;
+  const int chunk = static_cast<int>(number % chunks), d = chunk * 32 + lane;
   const int i = static_cast<int>(at % seqlen_q), head = static_cast<int>(at / seqlen_q % heads);
   const int64_t batch = at / seqlen_q / heads;
   if (batch >= p.batch) return;
@@ -232,19 +236,28 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
   const float inverse = sum > 0.f ? 1.f / sum : 0.f;
   T* target = const_cast<T*>(head_of<T>(p.out, static_cast<int>(batch), head)) + i * p.out.stride[2];
-  for (int first = 0; first < p.v.width; first += 32) {
-    const int d = first + lane;
-    float total = 0.f;
+  const bool live = d < p.v.width;
+  const float* parts = p.part_out + at * p.splits * p.v.width + d;
+  float total = 0.f;
 #pragma unroll
-    for (int n = 0; n < kPerLane; ++n) {
-      for (int of = 0; of < 32 && n * 32 + of < p.splits; ++of) {
-        const float weight = __shfl_sync(0xffffffffu, lse[n], of);
-        if (d < p.v.width) total += weight * p.part_out[(at * p.splits + n * 32 + of) * p.v.width + d];
+  for (int n = 0; n < kPerLane; ++n) {
+#pragma unroll 1
+    for (int first = 0; first < 32 && n * 32 + first < p.splits; first += kCombined) {
+      // Nothing but loads between the first and the last of them. A split past the end is the last one, weighed by 0.
+      float weight[kCombined], part[kCombined];
+#pragma unroll
+      for (int of = 0; of < kCombined; ++of) weight[of] = __shfl_sync(0xffffffffu, lse[n], first + of);
+#pragma unroll
+      for (int of = 0; of < kCombined; ++of) {
+        const int split = min(n * 32 + first + of, p.splits - 1);
+        part[of] = live ? parts[static_cast<int64_t>(split) * p.v.width] : 0.f;
       }
+#pragma unroll
+      for (int of = 0; of < kCombined; ++of) total += weight[of] * part[of];
     }
-    if (d < p.v.width) target[d] = static_cast<T>(total * inverse);
   }
-  if (lane == 0 && p.lse != nullptr) p.lse[at] = exact_log_sum_exp(largest, sum);
+  if (live) target[d] = static_cast<T>(total * inverse);
+  if (chunk == 0 && lane == 0 && p.lse != nullptr) p.lse[at] = exact_log_sum_exp(largest, sum);
 }
 
 }  // namespace
@@ -271,6 +284,9 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
     });
   }
   plan.row_tiles = static_cast<int>(ceil_div(p.seqlen_q * group, plan.rows));
+  // Every tile reads K and V anew, the forward kernel reads them once for every head of a group: where that is less, it
+  // is the better one as soon as its blocks fill the chip. (Many small windows of an image, say.)
+  if (plan.row_tiles > group && plan_forward(p).blocks >= chip.multiprocessors) return plan;
   // Time in units of one block of keys: the blocks of a split, for every round of splits that the chip can hold at
   // once, and what the second kernel costs. Registers let four blocks of threads share a multiprocessor, memory maybe
   // fewer.
@@ -318,23 +334,9 @@ int decode(const Forward& p, int splits, float* workspace, void* stream) {
     const int error =
         wide ? launch_wide(p.dtype, params, stream) : by_head_class(head_class(p.head_dim, p.head_dim_v), launch);
     if (error != cudaSuccess || splits == 1) return error;
-    return launch_kernel(combine_kernel<T>, ceil_div(rows, kWarps), kThreads, 0, params, stream);
+    const int64_t warps = rows * std::max<int64_t>(ceil_div(p.head_dim_v, 32), 1);
+    return launch_kernel(combine_kernel<T>, ceil_div(warps, kWarps), kThreads, 0, params, stream);
   });
-}
-
-int chip_limits(Chip& chip) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto get = [&](int& value, cudaDeviceAttr attribute) {
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
-  };
-  get(chip.multiprocessors, cudaDevAttrMultiProcessorCount);
-  get(chip.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  int major = 0, minor = 0;
-  get(major, cudaDevAttrComputeCapabilityMajor);
-  get(minor, cudaDevAttrComputeCapabilityMinor);
-  chip.capability = 10 * major + minor;
-  return error;
 }
 
 }  // namespace attnkern::cuda

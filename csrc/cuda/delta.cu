@@ -66,6 +66,4 @@ int delta(const DeltaParams& params, void* stream) {
   return cudaErrorInvalidValue;
 }
 
-const char* error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
-
 }  // namespace attnkern::cuda

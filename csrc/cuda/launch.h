@@ -1,9 +1,10 @@
 // What the registration (host compiler, torch's stable headers) asks of the kernels (nvcc, no torch header): plain
 // structs, plain functions. Every function enqueues on `stream` (a cudaStream_t) of the current device, allocates
-// nothing, and returns a cudaError_t as int.
+// nothing, and returns an error (error_text), 0 for none.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "common/params.h"
 
@@ -42,13 +43,14 @@ ForwardPlan plan_forward(const Attention& params);
 // a dimension of one entry too: 0 there, or the truth. `out` is written whole.
 int forward(const Forward& params, void* stream);
 
-// What plans ask of the current device.
+// What plans ask of a device.
 struct Chip {
   int multiprocessors;
-  int shared_per_multiprocessor;  // bytes
-  int capability;                 // compute capability times 10
+  int shared_per_multiprocessor, shared_per_block;  // bytes
+  int capability;                                   // compute capability times 10
 };
-int chip_limits(Chip& chip);
+// Makes a device this thread's, with a context, and says what it has. Before anything else here; costs next to nothing.
+int use_device(int index, Chip& chip);
 
 // The same for Hopper, by TMA and wgmma (forward_sm90.cu), for bfloat16 and float16 with any band and softcap.
 
@@ -96,7 +98,7 @@ struct BackwardCall : Backward {
   int64_t heads_out;
   float* dq_sums;  // zeros, as many as backward_sums says: dq is added up there, in any order; null: deterministic
 };
-int backward(const BackwardCall& params, void* stream);
+int backward(const BackwardCall& params, const Chip& chip, void* stream);
 
 // One launch of the backward pass: the tile, the threads of a block, and the blocks (0: none is needed).
 struct BackwardLaunch {
@@ -129,6 +131,9 @@ BackwardSm90Plan plan_backward_sm90(const BackwardCall& params, const Chip& chip
 int64_t backward_sums(const BackwardCall& params, const Chip& chip);
 int backward_sm90(const BackwardCall& params, const Chip& chip, void* stream);
 
-const char* error_string(int error);
+// Any of the errors above, in a sentence. Beside a cudaError_t there is the driver's refusal of a tensor map, a
+// CUresult with its sign changed: the kernels for Hopper can't run then, and others can.
+inline bool is_refused_map(int error) { return error < 0; }
+std::string error_text(int error, const Chip& chip);
 
 }  // namespace attnkern::cuda

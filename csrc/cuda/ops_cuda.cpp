@@ -5,6 +5,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <mutex>
+#include <set>
+#include <string>
+
 #include "common/unpack.h"
 #include "cuda/launch.h"
 
@@ -45,9 +49,41 @@ void check_device(const Tensor& x, const Tensor& like, const char* name) {
   STD_TORCH_CHECK(x.device() == like.device(), "attnkern: ", name, " must be on q's device");
 }
 
-void check_launch(int error) {
-  STD_TORCH_CHECK(error == 0, "attnkern: CUDA error: ", attnkern::cuda::error_string(error));
-}
+// The device of a call: made current in torch and here, its limits, and torch's stream on it.
+struct Device {
+  DeviceGuard guard;
+  attnkern::cuda::Chip chip{};
+  int32_t index;
+
+  explicit Device(const Tensor& x) : guard(x.get_device_index()), index(x.get_device_index()) {
+    check(attnkern::cuda::use_device(index, chip));
+  }
+  void* stream() const { return current_stream(index); }
+  void check(int error) const { STD_TORCH_CHECK(error == 0, "attnkern: ", attnkern::cuda::error_text(error, chip)); }
+  // Hopper's kernels if the plan takes them. A driver that refuses their tensor maps is no reason to fail: which maps
+  // it takes isn't all written down, and the kernels for every chip need none.
+  template <class Hopper, class Any>
+  void launch(bool takes, Hopper hopper, Any any) const {
+    int error = takes ? hopper() : any();
+    if (attnkern::cuda::is_refused_map(error)) {
+      warn_of_fallback(error);
+      error = any();
+    }
+    check(error);
+  }
+  void warn_of_fallback(int error) const {
+    static std::mutex mutex;
+    static std::set<int> said;
+    const std::lock_guard lock(mutex);
+    if (!said.insert(error).second) return;
+    const std::string text = "attnkern: " + attnkern::cuda::error_text(error, chip) +
+                             "; the kernels for every chip run in place of Hopper's, which are faster (said once)";
+    aoti_torch_warn(__func__, __FILE__, __LINE__, text.c_str());
+  }
+};
+
+// Whether there is no query: then there is nothing to compute, and kernels may divide by a count that is 0.
+bool has_no_query(const attnkern::Attention& p) { return p.batch * p.heads_q * p.seqlen_q == 0; }
 
 Dtype dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
@@ -71,7 +107,7 @@ Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tens
   }
   STD_TORCH_CHECK((grad_out.stride(3) == 1 && out.stride(3) == 1) || out.size(3) <= 1,
                   "attnkern::delta: the last strides of grad_out and out must be 1");
-  const DeviceGuard guard(out.get_device_index());
+  const Device device(out);
   Tensor result = torch::stable::new_empty(out, {out.size(0), out.size(1), out.size(2)}, ScalarType::Float);
   attnkern::cuda::DeltaParams params{};
   params.grad_out = grad_out.const_data_ptr();
@@ -95,7 +131,7 @@ Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tens
   params.seqlen = out.size(2);
   params.head_dim = out.size(3);
   params.dtype = dtype_of(out);
-  check_launch(attnkern::cuda::delta(params, current_stream(out.get_device_index())));
+  device.check(attnkern::cuda::delta(params, device.stream()));
   return result;
 }
 
@@ -143,10 +179,7 @@ int64_t decode_splits(Tensor q, Tensor k, Tensor v, OptionalTensor bias, Optiona
   attnkern::Attention p{};
   fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
               tf32);
-  const DeviceGuard guard(q.get_device_index());
-  attnkern::cuda::Chip chip{};
-  check_launch(attnkern::cuda::chip_limits(chip));
-  return attnkern::cuda::plan_decode(p, chip).splits;
+  return has_no_query(p) ? 0 : attnkern::cuda::plan_decode(p, Device(q).chip).splits;
 }
 
 void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed, Tensor out,
@@ -155,17 +188,17 @@ void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor p
   attnkern::Forward p{};
   fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
               tf32);
-  const DeviceGuard guard(q.get_device_index());
   STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "attnkern: out must have q's dtype");
   p.out = result_view(out, q, p.heads_q, p.seqlen_q, p.head_dim_v, "out");
   if (lse) p.lse = const_cast<float*>(row_constants(*lse, q, "lse"));
-  void* stream = current_stream(q.get_device_index());
+  if (has_no_query(p)) return;
+  const Device device(q);
+  void* stream = device.stream();
   if (splits == 0) {
-    attnkern::cuda::Chip chip{};
-    check_launch(attnkern::cuda::chip_limits(chip));
-    const auto plan = attnkern::cuda::plan_forward_sm90(p, chip);
-    const bool hopper = plan.refusal == nullptr;
-    check_launch(hopper ? attnkern::cuda::forward_sm90(p, plan, stream) : attnkern::cuda::forward(p, stream));
+    const auto plan = attnkern::cuda::plan_forward_sm90(p, device.chip);
+    device.launch(
+        plan.refusal == nullptr, [&] { return attnkern::cuda::forward_sm90(p, plan, stream); },
+        [&] { return attnkern::cuda::forward(p, stream); });
     return;
   }
   const int64_t needed = attnkern::cuda::decode_workspace(p, static_cast<int>(splits));
@@ -176,7 +209,7 @@ void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor p
     check_device(*workspace, q, "workspace");
   }
   STD_TORCH_CHECK(dropout_p == 0 && p.heads_k == p.heads_v, "attnkern: this problem can't be split");
-  check_launch(attnkern::cuda::decode(
+  device.check(attnkern::cuda::decode(
       p, static_cast<int>(splits), needed > 0 ? static_cast<float*>(workspace->mutable_data_ptr()) : nullptr, stream));
 }
 
@@ -185,16 +218,14 @@ void forward_sm90(Tensor q, Tensor k, Tensor v, Tensor out, int64_t order, doubl
                   int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
   attnkern::Forward p{};
   fill_inputs(p, q, k, v, {}, {}, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, tf32);
-  const DeviceGuard guard(q.get_device_index());
   STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "attnkern: out must have q's dtype");
   p.out = result_view(out, q, p.heads_q, p.seqlen_q, p.head_dim_v, "out");
-  attnkern::cuda::Chip chip{};
-  check_launch(attnkern::cuda::chip_limits(chip));
-  auto plan = attnkern::cuda::plan_forward_sm90(p, chip);
+  const Device device(q);
+  auto plan = attnkern::cuda::plan_forward_sm90(p, device.chip);
   STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
   STD_TORCH_CHECK(order >= 0 && order <= 2 && plan.plain, "attnkern: order must be 0, 1 or 2, and softcap 0");
   plan.order = static_cast<attnkern::cuda::Order>(order);
-  check_launch(attnkern::cuda::forward_sm90(p, plan, current_stream(q.get_device_index())));
+  device.check(attnkern::cuda::forward_sm90(p, plan, device.stream()));
 }
 
 attnkern::cuda::BackwardCall backward_call(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -252,10 +283,7 @@ int64_t backward_sums(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTen
                       int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
   const auto p = backward_call(grad_out, q, k, v, bias, philox_seed, lse, delta, dq, dk, dv, dbias, heads_out,
                                softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, tf32);
-  const DeviceGuard guard(q.get_device_index());
-  attnkern::cuda::Chip chip{};
-  check_launch(attnkern::cuda::chip_limits(chip));
-  return attnkern::cuda::backward_sums(p, chip);
+  return has_no_query(p) ? 0 : attnkern::cuda::backward_sums(p, Device(q).chip);
 }
 
 void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
@@ -264,11 +292,15 @@ void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias
               int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
   auto p = backward_call(grad_out, q, k, v, bias, philox_seed, lse, delta, dq, dk, dv, dbias, heads_out, softmax_scale,
                          softcap, window_left, window_right, band_offset, dropout_p, tf32);
-  const DeviceGuard guard(q.get_device_index());
-  attnkern::cuda::Chip chip{};
-  check_launch(attnkern::cuda::chip_limits(chip));
+  if (has_no_query(p)) {
+    for (OptionalTensor* grad : {&dq, &dk, &dv, &dbias}) {
+      if (*grad) torch::stable::zero_(**grad);
+    }
+    return;
+  }
+  const Device device(q);
   if (dq_sums) {
-    const int64_t needed = attnkern::cuda::backward_sums(p, chip);
+    const int64_t needed = attnkern::cuda::backward_sums(p, device.chip);
     STD_TORCH_CHECK(needed > 0, "attnkern: dq_sums must be None for this problem");
     STD_TORCH_CHECK(
         dq_sums->scalar_type() == ScalarType::Float && dq_sums->is_contiguous() && dq_sums->numel() == needed,
@@ -276,9 +308,11 @@ void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias
     check_device(*dq_sums, q, "dq_sums");
     p.dq_sums = static_cast<float*>(dq_sums->mutable_data_ptr());
   }
-  void* stream = current_stream(q.get_device_index());
-  const bool hopper = attnkern::cuda::plan_backward_sm90(p, chip).refusal == nullptr;
-  check_launch(hopper ? attnkern::cuda::backward_sm90(p, chip, stream) : attnkern::cuda::backward(p, stream));
+  void* stream = device.stream();
+  device.launch(
+      attnkern::cuda::plan_backward_sm90(p, device.chip).refusal == nullptr,
+      [&] { return attnkern::cuda::backward_sm90(p, device.chip, stream); },
+      [&] { return attnkern::cuda::backward(p, device.chip, stream); });
 }
 
 }  // namespace

@@ -18,9 +18,9 @@ __device__ __forceinline__ PackedRow packed_row(const Score& p, int batch, int h
           batch * p.bias_stride[0] + head * p.bias_stride[1] + query * p.bias_stride[2]};
 }
 
+// Of a bias that is added.
 template <typename T>
 __device__ __forceinline__ float bias_of(const Score& p, int64_t at) {
-  if (p.bias_kind == BiasKind::kBool) return static_cast<const uint8_t*>(p.bias)[at] != 0 ? 0.f : -kInfinity;
   if (p.bias_kind == BiasKind::kFloat32) return static_cast<const float*>(p.bias)[at];
   return to_float(static_cast<const T*>(p.bias)[at]);
 }
@@ -37,8 +37,14 @@ __device__ __forceinline__ void finish_packed(const Score& p, const PackedRow (&
       const PackedRow& row = rows[e / 2];
       float x = s[n][e] * p.scale;
       if (p.softcap != 0.f) x = tanh_for<T>(x) * p.softcap;
-      if (p.bias_kind != BiasKind::kNone) x += bias_of<T>(p, row.bias + min(j, p.seqlen_k - 1) * p.bias_stride[3]);
-      s[n][e] = j >= row.begin && j < row.end ? x : -kInfinity;
+      bool attends = j >= row.begin && j < row.end;
+      const int64_t at = row.bias + min(j, p.seqlen_k - 1) * p.bias_stride[3];
+      if (p.bias_kind == BiasKind::kBool) {
+        attends = attends && static_cast<const uint8_t*>(p.bias)[at] != 0;
+      } else if (p.bias_kind != BiasKind::kNone) {
+        x += bias_of<T>(p, at);
+      }
+      s[n][e] = attends ? x : -kInfinity;
     }
   }
 }

@@ -76,8 +76,7 @@ std::string forward_line(const attnkern::Forward& p, const attnkern::cuda::Chip&
   return chip.capability == 90 ? line + " (not sm_90a: " + hopper.refusal + ")" : line;
 }
 
-std::string backward_lines(attnkern::cuda::BackwardCall p, const attnkern::cuda::Chip& chip, int shared_limit,
-                           bool deterministic) {
+std::string backward_lines(attnkern::cuda::BackwardCall p, const attnkern::cuda::Chip& chip, bool deterministic) {
   std::string lines = "\nbackward, any chip: delta = rowsum(grad_out * out) first";
   const auto add = [&](const char* name, const char* family, const char* names, int head_class,
                        const attnkern::cuda::BackwardLaunch& launch, const std::string& variant) {
@@ -102,7 +101,7 @@ std::string backward_lines(attnkern::cuda::BackwardCall p, const attnkern::cuda:
     add("dq", "sm_90a", kQueryRows, hopper.head_class, hopper.dq, variant);
     return lines;
   }
-  const auto plan = attnkern::cuda::plan_backward(p, shared_limit);
+  const auto plan = attnkern::cuda::plan_backward(p, chip.shared_per_block);
   std::string variant = plan.plain ? ", plain" : ", general";
   variant += plan.chunked ? ", head size by chunks" : plan.wide ? ", wide" : ", narrow";
   if (chip.capability == 90) variant += std::string(" (not sm_90a: ") + hopper.refusal + ")";
@@ -139,7 +138,7 @@ std::string cuda_plan(std::string dtype, Numbers q, Numbers k, Numbers v, Number
   forward.out = result(p.heads_q, p.seqlen_q, p.head_dim_v);
   attnkern::cuda::Chip limits{};
   limits.capability = static_cast<int>(chip[0]), limits.multiprocessors = static_cast<int>(chip[1]);
-  limits.shared_per_multiprocessor = static_cast<int>(chip[2]);
+  limits.shared_per_multiprocessor = static_cast<int>(chip[2]), limits.shared_per_block = static_cast<int>(chip[3]);
   std::string lines = forward_line(forward, limits);
   if (grad_mask == 0) return lines;
   p.grad_out = p.out = forward.out;
@@ -148,7 +147,7 @@ std::string cuda_plan(std::string dtype, Numbers q, Numbers k, Numbers v, Number
   if (grad_mask & 2) p.dk = result(p.heads_out, p.seqlen_k, p.head_dim);
   if (grad_mask & 4) p.dv = result(p.heads_out, p.seqlen_k, p.head_dim_v);
   if (grad_mask & 8) p.dbias = result(p.bias_size[1], p.bias_size[2], p.bias_size[3]);
-  return lines + backward_lines(p, limits, static_cast<int>(chip[3]), deterministic);
+  return lines + backward_lines(p, limits, deterministic);
 }
 
 }  // namespace

@@ -25,26 +25,29 @@ inline bool fits_tensor_map(const View& view, int64_t length, int64_t width, int
   return true;
 }
 
+// A function of the driver, by its type of cudaTypedefs.h; null if the driver has none of this version.
+template <typename Function>
+Function driver_function(const char* name, [[maybe_unused]] unsigned version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
+#endif
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(function) : nullptr;
+}
+
 // The map of `view`, (batch, heads, length, width), as kernels address it: coordinates (column, row, head, batch).
 // Boxes are `rows` x 128 bytes with the 128-byte swizzle; outside of the tensor zeros are read and nothing is written,
-// for each head apart. A dimension of stride 0 has one entry in the map: its coordinate must be 0. A cudaError_t as
-// int.
+// for each head apart. A dimension of stride 0 has one entry in the map: its coordinate must be 0. An error as in
+// launch.h.
 inline int make_tensor_map(ptx::TensorMap& map, CUtensorMapDataType type, int64_t element_bytes, const View& view,
                            int64_t batch, int64_t heads, int64_t length, int64_t width, int rows) {
   using Encode = PFN_cuTensorMapEncodeTiled_v12000;
   static_assert(sizeof(CUtensorMap) == sizeof(ptx::TensorMap));
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
-#endif
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
-  if (encode == nullptr) return cudaErrorNotSupported;
+  static const Encode encode = driver_function<Encode>("cuTensorMapEncodeTiled", 12000);
+  if (encode == nullptr) return -CUDA_ERROR_NOT_SUPPORTED;
   const int64_t counts[4] = {width, length, heads, batch};
   cuuint64_t sizes[4], strides[3];
   sizes[0] = static_cast<cuuint64_t>(width);
@@ -61,7 +64,7 @@ inline int make_tensor_map(ptx::TensorMap& map, CUtensorMapDataType type, int64_
   const CUresult result =
       encode(&made, type, 4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;
+  if (result != CUDA_SUCCESS) return -result;
   std::memcpy(&map, &made, sizeof(map));
   return cudaSuccess;
 }

@@ -76,6 +76,8 @@ class Recorder:
     simulate: bool = True
     seed: int | None = None  # of the simulator's schedule
     multiprocessors: int = 8  # few: small problems fill them
+    refusal: int = 0  # the CUresult with which the driver answers for every tensor map
+    launch_error: int = 0  # the cudaError_t of every launch
 
     def run(self, operator, tensors: Sequence[torch.Tensor | None], *rest, results: Sequence[torch.Tensor | None] = ()):
         """operator(*tensors, *rest) on CPU tensors, then its launches in the simulator."""
@@ -105,6 +107,7 @@ class Library:
         torch.ops.load_library(str(path / "recorded.so"))
         runtime = ctypes.CDLL(str(path / "recorded.so"))
         self.set_record, self.set_encode, self.set_chip = runtime.set_record, runtime.set_encode, runtime.set_chip
+        self.begin_thread = runtime.begin_thread
         self.texts = {file.stem: file.read_text() for file in sorted(path.glob("*.ptx"))}
 
     @functools.cache  # noqa: B019 (one library per process)
@@ -127,6 +130,8 @@ class Library:
                 failures.append(error)
 
         def encode(out, element, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill):
+            if recorder.refusal:
+                return recorder.refusal
             try:
                 made = tensormap.encode(
                     address,
@@ -148,6 +153,7 @@ class Library:
         self.set_record(callbacks[0])
         self.set_encode(callbacks[1])
         self.set_chip(target, recorder.multiprocessors, SHARED_LIMIT[target])
+        self.begin_thread(recorder.launch_error)
         try:
             return function()
         finally:

@@ -26,6 +26,8 @@ std::map<const void*, int>& shared_limits() {
   return map;
 }
 void* handle = nullptr;
+bool has_context = false;  // as a thread's: made by cudaSetDevice, asked for by the driver
+int launch_error = 0;      // what every launch comes back with
 int shared_per_block = 0;  // what the chip gives one block at most
 int capability = 0;        // compute capability times 10
 int multiprocessors = 0;
@@ -35,8 +37,14 @@ constexpr int kInvalidValue = 1, kDefaultShared = 48 * 1024;
 int encode_tensor_map(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides,
                       const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion,
                       int fill) {
+  constexpr int kInvalidContext = 201;
+  if (!has_context) return kInvalidContext;
   if (encode == nullptr) return kInvalidValue;
   return encode(map, type, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill);
+}
+int error_name(int error, const char** name) {
+  *name = error == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_INVALID_CONTEXT";
+  return 0;
 }
 }  // namespace
 
@@ -52,16 +60,25 @@ __attribute__((visibility("default"))) void set_chip(int target, int count, int 
   shared_per_block = bytes;
 }
 
-int cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version, unsigned long long,
-                                     int* found) {
+// A thread that has asked nothing of CUDA yet; what launches come back with.
+__attribute__((visibility("default"))) void begin_thread(int error) {
+  has_context = false;
+  launch_error = error;
+}
+
+int cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned, unsigned long long, int* found) {
   constexpr int kSymbolNotFound = 1;
-  const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0 && version >= 12000;
-  *function = known ? reinterpret_cast<void*>(&encode_tensor_map) : nullptr;
-  *found = known ? 0 : kSymbolNotFound;
+  *function = nullptr;
+  if (std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0) *function = reinterpret_cast<void*>(&encode_tensor_map);
+  if (std::strcmp(symbol, "cuGetErrorName") == 0) *function = reinterpret_cast<void*>(&error_name);
+  *found = *function != nullptr ? 0 : kSymbolNotFound;
   return 0;
 }
 
-int cudaGetDevice(int* device) { return *device = 0; }
+int cudaSetDevice(int device) {
+  has_context = true;
+  return device <= 0 ? 0 : kInvalidValue;  // -1: a CPU tensor's
+}
 int cudaDeviceGetAttribute(int* value, int attribute, int) {
   constexpr int kMultiProcessorCount = 16, kMaxSharedMemoryPerMultiprocessor = 81, kMaxSharedMemoryPerBlockOptin = 97;
   constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
@@ -110,8 +127,8 @@ int cudaLaunchKernel(const void* function, Dim3 grid, Dim3 block, void** argumen
     return kInvalidValue;
   }
   const unsigned grids[3] = {grid.x, grid.y, grid.z}, blocks[3] = {block.x, block.y, block.z};
-  record(found->second, grids, blocks, shared, arguments);
-  return 0;
+  if (launch_error == 0) record(found->second, grids, blocks, shared, arguments);
+  return launch_error;
 }
 
 int cudaGetLastError() { return 0; }
