@@ -165,8 +165,8 @@ class Cuda(Device):
 
     def environment(self) -> dict[str, str]:
         """How to build for this chip alone, the fastest way; what is set already stays."""
-        known = {90: "90a", 100: "100a", 120: "120"}
-        arch = known.get(self.capability(), "80")
+        # A binary runs on later chips of its generation: that for 10.0 on 10.3, that for 12.0 on 12.1.
+        arch = {9: "90a", 10: "100", 12: "120"}.get(self.capability() // 10, "80")
         return {"ATTNKERN_CUDA": "1", "ATTNKERN_CUDA_ARCHS": arch, "ATTNKERN_CPU_ISAS": "generic"}
 
     def watch(self, tool: str) -> list[str] | None:

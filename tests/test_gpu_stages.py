@@ -218,10 +218,10 @@ def test_the_calls_reach_every_class_of_head_size_and_make_valid_problems():
 
 def test_a_device_is_built_for_alone(monkeypatch):
     found = []
-    for capability in (80, 86, 89, 90, 100, 120, 130):
+    for capability in (80, 86, 89, 90, 100, 103, 120, 121, 130):
         monkeypatch.setattr(device.Cuda, "capability", lambda self, value=capability: value)
         found.append(device.Cuda(torch.device("cuda")).environment()["ATTNKERN_CUDA_ARCHS"])
-    assert found == ["80", "80", "80", "90a", "100a", "120", "80"]
+    assert found == ["80", "80", "80", "90a", "100", "100", "120", "120", "80"]
 
 
 def test_without_a_device_nothing_is_run(monkeypatch, capsys):

@@ -307,6 +307,15 @@ __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, const 
     }
     ptx::stmatrix(S::RowTile::address(tile, warp * 16 + lane % 16, 2 * c + lane / 16), words);
   }
+  // The copy also reads columns past the tensor's, which it writes nowhere. Nothing has loaded them where the block has
+  // no step.
+  constexpr int kColumns = S::RowTile::kSlabs * S::RowTile::kSlabColumns;
+  if (S::kHeadDim < kColumns && block.steps == 0) {
+    const uint32_t zeros[4] = {};
+#pragma unroll
+    for (int c = S::kHeadDim / 16; c < kColumns / 16; ++c)
+      ptx::stmatrix(S::RowTile::address(tile, warp * 16 + lane % 16, 2 * c + lane / 16), zeros);
+  }
   ptx::fence_proxy_async();
   ptx::barrier_sync(barrier, kWarpgroup);
   if (warp == 0 && ptx::elect_one()) {
