@@ -49,7 +49,7 @@ class Log:
         self._text = path.with_suffix(".log").open("wb")
         self._lock = threading.Lock()
 
-    def add(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def add(self, kind: str, /, **fields: Any) -> dict[str, Any]:
         record = {"type": kind, **fields}
         with self._lock:
             self.records.append(record)
@@ -160,7 +160,11 @@ class Run:
     def _rows(self) -> None:
         worker: Worker | None = None
         while (row := self._next()) is not None:
-            worker = self._row(row, worker)
+            try:
+                worker = self._row(row, worker)
+            except Exception as error:  # a mistake of this module's: the other rows go on
+                self._found(row, status="error", message=f"bench.gpu: {type(error).__name__}: {error}")
+                worker = None
         if worker is not None:
             worker.end(END)
             worker.close()
@@ -262,8 +266,8 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process, and what it started, once the campaign's is gone: they are sessions of their own, which whoever
-    kills a campaign doesn't reach, and would keep the device."""
+    """Ends this process, and what it started, once the campaign's is gone: whoever kills that doesn't reach a session of
+    its own, which would keep the device."""
     while True:
         time.sleep(0.5)
         try:

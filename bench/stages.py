@@ -267,7 +267,7 @@ STAGES = (
         10,
         _of("orders", "rows"),
         _of("orders", "measure"),
-        rehearsed="*512",
+        rehearsed="*causal 512",
     ),
     Stage(
         "table",
@@ -276,7 +276,7 @@ STAGES = (
         15,
         _table_rows,
         _speed,
-        rehearsed="*4096 * cuda|*d64*4096 *|*d128-causal-16384 *",
+        rehearsed="*d128-causal-16384 * cuda|*d256-full-4096 forward cuda|*d64-causal-4096 *",
     ),
     Stage(
         "correctness",
@@ -287,7 +287,7 @@ STAGES = (
         _correctness,
         jobs=6,
         alone=True,
-        rehearsed="d128 causal|d64 few queries|d32 float32",
+        rehearsed="d128 few queries|full",
     ),
     Stage(
         "decode",
@@ -320,7 +320,7 @@ STAGES = (
         20,
         _speed_rows("gpu-window-1024,gpu-bias,gpu-d512,gpu-fp32", _RIVALS),
         _speed,
-        rehearsed="gpu-window-1024 * cuda|gpu-window-1024 * sdpa*|gpu-bias * cuda|gpu-fp32 forward triton",
+        rehearsed="gpu-window-1024 forward *|gpu-bias backward cuda|gpu-fp32 forward triton",
     ),
     Stage(
         "tuning",
@@ -340,7 +340,7 @@ STAGES = (
         _of("choose", "rows"),
         _of("choose", "measure"),
         jobs=8,
-        rehearsed="* head size 64",
+        rehearsed="forward decode head size 64|training general head size 64",
     ),
     Stage(
         "tests",
