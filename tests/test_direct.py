@@ -315,17 +315,19 @@ def test_references_are_kept_right():
     def counts():
         gc.collect()
         singletons = (None, True, False, torch.Tensor, torch.float32, "cpu", float, int, str)
-        blocks = sys.getallocatedblocks()
-        return [sys.getrefcount(x) for x in (*tensors, *score[:2], *singletons)], blocks
+        return [sys.getrefcount(x) for x in (*tensors, *score[:2], *singletons)] + [sys.getallocatedblocks()]
 
     for _ in range(3):
         all_of_them()
-    (before, blocks), rounds = counts(), 400
-    for _ in range(rounds):
-        all_of_them()
-    after, blocks_after = counts()
-    assert all(abs(a - b) < rounds / 2 for a, b in zip(before, after, strict=True)), (before, after)
-    assert blocks_after - blocks < rounds / 2
+    rounds, changes = 400, []
+    for _ in range(3):
+        before = counts()
+        for _ in range(rounds):
+            all_of_them()
+        changes.append([b - a for a, b in zip(before, counts(), strict=True)])
+    # What calls lose, they lose each time; what other tests left behind may go at any time, but once.
+    least = [min(change, key=abs) for change in zip(*changes, strict=True)]
+    assert all(abs(change) < rounds / 2 for change in least), changes
 
 
 def test_other_threads_run_meanwhile():
