@@ -40,7 +40,8 @@ def scaled_dot_product_attention(
         key: (..., S, E), value: (..., S, Ev); query's dtype and device. Leading dimensions broadcast.
         attn_mask: broadcasts to (..., L, S). bool: True = attend. float32 or query's dtype: added to the scaled scores.
             A row with no key to attend to gives 0.
-        dropout_p: probability with which a weight is dropped, whenever > 0 (in evaluation mode as well).
+        dropout_p: probability with which a weight is dropped, whenever > 0 (in evaluation mode as well); rounded to
+            steps of 1/65536.
         is_causal: query i attends to keys 0..i (aligned to the top left when L != S). Excludes attn_mask.
         scale: default 1 / sqrt(E).
         enable_gqa: dimension -3 is heads, and those of key and value divide those of query: query head h uses
@@ -108,7 +109,8 @@ def attention(
             -left <= j - i - offset <= right. is_causal makes right 0.
         alignment: "top_left" (offset 0) or "bottom_right" (offset S - L: the last query is level with the last key),
             for window and is_causal.
-        softcap: c > 0 replaces the scaled scores x by c * tanh(x / c), before attn_mask; None or 0: off.
+        softcap: c > 0 replaces the scaled scores x by c * tanh(x / c), before attn_mask; None or 0: off. Within
+            float32's normal range, for float64 inputs float64's.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:

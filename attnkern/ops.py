@@ -10,18 +10,36 @@ argument `backend` in Python, here.
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from .problem import UNBOUNDED, is_length_major
+from .problem import DTYPES, UNBOUNDED, Score, is_length_major
 
-library = torch.library.Library("attnkern", "DEF")
+
+def _define_library() -> torch.library.Library:
+    """torch holds one library of operators of a name in a process."""
+    try:
+        return torch.library.Library("attnkern", "DEF")
+    except RuntimeError as error:
+        files = [Path(file) for file in torch.ops.loaded_libraries if Path(file).name == "_C.abi3.so"]
+        others = ", ".join(str(file.parent) for file in files) or "whose library isn't loaded"
+        raise ImportError(
+            f"attnkern: this process has loaded another copy of attnkern ({others}), and {Path(__file__).parent} "
+            "can't be loaded beside it: keep one of them on sys.path"
+        ) from error
+
+
+library = _define_library()
 
 _SCORE = (
     "float softmax_scale, float softcap, SymInt window_left, SymInt window_right, SymInt band_offset, float dropout_p"
@@ -83,10 +101,112 @@ def add_up_heads(grads: Sequence[Tensor | None], parts: Sequence[Tensor | None])
             grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
 
 
+# What kernels count on. Calls of attnkern.attention are right by problem.py; these checks are for a caller of the bare
+# operators. Those of the compiled libraries make the same ones in C++ (csrc/common/unpack.h).
+
+
+def _require(condition: Any, message: str) -> None:
+    if not condition:
+        raise RuntimeError(f"attnkern: {message}")
+
+
+def _check_devices(q: Tensor | _Kind, **tensors: Tensor | _Kind | None) -> None:
+    for name, x in tensors.items():
+        _require(x is None or x.device == q.device, f"{name} must be on q's device")
+
+
+class _Kind(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _kind(x: Tensor) -> _Kind:
+    return tuple.__new__(_Kind, (x.shape, x.dtype, x.device))
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, philox_seed: Tensor | None, score: Sequence[Any]
+) -> Score:
+    """Raises where q, k, v, bias and philox_seed don't make a problem; the operator's six numbers, normalised."""
+    kinds = _kind(q), _kind(k), _kind(v), None if bias is None else _kind(bias)
+    if philox_seed is None:
+        return _known(*kinds, None, False, *score)
+    return _known(*kinds, _kind(philox_seed), philox_seed.is_contiguous(), *score)
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(
+    q: _Kind, k: _Kind, v: _Kind, bias: _Kind | None, philox_seed: _Kind | None, seed_is_contiguous: bool, *score: Any
+) -> Score:
+    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed)
+    _require(len(q.shape) == len(k.shape) == len(v.shape) == 4, "q, k and v must have 4 dimensions")
+    _require(q.dtype in DTYPES and q.dtype == k.dtype == v.dtype, "q, k and v must have one floating dtype")
+    (batch, heads, seqlen_q, head_dim), (_, heads_k, seqlen_k, _), heads_v = q.shape, k.shape, v.shape[1]
+    _require(
+        k.shape[0] == v.shape[0] == batch and k.shape[3] == head_dim and v.shape[2] == seqlen_k,
+        "the sizes of q, k and v do not fit",
+    )
+    _require(
+        heads == 0 or (heads_k > 0 and heads_v > 0 and heads % heads_k == 0 and heads % heads_v == 0),
+        "the heads of k and v must divide those of q",
+    )
+    if bias is not None:
+        _require(len(bias.shape) == 4, "bias must have 4 dimensions")
+        _require(bias.dtype in (torch.bool, torch.float32, q.dtype), "bias must be bool, float32 or of q's dtype")
+        full = (batch, heads, seqlen_q, seqlen_k)
+        _require(all(n in (1, m) for n, m in zip(bias.shape, full, strict=True)), "the sizes of bias do not fit")
+    normal = Score.of(q.dtype, *score)
+    if normal.dropout_p > 0:
+        _require(
+            philox_seed is not None
+            and philox_seed.dtype == torch.int64
+            and seed_is_contiguous
+            and len(philox_seed.shape) == 1
+            and philox_seed.shape[0] > 0
+            and batch % philox_seed.shape[0] == 0,
+            "dropout needs philox_seed, a contiguous int64 vector whose length divides the batch",
+        )
+    return normal
+
+
+def _check_results(q: Tensor, v: Tensor, lse_of: dict[str, Tensor | None], **out_of: Tensor | None) -> None:
+    """`out_of` must look like the output, `lse_of` like the log-sum-exp."""
+    _check_devices(q, **out_of, **lse_of)
+    for name, x in out_of.items():
+        fits = x is None or (x.shape == (*q.shape[:3], v.shape[3]) and x.dtype == q.dtype)
+        _require(fits, f"{name} must have the shape and dtype of the output")
+    exact = torch.promote_types(q.dtype, torch.float32)
+    for name, x in lse_of.items():
+        fits = x is None or (x.shape == q.shape[:3] and x.dtype == exact)
+        _require(fits, f"{name} must have shape (batch, heads, seqlen_q) and be float32 (float64 for float64)")
+
+
+def _check_moves(q: Tensor, of: Sequence[Tensor | None], **moves: Tensor | None) -> None:
+    """Tangents of q, k, v and bias, or cotangents of their gradients, must look like these."""
+    _check_devices(q, **moves)
+    for (name, x), like in zip(moves.items(), of, strict=True):
+        if x is not None:
+            moving = like is not None and like.dtype != torch.bool
+            _require(moving, f"{name} must be None, since only a floating bias moves")
+            assert like is not None
+            fits = x.shape == like.shape and x.dtype == like.dtype
+            _require(fits, f"{name} must have the shape and dtype of what it belongs to")
+
+
+def _check_grad_mask(grad_mask: int, most: int, bias: Tensor | None) -> None:
+    _require(0 <= grad_mask <= most, f"grad_mask must be from 0 to {most}, got {grad_mask}")
+    _require(
+        not grad_mask & GRAD_BIAS or (bias is not None and bias.dtype != torch.bool),
+        "only a floating bias has a gradient",
+    )
+
+
 @torch.library.register_fake("attnkern::forward", lib=library)
 def _forward_fake(
     q, k, v, bias, philox_seed, softmax_scale, softcap, left, right, offset, dropout_p, need_lse, backend
 ):
+    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(q.shape[:3] if need_lse else (0,), dtype=lse_dtype)
     return empty_like_heads(q, v.shape[-1]), lse
@@ -112,6 +232,8 @@ def _backward_fake(
     grad_mask,
     backend,
 ):
+    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed)
+    _check_devices(q, grad_out=grad_out, grad_lse=grad_lse, out=out, lse=lse)
     return _empty_grads(q, k, v, bias, grad_mask)
 
 
@@ -126,6 +248,8 @@ def _empty_grads(q, k, v, bias, grad_mask):
 
 @torch.library.register_fake("attnkern::tangent", lib=library)
 def _tangent_fake(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *score_and_backend):
+    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed, out=out, lse=lse)
+    _check_devices(q, tq=tq, tk=tk, tv=tv, tbias=tbias)
     return empty_like_heads(q, v.shape[-1]), lse.new_empty(q.shape[:3])
 
 
@@ -133,6 +257,9 @@ def _tangent_fake(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *scor
 def _second_backward_fake(
     cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *others
 ):
+    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed, out=out, lse=lse)
+    _check_devices(q, cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
+    _check_devices(q, grad_out=grad_out, grad_lse=grad_lse)
     grad_mask = others[-2]
     g_grad_out = empty_like_heads(q, v.shape[-1]) if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
     g_grad_lse = lse.new_empty(q.shape[:3] if grad_mask & GRAD_GRAD_LSE else 0)
@@ -143,24 +270,27 @@ def _second_backward_fake(
 # it fetches them when it is first called.)
 
 
-def route_forward(*arguments):
+def _module_of(backend: str, q: Tensor) -> Any:
+    from .backends import with_kernels
+
+    return with_kernels(backend, q.device.type)
+
+
+def route_forward(q, k, v, bias, philox_seed, *rest):
     """`attnkern::forward` by the backend that is its last argument."""
-    return _with_kernels(arguments[-1]).forward(*arguments[:-1])
+    *numbers, need_lse, backend = rest
+    score = _checked(q, k, v, bias, philox_seed, numbers)
+    return _module_of(backend, q).forward(q, k, v, bias, philox_seed, *score, need_lse)
 
 
-def route_backward(*arguments):
+def route_backward(grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *rest):
     """`attnkern::backward` by the backend that is its last argument."""
-    return _with_kernels(arguments[-1]).backward(*arguments[:-1])
-
-
-@functools.cache
-def _with_kernels(backend: str):
-    from .backends import cuda, triton
-
-    modules = {module.NAME: module for module in (triton, cuda)}
-    if backend not in modules:
-        raise ValueError(f"attnkern: backend must be one of {', '.join(map(repr, modules))} here, got {backend!r}")
-    return modules[backend]
+    *numbers, grad_mask, backend = rest
+    score = _checked(q, k, v, bias, philox_seed, numbers)
+    _check_results(q, v, {"lse": lse, "grad_lse": grad_lse}, out=out, grad_out=grad_out)
+    _check_grad_mask(grad_mask, 15, bias)
+    arguments = grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *score, grad_mask
+    return _module_of(backend, q).backward(*arguments)
 
 
 library.impl("forward", route_forward, "CUDA")
@@ -170,21 +300,35 @@ library.impl("backward", route_backward, "CUDA")
 # The other two have kernels in some backends only. Plain torch, in tiles, serves the rest.
 
 
-def route_tangent(*arguments):
+def route_tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *rest):
     """`attnkern::tangent` by the backend that is its last argument."""
-    return _with_second_order(arguments[-1]).tangent(*arguments[:-1])
+    *numbers, backend = rest
+    score = _checked(q, k, v, bias, philox_seed, numbers)
+    _check_results(q, v, {"lse": lse}, out=out)
+    _check_moves(q, (q, k, v, bias), tq=tq, tk=tk, tv=tv, tbias=tbias)
+    arguments = q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *score
+    return _with_second_order(backend, q).tangent(*arguments)
 
 
-def route_second_backward(*arguments):
+def route_second_backward(
+    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *rest
+):
     """`attnkern::second_backward` by the backend that is its last argument."""
-    return _with_second_order(arguments[-1]).second_backward(*arguments[:-1])
+    *numbers, grad_mask, backend = rest
+    score = _checked(q, k, v, bias, philox_seed, numbers)
+    _check_results(q, v, {"lse": lse, "grad_lse": grad_lse}, out=out, grad_out=grad_out)
+    cotangents = cot_dq, cot_dk, cot_dv, cot_dbias
+    _check_moves(q, (q, k, v, bias), cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
+    _check_grad_mask(grad_mask, 63, bias)
+    arguments = *cotangents, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *score, grad_mask
+    return _with_second_order(backend, q).second_backward(*arguments)
 
 
-def _with_second_order(backend: str):
+def _with_second_order(backend: str, q: Tensor) -> Any:
     from . import second_order
     from .backends import triton
 
-    return triton if backend == triton.NAME and triton.has_second_order() else second_order
+    return triton if _module_of(backend, q) is triton and triton.has_second_order() else second_order
 
 
 library.impl("tangent", route_tangent, "CompositeExplicitAutograd")
@@ -194,24 +338,75 @@ library.impl("second_backward", route_second_backward, "CompositeExplicitAutogra
 # FLOPs, as torch counts its own attention: 2 per multiply-add of each matrix product, masked entries included.
 
 
+class _Waiting(importlib.abc.MetaPathFinder):
+    """Calls functions with torch.utils.flop_counter as soon as that has been imported."""
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[[ModuleType], None]] = []
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "torch.utils.flop_counter":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_tell(module: ModuleType) -> None:
+                run(module)
+                for function in self.functions:
+                    function(module)
+
+            spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+_waiting = _Waiting()
+if "torch.utils.flop_counter" not in sys.modules:
+    sys.meta_path.insert(0, _waiting)
+
+
+def with_flop_counter(function: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """function(torch.utils.flop_counter) now, or when a program imports that. Returns what stops the waiting.
+
+    attnkern doesn't import it: it brings all of Triton along, which takes longer than attnkern itself.
+    """
+    if (module := sys.modules.get("torch.utils.flop_counter")) is not None and _waiting not in sys.meta_path:
+        function(module)
+        return lambda: None
+    _waiting.functions.append(function)
+    return lambda: _waiting.functions.remove(function) if function in _waiting.functions else None
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {}
+
+
+def _counts(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    def keep(formula: Callable[..., int]) -> Callable[..., int]:
+        _FORMULAS[operator] = formula
+        return formula
+
+    return keep
+
+
 def _pairs(q_shape) -> int:
     batch, heads, seqlen_q, _ = q_shape
     return batch * heads * seqlen_q
 
 
-@register_flop_formula(torch.ops.attnkern.forward)
+@_counts(torch.ops.attnkern.forward)
 def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
     """Q K^T and P V."""
     return 2 * _pairs(q_shape) * k_shape[2] * (q_shape[3] + v_shape[3])
 
 
-@register_flop_formula(torch.ops.attnkern.backward)
+@_counts(torch.ops.attnkern.backward)
 def _backward_flops(grad_shape, grad_lse_shape, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
     """Q K^T again, dO V^T, P^T dO, dS K, dS^T Q."""
     return 2 * _pairs(q_shape) * k_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
 
 
-@register_flop_formula(torch.ops.attnkern.tangent)
+@_counts(torch.ops.attnkern.tangent)
 def _tangent_flops(q_shape, k_shape, v_shape, bias, seed, tq, tk, tv, tbias, *args, out_shape=None, **kwargs) -> int:
     """Q K^T again, the scores' tangents by those of Q and K, the output's by those of the scores and of V."""
     head_dim, head_dim_v = q_shape[3], v_shape[3]
@@ -220,7 +415,7 @@ def _tangent_flops(q_shape, k_shape, v_shape, bias, seed, tq, tk, tv, tbias, *ar
     return 2 * _pairs(q_shape) * k_shape[2] * size
 
 
-@register_flop_formula(torch.ops.attnkern.second_backward)
+@_counts(torch.ops.attnkern.second_backward)
 def _second_backward_flops(
     cot_dq, cot_dk, cot_dv, cot_dbias, grad_shape, grad_lse_shape, q_shape, k_shape, v_shape, *args, **kwargs
 ) -> int:
@@ -234,6 +429,14 @@ def _second_backward_flops(
 
 def _given(*shapes) -> int:
     return sum(shape is not None for shape in shapes)
+
+
+def _register_formulas(flop_counter: Any) -> None:
+    for operator, formula in _FORMULAS.items():
+        flop_counter.register_flop_formula(operator)(formula)
+
+
+with_flop_counter(_register_formulas)
 
 
 # Sharding rules (DTensor). Batch elements, heads and, without a band, rows of queries are independent of each other:

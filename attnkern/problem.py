@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import rng
+
 UNBOUNDED = 2**62
 """A bound of a band that excludes nothing. (Far from the int64 limits: i + offset + UNBOUNDED cannot overflow.)"""
 
@@ -37,6 +39,15 @@ class Band(NamedTuple):
     left: int = UNBOUNDED
     right: int = UNBOUNDED
     offset: int = 0
+
+    @classmethod
+    def of(cls, left: int, right: int, offset: int) -> Band:
+        """The band of any three int64, by numbers that add up within int64; as `band_of` in csrc/common/unpack.h."""
+        if abs(offset) > UNBOUNDED // 4:
+            left = UNBOUNDED if left >= UNBOUNDED else left - offset
+            right = UNBOUNDED if right >= UNBOUNDED else right + offset
+            offset = 0
+        return cls(max(-UNBOUNDED, min(left, UNBOUNDED)), max(-UNBOUNDED, min(right, UNBOUNDED)), offset)
 
     def mask(self, seqlen_q: int, seqlen_k: int, device: torch.device, rows: Tensor | None = None) -> Tensor | None:
         """bool (seqlen_q, seqlen_k), True = attend; None if the band excludes nothing anywhere.
@@ -60,6 +71,15 @@ class Score(NamedTuple):
     window_right: int = UNBOUNDED
     band_offset: int = 0
     dropout_p: float = 0.0
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, scale: float, softcap: float, left: int, right: int, offset: int, p: float
+    ) -> Score:
+        """The score of an operator's arguments on tensors of `dtype`, which may be any: checked, and in the range in
+        which everything below can count on."""
+        _check_options(dtype, p, scale, None, "top_left", softcap)
+        return cls(scale, softcap, *Band.of(left, right, offset), rng.drawn_probability(p))
 
     @property
     def band(self) -> Band:
@@ -229,7 +249,7 @@ def _plan(
     softcap: float | None,
 ) -> _Plan:
     """All rules: kinds of tensors and options in, views and parameters out."""
-    _check_options(dropout_p, scale, window, alignment, softcap)
+    _check_options(query[1], dropout_p, scale, window, alignment, softcap)
     for name, kind in (("query", query), ("key", key), ("value", value)):
         _check_kind(name, kind, query)
 
@@ -282,7 +302,7 @@ def _plan(
             float(scale),
             float(softcap or 0),
             *_band(is_causal, window, seqlen_k - seqlen_q if alignment == "bottom_right" else 0),
-            float(dropout_p),
+            rng.drawn_probability(float(dropout_p)),
         ),
         lead=None if rank == 4 else () if rank == 2 else (*batch, heads),
     )
@@ -308,7 +328,12 @@ def _check_not_nested(*tensors: Tensor | None) -> None:
         raise RuntimeError("attnkern: nested tensors are supported in the jagged layout only (layout=torch.jagged)")
 
 
+# In which softcaps have all their digits, and a score divided by one has a meaning.
+_CAPS = {dtype: (torch.finfo(dtype).tiny, torch.finfo(dtype).max) for dtype in (torch.float32, torch.float64)}
+
+
 def _check_options(
+    dtype: torch.dtype,
     dropout_p: float,
     scale: float | None,
     window: tuple[int | None, int | None] | None,
@@ -319,8 +344,14 @@ def _check_options(
         raise RuntimeError(f"attnkern: dropout_p must be between 0 and 1, got {dropout_p}")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"attnkern: scale must be a finite number, got {scale}")
-    if softcap is not None and not 0 <= softcap < math.inf:
-        raise ValueError(f"attnkern: softcap must be a positive finite number (0 or None: off), got {softcap}")
+    if softcap is not None and softcap != 0:
+        computed = dtype if dtype == torch.float64 else torch.float32
+        least, most = _CAPS[computed]
+        if not least <= softcap <= most:
+            raise ValueError(
+                f"attnkern: softcap must be from {least:.4g} to {most:.4g}, {_show(computed)}'s range "
+                f"(0 or None: off), got {softcap}"
+            )
     if window is not None and any(bound is not None and bound < 0 for bound in window):
         raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
     if alignment not in ("top_left", "bottom_right"):

@@ -27,6 +27,14 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+def drawn_probability(dropout_p: float) -> float:
+    """The probability that entries are dropped with: dropout_p in steps of 1/65536, halfway ones to the even step.
+
+    Survivors are divided by 1 less this: by any other number the mean would move.
+    """
+    return round(dropout_p * 65536) / 65536
+
+
 def draw_seed(device: torch.device) -> Tensor:
     """A fresh Philox key from torch's generator of `device`: int64, shape (1,). Ruled by `torch.manual_seed`."""
     return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)

@@ -264,6 +264,7 @@ def naive_attention(
     )
     weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, split_scale=split_scale)
     if keep is not None:
+        dropout_p = round(dropout_p * 65536) / 65536  # what `philox_keep` drops
         weights = weights * keep.to(weights.dtype) / (1.0 - dropout_p) if dropout_p < 1 else weights * 0.0
     out = weights @ value
     return out, lse.expand(out.shape[:-1])
@@ -412,7 +413,7 @@ def _rounding(
 ) -> _Rounding:
     dtype = inputs["query"].dtype
     eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
-    gqa, dropout_p = options.get("enable_gqa", False), options.get("dropout_p", 0.0)
+    gqa, dropout_p = options.get("enable_gqa", False), round(options.get("dropout_p", 0.0) * 65536) / 65536
 
     def full(name: str, x: Tensor) -> Tensor:
         if gqa and name in ("key", "value"):

@@ -266,8 +266,10 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process, and what it started, once the campaign's is gone: whoever kills that doesn't reach a session of
-    its own, which would keep the device."""
+    """Ends this process, and what it started, once the campaign's is gone.
+
+    Whoever kills that doesn't reach a session of its own, which would keep the device.
+    """
     while True:
         time.sleep(0.5)
         try:

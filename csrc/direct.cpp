@@ -150,6 +150,7 @@ class Tensor {
     const Owned negated(PyObject_CallFunctionObjArgs(python.is_neg, object, nullptr));  // x.conj().imag is -x, unsaid
     return negated.get() == &_Py_FalseStruct;
   }
+  DLDeviceType device() const { return view_.device.device_type; }
   int64_t dim() const { return view_.ndim; }
   int64_t size(int64_t dim) const { return view_.shape[dim]; }
   int64_t stride(int64_t dim) const { return view_.strides[dim]; }
@@ -339,9 +340,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const double cap = softcap == kNone ? 0 : PyFloat_AsDouble(softcap);
     int64_t left = kUnbounded, right = kUnbounded;
     if (window != kNone) left = bound_of(PyTuple_GetItem(window, 0)), right = bound_of(PyTuple_GetItem(window, 1));
-    if (!std::isfinite(factor) || !(cap >= 0 && std::isfinite(cap)) || left < 0 || right < 0 ||
-        PyErr_Occurred() != nullptr)
-      return nullptr;
+    if (left < 0 || right < 0 || PyErr_Occurred() != nullptr) return nullptr;
     if (is_causal == &_Py_TrueStruct) right = 0;  // bounds are not negative: this is the tighter one
     const int64_t offset = bottom_right ? k.size(2) - q.size(2) : 0;
     const bool need_lse = return_lse == &_Py_TrueStruct;

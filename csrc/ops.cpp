@@ -6,6 +6,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <atomic>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 
@@ -26,10 +27,24 @@ struct Dispatcher {
 
   static Tensor empty(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype) {
     AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-        aoti_torch_device_type_cpu(), 0, &handle));
+    const auto error = aoti_torch_empty_strided(dims, sizes, strides,
+                                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+                                                aoti_torch_device_type_cpu(), 0, &handle);
+    if (error != AOTI_TORCH_SUCCESS) out_of_memory(dims, sizes, dtype);
     return Tensor(handle);
+  }
+
+  [[noreturn]] static void out_of_memory(int64_t dims, const int64_t* sizes, ScalarType dtype) {
+    __int128 bytes = dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2;
+    std::string shape;
+    for (int64_t n = 0; n < dims; ++n) {
+      bytes *= sizes[n];
+      shape += (n > 0 ? ", " : "") + std::to_string(sizes[n]);
+    }
+    std::string digits;
+    for (; bytes > 0; bytes /= 10) digits.insert(digits.begin(), static_cast<char>('0' + static_cast<int>(bytes % 10)));
+    throw std::runtime_error("attnkern: can't allocate memory: you tried to allocate " + digits +
+                             " bytes for a result of shape (" + shape + ")");
   }
 
   static Tensor nothing(ScalarType dtype) {

@@ -87,6 +87,56 @@ def test_python_dash_m_attnkern_prints_build_info_and_backends():
     assert all(backend.name in text for backend in attnkern.backends())
 
 
+def test_importing_attnkern_and_using_it_on_the_cpu_does_not_import_triton():
+    """Which takes three times as long as attnkern itself. Its operators' FLOPs are counted all the same."""
+    python(
+        """
+        import sys
+        import torch
+        assert "triton" not in sys.modules, "torch itself imports Triton"
+        import attnkern
+        assert "triton" not in sys.modules
+        x = torch.randn(2, 3, 5, 8, requires_grad=True)
+        def call():
+            attnkern.attention(x, x, x, is_causal=True).sum().backward()
+        call()
+        with attnkern.use_as_sdpa():
+            torch.nn.functional.scaled_dot_product_attention(x, x, x).sum().backward()
+            assert "triton" not in sys.modules
+            from torch.utils.flop_counter import FlopCounterMode
+            with FlopCounterMode(display=False) as counter:
+                call()
+                torch.nn.functional.scaled_dot_product_attention(x, x, x).sum().backward()
+            # Each: two products forward, five backward.
+            assert counter.get_total_flops() == 2 * 7 * 2 * (2 * 3 * 5 * 5 * 8), counter.get_total_flops()
+        """,
+        ROOT,
+    )
+
+
+def test_a_second_copy_in_a_process_is_refused_in_one_sentence(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "attnkern", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    said = python(
+        f"""
+        import sys
+        import attnkern as first
+        for name in [name for name in sys.modules if name.split(".")[0] == "attnkern"]:
+            del sys.modules[name]
+        sys.path.insert(0, {str(tmp_path)!r})
+        try:
+            import attnkern as second
+        except ImportError as error:
+            print(error)
+        """,
+        ROOT,
+    )
+    expected = (
+        f"attnkern: this process has loaded another copy of attnkern ({PACKAGE}), and {tmp_path / 'attnkern'} can't be "
+        "loaded beside it: keep one of them on sys.path\n"
+    )
+    assert said == expected
+
+
 def test_the_cpu_library_is_built():
     assert PACKAGE / "_C.abi3.so" in LIBRARIES
     assert _library.load_error() is None

@@ -1,11 +1,18 @@
 """Bad input: the exception type torch raises, one sentence naming the argument, what was got and what is expected."""
 
+import itertools
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import attnkern
-from attnkern import testing
+from attnkern import ops, testing
+from attnkern.problem import UNBOUNDED
 
 contract = pytest.mark.contract
 x = torch.randn(2, 3, 5, 8)
@@ -169,6 +176,8 @@ def test_scale_that_is_not_finite(scale):
         ({"softcap": -1.0}, ValueError, r"softcap.*-1"),
         ({"softcap": float("nan")}, ValueError, r"softcap.*nan"),
         ({"softcap": float("inf")}, ValueError, r"softcap.*inf"),
+        ({"softcap": 1e-46}, ValueError, r"softcap must be from 1\.175e-38 to 3\.403e\+38, float32's range.*got 1e-46"),
+        ({"softcap": 1e39}, ValueError, r"softcap must be from.*float32's range.*got 1e\+39"),
         ({"softcap": "a"}, TypeError, r"softcap.*str"),
         ({"backend": "gpu"}, ValueError, r"backend.*cpu.*reference.*gpu"),
         ({"backend": 3}, ValueError, r"backend.*3"),
@@ -187,3 +196,224 @@ def test_a_refused_call_draws_no_random_numbers():
     with pytest.raises(RuntimeError):
         attnkern.scaled_dot_product_attention(x, kv, kv.double(), dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("softcap", [torch.finfo(torch.float32).tiny, 1e-30, 1e30, torch.finfo(torch.float32).max])
+def test_softcaps_within_the_range_are_what_they_say(target, softcap, dtype):
+    target.check(target.inputs(1, 2, 20, 40, 8, dtype=dtype), softcap=softcap)
+
+
+def test_the_range_of_a_softcap_is_that_of_the_dtype_it_is_computed_in(target):
+    target.check(target.inputs(1, 2, 20, 40, 8, dtype=torch.float64), softcap=1e39)
+    with pytest.raises(ValueError, match=r"softcap.*2\.225e-308 to 1\.798e\+308, float64's range"):
+        target.attention(*[target.randn(1, 2, 5, 8, dtype=torch.float64)] * 3, softcap=1e-310)
+    with pytest.raises(ValueError, match=r"softcap.*float32's range"):
+        target.attention(*[target.randn(1, 2, 5, 8, dtype=torch.bfloat16)] * 3, softcap=1e39)
+
+
+# The operators without attnkern.attention around them: they are in reach of everybody, and of torch.compile's graphs.
+
+SCORE = {
+    "softmax_scale": 0.5,
+    "softcap": 0.0,
+    "window_left": UNBOUNDED,
+    "window_right": UNBOUNDED,
+    "band_offset": 0,
+    "dropout_p": 0.0,
+}
+
+
+def arguments_of(operator):
+    """Those of a small call, by name and in the schema's order: queries (2, 4, 5, 8), keys (2, 2, 7, 8), a bias."""
+    given = {
+        **dict(zip("qkv", (t(2, 4, 5, 8), t(2, 2, 7, 8), t(2, 2, 7, 6)), strict=True)),
+        "bias": t(1, 4, 5, 7),
+        "philox_seed": None,
+        **SCORE,
+        "out": t(2, 4, 5, 6),
+        "grad_out": t(2, 4, 5, 6),
+        "lse": t(2, 4, 5),
+        "grad_lse": t(2, 4, 5),
+        "need_lse": True,
+        "grad_mask": 15,
+        "backend": "cpu",
+    }
+    for name, x in (("q", "q"), ("k", "k"), ("v", "v"), ("bias", "bias")):
+        given |= {f"t{name}": torch.zeros_like(given[x]), f"cot_d{name}": torch.zeros_like(given[x])}
+    names = [a.name for a in getattr(torch.ops.attnkern, operator).default._schema.arguments]
+    return {name: given[name] for name in names}
+
+
+OPERATORS = ("forward", "backward", "tangent", "second_backward")
+SEED = torch.zeros(1, dtype=torch.int64)
+META = "must be on q's device"
+# what is wrong: (operators that have it, arguments instead of those of `arguments_of`, the message)
+RAW = {
+    **{
+        f"{name} on another device": (OPERATORS, {name: t(*shape, device="meta")}, f"{name} {META}")
+        for name, shape in (("k", (2, 2, 7, 8)), ("v", (2, 2, 7, 6)), ("bias", (1, 4, 5, 7)))
+    },
+    "q on another device": (OPERATORS, {"q": t(2, 4, 5, 8, device="meta")}, META),
+    "seed on another device": (OPERATORS, {"philox_seed": SEED.to("meta"), "dropout_p": 0.5}, f"philox_seed {META}"),
+    **{
+        f"{name} on another device": (of, {name: t(*shape, device="meta")}, f"{name} {META}")
+        for of, name, shape in (
+            (OPERATORS[1:], "lse", (2, 4, 5)),
+            (OPERATORS[1::2], "grad_lse", (2, 4, 5)),
+            (OPERATORS[1:], "out", (2, 4, 5, 6)),
+            (OPERATORS[1::2], "grad_out", (2, 4, 5, 6)),
+            (OPERATORS[2:3], "tk", (2, 2, 7, 8)),
+            (OPERATORS[3:], "cot_dq", (2, 4, 5, 8)),
+        )
+    },
+    **{
+        f"dropout_p {p}": (OPERATORS, {"dropout_p": p, "philox_seed": SEED}, "dropout_p must be between 0 and 1, got")
+        for p in (float("nan"), -0.25, 2.0, 1e300)
+    },
+    "dropout without a seed": (OPERATORS, {"dropout_p": 0.5}, "dropout needs philox_seed"),
+    "three seeds for two": (
+        OPERATORS,
+        {"dropout_p": 0.5, "philox_seed": SEED.expand(3).clone()},
+        "philox_seed.*divides",
+    ),
+    **{
+        f"softcap {c}": (OPERATORS, {"softcap": c}, "softcap must be")
+        for c in (1e-46, 1e39, -1.0, float("nan"), float("inf"))
+    },
+    **{
+        f"scale {s}": (OPERATORS, {"softmax_scale": s}, "scale must be a finite number")
+        for s in (float("nan"), float("inf"))
+    },
+    "k of 3 dimensions": (OPERATORS, {"k": t(2, 7, 8)}, "q, k and v must have 4 dimensions"),
+    "k of another head size": (OPERATORS, {"k": t(2, 2, 7, 9)}, "the sizes of q, k and v do not fit"),
+    "v of another length": (OPERATORS, {"v": t(2, 2, 6, 6)}, "the sizes of q, k and v do not fit"),
+    "heads that do not divide": (OPERATORS, {"k": t(2, 3, 7, 8)}, "the heads of k and v must divide those of q"),
+    "v of another dtype": (
+        OPERATORS,
+        {"v": t(2, 2, 7, 6, dtype=torch.float64)},
+        "q, k and v must have one floating dtype",
+    ),
+    "bias of another length": (OPERATORS, {"bias": t(1, 4, 5, 6)}, "the sizes of bias do not fit"),
+    "bias of another dtype": (OPERATORS, {"bias": t(1, 4, 5, 7, dtype=torch.int64)}, "bias must be bool, float32 or"),
+    "unknown backend": (OPERATORS, {"backend": "gpu"}, "backend.*'cpu'.*got '?gpu"),
+    "lse without heads": (OPERATORS[1:], {"lse": t(2, 5)}, "lse.*shape .batch, heads, seqlen_q. and be float32"),
+    "lse of another length": (OPERATORS[1:], {"lse": t(2, 4, 7)}, "lse.*shape .batch, heads, seqlen_q. and be float32"),
+    "lse of another dtype": (OPERATORS[1:], {"lse": t(2, 4, 5).double()}, "lse.*and be float32"),
+    "grad_lse of another length": (OPERATORS[1::2], {"grad_lse": t(2, 4, 7)}, "grad_lse.*seqlen_q"),
+    "out of another size": (OPERATORS[1:], {"out": t(2, 4, 5, 8)}, "out must have the shape and dtype of the output"),
+    "grad_out of another dtype": (
+        OPERATORS[1::2],
+        {"grad_out": t(2, 4, 5, 6).double()},
+        "grad_out.*dtype of the output",
+    ),
+    "gradient of no bias": (OPERATORS[1::2], {"bias": None, "cot_dbias": None}, "only a floating bias has a gradient"),
+    "gradient of a bool": (
+        OPERATORS[1::2],
+        {"bias": t(1, 4, 5, 7, dtype=torch.bool), "cot_dbias": None},
+        "only a floating bias has a gradient",
+    ),
+    "tk of another length": (OPERATORS[2:3], {"tk": t(2, 2, 6, 8)}, "tk must have the shape"),
+    "tq of another dtype": (OPERATORS[2:3], {"tq": t(2, 4, 5, 8).double()}, "tq must have the shape and dtype"),
+    "tbias without a bias": (OPERATORS[2:3], {"bias": None}, "tbias must be None"),
+    "cot_dv of another size": (OPERATORS[3:], {"cot_dv": t(2, 2, 7, 8)}, "cot_dv must have the shape"),
+    "cot_dbias without a bias": (OPERATORS[3:], {"bias": None, "grad_mask": 7}, "cot_dbias must be None"),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_operators_take_the_call_that_the_bad_ones_start_from(operator):
+    results = getattr(torch.ops.attnkern, operator)(*arguments_of(operator).values())
+    assert all(x.isfinite().all() for x in results)
+
+
+@pytest.mark.parametrize(("operator", "what"), [(o, what) for what in RAW for o in OPERATORS if o in RAW[what][0]])
+def test_operators_say_what_they_cannot_take(operator, what):
+    """By the dispatcher, and on the way that CUDA tensors take: the rules are in C++ and in Python."""
+    _, changes, message = RAW[what]
+    arguments = arguments_of(operator)
+    arguments |= {name: x for name, x in changes.items() if name in arguments}
+    for function in (getattr(torch.ops.attnkern, operator), getattr(ops, f"route_{operator}")):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            function(*arguments.values())
+        text = str(caught.value).splitlines()[0]
+        text = text[text.index("attnkern: ") :]  # C++ says where, first
+        assert re.search(message, text), text
+
+
+BOUNDS = (0, 3, -3, 2**60, UNBOUNDED - 1, UNBOUNDED, 2**63 - 1, -(2**61), -(2**63))
+OFFSETS = (0, 2, -2, 2**60, -(2**60), 2**62, -(2**62), 2**63 - 1, -(2**63))
+
+
+@pytest.mark.parametrize("operator", ["forward", "tangent"])
+def test_bands_of_any_numbers(operator):
+    """As whole numbers without limits have it: i + offset - left must not wrap around."""
+    seqlen_q, seqlen_k = 6, 9
+    q, k, v = t(1, 1, seqlen_q, 4), t(1, 1, seqlen_k, 4), torch.eye(seqlen_k).view(1, 1, seqlen_k, seqlen_k)
+    out, lse = torch.zeros(1, 1, seqlen_q, seqlen_k), t(1, 1, seqlen_q)
+    for left, right, offset in itertools.product(BOUNDS, BOUNDS, OFFSETS):
+
+        def within(i, j, left=left, right=right, offset=offset):
+            distance = j - i - offset
+            return (left >= UNBOUNDED or -left <= distance) and (right >= UNBOUNDED or distance <= right)
+
+        keep = torch.tensor([[within(i, j) for j in range(seqlen_k)] for i in range(seqlen_q)])
+        score = 0.5, 0.0, left, right, offset, 0.0
+        if operator == "forward":
+            weights, _ = torch.ops.attnkern.forward(q, k, v, None, None, *score, True, "cpu")
+        else:  # along V = 1 the output moves by the weights
+            zeros = torch.zeros_like(v)
+            moves = None, None, v, None
+            weights, _ = torch.ops.attnkern.tangent(q, k, zeros, None, None, *moves, out, lse, *score, "cpu")
+        assert torch.equal(weights[0, 0] != 0, keep), (left, right, offset)
+
+
+OUT_OF_MEMORY = """
+import resource, torch, attnkern
+
+torch.set_num_threads({threads})
+one = torch.zeros((), dtype=torch.{dtype})
+attnkern.attention(*[torch.zeros(1, 4, 300, 8)] * 3)  # with its threads
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)
+small, wide, rows = one.expand(1, 4, 64, 1), one.expand(1, 4, 64, 2**27), one.expand(1, 4, 2, 2**27)
+row = torch.zeros(1, 4, 64, 1, dtype=one.dtype), torch.zeros(1, 4, 64)
+score = 0.5, 0.0, 2**62, 2**62, 0, 0.0
+calls = {{
+    "result": lambda: attnkern.attention(one.expand(1, 1, 2**36, 1), one.expand(1, 1, 2, 1), one.expand(1, 1, 2, 1)),
+    "torch's": lambda: torch.empty(2**40),
+    "forward": lambda: attnkern.attention(wide, wide, small),
+    "decode": lambda: attnkern.attention(rows, wide, small),
+    "backward": lambda: torch.ops.attnkern.backward(
+        row[0], None, wide, wide, small, None, None, *row, *score, 4, "cpu"),
+}}
+for name, call in calls.items():
+    try:
+        call()
+        print(name, "no error")
+    except Exception as error:
+        print(name, type(error).__name__, " ".join(str(error).split()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory as Linux does")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_memory(threads, dtype):
+    """As torch says it: a RuntimeError with the bytes, and what they are for."""
+    code = OUT_OF_MEMORY.format(threads=threads, dtype=dtype)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert re.match(r"RuntimeError .*can't allocate memory: you tried to allocate \d+ bytes", told["torch's"])
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    assert told.pop("result") == (
+        f"RuntimeError attnkern: can't allocate memory: you tried to allocate {2**36 * size} bytes "
+        "for a result of shape (1, 1, 68719476736, 1)"
+    )
+    del told["torch's"]
+    assert told.keys() == {"forward", "decode", "backward"}
+    for text in told.values():
+        expected = (
+            r"RuntimeError attnkern: can't allocate memory: you tried to allocate \d{10,} bytes of scratch memory"
+        )
+        assert re.fullmatch(expected, text), text

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ..problem import Problem
-from . import choice, cpu, cuda, reference, triton
+from . import choice, cpu, cuda, disabled, reference, triton
 
 # Best first, but on CUDA devices choice.py has a say. The reference runs on every device: last in every line, and alone
 # on a device that has none.
@@ -52,7 +52,9 @@ class Explanation:
 
     problem: str  # the inputs, in one line
     chosen: str | None  # None if the backend asked for refuses
-    refusals: dict[str, list[str]]  # every backend in order of preference; an empty list: it can run the call
+    # Every backend in order of preference; an empty list: it can run the call. Then the parts of these that
+    # ATTNKERN_DISABLE leaves out, by the names of disabled.py.
+    refusals: dict[str, list[str]]
     notes: tuple[str, ...] = ()  # what the chosen one has to do besides, such as copying an input
     plan: tuple[str, ...] = ()  # how its kernels cut the problem
     order: str = ""  # why the backends stand in this order, where that is a choice
@@ -98,6 +100,8 @@ def explain(problem: Problem, name: str | None = None) -> Explanation:
     told = [getattr(_BY_NAME[chosen], hook, None) if chosen is not None else None for hook in ("notes", "plan")]
     notes, plan = (tuple(hook(problem)) if hook else () for hook in told)
     rule = _rule(problem) if name is None else None
+    for backend in row:
+        refusals |= {part: [disabled.REASON] for part in disabled.parts(backend.NAME)}
     order = "" if rule is None else choice.told(rule)
     return Explanation(str(problem), chosen, refusals, notes, plan, order)
 
@@ -110,6 +114,16 @@ def backends() -> list[BackendInfo]:
         why_not = backend.unavailable()
         infos.append(BackendInfo(name, devices, why_not is None, why_not))
     return infos
+
+
+def with_kernels(name: str, device_type: str) -> ModuleType:
+    """The backend that an operator names as its last argument, for tensors of a kind of device."""
+    row = TABLE.get(device_type, ())
+    for backend in row:
+        if name == backend.NAME and backend is not reference:
+            return backend
+    names = ", ".join(repr(backend.NAME) for backend in row if backend is not reference)
+    raise ValueError(f"attnkern: backend must be one of {names or 'none'} on {device_type} tensors, got {name!r}")
 
 
 def _named(name: str) -> ModuleType:

@@ -15,12 +15,15 @@ from torch.autograd import forward_ad
 
 from .._library import load_error, python_functions
 from ..problem import DTYPES, Problem
+from . import disabled
 
 NAME = "cpu"
 
 
 def unavailable() -> str | None:
     """Why this backend cannot run at all here, or None."""
+    if (reason := disabled.reason(NAME)) is not None:
+        return reason
     error = load_error()
     return None if error is None else f"the compiled library is not loaded ({error})"
 

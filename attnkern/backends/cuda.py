@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import ops
 from .._library import load_error
 from ..problem import Problem
+from . import disabled
 
 NAME = "cuda"
 MAX_HEAD_DIM = 512
@@ -22,10 +23,17 @@ MAX_LENGTH = 2**30 - 1
 FEW_QUERIES = 64  # at most so many, and the kernels of decode.cu may be better
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+# As csrc/cuda/left_out.h counts them.
+LEFT_OUT = {"cuda-decode": 1, "cuda-sm90": 2, "cuda-sm90-backward": 4, "cuda-sm90-fused": 8}
+if load_error("_cuda") is None and disabled.parts(NAME):
+    torch.ops.attnkern.cuda_leave_out(sum(LEFT_OUT[family] for family in disabled.parts(NAME)))
+
 
 @functools.cache
 def unavailable() -> str | None:
     """Why this backend cannot run at all here, or None."""
+    if (reason := disabled.reason(NAME)) is not None:
+        return reason
     if (error := load_error("_cuda")) is not None:
         return f"the compiled CUDA library is not loaded ({error})"
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -116,6 +124,7 @@ def family(problem: Problem, capability: int) -> str:
     q, k, v, bias, score, _ = problem
     takes = (
         capability == 90
+        and disabled.reason("cuda-sm90") is None
         and q.dtype != torch.float32
         and bias is None
         and not score.dropout_p

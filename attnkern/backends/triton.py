@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..problem import Problem
+from . import disabled
 
 NAME = "triton"
 MAX_HEAD_DIM = 512
@@ -24,6 +25,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 @functools.cache
 def unavailable() -> str | None:
     """Why this backend cannot run at all here, or None."""
+    if (reason := disabled.reason(NAME)) is not None:
+        return reason
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if torch.version.cuda is None or not torch.cuda.is_available():
@@ -99,7 +102,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     )
     wanted = ((q, ops.GRAD_Q), (k, ops.GRAD_K), (v, ops.GRAD_V), (bias, ops.GRAD_BIAS))
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
-    forward = plans.forward_plan(key, grad_mask > 0, plans.launch.processors(index))
+    forward = plans.forward_plan(key, grad_mask > 0, _processors(plans, index))
     steps = [("forward" if forward.combine is None else "decode", forward.step), ("combine", forward.combine)]
     if grad_mask:
         out = forward.out.kind()
@@ -145,7 +148,7 @@ def forward(
     score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
     index, run = q.get_device(), plans.launch.run
     problem = _problem(plans, q, k, v, bias, philox_seed, score)
-    plan = plans.forward_plan(problem, need_lse, plans.launch.processors(index))
+    plan = plans.forward_plan(problem, need_lse, _processors(plans, index))
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     if (step := plan.step) is not None and (combine := plan.combine) is not None:
@@ -217,6 +220,8 @@ def backward(
 
 def has_second_order() -> bool:
     """Whether `tangent` and `second_backward` compile: in Triton 3.6 no function returns None, as their helpers do."""
+    if disabled.reason("triton-second-order") is not None:
+        return False
     major, minor, *_ = _plans().launch.triton.__version__.split(".")
     return (int(major), int(minor)) >= (3, 7)
 
@@ -374,6 +379,11 @@ def _targets(plan: Any, grads: tuple[Tensor, Tensor, Tensor], dbias: Tensor, q: 
 def _plans() -> Any:
     """triton_kernels/plan.py, imported when first needed: Triton takes half a second."""
     return importlib.import_module("attnkern.triton_kernels.plan")
+
+
+def _processors(plans: Any, index: int) -> int:
+    """Over how many multiprocessors keys may be split; 0: they aren't."""
+    return 0 if disabled.reason("triton-decode") is not None else plans.launch.processors(index)
 
 
 def _problem(

@@ -31,7 +31,6 @@ import torch
 import torch.backends.mha
 import torch.nn.attention
 from torch import Tensor
-from torch.utils import flop_counter
 
 from .. import api, ops
 from ..backends import kernels_for
@@ -588,15 +587,21 @@ def _separate_cache(undo: contextlib.ExitStack) -> None:
 
 def _count_flops(undo: contextlib.ExitStack) -> None:
     """Gives the CPU's slots torch's own FLOP formulas, which it has for all others."""
-    aten = torch.ops.aten
-    formulas: dict[Any, Any] = {
-        aten._scaled_dot_product_flash_attention_for_cpu: flop_counter.sdpa_flop,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_counter.sdpa_backward_flop,
-    }
-    for target, formula in formulas.items():
-        if target not in flop_counter.flop_registry:
-            flop_counter.register_flop_formula(target, get_raw=True)(formula)  # it takes tensors, as torch's has
-            undo.callback(flop_counter.flop_registry.pop, target, None)
+    given = contextlib.ExitStack()
+
+    def give(flop_counter: Any) -> None:
+        aten = torch.ops.aten
+        formulas: dict[Any, Any] = {
+            aten._scaled_dot_product_flash_attention_for_cpu: flop_counter.sdpa_flop,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_counter.sdpa_backward_flop,
+        }
+        for target, formula in formulas.items():
+            if target not in flop_counter.flop_registry:
+                flop_counter.register_flop_formula(target, get_raw=True)(formula)  # it takes tensors, as torch's has
+                given.callback(flop_counter.flop_registry.pop, target, None)
+
+    undo.push(given)
+    undo.callback(ops.with_flop_counter(give))
 
 
 # --------------------------------------------------------------------------------------------------------------------

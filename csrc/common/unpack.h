@@ -8,9 +8,13 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
 #include <optional>
 
 #include "common/params.h"
+#include "common/philox.h"
 
 namespace attnkern {
 
@@ -49,12 +53,32 @@ View output_view(const Tensor& tensor) {
 }
 
 template <class Tensor>
+void check_device(const Tensor& x, const Tensor& q, const char* name) {
+  STD_TORCH_CHECK(x.device() == q.device(), "attnkern: ", name, " must be on q's device");
+}
+
+// The band of any three numbers, by numbers that Band may add up: what lies beyond kUnbounded is out of reach of every
+// index, as kUnbounded is.
+inline Band band_of(int64_t left, int64_t right, int64_t offset) {
+  constexpr int64_t kFar = kUnbounded / 4;
+  using Wide = __int128;
+  const auto within = [](Wide x) { return static_cast<int64_t>(std::clamp(x, Wide{-kUnbounded}, Wide{kUnbounded})); };
+  if (-kFar <= offset && offset <= kFar) return {within(left), within(right), offset};
+  // The offset becomes part of both bounds. None moves a bound that isn't there.
+  return {left >= kUnbounded ? kUnbounded : within(Wide{left} - offset),
+          right >= kUnbounded ? kUnbounded : within(Wide{right} + offset), 0};
+}
+
+template <class Tensor>
 void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
           const std::optional<Tensor>& philox_seed, double softmax_scale, double softcap, int64_t window_left,
           int64_t window_right, int64_t band_offset, double dropout_p) {
+  check_device(k, q, "k"), check_device(v, q, "v");
+  if (bias.has_value()) check_device(*bias, q, "bias");
+  if (philox_seed.has_value()) check_device(*philox_seed, q, "philox_seed");
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
   p.dtype = dtype_of(q);
-  STD_TORCH_CHECK(p.dtype != DType::kBool && dtype_of(k) == p.dtype && dtype_of(v) == p.dtype,
+  STD_TORCH_CHECK(p.dtype != DType::kBool && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
                   "attnkern: q, k and v must have one floating dtype");
   p.batch = q.size(0), p.heads_q = q.size(1), p.seqlen_q = q.size(2), p.head_dim = q.size(3);
   p.heads_k = k.size(1), p.seqlen_k = k.size(2), p.heads_v = v.size(1), p.head_dim_v = v.size(3);
@@ -68,9 +92,11 @@ void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const
   p.bias_dtype = DType::kBool;
   if (bias.has_value()) {
     STD_TORCH_CHECK(bias->dim() == 4, "attnkern: bias must have 4 dimensions");
-    p.bias_dtype = dtype_of(*bias);
-    STD_TORCH_CHECK(p.bias_dtype == DType::kBool || p.bias_dtype == DType::kFloat32 || p.bias_dtype == p.dtype,
+    const auto type = bias->scalar_type();
+    STD_TORCH_CHECK(type == torch::headeronly::ScalarType::Bool || type == torch::headeronly::ScalarType::Float ||
+                        type == q.scalar_type(),
                     "attnkern: bias must be bool, float32 or of q's dtype");
+    p.bias_dtype = dtype_of(type);
     const int64_t full[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
     for (int dim = 0; dim < 4; ++dim) {
       p.bias_size[dim] = bias->size(dim);
@@ -78,13 +104,22 @@ void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const
     }
     p.bias = view_of(*bias);
   }
+  STD_TORCH_CHECK(std::isfinite(softmax_scale), "attnkern: softmax_scale must be a finite number, got ", softmax_scale);
   p.softmax_scale = softmax_scale;
+  const auto holds = [&](auto computed) {
+    using Limits = std::numeric_limits<decltype(computed)>;
+    return softcap == 0 || (softcap >= Limits::min() && softcap <= Limits::max());
+  };
+  STD_TORCH_CHECK(p.dtype == DType::kFloat64 ? holds(double{}) : holds(float{}),
+                  "attnkern: softcap must be 0 or a positive normal number of ",
+                  p.dtype == DType::kFloat64 ? "float64" : "float32", ", got ", softcap);
   p.softcap = softcap;
-  p.band = {window_left, window_right, band_offset};
-  p.dropout_p = dropout_p;
+  p.band = band_of(window_left, window_right, band_offset);
+  STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attnkern: dropout_p must be between 0 and 1, got ", dropout_p);
+  p.dropout_p = philox::threshold(dropout_p) / 65536.0;  // the probability that entries are dropped with
   p.seeds = nullptr;
   p.seed_count = 1;
-  if (dropout_p > 0) {
+  if (p.dropout_p > 0) {
     STD_TORCH_CHECK(philox_seed.has_value() && philox_seed->dim() == 1 &&
                         philox_seed->scalar_type() == torch::headeronly::ScalarType::Long &&
                         philox_seed->is_contiguous() && philox_seed->numel() > 0 && p.batch % philox_seed->numel() == 0,

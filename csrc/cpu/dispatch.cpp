@@ -2,8 +2,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <span>
+#include <stdexcept>
 #include <string>
 
 #include "kernels.h"
@@ -58,7 +58,10 @@ const Kernels* select_kernels(const char** error) {
   return chosen;
 }
 
-void out_of_memory(int64_t) { throw std::bad_alloc(); }
+void out_of_memory(int64_t bytes) {
+  throw std::runtime_error("attnkern: can't allocate memory: you tried to allocate " + std::to_string(bytes) +
+                           " bytes of scratch memory");
+}
 
 void* thread_scratch(std::size_t bytes) {
   struct Free {
@@ -71,7 +74,7 @@ void* thread_scratch(std::size_t bytes) {
     memory.reset();
     size = 0;
     memory.reset(std::aligned_alloc(64, rounded));
-    if (memory == nullptr) throw std::bad_alloc();
+    if (memory == nullptr) out_of_memory(static_cast<int64_t>(rounded));
     size = rounded;
   }
 #if defined(__SANITIZE_ADDRESS__)

@@ -35,7 +35,8 @@ const Kernels* select_kernels(const char** error);
 // A thread's own scratch memory, 64-byte aligned, kept between calls.
 void* thread_scratch(std::size_t bytes);
 
-// Throws std::bad_alloc; out of line, so that no kernel unit holds code of the standard library.
+// Throws an error that says how much scratch memory there is no room for; out of line, so that no kernel unit holds
+// code of the standard library.
 [[noreturn]] void out_of_memory(int64_t bytes);
 
 }  // namespace attnkern::cpu

@@ -6,7 +6,9 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <atomic>
 #include <cstring>
+#include <exception>
 #include <optional>
 #include <tuple>
 
@@ -24,9 +26,17 @@ inline const Kernels& kernels() {
 
 inline Runtime runtime() {
   const auto parallel = [](int64_t workers, void (*work)(void*, int64_t), void* context) {
+    // torch's C ABI lets no exception through: it makes one of its own, without the message.
+    std::atomic_flag failed = ATOMIC_FLAG_INIT;
+    std::exception_ptr failure;
     torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t worker = begin; worker < end; ++worker) work(context, worker);
+      try {
+        for (int64_t worker = begin; worker < end; ++worker) work(context, worker);
+      } catch (...) {
+        if (!failed.test_and_set()) failure = std::current_exception();
+      }
     });
+    if (failure != nullptr) std::rethrow_exception(failure);
   };
   return {static_cast<int64_t>(torch::stable::get_num_threads()), parallel};
 }
@@ -91,9 +101,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, cons
                                                     double dropout_p, int64_t grad_mask) {
   Backward p;
   fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p);
+  check_device(grad_out, q, "grad_out"), check_device(out, q, "out"), check_device(lse, q, "lse");
+  if (grad_lse.has_value()) check_device(*grad_lse, q, "grad_lse");
   for (const Tensor* t : {&grad_out, &out})
     STD_TORCH_CHECK(t->dim() == 4 && t->size(0) == p.batch && t->size(1) == p.heads_q && t->size(2) == p.seqlen_q &&
-                        t->size(3) == p.head_dim_v && dtype_of(*t) == p.dtype,
+                        t->size(3) == p.head_dim_v && t->scalar_type() == q.scalar_type(),
                     "attnkern: grad_out and out must have the shape and dtype of the output");
   const auto row_vector = [&](const Tensor& t) {
     STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == p.batch && t.size(1) == p.heads_q && t.size(2) == p.seqlen_q &&

@@ -17,6 +17,7 @@
 //            dK   wait dV, dK                               dQ   wait dQ
 #include "cuda/launch.cuh"
 #include "cuda/launch.h"
+#include "cuda/left_out.h"
 #include "cuda/score.cuh"
 #include "cuda/smem.cuh"
 #include "cuda/smem_sm90.cuh"
@@ -780,6 +781,7 @@ int by_width(const BackwardCall& p, Run run) {
 
 const char* why_not(const BackwardCall& p, const Chip& chip) {
   if (kNotCompiled != nullptr) return kNotCompiled;
+  if (left_out & kNoSm90Backward) return kLeftOut;
   if (chip.capability != 90) return "the device is no Hopper";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "the dtype isn't bfloat16 or float16";
   if (p.bias.data != nullptr) return "there is a mask or bias";
@@ -887,7 +889,7 @@ bool can_fuse(const BackwardCall& p) {
 }  // namespace
 
 int64_t backward_sums(const BackwardCall& p, const Chip& chip) {
-  if (why_not(p, chip) != nullptr || !can_fuse(p)) return 0;
+  if ((left_out & kNoSm90Fused) || why_not(p, chip) != nullptr || !can_fuse(p)) return 0;
   return p.batch * p.heads_q * ceil_div(p.seqlen_q, kSumRows) * (kHalves * kSumBytes / 4);
 }
 

@@ -7,6 +7,7 @@
 // its own for all rows, and they are merged at the end. Head sizes above 256 are forward_wide.cu's, split in the same
 // way.
 #include "cuda/forward_wide.cuh"
+#include "cuda/left_out.h"
 #include "cuda/packed.cuh"
 #include "cuda/tf32.cuh"
 
@@ -266,7 +267,7 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
   DecodePlan plan{};
   const int64_t widest = std::max(p.head_dim, p.head_dim_v);
   plan.head_class = widest > kWideHead ? 0 : widest > kMostHead ? kWideHead : head_class(p.head_dim, p.head_dim_v);
-  if (plan.head_class == 0 || p.batch * p.heads_q * p.seqlen_q == 0) return plan;
+  if ((left_out & kNoDecode) || plan.head_class == 0 || p.batch * p.heads_q * p.seqlen_q == 0) return plan;
   // With dropout it is training, whose calls have many queries: the forward kernels.
   const int64_t group = p.heads_q / p.heads_k;
   if (p.dropout_p > 0 || p.heads_k != p.heads_v || p.seqlen_q * group > kMaxPacked) return plan;

@@ -4,6 +4,7 @@
 // for the next tile run beside the end of this one.
 #include "cuda/launch.cuh"
 #include "cuda/launch.h"
+#include "cuda/left_out.h"
 #include "cuda/smem_sm90.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/tensor_map.h"
@@ -444,6 +445,7 @@ int heads_of_a_section(const Attention& p) {
 
 const char* why_not(const Forward& p, const Chip& chip) {
   if (kNotCompiled != nullptr) return kNotCompiled;
+  if (left_out & kNoSm90) return kLeftOut;
   if (chip.capability != 90) return "the device is no Hopper";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "the dtype isn't bfloat16 or float16";
   if (p.bias.data != nullptr) return "there is a mask or bias";

@@ -25,7 +25,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace {
 
-using attnkern::OptionalTensor;
+using attnkern::check_device, attnkern::OptionalTensor;
 using attnkern::cuda::Dtype;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -44,10 +44,6 @@ struct DeviceGuard {
 #else
 using torch::stable::accelerator::DeviceGuard;
 #endif
-
-void check_device(const Tensor& x, const Tensor& like, const char* name) {
-  STD_TORCH_CHECK(x.device() == like.device(), "attnkern: ", name, " must be on q's device");
-}
 
 // The device of a call: made current in torch and here, its limits, and torch's stream on it.
 struct Device {
@@ -138,10 +134,6 @@ Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tens
 void fill_inputs(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                  const OptionalTensor& philox_seed, double softmax_scale, double softcap, int64_t window_left,
                  int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
-  check_device(k, q, "k");
-  check_device(v, q, "v");
-  if (bias) check_device(*bias, q, "bias");
-  if (philox_seed) check_device(*philox_seed, q, "philox_seed");
   attnkern::fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset,
                  dropout_p);
   p.tf32 = tf32;

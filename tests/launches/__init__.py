@@ -78,6 +78,7 @@ class Recorder:
     multiprocessors: int = 8  # few: small problems fill them
     refusal: int = 0  # the CUresult with which the driver answers for every tensor map
     launch_error: int = 0  # the cudaError_t of every launch
+    left_out: int = 0  # kernels that aren't to run, as csrc/cuda/left_out.h counts them
 
     def run(self, operator, tensors: Sequence[torch.Tensor | None], *rest, results: Sequence[torch.Tensor | None] = ()):
         """operator(*tensors, *rest) on CPU tensors, then its launches in the simulator."""
@@ -108,6 +109,7 @@ class Library:
         runtime = ctypes.CDLL(str(path / "recorded.so"))
         self.set_record, self.set_encode, self.set_chip = runtime.set_record, runtime.set_encode, runtime.set_chip
         self.begin_thread = runtime.begin_thread
+        self.set_left_out = runtime.set_left_out
         self.texts = {file.stem: file.read_text() for file in sorted(path.glob("*.ptx"))}
 
     @functools.cache  # noqa: B019 (one library per process)
@@ -154,6 +156,7 @@ class Library:
         self.set_encode(callbacks[1])
         self.set_chip(target, recorder.multiprocessors, SHARED_LIMIT[target])
         self.begin_thread(recorder.launch_error)
+        self.set_left_out(recorder.left_out)
         try:
             return function()
         finally:

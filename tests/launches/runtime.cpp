@@ -4,6 +4,8 @@
 #include <cstring>
 #include <map>
 
+#include "cuda/left_out.h"
+
 struct Dim3 {
   unsigned x, y, z;
 };
@@ -59,6 +61,8 @@ __attribute__((visibility("default"))) void set_chip(int target, int count, int 
   multiprocessors = count;
   shared_per_block = bytes;
 }
+
+__attribute__((visibility("default"))) void set_left_out(int families) { attnkern::cuda::left_out = families; }
 
 // A thread that has asked nothing of CUDA yet; what launches come back with.
 __attribute__((visibility("default"))) void begin_thread(int error) {

@@ -1,0 +1,392 @@
+"""``python -m attnkern check``: whether attnkern is right on this machine. The first thing to run on a new one.
+
+Every family of kernels that this machine has computes a few calls forward and backward, against float64 by the rule of
+`attnkern.testing`. Each does so in a process of its own, so that one which crashes or hangs is reported, and the others
+go on. `ATTNKERN_DISABLE` (backends/disabled.py) leaves out what is wrong, until it is mended.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import attnkern
+
+from . import rng, testing
+from .backends import cuda, disabled, explain, triton
+from .problem import Problem
+
+SECONDS = 120.0
+"""How long a family may take. (All of them together take less than 20 s on an idle machine.)"""
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is computed
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call of `attnkern.attention`, by the arguments of `testing.make_inputs` and its own options."""
+
+    name: str
+    sizes: tuple[int, ...]  # batch, heads, queries, keys, head size
+    inputs: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
+    gradients: bool = True
+    second_order: bool = False
+
+
+class Family(NamedTuple):
+    """Kernels that are checked together."""
+
+    backend: str
+    device: str
+    calls: tuple[Call, ...]
+    kernel: str = ""  # what a line of the plan must begin with
+    without: tuple[str, ...] = ()  # families that would take its calls: left out in its process
+    deterministic: bool = False
+
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SMALL = (1, 2, 130, 150, 64)
+DECODE = (2, 8, 1, 1500, 64)
+FEATURES = (
+    Call("float32", SMALL, {"dtype": FP32}),
+    Call("bfloat16, causal", SMALL, {"dtype": BF16}, {"is_causal": True}),
+    Call("float16, window", SMALL, {"dtype": FP16}, {"window": (40, 3), "alignment": "bottom_right"}),
+    Call("bool mask", (2, 2, 70, 150, 64), {"dtype": BF16, "mask": ("bool", "B1LS")}),
+    Call("float mask and its gradient", (2, 2, 70, 150, 64), {"dtype": FP32, "mask": ("float", "1HLS")}),
+    Call("grouped heads, softcap", (1, 4, 70, 150, 64), {"heads_k": 2}, {"enable_gqa": True, "softcap": 5.0}),
+    Call("dropout", (2, 2, 70, 150, 64), {"dtype": FP32}, {"dropout_p": 0.3}),
+    Call("decoding", DECODE, {"dtype": BF16, "heads_k": 2}, {"enable_gqa": True}, gradients=False),
+)
+_HOPPER = tuple(
+    Call(f"{kind}, head size {size}", (1, 4, 200, 300, size), {"dtype": dtype, "heads_k": 2}, options)
+    for kind, size, dtype, options in (
+        ("bfloat16", 128, BF16, {"enable_gqa": True}),
+        ("float16, causal", 128, FP16, {"enable_gqa": True, "is_causal": True, "alignment": "bottom_right"}),
+    )
+)
+# The Triton kernels are compiled on the way, for seconds each: fewer calls, of more features.
+_TRITON = (FEATURES[1], FEATURES[4]._replace(options={"dropout_p": 0.3}), FEATURES[5])
+
+FAMILIES: dict[str, Family] = {
+    "cpu": Family("cpu", "cpu", (FEATURES[0]._replace(name="float64", inputs={"dtype": FP64}), *FEATURES)),
+    "reference": Family("reference", "cpu", FEATURES[:2]),
+    "triton": Family("triton", "cuda", _TRITON),
+    "triton-decode": Family("triton", "cuda", FEATURES[-1:], "decode:"),
+    "triton-second-order": Family("triton", "cuda", (Call("tangents", (1, 1, 40, 70, 32), second_order=True),)),
+    "cuda": Family(
+        "cuda",
+        "cuda",
+        (*FEATURES[:-1], Call("head size 320", (1, 2, 70, 150, 320), {"dtype": BF16})),
+        "forward, sm_80",
+        ("cuda-decode", "cuda-sm90", "cuda-sm90-backward"),
+    ),
+    "cuda-decode": Family("cuda", "cuda", FEATURES[-1:], "decode, sm_80"),
+    "cuda-sm90": Family(
+        "cuda",
+        "cuda",
+        tuple(call._replace(gradients=False) for call in (*_HOPPER, _HOPPER[0]._replace(sizes=(1, 4, 200, 300, 64)))),
+        "forward, sm_90a",
+    ),
+    "cuda-sm90-backward": Family("cuda", "cuda", _HOPPER, "backward dk dv, sm_90a", deterministic=True),
+    "cuda-sm90-fused": Family("cuda", "cuda", _HOPPER, "backward dk dv dq, sm_90a"),
+}
+"""By the names of `disabled.FAMILIES`, and the reference."""
+
+
+def check_call(family: Family, call: Call, device: str) -> None:
+    """Runs a call. Raises AssertionError where a result is wrong, or other kernels than the family's would run."""
+    torch.manual_seed(1)
+    inputs = testing.make_inputs(*call.sizes, **call.inputs, device=device, seed=1)
+    options = dict(call.options)
+    _assert_planned(family, call, inputs, options)
+    if call.second_order:
+        return _check_second_order(family, inputs, options)
+    keep = None
+    if p := options.get("dropout_p"):
+        state = torch.random.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+        batch, heads, seqlen_q, _ = inputs.query.shape
+        seed = rng.draw_seed(inputs.query.device)
+        keep = testing.philox_keep(seed, batch, heads, seqlen_q, inputs.key.shape[2], p, inputs.query.device)
+        (torch.random.set_rng_state if device == "cpu" else torch.cuda.set_rng_state)(state)
+    testing.check_attention(inputs, backend=family.backend, gradients=call.gradients, keep=keep, **options)
+
+
+def _assert_planned(family: Family, call: Call, inputs: testing.Inputs, options: dict[str, Any]) -> None:
+    if family.kernel:
+        tensors: dict[str, Any] = {n: x.detach().requires_grad_(call.gradients) for n, x in inputs.tensors.items()}
+        plan = explain(Problem.from_sdpa(**tensors, **options), family.backend).plan
+        if not any(line.startswith(family.kernel) for line in plan):
+            raise AssertionError(f"expected a kernel {family.kernel!r}, and the plan is {'; '.join(plan)}")
+
+
+def _check_second_order(family: Family, inputs: testing.Inputs, options: dict[str, Any]) -> None:
+    names, leaves = list(inputs.tensors), [x.requires_grad_() for x in inputs.tensors.values()]
+
+    def attention(*tensors: Any) -> Any:
+        return attnkern.attention(*tensors, **options, return_lse=True, backend=family.backend)
+
+    directions = [torch.randn_like(x) for x in leaves]
+    moved: Any = torch.func.jvp(attention, tuple(x.detach() for x in leaves), tuple(directions))
+    (out, lse), (tout, tlse) = moved
+    grads = [torch.randn_like(x).requires_grad_() for x in (out, lse)]
+    first = torch.autograd.grad(attention(*leaves), leaves, grads, create_graph=True)
+    second = torch.autograd.grad(first, leaves, directions)
+    want = testing.expected_second_order(
+        **{name: x.detach() for name, x in zip(names, leaves, strict=True)},
+        direction=dict(zip(names, directions, strict=True)),
+        grad_out=grads[0].detach(),
+        grad_lse=grads[1].detach(),
+        **options,
+    )
+    for name, got in {"tout": tout, "tlse": tlse, **dict(zip(names, second, strict=True))}.items():
+        x = want[name]
+        testing.assert_within_rule(got, x.exact, x.baseline, gradient=True, unit=x.unit, name=f"second order: {name}")
+
+
+class Speed(NamedTuple):
+    """Milliseconds of a forward and a backward pass."""
+
+    call: str
+    attnkern: float
+    torch: float
+
+    def __str__(self) -> str:
+        times = f"{self.attnkern:.3g} ms, F.sdpa {self.torch:.3g} ms"
+        return f"{self.call}, forward and backward: attnkern {times}: {self.torch / self.attnkern:.2f} times as fast"
+
+
+SPEEDS = {"cpu": ((1, 8, 1024, 64), torch.float32, 0.5), "cuda": ((4, 16, 4096, 128), torch.bfloat16, 2.0)}
+"""Of each device: the sizes of query, key and value, their dtype, and for how many seconds calls are repeated."""
+
+
+def speed(device: str) -> Speed:
+    """Times both in turns; medians."""
+    sizes, dtype, seconds = SPEEDS[device]
+    q, k, v = (torch.randn(sizes, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+
+    def milliseconds(function: Callable[..., torch.Tensor]) -> float:
+        begin = time.perf_counter()
+        out = function(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), out)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    functions: list[Any] = [attnkern.scaled_dot_product_attention, scaled_dot_product_attention]
+    for function in functions:
+        milliseconds(function)
+    times: list[list[float]] = [[], []]
+    begin = time.perf_counter()
+    while len(times[0]) < 3 or time.perf_counter() - begin < seconds:
+        for function, found in zip(functions, times, strict=True):
+            found.append(milliseconds(function))
+    return Speed(f"{device}: causal {sizes} {str(dtype)[6:]}", *map(statistics.median, times))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A family's process: tells what it does in lines of JSON, for the case that it doesn't come back
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def run_one(name: str) -> None:
+    """What the process for a family does, or the one for "speed-cpu" or "speed-cuda"."""
+
+    def tell(**line: Any) -> None:
+        print(json.dumps(line), flush=True)
+
+    tell(begins="the import")
+    if name.startswith("speed-"):
+        tell(speed=speed(name.removeprefix("speed-")))
+        return
+    family = FAMILIES[name]
+    torch.use_deterministic_algorithms(family.deterministic)
+    for call in family.calls:
+        tell(begins=call.name)
+        try:
+            check_call(family, call, family.device)
+        except AssertionError as error:
+            tell(wrong=call.name, why=_sentence(error))
+        else:
+            tell(right=call.name)
+    tell(done=True)
+
+
+def _sentence(error: BaseException | str) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The process that the user starts
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """What a family's process came to."""
+
+    name: str
+    ok: bool
+    text: str
+    speed: Speed | None = None
+
+
+def command(name: str) -> list[str]:
+    """What runs a family in a process of its own."""
+    return [sys.executable, "-m", "attnkern", "check", "--one", name]
+
+
+def run(name: str, seconds: float = SECONDS) -> Outcome:
+    """Runs a family in its process, for so many seconds at most."""
+    family = FAMILIES.get(name)
+    left_out = {*disabled.left_out, *(family.without if family is not None else ())}
+    environment = {**os.environ, disabled.VARIABLE: ",".join(sorted(left_out))}
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        command(name), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        try:
+            stdout, stderr = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired as error:  # in the driver, where nothing reaches it
+            stdout, stderr = (x.decode(errors="replace") if x else "" for x in (error.stdout, error.stderr))
+        return _bad(name, f"HUNG in {_last(stdout)}: no answer in {seconds:g} s")
+    lines = list(_lines(stdout))
+    wrong = [line for line in lines if "wrong" in line]
+    right = [line for line in lines if "right" in line]
+    if process.returncode < 0:
+        return _bad(name, f"DIED of {signal.Signals(-process.returncode).name} in {_last(stdout)}")
+    if process.returncode > 0:
+        reason = next((line for line in reversed(stderr.splitlines()) if line[:1].strip()), "")
+        return _bad(name, f"FAILED in {_last(stdout)}: {reason or f'exit status {process.returncode}'}")
+    if wrong:
+        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return _bad(name, f"WRONG in {wrong[0]['wrong']}: {wrong[0]['why']}{others}")
+    if found := next((line["speed"] for line in lines if "speed" in line), None):
+        return Outcome(name, True, "", Speed(*found))
+    if not any("done" in line for line in lines):
+        return _bad(name, f"STOPPED in {_last(stdout)} without a word")
+    return Outcome(name, True, f"right: {len(right)} calls in {time.perf_counter() - begin:.1f} s")
+
+
+def _bad(name: str, text: str) -> Outcome:
+    remedy = f"; {disabled.VARIABLE}={name} leaves it out" if name in disabled.FAMILIES else ""
+    return Outcome(name, False, f"{text}{remedy}")
+
+
+def _lines(stdout: str) -> Iterator[dict[str, Any]]:
+    for line in stdout.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue  # somebody else's
+        if isinstance(found, dict):
+            yield found
+
+
+def _last(stdout: str) -> str:
+    """What a process did last."""
+    return next((line["begins"] for line in reversed(list(_lines(stdout))) if "begins" in line), "the start")
+
+
+def families() -> dict[str, str | None]:
+    """The families to check on this machine, each with the reason for which it isn't run, or None."""
+    found = {info.name: info for info in attnkern.backends()}
+    names: dict[str, str | None] = {}
+    for name, family in FAMILIES.items():
+        reason = disabled.reason(name) or found[family.backend].why_not
+        if reason is None and name == "triton-second-order" and not triton.has_second_order():
+            reason = "this Triton can't compile it: plain torch serves"
+        if reason is None and name.startswith("cuda-sm90") and cuda.capability(0) != 90:
+            reason = "the device is no Hopper"
+        names[name] = reason
+    return names
+
+
+def about() -> list[str]:
+    """Versions, libraries and devices, as lines."""
+    info = attnkern.build_info()
+    try:
+        triton_version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton_version = "not installed"
+    lines = [
+        f"attnkern {info['attnkern']}, torch {info['torch']}, triton {triton_version}, python {info['python']}, "
+        f"{platform.system()} {platform.machine()}",
+        f"libraries: {info['cpu_library']}; {info['cuda_library']}",
+        f"cpu: {_processor()}, {torch.get_num_threads()} threads, kernels for {info['cpu_isa'] or 'nothing'}",
+    ]
+    if not torch.cuda.is_available():
+        return [*lines, "cuda: torch sees no device"]
+    try:
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            chip = f"{device.name}, compute capability {device.major}.{device.minor}"
+            lines.append(f"cuda: {chip}, torch for CUDA {torch.version.cuda}")
+    except RuntimeError as error:
+        lines.append(f"cuda: {_sentence(error)}")
+    return lines
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main(only: Sequence[str] | None = None, seconds: float = SECONDS) -> int:
+    """Prints the report; 0 if everything that can run here is right, 1 if not. `only`: these families alone."""
+    for line in about():
+        print(line)
+    if disabled.left_out:
+        print(f"{disabled.VARIABLE}={','.join(sorted(disabled.left_out))}")
+    print(flush=True)
+    names = families()
+    chosen = [name for name in (names if only is None else only) if names.get(name) is None]
+    for name in names if only is None else ():
+        if names[name] is not None:
+            print(f"{name:<20} not run: {names[name]}")
+    outcomes: list[Outcome] = []
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
+        for outcome in pool.map(lambda name: run(name, seconds), chosen):
+            print(f"{outcome.name:<20} {outcome.text}", flush=True)
+            outcomes.append(outcome)
+    # Afterwards, with the machine for themselves.
+    for device in SPEEDS:
+        of_device = [o for o in outcomes if o.name != "reference" and FAMILIES[o.name].device == device]
+        if of_device and all(o.ok for o in of_device):
+            timed = run(f"speed-{device}", seconds)
+            print(f"{'speed':<20} {timed.speed or timed.text}", flush=True)
+            outcomes += [] if timed.ok else [timed]
+    wrong = [outcome.name for outcome in outcomes if not outcome.ok]
+    kernels = [outcome.name for outcome in outcomes if outcome.name != "reference"]
+    if wrong:
+        verdict = f"NOT RIGHT: {', '.join(wrong)}. Please report it, with all of the above"
+    elif not kernels:
+        verdict = "no kernels here: plain torch computes everything, slowly"
+    else:
+        verdict = "right: all that can run here"
+    print(f"\n{'verdict':<20} {verdict}")
+    return 1 if wrong or not kernels else 0
