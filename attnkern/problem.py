@@ -282,7 +282,9 @@ def _plan(
 
     mask_view = None
     if mask is not None:
-        scores = (seqlen_q, seqlen_k) if len(q) == len(k) == 2 else (*batch_qk, heads_qk, seqlen_q, seqlen_k)
+        # Of 3-D tensors a mask may be 4-D: torch 2.15 takes it so, earlier ones refuse.
+        batch_of_mask = batch_qk if len(q) > 3 or len(k) > 3 else (1,)
+        scores = (seqlen_q, seqlen_k) if len(q) == len(k) == 2 else (*batch_of_mask, heads_qk, seqlen_q, seqlen_k)
         _check_mask(mask, query, scores)
         shape = mask[0]
         padded = (1,) * (len(batch) + 3 - len(shape)) + tuple(shape)

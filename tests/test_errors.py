@@ -1,5 +1,6 @@
 """Bad input: the exception type torch raises, one sentence naming the argument, what was got and what is expected."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -46,7 +47,9 @@ BAD = {
     "mask of another length": ([Q, K, K, (5, 6)], ["attn_mask", "(2, 4, 5, 7)", "(5, 6)"]),
     "mask that enlarges": ([(1, 4, 5, 8), (1, 4, 7, 8), (1, 4, 7, 8), (2, 1, 5, 7)], ["attn_mask", "(2, 1, 5, 7)"]),
     "mask of value's batch": ([(1, 4, 5, 8), (1, 4, 7, 8), K, (2, 1, 5, 7)], ["attn_mask", "(2, 1, 5, 7)"]),
-    "mask of higher rank": ([Q[1:], K[1:], K[1:], (1, 4, 5, 7)], ["attn_mask", "(1, 4, 5, 7)"]),
+    "mask of higher rank": ([Q[1:], K[1:], K[1:], (2, 4, 5, 7)], ["attn_mask", "(2, 4, 5, 7)"]),
+    "mask of higher rank, 4-D": ([Q, K, K, (1, 1, 4, 5, 7)], ["attn_mask", "(1, 1, 4, 5, 7)"]),
+    "mask of higher rank, 2-D": ([Q[2:], K[2:], K[2:], (1, 5, 7)], ["attn_mask", "(1, 5, 7)"]),
 }
 
 
@@ -68,6 +71,23 @@ def test_shapes(name):
     if not name.startswith("length"):
         with pytest.raises((RuntimeError, IndexError)):
             F.scaled_dot_product_attention(*arguments, **keywords)
+
+
+@contract(16)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_of_four_dimensions_for_tensors_of_three(target, kind):
+    """As torch takes it from 2.15 on; before, it refused."""
+    q, k, v = (x[0] for x in target.inputs(1, 4, 5, 7, 8).tensors.values())
+    mask = testing.make_mask(kind, "LS", {"L": 5, "S": 7}, device=target.device).expand(1, 4, 5, 7)
+    out = target.sdpa(q, k, v, mask)
+    assert torch.equal(out, target.sdpa(q, k, v, mask[0]))
+    torchs = None
+    with contextlib.suppress(RuntimeError):
+        torchs = F.scaled_dot_product_attention(q, k, v, mask)
+    if torchs is not None:
+        assert torchs.shape == out.shape
+        dead = ~mask[0].any(-1) if kind == "bool" else torch.zeros(4, 5, dtype=torch.bool, device=q.device)
+        torch.testing.assert_close(out[~dead], torchs[~dead])
 
 
 @contract(37)
