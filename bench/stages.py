@@ -287,7 +287,7 @@ STAGES = (
         _correctness,
         jobs=6,
         alone=True,
-        rehearsed="d128 few queries|full",
+        rehearsed="d128 few queries|one head",
     ),
     Stage(
         "decode",

@@ -46,6 +46,7 @@ def calls() -> list[Call]:
     grouped = {"enable_gqa": True}
     found += [
         Call("full", (1, 2, 200, 300, 128)),
+        Call("one head", (1, 1, 70, 100, 128)),
         Call("window", (1, 2, 300, 300, 64), options={"is_causal": True, "window": (100, None)}),
         Call("grouped", (1, 6, 150, 150, 64), options=grouped, inputs={"heads_k": 2}),
         Call("grouped, d128", (1, 6, 150, 150, 128), FP16, grouped, {"heads_k": 2}),
