@@ -457,8 +457,10 @@ def _rounding(
     survive = torch.ones_like(weights) if keep is None else keep.double() / max(1.0 - dropout_p, 1e-30)
     if dropout_p == 1:
         survive = survive * 0
-    # Flushed subnormal weights, summed; and the smallest number that the dtype can tell from 0.
+    # Flushed subnormal weights, summed; the smallest number that the dtype can tell from 0; and what the squares below
+    # can't hold.
     lowest = torch.finfo(_accumulate_dtype(dtype)).tiny / eps_accumulate + torch.finfo(dtype).tiny * eps
+    lowest = lowest + math.sqrt(torch.finfo(torch.float64).tiny) * eps
 
     def unit(name: str, terms: Tensor) -> Tensor:
         return eps * (exact[name].abs() + terms) + lowest

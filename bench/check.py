@@ -141,7 +141,9 @@ class Checker:
                 is_causal=case.causal,
                 enable_gqa=case.heads_q != case.heads_k,
             )
-            keep = weights != 0
+            # Torch divides by what 1 - p is, `testing` by what the steps of our bits make of it.
+            steps = 1 - round(case.dropout * 65536) / 65536
+            keep = (weights != 0).double() * (steps / (1 - case.dropout))
         return self._sample("out", keep)
 
 

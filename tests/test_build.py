@@ -24,7 +24,20 @@ PACKAGE = Path(attnkern.__file__).parent
 LIBRARIES = sorted(PACKAGE.glob("*.abi3.so"))
 ISAS_OF = {"x86_64": {"avx512bf16", "avx512", "avx2", "generic"}, "aarch64": {"neon", "generic"}}
 ISAS = ISAS_OF[platform.machine()]
-MAKE_TARGETS = ["build", "test", "gate", "bench", "lint", "format", "typecheck", "gpu", "wheel", "sanitize", "clean"]
+MAKE_TARGETS = [
+    "build",
+    "test",
+    "fuzz",
+    "gate",
+    "bench",
+    "lint",
+    "format",
+    "typecheck",
+    "gpu",
+    "wheel",
+    "sanitize",
+    "clean",
+]
 
 
 def run(*command, cwd=ROOT, status=0, **env):

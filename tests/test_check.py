@@ -204,7 +204,7 @@ def test_what_is_left_out_is_in_no_plan(name, leave_out):
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
-        ("cuda", "forward_kernel"),
+        ("cuda", "forward_fp32_kernel"),
         ("cuda-decode", "decode_kernel"),
         ("cuda-sm90", "forward_sm90_kernel"),
         ("cuda-sm90-backward", "dkdv_sm90_kernel"),

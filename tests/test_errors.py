@@ -415,7 +415,6 @@ for name, call in calls.items():
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory as Linux does")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_no_memory(threads, dtype):

@@ -8,8 +8,9 @@
 
 #include <atomic>
 #include <cstring>
-#include <exception>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 
 #include "common/unpack.h"
@@ -26,17 +27,18 @@ inline const Kernels& kernels() {
 
 inline Runtime runtime() {
   const auto parallel = [](int64_t workers, void (*work)(void*, int64_t), void* context) {
-    // torch's C ABI lets no exception through: it makes one of its own, without the message.
+    // torch's C ABI lets no exception through: it makes one of its own, without the message. (An exception_ptr would
+    // need a symbol without a version.)
     std::atomic_flag failed = ATOMIC_FLAG_INIT;
-    std::exception_ptr failure;
+    std::string failure;
     torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
       try {
         for (int64_t worker = begin; worker < end; ++worker) work(context, worker);
-      } catch (...) {
-        if (!failed.test_and_set()) failure = std::current_exception();
+      } catch (const std::exception& error) {
+        if (!failed.test_and_set()) failure = error.what();
       }
     });
-    if (failure != nullptr) std::rethrow_exception(failure);
+    if (!failure.empty()) throw std::runtime_error(failure);
   };
   return {static_cast<int64_t>(torch::stable::get_num_threads()), parallel};
 }

@@ -52,6 +52,7 @@ MATHS = {
 }
 
 SPILLS = {
+    "backward bias 3xtf32": {"90a 120a": Budget(8, "2 words, beside 96 mma of a tile")},
     "backward dkdv d32": {"120a": Budget(8, "2 words of loop invariants, read once in a step of 128 mma")},
     "backward chunked dq 3xtf32": {"86": Budget(28, "4 words of loop invariants, read in rounds of at least 96 mma")},
 }
@@ -63,7 +64,8 @@ def cases() -> list[Case]:
         # 8 column tiles, 4 steps; of float32 one half of them, in a loop.
         least = {opcode: 8 * 4 // (size // 2) * times, "LDSM": 8, "LDGSTS": 4}
         source = Cuda(SOURCE, f"bias_gradient_kernel<*{math}*>", shared=32768)
-        found.append(Case(f"backward bias {name}", source, ALL, require={ALL: least}))
+        called = f"backward bias {name}"
+        found.append(Case(called, source, ALL, require={ALL: least}, spills=SPILLS.get(called, {})))
         for archs in ("80", "86 120a", "90a 100a"):
             found += [_chunked(name, kind, key_rows, archs) for kind, key_rows in (("dkdv", "true"), ("dq", "false"))]
     for kind, shapes, gradients in (("dkdv", DKDV, 2), ("dq", DQ, 1)):
