@@ -114,7 +114,9 @@ def check_call(family: Family, call: Call, device: str) -> None:
     torch.manual_seed(1)
     inputs = testing.make_inputs(*call.sizes, **call.inputs, device=device, seed=1)
     options = dict(call.options)
-    _assert_planned(family, call, inputs, options)
+    if family.kernel and not any(line.startswith(family.kernel) for line in plan_of(family, call, inputs)):
+        plan = "; ".join(plan_of(family, call, inputs))
+        raise AssertionError(f"expected a kernel {family.kernel!r}, and the plan is: {plan}")
     if call.second_order:
         return _check_second_order(family, inputs, options)
     keep = None
@@ -127,23 +129,24 @@ def check_call(family: Family, call: Call, device: str) -> None:
     testing.check_attention(inputs, backend=family.backend, gradients=call.gradients, keep=keep, **options)
 
 
-def _assert_planned(family: Family, call: Call, inputs: testing.Inputs, options: dict[str, Any]) -> None:
-    if family.kernel:
-        tensors: dict[str, Any] = {n: x.detach().requires_grad_(call.gradients) for n, x in inputs.tensors.items()}
-        plan = explain(Problem.from_sdpa(**tensors, **options), family.backend).plan
-        if not any(line.startswith(family.kernel) for line in plan):
-            raise AssertionError(f"expected a kernel {family.kernel!r}, and the plan is {'; '.join(plan)}")
+def plan_of(family: Family, call: Call, inputs: testing.Inputs) -> tuple[str, ...]:
+    """How the family's backend cuts a call, as `attnkern.explain` has it."""
+    tensors: dict[str, Any] = {name: x.detach() for name, x in inputs.tensors.items()}
+    for x in tensors.values():
+        x.requires_grad_(call.gradients and x.is_floating_point())
+    return explain(Problem.from_sdpa(**tensors, **call.options), family.backend).plan
 
 
 def _check_second_order(family: Family, inputs: testing.Inputs, options: dict[str, Any]) -> None:
-    names, leaves = list(inputs.tensors), [x.requires_grad_() for x in inputs.tensors.values()]
+    names = list(inputs.tensors)
+    leaves: list[Any] = [x.requires_grad_() for x in inputs.tensors.values()]
 
     def attention(*tensors: Any) -> Any:
         return attnkern.attention(*tensors, **options, return_lse=True, backend=family.backend)
 
     directions = [torch.randn_like(x) for x in leaves]
-    moved: Any = torch.func.jvp(attention, tuple(x.detach() for x in leaves), tuple(directions))
-    (out, lse), (tout, tlse) = moved
+    given = tuple(x.detach() for x in leaves)
+    (out, lse), (tout, tlse), *_ = torch.func.jvp(attention, given, tuple(directions))
     grads = [torch.randn_like(x).requires_grad_() for x in (out, lse)]
     first = torch.autograd.grad(attention(*leaves), leaves, grads, create_graph=True)
     second = torch.autograd.grad(first, leaves, directions)
@@ -188,7 +191,7 @@ def speed(device: str) -> Speed:
             torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - begin)
 
-    functions: list[Any] = [attnkern.scaled_dot_product_attention, scaled_dot_product_attention]
+    functions: tuple[Any, Any] = attnkern.scaled_dot_product_attention, scaled_dot_product_attention
     for function in functions:
         milliseconds(function)
     times: list[list[float]] = [[], []]

@@ -27,8 +27,8 @@ ISAS = ISAS_OF[platform.machine()]
 MAKE_TARGETS = [
     "build",
     "test",
-    "fuzz",
     "gate",
+    "fuzz",
     "bench",
     "lint",
     "format",

@@ -21,7 +21,10 @@ cuda = table.cuda
 
 
 def test_on_this_machine():
-    done = subprocess.run([sys.executable, "-m", "attnkern", "check"], capture_output=True, text=True)
+    # A busy machine, on which spinning threads stand in each other's way, isn't one that hangs.
+    command = [sys.executable, "-m", "attnkern", "check", "--seconds", "1000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()
@@ -164,15 +167,24 @@ def leave_out(monkeypatch):
     torch.ops.attnkern.cuda_leave_out(0)
 
 
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Makes `backend="cuda"` take CPU tensors for those of a Hopper."""
+    for attribute, value in (
+        ("unavailable", lambda: None),
+        ("capability", lambda index: 90),
+        ("chip", lambda index: HOPPER),
+    ):
+        monkeypatch.setattr(cuda, attribute, value)
+    monkeypatch.setitem(table.TABLE, "cpu", (cuda, *table.TABLE["cpu"]))
+
+
 def lines_of(family, call):
-    options = dict(call.options)
-    inputs = check.testing.make_inputs(*call.sizes, **call.inputs, seed=1).tensors
-    tensors = {name: x.requires_grad_(call.gradients and x.is_floating_point()) for name, x in inputs.items()}
-    return cuda.plan(table.Problem.from_sdpa(**tensors, **options), on=HOPPER)
+    return check.plan_of(family, call, check.testing.make_inputs(*call.sizes, **call.inputs, seed=1))
 
 
 @pytest.mark.parametrize("name", [name for name in check.FAMILIES if name.startswith("cuda")])
-def test_every_call_of_a_family_is_planned_for_its_kernels(name, leave_out):
+def test_every_call_of_a_family_is_planned_for_its_kernels(name, leave_out, on_hopper):
     family = check.FAMILIES[name]
     leave_out(*family.without)
     before = torch.are_deterministic_algorithms_enabled()
@@ -185,7 +197,7 @@ def test_every_call_of_a_family_is_planned_for_its_kernels(name, leave_out):
 
 
 @pytest.mark.parametrize("name", cuda.LEFT_OUT)
-def test_what_is_left_out_is_in_no_plan(name, leave_out):
+def test_what_is_left_out_is_in_no_plan(name, leave_out, on_hopper):
     """And the plan says why, where there is something to say it of."""
     family = check.FAMILIES[name]
     before = torch.are_deterministic_algorithms_enabled()
@@ -204,31 +216,24 @@ def test_what_is_left_out_is_in_no_plan(name, leave_out):
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
-        ("cuda", "forward_fp32_kernel"),
+        ("cuda", "forward_kernel"),
         ("cuda-decode", "decode_kernel"),
         ("cuda-sm90", "forward_sm90_kernel"),
         ("cuda-sm90-backward", "dkdv_sm90_kernel"),
         ("cuda-sm90-fused", "fused_sm90_kernel"),
     ],
 )
-def test_a_family_in_the_simulator(name, kernel, leave_out, monkeypatch):
+def test_a_family_in_the_simulator(name, kernel, leave_out, on_hopper, monkeypatch):
     """A call of each, as its process would run it on a Hopper, with what it leaves out."""
     family = check.FAMILIES[name]
     recorder = launches.Recorder(90, left_out=leave_out(*family.without))
-    for attribute, value in (
-        ("unavailable", lambda: None),
-        ("capability", lambda index: 90),
-        ("chip", lambda index: HOPPER),
-        ("run", recorder.run),
-    ):
-        monkeypatch.setattr(cuda, attribute, value)
-    monkeypatch.setitem(table.TABLE, "cpu", (cuda, *table.TABLE["cpu"]))
+    monkeypatch.setattr(cuda, "run", recorder.run)
     monkeypatch.setattr(ops, "forward", ops.route_forward)
     monkeypatch.setattr(ops, "backward", ops.route_backward)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(family.deterministic)
     try:
-        call = family.calls[0]
+        call = family.calls[min(1, len(family.calls) - 1)]
         check.check_call(
             family, call._replace(sizes=(*call.sizes[:2], min(call.sizes[2], 70), 100, call.sizes[4])), "cpu"
         )
