@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import sys
@@ -88,6 +89,9 @@ def errors(
     # Where torch itself overflows (a float16 gradient, say) it is no yardstick.
     baseline_error = baseline_difference.nan_to_num(0.0, 0.0, 0.0).amax()
     allowed = factor * baseline_error + unit
+    # Where what is allowed passes the dtype's largest number, infinity is as right as that number.
+    past = a.isinf() & (a.sign() == e.sign()) & (e.abs() + allowed > torch.finfo(actual.dtype).max)
+    same, difference = same | past, torch.where(past, 0.0, difference)
     ratio = torch.where(same, 0.0, difference / allowed).nan_to_num(math.inf, math.inf, math.inf)
     worst = int(ratio.argmax())
     return Errors(
@@ -212,29 +216,84 @@ def _weights(
     softcap: float | None,
     band: Tensor | None,
     split_scale: bool,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Softmax weights and log-sum-exp, dead rows as zeros and -inf, from already repeated key heads."""
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1)) if query.size(-1) else 1.0
-    if split_scale:  # torch's MATH backend scales both factors before the product
+    rest = None  # of the scores: what float64 rounds off
+    if exact:
+        product = query @ key.mT * scale
+        scores, rest = _exact_scores(query.detach(), key.detach(), scale)
+        scores = scores + (product - product.detach())  # for its gradient
+    elif split_scale:  # torch's MATH backend scales both factors before the product
         root = math.sqrt(abs(scale))
         scores = (query * math.copysign(root, scale)) @ (key * root).mT
     else:
         scores = query @ key.mT * scale
     if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+        t = torch.tanh(scores / softcap)
+        scores = softcap * t
+        rest = None if rest is None else rest * (1.0 - t.detach().square())
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             scores = torch.where(attn_mask, scores, -math.inf)
         else:
-            scores = scores + attn_mask.to(scores.dtype)
+            mask = attn_mask.to(scores.dtype)
+            rest = (
+                None if rest is None else rest + _two_sum(scores.detach(), mask.detach())[1].nan_to_num(0.0, 0.0, 0.0)
+            )
+            scores = scores + mask
     if band is not None:
         scores = torch.where(band, scores, -math.inf)
     dead = (scores == -math.inf).all(-1, keepdim=True)
-    alive = torch.where(dead, 0.0, scores)
+    alive, largest = torch.where(dead, 0.0, scores), torch.zeros(())
+    if rest is not None and alive.size(-1):
+        largest = alive.detach().amax(-1, keepdim=True)
+        alive = alive - largest + rest  # the difference is small where it matters
     weights = torch.where(dead, 0.0, alive.softmax(-1))
-    lse = torch.where(dead.squeeze(-1), -math.inf, alive.logsumexp(-1))
+    lse = torch.where(dead.squeeze(-1), -math.inf, (alive.logsumexp(-1, keepdim=True) + largest).squeeze(-1))
     return weights, lse
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a + b and what rounding took from it (Knuth, The Art of Computer Programming, volume 2, section 4.2.2)."""
+    total = a + b
+    other = total - a
+    return total, (a - (total - other)) + (b - other)
+
+
+def _exact_scores(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """query @ key.mT * scale of float64 to 60 digits of 2: the number rounded, and the rest of it.
+
+    Rows are cut into slices of 21 bits, whose products float64 adds up without rounding (Ozaki et al., "Error-free
+    transformations of matrix multiplication by using fast routines of matrix multiplication", 2012).
+    """
+
+    def slices(x: Tensor) -> list[Tensor]:
+        largest = x.abs().amax(-1, keepdim=True) if x.size(-1) else x.new_zeros(*x.shape[:-1], 1)
+        unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+        found = []
+        for n in range(1, 4):
+            magic = unit * (1.5 * 2.0 ** (52 - 21 * n))  # added, it leaves multiples of unit / 2^21n
+            found.append((x + magic) - magic)
+            x = x - found[-1]
+        return found
+
+    high = low = torch.zeros(())
+    for a, b in itertools.product(slices(query), slices(key)):
+        high, rounded = _two_sum(high, a @ b.mT)
+        low = low + rounded
+    split = 2.0**27 + 1.0  # Dekker: two halves, whose products are exact
+
+    def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+        upper = split * x - (split * x - x)
+        return upper, x - upper
+
+    (h1, h2), (s1, s2) = halves(high), halves(torch.tensor(scale, dtype=torch.float64))
+    product = high * scale
+    rounded = ((h1 * s1 - product) + h1 * s2 + h2 * s1) + h2 * s2
+    return _two_sum(product, rounded + low * scale)
 
 
 def naive_attention(
@@ -252,8 +311,12 @@ def naive_attention(
     softcap: float | None = None,
     keep: Tensor | None = None,
     split_scale: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention as a plain composition in the inputs' dtype, any rank: (out, lse). `keep` replays a dropout mask."""
+    """Attention as a plain composition in the inputs' dtype, any rank: (out, lse). `keep` replays a dropout mask.
+
+    `exact` is for finite float64: scores, whose errors softmax magnifies, are then right to the last digit.
+    """
     if dropout_p and keep is None:
         raise ValueError("dropout needs the mask to replay: pass keep=")
     if enable_gqa:
@@ -262,7 +325,8 @@ def naive_attention(
     band = band_mask(
         query.size(-2), key.size(-2), is_causal=is_causal, window=window, alignment=alignment, device=query.device
     )
-    weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, split_scale=split_scale)
+    rounding = {"split_scale": split_scale, "exact": exact}
+    weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, **rounding)
     if keep is not None:
         dropout_p = round(dropout_p * 65536) / 65536  # what `philox_keep` drops
         weights = weights * keep.to(weights.dtype) / (1.0 - dropout_p) if dropout_p < 1 else weights * 0.0
@@ -317,12 +381,14 @@ def expected(
     if attn_mask is not None and attn_mask.is_floating_point():
         inputs["attn_mask"] = attn_mask
 
-    def run(compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0) -> dict[str, Tensor]:
+    def run(
+        compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0, exact: bool = False
+    ) -> dict[str, Tensor]:
         leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in inputs.items()}
         mask = leaves.get("attn_mask", attn_mask)
         with torch.enable_grad():
             q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
-            out, lse = naive_attention(q, k, v, mask, keep=keep, split_scale=split_scale, **options)
+            out, lse = naive_attention(q, k, v, mask, keep=keep, split_scale=split_scale, exact=exact, **options)
             out = out / stretch
             results = {"out": out.detach(), "lse": lse.detach()}
             if grad_out is not None:
@@ -335,7 +401,8 @@ def expected(
                     results[name] = torch.zeros_like(leaf) if grad is None else grad
         return results
 
-    exact = run(torch.float64, split_scale=False)
+    finite = all(x.isfinite().all() for name, x in inputs.items() if name != "attn_mask")
+    exact = run(torch.float64, split_scale=False, exact=dtype == torch.float64 and finite)
     computed = _computed(run, exact, dtype)
     units = _units(inputs, attn_mask, exact, grad_out, grad_lse, keep, options)
     dtypes = {"out": dtype, "lse": _accumulate_dtype(dtype), **{n: x.dtype for n, x in inputs.items()}}

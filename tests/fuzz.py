@@ -109,7 +109,9 @@ def check_huge(inputs: testing.Inputs, backend: str, scale: float, **options: An
     clear = (top[..., 0] - top[..., -1] > far.clamp(min=60.0)) | (top.size(-1) == 1)  # e^-60 is nothing in float64
     assert out.isfinite().all(), "output is not finite"
     assert not lse.isnan().any(), "lse is NaN"
-    wrong = clear[..., None] & ((out.double() - exact).abs() > 2 * torch.finfo(out.dtype).eps * exact.abs())
+    # The output is one value, rounded. float32 on a GPU goes through two parts of tf32, which hold 22 of its 24 bits.
+    most = 4 if backend in ("cuda", "triton") and out.dtype == torch.float32 else 2
+    wrong = clear[..., None] & ((out.double() - exact).abs() > most * torch.finfo(out.dtype).eps * exact.abs())
     assert not wrong.any(), f"output{wrong.nonzero()[0].tolist()}: {out[wrong][0]}, expected {exact[wrong][0]}"
 
 

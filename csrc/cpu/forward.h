@@ -109,23 +109,29 @@ inline void exponentiate(int64_t rows, typename Op::Compute factor, const typena
   using S = Simd<C>;
   using V = typename S::V;
   const Exponential<Op, kPlain, Op::kSums> exponential(factor);
-  V total[kVectors];
+  V total[kVectors], part[kVectors];
   for (int v = 0; v < kVectors; ++v) total[v] = S::zero();  // a sum of its own for each block: long rows lose less
-  for (int64_t j = 0; j < rows; j += Op::kPack) {
-    for (int v = 0; v < kVectors; ++v) {
-      V p[Op::kPack];
-      for (int half = 0; half < Op::kPack; ++half) {
-        if (half == 1 && j + 1 == rows) {
-          p[half] = S::zero();
-          continue;
+  // And for every kPart keys: where many weights are the same (a saturated softcap), so are their rounding errors.
+  constexpr int64_t kPart = 16;
+  for (int64_t begin = 0; begin < rows; begin += kPart) {
+    for (int v = 0; v < kVectors; ++v) part[v] = S::zero();
+    for (int64_t j = begin; j < min64(rows, begin + kPart); j += Op::kPack) {
+      for (int v = 0; v < kVectors; ++v) {
+        V p[Op::kPack];
+        for (int half = 0; half < Op::kPack; ++half) {
+          if (half == 1 && j + 1 == rows) {
+            p[half] = S::zero();
+            continue;
+          }
+          const int64_t at = (j + half) * kTile<C> + v * S::kLanes;
+          p[half] = exponential(S::load(scores + at), S::load(shift + v * S::kLanes));
+          part[v] += p[half];
+          if (keep != nullptr) p[half] *= S::load(keep + at);
         }
-        const int64_t at = (j + half) * kTile<C> + v * S::kLanes;
-        p[half] = exponential(S::load(scores + at), S::load(shift + v * S::kLanes));
-        total[v] += p[half];
-        if (keep != nullptr) p[half] *= S::load(keep + at);
+        store_probabilities<Op>(p[0], p[Op::kPack - 1], probabilities + j / Op::kPack * kTile<C> + v * S::kLanes);
       }
-      store_probabilities<Op>(p[0], p[Op::kPack - 1], probabilities + j / Op::kPack * kTile<C> + v * S::kLanes);
     }
+    for (int v = 0; v < kVectors; ++v) total[v] += part[v];
   }
   for (int v = 0; v < kVectors; ++v) {
     C* running = sum + v * S::kLanes;

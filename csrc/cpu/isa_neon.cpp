@@ -1,3 +1,0 @@
-#define ATTNKERN_KERNELS kKernelsNeon
-#define ATTNKERN_ISA "neon"
-#include "table.h"
