@@ -3,14 +3,15 @@
 Two plain shared objects without Python.h, compiled by ninja against torch's stable ABI, so that one binary serves
 every torch from 2.11 and every CPython from 3.10 on:
 
-    attnkern/_C.abi3.so      csrc/*.cpp and csrc/cpu/*.cpp       always
-    attnkern/_cuda.abi3.so   csrc/cuda/*.cpp and csrc/cuda/*.cu  where nvcc is found
+    attnkern/_C.abi3.so      csrc/*.cpp, csrc/cpu/*.cpp, and csrc/cpu/isa/*.cpp for each instruction set
+    attnkern/_cuda.abi3.so   csrc/cuda/*.cpp and csrc/cuda/*.cu, where nvcc is found
     attnkern/_build.json     what they were built with, for attnkern.build_info()
 
 Environment: ATTNKERN_CUDA=auto|0|1 (1: nvcc is required), ATTNKERN_CUDA_ARCHS (default "80 90a 100 120"; PTX of
 compute_80 is always added), ATTNKERN_CPU_ISAS (which instruction sets the CPU library has kernels for, as in "avx2
-avx512"; default: all of the machine's architecture; generic is always among them, and "generic" alone is the fastest
-build), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME, MAX_JOBS.
+avx512"; generic is always among them, and "generic" alone is the fastest build; "native": what this machine runs and no
+more; default: all of the machine's architecture), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME,
+MAX_JOBS.
 """
 
 import fcntl
@@ -33,13 +34,14 @@ if __name__ == "__main__":
 BUILD = Path("build/ninja")
 X86, ARM, ANY = ("x86_64",), ("aarch64",), ("x86_64", "aarch64")
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512"
-ISA = {  # csrc/cpu/isa_<name>.cpp: the machines it is compiled on, its own flags
+ISA = {  # best first: the machines it is compiled on, its own flags for csrc/cpu/isa/*.cpp
     "avx512bf16": (X86, f"{AVX512} -mavx512bf16 -mavx512vbmi"),
     "avx512": (X86, AVX512),
     "avx2": (X86, "-mavx2 -mfma -mf16c"),
     "neon": (ARM, ""),
     "generic": (ANY, ""),
 }
+BELOW = {"avx512bf16": "avx512"}  # which other set runs the dtypes that it adds no instructions for
 # The target, torch 2.10, must not exceed the oldest torch served: a newer one would not load there.
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 CXXFLAGS = "-O3 -std=c++20 -ffp-contract=fast -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -Wall -Wextra"
@@ -110,17 +112,31 @@ class Ninja:
             f"builddir = {BUILD}",
             "rule compile\n  command = $tool $flags -MD -MF $out.d -c $in -o $out\n"
             "  description = compile $in\n  depfile = $out.d\n  deps = gcc",
+            # PTX, the binary of each architecture and what ptxas says of it stay beside the object: tests/gate and
+            # tests/launches read them.
+            "rule compile_cuda\n  command = rm -rf $out.kept && mkdir $out.kept && "
+            "if $tool $flags -Xptxas -v --keep --keep-dir $out.kept -MD -MF $out.d -c $in -o $out > $out.log 2>&1; "
+            "then grep warning $out.log; find $out.kept -type f ! -name '*.ptx' ! -name '*.cubin' -delete; "
+            "else cat $out.log; exit 1; fi\n"
+            "  description = compile $in\n  depfile = $out.d",
             "rule link\n  command = $tool $in -o $out $flags\n  description = link $out",
         ]
 
     def add(self, rule, out, sources, tool, flags):
         self.lines.append(f"build {out}: {rule} {' '.join(map(str, sources))}\n  tool = {tool}\n  flags = {flags}")
 
-    def compile(self, sources, tool, flags):
-        objects = [BUILD / self.name / f"{source}.o" for source in sources]
+    def compile(self, sources, tool, flags, variant=""):
+        objects = [BUILD / self.name / f"{source}{variant}.o" for source in sources]
         for source, out in zip(sources, objects, strict=True):
-            self.add("compile", out, [source], tool, f"{flags} {isa_flags(source)}")
+            self.add("compile_cuda" if source.suffix == ".cu" else "compile", out, [source], tool, flags)
         return objects
+
+    def compile_kernels(self, machine, cxx, flags):
+        """The CPU kernels: csrc/cpu/*.cpp, and the passes for each instruction set."""
+        passes, objects = sorted(Path("csrc/cpu/isa").glob("*.cpp")), []
+        for isa in cpu_isas(machine):
+            objects += self.compile(passes, cxx, f"{flags} {ISA[isa][1]} -DATTNKERN_ISA={isa}", f".{isa}")
+        return objects + self.compile(sorted(Path("csrc/cpu").glob("*.cpp")), cxx, flags)
 
     def run(self):
         ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
@@ -135,20 +151,26 @@ class Ninja:
                 raise SystemExit("attnkern was not built: the compiler's message is above.")
 
 
-def isa_flags(source):
-    return ISA[source.stem.removeprefix("isa_")][1] if source.stem.startswith("isa_") else ""
-
-
-def cpu_sources(machine):
-    """Every csrc/cpu/*.cpp but the instruction sets of other machines, and those that nobody asked for."""
+def cpu_isas(machine):
+    """The instruction sets to compile for: those of the compiler's machine that are asked for, best first."""
     own = [name for name, (machines, _) in ISA.items() if machine in machines]
-    wanted = os.environ.get("ATTNKERN_CPU_ISAS", "").split() or own
+    asked = os.environ.get("ATTNKERN_CPU_ISAS", "").split() or own
+    wanted = [native_isa(own)] if asked == ["native"] else [*asked, "generic"]
     if unknown := [name for name in wanted if name not in own]:
         raise SystemExit(
-            f"ATTNKERN_CPU_ISAS must name instruction sets of {machine} ({', '.join(own)}), got {unknown[0]!r}."
+            f"ATTNKERN_CPU_ISAS must be native or name instruction sets of {machine} ({', '.join(own)}), "
+            f"got {unknown[0]!r}."
         )
-    left_out = [f"isa_{name}" for name in ISA if name not in (*wanted, "generic") or name not in own]
-    return [source for source in sorted(Path("csrc/cpu").glob("*.cpp")) if source.stem not in left_out]
+    wanted += [BELOW[name] for name in wanted if name in BELOW]
+    return [name for name in own if name in wanted]
+
+
+def native_isa(own):
+    """The best one that this machine runs; csrc/cpu/dispatch.cpp asks for the same features."""
+    listed = re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
+    features = {name.replace("_", "") for name in listed[1].split()} if listed else set()
+    needed = {isa: set(re.findall(r"-m(avx\w+|fma|f16c)", flags)) for isa, (_, flags) in ISA.items()}
+    return next(isa for isa in own if needed[isa] <= features)
 
 
 def virtual_arch(source, arch):
@@ -177,12 +199,13 @@ class BuildLibraries(build_ext):
         flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
         torch_flags = f"{flags} -isystem {torch}/include"
         ninja = Ninja("release")
-        objects = ninja.compile([*sorted(Path("csrc").glob("*.cpp")), *cpu_sources(machine)], cxx, torch_flags)
+        objects = ninja.compile_kernels(machine, cxx, flags)
+        objects += ninja.compile(sorted(Path("csrc").glob("*.cpp")), cxx, torch_flags)
         ninja.add("link", package / "_C.abi3.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
         record = {
             "compiler": first_line(*cxx.split(), "--version"),
             "flags": flags,
-            "isa": {s.stem[4:]: isa_flags(s) for s in cpu_sources(machine) if s.stem.startswith("isa_")},
+            "isa": {isa: ISA[isa][1] for isa in cpu_isas(machine)},
             "torch": version("torch"),
             "cuda": why_not,
         }
@@ -222,7 +245,8 @@ class BuildSanitized(Command):
     def run(self):
         (cxx, machine), ninja = find_compiler(), Ninja("sanitize")
         flags = f"{CXXFLAGS} {SANITIZE} -Icsrc"
-        objects = ninja.compile([*cpu_sources(machine), *sorted(Path("tests/cpp").glob("*.cpp"))], cxx, flags)
+        objects = ninja.compile_kernels(machine, cxx, flags)
+        objects += ninja.compile(sorted(Path("tests/cpp").glob("*.cpp")), cxx, flags)
         ninja.add("link", BUILD / "test_kernels", objects, cxx, SANITIZE)
         ninja.run()
 

@@ -199,13 +199,15 @@ if platform.machine() == "x86_64":
     def test_no_vector_code_outside_the_instruction_sets_own_units():
         """A weak function (std's, or an inline one of ours) compiled for AVX-512 may be linked in for everyone: SIGILL.
 
-        What is in an unnamed namespace stays with its unit; every function that uses AVX must be there.
+        What is in an unnamed namespace stays with its unit, what is in an instruction set's with that set; every
+        function that uses AVX must be there.
         """
+        own = "_GLOBAL__N_1|^_ZN8attnkern3cpu(" + "|".join(f"{len(isa)}{isa}" for isa in ISAS) + ")"
         leaked, function = set(), ""
         for line in run("objdump", "-d", "--no-show-raw-insn", "--section=.text", PACKAGE / "_C.abi3.so").splitlines():
             if line.endswith(">:"):
                 function = line.split("<")[1][:-2]
-            elif re.search(r":\s+v[a-z]|%[yz]mm|%k[0-7]", line) and "_GLOBAL__N_1" not in function:
+            elif re.search(r":\s+v[a-z]|%[yz]mm|%k[0-7]", line) and not re.search(own, function):
                 leaked.add(function)
         assert function
         assert leaked == set()
@@ -327,9 +329,16 @@ def fake_build(tmp_path):
     return build
 
 
+def compiled_isas(commands):
+    return {isa for c in commands for isa in re.findall(r"-DATTNKERN_ISA=(\w+)", c)}
+
+
 def test_each_instruction_set_gets_its_own_flags_and_a_second_build_does_nothing(fake_build):
     _, commands = fake_build(ATTNKERN_CUDA="0")
-    flags = {isa: next(c for c in commands if f"isa_{isa}.cpp " in c) for isa in ISAS}
+    units = {isa: [c for c in commands if f"-DATTNKERN_ISA={isa} " in c] for isa in ISAS}
+    passes = {path.name for path in (ROOT / "csrc" / "cpu" / "isa").glob("*.cpp")}
+    assert all({Path(c.split(" -c ")[1].split()[0]).name for c in units[isa]} == passes for isa in ISAS)
+    flags = {isa: units[isa][0] for isa in ISAS}
     assert "-mavx" not in flags["generic"]
     if "avx2" in ISAS:
         assert "-mavx2 -mfma -mf16c" in flags["avx2"]
@@ -345,7 +354,7 @@ def test_the_instruction_sets_are_those_of_the_compilers_machine(fake_build):
     for target, machine in (("aarch64-linux-gnu", "aarch64"), ("x86_64-redhat-linux", "x86_64")):
         shutil.rmtree(fake_build.folder / "build", ignore_errors=True)
         _, commands = fake_build(ATTNKERN_CUDA="0", TARGET=target)
-        assert {isa for c in commands for isa in re.findall(r"-c \S+/isa_(\w+)\.cpp", c)} == ISAS_OF[machine]
+        assert compiled_isas(commands) == ISAS_OF[machine]
     env = {"ATTNKERN_CUDA": "0", "CXX": str(fake_build.folder / "bin" / "g++"), "TARGET": "riscv64-linux-gnu"}
     text = run(sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, **env)
     assert text.startswith(f"attnkern compiles for Linux (x86-64, aarch64), {env['CXX']} for riscv64-linux-gnu; ")
@@ -356,17 +365,22 @@ def test_instruction_sets_that_nobody_asked_for_are_left_out(fake_build):
         shutil.rmtree(fake_build.folder / "build", ignore_errors=True)
         _, commands = fake_build(ATTNKERN_CUDA="0", ATTNKERN_CPU_ISAS=wanted)
         record = json.loads((fake_build.folder / "attnkern" / "_build.json").read_text())
-        found = {isa for c in commands for isa in re.findall(r"-c \S+/isa_(\w+)\.cpp", c)}
+        found = compiled_isas(commands)
         assert set(record["isa"]) == found
         return found
 
     assert compiled("generic") == {"generic"}
     assert compiled("") == ISAS
-    one = next(iter(ISAS - {"generic"}))
+    one = "avx2" if "avx2" in ISAS else "neon"
     assert compiled(one) == {one, "generic"}
+    if "avx2" in ISAS:
+        assert compiled("avx512bf16") == {"avx512bf16", "avx512", "generic"}  # float32's kernels are the latter's
+    best = next(isa for isa in ("avx512bf16", "avx512", "avx2", "neon", "generic") if isa in runnable_isas())
+    assert compiled("native") == {best} | ({"avx512"} if best == "avx512bf16" else set())
     env = {"ATTNKERN_CUDA": "0", "CXX": str(fake_build.folder / "bin" / "g++"), "ATTNKERN_CPU_ISAS": "generic mmx"}
     text = run(sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, **env)
-    assert re.fullmatch(r"ATTNKERN_CPU_ISAS must name instruction sets of \w+ \(.*generic\), got 'mmx'\.\n", text)
+    told = r"ATTNKERN_CPU_ISAS must be native or name instruction sets of \w+ \(.*generic\), got 'mmx'\.\n"
+    assert re.fullmatch(told, text)
 
 
 def test_ptx_is_made_once_for_chips_that_have_it_in_common(fake_build):

@@ -23,15 +23,15 @@ std::span<const Candidate> candidates() {
 #define ATTNKERN_HAS_AVX512                                                                                         \
   (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-      {&kKernelsAvx512Bf16,
+      {&avx512bf16::kernels,
        ATTNKERN_HAS_AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")},
-      {&kKernelsAvx512, bool(ATTNKERN_HAS_AVX512)},
-      {&kKernelsAvx2,
+      {&avx512::kernels, bool(ATTNKERN_HAS_AVX512)},
+      {&avx2::kernels,
        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #elif defined(__aarch64__)
-      {&kKernelsNeon, true},
+      {&neon::kernels, true},
 #endif
-      {&kKernelsGeneric, true},
+      {&generic::kernels, true},
   };
   return table;
 }
@@ -49,9 +49,14 @@ const Kernels* select_kernels(const char** error) {
       if (any || std::strcmp(wanted, kernels->name) == 0) return kernels;
       runnable += std::string(runnable.empty() ? "" : ", ") + kernels->name;
     }
-    message = std::string("ATTNKERN_CPU_ISA=") + wanted +
-              " is not an instruction set that this build has and this machine runs; expected one of " + runnable +
-              ", or leave it unset";
+    if (runnable.empty()) {
+      message =
+          "this build of attnkern has kernels for another CPU alone (ATTNKERN_CPU_ISAS): build it on this machine";
+    } else {
+      message = std::string("ATTNKERN_CPU_ISA=") + wanted +
+                " is not an instruction set that this build has and this machine runs; expected one of " + runnable +
+                ", or leave it unset";
+    }
     return nullptr;
   }();
   *error = message.c_str();

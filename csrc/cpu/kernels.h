@@ -1,4 +1,4 @@
-// The table of CPU kernels. Each instruction set fills one (isa_*.cpp); dispatch.cpp picks one by cpuid.
+// The table of CPU kernels. Each instruction set fills one (isa/table.cpp); dispatch.cpp picks one by cpuid.
 #pragma once
 
 #include <cstddef>
@@ -23,10 +23,22 @@ struct Kernels {
   double (*peak_work)(DType, int64_t iterations);
 };
 
-// Null where the compiler cannot target that instruction set.
-extern const Kernels kKernelsGeneric;
-// Weak: a build may leave them out (ATTNKERN_CPU_ISAS in setup.py), and their addresses are then null.
-[[gnu::weak]] extern const Kernels kKernelsAvx512Bf16, kKernelsAvx512, kKernelsAvx2, kKernelsNeon;
+// Weak: a build may leave some out (ATTNKERN_CPU_ISAS in setup.py), and their addresses are then null.
+namespace generic {
+[[gnu::weak]] extern const Kernels kernels;
+}
+namespace avx2 {
+[[gnu::weak]] extern const Kernels kernels;
+}
+namespace avx512 {
+[[gnu::weak]] extern const Kernels kernels;
+}
+namespace avx512bf16 {  // comes with avx512
+[[gnu::weak]] extern const Kernels kernels;
+}
+namespace neon {
+[[gnu::weak]] extern const Kernels kernels;
+}
 
 // The kernels for this machine, or those that ATTNKERN_CPU_ISA names. On a name that is unknown or that this machine
 // cannot run: returns null and sets *error (static storage).

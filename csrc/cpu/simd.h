@@ -1,4 +1,4 @@
-// Vectors of one instruction set. Included once by each isa_*.cpp, which is compiled with that set's flags;
+// Vectors of one instruction set. Included by the units in isa/, which are compiled with that set's flags;
 // everything lives in an unnamed namespace, so that no function compiled for AVX-512 can be linked into another unit.
 //
 // Simd<C> for C = float or double is the whole interface: the kernels are written against it and know no register

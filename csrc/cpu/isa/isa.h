@@ -1,0 +1,41 @@
+// What the units of one instruction set share. Every .cpp of this folder is compiled once for each instruction set,
+// with its flags and its name as ATTNKERN_ISA (ISA in setup.py); the name is the namespace of what the units give each
+// other.
+#pragma once
+
+#include "cpu/gemm.h"
+#include "cpu/kernels.h"
+
+namespace attnkern::cpu::ATTNKERN_ISA {
+
+// A pass each, for the element types of by_dtype.
+void forward(const Forward&, const Runtime&);
+void decode(const Forward&, const Runtime&);
+void backward(const Backward&, const Runtime&);
+
+namespace {
+
+#if defined(__AVX512BF16__)
+using BFloat16Dot = PairDot;
+#else
+using BFloat16Dot = ConvertedDot;  // rows are converted to float32 as they are read
+#endif
+
+// run.operator()<T, Op>() for elements T of a dtype and their products. Where only bfloat16 has instructions of its
+// own, table.cpp leaves the others to the set below.
+template <class Run>
+void by_dtype([[maybe_unused]] DType dtype, const Run& run) {
+#if defined(__AVX512BF16__)
+  run.template operator()<BFloat16, BFloat16Dot>();
+#else
+  switch (dtype) {
+    case DType::kFloat32: return run.template operator()<float, Dot<float> >();
+    case DType::kFloat64: return run.template operator()<double, Dot<double> >();
+    case DType::kBFloat16: return run.template operator()<BFloat16, BFloat16Dot>();
+    default: return run.template operator()<Float16, ConvertedDot>();
+  }
+#endif
+}
+
+}  // namespace
+}  // namespace attnkern::cpu::ATTNKERN_ISA

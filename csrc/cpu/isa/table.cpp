@@ -1,0 +1,48 @@
+// The table of one instruction set, and which pass a forward problem is for.
+#include "cpu/decode.h"
+#include "cpu/isa/isa.h"
+
+#define ATTNKERN_NAME_OF(isa) #isa
+#define ATTNKERN_NAME(isa) ATTNKERN_NAME_OF(isa)
+
+namespace attnkern::cpu::ATTNKERN_ISA {
+namespace {
+
+// One thread for what it finishes before a second one has started: some microseconds of arithmetic, or of reading,
+// where an element of K or V counts as ten scores.
+Runtime threads_for(const Forward& p, const Runtime& runtime) {
+  constexpr int64_t kSmall = 1 << 20;
+  const int64_t scores = p.heads_q * p.seqlen_q * p.seqlen_k, reads = 10 * p.heads_k * p.seqlen_k;
+  const bool small = p.batch * (scores + reads) * (p.head_dim + p.head_dim_v) < kSmall;
+  return {small ? 1 : runtime.num_threads, runtime.parallel};
+}
+
+// The kernels for dtypes that have no instructions here that the set below lacks; null: there are none.
+const Kernels* others(DType dtype) {
+#if defined(__AVX512BF16__)
+  return dtype == DType::kBFloat16 ? nullptr : &avx512::kernels;
+#else
+  return static_cast<void>(dtype), nullptr;
+#endif
+}
+
+void run_forward(const Forward& p, const Runtime& runtime) {
+  if (const Kernels* kernels = others(p.dtype)) return kernels->forward(p, runtime);
+  return decodes(p) ? decode(p, threads_for(p, runtime)) : forward(p, threads_for(p, runtime));
+}
+
+void run_backward(const Backward& p, const Runtime& runtime) {
+  if (const Kernels* kernels = others(p.dtype)) return kernels->backward(p, runtime);
+  return backward(p, runtime);
+}
+
+double peak_work(DType dtype, int64_t iterations) {
+  if (dtype == DType::kFloat64) return gemm_peak<Dot<double>>(iterations);
+  return dtype == DType::kBFloat16 ? gemm_peak<BFloat16Dot>(iterations) : gemm_peak<Dot<float>>(iterations);
+}
+
+}  // namespace
+
+const Kernels kernels = {ATTNKERN_NAME(ATTNKERN_ISA), run_forward, run_backward, peak_work};
+
+}  // namespace attnkern::cpu::ATTNKERN_ISA
