@@ -11,6 +11,7 @@ import torch
 import attnkern
 from attnkern import testing
 
+pytest_plugins = ["tiers"]
 DRAW = os.environ.get("ATTNKERN_TEST_SEED") or "0"  # any other draws other numbers
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -155,7 +156,9 @@ def surroundings(request):
 def pytest_runtest_makereport(item, call):
     report = yield
     if report.failed:
-        report.sections.append(("repeat", f"ATTNKERN_TEST_SEED={DRAW} python -m pytest '{item.nodeid}'"))
+        simulated = call.excinfo is not None and call.excinfo.type.__module__.startswith("ptxsim")
+        lines = "ATTNKERN_LINES=1 " if simulated else ""  # says where in the CUDA source
+        report.sections.append(("repeat", f"{lines}ATTNKERN_TEST_SEED={DRAW} python -m pytest '{item.nodeid}'"))
     if report.skipped and not hasattr(report, "wasxfail") and "needs a GPU" not in str(report.longrepr):
         report.outcome = "failed"
         report.longrepr = f"skipped for another reason than a missing GPU: {report.longrepr}"

@@ -1,4 +1,4 @@
-"""Gradients of the CUDA C++ kernels (csrc/cuda/backward.cu and backward_chunked.cu) with their host code, run by the
+"""Gradients of the CUDA C++ kernels (csrc/cuda/backward*.cu) with their host code, run by the
 simulator of one GPU with hazards checked, against float64 by the one tolerance rule."""
 
 import re

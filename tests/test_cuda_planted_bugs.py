@@ -22,7 +22,8 @@ CUDA = launches.ROOT / "csrc/cuda"
 
 # name: file, where its kernels end, instance and argument, and what its name in PTX holds.
 FORWARD = ("forward.cu", "}  // namespace\n\nForwardPlan plan_forward", "ForwardParams")
-BACKWARD = ("backward.cu", "// run(std::bool_constant<kPlain>", "BackwardArgs")
+DKDV = ("backward_dkdv.cu", "// Head size, plain, wide", "BackwardArgs")
+DQ = ("backward_dq.cu", "// Head size, plain, wide", "BackwardArgs")
 KERNELS = {
     "forward": (*FORWARD, "forward_kernel<__nv_bfloat16, 64, true>", "forward_kernelI13__nv_bfloat16Li64ELb1E"),
     "forward general": (
@@ -38,17 +39,17 @@ KERNELS = {
         "decode_kernelI13__nv_bfloat16Li64E",
     ),
     "dkdv": (
-        *BACKWARD,
+        *DKDV,
         "dkdv_kernel<__nv_bfloat16, 64, true, Shape<128, 32, 2, 1, 2>>",
         "dkdv_kernelI13__nv_bfloat16Li64ELb1E",
     ),
     "dkdv general": (
-        *BACKWARD,
+        *DKDV,
         "dkdv_kernel<__nv_bfloat16, 64, false, Shape<128, 32, 1, 1, 2>>",
         "dkdv_kernelI13__nv_bfloat16Li64ELb0E",
     ),
     "dq": (
-        *BACKWARD,
+        *DQ,
         "dq_kernel<__nv_bfloat16, 64, true, Shape<128, 64, 2, 1, 2>>",
         "dq_kernelI13__nv_bfloat16Li64ELb1E",
     ),
@@ -148,25 +149,25 @@ BUGS = {
     ("decode", "takes a row without keys for one with keys"): (DECODE_DEAD, *NO_GUARD),
     ("dkdv", "waits for too few copies"): (
         LONG,
-        "backward.cu",
+        "backward_tile.cuh",
         "ptx::cp_async_wait<0>();\n    __syncthreads();\n    if constexpr (S::kStages == 2)",
         "ptx::cp_async_wait<1>();\n    __syncthreads();\n    if constexpr (S::kStages == 2)",
     ),
     ("dkdv", "doesn't fill the tail with zeros"): (LONG, *NO_ZEROS),
     ("dkdv", "swizzles the tiles one way and reads them another"): (LONG, *SWIZZLE),
     # Without a band it needn't: queries past the end are zeros, and so are their gradients. (As are keys, for dq.)
-    ("dkdv", "doesn't mask the last block"): (WINDOW, "backward.cu", " || col + S::kCols > clean_end;", ";"),
+    ("dkdv", "doesn't mask the last block"): (WINDOW, "backward_tile.cuh", " || col + S::kCols > clean_end;", ";"),
     ("dkdv", "drops a head of the group"): (
         GROUPED,
-        "backward.cu",
+        "backward_tile.cuh",
         "steps = tiles * group_out;",
         "steps = tiles * max(1, group_out - 1);",
     ),
-    ("dkdv", "loads into the stage in use"): (LONG, "backward.cu", "load(1 - stage);", "load(stage);"),
+    ("dkdv", "loads into the stage in use"): (LONG, "backward_tile.cuh", "load(1 - stage);", "load(stage);"),
     ("dkdv", "ends the band a query early"): (WINDOW, *BAND),
     ("dkdv", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
     ("dkdv general", "counts Philox wrongly"): (DROPPED, *COUNTER_OF_COLUMNS),
-    ("dq", "doesn't mask the last block"): (CAUSAL, "backward.cu", " || col + S::kCols > clean_end;", ";"),
+    ("dq", "doesn't mask the last block"): (CAUSAL, "backward_tile.cuh", " || col + S::kCols > clean_end;", ";"),
     ("dq", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
     ("chunked dkdv", "waits for too few copies"): (
         FLOAT,

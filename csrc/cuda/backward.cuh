@@ -24,7 +24,15 @@ struct BackwardArgs {
   bool dk_float, dv_float;              // heads that are still to be added up
 };
 
-// backward_chunked.cu: what it takes of the plan, and its launches.
+// The kernels, each in a file of its own: how many blocks a plan needs, and the launch. rows and heads are of dK and dV
+// or of dQ.
+BackwardLaunch plan_dkdv(const BackwardPlan& plan, int64_t rows, int64_t heads);
+int launch_dkdv(DType dtype, const BackwardPlan& plan, const BackwardArgs& args, void* stream);
+BackwardLaunch plan_dq(const BackwardPlan& plan, int64_t rows, int64_t heads);
+int launch_dq(DType dtype, const BackwardPlan& plan, const BackwardArgs& args, void* stream);
+BackwardLaunch plan_bias_gradient(const Backward& p);
+int launch_bias_gradient(const Backward& p, const BackwardPlan& plan, const BackwardArgs& args, void* stream);
+// float32, and head sizes above 256.
 void plan_chunked(const BackwardCall& p, int shared_limit, bool bias_by_rows, BackwardPlan& plan);
 int backward_chunked(const BackwardCall& p, const BackwardPlan& plan, const BackwardArgs& common, void* stream);
 

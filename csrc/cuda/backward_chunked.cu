@@ -1,5 +1,5 @@
-// The backward pass where tiles of whole rows don't fit: float32, and 16-bit head sizes above 256. What is computed,
-// and what rows and columns are, is said in backward.cu; this is its other way of going through memory.
+// The backward pass where tiles of whole rows don't fit: float32, and 16-bit head sizes above 256. What is computed is
+// said in backward.cu, what rows and columns are in backward_tile.cuh; this is another way of going through memory.
 //
 // Tiles of 64 rows and 64 columns are read by chunks of 256 bytes of the head dimension, one chunk ahead: for the
 // scores those of both, for the gradients those of the columns once more. The gradients that a block makes, 64 rows of
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   const int seqlen_rows = kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
   const int seqlen_cols = kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
 
-  // Longest first, as in backward.cu.
+  // Longest first, as in backward_tile.cuh.
   const int batch_head = blockIdx.x % (p.batch * heads), batch = batch_head / heads, head = batch_head % heads;
   const int block = blockIdx.x / (p.batch * heads), blocks = (seqlen_rows + kRows - 1) / kRows;
   const int first_row = (kKeyRows ? block : blocks - 1 - block) * kRows;

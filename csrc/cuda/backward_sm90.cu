@@ -1,6 +1,6 @@
-// The backward pass on Hopper (sm_90a): the two deterministic kernels of backward.cu, dK and dV by blocks of keys and
-// dQ by blocks of queries, with TMA, wgmma and warp specialisation. Same definitions, same walk over the band. And one
-// for all three gradients, whose blocks add to dQ in global memory in whatever order they come.
+// The backward pass on Hopper (sm_90a): the two deterministic kernels of backward_tile.cuh, dK and dV by blocks of keys
+// and dQ by blocks of queries, with TMA, wgmma and warp specialisation. Same definitions, same walk over the band. And
+// one for all three gradients, whose blocks add to dQ in global memory in whatever order they come.
 //
 //   dK, dV:  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q
 //   dQ:      S   = Q K^T   dP   = dO V^T                  dQ += dS K

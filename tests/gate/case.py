@@ -119,6 +119,10 @@ class Case:
             if not set(named) <= set(claimed) or len(named) != len(set(named)):
                 raise ValueError(f"case {self.name}: {what} must name archs of {self.archs!r}, once; got {named}.")
 
+    def arch_of(self, number: int) -> str | None:
+        """How the case names the architecture of a compute capability: "120", "120a", or not at all."""
+        return next((arch for arch in self.archs.split() if capability(arch) == number), None)
+
     def required(self, arch: str) -> Mapping[str, int]:
         return _of(arch, self.require, {})
 

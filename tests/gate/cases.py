@@ -22,7 +22,7 @@ from .cache import ROOT
 from .case import Budget, Case, Cuda, Triton
 from .compilers import kernels
 
-ALL = "80 86 90a 100a 120a"
+ALL = "80 86 90a 100 120"
 
 CUDA = [
     Case("delta", Cuda("csrc/cuda/delta.cu", "delta_kernel<*, 1>"), ALL, require={ALL: {"LDG": 2, "SHFL": 3}}),

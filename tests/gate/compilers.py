@@ -78,15 +78,62 @@ def nvcc_flags(source: Cuda, arch: str) -> list[str]:
 
 def compile_cuda(source: Cuda, arch: str) -> tuple[list[dict], list[str]]:
     """The kernels' fields, and the files that nvcc read. PTX is made once for all chips that have it in common."""
-    text, files = ptx(source.path, product().virtual_arch(source.path, arch), source.flags)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin, written = Path(folder, "cubin"), Path(folder, "ptx.ptx")
-        written.write_text(text)
-        command = [nvcc()[0], *nvcc_flags(source, arch), "-cubin", "-Xptxas", "-v", written, "-o", cubin]
-        found = binary.read(cubin, _compiled(command, source.path, f"sm_{arch}"))
+    if (built := from_build(source, arch)) is not None:
+        found, files = binary.read(built.cubin(arch), built.log(arch)), built.files
+    else:
+        text, files = ptx(source.path, product().virtual_arch(source.path, arch), source.flags)
+        with tempfile.TemporaryDirectory() as folder:
+            cubin, written = Path(folder, "cubin"), Path(folder, "ptx.ptx")
+            written.write_text(text)
+            command = [nvcc()[0], *nvcc_flags(source, arch), "-cubin", "-Xptxas", "-v", written, "-o", cubin]
+            found = binary.read(cubin, _compiled(command, source.path, f"sm_{arch}"))
     for kernel, name in zip(found, short_names([k.name for k in found]), strict=True):
         kernel.name = name
     return [dataclasses.asdict(kernel) for kernel in found], files
+
+
+class Built:
+    """What the product's build keeps of a .cu file that it compiled (`compile_cuda` in setup.py)."""
+
+    def __init__(self, path: str):
+        self.object = cache.ROOT / product().BUILD / "release" / f"{path}.o"
+        self.stem = Path(path).stem
+
+    @functools.cached_property
+    def files(self) -> list[str]:
+        """The files that nvcc read; empty where the build has none, or one older than these."""
+        try:
+            found, made = dependencies(Path(f"{self.object}.d").read_text()), self.object.stat().st_mtime
+            return found if all((cache.ROOT / file).stat().st_mtime <= made for file in found) else []
+        except FileNotFoundError:
+            return []
+
+    def _kept(self, *endings: str) -> Path | None:
+        """nvcc leaves an architecture out of the name where it compiles for no other."""
+        kept = [Path(f"{self.object}.kept", f"{self.stem}{ending}") for ending in endings]
+        return next((path for path in kept if path.exists()), None)
+
+    def cubin(self, arch: str) -> Path | None:
+        virtual = product().virtual_arch(f"{self.stem}.cu", arch)
+        found = self._kept(f".compute_{virtual}.sm_{arch}.cubin", f".sm_{arch}.cubin", ".cubin")
+        return found if found and self.log(arch) else None
+
+    def ptx(self, virtual: str) -> Path | None:
+        found = self._kept(f".compute_{virtual}.ptx", ".ptx")
+        return found if found and f"\n.target sm_{virtual}" in found.read_text() else None
+
+    def log(self, arch: str) -> str:
+        """What ptxas said of an architecture: it runs once for each, and begins with the global memory in use."""
+        text = Path(f"{self.object}.log").read_text()
+        runs = re.split(r"^(?=ptxas info\s*: \d+ bytes gmem)", text, flags=re.M)
+        return "".join(run for run in runs if f"for 'sm_{arch}'" in run)
+
+
+def from_build(source: Cuda, arch: str) -> Built | None:
+    """The build's own binary, if it has one of the source as it is, for this architecture."""
+    built = Built(source.path)
+    plain = not source.flags and not any(_environment())
+    return built if plain and built.files and built.cubin(arch) else None
 
 
 def ptx(path: str, virtual: str, flags: Sequence[str] = ()) -> tuple[str, list[str]]:

@@ -1,11 +1,12 @@
-"""The cases of csrc/cuda/backward.cu, every shape that its tables name and what the tile makes of it, and those of
-backward_chunked.cu, every arithmetic."""
+"""The cases of the backward pass: every shape in the tables of csrc/cuda/backward_dkdv.cu and backward_dq.cu, and what
+the tile makes of it; those of backward_bias.cu and backward_chunked.cu, every arithmetic."""
 
 from .case import SHARED_LIMIT, Budget, Case, Cuda, capability
 
-SOURCE, CHUNKED = "csrc/cuda/backward.cu", "csrc/cuda/backward_chunked.cu"
-ALL = "80 86 90a 100a 120a"
-WIDE, NARROW = "80 90a 100a", "86 120a"  # by the shared memory of a block
+BIAS, CHUNKED = "csrc/cuda/backward_bias.cu", "csrc/cuda/backward_chunked.cu"
+SOURCES = {"dkdv": "csrc/cuda/backward_dkdv.cu", "dq": "csrc/cuda/backward_dq.cu"}
+ALL = "80 86 90a 100 120"
+WIDE, NARROW = "80 90a 100", "86 120"  # by the shared memory of a block
 
 # (head_dim, plain, wide) -> rows, columns, row tiles of a warp, warps of a row group, stages
 DKDV = {
@@ -52,8 +53,8 @@ MATHS = {
 }
 
 SPILLS = {
-    "backward bias 3xtf32": {"90a 120a": Budget(8, "2 words, beside 96 mma of a tile")},
-    "backward dkdv d32": {"120a": Budget(8, "2 words of loop invariants, read once in a step of 128 mma")},
+    "backward bias 3xtf32": {"90a 120": Budget(8, "2 words, beside 96 mma of a tile")},
+    "backward dkdv d32": {"120": Budget(8, "2 words of loop invariants, read once in a step of 128 mma")},
     "backward chunked dq 3xtf32": {"86": Budget(28, "4 words of loop invariants, read in rounds of at least 96 mma")},
 }
 
@@ -63,10 +64,10 @@ def cases() -> list[Case]:
     for name, (math, size, opcode, times) in MATHS.items():
         # 8 column tiles, 4 steps; of float32 one half of them, in a loop.
         least = {opcode: 8 * 4 // (size // 2) * times, "LDSM": 8, "LDGSTS": 4}
-        source = Cuda(SOURCE, f"bias_gradient_kernel<*{math}*>", shared=32768)
+        source = Cuda(BIAS, f"bias_gradient_kernel<*{math}*>", shared=32768)
         called = f"backward bias {name}"
         found.append(Case(called, source, ALL, require={ALL: least}, spills=SPILLS.get(called, {})))
-        for archs in ("80", "86 120a", "90a 100a"):
+        for archs in ("80", "86 120", "90a 100"):
             found += [_chunked(name, kind, key_rows, archs) for kind, key_rows in (("dkdv", "true"), ("dq", "false"))]
     for kind, shapes, gradients in (("dkdv", DKDV, 2), ("dq", DQ, 1)):
         for (head_dim, plain, wide), (rows, columns, row_tiles, split, stages) in shapes.items():
@@ -89,7 +90,7 @@ def cases() -> list[Case]:
             found.append(
                 Case(
                     name,
-                    Cuda(SOURCE, source, shared=shared),
+                    Cuda(SOURCES[kind], source, shared=shared),
                     archs,
                     require={archs: least},
                     spills=SPILLS.get(name, {}),
@@ -97,7 +98,7 @@ def cases() -> list[Case]:
                 )
             )
             if wide:  # compiled for every chip, launched on those
-                found.append(Case(f"{name}, not launched", Cuda(SOURCE, source), NARROW))
+                found.append(Case(f"{name}, not launched", Cuda(SOURCES[kind], source), NARROW))
     return found
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from . import rules, sass
 from .binary import GateError, Kernel
-from .case import KIB, Case, Triton
+from .case import KIB, Case, Triton, capability
 from .sass import Instruction
 
 
@@ -200,7 +200,7 @@ class Figures(NamedTuple):
 
 def figures(case: Case, kernel: Kernel, chip: Chip, reuse: float = 1.0) -> Figures:
     """reuse: how many products read a tile as their right operand that TMA writes once, for wgmma kernels."""
-    turn = measure(sass.main_loop(kernel).turn(dict(case.turn(chip.arch))), chip)
+    turn = measure(sass.main_loop(kernel).turn(dict(case.turn(arch_of(case, chip)))), chip)
     held = resident(case, kernel, chip)
     if turn.operand_bytes and held.blocks:
         consumers = held.warps / held.blocks
@@ -208,9 +208,13 @@ def figures(case: Case, kernel: Kernel, chip: Chip, reuse: float = 1.0) -> Figur
     return Figures(case, kernel, chip, turn, held)
 
 
+def arch_of(case: Case, chip: Chip) -> str:
+    return case.arch_of(capability(chip.arch)) or chip.arch
+
+
 def launched(case: Case, chip: Chip) -> bool:
     """Whether this case's kernel may be what the chip gets: its architecture, and tiles that fit."""
-    return chip.arch in case.archs.split() and ("wide" not in case.name or chip.shared - 1 >= NARROW)
+    return case.arch_of(capability(chip.arch)) is not None and ("wide" not in case.name or chip.shared - 1 >= NARROW)
 
 
 def pass_of(case: Case) -> tuple[str, int] | None:
@@ -244,7 +248,7 @@ def table(cases: list[Case]) -> tuple[list[Figures], list[str]]:
             if f"{case.name} wide" in mine:
                 continue
             try:
-                kernels = rules.of_case(case, chip.arch)
+                kernels = rules.of_case(case, arch_of(case, chip))
             except GateError as error:
                 kernels, lines = [], [*lines, f"{case.name} on {chip.name}: {error}"]
             for kernel in kernels:

@@ -21,13 +21,14 @@ from .cases import all_cases, unclaimed
 UNITS = ("tensor", "issue", "mufu", "fma", "alu", "shared")
 
 
-def compile_missing(cases: list[Case], archs: Collection[str] | None = None) -> int:
-    """Fills the cache, in as many processes as the build uses; failures show when the table asks again. archs: only for
-    these."""
+def compile_missing(cases: list[Case], capabilities: Collection[int] | None = None) -> int:
+    """Fills the cache, in as many processes as the build uses; failures show when the table asks again.
+    capabilities: only for these."""
     missing = {}
     for case in cases:
         for arch in case.archs.split():
-            if (archs is None or arch in archs) and cache.lookup(key := compilers.key(case, arch)) is None:
+            wanted = capabilities is None or capability(arch) in capabilities
+            if wanted and cache.lookup(key := compilers.key(case, arch)) is None:
                 missing[key] = (case.name, arch)
     jobs = min(compilers.product().max_jobs(), len(missing))
     if jobs > 1:
@@ -83,7 +84,7 @@ def table_of(rows, plain: bool) -> Table:
 def print_cycles(cases: list[Case], console: Console) -> int:
     """The model of cycles.py: a row per kernel and chip, then one per pass; status 1 where a kernel has no figures."""
     attention = [case for case in cases if cycles.pass_of(case)]
-    compile_missing(attention, {chip.arch for chip in cycles.CHIPS})
+    compile_missing(attention, {capability(chip.arch) for chip in cycles.CHIPS})
     found, lines = cycles.table(attention)
     console.print(
         "A model of the inner loops, from their SASS: cycles of a partition for a turn of one warp. Not measured."

@@ -1,8 +1,8 @@
 """The CUDA kernels with their shipped host code on CPU tensors: launches are recorded, the simulator runs them.
 
-csrc/cuda is compiled as it is: every .cu by nvcc, host code and PTX in one go, ops_cuda.cpp by g++ with its operators
-for CPU tensors. Instead of CUDA's runtime they are linked with runtime.cpp, which hands on what cudaLaunchKernel was
-given. So grids, shared memory, strides and the choice of the variant are the product's own.
+The objects that the build made of csrc/cuda/*.cu are taken as they are; ops_cuda.cpp is compiled with its operators for
+CPU tensors. Instead of CUDA's runtime they are linked with runtime.cpp, which hands on what cudaLaunchKernel was given.
+So grids, shared memory, strides and the choice of the variant are the product's own.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 import ptxsim
-from gate import compilers
+from gate import cache, compilers
 from gate.case import SHARED_LIMIT
 from ptxsim import tensormap
 
@@ -111,6 +111,10 @@ class Library:
         self.begin_thread = runtime.begin_thread
         self.set_left_out = runtime.set_left_out
         self.texts = {file.stem: file.read_text() for file in sorted(path.glob("*.ptx"))}
+        if os.environ.get("ATTNKERN_LINES"):  # the build's PTX doesn't say which line of the source it is at
+            for name in self.texts:
+                virtual = compilers.product().virtual_arch(f"{name}.cu", "80")
+                self.texts[name] = compilers.ptx(f"csrc/cuda/{name}.cu", virtual, ["-lineinfo"])[0]
 
     @functools.cache  # noqa: B019 (one library per process)
     def kernel(self, name: str, target: int) -> ptxsim.Compiled:
@@ -173,54 +177,43 @@ def library() -> Library:
 
 
 def build() -> Path:
-    """Compiles into a folder named after everything that went into it. PTX for compute_80: all that most kernels need,
-    and what a chip without a binary of its own gets; what is for Hopper alone, for compute_90a."""
+    """Links the build's own objects into a folder named after everything that went into it, their PTX beside: for
+    compute_80, all that most kernels need and what a chip without a binary of its own gets; for compute_90a what is for
+    Hopper alone.
+
+    Raises:
+        RuntimeError: a source has changed since the last build, or nvcc wasn't there.
+    """
     product = compilers.product()
-    nvcc, version = compilers.nvcc()
     torch_folder = product.find_torch()
-    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
-    headers = [*ROOT.glob("csrc/cuda/*h"), *ROOT.glob("csrc/common/*.h")]
+    parts = {}  # objects and their PTX
+    for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+        path = source.relative_to(ROOT)
+        built = compilers.Built(str(path))
+        text = built.ptx(product.virtual_arch(path, "90a" if path.stem.endswith("_sm90") else "80"))
+        if not built.files or text is None:
+            raise RuntimeError(f"build/ has no binary of {path} as it is: run `make build`, with nvcc, for 80 and 90a.")
+        parts[built.object] = text
     hosts = [ROOT / "csrc/cuda/ops_cuda.cpp", Path(__file__).with_name("runtime.cpp")]
-    flags = [*product.NVCCFLAGS.split(), "-lineinfo", "-Icsrc"]
-    host_flags = [*product.CXXFLAGS.split(), product.TARGET, "-DATTNKERN_RECORD_LAUNCHES", "-Icsrc"]
-    host_flags += ["-isystem", f"{torch_folder}/include"]
-    device_key = [version, *flags, *(path.read_text() for path in sorted(headers) if path.name != "unpack.h")]
-    host_key = [torch.__version__, *host_flags, *(path.read_text() for path in (*hosts, ROOT / "csrc/common/unpack.h"))]
+    flags = [*product.CXXFLAGS.split(), product.TARGET, "-DATTNKERN_RECORD_LAUNCHES", "-Icsrc"]
+    flags += ["-isystem", f"{torch_folder}/include"]
+    headers = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h")]
+    key = [torch.__version__, *flags, *(path.read_text() for path in (*hosts, *sorted(headers)))]
+    out = FOLDER / _digest([*key, *(str(cache.digest(str(path))) for path in parts)])
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with ThreadPoolExecutor(product.max_jobs()) as pool:
-            parts = list(pool.map(lambda source: _compiled(source, [nvcc, *flags], device_key), sources))
-        out = FOLDER / _digest([*host_key, *(part.name for part in parts)])
         if not out.exists():
             with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-                for part in parts:
-                    shutil.copy(next(part.glob("*.ptx")), folder)
-                objects = []
-                for host in hosts:
-                    objects.append(f"{folder}/{host.stem}.o")
-                    _run("g++", *host_flags, "-c", host, "-o", objects[-1])
-                objects += [str(next(part.glob("*.o"))) for part in parts]
+                for built, text in parts.items():
+                    shutil.copy(text, f"{folder}/{Path(built.stem).stem}.ptx")
+                objects = [f"{folder}/{host.stem}.o" for host in hosts]
+                for host, target in zip(hosts, objects, strict=True):
+                    _run("g++", *flags, "-c", host, "-o", target)
                 link = ["-shared", "-Wl,-z,defs", f"-L{torch_folder}/lib", "-Wl,--no-as-needed", "-ltorch_cpu"]
-                _run("g++", *objects, *link, "-o", f"{folder}/recorded.so")
+                _run("g++", *objects, *parts, *link, "-o", f"{folder}/recorded.so")
                 shutil.copytree(folder, f"{folder}.done")
                 Path(f"{folder}.done").rename(out)
-    return out
-
-
-def _compiled(source: Path, command: list[str], key: list[str]) -> Path:
-    out = FOLDER / f"{source.stem}-{_digest([*key, source.read_text()])}"
-    if not out.exists():
-        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            virtual = compilers.product().virtual_arch(source, "80")
-            code = f"-gencode=arch=compute_{virtual},code=compute_{virtual}"
-            to = ["--keep", "--keep-dir", folder, "-c", source.relative_to(ROOT), "-o", f"{folder}/{source.stem}.o"]
-            _run(*command, code, *to)
-            done = Path(f"{folder}.done")
-            done.mkdir()
-            for kind in ("o", "ptx"):
-                shutil.copy(f"{folder}/{source.stem}.{kind}", done)
-            done.rename(out)
     return out
 
 

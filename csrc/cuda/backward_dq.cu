@@ -1,0 +1,38 @@
+// dQ, and the gradient of a bias that has an entry per score, by blocks of queries. backward.cu says what is computed,
+// backward_tile.cuh how.
+#include "cuda/backward_tile.cuh"
+
+namespace attnkern::cuda {
+namespace {
+
+// At least one block per multiprocessor: without a number ptxas may spill to make room for two.
+template <typename T, int kHeadDim, bool kPlain, class S>
+__global__ void __launch_bounds__(S::kThreads, 1) dq_kernel(const __grid_constant__ BackwardArgs p) {
+  backward_block<T, kHeadDim, false, kPlain, S>(p);
+}
+
+// Head size, plain, wide: rows, columns, row tiles of a warp, warps of a row group, stages.
+constexpr ShapeRow kShapes[] = {
+    {32, true, false, 128, 64, 2, 1, 2},   {64, true, false, 128, 64, 2, 1, 2},  {96, true, false, 128, 32, 2, 1, 2},
+    {128, true, true, 128, 64, 2, 2, 2},   {128, true, false, 128, 32, 1, 1, 2}, {192, true, true, 128, 32, 2, 2, 2},
+    {192, true, false, 64, 32, 1, 1, 2},   {256, true, true, 64, 32, 1, 2, 2},   {256, true, false, 64, 16, 1, 1, 2},
+    {32, false, false, 128, 32, 2, 1, 2},  {64, false, false, 128, 32, 2, 1, 2}, {96, false, false, 128, 32, 1, 1, 2},
+    {128, false, false, 128, 32, 1, 1, 2}, {192, false, false, 64, 32, 1, 1, 2}, {256, false, false, 64, 16, 1, 1, 2},
+};
+
+}  // namespace
+
+BackwardLaunch plan_dq(const BackwardPlan& plan, int64_t rows, int64_t heads) {
+  return plan_by_shape<kShapes, false>(plan, rows, heads);
+}
+
+int launch_dq(DType dtype, const BackwardPlan& plan, const BackwardArgs& args, void* stream) {
+  return by_element(dtype, [&](auto element) {
+    return by_shape<kShapes>(plan, [&](auto width, auto plain, auto, auto shape) {
+      return launch_kernel(dq_kernel<decltype(element), width, plain, decltype(shape)>, plan.dq.blocks, plan.dq.threads,
+                           plan.dq.shared_bytes, args, stream);
+    });
+  });
+}
+
+}  // namespace attnkern::cuda

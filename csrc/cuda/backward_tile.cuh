@@ -1,0 +1,368 @@
+// A block of the kernels for dK and dV (backward_dkdv.cu) and for dQ (backward_dq.cu), which are one: `rows` stay in
+// shared memory, `columns` pass by. For dK and dV rows are keys and columns queries, so that P^T and dS^T are left
+// operands of their products in the registers they were made in; for dQ rows are queries and columns keys.
+//
+//   dK, dV:  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q
+//   dQ:      S   = Q K^T   dP   = dO V^T                  dQ += dS K
+#pragma once
+
+#include "cuda/backward.cuh"
+#include "cuda/launch.cuh"
+
+namespace attnkern::cuda {
+
+// How a block computes. Every row group of 16 * kRowTiles rows belongs to kSplit warps. For the scores these share out
+// the columns; for the products with the scores they share out the head dimension and hand each other the scores.
+template <int kRows_, int kCols_, int kRowTiles_, int kSplit_, int kStages_>
+struct Shape {
+  static constexpr int kRows = kRows_, kCols = kCols_, kRowTiles = kRowTiles_, kSplit = kSplit_, kStages = kStages_;
+  static constexpr int kGroups = kRows / (16 * kRowTiles);
+  static constexpr int kThreads = kGroups * kSplit * 32;
+  static constexpr int kWarpCols = kCols / kSplit;
+  static_assert(kRows % (16 * kRowTiles) == 0 && kWarpCols % 16 == 0 && kStages >= 1 && kStages <= 2);
+};
+
+// Shared memory, in this order: the two tiles of rows; per stage the two tiles of columns; per stage lse and delta of
+// the columns, if those are queries; the scores handed over (P and dS, or dS alone).
+template <class S, int kHeadDim, bool kKeyRows>
+struct Layout {
+  static constexpr uint32_t kRowTile = S::kRows * kHeadDim * 2, kColTile = S::kCols * kHeadDim * 2;
+  static constexpr uint32_t kStage = 2 * kRowTile;
+  static constexpr uint32_t kConstants = kStage + S::kStages * 2 * kColTile;
+  static constexpr uint32_t kHandOver = kConstants + (kKeyRows ? S::kStages * 2 * S::kCols * 4 : 0);
+  static constexpr uint32_t kMatrix = S::kRows * S::kCols * 2;
+  static constexpr uint32_t kBytes = kHandOver + (S::kSplit > 1 ? (kKeyRows ? 2 : 1) * kMatrix : 0);
+};
+
+// out += a b for 16 columns of a, in registers, and the 16 rows of tile b from b_row on, at kDims columns from chunk
+// on.
+template <typename T, int kHeadDim, int kRowTiles, int kDimTiles>
+__device__ __forceinline__ void gradient_mma(float (&out)[kRowTiles][kDimTiles][4], const uint32_t (&a)[kRowTiles][4],
+                                             uint32_t b_tile, int b_row, int chunk) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int d = 0; d < kDimTiles / 2; ++d) {
+    uint32_t b[4];  // rows 0-7 and 8-15 at d, then at d + 8
+    ptx::ldmatrix<true>(b, Tile<kHeadDim>::address(b_tile, b_row + lane % 16, chunk + 2 * d + lane / 16));
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      ptx::mma_m16n8k16<T>(out[m][2 * d], a[m], b[0], b[1]);
+      ptx::mma_m16n8k16<T>(out[m][2 * d + 1], a[m], b[2], b[3]);
+    }
+  }
+}
+
+// One block of rows of one head (of dk and dv, or of dq). Grid: blocks of rows * batch * heads, heads fastest.
+template <typename T, int kHeadDim, bool kKeyRows, bool kPlain, class S>
+__device__ __forceinline__ void backward_block(const BackwardArgs& p) {
+  using L = Layout<S, kHeadDim, kKeyRows>;
+  constexpr int kRowTiles = S::kRowTiles, kColTiles = S::kWarpCols / 8;
+  constexpr int kDimTiles = kHeadDim / S::kSplit / 8;  // of a warp's share of the gradients
+  // Where the sums take most of the registers, the loads of half a row of fragments at a time.
+  constexpr int kSums = 4 * kRowTiles * ((kKeyRows ? 2 : 1) * kDimTiles + 2 * kColTiles);
+  constexpr int kSteps = kHeadDim / 16, kUnrolled = kSums >= 192 && kSteps >= 8 ? kSteps / 2 : kSteps;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t row_tile[2] = {ptx::shared_address(shared), ptx::shared_address(shared) + L::kRowTile};
+  const auto col_tile = [&](int stage, int which) {
+    return row_tile[0] + L::kStage + (stage * 2 + which) * L::kColTile;
+  };
+  const auto constants = [&](int stage, int which) {
+    return row_tile[0] + L::kConstants + (stage * 2 + which) * S::kCols * 4;
+  };
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = warp / S::kSplit, part = warp % S::kSplit;
+  const int heads = kKeyRows ? p.heads_out : p.score.heads;
+  const int seqlen_rows = kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
+  const int seqlen_cols = kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
+  // Longest first: with a causal band the first keys are reached by the most queries, and the last queries reach the
+  // most keys.
+  const int batch_head = blockIdx.x % (p.batch * heads), batch = batch_head / heads, head = batch_head % heads;
+  const int block = blockIdx.x / (p.batch * heads);
+  const int blocks = (seqlen_rows + S::kRows - 1) / S::kRows;
+  const int first_row = (kKeyRows ? block : blocks - 1 - block) * S::kRows;
+  const int own_row = group * 16 * kRowTiles;                   // of the tile: this warp's first
+  const int first_head = kKeyRows ? head * p.group_out : head;  // of queries
+  const int group_out = kKeyRows ? p.group_out : 1;
+
+  // The columns that these rows reach, in whole tiles, and those that all of them reach.
+  const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
+  const int64_t count = min(S::kRows, seqlen_rows - first_row);
+  const Range reached = band.reached(first_row, count, {0, seqlen_cols});
+  const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
+  const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
+  const Walk walk(reached, S::kCols);
+  const int begin = walk.begin, end = walk.end, tiles = walk.blocks(S::kCols);  // per head
+  const int steps = tiles * group_out;
+
+  const Rows& rows0 = kKeyRows ? p.k : p.q;
+  const Rows& rows1 = kKeyRows ? p.v : p.grad_out;
+  const Rows& cols0 = kKeyRows ? p.q : p.k;
+  const Rows& cols1 = kKeyRows ? p.grad_out : p.v;
+  const auto query_row = [&](int h) { return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q; };
+
+  // What the next load is about: the head and the column.
+  int load_head = first_head, load_col = begin;
+  const auto load = [&](int stage) {
+    const int h0 = kKeyRows ? load_head : load_head / p.group_k, h1 = kKeyRows ? load_head : load_head / p.group_v;
+    const T* head0 = head_of<T>(cols0, batch, h0);
+    const T* head1 = head_of<T>(cols1, batch, h1);
+    load_tile<T, kHeadDim, S::kCols, S::kThreads, kPlain>(col_tile(stage, 0), cols0, head0, load_col, seqlen_cols);
+    load_tile<T, kHeadDim, S::kCols, S::kThreads, kPlain>(col_tile(stage, 1), cols1, head1, load_col, seqlen_cols);
+    if constexpr (kKeyRows) {
+      static_assert(S::kCols <= S::kThreads);
+      if (threadIdx.x < S::kCols) {
+        const int64_t at = query_row(load_head) + load_col + threadIdx.x;
+        const bool live = load_col + static_cast<int>(threadIdx.x) < seqlen_cols;
+        ptx::cp_async<4>(constants(stage, 0) + threadIdx.x * 4, p.lse + (live ? at : 0), live ? 4 : 0);
+        ptx::cp_async<4>(constants(stage, 1) + threadIdx.x * 4, p.delta + (live ? at : 0), live ? 4 : 0);
+      }
+    }
+    load_col += S::kCols;
+    if (load_col >= end) load_col = begin, ++load_head;
+  };
+
+  if (steps > 0) {
+    const int h0 = kKeyRows ? first_head / p.group_k : head, h1 = kKeyRows ? first_head / p.group_v : head;
+    const T* head0 = head_of<T>(rows0, batch, h0);
+    const T* head1 = head_of<T>(rows1, batch, h1);
+    load_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(row_tile[0], rows0, head0, first_row, seqlen_rows);
+    load_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(row_tile[1], rows1, head1, first_row, seqlen_rows);
+    load(0);
+  }
+  ptx::cp_async_commit();
+
+  float lse[kRowTiles][1][2], delta[kRowTiles][1][2];  // of the rows, if those are queries
+  if constexpr (!kKeyRows) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + own_row + m * 16 + half * 8 + lane / 4;
+        const bool live = row < seqlen_rows;
+        lse[m][0][half] = live ? finite_or_far(p.lse[query_row(head) + row]) : kInfinity;
+        delta[m][0][half] = live ? p.delta[query_row(head) + row] : 0.f;
+      }
+    }
+  }
+
+  float grad0[kRowTiles][kDimTiles][4] = {};                                // dK or dQ
+  float grad1[kKeyRows ? kRowTiles : 1][kKeyRows ? kDimTiles : 1][4] = {};  // dV
+  int query_head = first_head, col = begin;
+  for (int step = 0; step < steps; ++step) {
+    const int stage = step % S::kStages;
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (S::kStages == 2) {
+      if (step + 1 < steps) load(1 - stage);
+      ptx::cp_async_commit();
+    }
+
+    float s[kRowTiles][kColTiles][4] = {}, dp[kRowTiles][kColTiles][4] = {};
+    const int own_col = part * S::kWarpCols;  // of the tile: this warp's first
+    Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(s, row_tile[0], own_row, col_tile(stage, 0), own_col, 0);
+    Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(dp, row_tile[1], own_row, col_tile(stage, 1), own_col, 0);
+
+    const bool masked = col < clean_begin || col + S::kCols > clean_end;
+    HeadScore h{};
+    if constexpr (!kPlain) h = head_score(p.score, batch, query_head);
+    const int thread_col = col + own_col + lane % 4 * 2;
+    uint32_t keep[kRowTiles][(kColTiles + 7) / 8] = {};
+    if constexpr (!kPlain) {
+      if (p.score.seeds != nullptr) {
+        dropout_bits<kKeyRows, kRowTiles, kColTiles>(p.score, h, first_row + own_row + lane / 4, thread_col, keep);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int thread_row = first_row + own_row + m * 16 + lane / 4;
+      if constexpr (kKeyRows) {
+        float col_lse[kColTiles][2], col_delta[kColTiles][2];
+        const uint8_t* base = shared + (constants(stage, 0) - row_tile[0]) + (own_col + lane % 4 * 2) * 4;
+#pragma unroll
+        for (int n = 0; n < kColTiles; ++n) {
+          const float2 l = *reinterpret_cast<const float2*>(base + n * 32);
+          const float2 d = *reinterpret_cast<const float2*>(base + S::kCols * 4 + n * 32);
+          col_lse[n][0] = finite_or_far(l.x), col_lse[n][1] = finite_or_far(l.y);
+          col_delta[n][0] = d.x, col_delta[n][1] = d.y;
+        }
+        to_gradients<T, true, kPlain>(p.score, h, s[m], dp[m], col_lse, col_delta, keep[m], thread_row, thread_col,
+                                      masked, [](const auto&) {});
+      } else {
+        to_gradients<T, false, kPlain>(p.score, h, s[m], dp[m], lse[m], delta[m], keep[m], thread_row, thread_col,
+                                       masked, [&]([[maybe_unused]] const float (&ds)[kColTiles][4]) {
+                                         if constexpr (!kPlain) {
+                                           if (p.dbias != nullptr)
+                                             store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
+                                         }
+                                       });
+      }
+    }
+
+    // Operands, and where the other warps of the row group find them: in the order of the lanes, a tile after another.
+    uint32_t weights[kKeyRows ? kColTiles / 2 : 1][kRowTiles][4], gradients[kColTiles / 2][kRowTiles][4];
+    const auto hand_over = [&](int which, int tile, int m) {
+      const int n = (group * (S::kCols / 16) + tile) * kRowTiles + m;
+      return row_tile[0] + L::kHandOver + which * L::kMatrix + n * 512 + lane * 16;
+    };
+#pragma unroll
+    for (int n = 0; n < kColTiles / 2; ++n) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        if constexpr (kKeyRows) to_operand<T>(weights[n][m], s[m][2 * n], s[m][2 * n + 1]);
+        to_operand<T>(gradients[n][m], dp[m][2 * n], dp[m][2 * n + 1]);
+        if constexpr (S::kSplit > 1) {
+          const int tile = part * (kColTiles / 2) + n;
+          const auto give = [&](int which, const uint32_t (&a)[4]) {
+            ptx::store_shared(hand_over(which, tile, m), make_uint4(a[0], a[1], a[2], a[3]));
+          };
+          give(0, gradients[n][m]);
+          if constexpr (kKeyRows) give(1, weights[n][m]);
+        }
+      }
+    }
+
+    const int chunk = part * kDimTiles;
+#pragma unroll
+    for (int n = 0; n < kColTiles / 2; ++n) {
+      const int row = own_col + n * 16;
+      if constexpr (kKeyRows) gradient_mma<T, kHeadDim>(grad1, weights[n], col_tile(stage, 1), row, chunk);
+      gradient_mma<T, kHeadDim>(grad0, gradients[n], col_tile(stage, 0), row, chunk);
+    }
+    if constexpr (S::kSplit > 1) {
+      ptx::barrier_sync(1 + group, S::kSplit * 32);
+#pragma unroll
+      for (int other = 1; other < S::kSplit; ++other) {
+        const int first = (part + other) % S::kSplit * (kColTiles / 2);
+#pragma unroll
+        for (int n = 0; n < kColTiles / 2; ++n) {
+          const auto take = [&](uint32_t (&a)[kRowTiles][4], int which) {
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) {
+              const uint4 words = ptx::load_shared(hand_over(which, first + n, m));
+              a[m][0] = words.x, a[m][1] = words.y, a[m][2] = words.z, a[m][3] = words.w;
+            }
+          };
+          uint32_t a[kRowTiles][4];
+          if constexpr (kKeyRows) {
+            take(a, 1);
+            gradient_mma<T, kHeadDim>(grad1, a, col_tile(stage, 1), (first + n) * 16, chunk);
+          }
+          take(a, 0);
+          gradient_mma<T, kHeadDim>(grad0, a, col_tile(stage, 0), (first + n) * 16, chunk);
+        }
+      }
+    }
+
+    if constexpr (S::kStages == 1) {
+      __syncthreads();
+      if (step + 1 < steps) load(0);
+      ptx::cp_async_commit();
+    }
+    col += S::kCols;
+    if (col >= end) col = begin, ++query_head;
+  }
+
+  // The tiles of rows have done their service: the gradients go through them, so that global memory sees whole lines.
+  const auto store = [&](float (&grad)[kRowTiles][kDimTiles][4], float factor, const Rows& out, uint32_t tile,
+                         [[maybe_unused]] bool as_float) {
+    if (out.data == nullptr) return;
+    if constexpr (kKeyRows && !kPlain) {
+      if (as_float) {
+        float* target = const_cast<float*>(head_of<float>(out, batch, head));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int row = first_row + own_row + m * 16 + e / 2 * 8 + lane / 4;
+              const int d = (part * kDimTiles + n) * 8 + lane % 4 * 2 + e % 2;
+              if (row < seqlen_rows && d < out.width) target[row * out.stride[2] + d] = grad[m][n][e] * factor;
+            }
+          }
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = own_row + m * 16 + half * 8 + lane / 4;
+          const uint32_t address = Tile<kHeadDim>::address(tile, row, part * kDimTiles + n) + lane % 4 * 4;
+          ptx::store_shared(address, ptx::pack<T>(grad[m][n][2 * half] * factor, grad[m][n][2 * half + 1] * factor));
+        }
+      }
+    }
+    __syncthreads();
+    store_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(tile, out, const_cast<T*>(head_of<T>(out, batch, head)), 0,
+                                                           first_row, seqlen_rows, threadIdx.x);
+  };
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  store(grad0, p.softmax_scale, kKeyRows ? p.dk : p.dq, row_tile[0], p.dk_float);
+  if constexpr (kKeyRows) store(grad1, 1.f, p.dv, row_tile[1], p.dv_float);
+
+  if constexpr (!kKeyRows && !kPlain) {  // the bias' gradient in tiles that no row reaches
+    if (p.dbias == nullptr) return;
+    store_unreached<T, S::kThreads>(p, batch, head, first_row, static_cast<int>(count), begin,
+                                    begin + tiles * S::kCols);
+  }
+}
+
+// The shape of a kernel for a class of head sizes, in the plain variant or the general one, for chips with kWideShared
+// or with kNarrowShared bytes of shared memory a block. Registers bound the columns (sums of one head size per row,
+// products of one row with the columns); shared memory bounds the rest.
+struct ShapeRow {
+  int head_class;
+  bool plain, wide;
+  int rows, cols, row_tiles, split, stages;
+};
+// Wide shapes take what an A100, H100 or B200 has, narrow ones what every chip since sm_80 has.
+constexpr int kWideShared = 163 * 1024, kNarrowShared = 99 * 1024;
+
+template <const auto& kTable, int kHeadDim, bool kPlain, bool kWide>
+struct FoundShape {
+  static constexpr ShapeRow find() {
+    for (const ShapeRow& row : kTable) {
+      if (row.head_class == kHeadDim && row.plain == kPlain && row.wide == kWide) return row;
+    }
+    return {};  // no rows: Shape doesn't compile
+  }
+  static constexpr ShapeRow kRow = find();
+  using Type = Shape<kRow.rows, kRow.cols, kRow.row_tiles, kRow.split, kRow.stages>;
+};
+template <const auto& kTable, int kHeadDim, bool kPlain, bool kWide>
+using ShapeOf = typename FoundShape<kTable, kHeadDim, kPlain, kWide>::Type;
+
+// run(std::integral_constant<int, kHeadDim>{}, std::bool_constant<kPlain>{}, std::bool_constant<kWide>{}, Shape<...>{})
+// for a plan.
+template <const auto& kTable, typename Run>
+int by_shape(const BackwardPlan& plan, Run run) {
+  return by_head_class(plan.head_class, [&](auto width) {
+    if (!plan.plain) return run(width, std::false_type{}, std::false_type{}, ShapeOf<kTable, width, false, false>{});
+    if constexpr (width >= 128) {
+      if (plan.wide) return run(width, std::true_type{}, std::true_type{}, ShapeOf<kTable, width, true, true>{});
+    }
+    return run(width, std::true_type{}, std::false_type{}, ShapeOf<kTable, width, true, false>{});
+  });
+}
+
+// The launch for so many rows in each of so many heads.
+template <const auto& kTable, bool kKeyRows>
+BackwardLaunch plan_by_shape(const BackwardPlan& plan, int64_t rows, int64_t heads) {
+  BackwardLaunch launch{};
+  by_shape<kTable>(plan, [&](auto width, auto, auto wide, auto shape) {
+    using S = decltype(shape);
+    constexpr int kBytes = Layout<S, width, kKeyRows>::kBytes;
+    static_assert(kBytes <= (wide ? kWideShared : kNarrowShared));
+    launch = {S::kRows, S::kCols, S::kThreads, kBytes, ceil_div(rows, S::kRows) * heads};
+    return 0;
+  });
+  return launch;
+}
+
+}  // namespace attnkern::cuda
