@@ -9,7 +9,7 @@ RUN ?=
 BARE := torch==2.11.0 triton==3.6.0 numpy pytest ninja setuptools
 BARE_PYTHON ?= python3.12
 OFFLINE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn)
-CPP := $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu tests/*/*.cpp tests/ptxsim/kernels/*.cu)
+CPP := $(shell find csrc tests -name "*.cpp" -o -name "*.h" -o -name "*.cuh" -o -name "*.cu")
 XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto --dist worksteal)
 
 ifeq ($(PYTHON),)
@@ -23,7 +23,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test fuzz gate planted-bugs bench bench-goals lint format typecheck gpu rehearse-bare wheel sanitize clean
+.PHONY: help build test test-changed test-all test-durations fuzz gate planted-bugs bench bench-goals lint format typecheck gpu rehearse-bare wheel sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -32,8 +32,17 @@ help:  ## this list
 build: $(READY)  ## compile attnkern's libraries in place
 	@$(PY) setup.py -q build_ext --inplace
 
-test: build  ## all tests; PYTEST_ARGS="-k dropout" for some
+test: build  ## some of every test, and the next shard of the rest; PYTEST_ARGS="-k dropout" for others
+	@$(PY) -m pytest $(XDIST) --tier quick $(PYTEST_ARGS)
+
+test-changed: build  ## the tests that a change touches: since the last commit, or SINCE=main
+	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m tiers "$(SINCE)" $(XDIST) $(PYTEST_ARGS)
+
+test-all: build  ## all tests
 	@$(PY) -m pytest $(XDIST) $(PYTEST_ARGS)
+
+test-durations: build  ## all tests, and how long each takes into tests/durations.json
+	@$(PY) -m pytest $(XDIST) --time-into tests/durations.json $(PYTEST_ARGS)
 
 gate: build  ## compile every GPU kernel for every architecture and check the binaries: table; GATE_ARGS="-k delta"
 	@PYTHONPATH=tests $(PY) -m gate $(GATE_ARGS)

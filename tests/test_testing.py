@@ -179,13 +179,18 @@ def test_examples(x):
 
 def test_draws_come_again(tmp_path):
     """In every process, alone or with others; another ATTNKERN_TEST_SEED draws others. A failure says how to repeat."""
-    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    for name in ("conftest.py", "tiers.py"):
+        (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
     (tmp_path / "test_draws.py").write_text(DRAWS)
 
     def run(draw, *names):
         """What was printed, of the parametrized test and of hypothesis's examples, and the advice."""
         command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", *names]
-        environment = {**os.environ, "PYTHONPATH": str(Path(testing.__file__).parents[1]), "ATTNKERN_TEST_SEED": draw}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{Path(testing.__file__).parents[1]}:{tmp_path}",
+            "ATTNKERN_TEST_SEED": draw,
+        }
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         lines = sorted(set(result.stdout.splitlines()))
         kinds = ("number ", "example ", "ATTNKERN_TEST_SEED=")

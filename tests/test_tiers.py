@@ -1,0 +1,85 @@
+"""What `make test`, `make test-changed` and `make test-all` run: tests/tiers.py."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tiers
+
+SOME = ["tests/test_tiers.py", "tests/test_band.py", "tests/test_rng.py"]
+
+
+@pytest.fixture
+def costs():
+    return tiers.Costs({"a.py::long[x]": 5.0, "a.py::long[y]": 4.0, "b.py::once": 30.0}, {"a.py": 0.05})
+
+
+def grid(function, *sizes):
+    """The cases of a function with so many values of each parameter."""
+    cases = [((), {})]
+    for n, size in enumerate(sizes):
+        cases = [((*name, str(i)), {**values, f"p{n}": i}) for name, values in cases for i in range(size)]
+    return [(f"{function}[{'-'.join(name)}]", values) for name, values in cases]
+
+
+def collected(*options):
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(command, cwd=tiers.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_every_function_is_in_the_quick_tier_and_every_case_in_it_or_in_one_shard(costs):
+    cases = [*grid("a.py::wide", 9, 8, 7), *grid("a.py::single", 40), ("b.py::once", {})]
+    cases += [("a.py::long[x]", {"p": 0}), ("a.py::long[y]", {"p": 1})]
+    everything = {case for case, _ in cases}
+    assert tiers.choose(cases, 1e6, costs) == everything
+    for seconds in (40.0, 50.0):
+        chosen = tiers.choose(cases, seconds, costs)
+        assert {tiers.function_of(case) for case in chosen} == {tiers.function_of(case) for case in everything}
+        assert sum(map(costs, chosen)) <= seconds
+        parts = tiers.shards(everything - chosen, costs, 2.0)
+        assert len(parts) > 5
+        assert sorted(case for part in parts for case in part) == sorted(everything - chosen)
+
+
+def test_cases_that_show_something_new_come_first(costs):
+    cases = grid("a.py::wide", 4, 5)
+    order = tiers.in_order(cases, costs)
+    assert sorted(order) == sorted(case for case, _ in cases)
+    values = dict(cases)
+    shown = {item for case in order[:8] for item in values[case].items()}
+    assert len(shown) == 9
+    three = tiers.in_order(grid("a.py::wide", 4, 4, 4), costs)
+    values = dict(grid("a.py::wide", 4, 4, 4))
+    pairs = {(x, y) for case in three[:40] for x in values[case].items() for y in values[case].items() if x < y}
+    assert len(pairs) == 3 * 16  # and 24 cases are left
+
+
+def test_the_tiers_hold_what_they_say():
+    assert collected(*SOME) == collected(*SOME, "--tier", "all")
+    assert collected(*SOME, "--tier", "quick") <= collected(*SOME)
+
+
+def test_every_file_touches_tests_that_exist():
+    folders = ("attnkern", "bench", "csrc", "docs", "tests", "triton_kernels", ".ci")
+    kinds = {".py", ".cpp", ".cu", ".cuh", ".h", ".map", ".md", ".json", ".jsonl", ""}
+    found = [path for folder in folders for path in (tiers.ROOT / folder).rglob("*")]
+    found += list(tiers.ROOT.glob("*"))
+    listed = [str(path.relative_to(tiers.ROOT)) for path in found if path.is_file() and path.suffix in kinds]
+    assert len(listed) > 100
+    assert all(tiers.touched([path]) for path in listed if not path.startswith("."))
+    names = {name for _, names in tiers.TOUCHES for name in names.split()} - {"ptxsim"}
+    assert [name for name in names if not (tiers.ROOT / f"tests/test_{name}.py").exists()] == []
+    ours = {path for path in listed if path.startswith("tests/test_")}
+    reached = {path for file in listed if not file.startswith("tests/test_") for path in tiers.touched([file])}
+    assert ours - reached == set()  # some other file's change runs each
+
+
+def test_a_change_touches_its_tests():
+    assert tiers.touched(["README.md"]) == ["tests/test_readme.py"]
+    assert tiers.touched(["tests/test_rng.py"]) == ["tests/test_rng.py"]
+    assert "tests/test_cuda_sm90.py" in tiers.touched(["csrc/cuda/forward_sm90.cu"])
+    with pytest.raises(LookupError, match="nothing: no line of TOUCHES"):
+        tiers.touched(["nothing"])

@@ -1,0 +1,251 @@
+"""Which tests run: `make test` some of everything, `make test-changed` what a change touches, `make test-all` all.
+
+A tier has so many seconds. Every test function gets the same share of them, at least one of its cases, and takes the
+cases first that show a parameter's value for the first time, then those that show two values together for the first
+time, the quickest first. What is left over is cut into shards, and `make test` runs one of them: the next one for every
+commit, so that landing after landing walks through all of it. How long a case takes stands in durations.json, which
+`make test-durations` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DURATIONS = Path(__file__).with_name("durations.json")
+# Of one core: what two cores do in 6.5 minutes and in 1.5, the rest of 8 and of 2 being for imports and collection.
+SECONDS = {"quick": 780.0, "changed": 180.0}
+SHARD = 60.0  # of the quick tier's seconds
+UNKNOWN = 0.3  # seconds of a case that was never timed
+LONG = 0.1  # of one that durations.json names; the others of its file take `brief`
+
+CALLS = "band clients decode direct dropout errors extremes gqa gradients lse_merge masks"
+CALLS += " properties refusals sdpa_parity"
+TORCH = "distributed features memory nn overrides sdpa_provider second_order threads transformers transforms"
+CUDA = "choice cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward cycles fuzz gate"
+TRITON = "choice fuzz gate triton triton_decode triton_second_order triton_suite"
+GPU = "gpu gpu_stages triton_gpu"
+# Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
+TOUCHES = [
+    ("csrc/cuda/*sm90*", "choice cuda_sm90 cuda_sm90_backward gate fuzz"),
+    ("csrc/cuda/forward* csrc/cuda/decode.cu", "choice cuda_kernels cuda_planted_bugs fuzz gate"),
+    ("csrc/cuda/backward*", "choice cuda_backward cuda_planted_bugs fuzz gate"),
+    ("csrc/cuda/*", CUDA),
+    ("csrc/cpu/* csrc/exports.map", f"{CALLS} build fuzz isa threads"),
+    ("csrc/common/*", f"{CALLS} {CUDA} isa rng"),
+    ("csrc/*", f"{CALLS} {TORCH} build isa"),
+    ("triton_kernels/*", TRITON),
+    ("attnkern/integrations/transformers.py", "transformers readme"),
+    ("attnkern/integrations/*", "contract_coverage sdpa_provider transformers"),
+    ("attnkern/backends/*", f"{CALLS} {CUDA} {TRITON} check features"),
+    ("attnkern/check.py attnkern/__main__.py", "check"),
+    ("attnkern/nn.py", "features nn readme"),
+    ("attnkern/cases.py", "bench clients cuda_kernels gpu_stages testing triton"),
+    ("attnkern/testing.py", f"{CALLS} testing"),
+    ("attnkern/plot.py attnkern/support.py attnkern/tiles.py attnkern/weights.py", "clients features readme testing"),
+    ("attnkern/*", f"{CALLS} {TORCH} build check contract_coverage readme rng testing"),
+    ("bench/results/*", "bench readme"),
+    ("bench/*", f"bench bench_regression {GPU} readme"),
+    ("docs/* README.md CHANGELOG.md LICENSE", "readme"),
+    ("setup.py Makefile pyproject.toml MANIFEST.in requirements-dev.txt .ci/*", "build readme tiers"),
+    ("tests/ptxsim/*", "ptxsim cuda_kernels triton fuzz"),
+    ("tests/gate/*", "gate cycles"),
+    ("tests/launches/* tests/routes.py", "cuda_kernels cuda_sm90 gpu_stages"),
+    ("tests/fuzz*", "fuzz"),
+    ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
+    ("tests/cpp/*", "build"),
+    ("tests/conftest.py tests/tiers.py tests/durations.json", "tiers testing rng"),
+    ("tests/test_*", ""),  # itself
+    (".*", ""),  # no test reads an editor's or git's settings
+]
+
+
+def touched(changed: Iterable[str]) -> list[str]:
+    """The test files (a folder for the simulator's) that a change to these files may break.
+
+    Raises:
+        LookupError: a file that no line of TOUCHES fits.
+    """
+    found = set()
+    for path in changed:
+        if (names := next((names for paths, names in TOUCHES if _fits(path, paths)), None)) is None:
+            raise LookupError(f"{path}: no line of TOUCHES in tests/tiers.py fits it")
+        found |= {"tests/ptxsim" if name == "ptxsim" else f"tests/test_{name}.py" for name in names.split()}
+        if fnmatch(path, "tests/test_*"):
+            found.add(path)
+    return sorted(path for path in found if (ROOT / path).exists())
+
+
+def _fits(path: str, patterns: str) -> bool:
+    return any(fnmatch(path, pattern) for pattern in patterns.split())
+
+
+def changed_files(since: str | None = None) -> list[str]:
+    """Files that differ from a commit; without one from the last, or where nothing does what that one changed."""
+
+    def git(*words: str) -> list[str]:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    new = git("ls-files", "--others", "--exclude-standard")
+    found = git("diff", "--name-only", since or "HEAD") + new
+    return found or git("diff", "--name-only", "HEAD~1")
+
+
+class Costs:
+    """How long a case takes, of what `Timed` wrote: seconds by case for the long ones, and of a brief one by file."""
+
+    def __init__(self, long: dict[str, float], brief: dict[str, float]):
+        self.long, self.brief = long, brief
+
+    def __call__(self, case: str) -> float:
+        return self.long[case] if case in self.long else self.brief.get(case.split("::")[0], UNKNOWN)
+
+
+def costs() -> Costs:
+    written = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {"long": {}, "brief": {}}
+    return Costs(written["long"], written["brief"])
+
+
+def function_of(case: str) -> str:
+    return case.split("[")[0]
+
+
+def in_order(cases: list[tuple[str, dict[str, Any]]], cost: Costs) -> list[str]:
+    """A function's cases, those that show most first."""
+    waiting = sorted(cases, key=lambda case: (cost(case[0]), case[0]))
+    order, seen = [], set()
+    for together in (1, 2):
+        left = []
+        for case, parameters in waiting:
+            shown = set(itertools.combinations(sorted(parameters.items()), together))
+            (order if shown - seen or not (order or left) else left).append((case, parameters))
+            seen |= shown
+        waiting = left
+    return [case for case, _ in order + waiting]
+
+
+def choose(cases: list[tuple[str, dict[str, Any]]], seconds: float, cost: Costs) -> set[str]:
+    """So many seconds of these cases, (id, its parameters' values by name), something of every function.
+
+    A function's share is the largest with which all of them keep to the seconds.
+    """
+    functions = defaultdict(list)
+    for case in cases:
+        functions[function_of(case[0])].append(case)
+    orders = [in_order(found, cost) for found in functions.values()]
+
+    def within(share: float) -> list[str]:
+        found = []
+        for order in orders:
+            sums = itertools.accumulate(cost(case) for case in order)
+            found += [case for n, (case, total) in enumerate(zip(order, sums, strict=True)) if n == 0 or total <= share]
+        return found
+
+    low, high = 0.0, seconds
+    for _ in range(30):
+        middle = (low + high) / 2
+        if sum(map(cost, within(middle))) <= seconds:
+            low = middle
+        else:
+            high = middle
+    return set(within(low))
+
+
+def shards(rest: Iterable[str], cost: Costs, seconds: float = SHARD) -> list[list[str]]:
+    """These cases cut into parts of about so many seconds."""
+    rest = sorted(rest)
+    parts: list[list[str]] = [[] for _ in range(max(1, round(sum(map(cost, rest)) / seconds)))]
+    for case in rest:
+        parts[zlib.crc32(case.encode()) % len(parts)].append(case)
+    return parts
+
+
+def commits() -> int:
+    """How many there are: which shard is the next."""
+    done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+# ------------------------------------------------------------------------------------------------------ pytest's hooks
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=["quick", "changed", "all"], default="all", help="see tests/tiers.py")
+    parser.addoption("--time-into", metavar="FILE", help="write how long each case takes, as tests/durations.json")
+
+
+def pytest_collection_modifyitems(config, items):
+    cost, tier = costs(), config.getoption("--tier")
+    if tier != "all":
+        cases = [(item.nodeid, item.callspec.indices if hasattr(item, "callspec") else {}) for item in items]
+        chosen = choose(cases, SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
+        if tier == "quick":
+            parts = shards({case for case, _ in cases} - chosen, cost)
+            chosen |= set(parts[commits() % len(parts)])
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
+    # The longest file first, so that no worker is left alone with it; a file's cases together, for what they compile.
+    whole = defaultdict(float)
+    for item in items:
+        whole[item.nodeid.split("::")[0]] += cost(item.nodeid)
+    items.sort(key=lambda item: -whole[item.nodeid.split("::")[0]])
+
+
+class Timed:
+    """Adds up what the phases of each case take; with xdist in the process that hears from all workers."""
+
+    def __init__(self, path: str):
+        self.path, self.seconds = path, defaultdict(float)
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self):
+        files: dict[str, list[float]] = defaultdict(list)
+        for case, seconds in self.seconds.items():
+            if seconds < LONG:
+                files[case.split("::")[0]].append(seconds)
+        record = {
+            "machine": machine(),
+            "cases": len(self.seconds),
+            "seconds": round(sum(self.seconds.values())),
+            "brief": {file: round(sum(seconds) / len(seconds), 4) for file, seconds in sorted(files.items())},
+            "long": {case: round(seconds, 1) for case, seconds in sorted(self.seconds.items()) if seconds >= LONG},
+        }
+        Path(self.path).write_text(json.dumps(record, indent=0) + "\n")
+
+
+def machine() -> str:
+    text = Path("/proc/cpuinfo").read_text()
+    found = {name: re.search(rf"^{name}\s*:\s*(.*)$", text, re.M) for name in ("model name", "cpu family", "model")}
+    told = {name: match[1] if match else "?" for name, match in found.items()}
+    threads = len(re.findall(r"^processor", text, re.M))
+    return f"{told['model name']} (family {told['cpu family']}, model {told['model']}), {threads} threads"
+
+
+def pytest_configure(config):
+    if (path := config.getoption("--time-into")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Timed(path))
+
+
+def main() -> int:
+    """`make test-changed`: pytest on what changed since a commit (the argument) or the last one."""
+    since, *options = sys.argv[1:]
+    changed = changed_files(since or None)
+    files = touched(changed)
+    print(f"{len(changed)} changed files touch {', '.join(files) or 'no test'}", flush=True)
+    return subprocess.call([sys.executable, "-m", "pytest", "--tier", "changed", *options, *files]) if files else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
