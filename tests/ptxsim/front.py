@@ -48,13 +48,18 @@ class Compiled:
     arguments: tuple[str, ...] = ()  # names, for messages
     signature: tuple = ()  # Triton's types of the arguments that are passed
 
-    @functools.cached_property
+    @property
     def program(self) -> Program:
-        return Program(ptx.parse(self.text, self.name).kernel(self.name), self.target)
+        return _decoded(self.text, self.name, self.target)
 
     def with_text(self, text: str) -> Compiled:
         """The same kernel with other PTX: for planted bugs."""
         return replace(self, text=text)
+
+
+@functools.lru_cache(maxsize=16)  # tens of megabytes each
+def _decoded(text: str, name: str, target: int) -> Program:
+    return Program(ptx.parse(text, name).kernel(name), target)
 
 
 @dataclass
@@ -380,7 +385,7 @@ def cuda(source: str | Path, name: str | None = None, *, target: int, flags: Seq
     return _cuda(path, name, target, tuple(flags))
 
 
-# One object per kernel and process: it keeps the program that its PTX was decoded into.
+# One object per kernel and process.
 @functools.lru_cache(maxsize=256)
 def _cuda(path: Path, name: str | None, target: int, flags: tuple) -> Compiled:
     text = _nvcc(path, target, flags)
