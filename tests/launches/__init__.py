@@ -176,6 +176,20 @@ def library() -> Library:
     return Library(build())
 
 
+def parts() -> tuple[dict[Path, Path], list[Path]]:
+    """The build's objects of csrc/cuda/*.cu and their PTX, and the sources that it has none of as they are."""
+    found, missing = {}, []
+    for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+        path = source.relative_to(ROOT)
+        built = compilers.Built(str(path))
+        text = built.ptx(compilers.product().virtual_arch(path, "90a" if path.stem.endswith("_sm90") else "80"))
+        if built.files and text is not None:
+            found[built.object] = text
+        else:
+            missing.append(path)
+    return found, missing
+
+
 def build() -> Path:
     """Links the build's own objects into a folder named after everything that went into it, their PTX beside: for
     compute_80, all that most kernels need and what a chip without a binary of its own gets; for compute_90a what is for
@@ -186,32 +200,29 @@ def build() -> Path:
     """
     product = compilers.product()
     torch_folder = product.find_torch()
-    parts = {}  # objects and their PTX
-    for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
-        path = source.relative_to(ROOT)
-        built = compilers.Built(str(path))
-        text = built.ptx(product.virtual_arch(path, "90a" if path.stem.endswith("_sm90") else "80"))
-        if not built.files or text is None:
-            raise RuntimeError(f"build/ has no binary of {path} as it is: run `make build`, with nvcc, for 80 and 90a.")
-        parts[built.object] = text
+    objects, missing = parts()
+    if missing:
+        raise RuntimeError(
+            f"build/ has no binary of {missing[0]} as it is: run `make build`, with nvcc, for 80 and 90a."
+        )
     hosts = [ROOT / "csrc/cuda/ops_cuda.cpp", Path(__file__).with_name("runtime.cpp")]
     flags = [*product.CXXFLAGS.split(), product.TARGET, "-DATTNKERN_RECORD_LAUNCHES", "-Icsrc"]
     flags += ["-isystem", f"{torch_folder}/include"]
     headers = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h")]
     key = [torch.__version__, *flags, *(path.read_text() for path in (*hosts, *sorted(headers)))]
-    out = FOLDER / _digest([*key, *(str(cache.digest(str(path))) for path in parts)])
+    out = FOLDER / _digest([*key, *(str(cache.digest(str(path))) for path in objects)])
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
             with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-                for built, text in parts.items():
+                for built, text in objects.items():
                     shutil.copy(text, f"{folder}/{Path(built.stem).stem}.ptx")
-                objects = [f"{folder}/{host.stem}.o" for host in hosts]
-                for host, target in zip(hosts, objects, strict=True):
+                compiled = [f"{folder}/{host.stem}.o" for host in hosts]
+                for host, target in zip(hosts, compiled, strict=True):
                     _run("g++", *flags, "-c", host, "-o", target)
                 link = ["-shared", "-Wl,-z,defs", f"-L{torch_folder}/lib", "-Wl,--no-as-needed", "-ltorch_cpu"]
-                _run("g++", *objects, *parts, *link, "-o", f"{folder}/recorded.so")
+                _run("g++", *compiled, *objects, *link, "-o", f"{folder}/recorded.so")
                 shutil.copytree(folder, f"{folder}.done")
                 Path(f"{folder}.done").rename(out)
     return out
