@@ -440,6 +440,9 @@ class _Weights(torch.autograd.Function):
         q, k, bias, seed, rows = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         num_heads, count = q.shape[1], 1
+        if num_heads == 0:
+            nothing = (torch.zeros_like(x) if need else None for x, need in zip((q, k, bias), needed, strict=True))
+            return *nothing, *(None,) * (_NUM_SCORE + 4)
         if ctx.average:
             grad = grad.unsqueeze(1) / num_heads
         if not torch.compiler.is_compiling():

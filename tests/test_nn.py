@@ -675,6 +675,16 @@ def weights_options(options):
     return {n: x for n, x in options.items() if n != "dropout_p"}
 
 
+def test_weights_without_a_head_have_gradients():
+    q, k = (torch.randn(2, 0, n, 4, requires_grad=True) for n in (3, 5))
+    bias = torch.randn(2, 1, 3, 5, requires_grad=True)
+    weights = attnkern.attention_weights(q, k, bias)
+    assert weights.shape == (2, 0, 3, 5)
+    grads = torch.autograd.grad(weights, (q, k, bias), weights)
+    assert [g.shape for g in grads] == [x.shape for x in (q, k, bias)]
+    assert not grads[2].any()
+
+
 @pytest.mark.parametrize("number", range(30))
 def test_weights_of_random_problems(target, number, fresh_seed):
     """Attention to the identity matrix has the weights as its output: so the rule's reference knows what is right.
