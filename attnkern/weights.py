@@ -96,7 +96,8 @@ def attention_weights(
         index = _index("heads", heads, num_heads, q.device)
         q = q[:, index]
         if k.shape[1] != 1:
-            k = k[:, torch.arange(num_heads, device=q.device)[index] // (num_heads // k.shape[1])]
+            group = num_heads // k.shape[1] if num_heads else 1
+            k = k[:, torch.arange(num_heads, device=q.device)[index] // group]
         bias = bias if bias is None or bias.shape[1] == 1 else bias[:, index]
         lse = None if lse is None else lse[:, index]
     weights = autograd.weights(Problem(q, k, v, bias, score, None), lse, None, positions, average_heads)
