@@ -186,13 +186,14 @@ def apply(problem: Problem, backend: str | None, return_lse: bool, seed: Tensor 
     A caller that replays the dropout brings its seed; None draws one where it is needed.
     """
     chosen = _backends.select(problem, backend)
-    if seed is None and problem.score.dropout_p > 0:
+    if seed is None and problem.params.dropout_p > 0:
         seed = rng.seed_for(problem.q)
     if chosen is reference:
         out, lse = reference.forward(problem, seed)
     else:
-        q, k, v, bias, score, _ = problem
-        out, lse = autograd.attention(q, k, v, bias, seed, score, return_lse, chosen.NAME)
+        q, k, v, bias, params, _ = problem
+        name = _backends.name_for_operators(chosen, problem, backend)
+        out, lse = autograd.attention(q, k, v, bias, seed, params, return_lse, name)
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 

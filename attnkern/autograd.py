@@ -19,11 +19,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import ops, tiles
+from . import ops, sharding, tiles
 from .backends import cpu, reference
-from .problem import Problem, Score
+from .params import (
+    GRAD_BIAS,
+    GRAD_GRAD_LSE,
+    GRAD_GRAD_OUT,
+    GRAD_K,
+    GRAD_Q,
+    GRAD_V,
+    AttentionParams,
+)
+from .problem import Problem
 
-_NUM_SCORE = len(Score._fields)
+_NUM_PARAMS = len(AttentionParams._fields)
 
 
 def attention(
@@ -32,7 +41,7 @@ def attention(
     v: Tensor,
     bias: Tensor | None,
     seed: Tensor | None,
-    score: Sequence[Any],
+    params: Sequence[Any],
     need_lse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
@@ -41,20 +50,20 @@ def attention(
     lse has shape (0,), or is None, where neither the caller nor a derivative needs it.
     """
     if type(q) is not Tensor:
-        ops.register_sharding()
+        sharding.register()
     if _transformed():
         function = _attention_jvp if _goes_into_graph() else _AttentionJVP.apply
-        return function(q, k, v, bias, seed, *score, backend)
+        return function(q, k, v, bias, seed, *params, backend)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
     ):
         if not torch.compiler.is_compiling():
-            return _apply_eagerly(q, k, v, bias, seed, score, backend)
+            return _apply_eagerly(q, k, v, bias, seed, params, backend)
         # Dynamo takes no tensor twice, as in attention(x, x, x).
         k, v = k.view_as(k), v.view_as(v)
         function = _Attention if need_lse else _AttentionOutOnly
-        return function.apply(q, k, v, bias, seed, *score, backend)
-    return _forward(q, k, v, bias, seed, *score, need_lse, backend)
+        return function.apply(q, k, v, bias, seed, *params, backend)
+    return _forward(q, k, v, bias, seed, *params, need_lse, backend)
 
 
 def _forward(*args: Any) -> Any:
@@ -116,30 +125,28 @@ def part_backward(
     problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a problem whose keys are a part of those that `out` and `lse` are the results of."""
-    q, k, v, bias, score, _ = problem
-    grad_mask = ops.GRAD_Q | ops.GRAD_K | ops.GRAD_V
+    q, k, v, bias, params, _ = problem
+    grad_mask = GRAD_Q | GRAD_K | GRAD_V
     if backend != reference.NAME:
         if type(q) is not Tensor:
-            ops.register_sharding()
-        dq, dk, dv, _ = ops.backward(
-            grad_out, grad_lse, q, k, v, bias, None, out, lse, *score, grad_mask=grad_mask, backend=backend
-        )
+            sharding.register()
+        dq, dk, dv, _ = ops.backward(grad_out, grad_lse, q, k, v, bias, None, out, lse, *params, grad_mask, backend)
         return dq, dk, dv
     # The reference normalises by the part's own sum. In the whole, by which it is merged, the part has this share:
     dtype = q.dtype
     grad_out, q, k, v, out = (x.to(lse.dtype) for x in (grad_out, q, k, v, out))
-    part_out, part_lse = reference.attention(q, k, v, bias, None, score)
+    part_out, part_lse = reference.attention(q, k, v, bias, None, params)
     share = (part_lse - lse).exp().masked_fill(part_lse == -math.inf, 0.0)
     grad_share = (grad_out * (part_out - out)).sum(-1)
     if grad_lse is not None:
         grad_share = grad_share + grad_lse
-    pull_back = _reference_backward(None, score, grad_mask)
+    pull_back = _reference_backward(None, params, grad_mask)
     dq, dk, dv, _ = pull_back(share.unsqueeze(-1) * grad_out, share * grad_share, q, k, v, bias)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 class _Attention(torch.autograd.Function):
-    """(q, k, v, bias, philox_seed, *score, backend) -> (out, lse)"""
+    """(q, k, v, bias, philox_seed, *params, backend) -> (out, lse)"""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -147,21 +154,21 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, bias, seed, *score, backend = inputs
+        q, k, v, bias, seed, *params, backend = inputs
         ctx.save_for_backward(q, k, v, bias, seed, *output)
         ctx.save_for_forward(q, k, v, bias, seed, *output)
-        ctx.score = score
+        ctx.params = params
         ctx.backend = backend
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return *_input_grads(ctx, grad_out, grad_lse), *(None,) * (_NUM_SCORE + 2)
+        return *_input_grads(ctx, grad_out, grad_lse), *(None,) * (_NUM_PARAMS + 2)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, q, k, v, bias, seed, *score_and_backend):
+    def vmap(info: Any, in_dims: tuple, q, k, v, bias, seed, *params_and_backend):
         n = info.batch_size
-        *score, backend = score_and_backend
+        *params, backend = params_and_backend
         q, k, v = (_stack(x, dim, n) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
         batch = q.shape[1]
         # A mask shared by all samples and batch elements stays shared.
@@ -169,19 +176,19 @@ class _Attention(torch.autograd.Function):
             bias = _flatten(_stack(bias, in_dims[3], n), batch)
         if seed is not None:
             seed = _stack(seed, in_dims[4], n).reshape(-1).contiguous()
-        out, lse = attention(_flatten(q), _flatten(k), _flatten(v), bias, seed, score, True, backend)
+        out, lse = attention(_flatten(q), _flatten(k), _flatten(v), bias, seed, params, True, backend)
         return _unflatten((out, lse), n, batch)
 
 
 class _EagerAttention(torch.autograd.Function):
-    """(q, k, v, bias, philox_seed, score, backend) -> (out, lse) without transforms: `_Attention`, with less of torch's
+    """(q, k, v, bias, seed, params, backend) -> (out, lse) without transforms: `_Attention`, with less of torch's
     Python around it."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, bias, seed, score, backend):
-        out, lse = _forward(q, k, v, bias, seed, *score, True, backend)
+    def forward(ctx: Any, q, k, v, bias, seed, params, backend):
+        out, lse = _forward(q, k, v, bias, seed, *params, True, backend)
         ctx.save_for_backward(q, k, v, bias, seed, out, lse)
-        ctx.score = score
+        ctx.params = params
         ctx.backend = backend
         ctx.set_materialize_grads(False)
         return out, lse
@@ -196,7 +203,7 @@ class _AttentionOutOnly(_Attention):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return *_input_grads(ctx, grad_out, None), *(None,) * (_NUM_SCORE + 2)
+        return *_input_grads(ctx, grad_out, None), *(None,) * (_NUM_PARAMS + 2)
 
 
 def _input_grads(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Sequence[Tensor | None]:
@@ -206,8 +213,8 @@ def _input_grads(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> 
     if grad_out is not None or grad_lse is not None:
         q, k, v, bias, seed, out, lse = ctx.saved_tensors
         cotangents = _materialized(grad_out, grad_lse, out)
-        mask = needed[0] * ops.GRAD_Q + needed[1] * ops.GRAD_K + needed[2] * ops.GRAD_V + needed[3] * ops.GRAD_BIAS
-        grads = _backward(*cotangents, q, k, v, bias, seed, out, lse, *ctx.score, mask, ctx.backend)
+        mask = needed[0] * GRAD_Q + needed[1] * GRAD_K + needed[2] * GRAD_V + needed[3] * GRAD_BIAS
+        grads = _backward(*cotangents, q, k, v, bias, seed, out, lse, *ctx.params, mask, ctx.backend)
     return [g if need else None for g, need in zip(grads, needed, strict=True)]
 
 
@@ -218,7 +225,7 @@ class _AttentionJVP(_Attention):
         # Detached: the tangents become part of out and lse, and would hold what they are part of.
         results = out.detach(), lse.detach()
         with _outer_levels():
-            return _Tangent.apply(q, k, v, bias, seed, *tangents[:4], *results, *ctx.score, ctx.backend)
+            return _Tangent.apply(q, k, v, bias, seed, *tangents[:4], *results, *ctx.params, ctx.backend)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -235,7 +242,7 @@ class _AttentionBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*inputs[:9])
         ctx.save_for_forward(*inputs[:9])
-        *ctx.score, ctx.grad_mask, ctx.backend = inputs[9:]
+        *ctx.params, ctx.grad_mask, ctx.backend = inputs[9:]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -244,7 +251,7 @@ class _AttentionBackward(torch.autograd.Function):
         grads: Sequence[Tensor | None] = (None,) * 6
         if any(c is not None for c in cotangents):
             mask = _mask_of(needed, _SECOND_ORDER_BITS)
-            results = _SecondBackward.apply(*cotangents, *ctx.saved_tensors, *ctx.score, mask, ctx.backend)
+            results = _SecondBackward.apply(*cotangents, *ctx.saved_tensors, *ctx.params, mask, ctx.backend)
             grads = [g if need else None for g, need in zip(results, needed, strict=True)]
         return *grads, *(None,) * (len(ctx.needs_input_grad) - 6)
 
@@ -256,7 +263,7 @@ class _AttentionBackward(torch.autograd.Function):
         """
         grad_out, grad_lse, *given = _primals(ctx)
         t_grad_out, t_grad_lse, *moved = tangents[:6]
-        rest = *given, *ctx.score, ctx.grad_mask, ctx.backend
+        rest = *given, *ctx.params, ctx.grad_mask, ctx.backend
         with _outer_levels():
             parts = []
             if any(t is not None for t in moved):
@@ -287,7 +294,7 @@ class _Tangent(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*inputs[:11])
         ctx.save_for_forward(*inputs[:11])
-        *ctx.score, ctx.backend = inputs[11:]
+        *ctx.params, ctx.backend = inputs[11:]
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -297,7 +304,7 @@ class _Tangent(torch.autograd.Function):
         needed = ctx.needs_input_grad[:4], ctx.needs_input_grad[5:9]
         grads: list[tuple[Tensor | None, ...]] = [(None,) * 4, (None,) * 4]
         if grad_tout is not None or grad_tlse is not None:
-            rest = *_materialized(grad_tout, grad_tlse, out), *inputs, seed, out, lse, *ctx.score
+            rest = *_materialized(grad_tout, grad_tlse, out), *inputs, seed, out, lse, *ctx.params
             if any(needed[0]):
                 mask = _mask_of((False, False, *needed[0]), _SECOND_ORDER_BITS)
                 grads[0] = _SecondBackward.apply(tq, tk, tv, tbias, *rest, mask, ctx.backend)[2:]
@@ -306,13 +313,13 @@ class _Tangent(torch.autograd.Function):
         (q, k, v, bias), tangents = (
             (g if need else None for g, need in zip(*pair, strict=True)) for pair in zip(grads, needed, strict=True)
         )
-        return q, k, v, bias, None, *tangents, *(None,) * (_NUM_SCORE + 3)
+        return q, k, v, bias, None, *tangents, *(None,) * (_NUM_PARAMS + 3)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
         *inputs, seed, tq, tk, tv, tbias, _out, _lse = _primals(ctx)
         moves = tangents[:4], tangents[5:9]
-        function = _reference_tangent(seed, ctx.score)
+        function = _reference_tangent(seed, ctx.params)
         return _jvp(function, (*inputs, tq, tk, tv, tbias), (*moves[0], *moves[1]))
 
     @staticmethod
@@ -333,20 +340,20 @@ class _SecondBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.save_for_backward(*inputs[:11])
         ctx.save_for_forward(*inputs[:11])
-        *ctx.score, ctx.grad_mask, _ = inputs[13:]
+        *ctx.params, ctx.grad_mask, _ = inputs[13:]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None):
         *primals, seed = ctx.saved_tensors
-        function = _reference_second_backward(seed, ctx.score, ctx.grad_mask)
+        function = _reference_second_backward(seed, ctx.params, ctx.grad_mask)
         grads = _vjp(function, primals, cotangents, ctx.needs_input_grad[:10])
         return *grads, *(None,) * (len(ctx.needs_input_grad) - 10)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
         *primals, seed = _primals(ctx)
-        return _jvp(_reference_second_backward(seed, ctx.score, ctx.grad_mask), primals, tangents[:10])
+        return _jvp(_reference_second_backward(seed, ctx.params, ctx.grad_mask), primals, tangents[:10])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any):
@@ -358,12 +365,12 @@ class _SecondBackward(torch.autograd.Function):
 
 
 _SECOND_ORDER_BITS = (
-    ops.GRAD_GRAD_OUT,
-    ops.GRAD_GRAD_LSE,
-    ops.GRAD_Q,
-    ops.GRAD_K,
-    ops.GRAD_V,
-    ops.GRAD_BIAS,
+    GRAD_GRAD_OUT,
+    GRAD_GRAD_LSE,
+    GRAD_Q,
+    GRAD_K,
+    GRAD_V,
+    GRAD_BIAS,
 )
 
 
@@ -395,8 +402,8 @@ def weights(
 
     That loses nothing: backward differentiates the softmax, of which lse is an intermediate result.
     """
-    q, k, _, bias, score, _ = problem
-    return _weights(q, k, bias, None if lse is None else lse.detach(), philox_seed, rows, score, average)
+    q, k, _, bias, params, _ = problem
+    return _weights(q, k, bias, None if lse is None else lse.detach(), philox_seed, rows, params, average)
 
 
 def _weights(
@@ -406,33 +413,33 @@ def _weights(
     lse: Tensor | None,
     seed: Tensor | None,
     rows: Tensor | None,
-    score: Sequence[Any],
+    params: Sequence[Any],
     average: bool,
 ) -> Tensor:
     if _transformed():
         function = _weights_jvp if _goes_into_graph() else _WeightsJVP.apply
-        return function(q, k, bias, lse, seed, rows, *score, average)
+        return function(q, k, bias, lse, seed, rows, *params, average)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or (bias is not None and bias.requires_grad)):
         if not torch.compiler.is_compiling():
-            return _WeightsJVP.apply(q, k, bias, lse, seed, rows, *score, average)
-        return _Weights.apply(q, k.view_as(k), bias, lse, seed, rows, *score, average)
-    return tiles.weights(q, k, bias, lse, seed, rows, Score(*score), average)
+            return _WeightsJVP.apply(q, k, bias, lse, seed, rows, *params, average)
+        return _Weights.apply(q, k.view_as(k), bias, lse, seed, rows, *params, average)
+    return tiles.weights(q, k, bias, lse, seed, rows, AttentionParams(*params), average)
 
 
 class _Weights(torch.autograd.Function):
-    """(q, k, bias, lse, philox_seed, rows, *score, average) -> weights; backward makes a few heads' weights again."""
+    """(q, k, bias, lse, philox_seed, rows, *params, average) -> weights; backward makes a few heads' weights again."""
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        q, k, bias, lse, seed, rows, *score, average = args
-        return tiles.weights(q, k, bias, lse, seed, rows, Score(*score), average)
+        q, k, bias, lse, seed, rows, *params, average = args
+        return tiles.weights(q, k, bias, lse, seed, rows, AttentionParams(*params), average)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        q, k, bias, _, seed, rows, *score, average = inputs
+        q, k, bias, _, seed, rows, *params, average = inputs
         ctx.save_for_backward(q, k, bias, seed, rows)
         ctx.save_for_forward(q, k, bias, seed, rows)
-        ctx.score = score
+        ctx.params = params
         ctx.average = average
 
     @staticmethod
@@ -442,7 +449,7 @@ class _Weights(torch.autograd.Function):
         num_heads, count = q.shape[1], 1
         if num_heads == 0:
             nothing = (torch.zeros_like(x) if need else None for x, need in zip((q, k, bias), needed, strict=True))
-            return *nothing, *(None,) * (_NUM_SCORE + 4)
+            return *nothing, *(None,) * (_NUM_PARAMS + 4)
         if ctx.average:
             grad = grad.unsqueeze(1) / num_heads
         if not torch.compiler.is_compiling():
@@ -450,17 +457,17 @@ class _Weights(torch.autograd.Function):
         parts = []
         for heads in tiles.slices(num_heads, count):
             primals = [None if x is None else tiles.heads_of(x, heads, num_heads) for x in (q, k, bias)]
-            function = _reference_weights(seed, rows, ctx.score, num_heads, heads)
+            function = _reference_weights(seed, rows, ctx.params, num_heads, heads)
             tile = grad.expand(-1, heads.stop - heads.start, -1, -1) if ctx.average else grad[:, heads]
             parts.append(_vjp(function, primals, (tile,), needed))
         inputs = zip((q, k, bias), zip(*parts, strict=True), needed, strict=True)
         grads = (_gather_heads(pieces, x, num_heads) if need else None for x, pieces, need in inputs)
-        return *grads, *(None,) * (_NUM_SCORE + 4)
+        return *grads, *(None,) * (_NUM_PARAMS + 4)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, q, k, bias, lse, seed, rows, *score_and_average):
+    def vmap(info: Any, in_dims: tuple, q, k, bias, lse, seed, rows, *params_and_average):
         n = info.batch_size
-        *score, average = score_and_average
+        *params, average = params_and_average
         q, k = (_stack(x, dim, n) for x, dim in zip((q, k), in_dims[:2], strict=True))
         batch = q.shape[1]
         if bias is not None and (in_dims[2] is not None or bias.shape[0] != 1):
@@ -469,7 +476,7 @@ class _Weights(torch.autograd.Function):
             lse = _flatten(_stack(lse, in_dims[3], n))
         if seed is not None:
             seed = _stack(seed, in_dims[4], n).reshape(-1).contiguous()
-        out = _weights(_flatten(q), _flatten(k), bias, lse, seed, rows, score, average)
+        out = _weights(_flatten(q), _flatten(k), bias, lse, seed, rows, params, average)
         return out.unflatten(0, (n, batch)), 0
 
 
@@ -479,7 +486,7 @@ class _WeightsJVP(_Weights):
         q, k, bias, seed, rows = _primals(ctx)
         num_heads = q.shape[1]
         heads = slice(0, num_heads)
-        function = _reference_weights(seed, rows, ctx.score, num_heads, heads)
+        function = _reference_weights(seed, rows, ctx.params, num_heads, heads)
 
         def all_heads(*primals: Tensor | None) -> tuple[Tensor]:
             (p,) = function(*(None if x is None else tiles.heads_of(x, heads, num_heads) for x in primals))
@@ -489,12 +496,12 @@ class _WeightsJVP(_Weights):
 
 
 def _reference_weights(
-    seed: Tensor | None, rows: Tensor | None, score: Sequence[Any], num_heads: int, heads: slice
+    seed: Tensor | None, rows: Tensor | None, params: Sequence[Any], num_heads: int, heads: slice
 ) -> Callable:
     """(q, k, bias) of some heads -> their weights in q's dtype, in plain torch."""
 
     def weights(q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor]:
-        return (tiles.weights_of_heads(q, k, bias, seed, rows, Score(*score), num_heads, heads).to(q.dtype),)
+        return (tiles.weights_of_heads(q, k, bias, seed, rows, AttentionParams(*params), num_heads, heads).to(q.dtype),)
 
     return weights
 
@@ -552,36 +559,36 @@ def _unflatten(results: Sequence[Tensor], n: int, batch: int) -> tuple[tuple[Ten
     return unflattened, tuple(0 if x.ndim > 1 else None for x in results)
 
 
-def _reference_forward(seed: Tensor | None, score: Sequence[Any]) -> Callable:
+def _reference_forward(seed: Tensor | None, params: Sequence[Any]) -> Callable:
     """(q, k, v, bias) -> (out, lse) in plain torch."""
-    return lambda q, k, v, bias: reference.attention(q, k, v, bias, seed, Score(*score))
+    return lambda q, k, v, bias: reference.attention(q, k, v, bias, seed, AttentionParams(*params))
 
 
-def _reference_backward(seed: Tensor | None, score: Sequence[Any], grad_mask: int) -> Callable:
+def _reference_backward(seed: Tensor | None, params: Sequence[Any], grad_mask: int) -> Callable:
     """(grad_out, grad_lse, q, k, v, bias) -> (dq, dk, dv, dbias) in plain torch, as `attnkern::backward`."""
-    needed = [bool(grad_mask & bit) for bit in (ops.GRAD_Q, ops.GRAD_K, ops.GRAD_V, ops.GRAD_BIAS)]
+    needed = [bool(grad_mask & bit) for bit in (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)]
 
     def backward(grad_out: Tensor, grad_lse: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        grads = _vjp(_reference_forward(seed, score), inputs, (grad_out, grad_lse), needed)
+        grads = _vjp(_reference_forward(seed, params), inputs, (grad_out, grad_lse), needed)
         return tuple(grad_out.new_empty(0) if g is None else g for g in grads)
 
     return backward
 
 
-def _reference_tangent(seed: Tensor | None, score: Sequence[Any]) -> Callable:
+def _reference_tangent(seed: Tensor | None, params: Sequence[Any]) -> Callable:
     """(q, k, v, bias, tq, tk, tv, tbias) -> (tout, tlse) in plain torch, as `attnkern::tangent`."""
-    forward = _reference_forward(seed, score)
+    forward = _reference_forward(seed, params)
     return lambda *inputs: _push_forward(forward, inputs[:4], inputs[4:])
 
 
-def _reference_second_backward(seed: Tensor | None, score: Sequence[Any], grad_mask: int) -> Callable:
+def _reference_second_backward(seed: Tensor | None, params: Sequence[Any], grad_mask: int) -> Callable:
     """(cot_dq, ..., cot_dbias, grad_out, grad_lse, q, k, v, bias) -> as `attnkern::second_backward`, in plain torch."""
     needed = [bool(grad_mask & bit) for bit in _SECOND_ORDER_BITS]
 
     def second_backward(*inputs: Any) -> tuple[Tensor, ...]:
         cotangents, primals = inputs[:4], inputs[4:]
-        bits = (ops.GRAD_Q, ops.GRAD_K, ops.GRAD_V, ops.GRAD_BIAS)
-        backward = _reference_backward(seed, score, _mask_of([c is not None for c in cotangents], bits))
+        bits = (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)
+        backward = _reference_backward(seed, params, _mask_of([c is not None for c in cotangents], bits))
         grads = _vjp(backward, primals, cotangents, needed)
         return tuple(primals[0].new_empty(0) if g is None else g for g in grads)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from . import api, autograd, rng
-from .problem import UNBOUNDED, Band, Problem
+from .params import UNBOUNDED, Band
+from .problem import Problem
 
 Window = tuple[int | None, int | None] | None
 
@@ -359,7 +360,7 @@ def _attend(
         assert isinstance(out, Tensor)
         return out, None
     problem = Problem.from_sdpa(q, k, v, mask, dropout_p, is_causal, window=window, alignment=alignment)
-    seed = rng.seed_for(problem.q) if problem.score.dropout_p > 0 else None
+    seed = rng.seed_for(problem.q) if problem.params.dropout_p > 0 else None
     out, lse = api.apply(problem, None, True, seed)
     lse = lse.reshape(problem.q.shape[:-1])
     weights = autograd.weights(problem, lse, seed, None, average)

@@ -19,71 +19,17 @@ import torch
 from torch import Tensor
 
 from . import rng
-
-UNBOUNDED = 2**62
-"""A bound of a band that excludes nothing. (Far from the int64 limits: i + offset + UNBOUNDED cannot overflow.)"""
-
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # in the order of csrc/common/params.h
-
+from .params import (
+    DTYPES,
+    UNBOUNDED,
+    AttentionParams,
+    Band,
+    check_dropout,
+    check_scale,
+    check_softcap,
+)
 
 _NUMBERS = frozenset((int, float))
-
-
-class Band(NamedTuple):
-    """Every structured mask: query i attends to key j iff -left <= j - i - offset <= right.
-
-    Causal (torch's top-left) is right = 0, offset = 0; bottom-right alignment is offset = seqlen_k - seqlen_q; a
-    sliding window is a finite left.
-    """
-
-    left: int = UNBOUNDED
-    right: int = UNBOUNDED
-    offset: int = 0
-
-    @classmethod
-    def of(cls, left: int, right: int, offset: int) -> Band:
-        """The band of any three int64, by numbers that add up within int64; as `band_of` in csrc/common/unpack.h."""
-        if abs(offset) > UNBOUNDED // 4:
-            left = UNBOUNDED if left >= UNBOUNDED else left - offset
-            right = UNBOUNDED if right >= UNBOUNDED else right + offset
-            offset = 0
-        return cls(max(-UNBOUNDED, min(left, UNBOUNDED)), max(-UNBOUNDED, min(right, UNBOUNDED)), offset)
-
-    def mask(self, seqlen_q: int, seqlen_k: int, device: torch.device, rows: Tensor | None = None) -> Tensor | None:
-        """bool (seqlen_q, seqlen_k), True = attend; None if the band excludes nothing anywhere.
-
-        `rows`, int64 (seqlen_q,), says which queries of the sequence are meant; None: 0, 1, ...
-        """
-        if self.left == UNBOUNDED and self.right == UNBOUNDED:
-            return None
-        i = (torch.arange(seqlen_q, dtype=torch.int64, device=device) if rows is None else rows).unsqueeze(-1)
-        j = torch.arange(seqlen_k, dtype=torch.int64, device=device)
-        distance = j - i - self.offset
-        return (distance >= -self.left) & (distance <= self.right)
-
-
-class Score(NamedTuple):
-    """How a score becomes a weight; the order is that of the operators' arguments (ops.py)."""
-
-    softmax_scale: float
-    softcap: float = 0.0  # 0 = off
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    band_offset: int = 0
-    dropout_p: float = 0.0
-
-    @classmethod
-    def of(
-        cls, dtype: torch.dtype, scale: float, softcap: float, left: int, right: int, offset: int, p: float
-    ) -> Score:
-        """The score of an operator's arguments on tensors of `dtype`, which may be any: checked, and in the range in
-        which everything below can count on."""
-        _check_options(dtype, p, scale, None, "top_left", softcap)
-        return cls(scale, softcap, *Band.of(left, right, offset), rng.drawn_probability(p))
-
-    @property
-    def band(self) -> Band:
-        return Band(self.window_left, self.window_right, self.band_offset)
 
 
 class Problem(NamedTuple):
@@ -93,7 +39,7 @@ class Problem(NamedTuple):
     k: Tensor  # (B, Hk, S, E)
     v: Tensor  # (B, Hv, S, Ev)
     bias: Tensor | None  # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
-    score: Score
+    params: AttentionParams
     lead: tuple[int, ...] | None  # leading dimensions of the caller's output; None: (B, Hq), as here
 
     @classmethod
@@ -175,7 +121,7 @@ class Problem(NamedTuple):
             value = plan.value.of(value)
         if plan.mask is not None:
             mask = plan.mask.of(mask)
-        return tuple.__new__(cls, (query, key, value, mask, plan.score, plan.lead))
+        return tuple.__new__(cls, (query, key, value, mask, plan.params, plan.lead))
 
     def restore(self, x: Tensor) -> Tensor:
         """The caller's shape for `x` (B, Hq, ...): leading dimensions as the inputs' broadcast."""
@@ -186,15 +132,15 @@ class Problem(NamedTuple):
         parts = [_describe(name, x) for name, x in (("query", self.q), ("key", self.k), ("value", self.v))]
         if self.bias is not None:
             parts.append(_describe("mask", self.bias))
-        score = self.score
-        if score.window_left != UNBOUNDED or score.window_right != UNBOUNDED:
-            left, right = ("unbounded" if x == UNBOUNDED else str(x) for x in (score.window_left, score.window_right))
-            parts.append(f"band left {left}, right {right}, offset {score.band_offset}")
-        parts.append(f"scale {score.softmax_scale:.6g}")
-        if score.softcap:
-            parts.append(f"softcap {score.softcap:.6g}")
-        if score.dropout_p:
-            parts.append(f"dropout {score.dropout_p:.6g}")
+        params = self.params
+        if params.window_left != UNBOUNDED or params.window_right != UNBOUNDED:
+            left, right = ("unbounded" if x == UNBOUNDED else str(x) for x in (params.window_left, params.window_right))
+            parts.append(f"band left {left}, right {right}, offset {params.band_offset}")
+        parts.append(f"scale {params.softmax_scale:.6g}")
+        if params.softcap:
+            parts.append(f"softcap {params.softcap:.6g}")
+        if params.dropout_p:
+            parts.append(f"dropout {params.dropout_p:.6g}")
         return "; ".join(parts)
 
 
@@ -231,7 +177,7 @@ class _Plan(NamedTuple):
     key: _View | None
     value: _View | None
     mask: _View | None
-    score: Score
+    params: AttentionParams
     lead: _Sizes | None
 
 
@@ -249,7 +195,13 @@ def _plan(
     softcap: float | None,
 ) -> _Plan:
     """All rules: kinds of tensors and options in, views and parameters out."""
-    _check_options(query[1], dropout_p, scale, window, alignment, softcap)
+    check_dropout(dropout_p)
+    check_scale(scale)
+    check_softcap(softcap, query[1])
+    if window is not None and any(bound is not None and bound < 0 for bound in window):
+        raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
+    if alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
     for name, kind in (("query", query), ("key", key), ("value", value)):
         _check_kind(name, kind, query)
 
@@ -300,7 +252,7 @@ def _plan(
         key=_View.to(batch, (heads_k, seqlen_k, head_dim), k),
         value=_View.to(batch, (heads_v, seqlen_k, head_dim_v), v),
         mask=mask_view,
-        score=Score(
+        params=AttentionParams(
             float(scale),
             float(softcap or 0),
             *_band(is_causal, window, seqlen_k - seqlen_q if alignment == "bottom_right" else 0),
@@ -328,36 +280,6 @@ def _check_types(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: An
 def _check_not_nested(*tensors: Tensor | None) -> None:
     if any(x is not None and x.is_nested for x in tensors):
         raise RuntimeError("attnkern: nested tensors are supported in the jagged layout only (layout=torch.jagged)")
-
-
-# In which softcaps have all their digits, and a score divided by one has a meaning.
-_CAPS = {dtype: (torch.finfo(dtype).tiny, torch.finfo(dtype).max) for dtype in (torch.float32, torch.float64)}
-
-
-def _check_options(
-    dtype: torch.dtype,
-    dropout_p: float,
-    scale: float | None,
-    window: tuple[int | None, int | None] | None,
-    alignment: str,
-    softcap: float | None,
-) -> None:
-    if not 0 <= dropout_p <= 1:
-        raise RuntimeError(f"attnkern: dropout_p must be between 0 and 1, got {dropout_p}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"attnkern: scale must be a finite number, got {scale}")
-    if softcap is not None and softcap != 0:
-        computed = dtype if dtype == torch.float64 else torch.float32
-        least, most = _CAPS[computed]
-        if not least <= softcap <= most:
-            raise ValueError(
-                f"attnkern: softcap must be from {least:.4g} to {most:.4g}, {_show(computed)}'s range "
-                f"(0 or None: off), got {softcap}"
-            )
-    if window is not None and any(bound is not None and bound < 0 for bound in window):
-        raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
-    if alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
 
 
 def _check_kind(name: str, kind: _Kind, query: _Kind) -> None:
@@ -418,11 +340,6 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
             raise TypeError(f"attnkern: the bounds in 'window' must be int or None, not {_type_name(bound)}")
     return tuple(window)
-
-
-def is_length_major(x: Tensor) -> bool:
-    """Whether x (B, H, L, D) lies in memory as (B, L, H, D). Outputs and gradients take their input's order."""
-    return bool(x.shape[1] > 1 and x.shape[2] > 1 and x.stride(1) < x.stride(2))
 
 
 def is_causal_bias(x: object) -> bool:

@@ -29,9 +29,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import ops, rng, tiles
+from . import rng, tiles
 from .backends import reference
-from .problem import UNBOUNDED, Score, autocasts
+from .params import (
+    GRAD_BIAS,
+    GRAD_GRAD_LSE,
+    GRAD_GRAD_OUT,
+    GRAD_K,
+    GRAD_Q,
+    GRAD_V,
+    UNBOUNDED,
+    AttentionParams,
+    empty_like_heads,
+)
+from .problem import autocasts
 
 _FEWEST_ROWS = 32
 """Rows of a tile, were there ever so many keys: for fewer, reading the keys takes longer than the products."""
@@ -49,15 +60,15 @@ def tangent(
     tbias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    *score: Any,
+    params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
     """`attnkern::tangent` (ops.py) on any device."""
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *score)
-    tout = ops.empty_like_heads(q, v.shape[-1])
+            return tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, params)
+    tout = empty_like_heads(q, v.shape[-1])
     tlse = lse.new_empty(q.shape[:3])
-    for tile in _tiles(q, k, v, bias, philox_seed, (tq, tk, tv, tbias), Score(*score), lse.dtype):
+    for tile in _tiles(q, k, v, bias, philox_seed, (tq, tk, tv, tbias), params, lse.dtype):
         tout[tile.at] = tile.tout()
         tlse[tile.at] = tile.tlse
         del tile  # before the next one is made
@@ -78,46 +89,46 @@ def second_backward(
     philox_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    *score_and_mask: Any,
+    params: AttentionParams,
+    grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::second_backward` (ops.py) on any device."""
     cotangents = (cot_dq, cot_dk, cot_dv, cot_dbias)
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return second_backward(
-                *cotangents, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *score_and_mask
+                *cotangents, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, params, grad_mask
             )
-    *parameters, grad_mask = score_and_mask
-    score, dtype = Score(*parameters), lse.dtype
+    dtype = lse.dtype
 
     def wanted(bit: int) -> bool:
         return bool(grad_mask & bit)
 
-    g_grad_out = ops.empty_like_heads(q, v.shape[-1]) if wanted(ops.GRAD_GRAD_OUT) else q.new_empty(0)
-    g_grad_lse = lse.new_empty(q.shape[:3] if wanted(ops.GRAD_GRAD_LSE) else (0,))
-    gq = ops.empty_like_heads(q, q.shape[-1]) if wanted(ops.GRAD_Q) else q.new_empty(0)
+    g_grad_out = empty_like_heads(q, v.shape[-1]) if wanted(GRAD_GRAD_OUT) else q.new_empty(0)
+    g_grad_lse = lse.new_empty(q.shape[:3] if wanted(GRAD_GRAD_LSE) else (0,))
+    gq = empty_like_heads(q, q.shape[-1]) if wanted(GRAD_Q) else q.new_empty(0)
     # What several tiles add to is rounded to its own dtype at the end.
     gk, gv = (
-        torch.zeros_like(ops.empty_like_heads(x, x.shape[-1]), dtype=dtype) if wanted(bit) else x.new_empty(0)
-        for x, bit in ((k, ops.GRAD_K), (v, ops.GRAD_V))
+        torch.zeros_like(empty_like_heads(x, x.shape[-1]), dtype=dtype) if wanted(bit) else x.new_empty(0)
+        for x, bit in ((k, GRAD_K), (v, GRAD_V))
     )
-    gbias = bias.new_zeros(bias.shape, dtype=dtype) if bias is not None and wanted(ops.GRAD_BIAS) else None
-    for tile in _tiles(q, k, v, bias, philox_seed, cotangents, score, dtype):
+    gbias = bias.new_zeros(bias.shape, dtype=dtype) if bias is not None and wanted(GRAD_BIAS) else None
+    for tile in _tiles(q, k, v, bias, philox_seed, cotangents, params, dtype):
         rows_grad = grad_out[tile.at].to(dtype)
-        if wanted(ops.GRAD_GRAD_OUT):
+        if wanted(GRAD_GRAD_OUT):
             g_grad_out[tile.at] = tile.tout()
-        if wanted(ops.GRAD_GRAD_LSE):
+        if wanted(GRAD_GRAD_LSE):
             g_grad_lse[tile.at] = tile.tlse
-        if wanted(ops.GRAD_V) and tile.tau is not None:
+        if wanted(GRAD_V) and tile.tau is not None:
             _add_to_heads(gv, tile, tile.drop(tile.p * tile.tau).mT @ rows_grad)
-        if wanted(ops.GRAD_Q | ops.GRAD_K | ops.GRAD_BIAS):
+        if wanted(GRAD_Q | GRAD_K | GRAD_BIAS):
             w, dx = tile.second_derivatives(rows_grad, None if grad_lse is None else grad_lse[tile.at].to(dtype))
             if gbias is not None:
                 _add_to_bias(gbias, tile, w)
             w, dx = tile.of_products(w, dx)
-            if wanted(ops.GRAD_Q):
+            if wanted(GRAD_Q):
                 gq[tile.at] = w @ tile.k if tile.tk is None else w @ tile.k + dx @ tile.tk
-            if wanted(ops.GRAD_K):
+            if wanted(GRAD_K):
                 _add_to_heads(gk, tile, w.mT @ tile.q if tile.tq is None else w.mT @ tile.q + dx.mT @ tile.tq)
             del w, dx
         del tile  # before the next one is made
@@ -133,7 +144,7 @@ class _Tile(NamedTuple):
     at: tuple[slice, slice, slice]  # batch elements, query heads, rows
     keys: slice
     num_heads: int  # of the problem
-    score: Score
+    params: AttentionParams
     q: Tensor  # the tile's rows, in the dtype of computation, as all that follows
     k: Tensor  # the tile's keys for each of its query heads
     v: Tensor
@@ -149,7 +160,7 @@ class _Tile(NamedTuple):
     tlse: Tensor
 
     def drop(self, x: Tensor) -> Tensor:
-        return x if self.keep is None else reference.drop(x, self.keep, self.score.dropout_p)
+        return x if self.keep is None else reference.drop(x, self.keep, self.params.dropout_p)
 
     def tout(self) -> Tensor:
         moved = self.q.new_zeros(()) if self.tau is None else self.drop(self.p * self.tau) @ self.v
@@ -173,8 +184,8 @@ class _Tile(NamedTuple):
             w.mul_(self.slope)
             dx.mul_(self.slope)
             if self.tz is not None and self.tanh is not None:  # x'' = -2 / softcap * tanh * x'
-                w.add_(self.tanh * dx * self.tz, alpha=-2.0 / self.score.softcap)
-        return w.mul_(self.score.softmax_scale), dx.mul_(self.score.softmax_scale)
+                w.add_(self.tanh * dx * self.tz, alpha=-2.0 / self.params.softcap)
+        return w.mul_(self.params.softmax_scale), dx.mul_(self.params.softmax_scale)
 
 
 def _tiles(
@@ -184,7 +195,7 @@ def _tiles(
     bias: Tensor | None,
     philox_seed: Tensor | None,
     tangents: tuple[Tensor | None, ...],
-    score: Score,
+    params: AttentionParams,
     dtype: torch.dtype,
 ) -> Iterator[_Tile]:
     """Every row of every head once."""
@@ -205,12 +216,12 @@ def _tiles(
             block = [None if x is None else of_heads(x).to(dtype) for x in (q, k, v, tq, tk, tv)]
             masks = of_heads(bias), of_heads(tbias)
             for rows in tiles.slices(seqlen_q, rows_at_a_time):
-                keys = _seen(rows, seqlen_k, score)
+                keys = _seen(rows, seqlen_k, params)
                 keep = None
                 if philox_seed is not None:
                     sizes = batch, num_heads, seqlen_q, seqlen_k
-                    keep = rng.keep_mask(philox_seed, score.dropout_p, *sizes, heads, rows, batches)[..., keys]
-                yield _tile((batches, heads, rows), keys, num_heads, block, masks, keep, score)
+                    keep = rng.keep_mask(philox_seed, params.dropout_p, *sizes, heads, rows, batches)[..., keys]
+                yield _tile((batches, heads, rows), keys, num_heads, block, masks, keep, params)
 
 
 def _tile(
@@ -220,7 +231,7 @@ def _tile(
     block: list[Any],
     masks: tuple[Tensor | None, Tensor | None],
     keep: Tensor | None,
-    score: Score,
+    params: AttentionParams,
 ) -> _Tile:
     """A tile of the heads whose q, k, v, tq, tk, tv are `block` and whose bias and tbias are `masks`."""
     rows = at[2]
@@ -232,17 +243,17 @@ def _tile(
         None if x is None else x[:, :, rows if x.shape[2] != 1 else slice(1), keys if x.shape[3] != 1 else slice(1)]
         for x in masks
     )
-    x = (q @ k.mT).mul_(score.softmax_scale)
+    x = (q @ k.mT).mul_(params.softmax_scale)
     tz = _sum(None if tq is None else tq @ k.mT, None if tk is None else q @ tk.mT)
-    moved = tz = None if tz is None else tz.mul_(score.softmax_scale)
+    moved = tz = None if tz is None else tz.mul_(params.softmax_scale)
     tanh = slope = None
-    if score.softcap:
-        tanh = x.div_(score.softcap).tanh_()
+    if params.softcap:
+        tanh = x.div_(params.softcap).tanh_()
         slope = 1.0 - tanh.square()
-        x = score.softcap * tanh
+        x = params.softcap * tanh
         moved = None if tz is None else tz * slope
     positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=x.device)
-    x = reference.masked(x, bias, score._replace(band_offset=score.band_offset - keys.start), positions)
+    x = reference.masked(x, bias, params._replace(band_offset=params.band_offset - keys.start), positions)
     x, dead = reference.alive(x)
     p = x.softmax(-1).masked_fill_(dead, 0.0)
 
@@ -251,7 +262,7 @@ def _tile(
     if moved is not None:
         mean = (p * moved).sum(-1, keepdim=True)
         tau, tlse = moved - mean, mean.squeeze(-1)
-    return _Tile(at, keys, num_heads, score, q, k, v, tq, tk, tv, keep, tanh, slope, tz, p, tau, tlse)
+    return _Tile(at, keys, num_heads, params, q, k, v, tq, tk, tv, keep, tanh, slope, tz, p, tau, tlse)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -259,13 +270,13 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a.add_(b)
 
 
-def _seen(rows: slice, seqlen_k: int, score: Score) -> slice:
+def _seen(rows: slice, seqlen_k: int, params: AttentionParams) -> slice:
     """The keys between the first and the last that the band lets any of the rows see."""
     begin, end = 0, seqlen_k
-    if score.window_left != UNBOUNDED:
-        begin = min(max(begin, rows.start + score.band_offset - score.window_left), seqlen_k)
-    if score.window_right != UNBOUNDED:
-        end = min(end, rows.stop + score.band_offset + score.window_right)
+    if params.window_left != UNBOUNDED:
+        begin = min(max(begin, rows.start + params.band_offset - params.window_left), seqlen_k)
+    if params.window_right != UNBOUNDED:
+        end = min(end, rows.stop + params.band_offset + params.window_right)
     return slice(begin, max(begin, end))
 
 

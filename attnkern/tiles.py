@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import rng
 from .backends.reference import alive, drop, scores
-from .problem import Score
+from .params import AttentionParams
 
 TILE = {"cpu": 2**18, "cuda": 2**22}
 """Scores that `weights` holds at a time, a few times over: a cache's worth, or enough to keep a GPU busy."""
@@ -28,7 +28,7 @@ def weights(
     lse: Tensor | None,
     philox_seed: Tensor | None,
     rows: Tensor | None,
-    score: Score,
+    params: AttentionParams,
     average: bool,
 ) -> Tensor:
     """p (B, Hq, L, S), or its mean over the heads (B, L, S), in q's dtype: made in tiles, the result is all it holds.
@@ -50,7 +50,7 @@ def weights(
     for part in row_tiles:
         total: Tensor | None = None
         for heads in head_tiles:
-            tile = _tile(q, k, bias, lse, philox_seed, rows, score, heads, part)
+            tile = _tile(q, k, bias, lse, philox_seed, rows, params, heads, part)
             if not average:
                 out[:, heads, part] = tile
             else:
@@ -67,17 +67,17 @@ def weights_of_heads(
     bias: Tensor | None,
     philox_seed: Tensor | None,
     rows: Tensor | None,
-    score: Score,
+    params: AttentionParams,
     num_heads: int,
     heads: slice,
 ) -> Tensor:
     """p of some of `num_heads` heads as one differentiable expression of q, k and bias, which `heads_of` has taken."""
-    x, dead = alive(scores(q, k, bias, score, rows))
+    x, dead = alive(scores(q, k, bias, params, rows))
     p = x.softmax(-1).masked_fill(dead, 0.0)
     if philox_seed is not None:
         batch, _, seqlen_q, seqlen_k = p.shape
-        keep = rng.keep_mask(philox_seed, score.dropout_p, batch, num_heads, seqlen_q, seqlen_k, heads)
-        p = drop(p, keep, score.dropout_p)
+        keep = rng.keep_mask(philox_seed, params.dropout_p, batch, num_heads, seqlen_q, seqlen_k, heads)
+        p = drop(p, keep, params.dropout_p)
     return p
 
 
@@ -88,7 +88,7 @@ def _tile(
     lse: Tensor | None,
     philox_seed: Tensor | None,
     rows: Tensor | None,
-    score: Score,
+    params: AttentionParams,
     heads: slice,
     part: slice,
 ) -> Tensor:
@@ -99,7 +99,9 @@ def _tile(
     tile_bias = None if bias is None else heads_of(bias, heads, num_heads)
     if tile_bias is not None and tile_bias.shape[2] != 1:
         tile_bias = tile_bias[:, :, part]
-    x = scores(q[:, heads, part], heads_of(k, heads, num_heads), tile_bias, score, None if rows is None else rows[part])
+    x = scores(
+        q[:, heads, part], heads_of(k, heads, num_heads), tile_bias, params, None if rows is None else rows[part]
+    )
     if lse is None:
         x, dead = alive(x)
         p = x.softmax(-1).masked_fill_(dead, 0.0)
@@ -111,8 +113,8 @@ def _tile(
             total = p.sum(-1, keepdim=True)
             p /= torch.where((tile_lse.abs() > _LARGE_LSE) & (total > 0), total, 1.0)
     if philox_seed is not None:
-        keep = rng.keep_mask(philox_seed, score.dropout_p, batch, num_heads, seqlen_q, k.shape[-2], heads, part)
-        p = drop(p, keep, score.dropout_p)
+        keep = rng.keep_mask(philox_seed, params.dropout_p, batch, num_heads, seqlen_q, k.shape[-2], heads, part)
+        p = drop(p, keep, params.dropout_p)
     return p
 
 

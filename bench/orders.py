@@ -12,11 +12,9 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from attnkern.backends import cuda
 from attnkern.cases import Case, case
-from attnkern.problem import UNBOUNDED
+from attnkern.params import UNBOUNDED, AttentionParams
 
 from .device import Cuda
 
@@ -54,13 +52,12 @@ def measure(device: Cuda, name: str) -> Iterator[dict[str, Any]]:
     """TFLOP/s of each order, in turns, and which is best. What they compute is the correctness stage's question."""
     trial = device.shrunk(TRIALS[name])
     inputs = device.inputs(trial)
-    out = torch.empty_like(inputs.query[..., : trial.head_dim_v]).contiguous()
-    score = (trial.softmax_scale, 0.0, UNBOUNDED, 0 if trial.causal else UNBOUNDED, 0, 0.0, False)
+    params = AttentionParams(trial.softmax_scale, window_right=0 if trial.causal else UNBOUNDED)
     block = device.block()
 
     def call_of(order: int) -> Any:
-        tensors = (inputs.query, inputs.key, inputs.value, out)
-        return lambda: cuda.run(torch.ops.attnkern.cuda_forward_sm90, tensors, order, *score, results=(out,))
+        tensors = inputs.query, inputs.key, inputs.value
+        return lambda: cuda.forward(*tensors, None, None, params, False, order=order)
 
     calls = {name: call_of(order) for order, name in enumerate(ORDERS)}
     for call in calls.values():

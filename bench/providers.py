@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkern
 from attnkern.cases import Case
+from attnkern.params import AttentionParams
 from attnkern.problem import Problem
 from attnkern.testing import Inputs
 
@@ -130,19 +131,19 @@ class _OperatorProvider(Provider):
     def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]: ...
 
 
-def _score(case: Case, inputs: Inputs) -> tuple[float | int, ...]:
+def _params(case: Case, inputs: Inputs) -> AttentionParams:
     """The operator's arguments from softmax_scale to dropout_p."""
     if case.dropout:
         raise Refused("the bare operator is timed without dropout only")
     query, key, value, mask = _tensors(inputs)
-    return tuple(Problem.from_sdpa(query, key, value, mask, **_extended(case)).score)
+    return Problem.from_sdpa(query, key, value, mask, **_extended(case)).params
 
 
 def _attnkern_op(case: Case, inputs: Inputs) -> Attend:
-    op, score = torch.ops.attnkern.forward.default, _score(case, inputs)
+    op, params = torch.ops.attnkern.forward.default, _params(case, inputs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return op(query, key, value, mask, None, *score, False, "cpu")[0]
+        return op(query, key, value, mask, None, *params, False, "cpu")[0]
 
     return attend
 
@@ -152,11 +153,11 @@ class _AttnkernOperator(_OperatorProvider):
 
     def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         q, k, v, mask = _tensors(inputs)
-        score = _score(case, inputs)
-        out, lse = torch.ops.attnkern.forward.default(q, k, v, mask, None, *score, True, "cpu")
+        params = _params(case, inputs)
+        out, lse = torch.ops.attnkern.forward.default(q, k, v, mask, None, *params, True, "cpu")
         wanted = 7 + 8 * (case.mask == "bias")
         op = torch.ops.attnkern.backward.default
-        return partial(op, grad_out, None, q, k, v, mask, None, out, lse, *score, wanted, "cpu")
+        return partial(op, grad_out, None, q, k, v, mask, None, out, lse, *params, wanted, "cpu")
 
 
 class _TritonOperator(_OperatorProvider):
@@ -171,7 +172,7 @@ def _triton_operator(case: Case, inputs: Inputs) -> Attend:
     from attnkern.backends import triton
 
     _refuse_other_than_launches(case)
-    rest: Any = (None, *_score(case, inputs), False)
+    rest: Any = (None, _params(case, inputs), False)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return triton.forward(query, key, value, mask, *rest)[0]
@@ -187,7 +188,7 @@ def _triton_launch(case: Case, inputs: Inputs) -> Attend:
 
     _refuse_other_than_launches(case)
     launched: list[tuple[Any, ...]] = []
-    arguments: Any = (*_tensors(inputs), None, *_score(case, inputs), False)
+    arguments: Any = (*_tensors(inputs), None, _params(case, inputs), False)
     with _without_driver():
         run, launch.run = launch.run, lambda *arguments: launched.append(arguments)
         try:

@@ -270,7 +270,7 @@ STAGES = (
         10,
         _of("orders", "rows"),
         _of("orders", "measure"),
-        rehearsed="d128 causal 512|d192/128 full 512",
+        rehearsed="d128 causal 512",
     ),
     Stage(
         "table",
@@ -279,7 +279,7 @@ STAGES = (
         15,
         _table_rows,
         _speed,
-        rehearsed="*d128-causal-16384 backward cuda|*d64-causal-4096 forward *|*d64-full-4096 backward cuda",
+        rehearsed="*d128-causal-16384 backward cuda|*d64-causal-4096 forward *",
     ),
     Stage(
         "correctness",
@@ -290,7 +290,7 @@ STAGES = (
         _correctness,
         jobs=6,
         alone=True,
-        rehearsed="d128 few queries|one head",
+        rehearsed="one head",
     ),
     Stage(
         "decode",
@@ -299,7 +299,7 @@ STAGES = (
         15,
         _speed_rows("gpu-decode-*,decode-*-bf16", ("cuda", "triton", "sdpa", "sdpa-flash")),
         _speed,
-        rehearsed="gpu-decode-d64-4k *|decode-cache-16k-bf16 *",
+        rehearsed="gpu-decode-d64-4k *",
     ),
     *(
         Stage(
@@ -323,7 +323,7 @@ STAGES = (
         20,
         _speed_rows("gpu-window-1024,gpu-bias,gpu-d512,gpu-fp32", _RIVALS),
         _speed,
-        rehearsed="gpu-window-1024 forward *|gpu-bias backward cuda|gpu-fp32 forward triton",
+        rehearsed="gpu-window-1024 forward *|gpu-bias backward cuda",
     ),
     Stage(
         "tuning",
@@ -333,7 +333,7 @@ STAGES = (
         _of("tune", "rows"),
         _of("tune", "measure"),
         jobs=12,
-        rehearsed="forward 16-bit plain head size 64|tangent 16-bit plain head size 64",
+        rehearsed="forward 16-bit plain head size 64",
     ),
     Stage(
         "choice",
@@ -343,7 +343,7 @@ STAGES = (
         _of("choose", "rows"),
         _of("choose", "measure"),
         jobs=8,
-        rehearsed="forward decode head size 64|training general head size 64",
+        rehearsed="forward decode head size 64",
     ),
     Stage(
         "tests",

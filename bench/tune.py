@@ -19,6 +19,7 @@ from attnkern.triton_kernels.configs import Config, Row
 
 from attnkern.backends import triton as backend
 from attnkern.cases import Case, case
+from attnkern.params import GRAD_K, GRAD_Q, GRAD_V, AttentionParams
 from attnkern.testing import Inputs
 
 from .device import Cuda
@@ -89,24 +90,24 @@ def launches(row: Row, config: Config, size: int, given: Inputs, launched: list)
     """The arguments of `launch.run` for this row's kernel with `config`."""
     plan.use_table({**configs.TABLE, row: {size: config}})
     inputs, bias = (given.query, given.key, given.value), given.attn_mask
-    score: Any = (size**-0.5, 30.0 if row.feature == "mods" else 0.0, plan.UNBOUNDED, 0, 0, 0.0)
+    params = AttentionParams(size**-0.5, 30.0 if row.feature == "mods" else 0.0, window_right=0)
     launched.clear()
     if row.kernel == "forward":
-        arguments: Any = (*inputs, bias, None, *score, True)
+        arguments: Any = (*inputs, bias, None, params, True)
         backend.forward(*arguments)
         return launched[-1]
     q = inputs[0]
     lse = torch.zeros(q.shape[:3], device=q.device)
     if row.kernel == "tangent":
-        arguments = (*inputs, bias, None, *inputs, bias, q, lse, *score)
+        arguments = (*inputs, bias, None, *inputs, bias, q, lse, params)
         backend.tangent(*arguments)
         return launched[-1]
-    wanted = plan.GRAD_Q if row.kernel.endswith("dq") else plan.GRAD_K | plan.GRAD_V
+    wanted = GRAD_Q if row.kernel.endswith("dq") else GRAD_K | GRAD_V
     if row.kernel.startswith("second"):
-        arguments = (*inputs, bias, q, None, *inputs, bias, None, q, lse, *score, wanted)
+        arguments = (*inputs, bias, q, None, *inputs, bias, None, q, lse, params, wanted)
         backend.second_backward(*arguments)
         return launched[-1]
-    arguments = (q, None, *inputs, bias, None, q, lse, *score, wanted)
+    arguments = (q, None, *inputs, bias, None, q, lse, params, wanted)
     backend.backward(*arguments)
     return launched[-1]
 

@@ -15,6 +15,7 @@
 #pragma pop_macro("TORCH_TARGET_VERSION")
 
 #include <cmath>
+#include <cstring>
 #include <exception>
 #include <utility>
 
@@ -60,7 +61,7 @@ PYTHON int PyUnicode_CompareWithASCIIString(PyObject*, const char*);
 
 namespace {
 
-using attnkern::kUnbounded;
+using attnkern::AttentionParams, attnkern::kUnbounded;
 using torch::headeronly::ScalarType;
 
 PyObject* const kNone = &_Py_NoneStruct;
@@ -192,7 +193,7 @@ struct Python {
     PyThreadState* state_;
   };
 
-  static Tensor empty(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype) {
+  static Tensor empty(const Tensor&, int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype) {
     const auto tuple = [dims](const int64_t* numbers) {
       Owned result(PyTuple_New(dims));
       for (int64_t i = 0; i < dims; ++i) PyTuple_SetItem(result.get(), i, PyLong_FromLongLong(numbers[i]));
@@ -204,7 +205,9 @@ struct Python {
   }
 
   // A result that isn't asked for. (The operators of the dispatcher must return a tensor.)
-  static Tensor nothing(ScalarType) { return Tensor::result(none()); }
+  static Tensor nothing(const Tensor&, ScalarType) { return Tensor::result(none()); }
+
+  static void zero(Tensor& x) { std::memset(x.data_ptr(), 0, x.numel() * x.element_size()); }
 };
 
 // The arguments of an operator, one after the other.
@@ -222,8 +225,14 @@ class Arguments {
     next();
     return {};
   }
-  double real() { return PyFloat_AsDouble(next()); }
   int64_t integer() { return PyLong_AsLongLong(next()); }
+  AttentionParams params() {
+    AttentionParams read;
+#define READ(type, name) read_number(read.name);
+    ATTNKERN_PARAMS(READ)
+#undef READ
+    return read;
+  }
   bool truth() { return next() == &_Py_TrueStruct; }
   // The last one: whether all are what they should be, and the kernels of csrc/cpu are asked for.
   bool plain_for_cpu() {
@@ -232,6 +241,8 @@ class Arguments {
 
  private:
   PyObject* next() { return *next_++; }
+  void read_number(double& x) { x = PyFloat_AsDouble(next()); }
+  void read_number(int64_t& x) { x = PyLong_AsLongLong(next()); }
 
   PyObject* const* next_;
   PyObject* const* end_;
@@ -260,37 +271,32 @@ PyObject* or_none(Function&& function) {
 
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 13 || any_answers_true(python.listeners)) return nullptr;
+    if (count != 7 + attnkern::kParamCount || any_answers_true(python.listeners)) return nullptr;
     Arguments a(arguments, count);
     const Tensor q = a.tensor(), k = a.tensor(), v = a.tensor();
     const OptionalTensor bias = a.optional_tensor(), seed = a.optional_tensor();
-    const double scale = a.real(), softcap = a.real();
-    const int64_t left = a.integer(), right = a.integer(), offset = a.integer();
-    const double dropout_p = a.real();
+    const AttentionParams params = a.params();
     const bool need_lse = a.truth();
     if (!a.plain_for_cpu()) return nullptr;
-    auto [out, lse] =
-        attnkern::cpu::forward<Python>(q, k, v, bias, seed, scale, softcap, left, right, offset, dropout_p, need_lse);
+    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, seed, params, need_lse);
     return tuple_of(out, lse);
   });
 }
 
 PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 17 || any_answers_true(python.listeners)) return nullptr;
+    if (count != 11 + attnkern::kParamCount || any_answers_true(python.listeners)) return nullptr;
     Arguments a(arguments, count);
     const Tensor grad_out = a.tensor();
     const OptionalTensor grad_lse = a.optional_tensor();
     const Tensor q = a.tensor(), k = a.tensor(), v = a.tensor();
     const OptionalTensor bias = a.optional_tensor(), seed = a.optional_tensor();
     const Tensor out = a.tensor(), lse = a.tensor();
-    const double scale = a.real(), softcap = a.real();
-    const int64_t left = a.integer(), right = a.integer(), offset = a.integer();
-    const double dropout_p = a.real();
+    const AttentionParams params = a.params();
     const int64_t grad_mask = a.integer();
     if (!a.plain_for_cpu()) return nullptr;
-    auto [dq, dk, dv, dbias] = attnkern::cpu::backward<Python>(grad_out, grad_lse, q, k, v, bias, seed, out, lse, scale,
-                                                               softcap, left, right, offset, dropout_p, grad_mask);
+    auto [dq, dk, dv, dbias] =
+        attnkern::cpu::backward<Python>(grad_out, grad_lse, q, k, v, bias, seed, out, lse, params, grad_mask);
     return tuple_of(dq, dk, dv, dbias);
   });
 }
@@ -336,15 +342,16 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;
     const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };
     if (enable_gqa == &_Py_FalseStruct && !(same_heads(k) && same_heads(v))) return nullptr;
-    const double factor = scale == kNone ? 1 / std::sqrt(static_cast<double>(q.size(3))) : PyFloat_AsDouble(scale);
-    const double cap = softcap == kNone ? 0 : PyFloat_AsDouble(softcap);
-    int64_t left = kUnbounded, right = kUnbounded;
-    if (window != kNone) left = bound_of(PyTuple_GetItem(window, 0)), right = bound_of(PyTuple_GetItem(window, 1));
-    if (left < 0 || right < 0 || PyErr_Occurred() != nullptr) return nullptr;
-    if (is_causal == &_Py_TrueStruct) right = 0;  // bounds are not negative: this is the tighter one
-    const int64_t offset = bottom_right ? k.size(2) - q.size(2) : 0;
+    AttentionParams params{};
+    params.softmax_scale = scale == kNone ? 1 / std::sqrt(static_cast<double>(q.size(3))) : PyFloat_AsDouble(scale);
+    params.softcap = softcap == kNone ? 0 : PyFloat_AsDouble(softcap);
+    params.window_left = window == kNone ? kUnbounded : bound_of(PyTuple_GetItem(window, 0));
+    params.window_right = window == kNone ? kUnbounded : bound_of(PyTuple_GetItem(window, 1));
+    if (params.window_left < 0 || params.window_right < 0 || PyErr_Occurred() != nullptr) return nullptr;
+    if (is_causal == &_Py_TrueStruct) params.window_right = 0;  // bounds are not negative: this is the tighter one
+    params.band_offset = bottom_right ? k.size(2) - q.size(2) : 0;
     const bool need_lse = return_lse == &_Py_TrueStruct;
-    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, {}, factor, cap, left, right, offset, 0, need_lse);
+    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, {}, params, need_lse);
     return need_lse ? tuple_of(out, lse) : out.release();
   });
 }

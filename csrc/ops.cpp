@@ -14,69 +14,31 @@
 
 namespace {
 
-using attnkern::DType;
-using attnkern::OptionalTensor;
+using attnkern::AttentionParams, attnkern::Dispatcher, attnkern::DType, attnkern::OptionalTensor;
 using attnkern::cpu::kernels, attnkern::cpu::runtime;
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// How the operators of cpu/operators.h see tensors that came through the dispatcher.
-struct Dispatcher {
-  using Tensor = torch::stable::Tensor;
-  struct WhileKernelsRun {};  // the dispatcher has let go of the interpreter already
-
-  static Tensor empty(int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype) {
-    AtenTensorHandle handle = nullptr;
-    const auto error = aoti_torch_empty_strided(dims, sizes, strides,
-                                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-                                                aoti_torch_device_type_cpu(), 0, &handle);
-    if (error != AOTI_TORCH_SUCCESS) out_of_memory(dims, sizes, dtype);
-    return Tensor(handle);
-  }
-
-  [[noreturn]] static void out_of_memory(int64_t dims, const int64_t* sizes, ScalarType dtype) {
-    __int128 bytes = dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2;
-    std::string shape;
-    for (int64_t n = 0; n < dims; ++n) {
-      bytes *= sizes[n];
-      shape += (n > 0 ? ", " : "") + std::to_string(sizes[n]);
-    }
-    std::string digits;
-    for (; bytes > 0; bytes /= 10) digits.insert(digits.begin(), static_cast<char>('0' + static_cast<int>(bytes % 10)));
-    throw std::runtime_error("attnkern: can't allocate memory: you tried to allocate " + digits +
-                             " bytes for a result of shape (" + shape + ")");
-  }
-
-  static Tensor nothing(ScalarType dtype) {
-    const int64_t size = 0, stride = 1;
-    return empty(1, &size, &stride, dtype);
-  }
-};
 
 void check_backend(const std::string& backend) {
   STD_TORCH_CHECK(backend == "cpu", "attnkern: on CPU tensors this operator has the backend 'cpu' only, got '", backend,
                   "'");
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
-                                   double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
-                                   int64_t band_offset, double dropout_p, bool need_lse, std::string backend) {
+std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias,
+                                   OptionalTensor philox_seed ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool need_lse,
+                                   std::string backend) {
   check_backend(backend);
-  return attnkern::cpu::forward<Dispatcher>(q, k, v, bias, philox_seed, softmax_scale, softcap, window_left,
-                                            window_right, band_offset, dropout_p, need_lse);
+  return attnkern::cpu::forward<Dispatcher>(q, k, v, bias, philox_seed,
+                                            AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, need_lse);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k,
                                                     Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
-                                                    Tensor out, Tensor lse, double softmax_scale, double softcap,
-                                                    int64_t window_left, int64_t window_right, int64_t band_offset,
-                                                    double dropout_p, int64_t grad_mask, std::string backend) {
+                                                    Tensor out, Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
+                                                    int64_t grad_mask, std::string backend) {
   check_backend(backend);
-  const auto contiguous = [](const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); };
-  if (grad_lse.has_value()) grad_lse = contiguous(*grad_lse);
-  return attnkern::cpu::backward<Dispatcher>(grad_out, grad_lse, q, k, v, bias, philox_seed, out, contiguous(lse),
-                                             softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
-                                             grad_mask);
+  if (grad_lse.has_value()) grad_lse = attnkern::dense(*grad_lse);
+  return attnkern::cpu::backward<Dispatcher>(grad_out, grad_lse, q, k, v, bias, philox_seed, out, attnkern::dense(lse),
+                                             AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, grad_mask);
 }
 
 // The kernels' multiply-adds on registers alone, for some milliseconds on every thread: the FLOPs of it. Timed, it is

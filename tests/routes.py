@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,9 +38,7 @@ def _routed(backend: Any, replaced: dict[tuple[Any, str], Any]) -> Iterator[None
         stack.enter_context(patch.object(backend, "unavailable", lambda: None))
         stack.enter_context(patch.dict(table.TABLE, {"cpu": (backend, *table.TABLE["cpu"])}))
         stack.enter_context(patch.object(ops, "forward", ops.route_forward))
-        # The operators take names too.
-        backward = patch.object(ops, "backward", lambda *given, **named: ops.route_backward(*given, *named.values()))
-        stack.enter_context(backward)
+        stack.enter_context(patch.object(ops, "backward", ops.route_backward))
         yield
 
 
@@ -47,20 +46,14 @@ def _routed(backend: Any, replaced: dict[tuple[Any, str], Any]) -> Iterator[None
 def cuda(capability: int = 80, launched: Callable[[Any], object] = lambda launch: None) -> Iterator[Any]:
     """`backend="cuda"` with its shipped host code; gives the recorder of its launches."""
     backend = table.cuda
-    recorder = launches.Recorder(capability)
-
-    def run(operator, tensors, *rest, results=()):
-        before = len(recorder.launches)
-        returned = recorder.run(operator, tensors, *rest, results=results)
-        for launch in recorder.launches[before:]:
-            launched(launch)
-        return returned
+    recorder = launches.Recorder(capability, launched=launched)
+    run = functools.partial(recorder.run, backend._run)
 
     def chip(index: int):
         shared = launches.SHARED_LIMIT[recorder.target]
         return backend.Chip(recorder.target, recorder.multiprocessors, shared + 1024, shared)
 
-    replaced = {(backend, "capability"): lambda index: recorder.target, (backend, "run"): run, (backend, "chip"): chip}
+    replaced = {(backend, "capability"): lambda index: recorder.target, (backend, "_run"): run, (backend, "chip"): chip}
     with _routed(backend, replaced):
         yield recorder
 

@@ -536,32 +536,8 @@ def test_development_requirements_are_pinned():
 # -------------------------------------------------------------------------------------------------------------- CUDA
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", ["contiguous", "(B, L, H, D)", "unaligned"])
-def test_delta_is_the_row_sum_of_grad_out_times_out_less_grad_lse(dtype, layout):
-    def tensor():
-        x = torch.randn(2, 3, 101, head_dim + 1, device="cuda", dtype=dtype)
-        if layout == "unaligned":
-            return x[..., 1:]
-        x = x[..., :head_dim].contiguous()
-        return x if layout == "contiguous" else x.transpose(1, 2).contiguous().transpose(1, 2)
-
-    for head_dim in (1, 24, 64, 128, 257):
-        grad_out, out = tensor(), tensor()
-        grad_lse = torch.randn(2, 101, 3, device="cuda").transpose(1, 2)
-        exact = (grad_out.double() * out.double()).sum(-1)
-        for given, expected in ((None, exact), (grad_lse, exact - grad_lse)):
-            delta = torch.ops.attnkern.delta(grad_out, out, given)
-            torch.testing.assert_close(delta.double(), expected, rtol=1e-5, atol=1e-5 * head_dim)
-            assert delta.is_contiguous()
-    assert torch.ops.attnkern.delta(grad_out[:0], out[:0], None).shape == (0, 3, 101)
-    with pytest.raises(RuntimeError, match="equal sizes"):
-        torch.ops.attnkern.delta(grad_out, out[:, :, 1:], None)
-
-
 if (PACKAGE / "_cuda.abi3.so").exists():
 
     def test_the_cuda_library_registers_its_kernel_beside_any_torch():
         assert _library.load_error("_cuda") is None
-        assert torch._C._dispatch_has_kernel_for_dispatch_key("attnkern::delta", "CUDA")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("attnkern::cuda_forward", "CUDA")

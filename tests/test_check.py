@@ -161,10 +161,12 @@ def leave_out(monkeypatch):
         monkeypatch.setattr(disabled, "left_out", frozenset(families))
         mask = sum(cuda.LEFT_OUT[name] for name in families if name in cuda.LEFT_OUT)
         torch.ops.attnkern.cuda_leave_out(mask)
+        cuda._plan.cache_clear()  # plans are made once
         return mask
 
     yield leave_out
     torch.ops.attnkern.cuda_leave_out(0)
+    cuda._plan.cache_clear()
 
 
 @pytest.fixture
@@ -227,7 +229,7 @@ def test_a_family_in_the_simulator(name, kernel, leave_out, on_hopper, monkeypat
     """A call of each, as its process would run it on a Hopper, with what it leaves out."""
     family = check.FAMILIES[name]
     recorder = launches.Recorder(90, left_out=leave_out(*family.without))
-    monkeypatch.setattr(cuda, "run", recorder.run)
+    monkeypatch.setattr(cuda, "_run", functools.partial(recorder.run, cuda._run))
     monkeypatch.setattr(ops, "forward", ops.route_forward)
     monkeypatch.setattr(ops, "backward", ops.route_backward)
     before = torch.are_deterministic_algorithms_enabled()

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import routes
+from attnkern import ops, testing
 from attnkern.backends import choice, cuda, triton
 from attnkern.problem import Problem
 
@@ -49,8 +51,8 @@ def test_a_forward_plan_names_tile_threads_memory_blocks_and_variant(chip):
 
 def test_hoppers_kernels_share_the_tiles_among_its_multiprocessors():
     (line,) = cuda.plan(problem(2, 16, 1000, 128), H100)
-    assert line.startswith("forward, sm_90a: 128 x 128 queries and keys, head sizes up to 128 and 128, 2 stages, ")
-    assert line.endswith(f" {H100.multiprocessors} blocks for {8 * 32} tiles, plain, ping-pong")
+    assert line.startswith("forward, sm_90a: 128 x 128 queries and keys, head size up to 128, 384 threads, ")
+    assert line.endswith(f" {H100.multiprocessors} blocks, {8 * 32} tiles, 2 stages, plain, ping-pong")
     (line,) = cuda.plan(problem(2, 4, 1000, 128, dropout_p=0.5), H100)
     assert line.startswith("forward, sm_80: ")
     assert line.endswith(", general (not sm_90a: there is dropout)")
@@ -80,16 +82,22 @@ def calls_near_the_limits_of_tma():
             yield Problem.from_sdpa(*arguments)
 
 
-def test_the_family_of_the_choice_is_the_one_that_runs():
-    """`family` says in Python what the compiled library decides."""
+def test_hoppers_kernels_are_hoppers_alone():
+    """Those that TMA can't feed go to the kernels for every chip, and say why."""
     families = []
     for call in calls_near_the_limits_of_tma():
-        line = cuda.plan(call, H100)[0]
-        if not line.startswith("decode"):
-            assert line.startswith(f"forward, {cuda.family(call, 90)}: "), (str(call), line)
-            assert cuda.family(call, 80) == cuda.family(call, 100) == "sm_80"
-            families.append(cuda.family(call, 90))
+        hopper, other = (cuda.plan_of(call, chip).launches[0] for chip in (H100, A100))
+        assert other.family == "sm_80"
+        if hopper.kernel != "decode":
+            assert ("not sm_90a: " in str(hopper)) == (hopper.family == "sm_80")
+            families.append(hopper.family)
     assert families.count("sm_90a") > 10 < families.count("sm_80")
+
+
+def test_a_plan_is_made_once():
+    call, other = problem(1, 2, 70, 64), problem(1, 2, 170, 64)
+    assert cuda.plan_of(call, A100) is cuda.plan_of(problem(1, 2, 70, 64), A100)
+    assert cuda.plan_of(call, A100) != cuda.plan_of(other, A100)
 
 
 def test_unaligned_rows_and_biases_take_the_general_variant():
@@ -192,7 +200,7 @@ def test_select_and_explain_follow_the_rules(on, capability):
             call = Problem.from_sdpa(x, x, x)
             rule = choice.rule_for(choice.call_of(call, capability))
             explanation = table.explain(call)
-            hopper = cuda.family(call, capability) == "sm_90a"
+            hopper = cuda.is_for_hopper(call)
             first = next(name for name in rule.order if hopper or name != "cuda-sm90")
             assert explanation.chosen == table.select(call).NAME == first.removesuffix("-sm90")
             assert f"{explanation.chosen}: chosen by model, not measured ({rule.because})" in str(explanation)
@@ -259,18 +267,31 @@ def test_measured_rules_are_kept_as_json(on, tmp_path):
         choice.load(tmp_path / "rules.json")
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_choice_is_made_while_tracing(dynamic):
-    """torch.compile, with sizes that are symbols too: no break in the graph."""
+def test_a_graph_leaves_the_choice_to_its_calls(on, monkeypatch):
+    """A trace sees no addresses, and the graph serves other sizes than those it was traced with."""
+    on(90)
+    with FakeTensorMode():
+        x = fake(2, 4, 256, 64)
+        call = Problem.from_sdpa(x, x, x)
+        assert table.select(call) is cuda
+        assert table.name_for_operators(cuda, call, None) == "cuda"
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert table.name_for_operators(table.select(call), call, None) == table.AT_RUN_TIME
+        assert table.name_for_operators(cuda, call, "cuda") == "cuda"
 
-    def chosen(q, k, v):
-        call = Problem.from_sdpa(q, k, v, None, 0.0)
-        rule = choice.rule_for(choice.call_of(call, 90))
-        return q * (2 if cuda.family(call, 90) == "sm_90a" else 1) + len(rule.order)
 
-    x = torch.ones(1, 2, 200, 64, dtype=torch.bfloat16)
-    compiled = torch.compile(chosen, backend="eager", fullgraph=True, dynamic=dynamic)
-    with torch.no_grad():
-        assert torch.equal(compiled(x, x, x), x * 2 + 3)
-        odd = torch.ones(1, 2, 200, 68, dtype=torch.bfloat16)[..., :61]
-        assert torch.equal(compiled(odd, odd, odd), odd + 3)
+def test_an_operator_that_chooses_at_run_time():
+    q, k, v = testing.make_inputs(1, 2, 40, 70, 64, dtype=torch.bfloat16).tensors.values()
+    params, grad_out = Problem.from_sdpa(q, k, v).params, torch.randn_like(q)
+    with routes.cuda(90) as recorder:
+        results = {}
+        for name in ("cuda", table.AT_RUN_TIME):
+            out, lse = ops.route_forward(q, k, v, None, None, *params, True, name)
+            grads = ops.route_backward(grad_out, None, q, k, v, None, None, out, lse, *params, 7, name)
+            second = ops.route_second_backward(
+                *grads[:3], None, grad_out, None, q, k, v, None, None, out, lse, *params, 7, name
+            )
+            results[name] = (out, lse, *grads, *second)
+        half = len(recorder.launches) // 2
+        assert [x.name for x in recorder.launches[:half]] == [x.name for x in recorder.launches[half:]]
+    assert all(map(torch.equal, *results.values()))

@@ -176,6 +176,32 @@ def planned(chip, *sizes, kinds=None, wanted=("query", "key", "value", "attn_mas
     return {match[1]: (*map(int, match.groups()[1:6]), match[7]) for match in matches}
 
 
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "(B, L, H, D)": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "unaligned": lambda x: torch.nn.functional.pad(x, (1, 0))[..., 1:],
+    "columns apart": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_delta_is_the_row_sum_of_grad_out_times_out_less_grad_lse(simulated, layout, dtype):  # noqa: F811
+    for head_dim, with_lse in ((1, False), (24, True), (257, False)):
+        sizes = 2, 3, 37, head_dim
+        q, k, v = (torch.randn(sizes).to(dtype) for _ in range(3))
+        grad_out, out = (LAYOUTS[layout](torch.randn(sizes).to(dtype)) for _ in range(2))
+        lse, grad_lse = torch.zeros(sizes[:3]), torch.randn(2, 37, 3).transpose(1, 2)
+        exact = (grad_out.double() * out.double()).sum(-1) - (grad_lse if with_lse else 0)
+        params = Problem.from_sdpa(q, k, v).params
+        cuda.backward(grad_out, grad_lse if with_lse else None, q, k, v, None, None, out, lse, params, 1)
+        (delta,) = (x for x in simulated.recorder.tensors if x.shape == (exact.numel(),))
+        # The sum of head_dim products, each rounded, in any order: head_dim * eps of their magnitudes' sum at most.
+        bound = (grad_out.double() * out.double()).abs().sum(-1) + exact.abs()
+        error = (delta.view(exact.shape).double() - exact).abs()
+        assert (error <= 2 * (head_dim + 2) * torch.finfo(torch.float32).eps * bound).all()
+
+
 def test_plan():
     """Tiles by the shared memory of the chip, chunks by dtype and head size, blocks by rows and heads; pure."""
     wide, narrow = (planned(chip, 1, 2, 70, 300, 128) for chip in (80, 86))

@@ -250,12 +250,9 @@ def test_splits_change_nothing_but_rounding(simulated, dtype, size):
     inputs = simulated.inputs(1, 2, 2, 200, size, dtype=dtype)
     q, k, v = inputs.tensors.values()
     want = testing.expected(q, k, v)
-    score = (*Problem.from_sdpa(q, k, v, None, 0.0).score, False)
+    params = Problem.from_sdpa(q, k, v, None, 0.0).params
     for splits in (1, 3, 128):
-        out, lse = torch.empty(1, 2, 2, size, dtype=dtype), torch.empty(1, 2, 2)
-        written = (out, lse, torch.empty(4 * splits * (size + 1)))
-        tensors = (q, k, v, None, None, *written)
-        simulated.recorder.run(torch.ops.attnkern.cuda_forward, tensors, splits, *score, results=written)
+        out, lse = cuda.forward(q, k, v, None, None, params, True, splits=splits)
         for name, actual in (("out", out), ("lse", lse)):
             exact, baseline, unit = want[name].exact, want[name].baseline, want[name].unit
             testing.assert_within_rule(actual, exact, baseline, unit=unit, name=f"{name} of {splits} splits")
@@ -270,17 +267,14 @@ def test_operators_without_a_head(simulated):
     """Heads are divided by: what has none of queries is answered first, by every operator. Gradients are zeros."""
     q, k = torch.ones(2, 0, 5, 8, dtype=BF16), torch.ones(2, 2, 7, 8, dtype=BF16)
     bias, rows = torch.ones(1, 1, 5, 7, dtype=BF16), torch.ones(2, 0, 5)
-    score = (*Problem.from_sdpa(q, q, q, None, 0.0).score, False)
-    run, operators = simulated.recorder.run, torch.ops.attnkern
-    assert run(operators.cuda_decode_splits, (q, k, k, bias, None), *score) == 0
-    for splits in (0, 3):
-        run(operators.cuda_forward, (q, k, k, bias, None, q, rows, None), splits, *score)
-    assert run(operators.delta, (q, q, None)).shape == (2, 0, 5)
-    grads = [torch.full_like(x, torch.nan) for x in (k, k, bias)]
-    inputs = (q, q, k, k, bias, None, rows, rows, q, *grads)
-    assert run(operators.cuda_backward_sums, inputs, 2, *score) == 0
-    run(operators.cuda_backward, (*inputs, None), 2, *score)
-    assert all((x == 0).all() for x in grads)
+    params = Problem.from_sdpa(q, q, q, None, 0.0).params
+    for splits in (None, 0, 3):
+        out, lse = cuda.forward(q, k, k, bias, None, params, True, splits=splits)
+        assert (out.shape, lse.shape) == (q.shape, rows.shape)
+    grads = cuda.backward(q, None, q, k, k, bias, None, q, rows, params, 15)
+    for grad, x in zip(grads, (q, k, k, bias), strict=True):
+        assert grad.shape == x.shape
+        assert (grad == 0).all()
     assert not simulated.recorder.launches
 
 

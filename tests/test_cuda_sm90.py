@@ -16,7 +16,7 @@ import torch
 import launches
 import ptxsim
 from attnkern import testing
-from attnkern.problem import UNBOUNDED
+from attnkern.params import AttentionParams
 from gate import compilers
 from ptxsim import mutate
 from test_cuda_kernels import BF16, FP16, Simulated, cuda, simulated  # noqa: F401
@@ -24,7 +24,7 @@ from test_cuda_kernels import BF16, FP16, Simulated, cuda, simulated  # noqa: F4
 ROOT = Path(__file__).parents[1]
 CAUSAL = {"is_causal": True}
 LAST = {"is_causal": True, "alignment": "bottom_right"}
-SCORE = (0.125, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0, False)  # of a plain call with head size 64
+PLAIN = AttentionParams(0.125)  # of a plain call with head size 64
 KERNEL = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELb([01])E")
 
 
@@ -51,9 +51,9 @@ def hopper(simulated):  # noqa: F811
 
 
 @pytest.fixture
-def forward(hopper, monkeypatch):
+def forward(hopper):
     """The backend, with few queries sent to this kernel too."""
-    monkeypatch.setattr(cuda, "FEW_QUERIES", 0)
+    hopper.recorder.left_out = cuda.LEFT_OUT["cuda-decode"]
     return Forward(**vars(hopper))
 
 
@@ -139,9 +139,8 @@ def test_a_tensor_map_that_the_driver_refuses(hopper, number, request):
     assert hopper.kernels() == ["forward", "delta", "dkdv", "dq"] * 2
     (text,) = [text for x in told if "tensor map" in (text := str(x.message))]
     assert text.startswith(f"attnkern: the driver refuses a tensor map: {name} (CUresult {number}); the kernels for ")
-    tensors = (*inputs.tensors.values(), torch.empty_like(inputs.query))
     with pytest.raises(RuntimeError, match=re.escape(f"attnkern: the driver refuses a tensor map: {name}")):
-        hopper.recorder.run(torch.ops.attnkern.cuda_forward_sm90, tensors, 0, *SCORE)
+        cuda.forward(*inputs.tensors.values(), None, None, PLAIN, False, order=0)
 
 
 @pytest.mark.parametrize("source", ["forward", "backward"])
@@ -170,10 +169,8 @@ def test_broadcast_tensors(forward, which, shared):
 def test_without_lse(forward):
     """A call that needs no gradient writes none."""
     q = torch.randn(1, 1, 70, 64, dtype=BF16)
-    out = torch.full((1, 1, 70, 64), torch.nan, dtype=BF16)
-    written = (out, None, None)
-    tensors = (q, q, q, None, None, *written)
-    forward.recorder.run(torch.ops.attnkern.cuda_forward, tensors, 0, *SCORE, results=[out])
+    out, lse = cuda.forward(q, q, q, None, None, PLAIN, False)
+    assert lse.shape == (0,)
     assert KERNEL.search(forward.recorder.launches[0].name)
     want = testing.expected(q, q, q)["out"]
     testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, name="out")
@@ -186,10 +183,8 @@ def test_orders(forward, order, sizes):
     across them."""
     q, k = (torch.randn(1, 3, length, sizes[0], dtype=BF16) for length in (130, 300))
     v = torch.randn(1, 3, 300, sizes[1], dtype=BF16)
-    out = torch.full((1, 3, 130, sizes[1]), torch.nan, dtype=BF16)
-    score = (sizes[0] ** -0.5, *SCORE[1:])
     forward.recorder.multiprocessors, forward.recorder.seed = 2, order
-    forward.recorder.run(torch.ops.attnkern.cuda_forward_sm90, (q, k, v, out), order, *score, results=[out])
+    out, _ = cuda.forward(q, k, v, None, None, AttentionParams(sizes[0] ** -0.5), False, order=order)
     (launch,) = forward.recorder.launches
     assert f"5OrderE{order}" in launch.name
     want = testing.expected(q, k, v)["out"]
@@ -268,8 +263,7 @@ def test_planted_bugs_are_found(forward, kind):
     torch.manual_seed(2)
     q, k, v = (torch.randn(1, 4, length, 64, dtype=BF16) for length in (70, 600, 600))
     forward.recorder.multiprocessors, forward.recorder.simulate = 2, False
-    out, lse = torch.empty(1, 4, 70, 64, dtype=BF16), torch.empty(1, 4, 70)
-    forward.recorder.run(torch.ops.attnkern.cuda_forward, (q, k, v, None, None, out, lse, None), 0, *SCORE)
+    out, lse = cuda.forward(q, k, v, None, None, PLAIN, True, splits=0)
     (launch,) = forward.recorder.launches
     want = testing.expected(q, k, v)
 

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import attnkern
 from attnkern import ops, testing
 from attnkern.backends import cpu
-from attnkern.problem import DTYPES, UNBOUNDED, Problem
+from attnkern.params import DTYPES, UNBOUNDED
+from attnkern.problem import Problem
 
 sdpa = attnkern.scaled_dot_product_attention
 
@@ -66,21 +67,21 @@ def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
     for _ in range(25):
         inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
         tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask
-        q, k, v, bias, score, _ = Problem.from_sdpa(*tensors, dropout_p=dropout_p, **options)
+        q, k, v, bias, params, _ = Problem.from_sdpa(*tensors, dropout_p=dropout_p, **options)
         seed = torch.randint(2**62, (1,)) if dropout_p else None
         given = q, k, v, bias, seed
         with testing.unmodified(*(x for x in given if x is not None)):
             for need_lse in (False, True):
-                results = cpu.forward(*given, *score, need_lse, "cpu")
+                results = cpu.forward(*given, *params, need_lse, "cpu")
                 assert results is not None, inputs.recipe
-                assert_same(results, ops.forward(*given, *score, need_lse, "cpu"))
+                assert_same(results, ops.forward(*given, *params, need_lse, "cpu"))
             out, lse = results
             grad_out = torch.randn(out.shape).to(out.dtype)
             grad_lse = torch.randn_like(lse) if part % 2 else None
             mask = int(torch.randint(8, ()))
             if bias is not None and bias.is_floating_point():
                 mask += ops.GRAD_BIAS
-            rest = out, lse, *score, mask, "cpu"
+            rest = out, lse, *params, mask, "cpu"
             grads = cpu.backward(grad_out, grad_lse, *given, *rest)
             assert grads is not None, inputs.recipe
             assert_same(grads, ops.backward(grad_out, grad_lse, *given, *rest))
@@ -238,12 +239,12 @@ LISTENERS = {
 @pytest.mark.parametrize("listener", LISTENERS.values(), ids=LISTENERS)
 def test_nothing_is_direct_where_operators_are_seen(listener):
     q, k, v = changed(0, torch.clone)
-    score = (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
-    out, lse = cpu.forward(q, k, v, None, None, *score, True, "cpu")
+    params = (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
+    out, lse = cpu.forward(q, k, v, None, None, *params, True, "cpu")
     with listener():
         assert call(q, k, v) is None
-        assert cpu.forward(q, k, v, None, None, *score, True, "cpu") is None
-        assert cpu.backward(out, None, q, k, v, None, None, out, lse, *score, 7, "cpu") is None
+        assert cpu.forward(q, k, v, None, None, *params, True, "cpu") is None
+        assert cpu.backward(out, None, q, k, v, None, None, out, lse, *params, 7, "cpu") is None
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -301,21 +302,21 @@ def test_gradients_are_the_operators_to_the_bit(operators):
 
 def test_references_are_kept_right():
     tensors = changed(0, torch.clone)
-    score = (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
+    params = (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
     leaves = [x.clone().requires_grad_() for x in tensors]
 
     def all_of_them():
         call(*tensors, 1.0)
         call(*tensors)
-        out, lse = cpu.forward(*tensors, None, None, *score, True, "cpu")
-        cpu.forward(*tensors, None, None, *score, False, "cuda")
-        cpu.backward(out, lse, *tensors, None, None, out, lse, *score, 5, "cpu")
+        out, lse = cpu.forward(*tensors, None, None, *params, True, "cpu")
+        cpu.forward(*tensors, None, None, *params, False, "cuda")
+        cpu.backward(out, lse, *tensors, None, None, out, lse, *params, 5, "cpu")
         sdpa(*leaves).sum().backward()
 
     def counts():
         gc.collect()
         singletons = (None, True, False, torch.Tensor, torch.float32, "cpu", float, int, str)
-        return [sys.getrefcount(x) for x in (*tensors, *score[:2], *singletons)] + [sys.getallocatedblocks()]
+        return [sys.getrefcount(x) for x in (*tensors, *params[:2], *singletons)] + [sys.getallocatedblocks()]
 
     for _ in range(3):
         all_of_them()

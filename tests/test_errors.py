@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import attnkern
 from attnkern import ops, testing
-from attnkern.problem import UNBOUNDED
+from attnkern.params import UNBOUNDED
 
 contract = pytest.mark.contract
 x = torch.randn(2, 3, 5, 8)
@@ -377,13 +377,13 @@ def test_bands_of_any_numbers(operator):
             return (left >= UNBOUNDED or -left <= distance) and (right >= UNBOUNDED or distance <= right)
 
         keep = torch.tensor([[within(i, j) for j in range(seqlen_k)] for i in range(seqlen_q)])
-        score = 0.5, 0.0, left, right, offset, 0.0
+        params = 0.5, 0.0, left, right, offset, 0.0
         if operator == "forward":
-            weights, _ = torch.ops.attnkern.forward(q, k, v, None, None, *score, True, "cpu")
+            weights, _ = torch.ops.attnkern.forward(q, k, v, None, None, *params, True, "cpu")
         else:  # along V = 1 the output moves by the weights
             zeros = torch.zeros_like(v)
             moves = None, None, v, None
-            weights, _ = torch.ops.attnkern.tangent(q, k, zeros, None, None, *moves, out, lse, *score, "cpu")
+            weights, _ = torch.ops.attnkern.tangent(q, k, zeros, None, None, *moves, out, lse, *params, "cpu")
         assert torch.equal(weights[0, 0] != 0, keep), (left, right, offset)
 
 
@@ -397,14 +397,14 @@ used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)
 small, wide, rows = one.expand(1, 4, 64, 1), one.expand(1, 4, 64, 2**27), one.expand(1, 4, 2, 2**27)
 row = torch.zeros(1, 4, 64, 1, dtype=one.dtype), torch.zeros(1, 4, 64)
-score = 0.5, 0.0, 2**62, 2**62, 0, 0.0
+params = 0.5, 0.0, 2**62, 2**62, 0, 0.0
 calls = {{
     "result": lambda: attnkern.attention(one.expand(1, 1, 2**36, 1), one.expand(1, 1, 2, 1), one.expand(1, 1, 2, 1)),
     "torch's": lambda: torch.empty(2**40),
     "forward": lambda: attnkern.attention(wide, wide, small),
     "decode": lambda: attnkern.attention(rows, wide, small),
     "backward": lambda: torch.ops.attnkern.backward(
-        row[0], None, wide, wide, small, None, None, *row, *score, 4, "cpu"),
+        row[0], None, wide, wide, small, None, None, *row, *params, 4, "cpu"),
 }}
 for name, call in calls.items():
     try:

@@ -121,10 +121,10 @@ def test_compiled_whole(backend):
 @pytest.mark.parametrize("backend", KERNELS)
 def test_the_operators_are_what_their_schemas_say(backend):
     q, k, v = (x.detach() for x in leaves())
-    score = (0.125, 0.0, 2**62, 0, 0, 0.0)
-    torch.library.opcheck(torch.ops.attnkern.forward.default, (q, k, v, None, None, *score, True, backend))
-    out, lse = torch.ops.attnkern.forward(q, k, v, None, None, *score, True, backend)
-    backward = (torch.ones_like(out), None, q, k, v, None, None, out, lse, *score, 7, backend)
+    params = (0.125, 0.0, 2**62, 0, 0, 0.0)
+    torch.library.opcheck(torch.ops.attnkern.forward.default, (q, k, v, None, None, *params, True, backend))
+    out, lse = torch.ops.attnkern.forward(q, k, v, None, None, *params, True, backend)
+    backward = (torch.ones_like(out), None, q, k, v, None, None, out, lse, *params, 7, backend)
     torch.library.opcheck(torch.ops.attnkern.backward.default, backward)
 
 

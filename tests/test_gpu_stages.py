@@ -257,16 +257,16 @@ def tiny(monkeypatch):
 
 
 def spoilt(monkeypatch, wrong):
-    """The backward operator's dq is off where `wrong(dq_sums)`."""
-    run = cuda.run
+    """The backward operator's dq is off where `wrong(deterministic)`."""
+    run = cuda._run
 
-    def spoil(operator, tensors, *rest, results=()):
-        returned = run(operator, tensors, *rest, results=results)
-        if operator == torch.ops.attnkern.cuda_backward and wrong(tensors[-1]):
-            results[0].mul_(1.25)
+    def spoil(operator, *arguments):
+        returned = run(operator, *arguments)
+        if operator == torch.ops.attnkern.cuda_backward and wrong(arguments[-1]):
+            returned[0].mul_(1.25)
         return returned
 
-    monkeypatch.setattr(cuda, "run", spoil)
+    monkeypatch.setattr(cuda, "_run", spoil)
 
 
 def modes(rehearsed):
@@ -280,7 +280,7 @@ def test_each_mode_is_checked_for_right_results(tiny, monkeypatch):
     assert modes(tiny) == {**fine, **again}
     del fine["default, graph"]
     with monkeypatch.context() as patched:
-        spoilt(patched, lambda sums: sums is not None)
+        spoilt(patched, lambda deterministic: not deterministic)
         assert modes(tiny) == {**fine, **again, "default": "wrong"}
 
 

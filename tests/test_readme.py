@@ -60,8 +60,8 @@ def test_a_refusal_shows_in_the_table(monkeypatch):
     monkeypatch.setattr(cpu, "unavailable", lambda: "nothing is compiled")
 
     def refusals(problem):
-        reasons = ["no dropout"] if problem.score.dropout_p else []
-        reasons += ["no gradient"] if problem.score.softcap and problem.q.requires_grad else []
+        reasons = ["no dropout"] if problem.params.dropout_p else []
+        reasons += ["no gradient"] if problem.params.softcap and problem.q.requires_grad else []
         return [cpu.unavailable(), *reasons]
 
     monkeypatch.setattr(cpu, "refusals", refusals)

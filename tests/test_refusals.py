@@ -154,9 +154,9 @@ def test_every_option_is_taken_by_the_kernels():
 
 def test_the_operator_refuses_another_backends_name():
     q, k, v = inputs()
-    score = (0.5, 0.0, 2**62, 2**62, 0, 0.0)
+    params = (0.5, 0.0, 2**62, 2**62, 0, 0.0)
     with pytest.raises(RuntimeError, match="backend"):
-        torch.ops.attnkern.forward(q, k, v, None, None, *score, True, "triton")
+        torch.ops.attnkern.forward(q, k, v, None, None, *params, True, "triton")
 
 
 def test_build_info_is_plain_data():

@@ -183,9 +183,9 @@ def test_dropout_of_samples_with_keys_of_their_own(target):
     )
     torch.manual_seed(3)
     seeds = torch.vmap(lambda _: rng.draw_seed(torch.device("cpu")), randomness="different")(torch.zeros(3))
-    score = Problem.from_sdpa(q, k, v, None, 0.4).score
+    params = Problem.from_sdpa(q, k, v, None, 0.4).params
     for n in range(3):
-        alone, _ = ops.forward(q[n : n + 1], k[n : n + 1], v[n : n + 1], None, seeds[n], *score, False, "triton")
+        alone, _ = ops.forward(q[n : n + 1], k[n : n + 1], v[n : n + 1], None, seeds[n], *params, False, "triton")
         assert torch.equal(together[n], alone)
 
 
@@ -307,7 +307,7 @@ def test_what_a_launcher_lacks_is_named(monkeypatch, tmp_path):
 def test_second_order_of_an_old_triton_is_plain_torchs(monkeypatch, version, kernels):
     monkeypatch.setattr("triton.__version__", version)
     monkeypatch.setitem(table.TABLE, "cpu", (triton, *table.TABLE["cpu"]))
-    assert (ops._with_second_order("triton", torch.empty(0)) is triton) == kernels
+    assert (ops._with_second_order("triton", problem()) is triton) == kernels
 
 
 def problem(q=(1, 2, 9, 64), k=None, v=None, dtype=BF16, **options):
@@ -410,7 +410,7 @@ def test_tf32_only_where_torch_allows_it(precision, allowed, used):
     precision(allowed)
     x = torch.zeros(1, 1, 16, 64)
     with routed(80):
-        key = triton._problem(plan, x, x, x, None, None, tuple(Problem.from_sdpa(x, x, x).score))
+        key = triton._problem(plan, x, x, x, None, None, Problem.from_sdpa(x, x, x).params)
         assert plan.forward_plan(key, True).step.kernel.constants["PRECISION"] == used
 
 
@@ -419,7 +419,7 @@ def test_a_sequence_length_makes_no_new_kernel():
 
     def kernels(seqlen_q, seqlen_k):
         q, k = (testing.make_inputs(1, 2, n, n, 64, dtype=BF16).query for n in (seqlen_q, seqlen_k))
-        key = triton._problem(plan, q, k, k, None, None, tuple(Problem.from_sdpa(q, k, k).score))
+        key = triton._problem(plan, q, k, k, None, None, Problem.from_sdpa(q, k, k).params)
         backward = plan.backward_plan(key, key.q, key.q, False, 7)
         return [plan.forward_plan(key, True).step.kernel, backward.dkdv.kernel, backward.dq.kernel]
 
@@ -431,7 +431,7 @@ def test_strides_beyond_32_bits():
     """More than 2^31 elements: only the steps from row to row, within a tile, are 32 bits wide."""
     small = torch.zeros(1, 1, 1, 64, dtype=BF16)
     with routed(80):
-        key = triton._problem(plan, small, small, small, None, None, tuple(problem().score))
+        key = triton._problem(plan, small, small, small, None, None, problem().params)
         far = plan.Kind((2, 2, 4, 64), (2**40, 2**33, 64, 1), True)
         step = plan.forward_plan(key._replace(q=far, k=far, v=far), True).step
     wide = {name for name, kind in step.kernel.signature.items() if kind == "i64"}

@@ -9,7 +9,10 @@ import torch
 import attnkern
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
-from test_triton import BF16, CAUSAL, FP16, FP32, LAST, routed, row
+from test_triton import BF16, CAUSAL, FP16, FP32, LAST, routed, row, triton
+
+# There the operators are plain torch's: tests/test_triton.py.
+pytestmark = pytest.mark.skipif(not triton.has_second_order(), reason="Triton 3.6 doesn't compile these kernels")
 
 BOTH = (80, 90)
 GQA = {"enable_gqa": True}
@@ -63,21 +66,21 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
     """Both operators against float64, on the inputs' device if gpu is None; gives the names of the kernels launched in
     the simulator of a gpu."""
     tensors = {name: x.detach() for name, x in inputs.tensors.items()}
-    q, k, v, bias, score, _ = Problem.from_sdpa(*tensors.values(), **options)
+    q, k, v, bias, params, _ = Problem.from_sdpa(*tensors.values(), **options)
     seed = keep = None
-    if score.dropout_p:
+    if params.dropout_p:
         seed = rng.draw_seed(q.device)
-        keep = rng.keep_mask(seed, score.dropout_p, *q.shape[:3], k.shape[2])
+        keep = rng.keep_mask(seed, params.dropout_p, *q.shape[:3], k.shape[2])
     direction = along(inputs, moving)
     given = [direction.get(name) for name in EVERYTHING]
     with routed(gpu) if gpu else contextlib.nullcontext([]) as launched:
-        out, lse = ops.forward(q, k, v, bias, seed, *score, True, "triton")
+        out, lse = ops.forward(q, k, v, bias, seed, *params, True, "triton")
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse) * has_grad_lse
         launched.clear()
-        tout, tlse = ops.tangent(q, k, v, bias, seed, *given, out, lse, *score, "triton")
+        tout, tlse = ops.tangent(q, k, v, bias, seed, *given, out, lse, *params, "triton")
         mask = 55 if bias is None or bias.dtype == torch.bool else 63
         grads = (grad_out, grad_lse if has_grad_lse else None)
-        second = ops.second_backward(*given, *grads, q, k, v, bias, seed, out, lse, *score, mask, "triton")
+        second = ops.second_backward(*given, *grads, q, k, v, bias, seed, out, lse, *params, mask, "triton")
     want = testing.expected_second_order(
         **tensors, direction=direction, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
     )
@@ -119,8 +122,8 @@ def test_a_direction_that_is_zero_elsewhere(moving):
 
 def test_what_is_not_asked_for_is_not_launched():
     x = torch.randn(1, 2, 20, 16, dtype=BF16)
-    score = Problem.from_sdpa(x, x, x).score
-    given = (x, None, None, None, x, None, x, x, x, None, None, x, torch.zeros(1, 2, 20), *score)
+    params = Problem.from_sdpa(x, x, x).params
+    given = (x, None, None, None, x, None, x, x, x, None, None, x, torch.zeros(1, 2, 20), *params)
     kernels = {1: "second_dq_kernel", 2: "second_dkdv_kernel", 4: "second_dkdv_kernel", 16: None, 32: None}
     with routed(80) as launched:
         for bit, kernel in kernels.items():

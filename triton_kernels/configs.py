@@ -118,7 +118,6 @@ DECODE: dict[int, dict[int, tuple[int, int, int, int]]] = {
     2: {64: (32, 32, 4, 4), 128: (32, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 2)},
     4: {64: (32, 32, 4, 2), 256: (32, 32, 8, 2), 512: (16, 32, 8, 2)},
 }
-MAX_DECODE_ROWS = 64  # beyond, tiles of queries fill the chip without a split
 SPLIT_KEYS = 256  # the fewest that a split is worth
 MAX_SPLITS = 128
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, UNBOUNDED, AttentionParams, is_length_major
 from . import configs, launch
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bias_gradient import bias_gradient_kernel
@@ -25,13 +26,11 @@ from .tangent import tangent_kernel
 Sizes = tuple[int, ...]
 
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "u8"}
-UNBOUNDED = 2**62  # problem.py's: a bound of the band that excludes nothing
 FAR = 2**30  # a bound and a row add up within 32 bits
 LOG2E = math.log2(math.e)
 DELTA = Config(64, 0, 4, 1)
 _HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of V0 + V1 columns
 table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
-GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_GRAD_OUT, GRAD_GRAD_LSE = 1, 2, 4, 8, 16, 32
 
 
 def use_table(chosen: configs.Table) -> None:
@@ -72,7 +71,7 @@ class Kind(NamedTuple):
         """The layout of a result (B, H, L, size) in this memory order, as ops.py's fakes have it."""
         batch, heads, length, _ = self.shape
         h, m, d = (max(n, 1) for n in (heads, length, size))
-        if heads > 1 and length > 1 and self.stride[1] < self.stride[2]:
+        if is_length_major(self.shape, self.stride):
             return Layout((batch, heads, length, size), (m * h * d, d, h * d, 1))
         return Layout((batch, heads, length, size), (h * m * d, m * d, d, 1))
 
@@ -102,7 +101,7 @@ class Problem(NamedTuple):
     bias: Kind | None
     bias_dtype: torch.dtype | None
     seeds: int  # Philox keys; 0: no dropout
-    score: tuple[float, float, int, int, int, float]  # problem.Score
+    params: AttentionParams
     tf32: bool  # products of float32 may be rounded to tf32
 
 
@@ -254,7 +253,7 @@ class _Builder:
         q, k, v = problem.q, problem.k, problem.v
         batch, heads, seqlen_q, head_dim = q.shape
         seqlen_k, head_dim_v = v.shape[2:]
-        scale, softcap, left, right, offset, dropout_p = problem.score
+        scale, softcap, left, right, offset, dropout_p = problem.params
         low, high = (max(-FAR, min(bound, FAR)) for bound in (offset - left, offset + right))
         self.values: dict[str, Any] = {
             "batch": batch,
@@ -468,7 +467,7 @@ class _Builder:
         better: it has tiles enough, or the keys are too few, or what it does is needed."""
         problem, values = self.problem, self.values
         rows = values["group_k"] * values["seqlen_q"]
-        if problem.seeds or values["group_k"] != values["group_v"] or rows > configs.MAX_DECODE_ROWS:
+        if problem.seeds or values["group_k"] != values["group_v"] or rows > DECODE_MAX_ROWS:
             return None
         config = configs.decode(rows, *(self.constants[n] for n in ("head_dim", "head_dim_v")), problem.dtype.itemsize)
         reached = min(values["seqlen_q"] + values["band_high"], values["seqlen_k"]) - max(values["band_low"], 0)
@@ -555,7 +554,7 @@ def _decode_gate_cases(size: int, itemsize: int) -> list[dict[str, Any]]:
     and combine_kernel for few parts and many."""
     archs = "80 90a 120a"
     of = f"{'bf16' if itemsize == 2 else 'fp32'} d{size}"
-    most = configs.decode(configs.MAX_DECODE_ROWS, size, size, itemsize).block_m
+    most = configs.decode(DECODE_MAX_ROWS, size, size, itemsize).block_m
     cases: dict[str, dict[str, Any]] = {}
     for rows, feature, keys in ((most, "plain", 1024), (16, "plain", 2**17), *((most, f, 1024) for f in _DECODED)):
         problem = gate_problem(80, size, itemsize, "mods" if feature == "mods" else "plain")
@@ -568,7 +567,7 @@ def _decode_gate_cases(size: int, itemsize: int) -> list[dict[str, Any]]:
             v=k,
             bias=bias,
             bias_dtype=None if bias is None else torch.bool if feature == "mask" else problem.dtype,
-            score=(*problem.score[:4], keys - rows, 0.0),  # causal, aligned to the last key
+            score=(*problem.params[:4], keys - rows, 0.0),  # causal, aligned to the last key
         )
         plan = forward_plan(problem, True, 132)
         assert plan.step is not None

@@ -7,6 +7,7 @@ A backend is a module with
     refusals(problem) -> list[str]       why it cannot run this problem (cheap: asked in every call)
     notes(problem) -> list[str]          what it has to do besides, for `explain`; a backend may have none
     plan(problem) -> list[str]           how its kernels cut the problem, for `explain`; a backend may have none
+    forward, backward                    the operators of ops.py, with AttentionParams in place of their numbers
 
 and its line in `TABLE`. All but `reference` are reached through the operators of ops.py.
 """
@@ -69,10 +70,17 @@ class Explanation:
         return "\n".join([f"  {self.problem}", *(line(name, reasons) for name, reasons in self.refusals.items())])
 
 
-def select(problem: Problem, name: str | None = None) -> ModuleType:
-    """The backend that runs `problem`: the one named, or the first of its device that does not refuse."""
+AT_RUN_TIME = "chosen at run time"
+"""In place of a backend's name, as an operator's last argument: the call chooses. It knows its tensors' addresses."""
+
+
+def select(problem: Problem, name: str | None = None, training: bool | None = None) -> ModuleType:
+    """The backend that runs `problem`: the one named, or the first of its device that does not refuse.
+
+    training says whether a backward pass follows; None: that is seen of the inputs.
+    """
     if name is None:
-        for backend in _row(problem):
+        for backend in _row(problem, training):
             if not backend.refusals(problem):
                 if backend is reference and problem.q.device.type != "meta":
                     _warn_fallback(_fallback_reasons(problem))
@@ -80,6 +88,14 @@ def select(problem: Problem, name: str | None = None) -> ModuleType:
     elif not _refusals(_named(name), problem):
         return _named(name)
     raise RuntimeError(f"attnkern: backend {name!r} cannot run this call\n{explain(problem, name)}")
+
+
+def name_for_operators(backend: ModuleType, problem: Problem, asked: str | None) -> str:
+    """How an operator is told of the backend that `select` found. A trace knows no addresses, and its graph serves
+    other shapes: on devices where the order of backends follows from them, each call of the graph chooses anew."""
+    if asked is None and torch.compiler.is_compiling() and problem.q.is_cuda:
+        return AT_RUN_TIME
+    return backend.NAME
 
 
 def kernels_for(problem: Problem) -> tuple[ModuleType | None, str]:
@@ -132,22 +148,22 @@ def _named(name: str) -> ModuleType:
     return _BY_NAME[name]
 
 
-def _row(problem: Problem) -> tuple[ModuleType, ...]:
+def _row(problem: Problem, training: bool | None = None) -> tuple[ModuleType, ...]:
     if problem.q.is_cpu:  # as below, in a third of the time, which counts on a CPU
         return TABLE["cpu"]
     row = TABLE.get(problem.q.device.type, (reference,))
-    if (rule := _rule(problem)) is None:
-        return row
-    hopper = "cuda-sm90" in rule.order and cuda.family(problem, cuda.capability(problem.q.get_device())) == "sm_90a"
+    if torch.compiler.is_compiling() or (rule := _rule(problem, training)) is None:
+        return row  # of a graph, the order is for its calls to say
+    hopper = "cuda-sm90" in rule.order and not cuda.refusals(problem) and cuda.is_for_hopper(problem)
     names = [name.removesuffix("-sm90") for name in rule.order if hopper or name != "cuda-sm90"]
     return tuple(dict.fromkeys((*(_BY_NAME[name] for name in names), *row)))
 
 
-def _rule(problem: Problem) -> choice.Rule | None:
+def _rule(problem: Problem, training: bool | None = None) -> choice.Rule | None:
     """The rule for the order of a CUDA device's backends; None on other devices, and where there is no such device."""
     if not problem.q.is_cuda or not torch.cuda.is_available():
         return None
-    return choice.rule_for(choice.call_of(problem, cuda.capability(problem.q.get_device())))
+    return choice.rule_for(choice.call_of(problem, cuda.capability(problem.q.get_device()), training))
 
 
 def _refusals(backend: ModuleType, problem: Problem) -> list[str]:

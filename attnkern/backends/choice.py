@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..params import DECODE_MAX_ROWS
 from ..problem import Problem
 
 PASSES = ("forward", "training")
 KINDS = ("plain", "general", "decode")
-FEW_ROWS = 64  # of queries, over the heads that share a key head: what decode kernels take, beside more keys
 
 MODEL = "by model, not measured"
 
@@ -64,14 +64,15 @@ class Call(NamedTuple):
     head_dim: int
 
 
-def call_of(problem: Problem, capability: int) -> Call:
-    """A CUDA call as rules see it."""
-    q, k, v, bias, score, _ = problem
+def call_of(problem: Problem, capability: int, training: bool | None = None) -> Call:
+    """A CUDA call as rules see it. training: whether a backward pass follows; None: that is seen of the inputs."""
+    q, k, v, bias, params, _ = problem
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= FEW_ROWS < k.shape[2]:
+    if training is None:
+        training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= DECODE_MAX_ROWS < k.shape[2]:
         kind = "decode"
-    elif bias is not None or score.softcap or score.dropout_p:
+    elif bias is not None or params.softcap or params.dropout_p:
         kind = "general"
     else:
         kind = "plain"
@@ -80,7 +81,7 @@ def call_of(problem: Problem, capability: int) -> Call:
 
 def rule_for(call: Call) -> Rule:
     """The first rule that matches. Every set of rules ends with one for all calls."""
-    return _first_match(call) if torch.compiler.is_compiling() else _known_match(call)
+    return _known_match(call)
 
 
 def _first_match(call: Call) -> Rule:

@@ -14,7 +14,8 @@ import torch
 from torch.autograd import forward_ad
 
 from .._library import load_error, python_functions
-from ..problem import DTYPES, Problem
+from ..params import DTYPES
+from ..problem import Problem
 from . import disabled
 
 NAME = "cpu"

@@ -1,26 +1,22 @@
-"""The CUDA C++ kernels (csrc/cuda) for compute capability 8.0 and above: tensors in, launches out.
-
-Results are allocated here, and the operators `attnkern::cuda_*` of the compiled library write into them.
+"""The CUDA C++ kernels (csrc/cuda) for compute capability 8.0 and above: one operator of the compiled library for each
+pass, which allocates, plans and launches (csrc/cuda/ops_cuda.cpp); and its plans, as data.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import json
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import ops
 from .._library import load_error
+from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
 from . import disabled
 
 NAME = "cuda"
-MAX_HEAD_DIM = 512
-MAX_LENGTH = 2**30 - 1
-FEW_QUERIES = 64  # at most so many, and the kernels of decode.cu may be better
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # As csrc/cuda/left_out.h counts them.
@@ -82,72 +78,118 @@ def refusals(problem: Problem) -> list[str]:
     return reasons
 
 
+class Launch(NamedTuple):
+    """A launch of a plan: the kernel, and how it cuts the work. str() is its line in `explain`."""
+
+    kernel: str  # "forward", "decode", or "backward" and the gradients that it makes
+    family: str  # "sm_80": mma.sync and cp.async, on every chip; "sm_90a": Hopper's wgmma and TMA
+    head_dim: int  # widths of the tiles: head sizes up to these
+    head_dim_v: int
+    rows: int  # of a tile of what the kernel goes through in parallel, and
+    columns: int  # of a block of what it loops over
+    threads: int  # of a block
+    shared_bytes: int
+    blocks: int
+    words: str  # the variant
+
+    def __str__(self) -> str:
+        names = {"decode": "packed queries and keys", "forward": "queries and keys", "backward dq": "queries and keys"}
+        names["backward bias"] = names["backward dq"]
+        sizes = f"up to {self.head_dim}"
+        if self.head_dim_v != self.head_dim:
+            sizes += f" and {self.head_dim_v}"
+        parts = [
+            f"{self.kernel}, {self.family}: {self.rows} x {self.columns} {names.get(self.kernel, 'keys and queries')}",
+            f"head size {sizes}",
+            f"{self.threads} threads",
+            f"{self.shared_bytes} bytes of shared memory",
+            f"{self.blocks} blocks",
+        ]
+        return ", ".join([*parts, self.words] if self.words else parts)
+
+
+class Plan(NamedTuple):
+    """What the compiled library does for a call (csrc/cuda/plan.cpp)."""
+
+    launches: tuple[Launch, ...]  # in order; the forward pass first
+    gathered: tuple[str, ...]  # inputs whose rows aren't whole 16-byte chunks: they are read element by element
+
+
+class _Described(NamedTuple):
+    """What a plan knows of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    address: int  # modulo 16
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Described:
+        # Storages start at multiples of 16 bytes; a fake tensor has no address.
+        return cls(x.shape, x.stride(), int(x.storage_offset()) * x.element_size() % 16)
+
+
+def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
+    """How the library cuts a call: a function of shapes, strides, alignment and options, and of the chip.
+
+    `on` is the chip, None: that of the problem's device. The backward pass is in it where an input requires a gradient.
+    """
+    q, k, v, bias = problem[:4]
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return Plan((), ())
+    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
+    grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
+    return _plan(
+        q.dtype,
+        _Described.of(q),
+        _Described.of(k),
+        _Described.of(v),
+        None if bias is None else _Described.of(bias),
+        torch.bool if bias is None else bias.dtype,
+        problem.params,
+        *_modes(),
+        grad_mask,
+        chip(q.get_device()) if on is None else on,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    dtype: torch.dtype,
+    q: _Described,
+    k: _Described,
+    v: _Described,
+    bias: _Described | None,
+    bias_dtype: torch.dtype,
+    params: AttentionParams,
+    *modes_mask_and_chip: Any,
+) -> Plan:
+    *rest, on = modes_mask_and_chip
+    described = [[] if x is None else [*x.shape, *x.stride, x.address] for x in (q, k, v, bias)]
+    found = json.loads(torch.ops.attnkern.cuda_plan(dtype, *described, bias_dtype, *params, *rest, [*on]))
+    return Plan(tuple(Launch(**launch) for launch in found["launches"]), tuple(found["gathered"]))
+
+
 def notes(problem: Problem) -> list[str]:
     """What a call costs beyond its kernels."""
-    tensors = {"query": problem.q, "key": problem.k, "value": problem.v}
     return [
         f"reads {name} element by element, since not all its rows are whole 16-byte chunks at multiples of 16 bytes"
-        for name, x in tensors.items()
-        if not _has_vectors(x)
+        for name in plan_of(problem).gathered
     ]
 
 
 def plan(problem: Problem, on: Chip | None = None) -> list[str]:
-    """How the call is cut, a line for each kernel: tile, head class, threads, shared memory, blocks, variant.
-
-    `on` is the chip, None: that of the problem's device. The lines are those of the compiled library's plan functions
-    (csrc/cuda/launch.h), which the launches follow. The backward pass is in them where an input requires a gradient.
-    """
-    q, k, v, bias = problem[:4]
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        return ["no kernel: a dimension is empty"]
-    on = chip(q.get_device()) if on is None else on
-    wanted = ((q, ops.GRAD_Q), (k, ops.GRAD_K), (v, ops.GRAD_V), (bias, ops.GRAD_BIAS))
-    grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
-    described = [[] if x is None else [*x.shape, *x.stride(), _address(x)] for x in (q, k, v, bias)]
-    dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, q if bias is None else bias)]
-    modes = (_tf32(), torch.are_deterministic_algorithms_enabled())
-    text = torch.ops.attnkern.cuda_plan(dtypes[0], *described, dtypes[1], *problem.score, *modes, grad_mask, [*on])
-    return text.splitlines()
+    """`plan_of`, a line for each kernel."""
+    launches = plan_of(problem, on).launches
+    lines = [str(launch) for launch in launches] or ["no kernel: a dimension is empty"]
+    if any(launch.kernel.startswith("backward") for launch in launches):
+        lines.insert(1, "backward, any chip: delta = rowsum(grad_out * out) first")
+    return lines
 
 
-def _address(x: Tensor) -> int | torch.SymInt:
-    """Of the first element within its storage: storages start at multiples of 16 bytes, and fake tensors have none."""
-    return x.storage_offset() * x.element_size()
-
-
-def family(problem: Problem, capability: int) -> str:
-    """The kernels of a forward pass with many queries: "sm_90a" (Hopper's) where these take it, or "sm_80".
-
-    As `why_not` in csrc/cuda/forward_sm90.cu: the choice of a backend needs it in every call, and under torch.compile.
-    """
-    q, k, v, bias, score, _ = problem
-    takes = (
-        capability == 90
-        and disabled.reason("cuda-sm90") is None
-        and q.dtype != torch.float32
-        and bias is None
-        and not score.dropout_p
-        and 0 not in (*q.shape, *k.shape, *v.shape)
-        and max(q.shape[3], v.shape[3]) <= 256
-        and v.shape[3] % 8 == 0  # the output's rows
-        and all(_fits_tensor_map(x) for x in (q, k, v))
-    )
-    return "sm_90a" if takes else "sm_80"
-
-
-def _fits_tensor_map(x: Tensor) -> bool:
-    """Whether TMA can read it: as `fits_tensor_map` in csrc/cuda/tensor_map.h."""
-    steps = [0 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    dense = x.stride(3) == 1 or x.shape[3] == 1
-    aligned = torch.compiler.is_compiling() or _address(x) % 16 == 0  # a trace doesn't see where a view begins
-    return dense and (steps[2] != 0 or x.shape[2] == 1) and aligned and all(s % 8 == 0 for s in steps)
-
-
-def run(operator, tensors: tuple[Tensor | None, ...], *rest, results: tuple[Tensor | None, ...] = ()):
-    """Calls an operator of the compiled library. Tests put a simulator here: `results` are those of `tensors` that the
-    kernels only write."""
-    return operator(*tensors, *rest)
+def is_for_hopper(problem: Problem) -> bool:
+    """Whether the forward pass is that of Hopper's own kernels, on the problem's device."""
+    launches = plan_of(problem).launches
+    return bool(launches) and launches[0].family == "sm_90a"
 
 
 def forward(
@@ -156,27 +198,15 @@ def forward(
     v: Tensor,
     bias: Tensor | None,
     philox_seed: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    band_offset: int,
-    dropout_p: float,
+    params: AttentionParams,
     need_lse: bool,
+    splits: int | None = None,
+    order: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attnkern::forward` (ops.py) on a CUDA device."""
-    out = ops.empty_like_heads(q, v.shape[3])
-    lse = torch.empty(q.shape[:3] if need_lse else (0,), dtype=torch.float32, device=q.device)
-    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, _tf32())
-    inputs, splits, workspace = (q, k, v, bias, philox_seed), 0, None
-    if q.shape[2] <= FEW_QUERIES:
-        splits = run(torch.ops.attnkern.cuda_decode_splits, inputs, *score)
-        if splits > 1:
-            parts = q.shape[0] * q.shape[1] * q.shape[2] * splits
-            workspace = torch.empty(parts * (v.shape[3] + 1), dtype=torch.float32, device=q.device)
-    written = (out, lse if need_lse else None, workspace)
-    run(torch.ops.attnkern.cuda_forward, (*inputs, *written), splits, *score, results=written)
-    return out, lse
+    """`attnkern::forward` (ops.py) on a CUDA device. splits and order replace the plan's: for timing."""
+    tf32, _ = _modes()
+    operator = torch.ops.attnkern.cuda_forward
+    return _run(operator, q, k, v, bias, philox_seed, *params, need_lse, tf32, splits, order)
 
 
 def backward(
@@ -189,57 +219,27 @@ def backward(
     philox_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    softmax_scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    band_offset: int,
-    dropout_p: float,
+    params: AttentionParams,
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
-    wanted = ((q, ops.GRAD_Q), (k, ops.GRAD_K), (v, ops.GRAD_V))
-    dq, dk, dv = (ops.empty_like_heads(x, x.shape[3]) if grad_mask & bit else None for x, bit in wanted)
-    dbias = None
-    if grad_mask & ops.GRAD_BIAS:
-        assert bias is not None
-        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
-    if 0 in (*q.shape[:3], k.shape[2]):
-        for grad in (dq, dk, dv, dbias):
-            if grad is not None:
-                grad.zero_()
-    else:
-        heads = q.shape[1]
-        heads_out = heads // math.gcd(heads // k.shape[1], heads // v.shape[1])
-        # Of key and value heads that several of the kernel's share, the parts are float32 and added up below.
-        parts = [
-            grad
-            if grad is None or grad.shape[1] == heads_out
-            else torch.empty(grad.shape[0], heads_out, *grad.shape[2:], dtype=torch.float32, device=q.device)
-            for grad in (dk, dv)
-        ]
-        grad_out, out = (x if x.stride(3) == 1 else x.contiguous() for x in (grad_out, out))
-        delta = run(torch.ops.attnkern.delta, (grad_out, out, grad_lse))
-        written = (dq, *parts, dbias)
-        inputs = (grad_out, q, k, v, bias, philox_seed, lse.contiguous(), delta)
-        score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, _tf32())
-        dq_sums = None
-        if not torch.are_deterministic_algorithms_enabled():
-            count = run(torch.ops.attnkern.cuda_backward_sums, (*inputs, *written), heads_out, *score)
-            dq_sums = torch.zeros(count, dtype=torch.float32, device=q.device) if count else None
-        run(torch.ops.attnkern.cuda_backward, (*inputs, *written, dq_sums), heads_out, *score, results=written)
-        ops.add_up_heads((dk, dv), parts)
-    dq, dk, dv, dbias = (q.new_empty(0) if grad is None else grad for grad in (dq, dk, dv, dbias))
-    return dq, dk, dv, dbias
+    inputs = q, k, v, bias, philox_seed
+    operator = torch.ops.attnkern.cuda_backward
+    return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
 
 
-def _tf32() -> bool:
-    """Whether torch lets the factors of float32 products be rounded to tf32."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+def _run(operator: Any, *arguments: Any) -> Any:
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        # torch's C ABI passes on that an allocation failed, but not as which exception.
+        if "attnkern: can't allocate memory" not in str(error):
+            raise
+        message = str(error).splitlines()[0].replace("can't allocate memory", "CUDA out of memory")
+        raise torch.OutOfMemoryError(message) from None
 
 
-def _has_vectors(x: Tensor) -> bool:
-    """Whether every row is a whole number of dense 16-byte chunks at a multiple of 16 bytes, as smem.cuh's rows_of."""
-    steps = [s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
-    dense = x.stride(3) == 1 or x.shape[3] <= 1
-    return dense and _address(x) % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in (*steps, x.shape[3]))
+def _modes() -> tuple[bool, bool]:
+    """Whether torch lets the factors of float32 products be rounded to tf32; whether it asks for the same bits in
+    every run."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32", torch.are_deterministic_algorithms_enabled()

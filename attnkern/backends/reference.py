@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .. import rng
-from ..problem import Problem, Score, autocasts, is_length_major
+from ..params import AttentionParams, is_length_major
+from ..problem import Problem, autocasts
 
 NAME = "reference"
 
@@ -37,46 +38,46 @@ def unavailable() -> str | None:
 
 def forward(problem: Problem, philox_seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (B, Hq, L, Ev) in q's dtype and lse (B, Hq, L) in float32 (float64 for float64)."""
-    q, k, v, bias, score, _ = problem
-    out, lse = attention(q, k, v, bias, philox_seed, score)
-    if is_length_major(q):
+    q, k, v, bias, params, _ = problem
+    out, lse = attention(q, k, v, bias, philox_seed, params)
+    if is_length_major(q.shape, q.stride()):
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, lse
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, philox_seed: Tensor | None, score: Score
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, philox_seed: Tensor | None, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return attention(q, k, v, bias, philox_seed, score)
+            return attention(q, k, v, bias, philox_seed, params)
     batch, num_heads, seqlen_q, _ = q.shape
-    x, dead = alive(scores(q, per_query_head(k, num_heads), bias, score))
+    x, dead = alive(scores(q, per_query_head(k, num_heads), bias, params))
     lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
     p = x.softmax(-1).masked_fill(dead, 0.0)
     if philox_seed is not None:
-        keep = rng.keep_mask(philox_seed, score.dropout_p, batch, num_heads, seqlen_q, k.shape[-2])
-        p = drop(p, keep, score.dropout_p)
+        keep = rng.keep_mask(philox_seed, params.dropout_p, batch, num_heads, seqlen_q, k.shape[-2])
+        p = drop(p, keep, params.dropout_p)
     return (p @ per_query_head(v, num_heads).to(p.dtype)).to(q.dtype), lse
 
 
-def scores(q: Tensor, k: Tensor, bias: Tensor | None, score: Score, rows: Tensor | None = None) -> Tensor:
+def scores(q: Tensor, k: Tensor, bias: Tensor | None, params: AttentionParams, rows: Tensor | None = None) -> Tensor:
     """x, with as many heads in k as in q; `rows` says which queries these are (None: all of them)."""
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return scores(q, k, bias, score, rows)
+            return scores(q, k, bias, params, rows)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    x = score.softmax_scale * (q.to(dtype) @ k.to(dtype).mT)
-    if score.softcap:
-        x = score.softcap * torch.tanh(x / score.softcap)
-    return masked(x, bias, score, rows)
+    x = params.softmax_scale * (q.to(dtype) @ k.to(dtype).mT)
+    if params.softcap:
+        x = params.softcap * torch.tanh(x / params.softcap)
+    return masked(x, bias, params, rows)
 
 
-def masked(x: Tensor, bias: Tensor | None, score: Score, rows: Tensor | None) -> Tensor:
+def masked(x: Tensor, bias: Tensor | None, params: AttentionParams, rows: Tensor | None) -> Tensor:
     """The scores x with bias and band; `rows` as in `scores`."""
     if bias is not None:
         x = x.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else x + bias.to(x.dtype)
-    if (keep := score.band.mask(x.shape[-2], x.shape[-1], x.device, rows)) is not None:
+    if (keep := params.band.mask(x.shape[-2], x.shape[-1], x.device, rows)) is not None:
         x = x.masked_fill(~keep, -math.inf)
     return x
 

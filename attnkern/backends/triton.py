@@ -11,14 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..params import (
+    GRAD_BIAS,
+    GRAD_GRAD_LSE,
+    GRAD_GRAD_OUT,
+    GRAD_K,
+    GRAD_Q,
+    GRAD_V,
+    MAX_HEAD_DIM,
+    MAX_LENGTH,
+    AttentionParams,
+)
 from ..problem import Problem
 from . import disabled
 
 NAME = "triton"
-MAX_HEAD_DIM = 512
-MAX_LENGTH = 2**30 - 1  # a row and a bound of the band add up within 32 bits
-MAX_ROW_STRIDE = 2**22  # so do the rows of a tile
+MAX_ROW_STRIDE = 2**22  # the rows of a tile add up within 32 bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -79,7 +87,7 @@ def plan(problem: Problem) -> list[str]:
 def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     """Name and `Step` of the launches of a call, in order; and how many splits of the keys there are, if any."""
     plans = _plans()
-    q, k, v, bias, score, _ = problem
+    q, k, v, bias, params, _ = problem
     index = q.get_device()
 
     def kind(x: Tensor, as_it_is: bool) -> Any:
@@ -96,11 +104,11 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         *kinds,
         None if bias is None else kind(bias, _narrow_enough(bias)),
         None if bias is None else bias.dtype,
-        int(score.dropout_p > 0),
-        tuple(score),
+        int(params.dropout_p > 0),
+        params,
         _tf32(q),
     )
-    wanted = ((q, ops.GRAD_Q), (k, ops.GRAD_K), (v, ops.GRAD_V), (bias, ops.GRAD_BIAS))
+    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
     forward = plans.forward_plan(key, grad_mask > 0, _processors(plans, index))
     steps = [("forward" if forward.combine is None else "decode", forward.step), ("combine", forward.combine)]
@@ -134,20 +142,14 @@ def forward(
     v: Tensor,
     bias: Tensor | None,
     philox_seed: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    band_offset: int,
-    dropout_p: float,
+    params: AttentionParams,
     need_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """`attnkern::forward` (ops.py) on a CUDA device."""
     plans = _plans()
     q, k, v, bias = _rows(q), _rows(k), _rows(v), _narrow(bias)
-    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
     index, run = q.get_device(), plans.launch.run
-    problem = _problem(plans, q, k, v, bias, philox_seed, score)
+    problem = _problem(plans, q, k, v, bias, philox_seed, params)
     plan = plans.forward_plan(problem, need_lse, _processors(plans, index))
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
@@ -176,12 +178,7 @@ def backward(
     philox_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    softmax_scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    band_offset: int,
-    dropout_p: float,
+    params: AttentionParams,
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
@@ -190,10 +187,9 @@ def backward(
     lse, bias = lse.contiguous(), _narrow(bias)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
-    problem = _problem(plans, q, k, v, bias, philox_seed, score)
+    problem = _problem(plans, q, k, v, bias, philox_seed, params)
     plan = plans.backward_plan(problem, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask)
-    grads, dbias = _empty_grads(plan, q, bias if grad_mask & ops.GRAD_BIAS else None)
+    grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     if plan.delta is None:
         return *grads, dbias
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -203,7 +199,7 @@ def backward(
         parts = _parts(plan, grads, q)
         q0, q1, g0, g1 = step.tiles(q, grad_out)
         run(step.kernel, step.grid, (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *parts, *step.rest), index)
-        ops.add_up_heads(grads[1:], parts)
+        _add_up_heads(grads[1:], parts)
     if (step := plan.dq) is not None:
         target, written = _targets(plan, grads, dbias, q)
         tiles = step.tiles(k, v)
@@ -238,19 +234,13 @@ def tangent(
     tbias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    softmax_scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    band_offset: int,
-    dropout_p: float,
+    params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
     """`attnkern::tangent` (ops.py) on a CUDA device."""
     plans = _plans()
     q, k, v, out, lse, bias = _rows(q), _rows(k), _rows(v), _rows(out), lse.contiguous(), _narrow(bias)
     moves, direction = _direction(plans, tq, tk, tv, tbias)
-    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
-    problem = _problem(plans, q, k, v, bias, philox_seed, score)
+    problem = _problem(plans, q, k, v, bias, philox_seed, params)
     plan = plans.tangent_plan(problem, direction, _kind(plans, out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -274,12 +264,7 @@ def second_backward(
     philox_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    softmax_scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    band_offset: int,
-    dropout_p: float,
+    params: AttentionParams,
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::second_backward` (ops.py) on a CUDA device."""
@@ -291,13 +276,12 @@ def second_backward(
     # The cotangents are the direction in which the forward pass moves: see triton_kernels/second_backward.py.
     moves, direction = _direction(plans, cot_dq, cot_dk, cot_dv, cot_dbias)
     tq, tk, tv, tbias = moves
-    score = (softmax_scale, softcap, window_left, window_right, band_offset, dropout_p)
-    problem = _problem(plans, q, k, v, bias, philox_seed, score)
+    problem = _problem(plans, q, k, v, bias, philox_seed, params)
     first, plan = plans.second_backward_plan(
         problem, direction, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask
     )
     device, index, run = q.device, q.get_device(), plans.launch.run
-    grads, dbias = _empty_grads(plan, q, bias if grad_mask & ops.GRAD_BIAS else None)
+    grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     tout = torch.empty_strided(*first.tout, dtype=q.dtype, device=device)
     mu, nu, delta = torch.empty((3, *q.shape[:3]), dtype=torch.float32, device=device)
     if (step := first.step) is not None:
@@ -311,7 +295,7 @@ def second_backward(
         q0, q1, g0, g1, *moving = step.tiles(q, grad_out, tq)
         args = (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *moving, tk, tv, tbias, mu, nu, *parts)
         run(step.kernel, step.grid, (*args, *step.rest), index)
-        ops.add_up_heads(grads[1:], parts)
+        _add_up_heads(grads[1:], parts)
     if (step := plan.dq) is not None:
         target, written = _targets(plan, grads, dbias, q)
         k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
@@ -320,8 +304,8 @@ def second_backward(
     if (step := plan.dbias) is not None:
         args = (q, k, v, grad_out, lse, delta, bias, philox_seed, tq, tk, tv, tbias, mu, nu, dbias)
         run(step.kernel, step.grid, (*args, *step.rest), index)
-    g_grad_out = tout if grad_mask & ops.GRAD_GRAD_OUT else q.new_empty(0)
-    g_grad_lse = mu if grad_mask & ops.GRAD_GRAD_LSE else lse.new_empty(0)
+    g_grad_out = tout if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
+    g_grad_lse = mu if grad_mask & GRAD_GRAD_LSE else lse.new_empty(0)
     return g_grad_out, g_grad_lse, *grads, dbias
 
 
@@ -369,6 +353,14 @@ def _parts(plan: Any, grads: tuple[Tensor, Tensor, Tensor], q: Tensor) -> list[T
     ]
 
 
+def _add_up_heads(grads: tuple[Tensor, ...], parts: list[Tensor]) -> None:
+    """Fills dk and dv from what the kernel wrote, where that has more heads than they: neighbouring heads share one.
+    Does nothing for a gradient that is its own part, and for one not asked for (of shape (0,))."""
+    for grad, part in zip(grads, parts, strict=True):
+        if part is not grad and grad.ndim == 4:
+            grad.copy_(part.unflatten(1, (grad.shape[1], -1)).sum(2))
+
+
 def _targets(plan: Any, grads: tuple[Tensor, Tensor, Tensor], dbias: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None]:
     """What the kernel of dq writes: dq, asked for or not, and dbias where that falls off."""
     dq = grads[0]
@@ -387,7 +379,7 @@ def _processors(plans: Any, index: int) -> int:
 
 
 def _problem(
-    plans: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, score: tuple
+    plans: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, params: AttentionParams
 ) -> Any:
     """The key of a plan. (A tuple by position: names would cost a third of a short launch.)"""
     return plans.Problem(
@@ -399,7 +391,7 @@ def _problem(
         None if bias is None else _kind(plans, bias),
         None if bias is None else bias.dtype,
         0 if seed is None else seed.shape[0],
-        score,
+        params,
         _tf32(q),
     )
 

@@ -32,8 +32,9 @@ import torch.backends.mha
 import torch.nn.attention
 from torch import Tensor
 
-from .. import api, ops
+from .. import api, flops, ops
 from ..backends import kernels_for
+from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
 from ..problem import Problem, autocasts
 
 NAME = "ATTNKERN"
@@ -179,8 +180,8 @@ def _backend(problem: Problem) -> str:
 
 
 def _forward(backend: str, problem: Problem, need_lse: bool = True) -> tuple[Tensor, Tensor]:
-    q, k, v, bias, score, _ = problem
-    out, lse = ops.forward(q, k, v, bias, None, *score, need_lse, backend)
+    q, k, v, bias, params, _ = problem
+    out, lse = ops.forward(q, k, v, bias, None, *params, need_lse, backend)
     if bias is not None:
         # Of a row without a key, for torch's backward kernels: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
         lse.masked_fill_(lse == -math.inf, 0.0)
@@ -190,9 +191,9 @@ def _forward(backend: str, problem: Problem, need_lse: bool = True) -> tuple[Ten
 def _backward(
     backend: str, problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, *, grad_bias: bool = False
 ) -> tuple[Tensor, ...]:
-    q, k, v, bias, score, _ = problem
-    mask = ops.GRAD_Q | ops.GRAD_K | ops.GRAD_V | (ops.GRAD_BIAS if grad_bias else 0)
-    return ops.backward(grad_out, None, q, k, v, bias, None, out, lse.contiguous(), *score, mask, backend)
+    q, k, v, bias, params, _ = problem
+    mask = GRAD_Q | GRAD_K | GRAD_V | (GRAD_BIAS if grad_bias else 0)
+    return ops.backward(grad_out, None, q, k, v, bias, None, out, lse.contiguous(), *params, mask, backend)
 
 
 def _cpu_flash(
@@ -601,7 +602,7 @@ def _count_flops(undo: contextlib.ExitStack) -> None:
                 given.callback(flop_counter.flop_registry.pop, target, None)
 
     undo.push(given)
-    undo.callback(ops.with_flop_counter(give))
+    undo.callback(flops.with_flop_counter(give))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,32 @@ namespace attnkern {
 
 enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kBool };
 
+// The numbers that make a weight of a score: what an operator takes of them, in its order, as AttentionParams in
+// attnkern/params.py. ATTNKERN_PARAMS(X) is X(type, name) of each; AS_ARGUMENT and AS_VALUE make a function's
+// parameters of them, after others, and a value of those again.
+#define ATTNKERN_PARAMS(X) \
+  X(double, softmax_scale) \
+  X(double, softcap) X(int64_t, window_left) X(int64_t, window_right) X(int64_t, band_offset) X(double, dropout_p)
+#define ATTNKERN_AS_FIELD(type, name) type name;
+#define ATTNKERN_AS_ARGUMENT(type, name) , type name
+#define ATTNKERN_AS_VALUE(type, name) name,
+
+struct AttentionParams {
+  ATTNKERN_PARAMS(ATTNKERN_AS_FIELD)
+};
+#define ATTNKERN_AS_ONE(type, name) +1
+constexpr int kParamCount = 0 ATTNKERN_PARAMS(ATTNKERN_AS_ONE);
+#undef ATTNKERN_AS_ONE
+
+// Bits of grad_mask: which gradients a backward operator is asked for.
+enum GradBit : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradBias = 8 };
+
+// What GPU kernels take: head sizes up to the first; lengths, and batch * heads, up to the second.
+constexpr int64_t kMaxHeadDim = 512, kMaxLength = (int64_t{1} << 30) - 1;
+// So many rows of queries, over the query heads that share a key head, are decoding: the kernels for few queries. More,
+// and the forward kernel has enough blocks, or work per key.
+constexpr int64_t kDecodeMaxRows = 64;
+
 // A 4-D tensor (batch, head, row, column); strides in elements. A broadcast dimension has stride 0.
 struct View {
   void* data = nullptr;

@@ -71,8 +71,7 @@ inline Band band_of(int64_t left, int64_t right, int64_t offset) {
 
 template <class Tensor>
 void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
-          const std::optional<Tensor>& philox_seed, double softmax_scale, double softcap, int64_t window_left,
-          int64_t window_right, int64_t band_offset, double dropout_p) {
+          const std::optional<Tensor>& philox_seed, const AttentionParams& params) {
   check_device(k, q, "k"), check_device(v, q, "v");
   if (bias.has_value()) check_device(*bias, q, "bias");
   if (philox_seed.has_value()) check_device(*philox_seed, q, "philox_seed");
@@ -104,8 +103,10 @@ void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const
     }
     p.bias = view_of(*bias);
   }
-  STD_TORCH_CHECK(std::isfinite(softmax_scale), "attnkern: softmax_scale must be a finite number, got ", softmax_scale);
-  p.softmax_scale = softmax_scale;
+  const double softcap = params.softcap, dropout_p = params.dropout_p;
+  STD_TORCH_CHECK(std::isfinite(params.softmax_scale), "attnkern: softmax_scale must be a finite number, got ",
+                  params.softmax_scale);
+  p.softmax_scale = params.softmax_scale;
   const auto holds = [&](auto computed) {
     using Limits = std::numeric_limits<decltype(computed)>;
     return softcap == 0 || (softcap >= Limits::min() && softcap <= Limits::max());
@@ -114,7 +115,7 @@ void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const
                   "attnkern: softcap must be 0 or a positive normal number of ",
                   p.dtype == DType::kFloat64 ? "float64" : "float32", ", got ", softcap);
   p.softcap = softcap;
-  p.band = band_of(window_left, window_right, band_offset);
+  p.band = band_of(params.window_left, params.window_right, params.band_offset);
   STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attnkern: dropout_p must be between 0 and 1, got ", dropout_p);
   p.dropout_p = philox::threshold(dropout_p) / 65536.0;  // the probability that entries are dropped with
   p.seeds = nullptr;

@@ -69,8 +69,7 @@ BackwardPlan plan_backward(const BackwardCall& p, int shared_limit) {
   return plan;
 }
 
-int backward(const BackwardCall& p, const Chip& chip, void* stream) {
-  const BackwardPlan plan = plan_backward(p, chip.shared_per_block);
+int backward(const BackwardCall& p, const BackwardPlan& plan, void* stream) {
   if (p.batch * p.heads_q == 0) return cudaSuccess;
   if (plan.head_class == 0) return cudaErrorInvalidValue;
   BackwardArgs args = arguments(p, plan);

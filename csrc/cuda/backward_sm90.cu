@@ -888,21 +888,13 @@ bool can_fuse(const BackwardCall& p) {
 
 }  // namespace
 
-int64_t backward_sums(const BackwardCall& p, const Chip& chip) {
-  if ((left_out & kNoSm90Fused) || why_not(p, chip) != nullptr || !can_fuse(p)) return 0;
-  return p.batch * p.heads_q * ceil_div(p.seqlen_q, kSumRows) * (kHalves * kSumBytes / 4);
-}
-
-BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip) {
+BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip, bool deterministic) {
   BackwardSm90Plan plan{};
   plan.refusal = why_not(p, chip);
   if (plan.refusal != nullptr) return plan;
   plan.plain = p.softcap == 0;
-  if (p.dq_sums != nullptr) {
-    if (!can_fuse(p)) {
-      plan.refusal = "the sums of dq aren't for this problem";
-      return plan;
-    }
+  if (!deterministic && !(left_out & kNoSm90Fused) && can_fuse(p)) {
+    plan.dq_sums = p.batch * p.heads_q * ceil_div(p.seqlen_q, kSumRows) * (kHalves * kSumBytes / 4);
     using S = FusedShape<__half>;
     plan.head_class = S::kHeadDim;
     plan.fused = {S::kRows, S::kCols, kThreads, static_cast<int>(S::kBytes),
@@ -927,8 +919,7 @@ BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip) {
   return plan;
 }
 
-int backward_sm90(const BackwardCall& p, const Chip& chip, void* stream) {
-  const BackwardSm90Plan plan = plan_backward_sm90(p, chip);
+int backward_sm90(const BackwardCall& p, const BackwardSm90Plan& plan, void* stream) {
   if (plan.refusal != nullptr) return cudaErrorInvalidValue;
 #ifdef ATTNKERN_NO_SM90
   return cudaErrorNoKernelImageForDevice;
@@ -936,7 +927,10 @@ int backward_sm90(const BackwardCall& p, const Chip& chip, void* stream) {
   return by_element(p.dtype, [&](auto element) {
     using T = decltype(element);
     if (plan.fused.blocks > 0) {
-      const int error = launch_by_keys<FusedShape<T>>(p, plan.fused, fused_sm90_kernel<T>, stream);
+      int error = cudaMemsetAsync(p.dq_sums, 0, plan.dq_sums * sizeof(float), static_cast<cudaStream_t>(stream));
+      if (error == cudaSuccess) {
+        error = launch_by_keys<FusedShape<T>>(p, plan.fused, fused_sm90_kernel<T>, stream);
+      }
       return error != cudaSuccess ? error : round_dq<T>(p, plan.round_dq, stream);
     }
     return by_width(p, [&](auto width) {

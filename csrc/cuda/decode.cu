@@ -15,7 +15,6 @@ namespace attnkern::cuda {
 namespace {
 
 constexpr int kWarps = 4, kThreads = kWarps * 32, kRows = 16;
-constexpr int kMaxPacked = 64;   // more rows than this and the forward kernel has enough blocks, or work per key
 constexpr int kCombined = 8;     // splits whose outputs combine_kernel loads side by side
 constexpr int kMaxSplits = 128;  // of which combine_kernel keeps the weights: kMaxSplits / 32 per lane
 
@@ -270,7 +269,7 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
   if ((left_out & kNoDecode) || plan.head_class == 0 || p.batch * p.heads_q * p.seqlen_q == 0) return plan;
   // With dropout it is training, whose calls have many queries: the forward kernels.
   const int64_t group = p.heads_q / p.heads_k;
-  if (p.dropout_p > 0 || p.heads_k != p.heads_v || p.seqlen_q * group > kMaxPacked) return plan;
+  if (p.dropout_p > 0 || p.heads_k != p.heads_v || p.seqlen_q * group > kDecodeMaxRows) return plan;
   if (plan.head_class == kWideHead) {
     const WideTile tile = wide_tile(p.dtype);
     plan.rows = tile.rows, plan.keys = tile.keys, plan.threads = tile.threads, plan.shared_bytes = tile.shared_bytes;

@@ -2,6 +2,7 @@
 // reads whole 128-byte lines (16 bytes a lane) even where rows are as short as a line.
 #include "cuda/launch.cuh"
 #include "cuda/launch.h"
+#include "cuda/rows.h"
 
 namespace attnkern::cuda {
 namespace {
@@ -19,8 +20,17 @@ struct alignas(kVector * sizeof(T)) Vector {
   T x[kVector];
 };
 
+struct DeltaArgs {
+  const void* grad_out;
+  const void* out;
+  const float* grad_lse;  // null: zero
+  float* delta;
+  int64_t grad_out_stride[3], out_stride[3];
+  int64_t batch, heads, seqlen, head_dim;
+};
+
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kThreads) delta_kernel(DeltaParams p) {
+__global__ void __launch_bounds__(kThreads) delta_kernel(DeltaArgs p) {
   const int64_t row = int64_t{blockIdx.x} * kRows + threadIdx.x / kLanes;
   const bool live = row < p.batch * p.heads * p.seqlen;
   const int64_t i = row % p.seqlen, h = row / p.seqlen % p.heads, b = row / p.seqlen / p.heads;
@@ -39,31 +49,23 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaParams p) {
 #pragma unroll
   for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
   if (live && threadIdx.x % kLanes == 0) {
-    p.delta[row] = p.grad_lse == nullptr ? sum : sum - p.grad_lse[at(p.grad_lse_stride)];
+    p.delta[row] = p.grad_lse == nullptr ? sum : sum - p.grad_lse[row];
   }
-}
-
-template <typename T>
-int run(const DeltaParams& p, void* stream) {
-  const int64_t blocks = (p.batch * p.heads * p.seqlen + kRows - 1) / kRows;
-  constexpr int kVector = 16 / sizeof(T);
-  // The bits of both addresses and of every step between rows: low bits set mean that some row isn't 16-byte aligned.
-  uint64_t bytes = reinterpret_cast<uintptr_t>(p.grad_out) | reinterpret_cast<uintptr_t>(p.out);
-  for (int n = 0; n < 3; ++n) bytes |= (p.grad_out_stride[n] | p.out_stride[n]) * sizeof(T);
-  const bool aligned = (bytes | p.head_dim * sizeof(T)) % 16 == 0;
-  const auto kernel = aligned ? delta_kernel<T, kVector> : delta_kernel<T, 1>;
-  return launch_kernel(kernel, blocks, kThreads, 0, p, stream);
 }
 
 }  // namespace
 
-int delta(const DeltaParams& params, void* stream) {
-  switch (params.dtype) {
-    case Dtype::kFloat32: return run<float>(params, stream);
-    case Dtype::kBFloat16: return run<__nv_bfloat16>(params, stream);
-    case Dtype::kFloat16: return run<__half>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+int delta(const Backward& p, float* delta, void* stream) {
+  DeltaArgs a{p.grad_out.data, p.out.data,  static_cast<const float*>(p.grad_lse), delta, {}, {}, p.batch, p.heads_q,
+              p.seqlen_q,      p.head_dim_v};
+  for (int n = 0; n < 3; ++n) a.grad_out_stride[n] = p.grad_out.stride[n], a.out_stride[n] = p.out.stride[n];
+  return by_dtype(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kBytes = sizeof(T), kVector = 16 / kBytes;
+    const bool vector = rows_of(p.grad_out, p.head_dim_v, kBytes).vector && rows_of(p.out, p.head_dim_v, kBytes).vector;
+    return launch_kernel(vector ? delta_kernel<T, kVector> : delta_kernel<T, 1>,
+                         ceil_div(p.batch * p.heads_q * p.seqlen_q, kRows), kThreads, 0, a, stream);
+  });
 }
 
 }  // namespace attnkern::cuda

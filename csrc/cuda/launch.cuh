@@ -48,7 +48,7 @@ int by_dtype(DType dtype, Run run) {
 // Kernels exist for these widths of tile; what a head size leaves of one is filled with zeros.
 constexpr int kHeadClasses[] = {32, 64, 96, 128, 192, 256};
 
-constexpr int kMostHead = 256, kWideHead = 512;  // the widest class, and what forward_wide.cu holds
+constexpr int kMostHead = 256, kWideHead = kMaxHeadDim;  // the widest class, and what forward_wide.cu holds
 
 // The narrowest that holds both head sizes; 0 if none does.
 constexpr int head_class(int64_t head_dim, int64_t head_dim_v) {

@@ -4,29 +4,16 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <string>
 
 #include "common/params.h"
 
 namespace attnkern::cuda {
 
-enum class Dtype : int { kFloat32, kBFloat16, kFloat16 };
-
-// delta = rowsum(grad_out * out) - grad_lse, the row constant of the softmax's gradient: dS = P * (dP - delta).
-struct DeltaParams {
-  // (batch, heads, seqlen, head_dim), last stride 1, the others here in elements
-  const void* grad_out;
-  const void* out;
-  const float* grad_lse;  // (batch, heads, seqlen), or null for zero
-  float* delta;           // (batch, heads, seqlen), contiguous
-  int64_t grad_out_stride[3];
-  int64_t out_stride[3];
-  int64_t grad_lse_stride[3];
-  int64_t batch, heads, seqlen, head_dim;
-  Dtype dtype;
-};
-
-int delta(const DeltaParams& params, void* stream);
+// delta = rowsum(grad_out * out) - grad_lse, the row constant of the softmax's gradient: dS = P * (dP - delta). The
+// columns of grad_out and out lie side by side; delta is (batch, heads_q, seqlen_q), contiguous.
+int delta(const Backward& params, float* delta, void* stream);
 
 // How a forward problem is cut: a function of the problem alone.
 struct ForwardPlan {
@@ -39,7 +26,7 @@ struct ForwardPlan {
 };
 ForwardPlan plan_forward(const Attention& params);
 
-// Head sizes up to 512, lengths and batch * heads below 2^30. The pointers are the device's. A view's strides count in
+// Within the limits of params.h. The pointers are the device's. A view's strides count in
 // a dimension of one entry too: 0 there, or the truth. `out` is written whole.
 int forward(const Forward& params, void* stream);
 
@@ -88,17 +75,19 @@ int64_t decode_workspace(const Forward& params, int splits);
 // As `forward`. splits: of plan_decode, at least 1; any other right number gives the same results but for rounding.
 int decode(const Forward& params, int splits, float* workspace, void* stream);
 
-// Gradients of `forward`, all deterministic but with dq_sums. row_delta: (batch, heads_q, seqlen_q) contiguous, made by
-// `delta` (params.out and params.grad_lse went into that and aren't read here). dk and dv have heads_out heads, a
-// multiple of heads_k and of heads_v that divides heads_q; where it is more than the tensor's own heads, that one is
-// float32 and the caller adds up neighbouring heads. Gradients without data aren't wanted; the others are written
-// whole.
+// Gradients of `forward`. row_delta is what `delta` made (of params.out and
+// params.grad_lse, which aren't read here). dk and dv have heads_out heads; where that is more than the tensor's own,
+// they are float32 and the caller adds up neighbouring heads. Gradients without data aren't wanted; the others are
+// written whole.
 struct BackwardCall : Backward {
   const float* row_delta;
   int64_t heads_out;
-  float* dq_sums;  // zeros, as many as backward_sums says: dq is added up there, in any order; null: deterministic
+  float* dq_sums;  // memory for as many as the plan for Hopper says
 };
-int backward(const BackwardCall& params, const Chip& chip, void* stream);
+// How many heads of dk and dv the kernels write: each has one key head and one value head.
+inline int64_t heads_out_of(const Attention& p) {
+  return p.heads_q / std::gcd(p.heads_q / p.heads_k, p.heads_q / p.heads_v);
+}
 
 // One launch of the backward pass: the tile, the threads of a block, and the blocks (0: none is needed).
 struct BackwardLaunch {
@@ -117,6 +106,7 @@ struct BackwardPlan {
   BackwardLaunch dkdv, dq, dbias;
 };
 BackwardPlan plan_backward(const BackwardCall& params, int shared_limit);
+int backward(const BackwardCall& params, const BackwardPlan& plan, void* stream);
 
 // The same for Hopper, by TMA and wgmma (backward_sm90.cu), for bfloat16 and float16 with any band and softcap.
 struct BackwardSm90Plan {
@@ -125,11 +115,11 @@ struct BackwardSm90Plan {
   bool plain;                      // the variant without softcap
   BackwardLaunch dkdv, dq;         // without dq_sums
   BackwardLaunch fused, round_dq;  // with them
+  int64_t dq_sums;                 // floats in which dq is added up, in any order; 0: none
 };
-BackwardSm90Plan plan_backward_sm90(const BackwardCall& params, const Chip& chip);
-// How many dq_sums the kernel for all three gradients needs; 0: the problem isn't for it.
-int64_t backward_sums(const BackwardCall& params, const Chip& chip);
-int backward_sm90(const BackwardCall& params, const Chip& chip, void* stream);
+// deterministic: the same bits in every run.
+BackwardSm90Plan plan_backward_sm90(const BackwardCall& params, const Chip& chip, bool deterministic);
+int backward_sm90(const BackwardCall& params, const BackwardSm90Plan& plan, void* stream);
 
 // Any of the errors above, in a sentence. Beside a cudaError_t there is the driver's refusal of a tensor map, a
 // CUresult with its sign changed: the kernels for Hopper can't run then, and others can.

@@ -1,5 +1,6 @@
-// Registration of the CUDA operators, compiled by the host compiler against torch's stable ABI. It needs no CUDA header
-// and no symbol of a CUDA torch, so the library loads beside any torch, with or without a driver.
+// The operators on CUDA tensors, one for each pass: described, allocated and launched here. Compiled by the host
+// compiler against torch's stable ABI. It needs no CUDA header and no symbol of a CUDA torch, so the library loads
+// beside any torch, with or without a driver. The schemas are in attnkern/ops.py.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -8,25 +9,18 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 
-#include "common/unpack.h"
+#include "common/operators.h"
 #include "cuda/launch.h"
 
 // Weak: only libtorch_cuda has it, and a CPU torch never gets to call it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                                                    void** ret_stream);
 
-// The tests compile this file for CPU tensors too, against a CUDA runtime that hands every launch to a simulator.
-#ifdef ATTNKERN_RECORD_LAUNCHES
-#define ATTNKERN_DISPATCH_KEY CPU
-#else
-#define ATTNKERN_DISPATCH_KEY CUDA
-#endif
-
 namespace {
 
-using attnkern::check_device, attnkern::OptionalTensor;
-using attnkern::cuda::Dtype;
+using attnkern::AttentionParams, attnkern::Dispatcher, attnkern::DType, attnkern::OptionalTensor, attnkern::View;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -37,17 +31,9 @@ void* current_stream(int32_t device_index) {
   return stream;
 }
 
-#ifdef ATTNKERN_RECORD_LAUNCHES
-struct DeviceGuard {
-  explicit DeviceGuard(int32_t) {}
-};
-#else
-using torch::stable::accelerator::DeviceGuard;
-#endif
-
 // The device of a call: made current in torch and here, its limits, and torch's stream on it.
 struct Device {
-  DeviceGuard guard;
+  torch::stable::accelerator::DeviceGuard guard;
   attnkern::cuda::Chip chip{};
   int32_t index;
 
@@ -78,267 +64,113 @@ struct Device {
   }
 };
 
-// Whether there is no query: then there is nothing to compute, and kernels may divide by a count that is 0.
-bool has_no_query(const attnkern::Attention& p) { return p.batch * p.heads_q * p.seqlen_q == 0; }
-
-Dtype dtype_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return Dtype::kFloat32;
-    case ScalarType::BFloat16: return Dtype::kBFloat16;
-    case ScalarType::Half: return Dtype::kFloat16;
-    default: STD_TORCH_CHECK(false, "attnkern: the CUDA kernels take float32, bfloat16 and float16");
-  }
-}
-
-void copy_strides(const Tensor& x, int64_t (&stride)[3]) {
-  for (int n = 0; n < 3; ++n) stride[n] = x.stride(n);
-}
-
-Tensor delta(const Tensor& grad_out, const Tensor& out, const std::optional<Tensor>& grad_lse) {
-  STD_TORCH_CHECK(out.dim() == 4 && grad_out.dim() == 4, "attnkern::delta: grad_out and out must have 4 dimensions");
-  STD_TORCH_CHECK(grad_out.device() == out.device(), "attnkern::delta: grad_out and out must be on one device");
-  STD_TORCH_CHECK(grad_out.scalar_type() == out.scalar_type(), "attnkern::delta: grad_out and out must share a dtype");
-  for (int n = 0; n < 4; ++n) {
-    STD_TORCH_CHECK(grad_out.size(n) == out.size(n), "attnkern::delta: grad_out and out must have equal sizes");
-  }
-  STD_TORCH_CHECK((grad_out.stride(3) == 1 && out.stride(3) == 1) || out.size(3) <= 1,
-                  "attnkern::delta: the last strides of grad_out and out must be 1");
-  const Device device(out);
-  Tensor result = torch::stable::new_empty(out, {out.size(0), out.size(1), out.size(2)}, ScalarType::Float);
-  attnkern::cuda::DeltaParams params{};
-  params.grad_out = grad_out.const_data_ptr();
-  params.out = out.const_data_ptr();
-  params.delta = static_cast<float*>(result.mutable_data_ptr());
-  copy_strides(grad_out, params.grad_out_stride);
-  copy_strides(out, params.out_stride);
-  if (grad_lse) {
-    STD_TORCH_CHECK(
-        grad_lse->dim() == 3 && grad_lse->scalar_type() == ScalarType::Float && grad_lse->device() == out.device(),
-        "attnkern::delta: grad_lse must be a float32 tensor of 3 dimensions on out's device");
-    for (int n = 0; n < 3; ++n) {
-      STD_TORCH_CHECK(grad_lse->size(n) == out.size(n),
-                      "attnkern::delta: grad_lse must have out's sizes without the last");
-    }
-    params.grad_lse = static_cast<const float*>(grad_lse->const_data_ptr());
-    copy_strides(*grad_lse, params.grad_lse_stride);
-  }
-  params.batch = out.size(0);
-  params.heads = out.size(1);
-  params.seqlen = out.size(2);
-  params.head_dim = out.size(3);
-  params.dtype = dtype_of(out);
-  device.check(attnkern::cuda::delta(params, device.stream()));
-  return result;
-}
-
 void fill_inputs(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
-                 const OptionalTensor& philox_seed, double softmax_scale, double softcap, int64_t window_left,
-                 int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
-  attnkern::fill(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset,
-                 dropout_p);
+                 const OptionalTensor& philox_seed, const AttentionParams& params, bool tf32) {
+  attnkern::fill(p, q, k, v, bias, philox_seed, params);
   p.tf32 = tf32;
-  STD_TORCH_CHECK(p.dtype == attnkern::DType::kBFloat16 || p.dtype == attnkern::DType::kFloat16 ||
-                      p.dtype == attnkern::DType::kFloat32,
+  STD_TORCH_CHECK(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16 || p.dtype == DType::kFloat32,
                   "attnkern: these kernels take bfloat16, float16 and float32");
-  constexpr int64_t kMost = int64_t{1} << 30;
-  STD_TORCH_CHECK(p.head_dim <= 512 && p.head_dim_v <= 512 && p.seqlen_q < kMost && p.seqlen_k < kMost &&
-                      p.batch * p.heads_q < kMost,
-                  "attnkern: these kernels take head sizes up to 512, and lengths and batch * heads below 2^30");
+  STD_TORCH_CHECK(p.head_dim <= attnkern::kMaxHeadDim && p.head_dim_v <= attnkern::kMaxHeadDim &&
+                      p.seqlen_q <= attnkern::kMaxLength && p.seqlen_k <= attnkern::kMaxLength &&
+                      p.batch * p.heads_q <= attnkern::kMaxLength,
+                  "attnkern: these kernels take head sizes up to ", attnkern::kMaxHeadDim,
+                  ", and lengths and batch * heads up to ", attnkern::kMaxLength);
 }
 
-// A result (batch, heads, length, width) for a kernel to write.
-attnkern::View result_view(const Tensor& x, const Tensor& q, int64_t heads, int64_t length, int64_t width,
-                           const char* name) {
-  check_device(x, q, name);
-  STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == q.size(0) && x.size(1) == heads && x.size(2) == length &&
-                      x.size(3) == width && (x.stride(3) == 1 || width <= 1),
-                  "attnkern: ", name, " has the wrong sizes, or a last stride that isn't 1");
-  return attnkern::output_view(x);
+// x itself if the columns of its rows lie side by side, else a copy.
+Tensor dense_rows(const Tensor& x) {
+  const bool dense = x.dim() == 4 && (x.stride(3) == 1 || x.size(3) <= 1);
+  return dense ? x : torch::stable::contiguous(x);
 }
 
-const float* row_constants(const Tensor& x, const Tensor& q, const char* name) {
-  check_device(x, q, name);
-  STD_TORCH_CHECK(x.dim() == 3 && x.size(0) == q.size(0) && x.size(1) == q.size(1) && x.size(2) == q.size(2) &&
-                      x.scalar_type() == ScalarType::Float && x.is_contiguous(),
-                  "attnkern: ", name, " must be float32, contiguous, and of shape (batch, heads, seqlen_q)");
-  return static_cast<const float*>(x.const_data_ptr());
+Tensor floats(const Tensor& like, int64_t count) {
+  return attnkern::empty<Dispatcher, 1>(like, {count}, ScalarType::Float);
 }
+float* data_of(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
-// How many parts of the keys the kernels for few queries read side by side; 0: the problem isn't for them.
-int64_t decode_splits(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
-                      double softmax_scale, double softcap, int64_t window_left, int64_t window_right,
-                      int64_t band_offset, double dropout_p, bool tf32) {
-  attnkern::Attention p{};
-  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
-              tf32);
-  return has_no_query(p) ? 0 : attnkern::cuda::plan_decode(p, Device(q).chip).splits;
-}
-
-void forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed, Tensor out,
-             OptionalTensor lse, OptionalTensor workspace, int64_t splits, double softmax_scale, double softcap,
-             int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
+// out and lse; lse has shape (0,) unless need_lse. splits and order replace those of the plan: for timing and tests.
+// Any number of splits from 1 on (0: not the kernels for few queries) and any Order of a plain problem is right.
+std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias,
+                                   OptionalTensor philox_seed ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool need_lse,
+                                   bool tf32, std::optional<int64_t> splits, std::optional<int64_t> order) {
   attnkern::Forward p{};
-  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
-              tf32);
-  STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "attnkern: out must have q's dtype");
-  p.out = result_view(out, q, p.heads_q, p.seqlen_q, p.head_dim_v, "out");
-  if (lse) p.lse = const_cast<float*>(row_constants(*lse, q, "lse"));
-  if (has_no_query(p)) return;
+  fill_inputs(p, q, k, v, bias, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
   const Device device(q);
+  auto [out, lse] = attnkern::make_results<Dispatcher>(p, q, need_lse);
+  if (p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0) return {out, lse};
   void* stream = device.stream();
-  if (splits == 0) {
-    const auto plan = attnkern::cuda::plan_forward_sm90(p, device.chip);
-    device.launch(
-        plan.refusal == nullptr, [&] { return attnkern::cuda::forward_sm90(p, plan, stream); },
-        [&] { return attnkern::cuda::forward(p, stream); });
-    return;
+  const int parts = order ? 0 : splits ? static_cast<int>(*splits) : attnkern::cuda::plan_decode(p, device.chip).splits;
+  if (parts > 0) {
+    STD_TORCH_CHECK(p.dropout_p == 0 && p.heads_k == p.heads_v, "attnkern: this problem can't be split");
+    const Tensor workspace = floats(q, attnkern::cuda::decode_workspace(p, parts));
+    device.check(attnkern::cuda::decode(p, parts, data_of(workspace), stream));
+    return {out, lse};
   }
-  const int64_t needed = attnkern::cuda::decode_workspace(p, static_cast<int>(splits));
-  if (needed > 0) {
-    STD_TORCH_CHECK(workspace.has_value() && workspace->scalar_type() == ScalarType::Float &&
-                        workspace->is_contiguous() && workspace->numel() >= needed,
-                    "attnkern: workspace must be contiguous float32 of at least ", needed, " entries");
-    check_device(*workspace, q, "workspace");
-  }
-  STD_TORCH_CHECK(dropout_p == 0 && p.heads_k == p.heads_v, "attnkern: this problem can't be split");
-  device.check(attnkern::cuda::decode(
-      p, static_cast<int>(splits), needed > 0 ? static_cast<float*>(workspace->mutable_data_ptr()) : nullptr, stream));
-}
-
-// The forward kernel for Hopper in an order of its steps that is given (launch.h): for timing, and for tests.
-void forward_sm90(Tensor q, Tensor k, Tensor v, Tensor out, int64_t order, double softmax_scale, double softcap,
-                  int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
-  attnkern::Forward p{};
-  fill_inputs(p, q, k, v, {}, {}, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, tf32);
-  STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "attnkern: out must have q's dtype");
-  p.out = result_view(out, q, p.heads_q, p.seqlen_q, p.head_dim_v, "out");
-  const Device device(q);
   auto plan = attnkern::cuda::plan_forward_sm90(p, device.chip);
-  STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
-  STD_TORCH_CHECK(order >= 0 && order <= 2 && plan.plain, "attnkern: order must be 0, 1 or 2, and softcap 0");
-  plan.order = static_cast<attnkern::cuda::Order>(order);
-  device.check(attnkern::cuda::forward_sm90(p, plan, device.stream()));
-}
-
-attnkern::cuda::BackwardCall backward_call(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                           const OptionalTensor& bias, const OptionalTensor& philox_seed,
-                                           const Tensor& lse, const Tensor& delta, const OptionalTensor& dq,
-                                           const OptionalTensor& dk, const OptionalTensor& dv,
-                                           const OptionalTensor& dbias, int64_t heads_out, double softmax_scale,
-                                           double softcap, int64_t window_left, int64_t window_right,
-                                           int64_t band_offset, double dropout_p, bool tf32) {
-  attnkern::cuda::BackwardCall p{};
-  fill_inputs(p, q, k, v, bias, philox_seed, softmax_scale, softcap, window_left, window_right, band_offset, dropout_p,
-              tf32);
-  check_device(grad_out, q, "grad_out");
-  STD_TORCH_CHECK(grad_out.dim() == 4 && grad_out.size(0) == p.batch && grad_out.size(1) == p.heads_q &&
-                      grad_out.size(2) == p.seqlen_q && grad_out.size(3) == p.head_dim_v &&
-                      grad_out.scalar_type() == q.scalar_type(),
-                  "attnkern: grad_out must have the shape and dtype of the output");
-  STD_TORCH_CHECK(p.heads_q == 0 || (heads_out > 0 && p.heads_q % heads_out == 0 && heads_out % p.heads_k == 0 &&
-                                     heads_out % p.heads_v == 0),
-                  "attnkern: heads_out must divide the heads of q and be a multiple of those of k and v");
-  p.grad_out = attnkern::view_of(grad_out);
-  p.lse = row_constants(lse, q, "lse");
-  p.row_delta = row_constants(delta, q, "delta");
-  p.heads_out = heads_out;
-  if (dq) {
-    STD_TORCH_CHECK(dq->scalar_type() == q.scalar_type(), "attnkern: dq must have q's dtype");
-    p.dq = result_view(*dq, q, p.heads_q, p.seqlen_q, p.head_dim, "dq");
+  if (order) {
+    STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
+    STD_TORCH_CHECK(*order >= 0 && *order <= 2 && plan.plain, "attnkern: order must be 0, 1 or 2, and softcap 0");
+    plan.order = static_cast<attnkern::cuda::Order>(*order);
+    device.check(attnkern::cuda::forward_sm90(p, plan, stream));
+    return {out, lse};
   }
-  const auto of_keys = [&](const OptionalTensor& grad, int64_t heads, int64_t width, const char* name) {
-    if (!grad) return attnkern::View{};
-    STD_TORCH_CHECK(grad->scalar_type() == (heads_out > heads ? ScalarType::Float : q.scalar_type()),
-                    "attnkern: ", name, " must have q's dtype, or be float32 where its heads are still to be added up");
-    return result_view(*grad, q, heads_out, p.seqlen_k, width, name);
-  };
-  p.dk = of_keys(dk, p.heads_k, p.head_dim, "dk");
-  p.dv = of_keys(dv, p.heads_v, p.head_dim_v, "dv");
-  if (dbias) {
-    STD_TORCH_CHECK(bias.has_value() && p.bias_dtype != attnkern::DType::kBool &&
-                        dbias->scalar_type() == bias->scalar_type() && dbias->is_contiguous(),
-                    "attnkern: dbias must be contiguous and of the dtype of a floating bias");
-    check_device(*dbias, q, "dbias");
-    STD_TORCH_CHECK(dbias->dim() == 4, "attnkern: dbias must have 4 dimensions");
-    for (int n = 0; n < 4; ++n) {
-      STD_TORCH_CHECK(dbias->size(n) == p.bias_size[n], "attnkern: dbias must have the sizes of bias");
-    }
-    p.dbias = attnkern::output_view(*dbias);
-  }
-  return p;
-}
-
-// How many entries of dq_sums the backward pass takes if it may add up dq in any order; 0: it doesn't.
-int64_t backward_sums(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
-                      Tensor lse, Tensor delta, OptionalTensor dq, OptionalTensor dk, OptionalTensor dv,
-                      OptionalTensor dbias, int64_t heads_out, double softmax_scale, double softcap,
-                      int64_t window_left, int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
-  const auto p = backward_call(grad_out, q, k, v, bias, philox_seed, lse, delta, dq, dk, dv, dbias, heads_out,
-                               softmax_scale, softcap, window_left, window_right, band_offset, dropout_p, tf32);
-  return has_no_query(p) ? 0 : attnkern::cuda::backward_sums(p, Device(q).chip);
-}
-
-void backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
-              Tensor lse, Tensor delta, OptionalTensor dq, OptionalTensor dk, OptionalTensor dv, OptionalTensor dbias,
-              OptionalTensor dq_sums, int64_t heads_out, double softmax_scale, double softcap, int64_t window_left,
-              int64_t window_right, int64_t band_offset, double dropout_p, bool tf32) {
-  auto p = backward_call(grad_out, q, k, v, bias, philox_seed, lse, delta, dq, dk, dv, dbias, heads_out, softmax_scale,
-                         softcap, window_left, window_right, band_offset, dropout_p, tf32);
-  if (has_no_query(p)) {
-    for (OptionalTensor* grad : {&dq, &dk, &dv, &dbias}) {
-      if (*grad) torch::stable::zero_(**grad);
-    }
-    return;
-  }
-  const Device device(q);
-  if (dq_sums) {
-    const int64_t needed = attnkern::cuda::backward_sums(p, device.chip);
-    STD_TORCH_CHECK(needed > 0, "attnkern: dq_sums must be None for this problem");
-    STD_TORCH_CHECK(
-        dq_sums->scalar_type() == ScalarType::Float && dq_sums->is_contiguous() && dq_sums->numel() == needed,
-        "attnkern: dq_sums must be contiguous float32 of ", needed, " entries");
-    check_device(*dq_sums, q, "dq_sums");
-    p.dq_sums = static_cast<float*>(dq_sums->mutable_data_ptr());
-  }
-  void* stream = device.stream();
   device.launch(
-      attnkern::cuda::plan_backward_sm90(p, device.chip).refusal == nullptr,
-      [&] { return attnkern::cuda::backward_sm90(p, device.chip, stream); },
-      [&] { return attnkern::cuda::backward(p, device.chip, stream); });
+      plan.refusal == nullptr, [&] { return attnkern::cuda::forward_sm90(p, plan, stream); },
+      [&] { return attnkern::cuda::forward(p, stream); });
+  return {out, lse};
+}
+
+// What the kernels write of dk or dv: itself, or float32 of the kernels' more heads, to be added up.
+std::optional<Tensor> parts_of(const attnkern::cuda::BackwardCall& p, const Tensor& grad, View& view) {
+  if (view.data == nullptr || grad.size(1) == p.heads_out) return {};
+  Tensor parts =
+      attnkern::empty<Dispatcher, 4>(grad, {grad.size(0), p.heads_out, grad.size(2), grad.size(3)}, ScalarType::Float);
+  view = attnkern::output_view(parts);
+  return parts;
+}
+
+void add_up(const std::optional<Tensor>& parts, Tensor& grad) {
+  if (!parts) return;
+  const int64_t heads = grad.size(1), group = parts->size(1) / heads;
+  const Tensor grouped = torch::stable::view(*parts, {grad.size(0), heads, group, grad.size(2), grad.size(3)});
+  const int64_t over[] = {2};
+  torch::stable::copy_(grad, torch::stable::sum(grouped, torch::headeronly::IntHeaderOnlyArrayRef(over, 1)));
+}
+
+// dq, dk, dv, dbias; what grad_mask does not ask for has shape (0,). deterministic: the same bits in every run.
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k,
+                                                    Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
+                                                    Tensor out, Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
+                                                    int64_t grad_mask, bool tf32, bool deterministic) {
+  attnkern::cuda::BackwardCall p{};
+  fill_inputs(p, q, k, v, bias, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
+  grad_out = dense_rows(grad_out), out = dense_rows(out), lse = attnkern::dense(lse);
+  if (grad_lse) grad_lse = attnkern::dense(*grad_lse);
+  attnkern::fill_backward(p, grad_out, grad_lse, q, out, lse);
+  const Device device(q);
+  auto [dq, dk, dv, dbias] = attnkern::make_gradients<Dispatcher>(p, q, k, v, bias, grad_mask);
+  if (attnkern::has_no_score(p)) return {dq, dk, dv, dbias};
+  void* stream = device.stream();
+  p.heads_out = attnkern::cuda::heads_out_of(p);
+  const auto parts_k = parts_of(p, dk, p.dk), parts_v = parts_of(p, dv, p.dv);
+  const Tensor delta = floats(q, p.batch * p.heads_q * p.seqlen_q);
+  p.row_delta = data_of(delta);
+  device.check(attnkern::cuda::delta(p, data_of(delta), stream));
+  const auto plan = attnkern::cuda::plan_backward_sm90(p, device.chip, deterministic);
+  const Tensor sums = floats(q, plan.dq_sums);
+  p.dq_sums = data_of(sums);
+  device.launch(
+      plan.refusal == nullptr, [&] { return attnkern::cuda::backward_sm90(p, plan, stream); },
+      [&] {
+        return attnkern::cuda::backward(p, attnkern::cuda::plan_backward(p, device.chip.shared_per_block), stream);
+      });
+  add_up(parts_k, dk), add_up(parts_v, dv);
+  return {dq, dk, dv, dbias};
 }
 
 }  // namespace
 
-// Defined here, not in attnkern/ops.py: they exist on CUDA only and have no gradients of their own. Results are written
-// into tensors of the caller's: attnkern/backends/cuda.py.
-#ifndef ATTNKERN_RECORD_LAUNCHES
-STABLE_TORCH_LIBRARY_FRAGMENT(attnkern, m) {
-#define ATTNKERN_SCORE \
-  "float softmax_scale, float softcap, int window_left, int window_right, int band_offset, float dropout_p, bool tf32"
-  m.def("delta(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor");
-  m.def(
-      "cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor(a!) out, "
-      "Tensor(b!)? lse, Tensor(c!)? workspace, int splits, " ATTNKERN_SCORE ") -> ()");
-  m.def("cuda_forward_sm90(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int order, " ATTNKERN_SCORE ") -> ()");
-  m.def("cuda_decode_splits(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, " ATTNKERN_SCORE
-        ") -> int");
-  m.def(
-      "cuda_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor lse, "
-      "Tensor delta, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, Tensor(e!)? dq_sums, "
-      "int heads_out, " ATTNKERN_SCORE ") -> ()");
-  m.def(
-      "cuda_backward_sums(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor "
-      "lse, Tensor delta, Tensor? dq, Tensor? dk, Tensor? dv, Tensor? dbias, int heads_out, " ATTNKERN_SCORE
-      ") -> int");
-#undef ATTNKERN_SCORE
-}
-#endif
-
-STABLE_TORCH_LIBRARY_IMPL(attnkern, ATTNKERN_DISPATCH_KEY, m) {
-  m.impl("delta", TORCH_BOX(&delta));
+STABLE_TORCH_LIBRARY_IMPL(attnkern, CUDA, m) {
   m.impl("cuda_forward", TORCH_BOX(&forward));
-  m.impl("cuda_forward_sm90", TORCH_BOX(&forward_sm90));
-  m.impl("cuda_decode_splits", TORCH_BOX(&decode_splits));
   m.impl("cuda_backward", TORCH_BOX(&backward));
-  m.impl("cuda_backward_sums", TORCH_BOX(&backward_sums));
 }

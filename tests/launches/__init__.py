@@ -1,8 +1,8 @@
-"""The CUDA kernels with their shipped host code on CPU tensors: launches are recorded, the simulator runs them.
+"""The CUDA kernels with their shipped host code on CPU tensors: the simulator runs what they launch.
 
-The objects that the build made of csrc/cuda/*.cu are taken as they are; ops_cuda.cpp is compiled with its operators for
-CPU tensors. Instead of CUDA's runtime they are linked with runtime.cpp, which hands on what cudaLaunchKernel was given.
-So grids, shared memory, strides and the choice of the variant are the product's own.
+The objects that the build made of csrc/cuda are taken as they are. Instead of CUDA's runtime they are linked with
+runtime.cpp, which hands on what cudaLaunchKernel was given, and registers the operators for CPU tensors. So grids,
+shared memory, strides, allocations and the choice of the variant are the product's own.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,14 +30,16 @@ from ptxsim import tensormap
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "launches"
-RECORD = ctypes.CFUNCTYPE(
-    None,
+LAUNCHED = ctypes.CFUNCTYPE(
+    ctypes.c_int,
     ctypes.c_char_p,
     ctypes.POINTER(ctypes.c_uint),
     ctypes.POINTER(ctypes.c_uint),
     ctypes.c_uint64,
     ctypes.POINTER(ctypes.c_void_p),
 )
+TOLD = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+ZEROED = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)
 ENCODE = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_void_p,
@@ -45,6 +49,13 @@ ENCODE = ctypes.CFUNCTYPE(
     *[ctypes.POINTER(ctypes.c_uint64)] * 2,
     *[ctypes.POINTER(ctypes.c_uint32)] * 2,
     *[ctypes.c_int] * 4,
+)
+# Of torch's C ABI, as csrc/cuda/ops_cuda.cpp calls it: what runtime.cpp stands in front of.
+WRAPPED = (
+    "aoti_torch_create_device_guard",
+    "aoti_torch_empty_strided",
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_library_init_impl",
 )
 # CUtensorMapDataType and CUtensorMapSwizzle of the CUDA driver API, in order.
 ELEMENTS = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16", "f32.ftz", "tf32", "tf32.ftz")
@@ -68,46 +79,84 @@ class Launch:
 
 @dataclass
 class Recorder:
-    """Runs operators of the recording library; `launches` is what they launched, in order."""
+    """Runs operators of csrc/cuda on CPU tensors: what they launch is appended to `launches` and simulated at once.
+
+    `tensors` are those whose memory the last operator knew, results and workspace included.
+    """
 
     target: int = 80
     launches: list[Launch] = field(default_factory=list)
     reports: list[ptxsim.Report] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
     simulate: bool = True
     seed: int | None = None  # of the simulator's schedule
     multiprocessors: int = 8  # few: small problems fill them
     refusal: int = 0  # the CUresult with which the driver answers for every tensor map
     launch_error: int = 0  # the cudaError_t of every launch
     left_out: int = 0  # kernels that aren't to run, as csrc/cuda/left_out.h counts them
+    launched: Callable[[Launch], object] = lambda launch: None  # is told of each, after it
+    undefined: list[torch.Tensor] = field(default_factory=list)  # made, and not written yet
 
-    def run(self, operator, tensors: Sequence[torch.Tensor | None], *rest, results: Sequence[torch.Tensor | None] = ()):
-        """operator(*tensors, *rest) on CPU tensors, then its launches in the simulator."""
-        before = len(self.launches)
-        returned = library().call(lambda: operator(*tensors, *rest), self)
-        known = [x for x in (*tensors, returned) if isinstance(x, torch.Tensor)]
-        if self.simulate:
-            undefined = [x for x in results if x is not None]
-            for launch in self.launches[before:]:
-                report = ptxsim.launch(
-                    launch.kernel,
-                    launch.grid,
-                    *launch.parameters,
-                    block=launch.block,
-                    shared=launch.shared,
-                    tensors=known,
-                    undefined=undefined,
-                    seed=self.seed,
-                )
-                undefined = []  # written, or at least allowed to be read by the next kernel
-                self.reports.append(report)
-        return returned
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(*arguments), which calls operators of csrc/cuda. Raises what the simulator finds wrong."""
+        self.tensors, self.undefined = [], []
+        return library().call(lambda: function(*arguments), self)
+
+    def launch(self, launch: Launch) -> None:
+        self.launches.append(launch)
+        if not self.simulate:
+            return
+        before = [x.clone() for x in self.undefined]
+        report = ptxsim.launch(
+            launch.kernel,
+            launch.grid,
+            *launch.parameters,
+            block=launch.block,
+            shared=launch.shared,
+            tensors=self.tensors,
+            undefined=self.undefined,
+            seed=self.seed,
+        )
+        # What a kernel has written to, later ones may read; what it left out there holds POISON.
+        self.undefined = [x for x, old in zip(self.undefined, before, strict=True) if bytes_of(x).equal(bytes_of(old))]
+        self.reports.append(report)
+        self.launched(launch)
+
+    def tell(self, tensor: torch.Tensor, made: bool) -> None:
+        if made and tensor.numel():
+            bytes_of(tensor).fill_(POISON)
+            self.undefined.append(tensor)
+        if tensor.numel() and all(not _same(tensor, known) for known in self.tensors):
+            self.tensors.append(tensor)
+
+    def zeroed(self, address: int) -> None:
+        self.undefined = [x for x in self.undefined if x.data_ptr() != address]
+
+
+OPERATORS = Path("csrc/cuda/ops_cuda.cpp")
+POISON = 0xFF  # every byte of what was allocated: NaN in every floating dtype
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """All of its memory; results are dense, in whatever order."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+
+
+def _capsule(pointer: int) -> Any:
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return make(pointer, None, None)
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
 class Library:
     def __init__(self, path: Path):
         torch.ops.load_library(str(path / "recorded.so"))
         runtime = ctypes.CDLL(str(path / "recorded.so"))
-        self.set_record, self.set_encode, self.set_chip = runtime.set_record, runtime.set_encode, runtime.set_chip
+        self.set_callbacks, self.set_encode, self.set_chip = runtime.set_callbacks, runtime.set_encode, runtime.set_chip
         self.begin_thread = runtime.begin_thread
         self.set_left_out = runtime.set_left_out
         self.texts = {file.stem: file.read_text() for file in sorted(path.glob("*.ptx"))}
@@ -121,52 +170,74 @@ class Library:
         text = next(text for text in self.texts.values() if f".entry {name}(" in text)
         return ptxsim.from_ptx(text, name, target=target)
 
-    def call(self, function, recorder: Recorder):
-        """function(), what it launches appended to the recorder's launches."""
+    def call(self, function: Callable[[], Any], recorder: Recorder) -> Any:
+        """function(), its launches handed to the recorder."""
         target = recorder.target
         failures: list[BaseException] = []
+        launch_failure = 719  # cudaErrorLaunchFailure
 
-        def record(name, grid, block, shared, arguments):
-            try:
-                kernel = self.kernel(name.decode(), target)
-                sizes = [parameter.bytes for parameter in kernel.program.kernel.params]
-                values = tuple(ctypes.string_at(arguments[n], size) for n, size in enumerate(sizes))
-                recorder.launches.append(Launch(kernel, tuple(grid[:3]), tuple(block[:3]), shared, values))
-            except BaseException as error:
-                failures.append(error)
+        def kept(function, failed=0):
+            """function, for C: an exception is kept for the end, and nothing more is done."""
+
+            def run(*arguments):
+                if failures:
+                    return failed
+                try:
+                    return function(*arguments) or 0
+                except BaseException as error:
+                    failures.append(error)
+                    return failed
+
+            return run
+
+        def launched(name, grid, block, shared, arguments):
+            kernel = self.kernel(name.decode(), target)
+            sizes = [parameter.bytes for parameter in kernel.program.kernel.params]
+            values = tuple(ctypes.string_at(arguments[n], size) for n, size in enumerate(sizes))
+            recorder.launch(Launch(kernel, tuple(grid[:3]), tuple(block[:3]), shared, values))
+
+        def told(handle, made):
+            (tensor,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule(handle)])
+            recorder.tell(tensor, bool(made))
 
         def encode(out, element, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill):
             if recorder.refusal:
                 return recorder.refusal
-            try:
-                made = tensormap.encode(
-                    address,
-                    ELEMENTS[element],
-                    tuple(sizes[:rank]),
-                    tuple(strides[: rank - 1]),
-                    tuple(box[:rank]),
-                    tuple(steps[:rank]),
-                    tensormap.INTERLEAVES[interleave],
-                    SWIZZLES[swizzle],
-                    bool(fill),
-                )
-                ctypes.memmove(out, made, len(made))
-            except BaseException as error:
-                failures.append(error)
+            made = tensormap.encode(
+                address,
+                ELEMENTS[element],
+                tuple(sizes[:rank]),
+                tuple(strides[: rank - 1]),
+                tuple(box[:rank]),
+                tuple(steps[:rank]),
+                tensormap.INTERLEAVES[interleave],
+                SWIZZLES[swizzle],
+                bool(fill),
+            )
+            ctypes.memmove(out, made, len(made))
             return 0
 
-        callbacks = RECORD(record), ENCODE(encode)
-        self.set_record(callbacks[0])
-        self.set_encode(callbacks[1])
+        callbacks = (
+            LAUNCHED(kept(launched, launch_failure)),
+            TOLD(kept(told)),
+            ZEROED(kept(lambda address, size: recorder.zeroed(address))),
+        )
+        on_encode = ENCODE(kept(encode))
+        self.set_callbacks(*callbacks)
+        self.set_encode(on_encode)
         self.set_chip(target, recorder.multiprocessors, SHARED_LIMIT[target])
         self.begin_thread(recorder.launch_error)
         self.set_left_out(recorder.left_out)
         try:
             return function()
-        finally:
-            self.set_record(RECORD())
-            self.set_encode(ENCODE())
+        except RuntimeError:
             if failures:
+                raise failures[0] from None
+            raise
+        finally:
+            self.set_callbacks(LAUNCHED(), TOLD(), ZEROED())
+            self.set_encode(ENCODE())
+            if failures and sys.exc_info()[0] is None:
                 raise failures[0]
 
 
@@ -177,7 +248,8 @@ def library() -> Library:
 
 
 def parts() -> tuple[dict[Path, Path], list[Path]]:
-    """The build's objects of csrc/cuda/*.cu and their PTX, and the sources that it has none of as they are."""
+    """The build's objects of csrc/cuda/*.cu and their PTX, and the sources of csrc/cuda that it has none of as they
+    are."""
     found, missing = {}, []
     for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
         path = source.relative_to(ROOT)
@@ -187,7 +259,16 @@ def parts() -> tuple[dict[Path, Path], list[Path]]:
             found[built.object] = text
         else:
             missing.append(path)
+    read = [OPERATORS, *ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h")]
+    made = operators().stat().st_mtime if operators().exists() else 0
+    if any((ROOT / path).stat().st_mtime > made for path in read):
+        missing.append(OPERATORS)
     return found, missing
+
+
+def operators() -> Path:
+    """The build's object of csrc/cuda/ops_cuda.cpp."""
+    return ROOT / compilers.product().BUILD / "release" / f"{OPERATORS}.o"
 
 
 def build() -> Path:
@@ -205,12 +286,10 @@ def build() -> Path:
         raise RuntimeError(
             f"build/ has no binary of {missing[0]} as it is: run `make build`, with nvcc, for 80 and 90a."
         )
-    hosts = [ROOT / "csrc/cuda/ops_cuda.cpp", Path(__file__).with_name("runtime.cpp")]
-    flags = [*product.CXXFLAGS.split(), product.TARGET, "-DATTNKERN_RECORD_LAUNCHES", "-Icsrc"]
-    flags += ["-isystem", f"{torch_folder}/include"]
-    headers = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h")]
-    key = [torch.__version__, *flags, *(path.read_text() for path in (*hosts, *sorted(headers)))]
-    out = FOLDER / _digest([*key, *(str(cache.digest(str(path))) for path in objects)])
+    host = Path(__file__).with_name("runtime.cpp")
+    flags = [*product.CXXFLAGS.split(), "-Icsrc", "-isystem", f"{torch_folder}/include"]
+    key = [torch.__version__, *flags, host.read_text(), (ROOT / "csrc/cuda/left_out.h").read_text(), *WRAPPED]
+    out = FOLDER / _digest([*key, *(str(cache.digest(str(path))) for path in (operators(), *objects))])
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -218,11 +297,10 @@ def build() -> Path:
             with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
                 for built, text in objects.items():
                     shutil.copy(text, f"{folder}/{Path(built.stem).stem}.ptx")
-                compiled = [f"{folder}/{host.stem}.o" for host in hosts]
-                for host, target in zip(hosts, compiled, strict=True):
-                    _run("g++", *flags, "-c", host, "-o", target)
+                _run("g++", *flags, "-c", host, "-o", f"{folder}/runtime.o")
                 link = ["-shared", "-Wl,-z,defs", f"-L{torch_folder}/lib", "-Wl,--no-as-needed", "-ltorch_cpu"]
-                _run("g++", *compiled, *objects, *link, "-o", f"{folder}/recorded.so")
+                link += [f"-Wl,--wrap={name}" for name in WRAPPED]
+                _run("g++", f"{folder}/runtime.o", operators(), *objects, *link, "-o", f"{folder}/recorded.so")
                 shutil.copytree(folder, f"{folder}.done")
                 Path(f"{folder}.done").rename(out)
     return out

@@ -1,5 +1,9 @@
-// A CUDA runtime without a GPU: kernels register as with the real one, a launch is handed to `record`. Only what the
-// product's host code calls is here; anything else fails to link.
+// A CUDA runtime without a GPU: kernels register as with the real one, a launch is handed to `launched`. Only what the
+// product's host code calls is here; anything else fails to link. And between torch's C ABI and that code: operators
+// for CUDA tensors are registered for CPU tensors, and every tensor that is made or whose memory is used is told of
+// (the linker's --wrap puts __wrap_x in the place of x, which is __real_x then).
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -9,15 +13,21 @@
 struct Dim3 {
   unsigned x, y, z;
 };
-using Record = void (*)(const char* kernel, const unsigned* grid, const unsigned* block, uint64_t shared,
-                        void** arguments);
+// What a launch comes back with: 0, or a cudaError_t.
+using Launched = int (*)(const char* kernel, const unsigned* grid, const unsigned* block, uint64_t shared,
+                         void** arguments);
+// A tensor that is made (its contents undefined) or used: a reference of its own, which the callee takes over.
+using Told = void (*)(AtenTensorHandle tensor, int made);
+using Zeroed = void (*)(void* address, uint64_t bytes);
 // cuTensorMapEncodeTiled, its enumerations as int.
 using Encode = int (*)(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
                        const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave, int swizzle,
                        int promotion, int fill);
 
 namespace {
-Record record = nullptr;
+Launched launched = nullptr;
+Told told = nullptr;
+Zeroed zeroed = nullptr;
 Encode encode = nullptr;
 std::map<const void*, const char*>& kernels() {
   static std::map<const void*, const char*> map;
@@ -36,6 +46,13 @@ int multiprocessors = 0;
 constexpr int kInvalidValue = 1, kDefaultShared = 48 * 1024;
 
 // The host code keeps the driver's function for good; `encode` may change.
+AOTITorchError tell(AOTITorchError error, AtenTensorHandle tensor, bool made) {
+  AtenTensorHandle own = nullptr;
+  if (error == AOTI_TORCH_SUCCESS && told != nullptr) error = aoti_torch_new_tensor_handle(tensor, &own);
+  if (own != nullptr) told(own, made);
+  return error;
+}
+
 int encode_tensor_map(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides,
                       const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion,
                       int fill) {
@@ -52,7 +69,9 @@ int error_name(int error, const char** name) {
 
 extern "C" {
 
-__attribute__((visibility("default"))) void set_record(Record function) { record = function; }
+__attribute__((visibility("default"))) void set_callbacks(Launched on_launch, Told on_tensor, Zeroed on_zeros) {
+  launched = on_launch, told = on_tensor, zeroed = on_zeros;
+}
 
 __attribute__((visibility("default"))) void set_encode(Encode function) { encode = function; }
 
@@ -101,6 +120,40 @@ int aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   return 0;
 }
 
+AOTITorchError __wrap_aoti_torch_create_device_guard(int32_t, DeviceGuardHandle* guard) {
+  *guard = nullptr;
+  return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError __real_aoti_torch_library_init_impl(const char* library, const char* key, const char* file,
+                                                   uint32_t line, TorchLibraryHandle* made);
+AOTITorchError __wrap_aoti_torch_library_init_impl(const char* library, const char* key, const char* file,
+                                                   uint32_t line, TorchLibraryHandle* made) {
+  const char* own = std::strcmp(key, "CUDA") == 0 ? "CPU" : key;
+  return __real_aoti_torch_library_init_impl(library, own, file, line, made);
+}
+
+AOTITorchError __real_aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
+                                               int32_t dtype, int32_t device_type, int32_t device_index,
+                                               AtenTensorHandle* made);
+AOTITorchError __wrap_aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
+                                               int32_t dtype, int32_t device_type, int32_t device_index,
+                                               AtenTensorHandle* made) {
+  const auto error = __real_aoti_torch_empty_strided(dims, sizes, strides, dtype, device_type, device_index, made);
+  return tell(error, *made, true);
+}
+
+AOTITorchError __real_aoti_torch_get_data_ptr(AtenTensorHandle tensor, void** pointer);
+AOTITorchError __wrap_aoti_torch_get_data_ptr(AtenTensorHandle tensor, void** pointer) {
+  return tell(__real_aoti_torch_get_data_ptr(tensor, pointer), tensor, false);
+}
+
+int cudaMemsetAsync(void* address, int value, std::size_t bytes, void*) {
+  std::memset(address, value, bytes);
+  if (zeroed != nullptr) zeroed(address, bytes);
+  return 0;
+}
+
 void** __cudaRegisterFatBinary(void*) { return &handle; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
@@ -131,8 +184,8 @@ int cudaLaunchKernel(const void* function, Dim3 grid, Dim3 block, void** argumen
     return kInvalidValue;
   }
   const unsigned grids[3] = {grid.x, grid.y, grid.z}, blocks[3] = {block.x, block.y, block.z};
-  if (launch_error == 0) record(found->second, grids, blocks, shared, arguments);
-  return launch_error;
+  if (launch_error != 0 || launched == nullptr) return launch_error != 0 ? launch_error : kInvalidValue;
+  return launched(found->second, grids, blocks, shared, arguments);
 }
 
 int cudaGetLastError() { return 0; }

@@ -1,0 +1,144 @@
+"""What a call is made of besides its tensors, and what every backend agrees on: the one place for each in Python.
+
+csrc/common/params.h says the same to the compiled libraries; tests/test_params.py holds the two together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from . import rng
+
+UNBOUNDED = 2**62
+"""A bound of a band that excludes nothing. (Far from the int64 limits: i + offset + UNBOUNDED cannot overflow.)"""
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # in the order of csrc/common/params.h
+
+GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_GRAD_OUT, GRAD_GRAD_LSE = 1, 2, 4, 8, 16, 32
+"""The bits of an operator's grad_mask: which gradients are asked for. (The last two: of the second backward pass.)"""
+
+MAX_HEAD_DIM = 512
+"""The largest head size that GPU kernels take,"""
+MAX_LENGTH = 2**30 - 1
+"""the longest sequence (a row and a bound of the band add up within 32 bits),"""
+DECODE_MAX_ROWS = 64
+"""and the most rows of queries, over the query heads that share a key head, that are decoding: kernels of its own."""
+
+
+class Band(NamedTuple):
+    """Every structured mask: query i attends to key j iff -left <= j - i - offset <= right.
+
+    Causal (torch's top-left) is right = 0, offset = 0; bottom-right alignment is offset = seqlen_k - seqlen_q; a
+    sliding window is a finite left.
+    """
+
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    offset: int = 0
+
+    @classmethod
+    def of(cls, left: int, right: int, offset: int) -> Band:
+        """The band of any three int64, by numbers that add up within int64; as `band_of` in csrc/common/unpack.h."""
+        if abs(offset) > UNBOUNDED // 4:
+            left = UNBOUNDED if left >= UNBOUNDED else left - offset
+            right = UNBOUNDED if right >= UNBOUNDED else right + offset
+            offset = 0
+        return cls(max(-UNBOUNDED, min(left, UNBOUNDED)), max(-UNBOUNDED, min(right, UNBOUNDED)), offset)
+
+    def mask(self, seqlen_q: int, seqlen_k: int, device: torch.device, rows: Tensor | None = None) -> Tensor | None:
+        """bool (seqlen_q, seqlen_k), True = attend; None if the band excludes nothing anywhere.
+
+        `rows`, int64 (seqlen_q,), says which queries of the sequence are meant; None: 0, 1, ...
+        """
+        if self.left == UNBOUNDED and self.right == UNBOUNDED:
+            return None
+        i = (torch.arange(seqlen_q, dtype=torch.int64, device=device) if rows is None else rows).unsqueeze(-1)
+        j = torch.arange(seqlen_k, dtype=torch.int64, device=device)
+        distance = j - i - self.offset
+        return (distance >= -self.left) & (distance <= self.right)
+
+
+class AttentionParams(NamedTuple):
+    """The numbers that make a weight of a score, as every operator takes them, in this order.
+
+    A field more is an argument more of every operator (`SCHEMA`), and one of ATTNKERN_PARAMS in csrc/common/params.h.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0  # 0: off
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    band_offset: int = 0
+    dropout_p: float = 0.0
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, params: Sequence[Any]) -> AttentionParams:
+        """Those of an operator's arguments on tensors of `dtype`, which may be any: checked, and in the range in which
+        everything below can count on."""
+        given = cls(*params)
+        given.check(dtype)
+        left, right, offset = Band.of(*given.band)
+        return given._replace(
+            window_left=left,
+            window_right=right,
+            band_offset=offset,
+            dropout_p=rng.drawn_probability(given.dropout_p),
+        )
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raises where tensors of `dtype` have no such attention."""
+        check_dropout(self.dropout_p)
+        check_scale(self.softmax_scale)
+        check_softcap(self.softcap, dtype)
+
+    @property
+    def band(self) -> Band:
+        return Band(self.window_left, self.window_right, self.band_offset)
+
+
+_IN_SCHEMAS = {float: "float", int: "SymInt"}
+SCHEMA = ", ".join(f"{_IN_SCHEMAS[kind]} {name}" for name, kind in get_type_hints(AttentionParams).items())
+"""The fields as arguments of an operator."""
+
+
+def check_dropout(dropout_p: float) -> None:
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"attnkern: dropout_p must be between 0 and 1, got {dropout_p}")
+
+
+def check_scale(scale: float | None) -> None:
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"attnkern: scale must be a finite number, got {scale}")
+
+
+# In which softcaps have all their digits, and a score divided by one has a meaning.
+_CAPS = {dtype: (torch.finfo(dtype).tiny, torch.finfo(dtype).max) for dtype in (torch.float32, torch.float64)}
+
+
+def check_softcap(softcap: float | None, dtype: torch.dtype) -> None:
+    if softcap is not None and softcap != 0:
+        computed = dtype if dtype == torch.float64 else torch.float32
+        least, most = _CAPS[computed]
+        if not least <= softcap <= most:
+            raise ValueError(
+                f"attnkern: softcap must be from {least:.4g} to {most:.4g}, {str(computed).removeprefix('torch.')}'s "
+                f"range (0 or None: off), got {softcap}"
+            )
+
+
+def is_length_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor (B, H, L, D) lies in memory as (B, L, H, D). Outputs and gradients take their input's order."""
+    return bool(shape[1] > 1 and shape[2] > 1 and stride[1] < stride[2])
+
+
+def empty_like_heads(x: Tensor, head_dim: int) -> Tensor:
+    """Empty (B, H, L, head_dim) in the memory order of x (B, H, L, D). As csrc/common/operators.h."""
+    batch, heads, length, _ = x.shape
+    if is_length_major(x.shape, x.stride()):
+        return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+    return x.new_empty(batch, heads, length, head_dim)

@@ -1,0 +1,70 @@
+"""attnkern/params.py and csrc/common/params.h say the same: what every backend agrees on."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnkern import ops, params
+from attnkern.params import AttentionParams
+
+HEADER = (Path(__file__).parents[1] / "csrc/common/params.h").read_text().replace("int64_t{1}", "1")
+TYPES = {"double": float, "int64_t": int}
+
+
+def constant(name):
+    found = re.search(rf"\b{name} = ([^,;}}]+)", HEADER)
+    assert found is not None, name
+    return eval(found[1], {})  # arithmetic of our own header
+
+
+def test_the_numbers_of_a_call():
+    (listed,) = re.findall(r"#define ATTNKERN_PARAMS\(X\)((?:[^\n]*\\\n)*[^\n]*\n)", HEADER)
+    fields = [(name, TYPES[kind]) for kind, name in re.findall(r"X\((\w+), (\w+)\)", listed)]
+    assert fields == list(params.get_type_hints(AttentionParams).items())
+
+
+def test_dtypes_bits_and_limits():
+    (dtypes,) = re.findall(r"enum class DType : int32_t \{([^}]*)\}", HEADER)
+    names = [str(dtype).removeprefix("torch.") for dtype in (*params.DTYPES, torch.bool)]
+    assert [name.strip().removeprefix("k").lower() for name in dtypes.split(",")] == names
+    for name in ("Q", "K", "V", "Bias"):
+        assert constant(f"kGrad{name}") == getattr(params, f"GRAD_{name.upper()}")
+    assert constant("kMaxHeadDim") == params.MAX_HEAD_DIM
+    assert constant("kMaxLength") == params.MAX_LENGTH
+    assert constant("kDecodeMaxRows") == params.DECODE_MAX_ROWS
+
+
+def arguments_of(name):
+    return [argument.name for argument in getattr(torch.ops.attnkern, name).default._schema.arguments]
+
+
+@pytest.mark.parametrize(
+    "name", ["forward", "backward", "tangent", "second_backward", "cuda_forward", "cuda_backward", "cuda_plan"]
+)
+def test_every_operator_takes_them_in_order(name):
+    """They are declared once; schemas follow."""
+    arguments = arguments_of(name)
+    first = arguments.index(AttentionParams._fields[0])
+    assert arguments[first : first + len(AttentionParams._fields)] == list(AttentionParams._fields)
+
+
+def test_no_import_goes_round():
+    """Nothing below the operators knows them, and nothing is imported late to hide that."""
+    package = Path(ops.__file__).parent
+    below = [
+        "params",
+        "problem",
+        "rng",
+        "tiles",
+        "second_order",
+        *(f"backends/{p.stem}" for p in package.glob("backends/*.py")),
+    ]
+    for name in below:
+        text = (package / f"{name}.py").read_text()
+        imported = re.findall(r"^\s*from \.+(\w*) import (.*)$", text, re.M)
+        assert not [line for line in imported if line[0] in ("ops", "autograd", "api") or "ops" in line[1].split(", ")]
+    for name in ("ops", *below):
+        late = re.findall(r"^[ ]+from (\.+\w*) import \w+", (package / f"{name}.py").read_text(), re.M)
+        assert late == [], name
