@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, UNBOUNDED, AttentionParams, is_length_major
+from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, is_length_major
 from . import configs, launch
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bias_gradient import bias_gradient_kernel
@@ -567,7 +567,7 @@ def _decode_gate_cases(size: int, itemsize: int) -> list[dict[str, Any]]:
             v=k,
             bias=bias,
             bias_dtype=None if bias is None else torch.bool if feature == "mask" else problem.dtype,
-            score=(*problem.params[:4], keys - rows, 0.0),  # causal, aligned to the last key
+            params=problem.params._replace(band_offset=keys - rows),  # causal, aligned to the last key
         )
         plan = forward_plan(problem, True, 132)
         assert plan.step is not None
@@ -595,8 +595,8 @@ def gate_problem(capability: int, size: int, itemsize: int, feature: str) -> Pro
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     x = kind(2, 4, 1024, size)
     bias = kind(1, 4, 1024, 1024) if feature == "tile" else None
-    score = (size**-0.5, 30.0 if feature == "mods" else 0.0, UNBOUNDED, 0, 0, 0.0)
-    return Problem(capability, dtype, x, x, x, bias, dtype if bias else None, 0, score, False)
+    params = AttentionParams(size**-0.5, 30.0 if feature == "mods" else 0.0, window_right=0)
+    return Problem(capability, dtype, x, x, x, bias, dtype if bias else None, 0, params, False)
 
 
 def _gate_step(problem: Problem, kernel: str) -> Step | None:
