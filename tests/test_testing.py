@@ -188,7 +188,7 @@ def test_draws_come_again(tmp_path):
         command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", *names]
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{Path(testing.__file__).parents[1]}:{tmp_path}",
+            "PYTHONPATH": f"{Path(testing.__file__).parents[2]}:{tmp_path}",
             "ATTNKERN_TEST_SEED": draw,
         }
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

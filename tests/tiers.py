@@ -52,7 +52,7 @@ TOUCHES = [
     ("attnkern/check.py attnkern/__main__.py", "check"),
     ("attnkern/nn.py", "features nn readme"),
     ("attnkern/cases.py", "bench clients cuda_kernels gpu_stages testing triton"),
-    ("attnkern/testing.py", f"{CALLS} testing"),
+    ("attnkern/testing/*", f"{CALLS} testing"),
     ("attnkern/plot.py attnkern/support.py attnkern/tiles.py attnkern/weights.py", "clients features readme testing"),
     ("attnkern/*", f"{CALLS} {TORCH} build check contract_coverage params readme rng testing"),
     ("bench/results/*", "bench readme"),

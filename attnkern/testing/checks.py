@@ -1,0 +1,127 @@
+"""Runs a call and holds all that it computes to the rule; what else a call must leave as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .expectations import expected
+from .problems import Inputs
+from .tolerance import assert_within_rule
+
+
+def _fill_malloc(on: bool) -> None:
+    """glibc's malloc hands out memory full of 0xff bytes, a NaN in every floating dtype (M_PERTURB, which inverts)."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "mallopt"):
+        libc.mallopt(-6, 0x100 if on else 0)
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN inside: an output entry that a kernel forgets, or padding that it reads, cannot pass.
+
+    torch does it for the tensors that it allocates itself (as part of its deterministic mode), malloc for those of
+    compiled operators and for the kernels' scratch.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic: Any = torch.utils.deterministic  # Any: its attribute is invisible to type checkers
+    fill = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = True
+    _fill_malloc(True)
+    try:
+        yield
+    finally:
+        _fill_malloc(False)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        deterministic.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def unmodified(*tensors: Tensor | None) -> Iterator[None]:
+    """Asserts that the storage behind every tensor, what lies between its entries included, stays as it was."""
+
+    def raw(x: Tensor) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.detach().untyped_storage())
+
+    kept = [(x, raw(x).clone(), x._version) for x in tensors if x is not None]
+    yield
+    for x, before, version in kept:
+        assert torch.equal(raw(x), before), f"an input of shape {tuple(x.shape)} was written to"
+        assert x._version == version, f"an input of shape {tuple(x.shape)} was modified in place"
+
+
+def check_attention(
+    inputs: Inputs,
+    *,
+    backend: str | None = None,
+    gradients: bool = True,
+    keep: Tensor | None = None,
+    function: Callable[..., Any] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Runs `attnkern.attention` on `inputs` and holds output, log-sum-exp and all gradients to the rule.
+
+    Also asserts dtypes, shapes, dense outputs that alias no input, and inputs left as they were. `function` replaces
+    `attnkern.attention` (it then returns the output alone). Returns what was computed, by the names of `expected`.
+    """
+    import attnkern
+
+    recipe = f"{inputs.recipe}  {options}  backend={backend!r}"
+    leaves: dict[str, Any] = {n: x.detach() for n, x in inputs.tensors.items()}
+    if gradients:
+        leaves = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
+    with unmodified(*leaves.values()):
+        if function is None:
+            out, lse = attnkern.attention(**leaves, **options, return_lse=True, backend=backend)
+            results = {"out": out, "lse": lse}
+        else:
+            results = {"out": function(**leaves, **options)}
+        out = results["out"]
+        grad_out = grad_lse = None
+        if gradients:
+            # A quarter of a normal keeps float16 gradients of long rows away from overflow.
+            grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
+            targets, seeds = [out], [grad_out]
+            if "lse" in results:
+                grad_lse = (0.25 * torch.randn(results["lse"].shape, dtype=torch.float64)).to(results["lse"])
+                grad_lse = torch.where(results["lse"].detach() == -math.inf, 0.0, grad_lse)
+                targets.append(results["lse"])
+                seeds.append(grad_lse)
+            wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+            results |= dict(zip(wanted, torch.autograd.grad(targets, list(wanted.values()), seeds), strict=True))
+    want = expected(
+        leaves["query"],
+        leaves["key"],
+        leaves["value"],
+        leaves.get("attn_mask"),
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+        keep=keep,
+        **options,
+    )
+    storages = {x.untyped_storage().data_ptr() for x in leaves.values() if x.numel()}
+    for name, actual in results.items():
+        exact, reference, unit = want[name].exact, want[name].baseline, want[name].unit
+        assert actual.dtype == reference.dtype, f"{name}: dtype {actual.dtype}, expected {reference.dtype}\n  {recipe}"
+        assert actual.device == leaves["query"].device, f"{name}: on {actual.device}\n  {recipe}"
+        if actual.numel():
+            assert actual.untyped_storage().data_ptr() not in storages, f"{name} aliases an input\n  {recipe}"
+        assert_within_rule(
+            actual,
+            exact,
+            reference,
+            gradient=name not in ("out", "lse"),
+            unit=unit,
+            name={"out": "output", "lse": "lse"}.get(name, f"gradient of {name}"),
+            recipe=recipe,
+        )
+    return results

@@ -1,0 +1,351 @@
+"""What a call is held to: float64 maths, torch's own maths in the dtype, and the unit of the rule for each entry."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .reference import _weights, band_mask, naive_attention
+from .tolerance import farthest
+
+_INPUTS = ("query", "key", "value", "attn_mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """One result: its float64 value, torch's own maths in the dtype, and the unit of the rule for each entry."""
+
+    exact: Tensor
+    baseline: Tensor
+    unit: Tensor
+
+
+def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _computed(run: Callable[..., dict[str, Tensor]], exact: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The yardstick: what torch's own maths in the dtype gives; `run` is that maths.
+
+    There is no wider dtype to measure float64 maths with. Done again with every product rounded otherwise, it is off
+    from itself by what it is off from the truth. Both are, so one repetition can come close by chance where there are
+    few entries: torch's own attention then breaks the rule in 1 of 6,000 problems. The farthest of three counts.
+    """
+    if dtype != torch.float64:
+        return run(_accumulate_dtype(dtype), split_scale=True)
+
+    runs = [run(dtype, split_scale=True, stretch=stretch) for stretch in (1.1, 1.3, 1.7)]
+    return {n: farthest(e, *(computed[n] for computed in runs)) for n, e in exact.items()}
+
+
+def expected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    keep: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Expected]:
+    """What attention of these inputs has to give: "out", "lse" and, with a `grad_out`, gradients named as the inputs.
+
+    `options` are those of `naive_attention`. A mask gets a gradient where it is floating.
+    """
+    dtype = query.dtype
+    inputs = {"query": query, "key": key, "value": value}
+    if attn_mask is not None and attn_mask.is_floating_point():
+        inputs["attn_mask"] = attn_mask
+
+    def run(
+        compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0, exact: bool = False
+    ) -> dict[str, Tensor]:
+        leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in inputs.items()}
+        mask = leaves.get("attn_mask", attn_mask)
+        with torch.enable_grad():
+            q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
+            out, lse = naive_attention(q, k, v, mask, keep=keep, split_scale=split_scale, exact=exact, **options)
+            out = out / stretch
+            results = {"out": out.detach(), "lse": lse.detach()}
+            if grad_out is not None:
+                targets, seeds = [out], [grad_out.detach().to(compute_dtype)]
+                if grad_lse is not None:
+                    targets.append(lse)
+                    seeds.append(grad_lse.detach().to(compute_dtype))
+                grads = torch.autograd.grad(targets, list(leaves.values()), seeds, allow_unused=True)
+                for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+                    results[name] = torch.zeros_like(leaf) if grad is None else grad
+        return results
+
+    finite = all(x.isfinite().all() for name, x in inputs.items() if name != "attn_mask")
+    exact = run(torch.float64, split_scale=False, exact=dtype == torch.float64 and finite)
+    computed = _computed(run, exact, dtype)
+    units = _units(inputs, attn_mask, exact, grad_out, grad_lse, keep, options)
+    dtypes = {"out": dtype, "lse": _accumulate_dtype(dtype), **{n: x.dtype for n, x in inputs.items()}}
+    return {n: Expected(exact[n], torch.zeros_like(exact[n]).to(dtypes[n]).copy_(computed[n]), units[n]) for n in exact}
+
+
+def expected_second_order(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    direction: dict[str, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    keep: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Expected]:
+    """Tangents of out and lse in a direction, and the second derivatives along it; `options` as of `naive_attention`.
+
+    `direction` holds one tensor for each input that moves, by its name. "tout" and "tlse" are what forward mode has to
+    give; the results named as the inputs (a floating mask among them) are the gradients of <grad_out, tout> +
+    <grad_lse, tlse>: what double backward has to give where the direction are the gradients' cotangents.
+    """
+    dtype = query.dtype
+    inputs = {"query": query, "key": key, "value": value}
+    if attn_mask is not None and attn_mask.is_floating_point():
+        inputs["attn_mask"] = attn_mask
+
+    def run(compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0) -> dict[str, Tensor]:
+        tensors = inputs | {"tout": grad_out, "tlse": grad_lse}  # <grad, tangent> by grad is the tangent
+        leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in tensors.items()}
+        with torch.enable_grad():
+            q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
+            mask = leaves.get("attn_mask", attn_mask)
+            out, lse = naive_attention(q, k, v, mask, keep=keep, split_scale=split_scale, **options)
+            moving = [leaves[n] for n in direction]
+            seeds = [leaves["tout"], leaves["tlse"]]
+            first = torch.autograd.grad((out / stretch, lse), moving, seeds, create_graph=True)
+            along = [x.detach().to(compute_dtype) for x in direction.values()]
+            second = torch.autograd.grad(first, list(leaves.values()), along, materialize_grads=True)
+        return dict(zip(leaves, second, strict=True))
+
+    exact = run(torch.float64, split_scale=False)
+    computed = _computed(run, exact, dtype)
+    dtypes = {n: x.dtype for n, x in inputs.items()} | {"tout": dtype, "tlse": _accumulate_dtype(dtype)}
+    mask = None if attn_mask is None else attn_mask.detach()
+    q, k, v = (x.detach().double() for x in (query, key, value))
+    out, _ = naive_attention(q, k, v, mask, keep=keep, **options)
+    units = _second_order_units(inputs, attn_mask, exact, out, direction, grad_out, grad_lse, keep, options)
+    return {n: Expected(exact[n], computed[n].to(dtypes[n]), units[n]) for n in exact}
+
+
+class _Rounding(NamedTuple):
+    """What the units of a problem's results are made of. Full tensors have the query's heads and all leading sizes."""
+
+    full: Callable[[str, Tensor], Tensor]  # an input, or a tensor of its shape, by the input's name
+    reduce: Callable[[str, Tensor], Tensor]  # root of the squares summed over what `full` repeated: its transpose
+    unit: Callable[[str, Tensor], Tensor]  # the unit of a result, from the root of its squared terms
+    scale: float
+    weights: Tensor
+    condition: Tensor  # what a rounded score does to a weight, relative to it and to eps
+    lse_unit: Tensor
+    survive: Tensor  # dropout's factor
+    additions: float  # scores for each entry of the mask
+
+
+def _rounding(
+    inputs: dict[str, Tensor],
+    attn_mask: Tensor | None,
+    exact: dict[str, Tensor],
+    out: Tensor,
+    keep: Tensor | None,
+    options: dict[str, Any],
+) -> _Rounding:
+    dtype = inputs["query"].dtype
+    eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
+    gqa, dropout_p = options.get("enable_gqa", False), round(options.get("dropout_p", 0.0) * 65536) / 65536
+
+    def full(name: str, x: Tensor) -> Tensor:
+        if gqa and name in ("key", "value"):
+            x = x.repeat_interleave(inputs["query"].size(-3) // x.size(-3), -3)
+        if name == "attn_mask":
+            return x.expand(*out.shape[:-1], inputs["key"].size(-2))
+        return x.expand(*out.shape[:-2], *x.shape[-2:])
+
+    def reduce(name: str, squares: Tensor) -> Tensor:
+        leaf = inputs[name].detach().double().requires_grad_()
+        with torch.enable_grad():
+            (total,) = torch.autograd.grad(full(name, leaf), leaf, squares)
+        return total.sqrt()
+
+    q, k = (full(n, inputs[n].detach().double()) for n in ("query", "key"))
+    scale = options.get("scale")
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.size(-1)) if q.size(-1) else 1.0
+    band = band_mask(
+        q.size(-2),
+        k.size(-2),
+        is_causal=options.get("is_causal", False),
+        window=options.get("window"),
+        alignment=options.get("alignment", "top_left"),
+        device=q.device,
+    )
+    mask = None if attn_mask is None else attn_mask.detach()
+    weights, lse = _weights(q, k, mask, scale=scale, softcap=options.get("softcap"), band=band, split_scale=False)
+
+    # A score is rounded in the accumulation dtype, and so is the row's log-sum-exp: either moves a weight by that much
+    # relative to 1. Twice, as sums round too. Only numbers that leave something of a weight count: a mask of finfo.min
+    # is not an error of anything.
+    def rounded(x: Tensor) -> Tensor:
+        return torch.where(x.abs() < 0.1 / eps_accumulate, x.abs(), 0.0)
+
+    condition = 1.0 + abs(scale) * ((q.square() @ k.square().mT).sqrt() + (q @ k.mT).abs())
+    condition = condition + rounded(lse)[..., None]
+    if mask is not None and mask.dtype != torch.bool:
+        condition = condition + torch.where(weights > 0, rounded(mask.double()), 0.0)
+    condition = 2.0 * condition
+    survive = torch.ones_like(weights) if keep is None else keep.double() / max(1.0 - dropout_p, 1e-30)
+    if dropout_p == 1:
+        survive = survive * 0
+    # Flushed subnormal weights, summed; the smallest number that the dtype can tell from 0; and what the squares below
+    # can't hold.
+    lowest = torch.finfo(_accumulate_dtype(dtype)).tiny / eps_accumulate + torch.finfo(dtype).tiny * eps
+    lowest = lowest + math.sqrt(torch.finfo(torch.float64).tiny) * eps
+
+    def unit(name: str, terms: Tensor) -> Tensor:
+        return eps * (exact[name].abs() + terms) + lowest
+
+    return _Rounding(
+        full,
+        reduce,
+        unit,
+        scale,
+        weights,
+        eps_accumulate / eps * condition,
+        (weights * condition).sum(-1),
+        survive,
+        weights.numel() / max(inputs["attn_mask"].numel(), 1) if "attn_mask" in inputs else 0.0,
+    )
+
+
+def _units(
+    inputs: dict[str, Tensor],
+    attn_mask: Tensor | None,
+    exact: dict[str, Tensor],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    keep: Tensor | None,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    """The rule's unit for every result: one rounding in the dtype carried through the terms that are added up."""
+    dtype = inputs["query"].dtype
+    eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
+    full, reduce, unit, scale, weights, condition, lse_unit, survive, additions = _rounding(
+        inputs, attn_mask, exact, exact["out"], keep, options
+    )
+    q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
+    w2 = (weights * survive * (1.0 + condition)).square()
+    # What a score's rounding moves is the value's distance from the output: nothing where one weight is all.
+    moved2 = (weights * condition).square()
+    apart2 = (moved2 * survive.square()) @ v.square() - 2.0 * exact["out"] * ((moved2 * survive) @ v)
+    apart2 = (apart2 + exact["out"].square() * moved2.sum(-1, keepdim=True)).clamp(min=0.0)
+    units = {
+        "out": unit("out", ((weights * survive).square() @ v.square() + apart2).sqrt()),
+        "lse": eps_accumulate * (exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0) + lse_unit),
+    }
+    if grad_out is None:
+        return units
+    do = grad_out.detach().double()
+    units["value"] = unit("value", reduce("value", w2.mT @ do.square()))
+    # delta is made of the output, rounded and with the error that its terms brought along, which remains where they
+    # cancel.
+    delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * (do * exact["out"]).square().sum(-1, keepdim=True)
+    delta2 = delta2 + (do.square() * (w2 @ v.square())).sum(-1, keepdim=True)
+    dp2 = (do.square() @ v.square().mT) * survive.square()
+    centred = (do @ v.mT) * survive - (do * exact["out"]).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        dlse = grad_lse.detach().double().expand(do.shape[:-1])[..., None]
+        centred, delta2 = centred + dlse, delta2 + dlse.square()
+    terms2 = dp2 + delta2 + centred.square()
+    dx2 = (weights * (1.0 + condition)).square() * terms2  # of the scores as softmax sees them: the mask's gradient
+    ds2 = dx2
+    if softcap := options.get("softcap"):
+        # The slope of tanh turns a rounding of the score into 2 / softcap times as much, relative to itself.
+        slope = 1.0 - torch.tanh(scale * (q @ k.mT) / softcap).square()
+        ds2 = (weights * (1.0 + condition * (1.0 + 2.0 * slope / softcap))).square() * terms2
+    # delta is one rounded number for the whole row, so its error reaches dq through a coherent sum over the keys.
+    coherent = delta2 * (weights @ k).square()
+    units["query"] = unit("query", abs(scale) * reduce("query", ds2 @ k.square() + coherent))
+    units["key"] = unit("key", abs(scale) * reduce("key", ds2.mT @ q.square()))
+    if "attn_mask" in inputs:
+        # torch adds up what the mask was broadcast to in pairs, a kernel one after the other.
+        one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
+        units["attn_mask"] = unit("attn_mask", reduce("attn_mask", dx2) + one_by_one)
+    return units
+
+
+def _second_order_units(
+    inputs: dict[str, Tensor],
+    attn_mask: Tensor | None,
+    exact: dict[str, Tensor],
+    out: Tensor,
+    direction: dict[str, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    keep: Tensor | None,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    """As `_units`. Squares of terms end in 2: `t` is the scores' tangent, `dx` their gradient, `w` its tangent."""
+    dtype = inputs["query"].dtype
+    eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
+    full, reduce, unit, scale, weights, condition, _, survive, additions = _rounding(
+        inputs, attn_mask, exact, out, keep, options
+    )
+    zeros = {"attn_mask": out.new_zeros(1, 1)} | {n: torch.zeros_like(x) for n, x in inputs.items()}
+    q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
+    tq, tk, tv, tbias = (full(n, (zeros | direction)[n].detach().double()) for n in _INPUTS)
+    do, dlse = grad_out.detach().double(), grad_lse.detach().double().expand(out.shape[:-1])[..., None]
+
+    def rows(x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True)
+
+    tz = scale * (tq @ k.mT + q @ tk.mT)
+    tz2 = scale**2 * (tq.square() @ k.square().mT + q.square() @ tk.square().mT) + tz.square()
+    slope, curvature = torch.ones_like(weights), torch.zeros_like(weights)
+    if softcap := options.get("softcap"):
+        tanh = torch.tanh(scale * (q @ k.mT) / softcap)
+        slope = 1.0 - tanh.square()
+        curvature = 2.0 / softcap * tanh.abs() * slope
+        condition = condition * (1.0 + 2.0 * slope / softcap)
+    p2 = (weights * (1.0 + condition)).square()
+    w2 = p2 * survive.square()
+    t = slope * tz + tbias
+    t2 = slope.square() * tz2 + (curvature * (1.0 + condition)).square() * tz2 + tbias.square()
+    mean = rows(weights * t)
+    mean2 = rows(p2 * t2) + mean.square()
+    tau2, tlse2 = t2 + mean2, (1.0 + eps / eps_accumulate * condition).square() * t2
+    units = {
+        "tout": unit("tout", ((w2 * tau2) @ v.square() + w2 @ tv.square() + mean2 * out.square()).sqrt()),
+        "tlse": eps_accumulate * (exact["tlse"].abs() + (weights.square() * tlse2).sum(-1).sqrt()),
+        "value": unit("value", reduce("value", (w2 * tau2).mT @ do.square())),
+    }
+    dp = (do @ v.mT) * survive
+    dp2 = (do.square() @ v.square().mT) * survive.square() + dp.square()
+    delta = rows(do * out) - dlse
+    delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * rows((do * out).square()) + dlse.square()
+    u2 = ((do.square() @ tv.square().mT) + (do @ tv.mT).square()) * survive.square()
+    dx2 = p2 * (dp2 + delta2 + (dp - delta).square())
+    g2 = tau2 * (dp2 + delta2 + (dp - delta).square()) + u2
+    gamma2 = rows(p2 * g2) + rows((do * exact["tout"]).square()) + delta2 * mean2
+    ddx2 = p2 * (g2 + gamma2)
+    # What is one rounded number for the whole row reaches the query through a coherent sum over the keys.
+    coherent = gamma2 * (weights @ k).square() + delta2 * (
+        ((weights * (t - mean)) @ k).square() + (weights @ tk).square()
+    )
+    dz2 = slope.square() * ddx2 + curvature.square() * tz2 * dx2
+    dt2 = slope.square() * dx2
+    units["query"] = unit("query", abs(scale) * reduce("query", dz2 @ k.square() + dt2 @ tk.square() + coherent))
+    units["key"] = unit("key", abs(scale) * reduce("key", dz2.mT @ q.square() + dt2.mT @ tq.square()))
+    if "attn_mask" in inputs:
+        one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
+        units["attn_mask"] = unit("attn_mask", reduce("attn_mask", ddx2) + one_by_one)
+    return units

@@ -1,0 +1,216 @@
+"""Random inputs, each with the call that makes them again, and problems drawn from all there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layouts import LAYOUTS, with_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """query, key, value and a mask, with the call that makes them again."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    recipe: str
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        found = {"query": self.query, "key": self.key, "value": self.value, "attn_mask": self.attn_mask}
+        return {n: x for n, x in found.items() if x is not None}
+
+
+def make_mask(
+    kind: str,
+    shape: str,
+    sizes: dict[str, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """A random mask. `shape` spells its dimensions: "BHLS", "B11S", "LS", "1S", ... with `sizes` giving the letters.
+
+    kind: "bool" (about a third masked), "float" (normal), "holes" (normal with a third of -inf).
+    """
+    dims = [1 if c == "1" else sizes[c] for c in shape]
+    drop = torch.rand(dims, generator=generator).lt(0.35).to(device)
+    if kind == "bool":
+        return ~drop
+    bias = torch.randn(dims, generator=generator, dtype=torch.float64).to(device, dtype)
+    if kind == "holes":
+        bias = bias.masked_fill(drop, -math.inf)
+    elif kind != "float":
+        raise ValueError(f"kind: got {kind!r}, expected 'bool', 'float' or 'holes'")
+    return bias
+
+
+def make_inputs(
+    batch: int = 2,
+    heads: int = 2,
+    seqlen_q: int = 5,
+    seqlen_k: int | None = None,
+    head_dim: int = 8,
+    head_dim_v: int | None = None,
+    *,
+    heads_k: int | None = None,
+    heads_v: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    layout: str | tuple[str, str, str] = "contiguous",
+    mask: tuple[str, str] | None = None,
+    mask_dtype: torch.dtype | None = None,
+    amplitude: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    product: float = 0.0,
+    seed: int | None = None,
+) -> Inputs:
+    """Random inputs (normal, 4-D); `mask` is (kind, shape) of `make_mask`.
+
+    `amplitude` is the standard deviation of query, key and value. `product` is the mean of every query times every key,
+    which moves all scores, and the log-sum-exp, without making weights more uneven.
+    Without a seed one is drawn from torch's generator; the recipe names it, so a failure can be repeated alone.
+    """
+    arguments = {n: x for n, x in locals().items() if n != "seed"}
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    heads_k = heads if heads_k is None else heads_k
+    heads_v = heads_k if heads_v is None else heads_v
+    generator = torch.Generator().manual_seed(seed)
+    layouts = (layout,) * 3 if isinstance(layout, str) else layout
+
+    def draw(h: int, n: int, d: int, name: str, amplitude: float, mean: float = 0.0) -> Tensor:
+        x = torch.randn(batch, h, n, d, generator=generator, dtype=torch.float64)
+        return with_layout((x * amplitude + mean).to(device, dtype), name)
+
+    mean = math.sqrt(abs(product) / max(head_dim, 1))
+    query = draw(heads, seqlen_q, head_dim, layouts[0], amplitude[0], math.copysign(mean, product))
+    key = draw(heads_k, seqlen_k, head_dim, layouts[1], amplitude[1], mean)
+    value = draw(heads_v, seqlen_k, head_dim_v, layouts[2], amplitude[2])
+    attn_mask = None
+    if mask is not None:
+        sizes = {"B": batch, "H": heads, "L": seqlen_q, "S": seqlen_k}
+        attn_mask = make_mask(*mask, sizes, dtype=mask_dtype or dtype, device=device, generator=generator)
+    shown = ", ".join(f"{n}={x!r}" for n, x in arguments.items() if x is not None)
+    return Inputs(query, key, value, attn_mask, f"attnkern.testing.make_inputs({shown}, seed={seed})")
+
+
+def far_key(gap: float, place: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Inputs:
+    """33 queries and 97 keys, of which the one at `place` has scores that are about `gap` above all others."""
+    inputs = make_inputs(1, 2, 33, 97, 16, dtype=dtype, device=device, amplitude=(0.1, 0.1, 1.0), product=40.0)
+    inputs.key[..., place, :] *= 1.0 + gap / 10.0
+    return dataclasses.replace(inputs, recipe=f"{inputs.recipe} with key[..., {place}, :] *= {1.0 + gap / 10.0}")
+
+
+# One off every tile and block of keys or queries.
+LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 61, 63, 64, 65, 95, 96, 97, 127, 128, 129, 130, 160, 191, 193, 256, 257)
+FEW = (1, 1, 2, 3, 8, 15, 16)  # queries, which have kernels of their own
+
+
+def random_problem(
+    seed: int,
+    *,
+    device: Any = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    lengths: Sequence[int] = LENGTHS,
+    head_dims: Sequence[int] = (1, 2, 3, 8, 16, 17, 32, 40, 64, 72),
+    dims_v: Sequence[int] = (1, 5, 24),
+    layouts: Sequence[str] = tuple(LAYOUTS),
+    batches: Sequence[int] = (1, 1, 2, 3),
+    heads: Sequence[int] = (1, 2, 3),
+    groups: Sequence[int] = (1, 1, 2, 4),
+    masks: bool = True,
+    extreme: float = 0.5,
+) -> tuple[Inputs, dict[str, Any]]:
+    """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed.
+
+    A share of `extreme` is so in one way or several: amplitudes from 1e-3 to 1e3, scales of either sign from 1e-3 to
+    1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments are what to draw from:
+    sizes, the query heads of a key head, and whether there may be a mask.
+    """
+    rng = random.Random(seed)
+
+    def rounded(x: float) -> float:
+        return float(f"{x:.2g}")
+
+    wild = rng.random() < extreme
+    heads_k = 0 if wild and rng.random() < 0.04 else rng.choice(list(heads))
+    group = rng.choice(list(groups))
+    head_dim = rng.choice(list(head_dims))
+    seqlen_k = rng.choice(list(lengths))
+    draw = rng.random()
+    seqlen_q = seqlen_k if draw < 0.3 else rng.choice(list(lengths if draw < 0.7 else FEW))
+    if draw > 0.85:  # keys that fill vectors
+        seqlen_k = rng.choice([n for n in lengths if n > 0 and n % 16 == 0])
+    dtype = rng.choice(list(dtypes))
+    options: dict[str, Any] = {}
+    if group > 1 and heads_k > 0:
+        options["enable_gqa"] = True
+    kind = rng.choice(["none", "band", "band", *(["mask", "mask", "both", "both", "both"] if masks else [])])
+    mask = None
+    if kind in ("mask", "both"):
+        mask = (rng.choice(["bool", "float", "holes"]), "".join(rng.choice([c, c, "1"]) for c in "BHLS"))
+    if kind in ("band", "both"):
+        if rng.random() < 0.4:
+            options["is_causal"] = True
+        else:
+            options["window"] = (rng.choice([None, 0, 1, 5, 40, 70]), rng.choice([None, 0, 1, 5, 40]))
+        options["alignment"] = rng.choice(["top_left", "bottom_right"])
+    scale = 1.0 / math.sqrt(head_dim)
+    if rng.random() < 0.5:
+        choices = [0.0, -0.5, 0.125, 1.0]
+        if wild:
+            choices = [
+                0.0,
+                0.0,
+                -0.5,
+                1.0,
+                -3.0,
+                -3.0,
+                *(rounded(sign * 10.0 ** rng.uniform(-3, 2)) for sign in (1, -1)),
+            ]
+        options["scale"] = scale = rng.choice(choices)
+    if rng.random() < (0.3 if wild else 0.15):
+        options["softcap"] = rng.choice([1.0, 5.0, 30.0])
+    amplitude, product = [1.0, 1.0, 1.0], 0.0
+    if wild:
+        amplitude = [10.0 ** rng.uniform(-3, 3) if rng.random() < 0.5 else 1.0 for _ in range(3)]
+        # A score's rounding is to leave weights with a few digits, and 16-bit gradients are not to overflow.
+        largest = 1e4 if dtype != torch.float16 else 1e2
+        spread = abs(scale) * math.sqrt(head_dim) * amplitude[0] * amplitude[1]
+        amplitude[0] /= max(1.0, spread / largest)
+        if dtype == torch.float16:
+            most = max(1.0, amplitude[0], amplitude[1]) * max(1.0, abs(scale))
+            amplitude[2] = min(amplitude[2], 100.0 / most)
+        if scale != 0.0 and rng.random() < 0.5:
+            product = rng.choice([-1.0, 1.0]) * 10.0 ** rng.uniform(1, 3) / abs(scale)
+            product /= max(1.0, abs(product) / 1e6)
+    inputs = make_inputs(
+        rng.choice(list(batches)),
+        heads_k * group,
+        seqlen_q,
+        seqlen_k,
+        head_dim,
+        rng.choice([head_dim, head_dim, *dims_v]),
+        heads_k=heads_k,
+        dtype=dtype,
+        device=device,
+        layout=tuple(rng.choice(list(layouts)) for _ in range(3)),  # type: ignore[arg-type]
+        mask=mask,
+        mask_dtype=rng.choice([dtype, torch.float32]),
+        amplitude=tuple(map(rounded, amplitude)),  # type: ignore[arg-type]
+        product=rounded(product),
+        seed=seed,
+    )
+    return inputs, options
