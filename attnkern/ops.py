@@ -4,7 +4,7 @@
 compiled library.
 
 They are what torch.compile, export, the profiler, the FLOP counter, DTensor and selective checkpointing see. Autograd
-is outside (autograd.py) and so is autocast (problem.py). The CPU implementation registers itself from C++
+is outside (autograd/) and so is autocast (problem.py). The CPU implementation registers itself from C++
 (csrc/ops.cpp), because a Python hop costs more than a short attention; devices with several backends route the
 argument `backend` in Python, here.
 """

@@ -34,7 +34,7 @@ def weights(
     """p (B, Hq, L, S), or its mean over the heads (B, L, S), in q's dtype: made in tiles, the result is all it holds.
 
     `lse` (B, Hq, L) is that of `forward`, which spares the softmax; None computes it. `rows` (L,) says which queries of
-    the sequence q holds, None: all of them. Not differentiable: autograd.py is.
+    the sequence q holds, None: all of them. Not differentiable: autograd/ is.
     """
     batch, num_heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[-2]

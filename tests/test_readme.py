@@ -73,7 +73,7 @@ def test_a_refusal_shows_in_the_table(monkeypatch):
 
 @pytest.mark.parametrize("example", range(len(EXAMPLES)))
 def test_examples_run(example, monkeypatch, capsys):
-    monkeypatch.setattr(attnkern.integrations.sdpa, "_all_calls", attnkern.SdpaCalls())  # of this example alone
+    monkeypatch.setattr(attnkern.integrations.sdpa.counter, "_all_calls", attnkern.SdpaCalls())  # of this example alone
     code, output = EXAMPLES[example]
     try:
         exec(compile(code, f"README.md, example {example}", "exec"), {})

@@ -42,7 +42,7 @@ def activated():
 
 def state():
     """Everything that a switch touches."""
-    operators = [f"aten::{name}" for slots in (integration._PROVIDER, integration._FULL) for name in slots]
+    operators = [f"aten::{name}" for slots in (integration.slots.PROVIDER, integration.slots.FULL) for name in slots]
     return {
         "kernels": [torch._C._dispatch_dump_table(name) for name in operators],
         "implementation": torch.nn.attention.current_flash_attention_impl(),
@@ -456,10 +456,10 @@ def test_an_operator_that_torch_lacks_says_why():
 
 
 def test_the_count_does_not_grow_without_bound(monkeypatch):
-    monkeypatch.setattr(integration, "_MAX_LINES", len(integration._lines))
+    monkeypatch.setattr(integration.counter, "_MAX_LINES", len(integration.counter._lines))
     calls = attnkern.SdpaCalls()
     for i in range(3):
-        integration._count("aten::x", "torch", f"length {i}")
+        integration.counter.count("aten::x", "torch", f"length {i}")
     assert calls.lines == {("aten::x", "torch", "(other reasons)"): 3}
 
 
@@ -608,14 +608,14 @@ def test_all_results_of_the_operators():
 
 def test_the_slots_of_cuda_are_filled():
     """What a GPU's calls would find: kernels registered from Python, and none where there was none afterwards."""
-    names = [name for name, (keys, _) in integration._PROVIDER.items() if "CUDA" in keys]
+    names = [name for name, (keys, _) in integration.slots.PROVIDER.items() if "CUDA" in keys]
     assert len(names) == 7
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     before = {name: has(f"aten::{name}", "CUDA") for name in names}
     with attnkern.use_as_sdpa():
         assert all(has(f"aten::{name}", "CUDA") for name in names)
         for name in names:
-            assert "sdpa.py" in torch._C._dispatch_dump(f"aten::{name}").split("\nCUDA: ")[1].split("\n")[0]
+            assert "sdpa/dispatch.py" in torch._C._dispatch_dump(f"aten::{name}").split("\nCUDA: ")[1].split("\n")[0]
     assert {name: has(f"aten::{name}", "CUDA") for name in names} == before
     gc.collect()
 

@@ -51,7 +51,7 @@ def _direct() -> tuple[Callable[..., Any], ...]:
             torch._C._is_tracing,
             torch._C._are_functorch_transforms_active,
         )
-        # Of those, Problem and autograd.py have seen to before an operator is called.
+        # Of those, Problem and autograd/ have seen to before an operator is called.
         for_the_caller = (torch._C._is_any_autocast_enabled, lambda: forward_ad._current_level >= 0)
     except AttributeError:
         return (_by_the_operators,) * 3

@@ -1,1 +1,1 @@
-"""attnkern inside other software: torch itself (sdpa.py) and libraries on top of it."""
+"""attnkern inside other software: torch itself (sdpa/) and libraries on top of it."""

@@ -1,0 +1,150 @@
+"""Gradients of the softmax weights (attnkern.attention_weights), a few heads at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tiles
+from ..params import AttentionParams
+from ..problem import Problem
+from .shared import (
+    NUM_PARAMS,
+    WHOLE,
+    flatten,
+    goes_into_graph,
+    primals_of,
+    pull_back,
+    push_forward_here,
+    stack,
+    transformed,
+)
+
+
+def weights(
+    problem: Problem, lse: Tensor | None, philox_seed: Tensor | None, rows: Tensor | None, average: bool
+) -> Tensor:
+    """`tiles.weights` of `problem` (its v is not read), differentiable in q, k and bias; not in lse.
+
+    That loses nothing: backward differentiates the softmax, of which lse is an intermediate result.
+    """
+    q, k, _, bias, params, _ = problem
+    return _weights(q, k, bias, None if lse is None else lse.detach(), philox_seed, rows, params, average)
+
+
+def _weights(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    lse: Tensor | None,
+    seed: Tensor | None,
+    rows: Tensor | None,
+    params: Sequence[Any],
+    average: bool,
+) -> Tensor:
+    if transformed():
+        function = _weights_jvp if goes_into_graph() else _WeightsJVP.apply
+        return function(q, k, bias, lse, seed, rows, *params, average)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or (bias is not None and bias.requires_grad)):
+        if not torch.compiler.is_compiling():
+            return _WeightsJVP.apply(q, k, bias, lse, seed, rows, *params, average)
+        return _Weights.apply(q, k.view_as(k), bias, lse, seed, rows, *params, average)
+    return tiles.weights(q, k, bias, lse, seed, rows, AttentionParams(*params), average)
+
+
+class _Weights(torch.autograd.Function):
+    """(q, k, bias, lse, philox_seed, rows, *params, average) -> weights; backward makes a few heads' weights again."""
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        q, k, bias, lse, seed, rows, *params, average = args
+        return tiles.weights(q, k, bias, lse, seed, rows, AttentionParams(*params), average)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        q, k, bias, _, seed, rows, *params, average = inputs
+        ctx.save_for_backward(q, k, bias, seed, rows)
+        ctx.save_for_forward(q, k, bias, seed, rows)
+        ctx.params = params
+        ctx.average = average
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        q, k, bias, seed, rows = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        num_heads, count = q.shape[1], 1
+        if num_heads == 0:
+            nothing = (torch.zeros_like(x) if need else None for x, need in zip((q, k, bias), needed, strict=True))
+            return *nothing, *(None,) * (NUM_PARAMS + 4)
+        if ctx.average:
+            grad = grad.unsqueeze(1) / num_heads
+        if not torch.compiler.is_compiling():
+            count = tiles.at_a_time(grad[:, :1].numel(), q.device)
+        parts = []
+        for heads in tiles.slices(num_heads, count):
+            primals = [None if x is None else tiles.heads_of(x, heads, num_heads) for x in (q, k, bias)]
+            function = _reference_weights(seed, rows, ctx.params, num_heads, heads)
+            tile = grad.expand(-1, heads.stop - heads.start, -1, -1) if ctx.average else grad[:, heads]
+            parts.append(pull_back(function, primals, (tile,), needed))
+        inputs = zip((q, k, bias), zip(*parts, strict=True), needed, strict=True)
+        grads = (_gather_heads(pieces, x, num_heads) if need else None for x, pieces, need in inputs)
+        return *grads, *(None,) * (NUM_PARAMS + 4)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, q, k, bias, lse, seed, rows, *params_and_average):
+        n = info.batch_size
+        *params, average = params_and_average
+        q, k = (stack(x, dim, n) for x, dim in zip((q, k), in_dims[:2], strict=True))
+        batch = q.shape[1]
+        if bias is not None and (in_dims[2] is not None or bias.shape[0] != 1):
+            bias = flatten(stack(bias, in_dims[2], n), batch)
+        if lse is not None:
+            lse = flatten(stack(lse, in_dims[3], n))
+        if seed is not None:
+            seed = stack(seed, in_dims[4], n).reshape(-1).contiguous()
+        out = _weights(flatten(q), flatten(k), bias, lse, seed, rows, params, average)
+        return out.unflatten(0, (n, batch)), 0
+
+
+class _WeightsJVP(_Weights):
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None):
+        q, k, bias, seed, rows = primals_of(ctx)
+        num_heads = q.shape[1]
+        heads = slice(0, num_heads)
+        function = _reference_weights(seed, rows, ctx.params, num_heads, heads)
+
+        def all_heads(*primals: Tensor | None) -> tuple[Tensor]:
+            (p,) = function(*(None if x is None else tiles.heads_of(x, heads, num_heads) for x in primals))
+            return (p.mean(1) if ctx.average else p,)
+
+        return push_forward_here(all_heads, (q, k, bias), tangents[:3])[0]
+
+
+def _reference_weights(
+    seed: Tensor | None, rows: Tensor | None, params: Sequence[Any], num_heads: int, heads: slice
+) -> Callable:
+    """(q, k, bias) of some heads -> their weights in q's dtype, in plain torch."""
+
+    def weights(q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor]:
+        return (tiles.weights_of_heads(q, k, bias, seed, rows, AttentionParams(*params), num_heads, heads).to(q.dtype),)
+
+    return weights
+
+
+def _gather_heads(pieces: Sequence[Tensor], x: Tensor, num_heads: int) -> Tensor:
+    """The gradient of x from those of what `tiles.heads_of` took of it."""
+    if x.shape[1] == 1 != num_heads:
+        return torch.stack(list(pieces)).sum(0)
+    grad = torch.cat(list(pieces), 1)
+    return grad if x.shape[1] == num_heads else grad.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+def _weights_jvp(*args: Any) -> Tensor:
+    return _WeightsJVP.apply(*args)
+
+
+WHOLE.append(_weights_jvp)

@@ -1,0 +1,199 @@
+"""What the Functions share: the reference's derivatives to any order, by torch.func, and the batch under vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..backends import reference
+from ..params import GRAD_BIAS, GRAD_GRAD_LSE, GRAD_GRAD_OUT, GRAD_K, GRAD_Q, GRAD_V, AttentionParams
+
+NUM_PARAMS = len(AttentionParams._fields)
+WHOLE: list[Callable] = []
+"""Functions that go into a graph as a whole, for what traces it afterwards: those with a jvp."""
+
+
+def transformed() -> bool:
+    """Whether a torch.func transform or a forward-mode level is active: inputs may be wrapped or carry tangents."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def goes_into_graph() -> bool:
+    """Whether this call, under a transform, goes as a whole into a graph that is being traced.
+
+    Dual numbers do not: no compiled graph carries them, and Inductor's drop them in silence. (Dynamo answers the error
+    by running the caller without a graph, or shows it where fullgraph=True.)
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    if not torch._C._are_functorch_transforms_active():
+        raise RuntimeError("attnkern: dual numbers (torch.autograd.forward_ad) cannot be compiled; torch.func.jvp can")
+    _put_in_graph_whole()
+    return True
+
+
+def _put_in_graph_whole() -> None:
+    """Dynamo looks into no Function that has a jvp: it is to leave these calls to what traces its graph afterwards.
+
+    That runs the transforms for real, as in eager mode. (A decorator would import all of Dynamo with this module.)
+    """
+    torch._dynamo.allow_in_graph(WHOLE)
+
+
+_put_in_graph_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while Dynamo traces
+
+
+SECOND_ORDER_BITS = (
+    GRAD_GRAD_OUT,
+    GRAD_GRAD_LSE,
+    GRAD_Q,
+    GRAD_K,
+    GRAD_V,
+    GRAD_BIAS,
+)
+
+
+def mask_of(needed: Sequence[bool], bits: Sequence[int]) -> int:
+    return sum(bit for bit, need in zip(bits, needed, strict=True) if need)
+
+
+def materialized(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of out and lse as the operators take them: that of out is never None."""
+    if grad_out is None:
+        grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+    return grad_out, grad_lse
+
+
+def primals_of(ctx: Any) -> list[Any]:
+    """What a Function saved, without the tangents of the level whose jvp it computes."""
+    return [None if x is None else forward_ad.unpack_dual(x, level=0).primal for x in ctx.saved_tensors]
+
+
+def outer_levels() -> Any:
+    """Forward mode on: torch calls a jvp with it off, which would cut off the levels outside this one (jvp of jvp)."""
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def stack(x: Tensor, dim: int | None, n: int) -> Tensor:
+    """x with the mapped dimension first; a tensor that has none is repeated by stride 0."""
+    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def flatten(x: Tensor, batch: int | None = None) -> Tensor:
+    """(n, B, ...) -> (n * B, ...), a view where strides allow; `batch` broadcasts B first."""
+    if batch is not None:
+        x = x.expand(x.shape[0], batch, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def batch_of(q: Tensor, dim: int | None) -> int:
+    """The size of q's batch under vmap, which maps the dimension `dim`."""
+    return q.shape[0] if dim != 0 else q.shape[1]
+
+
+def flatten_all(tensors: Sequence[Any], in_dims: Sequence[int | None], n: int, batch: int) -> list[Tensor | None]:
+    """An operator's tensors with the samples in the batch; a seed becomes one for each.
+
+    So does a bias, for its gradient and its tangent are each sample's own.
+    """
+
+    def flat(x: Tensor | None, dim: int | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = stack(x, dim, n)
+        return x.reshape(-1).contiguous() if x.ndim == 2 else flatten(x, batch)
+
+    return [flat(x, dim) for x, dim in zip(tensors, in_dims, strict=False)]
+
+
+def of_bias(grad: Tensor, bias: Tensor | None, dim: int | None, batch: int) -> Tensor:
+    """The gradient of a bias from that of each batch element, under vmap, where the batch shared it."""
+    if grad.ndim == 1 or bias is None or batch_of(bias, dim) == batch:
+        return grad
+    return grad.sum(1, keepdim=True)
+
+
+def unflatten(results: Sequence[Tensor], n: int, batch: int) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """(n * B, ...) -> (n, B, ...) and the mapped dimensions; results that were not asked for (1-D) pass through."""
+    unflattened = tuple(x.unflatten(0, (n, batch)) if x.ndim > 1 else x for x in results)
+    return unflattened, tuple(0 if x.ndim > 1 else None for x in results)
+
+
+def reference_forward(seed: Tensor | None, params: Sequence[Any]) -> Callable:
+    """(q, k, v, bias) -> (out, lse) in plain torch."""
+    return lambda q, k, v, bias: reference.attention(q, k, v, bias, seed, AttentionParams(*params))
+
+
+def reference_backward(seed: Tensor | None, params: Sequence[Any], grad_mask: int) -> Callable:
+    """(grad_out, grad_lse, q, k, v, bias) -> (dq, dk, dv, dbias) in plain torch, as `attnkern::backward`."""
+    needed = [bool(grad_mask & bit) for bit in (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)]
+
+    def backward(grad_out: Tensor, grad_lse: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        grads = pull_back(reference_forward(seed, params), inputs, (grad_out, grad_lse), needed)
+        return tuple(grad_out.new_empty(0) if g is None else g for g in grads)
+
+    return backward
+
+
+def reference_tangent(seed: Tensor | None, params: Sequence[Any]) -> Callable:
+    """(q, k, v, bias, tq, tk, tv, tbias) -> (tout, tlse) in plain torch, as `attnkern::tangent`."""
+    forward = reference_forward(seed, params)
+    return lambda *inputs: push_forward(forward, inputs[:4], inputs[4:])
+
+
+def reference_second_backward(seed: Tensor | None, params: Sequence[Any], grad_mask: int) -> Callable:
+    """(cot_dq, ..., cot_dbias, grad_out, grad_lse, q, k, v, bias) -> as `attnkern::second_backward`, in plain torch."""
+    needed = [bool(grad_mask & bit) for bit in SECOND_ORDER_BITS]
+
+    def second_backward(*inputs: Any) -> tuple[Tensor, ...]:
+        cotangents, primals = inputs[:4], inputs[4:]
+        bits = (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)
+        backward = reference_backward(seed, params, mask_of([c is not None for c in cotangents], bits))
+        grads = pull_back(backward, primals, cotangents, needed)
+        return tuple(primals[0].new_empty(0) if g is None else g for g in grads)
+
+    return second_backward
+
+
+def pull_back(
+    fn: Callable, primals: Sequence[Any], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list:
+    """Cotangents of fn's outputs pulled back to the primals that are `needed`, None for the others."""
+    fn, active = _restricted(fn, primals, needed)
+    outputs, pullback, *_ = torch.func.vjp(fn, *active)
+    filled = tuple(torch.zeros_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True))
+    grads = iter(pullback(filled))
+    return [next(grads) if need else None for need in needed]
+
+
+def push_forward_here(fn: Callable, primals: Sequence[Any], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Tangents of fn's outputs at primals without any of this level."""
+    with outer_levels():
+        return push_forward(fn, primals, tangents)
+
+
+def push_forward(fn: Callable, primals: Sequence[Any], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Tangents of fn's outputs, by reverse mode alone: the pull-back is linear, so its own pull-back pushes forward.
+
+    Forward mode in torch does not nest in every combination of levels; reverse mode does.
+    """
+    fn, active = _restricted(fn, primals, [t is not None for t in tangents])
+    zeros = tuple(torch.zeros_like(o) for o in fn(*active))
+    _, pushforward, *_ = torch.func.vjp(lambda cotangents: torch.func.vjp(fn, *active)[1](cotangents), zeros)
+    # Contiguous, as the primal results mostly are: torch copies others, and cannot with symbolic sizes.
+    results = pushforward(tuple(t for t in tangents if t is not None))[0]
+    return tuple(x.contiguous() for x in results)
+
+
+def _restricted(fn: Callable, primals: Sequence[Any], chosen: Sequence[bool]) -> tuple[Callable, tuple]:
+    """fn as a function of the chosen primals alone, and these."""
+
+    def restricted(*active: Tensor) -> Any:
+        values = iter(active)
+        return fn(*(next(values) if c else p for p, c in zip(primals, chosen, strict=True)))
+
+    return restricted, tuple(p for p, c in zip(primals, chosen, strict=True) if c)

@@ -1,0 +1,120 @@
+"""Putting the slots on torch's dispatcher, in front of what is there, and taking them off again."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.backends.mha
+
+from ... import flops
+from .counter import count
+from .slots import FULL, PROVIDER, Refused, Result, Slots
+
+# Another thread may have read a kernel from the dispatcher and wait for the GIL to enter it while we remove it.
+_recently_installed: deque[Any] = deque(maxlen=1000)
+
+
+def _install(slots: Slots, undo: contextlib.ExitStack) -> None:
+    """Puts kernels on the dispatcher, in front of those that are there."""
+    # All kernels before any is registered: one for a device changes what torch computes for its autograd key.
+    kernels = [(name, key, _kernel(name, key, function)) for name, (keys, function) in slots.items() for key in keys]
+    libraries: dict[str, torch.library.Library] = {}
+    undo.callback(_forget_kernels, kernels)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")
+        # Autograd keys come first and go last: between the two, other threads would find no gradients.
+        for name, key, kernel in sorted(kernels, key=lambda x: not x[1].startswith("Autograd")):
+            if key not in libraries:
+                libraries[key] = torch.library.Library("aten", "IMPL")
+                undo.callback(libraries[key]._destroy)
+            libraries[key].impl(name, kernel, key, with_keyset=True)
+            _recently_installed.append(torch.library.get_kernel(f"aten::{name}", key))
+    _forget_kernels(kernels)
+
+
+def _forget_kernels(kernels: list[tuple[str, str, Callable[..., Any]]]) -> None:
+    """Torch's tracers remember which kernel an operator has for a key."""
+    for name, key, _ in kernels:
+        getattr(torch.ops.aten, name).default._uncache_dispatch(getattr(torch._C.DispatchKey, key))
+
+
+def _kernel(name: str, key: str, function: Callable[..., Result]) -> Callable[..., Any]:
+    operator = f"aten::{name}"
+    try:
+        previous = torch.library.get_kernel(operator, key)
+    except RuntimeError:  # no kernel for this device
+        previous = None
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            backend, result = function(*args, **kwargs)
+        except Refused as refused:
+            reason = str(refused)
+        else:
+            count(operator, f"attnkern {backend}")
+            return result
+        if previous is None:
+            raise RuntimeError(f"attnkern: torch has no {operator} for {key}, and attnkern refuses: {reason}")
+        count(operator, "torch", reason)
+        return previous.call_boxed(keyset, *args, **kwargs)
+
+    return kernel
+
+
+class Switch:
+    """What is switched on; `remove` switches it off. The provider's is the handle that torch's registry keeps."""
+
+    def __init__(self, *parts: Callable[[contextlib.ExitStack], None]) -> None:
+        with contextlib.ExitStack() as undo:
+            for part in parts:
+                part(undo)
+            self._undo = undo.pop_all()
+
+    def remove(self) -> None:
+        self._undo.close()
+
+
+def provider() -> Switch:
+    return Switch(lambda undo: _install(PROVIDER, undo), _turn_off_fast_path, _count_flops)
+
+
+def full_switch() -> Switch:
+    return Switch(lambda undo: _install(FULL, undo), _separate_cache)
+
+
+def _turn_off_fast_path(undo: contextlib.ExitStack) -> None:
+    """Inference of nn.MultiheadAttention and nn.TransformerEncoder has kernels of its own that bypass F.sdpa."""
+    if torch.backends.mha.get_fastpath_enabled():
+        torch.backends.mha.set_fastpath_enabled(False)
+        undo.callback(torch.backends.mha.set_fastpath_enabled, True)
+
+
+def _separate_cache(undo: contextlib.ExitStack) -> None:
+    """Torch's cache of compiled graphs knows them by the call of F.sdpa, not by what that was traced to."""
+    config, tag = torch.compiler.config, "+attnkern_full"
+    config.cache_key_tag += tag
+    undo.callback(lambda: setattr(config, "cache_key_tag", config.cache_key_tag.replace(tag, "")))
+
+
+def _count_flops(undo: contextlib.ExitStack) -> None:
+    """Gives the CPU's slots torch's own FLOP formulas, which it has for all others."""
+    given = contextlib.ExitStack()
+
+    def give(flop_counter: Any) -> None:
+        aten = torch.ops.aten
+        formulas: dict[Any, Any] = {
+            aten._scaled_dot_product_flash_attention_for_cpu: flop_counter.sdpa_flop,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_counter.sdpa_backward_flop,
+        }
+        for target, formula in formulas.items():
+            if target not in flop_counter.flop_registry:
+                flop_counter.register_flop_formula(target, get_raw=True)(formula)  # it takes tensors, as torch's has
+                given.callback(flop_counter.flop_registry.pop, target, None)
+
+    undo.push(given)
+    undo.callback(flops.with_flop_counter(give))

@@ -1,0 +1,382 @@
+"""What stands in for each of torch's operators: (a backend's name, the results), or `Refused`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import api, ops
+from ...backends import kernels_for
+from ...params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
+from ...problem import Problem, autocasts
+
+
+class Refused(Exception):
+    """Why a call goes to the kernel that was there before."""
+
+
+Result = tuple[str, Any]
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    *,
+    one_head_dim: bool,
+    backward: bool = False,
+) -> tuple[str, Problem]:
+    """The backend that takes the call of a slot, and the call as a Problem."""
+    if autocasts(query.device):  # a slot's arguments have their final dtype
+        with torch.autocast(query.device.type, enabled=False):
+            options = {"one_head_dim": one_head_dim, "backward": backward}
+            return _problem(query, key, value, bias, is_causal, scale, dropout_p, **options)
+    if dropout_p > 0:
+        raise Refused("dropout in a slot: the backward pass may meet another kernel (full=True has dropout)")
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise Refused("the inputs are not 4-D")
+    if one_head_dim and value.shape[3] != query.shape[3]:
+        raise Refused(f"value's head size differs from query's, {value.shape[3]} and {query.shape[3]}")
+    grouped = not query.shape[1] == key.shape[1] == value.shape[1]
+    try:
+        problem = Problem.from_sdpa(query, key, value, bias, 0, is_causal, scale, grouped)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Refused(str(error)) from None
+    if problem.q is not query or problem.k is not key or problem.v is not value:
+        raise Refused("the batch sizes differ")
+    if backward and not problem.q.requires_grad:  # a tensor made in a compiled graph never does
+        return _backend(problem._replace(q=query.detach().requires_grad_())), problem
+    return _backend(problem), problem
+
+
+def _backend(problem: Problem) -> str:
+    backend, reasons = kernels_for(problem)
+    if backend is None:
+        raise Refused(reasons)
+    return backend.NAME
+
+
+def _forward(backend: str, problem: Problem, need_lse: bool = True) -> tuple[Tensor, Tensor]:
+    q, k, v, bias, params, _ = problem
+    out, lse = ops.forward(q, k, v, bias, None, *params, need_lse, backend)
+    if bias is not None:
+        # Of a row without a key, for torch's backward kernels: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
+        lse.masked_fill_(lse == -math.inf, 0.0)
+    return out, lse
+
+
+def _backward(
+    backend: str, problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, *, grad_bias: bool = False
+) -> tuple[Tensor, ...]:
+    q, k, v, bias, params, _ = problem
+    mask = GRAD_Q | GRAD_K | GRAD_V | (GRAD_BIAS if grad_bias else 0)
+    return ops.backward(grad_out, None, q, k, v, bias, None, out, lse.contiguous(), *params, mask, backend)
+
+
+def _cpu_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Result:
+    backend, problem = _problem(query, key, value, attn_mask, is_causal, scale, dropout_p, one_head_dim=True)
+    out, lse = _forward(backend, problem)
+    return backend, (_like(out, query), _with_strides(lse, _strides(lse.shape, (0, 2, 1))))
+
+
+def _cpu_flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Result:
+    backend, problem = _problem(
+        query, key, value, attn_mask, is_causal, scale, dropout_p, one_head_dim=True, backward=True
+    )
+    grads = _backward(backend, problem, grad_out, out, logsumexp)[:3]
+    return backend, tuple(_length_major(x) for x in grads)
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Result:
+    _refuse_debug_mask(return_debug_mask)
+    _refuse_float64(query)
+    backend, problem = _problem(query, key, value, None, is_causal, scale, dropout_p, one_head_dim=True)
+    out, lse = _forward(backend, problem)
+    rng_state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)
+    lengths = query.shape[2], key.shape[2]
+    return backend, (_like(out, query), lse, None, None, *lengths, *rng_state, query.new_empty(0))
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Result:
+    _refuse_float64(query)
+    backend, problem = _problem(query, key, value, None, is_causal, scale, dropout_p, one_head_dim=True, backward=True)
+    grads = _backward(backend, problem, grad_out, out, logsumexp)[:3]
+    return backend, tuple(_like(g, x) for g, x in zip(grads, (query, key, value), strict=True))
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Result:
+    _refuse_float64(query)
+    _refuse_grouped_heads(query, key, value)
+    backend, problem = _problem(query, key, value, attn_bias, is_causal, scale, dropout_p, one_head_dim=False)
+    out, lse = _forward(backend, problem, compute_log_sumexp)
+    if compute_log_sumexp:
+        # Rows up to a multiple of 32 do not exist: +inf makes every weight of theirs 0, as torch's kernel has it.
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
+    else:
+        lse = lse.new_empty(*query.shape[:2], 0)
+    return backend, (_length_major(out), lse, *_unused_seeds(query))
+
+
+def _efficient_backward(
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: Sequence[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Result:
+    _refuse_float64(query)
+    _refuse_grouped_heads(query, key, value)
+    backend, problem = _problem(
+        query, key, value, attn_bias, is_causal, scale, dropout_p, one_head_dim=False, backward=True
+    )
+    grad_bias = attn_bias is not None and bool(grad_input_mask[3])
+    lse = logsumexp[..., : query.shape[2]]
+    dq, dk, dv, dbias = _backward(backend, problem, grad_out_, out, lse, grad_bias=grad_bias)
+    if attn_bias is not None and grad_bias:
+        last = dbias.shape[3]  # in rows of a multiple of 16
+        dbias = torch.nn.functional.pad(dbias.reshape(attn_bias.shape), (0, -last % 16))[..., :last]
+    return backend, (*(_length_major(x) for x in (dq, dk, dv)), dbias if grad_bias else None)
+
+
+def _cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Result:
+    _refuse_debug_mask(return_debug_mask)
+    _refuse_float64(query)
+    backend, problem = _problem(query, key, value, attn_bias, is_causal, scale, dropout_p, one_head_dim=False)
+    out, lse = _forward(backend, problem)
+    # The order of query's dimensions in memory, whatever value's head size.
+    order = sorted(range(4), key=lambda i: query.stride(i), reverse=True)
+    out = _like(out, query) if out.shape == query.shape else _with_strides(out, _strides(out.shape, order))
+    lengths = query.shape[2], key.shape[2]
+    return backend, (out, lse.unsqueeze(-1), None, None, *lengths, *_unused_seeds(query), None)
+
+
+def _cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> Result:
+    _refuse_float64(query)
+    backend, problem = _problem(
+        query, key, value, attn_bias, is_causal, scale, dropout_p, one_head_dim=False, backward=True
+    )
+    grads = _backward(backend, problem, grad_out, out, logsumexp.squeeze(-1))[:3]
+    return backend, tuple(_like(g, x) for g, x in zip(grads, (query, key, value), strict=True))
+
+
+def _math(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    dropout_mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Result:
+    """Torch's composed maths, which takes what no slot does: only counted, with the reason as far as it shows."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        reason = "the inputs are not 4-D"
+    elif dropout_p > 0:
+        reason = "dropout_p > 0"
+    elif attn_mask is not None and attn_mask.requires_grad:
+        reason = "attn_mask needs a gradient"
+    elif attn_mask is not None and attn_mask.dim() not in (2, 4):
+        reason = "attn_mask is not 2-D or 4-D"
+    elif value.shape[-1] != query.shape[-1]:
+        reason = "value has another head size than query"
+    elif not query.shape[0] == key.shape[0] == value.shape[0]:
+        reason = "the batch sizes differ"
+    else:
+        reason = "torch chose it (sdpa_kernel, strides, or a limit of its own)"
+    raise Refused(f"{reason}: torch asks no fused kernel (full=True does not ask torch)")
+
+
+def _whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Result:
+    """F.sdpa as a whole, above autograd."""
+    if torch._C._are_functorch_transforms_active():
+        raise Refused("under a torch.func transform (attnkern.scaled_dot_product_attention has these)")
+    if attn_mask is not None and is_causal:
+        raise Refused("attn_mask together with is_causal")
+    try:
+        problem = Problem.from_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Refused(str(error)) from None  # torch says it in its own words
+    backend = _backend(problem)
+    return backend, api.apply(problem, backend, False)[0]
+
+
+def _refuse_debug_mask(return_debug_mask: bool) -> None:
+    if return_debug_mask:
+        raise Refused("return_debug_mask=True")
+
+
+def _refuse_float64(query: Tensor) -> None:
+    if query.dtype == torch.float64:
+        raise Refused("float64: the slot's log-sum-exp is float32")
+
+
+def _refuse_grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.shape[1] == key.shape[1] == value.shape[1]:
+        raise Refused("fewer key or value heads: the slot's gradients have query's")
+
+
+def _unused_seeds(query: Tensor) -> tuple[Tensor, Tensor]:
+    return query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
+
+
+def _strides(sizes: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Of a dense tensor whose dimensions lie in memory in this order, the outermost first."""
+    strides, step = [0] * len(sizes), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(sizes[dim], 1)
+    return tuple(strides)
+
+
+def _with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if x.stride() == strides:
+        return x
+    if all(a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True) if n > 1):
+        return x.as_strided(x.shape, strides)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _like(x: Tensor, model: Tensor) -> Tensor:
+    """x with the strides of torch.empty_like(model)."""
+    if x.stride() == model.stride():  # x is dense, so model is
+        return x
+    return _with_strides(x, torch.empty_like(model, device="meta").stride())
+
+
+def _length_major(x: Tensor) -> Tensor:
+    return _with_strides(x, _strides(x.shape, (0, 2, 1, 3)))
+
+
+Slots = dict[str, tuple[tuple[str, ...], Callable[..., Result]]]
+
+# The CPU has none of CUDA's operators; with ours, what calls them by name (context_parallel does) runs there as well.
+_DEVICES = ("CPU", "CUDA")
+_DEVICES_AND_AUTOGRAD = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
+PROVIDER: Slots = {
+    "_scaled_dot_product_flash_attention_for_cpu": (("CPU",), _cpu_flash),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (("CPU",), _cpu_flash_backward),
+    "_scaled_dot_product_flash_attention": (_DEVICES, _flash),
+    "_scaled_dot_product_flash_attention_backward": (_DEVICES, _flash_backward),
+    "_scaled_dot_product_efficient_attention": (_DEVICES, _efficient),
+    "_scaled_dot_product_efficient_attention_backward": (_DEVICES, _efficient_backward),
+    "_scaled_dot_product_cudnn_attention": (_DEVICES, _cudnn),
+    "_scaled_dot_product_cudnn_attention_backward": (_DEVICES, _cudnn_backward),
+    "_scaled_dot_product_attention_math": (_DEVICES_AND_AUTOGRAD, _math),
+}
+FULL: Slots = {"scaled_dot_product_attention": (_DEVICES_AND_AUTOGRAD, _whole)}
