@@ -428,23 +428,6 @@ def test_a_triton_kernels_key_follows_the_helpers_it_calls(fresh):
     assert key(2.0) == key(2.0) != key(3.0)
 
 
-def test_a_triton_module_offers_its_cases_as_dictionaries(fresh):
-    given = {
-        "name": "offered",
-        "fn": matmul_kernel,
-        "signature": matmul("80").source.signature,
-        "constexprs": {"BM": 64, "BN": 64, "BK": 64},
-        "options": {"num_warps": 4},
-        "archs": "80 90a",
-        "require": {"80": {"HMMA": 32}},
-        "spills": {"90a": (16, "an argument")},
-    }
-    case = cases.triton_case(given)
-    assert case.budget("90a") == 16
-    assert case.required("80") == {"HMMA": 32}
-    assert triton_lines(case, "80") == []
-
-
 def test_a_triton_kernel_without_a_case_is_named():
     """`doubled` is named by another function, so it isn't one."""
     module, case = sys.modules[__name__], matmul("80")

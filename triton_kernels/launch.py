@@ -73,17 +73,6 @@ class Kernel:
             self.compiled[capability] = triton.compile(source, target=target, options=self.options)
         return self.compiled[capability]
 
-    def gate_case(self) -> dict[str, Any]:
-        """What the compile gate needs to know (docs/proving_kernels.md)."""
-        passed = {name: kind for name, kind in self.signature.items() if kind != "constexpr"}
-        return {
-            "fn": self.function,
-            "signature": passed,
-            "constexprs": self.constants,
-            "options": self.options,
-            "aligned": tuple(name for name in self.divisors if not passed[name].startswith("*")),
-        }
-
 
 _variants: dict[tuple, Kernel] = {}
 

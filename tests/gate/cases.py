@@ -1,8 +1,7 @@
 """Every case, and the check that no kernel is without one.
 
-A .cu file's cases are written down here, those of the simulator's kernels in `simulator`. A Triton module brings its
-own: its function ``gate_cases()`` returns a list of dictionaries, the fields of `Case` and of `Triton` in one, and so
-needn't import this package.
+A .cu file's cases are written down here and in cuda_*.py, those of triton_kernels/ in `triton`, those of the
+simulator's kernels in `simulator`.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import importlib
 import inspect
 import re
 import textwrap
-from dataclasses import fields
 from types import FunctionType, ModuleType
 
-from . import cuda_backward, cuda_forward, cuda_sm90, cuda_sm90_backward, simulator
+from . import cuda_backward, cuda_forward, cuda_sm90, cuda_sm90_backward, simulator, triton
 from .binary import GateError
 from .cache import ROOT
-from .case import Budget, Case, Cuda, Triton
+from .case import Case, Cuda, Triton
 from .compilers import kernels
 
 ALL = "80 86 90a 100 120"
@@ -47,26 +45,15 @@ def triton_modules() -> list[ModuleType]:
     found = []
     for folder, package in (("triton_kernels", "attnkern.triton_kernels"), ("tests/ptxsim/kernels", "ptxsim.kernels")):
         for path in sorted((ROOT / folder).glob("*.py")):
-            if re.search(r"^@(triton|gluon)\.jit|^def gate_cases", path.read_text(), re.M):
+            if re.search(r"^@(triton|gluon)\.jit", path.read_text(), re.M):
                 found.append(importlib.import_module(f"{package}.{path.stem}"))
     return found
 
 
-def triton_case(given: dict) -> Case:
-    """Of a module's dictionary. spills are pairs in it: {"120a": (256, "the argument for it")}."""
-    of_source = {field.name for field in fields(Triton)}
-    source = Triton(**{name: value for name, value in given.items() if name in of_source})
-    rest = {name: value for name, value in given.items() if name not in of_source}
-    rest["spills"] = {archs: Budget(*budget) for archs, budget in rest.get("spills", {}).items()}
-    return Case(source=source, **rest)
-
-
 def all_cases() -> list[Case]:
-    offers = [module.gate_cases for module in triton_modules() if hasattr(module, "gate_cases")]
-    offered = [triton_case(given) for offer in offers for given in offer()]
     hopper = [*cuda_sm90.cases(), *cuda_sm90_backward.cases()]
     cuda = [*CUDA, *cuda_forward.cases(), *cuda_backward.cases(), *hopper, *simulator.cuda_cases()]
-    cases = [*cuda, *offered, *simulator.triton_cases()]
+    cases = [*cuda, *triton.cases(), *simulator.triton_cases()]
     names = [case.name for case in cases]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"the names of cases must differ, twice: {', '.join(sorted(twice))}.")

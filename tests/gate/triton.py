@@ -1,0 +1,200 @@
+"""Cases of triton_kernels/: as they are launched for a causal problem of every row of the table, at the largest head
+size that it serves; and the kernels that have no row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from attnkern.triton_kernels import configs, launch, plan
+from attnkern.triton_kernels.configs import Row
+
+from attnkern.params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams
+
+from .case import Budget, Case, Triton
+
+# What the compile gate lets a row spill, in bytes by architecture.
+_FEW = "a few words of 255 registers; without the spill only half the tile, with twice the traffic to shared memory"
+_SM120 = (
+    "sm_80 spills nothing here, ptxas has fewer registers to spare for sm_120; a tile of its own awaits measurement"
+)
+_TWO = "a few words of 128 registers, to which ptxas keeps so that two blocks fit onto a multiprocessor"
+_FP32 = "tf32x3 splits every operand in two: of the tiles from 16 x 16 on, each spills, and this one least"
+_BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
+    (80, "forward", 2, "plain", 192): {"120a": (148, _SM120)},
+    (80, "forward", 2, "tile", 128): {"80": (8, _FEW), "120a": (40, _SM120)},
+    (80, "forward", 2, "tile", 256): {"120a": (8, _SM120)},
+    (80, "dkdv", 2, "plain", 64): {"80 86": (8, _FEW), "120a": (88, _SM120)},
+    (80, "dkdv", 2, "plain", 128): {"120a": (20, _SM120)},
+    (80, "dkdv", 2, "plain", 256): {"120a": (8, _SM120)},
+    (80, "forward", 2, "plain", 512): {"120a": (24, _SM120)},
+    (80, "dkdv", 2, "plain", 512): {"80": (8, _FEW), "120a": (104, _SM120)},
+    (80, "dq", 2, "plain", 512): {"120a": (100, _SM120)},
+    (80, "dkdv", 2, "tile", 64): {"120a": (16, _SM120)},
+    (80, "dkdv", 2, "tile", 128): {"120a": (44, _SM120)},
+    (80, "dq", 2, "tile", 128): {"120a": (8, _SM120)},
+    (80, "forward", 4, "plain", 256): {"120a": (68, _SM120)},
+    (80, "forward", 4, "plain", 512): {"120a": (16, _SM120)},
+    (80, "dkdv", 4, "plain", 256): {"120a": (196, _SM120)},
+    (80, "dq", 4, "plain", 256): {"80": (12, _FEW), "120a": (32, _SM120)},
+    (80, "dq", 4, "plain", 512): {"120a": (28, _SM120)},
+    (80, "dbias", 2, "tile", 128): {"80 86": (16, _FEW), "120a": (72, _SM120)},
+    (80, "dbias", 2, "tile", 256): {"80 86": (48, _FEW)},
+    (80, "dbias", 2, "tile", 512): {"80": (48, _FEW)},
+    (90, "dbias", 2, "tile", 256): {"90a": (48, _FEW)},
+    (80, "tangent", 2, "plain", 128): {"80 86": (16, _TWO)},
+    (80, "tangent", 2, "plain", 512): {"120a": (48, _SM120)},
+    (80, "tangent", 4, "plain", 512): {"80": (52, _FP32), "120a": (240, _FP32)},
+    (80, "second_dq", 2, "plain", 128): {"80": (8, _TWO)},
+    (80, "second_dq", 2, "plain", 256): {"80": (8, _FEW)},
+    (80, "second_dq", 2, "plain", 512): {"80": (24, _FEW)},
+    (80, "second_dq", 4, "plain", 256): {"120a": (60, _SM120)},
+    (80, "second_dkdv", 2, "plain", 128): {"86": (8, _TWO)},
+    (80, "second_dbias", 2, "tile", 64): {"86": (16, _FEW), "120a": (72, _SM120)},
+    (80, "second_dbias", 2, "tile", 256): {"80 86 120a": (112, _FEW)},
+    (80, "second_dbias", 4, "tile", 64): {"80 86 120a": (40, _FEW)},
+    (90, "second_dbias", 2, "tile", 256): {"90a": (112, _FEW)},
+    (90, "second_dbias", 4, "tile", 64): {"90a": (40, _FEW)},
+    (80, "second_dkdv", 2, "plain", 512): {"80": (40, _FEW)},
+    (80, "second_dkdv", 4, "plain", 512): {"80": (228, _FP32), "120a": (288, _FP32)},
+    (90, "tangent", 2, "plain", 128): {"90a": (16, _TWO)},
+    (90, "forward", 2, "plain", 512): {"90a": (16, _FEW)},
+    (90, "dkdv", 4, "plain", 256): {"90a": (48, _FEW)},
+    (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},
+}
+DECODE_BUDGET = (8, _FEW)
+BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}
+
+
+def cases() -> list[Case]:
+    found = [_case_of_row(row, size) for row, by_size in configs.TABLE.items() for size in by_size]
+    for capability, archs in ((80, "80 86 120a"), (90, "90a")):
+        for itemsize, size in itertools.product((2, 4), (64, 128, 256, 512)):
+            problem = _problem(capability, size, itemsize, "tile")
+            steps = plan.backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
+            direction = plan.Direction(problem.q, problem.k, problem.v, problem.bias)
+            _, second = plan.second_backward_plan(problem, direction, problem.q, problem.q, True, GRAD_BIAS)
+            named = {"delta": steps.delta, "dbias": steps.dbias, "second_dbias": second.dbias}
+            for name, step in named.items():
+                assert step is not None
+                about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size} sm_{capability}"
+                row = Row(capability, name, itemsize, "tile")
+                found.append(_case(about, step.kernel, archs, {archs: {"LDG": 1}}, BUDGETS.get((row, size), {})))
+    for itemsize, by_size in configs.DECODE.items():
+        for size in by_size:
+            found += _decode_cases(size, itemsize)
+    return found
+
+
+def _decode_cases(size: int, itemsize: int) -> list[Case]:
+    """decode_kernel with the most rows in a tile and with the fewest, and with everything that scores can have besides;
+    and combine_kernel for few parts and many."""
+    archs = "80 90a 120a"
+    of = f"{'bf16' if itemsize == 2 else 'fp32'} d{size}"
+    most = configs.decode(DECODE_MAX_ROWS, size, size, itemsize).block_m
+    found: dict[str, Case] = {}
+    spills = {archs: DECODE_BUDGET}
+    for rows, feature, keys in ((most, "plain", 1024), (16, "plain", 2**17), *((most, f, 1024) for f in _DECODED)):
+        problem = _problem(80, size, itemsize, "mods" if feature == "mods" else "plain")
+        shape = (2, 4, rows, size)
+        bias = (
+            plan.Layout((1, 4, rows, keys), (0, rows * keys, keys, 1)).kind() if feature in ("tile", "mask") else None
+        )
+        k = plan.Kind((2, 4, keys, size), (0, 0, 0, 0), True).like(size).kind()
+        problem = problem._replace(
+            q=problem.q._replace(shape=shape),
+            k=k,
+            v=k,
+            bias=bias,
+            bias_dtype=None if bias is None else torch.bool if feature == "mask" else problem.dtype,
+            params=problem.params._replace(band_offset=keys - rows),  # causal, aligned to the last key
+        )
+        forward = plan.forward_plan(problem, True, 132)
+        assert forward.step is not None
+        assert forward.combine is not None
+        kernel, combine = forward.step.kernel, forward.combine.kernel
+        constants, options = kernel.constants, kernel.options
+        scores = constants["BLOCK_M"] * constants["BLOCK_N"] // options["num_warps"]
+        hmma = (size + (constants["CHUNK"] or size)) * scores // 2048 * (1 if itemsize == 2 else 6)
+        counts = {"HMMA": hmma, **({"LDGSTS": 1} if options["num_stages"] > 1 else {})}
+        name = f"triton decode {of} {constants['BLOCK_M']} rows {feature}"
+        found[name] = _case(name, kernel, archs, {archs: counts}, spills)
+        name = f"triton combine {of} {combine.constants['SPLITS']} parts"
+        found[name] = _case(name, combine, archs, {archs: {"LDG": 1}}, spills)
+    return list(found.values())
+
+
+_DECODED = ("tile", "mask", "mods")
+
+
+def _problem(capability: int, size: int, itemsize: int, feature: str) -> plan.Problem:
+    """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch."""
+
+    def kind(*shape: int) -> plan.Kind:
+        return plan.Kind(shape, (0, 0, 0, 0), True).like(shape[3]).kind()
+
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    x = kind(2, 4, 1024, size)
+    bias = kind(1, 4, 1024, 1024) if feature == "tile" else None
+    params = AttentionParams(size**-0.5, 30.0 if feature == "mods" else 0.0, window_right=0)
+    return plan.Problem(capability, dtype, x, x, x, bias, dtype if bias else None, 0, params, False)
+
+
+def _step(problem: plan.Problem, kernel: str) -> plan.Step | None:
+    """The launch of a kernel of the table for everything that it can be asked for."""
+    if kernel == "forward":
+        return plan.forward_plan(problem, True).step
+    mask = GRAD_Q | GRAD_K | GRAD_V
+    if kernel in ("dkdv", "dq"):
+        backward = plan.backward_plan(problem, problem.q, problem.q, False, mask)
+        return backward.dkdv if kernel == "dkdv" else backward.dq
+    direction = plan.Direction(problem.q, problem.k, problem.v, problem.bias)
+    first, second = plan.second_backward_plan(problem, direction, problem.q, problem.q, False, mask)
+    return {"tangent": first.step, "second_dkdv": second.dkdv, "second_dq": second.dq}[kernel]
+
+
+def _case_of_row(row: Row, size: int) -> Case:
+    problem = _problem(row.arch, size, row.itemsize, row.feature)
+    step = _step(problem, row.kernel)
+    assert step is not None
+    common = row.itemsize == 2 and row.feature == "plain" and size <= 128
+    if row.arch == 90:
+        archs = "90a 100a" if common else "90a"
+    elif row.arch == 86:
+        archs = "86 120a"
+    elif size in configs.TABLE.get(row._replace(arch=86), {}):
+        archs = "80"
+    else:  # sm_86's instructions are sm_80's
+        archs = "80 86 120a" if common else "80 120a"
+    config = configs.TABLE[row][size]
+    dots = {"forward": 2, "dkdv": 4, "dq": 3, "tangent": 5, "second_dkdv": 8, "second_dq": 7}[row.kernel]
+    chunk = step.kernel.constants.get("CHUNK", 0)
+    if step.kernel.constants["TMA"]:
+        rows = config.block_n if row.kernel.endswith("dkdv") else config.block_m
+        products = {"HGMMA": dots * (size // 16)} if rows >= 64 and row.itemsize == 2 else {}
+        require = {"90a": {"UTMALDG": 2, **products}}
+    else:
+        # Of one loop: m16n8k16 does 2048 multiplications of a warp's share; tf32 has m16n8k8, and three for a product.
+        scores = config.block_m * config.block_n // config.num_warps
+        columns = dots * size
+        if chunk:
+            products = {"forward": 1, "dkdv": 2, "dq": 2, "tangent": 3, "second_dkdv": 5, "second_dq": 5}[row.kernel]
+            columns -= products * (size - chunk)
+        hmma = columns * scores // 2048 * (1 if row.itemsize == 2 else 6)
+        require = {archs: {"HMMA": hmma, **({"LDGSTS": 1} if config.num_stages > 1 else {})}}
+    name = f"triton {row.kernel} {'bf16' if row.itemsize == 2 else 'fp32'} d{size} {row.feature} sm_{row.arch}"
+    return _case(name, step.kernel, archs, require, BUDGETS.get((row, size), {}))
+
+
+def _case(
+    name: str,
+    kernel: launch.Kernel,
+    archs: str,
+    require: Mapping[str, Mapping[str, int]],
+    spills: Mapping[str, tuple[int, str]],
+) -> Case:
+    passed = {argument: kind for argument, kind in kernel.signature.items() if kind != "constexpr"}
+    aligned = tuple(argument for argument in kernel.divisors if not passed[argument].startswith("*"))
+    source = Triton(kernel.function, passed, kernel.constants, kernel.options, aligned)
+    return Case(name, source, archs, require=require, spills={x: Budget(*budget) for x, budget in spills.items()})
