@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "blocks.h"
+#include "walk.h"
 
 namespace attnkern::cpu {
 namespace {

@@ -1,0 +1,236 @@
+// The products of a few rows of queries with many keys, which are read once and fetched meanwhile.
+#pragma once
+
+#include "forward.h"
+
+namespace attnkern::cpu {
+namespace {
+
+inline constexpr int64_t kDecodeRows = 16;  // most query rows of one key head that this path takes
+// Keys of a block. The more, the fewer interruptions of the stream from memory, but the scores are to stay in the
+// first-level cache: the greater number is for few rows.
+inline constexpr int64_t kDecodeKeys = 256, kManyKeys = 1024, kFewRows = 4;
+
+// Rows from which on products are computed by register tiles, as in the other passes. For the scores that takes
+// transposed keys. (Rows that are to be converted gain nothing from it.)
+template <class T, class Op>
+inline constexpr int64_t kRowsForScoreTiles = kConverts<T, Op> ? kDecodeRows + 1
+                                              : Op::kPack == 2 ? 5
+                                                               : 9;
+template <class T, class Op>
+inline constexpr int64_t kRowsForValueTiles = kConverts<T, Op> ? kDecodeRows + 1
+                                              : Op::kPack == 2 ? 4
+                                                               : 6;
+
+// Each of the first `keys` rows of a block fetches the one that is read `ahead` keys later. Spread over the work: a
+// burst of them would leave the memory idle afterwards.
+struct Fetch {
+  int64_t keys, ahead;
+};
+
+template <class T>
+inline void prefetch_row(const T* row, int64_t columns) {
+  for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte);
+}
+
+// How a vector of a row of T meets one of a query: converted, or as pairs that are multiplied as they are.
+template <class C, class T>
+struct RowDot {
+  using Query = C;
+  using V = typename Simd<C>::V;
+  static constexpr int kWidth = Simd<C>::kLanes;  // elements
+  static V load_query(const Query* p) { return Simd<C>::load(p); }
+  static V load(const T* p) { return Simd<C>::load_as(p); }
+  static V load(const T* p, int64_t n) { return Simd<C>::load_as(p, n); }
+  static V accumulate(V sum, V a, V b) { return Simd<C>::fma(a, b, sum); }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct RowDot<float, BFloat16> {
+  using Query = BFloat16;
+  using V = Simd<float>::V;
+  static constexpr int kWidth = 32;
+  static __m512i load_query(const Query* p) { return _mm512_loadu_si512(p); }
+  static __m512i load(const BFloat16* p) { return _mm512_loadu_si512(p); }
+  static __m512i load(const BFloat16* p, int64_t n) {
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p);
+  }
+  static V accumulate(V sum, __m512i a, __m512i b) { return PairDot::accumulate(sum, a, b); }
+};
+#endif
+
+// scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time. Here as
+// below, a row of scores has room for a block's keys.
+template <class C, class T, int kRows, int64_t kKeysOfBlock>
+[[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
+                                     int64_t k_stride, int64_t keys, int64_t columns, Fetch fetch, C* scores) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  using Dot = RowDot<C, T>;
+  constexpr int kKeys = S::kLanes / kRows, kWidth = Dot::kWidth;
+  const int64_t whole = columns / kWidth * kWidth;
+  for (int64_t j = 0; j < keys; j += kKeys) {
+    V sum[S::kLanes];
+#pragma GCC unroll 16
+    for (int t = 0; t < S::kLanes; ++t) sum[t] = S::zero();
+    const bool prefetch = j < fetch.keys;
+    const int64_t ahead = fetch.ahead * k_stride;
+    const T* row[kKeys];
+    for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
+    const auto step = [&](int64_t c, int64_t width) {
+      decltype(Dot::load_query(q)) query[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) query[r] = Dot::load_query(q + r * q_step + c);
+#pragma GCC unroll 16
+      for (int key = 0; key < kKeys; ++key) {
+        const auto value = width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) sum[r * kKeys + key] = Dot::accumulate(sum[r * kKeys + key], value, query[r]);
+        if (prefetch && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead);
+      }
+    };
+    for (int64_t c = 0; c < whole; c += kWidth) step(c, kWidth);
+    if (whole < columns) step(whole, columns - whole);
+    C sums[S::kLanes];
+    S::store(sums, S::sum_each(sum));
+    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kKeysOfBlock + j, sums + r * kKeys, kKeys * sizeof(C));
+  }
+}
+
+// out[row] = out[row] * factor[row] + sum_key p[row][key] V[key] for kVectors vectors of the head dimension. One alone
+// may be incomplete: `columns` are left.
+template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
+[[gnu::noinline]] void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
+                                     Fetch fetch, const C* factor, C* out, int64_t out_step) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  // Sums of longer runs of keys would lose digits.
+  for (int64_t first = 0; first < keys; first += kDecodeKeys) {
+    const int64_t last = min64(keys, first + kDecodeKeys);
+    V sum[kRows][kVectors] = {};
+    const auto accumulate = [&](auto load) {
+      for (int64_t j = first; j < last; ++j, v += v_stride) {
+        if (j < fetch.keys) prefetch_row(v + fetch.ahead * v_stride, min64(columns, kVectors * S::kLanes));
+        V value[kVectors];
+#pragma GCC unroll 8
+        for (int c = 0; c < kVectors; ++c) value[c] = load(c);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const V weight = S::set1(p[r * kKeysOfBlock + j]);
+#pragma GCC unroll 8
+          for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
+        }
+      }
+    };
+    if (columns >= kVectors * S::kLanes) accumulate([&](int c) { return S::load_as(v + c * S::kLanes); });
+    else accumulate([&](int) { return S::load_as(v, columns); });
+    for (int r = 0; r < kRows; ++r)
+      for (int c = 0; c < kVectors; ++c) {
+        C* total = out + r * out_step + c * S::kLanes;
+        S::store(total, S::fma(S::load(total), S::set1(first == 0 ? factor[r] : C(1)), sum[r][c]));
+      }
+  }
+}
+
+// What is to be fetched has to be there as fast as the rows of B pass: one run of register tiles meets them all for its
+// first columns, several meet a few of them at a time. How often tiles call fetch in that time.
+template <int kSums, int kMostVectors>
+inline int64_t fetches_of_pass(int64_t rows, int64_t vectors, int64_t depth) {
+  const int64_t first = rows <= kTileRows ? min64(vectors, kMostVectors) : vectors;
+  return max64(1, fetches_of<kSums, kMostVectors>(rows, first, depth));
+}
+
+// A register tile of a product that fetches what comes.
+template <class Op>
+struct FetchingTile {
+  Factors<Op, false> factors;
+  int64_t depth;
+  Target<typename Op::Compute> target;
+  FetchByLine* coming;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t vector) const {
+    typename Op::V sum[kRows][kVectors] = {};
+    Walk<Op, false> walk(factors, row, vector * Op::S::kLanes);
+    FetchByLine next = *coming;  // in registers
+    add_products(walk, 0, depth, &next, sum);
+    *coming = next;
+    target.take(sum, row, vector);
+  }
+};
+
+// C = A B, as gemm, and meanwhile all `coming` rows.
+template <class Op>
+inline void gemm_fetching(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
+                          const Target<typename Op::Compute>& target, const ComingRows& coming) {
+  if (vectors == 0) return;
+  constexpr int kSums = kTileRows * kTileVectors;
+  FetchByLine next(coming, fetches_of_pass<kSums, kTileVectors>(rows, vectors, depth));
+  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors, depth, target, &next});
+}
+
+#if defined(__AVX512BF16__)
+// out[row] += sum_key p[row][key] V[key] in bfloat16, two keys at a time: rows of V become pairs in registers. A
+// "vector" is one of 32 columns here, two of `out`.
+template <int64_t kKeysOfBlock>
+struct ValuePairsTile {
+  const uint32_t* p;  // pairs of weights
+  const BFloat16* v;
+  int64_t v_stride, keys, columns;
+  float* out;
+  int64_t out_step;
+  FetchByRow* coming;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t vector) const {
+    using S = Simd<float>;
+    __mmask32 mask[kVectors];
+    for (int c = 0; c < kVectors; ++c)
+      mask[c] = static_cast<__mmask32>((uint64_t{1} << min64(32, columns - (vector + c) * 32)) - 1);
+    S::V sum[kRows][2 * kVectors] = {};
+    const uint32_t* weights = p + row * kKeysOfBlock;
+    const BFloat16* source = v + vector * 32;
+    FetchByRow next = *coming;
+    const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
+      __m512i value[2 * kVectors];
+#pragma GCC unroll 2
+      for (int c = 0; c < kVectors; ++c) {
+        const __m512i low = _mm512_maskz_loadu_epi16(mask[c], source + c * 32);
+        const __m512i high =
+            kBoth ? _mm512_maskz_loadu_epi16(mask[c], source + v_stride + c * 32) : _mm512_setzero_si512();
+        value[2 * c] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end
+        value[2 * c + 1] = _mm512_unpackhi_epi16(low, high);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i pair = PairDot::broadcast(weights + r * kKeysOfBlock);
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * kVectors; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], pair, value[c]);
+      }
+      source += 2 * v_stride;
+      ++weights;
+    };
+    for (int64_t j = 0; j < keys / 2;) {
+      for (const int64_t end = min64(keys / 2, j + kFetchSteps); j < end; ++j) step.template operator()<true>();
+      next.fetch();
+    }
+    if (keys % 2 != 0) step.template operator()<false>();
+    *coming = next;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < kVectors; ++c) {
+        const S::V a = sum[r][2 * c], b = sum[r][2 * c + 1];
+        float* total = out + (row + r) * out_step + (vector + c) * 32;
+        S::store(total, S::load(total) +
+                            __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+        S::store(total + 16, S::load(total + 16) + __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13,
+                                                                           14, 15, 28, 29, 30, 31));
+      }
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace attnkern::cpu

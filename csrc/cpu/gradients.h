@@ -1,0 +1,422 @@
+// From two products to P and dS: of one block of queries against a tile of keys, packed as the next products read them.
+#pragma once
+
+#include <numeric>
+
+#include "forward.h"
+
+namespace attnkern::cpu {
+namespace {
+
+// Which products are wanted.
+struct Wanted {
+  explicit Wanted(const Backward& p) : dq(p.dq.data != nullptr), dk(p.dk.data != nullptr), dv(p.dv.data != nullptr) {}
+  bool dq, dk, dv;
+};
+
+// A unit: the smallest set of query heads that shares its key and value heads with no other.
+inline int64_t heads_of_unit(const Attention& p) { return std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v); }
+
+// How the gradient of a bias is made: while the tiles are passed, if it has all queries and keys. Units that share
+// their bias are a group; its members take turns to add to the sums of one task, or of several with sums of their own.
+// What is too much to go through memory for every member, or would keep threads idle, and a bias that is broadcast
+// along queries or keys, takes a sweep of its own (backward_bias).
+template <class C>
+struct BiasGradPlan {
+  enum Way {
+    kNone,
+    kStored,  // in passing: every entry has one score
+    kAdded,   // in passing, to sums
+    kApart,
+  };
+  static constexpr int64_t kMostBytes = 8 << 20;  // of a group
+
+  BiasGradPlan(const Backward& p, int64_t threads, bool same_type) {
+    if (p.dbias.data == nullptr) return;
+    way = kApart;
+    const Wanted wanted(p);
+    if (p.bias_size[2] != p.seqlen_q || p.bias_size[3] != p.seqlen_k || !(wanted.dq || wanted.dk || wanted.dv)) return;
+    const int64_t unit = heads_of_unit(p), units = p.heads_q / unit;  // of an entry of the batch
+    const bool own_batch = p.bias_size[0] == p.batch, own_heads = p.bias_size[1] == p.heads_q;
+    across = own_heads ? units : 1;
+    groups = (own_batch ? p.batch : 1) * across;
+    members_across = units / across;
+    members = (own_batch ? 1 : p.batch) * members_across;
+    size = (own_heads ? unit : 1) * p.seqlen_q * p.seqlen_k;
+    if (members == 1 && (own_heads || unit == 1)) {
+      way = kStored;
+      return;
+    }
+    output_adds = same_type;
+    // As few as keep all threads busy to the end, more or less.
+    while (tasks < members && groups * tasks % threads != 0 && groups * tasks < 4 * threads) ++tasks;
+    const bool idle = groups * tasks < threads && p.seqlen_k > kTile<C>;  // tiles of keys would be dealt out
+    if (!idle && size * static_cast<int64_t>(sizeof(C)) <= kMostBytes) way = kAdded;
+  }
+
+  // Whether the output itself is what a group adds to.
+  bool in_output() const { return output_adds && tasks == 1; }
+  // The unit, of all of the batch, that is a member of a group.
+  int64_t unit(int64_t group, int64_t member) const {
+    return (group / across * (members / members_across) + member / members_across) * (across * members_across) +
+           group % across * members_across + member % members_across;
+  }
+
+  Way way = kNone;
+  int64_t groups = 0, members = 1;
+  int64_t tasks = 1;                       // of a group
+  int64_t size = 0;                        // entries of a group
+  bool output_adds = false;                // the bias has the compute type
+  int64_t across = 1, members_across = 1;  // of one entry of the batch
+};
+
+template <class Op>
+struct BackwardScratch {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+
+  BackwardScratch(void* memory, const Backward& p) {
+    Arena arena(memory);
+    const int64_t e = row_scalars<Op>(p.head_dim), ev = row_scalars<Op>(p.head_dim_v);
+    const int64_t rows = max64(kBlock<Op>, kTile<C>), pairs = Op::kPack == 1 ? 0 : 1;
+    k_tile = arena.take<Scalar>(e * kTile<C>);
+    v_tile = arena.take<Scalar>(ev * kTile<C>);
+    k_rows = arena.take<Scalar>(kTile<C> * e * Op::kPack);
+    q_rows = arena.take<Scalar>(rows * e);
+    grad_rows = arena.take<Scalar>(rows * ev);
+    q_pairs = arena.take<Scalar>(pairs * rows * e);
+    grad_pairs = arena.take<Scalar>(pairs * rows * ev);
+    p_pairs = arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
+    ds_pairs = arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
+    ds_rows = arena.take<Scalar>(pairs * kBlock<Op> * kTile<C> / 2);
+    scores = arena.take<C>(kBlock<Op> * kTile<C>);
+    grad_scores = arena.take<C>(kBlock<Op> * kTile<C>);
+    bias = arena.take<C>(Score<C>(p).has_bias ? kBlock<Op> * kTile<C> : 0);
+    mask = arena.take<LaneBits>(kBlock<Op>);
+    keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
+    dk = arena.take<C>(p.head_dim * kTile<C>);
+    dv = arena.take<C>(p.head_dim_v * kTile<C>);
+    bytes = arena.used();
+  }
+
+  Scalar *k_tile, *v_tile, *k_rows, *q_rows, *grad_rows, *q_pairs, *grad_pairs, *p_pairs, *ds_pairs, *ds_rows;
+  LaneBits* mask;
+  C *scores, *grad_scores, *bias, *keep, *dk, *dv;
+  int64_t bytes;
+};
+
+// What a row of scores needs: P = norm * exp(S + shift), dS = P * (dP - delta).
+template <class C>
+struct RowTerms {
+  C* shift;  // -lse, in the unit of the scores; -inf where the row has no live key
+  C* delta;  // rowsum(dO * O) - dLSE
+  C* norm;   // null: 1 for all rows
+  RowTerms from(int64_t row) const { return {shift + row, delta + row, norm == nullptr ? nullptr : norm + row}; }
+};
+
+// S, dP -> P (dropped), dS in place, for one segment of scores that aren't plain. Rows are queries, lanes keys. dS is
+// the gradient of the scaled q k^T; that of the scores as the softmax sees them, which is the bias's, replaces the bias
+// where bias_grad is set.
+template <class Op, class C = typename Op::Compute>
+inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, const Segment& segment,
+                                 RowTerms<C> terms, C* bias, bool bias_grad, const LaneBits* mask, const C* keep,
+                                 C* scores, C* grad_scores) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  const V scale = S::set1(score.scale);
+  const Exponential<Op, false, Op::kSums> exponential(1);
+  const Range live = walk.live_lanes(segment.row);
+  for (int64_t v = segment.first; v < segment.last; ++v) {
+    const bool cut = segment.cut && !LaneMask<C>::all(live, v, segment.rows);
+    LaneMask<C> band(live, v);
+    int64_t at = v * S::kLanes;
+    for (int64_t i = segment.row; i < segment.row + segment.rows; ++i, at += kTile<C>) {
+      V t = S::zero(), g = S::load(grad_scores + at);
+      V p = exponential(finish_score(score, S::load(scores + at), scale, bias + at, &t), S::set1(terms.shift[i]));
+      if (terms.norm != nullptr) p *= S::set1(terms.norm[i]);
+      if (mask != nullptr) p = S::select(mask[i - segment.row] >> (v * S::kLanes), p, S::zero());
+      if (cut) {
+        p = band.select(p, S::zero());
+        band.advance();
+      }
+      V dropped = p;
+      if (keep != nullptr) {
+        const V factor = S::load(keep + at);
+        g *= factor;
+        dropped *= factor;
+      }
+      V ds = p * (g - S::set1(terms.delta[i]));
+      if (bias_grad) S::store(bias + at, ds);
+      if (score.cap != C(0)) ds *= S::set1(C(1)) - t * t;
+      S::store(scores + at, dropped);
+      S::store(grad_scores + at, ds);
+    }
+  }
+}
+
+#if defined(__AVX512BF16__)
+// Rows i and i + 1 of dS as plain rows of bfloat16; the second one if it isn't null.
+inline void store_rows(Simd<float>::V first, Simd<float>::V second, PairDot::Scalar* row, PairDot::Scalar* next) {
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_castsi512_si256(both));
+  if (next != nullptr) _mm256_storeu_si256(reinterpret_cast<__m256i*>(next), _mm512_extracti64x4_epi64(both, 1));
+}
+#endif
+
+// P and dS from two products that are still in registers, of plain scores or of those with a bias; packed as Op's
+// products will read them.
+template <class Op, bool kBias>
+struct GradientTile {
+  using Scalar = typename Op::Scalar;
+  using C = typename Op::Compute;
+  Factors<Op, false> q_k;
+  int64_t depth;
+  Factors<Op, false> grad_v;
+  int64_t depth_v;
+  C factor;  // of the products: what they aren't scaled by yet
+  RowTerms<C> terms;
+  const LaneBits* mask;  // may be null
+  bool cut;              // by the band
+  Range live;            // lanes of the first row
+  int64_t vector;
+  C* bias;
+  bool bias_grad;            // replaces the bias
+  Scalar *p, *ds, *ds_rows;  // ds_rows: of pairs
+  FetchStreams* next;        // may be null
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t first_vector) const {
+    using S = typename Op::S;
+    using V = typename S::V;
+    const int64_t lane = first_vector * S::kLanes;
+    V score[kRows][kVectors] = {}, grad_p[kRows][kVectors] = {};
+    Walk<Op, false> first(q_k, row, lane), second(grad_v, row, lane);
+    int64_t k = 0;
+    // Side by side: either alone has too few sums for the latency of its instruction.
+    const bool pays = (Op::kPack == 2 || kVectors == 1) && max64(depth, depth_v) <= kLongestSum;
+    for (const int64_t both = pays ? min64(depth, depth_v) : 0; k < both;) {
+      for (const int64_t end = next == nullptr ? both : min64(both, k + kFetchSteps); k < end; ++k) {
+        first.step(score);
+        second.step(grad_p);
+      }
+      if (next != nullptr) next->fetch();
+    }
+    add_products(first, k, depth, next, score);
+    add_products(second, k, depth_v, next, grad_p);
+    const auto bias_at = [&](int r, int v) { return bias + (row + r) * kTile<C> + lane + v * S::kLanes; };
+    if constexpr (kBias) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) score[r][v] = S::fma(score[r][v], S::set1(factor), S::load(bias_at(r, v)));
+    }
+    const V dead = S::set1(-kInfinity<C>);
+    exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
+    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
+    // A bias may have a gradient in float32, whatever the elements are.
+    const Exponential<Op, !kBias, kBias ? Op::kSums : Op::kWeights> exponential(factor);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const V shift = S::set1(terms.shift[row + r]), delta = S::set1(terms.delta[row + r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) score[r][v] = exponential(score[r][v], shift);
+      if (terms.norm != nullptr) [[unlikely]] {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) score[r][v] *= S::set1(terms.norm[row + r]);
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) grad_p[r][v] = score[r][v] * (grad_p[r][v] - delta);
+    }
+    if (kBias && bias_grad) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) S::store(bias_at(r, v), grad_p[r][v]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r += Op::kPack)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        const bool single = r + Op::kPack > kRows;
+        const int64_t at = (row + r) / Op::kPack * kTile<C> + lane + v * S::kLanes;
+        const V second = single ? S::zero() : grad_p[r + Op::kPack - 1][v];
+        store_probabilities<Op>(score[r][v], single ? S::zero() : score[r + Op::kPack - 1][v], p + at);
+        store_probabilities<Op>(grad_p[r][v], second, ds + at);
+#if defined(__AVX512BF16__)
+        if constexpr (Op::kPack == 2) {
+          Scalar* target = ds_rows + ((row + r) * kTile<C> + lane + v * S::kLanes) / 2;
+          store_rows(grad_p[r][v], second, target, single ? nullptr : target + kTile<C> / 2);
+        }
+#endif
+      }
+  }
+};
+
+// How often GradientTile will call fetch.
+template <class Op>
+inline int64_t fetches_of_gradients(const Backward& p, int64_t rows, int64_t vectors) {
+  const int64_t depth = Op::kPack == 2 ? max64(p.head_dim, p.head_dim_v) / 2 : p.head_dim + p.head_dim_v;
+  return max64(1, fetches_of<kPairRows * kPairVectors, kPairVectors>(rows, vectors, depth));
+}
+
+// To be fetched by GradientTile: rows of Q and dO of the next block, and `sums`, the block's own rows of dQ.
+template <class T, class Op>
+inline FetchStreams coming_queries(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head,
+                                   int64_t vectors, const ComingRows& sums) {
+  const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
+  return {{coming_rows<T>(p.q, batch, head, row, block.rows, p.seqlen_q, p.head_dim), calls},
+          {coming_rows<T>(p.grad_out, batch, head, row, block.rows, p.seqlen_q, p.head_dim_v), calls},
+          {sums, calls}};
+}
+
+// To be fetched where there is a bias: rows of it of the next block, and the block's own of its gradient, or of `sums`,
+// if any, to which a head's gradients are added.
+template <class T, class Op, class C = typename Op::Compute>
+inline FetchStreams coming_biases(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
+                                  int64_t keys, int64_t vectors, bool bias_grad, const C* sums) {
+  const int64_t element = bias_bytes<T>(p);
+  const auto rows_of = [&](const void* data, int64_t size, int64_t entry, int64_t step, int64_t rows) -> ComingRows {
+    return {static_cast<const char*>(data) + entry * size, step * size, rows, keys * size};
+  };
+  const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
+  const int64_t entry = block.row * p.seqlen_k + key;
+  ComingRows biases, grads;
+  if (has_bias_rows(p)) biases = coming_bias<T>(p, batch, head, row, min64(block.rows, p.seqlen_q - row), key, keys);
+  if (bias_grad && sums != nullptr) grads = rows_of(sums, sizeof(C), entry, p.seqlen_k, block.rows);
+  else if (bias_grad)
+    grads = rows_of(p.dbias.data, element, (batch * p.heads_q + head) * p.seqlen_q * p.seqlen_k + entry, p.seqlen_k,
+                    block.rows);
+  return {{biases, calls}, {grads, calls}, {}};
+}
+
+// P and dS of one block of queries against the tile of keys in scratch, by GradientTile.
+template <class Op, bool kBias>
+inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t depth,
+                                   int64_t depth_v, RowTerms<typename Op::Compute> terms,
+                                   Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows,
+                                   const LaneBits* mask, bool bias_grad, FetchStreams* next) {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+  Scalar* p = Op::kPack == 2 ? scratch.p_pairs : reinterpret_cast<Scalar*>(scratch.scores);
+  Scalar* ds = Op::kPack == 2 ? scratch.ds_pairs : reinterpret_cast<Scalar*>(scratch.grad_scores);
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * Simd<C>::kLanes;
+    const int64_t packed = row / Op::kPack * kTile<C> + lane;
+    for_tiles<kPairRows * kPairVectors, kPairVectors, Op::kPack>(
+        segment.rows, segment.last - segment.first,
+        GradientTile<Op, kBias>{
+            {q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
+            depth,
+            {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
+            depth_v,
+            kBias ? score.scale : score.template product_factor<Op>(),
+            terms.from(segment.row),
+            bits_from(mask, row),
+            segment.cut,
+            walk.live_lanes(segment.row),
+            segment.first,
+            kBias ? scratch.bias + row * kTile<C> + lane : nullptr,
+            bias_grad,
+            p + packed,
+            ds + packed,
+            scratch.ds_rows + (row * kTile<C> + lane) / 2,
+            next});
+  }
+}
+
+// The scores of one block of queries against the tile of keys in scratch: fills scratch.scores with P and
+// scratch.grad_scores with dS for the block's segments (and scratch.bias with d(bias), if bias_grad).
+template <class T, class Op>
+inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+                        const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t batch, int64_t head,
+                        int64_t key, int64_t keys, RowTerms<typename Op::Compute> terms, bool need_ds, bool bias_grad,
+                        const LaneBits* mask, Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
+  if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
+  if (score.dropout) dropout_tile<C>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.keep);
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes, at = row * kTile<C>;
+    const int64_t vectors = segment.last - segment.first;
+    gemm<typename Op::Product>(segment.rows, vectors, depth,
+                               {q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
+                               {scratch.scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
+    if (need_ds)
+      gemm<typename Op::Product>(
+          segment.rows, vectors, depth_v,
+          {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
+          {scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
+    differentiate_scores<Op>(score, walk, segment, terms, scratch.bias + at, bias_grad, bits_from(mask, row),
+                             score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
+                             scratch.grad_scores + at);
+  }
+}
+
+// scratch <- K^T and V^T of a tile of keys, with the scale, as far as it belongs there, in K^T.
+template <class T, class Op>
+inline void load_key_tile(const Backward& p, const BackwardScratch<Op>& scratch,
+                          const Score<typename Op::Compute>& score, int64_t batch, int64_t head, int64_t key,
+                          int64_t keys) {
+  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
+  transpose_tile<Op>(operand_rows<Op, T>(p.k, batch, head, key, keys, p.head_dim, scratch.q_rows), keys, depth,
+                     score.template operand_factor<Op>(), scratch.k_tile);
+}
+template <class T, class Op>
+inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head,
+                            int64_t key, int64_t keys) {
+  const int64_t depth = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
+  transpose_tile<Op>(operand_rows<Op, T>(p.v, batch, head, key, keys, p.head_dim_v, scratch.grad_rows), keys, depth, 1,
+                     scratch.v_tile);
+}
+
+// use(pointer) to the bias's gradient, which has the bias's dtype.
+template <class T, class Use>
+inline void with_bias_grad(const Backward& p, const Use& use) {
+  if (p.bias_dtype == DType::kFloat32) use(static_cast<float*>(p.dbias.data));
+  else use(static_cast<T*>(p.dbias.data));
+}
+
+// The bias's gradient of a block, from scratch to the output, or added to a head's `sums` if there are any.
+template <class T, class C>
+inline void store_bias_grad(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
+                            int64_t keys, const C* tile, C* sums) {
+  using S = Simd<C>;
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)
+      for (int64_t v = segment.first; v < segment.last; ++v) {
+        const int64_t lane = v * S::kLanes;
+        const int64_t index = i * p.seqlen_k + key + lane,
+                      of_head = (batch * p.heads_q + head) * p.seqlen_q * p.seqlen_k;
+        const auto value = S::load(tile + (i - block.row) * kTile<C> + lane);
+        if (sums != nullptr) S::store_as(sums + index, S::load_as(sums + index, keys - lane) + value, keys - lane);
+        else with_bias_grad<T>(p, [&](auto* dbias) { S::store_as(dbias + of_head + index, value, keys - lane); });
+      }
+  }
+}
+
+#if defined(__AVX512BF16__)
+// P and dS of a segment in the two forms that the bfloat16 products read: pairs of rows, and dS also as plain rows.
+inline void pack_segment(const Segment& segment, const float* p, const float* ds, PairDot::Scalar* p_pairs,
+                         PairDot::Scalar* ds_pairs, PairDot::Scalar* ds_rows) {
+  using S = Simd<float>;
+  constexpr int64_t kStep = kTile<float>;
+  for (int64_t i = 0; i < segment.rows; i += 2)
+    for (int64_t v = segment.first; v < segment.last; ++v) {
+      const int64_t at = i * kStep + v * S::kLanes, pair = i / 2 * kStep + v * S::kLanes;
+      const bool single = i + 1 == segment.rows;
+      const auto first = S::load(ds + at), second = single ? S::zero() : S::load(ds + at + kStep);
+      store_probabilities<PairDot>(S::load(p + at), single ? S::zero() : S::load(p + at + kStep), p_pairs + pair);
+      store_probabilities<PairDot>(first, second, ds_pairs + pair);
+      PairDot::Scalar* target = ds_rows + at / 2;
+      store_rows(first, second, target, single ? nullptr : target + kStep / 2);
+    }
+}
+#endif
+
+}  // namespace
+}  // namespace attnkern::cpu

@@ -1,0 +1,576 @@
+// From products to weights: masked, under a running maximum, dropped and packed as the next product reads them.
+#pragma once
+
+#include "score.h"
+
+namespace attnkern::cpu {
+namespace {
+
+// Whether rows of T are converted for Op's products.
+template <class T, class Op>
+inline constexpr bool kConverts = Op::kPack == 1 && !std::is_same_v<T, typename Op::Scalar>;
+
+// Rows [begin, end) of one head as a product reads them: the same worker's next tile of that head needs them again.
+template <class Scalar>
+struct alignas(64) KeptRows {  // no line of the cache with what another worker writes
+  Scalar* memory;              // of the head's first rows
+  int64_t room;                // rows, or pairs of rows
+  int64_t head = -1, begin = 0, end = 0;
+};
+inline constexpr int64_t kKeptBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
+
+// All workers' kept rows, which lie in their scratch: it stays, where fresh memory would come page by page in every
+// call.
+template <class Scalar>
+class KeptByWorker {
+ public:
+  // rows, or pairs of rows, of `scalars` each: of a record, if there is memory for all
+  KeptByWorker(int64_t workers, int64_t records, int64_t rows, int64_t scalars)
+      : records_(records),
+        room_(min64(rows, kKeptBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
+        record_scalars_(room_ * scalars),
+        rows_(workers * records) {
+    for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = {nullptr, room_};
+  }
+  // Of a worker's scratch.
+  int64_t bytes() const { return records_ * record_scalars_ * static_cast<int64_t>(sizeof(Scalar)); }
+  // The records of a worker, with `memory` of its scratch; null if there are none.
+  KeptRows<Scalar>* of(int64_t worker, void* memory) const {
+    KeptRows<Scalar>* records = rows_.data() + worker * records_;
+    for (int64_t i = 0; i < records_; ++i) records[i].memory = static_cast<Scalar*>(memory) + i * record_scalars_;
+    return records_ == 0 ? nullptr : records;
+  }
+
+ private:
+  int64_t records_, room_, record_scalars_;
+  Buffer<KeptRows<Scalar>> rows_;
+};
+
+template <class Op>
+struct ForwardScratch {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+
+  ForwardScratch(void* memory, const Forward& p) {
+    Arena arena(memory);
+    const int64_t width = max64(row_scalars<Op>(p.head_dim), row_scalars<Op>(p.head_dim_v) * Op::kPack);
+    query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
+    rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
+    scores = arena.take<C>(Op::kPack * kBlock<Op> * kTile<C>);  // in pairs: of two blocks
+    mask = arena.take<LaneBits>(kBlock<Op>);
+    bias = arena.take<C>(Score<C>(p).has_bias && p.softcap != 0 ? kBlock<Op> * kTile<C> : 0);
+    keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
+    out = arena.take<C>(p.head_dim_v * kTile<C>);
+    largest = arena.take<C>(kTile<C>);
+    sum = arena.take<C>(kTile<C>);
+    block_largest = arena.take<C>(kTile<C>);
+    correction = arena.take<C>(kTile<C>);
+    shift = arena.take<C>(kTile<C>);
+    block_sum = arena.take<C>(kTile<C>);
+    bytes = arena.used();
+  }
+
+  Scalar *query_tile, *rows;
+  LaneBits* mask;
+  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction, *shift, *block_sum;  // bias: of a cap
+  int64_t bytes;
+};
+
+// Rows j and j + 1 of P as pairs of bfloat16, or the row itself.
+template <class Op>
+inline void store_probabilities(typename Op::V first, typename Op::V second, typename Op::Scalar* target) {
+  if constexpr (Op::kPack == 2) {
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(target, Op::S::template pairs<BFloat16>(first, second));
+#endif
+  } else {
+    (void)second;
+    Op::S::store(target, first);
+  }
+}
+
+// P^T = exp(S^T + shift) for rows of a block, with the lanes' sums; dropped and packed as Op needs it, in place: row
+// j / 2 of the pairs is written after rows j and j + 1 have been read.
+template <class Op, bool kPlain, int kVectors>
+inline void exponentiate(int64_t rows, typename Op::Compute factor, const typename Op::Compute* shift,
+                         const typename Op::Compute* keep, const typename Op::Compute* scores,
+                         typename Op::Scalar* probabilities, typename Op::Compute* sum) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  const Exponential<Op, kPlain, Op::kSums> exponential(factor);
+  V total[kVectors], part[kVectors];
+  for (int v = 0; v < kVectors; ++v) total[v] = S::zero();  // a sum of its own for each block: long rows lose less
+  // And for every kPart keys: where many weights are the same (a saturated softcap), so are their rounding errors.
+  constexpr int64_t kPart = 16;
+  for (int64_t begin = 0; begin < rows; begin += kPart) {
+    for (int v = 0; v < kVectors; ++v) part[v] = S::zero();
+    for (int64_t j = begin; j < min64(rows, begin + kPart); j += Op::kPack) {
+      for (int v = 0; v < kVectors; ++v) {
+        V p[Op::kPack];
+        for (int half = 0; half < Op::kPack; ++half) {
+          if (half == 1 && j + 1 == rows) {
+            p[half] = S::zero();
+            continue;
+          }
+          const int64_t at = (j + half) * kTile<C> + v * S::kLanes;
+          p[half] = exponential(S::load(scores + at), S::load(shift + v * S::kLanes));
+          part[v] += p[half];
+          if (keep != nullptr) p[half] *= S::load(keep + at);
+        }
+        store_probabilities<Op>(p[0], p[Op::kPack - 1], probabilities + j / Op::kPack * kTile<C> + v * S::kLanes);
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) total[v] += part[v];
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    C* running = sum + v * S::kLanes;
+    S::store(running, S::load(running) + total[v]);
+  }
+}
+
+// The same for all vectors of a segment that begins at row `row` of its block.
+template <class Op, bool kPlain>
+inline void exponentiate_segment(const Segment& segment, int64_t row, typename Op::Compute factor,
+                                 const typename Op::Compute* shift, const typename Op::Compute* keep,
+                                 typename Op::Compute* scores, typename Op::Compute* sum) {
+  using C = typename Op::Compute;
+  for (int64_t v = segment.first; v < segment.last;) {
+    const auto part = [&]<int kVectors>() {
+      const int64_t lane = v * Simd<C>::kLanes, at = row * kTile<C> + lane;
+      exponentiate<Op, kPlain, kVectors>(
+          segment.rows, factor, shift + lane, keep == nullptr ? nullptr : keep + at, scores + at,
+          reinterpret_cast<typename Op::Scalar*>(scores) + row / Op::kPack * kTile<C> + lane, sum + lane);
+      v += kVectors;
+    };
+    if (segment.last - v >= 4) part.template operator()<4>();
+    else if (segment.last - v >= 2) part.template operator()<2>();
+    else part.template operator()<1>();
+  }
+}
+
+// exp(S^T + shift) of a block of scores in pairs, dropped, whose rows that all lanes meet are done in steps so small
+// that they hide among the products of the next block.
+template <class Op, bool kPlain>
+struct PairWeights {
+  using C = typename Op::Compute;
+  using S = typename Op::S;
+  using Scalar = typename Op::Scalar;
+  C factor = 0;
+  const C *shift = nullptr, *keep = nullptr;  // keep: may be null
+  C *scores = nullptr, *sum = nullptr;
+  uint64_t next = 0, end = 0;  // the steps
+
+  // Of a block whose first segment are the steps, if it has all lanes.
+  void begin(const BlockPlan& block) {
+    const Segment& first = block.segment[0];
+    const bool whole = first.row == block.row && first.first == 0 && first.last == kTileVecs<C>;
+    next = 0;
+    end = whole ? first.rows / 2 * kTileVecs<C> : 0;
+  }
+  // Products of a register tile between two steps, while those of `rows` rows are computed. Denser, the steps would
+  // hold up what brings the products in.
+  int64_t pace(int64_t rows, int64_t depth) const {
+    return end == 0 ? kFetchSteps : max64(2, rows * depth / (kTileRows * static_cast<int64_t>(end)));
+  }
+  // Two rows of one vector.
+  [[gnu::always_inline]] inline void step() {
+    const int64_t row = next / kTileVecs<C> * 2, lane = next % kTileVecs<C> * S::kLanes, at = row * kTile<C> + lane;
+    const Exponential<Op, kPlain, Op::kSums> exponential(factor);
+    const C* source = scores + at;
+    const auto added = S::load(shift + lane);
+    auto first = exponential(S::load(source), added), second = exponential(S::load(source + kTile<C>), added);
+    S::store(sum + lane, S::load(sum + lane) + (first + second));
+    if (!kPlain && keep != nullptr) {
+      first *= S::load(keep + at);
+      second *= S::load(keep + at + kTile<C>);
+    }
+    store_probabilities<Op>(first, second, reinterpret_cast<Scalar*>(scores) + row / 2 * kTile<C> + lane);
+    ++next;
+  }
+  // All that is left.
+  void finish(const BlockPlan& block) {
+    while (next < end && next % kTileVecs<C> != 0) step();
+    for (int64_t s = 0; s < block.segments; ++s) {
+      Segment segment = block.segment[s];
+      const int64_t done = s == 0 ? static_cast<int64_t>(next / kTileVecs<C>) * 2 : 0;
+      segment.rows -= done;
+      exponentiate_segment<Op, kPlain>(segment, segment.row - block.row + done, factor, shift, keep, scores, sum);
+    }
+  }
+};
+
+// S^T to memory, masked by the band, with the maximum per lane. Scores that aren't plain are scaled, and added to the
+// bias, if any, that lies where they go.
+template <class Op, bool kPlain>
+struct ScoreTile {
+  using C = typename Op::Compute;
+  Factors<Op, false> keys_queries;
+  int64_t depth;
+  C scale;
+  bool biased;
+  const LaneBits* mask;  // may be null
+  bool cut;              // by the band
+  Range live;            // lanes of the first row
+  int64_t vector;
+  C *scores, *largest;
+  PairWeights<Op, kPlain>* weights;  // of the block before; a step of them after every `pace` products
+  int64_t pace;
+  FetchStreams* next;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t first_vector) const {
+    using S = typename Op::S;
+    using V = typename S::V;
+    V score[kRows][kVectors] = {};
+    const int64_t lane = first_vector * S::kLanes;
+    Walk<Op, false> walk(keys_queries, row, lane);
+    int64_t k = 0;
+    if constexpr (Op::kPack == 2) {
+      while (k < depth && weights->next < weights->end) {
+        for (const int64_t end = min64(depth, k + pace); k < end; ++k) walk.step(score);
+        weights->step();
+        if (next != nullptr) next->fetch();
+      }
+    }
+    add_products(walk, k, depth, next, score);
+    C* target = scores + row * kTile<C> + lane;
+    if constexpr (!kPlain) {
+      const V factor = S::set1(scale);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          score[r][v] = biased ? S::fma(score[r][v], factor, S::load(target + r * kTile<C> + v * S::kLanes))
+                               : score[r][v] * factor;
+    }
+    const V dead = S::set1(-kInfinity<C>);
+    exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
+    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      V m = S::load(largest + lane + v * S::kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        S::store(target + r * kTile<C> + v * S::kLanes, score[r][v]);
+        m = S::max(score[r][v], m);
+      }
+      S::store(largest + lane + v * S::kLanes, m);
+    }
+  }
+};
+
+// S^T of a block to memory, masked (by `mask`, too, if it isn't null), where `scores` hold its bias if there is one;
+// block_largest is their maximum per lane. For scores without a cap.
+template <class Op, bool kPlain>
+inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
+                         int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
+                         typename Op::Compute* scores, FetchStreams* next = nullptr,
+                         PairWeights<Op, kPlain>* weights = nullptr) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  const int64_t pace = weights == nullptr ? kFetchSteps : weights->pace(block.rows, depth);
+  for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
+        segment.rows, segment.last - segment.first,
+        ScoreTile<Op, kPlain>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                              depth,
+                              score.scale,
+                              score.has_bias,
+                              bits_from(mask, row),
+                              segment.cut,
+                              walk.live_lanes(segment.row),
+                              segment.first,
+                              scores + row * kTile<C> + lane,
+                              scratch.block_largest + lane,
+                              weights,
+                              pace,
+                              next});
+  }
+}
+
+// Products -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`.
+template <class C>
+inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, const BlockPlan& block, const C* bias,
+                             const LaneBits* mask, C* scores, C* largest) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>);
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const Range live = walk.live_lanes(segment.row);
+    for (int64_t v = segment.first; v < segment.last; ++v) {
+      const bool cut = segment.cut && !LaneMask<C>::all(live, v, segment.rows);
+      LaneMask<C> band(live, v);
+      V m = S::load(largest + v * S::kLanes);
+      int64_t row = segment.row - block.row, at = row * kTile<C> + v * S::kLanes;
+      for (const int64_t end = row + segment.rows; row < end; ++row, at += kTile<C>) {
+        V x = finish_score(score, S::load(scores + at), scale, bias + at);
+        if (mask != nullptr) x = S::select(mask[row] >> (v * S::kLanes), x, dead);
+        if (cut) {
+          x = band.select(x, dead);
+          band.advance();
+        }
+        S::store(scores + at, x);
+        m = S::max(x, m);
+      }
+      S::store(largest + v * S::kLanes, m);
+    }
+  }
+}
+
+// From this score on (in units of log2) what the maximum loses when it is rounded is felt in weights that take it from
+// products which are not: 2^-12 here.
+inline constexpr float kLargeScore = 0x1p12f;
+
+// Products of a block times `factor`, in place: rounded as the maximum is.
+template <class C>
+[[gnu::noinline]] void scale_scores(const BlockPlan& block, C factor, C* scores) {
+  using S = Simd<C>;
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    for (int64_t row = segment.row - block.row, end = row + segment.rows; row < end; ++row)
+      for (int64_t lane = segment.first * S::kLanes; lane < segment.last * S::kLanes; lane += S::kLanes) {
+        C* x = scores + row * kTile<C> + lane;
+        S::store(x, S::load(x) * S::set1(factor));
+      }
+  }
+}
+
+// S^T of plain scores turned into P^T while it still is in registers, without its block's maximum: m, which is what is
+// subtracted, need not be the maximum, only near it. A lane that has none yet takes the largest of its first tile with
+// a live key.
+template <class Op>
+struct ProbabilityTile {
+  using C = typename Op::Compute;
+  Factors<Op, false> keys_queries;
+  int64_t depth;
+  bool opening;          // a lane may have m = -inf
+  const LaneBits* mask;  // may be null
+  bool cut;              // by the band
+  Range live;            // lanes of the first row
+  int64_t vector;
+  C *m, *sum, *probabilities;
+  FetchStreams* next;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t first_vector) const {
+    using S = typename Op::S;
+    using V = typename S::V;
+    V score[kRows][kVectors] = {};
+    const int64_t lane = first_vector * S::kLanes;
+    Walk<Op, false> walk(keys_queries, row, lane);
+    add_products(walk, 0, depth, next, score);
+    const V dead = S::set1(-kInfinity<C>);
+    exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
+    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
+    const Exponential<Op, true, Op::kSums> exponential(1);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = lane + v * S::kLanes;
+      V shift = S::load(m + at);
+      if (opening) {
+        V largest = score[0][v];
+#pragma GCC unroll 8
+        for (int r = 1; r < kRows; ++r) largest = S::max(score[r][v], largest);
+        const V opened = shift == dead ? largest : shift;
+        S::store(m + at, opened);
+        shift = opened == dead ? S::zero() : opened;
+      }
+      V total = S::zero();
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const V p = exponential(score[r][v], -shift);
+        total += p;
+        S::store(probabilities + (row + r) * kTile<C> + at, p);
+      }
+      S::store(sum + at, S::load(sum + at) + total);
+    }
+  }
+};
+
+// V rows in pairs along the keys: scratch[j / 2][column] = (V[j][column], V[j + 1][column]); 0 past the last row.
+template <class T>
+[[gnu::noinline]] void interleave_rows(const T* source, int64_t row_stride, int64_t column_stride, int64_t rows,
+                                       int64_t columns, uint32_t* target, int64_t step) {
+  for (int64_t j = 0; j < rows; j += 2, target += step) {
+    const T* first = source + j * row_stride;
+    const T* second = first + row_stride;
+    const bool single = j + 1 == rows;
+    int64_t c = 0;
+#if defined(__AVX512BF16__)
+    if (column_stride == 1) {
+      for (; c + 32 <= columns; c += 32) {
+        const __m512i low = _mm512_loadu_si512(first + c);
+        const __m512i high = single ? _mm512_setzero_si512() : _mm512_loadu_si512(second + c);
+        // unpack works within 128-bit quarters; the shuffles put the quarters in order.
+        const __m512i a = _mm512_unpacklo_epi16(low, high), b = _mm512_unpackhi_epi16(low, high);
+        const __m512i order_low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+        const __m512i order_high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        _mm512_storeu_si512(target + c, _mm512_permutex2var_epi64(a, order_low, b));
+        _mm512_storeu_si512(target + c + 16, _mm512_permutex2var_epi64(a, order_high, b));
+      }
+    }
+#endif
+    for (; c < columns; ++c) {
+      const uint32_t low = first[c * column_stride].bits;
+      const uint32_t high = single ? 0 : second[c * column_stride].bits;
+      target[c] = low | high << 16;
+    }
+  }
+}
+
+// Rows of a view, converted or in pairs, with the columns padded to whole vectors: from what is kept of the head, which
+// is added to; or, where there is no room for them, in `scratch`.
+template <class T, class Op>
+inline Rows<typename Op::Scalar> copied_rows(const View& view, int64_t heads, int64_t batch, int64_t head, int64_t row,
+                                             int64_t rows, int64_t last_row, int64_t columns,
+                                             typename Op::Scalar* scratch, KeptRows<typename Op::Scalar>* kept) {
+  const int64_t step = round_up(columns, Op::S::kLanes);
+  const auto copy = [&](int64_t first, int64_t end, typename Op::Scalar* target) {
+    const T* source = at<T>(view, batch, head, first);
+    if constexpr (Op::kPack == 2)
+      interleave_rows(source, view.stride[2], view.stride[3], end - first, columns, target, step);
+    else convert_rows(source, view.stride[2], columns <= 1 ? 1 : view.stride[3], end - first, columns, target, step);
+  };
+  const int64_t end = row + rows;
+  const bool room = kept != nullptr && (end + Op::kPack - 1) / Op::kPack <= kept->room;
+  // A pair that only begins here would bring the next row in: 0 times infinity.
+  if (!room || row % Op::kPack != 0 || (rows % Op::kPack != 0 && end != last_row)) {
+    copy(row, end, scratch);
+    return {scratch, step};
+  }
+  const int64_t index = batch * heads + head;
+  if (kept->head != index || row < kept->begin || row > kept->end) *kept = {kept->memory, kept->room, index, row, row};
+  if (kept->end < end) {
+    copy(kept->end, end, kept->memory + kept->end / Op::kPack * step);
+    kept->end = end;
+  }
+  return {kept->memory + row / Op::kPack * step, step};
+}
+
+// Goes over from the maximum `old` to m: `correction` rescales what was summed under the old one. Returns what is to be
+// subtracted: of a lane without any live key so far, whose m is -inf, 0, so that its probabilities are exp(-inf) = 0
+// and not NaN. log2e: of the unit that the scores are in.
+template <class Op, class C = typename Op::Compute>
+inline typename Op::V new_maximum(const ForwardScratch<Op>& scratch, int64_t lane, typename Op::V old, typename Op::V m,
+                                  C log2e) {
+  using S = Simd<C>;
+  const auto subtracted = m == S::set1(-kInfinity<C>) ? S::zero() : m;
+  const auto correction = S::exp2((old - subtracted) * S::set1(log2e));
+  S::store(scratch.largest + lane, m);
+  S::store(scratch.correction + lane, correction);
+  S::store(scratch.sum + lane, S::load(scratch.sum + lane) * correction);
+  return subtracted;
+}
+
+// A block of plain scores by ProbabilityTile: fills scratch.scores with its probabilities, adds up scratch.sum. False
+// if nothing that was summed before is to be rescaled. A lane whose m turns out to be far from its maximum, or that has
+// infinities or NaN, gets the maximum as m and the tiles run again; the other lanes come out as before, so that a
+// query's result never depends on its neighbours. `opening`: a lane may have met no live key yet.
+template <class Op>
+[[gnu::noinline]] bool probabilities_in_registers(const ForwardScratch<Op>& scratch,
+                                                  const Score<typename Op::Compute>& score,
+                                                  const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
+                                                  int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
+                                                  const LaneBits* mask, FetchStreams* next, bool& opening) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  const V dead = S::set1(-kInfinity<C>);
+  const auto run = [&](bool open, C* m, FetchStreams* fetched) {
+    for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_sum + v * S::kLanes, S::zero());
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& segment = block.segment[s];
+      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+      for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
+          segment.rows, segment.last - segment.first,
+          ProbabilityTile<Op>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                              depth,
+                              open,
+                              bits_from(mask, row),
+                              segment.cut,
+                              walk.live_lanes(segment.row),
+                              segment.first,
+                              m + lane,
+                              scratch.block_sum + lane,
+                              scratch.scores + row * kTile<C> + lane,
+                              fetched});
+    }
+  };
+  const auto in_range = [&](int64_t lane) {
+    const V block_sum = S::load(scratch.block_sum + lane), sum = S::load(scratch.sum + lane) + block_sum;
+    return ((sum >= S::set1(C(0.5))) & (block_sum <= S::set1(C(0x1p16)))) |
+           ((S::load(scratch.largest + lane) == dead) & (sum == S::zero()));
+  };
+
+  if (opening)
+    for (int64_t v = 0; v < vectors; ++v)  // what m was before
+      S::store(scratch.correction + v * S::kLanes, S::load(scratch.largest + v * S::kLanes));
+  run(opening, scratch.largest, next);
+  auto good = S::zero() == S::zero(), open = good;
+  for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+    good &= in_range(lane);
+    open &= S::load(scratch.largest + lane) > dead;
+  }
+  const bool rescale = !S::all(good);
+  if (rescale) {
+    store_scores<Op, true>(scratch, score, walk, block, vectors, depth, keys, mask, scratch.scores);
+    for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+      const V now = S::load(scratch.largest + lane), old = opening ? S::load(scratch.correction + lane) : now;
+      const V largest = S::max(S::load(scratch.block_largest + lane), old);
+      S::store(scratch.block_largest + lane, new_maximum(scratch, lane, old, in_range(lane) ? now : largest, C(1)));
+    }
+    run(false, scratch.block_largest, nullptr);
+  }
+  for (int64_t v = 0; v < vectors; ++v) {
+    C* sum = scratch.sum + v * S::kLanes;
+    S::store(sum, S::load(sum) + S::load(scratch.block_sum + v * S::kLanes));
+  }
+  opening = rescale || !S::all(open);
+  return rescale;
+}
+
+// The same for all other scores, through memory and with the exact maximum.
+template <class T, class Op>
+[[gnu::noinline]] void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
+                                                    const Score<typename Op::Compute>& score,
+                                                    const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
+                                                    int64_t batch, int64_t head, int64_t query, int64_t queries,
+                                                    int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
+                                                    FetchStreams* next) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
+  const bool capped = score.cap != C(0);
+  if (score.has_bias)
+    bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, capped ? scratch.bias : scratch.scores);
+  if (!capped) {
+    store_scores<Op, false>(scratch, score, walk, block, vectors, depth, keys, mask, scratch.scores, next);
+  } else {
+    for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& segment = block.segment[s];
+      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+      gemm<typename Op::Product>(segment.rows, segment.last - segment.first, depth,
+                                 {keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                                 {scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore, nullptr});
+    }
+    transform_scores<C>(score, walk, block, scratch.bias, mask, scratch.scores, scratch.block_largest);
+  }
+  if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);
+  for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+    const auto old = S::load(scratch.largest + lane), m = S::max(S::load(scratch.block_largest + lane), old);
+    S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, kLog2E<C>));
+  }
+  for (int64_t s = 0; s < block.segments; ++s)
+    exponentiate_segment<Op, false>(block.segment[s], block.segment[s].row - block.row, C(1), scratch.shift,
+                                    score.dropout ? scratch.keep : nullptr, scratch.scores, scratch.sum);
+}
+
+}  // namespace
+}  // namespace attnkern::cpu

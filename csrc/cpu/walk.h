@@ -1,0 +1,136 @@
+// The walk along the band: into which blocks and segments the loop dimension is cut, and what a mask leaves of them.
+#pragma once
+
+#include "dropout.h"
+
+namespace attnkern::cpu {
+namespace {
+
+struct BlockPlan {
+  int64_t row, rows;
+  int64_t segments;
+  Segment segment[2 * kBlockRows / kGroup + 3];  // a clean one, and the last of either edge may be short
+};
+
+// What a mask leaves of a block: rows in front and behind that it excludes from all lanes go, if the band doesn't cut
+// the block, and segments of kGroup rows hold their live vectors only. False if nothing is left. `mask`: the bits of
+// the block's rows, in `rows`; null if all are set.
+template <class C>
+inline bool apply_mask(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t lane, int64_t lanes,
+                       LaneBits* rows, BlockPlan& block, const LaneBits*& mask) {
+  mask_bits(p, loop_dim, batch, head, block.row, block.rows, lane, lanes, rows);
+  int64_t begin = 0, end = block.rows;
+  while (begin < end && rows[begin] == 0) ++begin;
+  if (begin == end) return false;
+  while (rows[end - 1] == 0) --end;
+  Segment* const segment = block.segment;
+  if (block.segments == 1 && !segment->cut && segment->rows == block.rows) {
+    constexpr int64_t kLanes = Simd<C>::kLanes;
+    begin = begin / 2 * 2;  // pairs stay together
+    block.row += begin;
+    block.rows = min64(block.rows, round_up(end, 2)) - begin;
+    rows += begin;
+    block.segments = 0;
+    int64_t row = 0;
+    for (int64_t count; row < block.rows; row += count) {
+      count = min64(kGroup, block.rows - row);
+      LaneBits any = 0;
+      for (int64_t i = 0; i < count; ++i) any |= rows[row + i];
+      if (any == 0) continue;
+      const int64_t first = std::countr_zero(any) / kLanes;
+      const int64_t last = min64((lanes - 1) / kLanes, (63 - std::countl_zero(any)) / kLanes) + 1;
+      Segment& before = segment[max64(0, block.segments - 1)];
+      if (block.segments > 0 && before.row + before.rows == block.row + row && before.first == first &&
+          before.last == last)
+        before.rows += count;
+      else segment[block.segments++] = {block.row + row, count, first, last, false};
+    }
+  }
+  LaneBits all = ~LaneBits{0};
+  for (int64_t i = 0; i < block.rows; ++i) all &= rows[i];
+  mask = all == ~LaneBits{0} ? nullptr : rows;
+  return true;
+}
+
+// C = A^T B, summed over the rows of a block: of A, `rows` scalars in a row, and of B, whose vectors are the tile's.
+template <class Op>
+inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& block, const Factors<Op, true>& factors,
+                            const Target<typename Op::Compute>& target) {
+  // Nothing to choose from: without the choice a tile is 1 to 3 % faster.
+  const Segment& first = block.segment[0];
+  if (block.segments == 1 && first.row == block.row && first.last - first.first == vectors)
+    gemm<Op, true>(rows, vectors, (first.rows + Op::kPack - 1) / Op::kPack, factors, target);
+  else
+    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
+        rows, vectors, SegmentsTile<Op>{factors, block.row, block.segment, block.segments, target});
+}
+
+// Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks of at most `most` rows, evenly
+// sized. What the band leaves whole of a block is one segment; where it cuts through, segments of kGroup rows hold
+// their live vectors only. An edge of the band stays in one block if it fits, and segments begin an even number of rows
+// from their block, so that pairs of rows stay together.
+template <class C>
+class BandWalk {
+ public:
+  // band.reached(lane) are the loop indices of a lane; the walk keeps to those in `within`.
+  BandWalk(const Band& band, int64_t lane, int64_t lanes, Range within, int64_t most)
+      : band_(band.transposed()),
+        lane_(lane),
+        lanes_(lanes),
+        reached_(band.reached(lane, lanes, within)),
+        clean_(band.shared(lane, lanes, within)),
+        next_(reached_.begin),
+        most_(most) {
+    if (clean_.end <= clean_.begin) clean_ = {reached_.end, reached_.end};
+  }
+
+  bool next(BlockPlan& block) {
+    if (next_ >= reached_.end) return false;
+    const int64_t left = reached_.end - next_, parts = (left + most_ - 1) / most_;
+    int64_t end = next_ + min64(left, round_up((left + parts - 1) / parts, 2));
+    // All in front of the edge that the block would tear apart.
+    if (end < reached_.end && end > clean_.end && even(clean_.end) > next_) end = even(clean_.end);
+    block.row = next_;
+    block.rows = end - next_;
+    block.segments = 0;
+    const Range clean{next_ + min64(end - next_, round_up(max64(clean_.begin - next_, 0), 2)),
+                      clean_.end >= end ? end : even(clean_.end)};
+    const bool any = clean.end > clean.begin;
+    cut(block, {next_, any ? clean.begin : end});
+    if (any) {
+      block.segment[block.segments++] = {clean.begin, clean.end - clean.begin, 0, vectors(lanes_), false};
+      cut(block, {clean.end, end});
+    }
+    next_ = end;
+    return true;
+  }
+
+  // Lanes of the tile, relative to its first, that loop index `row` may meet; may lie outside of the tile.
+  Range live_lanes(int64_t row) const {
+    return {row + band_.offset - band_.left - lane_, row + band_.offset + band_.right + 1 - lane_};
+  }
+
+ private:
+  static int64_t vectors(int64_t lanes) { return (lanes + Simd<C>::kLanes - 1) / Simd<C>::kLanes; }
+  // The last row in front of `row` that an even number of rows separates from the next block's first.
+  int64_t even(int64_t row) const { return next_ + (row - next_) / 2 * 2; }
+
+  // Segments of the rows [begin, end).
+  void cut(BlockPlan& block, Range rows) const {
+    for (int64_t row = rows.begin; row < rows.end; row += kGroup) {
+      const int64_t count = min64(kGroup, rows.end - row);
+      const Range live = band_.reached(row, count, {lane_, lane_ + lanes_});
+      if (live.end > live.begin)
+        block.segment[block.segments++] = {row, count, (live.begin - lane_) / Simd<C>::kLanes,
+                                           vectors(live.end - lane_), true};
+    }
+  }
+
+  Band band_;
+  int64_t lane_, lanes_;
+  Range reached_, clean_;
+  int64_t next_, most_;
+};
+
+}  // namespace
+}  // namespace attnkern::cpu
