@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import attnkern
-import launches
-from attnkern import check, ops
+import routes
+from attnkern import check
 from attnkern.backends import disabled
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
@@ -225,20 +225,18 @@ def test_what_is_left_out_is_in_no_plan(name, leave_out, on_hopper):
         ("cuda-sm90-fused", "fused_sm90_kernel"),
     ],
 )
-def test_a_family_in_the_simulator(name, kernel, leave_out, on_hopper, monkeypatch):
+def test_a_family_in_the_simulator(name, kernel, leave_out):
     """A call of each, as its process would run it on a Hopper, with what it leaves out."""
     family = check.FAMILIES[name]
-    recorder = launches.Recorder(90, left_out=leave_out(*family.without))
-    monkeypatch.setattr(cuda, "_run", functools.partial(recorder.run, cuda._run))
-    monkeypatch.setattr(ops, "forward", ops.route_forward)
-    monkeypatch.setattr(ops, "backward", ops.route_backward)
+    left_out = leave_out(*family.without)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(family.deterministic)
     try:
         call = family.calls[min(1, len(family.calls) - 1)]
-        check.check_call(
-            family, call._replace(sizes=(*call.sizes[:2], min(call.sizes[2], 70), 100, call.sizes[4])), "cpu"
-        )
+        sizes = *call.sizes[:2], min(call.sizes[2], 70), 100, call.sizes[4]
+        with routes.cuda(90) as recorder:
+            recorder.left_out = left_out
+            check.check_call(family, call._replace(sizes=sizes), "cpu")
     finally:
         torch.use_deterministic_algorithms(before)
     assert any(kernel in launch.name for launch in recorder.launches), {launch.name for launch in recorder.launches}

@@ -9,7 +9,7 @@ import torch
 from attnkern import cases, rng, testing
 from attnkern.problem import Problem
 from gate import cuda_backward as gate_cases
-from gate.case import SHARED_LIMIT
+from ptxsim import SHARED_LIMIT
 from test_cuda_kernels import BF16, FP16, FP32, cuda, simulated  # noqa: F401
 
 SMALL, LARGE = 86, 80  # GPUs with 99 and 163 KiB of shared memory for a block

@@ -13,7 +13,7 @@ import routes
 from attnkern import rng, testing
 from attnkern.problem import Problem
 from conftest import Target
-from gate.case import SHARED_LIMIT
+from ptxsim import SHARED_LIMIT
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 cuda = table.cuda

@@ -269,7 +269,9 @@ def test_planted_bugs(simulated, monkeypatch, kind, head_dim):  # noqa: F811
 def test_ring_that_starts_anew_with_each_head(simulated, tmp_path):  # noqa: F811
     """A bug in the source rather than in one instruction: the producer's phases drift from the consumers'."""
     kernel = replay(simulated, "dkdv_sm90", 64)
-    source = (ptxsim.front.ROOT / gate_cases.SOURCE).read_text().split("// Columns and slots by head size.")[0]
+    header, kernels = ((launches.ROOT / f"{gate_cases.SOURCE}{end}").read_text() for end in ("h", ""))
+    kernels = kernels.replace('#include "cuda/backward_sm90.cuh"\n', "")
+    source = header.replace("#pragma once\n", "") + kernels.split("// Columns and slots by head size.")[0]
     name = "dkdv_sm90_kernel<Shape<__nv_bfloat16, 64, 96, 4, true, false>>"
     source += f"template __global__ void {name}(const __grid_constant__ BackwardSm90Args);\n}}\n}}\n"
     right, wrong = "col = block.begin, ++head;", "col = block.begin, ++head, at = {};"

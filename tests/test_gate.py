@@ -14,7 +14,8 @@ import triton.language as tl
 
 from gate import binary, cache, cases, compilers, rules, sass, table
 from gate.binary import GateError
-from gate.case import KIB, SHARED_LIMIT, Budget, Case, Cuda, Triton
+from gate.case import KIB, Budget, Case, Cuda, Triton
+from ptxsim import SHARED_LIMIT
 
 ROOT = Path(__file__).parents[1]
 CASES = cases.all_cases()

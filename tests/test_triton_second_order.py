@@ -9,10 +9,7 @@ import torch
 import attnkern
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
-from test_triton import BF16, CAUSAL, FP16, FP32, LAST, routed, row, triton
-
-# There the operators are plain torch's: tests/test_triton.py.
-pytestmark = pytest.mark.skipif(not triton.has_second_order(), reason="Triton 3.6 doesn't compile these kernels")
+from test_triton import BF16, CAUSAL, FP16, FP32, LAST, routed, row
 
 BOTH = (80, 90)
 GQA = {"enable_gqa": True}

@@ -33,12 +33,12 @@ LONG = 0.1  # of one that durations.json names; the others of its file take `bri
 CALLS = "band clients decode direct dropout errors extremes gqa gradients lse_merge masks"
 CALLS += " properties refusals sdpa_parity"
 TORCH = "distributed features memory nn overrides sdpa_provider second_order threads transformers transforms"
-CUDA = "choice cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward cycles fuzz gate"
+CUDA = "choice cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles cycles fuzz gate"
 TRITON = "choice fuzz gate triton triton_decode triton_second_order triton_suite"
 GPU = "gpu gpu_stages triton_gpu"
 # Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
 TOUCHES = [
-    ("csrc/cuda/*sm90*", "choice cuda_sm90 cuda_sm90_backward gate fuzz"),
+    ("csrc/cuda/*sm90*", "choice cuda_sm90 cuda_sm90_backward cuda_tiles gate fuzz"),
     ("csrc/cuda/forward* csrc/cuda/decode.cu", "choice cuda_kernels cuda_planted_bugs fuzz gate"),
     ("csrc/cuda/backward*", "choice cuda_backward cuda_planted_bugs fuzz gate"),
     ("csrc/cuda/*", CUDA),
@@ -65,6 +65,7 @@ TOUCHES = [
     ("tests/fuzz*", "fuzz"),
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
     ("tests/cpp/*", "build"),
+    ("tests/cuda/*", "cuda_tiles gate"),
     ("tests/conftest.py tests/tiers.py tests/durations.json", "tiers testing rng"),
     ("tests/test_*", ""),  # itself
     (".*", ""),  # no test reads an editor's or git's settings

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ptxsim import SHARED_LIMIT
+
 KIB = 1024
-# The most shared memory of one block, the KiB that the driver keeps left out (CUDA C++ Programming Guide, "Compute
-# Capabilities", table of technical specifications).
-SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 
 
 def capability(arch: str) -> int:

@@ -35,7 +35,7 @@ CUDA = [
 
 def cuda_sources() -> list[str]:
     """Every file that must have cases: those with kernels."""
-    found = [*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("tests/ptxsim/kernels/*.cu")]
+    found = [*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("tests/cuda/*.cu"), *ROOT.glob("tests/ptxsim/kernels/*.cu")]
     return sorted(str(path.relative_to(ROOT)) for path in found if "__global__" in path.read_text())
 
 

@@ -1,7 +1,9 @@
 """The cases of the backward pass: every shape in the tables of csrc/cuda/backward_dkdv.cu and backward_dq.cu, and what
 the tile makes of it; those of backward_bias.cu and backward_chunked.cu, every arithmetic."""
 
-from .case import SHARED_LIMIT, Budget, Case, Cuda, capability
+from ptxsim import SHARED_LIMIT
+
+from .case import Budget, Case, Cuda, capability
 
 BIAS, CHUNKED = "csrc/cuda/backward_bias.cu", "csrc/cuda/backward_chunked.cu"
 SOURCES = {"dkdv": "csrc/cuda/backward_dkdv.cu", "dq": "csrc/cuda/backward_dq.cu"}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+from ptxsim import SHARED_LIMIT
+
 from . import sass
 from .binary import GateError, Kernel
-from .case import KIB, SHARED_LIMIT, Case, Cuda, capability
+from .case import KIB, Case, Cuda, capability
 from .compilers import kernels
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture since sm_30

@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ptxsim import SHARED_LIMIT
+
 from . import cache, compilers, cycles, rules
 from .binary import GateError, Kernel
-from .case import KIB, SHARED_LIMIT, Case, capability
+from .case import KIB, Case, capability
 from .cases import all_cases, unclaimed
 
 UNITS = ("tensor", "issue", "mufu", "fma", "alu", "shared")

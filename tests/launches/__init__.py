@@ -25,8 +25,7 @@ import torch
 
 import ptxsim
 from gate import cache, compilers
-from gate.case import SHARED_LIMIT
-from ptxsim import tensormap
+from ptxsim import SHARED_LIMIT, tensormap
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "launches"

@@ -1,7 +1,7 @@
 """The way in: compile a kernel for a GPU, run it on the CPU.
 
     report = ptxsim.launch(triton_function, (grid_x, grid_y), q, k, v, out, scale, BLOCK=64, target=90, num_warps=4)
-    kernel = ptxsim.cuda("csrc/cuda/delta.cu", "delta_kernel", target=80)
+    kernel = ptxsim.cuda("delta.cu", "delta_kernel", target=80)
     report = ptxsim.launch(kernel, (8,), params, block=256, tensors=[grad_out, out, delta])
 
 Tensors are CPU tensors, and their own addresses are the kernel's global addresses: nothing is copied, so that
@@ -20,17 +20,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gate import compilers
-from gate.binary import GateError
-from gate.case import SHARED_LIMIT
-
 from . import ptx, tensormap
+from .compilers import SHARED_LIMIT, check_target, ptx_of
 from .decode import Program
 from .errors import LaunchError
 from .machine import Machine
 from .spaces import GlobalMemory, Pool, Segment
 
-ROOT = Path(__file__).resolve().parents[2]
 RESIDENT_LANES = 16384
 
 
@@ -267,8 +263,7 @@ def compile_triton(fn, *args, target: int = 90, **kwargs) -> Compiled:
     Raises:
         LaunchError: an argument is missing or can't be passed; the target is unknown.
     """
-    if target not in SHARED_LIMIT:
-        raise LaunchError(f"target: expected one of {sorted(SHARED_LIMIT)}, got {target!r}")
+    check_target(target)
     bound = _bind(fn, args, kwargs)
     options = {k: v for k, v in kwargs.items() if k in _OPTIONS}
     kinds = [_specialise(p.name, bound[p.name], p) for p in fn.params]
@@ -370,16 +365,14 @@ def _expand(compiled: Compiled, values, memory: GlobalMemory, blocks: int, undef
 
 
 def cuda(source: str | Path, name: str | None = None, *, target: int, flags: Sequence[str] = ()) -> Compiled:
-    """Compiles a .cu file with `nvcc -ptx` (kept by content) and picks the kernel whose name holds `name`.
+    """Compiles a .cu file by the compiler in use (`use_compiler`) and picks the kernel whose name holds `name`.
 
     Raises:
         LaunchError: the file, nvcc or the target isn't there, or the file doesn't compile.
         PtxError: no such kernel in it, or several.
     """
-    if target not in SHARED_LIMIT:
-        raise LaunchError(f"target: expected one of {sorted(SHARED_LIMIT)}, got {target!r}")
-    path = Path(source)
-    path = path if path.is_absolute() else ROOT / path
+    check_target(target)
+    path = Path(source).resolve()
     if not path.exists():
         raise LaunchError(f"source: {path} does not exist")
     return _cuda(path, name, target, tuple(flags))
@@ -388,7 +381,7 @@ def cuda(source: str | Path, name: str | None = None, *, target: int, flags: Seq
 # One object per kernel and process.
 @functools.lru_cache(maxsize=256)
 def _cuda(path: Path, name: str | None, target: int, flags: tuple) -> Compiled:
-    text = _nvcc(path, target, flags)
+    text = ptx_of(path, target, flags)
     return Compiled(text, _names(text).kernel(name).name, target)
 
 
@@ -397,20 +390,9 @@ def _names(text: str) -> ptx.Module:
     return ptx.parse(text, "")  # no body: only the kernels' names
 
 
-@functools.lru_cache(maxsize=64)
-def _nvcc(path: Path, target: int, extra: tuple) -> str:
-    """The source's PTX, by the product's flags; kept by the compile gate's cache."""
-    virtual = str(target) + ("a" if target in (90, 100, 103, 120) else "")
-    try:
-        return compilers.ptx(str(path), virtual, ["-lineinfo", *extra])[0]
-    except GateError as error:
-        raise LaunchError(str(error)) from error
-
-
 def from_ptx(text: str, name: str | None = None, *, target: int, shared: int = 0) -> Compiled:
     """PTX text as it is."""
-    if target not in SHARED_LIMIT:
-        raise LaunchError(f"target: expected one of {sorted(SHARED_LIMIT)}, got {target!r}")
+    check_target(target)
     return Compiled(text, _names(text).kernel(name).name, target, shared=shared)
 
 

@@ -13,7 +13,7 @@ import functools
 import torch
 
 from . import cuda
-from .kernels.references import FOLDER, Case, Map
+from .kernels.references import FLAGS, FOLDER, Case, Map
 from .kernels.triton_cases import TritonCase
 
 _ELEMENT = {torch.int16: 1, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
@@ -93,7 +93,7 @@ def _run_triton(case: TritonCase, moved: _Moved, options: dict) -> None:
 
 
 def _run_cuda(case: Case, moved: _Moved) -> None:
-    compiled = cuda(FOLDER / case.source, case.entry, target=case.target)
+    compiled = cuda(FOLDER / case.source, case.entry, target=case.target, flags=FLAGS)
     for tensor in case.tensors:
         moved.add(tensor)
     values: list = [_argument(x, moved) for x in case.args]

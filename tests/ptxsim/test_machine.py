@@ -264,7 +264,7 @@ def test_launch_errors():
         ("expected a CPU tensor, got one on meta", lambda: ptxsim.launch(kernel, 1, x.to("meta"), block=32)),
         ("at most 166912", lambda: ptxsim.launch(kernel, 1, x, block=32, shared=200000)),
         ("expected a Triton JITFunction", lambda: ptxsim.launch(print, 1, x)),
-        ("does not exist", lambda: ptxsim.cuda("csrc/cuda/nothing.cu", target=80)),
+        ("does not exist", lambda: ptxsim.cuda("nothing.cu", target=80)),
     ):
         with pytest.raises(LaunchError, match=match):
             call()

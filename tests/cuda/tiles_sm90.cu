@@ -1,5 +1,5 @@
 // The tiles of csrc/cuda/smem_sm90.cuh and every shape of wgmma in csrc/cuda/ptx_sm90.cuh, in products of small
-// integers. test_tiles_sm90.py says what each kernel computes.
+// integers. tests/test_cuda_tiles.py says what each kernel computes.
 //
 //   entry                 threads   grid   dynamic shared memory (bytes)
 //   tile_products_*       128       1      8192 (4 + ceil(n / 64) * 2) + 1032

@@ -1,6 +1,7 @@
 """Hopper's tiles and products (csrc/cuda/smem_sm90.cuh, ptx_sm90.cuh), each shape of wgmma in all its forms."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 import ptxsim
 from ptxsim.kernels.references import Map
 
-FILE = "tests/ptxsim/kernels/tiles_sm90.cu"
+FILE = Path(__file__).parent / "cuda/tiles_sm90.cu"
 SHAPES = {32: "bf16", 48: "f16", 64: "bf16", 80: "f16", 96: "bf16", 112: "f16", 128: "bf16", 160: "f16"}
 SHAPES |= {192: "bf16", 256: "f16"}
 M = K = 64
