@@ -9,7 +9,7 @@ from ptxsim.kernels import triton_forward
 from .case import Budget, Case, Cuda, Triton
 
 FOLDER = "tests/ptxsim/kernels"
-TILES = "tests/cuda/tiles_sm90.cu"  # of the product's tiles: tests/test_cuda_tiles.py
+TILES_FILE = "tests/cuda/tiles_sm90.cu"  # of the product's tiles: tests/test_cuda_tiles.py
 ALL = "80 86 90a 100a 120a"
 
 # The kernels of one mechanism each, with the instructions in which it shows.
@@ -87,7 +87,7 @@ def cuda_cases() -> list[Case]:
         *(mechanism("mechanisms_sm80.cu", kernel, ALL, counts) for kernel, counts in MECHANISMS_SM80.items()),
         *(mechanism("mechanisms_sm90.cu", kernel, "90a", counts) for kernel, counts in MECHANISMS_SM90.items()),
         *(
-            Case(f"tiles_sm90 {name}", Cuda(TILES, name, shared=shared), "90a", require={"90a": counts})
+            Case(f"tiles_sm90 {name}", Cuda(TILES_FILE, name, shared=shared), "90a", require={"90a": counts})
             for name, (shared, counts) in TILES_SM90.items()
         ),
         mechanism("mechanisms_sm80.cu", "warp_exchange", ALL, {"SHFL": 5}, threads=1024, shared=4096),
