@@ -50,17 +50,28 @@ def _define_library() -> torch.library.Library:
 
 library = _define_library()
 
+
+def _define(schema: str, **options: Any) -> None:
+    try:
+        library.define(schema, **options)
+    except RuntimeError as error:  # libraries used to define some of their operators themselves
+        raise ImportError(
+            f"attnkern: the compiled libraries in {Path(__file__).parent} are of another version than its Python "
+            "files: build them again (`make build` in a checkout), or reinstall attnkern"
+        ) from error
+
+
 # Any strides are right, but the output's follow the inputs': Inductor must not change them behind the fakes' back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 # lse has shape (0,) unless need_lse.
-library.define(
+_define(
     f"forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, {SCHEMA}, bool need_lse, str backend)"
     " -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 # grad_mask: 1 q, 2 k, 4 v, 8 bias. A gradient not asked for has shape (0,).
-library.define(
+_define(
     "backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed,"
     f" Tensor out, Tensor lse, {SCHEMA}, int grad_mask, str backend)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
@@ -68,14 +79,14 @@ library.define(
 )
 
 # What `forward` adds to out and lse where the inputs move by tangents. A tangent that is None is zero.
-library.define(
+_define(
     "tangent(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor? tq, Tensor? tk, Tensor? tv,"
     f" Tensor? tbias, Tensor out, Tensor lse, {SCHEMA}, str backend) -> (Tensor tout, Tensor tlse)",
     tags=_TAGS,
 )
 # The gradient of <cot_dq, dq> + <cot_dk, dk> + <cot_dv, dv> + <cot_dbias, dbias>, with dq, dk, dv, dbias of `backward`.
 # A cotangent that is None is zero. grad_mask as in `backward`, and 16 grad_out, 32 grad_lse.
-library.define(
+_define(
     "second_backward(Tensor? cot_dq, Tensor? cot_dk, Tensor? cot_dv, Tensor? cot_dbias, Tensor grad_out,"
     " Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor out, Tensor lse,"
     f" {SCHEMA}, int grad_mask, str backend)"
@@ -85,16 +96,16 @@ library.define(
 
 # Of csrc/cuda: `forward` and `backward` with what is asked of a backend beside them. Where splits or order are given,
 # they replace the plan's (csrc/cuda/ops_cuda.cpp).
-library.define(
+_define(
     f"cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, {SCHEMA}, bool need_lse, bool tf32,"
     " int? splits=None, int? order=None) -> (Tensor out, Tensor lse)"
 )
-library.define(
+_define(
     "cuda_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed,"
     f" Tensor out, Tensor lse, {SCHEMA}, int grad_mask, bool tf32, bool deterministic)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
-library.define(
+_define(
     f"cuda_plan(ScalarType dtype, int[] q, int[] k, int[] v, int[] bias, ScalarType bias_dtype, {SCHEMA}, bool tf32,"
     " bool deterministic, int grad_mask, int[] chip) -> str"
 )
