@@ -341,7 +341,7 @@ def gpu() -> Cuda:
 def rehearsal() -> Iterator[Rehearsed]:
     """Within it ``gpu`` and ``of`` give a rehearsed device, whose CUDA and Triton kernels run in the simulator."""
     global _rehearsed
-    importlib.import_module("bench.stages")  # which puts tests/ on the path
+    importlib.import_module("bench.gpu.stages")  # which puts tests/ on the path
     import launches
     import routes
 

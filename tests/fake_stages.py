@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench.stages import Stage
+from bench.gpu.stages import Stage
 
 
 class Fake:

@@ -21,7 +21,9 @@ import gpu_kernels
 from attnkern.backends import choice, cuda
 from attnkern.cases import select
 from attnkern.problem import Problem
-from bench import apply, choose, device, gpu, orders, providers, stages, summary, sweep, timing, tune
+from bench import device, providers, sweep, timing
+from bench.gpu import __main__ as gpu
+from bench.gpu import apply, choose, orders, stages, summary, tune
 
 ROOT = Path(__file__).parents[1]
 # Extras of the distribution, and what pip may have brought along: a GPU machine may have none of them.
@@ -464,7 +466,8 @@ def test_no_module_of_the_stages_needs_an_extra():
     code = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
-        "from bench import apply, choose, device, gpu, machine, orders, providers, stages, summary, sweep, tune\n"
+        "from bench import device, machine, providers, sweep\n"
+        "from bench.gpu import __main__, apply, choose, orders, stages, summary, tune\n"
         "import gpu_kernels, routes\n"
         "machine.provenance(device.torch.device('cpu'))\n"
         "print('imported')"

@@ -56,6 +56,7 @@ TOUCHES = [
     ("attnkern/plot.py attnkern/support.py attnkern/tiles.py attnkern/weights.py", "clients features readme testing"),
     ("attnkern/*", f"{CALLS} {TORCH} build check contract_coverage params readme rng testing"),
     ("bench/results/*", "bench readme"),
+    ("bench/gpu/*", f"{GPU} readme"),
     ("bench/*", f"bench bench_regression {GPU} readme"),
     ("docs/* README.md CHANGELOG.md LICENSE", "readme"),
     ("setup.py Makefile pyproject.toml MANIFEST.in requirements-dev.txt .ci/*", "build readme tiers"),

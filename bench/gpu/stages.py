@@ -1,5 +1,5 @@
-"""What `make gpu` does, in order: stages of rows, each a line of the results. bench/gpu.py runs them, one process or
-several for each stage, so that a row that faults or hangs costs itself.
+"""What `make gpu` does, in order: stages of rows, each a line of the results. Rows run in processes of their own
+(__main__.py), so that a row that faults or hangs costs itself.
 
 What a row needs is imported when it runs: the build comes first, and nothing of attnkern is imported before it.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .device import Cuda
+    from ..device import Cuda
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS_FOLDER = str(ROOT / "tests")  # where gpu_kernels is, and the simulator
 if TESTS_FOLDER not in sys.path:
     sys.path.append(TESTS_FOLDER)
@@ -30,7 +30,7 @@ def device(rehearsed: bool = False) -> Cuda | None:
     """The GPU, or what stands for it in a rehearsal; None where there is none."""
     import torch
 
-    from . import device as devices
+    from .. import device as devices
 
     if rehearsed:
         return devices.Rehearsed()
@@ -41,7 +41,7 @@ def about(device: Cuda) -> dict[str, Any]:
     """Versions, chip and code."""
     import triton
 
-    from . import machine
+    from .. import machine
 
     return {**machine.provenance(device.torch), "triton": triton.__version__}
 
@@ -125,9 +125,9 @@ def _speed(device: Cuda, row: str) -> Found:
     """One rival's time, error and memory for one case and pass (bench.sweep)."""
     from attnkern.cases import select
 
-    from . import providers
-    from .sweep import Runner
-    from .timing import Plan
+    from .. import providers
+    from ..sweep import Runner
+    from ..timing import Plan
 
     global _runner
     if _runner is None:
@@ -248,10 +248,10 @@ def _tests(device: Cuda, row: str) -> Found:
 
 
 def _of(module: str, function: str) -> Callable[..., Any]:
-    """bench.<module>.<function>, imported when it is called."""
+    """bench.gpu.<module>.<function>, imported when it is called."""
 
     def call(*arguments: Any) -> Any:
-        return getattr(importlib.import_module(f"bench.{module}"), function)(*arguments)
+        return getattr(importlib.import_module(f"bench.gpu.{module}"), function)(*arguments)
 
     return call
 

@@ -19,7 +19,7 @@ from attnkern.backends import choice
 from . import choose, summary
 from .summary import Record
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FORWARD, CONFIGS = Path("csrc/cuda/forward_sm90.cu"), Path("triton_kernels/configs.py")
 CHOICE = Path("attnkern/backends/choice.py")
 NAMES = {"serial": "kSerial", "overlap": "kOverlap", "ping-pong": "kPingPong"}

@@ -1,6 +1,6 @@
 """``python -m bench.gpu`` (`make gpu`): everything that wants a GPU, in stages, within ten minutes.
 
-The stages are in bench/stages.py. Their rows run in processes of their own, and each line of the results is on the disk
+The stages are in bench/gpu/stages.py. Their rows run in processes of their own, and each line of the results is on the disk
 before the next row starts: a row that faults, hangs or runs out of memory is a line that says so, and the next row runs
 in a new process. The results are bench/results/gpu-<chip>-<time>.jsonl, a page about them .md, what was printed .log.
 
@@ -29,7 +29,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOTAL = 560  # seconds; with the start and the page under ten minutes
 READY = 60  # seconds for a process to import torch and find the device
 END = 10  # for a process to end after its last row
@@ -259,7 +259,7 @@ def _serve(options: argparse.Namespace) -> None:
     if options.rehearse is None:
         _serve_rows(options, out)
         return
-    from . import device as devices
+    from .. import device as devices
 
     with devices.rehearsal():
         _serve_rows(options, out)
@@ -362,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     for hidden in ("--worker", "--row"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--stages", default="bench.stages", help=argparse.SUPPRESS)  # tests have their own
+    parser.add_argument("--stages", default="bench.gpu.stages", help=argparse.SUPPRESS)  # tests have their own
     parser.add_argument("--about", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker is not None:

@@ -16,7 +16,7 @@ from attnkern.backends import cuda
 from attnkern.cases import Case, case
 from attnkern.params import UNBOUNDED, AttentionParams
 
-from .device import Cuda
+from ..device import Cuda
 
 ORDERS = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
 SIZES = ((128, 128), (64, 64), (256, 256), (192, 128), (96, 96), (192, 192))  # of query and key, of value

@@ -17,7 +17,7 @@ from attnkern.backends import choice
 from attnkern.cases import Case, case
 from attnkern.testing import Inputs
 
-from .device import Cuda
+from ..device import Cuda
 
 BACKENDS = ("triton", "cuda")
 RANGES = {128: (65, 128), 64: (1, 64), 256: (129, 256), 512: (257, 512)}  # the size that is timed for each

@@ -22,7 +22,7 @@ from attnkern.cases import Case, case
 from attnkern.params import GRAD_K, GRAD_Q, GRAD_V, AttentionParams
 from attnkern.testing import Inputs
 
-from .device import Cuda
+from ..device import Cuda
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # KiB that a block may have
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
