@@ -21,9 +21,9 @@ import gpu_kernels
 from attnkern.backends import choice, cuda
 from attnkern.cases import select
 from attnkern.problem import Problem
-from bench import device, providers, sweep, timing
+from bench import providers, sweep, timing
 from bench.gpu import __main__ as gpu
-from bench.gpu import apply, choose, orders, stages, summary, tune
+from bench.gpu import apply, choose, device, orders, stages, summary, tune, workers
 
 ROOT = Path(__file__).parents[1]
 # Extras of the distribution, and what pip may have brought along: a GPU machine may have none of them.
@@ -134,7 +134,7 @@ def test_every_line_is_on_the_disk_before_the_next_row_runs(tmp_path):
         process.wait()
     assert list(rows(read(out), "shared")) == ["first", "faults"]
     assert ends(int((tmp_path / "child").read_text()))  # nothing is left behind that would keep a device
-    log = gpu.Log(tmp_path / "log.jsonl")
+    log = workers.Log(tmp_path / "log.jsonl")
     for n in range(3):
         log.add("row", n=n, kind="plain")  # a field may have any name
         assert [r["n"] for r in read(tmp_path / "log.jsonl")] == list(range(n + 1))
@@ -221,8 +221,8 @@ def test_the_calls_reach_every_class_of_head_size_and_make_valid_problems():
 def test_a_device_is_built_for_alone(monkeypatch):
     found = []
     for capability in (80, 86, 89, 90, 100, 103, 120, 121, 130):
-        monkeypatch.setattr(device.Cuda, "capability", lambda self, value=capability: value)
-        found.append(device.Cuda(torch.device("cuda")).environment()["ATTNKERN_CUDA_ARCHS"])
+        monkeypatch.setattr(device.Gpu, "capability", lambda self, value=capability: value)
+        found.append(device.Gpu(torch.device("cuda")).environment()["ATTNKERN_CUDA_ARCHS"])
     assert found == ["80", "80", "80", "90a", "100", "100", "120", "120", "80"]
 
 
@@ -466,8 +466,8 @@ def test_no_module_of_the_stages_needs_an_extra():
     code = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
-        "from bench import device, machine, providers, sweep\n"
-        "from bench.gpu import __main__, apply, choose, orders, stages, summary, tune\n"
+        "from bench import machine, providers, sweep\n"
+        "from bench.gpu import __main__, apply, choose, device, orders, stages, summary, tune, workers\n"
         "import gpu_kernels, routes\n"
         "machine.provenance(device.torch.device('cpu'))\n"
         "print('imported')"

@@ -17,7 +17,7 @@ from attnkern.backends import choice
 from attnkern.cases import Case, case
 from attnkern.testing import Inputs
 
-from ..device import Cuda
+from .device import Gpu
 
 BACKENDS = ("triton", "cuda")
 RANGES = {128: (65, 128), 64: (1, 64), 256: (129, 256), 512: (257, 512)}  # the size that is timed for each
@@ -53,7 +53,7 @@ def trials() -> Iterator[Trial]:
 TRIALS = {str(trial): trial for trial in trials()}
 
 
-def rows(device: Cuda) -> list[str]:
+def rows(device: Gpu) -> list[str]:
     return list(TRIALS)
 
 
@@ -75,7 +75,7 @@ def call_of(trial: Trial, backend: str, inputs: Inputs, options: dict[str, Any])
     return step
 
 
-def measure(device: Cuda, name: str) -> Iterator[dict[str, Any]]:
+def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     """Seconds of each backend that takes the trial's calls."""
     trial = TRIALS[name]
     problem = device.shrunk(trial.case())

@@ -16,7 +16,7 @@ from attnkern.backends import cuda
 from attnkern.cases import Case, case
 from attnkern.params import UNBOUNDED, AttentionParams
 
-from ..device import Cuda
+from .device import Gpu
 
 ORDERS = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
 SIZES = ((128, 128), (64, 64), (256, 256), (192, 128), (96, 96), (192, 192))  # of query and key, of value
@@ -44,11 +44,11 @@ def trials() -> Iterator[Case]:
 TRIALS = {trial.name: trial for trial in trials()}
 
 
-def rows(device: Cuda) -> list[str]:
+def rows(device: Gpu) -> list[str]:
     return list(TRIALS) if device.capability() == 90 else []
 
 
-def measure(device: Cuda, name: str) -> Iterator[dict[str, Any]]:
+def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     """TFLOP/s of each order, in turns, and which is best. What they compute is the correctness stage's question."""
     trial = device.shrunk(TRIALS[name])
     inputs = device.inputs(trial)

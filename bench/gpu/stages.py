@@ -1,5 +1,5 @@
 """What `make gpu` does, in order: stages of rows, each a line of the results. Rows run in processes of their own
-(__main__.py), so that a row that faults or hangs costs itself.
+(workers.py), so that a row that faults or hangs costs itself.
 
 What a row needs is imported when it runs: the build comes first, and nothing of attnkern is imported before it.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ..device import Cuda
+    from .device import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS_FOLDER = str(ROOT / "tests")  # where gpu_kernels is, and the simulator
@@ -26,18 +26,14 @@ if TESTS_FOLDER not in sys.path:
 Found = Iterator[dict[str, Any]]
 
 
-def device(rehearsed: bool = False) -> Cuda | None:
+def device(rehearsed: bool = False) -> Gpu | None:
     """The GPU, or what stands for it in a rehearsal; None where there is none."""
-    import torch
+    from . import device as devices
 
-    from .. import device as devices
-
-    if rehearsed:
-        return devices.Rehearsed()
-    return devices.gpu() if devices.rehearsing() or torch.cuda.is_available() else None
+    return devices.Rehearsed() if rehearsed else devices.gpu()
 
 
-def about(device: Cuda) -> dict[str, Any]:
+def about(device: Gpu) -> dict[str, Any]:
     """Versions, chip and code."""
     import triton
 
@@ -53,8 +49,8 @@ class Stage(NamedTuple):
     about: str
     seconds: int  # of the whole stage
     each: int  # of a row, once its process is ready
-    rows: Callable[[Cuda], Sequence[str]]
-    measure: Callable[[Cuda, str], Found]
+    rows: Callable[[Gpu], Sequence[str]]
+    measure: Callable[[Gpu, str], Found]
     jobs: int = 1  # processes at a time
     alone: bool = False  # a process for each row, which must also end well
     tool: str | None = None  # of compute-sanitizer, to watch the processes
@@ -68,7 +64,7 @@ class Stage(NamedTuple):
 # --- the build --------------------------------------------------------------------------------------------------------
 
 
-def _build(device: Cuda, row: str) -> Found:
+def _build(device: Gpu, row: str) -> Found:
     environment = {**device.environment(), **os.environ}
     done = _command([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], environment)
     chosen = {name: environment[name] for name in environment if name.startswith("ATTNKERN_C")}
@@ -95,7 +91,7 @@ TABLE_DIMS, TABLE_LENGTHS = (128, 64, 256), (16384, 4096)
 TABLE_RIVALS = ("cuda", "sdpa-cudnn", "sdpa-flash", "sdpa")
 
 
-def _table_rows(device: Cuda) -> list[str]:
+def _table_rows(device: Gpu) -> list[str]:
     cells = [
         (f"gpu-bf16-d{dim}-{kind}-{length}", pass_name)
         for length in TABLE_LENGTHS
@@ -106,10 +102,10 @@ def _table_rows(device: Cuda) -> list[str]:
     return [f"{name} {pass_name} {rival}" for name, pass_name in cells for rival in TABLE_RIVALS]
 
 
-def _speed_rows(pattern: str, rivals: Sequence[str]) -> Callable[[Cuda], list[str]]:
+def _speed_rows(pattern: str, rivals: Sequence[str]) -> Callable[[Gpu], list[str]]:
     """A row for each case, pass and rival; a rival that refuses a case says so in its row."""
 
-    def rows(device: Cuda) -> list[str]:
+    def rows(device: Gpu) -> list[str]:
         from attnkern.cases import select
 
         passes = [(c, p) for c in select(pattern) for p in ("forward", "backward")[: 1 if c.forward_only else 2]]
@@ -121,7 +117,7 @@ def _speed_rows(pattern: str, rivals: Sequence[str]) -> Callable[[Cuda], list[st
 _runner: Any = None  # of this process: it keeps the last case's tensors and float64 results
 
 
-def _speed(device: Cuda, row: str) -> Found:
+def _speed(device: Gpu, row: str) -> Found:
     """One rival's time, error and memory for one case and pass (bench.sweep)."""
     from attnkern.cases import select
 
@@ -142,14 +138,14 @@ def _speed(device: Cuda, row: str) -> Found:
 RUNS = 200  # that must give the same bits
 
 
-def _kernels(device: Cuda) -> list[str]:
+def _kernels(device: Gpu) -> list[str]:
     from gpu_kernels import CALLS
 
     first = ("d128 causal", "d64 causal", "full", "grouped, d128", "d128 few queries", "d256 causal")
     return [*first, *(name for name in CALLS if name not in first)]
 
 
-def _correctness(device: Cuda, row: str) -> Found:
+def _correctness(device: Gpu, row: str) -> Found:
     """Every result against float64, as it is and from a CUDA graph, in both modes; then bits that repeat."""
     import gpu_kernels
 
@@ -174,7 +170,7 @@ def _checked(check: Callable[[], None]) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-def _captured(device: Cuda, call: Any) -> None:
+def _captured(device: Gpu, call: Any) -> None:
     """A replay with other inputs in the same memory gives what a call with them gives: to the bit in deterministic
     mode, else within what two orders of addition may differ by."""
     import torch
@@ -198,12 +194,12 @@ def _captured(device: Cuda, call: Any) -> None:
         assert same, f"result {n} of a replayed graph is not what a call gives"
 
 
-def _watched_groups(device: Cuda) -> list[str]:
+def _watched_groups(device: Gpu) -> list[str]:
     """Kernels by the first word of their names: a dozen processes under the sanitizer."""
     return list(dict.fromkeys(name.split()[0].rstrip(",") for name in _kernels(device)))
 
 
-def _watched(device: Cuda, row: str) -> Found:
+def _watched(device: Gpu, row: str) -> Found:
     import gpu_kernels
 
     names = [name for name in gpu_kernels.CALLS if name.split()[0].rstrip(",") == row]
@@ -231,7 +227,7 @@ TESTS: dict[str, list[str]] = {
 NO_TESTS = 5  # pytest's exit status where nothing was selected
 
 
-def _tests(device: Cuda, row: str) -> Found:
+def _tests(device: Gpu, row: str) -> Found:
     """A bounded part of the test suite. tests/test_transformers.py isn't in it: its models run on a CPU, and T5's need
     transformers 5.20 (before, T5 calls no attention function)."""
     if importlib.util.find_spec("pytest") is None:
@@ -256,7 +252,7 @@ def _of(module: str, function: str) -> Callable[..., Any]:
     return call
 
 
-def _one(name: str) -> Callable[[Cuda], list[str]]:
+def _one(name: str) -> Callable[[Gpu], list[str]]:
     return lambda device: [name]
 
 

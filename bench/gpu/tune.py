@@ -22,7 +22,7 @@ from attnkern.cases import Case, case
 from attnkern.params import GRAD_K, GRAD_Q, GRAD_V, AttentionParams
 from attnkern.testing import Inputs
 
-from ..device import Cuda
+from .device import Gpu
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # KiB that a block may have
 LENGTH, TOKENS, WIDTH = 4096, 16384, 2048
@@ -53,7 +53,7 @@ def table_rows(capability: int) -> dict[str, tuple[Row, int]]:
     return {name_of(row, size): (row, size) for row, size in sorted(found, key=rank)}
 
 
-def rows(device: Cuda) -> list[str]:
+def rows(device: Gpu) -> list[str]:
     return list(table_rows(device.capability()))
 
 
@@ -112,7 +112,7 @@ def launches(row: Row, config: Config, size: int, given: Inputs, launched: list)
     return launched[-1]
 
 
-def measure(device: Cuda, name: str) -> Iterator[dict[str, Any]]:
+def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     """Times the row's candidates; gives the fastest, and how many of how many were tried."""
     import triton
 
