@@ -53,7 +53,7 @@ TOUCHES = [
     ("attnkern/nn.py", "features nn readme"),
     ("attnkern/cases.py", "bench clients cuda_kernels gpu_stages testing triton"),
     ("attnkern/testing/*", f"{CALLS} testing"),
-    ("attnkern/plot.py attnkern/support.py attnkern/tiles.py attnkern/weights.py", "clients features readme testing"),
+    ("attnkern/plot.py attnkern/tiles.py attnkern/weights.py", "clients features readme testing"),
     ("attnkern/*", f"{CALLS} {TORCH} build check contract_coverage params readme rng testing"),
     ("bench/results/*", "bench readme"),
     ("bench/gpu/*", f"{GPU} readme"),

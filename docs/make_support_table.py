@@ -1,14 +1,13 @@
-"""Which backend takes what, as a Markdown table made of the backends' own refusals.
+"""Makes README's table of which backend takes what from the backends' own refusals.
 
-python -m attnkern.support                       prints it
-python -m attnkern.support --write README.md     puts it between the file's support markers
+python docs/make_support_table.py              prints it
+python docs/make_support_table.py README.md    puts it between the file's support markers
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnkern
-
-from . import testing
-from .backends import TABLE, explain
-from .problem import Problem
+from attnkern import testing
+from attnkern.backends import TABLE, explain
+from attnkern.problem import Problem
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 
@@ -119,14 +117,12 @@ def replace(text: str) -> str:
     return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m attnkern.support", description="Which backend takes what.")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between FILE's support markers")
-    file = parser.parse_args(arguments).write
-    if file is None:
-        print(table())
+def main() -> None:
+    if len(sys.argv) > 1:
+        page = Path(sys.argv[1])
+        page.write_text(replace(page.read_text()))
     else:
-        file.write_text(replace(file.read_text()))
+        print(table())
 
 
 if __name__ == "__main__":
