@@ -1,6 +1,6 @@
 // Backward pass: one sweep that recomputes P from the saved log-sum-exp, five products, no atomics.
 //
-// A task owns the keys of one head group and walks them in tiles of kTile keys, which lie along the vector lanes (the
+// A task owns the keys of one KV group and walks them in tiles of kTile keys, which lie along the vector lanes (the
 // forward pass with queries and keys exchanged). For each block of queries:
 //
 //     S  = Q K^T    dP = dO V^T               A = rows of Q, dO as they lie in memory;  B = K^T, V^T of the tile
@@ -9,7 +9,7 @@
 //     dQ   += dS K                            A = dS;  B = rows of K, lanes over the head dimension
 //
 // with delta = rowsum(dO * O) - dLSE. dK and dV stay in the tile's own accumulators, dQ accumulates in float32 over the
-// tiles in their order: the result does not depend on the number of threads' timing. Where there are fewer head groups
+// tiles in their order: the result does not depend on the number of threads' timing. Where there are fewer KV groups
 // than threads, the tiles are dealt out to several tasks with a dQ of their own, summed at the end in a fixed order.
 #pragma once
 
@@ -230,20 +230,20 @@ void backward(const Backward& p, const Runtime& runtime) {
   const Buffer<C> norm(has_large_lse<T>(static_cast<const C*>(p.lse), all_rows) ? all_rows : 0);
   const RowTerms<C> terms{shift.data(), delta.data(), norm.data()};
   const BackwardScratch<Op> sizes(nullptr, p);
-  const int64_t unit = heads_of_unit(p), units = all_heads / unit;
+  const int64_t kv_group = heads_of_kv_group(p), kv_groups = all_heads / kv_group;
   const int64_t tiles = max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>);
   const bool bias_has_compute_type = p.bias_dtype == DType::kFloat32 ? std::is_same_v<C, float> : std::is_same_v<T, C>;
   const BiasGradPlan<C> bias_plan(p, runtime.num_threads, bias_has_compute_type);
   const bool bias_apart = bias_plan.way == bias_plan.kApart;
   const bool bias_sums = bias_plan.way == bias_plan.kAdded;
-  // Whole units as long as every thread gets one; what is left is split by key tiles.
-  const int64_t left = tiles == 1 || bias_sums ? 0 : units % runtime.num_threads, whole = units - left;
+  // Whole KV groups as long as every thread gets one; what is left is split by key tiles.
+  const int64_t left = tiles == 1 || bias_sums ? 0 : kv_groups % runtime.num_threads, whole = kv_groups - left;
   const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
 
   // A task that has a head to itself makes its terms; the others' come first.
   constexpr int64_t kRows = 512;
   const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
-  const int64_t first_head = bias_apart ? 0 : whole * unit;
+  const int64_t first_head = bias_apart ? 0 : whole * kv_group;
   const int64_t terms_bytes = norm.data() == nullptr ? 0 : sizes.bytes;
   run_tasks(p, runtime, (all_heads - first_head) * pieces, terms_bytes, [&](int64_t task, void* memory, int64_t) {
     const BackwardScratch<Op> scratch(memory, p);
@@ -265,7 +265,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   const bool split_direct = direct && chunks == 1;
   // A worker's dQ, if it isn't the output itself: in its scratch, as kept rows are, or too large to stay there.
   constexpr int64_t kScratchSums = 1 << 18;
-  const int64_t sums = wanted.dq && !direct && whole > 0 ? unit * head_step : 0;
+  const int64_t sums = wanted.dq && !direct && whole > 0 ? kv_group * head_step : 0;
   const bool large = sums > kScratchSums;
   // The rows that the output has room for, where a head's rows lie one after the other.
   const int64_t split = large && sizeof(T) == 2 && sizeof(C) == 4 && step == p.head_dim && p.dq.stride[1] % 2 == 0 &&
@@ -273,14 +273,14 @@ void backward(const Backward& p, const Runtime& runtime) {
                             ? p.seqlen_q / 2
                             : 0;
   const int64_t large_step = head_step - split * step;
-  const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * unit * large_step : 0);
-  const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * unit * head_step : 0);
+  const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * kv_group * large_step : 0);
+  const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * kv_group * head_step : 0);
 
   const Buffer<C> bias_grads(bias_sums && !bias_plan.in_output() ? bias_plan.groups * bias_plan.tasks * bias_plan.size
                                                                  : 0);
   const int64_t tasks = bias_sums ? bias_plan.groups * bias_plan.tasks : whole + left * chunks;
   // Of q and of grad_out, where the queries are walked more than once.
-  const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * unit : 0;
+  const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * kv_group : 0;
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
   const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
                                                (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
@@ -291,25 +291,26 @@ void backward(const Backward& p, const Runtime& runtime) {
     const bool is_whole = task < whole;
     const int64_t index = is_whole ? task : whole + (task - whole) / chunks,
                   chunk = is_whole ? 0 : (task - whole) % chunks;
-    const int64_t batch = index * unit / p.heads_q, head = index * unit % p.heads_q;
+    const int64_t batch = index * kv_group / p.heads_q, head = index * kv_group % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
     if (is_whole && !bias_apart)
-      for (int64_t h = head; h < head + unit; ++h) make_terms<T>(p, scratch, batch, h, 0, p.seqlen_q, terms);
+      for (int64_t h = head; h < head + kv_group; ++h) make_terms<T>(p, scratch, batch, h, 0, p.seqlen_q, terms);
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq && p.head_dim > 0) {
       C* output = reinterpret_cast<C*>(at<T>(p.dq, batch, head));
       if (in_place) dq = {output, p.dq.stride[2], p.dq.stride[1]};
-      else if (!is_whole) dq.data = parts.data() + (task - whole) * unit * head_step;
+      else if (!is_whole) dq.data = parts.data() + (task - whole) * kv_group * head_step;
       else if (!large) dq.data = reinterpret_cast<C*>(kept_memory + kept.bytes());
-      else dq = {large_sums.data() + worker * unit * large_step, step, large_step, split, output, p.dq.stride[1] / 2};
-      for (int64_t h = 0; h < unit; ++h)
+      else
+        dq = {large_sums.data() + worker * kv_group * large_step, step, large_step, split, output, p.dq.stride[1] / 2};
+      for (int64_t h = 0; h < kv_group; ++h)
         for (int64_t i = 0; i < p.seqlen_q; ++i)
           std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
-    backward_heads<T, Op>(p, scratch, batch, head, unit, chunk, is_whole ? 1 : chunks, terms, dq,
+    backward_heads<T, Op>(p, scratch, batch, head, kv_group, chunk, is_whole ? 1 : chunks, terms, dq,
                           bias_sums || bias_plan.way == bias_plan.kStored, grads_of_bias, kept.of(worker, kept_memory));
     if (wanted.dq && (is_whole || in_place))
-      for (int64_t h = 0; h < unit; ++h) {
+      for (int64_t h = 0; h < kv_group; ++h) {
         // In this order: row after row, the output takes less room than its sums before it.
         store_query_grad<T>(p, batch, head + h, 0, dq.split, dq.row(h, 0), dq.step);
         store_query_grad<T>(p, batch, head + h, dq.split, p.seqlen_q - dq.split, dq.row(h, dq.split), dq.step);
@@ -323,20 +324,20 @@ void backward(const Backward& p, const Runtime& runtime) {
     std::memset(grads, 0, static_cast<size_t>(bias_plan.size) * sizeof(C));
     const int64_t end = bias_plan.members * (part + 1) / bias_plan.tasks;
     for (int64_t member = bias_plan.members * part / bias_plan.tasks; member < end; ++member)
-      body(bias_plan.unit(group, member), memory, worker, grads);
+      body(bias_plan.kv_group(group, member), memory, worker, grads);
   });
   if (bias_grads.data() != nullptr) add_bias_grads<T>(p, runtime, bias_plan, bias_grads.data());
 
   if (wanted.dq && left > 0 && !split_direct)
-    run_tasks(p, runtime, left * unit * pieces, 0, [&](int64_t task, void*, int64_t) {
+    run_tasks(p, runtime, left * kv_group * pieces, 0, [&](int64_t task, void*, int64_t) {
       using S = Simd<C>;
-      const int64_t piece = task % pieces, h = task / pieces % unit, index = task / pieces / unit;
+      const int64_t piece = task % pieces, h = task / pieces % kv_group, index = task / pieces / kv_group;
       const int64_t row = piece * kRows, rows = min64(kRows, p.seqlen_q - row);
-      C* first = parts.data() + (index * chunks * unit + h) * head_step + row * step;
+      C* first = parts.data() + (index * chunks * kv_group + h) * head_step + row * step;
       for (int64_t chunk = 1; chunk < chunks; ++chunk)
         for (int64_t i = 0; i < rows * step; i += S::kLanes)
-          S::store(first + i, S::load(first + i) + S::load(first + chunk * unit * head_step + i));
-      const int64_t q_head = (whole + index) * unit + h;
+          S::store(first + i, S::load(first + i) + S::load(first + chunk * kv_group * head_step + i));
+      const int64_t q_head = (whole + index) * kv_group + h;
       store_query_grad<T>(p, q_head / p.heads_q, q_head % p.heads_q, row, rows, first, step);
     });
 }

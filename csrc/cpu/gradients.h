@@ -14,10 +14,11 @@ struct Wanted {
   bool dq, dk, dv;
 };
 
-// A unit: the smallest set of query heads that shares its key and value heads with no other.
-inline int64_t heads_of_unit(const Attention& p) { return std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v); }
+// A KV group: the query heads that share K and V heads. Where K and V have different numbers of heads, it is the
+// smallest set of query heads that shares neither with another.
+inline int64_t heads_of_kv_group(const Attention& p) { return std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v); }
 
-// How the gradient of a bias is made: while the tiles are passed, if it has all queries and keys. Units that share
+// How the gradient of a bias is made: while the tiles are passed, if it has all queries and keys. KV groups that share
 // their bias are a group; its members take turns to add to the sums of one task, or of several with sums of their own.
 // What is too much to go through memory for every member, or would keep threads idle, and a bias that is broadcast
 // along queries or keys, takes a sweep of its own (backward_bias).
@@ -36,14 +37,14 @@ struct BiasGradPlan {
     way = kApart;
     const Wanted wanted(p);
     if (p.bias_size[2] != p.seqlen_q || p.bias_size[3] != p.seqlen_k || !(wanted.dq || wanted.dk || wanted.dv)) return;
-    const int64_t unit = heads_of_unit(p), units = p.heads_q / unit;  // of an entry of the batch
+    const int64_t kv_group = heads_of_kv_group(p), kv_groups = p.heads_q / kv_group;  // of an entry of the batch
     const bool own_batch = p.bias_size[0] == p.batch, own_heads = p.bias_size[1] == p.heads_q;
-    across = own_heads ? units : 1;
+    across = own_heads ? kv_groups : 1;
     groups = (own_batch ? p.batch : 1) * across;
-    members_across = units / across;
+    members_across = kv_groups / across;
     members = (own_batch ? 1 : p.batch) * members_across;
-    size = (own_heads ? unit : 1) * p.seqlen_q * p.seqlen_k;
-    if (members == 1 && (own_heads || unit == 1)) {
+    size = (own_heads ? kv_group : 1) * p.seqlen_q * p.seqlen_k;
+    if (members == 1 && (own_heads || kv_group == 1)) {
       way = kStored;
       return;
     }
@@ -56,8 +57,8 @@ struct BiasGradPlan {
 
   // Whether the output itself is what a group adds to.
   bool in_output() const { return output_adds && tasks == 1; }
-  // The unit, of all of the batch, that is a member of a group.
-  int64_t unit(int64_t group, int64_t member) const {
+  // The KV group, of all of the batch, that is a member of a group.
+  int64_t kv_group(int64_t group, int64_t member) const {
     return (group / across * (members / members_across) + member / members_across) * (across * members_across) +
            group % across * members_across + member % members_across;
   }
