@@ -39,7 +39,7 @@ template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
                     int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
                     QueryGrad<typename Op::Compute> dq, bool bias_grad, typename Op::Compute* bias_grads,
-                    KeptRows<typename Op::Scalar>* kept) {
+                    PackedCache<typename Op::Scalar>* cache) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -95,13 +95,13 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         const LaneBits* mask = nullptr;
         if (score.has_mask && !apply_mask<C>(p, 2, batch, h, key, keys, scratch.mask, block, mask)) continue;
         Rows<Scalar> q_rows, grad_rows;
-        KeptRows<Scalar>* of_head = kept == nullptr ? nullptr : kept + 2 * (h - head);
+        PackedCache<Scalar>* of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
         const auto copied_q = [&](Scalar* space) {
-          return copied_rows<T, Op>(p.q, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim, space,
+          return packed_rows<T, Op>(p.q, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim, space,
                                     of_head);
         };
         const auto copied_grad = [&](Scalar* space) {
-          return copied_rows<T, Op>(p.grad_out, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim_v,
+          return packed_rows<T, Op>(p.grad_out, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim_v,
                                     space, of_head == nullptr ? nullptr : of_head + 1);
         };
         if constexpr (kConverts<T, Op>) {
@@ -263,7 +263,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
   const bool direct = std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0;
   const bool split_direct = direct && chunks == 1;
-  // A worker's dQ, if it isn't the output itself: in its scratch, as kept rows are, or too large to stay there.
+  // A worker's dQ, if it isn't the output itself: in its scratch, as packed caches are, or too large to stay there.
   constexpr int64_t kScratchSums = 1 << 18;
   const int64_t sums = wanted.dq && !direct && whole > 0 ? kv_group * head_step : 0;
   const bool large = sums > kScratchSums;
@@ -282,12 +282,12 @@ void backward(const Backward& p, const Runtime& runtime) {
   // Of q and of grad_out, where the queries are walked more than once.
   const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * kv_group : 0;
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
-  const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, tasks), copies,
-                                               (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
-  const int64_t scratch_bytes = sizes.bytes + kept.bytes() + (large ? 0 : sums * static_cast<int64_t>(sizeof(C)));
+  const PackedCaches<typename Op::Scalar> caches(min64(runtime.num_threads, tasks), copies,
+                                                 (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
+  const int64_t scratch_bytes = sizes.bytes + caches.bytes() + (large ? 0 : sums * static_cast<int64_t>(sizeof(C)));
   const auto body = [&](int64_t task, void* memory, int64_t worker, C* grads_of_bias) {
     const BackwardScratch<Op> scratch(memory, p);
-    char* kept_memory = static_cast<char*>(memory) + sizes.bytes;
+    char* cache_memory = static_cast<char*>(memory) + sizes.bytes;
     const bool is_whole = task < whole;
     const int64_t index = is_whole ? task : whole + (task - whole) / chunks,
                   chunk = is_whole ? 0 : (task - whole) % chunks;
@@ -300,7 +300,7 @@ void backward(const Backward& p, const Runtime& runtime) {
       C* output = reinterpret_cast<C*>(at<T>(p.dq, batch, head));
       if (in_place) dq = {output, p.dq.stride[2], p.dq.stride[1]};
       else if (!is_whole) dq.data = parts.data() + (task - whole) * kv_group * head_step;
-      else if (!large) dq.data = reinterpret_cast<C*>(kept_memory + kept.bytes());
+      else if (!large) dq.data = reinterpret_cast<C*>(cache_memory + caches.bytes());
       else
         dq = {large_sums.data() + worker * kv_group * large_step, step, large_step, split, output, p.dq.stride[1] / 2};
       for (int64_t h = 0; h < kv_group; ++h)
@@ -308,7 +308,8 @@ void backward(const Backward& p, const Runtime& runtime) {
           std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
     backward_heads<T, Op>(p, scratch, batch, head, kv_group, chunk, is_whole ? 1 : chunks, terms, dq,
-                          bias_sums || bias_plan.way == bias_plan.kStored, grads_of_bias, kept.of(worker, kept_memory));
+                          bias_sums || bias_plan.way == bias_plan.kStored, grads_of_bias,
+                          caches.of(worker, cache_memory));
     if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < kv_group; ++h) {
         // In this order: row after row, the output takes less room than its sums before it.

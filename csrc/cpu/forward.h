@@ -17,7 +17,7 @@ namespace attnkern::cpu {
 namespace {
 
 template <class T, class Op, bool kPlain>
-void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<typename Op::Scalar>* kept,
+void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCache<typename Op::Scalar>* cache,
                   int64_t batch, int64_t head, int64_t query, int64_t queries, bool fetches) {
   using C = typename Op::Compute;
   using S = Simd<C>;
@@ -39,8 +39,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
   const auto accumulate = [&](const BlockPlan& block, const C* probabilities, bool rescale) {
     Rows<Scalar> values;
     if constexpr (kConverts<T, Op> || Op::kPack == 2)
-      values = copied_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
-                                  scratch.rows, kept);
+      values = packed_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
+                                  scratch.rows, cache);
     else values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows);
     gemm_over_block<typename Op::Product>(
         p.head_dim_v, vectors, block,
@@ -77,8 +77,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, KeptRows<
     if (score.has_mask && !apply_mask<C>(p, 3, batch, head, query, queries, scratch.mask, *block, mask)) continue;
     Rows<Scalar> keys;
     if constexpr (kConverts<T, Op>)
-      keys = copied_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
-                                scratch.rows, kept == nullptr ? nullptr : kept + 1);
+      keys = packed_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
+                                scratch.rows, cache == nullptr ? nullptr : cache + 1);
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
     FetchStreams coming, *next = nullptr;  // of the next block K, V and the mask or bias
     if (fetches || fetches_bias) {
@@ -216,19 +216,19 @@ void forward(const Forward& p, const Runtime& runtime) {
   // Values in pairs, or values and keys converted, where a head has more tiles than one.
   const int64_t copies = tiles <= 1 ? 0 : kConverts<T, Op> ? 2 : Op::kPack == 2 ? 1 : 0;
   const int64_t columns = round_up(copies == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes);
-  const KeptByWorker<typename Op::Scalar> kept(min64(runtime.num_threads, heads * tiles), copies,
-                                               (p.seqlen_k + Op::kPack - 1) / Op::kPack, columns);
+  const PackedCaches<typename Op::Scalar> caches(min64(runtime.num_threads, heads * tiles), copies,
+                                                 (p.seqlen_k + Op::kPack - 1) / Op::kPack, columns);
   const auto body = [&](int64_t task, void* memory, int64_t worker) {
     const ForwardScratch<Op> scratch(memory, p);
     // Last tiles first: under a causal mask they are the longest.
     const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
     const auto run = plain ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
-    run(p, scratch, kept.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q, head % p.heads_q,
+    run(p, scratch, caches.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q, head % p.heads_q,
         query, min64(tile, p.seqlen_q - query), fetches);
   };
   // A causal mask makes the first tasks the longest.
   const bool uneven = (p.band.left < kUnbounded) != (p.band.right < kUnbounded);
-  run_tasks(p, runtime, heads * tiles, sizes.bytes + kept.bytes(), body, heads < runtime.num_threads && uneven);
+  run_tasks(p, runtime, heads * tiles, sizes.bytes + caches.bytes(), body, heads < runtime.num_threads && uneven);
 }
 
 }  // namespace

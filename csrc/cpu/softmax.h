@@ -10,24 +10,25 @@ namespace {
 template <class T, class Op>
 inline constexpr bool kConverts = Op::kPack == 1 && !std::is_same_v<T, typename Op::Scalar>;
 
-// Rows [begin, end) of one head as a product reads them: the same worker's next tile of that head needs them again.
+// Rows [begin, end) of one head as a product reads them, converted or in pairs: the same worker's next tile of that
+// head needs them again.
 template <class Scalar>
-struct alignas(64) KeptRows {  // no line of the cache with what another worker writes
-  Scalar* memory;              // of the head's first rows
-  int64_t room;                // rows, or pairs of rows
+struct alignas(64) PackedCache {  // shares no cache line with another worker
+  Scalar* memory;                 // of the head's first rows
+  int64_t room;                   // rows, or pairs of rows
   int64_t head = -1, begin = 0, end = 0;
 };
-inline constexpr int64_t kKeptBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
+inline constexpr int64_t kPackedCacheBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
 
-// All workers' kept rows, which lie in their scratch: it stays, where fresh memory would come page by page in every
-// call.
+// The packed caches of all workers. They lie in the workers' scratch, which stays from call to call: fresh memory would
+// come page by page.
 template <class Scalar>
-class KeptByWorker {
+class PackedCaches {
  public:
-  // rows, or pairs of rows, of `scalars` each: of a record, if there is memory for all
-  KeptByWorker(int64_t workers, int64_t records, int64_t rows, int64_t scalars)
+  // A worker has `records` caches of so many rows, or pairs of rows, of `scalars` each, if there is memory for all.
+  PackedCaches(int64_t workers, int64_t records, int64_t rows, int64_t scalars)
       : records_(records),
-        room_(min64(rows, kKeptBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
+        room_(min64(rows, kPackedCacheBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
         record_scalars_(room_ * scalars),
         rows_(workers * records) {
     for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = {nullptr, room_};
@@ -35,15 +36,15 @@ class KeptByWorker {
   // Of a worker's scratch.
   int64_t bytes() const { return records_ * record_scalars_ * static_cast<int64_t>(sizeof(Scalar)); }
   // The records of a worker, with `memory` of its scratch; null if there are none.
-  KeptRows<Scalar>* of(int64_t worker, void* memory) const {
-    KeptRows<Scalar>* records = rows_.data() + worker * records_;
+  PackedCache<Scalar>* of(int64_t worker, void* memory) const {
+    PackedCache<Scalar>* records = rows_.data() + worker * records_;
     for (int64_t i = 0; i < records_; ++i) records[i].memory = static_cast<Scalar*>(memory) + i * record_scalars_;
     return records_ == 0 ? nullptr : records;
   }
 
  private:
   int64_t records_, room_, record_scalars_;
-  Buffer<KeptRows<Scalar>> rows_;
+  Buffer<PackedCache<Scalar>> rows_;
 };
 
 template <class Op>
@@ -424,12 +425,12 @@ template <class T>
   }
 }
 
-// Rows of a view, converted or in pairs, with the columns padded to whole vectors: from what is kept of the head, which
-// is added to; or, where there is no room for them, in `scratch`.
+// Rows of a view, converted or in pairs, with the columns padded to whole vectors: in the head's packed cache, to which
+// missing rows are added, or in `scratch` where the cache has no room for them.
 template <class T, class Op>
-inline Rows<typename Op::Scalar> copied_rows(const View& view, int64_t heads, int64_t batch, int64_t head, int64_t row,
+inline Rows<typename Op::Scalar> packed_rows(const View& view, int64_t heads, int64_t batch, int64_t head, int64_t row,
                                              int64_t rows, int64_t last_row, int64_t columns,
-                                             typename Op::Scalar* scratch, KeptRows<typename Op::Scalar>* kept) {
+                                             typename Op::Scalar* scratch, PackedCache<typename Op::Scalar>* cache) {
   const int64_t step = round_up(columns, Op::S::kLanes);
   const auto copy = [&](int64_t first, int64_t end, typename Op::Scalar* target) {
     const T* source = at<T>(view, batch, head, first);
@@ -438,19 +439,20 @@ inline Rows<typename Op::Scalar> copied_rows(const View& view, int64_t heads, in
     else convert_rows(source, view.stride[2], columns <= 1 ? 1 : view.stride[3], end - first, columns, target, step);
   };
   const int64_t end = row + rows;
-  const bool room = kept != nullptr && (end + Op::kPack - 1) / Op::kPack <= kept->room;
+  const bool room = cache != nullptr && (end + Op::kPack - 1) / Op::kPack <= cache->room;
   // A pair that only begins here would bring the next row in: 0 times infinity.
   if (!room || row % Op::kPack != 0 || (rows % Op::kPack != 0 && end != last_row)) {
     copy(row, end, scratch);
     return {scratch, step};
   }
   const int64_t index = batch * heads + head;
-  if (kept->head != index || row < kept->begin || row > kept->end) *kept = {kept->memory, kept->room, index, row, row};
-  if (kept->end < end) {
-    copy(kept->end, end, kept->memory + kept->end / Op::kPack * step);
-    kept->end = end;
+  if (cache->head != index || row < cache->begin || row > cache->end)
+    *cache = {cache->memory, cache->room, index, row, row};
+  if (cache->end < end) {
+    copy(cache->end, end, cache->memory + cache->end / Op::kPack * step);
+    cache->end = end;
   }
-  return {kept->memory + row / Op::kPack * step, step};
+  return {cache->memory + row / Op::kPack * step, step};
 }
 
 // Goes over from the maximum `old` to m: `correction` rescales what was summed under the old one. Returns what is to be
