@@ -53,8 +53,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
   // With a bias that pays in pairs only: other products are faster one by one.
   const bool biased = Op::kPack == 2 && score.has_bias && score.cap == C(0) && !score.dropout;
-  const bool fetches_bias = biased && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
-  const bool fetches = score.plain() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
+  const bool prefetches_bias = biased && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
+  const bool prefetches = score.plain() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
   C scale[kTile<C>];  // of dK: dS is the gradient of scores that are scaled already
   for (C& lane : scale) lane = score.signed_scale;
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
@@ -112,28 +112,28 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           grad_rows = operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
         }
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
-        FetchStreams coming;
-        if (fetches) {
-          ComingRows sums;
+        PrefetchStreams prefetch;
+        if (prefetches) {
+          PrefetchRows sums;
           if (wanted.dq)
             sums = {reinterpret_cast<const char*>(dq.row(h - head, block.row)),
                     dq.step * static_cast<int64_t>(sizeof(C)), block.rows, sums_bytes};
-          coming = coming_queries<T, Op>(p, block, batch, h, vectors, sums);
+          prefetch = queries_to_prefetch<T, Op>(p, block, batch, h, vectors, sums);
         }
         const int64_t bias_head = p.bias_size[1] == p.heads_q ? h - head : 0;
         C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + bias_head * p.seqlen_q * p.seqlen_k;
         const auto by_tiles = [&]<bool kBias>() {
           gradients_in_registers<Op, kBias>(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms,
                                             q_rows, grad_rows, mask, bias_grad,
-                                            fetches || fetches_bias ? &coming : nullptr);
+                                            prefetches || prefetches_bias ? &prefetch : nullptr);
         };
         if (score.plain()) {
           by_tiles.template operator()<false>();
         } else if (biased) {
           if constexpr (Op::kPack == 2) {
             bias_tile<C, T>(p, 2, batch, h, block.row, block.rows, key, keys, scratch.bias);
-            if (fetches_bias)
-              coming = coming_biases<T, Op>(p, block, batch, h, key, keys, vectors, bias_grad, bias_sums);
+            if (prefetches_bias)
+              prefetch = biases_to_prefetch<T, Op>(p, block, batch, h, key, keys, vectors, bias_grad, bias_sums);
             by_tiles.template operator()<true>();
           }
         } else {

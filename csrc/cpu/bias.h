@@ -90,10 +90,10 @@ inline int64_t bias_bytes(const Attention& p) {
 // Whether a bias has a row for each query, whose keys lie side by side.
 inline bool has_bias_rows(const Attention& p) { return p.bias.stride[2] != 0 && p.bias.stride[3] == 1; }
 
-// Such rows, to be fetched: `keys` of them from `key` on.
+// Such rows, to be prefetched: `keys` of them from `key` on.
 template <class T>
-inline ComingRows coming_bias(const Attention& p, int64_t batch, int64_t head, int64_t query, int64_t queries,
-                              int64_t key, int64_t keys) {
+inline PrefetchRows bias_to_prefetch(const Attention& p, int64_t batch, int64_t head, int64_t query, int64_t queries,
+                                     int64_t key, int64_t keys) {
   const int64_t size = bias_bytes<T>(p), *stride = p.bias.stride;
   const int64_t entry = batch * stride[0] + head * stride[1] + query * stride[2] + key;
   return {static_cast<const char*>(p.bias.data) + entry * size, stride[2] * size, keys > 0 ? queries : 0, keys * size};

@@ -73,8 +73,8 @@ inline constexpr int64_t kFarBytes = 4 << 20;
 
 // `rows` rows of a view from `row` on, as far as they come before `end`.
 template <class T>
-inline ComingRows coming_rows(const View& view, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t end,
-                              int64_t columns) {
+inline PrefetchRows rows_to_prefetch(const View& view, int64_t batch, int64_t head, int64_t row, int64_t rows,
+                                     int64_t end, int64_t columns) {
   constexpr int64_t kBytes = sizeof(T);
   const int64_t count = reads_in_place(view, columns) ? max64(0, min64(rows, end - row)) : 0;
   return {reinterpret_cast<const char*>(at<T>(view, batch, head, row)), view.stride[2] * kBytes, count,

@@ -2,8 +2,8 @@
 //
 // The query heads that share a key head are handled together ("rows"), so that grouped-query attention reads its cache
 // once. Few rows: the head dimension lies along the lanes, rows of K and V are read as they lie in memory. Many rows:
-// register tiles, as in the other passes. What comes next is fetched. Both work on a block of keys at a time, first K,
-// then V; the commonest shapes of few rows have a kernel in which they take turns more often. Where there are fewer
+// register tiles, as in the other passes. What comes next is prefetched. Both work on a block of keys at a time, first
+// K, then V; the commonest shapes of few rows have a kernel in which they take turns more often. Where there are fewer
 // heads than threads the keys are split, and the parts merged by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
 #pragma once
 
@@ -245,10 +245,11 @@ template <class T, class Op>
     const auto k =
         operand_rows<Op, T>(p.k, batch, head_k, key + j, now, p.head_dim, reinterpret_cast<Scalar*>(scratch.block));
     transpose_tile<Op>(k, now, depth, 1, scratch.key_tile);
-    gemm_fetching<typename Op::Product>(rows, (now + Op::S::kLanes - 1) / Op::S::kLanes, depth,
-                                        {q, scratch.q_step / Op::kPack, scratch.key_tile, kTile<C>},
-                                        {scratch.scores + j, kDecodeKeys, Epilogue::kStore, nullptr},
-                                        coming_rows<T>(p.k, batch, head_k, key + j + portion, now, end, p.head_dim));
+    gemm_prefetching<typename Op::Product>(
+        rows, (now + Op::S::kLanes - 1) / Op::S::kLanes, depth,
+        {q, scratch.q_step / Op::kPack, scratch.key_tile, kTile<C>},
+        {scratch.scores + j, kDecodeKeys, Epilogue::kStore, nullptr},
+        rows_to_prefetch<T>(p.k, batch, head_k, key + j + portion, now, end, p.head_dim));
   }
 }
 
@@ -270,12 +271,12 @@ template <int64_t kKeysOfBlock, class T, class Op>
   const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    const ComingRows coming = coming_rows<T>(p.v, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
+    const PrefetchRows prefetch = rows_to_prefetch<T>(p.v, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
     if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)
       const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;
       if (wide == 0) return;
-      FetchByRow next(coming, fetches_of_pass<kTileRows * 2, 2>(rows, wide, pairs));
+      PrefetchByRow next(prefetch, prefetch_calls_of_pass<kTileRows * 2, 2>(rows, wide, pairs));
       for_tiles<kTileRows * 2, 2, 1>(
           rows, wide,
           ValuePairsTile<kKeysOfBlock>{weights + j / 2, at<T>(p.v, batch, head_v, key + j), p.v.stride[2], now,
@@ -283,8 +284,8 @@ template <int64_t kKeysOfBlock, class T, class Op>
 #endif
     } else {
       const auto values = operand_rows<Op, T>(p.v, batch, head_v, key + j, now, p.head_dim_v, scratch.block, true);
-      gemm_fetching<typename Op::Product>(rows, vectors, now, {weights + j, kKeysOfBlock, values.data, values.step},
-                                          {scratch.out, scratch.out_step, Epilogue::kAdd, nullptr}, coming);
+      gemm_prefetching<typename Op::Product>(rows, vectors, now, {weights + j, kKeysOfBlock, values.data, values.step},
+                                             {scratch.out, scratch.out_step, Epilogue::kAdd, nullptr}, prefetch);
     }
   }
 }
@@ -311,27 +312,27 @@ void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batc
 // decode_scores for any number of rows.
 template <class C, class T, int64_t kKeysOfBlock>
 inline void score_rows(const typename RowDot<C, T>::Query* q, int64_t q_step, int64_t rows, const T* k,
-                       int64_t k_stride, int64_t keys, int64_t columns, Fetch fetch, C* scores) {
+                       int64_t k_stride, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
   for_row_runs(rows, [&]<int kRuns>(int64_t r) {
     constexpr int kRows = kRuns < Simd<C>::kLanes ? kRuns : Simd<C>::kLanes;
     for (int64_t first = r; first < r + kRuns; first += kRows)
       decode_scores<C, T, kRows, kKeysOfBlock>(q + first * q_step, q_step, k, k_stride, keys, columns,
-                                               first == 0 ? fetch : Fetch{}, scores + first * kKeysOfBlock);
+                                               first == 0 ? prefetch : PrefetchAhead{}, scores + first * kKeysOfBlock);
   });
 }
 
 // decode_values for any number of rows and columns.
 template <class C, class T, int64_t kKeysOfBlock>
 inline void add_values(const C* p, int64_t rows, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
-                       Fetch fetch, const C* factor, C* out, int64_t out_step) {
+                       PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
   constexpr int64_t kLanes = Simd<C>::kLanes;
   int64_t c = 0;
   const auto pass = [&]<int kVectors, int kMostRows>() {
     for_row_runs(rows, [&]<int kRows>(int64_t r) {
       if constexpr (kRows <= kMostRows)
         decode_values<C, T, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, v + c, v_stride, keys, columns - c,
-                                                           r == 0 ? fetch : Fetch{}, factor + r, out + r * out_step + c,
-                                                           out_step);
+                                                           r == 0 ? prefetch : PrefetchAhead{}, factor + r,
+                                                           out + r * out_step + c, out_step);
     });
     c += kVectors * kLanes;
   };
@@ -421,10 +422,10 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   const bool by_score_tiles = kKeysOfBlock == kDecodeKeys && rows >= kRowsForScoreTiles<T, Op>,
              by_value_tiles =
                  rows >= kRowsForValueTiles<T, Op> && (Op::kPack == 1 || reads_in_place(p.v, p.head_dim_v));
-  // All rows meet as many keys as are fetched meanwhile, then the next. One row alone has so little to do with wide
+  // All rows meet as many keys as are prefetched meanwhile, then the next. One row alone has so little to do with wide
   // elements that the processor itself looks far enough ahead.
   const int64_t portion = keys_of_portion<T>(p.head_dim);
-  const bool fetches = rows > 1 || sizeof(T) == 2;
+  const bool prefetches = rows > 1 || sizeof(T) == 2;
   const auto stream = stream_for<T, Op>(p, rows);
   Range streamed = p.band.shared(0, p.seqlen_q, {begin, end});
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
@@ -446,7 +447,7 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       continue;
     }
     keys = min64(kKeysOfBlock, last - key);
-    const Fetch fetch{fetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
+    const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
     if (by_score_tiles) score_tiles<T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
     else
       with_rows<C, T>(
@@ -456,9 +457,9 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
             const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
             for (int64_t j = 0; j < keys; j += portion) {
               const int64_t now = min64(portion, keys - j);
-              const Fetch some{max64(0, min64(now, fetch.keys - j)), portion};
+              const PrefetchAhead some{max64(0, min64(now, prefetch.keys - j)), portion};
               score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, k + j * stride, stride, now, p.head_dim,
-                                               in_place ? some : Fetch{}, scratch.scores + j);
+                                               in_place ? some : PrefetchAhead{}, scratch.scores + j);
             }
           });
     block_weights<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
@@ -468,8 +469,8 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
                       [&](auto* v, int64_t stride, bool in_place) {
                         using Value = std::remove_cvref_t<decltype(*v)>;
                         add_values<C, Value, kKeysOfBlock>(scratch.scores, rows, v, stride, keys, p.head_dim_v,
-                                                           in_place ? fetch : Fetch{}, scratch.factor, scratch.out,
-                                                           scratch.out_step);
+                                                           in_place ? prefetch : PrefetchAhead{}, scratch.factor,
+                                                           scratch.out, scratch.out_step);
                       });
   }
 }

@@ -1,4 +1,4 @@
-// The products of a few rows of queries with many keys, which are read once and fetched meanwhile.
+// The products of a few rows of queries with many keys, which are read once and prefetched meanwhile.
 #pragma once
 
 #include "forward.h"
@@ -22,9 +22,9 @@ inline constexpr int64_t kRowsForValueTiles = kConverts<T, Op> ? kDecodeRows + 1
                                               : Op::kPack == 2 ? 4
                                                                : 6;
 
-// Each of the first `keys` rows of a block fetches the one that is read `ahead` keys later. Spread over the work: a
+// Each of the first `keys` rows of a block prefetches the one that is read `ahead` keys later. Spread over the work: a
 // burst of them would leave the memory idle afterwards.
-struct Fetch {
+struct PrefetchAhead {
   int64_t keys, ahead;
 };
 
@@ -64,7 +64,8 @@ struct RowDot<float, BFloat16> {
 // below, a row of scores has room for a block's keys.
 template <class C, class T, int kRows, int64_t kKeysOfBlock>
 [[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
-                                     int64_t k_stride, int64_t keys, int64_t columns, Fetch fetch, C* scores) {
+                                     int64_t k_stride, int64_t keys, int64_t columns, PrefetchAhead prefetch,
+                                     C* scores) {
   using S = Simd<C>;
   using V = typename S::V;
   using Dot = RowDot<C, T>;
@@ -74,8 +75,8 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
     V sum[S::kLanes];
 #pragma GCC unroll 16
     for (int t = 0; t < S::kLanes; ++t) sum[t] = S::zero();
-    const bool prefetch = j < fetch.keys;
-    const int64_t ahead = fetch.ahead * k_stride;
+    const bool prefetches = j < prefetch.keys;
+    const int64_t ahead = prefetch.ahead * k_stride;
     const T* row[kKeys];
     for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
     const auto step = [&](int64_t c, int64_t width) {
@@ -87,7 +88,7 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
         const auto value = width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) sum[r * kKeys + key] = Dot::accumulate(sum[r * kKeys + key], value, query[r]);
-        if (prefetch && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead);
+        if (prefetches && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead);
       }
     };
     for (int64_t c = 0; c < whole; c += kWidth) step(c, kWidth);
@@ -102,7 +103,7 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
 // may be incomplete: `columns` are left.
 template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
 [[gnu::noinline]] void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
-                                     Fetch fetch, const C* factor, C* out, int64_t out_step) {
+                                     PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
   // Sums of longer runs of keys would lose digits.
@@ -111,7 +112,7 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
     V sum[kRows][kVectors] = {};
     const auto accumulate = [&](auto load) {
       for (int64_t j = first; j < last; ++j, v += v_stride) {
-        if (j < fetch.keys) prefetch_row(v + fetch.ahead * v_stride, min64(columns, kVectors * S::kLanes));
+        if (j < prefetch.keys) prefetch_row(v + prefetch.ahead * v_stride, min64(columns, kVectors * S::kLanes));
         V value[kVectors];
 #pragma GCC unroll 8
         for (int c = 0; c < kVectors; ++c) value[c] = load(c);
@@ -133,41 +134,41 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
   }
 }
 
-// What is to be fetched has to be there as fast as the rows of B pass: one run of register tiles meets them all for its
-// first columns, several meet a few of them at a time. How often tiles call fetch in that time.
+// What is to be prefetched has to be there as fast as the rows of B pass: one run of register tiles meets them all for
+// its first columns, several meet a few of them at a time. How often tiles call prefetch in that time.
 template <int kSums, int kMostVectors>
-inline int64_t fetches_of_pass(int64_t rows, int64_t vectors, int64_t depth) {
+inline int64_t prefetch_calls_of_pass(int64_t rows, int64_t vectors, int64_t depth) {
   const int64_t first = rows <= kTileRows ? min64(vectors, kMostVectors) : vectors;
-  return max64(1, fetches_of<kSums, kMostVectors>(rows, first, depth));
+  return max64(1, prefetch_calls<kSums, kMostVectors>(rows, first, depth));
 }
 
-// A register tile of a product that fetches what comes.
+// A register tile of a product that prefetches rows meanwhile.
 template <class Op>
-struct FetchingTile {
+struct PrefetchingTile {
   Factors<Op, false> factors;
   int64_t depth;
   Target<typename Op::Compute> target;
-  FetchByLine* coming;
+  PrefetchByLine* prefetch;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
     Walk<Op, false> walk(factors, row, vector * Op::S::kLanes);
-    FetchByLine next = *coming;  // in registers
+    PrefetchByLine next = *prefetch;  // in registers
     add_products(walk, 0, depth, &next, sum);
-    *coming = next;
+    *prefetch = next;
     target.take(sum, row, vector);
   }
 };
 
-// C = A B, as gemm, and meanwhile all `coming` rows.
+// C = A B, as gemm; meanwhile it prefetches all rows of `prefetch`.
 template <class Op>
-inline void gemm_fetching(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
-                          const Target<typename Op::Compute>& target, const ComingRows& coming) {
+inline void gemm_prefetching(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
+                             const Target<typename Op::Compute>& target, const PrefetchRows& prefetch) {
   if (vectors == 0) return;
   constexpr int kSums = kTileRows * kTileVectors;
-  FetchByLine next(coming, fetches_of_pass<kSums, kTileVectors>(rows, vectors, depth));
-  for_tiles<kSums, kTileVectors, 1>(rows, vectors, FetchingTile<Op>{factors, depth, target, &next});
+  PrefetchByLine next(prefetch, prefetch_calls_of_pass<kSums, kTileVectors>(rows, vectors, depth));
+  for_tiles<kSums, kTileVectors, 1>(rows, vectors, PrefetchingTile<Op>{factors, depth, target, &next});
 }
 
 #if defined(__AVX512BF16__)
@@ -180,7 +181,7 @@ struct ValuePairsTile {
   int64_t v_stride, keys, columns;
   float* out;
   int64_t out_step;
-  FetchByRow* coming;
+  PrefetchByRow* prefetch;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
@@ -191,7 +192,7 @@ struct ValuePairsTile {
     S::V sum[kRows][2 * kVectors] = {};
     const uint32_t* weights = p + row * kKeysOfBlock;
     const BFloat16* source = v + vector * 32;
-    FetchByRow next = *coming;
+    PrefetchByRow next = *prefetch;
     const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
       __m512i value[2 * kVectors];
 #pragma GCC unroll 2
@@ -212,11 +213,11 @@ struct ValuePairsTile {
       ++weights;
     };
     for (int64_t j = 0; j < keys / 2;) {
-      for (const int64_t end = min64(keys / 2, j + kFetchSteps); j < end; ++j) step.template operator()<true>();
-      next.fetch();
+      for (const int64_t end = min64(keys / 2, j + kPrefetchSteps); j < end; ++j) step.template operator()<true>();
+      next.prefetch();
     }
     if (keys % 2 != 0) step.template operator()<false>();
-    *coming = next;
+    *prefetch = next;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2

@@ -18,7 +18,7 @@ namespace {
 
 template <class T, class Op, bool kPlain>
 void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCache<typename Op::Scalar>* cache,
-                  int64_t batch, int64_t head, int64_t query, int64_t queries, bool fetches) {
+                  int64_t batch, int64_t head, int64_t query, int64_t queries, bool prefetches) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
@@ -68,7 +68,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     accumulate(*waiting, weights.scores, true);
   };
   BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
-  const bool fetches_bias = p.bias.data != nullptr && has_bias_rows(p);
+  const bool prefetches_bias = p.bias.data != nullptr && has_bias_rows(p);
   while (walk.next(*block)) {
     if (block->segments == 0 ||
         (score.has_bias && excludes_all<T>(p, batch, head, query, queries, block->row, block->rows)))
@@ -80,19 +80,19 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       keys = packed_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
                                 scratch.rows, cache == nullptr ? nullptr : cache + 1);
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
-    FetchStreams coming, *next = nullptr;  // of the next block K, V and the mask or bias
-    if (fetches || fetches_bias) {
+    PrefetchStreams prefetch, *next = nullptr;  // of the next block K, V and the mask or bias
+    if (prefetches || prefetches_bias) {
       const int64_t row = block->row + block->rows, steps = weights.pace(block->rows, depth);
       const int64_t calls =
-          max64(1, fetches_of<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
-      if (fetches) {
-        coming.first = {coming_rows<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls};
-        coming.second = {coming_rows<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v), calls};
+          max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
+      if (prefetches) {
+        prefetch.first = {rows_to_prefetch<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls};
+        prefetch.second = {rows_to_prefetch<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v), calls};
       }
-      if (fetches_bias)
-        coming.third = {coming_bias<T>(p, batch, head, query, queries, row, min64(block->rows, p.seqlen_k - row)),
-                        calls};
-      next = &coming;
+      if (prefetches_bias)
+        prefetch.third = {
+            bias_to_prefetch<T>(p, batch, head, query, queries, row, min64(block->rows, p.seqlen_k - row)), calls};
+      next = &prefetch;
     }
     if (waits) {
       if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block->row, block->rows, query, queries, scores);
@@ -210,7 +210,7 @@ void forward(const Forward& p, const Runtime& runtime) {
   tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
   const int64_t far = tiles <= 4 ? kFarBytes / 4 : kFarBytes;  // few tiles hardly bring it nearer
-  const bool fetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
+  const bool prefetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
   const bool plain = Score<C>(p).plain();
   const ForwardScratch<Op> sizes(nullptr, p);
   // Values in pairs, or values and keys converted, where a head has more tiles than one.
@@ -224,7 +224,7 @@ void forward(const Forward& p, const Runtime& runtime) {
     const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
     const auto run = plain ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
     run(p, scratch, caches.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q, head % p.heads_q,
-        query, min64(tile, p.seqlen_q - query), fetches);
+        query, min64(tile, p.seqlen_q - query), prefetches);
   };
   // A causal mask makes the first tasks the longest.
   const bool uneven = (p.band.left < kUnbounded) != (p.band.right < kUnbounded);

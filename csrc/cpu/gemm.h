@@ -134,72 +134,72 @@ class Walk {
   int64_t a_step_, b_step_;
 };
 
-// Rows that will be read soon. They are fetched a few at a time, while others are worked on: all at once they would
+// Rows that will be read soon. They are prefetched a few at a time, while others are worked on: all at once they would
 // wait for each other, and leave the memory idle afterwards.
-struct ComingRows {
+struct PrefetchRows {
   const char* row = nullptr;
   int64_t step = 0, rows = 0, bytes = 0;  // from row to row; how many; of a row
 };
 
-// All of them in so many calls of fetch, whole rows at a time: for loops so short that more would be felt.
-class FetchByRow {
+// All of them in so many calls of prefetch, whole rows at a time: for loops so short that more would be felt.
+class PrefetchByRow {
  public:
-  FetchByRow(const ComingRows& coming, int64_t calls) : coming_(coming), at_once_((coming.rows + calls - 1) / calls) {}
-  void fetch() {
-    for (int64_t row = 0; row < at_once_ && coming_.rows > 0; ++row, --coming_.rows, coming_.row += coming_.step)
-      for (int64_t byte = 0; byte < coming_.bytes; byte += 64) __builtin_prefetch(coming_.row + byte);
+  PrefetchByRow(const PrefetchRows& rows, int64_t calls) : rows_(rows), at_once_((rows.rows + calls - 1) / calls) {}
+  void prefetch() {
+    for (int64_t row = 0; row < at_once_ && rows_.rows > 0; ++row, --rows_.rows, rows_.row += rows_.step)
+      for (int64_t byte = 0; byte < rows_.bytes; byte += 64) __builtin_prefetch(rows_.row + byte);
   }
 
  private:
-  ComingRows coming_;
+  PrefetchRows rows_;
   int64_t at_once_;
 };
 
 // The same by cache lines, as evenly as it gets.
-class FetchByLine {
+class PrefetchByLine {
  public:
-  FetchByLine() = default;
-  FetchByLine(const ComingRows& coming, int64_t calls)
-      : coming_(coming), at_once_((coming.rows * coming.bytes / calls + 63) / 64 * 64) {}
-  void fetch() {
-    for (int64_t left = at_once_; left > 0 && coming_.rows > 0;) {
-      const int64_t end = next_ + left < coming_.bytes ? next_ + left : coming_.bytes;
+  PrefetchByLine() = default;
+  PrefetchByLine(const PrefetchRows& rows, int64_t calls)
+      : rows_(rows), at_once_((rows.rows * rows.bytes / calls + 63) / 64 * 64) {}
+  void prefetch() {
+    for (int64_t left = at_once_; left > 0 && rows_.rows > 0;) {
+      const int64_t end = next_ + left < rows_.bytes ? next_ + left : rows_.bytes;
       left -= end - next_;
-      for (; next_ < end; next_ += 64) __builtin_prefetch(coming_.row + next_);
-      if (end < coming_.bytes) return;
+      for (; next_ < end; next_ += 64) __builtin_prefetch(rows_.row + next_);
+      if (end < rows_.bytes) return;
       next_ = 0;
-      --coming_.rows;
-      coming_.row += coming_.step;
+      --rows_.rows;
+      rows_.row += rows_.step;
     }
   }
 
  private:
-  ComingRows coming_;
+  PrefetchRows rows_;
   int64_t at_once_ = 0, next_ = 0;  // bytes
 };
 // The same from up to three places at once.
-struct FetchStreams {
-  FetchByLine first, second, third;
-  void fetch() {
-    first.fetch();
-    second.fetch();
-    third.fetch();
+struct PrefetchStreams {
+  PrefetchByLine first, second, third;
+  void prefetch() {
+    first.prefetch();
+    second.prefetch();
+    third.prefetch();
   }
 };
-// Steps of a register tile between two calls of fetch.
-inline constexpr int64_t kFetchSteps = 8;
+// Steps of a register tile between two calls of prefetch.
+inline constexpr int64_t kPrefetchSteps = 8;
 
-// The terms [k, depth) of a register tile's sums; `next`, what is to be fetched meanwhile, may be null.
-template <class Op, bool kUnitRows, int kRows, int kVectors, class Coming>
-[[gnu::always_inline]] inline void add_terms(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Coming* next,
+// The terms [k, depth) of a register tile's sums; `next`, what is to be prefetched meanwhile, may be null.
+template <class Op, bool kUnitRows, int kRows, int kVectors, class Prefetch>
+[[gnu::always_inline]] inline void add_terms(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Prefetch* next,
                                              typename Op::V (&sum)[kRows][kVectors]) {
   if (next == nullptr) {
     for (; k < depth; ++k) walk.step(sum);
     return;
   }
   while (k < depth) {
-    for (const int64_t end = depth < k + kFetchSteps ? depth : k + kFetchSteps; k < end; ++k) walk.step(sum);
-    next->fetch();
+    for (const int64_t end = depth < k + kPrefetchSteps ? depth : k + kPrefetchSteps; k < end; ++k) walk.step(sum);
+    next->prefetch();
   }
 }
 
@@ -207,8 +207,8 @@ template <class Op, bool kUnitRows, int kRows, int kVectors, class Coming>
 inline constexpr int64_t kLongestSum = 128;
 
 // All sums of a tile in memory: registers hold those of a part.
-template <class Op, int kRows, int kVectors, bool kUnitRows, class Coming>
-[[gnu::noinline]] void add_parts(Walk<Op, kUnitRows> walk, int64_t depth, Coming* next, typename Op::V* total) {
+template <class Op, int kRows, int kVectors, bool kUnitRows, class Prefetch>
+[[gnu::noinline]] void add_parts(Walk<Op, kUnitRows> walk, int64_t depth, Prefetch* next, typename Op::V* total) {
   for (int64_t k = 0; k < depth; k += kLongestSum) {
     typename Op::V sum[kRows][kVectors] = {};
     add_terms(walk, 0, depth - k < kLongestSum ? depth - k : kLongestSum, next, sum);
@@ -221,8 +221,8 @@ template <class Op, int kRows, int kVectors, bool kUnitRows, class Coming>
 }
 
 // The sums of a register tile from step k on, before which it has added what `sum` holds: nothing, where sums are long.
-template <class Op, bool kUnitRows, int kRows, int kVectors, class Coming>
-[[gnu::always_inline]] inline void add_products(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Coming* next,
+template <class Op, bool kUnitRows, int kRows, int kVectors, class Prefetch>
+[[gnu::always_inline]] inline void add_products(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Prefetch* next,
                                                 typename Op::V (&sum)[kRows][kVectors]) {
   if constexpr (Op::kSums == Precision::kFull) {  // otherwise nothing is felt of it
     if (depth > kLongestSum) [[unlikely]] {
@@ -288,7 +288,7 @@ struct ProductTile {
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
     Walk<Op, kUnitRows> walk(factors, row, vector * Op::S::kLanes);
-    add_products(walk, 0, depth, static_cast<FetchByLine*>(nullptr), sum);
+    add_products(walk, 0, depth, static_cast<PrefetchByLine*>(nullptr), sum);
     target.take(sum, row, vector);
   }
 };
@@ -401,9 +401,9 @@ inline void for_tiles(int64_t rows, int64_t vectors, const Tile& tile) {
   }
 }
 
-// How often the tiles that for_tiles cuts will call fetch, if they do after every `steps` of `depth`.
+// How often the tiles that for_tiles cuts will call prefetch, if they do after every `steps` of `depth`.
 template <int kSums, int kMostVectors>
-inline int64_t fetches_of(int64_t rows, int64_t vectors, int64_t depth, int64_t steps = kFetchSteps) {
+inline int64_t prefetch_calls(int64_t rows, int64_t vectors, int64_t depth, int64_t steps = kPrefetchSteps) {
   const int64_t columns = (vectors + kMostVectors - 1) / kMostVectors, width = (vectors + columns - 1) / columns;
   const int64_t most = tallest<kSums>(static_cast<int>(width));
   return columns * ((rows + most - 1) / most) * ((depth + steps - 1) / steps);

@@ -183,7 +183,7 @@ struct GradientTile {
   C* bias;
   bool bias_grad;            // replaces the bias
   Scalar *p, *ds, *ds_rows;  // ds_rows: of pairs
-  FetchStreams* next;        // may be null
+  PrefetchStreams* next;     // may be null
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -196,11 +196,11 @@ struct GradientTile {
     // Side by side: either alone has too few sums for the latency of its instruction.
     const bool pays = (Op::kPack == 2 || kVectors == 1) && max64(depth, depth_v) <= kLongestSum;
     for (const int64_t both = pays ? min64(depth, depth_v) : 0; k < both;) {
-      for (const int64_t end = next == nullptr ? both : min64(both, k + kFetchSteps); k < end; ++k) {
+      for (const int64_t end = next == nullptr ? both : min64(both, k + kPrefetchSteps); k < end; ++k) {
         first.step(score);
         second.step(grad_p);
       }
-      if (next != nullptr) next->fetch();
+      if (next != nullptr) next->prefetch();
     }
     add_products(first, k, depth, next, score);
     add_products(second, k, depth_v, next, grad_p);
@@ -253,36 +253,37 @@ struct GradientTile {
   }
 };
 
-// How often GradientTile will call fetch.
+// How often GradientTile will call prefetch.
 template <class Op>
-inline int64_t fetches_of_gradients(const Backward& p, int64_t rows, int64_t vectors) {
+inline int64_t prefetch_calls_of_gradients(const Backward& p, int64_t rows, int64_t vectors) {
   const int64_t depth = Op::kPack == 2 ? max64(p.head_dim, p.head_dim_v) / 2 : p.head_dim + p.head_dim_v;
-  return max64(1, fetches_of<kPairRows * kPairVectors, kPairVectors>(rows, vectors, depth));
+  return max64(1, prefetch_calls<kPairRows * kPairVectors, kPairVectors>(rows, vectors, depth));
 }
 
-// To be fetched by GradientTile: rows of Q and dO of the next block, and `sums`, the block's own rows of dQ.
+// To be prefetched by GradientTile: rows of Q and dO of the next block, and `sums`, the block's own rows of dQ.
 template <class T, class Op>
-inline FetchStreams coming_queries(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head,
-                                   int64_t vectors, const ComingRows& sums) {
-  const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
-  return {{coming_rows<T>(p.q, batch, head, row, block.rows, p.seqlen_q, p.head_dim), calls},
-          {coming_rows<T>(p.grad_out, batch, head, row, block.rows, p.seqlen_q, p.head_dim_v), calls},
+inline PrefetchStreams queries_to_prefetch(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head,
+                                           int64_t vectors, const PrefetchRows& sums) {
+  const int64_t row = block.row + block.rows, calls = prefetch_calls_of_gradients<Op>(p, block.rows, vectors);
+  return {{rows_to_prefetch<T>(p.q, batch, head, row, block.rows, p.seqlen_q, p.head_dim), calls},
+          {rows_to_prefetch<T>(p.grad_out, batch, head, row, block.rows, p.seqlen_q, p.head_dim_v), calls},
           {sums, calls}};
 }
 
-// To be fetched where there is a bias: rows of it of the next block, and the block's own of its gradient, or of `sums`,
-// if any, to which a head's gradients are added.
+// To be prefetched where there is a bias: rows of it of the next block, and the block's own of its gradient, or of
+// `sums`, if any, to which a head's gradients are added.
 template <class T, class Op, class C = typename Op::Compute>
-inline FetchStreams coming_biases(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head, int64_t key,
-                                  int64_t keys, int64_t vectors, bool bias_grad, const C* sums) {
+inline PrefetchStreams biases_to_prefetch(const Backward& p, const BlockPlan& block, int64_t batch, int64_t head,
+                                          int64_t key, int64_t keys, int64_t vectors, bool bias_grad, const C* sums) {
   const int64_t element = bias_bytes<T>(p);
-  const auto rows_of = [&](const void* data, int64_t size, int64_t entry, int64_t step, int64_t rows) -> ComingRows {
+  const auto rows_of = [&](const void* data, int64_t size, int64_t entry, int64_t step, int64_t rows) -> PrefetchRows {
     return {static_cast<const char*>(data) + entry * size, step * size, rows, keys * size};
   };
-  const int64_t row = block.row + block.rows, calls = fetches_of_gradients<Op>(p, block.rows, vectors);
+  const int64_t row = block.row + block.rows, calls = prefetch_calls_of_gradients<Op>(p, block.rows, vectors);
   const int64_t entry = block.row * p.seqlen_k + key;
-  ComingRows biases, grads;
-  if (has_bias_rows(p)) biases = coming_bias<T>(p, batch, head, row, min64(block.rows, p.seqlen_q - row), key, keys);
+  PrefetchRows biases, grads;
+  if (has_bias_rows(p))
+    biases = bias_to_prefetch<T>(p, batch, head, row, min64(block.rows, p.seqlen_q - row), key, keys);
   if (bias_grad && sums != nullptr) grads = rows_of(sums, sizeof(C), entry, p.seqlen_k, block.rows);
   else if (bias_grad)
     grads = rows_of(p.dbias.data, element, (batch * p.heads_q + head) * p.seqlen_q * p.seqlen_k + entry, p.seqlen_k,
@@ -296,7 +297,7 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
                                    const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t depth,
                                    int64_t depth_v, RowTerms<typename Op::Compute> terms,
                                    Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows,
-                                   const LaneBits* mask, bool bias_grad, FetchStreams* next) {
+                                   const LaneBits* mask, bool bias_grad, PrefetchStreams* next) {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
   Scalar* p = Op::kPack == 2 ? scratch.p_pairs : reinterpret_cast<Scalar*>(scratch.scores);

@@ -172,7 +172,7 @@ struct PairWeights {
   // Products of a register tile between two steps, while those of `rows` rows are computed. Denser, the steps would
   // hold up what brings the products in.
   int64_t pace(int64_t rows, int64_t depth) const {
-    return end == 0 ? kFetchSteps : max64(2, rows * depth / (kTileRows * static_cast<int64_t>(end)));
+    return end == 0 ? kPrefetchSteps : max64(2, rows * depth / (kTileRows * static_cast<int64_t>(end)));
   }
   // Two rows of one vector.
   [[gnu::always_inline]] inline void step() {
@@ -217,7 +217,7 @@ struct ScoreTile {
   C *scores, *largest;
   PairWeights<Op, kPlain>* weights;  // of the block before; a step of them after every `pace` products
   int64_t pace;
-  FetchStreams* next;
+  PrefetchStreams* next;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -231,7 +231,7 @@ struct ScoreTile {
       while (k < depth && weights->next < weights->end) {
         for (const int64_t end = min64(depth, k + pace); k < end; ++k) walk.step(score);
         weights->step();
-        if (next != nullptr) next->fetch();
+        if (next != nullptr) next->prefetch();
       }
     }
     add_products(walk, k, depth, next, score);
@@ -267,11 +267,11 @@ template <class Op, bool kPlain>
 inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
                          const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
                          int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
-                         typename Op::Compute* scores, FetchStreams* next = nullptr,
+                         typename Op::Compute* scores, PrefetchStreams* next = nullptr,
                          PairWeights<Op, kPlain>* weights = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  const int64_t pace = weights == nullptr ? kFetchSteps : weights->pace(block.rows, depth);
+  const int64_t pace = weights == nullptr ? kPrefetchSteps : weights->pace(block.rows, depth);
   for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
@@ -356,7 +356,7 @@ struct ProbabilityTile {
   Range live;            // lanes of the first row
   int64_t vector;
   C *m, *sum, *probabilities;
-  FetchStreams* next;
+  PrefetchStreams* next;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
@@ -479,12 +479,12 @@ template <class Op>
                                                   const Score<typename Op::Compute>& score,
                                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                   int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
-                                                  const LaneBits* mask, FetchStreams* next, bool& opening) {
+                                                  const LaneBits* mask, PrefetchStreams* next, bool& opening) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
   const V dead = S::set1(-kInfinity<C>);
-  const auto run = [&](bool open, C* m, FetchStreams* fetched) {
+  const auto run = [&](bool open, C* m, PrefetchStreams* prefetched) {
     for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_sum + v * S::kLanes, S::zero());
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
@@ -501,7 +501,7 @@ template <class Op>
                               m + lane,
                               scratch.block_sum + lane,
                               scratch.scores + row * kTile<C> + lane,
-                              fetched});
+                              prefetched});
     }
   };
   const auto in_range = [&](int64_t lane) {
@@ -544,7 +544,7 @@ template <class T, class Op>
                                                     const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                     int64_t batch, int64_t head, int64_t query, int64_t queries,
                                                     int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
-                                                    FetchStreams* next) {
+                                                    PrefetchStreams* next) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
