@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 INK, MUTED = "#222222", "#777777"
-CLEAN, CUT, SKIPPED, MARK = "#9CC9E3", "#F2B872", "#F1F1F1", "#C0392B"
+FULL, PARTIAL, SKIPPED, MARK = "#9CC9E3", "#F2B872", "#F1F1F1", "#C0392B"
 plt.rcParams.update({"font.size": 10, "svg.hashsalt": "attnkern", "axes.edgecolor": MUTED, "text.color": INK})
 
 TILE, BLOCK, LENGTH = 64, 96, 384
@@ -22,22 +22,22 @@ SEED = 34
 
 
 def blocks(row, rows, left, right):
-    """(begin, end, clean?) along the keys for queries [row, row + rows): csrc/common/band.h with offset 0."""
+    """(begin, end, full?) along the keys for queries [row, row + rows): csrc/common/band.h with offset 0."""
 
     def clip(begin, end):
         return max(begin, 0), max(0, min(end, LENGTH))
 
-    reached = clip(row - left, row + rows + right)
-    shared = clip(row + rows - 1 - left, row + 1 + right)
-    if shared[1] <= shared[0]:
-        shared = reached[1], reached[1]
-    at, found = reached[0], []
-    while at < reached[1]:
-        clean = shared[0] <= at < shared[1]
-        end = shared[0] if at < shared[0] else shared[1] if clean else reached[1]
+    visited = clip(row - left, row + rows + right)
+    all_attend = clip(row + rows - 1 - left, row + 1 + right)
+    if all_attend[1] <= all_attend[0]:
+        all_attend = visited[1], visited[1]
+    at, found = visited[0], []
+    while at < visited[1]:
+        full = all_attend[0] <= at < all_attend[1]
+        end = all_attend[0] if at < all_attend[0] else all_attend[1] if full else visited[1]
         parts = -(-(end - at) // BLOCK)
-        size = min(end - at, -(-(end - at) // parts // 2) * 2) if clean else min(end - at, BLOCK)
-        found.append((at, at + size, clean))
+        size = min(end - at, -(-(end - at) // parts // 2) * 2) if full else min(end - at, BLOCK)
+        found.append((at, at + size, full))
         at += size
     return found
 
@@ -45,8 +45,8 @@ def blocks(row, rows, left, right):
 def matrix(ax, title, left, right, marked=None):
     ax.add_patch(Rectangle((0, 0), LENGTH, LENGTH, facecolor=SKIPPED, edgecolor="none"))
     for row in range(0, LENGTH, TILE):
-        for begin, end, clean in blocks(row, TILE, left, right):
-            color = CLEAN if clean else CUT
+        for begin, end, full in blocks(row, TILE, left, right):
+            color = FULL if full else PARTIAL
             ax.add_patch(Rectangle((begin, row), end - begin, TILE, facecolor=color, edgecolor="white", linewidth=1.2))
     i = np.array([0, LENGTH])
     for edge in (i - left, i + right + 1):
@@ -65,9 +65,9 @@ def tiles():
     matrix(causal, "causal: left = ∞, right = 0", 10**6, 0, marked=row)
     matrix(window, "sliding window: left = 150, right = 0", 150, 0)
     swatches = [
-        Rectangle((0, 0), 1, 1, facecolor=color, edgecolor=MUTED, linewidth=0.5) for color in (CLEAN, CUT, SKIPPED)
+        Rectangle((0, 0), 1, 1, facecolor=color, edgecolor=MUTED, linewidth=0.5) for color in (FULL, PARTIAL, SKIPPED)
     ]
-    names = ["clean: no mask applied", "cut: masked entry by entry", "skipped: never computed"]
+    names = ["full: no mask applied", "partial: masked entry by entry", "skipped: never computed"]
     figure.legend(swatches, names, loc="lower left", bbox_to_anchor=(0.05, 0.0), ncols=3, frameon=False, fontsize=9.5)
 
     # One query of the marked tile, walked block by block.

@@ -1,5 +1,8 @@
 // The one band formula. Query i may attend to key j iff  -left <= j - i - offset <= right.
 //
+// A tile of queries visits the keys that one of its queries may attend to. Blocks of keys that all of its queries may
+// attend to are full, and need no mask; the other visited blocks are partial.
+//
 // Every structured mask is such a band: causal (left unbounded, right 0; offset 0 for torch's top-left alignment,
 // seqlen_k - seqlen_q for bottom-right), a sliding window (finite left and right), and no mask at all.
 // Plain C++ without dependencies: host and device code share it.
@@ -29,12 +32,12 @@ struct Band {
   ATTNKERN_HOST_DEVICE Band transposed() const { return {right, left, -offset}; }
 
   // Keys within `all` that at least one query of [row, row + rows) may attend to.
-  ATTNKERN_HOST_DEVICE Range reached(int64_t row, int64_t rows, Range all) const {
+  ATTNKERN_HOST_DEVICE Range visited(int64_t row, int64_t rows, Range all) const {
     return clip(row + offset - left, row + rows + offset + right, all);
   }
 
   // Keys within `all` that every query of [row, row + rows) may attend to.
-  ATTNKERN_HOST_DEVICE Range shared(int64_t row, int64_t rows, Range all) const {
+  ATTNKERN_HOST_DEVICE Range full(int64_t row, int64_t rows, Range all) const {
     return clip(row + rows - 1 + offset - left, row + 1 + offset + right, all);
   }
 

@@ -361,11 +361,11 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
       dropout_tile<C>(p, 2, batch, head_k * group + g, 0, p.seqlen_q, key + first,
                       round_up(min64(kTile<C>, keys - first), S::kLanes),
                       scratch.keep + in_tiles<C>(g * p.seqlen_q, rows, first));
-  const auto reached_by = [&](int64_t r) { return p.band.reached(r % p.seqlen_q, 1, {key, key + keys}); };
+  const auto visited_by = [&](int64_t r) { return p.band.visited(r % p.seqlen_q, 1, {key, key + keys}); };
   // Whether a row's scores need nothing but the scale, and meet all keys.
   const auto is_plain = [&](int64_t r) {
-    const Range reached = reached_by(r);
-    return score.plain() && reached.begin == key && reached.end == key + keys && keys % S::kLanes == 0;
+    const Range visited = visited_by(r);
+    return score.plain() && visited.begin == key && visited.end == key + keys && keys % S::kLanes == 0;
   };
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale), log2e = S::set1(kLog2E<C>);
   C shifts[kDecodeRows];
@@ -375,8 +375,8 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
     if (is_plain(r)) {
       for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::product(S::load(row + j), scale), largest);
     } else {
-      const Range reached = reached_by(r);
-      const Range live{reached.begin - key, reached.end - key};
+      const Range visited = visited_by(r);
+      const Range live{visited.begin - key, visited.end - key};
       for (int64_t j = 0; j < keys; j += S::kLanes) {
         V x = finish_score(score, S::load(row + j), scale, scratch.bias + in_tiles<C>(r, rows, j));
         if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
@@ -427,7 +427,7 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   const int64_t portion = keys_of_portion<T>(p.head_dim);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
   const auto stream = stream_for<T, Op>(p, rows);
-  Range streamed = p.band.shared(0, p.seqlen_q, {begin, end});
+  Range streamed = p.band.full(0, p.seqlen_q, {begin, end});
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
   if (stream == nullptr || streamed.begin == streamed.end) streamed = {end, end};
   // How many of the keys that come next a mask excludes from all rows, as it does where a cache isn't full.
@@ -514,8 +514,8 @@ void decode(const Forward& p, const Runtime& runtime) {
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q, heads = p.batch * p.heads_k;
   if (rows == 0 || heads == 0) return;
   // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
-  const Range reached = p.band.reached(0, p.seqlen_q, {0, p.seqlen_k});
-  const int64_t blocks = max64(1, (reached.end - reached.begin + kDecodeKeys - 1) / kDecodeKeys);
+  const Range visited = p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
+  const int64_t blocks = max64(1, (visited.end - visited.begin + kDecodeKeys - 1) / kDecodeKeys);
   int64_t parts = runtime.num_threads == 1 ? 1 : (4 * runtime.num_threads + heads - 1) / heads;
   parts = max64(1, min64(parts, blocks));
   const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
@@ -530,9 +530,9 @@ void decode(const Forward& p, const Runtime& runtime) {
   run_tasks(p, runtime, heads * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
     const DecodeScratch<Op> scratch(memory, p, rows, keys, tiles);
     const int64_t part = task % parts, head = task / parts;
-    const int64_t begin = min64(reached.end, reached.begin + part * part_keys);
+    const int64_t begin = min64(visited.end, visited.begin + part * part_keys);
     const auto run = many ? decode_part<kManyKeys, T, Op> : decode_part<kDecodeKeys, T, Op>;
-    run(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(reached.end, begin + part_keys));
+    run(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(visited.end, begin + part_keys));
     for (int64_t r = 0; r < rows; ++r) {
       C* target = merged.data() + ((head * rows + r) * parts + part) * step;
       std::memcpy(target, scratch.out + r * scratch.out_step, static_cast<size_t>(scratch.out_step) * sizeof(C));

@@ -296,7 +296,7 @@ struct ProductTile {
 // Part of a block: `rows` loop indices from `row`, for which the vectors [first, last) of the tile can be alive.
 struct Segment {
   int64_t row, rows, first, last;
-  bool cut;  // by the band: scores must be masked
+  bool partial;  // an edge of the band passes through: scores must be masked
 };
 
 // The same of a product that sums over the rows of a block: each of its segments adds to the vectors that it has alive,

@@ -128,7 +128,7 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
   const Exponential<Op, false, Op::kSums> exponential(1);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t v = segment.first; v < segment.last; ++v) {
-    const bool cut = segment.cut && !LaneMask<C>::all(live, v, segment.rows);
+    const bool partial = segment.partial && !LaneMask<C>::all(live, v, segment.rows);
     LaneMask<C> band(live, v);
     int64_t at = v * S::kLanes;
     for (int64_t i = segment.row; i < segment.row + segment.rows; ++i, at += kTile<C>) {
@@ -136,7 +136,7 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
       V p = exponential(finish_score(score, S::load(scores + at), scale, bias + at, &t), S::set1(terms.shift[i]));
       if (terms.norm != nullptr) p *= S::set1(terms.norm[i]);
       if (mask != nullptr) p = S::select(mask[i - segment.row] >> (v * S::kLanes), p, S::zero());
-      if (cut) {
+      if (partial) {
         p = band.select(p, S::zero());
         band.advance();
       }
@@ -177,7 +177,7 @@ struct GradientTile {
   C factor;  // of the products: what they aren't scaled by yet
   RowTerms<C> terms;
   const LaneBits* mask;  // may be null
-  bool cut;              // by the band
+  bool partial;          // as of Segment
   Range live;            // lanes of the first row
   int64_t vector;
   C* bias;
@@ -213,7 +213,7 @@ struct GradientTile {
     }
     const V dead = S::set1(-kInfinity<C>);
     exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
-    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
+    if (partial) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     // A bias may have a gradient in float32, whatever the elements are.
     const Exponential<Op, !kBias, kBias ? Op::kSums : Op::kWeights> exponential(factor);
 #pragma GCC unroll 8
@@ -316,7 +316,7 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
             kBias ? score.scale : score.template product_factor<Op>(),
             terms.from(segment.row),
             bits_from(mask, row),
-            segment.cut,
+            segment.partial,
             walk.live_lanes(segment.row),
             segment.first,
             kBias ? scratch.bias + row * kTile<C> + lane : nullptr,

@@ -72,7 +72,7 @@ inline void add_to_sums(const Score<C>& score, const BandWalk<C>& walk, const Se
       V x = S::load(scores + at);
       if constexpr (!kPlain) x = finish_score(score, x, scale, bias + at);
       if (mask != nullptr) x = S::select(mask[i] >> (v * S::kLanes), x, dead);
-      if (segment.cut) x = LaneMask<C>({live.begin + i, live.end + i}, v).select(x, dead);
+      if (segment.partial) x = LaneMask<C>({live.begin + i, live.end + i}, v).select(x, dead);
       if ((v + 1) * S::kLanes > keys) x = LaneMask<C>({0, keys}, v).select(x, dead);
       const V old = m;
       m = S::max(S::product(x, S::set1(factor)), old);

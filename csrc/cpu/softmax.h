@@ -211,7 +211,7 @@ struct ScoreTile {
   C scale;
   bool biased;
   const LaneBits* mask;  // may be null
-  bool cut;              // by the band
+  bool partial;          // as of Segment
   Range live;            // lanes of the first row
   int64_t vector;
   C *scores, *largest;
@@ -247,7 +247,7 @@ struct ScoreTile {
     }
     const V dead = S::set1(-kInfinity<C>);
     exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
-    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
+    if (partial) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       V m = S::load(largest + lane + v * S::kLanes);
@@ -283,7 +283,7 @@ inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename
                               score.scale,
                               score.has_bias,
                               bits_from(mask, row),
-                              segment.cut,
+                              segment.partial,
                               walk.live_lanes(segment.row),
                               segment.first,
                               scores + row * kTile<C> + lane,
@@ -305,14 +305,14 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
     const Segment& segment = block.segment[s];
     const Range live = walk.live_lanes(segment.row);
     for (int64_t v = segment.first; v < segment.last; ++v) {
-      const bool cut = segment.cut && !LaneMask<C>::all(live, v, segment.rows);
+      const bool partial = segment.partial && !LaneMask<C>::all(live, v, segment.rows);
       LaneMask<C> band(live, v);
       V m = S::load(largest + v * S::kLanes);
       int64_t row = segment.row - block.row, at = row * kTile<C> + v * S::kLanes;
       for (const int64_t end = row + segment.rows; row < end; ++row, at += kTile<C>) {
         V x = finish_score(score, S::load(scores + at), scale, bias + at);
         if (mask != nullptr) x = S::select(mask[row] >> (v * S::kLanes), x, dead);
-        if (cut) {
+        if (partial) {
           x = band.select(x, dead);
           band.advance();
         }
@@ -352,7 +352,7 @@ struct ProbabilityTile {
   int64_t depth;
   bool opening;          // a lane may have m = -inf
   const LaneBits* mask;  // may be null
-  bool cut;              // by the band
+  bool partial;          // as of Segment
   Range live;            // lanes of the first row
   int64_t vector;
   C *m, *sum, *probabilities;
@@ -368,7 +368,7 @@ struct ProbabilityTile {
     add_products(walk, 0, depth, next, score);
     const V dead = S::set1(-kInfinity<C>);
     exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
-    if (cut) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
+    if (partial) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     const Exponential<Op, true, Op::kSums> exponential(1);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -495,7 +495,7 @@ template <class Op>
                               depth,
                               open,
                               bits_from(mask, row),
-                              segment.cut,
+                              segment.partial,
                               walk.live_lanes(segment.row),
                               segment.first,
                               m + lane,

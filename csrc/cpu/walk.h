@@ -9,11 +9,11 @@ namespace {
 struct BlockPlan {
   int64_t row, rows;
   int64_t segments;
-  Segment segment[2 * kBlockRows / kGroup + 3];  // a clean one, and the last of either edge may be short
+  Segment segment[2 * kBlockRows / kGroup + 3];  // a full one, and the last of either edge may be short
 };
 
-// What a mask leaves of a block: rows in front and behind that it excludes from all lanes go, if the band doesn't cut
-// the block, and segments of kGroup rows hold their live vectors only. False if nothing is left. `mask`: the bits of
+// What a mask leaves of a block: of a full block, rows in front and behind that it excludes from all lanes go, and
+// segments of kGroup rows hold their live vectors only. False if nothing is left. `mask`: the bits of
 // the block's rows, in `rows`; null if all are set.
 template <class C>
 inline bool apply_mask(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t lane, int64_t lanes,
@@ -24,7 +24,7 @@ inline bool apply_mask(const Attention& p, int loop_dim, int64_t batch, int64_t 
   if (begin == end) return false;
   while (rows[end - 1] == 0) --end;
   Segment* const segment = block.segment;
-  if (block.segments == 1 && !segment->cut && segment->rows == block.rows) {
+  if (block.segments == 1 && !segment->partial && segment->rows == block.rows) {
     constexpr int64_t kLanes = Simd<C>::kLanes;
     begin = begin / 2 * 2;  // pairs stay together
     block.row += begin;
@@ -65,41 +65,41 @@ inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& bloc
         rows, vectors, SegmentsTile<Op>{factors, block.row, block.segment, block.segments, target});
 }
 
-// Cuts the loop dimension, as far as the band lets the tile's lanes reach, into blocks of at most `most` rows, evenly
-// sized. What the band leaves whole of a block is one segment; where it cuts through, segments of kGroup rows hold
-// their live vectors only. An edge of the band stays in one block if it fits, and segments begin an even number of rows
-// from their block, so that pairs of rows stay together.
+// Cuts the part of the loop dimension that the tile's lanes visit into blocks of at most `most` rows, evenly sized. The
+// full rows of a block are one segment. Where an edge of the band passes through, segments of kGroup rows hold their
+// live vectors only. An edge stays in one block if it fits, and segments begin an even number of rows from their block,
+// so that pairs of rows stay together.
 template <class C>
 class BandWalk {
  public:
-  // band.reached(lane) are the loop indices of a lane; the walk keeps to those in `within`.
+  // The loop indices of a lane are band.visited(lane), as far as they are in `within`.
   BandWalk(const Band& band, int64_t lane, int64_t lanes, Range within, int64_t most)
       : band_(band.transposed()),
         lane_(lane),
         lanes_(lanes),
-        reached_(band.reached(lane, lanes, within)),
-        clean_(band.shared(lane, lanes, within)),
-        next_(reached_.begin),
+        visited_(band.visited(lane, lanes, within)),
+        full_(band.full(lane, lanes, within)),
+        next_(visited_.begin),
         most_(most) {
-    if (clean_.end <= clean_.begin) clean_ = {reached_.end, reached_.end};
+    if (full_.end <= full_.begin) full_ = {visited_.end, visited_.end};
   }
 
   bool next(BlockPlan& block) {
-    if (next_ >= reached_.end) return false;
-    const int64_t left = reached_.end - next_, parts = (left + most_ - 1) / most_;
+    if (next_ >= visited_.end) return false;
+    const int64_t left = visited_.end - next_, parts = (left + most_ - 1) / most_;
     int64_t end = next_ + min64(left, round_up((left + parts - 1) / parts, 2));
     // All in front of the edge that the block would tear apart.
-    if (end < reached_.end && end > clean_.end && even(clean_.end) > next_) end = even(clean_.end);
+    if (end < visited_.end && end > full_.end && even(full_.end) > next_) end = even(full_.end);
     block.row = next_;
     block.rows = end - next_;
     block.segments = 0;
-    const Range clean{next_ + min64(end - next_, round_up(max64(clean_.begin - next_, 0), 2)),
-                      clean_.end >= end ? end : even(clean_.end)};
-    const bool any = clean.end > clean.begin;
-    cut(block, {next_, any ? clean.begin : end});
+    const Range full{next_ + min64(end - next_, round_up(max64(full_.begin - next_, 0), 2)),
+                     full_.end >= end ? end : even(full_.end)};
+    const bool any = full.end > full.begin;
+    add_partial(block, {next_, any ? full.begin : end});
     if (any) {
-      block.segment[block.segments++] = {clean.begin, clean.end - clean.begin, 0, vectors(lanes_), false};
-      cut(block, {clean.end, end});
+      block.segment[block.segments++] = {full.begin, full.end - full.begin, 0, vectors(lanes_), false};
+      add_partial(block, {full.end, end});
     }
     next_ = end;
     return true;
@@ -115,11 +115,11 @@ class BandWalk {
   // The last row in front of `row` that an even number of rows separates from the next block's first.
   int64_t even(int64_t row) const { return next_ + (row - next_) / 2 * 2; }
 
-  // Segments of the rows [begin, end).
-  void cut(BlockPlan& block, Range rows) const {
+  // Partial segments of the rows [begin, end).
+  void add_partial(BlockPlan& block, Range rows) const {
     for (int64_t row = rows.begin; row < rows.end; row += kGroup) {
       const int64_t count = min64(kGroup, rows.end - row);
-      const Range live = band_.reached(row, count, {lane_, lane_ + lanes_});
+      const Range live = band_.visited(row, count, {lane_, lane_ + lanes_});
       if (live.end > live.begin)
         block.segment[block.segments++] = {row, count, (live.begin - lane_) / Simd<C>::kLanes,
                                            vectors(live.end - lane_), true};
@@ -128,7 +128,7 @@ class BandWalk {
 
   Band band_;
   int64_t lane_, lanes_;
-  Range reached_, clean_;
+  Range visited_, full_;
   int64_t next_, most_;
 };
 

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
     const int64_t query_row = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q;
     for (int first_row = own_row; first_row < row_end; first_row += kBiasTile) {
       const int count = min(kBiasTile, seqlen_q - first_row);
-      const Walk walk(p.score.band.reached(first_row, count, {own_col, col_end}), kBiasTile, own_col);
+      const Walk walk(p.score.band.visited(first_row, count, {own_col, col_end}), kBiasTile, own_col);
       float lse[1][2], delta[1][2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

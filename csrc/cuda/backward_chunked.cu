@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
 
   const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
   const int64_t count = min(kRows, seqlen_rows - first_row);
-  const Range reached = band.reached(first_row, count, {0, seqlen_cols});
-  const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
+  const Range reached = band.visited(first_row, count, {0, seqlen_cols});
+  const Range shared_by_all = band.full(first_row, count, {0, seqlen_cols});
   const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
   const Walk walk(reached, kCols);
   const int begin = walk.begin, end = walk.end, tiles = walk.blocks(kCols);  // per head

@@ -135,8 +135,8 @@ struct Block {
     first_row = (S::kKeyRows ? block : blocks - 1 - block) * S::kRows;
     const Band band = S::kKeyRows ? p.score.band.transposed() : p.score.band;
     const int64_t count = min(S::kRows, seqlen_rows - first_row);
-    const Range reached = band.reached(first_row, count, {0, seqlen_cols});
-    const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
+    const Range reached = band.visited(first_row, count, {0, seqlen_cols});
+    const Range shared_by_all = band.full(first_row, count, {0, seqlen_cols});
     clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
     // Keys past the end are rows of zeros: their scores are 0, so where the scores of all others are low their weights
     // overflow. That is nothing to gradients of their own, which are never stored, but dQ is summed over all rows.

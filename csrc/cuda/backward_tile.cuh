@@ -88,8 +88,8 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   // The columns that these rows reach, in whole tiles, and those that all of them reach.
   const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
   const int64_t count = min(S::kRows, seqlen_rows - first_row);
-  const Range reached = band.reached(first_row, count, {0, seqlen_cols});
-  const Range shared_by_all = band.shared(first_row, count, {0, seqlen_cols});
+  const Range reached = band.visited(first_row, count, {0, seqlen_cols});
+  const Range shared_by_all = band.full(first_row, count, {0, seqlen_cols});
   const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
   const Walk walk(reached, S::kCols);
   const int begin = walk.begin, end = walk.end, tiles = walk.blocks(S::kCols);  // per head

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   const int first_query = first_packed / p.pack;
   const int queries = min(first_packed + kRows - 1, packed - 1) / p.pack + 1 - first_query;
   const Range all = {0, seqlen_k};
-  const Range reached = p.score.band.reached(first_query, queries, all);
+  const Range reached = p.score.band.visited(first_query, queries, all);
   const Walk walk(reached, kKeys);
   const int first_block = walk.begin / kKeys, blocks = walk.blocks(kKeys);
   const int each = (blocks + p.splits - 1) / p.splits;
@@ -293,7 +293,7 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
   constexpr int kReserved = 1024;  // by the system, per block of threads
   constexpr double kCombine = 4, kPerSplit = 1. / 16;
   const int resident = std::clamp(chip.shared_per_multiprocessor / (plan.shared_bytes + kReserved), 1, 4);
-  const Range reached = p.band.reached(0, p.seqlen_q, {0, p.seqlen_k});
+  const Range reached = p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
   const int64_t blocks = ceil_div(std::max<int64_t>(reached.end - reached.begin, 1), plan.keys);
   const int64_t tiles = p.batch * p.heads_k * plan.row_tiles, slots = int64_t{resident} * chip.multiprocessors;
   double best = 0;

@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 
   const int rows = min(kRows, seqlen_q - first_row);
   const Range all = {0, seqlen_k};
-  const Range reached = p.score.band.reached(first_row, rows, all);
-  const Range clean = p.score.band.shared(first_row, rows, all);
+  const Range reached = p.score.band.visited(first_row, rows, all);
+  const Range clean = p.score.band.full(first_row, rows, all);
   const int clean_begin = static_cast<int>(clean.begin), clean_end = static_cast<int>(clean.end);
   const Walk walk(reached, kKeys);
   const int begin = walk.begin, end = walk.end;

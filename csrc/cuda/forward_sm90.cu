@@ -94,8 +94,8 @@ __device__ __forceinline__ Work work_of(const ForwardSm90Params& p, int tile) {
   work.first_row = (p.last_rows_first ? p.row_blocks - 1 - row_block : row_block) * kRows;
   const int rows = min(kRows, p.score.seqlen_q - work.first_row);
   const Range all = {0, p.score.seqlen_k};
-  const Range reached = p.score.band.reached(work.first_row, rows, all);
-  const Range clean = p.score.band.shared(work.first_row, rows, all);
+  const Range reached = p.score.band.visited(work.first_row, rows, all);
+  const Range clean = p.score.band.full(work.first_row, rows, all);
   const Walk walk(reached, kKeys);
   work.first_key = walk.begin, work.blocks = walk.blocks(kKeys);
   work.clean_begin = static_cast<int>(clean.begin), work.clean_end = static_cast<int>(clean.end);

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   // The keys that some row reaches, in whole blocks, dealt out evenly to the splits.
   const int first_query = first_row / p.pack;
   const int queries = min(first_row + kRows - 1, row_end - 1) / p.pack + 1 - first_query;
-  const Range reached = p.score.band.reached(first_query, queries, {0, seqlen_k});
+  const Range reached = p.score.band.visited(first_query, queries, {0, seqlen_k});
   const Walk walk(reached, kKeys);
   const int reached_block = walk.begin / kKeys, blocks = walk.blocks(kKeys);
   const int each = (blocks + p.splits - 1) / p.splits;

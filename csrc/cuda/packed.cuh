@@ -13,7 +13,7 @@ struct PackedRow {
 };
 
 __device__ __forceinline__ PackedRow packed_row(const Score& p, int batch, int head, int query) {
-  const Range own = p.band.reached(query, 1, {0, p.seqlen_k});
+  const Range own = p.band.visited(query, 1, {0, p.seqlen_k});
   return {static_cast<int>(own.begin), static_cast<int>(own.end),
           batch * p.bias_stride[0] + head * p.bias_stride[1] + query * p.bias_stride[2]};
 }
