@@ -54,7 +54,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   // With a bias that pays in pairs only: other products are faster one by one.
   const bool biased = Op::kPack == 2 && score.has_bias && score.cap == C(0) && !score.dropout;
   const bool prefetches_bias = biased && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
-  const bool prefetches = score.plain() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
+  const bool prefetches = score.fast_path() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
   C scale[kTile<C>];  // of dK: dS is the gradient of scores that are scaled already
   for (C& lane : scale) lane = score.signed_scale;
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
@@ -127,7 +127,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                                             q_rows, grad_rows, mask, bias_grad,
                                             prefetches || prefetches_bias ? &prefetch : nullptr);
         };
-        if (score.plain()) {
+        if (score.fast_path()) {
           by_tiles.template operator()<false>();
         } else if (biased) {
           if constexpr (Op::kPack == 2) {
@@ -151,7 +151,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           ds = ds_rows = scratch.grad_scores;
         } else {
 #if defined(__AVX512BF16__)
-          for (int64_t s = 0; s < block.segments && !score.plain() && !biased; ++s) {
+          for (int64_t s = 0; s < block.segments && !score.fast_path() && !biased; ++s) {
             const int64_t at = (block.segment[s].row - block.row) * kTile<C>;
             pack_segment(block.segment[s], scratch.scores + at, scratch.grad_scores + at, scratch.p_pairs + at / 2,
                          scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);

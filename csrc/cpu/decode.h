@@ -363,16 +363,16 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
                       scratch.keep + in_tiles<C>(g * p.seqlen_q, rows, first));
   const auto visited_by = [&](int64_t r) { return p.band.visited(r % p.seqlen_q, 1, {key, key + keys}); };
   // Whether a row's scores need nothing but the scale, and meet all keys.
-  const auto is_plain = [&](int64_t r) {
+  const auto on_fast_path = [&](int64_t r) {
     const Range visited = visited_by(r);
-    return score.plain() && visited.begin == key && visited.end == key + keys && keys % S::kLanes == 0;
+    return score.fast_path() && visited.begin == key && visited.end == key + keys && keys % S::kLanes == 0;
   };
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale), log2e = S::set1(kLog2E<C>);
   C shifts[kDecodeRows];
   for (int64_t r = 0; r < rows; ++r) {
     C* row = scratch.scores + r * kKeysOfBlock;
     V largest = dead;
-    if (is_plain(r)) {
+    if (on_fast_path(r)) {
       for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::product(S::load(row + j), scale), largest);
     } else {
       const Range visited = visited_by(r);
@@ -395,7 +395,7 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
   }
   for (int64_t r = 0; r < rows; ++r) {
     C* row = scratch.scores + r * kKeysOfBlock;
-    const V shift = S::set1(shifts[r]), factor = is_plain(r) ? scale : S::set1(1);
+    const V shift = S::set1(shifts[r]), factor = on_fast_path(r) ? scale : S::set1(1);
     V total = S::zero();
     for (int64_t j = 0; j < keys; j += S::kLanes) {
       // The product as the maximum has it: of a large score, the rounding alone would be a large exponent.

@@ -16,7 +16,7 @@
 namespace attnkern::cpu {
 namespace {
 
-template <class T, class Op, bool kPlain>
+template <class T, class Op, bool kFastPath>
 void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCache<typename Op::Scalar>* cache,
                   int64_t batch, int64_t head, int64_t query, int64_t queries, bool prefetches) {
   using C = typename Op::Compute;
@@ -56,8 +56,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   // Weights that are rounded to bfloat16 lose least if the largest is 1: scores in pairs wait for their block's maximum
   // in memory, and become weights while the next block's products run.
   const bool waits = Op::kPack == 2 && score.cap == C(0);
-  const C factor = kPlain ? score.template product_factor<Op>() : C(1);
-  PairWeights<Op, kPlain> weights;
+  const C factor = kFastPath ? score.template product_factor<Op>() : C(1);
+  PairWeights<Op, kFastPath> weights;
   C* scores = scratch.scores;
   BlockPlan plans[2], *block = plans, *waiting = nullptr;
   const auto finish_waiting = [&] {
@@ -96,7 +96,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     }
     if (waits) {
       if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block->row, block->rows, query, queries, scores);
-      store_scores<Op, kPlain>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next, &weights);
+      store_scores<Op, kFastPath>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next, &weights);
       finish_waiting();
       if (score.dropout) dropout_tile<C>(p, 3, batch, head, block->row, block->rows, query, queries, scratch.keep);
       auto small = S::zero() == S::zero();
@@ -104,10 +104,10 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
         const V old = S::load(scratch.largest + lane);
         const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
         small &= (S::max(m, -m) < S::set1(kLargeScore)) | (m == S::set1(-kInfinity<C>));
-        S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, kPlain ? C(1) : kLog2E<C>));
+        S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, kFastPath ? C(1) : kLog2E<C>));
         S::store(scratch.block_sum + lane, S::zero());  // a sum of its own for each block: long rows lose less
       }
-      const bool scaled = kPlain && !S::all(small);
+      const bool scaled = kFastPath && !S::all(small);
       if (scaled) scale_scores<C>(*block, factor, scores);
       weights = {scaled ? C(1) : factor, scratch.shift, score.dropout ? scratch.keep : nullptr, scores,
                  scratch.block_sum};
@@ -118,7 +118,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       continue;
     }
     bool rescale = true;
-    if constexpr (kPlain)
+    if constexpr (kFastPath)
       rescale = probabilities_in_registers(scratch, score, walk, *block, vectors, depth, keys, mask, next, opening);
     else
       probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys,
@@ -135,7 +135,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     S::store(scratch.correction + lane, dead ? S::zero() : S::set1(C(1)) / sum);
     S::store(scratch.largest + lane,
              dead ? S::set1(-kInfinity<C>)
-                  : S::fma(S::load(scratch.largest + lane), S::set1(kPlain ? C(1) / kLog2E<C> : C(1)), S::log(sum)));
+                  : S::fma(S::load(scratch.largest + lane), S::set1(kFastPath ? C(1) / kLog2E<C> : C(1)), S::log(sum)));
   }
   if (!started) std::memset(scratch.out, 0, static_cast<size_t>(p.head_dim_v * kTile<C>) * sizeof(C));
   store_transposed(scratch.out, queries, p.head_dim_v, scratch.correction, at<T>(p.out, batch, head, query),
@@ -211,7 +211,7 @@ void forward(const Forward& p, const Runtime& runtime) {
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
   const int64_t far = tiles <= 4 ? kFarBytes / 4 : kFarBytes;  // few tiles hardly bring it nearer
   const bool prefetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
-  const bool plain = Score<C>(p).plain();
+  const bool fast_path = Score<C>(p).fast_path();
   const ForwardScratch<Op> sizes(nullptr, p);
   // Values in pairs, or values and keys converted, where a head has more tiles than one.
   const int64_t copies = tiles <= 1 ? 0 : kConverts<T, Op> ? 2 : Op::kPack == 2 ? 1 : 0;
@@ -222,7 +222,7 @@ void forward(const Forward& p, const Runtime& runtime) {
     const ForwardScratch<Op> scratch(memory, p);
     // Last tiles first: under a causal mask they are the longest.
     const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
-    const auto run = plain ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
+    const auto run = fast_path ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
     run(p, scratch, caches.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q, head % p.heads_q,
         query, min64(tile, p.seqlen_q - query), prefetches);
   };

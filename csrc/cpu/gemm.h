@@ -60,10 +60,10 @@ struct PairDot {
 };
 #endif
 
-// P = exp(score - m). kPlain: nothing but a scale stands between the products and the scores, which then are in units
-// of log2: what the products aren't scaled by yet is `scale`. Otherwise the scores are in natural units: a bias of
-// finfo.min doesn't overflow there. The difference is taken first: nothing is lost where x is the maximum.
-template <class Op, bool kPlain, Precision kPrecision>
+// P = exp(score - m). kFastPath: nothing but a scale stands between the products and the scores, which then are in the
+// log2 domain: what the products aren't scaled by yet is `scale`. Otherwise the scores are in the natural-log domain,
+// where a bias of finfo.min doesn't overflow. The difference is taken first: nothing is lost where x is the maximum.
+template <class Op, bool kFastPath, Precision kPrecision>
 struct Exponential {
   using S = typename Op::S;
   using V = typename S::V;
@@ -71,7 +71,7 @@ struct Exponential {
   explicit Exponential(typename Op::Compute scale) : scale_(S::set1(scale)) {}
   // shift = -m
   V operator()(V x, V shift) const {
-    if constexpr (kPlain) return S::template exp2<kPrecision>(Op::kPack == 1 ? x + shift : S::fma(x, scale_, shift));
+    if constexpr (kFastPath) return S::template exp2<kPrecision>(Op::kPack == 1 ? x + shift : S::fma(x, scale_, shift));
     else return S::template exp2<kPrecision>((x + shift) * S::set1(kLog2E<typename Op::Compute>));
   }
 

@@ -115,7 +115,7 @@ struct RowTerms {
   RowTerms from(int64_t row) const { return {shift + row, delta + row, norm == nullptr ? nullptr : norm + row}; }
 };
 
-// S, dP -> P (dropped), dS in place, for one segment of scores that aren't plain. Rows are queries, lanes keys. dS is
+// S, dP -> P (dropped), dS in place, for one segment of the generic path. Rows are queries, lanes keys. dS is
 // the gradient of the scaled q k^T; that of the scores as the softmax sees them, which is the bias's, replaces the bias
 // where bias_grad is set.
 template <class Op, class C = typename Op::Compute>
@@ -156,7 +156,7 @@ inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk,
 }
 
 #if defined(__AVX512BF16__)
-// Rows i and i + 1 of dS as plain rows of bfloat16; the second one if it isn't null.
+// Rows i and i + 1 of dS as single rows of bfloat16; the second one if it isn't null.
 inline void store_rows(Simd<float>::V first, Simd<float>::V second, PairDot::Scalar* row, PairDot::Scalar* next) {
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_castsi512_si256(both));
@@ -164,7 +164,7 @@ inline void store_rows(Simd<float>::V first, Simd<float>::V second, PairDot::Sca
 }
 #endif
 
-// P and dS from two products that are still in registers, of plain scores or of those with a bias; packed as Op's
+// P and dS from two products that are still in registers, of the fast path or with a bias; packed as Op's
 // products will read them.
 template <class Op, bool kBias>
 struct GradientTile {
@@ -402,7 +402,7 @@ inline void store_bias_grad(const Backward& p, const BlockPlan& block, int64_t b
 }
 
 #if defined(__AVX512BF16__)
-// P and dS of a segment in the two forms that the bfloat16 products read: pairs of rows, and dS also as plain rows.
+// P and dS of a segment in the two forms that the bfloat16 products read: pairs of rows, and dS also as single rows.
 inline void pack_segment(const Segment& segment, const float* p, const float* ds, PairDot::Scalar* p_pairs,
                          PairDot::Scalar* ds_pairs, PairDot::Scalar* ds_rows) {
   using S = Simd<float>;

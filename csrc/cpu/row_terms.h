@@ -8,7 +8,7 @@ namespace {
 
 // delta and shift of `rows` rows of a head, a vector of rows at a time.
 template <class T, class C>
-inline void compute_terms(const Backward& p, bool plain, int64_t batch, int64_t head, int64_t row, int64_t rows,
+inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int64_t head, int64_t row, int64_t rows,
                           RowTerms<C> terms) {
   using S = Simd<C>;
   using V = typename S::V;
@@ -32,7 +32,7 @@ inline void compute_terms(const Backward& p, bool plain, int64_t batch, int64_t 
     const auto given = [&](const void* vector) {
       return S::load_as(static_cast<const C*>(vector) + base + row, count);
     };
-    const V lse = given(p.lse), scaled = lse * S::set1(plain ? -kLog2E<C> : C(-1));
+    const V lse = given(p.lse), scaled = lse * S::set1(fast_path ? -kLog2E<C> : C(-1));
     const V delta = S::sum_each(product) - (p.grad_lse == nullptr ? S::zero() : given(p.grad_lse));
     S::store_as(terms.shift + base + row, lse == S::set1(-kInfinity<C>) ? lse : scaled, count);
     S::store_as(terms.delta + base + row, delta, count);
@@ -56,21 +56,21 @@ inline bool has_large_lse(const C* lse, int64_t rows) {
 
 // The scores of a segment that has been multiplied, as P will be made of them, into the lanes' maxima and sums of their
 // exponentials: of row `row` and on.
-template <class Op, bool kPlain, class C = typename Op::Compute>
+template <class Op, bool kFastPath, class C = typename Op::Compute>
 inline void add_to_sums(const Score<C>& score, const BandWalk<C>& walk, const Segment& segment, int64_t keys,
                         const C* bias, const LaneBits* mask, const C* scores, C* largest, C* sum) {
   using S = Simd<C>;
   using V = typename S::V;
-  const C factor = kPlain ? score.template product_factor<Op>() : C(1);
-  const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>), unit = S::set1(kPlain ? C(1) : kLog2E<C>);
-  const Exponential<Op, kPlain, Precision::kFull> exponential(factor);
+  const C factor = kFastPath ? score.template product_factor<Op>() : C(1);
+  const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>), unit = S::set1(kFastPath ? C(1) : kLog2E<C>);
+  const Exponential<Op, kFastPath, Precision::kFull> exponential(factor);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t i = 0; i < segment.rows; ++i) {
     V m = S::load(largest + i * S::kLanes), total = S::load(sum + i * S::kLanes);
     for (int64_t v = segment.first; v < segment.last; ++v) {
       const int64_t at = i * kTile<C> + v * S::kLanes;
       V x = S::load(scores + at);
-      if constexpr (!kPlain) x = finish_score(score, x, scale, bias + at);
+      if constexpr (!kFastPath) x = finish_score(score, x, scale, bias + at);
       if (mask != nullptr) x = S::select(mask[i] >> (v * S::kLanes), x, dead);
       if (segment.partial) x = LaneMask<C>({live.begin + i, live.end + i}, v).select(x, dead);
       if ((v + 1) * S::kLanes > keys) x = LaneMask<C>({0, keys}, v).select(x, dead);
@@ -113,13 +113,13 @@ template <class T, class Op, class C = typename Op::Compute>
                                    {q_rows.data + first * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
                                    {scratch.scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
         const int64_t lanes = (segment.row - row) * S::kLanes;
-        const auto add = score.plain() ? add_to_sums<Op, true> : add_to_sums<Op, false>;
+        const auto add = score.fast_path() ? add_to_sums<Op, true> : add_to_sums<Op, false>;
         add(score, walk, segment, keys, scratch.bias + at, bits_from(mask, first), scratch.scores + at, largest + lanes,
             sum + lanes);
       }
     }
   }
-  const V unit = S::set1(score.plain() ? C(1) : kLog2E<C>);
+  const V unit = S::set1(score.fast_path() ? C(1) : kLog2E<C>);
   for (int64_t i = 0; i < rows; ++i) {
     const V of_lanes = S::load(largest + i * S::kLanes), m = S::max_all(of_lanes);
     const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
@@ -133,7 +133,7 @@ template <class T, class Op, class C = typename Op::Compute>
 template <class T, class Op, class C = typename Op::Compute>
 inline void make_terms(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t row,
                        int64_t rows, RowTerms<C> terms) {
-  compute_terms<T>(p, Score<C>(p).plain(), batch, head, row, rows, terms);
+  compute_terms<T>(p, Score<C>(p).fast_path(), batch, head, row, rows, terms);
   if (terms.norm == nullptr) return;
   constexpr int64_t kMost = kBlock<Op> * kTile<C> / (2 * Simd<C>::kLanes);  // rows that scratch has room for
   for (const int64_t end = row + rows; row < end; row += kMost) {

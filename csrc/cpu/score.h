@@ -37,7 +37,7 @@ inline typename Simd<C>::V tanh_lanes(typename Simd<C>::V x) {
   }
 }
 
-// What stands between the product and the softmax. `plain`: nothing but the scale.
+// What stands between the product and the softmax.
 template <class C>
 struct Score {
   // A bool mask keeps scores or excludes them; `mask_added`: it is taken for a bias of 0 and -inf.
@@ -50,17 +50,17 @@ struct Score {
         has_mask(p.bias.data != nullptr && !has_bias),
         dropout(p.dropout_p > 0) {}
 
-  // Nothing but a scale, one that keeps -inf and that an operand can be multiplied by without overflow: the scores then
-  // are in units of log2.
-  bool plain() const { return cap == C(0) && !has_bias && !dropout && scale > C(0) && scale <= C(0x1p64); }
+  // Whether scores take the fast path: nothing but a scale, one that keeps -inf and that an operand can be multiplied
+  // by without overflow. These scores are in the log2 domain. All others take the generic path.
+  bool fast_path() const { return cap == C(0) && !has_bias && !dropout && scale > C(0) && scale <= C(0x1p64); }
 
   // What the operand along the lanes is multiplied by when it is transposed: all of the scale where that costs nothing
   // (16-bit pairs would be rounded), or the sign.
   template <class Op>
   C operand_factor() const {
-    return plain() && Op::kPack == 1 ? signed_scale * kLog2E<C> : C(negate ? -1 : 1);
+    return fast_path() && Op::kPack == 1 ? signed_scale * kLog2E<C> : C(negate ? -1 : 1);
   }
-  // ... and what is left for the products of plain scores.
+  // ... and what is left for the products of the fast path.
   template <class Op>
   C product_factor() const {
     return Op::kPack == 1 ? C(1) : scale * kLog2E<C>;

@@ -92,14 +92,14 @@ inline void store_probabilities(typename Op::V first, typename Op::V second, typ
 
 // P^T = exp(S^T + shift) for rows of a block, with the lanes' sums; dropped and packed as Op needs it, in place: row
 // j / 2 of the pairs is written after rows j and j + 1 have been read.
-template <class Op, bool kPlain, int kVectors>
+template <class Op, bool kFastPath, int kVectors>
 inline void exponentiate(int64_t rows, typename Op::Compute factor, const typename Op::Compute* shift,
                          const typename Op::Compute* keep, const typename Op::Compute* scores,
                          typename Op::Scalar* probabilities, typename Op::Compute* sum) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
-  const Exponential<Op, kPlain, Op::kSums> exponential(factor);
+  const Exponential<Op, kFastPath, Op::kSums> exponential(factor);
   V total[kVectors], part[kVectors];
   for (int v = 0; v < kVectors; ++v) total[v] = S::zero();  // a sum of its own for each block: long rows lose less
   // And for every kPart keys: where many weights are the same (a saturated softcap), so are their rounding errors.
@@ -131,7 +131,7 @@ inline void exponentiate(int64_t rows, typename Op::Compute factor, const typena
 }
 
 // The same for all vectors of a segment that begins at row `row` of its block.
-template <class Op, bool kPlain>
+template <class Op, bool kFastPath>
 inline void exponentiate_segment(const Segment& segment, int64_t row, typename Op::Compute factor,
                                  const typename Op::Compute* shift, const typename Op::Compute* keep,
                                  typename Op::Compute* scores, typename Op::Compute* sum) {
@@ -139,7 +139,7 @@ inline void exponentiate_segment(const Segment& segment, int64_t row, typename O
   for (int64_t v = segment.first; v < segment.last;) {
     const auto part = [&]<int kVectors>() {
       const int64_t lane = v * Simd<C>::kLanes, at = row * kTile<C> + lane;
-      exponentiate<Op, kPlain, kVectors>(
+      exponentiate<Op, kFastPath, kVectors>(
           segment.rows, factor, shift + lane, keep == nullptr ? nullptr : keep + at, scores + at,
           reinterpret_cast<typename Op::Scalar*>(scores) + row / Op::kPack * kTile<C> + lane, sum + lane);
       v += kVectors;
@@ -152,7 +152,7 @@ inline void exponentiate_segment(const Segment& segment, int64_t row, typename O
 
 // exp(S^T + shift) of a block of scores in pairs, dropped, whose rows that all lanes meet are done in steps so small
 // that they hide among the products of the next block.
-template <class Op, bool kPlain>
+template <class Op, bool kFastPath>
 struct PairWeights {
   using C = typename Op::Compute;
   using S = typename Op::S;
@@ -177,12 +177,12 @@ struct PairWeights {
   // Two rows of one vector.
   [[gnu::always_inline]] inline void step() {
     const int64_t row = next / kTileVecs<C> * 2, lane = next % kTileVecs<C> * S::kLanes, at = row * kTile<C> + lane;
-    const Exponential<Op, kPlain, Op::kSums> exponential(factor);
+    const Exponential<Op, kFastPath, Op::kSums> exponential(factor);
     const C* source = scores + at;
     const auto added = S::load(shift + lane);
     auto first = exponential(S::load(source), added), second = exponential(S::load(source + kTile<C>), added);
     S::store(sum + lane, S::load(sum + lane) + (first + second));
-    if (!kPlain && keep != nullptr) {
+    if (!kFastPath && keep != nullptr) {
       first *= S::load(keep + at);
       second *= S::load(keep + at + kTile<C>);
     }
@@ -196,14 +196,14 @@ struct PairWeights {
       Segment segment = block.segment[s];
       const int64_t done = s == 0 ? static_cast<int64_t>(next / kTileVecs<C>) * 2 : 0;
       segment.rows -= done;
-      exponentiate_segment<Op, kPlain>(segment, segment.row - block.row + done, factor, shift, keep, scores, sum);
+      exponentiate_segment<Op, kFastPath>(segment, segment.row - block.row + done, factor, shift, keep, scores, sum);
     }
   }
 };
 
-// S^T to memory, masked by the band, with the maximum per lane. Scores that aren't plain are scaled, and added to the
+// S^T to memory, masked by the band, with the maximum per lane. On the generic path they are scaled, and added to the
 // bias, if any, that lies where they go.
-template <class Op, bool kPlain>
+template <class Op, bool kFastPath>
 struct ScoreTile {
   using C = typename Op::Compute;
   Factors<Op, false> keys_queries;
@@ -215,7 +215,7 @@ struct ScoreTile {
   Range live;            // lanes of the first row
   int64_t vector;
   C *scores, *largest;
-  PairWeights<Op, kPlain>* weights;  // of the block before; a step of them after every `pace` products
+  PairWeights<Op, kFastPath>* weights;  // of the block before; a step of them after every `pace` products
   int64_t pace;
   PrefetchStreams* next;
 
@@ -236,7 +236,7 @@ struct ScoreTile {
     }
     add_products(walk, k, depth, next, score);
     C* target = scores + row * kTile<C> + lane;
-    if constexpr (!kPlain) {
+    if constexpr (!kFastPath) {
       const V factor = S::set1(scale);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
@@ -263,12 +263,12 @@ struct ScoreTile {
 
 // S^T of a block to memory, masked (by `mask`, too, if it isn't null), where `scores` hold its bias if there is one;
 // block_largest is their maximum per lane. For scores without a cap.
-template <class Op, bool kPlain>
+template <class Op, bool kFastPath>
 inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
                          const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
                          int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
                          typename Op::Compute* scores, PrefetchStreams* next = nullptr,
-                         PairWeights<Op, kPlain>* weights = nullptr) {
+                         PairWeights<Op, kFastPath>* weights = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t pace = weights == nullptr ? kPrefetchSteps : weights->pace(block.rows, depth);
@@ -278,19 +278,19 @@ inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
     for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
         segment.rows, segment.last - segment.first,
-        ScoreTile<Op, kPlain>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
-                              depth,
-                              score.scale,
-                              score.has_bias,
-                              bits_from(mask, row),
-                              segment.partial,
-                              walk.live_lanes(segment.row),
-                              segment.first,
-                              scores + row * kTile<C> + lane,
-                              scratch.block_largest + lane,
-                              weights,
-                              pace,
-                              next});
+        ScoreTile<Op, kFastPath>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+                                 depth,
+                                 score.scale,
+                                 score.has_bias,
+                                 bits_from(mask, row),
+                                 segment.partial,
+                                 walk.live_lanes(segment.row),
+                                 segment.first,
+                                 scores + row * kTile<C> + lane,
+                                 scratch.block_largest + lane,
+                                 weights,
+                                 pace,
+                                 next});
   }
 }
 
@@ -342,9 +342,9 @@ template <class C>
   }
 }
 
-// S^T of plain scores turned into P^T while it still is in registers, without its block's maximum: m, which is what is
-// subtracted, need not be the maximum, only near it. A lane that has none yet takes the largest of its first tile with
-// a live key.
+// The fast path: S^T becomes P^T while it still is in registers, before its block's maximum is known. m, which is what
+// is subtracted, need not be the maximum, only near it. A lane that has none yet takes the largest of its first tile
+// with a live key.
 template <class Op>
 struct ProbabilityTile {
   using C = typename Op::Compute;
@@ -470,10 +470,10 @@ inline typename Op::V new_maximum(const ForwardScratch<Op>& scratch, int64_t lan
   return subtracted;
 }
 
-// A block of plain scores by ProbabilityTile: fills scratch.scores with its probabilities, adds up scratch.sum. False
-// if nothing that was summed before is to be rescaled. A lane whose m turns out to be far from its maximum, or that has
-// infinities or NaN, gets the maximum as m and the tiles run again; the other lanes come out as before, so that a
-// query's result never depends on its neighbours. `opening`: a lane may have met no live key yet.
+// A block of the fast path's scores by ProbabilityTile: fills scratch.scores with its probabilities, adds up
+// scratch.sum. False if nothing that was summed before is to be rescaled. A lane whose m turns out to be far from its
+// maximum, or that has infinities or NaN, gets the maximum as m and the tiles run again; the other lanes come out as
+// before, so that a query's result never depends on its neighbours. `opening`: a lane may have met no live key yet.
 template <class Op>
 [[gnu::noinline]] bool probabilities_in_registers(const ForwardScratch<Op>& scratch,
                                                   const Score<typename Op::Compute>& score,
