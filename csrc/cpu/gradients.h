@@ -109,7 +109,7 @@ struct BackwardScratch {
 // What a row of scores needs: P = norm * exp(S + shift), dS = P * (dP - delta).
 template <class C>
 struct RowTerms {
-  C* shift;  // -lse, in the unit of the scores; -inf where the row has no live key
+  C* shift;  // -lse, in the scores' domain; -inf where the row has no live key
   C* delta;  // rowsum(dO * O) - dLSE
   C* norm;   // null: 1 for all rows
   RowTerms from(int64_t row) const { return {shift + row, delta + row, norm == nullptr ? nullptr : norm + row}; }

@@ -62,7 +62,7 @@ inline void add_to_sums(const Score<C>& score, const BandWalk<C>& walk, const Se
   using S = Simd<C>;
   using V = typename S::V;
   const C factor = kFastPath ? score.template product_factor<Op>() : C(1);
-  const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>), unit = S::set1(kFastPath ? C(1) : kLog2E<C>);
+  const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>), to_log2 = S::set1(kFastPath ? C(1) : kLog2E<C>);
   const Exponential<Op, kFastPath, Precision::kFull> exponential(factor);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t i = 0; i < segment.rows; ++i) {
@@ -77,7 +77,7 @@ inline void add_to_sums(const Score<C>& score, const BandWalk<C>& walk, const Se
       const V old = m;
       m = S::max(S::product(x, S::set1(factor)), old);
       const V shift = m == dead ? S::zero() : m;
-      total = S::fma(total, S::exp2((old - shift) * unit), exponential(x, -shift));
+      total = S::fma(total, S::exp2((old - shift) * to_log2), exponential(x, -shift));
     }
     S::store(largest + i * S::kLanes, m);
     S::store(sum + i * S::kLanes, total);
@@ -119,11 +119,11 @@ template <class T, class Op, class C = typename Op::Compute>
       }
     }
   }
-  const V unit = S::set1(score.fast_path() ? C(1) : kLog2E<C>);
+  const V to_log2 = S::set1(score.fast_path() ? C(1) : kLog2E<C>);
   for (int64_t i = 0; i < rows; ++i) {
     const V of_lanes = S::load(largest + i * S::kLanes), m = S::max_all(of_lanes);
     const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
-    const C total = S::sum(S::load(sum + i * S::kLanes) * S::exp2((of_lanes - shift) * unit));
+    const C total = S::sum(S::load(sum + i * S::kLanes) * S::exp2((of_lanes - shift) * to_log2));
     terms.shift[i] = -m[0] < kInfinity<C> ? -m[0] : -kInfinity<C>;
     terms.norm[i] = total == C(0) ? C(1) : C(1) / total;
   }

@@ -1,7 +1,7 @@
 // From raw products to probabilities: scale, softcap, bias and band; and the pieces both passes share.
 //
-// Scores that have a bias or a cap stay in natural units: times log2 e a bias of finfo.min would overflow. Only their
-// difference from the row's maximum is multiplied by log2 e, for exp2.
+// Scores that have a bias or a cap stay in the natural-log domain: times log2 e a bias of finfo.min would overflow.
+// Only their difference from the row's maximum is multiplied by log2 e, for exp2.
 #pragma once
 
 #include <cmath>

@@ -324,8 +324,8 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
   }
 }
 
-// From this score on (in units of log2) what the maximum loses when it is rounded is felt in weights that take it from
-// products which are not: 2^-12 here.
+// From this score on (in the log2 domain) what the maximum loses when it is rounded is felt in weights that take it
+// from products which are not: 2^-12 here.
 inline constexpr float kLargeScore = 0x1p12f;
 
 // Products of a block times `factor`, in place: rounded as the maximum is.
@@ -457,7 +457,7 @@ inline Rows<typename Op::Scalar> packed_rows(const View& view, int64_t heads, in
 
 // Goes over from the maximum `old` to m: `correction` rescales what was summed under the old one. Returns what is to be
 // subtracted: of a lane without any live key so far, whose m is -inf, 0, so that its probabilities are exp(-inf) = 0
-// and not NaN. log2e: of the unit that the scores are in.
+// and not NaN. log2e: what takes the scores' domain to that of log2.
 template <class Op, class C = typename Op::Compute>
 inline typename Op::V new_maximum(const ForwardScratch<Op>& scratch, int64_t lane, typename Op::V old, typename Op::V m,
                                   C log2e) {
