@@ -9,7 +9,7 @@ namespace attnkern {
 
 enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kBool };
 
-// The numbers that make a weight of a score: what an operator takes of them, in its order, as AttentionParams in
+// The numbers that make a probability of a score: what an operator takes of them, in its order, as AttentionParams in
 // attnkern/params.py. ATTNKERN_PARAMS(X) is X(type, name) of each; AS_ARGUMENT and AS_VALUE make a function's
 // parameters of them, after others, and a value of those again.
 #define ATTNKERN_PARAMS(X) \

@@ -70,7 +70,7 @@ inline bool excludes_all_of_rows(const Forward& p, int64_t batch, int64_t head_k
 // kRows queries against keys [key, key + keys), whole vectors of them, all of which they meet, by scores that need
 // nothing but their scale and a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector
 // of keys each, and rows are met in the order of the memory: so neither of the two streams stops for long. A turn's
-// weights become ready while the next one's scores are computed.
+// probabilities become ready while the next one's scores are computed.
 template <class T, class Op, int kRows, int kDim>
 [[gnu::noinline]] void decode_stream(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
                                      int64_t key, int64_t keys) {
@@ -86,7 +86,7 @@ template <class T, class Op, int kRows, int kDim>
   const Score<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
   const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
-  alignas(64) float scores[kRows][kLanes], weights[kRows][kLanes];
+  alignas(64) float scores[kRows][kLanes], probabilities[kRows][kLanes];
   V sums[kRows] = {}, recent[kRows][kVectors] = {};  // of the last keys: sums of longer runs would lose digits
 
   const auto score_turn = [&](const T* row) __attribute__((always_inline)) {
@@ -149,9 +149,9 @@ template <class T, class Op, int kRows, int kDim>
         scratch.largest[r] = m[0];
       }
       const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
-      const V weight = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
-      sums[r] += weight;
-      S::store(weights[r], weight);
+      const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
+      sums[r] += probability;
+      S::store(probabilities[r], probability);
     }
     if (j + kLanes < keys) score_turn(k + (j + kLanes) * k_stride);
 #pragma GCC unroll 4
@@ -161,7 +161,7 @@ template <class T, class Op, int kRows, int kDim>
       for (int c = 0; c < kVectors; ++c) {
         const V value = S::load_as(v + c * kLanes);
 #pragma GCC unroll 2
-        for (int r = 0; r < kRows; ++r) recent[r][c] = S::fma(S::set1(weights[r][i]), value, recent[r][c]);
+        for (int r = 0; r < kRows; ++r) recent[r][c] = S::fma(S::set1(probabilities[r][i]), value, recent[r][c]);
       }
     }
   }
@@ -266,7 +266,7 @@ template <int64_t kKeysOfBlock, class T, class Op>
       auto* out = scratch.out + r * scratch.out_step + v * S::kLanes;
       S::store(out, S::load(out) * S::set1(scratch.factor[r]));
     }
-  const auto* weights = reinterpret_cast<const Scalar*>(scratch.scores);
+  const auto* probabilities = reinterpret_cast<const Scalar*>(scratch.scores);
   // What several runs of rows read again and again is to stay in the first-level cache.
   const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
   for (int64_t j = 0; j < keys; j += portion) {
@@ -279,12 +279,13 @@ template <int64_t kKeysOfBlock, class T, class Op>
       PrefetchByRow next(prefetch, prefetch_calls_of_pass<kTileRows * 2, 2>(rows, wide, pairs));
       for_tiles<kTileRows * 2, 2, 1>(
           rows, wide,
-          ValuePairsTile<kKeysOfBlock>{weights + j / 2, at<T>(p.v, batch, head_v, key + j), p.v.stride[2], now,
+          ValuePairsTile<kKeysOfBlock>{probabilities + j / 2, at<T>(p.v, batch, head_v, key + j), p.v.stride[2], now,
                                        p.head_dim_v, scratch.out, scratch.out_step, &next});
 #endif
     } else {
       const auto values = operand_rows<Op, T>(p.v, batch, head_v, key + j, now, p.head_dim_v, scratch.block, true);
-      gemm_prefetching<typename Op::Product>(rows, vectors, now, {weights + j, kKeysOfBlock, values.data, values.step},
+      gemm_prefetching<typename Op::Product>(rows, vectors, now,
+                                             {probabilities + j, kKeysOfBlock, values.data, values.step},
                                              {scratch.out, scratch.out_step, Epilogue::kAdd, nullptr}, prefetch);
     }
   }
@@ -344,11 +345,11 @@ inline void add_values(const C* p, int64_t rows, const T* v, int64_t v_stride, i
   while (c < columns) pass.template operator()<1, 4>();
 }
 
-// Products of a block to weights under the rows' new maximum, in bfloat16 if `rounded`; rescales the sums so far, adds
-// to them, and leaves in scratch.factor what is to rescale the output.
+// Products of a block to probabilities under the rows' new maximum, in bfloat16 if `rounded`; rescales the sums so far,
+// adds to them, and leaves in scratch.factor what is to rescale the output.
 template <int64_t kKeysOfBlock, class T, class Op>
-void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t key,
-                   int64_t keys, bool rounded) {
+void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t key,
+                         int64_t keys, bool rounded) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
@@ -357,7 +358,7 @@ void block_weights(const Forward& p, const DecodeScratch<Op>& scratch, int64_t b
   if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key, keys);
   for (int64_t g = 0; g < group && score.dropout; ++g)
     for (int64_t first = 0; first < keys; first += kTile<C>)
-      // (Whole vectors of it: the weights after the last key are to be numbers, where keys come in pairs.)
+      // (Whole vectors of it: the probabilities after the last key are to be numbers, where keys come in pairs.)
       dropout_tile<C>(p, 2, batch, head_k * group + g, 0, p.seqlen_q, key + first,
                       round_up(min64(kTile<C>, keys - first), S::kLanes),
                       scratch.keep + in_tiles<C>(g * p.seqlen_q, rows, first));
@@ -418,7 +419,7 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   static_assert(kKeysOfBlock % kTile<float> == 0);
   const int64_t rows = p.heads_q / p.heads_k * p.seqlen_q;
   begin_part<T>(p, scratch, batch, head_k);
-  // (Few rows of bfloat16 wait for memory anyway, and keep their weights' digits.)
+  // (Few rows of bfloat16 wait for memory anyway, and keep their probabilities' digits.)
   const bool by_score_tiles = kKeysOfBlock == kDecodeKeys && rows >= kRowsForScoreTiles<T, Op>,
              by_value_tiles =
                  rows >= kRowsForValueTiles<T, Op> && (Op::kPack == 1 || reads_in_place(p.v, p.head_dim_v));
@@ -462,7 +463,7 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
                                                in_place ? some : PrefetchAhead{}, scratch.scores + j);
             }
           });
-    block_weights<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
+    block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
     if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
     else
       with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block,

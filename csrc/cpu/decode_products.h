@@ -118,9 +118,9 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
         for (int c = 0; c < kVectors; ++c) value[c] = load(c);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-          const V weight = S::set1(p[r * kKeysOfBlock + j]);
+          const V probability = S::set1(p[r * kKeysOfBlock + j]);
 #pragma GCC unroll 8
-          for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(weight, value[c], sum[r][c]);
+          for (int c = 0; c < kVectors; ++c) sum[r][c] = S::fma(probability, value[c], sum[r][c]);
         }
       }
     };
@@ -176,7 +176,7 @@ inline void gemm_prefetching(int64_t rows, int64_t vectors, int64_t depth, const
 // "vector" is one of 32 columns here, two of `out`.
 template <int64_t kKeysOfBlock>
 struct ValuePairsTile {
-  const uint32_t* p;  // pairs of weights
+  const uint32_t* p;  // pairs of probabilities
   const BFloat16* v;
   int64_t v_stride, keys, columns;
   float* out;
@@ -190,7 +190,7 @@ struct ValuePairsTile {
     for (int c = 0; c < kVectors; ++c)
       mask[c] = static_cast<__mmask32>((uint64_t{1} << min64(32, columns - (vector + c) * 32)) - 1);
     S::V sum[kRows][2 * kVectors] = {};
-    const uint32_t* weights = p + row * kKeysOfBlock;
+    const uint32_t* probabilities = p + row * kKeysOfBlock;
     const BFloat16* source = v + vector * 32;
     PrefetchByRow next = *prefetch;
     const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
@@ -205,12 +205,12 @@ struct ValuePairsTile {
       }
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
-        const __m512i pair = PairDot::broadcast(weights + r * kKeysOfBlock);
+        const __m512i pair = PairDot::broadcast(probabilities + r * kKeysOfBlock);
 #pragma GCC unroll 4
         for (int c = 0; c < 2 * kVectors; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], pair, value[c]);
       }
       source += 2 * v_stride;
-      ++weights;
+      ++probabilities;
     };
     for (int64_t j = 0; j < keys / 2;) {
       for (const int64_t end = min64(keys / 2, j + kPrefetchSteps); j < end; ++j) step.template operator()<true>();

@@ -53,19 +53,19 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     started = true;
   };
 
-  // Weights that are rounded to bfloat16 lose least if the largest is 1: scores in pairs wait for their block's maximum
-  // in memory, and become weights while the next block's products run.
+  // Probabilities that are rounded to bfloat16 lose least if the largest is 1: scores in pairs wait for their block's
+  // maximum in memory, and become probabilities while the next block's products run.
   const bool waits = Op::kPack == 2 && score.cap == C(0);
   const C factor = kFastPath ? score.template product_factor<Op>() : C(1);
-  PairWeights<Op, kFastPath> weights;
+  PairProbabilities<Op, kFastPath> probabilities;
   C* scores = scratch.scores;
   BlockPlan plans[2], *block = plans, *waiting = nullptr;
   const auto finish_waiting = [&] {
     if (waiting == nullptr) return;
-    weights.finish(*waiting);
+    probabilities.finish(*waiting);
     for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes)
       S::store(scratch.sum + lane, S::load(scratch.sum + lane) + S::load(scratch.block_sum + lane));
-    accumulate(*waiting, weights.scores, true);
+    accumulate(*waiting, probabilities.scores, true);
   };
   BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
   const bool prefetches_bias = p.bias.data != nullptr && has_bias_rows(p);
@@ -82,7 +82,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
     PrefetchStreams prefetch, *next = nullptr;  // of the next block K, V and the mask or bias
     if (prefetches || prefetches_bias) {
-      const int64_t row = block->row + block->rows, steps = weights.pace(block->rows, depth);
+      const int64_t row = block->row + block->rows, steps = probabilities.pace(block->rows, depth);
       const int64_t calls =
           max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
       if (prefetches) {
@@ -96,7 +96,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     }
     if (waits) {
       if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block->row, block->rows, query, queries, scores);
-      store_scores<Op, kFastPath>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next, &weights);
+      store_scores<Op, kFastPath>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next,
+                                  &probabilities);
       finish_waiting();
       if (score.dropout) dropout_tile<C>(p, 3, batch, head, block->row, block->rows, query, queries, scratch.keep);
       auto small = S::zero() == S::zero();
@@ -109,9 +110,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       }
       const bool scaled = kFastPath && !S::all(small);
       if (scaled) scale_scores<C>(*block, factor, scores);
-      weights = {scaled ? C(1) : factor, scratch.shift, score.dropout ? scratch.keep : nullptr, scores,
-                 scratch.block_sum};
-      weights.begin(*block);
+      probabilities = {scaled ? C(1) : factor, scratch.shift, score.dropout ? scratch.keep : nullptr, scores,
+                       scratch.block_sum};
+      probabilities.begin(*block);
       waiting = block;
       block = block == plans ? plans + 1 : plans;
       scores = scratch.scores + (scores == scratch.scores ? kBlock<Op> * kTile<C> : 0);

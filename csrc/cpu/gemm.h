@@ -32,12 +32,12 @@ struct Dot {
   static V load(const Scalar* b) { return S::load(b); }
   static V broadcast(const Scalar* a) { return S::set1(*a); }
   static V accumulate(V sum, V a, V b) { return S::fma(a, b, sum); }
-  static constexpr Precision kSums = Precision::kFull, kWeights = Precision::kFull;  // of exponentials
+  static constexpr Precision kSums = Precision::kFull, kProbabilities = Precision::kFull;  // of exponentials
 };
 
 // For 16-bit elements that are converted to float32.
 struct ConvertedDot : Dot<float> {
-  static constexpr Precision kSums = Precision::kSum, kWeights = Precision::kSum;
+  static constexpr Precision kSums = Precision::kSum, kProbabilities = Precision::kSum;
 };
 
 #if defined(__AVX512BF16__)
@@ -56,7 +56,7 @@ struct PairDot {
     return _mm512_set1_epi32(pair);
   }
   static V accumulate(V sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  static constexpr Precision kSums = Precision::kSum, kWeights = Precision::kWeight;
+  static constexpr Precision kSums = Precision::kSum, kProbabilities = Precision::kProbability;
 };
 #endif
 

@@ -215,7 +215,7 @@ struct GradientTile {
     exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
     if (partial) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     // A bias may have a gradient in float32, whatever the elements are.
-    const Exponential<Op, !kBias, kBias ? Op::kSums : Op::kWeights> exponential(factor);
+    const Exponential<Op, !kBias, kBias ? Op::kSums : Op::kProbabilities> exponential(factor);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const V shift = S::set1(terms.shift[row + r]), delta = S::set1(terms.delta[row + r]);

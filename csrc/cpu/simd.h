@@ -49,9 +49,9 @@ inline constexpr int kMostRows = 8;  // of a register tile that is narrow
 
 // Of exponentials of floats. What is rounded to bfloat16 needs few digits; the sum of such numbers needs more.
 enum class Precision {
-  kFull,    // 1 ulp
-  kSum,     // relative error of 2e-7
-  kWeight,  // relative error of 1e-4
+  kFull,         // 1 ulp
+  kSum,          // relative error of 2e-7
+  kProbability,  // relative error of 1e-4
 };
 
 struct BFloat16 {
@@ -278,7 +278,7 @@ struct Simd {
   template <Precision kPrecision>
   static V exp2_polynomial(V f) {
     static_assert(sizeof(C) == 4 || kPrecision == Precision::kFull);
-    if constexpr (kPrecision == Precision::kWeight) {
+    if constexpr (kPrecision == Precision::kProbability) {
       V p = set1(5.500814e-02f);
       p = fma(p, f, set1(2.42209e-01f));
       p = fma(p, f, set1(6.932828e-01f));

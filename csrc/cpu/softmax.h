@@ -1,4 +1,4 @@
-// From products to weights: masked, under a running maximum, dropped and packed as the next product reads them.
+// From products to probabilities: masked, under a running maximum, dropped and packed as the next product reads them.
 #pragma once
 
 #include "score.h"
@@ -102,7 +102,8 @@ inline void exponentiate(int64_t rows, typename Op::Compute factor, const typena
   const Exponential<Op, kFastPath, Op::kSums> exponential(factor);
   V total[kVectors], part[kVectors];
   for (int v = 0; v < kVectors; ++v) total[v] = S::zero();  // a sum of its own for each block: long rows lose less
-  // And for every kPart keys: where many weights are the same (a saturated softcap), so are their rounding errors.
+  // And for every kPart keys: where many probabilities are the same (a saturated softcap), so are their rounding
+  // errors.
   constexpr int64_t kPart = 16;
   for (int64_t begin = 0; begin < rows; begin += kPart) {
     for (int v = 0; v < kVectors; ++v) part[v] = S::zero();
@@ -153,7 +154,7 @@ inline void exponentiate_segment(const Segment& segment, int64_t row, typename O
 // exp(S^T + shift) of a block of scores in pairs, dropped, whose rows that all lanes meet are done in steps so small
 // that they hide among the products of the next block.
 template <class Op, bool kFastPath>
-struct PairWeights {
+struct PairProbabilities {
   using C = typename Op::Compute;
   using S = typename Op::S;
   using Scalar = typename Op::Scalar;
@@ -215,7 +216,7 @@ struct ScoreTile {
   Range live;            // lanes of the first row
   int64_t vector;
   C *scores, *largest;
-  PairWeights<Op, kFastPath>* weights;  // of the block before; a step of them after every `pace` products
+  PairProbabilities<Op, kFastPath>* probabilities;  // of the block before; a step of them after every `pace` products
   int64_t pace;
   PrefetchStreams* next;
 
@@ -228,9 +229,9 @@ struct ScoreTile {
     Walk<Op, false> walk(keys_queries, row, lane);
     int64_t k = 0;
     if constexpr (Op::kPack == 2) {
-      while (k < depth && weights->next < weights->end) {
+      while (k < depth && probabilities->next < probabilities->end) {
         for (const int64_t end = min64(depth, k + pace); k < end; ++k) walk.step(score);
-        weights->step();
+        probabilities->step();
         if (next != nullptr) next->prefetch();
       }
     }
@@ -268,10 +269,10 @@ inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename
                          const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
                          int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
                          typename Op::Compute* scores, PrefetchStreams* next = nullptr,
-                         PairWeights<Op, kFastPath>* weights = nullptr) {
+                         PairProbabilities<Op, kFastPath>* probabilities = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  const int64_t pace = weights == nullptr ? kPrefetchSteps : weights->pace(block.rows, depth);
+  const int64_t pace = probabilities == nullptr ? kPrefetchSteps : probabilities->pace(block.rows, depth);
   for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
@@ -288,7 +289,7 @@ inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename
                                  segment.first,
                                  scores + row * kTile<C> + lane,
                                  scratch.block_largest + lane,
-                                 weights,
+                                 probabilities,
                                  pace,
                                  next});
   }
@@ -324,8 +325,8 @@ inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, con
   }
 }
 
-// From this score on (in the log2 domain) what the maximum loses when it is rounded is felt in weights that take it
-// from products which are not: 2^-12 here.
+// From this score on (in the log2 domain) what the maximum loses when it is rounded is felt in probabilities that take
+// it from products which are not: 2^-12 here.
 inline constexpr float kLargeScore = 0x1p12f;
 
 // Products of a block times `factor`, in place: rounded as the maximum is.
