@@ -43,7 +43,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
-  const Score<C> score(p);
+  const ScoreParams<C> score(p);
   const Wanted wanted(p);
   const int64_t group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
   const int64_t columns = (p.head_dim + S::kLanes - 1) / S::kLanes;

@@ -22,7 +22,7 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
     const BackwardScratch<Op> scratch(memory, p);
     C* sum = reinterpret_cast<C*>(static_cast<char*>(memory) + scratch_bytes);  // [query][lane]
     for (int64_t i = 0; i < sums; ++i) sum[i] = C(0);
-    const Score<C> score(p);
+    const ScoreParams<C> score(p);
     const int64_t tile = task % tiles, span = task / tiles % spans, bias_index = task / tiles / spans;
     const int64_t bias_head = bias_index % p.bias_size[1], bias_batch = bias_index / p.bias_size[1];
     const Range queries = per_query ? Range{span * kSpan, min64((span + 1) * kSpan, p.seqlen_q)} : Range{0, p.seqlen_q};

@@ -83,7 +83,7 @@ template <class T, class Op, int kRows, int kDim>
   const T* k = at<T>(p.k, batch, head_k, key);
   const T* v = at<T>(p.v, batch, head_k, key);
   const int64_t k_stride = p.k.stride[2], v_stride = p.v.stride[2];
-  const Score<float> score(p, true);
+  const ScoreParams<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
   const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
   alignas(64) float scores[kRows][kLanes], probabilities[kRows][kLanes];
@@ -178,8 +178,8 @@ template <class T, class Op>
 DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
   using C = typename Op::Compute;
   if constexpr (Simd<C>::kLanes == 16) {
-    if (const Score<C> score(p); score.cap != C(0) || score.dropout || p.head_dim != p.head_dim_v ||
-                                 !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
+    if (const ScoreParams<C> score(p); score.cap != C(0) || score.dropout || p.head_dim != p.head_dim_v ||
+                                       !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
       return nullptr;
     const auto of_size = [&]<int kDim>() -> DecodeStream<T, Op> {
       if (rows == 1) return decode_stream<T, Op, 1, kDim>;
@@ -353,7 +353,7 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
-  const Score<C> score(p, true);
+  const ScoreParams<C> score(p, true);
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key, keys);
   for (int64_t g = 0; g < group && score.dropout; ++g)

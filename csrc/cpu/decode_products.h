@@ -153,7 +153,7 @@ struct PrefetchingTile {
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
-    Walk<Op, false> walk(factors, row, vector * Op::S::kLanes);
+    ProductWalk<Op, false> walk(factors, row, vector * Op::S::kLanes);
     PrefetchByLine next = *prefetch;  // in registers
     add_products(walk, 0, depth, &next, sum);
     *prefetch = next;

@@ -23,7 +23,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   using S = Simd<C>;
   using V = typename S::V;
   using Scalar = typename Op::Scalar;
-  const Score<C> score(p);
+  const ScoreParams<C> score(p);
   const int64_t head_k = head / (p.heads_q / p.heads_k), head_v = head / (p.heads_q / p.heads_v);
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
@@ -212,7 +212,7 @@ void forward(const Forward& p, const Runtime& runtime) {
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
   const int64_t far = tiles <= 4 ? kFarBytes / 4 : kFarBytes;  // few tiles hardly bring it nearer
   const bool prefetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
-  const bool fast_path = Score<C>(p).fast_path();
+  const bool fast_path = ScoreParams<C>(p).fast_path();
   const ForwardScratch<Op> sizes(nullptr, p);
   // Values in pairs, or values and keys converted, where a head has more tiles than one.
   const int64_t copies = tiles <= 1 ? 0 : kConverts<T, Op> ? 2 : Op::kPack == 2 ? 1 : 0;

@@ -96,10 +96,10 @@ struct Factors {
 
 // The place in such a product where a register tile is at work.
 template <class Op, bool kUnitRows>
-class Walk {
+class ProductWalk {
  public:
   using Scalar = typename Op::Scalar;
-  Walk(const Factors<Op, kUnitRows>& factors, int64_t row, int64_t lane)
+  ProductWalk(const Factors<Op, kUnitRows>& factors, int64_t row, int64_t lane)
       : a_(factors.row(row)),
         far_(factors.row(row + kFar)),
         b_(factors.b + lane),
@@ -191,7 +191,7 @@ inline constexpr int64_t kPrefetchSteps = 8;
 
 // The terms [k, depth) of a register tile's sums; `next`, what is to be prefetched meanwhile, may be null.
 template <class Op, bool kUnitRows, int kRows, int kVectors, class Prefetch>
-[[gnu::always_inline]] inline void add_terms(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Prefetch* next,
+[[gnu::always_inline]] inline void add_terms(ProductWalk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Prefetch* next,
                                              typename Op::V (&sum)[kRows][kVectors]) {
   if (next == nullptr) {
     for (; k < depth; ++k) walk.step(sum);
@@ -208,7 +208,8 @@ inline constexpr int64_t kLongestSum = 128;
 
 // All sums of a tile in memory: registers hold those of a part.
 template <class Op, int kRows, int kVectors, bool kUnitRows, class Prefetch>
-[[gnu::noinline]] void add_parts(Walk<Op, kUnitRows> walk, int64_t depth, Prefetch* next, typename Op::V* total) {
+[[gnu::noinline]] void add_parts(ProductWalk<Op, kUnitRows> walk, int64_t depth, Prefetch* next,
+                                 typename Op::V* total) {
   for (int64_t k = 0; k < depth; k += kLongestSum) {
     typename Op::V sum[kRows][kVectors] = {};
     add_terms(walk, 0, depth - k < kLongestSum ? depth - k : kLongestSum, next, sum);
@@ -222,8 +223,8 @@ template <class Op, int kRows, int kVectors, bool kUnitRows, class Prefetch>
 
 // The sums of a register tile from step k on, before which it has added what `sum` holds: nothing, where sums are long.
 template <class Op, bool kUnitRows, int kRows, int kVectors, class Prefetch>
-[[gnu::always_inline]] inline void add_products(Walk<Op, kUnitRows>& walk, int64_t k, int64_t depth, Prefetch* next,
-                                                typename Op::V (&sum)[kRows][kVectors]) {
+[[gnu::always_inline]] inline void add_products(ProductWalk<Op, kUnitRows>& walk, int64_t k, int64_t depth,
+                                                Prefetch* next, typename Op::V (&sum)[kRows][kVectors]) {
   if constexpr (Op::kSums == Precision::kFull) {  // otherwise nothing is felt of it
     if (depth > kLongestSum) [[unlikely]] {
       typename Op::V total[kRows * kVectors];
@@ -287,7 +288,7 @@ struct ProductTile {
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
-    Walk<Op, kUnitRows> walk(factors, row, vector * Op::S::kLanes);
+    ProductWalk<Op, kUnitRows> walk(factors, row, vector * Op::S::kLanes);
     add_products(walk, 0, depth, static_cast<PrefetchByLine*>(nullptr), sum);
     target.take(sum, row, vector);
   }
@@ -316,7 +317,7 @@ struct SegmentsTile {
       const int64_t k = (segment[s].row - begin) / Op::kPack, depth = (segment[s].rows + Op::kPack - 1) / Op::kPack;
       const int64_t first = segment[s].first - vector, last = segment[s].last - vector;
       const auto add = [&]<int kFirst, int kLast>() __attribute__((always_inline)) {
-        Walk<Op, true> walk(factors.from(k), row, vector * Op::S::kLanes);
+        ProductWalk<Op, true> walk(factors.from(k), row, vector * Op::S::kLanes);
         for (int64_t i = 0; i < depth; ++i) walk.template step<kRows, kVectors, kFirst, kLast>(sum);
       };
       for_vectors<0, kVectors, kVectors>(first, last, add);

@@ -92,7 +92,7 @@ struct BackwardScratch {
     ds_rows = arena.take<Scalar>(pairs * kBlock<Op> * kTile<C> / 2);
     scores = arena.take<C>(kBlock<Op> * kTile<C>);
     grad_scores = arena.take<C>(kBlock<Op> * kTile<C>);
-    bias = arena.take<C>(Score<C>(p).has_bias ? kBlock<Op> * kTile<C> : 0);
+    bias = arena.take<C>(ScoreParams<C>(p).has_bias ? kBlock<Op> * kTile<C> : 0);
     mask = arena.take<LaneBits>(kBlock<Op>);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
     dk = arena.take<C>(p.head_dim * kTile<C>);
@@ -119,7 +119,7 @@ struct RowTerms {
 // the gradient of the scaled q k^T; that of the scores as the softmax sees them, which is the bias's, replaces the bias
 // where bias_grad is set.
 template <class Op, class C = typename Op::Compute>
-inline void differentiate_scores(const Score<C>& score, const BandWalk<C>& walk, const Segment& segment,
+inline void differentiate_scores(const ScoreParams<C>& score, const BandWalk<C>& walk, const Segment& segment,
                                  RowTerms<C> terms, C* bias, bool bias_grad, const LaneBits* mask, const C* keep,
                                  C* scores, C* grad_scores) {
   using S = Simd<C>;
@@ -191,7 +191,7 @@ struct GradientTile {
     using V = typename S::V;
     const int64_t lane = first_vector * S::kLanes;
     V score[kRows][kVectors] = {}, grad_p[kRows][kVectors] = {};
-    Walk<Op, false> first(q_k, row, lane), second(grad_v, row, lane);
+    ProductWalk<Op, false> first(q_k, row, lane), second(grad_v, row, lane);
     int64_t k = 0;
     // Side by side: either alone has too few sums for the latency of its instruction.
     const bool pays = (Op::kPack == 2 || kVectors == 1) && max64(depth, depth_v) <= kLongestSum;
@@ -293,7 +293,7 @@ inline PrefetchStreams biases_to_prefetch(const Backward& p, const BlockPlan& bl
 
 // P and dS of one block of queries against the tile of keys in scratch, by GradientTile.
 template <class Op, bool kBias>
-inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const ScoreParams<typename Op::Compute>& score,
                                    const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t depth,
                                    int64_t depth_v, RowTerms<typename Op::Compute> terms,
                                    Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows,
@@ -331,10 +331,11 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
 // The scores of one block of queries against the tile of keys in scratch: fills scratch.scores with P and
 // scratch.grad_scores with dS for the block's segments (and scratch.bias with d(bias), if bias_grad).
 template <class T, class Op>
-inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
-                        const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t batch, int64_t head,
-                        int64_t key, int64_t keys, RowTerms<typename Op::Compute> terms, bool need_ds, bool bias_grad,
-                        const LaneBits* mask, Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
+inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch,
+                        const ScoreParams<typename Op::Compute>& score, const BandWalk<typename Op::Compute>& walk,
+                        const BlockPlan& block, int64_t batch, int64_t head, int64_t key, int64_t keys,
+                        RowTerms<typename Op::Compute> terms, bool need_ds, bool bias_grad, const LaneBits* mask,
+                        Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
@@ -361,7 +362,7 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch, c
 // scratch <- K^T and V^T of a tile of keys, with the scale, as far as it belongs there, in K^T.
 template <class T, class Op>
 inline void load_key_tile(const Backward& p, const BackwardScratch<Op>& scratch,
-                          const Score<typename Op::Compute>& score, int64_t batch, int64_t head, int64_t key,
+                          const ScoreParams<typename Op::Compute>& score, int64_t batch, int64_t head, int64_t key,
                           int64_t keys) {
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
   transpose_tile<Op>(operand_rows<Op, T>(p.k, batch, head, key, keys, p.head_dim, scratch.q_rows), keys, depth,

@@ -57,7 +57,7 @@ inline bool has_large_lse(const C* lse, int64_t rows) {
 // The scores of a segment that has been multiplied, as P will be made of them, into the lanes' maxima and sums of their
 // exponentials: of row `row` and on.
 template <class Op, bool kFastPath, class C = typename Op::Compute>
-inline void add_to_sums(const Score<C>& score, const BandWalk<C>& walk, const Segment& segment, int64_t keys,
+inline void add_to_sums(const ScoreParams<C>& score, const BandWalk<C>& walk, const Segment& segment, int64_t keys,
                         const C* bias, const LaneBits* mask, const C* scores, C* largest, C* sum) {
   using S = Simd<C>;
   using V = typename S::V;
@@ -90,7 +90,7 @@ template <class T, class Op, class C = typename Op::Compute>
                                        int64_t head, int64_t row, int64_t rows, RowTerms<C> terms) {
   using S = Simd<C>;
   using V = typename S::V;
-  const Score<C> score(p);
+  const ScoreParams<C> score(p);
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
   C *largest = scratch.grad_scores, *sum = largest + rows * S::kLanes;
   for (int64_t i = 0; i < rows * S::kLanes; ++i) largest[i] = -kInfinity<C>, sum[i] = C(0);
@@ -133,7 +133,7 @@ template <class T, class Op, class C = typename Op::Compute>
 template <class T, class Op, class C = typename Op::Compute>
 inline void make_terms(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t row,
                        int64_t rows, RowTerms<C> terms) {
-  compute_terms<T>(p, Score<C>(p).fast_path(), batch, head, row, rows, terms);
+  compute_terms<T>(p, ScoreParams<C>(p).fast_path(), batch, head, row, rows, terms);
   if (terms.norm == nullptr) return;
   constexpr int64_t kMost = kBlock<Op> * kTile<C> / (2 * Simd<C>::kLanes);  // rows that scratch has room for
   for (const int64_t end = row + rows; row < end; row += kMost) {

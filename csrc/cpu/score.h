@@ -39,9 +39,9 @@ inline typename Simd<C>::V tanh_lanes(typename Simd<C>::V x) {
 
 // What stands between the product and the softmax.
 template <class C>
-struct Score {
+struct ScoreParams {
   // A bool mask keeps scores or excludes them; `mask_added`: it is taken for a bias of 0 and -inf.
-  explicit Score(const Attention& p, bool mask_added = false)
+  explicit ScoreParams(const Attention& p, bool mask_added = false)
       : signed_scale(static_cast<C>(p.softmax_scale)),
         scale(p.softmax_scale < 0 ? -signed_scale : signed_scale),
         negate(p.softmax_scale < 0),
@@ -77,8 +77,8 @@ struct Score {
 // Products to scores: scaled (by score.scale or its signed form), capped, biased. `bias` is read if there is one; *t is
 // the cap's tanh, for its derivative 1 - t^2.
 template <class C>
-inline typename Simd<C>::V finish_score(const Score<C>& score, typename Simd<C>::V product, typename Simd<C>::V scale,
-                                        const C* bias, typename Simd<C>::V* t = nullptr) {
+inline typename Simd<C>::V finish_score(const ScoreParams<C>& score, typename Simd<C>::V product,
+                                        typename Simd<C>::V scale, const C* bias, typename Simd<C>::V* t = nullptr) {
   using S = Simd<C>;
   typename S::V x = product * scale;
   if (score.cap != C(0)) {

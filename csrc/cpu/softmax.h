@@ -59,7 +59,7 @@ struct ForwardScratch {
     rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
     scores = arena.take<C>(Op::kPack * kBlock<Op> * kTile<C>);  // in pairs: of two blocks
     mask = arena.take<LaneBits>(kBlock<Op>);
-    bias = arena.take<C>(Score<C>(p).has_bias && p.softcap != 0 ? kBlock<Op> * kTile<C> : 0);
+    bias = arena.take<C>(ScoreParams<C>(p).has_bias && p.softcap != 0 ? kBlock<Op> * kTile<C> : 0);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
     out = arena.take<C>(p.head_dim_v * kTile<C>);
     largest = arena.take<C>(kTile<C>);
@@ -226,7 +226,7 @@ struct ScoreTile {
     using V = typename S::V;
     V score[kRows][kVectors] = {};
     const int64_t lane = first_vector * S::kLanes;
-    Walk<Op, false> walk(keys_queries, row, lane);
+    ProductWalk<Op, false> walk(keys_queries, row, lane);
     int64_t k = 0;
     if constexpr (Op::kPack == 2) {
       while (k < depth && probabilities->next < probabilities->end) {
@@ -265,7 +265,7 @@ struct ScoreTile {
 // S^T of a block to memory, masked (by `mask`, too, if it isn't null), where `scores` hold its bias if there is one;
 // block_largest is their maximum per lane. For scores without a cap.
 template <class Op, bool kFastPath>
-inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename Op::Compute>& score,
+inline void store_scores(const ForwardScratch<Op>& scratch, const ScoreParams<typename Op::Compute>& score,
                          const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
                          int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
                          typename Op::Compute* scores, PrefetchStreams* next = nullptr,
@@ -297,8 +297,8 @@ inline void store_scores(const ForwardScratch<Op>& scratch, const Score<typename
 
 // Products -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`.
 template <class C>
-inline void transform_scores(const Score<C>& score, const BandWalk<C>& walk, const BlockPlan& block, const C* bias,
-                             const LaneBits* mask, C* scores, C* largest) {
+inline void transform_scores(const ScoreParams<C>& score, const BandWalk<C>& walk, const BlockPlan& block,
+                             const C* bias, const LaneBits* mask, C* scores, C* largest) {
   using S = Simd<C>;
   using V = typename S::V;
   const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>);
@@ -365,7 +365,7 @@ struct ProbabilityTile {
     using V = typename S::V;
     V score[kRows][kVectors] = {};
     const int64_t lane = first_vector * S::kLanes;
-    Walk<Op, false> walk(keys_queries, row, lane);
+    ProductWalk<Op, false> walk(keys_queries, row, lane);
     add_products(walk, 0, depth, next, score);
     const V dead = S::set1(-kInfinity<C>);
     exclude_tile<C>(score, bits_from(mask, row), vector + first_vector, dead);
@@ -477,7 +477,7 @@ inline typename Op::V new_maximum(const ForwardScratch<Op>& scratch, int64_t lan
 // before, so that a query's result never depends on its neighbours. `opening`: a lane may have met no live key yet.
 template <class Op>
 [[gnu::noinline]] bool probabilities_in_registers(const ForwardScratch<Op>& scratch,
-                                                  const Score<typename Op::Compute>& score,
+                                                  const ScoreParams<typename Op::Compute>& score,
                                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                   int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
                                                   const LaneBits* mask, PrefetchStreams* next, bool& opening) {
@@ -541,7 +541,7 @@ template <class Op>
 // The same for all other scores, through memory and with the exact maximum.
 template <class T, class Op>
 [[gnu::noinline]] void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
-                                                    const Score<typename Op::Compute>& score,
+                                                    const ScoreParams<typename Op::Compute>& score,
                                                     const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                     int64_t batch, int64_t head, int64_t query, int64_t queries,
                                                     int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
