@@ -386,10 +386,10 @@ def main(only: Sequence[str] | None = None, seconds: float = SECONDS) -> int:
     wrong = [outcome.name for outcome in outcomes if not outcome.ok]
     kernels = [outcome.name for outcome in outcomes if outcome.name != "reference"]
     if wrong:
-        verdict = f"NOT RIGHT: {', '.join(wrong)}. Please report it, with all of the above"
+        status = f"NOT RIGHT: {', '.join(wrong)}. Please report it, with all of the above"
     elif not kernels:
-        verdict = "no kernels here: plain torch computes everything, slowly"
+        status = "no kernels here: plain torch computes everything, slowly"
     else:
-        verdict = "right: all that can run here"
-    print(f"\n{'verdict':<20} {verdict}")
+        status = "right: all that can run here"
+    print(f"\n{'status':<20} {status}")
     return 1 if wrong or not kernels else 0

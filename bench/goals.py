@@ -3,7 +3,7 @@
 Ratios are F.sdpa's time over ours, set for torch 2.13 on a two-core AVX-512 machine (Zen 5), where they ask for at most
 0.89 of the peak. The share of the measured peak is the safer gate: it moves neither with torch nor with the machine. A
 row fails when it falls under 0.93 of a goal twice in a row; if only because the ratio would take more than the peak,
-F.sdpa being nearer to it where this runs, it is called beyond.
+F.sdpa being nearer to it where this runs, it is called above roofline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .sweep import Runner, bound_by_reading
 from .timing import Work
 
 FALLS = 0.93
-FALLEN = ("missed", "beyond")  # verdicts
+FALLEN = ("missed", "above roofline")  # statuses
 SPEED = ("ratio", "share", "bandwidth", "above")
 SCATTER = 0.02  # of an rms error between samples
 EVEN = 0.97  # "no slower", given what a ratio of equals scatters
@@ -241,7 +241,7 @@ def _competitors(goal: Goal, device: torch.device) -> list[Provider]:
     return [ours, _OtherCase(goal.rival, "", ours.device_types, ours.bind, **more)]
 
 
-def beyond(goal: Goal, row: Row) -> bool:
+def above_roofline(goal: Goal, row: Row) -> bool:
     """Whether the ratio would take more than the machine's peak."""
     got, share = row["goal"].get("ratio"), row.get("peak_share")
     if goal.ratio is None or got is None or share is None:
@@ -254,7 +254,7 @@ def scores(goal: Goal, row: Row) -> dict[str, tuple[float, float, float]]:
     found: dict[str, tuple[float, float, float]] = {}
     for what in ("ratio", "share", "bandwidth", "above", "rms", "memory"):
         wanted, got = getattr(goal, what), row["goal"].get(what)
-        if wanted is None or (what == "ratio" and beyond(goal, row)):
+        if wanted is None or (what == "ratio" and above_roofline(goal, row)):
             continue
         if got is None:
             found[what] = (wanted, float("nan"), 0.0)
@@ -294,17 +294,17 @@ def _worst(goal: Goal, row: Row) -> float:
 
 def _run_one(goal: Goal, runner: Runner) -> list[Row]:
     ours, rows = _measure(goal, runner)
-    if verdict(goal, ours) in FALLEN:
+    if status_of(goal, ours) in FALLEN:
         first = ours["goal"]
         ours, rows = _measure(goal, runner)
         ours["goal"]["first"] = first
-        if verdict(goal, ours) == "missed" and runner.clock == "wall":
+        if status_of(goal, ours) == "missed" and runner.clock == "wall":
             ours["goal"]["one_thread"] = _second_opinion(goal, runner)
     return rows
 
 
 def _second_opinion(goal: Goal, runner: Runner) -> float | None:
-    """The ratio by CPU time on one thread, which other processes disturb least. Shown, not judged."""
+    """The ratio by CPU time on one thread, which other processes disturb least. Shown, but no goal is held to it."""
     threads, plan = torch.get_num_threads(), runner.plan
     torch.set_num_threads(1)
     runner.plan = replace(plan, cpu_time=True)
@@ -316,22 +316,22 @@ def _second_opinion(goal: Goal, runner: Runner) -> float | None:
         runner.plan = plan
 
 
-def verdict(goal: Goal, row: Row) -> str:
-    """met, near (above 0.93 of every goal of speed), missed, beyond, or the status of a row that is wrong or failed.
+def status_of(goal: Goal, row: Row) -> str:
+    """met, near (above 0.93 of every goal of speed), missed, above roofline; of a row that is wrong or failed its own.
 
-    beyond: the ratio would take more than the machine's peak, and nothing else is missed.
+    above roofline: the ratio would take more than the machine's peak, and nothing else is missed.
     """
     if row["status"] != "ok":
         return row["status"]
     if _worst(goal, row) < FALLS:
         return "missed"
-    if beyond(goal, row):
-        return "beyond"
+    if above_roofline(goal, row):
+        return "above roofline"
     return "met" if all(score >= 1.0 for _, _, score in scores(goal, row).values()) else "near"
 
 
 def failed(goal: Goal, row: Row) -> bool:
-    return row["status"] != "ok" or verdict(goal, row) in FALLEN
+    return row["status"] != "ok" or status_of(goal, row) in FALLEN
 
 
 def run(
@@ -365,8 +365,8 @@ def run(
         except KeyboardInterrupt:
             interrupted = True
     console.print(table(goals, found))
-    kinds = ("met", "near", "missed", "beyond", "wrong", "error")
-    counts = {v: sum(verdict(g, r) == v for g, r in found.items()) for v in kinds}
+    kinds = ("met", "near", "missed", "above roofline", "wrong", "error")
+    counts = {v: sum(status_of(g, r) == v for g, r in found.items()) for v in kinds}
     text = ", ".join(f"{n} {v}" for v, n in counts.items() if n)
     console.print(f"{len(found)} of {len(goals)} goals measured: {text}")
     log.path.with_suffix(".md").write_text(_markdown(goals, found, log.runs, text), encoding="utf-8")
@@ -395,7 +395,7 @@ def _in_child(goals: Sequence[Goal], path: Path, console: Console, options: Sequ
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
-COLOURS = {"met": "green", "near": "yellow", "beyond": "blue"}
+COLOURS = {"met": "green", "near": "yellow", "above roofline": "blue"}
 
 
 def _got(goal: Goal, row: Row) -> str:
@@ -408,7 +408,7 @@ def _got(goal: Goal, row: Row) -> str:
         "memory": "memory {:.2f}x",
     }
     found = scores(goal, row)
-    if beyond(goal, row):
+    if above_roofline(goal, row):
         got, share = row["goal"]["ratio"], row["peak_share"]
         shown.append(f"{got:.2f}x (the peak: {got / share:.2f}x)")
     for what, (_, got, _) in found.items():
@@ -422,15 +422,15 @@ def _got(goal: Goal, row: Row) -> str:
     return ", ".join(shown)
 
 
-def _verdict_text(goal: Goal, row: Row) -> str:
-    text = verdict(goal, row)
+def _status_text(goal: Goal, row: Row) -> str:
+    text = status_of(goal, row)
     reached = goal.stretch_ratio is not None and (row["goal"].get("ratio") or 0) >= goal.stretch_ratio
     reached |= goal.stretch_share is not None and (row["goal"].get("share") or 0) >= goal.stretch_share
     return text + " (stretch too)" * reached + " (noisy)" * (not row.get("clean", True))
 
 
 def _line(goal: Goal, row: Row) -> str:
-    text = verdict(goal, row)
+    text = status_of(goal, row)
     got = _got(goal, row) if row["status"] == "ok" else report.status(row)
     return f"[{COLOURS.get(text, 'red')}]{text:6}[/] {escape(goal.label)}: goal {goal.wishes()}; got {got}"
 
@@ -444,10 +444,10 @@ def table(goals: Sequence[Goal], found: dict[Goal, Row] | None = None) -> Table:
         row = found.get(goal)
         cells = ["", "", ""]
         if row is not None:
-            text = _verdict_text(goal, row)
+            text = _status_text(goal, row)
             got = _got(goal, row) if row["status"] == "ok" else escape(row.get("message") or "")
             allowed = "" if row.get("allowed_share") is None else f"{row['allowed_share']:.2f}"
-            cells = [got, allowed, f"[{COLOURS.get(verdict(goal, row), 'red')}]{text}[/]"]
+            cells = [got, allowed, f"[{COLOURS.get(status_of(goal, row), 'red')}]{text}[/]"]
         result.add_row(escape(goal.label), goal.rival, goal.wishes(), *cells)
     return result
 
@@ -462,8 +462,8 @@ def _markdown(goals: Sequence[Goal], found: dict[Goal, Row], runs: Sequence[dict
         f"{counts}. {where}, {run['date']}: `{run['command']}`",
         "",
         "Ratios are the rival's time over ours; rms is the error against float64 and memory the peak growth, times",
-        "the rival's. A share of peak in brackets is information, not a goal. beyond: the ratio would take more than",
-        "the machine's peak, and nothing else is missed.",
+        "the rival's. A share of peak in brackets is information, not a goal. above roofline: the ratio would take",
+        "more than the machine's peak, and nothing else is missed.",
         "",
         "| row | against | goal | got | error, of allowed | |",
         "|---|---|---|---|---|---|",
@@ -474,6 +474,6 @@ def _markdown(goals: Sequence[Goal], found: dict[Goal, Row], runs: Sequence[dict
         if row is not None:
             got = _got(goal, row) if row["status"] == "ok" else row.get("message") or ""
             allowed = "" if row.get("allowed_share") is None else f"{row['allowed_share']:.2f}"
-            cells = [got, allowed, _verdict_text(goal, row)]
+            cells = [got, allowed, _status_text(goal, row)]
         lines.append("| " + " | ".join([goal.label, goal.rival, goal.wishes(), *cells]) + " |")
     return "\n".join(lines) + "\n"

@@ -448,8 +448,8 @@ def test_ratios_are_medians_of_rounds_and_order_rotates(monkeypatch):
 
 def test_disturbed_rounds_are_dropped_and_too_many_are_confessed(monkeypatch):
     plan = timing.Plan(block=1e-5, rounds=3, min_rounds=3, budget=9.0)
-    verdicts = iter([True, False, True, False, False])
-    monkeypatch.setattr(timing.Load, "disturbed_since", lambda self, before: next(verdicts))
+    answers = iter([True, False, True, False, False])
+    monkeypatch.setattr(timing.Load, "disturbed_since", lambda self, before: next(answers))
     found = timing.measure({"a": work(lambda: None)}, plan, CPU)["a"]
     assert (len(found.kept), found.dropped, found.clean) == (3, 2, True)
     monkeypatch.setattr(timing.Load, "disturbed_since", lambda self, before: True)
@@ -505,7 +505,7 @@ class FakeRunner:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "verdict", "fails"),
+    ("ratios", "status", "fails"),
     [
         ([2.1], "met", False),
         ([1.9], "near", False),
@@ -513,7 +513,7 @@ class FakeRunner:
         ([1.0, 1.5, 1.6], "missed", True),
     ],
 )
-def test_a_goal_fails_when_missed_twice_in_a_row(tmp_path, ratios, verdict, fails):
+def test_a_goal_fails_when_missed_twice_in_a_row(tmp_path, ratios, status, fails):
     goal = goals.Goal(case("goal x", 128), "forward", 2.0)
     log = record.Log(tmp_path / "goals.jsonl")
     log.start_run(
@@ -531,10 +531,10 @@ def test_a_goal_fails_when_missed_twice_in_a_row(tmp_path, ratios, verdict, fail
     )
     runner = FakeRunner(*ratios)
     rows, failed, interrupted = goals.run([goal], runner, log, report.Console(quiet=True))
-    assert (goals.verdict(goal, rows[0]), failed, interrupted) == (verdict, fails, False)
+    assert (goals.status_of(goal, rows[0]), failed, interrupted) == (status, fails, False)
     assert runner.ratios == []
     assert ("one_thread" in rows[0]["goal"]) == fails
-    assert verdict in (tmp_path / "goals.md").read_text()
+    assert status in (tmp_path / "goals.md").read_text()
     again, _, _ = goals.run([goal], runner, log, report.Console(quiet=True))  # from the log: no ratio is left
     assert again[0]["goal"]["ratio"] == rows[0]["goal"]["ratio"]
 
@@ -542,20 +542,20 @@ def test_a_goal_fails_when_missed_twice_in_a_row(tmp_path, ratios, verdict, fail
 def test_goals_of_share_error_and_memory_count():
     goal = goals.Goal(case("goal x", 128), "forward", 2.0, share=0.9, rms=1.0, memory=1.0)
 
-    def verdict(**got):
-        return goals.verdict(goal, {**row(), "goal": {"ratio": 2.0, "share": 0.9, "rms": 1.0, "memory": 0.5, **got}})
+    def status(**got):
+        return goals.status_of(goal, {**row(), "goal": {"ratio": 2.0, "share": 0.9, "rms": 1.0, "memory": 0.5, **got}})
 
-    assert verdict() == "met"
-    assert verdict(share=0.85) == "near"
-    assert verdict(share=0.80) == "missed"
-    assert verdict(rms=1.01) == "met"
-    assert verdict(rms=1.2) == "near"
-    assert verdict(memory=1.5) == "near"
-    assert verdict(memory=None) == "near"
-    assert goals.verdict(goal, {**row(status="wrong"), "goal": {}}) == "wrong"
+    assert status() == "met"
+    assert status(share=0.85) == "near"
+    assert status(share=0.80) == "missed"
+    assert status(rms=1.01) == "met"
+    assert status(rms=1.2) == "near"
+    assert status(memory=1.5) == "near"
+    assert status(memory=None) == "near"
+    assert goals.status_of(goal, {**row(status="wrong"), "goal": {}}) == "wrong"
 
 
-def test_a_ratio_beyond_the_peak_is_told_from_a_missed_one():
+def test_a_ratio_above_the_roofline_is_told_from_a_missed_one():
     """Half the ratio at 60 % of the peak: it would take 120 %. At 40 % it would take 80 %, and is missed."""
     goal = goals.Goal(case("goal x", 128), "forward", 2.0, share=0.9)
 
@@ -563,11 +563,15 @@ def test_a_ratio_beyond_the_peak_is_told_from_a_missed_one():
         return {**row(peak_share=peak_share), "goal": {"ratio": 1.0, "share": peak_share, **got}}
 
     bare = dataclasses.replace(goal, share=None)
-    assert [goals.verdict(bare, of(share)) for share in (0.4, 0.6)] == ["missed", "beyond"]
-    assert [goals.verdict(goal, of(share)) for share in (0.6, 0.88, 0.95)] == ["missed", "beyond", "beyond"]
+    assert [goals.status_of(bare, of(share)) for share in (0.4, 0.6)] == ["missed", "above roofline"]
+    assert [goals.status_of(goal, of(share)) for share in (0.6, 0.88, 0.95)] == [
+        "missed",
+        "above roofline",
+        "above roofline",
+    ]
     assert goals.failed(goal, of(0.95))
     assert "1.00x (the peak: 1.05x), 95% of peak" in goals._line(goal, of(0.95))
-    assert goals.verdict(goal, of(0.95, ratio=2.0)) == "met"
+    assert goals.status_of(goal, of(0.95, ratio=2.0)) == "met"
 
 
 def test_goals_against_another_case_are_per_flop(tmp_path):

@@ -29,7 +29,7 @@ def test_on_this_machine():
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"attnkern {attnkern.__version__}, torch {torch.__version__}, triton ")
-    assert lines[-1].split(maxsplit=1) == ["verdict", "right: all that can run here"]
+    assert lines[-1].split(maxsplit=1) == ["status", "right: all that can run here"]
     found = {name: text.strip() for name, _, text in (line.partition(" ") for line in lines)}
     assert found["cpu"].startswith(f"right: {len(check.FAMILIES['cpu'].calls)} calls in ")
     assert found["reference"].startswith("right: ")
@@ -97,7 +97,7 @@ def test_trouble_is_told_and_the_others_go_on(monkeypatch, capsys):
     # Only devices of which nothing is wrong are timed, and the reference is none.
     assert found["speed"] == "cpu: a call, forward and backward: attnkern 2 ms, F.sdpa 5 ms: 2.50 times as fast"
     wrong = [name for name, (_, text) in TROUBLE.items() if name in check.FAMILIES and not text.startswith("right")]
-    assert found["verdict"].startswith(f"NOT RIGHT: {', '.join(wrong)}. ")
+    assert found["status"].startswith(f"NOT RIGHT: {', '.join(wrong)}. ")
 
 
 def test_nothing_but_plain_torch_is_no_success(monkeypatch, capsys):

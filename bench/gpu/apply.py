@@ -1,7 +1,7 @@
 """``python -m bench.gpu --apply RESULTS.jsonl``: what a GPU measured, put to use.
 
 Three places in the sources are written anew from the rows of the stages orders, tuning and choice; what wasn't measured
-stays as it is. `git diff` shows what changed, and the tests and the gate judge it.
+stays as it is. `git diff` shows what changed, and the tests and the gate check it.
 """
 
 from __future__ import annotations
