@@ -42,7 +42,9 @@ def activated():
 
 def state():
     """Everything that a switch touches."""
-    operators = [f"aten::{name}" for slots in (integration.slots.PROVIDER, integration.slots.FULL) for name in slots]
+    operators = [
+        f"aten::{name}" for kernels in (integration.aten_ops.PROVIDER, integration.aten_ops.FULL) for name in kernels
+    ]
     return {
         "kernels": [torch._C._dispatch_dump_table(name) for name in operators],
         "implementation": torch.nn.attention.current_flash_attention_impl(),
@@ -264,7 +266,7 @@ def test_all_threads_count():
     assert calls.lines == {(FORWARD, OURS, ""): 200}
 
 
-# --- the CPU's slot, through F.sdpa
+# --- the CPU's aten op, through F.sdpa
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "blhd", "sequence_first", "packed", "padded"])
@@ -285,7 +287,7 @@ def test_cpu_slot(layout, mask, options, dtype):
         2, 4, 7, 9, 8, heads_k=2 if "enable_gqa" in options else 4, dtype=dtype, layout=layout, mask=mask
     )
     native = F.scaled_dot_product_attention(*inputs.tensors.values(), **options)
-    # A float mask with a gradient is not the slot's; its values are.
+    # A float mask with a gradient is not the aten op's; its values are.
     checked = {n: x for n, x in inputs.tensors.items() if n != "attn_mask"}
     with attnkern.use_as_sdpa() as calls:
 
@@ -398,7 +400,7 @@ def test_a_backend_without_a_backward_pass_leaves_it_to_torch(monkeypatch):
 
 
 def test_double_backward_needs_full():
-    """Torch's slots have no second derivative, whoever fills them; attnkern's own autograd has."""
+    """Torch's aten ops have no second derivative, whoever computes them; attnkern's own autograd has."""
     q, k, v = (torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     with attnkern.use_as_sdpa():
         (first,) = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).sum(), q, create_graph=True)
@@ -491,7 +493,7 @@ def test_forward_and_backward_of_different_kernels_fit(forward_is_ours, dtype):
         )
 
 
-# --- all slots, by their operators: strides, shapes and dtypes of torch's meta functions
+# --- all aten ops: strides, shapes and dtypes of torch's meta functions
 
 
 def flash(q, k, v, bias, **options):
@@ -513,23 +515,23 @@ def for_cpu(q, k, v, bias, **options):
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options, attn_mask=bias)
 
 
-SLOTS = {
+ATEN_OPS = {
     "cpu": (for_cpu, {"gqa", "mask"}),
     "flash": (flash, {"gqa"}),
     "efficient": (efficient, {"mask", "mask gradient", "head_dim_v"}),
     "cudnn": (cudnn, {"gqa", "mask", "head_dim_v"}),
 }
 FEATURES = [(), ("gqa",), ("mask",), ("mask", "mask gradient"), ("head_dim_v",)]
-SLOT_CASES = [(slot, features) for slot, (_, has) in SLOTS.items() for features in FEATURES if has >= set(features)]
+ATEN_OP_CASES = [(op, features) for op, (_, has) in ATEN_OPS.items() for features in FEATURES if has >= set(features)]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "blhd", "sequence_first", "packed"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("slot", "features"), SLOT_CASES, ids=str)
+@pytest.mark.parametrize(("op", "features"), ATEN_OP_CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_slots_follow_torchs_layouts(slot, features, is_causal, layout, dtype):
+def test_aten_ops_follow_torchs_layouts(op, features, is_causal, layout, dtype):
     """Through torch's own autograd of the operator: forward and backward, results and what they look like in memory."""
-    call, _ = SLOTS[slot]
+    call, _ = ATEN_OPS[op]
     inputs = testing.make_inputs(
         2,
         4,
@@ -573,7 +575,7 @@ def test_slots_follow_torchs_layouts(slot, features, is_causal, layout, dtype):
         is_causal=is_causal,
         enable_gqa="gqa" in features,
     )
-    lse = lse.squeeze(-1) if slot == "cudnn" else lse[..., :37]
+    lse = lse.squeeze(-1) if op == "cudnn" else lse[..., :37]
     for name, actual in {"out": out, "lse": lse, **dict(zip(names, grads, strict=True))}.items():
         w = want[name]
         if name == "lse":  # of a row without a key, as torch's kernels write it
@@ -608,7 +610,7 @@ def test_all_results_of_the_operators():
 
 def test_the_slots_of_cuda_are_filled():
     """What a GPU's calls would find: kernels registered from Python, and none where there was none afterwards."""
-    names = [name for name, (keys, _) in integration.slots.PROVIDER.items() if "CUDA" in keys]
+    names = [name for name, (keys, _) in integration.aten_ops.PROVIDER.items() if "CUDA" in keys]
     assert len(names) == 7
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     before = {name: has(f"aten::{name}", "CUDA") for name in names}
@@ -788,7 +790,7 @@ def test_transformer_decoder(mode, batch_first):
 
 
 def test_whole_transformer_with_dropout_runs_on_ours_with_full():
-    """In training dropout keeps the layers away from the slots; full=True takes them, and evaluation agrees."""
+    """In training dropout keeps the layers away from the aten ops; full=True takes them, and evaluation agrees."""
     model = torch.nn.Transformer(32, 4, 1, 1, 48, 0.1, SMOOTH, batch_first=True)
     source, target = torch.randn(3, 9, 32), torch.randn(3, 5, 32)
     with attnkern.use_as_sdpa() as calls:
@@ -819,16 +821,14 @@ def test_multihead_attention_in_the_dtype_of_autocast():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "slot", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-)
+@pytest.mark.parametrize("op", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_slots_on_a_gpu(slot, is_causal):
+def test_the_aten_ops_on_a_gpu(op, is_causal):
     """Ours where a backend has kernels, with torch's strides; torch's own where none has."""
     inputs = testing.make_inputs(2, 4, 64, 64, 64, dtype=torch.bfloat16, device="cuda", layout="blhd")
     leaves = [x.requires_grad_() for x in inputs.tensors.values()]
     chosen = attnkern.explain(*leaves, is_causal=is_causal).chosen
-    with sdpa_kernel(getattr(SDPBackend, slot)):
+    with sdpa_kernel(getattr(SDPBackend, op)):
         native = F.scaled_dot_product_attention(*leaves, is_causal=is_causal)
         with attnkern.use_as_sdpa() as calls:
             testing.check_attention(inputs, function=F.scaled_dot_product_attention, is_causal=is_causal)

@@ -1,20 +1,20 @@
 """attnkern under `torch.nn.functional.scaled_dot_product_attention` (F.sdpa) itself.
 
-F.sdpa chooses one of a few operators of torch ("slots" here: flash, efficient, cuDNN, the CPU's flash) and calls its
-forward and backward. The provider "ATTNKERN" puts our kernels into the slots, on the dispatcher, where torch's own
-registry of flash attention implementations has it put. So everything above a slot stays torch's: autograd, autocast,
-tracing, DTensor, and a compiled graph, which holds calls of slots, follows every switch.
+F.sdpa chooses one of a few aten operators (flash, efficient, cuDNN, the CPU's flash) and calls its forward and
+backward. The provider "ATTNKERN" registers our kernels for these aten ops on the dispatcher, when torch's own registry
+of flash attention implementations asks for it. Everything above an aten op stays torch's: autograd, autocast, tracing,
+DTensor. A compiled graph holds calls of aten ops, so it follows every switch.
 
-    F.sdpa --torch chooses--> slot --_problem--> a backend's kernel
-                              |  '-- _Refused -> the kernel that was in the slot before
-                              '-- or torch's composed maths, where no slot takes the call; counted, with the reason
+    F.sdpa --torch chooses--> aten op --_problem--> a backend's kernel
+                              |  '-- Refused -> the kernel that was registered before
+                              '-- or torch's composed maths, where no aten op takes the call; counted, with the reason
 
 `use_as_sdpa(full=True)` also takes the place of F.sdpa's own operator, above that choice: then dropout, masks with
 gradients, inputs that are not 4-D and values of another head size are ours as well, through attnkern's own autograd.
 
-The results of a slot have the strides of torch's meta functions to the letter, because compiled graphs rely on them. A
+The results of an aten op have exactly the strides of torch's meta functions, because compiled graphs rely on them. A
 forward pass of one kernel and a backward pass of another fit together: out and the log-sum-exp mean the same in all.
-That is why slots refuse dropout, the one thing that a backward pass of another kernel could not repeat.
+That is why aten ops refuse dropout, the one thing that a backward pass of another kernel could not repeat.
 """
 
 from __future__ import annotations

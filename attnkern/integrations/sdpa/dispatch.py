@@ -1,4 +1,4 @@
-"""Putting the slots on torch's dispatcher, in front of what is there, and taking them off again."""
+"""Registers kernels for aten ops on torch's dispatcher, in front of those that are there, and removes them again."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 import torch.backends.mha
 
 from ... import flops
+from .aten_ops import FULL, PROVIDER, AtenOps, Refused, Result
 from .counter import count
-from .slots import FULL, PROVIDER, Refused, Result, Slots
 
 # Another thread may have read a kernel from the dispatcher and wait for the GIL to enter it while we remove it.
 _recently_installed: deque[Any] = deque(maxlen=1000)
 
 
-def _install(slots: Slots, undo: contextlib.ExitStack) -> None:
+def _install(aten_ops: AtenOps, undo: contextlib.ExitStack) -> None:
     """Puts kernels on the dispatcher, in front of those that are there."""
     # All kernels before any is registered: one for a device changes what torch computes for its autograd key.
-    kernels = [(name, key, _kernel(name, key, function)) for name, (keys, function) in slots.items() for key in keys]
+    kernels = [(name, key, _kernel(name, key, function)) for name, (keys, function) in aten_ops.items() for key in keys]
     libraries: dict[str, torch.library.Library] = {}
     undo.callback(_forget_kernels, kernels)
     with warnings.catch_warnings():
@@ -102,7 +102,7 @@ def _separate_cache(undo: contextlib.ExitStack) -> None:
 
 
 def _count_flops(undo: contextlib.ExitStack) -> None:
-    """Gives the CPU's slots torch's own FLOP formulas, which it has for all others."""
+    """Gives the CPU's aten ops torch's own FLOP formulas, which it has for all others."""
     given = contextlib.ExitStack()
 
     def give(flop_counter: Any) -> None:

@@ -1,4 +1,4 @@
-"""What stands in for each of torch's operators: (a backend's name, the results), or `Refused`."""
+"""Our kernel for each of the aten ops that F.sdpa calls: (a backend's name, the results), or `Refused`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _problem(
     one_head_dim: bool,
     backward: bool = False,
 ) -> tuple[str, Problem]:
-    """The backend that takes the call of a slot, and the call as a Problem."""
-    if autocasts(query.device):  # a slot's arguments have their final dtype
+    """The backend that takes the call of an aten op, and the call as a Problem."""
+    if autocasts(query.device):  # an aten op's arguments have their final dtype
         with torch.autocast(query.device.type, enabled=False):
             options = {"one_head_dim": one_head_dim, "backward": backward}
             return _problem(query, key, value, bias, is_causal, scale, dropout_p, **options)
     if dropout_p > 0:
-        raise Refused("dropout in a slot: the backward pass may meet another kernel (full=True has dropout)")
+        raise Refused("dropout in an aten op: the backward pass may meet another kernel (full=True has dropout)")
     if not query.dim() == key.dim() == value.dim() == 4:
         raise Refused("the inputs are not 4-D")
     if one_head_dim and value.shape[3] != query.shape[3]:
@@ -274,7 +274,7 @@ def _math(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Result:
-    """Torch's composed maths, which takes what no slot does: only counted, with the reason as far as it shows."""
+    """Torch's composed maths, which takes what no other aten op does: counted, with the reason as far as it shows."""
     if not query.dim() == key.dim() == value.dim() == 4:
         reason = "the inputs are not 4-D"
     elif dropout_p > 0:
@@ -323,12 +323,12 @@ def _refuse_debug_mask(return_debug_mask: bool) -> None:
 
 def _refuse_float64(query: Tensor) -> None:
     if query.dtype == torch.float64:
-        raise Refused("float64: the slot's log-sum-exp is float32")
+        raise Refused("float64: the aten op's log-sum-exp is float32")
 
 
 def _refuse_grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not query.shape[1] == key.shape[1] == value.shape[1]:
-        raise Refused("fewer key or value heads: the slot's gradients have query's")
+        raise Refused("fewer key or value heads: the aten op's gradients have query's")
 
 
 def _unused_seeds(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,12 +363,12 @@ def _length_major(x: Tensor) -> Tensor:
     return _with_strides(x, _strides(x.shape, (0, 2, 1, 3)))
 
 
-Slots = dict[str, tuple[tuple[str, ...], Callable[..., Result]]]
+AtenOps = dict[str, tuple[tuple[str, ...], Callable[..., Result]]]
 
 # The CPU has none of CUDA's operators; with ours, what calls them by name (context_parallel does) runs there as well.
 _DEVICES = ("CPU", "CUDA")
 _DEVICES_AND_AUTOGRAD = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
-PROVIDER: Slots = {
+PROVIDER: AtenOps = {
     "_scaled_dot_product_flash_attention_for_cpu": (("CPU",), _cpu_flash),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (("CPU",), _cpu_flash_backward),
     "_scaled_dot_product_flash_attention": (_DEVICES, _flash),
@@ -379,4 +379,4 @@ PROVIDER: Slots = {
     "_scaled_dot_product_cudnn_attention_backward": (_DEVICES, _cudnn_backward),
     "_scaled_dot_product_attention_math": (_DEVICES_AND_AUTOGRAD, _math),
 }
-FULL: Slots = {"scaled_dot_product_attention": (_DEVICES_AND_AUTOGRAD, _whole)}
+FULL: AtenOps = {"scaled_dot_product_attention": (_DEVICES_AND_AUTOGRAD, _whole)}
