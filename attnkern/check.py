@@ -144,15 +144,15 @@ def _check_second_order(family: Family, inputs: testing.Inputs, options: dict[st
     def attention(*tensors: Any) -> Any:
         return attnkern.attention(*tensors, **options, return_lse=True, backend=family.backend)
 
-    directions = [torch.randn_like(x) for x in leaves]
+    tangents = [torch.randn_like(x) for x in leaves]
     given = tuple(x.detach() for x in leaves)
-    (out, lse), (tout, tlse), *_ = torch.func.jvp(attention, given, tuple(directions))
+    (out, lse), (tout, tlse), *_ = torch.func.jvp(attention, given, tuple(tangents))
     grads = [torch.randn_like(x).requires_grad_() for x in (out, lse)]
     first = torch.autograd.grad(attention(*leaves), leaves, grads, create_graph=True)
-    second = torch.autograd.grad(first, leaves, directions)
+    second = torch.autograd.grad(first, leaves, tangents)
     want = testing.expected_second_order(
         **{name: x.detach() for name, x in zip(names, leaves, strict=True)},
-        direction=dict(zip(names, directions, strict=True)),
+        tangents=dict(zip(names, tangents, strict=True)),
         grad_out=grads[0].detach(),
         grad_lse=grads[1].detach(),
         **options,

@@ -78,7 +78,7 @@ _define(
     tags=_TAGS,
 )
 
-# What `forward` adds to out and lse where the inputs move by tangents. A tangent that is None is zero.
+# The tangents of what `forward` returns, for tangents of its inputs. A tangent that is None is zero.
 _define(
     "tangent(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor? tq, Tensor? tk, Tensor? tv,"
     f" Tensor? tbias, Tensor out, Tensor lse, {SCHEMA}, str backend) -> (Tensor tout, Tensor tlse)",
@@ -196,13 +196,13 @@ def _check_results(q: Tensor, v: Tensor, lse_of: dict[str, Tensor | None], **out
         _require(fits, f"{name} must have shape (batch, heads, seqlen_q) and be float32 (float64 for float64)")
 
 
-def _check_moves(q: Tensor, of: Sequence[Tensor | None], **moves: Tensor | None) -> None:
+def _check_tangents(q: Tensor, of: Sequence[Tensor | None], **tangents: Tensor | None) -> None:
     """Tangents of q, k, v and bias, or cotangents of their gradients, must look like these."""
-    _check_devices(q, **moves)
-    for (name, x), like in zip(moves.items(), of, strict=True):
+    _check_devices(q, **tangents)
+    for (name, x), like in zip(tangents.items(), of, strict=True):
         if x is not None:
-            moving = like is not None and like.dtype != torch.bool
-            _require(moving, f"{name} must be None, since only a floating bias moves")
+            has_tangent = like is not None and like.dtype != torch.bool
+            _require(has_tangent, f"{name} must be None, since only a floating bias has a tangent")
             assert like is not None
             fits = x.shape == like.shape and x.dtype == like.dtype
             _require(fits, f"{name} must have the shape and dtype of what it belongs to")
@@ -302,7 +302,7 @@ def route_tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *rest
     *numbers, backend = rest
     params = _checked(q, k, v, bias, philox_seed, numbers)
     _check_results(q, v, {"lse": lse}, out=out)
-    _check_moves(q, (q, k, v, bias), tq=tq, tk=tk, tv=tv, tbias=tbias)
+    _check_tangents(q, (q, k, v, bias), tq=tq, tk=tk, tv=tv, tbias=tbias)
     chosen = _with_second_order(backend, Problem(q, k, v, bias, params, None))
     return chosen.tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, params)
 
@@ -315,7 +315,7 @@ def route_second_backward(
     params = _checked(q, k, v, bias, philox_seed, numbers)
     _check_results(q, v, {"lse": lse, "grad_lse": grad_lse}, out=out, grad_out=grad_out)
     cotangents = cot_dq, cot_dk, cot_dv, cot_dbias
-    _check_moves(q, (q, k, v, bias), cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
+    _check_tangents(q, (q, k, v, bias), cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
     _check_grad_mask(grad_mask, 63, bias)
     chosen = _with_second_order(backend, Problem(q, k, v, bias, params, None))
     return chosen.second_backward(

@@ -153,9 +153,9 @@ def second_derivatives_are_cut_as_the_first(placement, mask):
     inputs, grad_out, grad_lse = problem(heads_k=4, dtype=torch.float64, mask=mask and ("float", mask))
     mesh, dim = mesh_of(SIZE), ("batch", "heads", "rows").index(placement)
     where = {n: Shard(dim) if n != "attn_mask" or dim else Replicate() for n in inputs.tensors}
-    direction = {n: torch.randn_like(x) for n, x in inputs.tensors.items()}
+    tangents = {n: torch.randn_like(x) for n, x in inputs.tensors.items()}
     leaves = {n: distribute_tensor(x, mesh, [where[n]]).requires_grad_() for n, x in inputs.tensors.items()}
-    along = [distribute_tensor(x, mesh, [where[n]]) for n, x in direction.items()]
+    along = [distribute_tensor(x, mesh, [where[n]]) for n, x in tangents.items()]
     seeds = [distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_() for x in (grad_out, grad_lse)]
 
     def call(*tensors):
@@ -164,7 +164,7 @@ def second_derivatives_are_cut_as_the_first(placement, mask):
     first = torch.autograd.grad(call(*leaves.values()), list(leaves.values()), seeds, create_graph=True)
     second = torch.autograd.grad(first, [*leaves.values(), *seeds], along)
     want = testing.expected_second_order(
-        *inputs.tensors.values(), direction=direction, grad_out=grad_out, grad_lse=grad_lse, enable_gqa=True
+        *inputs.tensors.values(), tangents=tangents, grad_out=grad_out, grad_lse=grad_lse, enable_gqa=True
     )
     for name, x in zip([*leaves, "tout", "tlse"], second, strict=True):
         e = want[name]

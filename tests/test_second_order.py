@@ -12,35 +12,35 @@ NAMES = ("query", "key", "value", "attn_mask")
 
 
 def check(target, inputs, keep=None, **options):
-    """jvp and double backward of out and lse in one direction: every input moves, by either way to get there."""
+    """jvp and double backward of out and lse along tangents of all inputs, by either way to get there."""
     leaves = {n: x.detach() for n, x in inputs.tensors.items()}
-    moving = {n: x for n, x in leaves.items() if x.is_floating_point()}
-    direction = {n: torch.randn_like(x, memory_format=torch.contiguous_format) for n, x in moving.items()}
+    differentiable = {n: x for n, x in leaves.items() if x.is_floating_point()}
+    tangents = {n: torch.randn_like(x, memory_format=torch.contiguous_format) for n, x in differentiable.items()}
 
     def call(*values):
         torch.manual_seed(3)
-        return target.attention(**leaves | dict(zip(moving, values, strict=True)), **options, return_lse=True)
+        return target.attention(**leaves | dict(zip(differentiable, values, strict=True)), **options, return_lse=True)
 
-    (out, lse), tangents = torch.func.jvp(call, tuple(moving.values()), tuple(direction.values()))
+    (out, lse), results_tangents = torch.func.jvp(call, tuple(differentiable.values()), tuple(tangents.values()))
     grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
     grad_lse = torch.where(lse == -math.inf, 0.0, torch.randn_like(lse))
     want = testing.expected_second_order(
-        **leaves, direction=direction, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
+        **leaves, tangents=tangents, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
     )
 
-    differentiated = [x.detach().requires_grad_() for x in (*moving.values(), grad_out, grad_lse)]
+    differentiated = [x.detach().requires_grad_() for x in (*differentiable.values(), grad_out, grad_lse)]
     *values, g_out, g_lse = differentiated
     first = torch.autograd.grad(call(*values), values, (g_out, g_lse), create_graph=True)
-    second = torch.autograd.grad(first, differentiated, list(direction.values()))
+    second = torch.autograd.grad(first, differentiated, list(tangents.values()))
 
     def gradients(*values):  # of out and lse with constant weights: its tangent is the same second derivative
         return torch.func.vjp(call, *values)[1]((grad_out, grad_lse))
 
-    _, along = torch.func.jvp(gradients, tuple(moving.values()), tuple(direction.values()))
+    _, along = torch.func.jvp(gradients, tuple(differentiable.values()), tuple(tangents.values()))
     results = {
-        "jvp": dict(zip(("tout", "tlse"), tangents, strict=True)),
-        "double backward": dict(zip((*moving, "tout", "tlse"), second, strict=True)),
-        "forward over reverse": dict(zip(moving, along, strict=True)),
+        "jvp": dict(zip(("tout", "tlse"), results_tangents, strict=True)),
+        "double backward": dict(zip((*differentiable, "tout", "tlse"), second, strict=True)),
+        "forward over reverse": dict(zip(differentiable, along, strict=True)),
     }
     for way, found in results.items():
         for name, got in found.items():

@@ -79,7 +79,7 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
         grads = (grad_out, grad_lse if has_grad_lse else None)
         second = ops.second_backward(*given, *grads, q, k, v, bias, seed, out, lse, *params, mask, "triton")
     want = testing.expected_second_order(
-        **tensors, direction=direction, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
+        **tensors, tangents=direction, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
     )
     assert_derivatives({"tout": tout, "tlse": tlse}, want, inputs.recipe)
     found = dict(zip(("tout", "tlse", *EVERYTHING), second, strict=True))
@@ -143,7 +143,7 @@ def test_through_torch():
     direction = along(inputs, EVERYTHING)
     grad_out, grad_lse = torch.randn(1, 2, 40, 32, dtype=BF16), torch.randn(1, 2, 40)
     given = {name: x.detach() for name, x in inputs.tensors.items()}
-    want = testing.expected_second_order(**given, direction=direction, grad_out=grad_out, grad_lse=grad_lse, **options)
+    want = testing.expected_second_order(**given, tangents=direction, grad_out=grad_out, grad_lse=grad_lse, **options)
 
     def attention(*tensors):
         return attnkern.attention(*tensors, **options, return_lse=True, backend="triton")

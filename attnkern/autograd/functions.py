@@ -298,9 +298,8 @@ class _Tangent(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
         *inputs, seed, tq, tk, tv, tbias, _out, _lse = primals_of(ctx)
-        moves = tangents[:4], tangents[5:9]
         function = reference_tangent(seed, ctx.params)
-        return push_forward_here(function, (*inputs, tq, tk, tv, tbias), (*moves[0], *moves[1]))
+        return push_forward_here(function, (*inputs, tq, tk, tv, tbias), (*tangents[:4], *tangents[5:9]))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, q, k, v, bias, seed, tq, tk, tv, tbias, out, lse, *rest):

@@ -97,17 +97,18 @@ def expected_second_order(
     value: Tensor,
     attn_mask: Tensor | None = None,
     *,
-    direction: dict[str, Tensor],
+    tangents: dict[str, Tensor],
     grad_out: Tensor,
     grad_lse: Tensor,
     keep: Tensor | None = None,
     **options: Any,
 ) -> dict[str, Expected]:
-    """Tangents of out and lse in a direction, and the second derivatives along it; `options` as of `naive_attention`.
+    """The tangents of out and lse, and the second derivatives along the inputs' tangents; `options` as of
+    `naive_attention`.
 
-    `direction` holds one tensor for each input that moves, by its name. "tout" and "tlse" are what forward mode has to
-    give; the results named as the inputs (a floating mask among them) are the gradients of <grad_out, tout> +
-    <grad_lse, tlse>: what double backward has to give where the direction are the gradients' cotangents.
+    `tangents` holds one tensor for each input that has a tangent, by its name. "tout" and "tlse" are what forward mode
+    has to give. The results named as the inputs (a floating mask among them) are the gradients of <grad_out, tout> +
+    <grad_lse, tlse>: what double backward has to give where the tangents are the gradients' cotangents.
     """
     dtype = query.dtype
     inputs = {"query": query, "key": key, "value": value}
@@ -121,10 +122,10 @@ def expected_second_order(
             q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
             mask = leaves.get("attn_mask", attn_mask)
             out, lse = naive_attention(q, k, v, mask, keep=keep, split_scale=split_scale, **options)
-            moving = [leaves[n] for n in direction]
+            differentiated = [leaves[n] for n in tangents]
             seeds = [leaves["tout"], leaves["tlse"]]
-            first = torch.autograd.grad((out / stretch, lse), moving, seeds, create_graph=True)
-            along = [x.detach().to(compute_dtype) for x in direction.values()]
+            first = torch.autograd.grad((out / stretch, lse), differentiated, seeds, create_graph=True)
+            along = [x.detach().to(compute_dtype) for x in tangents.values()]
             second = torch.autograd.grad(first, list(leaves.values()), along, materialize_grads=True)
         return dict(zip(leaves, second, strict=True))
 
@@ -134,7 +135,7 @@ def expected_second_order(
     mask = None if attn_mask is None else attn_mask.detach()
     q, k, v = (x.detach().double() for x in (query, key, value))
     out, _ = naive_attention(q, k, v, mask, keep=keep, **options)
-    units = _second_order_units(inputs, attn_mask, exact, out, direction, grad_out, grad_lse, keep, options)
+    units = _second_order_units(inputs, attn_mask, exact, out, tangents, grad_out, grad_lse, keep, options)
     return {n: Expected(exact[n], computed[n].to(dtypes[n]), units[n]) for n in exact}
 
 
@@ -288,7 +289,7 @@ def _second_order_units(
     attn_mask: Tensor | None,
     exact: dict[str, Tensor],
     out: Tensor,
-    direction: dict[str, Tensor],
+    tangents: dict[str, Tensor],
     grad_out: Tensor,
     grad_lse: Tensor,
     keep: Tensor | None,
@@ -302,7 +303,7 @@ def _second_order_units(
     )
     zeros = {"attn_mask": out.new_zeros(1, 1)} | {n: torch.zeros_like(x) for n, x in inputs.items()}
     q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
-    tq, tk, tv, tbias = (full(n, (zeros | direction)[n].detach().double()) for n in _INPUTS)
+    tq, tk, tv, tbias = (full(n, (zeros | tangents)[n].detach().double()) for n in _INPUTS)
     do, dlse = grad_out.detach().double(), grad_lse.detach().double().expand(out.shape[:-1])[..., None]
 
     def rows(x: Tensor) -> Tensor:
