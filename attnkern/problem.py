@@ -1,8 +1,8 @@
 """`Problem`: one attention call, validated and brought to 4-D. Nothing below this module checks a shape again.
 
-What a call asks for is a function of shapes, dtypes, devices and flags alone, not of the tensors' contents. `_plan` is
-that function: it holds every rule and error message, and is memoised for plain tensors, so that a repeated call costs
-one dictionary look-up. `Problem.from_sdpa` describes the tensors, asks for the plan and takes the views it names.
+What a call asks for depends on shapes, dtypes, devices and flags alone, not on the tensors' contents. `_normalise` holds
+every rule and error message. It is memoised for arguments of the usual types, so that a repeated call costs one
+dictionary look-up. `Problem.from_sdpa` describes the tensors, calls it and takes the views it names.
 
 Layout below this module: q (B, Hq, L, E), k (B, Hk, S, E), v (B, Hv, S, Ev). Query head h uses key head h // (Hq // Hk)
 and value head h // (Hq // Hv); one shared key or value head is the same index map. The batch is broadcast by stride 0.
@@ -58,9 +58,9 @@ class Problem(NamedTuple):
         softcap: float | None = None,
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
-        plain = (
+        usual = (
             not torch.compiler.is_compiling()
-            # Under a transform a plain-looking tensor may wrap one with symbolic sizes.
+            # Under a transform a tensor that looks ordinary may wrap one with symbolic sizes.
             and not torch._C._are_functorch_transforms_active()
             and type(query) is type(key) is type(value) is Tensor
             and (attn_mask is None or type(attn_mask) is Tensor)
@@ -68,12 +68,12 @@ class Problem(NamedTuple):
             and type(dropout_p) in _NUMBERS
             and (scale is None or type(scale) in _NUMBERS)
             and (softcap is None or type(softcap) in _NUMBERS)
-            and (window is None or _is_plain_window(window))
+            and (window is None or _is_usual_window(window))
             and type(alignment) is str
         )
         mask: Any = attn_mask
         bottom_right_sizes = None
-        if not plain:
+        if not usual:
             _check_types(query, key, value, attn_mask, is_causal, enable_gqa)
             dropout_p = _number("dropout_p", dropout_p)
             scale = None if scale is None else _number("scale", scale)
@@ -92,7 +92,7 @@ class Problem(NamedTuple):
             query, key, value, mask = _autocast(query, key, value, mask)
 
         try:
-            plan = (_memoised_plan if plain else _plan)(
+            normal = (_memoised if usual else _normalise)(
                 (query.shape, query.dtype, query.device, query.layout),
                 (key.shape, key.dtype, key.device, key.layout),
                 (value.shape, value.dtype, value.device, value.layout),
@@ -113,15 +113,15 @@ class Problem(NamedTuple):
                 f"attnkern: attn_mask is a bottom-right CausalBias for {bottom_right_sizes} scores, "
                 f"query and key make {(query.shape[-2], key.shape[-2])}"
             )
-        if plan.query is not None:
-            query = plan.query.of(query)
-        if plan.key is not None:
-            key = plan.key.of(key)
-        if plan.value is not None:
-            value = plan.value.of(value)
-        if plan.mask is not None:
-            mask = plan.mask.of(mask)
-        return tuple.__new__(cls, (query, key, value, mask, plan.params, plan.lead))
+        if normal.query is not None:
+            query = normal.query.of(query)
+        if normal.key is not None:
+            key = normal.key.of(key)
+        if normal.value is not None:
+            value = normal.value.of(value)
+        if normal.mask is not None:
+            mask = normal.mask.of(mask)
+        return tuple.__new__(cls, (query, key, value, mask, normal.params, normal.lead))
 
     def restore(self, x: Tensor) -> Tensor:
         """The caller's shape for `x` (B, Hq, ...): leading dimensions as the inputs' broadcast."""
@@ -144,7 +144,7 @@ class Problem(NamedTuple):
         return "; ".join(parts)
 
 
-_Kind = tuple[torch.Size, torch.dtype, torch.device, torch.layout]
+_TensorSpec = tuple[torch.Size, torch.dtype, torch.device, torch.layout]
 _Sizes = tuple[int, ...]
 
 
@@ -172,7 +172,9 @@ class _View(NamedTuple):
         return x.reshape(self.shape)
 
 
-class _Plan(NamedTuple):
+class _Normal(NamedTuple):
+    """The views that bring a call's tensors to 4-D, and its numbers."""
+
     query: _View | None  # None: as it is
     key: _View | None
     value: _View | None
@@ -181,11 +183,11 @@ class _Plan(NamedTuple):
     lead: _Sizes | None
 
 
-def _plan(
-    query: _Kind,
-    key: _Kind,
-    value: _Kind,
-    mask: _Kind | None,
+def _normalise(
+    query: _TensorSpec,
+    key: _TensorSpec,
+    value: _TensorSpec,
+    mask: _TensorSpec | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -193,7 +195,7 @@ def _plan(
     window: tuple[int | None, int | None] | None,
     alignment: str,
     softcap: float | None,
-) -> _Plan:
+) -> _Normal:
     """All rules: kinds of tensors and options in, views and parameters out."""
     check_dropout(dropout_p)
     check_scale(scale)
@@ -202,8 +204,8 @@ def _plan(
         raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
     if alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
-    for name, kind in (("query", query), ("key", key), ("value", value)):
-        _check_kind(name, kind, query)
+    for name, spec in (("query", query), ("key", key), ("value", value)):
+        _check_spec(name, spec, query)
 
     q, k, v = query[0], key[0], value[0]
     seqlen_q, head_dim = q[-2:]
@@ -247,7 +249,7 @@ def _plan(
         # With no features every score is 0 whatever the scale: any finite one gives the plain mean.
         scale = 1.0 / math.sqrt(_constant(head_dim)) if head_dim != 0 else 1.0
     rank = max(len(q), len(k), len(v))
-    return _Plan(
+    return _Normal(
         query=_View.to(batch, (heads, seqlen_q, head_dim), q),
         key=_View.to(batch, (heads_k, seqlen_k, head_dim), k),
         value=_View.to(batch, (heads_v, seqlen_k, head_dim_v), v),
@@ -263,7 +265,7 @@ def _plan(
 
 
 # For arguments of the expected types alone: True == 1 as keys, but is_causal=1 is an error.
-_memoised_plan = functools.lru_cache(maxsize=4096)(_plan)
+_memoised = functools.lru_cache(maxsize=4096)(_normalise)
 
 
 def _check_types(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, enable_gqa: Any) -> None:
@@ -282,8 +284,8 @@ def _check_not_nested(*tensors: Tensor | None) -> None:
         raise RuntimeError("attnkern: nested tensors are supported in the jagged layout only (layout=torch.jagged)")
 
 
-def _check_kind(name: str, kind: _Kind, query: _Kind) -> None:
-    shape, dtype, device, layout = kind
+def _check_spec(name: str, spec: _TensorSpec, query: _TensorSpec) -> None:
+    shape, dtype, device, layout = spec
     if layout != torch.strided:
         raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
     if len(shape) < 2:
@@ -298,7 +300,7 @@ def _check_kind(name: str, kind: _Kind, query: _Kind) -> None:
         raise error(f"attnkern: {name} must be float32, float64, bfloat16 or float16, got {_show(dtype)}")
 
 
-def _check_mask(mask: _Kind, query: _Kind, scores: _Sizes) -> None:
+def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
     shape, dtype, device, layout = mask
     if layout != torch.strided:
         raise RuntimeError(f"attnkern: attn_mask must be a dense (strided) tensor, got layout {layout}")
@@ -327,7 +329,7 @@ def _band(is_causal: bool, window: tuple[int | None, int | None] | None, offset:
     )
 
 
-def _is_plain_window(window: Any) -> bool:
+def _is_usual_window(window: Any) -> bool:
     return type(window) is tuple and len(window) == 2 and all(x is None or type(x) is int for x in window)
 
 

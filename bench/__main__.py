@@ -27,7 +27,7 @@ from attnkern.cases import CASES, Case, select
 from . import goals, machine, options, plots, providers, record, report, sets
 from .record import Log, Row
 from .sweep import Runner
-from .timing import Plan
+from .timing import Sampling
 
 app = typer.Typer(
     add_completion=False,
@@ -129,7 +129,7 @@ def run(
     groups = [(c, p) for c in chosen for p in pass_names if passes or p.startswith("forward") or not c.forward_only]
     if threads is not None:
         torch.set_num_threads(threads)
-    plan = Plan(block, rounds or defaults.rounds, min(3, rounds or 3), budget or defaults.budget, cpu_time)
+    sampling = Sampling(block, rounds or defaults.rounds, min(3, rounds or 3), budget or defaults.budget, cpu_time)
 
     if dry_run:
         if goal_set is not None:
@@ -140,10 +140,12 @@ def run(
     for info in attnkern.backends():
         if where.type in info.device_types and not info.available:
             console.print(f"[yellow]attnkern's {info.name} backend takes no part: {info.why_not}[/]")
-    path = out or machine.ROOT / "bench" / ("results" if goal_set else "runs") / f"{_slug(pattern, where, plan)}.jsonl"
+    path = (
+        out or machine.ROOT / "bench" / ("results" if goal_set else "runs") / f"{_slug(pattern, where, sampling)}.jsonl"
+    )
     log = _parsed("--out", Log, path, fresh)
     log.start_run(machine.provenance(where))
-    runner = Runner(where, plan, seed)
+    runner = Runner(where, sampling, seed)
     try:
         if goal_set is not None:
             again = ["--threads", str(torch.get_num_threads()), *["--cpu-time"] * cpu_time, *["--fresh"] * fresh]
@@ -163,8 +165,8 @@ def run(
         raise typer.Exit(1)
 
 
-def _slug(pattern: str, device: torch.device, plan: Plan) -> str:
-    clock = "cpu-time" if plan.cpu_time else f"{torch.get_num_threads()}-threads"
+def _slug(pattern: str, device: torch.device, sampling: Sampling) -> str:
+    clock = "cpu-time" if sampling.cpu_time else f"{torch.get_num_threads()}-threads"
     kind = f"cpu-{clock}" if device.type == "cpu" else device.type
     return f"{re.sub(r'[^a-zA-Z0-9]+', '-', pattern).strip('-')[:60]}-{kind}"
 

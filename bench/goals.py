@@ -305,15 +305,15 @@ def _run_one(goal: Goal, runner: Runner) -> list[Row]:
 
 def _second_opinion(goal: Goal, runner: Runner) -> float | None:
     """The ratio by CPU time on one thread, which other processes disturb least. Shown, but no goal is held to it."""
-    threads, plan = torch.get_num_threads(), runner.plan
+    threads, sampling = torch.get_num_threads(), runner.sampling
     torch.set_num_threads(1)
-    runner.plan = replace(plan, cpu_time=True)
+    runner.sampling = replace(sampling, cpu_time=True)
     try:
         ours, _ = _measure(goal, runner)
         return ours["goal"].get("ratio")
     finally:
         torch.set_num_threads(threads)
-        runner.plan = plan
+        runner.sampling = sampling
 
 
 def status_of(goal: Goal, row: Row) -> str:

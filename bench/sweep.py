@@ -20,7 +20,7 @@ from .check import Checker, Error
 from .memory import peak_growth
 from .providers import BASELINE, Provider, Refused, Seen, results
 from .record import Row, row_key
-from .timing import Plan, Timing, Work, measure
+from .timing import Sampling, Timing, Work, measure
 
 PEAK, READS = "the machine's peak", "the machine's memory"  # as competitors
 NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selection refuses
@@ -28,10 +28,10 @@ NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selectio
 
 @dataclass
 class Runner:
-    """Runs groups on one device under one plan; keeps the tensors and the float64 results of the last case."""
+    """Runs groups on one device under one sampling; keeps the tensors and the float64 results of the last case."""
 
     device: torch.device
-    plan: Plan
+    sampling: Sampling
     seed: int = 0
     baseline: str = BASELINE
     _warm: set[tuple[str, ...]] = field(default_factory=set)
@@ -45,7 +45,7 @@ class Runner:
 
     @property
     def clock(self) -> str:
-        return "cpu time" if self.plan.cpu_time else devices.of(self.device).clock
+        return "cpu time" if self.sampling.cpu_time else devices.of(self.device).clock
 
     def key(self, case: Case, pass_name: str, provider: str) -> str:
         setting = (self._code, self._device, torch.get_num_threads(), self.clock, os.environ.get("ATTNKERN_CPU_ISA"))
@@ -71,13 +71,13 @@ class Runner:
                 refused = isinstance(error, RuntimeError) and str(error).startswith(NO_KERNEL)
                 row |= {"status": "refused" if refused else "error", "message": _one_line(error)}
         if works:
-            setting = (torch.get_num_threads(), self.plan.cpu_time)
+            setting = (torch.get_num_threads(), self.sampling.cpu_time)
             limits = {PEAK: machine.peak(self.device, case.dtype, *setting)}
             limits[READS] = machine.read_bandwidth(self.device, *setting)
             timed = limits if bound_by_reading(case, pass_name) else [PEAK]
             beside = {name: Work(loop, nullcontext) for name in timed if (loop := limits[name].loop) is not None}
             try:
-                timings = measure(works | beside, self.plan, self.device)
+                timings = measure(works | beside, self.sampling, self.device)
             except Exception as error:
                 for name in works:
                     rows[name] |= {"status": "error", "message": f"while timed: {_one_line(error)}"}

@@ -35,7 +35,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sampling:
     """How much to measure. ``budget`` is the wall-clock seconds for one group of competitors."""
 
     block: float = 0.02
@@ -116,27 +116,27 @@ def _busy_seconds() -> float | None:
     return (user + nice + system + irq + softirq + steal) * TICK
 
 
-def measure(works: Mapping[str, Work], plan: Plan, device: torch.device) -> dict[str, Timing]:
+def measure(works: Mapping[str, Work], sampling: Sampling, device: torch.device) -> dict[str, Timing]:
     """Times every work in interleaved rounds; all must have run once before.
 
     A competitor much slower than the others takes part in ``min_rounds`` rounds only.
     """
     where = devices.of(device)
-    block = where.block(plan.cpu_time)
-    watched = where.watched and not plan.cpu_time  # which doesn't run while others have the core
+    block = where.block(sampling.cpu_time)
+    watched = where.watched and not sampling.cpu_time  # which doesn't run while others have the core
     enabled = gc.isenabled()
     gc.disable()
     try:
         single = {name: _run(block, work, 1) for name, work in works.items()}
-        calls = {name: max(1, math.ceil(plan.block / s)) for name, s in single.items()}
+        calls = {name: max(1, math.ceil(sampling.block / s)) for name, s in single.items()}
         # One call again where it is short: the first one above paid for cold caches.
         for name, work in works.items():
             if calls[name] > 1:
-                calls[name] = max(1, math.ceil(plan.block / _run(block, work, min(calls[name], 10))))
-        cost = {name: single[name] * calls[name] if calls[name] == 1 else plan.block for name in works}
+                calls[name] = max(1, math.ceil(sampling.block / _run(block, work, min(calls[name], 10))))
+        cost = {name: single[name] * calls[name] if calls[name] == 1 else sampling.block for name in works}
         fastest = min(cost.values())
-        slow = {name for name in works if cost[name] > max(4 * fastest, plan.budget / plan.rounds)}
-        return _rounds(works, plan, block, calls, slow, watched)
+        slow = {name for name in works if cost[name] > max(4 * fastest, sampling.budget / sampling.rounds)}
+        return _rounds(works, sampling, block, calls, slow, watched)
     finally:
         if enabled:
             gc.enable()
@@ -147,24 +147,24 @@ def _run(block: Callable[[Callable, int], float], work: Work, calls: int) -> flo
         return block(work.call, calls)
 
 
-def _rounds(works, plan, block, calls, slow, watched) -> dict[str, Timing]:
+def _rounds(works, sampling, block, calls, slow, watched) -> dict[str, Timing]:
     names = list(works)
     kept: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     start = time.perf_counter()
-    while len(kept) < plan.rounds:
+    while len(kept) < sampling.rounds:
         attempts = len(kept) + len(disturbed)
         spent = time.perf_counter() - start
         # Disturbed rounds may double the time, not more.
-        if attempts >= plan.min_rounds and spent > plan.budget * (1 if len(kept) >= plan.min_rounds else 2):
+        if attempts >= sampling.min_rounds and spent > sampling.budget * (1 if len(kept) >= sampling.min_rounds else 2):
             break
         shift = attempts % len(names)
         order = names[shift:] + names[:shift]
         before = Load.now()
         # A slow one sits out once it has its rounds, so that the others get the rest of the budget.
-        round_ = {n: _run(block, works[n], calls[n]) for n in order if n not in slow or len(kept) < plan.min_rounds}
+        round_ = {n: _run(block, works[n], calls[n]) for n in order if n not in slow or len(kept) < sampling.min_rounds}
         (disturbed if watched and Load.now().disturbed_since(before) else kept).append(round_)
     # With too few quiet rounds the disturbed ones are all there is: shown, but marked.
-    clean = len(kept) >= min(plan.min_rounds, plan.rounds)
+    clean = len(kept) >= min(sampling.min_rounds, sampling.rounds)
     used = kept if clean else kept + disturbed
     return {n: Timing([r.get(n) for r in used], 0 if not clean else len(disturbed), clean) for n in names}

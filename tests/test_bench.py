@@ -440,20 +440,20 @@ def test_ratios_are_medians_of_rounds_and_order_rotates(monkeypatch):
     assert timing.Timing([1.0, None, None]).ratio(b) == 2.0
     calls = []
     works = {"a": work(lambda: calls.append("a")), "b": work(lambda: calls.append("b"))}
-    plan = timing.Plan(block=1e-9, rounds=2, min_rounds=2, budget=9.0)
-    found = timing.measure(works, plan, CPU)
+    sampling = timing.Sampling(block=1e-9, rounds=2, min_rounds=2, budget=9.0)
+    found = timing.measure(works, sampling, CPU)
     assert [len(t.kept) for t in found.values()] == [2, 2]
     assert calls[-4:] == ["a", "b", "b", "a"]
 
 
 def test_disturbed_rounds_are_dropped_and_too_many_are_confessed(monkeypatch):
-    plan = timing.Plan(block=1e-5, rounds=3, min_rounds=3, budget=9.0)
+    sampling = timing.Sampling(block=1e-5, rounds=3, min_rounds=3, budget=9.0)
     answers = iter([True, False, True, False, False])
     monkeypatch.setattr(timing.Load, "disturbed_since", lambda self, before: next(answers))
-    found = timing.measure({"a": work(lambda: None)}, plan, CPU)["a"]
+    found = timing.measure({"a": work(lambda: None)}, sampling, CPU)["a"]
     assert (len(found.kept), found.dropped, found.clean) == (3, 2, True)
     monkeypatch.setattr(timing.Load, "disturbed_since", lambda self, before: True)
-    found = timing.measure({"a": work(lambda: None)}, dataclasses.replace(plan, budget=0.0), CPU)["a"]
+    found = timing.measure({"a": work(lambda: None)}, dataclasses.replace(sampling, budget=0.0), CPU)["a"]
     assert (len(found.kept), found.dropped, found.clean) == (3, 0, False)
 
 
@@ -485,7 +485,7 @@ class FakeRunner:
 
     device = CPU
     clock = "wall"
-    plan = timing.Plan()
+    sampling = timing.Sampling()
     baseline = "sdpa"
 
     def __init__(self, *ratios):
@@ -577,8 +577,8 @@ def test_a_ratio_above_the_roofline_is_told_from_a_missed_one():
 def test_goals_against_another_case_are_per_flop(tmp_path):
     wide, narrow = case("goal wide", 64, heads=2), case("narrow", 64, heads=1)
     goal = goals.Goal(wide, "forward", goals.EVEN, rival="cpu, one head", rival_case=narrow)
-    plan = timing.Plan(block=1e-4, rounds=3, min_rounds=3, budget=0.1)
-    runner = sweep.Runner(CPU, plan)
+    sampling = timing.Sampling(block=1e-4, rounds=3, min_rounds=3, budget=0.1)
+    runner = sweep.Runner(CPU, sampling)
     ours, rows = goals._measure(goal, runner)
     assert [r["provider"] for r in rows] == ["cpu", "cpu, one head"]
     assert ours["goal"]["ratio"] == pytest.approx(2 * ours["ratio"])

@@ -298,7 +298,7 @@ def test_a_replayed_graph_must_give_what_a_call_gives(tiny, monkeypatch):
 
 def test_torchs_own_maths_is_measured_only_where_its_scores_fit(monkeypatch):
     with device.rehearsal() as rehearsed:
-        runner = sweep.Runner(rehearsed.torch, timing.Plan(rounds=1, min_rounds=1, budget=0.0))
+        runner = sweep.Runner(rehearsed.torch, timing.Sampling(rounds=1, min_rounds=1, budget=0.0))
         case = rehearsed.shrunk(select("gpu-bf16-d64-full-4096")[0])
         (math,) = providers.choose("sdpa-math", rehearsed.torch)
         assert runner.run(case, "forward", [math])[0]["status"] == "ok"

@@ -26,11 +26,11 @@ from .workers import ROOT, SLOWER, Log, Run
 TOTAL = 560  # seconds; with the start and the page under ten minutes
 
 
-def campaign(device: Any, plan: Sequence[Any], log: Log, options: argparse.Namespace, total: float = TOTAL) -> int:
+def campaign(device: Any, stages: Sequence[Any], log: Log, options: argparse.Namespace, total: float = TOTAL) -> int:
     """Runs the stages; 1 if a row failed."""
     start = time.monotonic()
     slower = SLOWER if device.rehearsed else 1
-    for stage in plan:
+    for stage in stages:
         left = total * slower - (time.monotonic() - start)
         limit = min(stage.seconds * slower, left)
         if device.rehearsed:
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(filter(None, options.only.split(","))) - {stage.name for stage in everything}
     if unknown:
         parser.error(f"--only: {min(unknown)!r} is none of {', '.join(stage.name for stage in everything)}")
-    plan = [stage for stage in everything if not options.only or stage.name in options.only.split(",")]
+    chosen = [stage for stage in everything if not options.only or stage.name in options.only.split(",")]
     if options.list:
         for stage in everything:
             print(f"{stage.name:12} at most {stage.seconds:3} s  {stage.about}")
@@ -104,14 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"make gpu: torch of {sys.executable} sees no CUDA device: nothing was run")
         return 1
     if options.dry_run:
-        return _dry(device, plan)
+        return _dry(device, chosen)
     folder = ROOT / ("bench/results" if options.rehearse is None else "build/rehearsal")
     path = options.out or folder / f"gpu-{_slug(device.name())}-{datetime.now():%Y%m%d-%H%M%S}.jsonl"
     log = Log(path)
     log.add("begin", date=datetime.now(timezone.utc).isoformat(timespec="seconds"), **device.chip(), **device.clocks())
     print(f"{device.name()}; results: {path}", flush=True)
     try:
-        status = campaign(device, plan, log, options)
+        status = campaign(device, chosen, log, options)
     finally:
         log.add("end", **device.clocks())
         page = summary.page(log.records)
@@ -121,10 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _dry(device: Any, plan: Sequence[Any]) -> int:
+def _dry(device: Any, stages: Sequence[Any]) -> int:
     """What would run on a Hopper, after the build."""
     status = 0
-    for stage in plan:
+    for stage in stages:
         rows = list(stage.rows(device))
         print(f"== {stage.name}: {stage.about}; {len(rows)} rows, at most {stage.seconds} s", flush=True)
         for row in rows:

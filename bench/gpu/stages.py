@@ -123,11 +123,11 @@ def _speed(device: Gpu, row: str) -> Found:
 
     from .. import providers
     from ..sweep import Runner
-    from ..timing import Plan
+    from ..timing import Sampling
 
     global _runner
     if _runner is None:
-        _runner = Runner(device.torch, Plan(block=0.02, rounds=device.few(5), min_rounds=1, budget=0.3))
+        _runner = Runner(device.torch, Sampling(block=0.02, rounds=device.few(5), min_rounds=1, budget=0.3))
     name, pass_name, rival = row.split()
     (found,) = _runner.run(device.shrunk(select(name)[0]), pass_name, providers.choose(rival, device.torch))
     yield {name: x for name, x in found.items() if name not in ("key", "tags", "clean", "dropped", "threads")}
