@@ -1,7 +1,7 @@
 """`Problem`: one attention call, validated and brought to 4-D. Nothing below this module checks a shape again.
 
-What a call asks for depends on shapes, dtypes, devices and flags alone, not on the tensors' contents. `_normalise` holds
-every rule and error message. It is memoised for arguments of the usual types, so that a repeated call costs one
+What a call asks for depends on shapes, dtypes, devices and flags alone, not on the tensors' contents. `_normalise`
+holds every rule and error message. It is memoised for arguments of the usual types, so that a repeated call costs one
 dictionary look-up. `Problem.from_sdpa` describes the tensors, calls it and takes the views it names.
 
 Layout below this module: q (B, Hq, L, E), k (B, Hk, S, E), v (B, Hv, S, Ev). Query head h uses key head h // (Hq // Hk)
