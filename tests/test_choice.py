@@ -222,13 +222,13 @@ def test_a_refusal_outranks_the_choice(on):
 
 def test_what_rules_tell_apart():
     call = choice.call_of
-    assert call(problem(1, 2, 200, 64), 80) == (80, False, "plain", 64)
-    assert call(problem(1, 2, 200, 64, gradient=True), 80) == (80, True, "plain", 64)
+    assert call(problem(1, 2, 200, 64), 80) == (80, False, "fast path", 64)
+    assert call(problem(1, 2, 200, 64, gradient=True), 80) == (80, True, "fast path", 64)
     assert call(problem(1, 8, 4, 64, keys=300), 80).kind == "decode"
-    assert call(problem(1, 64, 2, 64, heads_k=1, keys=300), 80).kind == "plain"
-    assert call(problem(1, 8, 4, 64, keys=300, gradient=True), 80).kind == "plain"
-    assert call(problem(1, 2, 200, 64, softcap=2.0), 80).kind == "general"
-    assert call(problem(1, 2, 200, 64, dropout_p=0.5), 80).kind == "general"
+    assert call(problem(1, 64, 2, 64, heads_k=1, keys=300), 80).kind == "fast path"
+    assert call(problem(1, 8, 4, 64, keys=300, gradient=True), 80).kind == "fast path"
+    assert call(problem(1, 2, 200, 64, softcap=2.0), 80).kind == "generic"
+    assert call(problem(1, 2, 200, 64, dropout_p=0.5), 80).kind == "generic"
     with torch.no_grad():
         assert not call(problem(1, 2, 200, 64, gradient=True), 80).training
 
@@ -250,7 +250,7 @@ def test_every_call_has_a_rule_and_no_rule_is_in_vain():
 
 def test_measured_rules_are_kept_as_json(on, tmp_path):
     on(90)
-    rules = [choice.Rule((90,), ("training",), ("plain", "general"), (65, 128), ("cuda", "triton"), "1.2x")]
+    rules = [choice.Rule((90,), ("training",), ("fast path", "generic"), (65, 128), ("cuda", "triton"), "1.2x")]
     choice.dump(rules, tmp_path / "rules.json", {"device": "chip", "torch": "2.13"})
     choice.use_rules(*choice.load(tmp_path / "rules.json"))
     with FakeTensorMode():

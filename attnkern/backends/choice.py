@@ -18,7 +18,7 @@ from ..params import DECODE_MAX_ROWS
 from ..problem import Problem
 
 PASSES = ("forward", "training")
-KINDS = ("plain", "general", "decode")
+KINDS = ("fast path", "generic", "decode")
 
 MODEL = "by model, not measured"
 
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
     capabilities: tuple[int, ...]  # compute capability times 10
     passes: tuple[str, ...]  # forward: nothing requires a gradient; training: something does
-    kinds: tuple[str, ...]  # decode: few queries of many keys; general: bias, softcap or dropout; plain: the rest
+    kinds: tuple[str, ...]  # decode: few queries of many keys; generic: bias, softcap or dropout; fast path: the rest
     head_dims: tuple[int, int]  # the larger of both head sizes is in this range, both ends included
     order: tuple[str, ...]
     because: str
@@ -45,10 +45,15 @@ MEASURED: tuple[Rule, ...] = ()
 RULES: tuple[Rule, ...] = (
     *MEASURED,
     Rule(
-        (90,), (), ("plain",), ANY, ("cuda-sm90", "triton", "cuda"), "softmax beside P V, where Triton's kernels wait"
+        (90,),
+        (),
+        ("fast path",),
+        ANY,
+        ("cuda-sm90", "triton", "cuda"),
+        "softmax beside P V, where Triton's kernels wait",
     ),
     Rule((90, 100, 103), (), (), ANY, ("triton", "cuda"), "wgmma or tcgen05 outruns mma.sync"),
-    Rule((), (), ("plain",), ANY, ("cuda", "triton"), "less traffic of shared memory for the same products"),
+    Rule((), (), ("fast path",), ANY, ("cuda", "triton"), "less traffic of shared memory for the same products"),
     Rule((), (), (), ANY, ("triton", "cuda"), "kernels that hold no feature but the call's"),
 )
 _rules: tuple[Rule, ...] = RULES
@@ -73,9 +78,9 @@ def call_of(problem: Problem, capability: int, training: bool | None = None) -> 
     if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= DECODE_MAX_ROWS < k.shape[2]:
         kind = "decode"
     elif bias is not None or params.softcap or params.dropout_p:
-        kind = "general"
+        kind = "generic"
     else:
-        kind = "plain"
+        kind = "fast path"
     return Call(capability, training, kind, max(q.shape[3], v.shape[3]))
 
 

@@ -37,7 +37,7 @@ class Trial(NamedTuple):
         more: dict[str, Any] = {"heads": max(1, WIDTH // self.size), "dim": self.size, "dtype": "bf16"}
         if self.kind == "decode":
             return case(str(self), 1, CACHE, batch=4, **more)
-        softcap = 30.0 if self.kind == "general" else 0.0
+        softcap = 30.0 if self.kind == "generic" else 0.0
         return case(str(self), LENGTH, batch=TOKENS // LENGTH, causal=True, softcap=softcap, **more)
 
 
