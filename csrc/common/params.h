@@ -31,8 +31,8 @@ enum GradBit : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradBias = 8 };
 
 // What GPU kernels take: head sizes up to the first; lengths, and batch * heads, up to the second.
 constexpr int64_t kMaxHeadDim = 512, kMaxLength = (int64_t{1} << 30) - 1;
-// So many rows of queries, over the query heads that share a key head, are decoding: the kernels for few queries. More,
-// and the forward kernel has enough blocks, or work per key.
+// Up to so many rows of queries, over the query heads that share a key head, go to the kernels for decoding. With more
+// rows the forward kernel has enough blocks, or enough work per key.
 constexpr int64_t kDecodeMaxRows = 64;
 
 // A 4-D tensor (batch, head, row, column); strides in elements. A broadcast dimension has stride 0.

@@ -18,8 +18,8 @@
 namespace attnkern::cpu {
 namespace {
 
-// Where a head's dQ is summed: the output itself, or a buffer of the compute type with rows of whole vectors. Or both:
-// an output of 16-bit elements has room for the sums of half of its rows.
+// Where a head's dQ is summed: in the output itself, or in a buffer of the compute type with rows of whole vectors. Or
+// in both: an output of 16-bit elements has room for the float32 sums of half of its rows.
 template <class C>
 struct QueryGrad {
   C* data;            // of the rows from `split` on
@@ -48,17 +48,17 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const int64_t group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
   const int64_t columns = (p.head_dim + S::kLanes - 1) / S::kLanes;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
-  // Every tile meets all queries, what is given of their gradients, and the sums of the others.
+  // Bytes of a query that every tile reads: Q and dO, and the sums of dQ.
   const int64_t given_bytes = (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T));
   const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
-  // With a bias that pays in pairs only: other products are faster one by one.
+  // With a bias, computing both products in registers pays off for pairs only.
   const bool biased = Op::kPack == 2 && score.has_bias && score.cap == C(0) && !score.dropout;
   const bool prefetches_bias = biased && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
   const bool prefetches = score.fast_path() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
-  C scale[kTile<C>];  // of dK: dS is the gradient of scores that are scaled already
+  C scale[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled
   for (C& lane : scale) lane = score.signed_scale;
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
-  // A gradient of the bias that is stored would have to be set to 0.
+  // Excluded blocks are left out, unless the bias's gradient is stored: it would have to be set to 0 there.
   const bool leaves_out = score.has_bias && !(bias_grad && bias_grads == nullptr);
 
   for (int64_t key = first_tile * kTile<C>; key < p.seqlen_k; key += tile_stride * kTile<C>) {
@@ -142,7 +142,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         }
         if (bias_grad) store_bias_grad<T>(p, block, batch, h, key, keys, scratch.bias, bias_sums);
 
-        // The same rows as operand A of dV and dK, where the queries are summed over.
+        // The same rows as operand A of dV and dK, which sum over the queries.
         Rows<Scalar> q_sum = q_rows, grad_sum = grad_rows;
         const Scalar *probabilities, *ds, *ds_rows;
         int64_t ds_step = kTile<C>;
@@ -176,7 +176,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         for (int64_t s = 0; s < block.segments && wanted.dq; ++s) {
           const Segment& segment = block.segment[s];
           const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-          // Lanes past the last key hold nothing of meaning: sum over real keys only.
+          // Lanes past the last key hold garbage: sum over real keys only.
           const int64_t live = min64(segment.last * S::kLanes, keys) - lane;
           if constexpr (Op::kPack == 2) {
             if (live % 2 != 0)  // the odd key's partner is a zero row of K, but dS must be finite there
@@ -194,7 +194,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         }
       }
 
-      // Keys that no query was left for.
+      // Keys that no query attends to.
       if (dk_epilogue == Epilogue::kStore) std::memset(scratch.dk, 0, p.head_dim * kTile<C> * sizeof(C));
       if (dv_epilogue == Epilogue::kStore) std::memset(scratch.dv, 0, p.head_dim_v * kTile<C> * sizeof(C));
       if (wanted.dk && (h + 1) % group_k == 0)
@@ -224,7 +224,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   using C = typename Op::Compute;
   const Wanted wanted(p);
   const int64_t all_heads = p.batch * p.heads_q;
-  if (all_heads == 0) return;  // nothing that a gradient could come from: the caller has filled with zeros
+  if (all_heads == 0) return;  // the caller has filled the gradients with zeros
   const int64_t all_rows = all_heads * p.seqlen_q;
   const Buffer<C> shift(all_rows), delta(all_rows);
   const Buffer<C> norm(has_large_lse<T>(static_cast<const C*>(p.lse), all_rows) ? all_rows : 0);
@@ -236,11 +236,11 @@ void backward(const Backward& p, const Runtime& runtime) {
   const BiasGradPlan<C> bias_plan(p, runtime.num_threads, bias_has_compute_type);
   const bool bias_apart = bias_plan.way == bias_plan.kApart;
   const bool bias_sums = bias_plan.way == bias_plan.kAdded;
-  // Whole KV groups as long as every thread gets one; what is left is split by key tiles.
+  // Whole KV groups as long as every thread gets one; the remaining groups are split by key tiles.
   const int64_t left = tiles == 1 || bias_sums ? 0 : kv_groups % runtime.num_threads, whole = kv_groups - left;
   const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
 
-  // A task that has a head to itself makes its terms; the others' come first.
+  // A task that has a whole KV group computes its row terms itself; those of split groups are computed first.
   constexpr int64_t kRows = 512;
   const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
   const int64_t first_head = bias_apart ? 0 : whole * kv_group;
@@ -312,7 +312,8 @@ void backward(const Backward& p, const Runtime& runtime) {
                           caches.of(worker, cache_memory));
     if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < kv_group; ++h) {
-        // In this order: row after row, the output takes less room than its sums before it.
+        // In this order, since the sums lie in the output: a row is shorter than its sums, so no unread sum is
+        // overwritten.
         store_query_grad<T>(p, batch, head + h, 0, dq.split, dq.row(h, 0), dq.step);
         store_query_grad<T>(p, batch, head + h, dq.split, p.seqlen_q - dq.split, dq.row(h, dq.split), dq.step);
       }

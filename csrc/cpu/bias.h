@@ -1,4 +1,4 @@
-// The bias of a block as a tile of numbers, and a bool mask as bits; what they leave out.
+// The bias of a block as a tile of numbers, a bool mask as bits, and which blocks they exclude.
 #pragma once
 
 #include <bit>

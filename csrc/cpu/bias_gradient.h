@@ -1,4 +1,4 @@
-// The gradient of a bias: in a sweep of its own, or of the sums that the tasks have made in passing.
+// The gradient of a bias: in a sweep of its own, or from the sums that the backward pass's tasks have made.
 #pragma once
 
 #include "row_terms.h"
@@ -54,7 +54,7 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
                 for (int64_t v = segment.first; v < segment.last; ++v) {
                   C* total = sum + (per_query ? i - queries.begin : 0) * kTile<C> + v * S::kLanes;
                   auto ds = S::load(scratch.bias + (i - block.row) * kTile<C> + v * S::kLanes);
-                  if ((v + 1) * S::kLanes > keys)  // lanes past the last key hold nothing of meaning
+                  if ((v + 1) * S::kLanes > keys)  // lanes past the last key hold garbage
                     ds = LaneMask<C>({0, keys}, v).select(ds, S::zero());
                   S::store(total, S::load(total) + ds);
                 }
@@ -83,7 +83,7 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
             scratch_bytes + sums * static_cast<int64_t>(sizeof(C)), body);
 }
 
-// d(bias) of the sums that tasks have made, group after group.
+// d(bias) from the sums of the tasks, group after group.
 template <class T, class C>
 void add_bias_grads(const Backward& p, const Runtime& runtime, const BiasGradPlan<C>& plan, const C* sums) {
   using S = Simd<C>;

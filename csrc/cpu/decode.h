@@ -40,7 +40,7 @@ struct DecodeScratch {
   int64_t q_step, out_step, bytes;
 };
 
-// Where the bias, and what is kept of dropout, begin for a row and a key of the block.
+// Where a row's bias and dropout factors begin, for a key of the block.
 template <class C>
 inline int64_t in_tiles(int64_t row, int64_t rows, int64_t key) {
   return key / kTile<C> * kTile<C> * rows + row * kTile<C> + key % kTile<C>;
@@ -67,10 +67,10 @@ inline bool excludes_all_of_rows(const Forward& p, int64_t batch, int64_t head_k
   return true;
 }
 
-// kRows queries against keys [key, key + keys), whole vectors of them, all of which they meet, by scores that need
-// nothing but their scale and a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector
-// of keys each, and rows are met in the order of the memory: so neither of the two streams stops for long. A turn's
-// probabilities become ready while the next one's scores are computed.
+// kRows queries against keys [key, key + keys), whole vectors of keys that every query attends to; scores have a scale
+// and perhaps a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector of keys each, and
+// rows are read in the order of the memory, so that neither of the two streams stops for long. A turn's probabilities
+// become ready while the next one's scores are computed.
 template <class T, class Op, int kRows, int kDim>
 [[gnu::noinline]] void decode_stream(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
                                      int64_t key, int64_t keys) {
@@ -520,7 +520,7 @@ void decode(const Forward& p, const Runtime& runtime) {
   int64_t parts = runtime.num_threads == 1 ? 1 : (4 * runtime.num_threads + heads - 1) / heads;
   parts = max64(1, min64(parts, blocks));
   const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
-  // What is copied is to stay in the cache, too.
+  // Copied rows are to stay in the cache, so a block then has fewer keys.
   const bool in_place = reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
   const bool many = rows <= kFewRows && in_place;
   const bool tiles = rows >= kRowsForScoreTiles<T, Op>;

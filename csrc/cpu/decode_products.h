@@ -134,8 +134,8 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
   }
 }
 
-// What is to be prefetched has to be there as fast as the rows of B pass: one run of register tiles meets them all for
-// its first columns, several meet a few of them at a time. How often tiles call prefetch in that time.
+// How often register tiles call prefetch() while they read all rows of B once. One run of tiles reads them all for its
+// first columns; several runs read a few of them at a time.
 template <int kSums, int kMostVectors>
 inline int64_t prefetch_calls_of_pass(int64_t rows, int64_t vectors, int64_t depth) {
   const int64_t first = rows <= kTileRows ? min64(vectors, kMostVectors) : vectors;

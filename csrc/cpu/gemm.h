@@ -134,14 +134,15 @@ class ProductWalk {
   int64_t a_step_, b_step_;
 };
 
-// Rows that will be read soon. They are prefetched a few at a time, while others are worked on: all at once they would
-// wait for each other, and leave the memory idle afterwards.
+// Rows to prefetch, because they are read soon. A few at a time, between products: all at once they would wait for each
+// other, and leave the memory idle afterwards.
 struct PrefetchRows {
   const char* row = nullptr;
   int64_t step = 0, rows = 0, bytes = 0;  // from row to row; how many; of a row
 };
 
-// All of them in so many calls of prefetch, whole rows at a time: for loops so short that more would be felt.
+// Prefetches all rows in so many calls of prefetch(), whole rows at a time: for loops so short that finer steps would
+// cost time.
 class PrefetchByRow {
  public:
   PrefetchByRow(const PrefetchRows& rows, int64_t calls) : rows_(rows), at_once_((rows.rows + calls - 1) / calls) {}
@@ -155,7 +156,7 @@ class PrefetchByRow {
   int64_t at_once_;
 };
 
-// The same by cache lines, as evenly as it gets.
+// The same by cache lines, as evenly as possible.
 class PrefetchByLine {
  public:
   PrefetchByLine() = default;
@@ -203,7 +204,7 @@ template <class Op, bool kUnitRows, int kRows, int kVectors, class Prefetch>
   }
 }
 
-// Terms that are added up one after the other. More of them would lose digits: the sum then is made of such parts.
+// How many terms are added up one after the other. More of them would lose digits: a longer sum is made of such parts.
 inline constexpr int64_t kLongestSum = 128;
 
 // All sums of a tile in memory: registers hold those of a part.
@@ -221,11 +222,11 @@ template <class Op, int kRows, int kVectors, bool kUnitRows, class Prefetch>
   }
 }
 
-// The sums of a register tile from step k on, before which it has added what `sum` holds: nothing, where sums are long.
+// The sums of a register tile from step k on; `sum` holds those of the steps before (none, where sums are long).
 template <class Op, bool kUnitRows, int kRows, int kVectors, class Prefetch>
 [[gnu::always_inline]] inline void add_products(ProductWalk<Op, kUnitRows>& walk, int64_t k, int64_t depth,
                                                 Prefetch* next, typename Op::V (&sum)[kRows][kVectors]) {
-  if constexpr (Op::kSums == Precision::kFull) {  // otherwise nothing is felt of it
+  if constexpr (Op::kSums == Precision::kFull) {  // lower precisions don't show the difference
     if (depth > kLongestSum) [[unlikely]] {
       typename Op::V total[kRows * kVectors];
       add_parts<Op, kRows, kVectors>(walk, depth, next, total);

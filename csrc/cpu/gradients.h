@@ -1,4 +1,4 @@
-// From two products to P and dS: of one block of queries against a tile of keys, packed as the next products read them.
+// P and dS from two products, for one block of queries against a tile of keys; packed as the next products read them.
 #pragma once
 
 #include <numeric>
@@ -18,17 +18,17 @@ struct Wanted {
 // smallest set of query heads that shares neither with another.
 inline int64_t heads_of_kv_group(const Attention& p) { return std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v); }
 
-// How the gradient of a bias is made: while the tiles are passed, if it has all queries and keys. KV groups that share
-// their bias are a group; its members take turns to add to the sums of one task, or of several with sums of their own.
-// What is too much to go through memory for every member, or would keep threads idle, and a bias that is broadcast
-// along queries or keys, takes a sweep of its own (backward_bias).
+// How the gradient of a bias is computed. A bias with all queries and keys gets it in the main sweep: KV groups that
+// share their bias form a bias group, whose members add in turn to the sums of one task, or of several tasks with sums
+// of their own. A bias that is broadcast along queries or keys takes a sweep of its own (backward_bias), and so does
+// one whose sums are too large to go through memory for every member or would keep threads idle.
 template <class C>
 struct BiasGradPlan {
   enum Way {
     kNone,
-    kStored,  // in passing: every entry has one score
-    kAdded,   // in passing, to sums
-    kApart,
+    kStored,  // in the main sweep: every entry has one score
+    kAdded,   // in the main sweep, to sums
+    kApart,   // in a sweep of its own
   };
   static constexpr int64_t kMostBytes = 8 << 20;  // of a group
 
@@ -49,7 +49,7 @@ struct BiasGradPlan {
       return;
     }
     output_adds = same_type;
-    // As few as keep all threads busy to the end, more or less.
+    // As few tasks as keep all threads busy to the end, more or less.
     while (tasks < members && groups * tasks % threads != 0 && groups * tasks < 4 * threads) ++tasks;
     const bool idle = groups * tasks < threads && p.seqlen_k > kTile<C>;  // tiles of keys would be dealt out
     if (!idle && size * static_cast<int64_t>(sizeof(C)) <= kMostBytes) way = kAdded;

@@ -1,4 +1,4 @@
-// delta, and by what a row's exponentials are shifted and scaled so that P comes out of the saved log-sum-exp.
+// The terms of a row: delta, and the shift and the factor with which P is computed from the saved log-sum-exp.
 #pragma once
 
 #include "gradients.h"
@@ -39,8 +39,9 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
   }
 }
 
-// From this log-sum-exp on its rounding, and that of scores which the forward pass has summed in another order, is felt
-// in P, which 16-bit results see later. Of a row of finfo.min alone, it has lost the number of keys.
+// From this magnitude on the rounding of the log-sum-exp, and of scores that the forward pass has summed in another
+// order, shows in P (in 16-bit results later). In a row of nothing but finfo.min the log-sum-exp has lost the number of
+// keys.
 template <class T, class C>
 inline constexpr C kLargeLse = std::is_same_v<T, C> ? C(64) : C(1024);
 
@@ -54,8 +55,7 @@ inline bool has_large_lse(const C* lse, int64_t rows) {
   return large;
 }
 
-// The scores of a segment that has been multiplied, as P will be made of them, into the lanes' maxima and sums of their
-// exponentials: of row `row` and on.
+// Adds a segment's scores, as P will be computed from them, to the lanes' maxima and sums of exponentials.
 template <class Op, bool kFastPath, class C = typename Op::Compute>
 inline void add_to_sums(const ScoreParams<C>& score, const BandWalk<C>& walk, const Segment& segment, int64_t keys,
                         const C* bias, const LaneBits* mask, const C* scores, C* largest, C* sum) {
@@ -84,7 +84,7 @@ inline void add_to_sums(const ScoreParams<C>& score, const BandWalk<C>& walk, co
   }
 }
 
-// shift and norm of rows whose lse is large, from the very scores that their P is made of.
+// shift and norm of rows whose lse is large, from the same scores as their P.
 template <class T, class Op, class C = typename Op::Compute>
 [[gnu::noinline]] void normalise_again(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch,
                                        int64_t head, int64_t row, int64_t rows, RowTerms<C> terms) {

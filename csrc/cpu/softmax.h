@@ -325,8 +325,8 @@ inline void transform_scores(const ScoreParams<C>& score, const BandWalk<C>& wal
   }
 }
 
-// From this score on (in the log2 domain) what the maximum loses when it is rounded is felt in probabilities that take
-// it from products which are not: 2^-12 here.
+// From this score on (in the log2 domain) rounding the maximum shows in probabilities whose products are not rounded:
+// 2^-12 here.
 inline constexpr float kLargeScore = 0x1p12f;
 
 // Products of a block times `factor`, in place: rounded as the maximum is.
