@@ -1,5 +1,5 @@
 """FLOPs of the operators, as torch counts its own attention: 2 per multiply-add of each matrix product, masked entries
-included. attnkern doesn't import torch.utils.flop_counter, which brings all of Triton along: it waits for it.
+included. attnkern doesn't import torch.utils.flop_counter, which imports all of Triton, but waits until a program does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if "torch.utils.flop_counter" not in sys.modules:
 def with_flop_counter(function: Callable[[ModuleType], None]) -> Callable[[], None]:
     """function(torch.utils.flop_counter) now, or when a program imports that. Returns what stops the waiting.
 
-    attnkern doesn't import it: it brings all of Triton along, which takes longer than attnkern itself.
+    attnkern doesn't import it itself: it imports all of Triton, which takes longer than attnkern.
     """
     if (module := sys.modules.get("torch.utils.flop_counter")) is not None and _waiting not in sys.meta_path:
         function(module)

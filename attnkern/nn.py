@@ -337,7 +337,7 @@ class CrossAttention(nn.Module):
 
 
 def _check_band(window: Any, alignment: Any) -> None:
-    """Raises what a call with them would, in the constructor already."""
+    """Raises in the constructor what a call with them would raise."""
     x = torch.empty(1, 1, device="meta")
     Problem.from_sdpa(x, x, x, window=window, alignment=alignment)
 
@@ -373,7 +373,7 @@ def _attended(mask: Tensor | None) -> Tensor | None:
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The mask of what passes two: each bool (True = attended) or floating point (added)."""
+    """The mask of two masks together: each bool (True = attended) or floating point (added)."""
     if a is None or b is None:
         return b if a is None else a
     if b.dtype == torch.bool:

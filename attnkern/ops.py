@@ -1,6 +1,6 @@
 """The operators: schemas, shapes and strides, and which backend a call goes to. No arithmetic.
 
-`attnkern::forward`, `backward`, `tangent` and `second_backward` are what programs see; the ones below are those of a
+Programs see `attnkern::forward`, `backward`, `tangent` and `second_backward`; the operators below them are those of a
 compiled library.
 
 They are what torch.compile, export, the profiler, the FLOP counter, DTensor and selective checkpointing see. Autograd
@@ -94,7 +94,7 @@ _define(
     tags=_TAGS,
 )
 
-# Of csrc/cuda: `forward` and `backward` with what is asked of a backend beside them. Where splits or order are given,
+# Of csrc/cuda: `forward` and `backward` with the backend's own arguments. Where splits or order are given,
 # they replace the plan's (csrc/cuda/ops_cuda.cpp).
 _define(
     f"cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, {SCHEMA}, bool need_lse, bool tf32,"
@@ -115,7 +115,7 @@ backward = torch.ops.attnkern.backward.default
 tangent = torch.ops.attnkern.tangent.default
 second_backward = torch.ops.attnkern.second_backward.default
 
-# What kernels count on. Calls of attnkern.attention are right by problem.py; these checks are for a caller of the bare
+# What kernels rely on. problem.py has checked calls of attnkern.attention; these checks are for a caller of the bare
 # operators. Those of the compiled libraries make the same ones in C++ (csrc/common/unpack.h).
 
 

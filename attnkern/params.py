@@ -1,4 +1,4 @@
-"""What a call is made of besides its tensors, and what every backend agrees on: the one place for each in Python.
+"""The numbers of a call, and the facts that all backends share: each has its one place in Python here.
 
 csrc/common/params.h says the same to the compiled libraries; tests/test_params.py holds the two together.
 """
@@ -64,9 +64,9 @@ class Band(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """The numbers that make a weight of a score, as every operator takes them, in this order.
+    """The numbers that turn products into probabilities, as every operator takes them, in this order.
 
-    A field more is an argument more of every operator (`SCHEMA`), and one of ATTNKERN_PARAMS in csrc/common/params.h.
+    A new field becomes an argument of every operator (`SCHEMA`), and goes into ATTNKERN_PARAMS in csrc/common/params.h.
     """
 
     softmax_scale: float
@@ -116,7 +116,7 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"attnkern: scale must be a finite number, got {scale}")
 
 
-# In which softcaps have all their digits, and a score divided by one has a meaning.
+# In this range a softcap has all its digits, and a score divided by it is a number.
 _CAPS = {dtype: (torch.finfo(dtype).tiny, torch.finfo(dtype).max) for dtype in (torch.float32, torch.float64)}
 
 

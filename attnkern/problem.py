@@ -149,7 +149,7 @@ _Sizes = tuple[int, ...]
 
 
 class _View(NamedTuple):
-    """How a tensor becomes 4-D: broadcast to one shape (None: it need not be), then reshaped to another."""
+    """How a tensor becomes 4-D: broadcast to one shape (None: not needed), then reshaped to another."""
 
     broadcast: _Sizes | None
     shape: _Sizes
@@ -196,7 +196,7 @@ def _normalise(
     alignment: str,
     softcap: float | None,
 ) -> _Normal:
-    """All rules: kinds of tensors and options in, views and parameters out."""
+    """All rules: descriptions of tensors and options in, views and parameters out."""
     check_dropout(dropout_p)
     check_scale(scale)
     check_softcap(softcap, query[1])

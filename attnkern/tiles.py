@@ -1,7 +1,7 @@
-"""The weights of a call in plain torch, a tile at a time: what nn.py and weights.py return, and no more, is in memory.
+"""The weights of a call in plain torch, a tile at a time: memory holds only those that nn.py and weights.py return.
 
-The definition is that of `backends.reference`: p = exp(x - lse), with the lse that a forward kernel has left, or a
-softmax where there is none.
+The definition is that of `backends.reference`: p = exp(x - lse), with the lse of a forward kernel, or a softmax where
+there is none.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def cpu_info() -> dict[str, Any]:
 
 
 class Device:
-    """A CPU. Its subclasses say what is otherwise elsewhere."""
+    """A CPU. Subclasses are other devices."""
 
     kind = "cpu"
     rehearsed = False
@@ -151,7 +151,7 @@ class Cuda(Device):
         return torch.cuda.mem_get_info(self.torch)[0]
 
     def chip(self) -> dict[str, Any]:
-        """What results are worth nothing without."""
+        """The facts about the chip that belong to every result."""
         found: Any = torch.cuda.get_device_properties(self.torch)
         return {
             "chip": self.name(),

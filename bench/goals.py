@@ -1,9 +1,9 @@
 """The CPU kernels' goals, row by row, and the run that holds them to it.
 
 Ratios are F.sdpa's time over ours, set for torch 2.13 on a two-core AVX-512 machine (Zen 5), where they ask for at most
-0.89 of the peak. The share of the measured peak is the safer gate: it moves neither with torch nor with the machine. A
-row fails when it falls under 0.93 of a goal twice in a row; if only because the ratio would take more than the peak,
-F.sdpa being nearer to it where this runs, it is called above roofline.
+0.89 of the peak. The share of the measured peak is the more stable goal: it depends neither on torch nor on the
+machine. A row fails when it falls under 0.93 of a goal twice in a row. Where F.sdpa is so close to the peak that the
+ratio alone would take more than the peak, the row is called above roofline.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def above_roofline(goal: Goal, row: Row) -> bool:
 
 
 def scores(goal: Goal, row: Row) -> dict[str, tuple[float, float, float]]:
-    """{what: (wanted, got, got as a share of wanted; at least 1 meets it)} for every wish that can come true."""
+    """{what: (wanted, got, got as a share of wanted; at least 1 meets it)} for every possible part of the goal."""
     found: dict[str, tuple[float, float, float]] = {}
     for what in ("ratio", "share", "bandwidth", "above", "rms", "memory"):
         wanted, got = getattr(goal, what), row["goal"].get(what)

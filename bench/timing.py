@@ -88,7 +88,7 @@ class Load:
     def disturbed_since(self, before: Load) -> bool:
         wall = self.wall - before.wall
         queued = _difference(self.queued, before.queued)
-        # Two ticks of every core may be a rounding of the counters.
+        # Two ticks of every core may be rounding of the counters.
         slack = max(2 * TICK * torch.get_num_threads(), MAX_FOREIGN_SHARE * wall)
         return queued > MAX_QUEUED_SHARE * wall or _difference(self.foreign, before.foreign) > slack
 

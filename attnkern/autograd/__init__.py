@@ -1,4 +1,4 @@
-"""Gradients: the only package that knows about them."""
+"""Gradients, of every order and under every transform."""
 
 from .functions import attention, part_backward
 from .of_weights import weights

@@ -56,7 +56,7 @@ def attention(
     need_lse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a Problem by its operator, attached to whatever kind of differentiation is active.
+    """out and lse of a Problem, differentiable in the way that is active: autograd, forward mode or a transform.
 
     lse has shape (0,), or is None, where neither the caller nor a derivative needs it.
     """
@@ -78,7 +78,7 @@ def attention(
 
 
 def _forward(*args: Any) -> Any:
-    """`attnkern::forward`, past the dispatcher where nobody can tell."""
+    """`attnkern::forward`; past the dispatcher where that makes no difference."""
     results = None if torch.compiler.is_compiling() else cpu.forward(*args)
     return ops.forward(*args) if results is None else results
 
@@ -104,7 +104,7 @@ WHOLE.append(_attention_jvp)
 def part_backward(
     problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a problem whose keys are a part of those that `out` and `lse` are the results of."""
+    """dq, dk, dv of a problem that holds a part of the keys; `out` and `lse` are the results over all keys."""
     q, k, v, bias, params, _ = problem
     grad_mask = GRAD_Q | GRAD_K | GRAD_V
     if backend != reference.NAME:
@@ -179,7 +179,7 @@ class _EagerAttention(torch.autograd.Function):
 
 
 class _AttentionOutOnly(_Attention):
-    """For compiled graphs, where an lse that nobody uses has a gradient: zeros, and never a DTensor."""
+    """For compiled graphs: there an unused lse has a gradient of zeros, which is never a DTensor."""
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
@@ -237,7 +237,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
-        """By the symmetry of second derivatives, what second_backward makes of the inputs' tangents as cotangents.
+        """second_backward with the inputs' tangents as cotangents, by the symmetry of second derivatives.
 
         And backward is linear in grad_out and grad_lse.
         """
@@ -279,7 +279,7 @@ class _Tangent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_tout: Tensor | None, grad_tlse: Tensor | None):
-        """<grad, tangent> is what second_backward differentiates; of the tangents, it is linear: that is backward."""
+        """second_backward differentiates <grad, tangent>. It is linear in the tangents: their gradient is backward."""
         *inputs, seed, tq, tk, tv, tbias, out, lse = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4], ctx.needs_input_grad[5:9]
         grads: list[tuple[Tensor | None, ...]] = [(None,) * 4, (None,) * 4]

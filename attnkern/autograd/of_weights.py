@@ -136,7 +136,7 @@ def _reference_weights(
 
 
 def _gather_heads(pieces: Sequence[Tensor], x: Tensor, num_heads: int) -> Tensor:
-    """The gradient of x from those of what `tiles.heads_of` took of it."""
+    """The gradient of x from the gradients of the parts that `tiles.heads_of` took."""
     if x.shape[1] == 1 != num_heads:
         return torch.stack(list(pieces)).sum(0)
     grad = torch.cat(list(pieces), 1)

@@ -25,7 +25,7 @@ def transformed() -> bool:
 def goes_into_graph() -> bool:
     """Whether this call, under a transform, goes as a whole into a graph that is being traced.
 
-    Dual numbers do not: no compiled graph carries them, and Inductor's drop them in silence. (Dynamo answers the error
+    Dual numbers do not: no compiled graph carries them, and Inductor drops them silently. (Dynamo answers the error
     by running the caller without a graph, or shows it where fullgraph=True.)
     """
     if not torch.compiler.is_compiling():
@@ -37,7 +37,7 @@ def goes_into_graph() -> bool:
 
 
 def _put_in_graph_whole() -> None:
-    """Dynamo looks into no Function that has a jvp: it is to leave these calls to what traces its graph afterwards.
+    """Dynamo doesn't trace a Function that has a jvp: it leaves these calls to what traces its graph afterwards.
 
     That runs the transforms for real, as in eager mode. (A decorator would import all of Dynamo with this module.)
     """

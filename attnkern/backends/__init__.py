@@ -5,8 +5,8 @@ A backend is a module with
     NAME
     unavailable() -> str | None          why it cannot run at all on this machine
     refusals(problem) -> list[str]       why it cannot run this problem (cheap: asked in every call)
-    notes(problem) -> list[str]          what it has to do besides, for `explain`; a backend may have none
-    plan(problem) -> list[str]           how its kernels cut the problem, for `explain`; a backend may have none
+    notes(problem) -> list[str]          extra work, such as copying an input, for `explain`; optional
+    plan(problem) -> list[str]           how its kernels cut the problem, for `explain`; optional
     forward, backward                    the operators of ops.py, with AttentionParams in place of their numbers
 
 and its line in `TABLE`. All but `reference` are reached through the operators of ops.py.
@@ -24,8 +24,8 @@ import torch
 from ..problem import Problem
 from . import choice, cpu, cuda, disabled, reference, triton
 
-# Best first, but on CUDA devices choice.py has a say. The reference runs on every device: last in every line, and alone
-# on a device that has none.
+# Best first; on CUDA devices choice.py orders them. The reference runs on every device: it is last in every line, and
+# alone on a device without a line.
 TABLE: dict[str, tuple[ModuleType, ...]] = {
     "cpu": (cpu, reference),
     "cuda": (triton, cuda, reference),
@@ -91,8 +91,8 @@ def select(problem: Problem, name: str | None = None, training: bool | None = No
 
 
 def name_for_operators(backend: ModuleType, problem: Problem, asked: str | None) -> str:
-    """How an operator is told of the backend that `select` found. A trace knows no addresses, and its graph serves
-    other shapes: on devices where the order of backends follows from them, each call of the graph chooses anew."""
+    """The operators' argument `backend`. A trace knows no addresses, and its graph serves other shapes: on devices
+    where the order of backends depends on them, each call of the graph chooses again."""
     if asked is None and torch.compiler.is_compiling() and problem.q.is_cuda:
         return AT_RUN_TIME
     return backend.NAME
@@ -149,11 +149,11 @@ def _named(name: str) -> ModuleType:
 
 
 def _row(problem: Problem, training: bool | None = None) -> tuple[ModuleType, ...]:
-    if problem.q.is_cpu:  # as below, in a third of the time, which counts on a CPU
+    if problem.q.is_cpu:  # as below, in a third of the time
         return TABLE["cpu"]
     row = TABLE.get(problem.q.device.type, (reference,))
     if torch.compiler.is_compiling() or (rule := _rule(problem, training)) is None:
-        return row  # of a graph, the order is for its calls to say
+        return row  # each call of a graph chooses its order
     hopper = "cuda-sm90" in rule.order and not cuda.refusals(problem) and cuda.is_for_hopper(problem)
     names = [name.removesuffix("-sm90") for name in rule.order if hopper or name != "cuda-sm90"]
     return tuple(dict.fromkeys((*(_BY_NAME[name] for name in names), *row)))

@@ -1,8 +1,8 @@
 """The C++ kernels (csrc/cpu). The operators reach them directly: they register themselves for CPU tensors.
 
-Where nothing listens to operators, plain calls go past torch's dispatcher (csrc/direct.cpp): `call`, `forward` and
-`backward` here, each of which returns None for what must go by the operators, and for whatever fails, so that errors
-have one source. A program that Dynamo traces must not come here.
+Ordinary calls go past torch's dispatcher (csrc/direct.cpp) where nothing observes operators: `call`, `forward` and
+`backward` here. Each returns None for calls that must go by the operators, and for calls that fail, so that errors have
+one source. A program that Dynamo traces must not come here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _by_the_operators(*arguments: Any) -> None:
 
 
 def _direct() -> tuple[Callable[..., Any], ...]:
-    """call, forward, backward; those of no effect where a torch lacks what they stand on."""
+    """call, forward, backward; without effect where torch lacks what they need."""
     try:
         capsule = torch.Tensor.__dlpack_c_exchange_api__
         empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def _direct() -> tuple[Callable[..., Any], ...]:
             torch._C._is_tracing,
             torch._C._are_functorch_transforms_active,
         )
-        # Of those, Problem and autograd/ have seen to before an operator is called.
+        # Problem and autograd/ have handled those before an operator is called.
         for_the_caller = (torch._C._is_any_autocast_enabled, lambda: forward_ad._current_level >= 0)
     except AttributeError:
         return (_by_the_operators,) * 3

@@ -45,7 +45,7 @@ def capability(index: int) -> int:
 
 
 class Chip(NamedTuple):
-    """What plans ask of a device; memory in bytes."""
+    """The numbers of a device that plans depend on; memory in bytes."""
 
     capability: int  # times 10
     multiprocessors: int
@@ -116,7 +116,7 @@ class Plan(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What a plan knows of a tensor."""
+    """The properties of a tensor that plans depend on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -129,7 +129,7 @@ class _Described(NamedTuple):
 
 
 def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
-    """How the library cuts a call: a function of shapes, strides, alignment and options, and of the chip.
+    """How the library cuts a call. It depends on shapes, strides, alignment, options and the chip.
 
     `on` is the chip, None: that of the problem's device. The backward pass is in it where an input requires a gradient.
     """

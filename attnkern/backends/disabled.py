@@ -1,7 +1,7 @@
 """ATTNKERN_DISABLE: kernels to leave out, by names separated by commas, as "triton-decode,cuda-sm90". Read once, here.
 
-What is left out is refused with that reason (`attnkern.explain`), and what comes after it runs the call. For kernels
-that turn out to be wrong, or to fault, on some machine: `python -m attnkern check` says which.
+A family that is left out refuses every call with that reason (`attnkern.explain`), and the next one runs it. Meant for
+kernels that are wrong, or fault, on some machine: `python -m attnkern check` says which.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.sdpa inside `context_parallel`: says what the ring has not, before any rank waits for another."""
+    """F.sdpa inside `context_parallel`: refuses what the ring doesn't support, before any rank waits for another."""
     if attn_mask is not None:
         raise RuntimeError("attnkern: attn_mask must be None under context_parallel, whose ranks see parts of the keys")
     if dropout_p > 0:
@@ -105,7 +105,7 @@ def scaled_dot_product_attention(
 
 
 def _of_dtensors(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
-    """The one operator that torch's ring knows on every device; F.sdpa itself would choose another one on CPU."""
+    """The one operator that torch's ring supports on every device; F.sdpa itself would choose another one on CPU."""
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
 
 

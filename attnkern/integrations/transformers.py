@@ -152,11 +152,11 @@ def attention_forward(
         module: the layer; its `is_causal` counts (default True) where neither a mask nor `is_causal` is given.
         query: (B, H, L, E). key, value: (B, Hk, S, E or Ev), Hk dividing H.
         attention_mask: a `BandMask`, bool (True = attend) or float (added), broadcast to (B, H, L, S); it may be longer
-            than S. It says all: the model's `sliding_window` is in it already.
+            than S. The model's `sliding_window` is in it already.
         position_bias: added to the scores, broadcast to (B, H, L, S), with its gradient (T5).
         s_aux: (H,), one more score in every row's softmax, without a value: attention sinks (gpt-oss).
         dropout, scaling, softcap: as dropout_p, scale and softcap of `attnkern.attention`.
-        others: what other implementations need (window sizes, packed lengths), and the mask says here.
+        others: arguments of other implementations (window sizes, packed lengths); here the mask holds them.
 
     Returns:
         out (B, L, H, Ev) and None in place of the weights.

@@ -3,8 +3,8 @@
 Rows run in processes of their own (workers.py, serve.py), and each line of the results is on the disk before the next
 row starts. The results are bench/results/gpu-<chip>-<time>.jsonl, a page about them .md, what was printed .log.
 
---rehearse runs all of it without a GPU, on tiny problems in the simulator, into build/rehearsal/: no figure in there is
-one. --dry-run builds, and lists what would run.
+--rehearse runs all of it without a GPU, on tiny problems in the simulator, into build/rehearsal/: its figures mean
+nothing. --dry-run builds, and lists what would run.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _orders(rows: Sequence[Record], path: Path) -> list[str]:
         return [f"{path}: orders were measured, but not of head sizes {min(missing)}: left as it is"]
     text = path.read_text()
     pattern = re.compile(r"(static constexpr Order kOrder =\s)[^;]+;")
-    # by_tile has no other classes; what a comparison says is what tells them apart.
+    # by_tile has no other classes; these comparisons tell them apart.
     tests = {(64, 64): "kHeadDim <= 64", (96, 96): "kHeadDim <= 96", (128, 128): "kHeadDim <= 128"}
     tests |= {(192, 128): "kHeadDimV <= 128", (192, 192): "kHeadDim <= 192"}
     terms = [(tests.get(sizes, ""), f"Order::{NAMES[best[sizes]]}") for sizes in sorted(known)]

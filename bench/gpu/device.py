@@ -1,4 +1,4 @@
-"""The GPU that the campaign measures, and the one that stands for it in a rehearsal: a Hopper that isn't there.
+"""The GPU that the campaign measures, and the simulated Hopper that stands for it in a rehearsal.
 
 A rehearsed device's tensors are a CPU's, its launches go to the simulator (tests/ptxsim), and its timer counts them.
 """
@@ -94,7 +94,7 @@ class Gpu(Cuda):
 
 
 class Rehearsed(Gpu):
-    """A Hopper of four multiprocessors that isn't there. Its "seconds" are counted launches, and mean nothing."""
+    """A simulated Hopper of four multiprocessors. Its "seconds" are counted launches, and mean nothing."""
 
     rehearsed = True
     clock = "counted"
@@ -207,5 +207,8 @@ def rehearsal() -> Iterator[Rehearsed]:
         try:
             yield device
         finally:
-            for measured in (machine.peak, machine.read_bandwidth):  # nothing counted may pass for measured
+            for measured in (
+                machine.peak,
+                machine.read_bandwidth,
+            ):  # of counted launches
                 measured.cache_clear()

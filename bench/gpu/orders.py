@@ -1,6 +1,6 @@
 """In which order the steps of Hopper's forward kernel are fastest: a stage of `make gpu`.
 
-A plain problem may be computed in any `Order` (csrc/cuda/launch.h): products and softmax one after the other, or
+The fast path may compute in any `Order` (csrc/cuda/launch.h): products and softmax one after the other, or
 overlapped within a warpgroup, or that with warpgroups in turns. The fastest for a class of head sizes is to be the
 kOrder of its tile in csrc/cuda/forward_sm90.cu.
 """

@@ -33,7 +33,7 @@ def serve(options: argparse.Namespace) -> None:
 def _end_with(parent: int) -> None:
     """Ends this process, and what it started, once the campaign's is gone.
 
-    Whoever kills that doesn't reach a session of its own, which would keep the device.
+    Killing the campaign doesn't reach this process, which has a session of its own and would keep the device.
     """
     while True:
         time.sleep(0.5)
