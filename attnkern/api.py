@@ -170,9 +170,9 @@ def explain(
 ) -> Explanation:
     """Which backend `attention` would use for these arguments, and why not the others; nothing is computed.
 
-    Print it, or read `.chosen` and `.refusals`, and of the chosen one `.order` (why it came first, where that is a
-    choice), `.notes` (what it does besides) and `.plan` (how its kernels cut the call). Invalid arguments raise what
-    the call raises; a named backend that refuses gives chosen=None and the text of the call's error.
+    Print it, or read `.chosen` and `.refusals`, and of the chosen one `.order` (why it came first, where rules order
+    the backends), `.notes` (extra work, such as copies) and `.plan` (how its kernels cut the call). Invalid arguments
+    raise what the call raises; a named backend that refuses gives chosen=None and the text of the call's error.
     """
     problem = Problem.from_sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
@@ -205,7 +205,7 @@ def _override(function: Any, tensors: tuple[Any, Any, Any], *, attn_mask: Any, *
     passed = {name: x for name, x in {"attn_mask": attn_mask, **options}.items() if x is not _DEFAULTS[name]}
     relevant = tensors if is_causal_bias(attn_mask) else (*tensors, attn_mask)
     if _any_nested(relevant):
-        # A jagged tensor knows torch's function only; whatever that cannot do, it says.
+        # A jagged tensor supports torch's function only, which raises for what it can't do.
         options_of_torch = {"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
         if extra := sorted(passed.keys() - options_of_torch):
             raise RuntimeError(f"attnkern: jagged nested tensors go to torch's own attention, which has no {extra}")

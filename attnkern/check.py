@@ -1,8 +1,8 @@
 """``python -m attnkern check``: whether attnkern is right on this machine. The first thing to run on a new one.
 
 Every family of kernels that this machine has computes a few calls forward and backward, against float64 by the rule of
-`attnkern.testing`. Each does so in a process of its own, so that one which crashes or hangs is reported, and the others
-go on. `ATTNKERN_DISABLE` (backends/disabled.py) leaves out what is wrong, until it is mended.
+`attnkern.testing`. Each has a process of its own, so that a family that crashes or hangs is reported, and the others
+go on. `ATTNKERN_DISABLE` (backends/disabled.py) leaves out a family that is wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _HOPPER = tuple(
         ("float16, causal", 128, FP16, {"enable_gqa": True, "is_causal": True, "alignment": "bottom_right"}),
     )
 )
-# The Triton kernels are compiled on the way, for seconds each: fewer calls, of more features.
+# Each Triton kernel takes seconds to compile: fewer calls, of more features.
 _TRITON = (FEATURES[1], FEATURES[4]._replace(options={"dropout_p": 0.3}), FEATURES[5])
 
 FAMILIES: dict[str, Family] = {
@@ -203,7 +203,7 @@ def speed(device: str) -> Speed:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# A family's process: tells what it does in lines of JSON, for the case that it doesn't come back
+# A family's process: it prints what it does as lines of JSON, since it may crash
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +231,7 @@ def run_one(name: str) -> None:
 
 
 def _sentence(error: BaseException | str) -> str:
-    """The first line that says something."""
+    """The first line that isn't empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -242,7 +242,7 @@ def _sentence(error: BaseException | str) -> str:
 
 
 class Outcome(NamedTuple):
-    """What a family's process came to."""
+    """The outcome of a family's process."""
 
     name: str
     ok: bool

@@ -30,7 +30,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def drawn_probability(dropout_p: float) -> float:
     """The probability that entries are dropped with: dropout_p in steps of 1/65536, halfway ones to the even step.
 
-    Survivors are divided by 1 less this: by any other number the mean would move.
+    Survivors are divided by 1 less this; any other divisor would change the mean.
     """
     return round(dropout_p * 65536) / 65536
 
@@ -43,7 +43,7 @@ def draw_seed(device: torch.device) -> Tensor:
 def seed_for(q: Tensor) -> Tensor:
     """A fresh key for the dropout of q (B, ...); for a DTensor one per batch element, the first rank's on all ranks.
 
-    So a batch may be sharded: an element drops the same entries on whichever rank it is.
+    So a batch may be sharded: an element drops the same entries on every rank.
     """
     if not hasattr(q, "device_mesh"):
         return draw_seed(q.device)

@@ -1,15 +1,16 @@
 """Forward-mode and second derivatives in plain torch, a tile of whole rows of scores at a time.
 
-With the definition of `backends.reference` (x the scores, p the weights, D their dropout, z = softmax_scale * q k^T):
+With the definition of `backends.reference` (x the scores, p the probabilities, D their dropout, z = softmax_scale *
+q k^T):
 
-    T     = x'(z) * softmax_scale * (tq k^T + q tk^T) + tbias     how the scores move; x'(z) = 1 - tanh^2(z / softcap)
+    T     = x'(z) * softmax_scale * (tq k^T + q tk^T) + tbias     the scores' tangent; x'(z) = 1 - tanh^2(z / softcap)
     tlse  = rowsum(p T)
     tau   = T - tlse
     tout  = D(p tau) v + D(p) tv
 
 `backward` gives the gradient of f = <grad_out, out> + <grad_lse, lse>. Where its results are differentiated, with the
-cotangents cot_dq, ..., that is the gradient of f's derivative in the direction (cot_dq, ...), by the symmetry of second
-derivatives. With that direction as the tangents, dp = D(grad_out v^T) and d = dp - rowsum(p dp):
+cotangents cot_dq, ..., that is the gradient of f's derivative along (cot_dq, ...), by the symmetry of second
+derivatives. With the cotangents as tangents, dp = D(grad_out v^T) and d = dp - rowsum(p dp):
 
     dx         = p (d + grad_lse)
     w          = p (g - rowsum(p g)),  g = tau (d + grad_lse) + D(grad_out tv^T)
@@ -17,8 +18,8 @@ derivatives. With that direction as the tangents, dp = D(grad_out v^T) and d = d
     gz         = x'(z) w + x''(z) (x's tangent before x') dx
     gq         = softmax_scale * (gz k + x'(z) dx tk),  gk = softmax_scale * (gz^T q + (x'(z) dx)^T tq)
 
-(tau and d have mean zero under p: what a row has in common cancels before it is rounded.) A row without keys has p = 0
-everywhere, and so every derivative. Rows are independent, so a tile that holds whole rows needs no saved lse.
+(tau and d have mean zero under p: what all entries of a row share cancels before it is rounded.) A row without keys has
+p = 0 everywhere, and so every derivative. Rows are independent, so a tile that holds whole rows needs no saved lse.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def second_backward(
 
 
 class _Tile(NamedTuple):
-    """A range of rows with all the keys that they see, of some heads of some batch elements."""
+    """A range of rows with all the keys that they attend to, of some heads of some batch elements."""
 
     at: tuple[slice, slice, slice]  # batch elements, query heads, rows
     keys: slice
@@ -179,7 +180,7 @@ class _Tile(NamedTuple):
         return g.sub_((p * g).sum(-1, keepdim=True)).mul_(p), d.mul_(p)
 
     def of_products(self, w: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
-        """What gq and gk are products of, with k and q and with tk and tq, from w and dx (which it overwrites)."""
+        """The factors of gq and gk beside k and q, and beside tk and tq, from w and dx (which it overwrites)."""
         if self.slope is not None:
             w.mul_(self.slope)
             dx.mul_(self.slope)
@@ -271,7 +272,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _seen(rows: slice, seqlen_k: int, params: AttentionParams) -> slice:
-    """The keys between the first and the last that the band lets any of the rows see."""
+    """The keys between the first and the last that the band lets any of the rows attend to."""
     begin, end = 0, seqlen_k
     if params.window_left != UNBOUNDED:
         begin = min(max(begin, rows.start + params.band_offset - params.window_left), seqlen_k)

@@ -1,8 +1,9 @@
 """Sharding rules (DTensor) of the operators.
 
 Batch elements, heads and, without a band, rows of queries are independent of each other: each of the three may be split
-over ranks, whatever else is sharded is gathered first. What a split cuts has a gradient cut the same way; what every
-rank holds as a whole (one key head for all, a mask for the whole batch) has one that is the sum over the ranks.
+over ranks, all other shardings are gathered first. A tensor that is split has a gradient split the same way; the
+gradient of a tensor that every rank holds as a whole (one key head for all, a mask for the whole batch) is a sum over
+the ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _splits(q, k, v, bias, philox_seed, params) -> list[list]:
         return [cut, *keys, mask, seed, cut]
 
     splits = [[None if x is None else Replicate() for x in (q, k, v, bias, philox_seed, q)]]
-    # One key for all counts batch elements and heads from the first of all; one per batch element goes with it.
+    # A single key counts batch elements and heads from the first one; a key for each batch element goes with it.
     if philox_seed is None:
         splits.append(split(0))
         if _heads_divide(q, k, v):

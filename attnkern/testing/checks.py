@@ -1,4 +1,4 @@
-"""Runs a call and holds all that it computes to the rule; what else a call must leave as it was."""
+"""Runs a call and holds all that it computes to the rule; checks that the call changes nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _fill_malloc(on: bool) -> None:
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory is NaN inside: an output entry that a kernel forgets, or padding that it reads, cannot pass.
+    """Fresh memory holds NaN inside: an output entry that a kernel forgets, or padding that it reads, shows.
 
     torch does it for the tensors that it allocates itself (as part of its deterministic mode), malloc for those of
     compiled operators and for the kernels' scratch.

@@ -32,9 +32,10 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def _computed(run: Callable[..., dict[str, Tensor]], exact: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The yardstick: what torch's own maths in the dtype gives; `run` is that maths.
 
-    There is no wider dtype to measure float64 maths with. Done again with every product rounded otherwise, it is off
-    from itself by what it is off from the truth. Both are, so one repetition can come close by chance where there are
-    few entries: torch's own attention then breaks the rule in 1 of 6,000 problems. The farthest of three counts.
+    There is no wider dtype to measure float64 maths with. Float64 maths is therefore repeated with every product
+    rounded differently: the repetitions differ from each other as much as from the exact result. With few entries one
+    repetition can come close by chance, and torch's own attention then breaks the rule in 1 of 6,000 problems. So the
+    farthest of three counts.
     """
     if dtype != torch.float64:
         return run(_accumulate_dtype(dtype), split_scale=True)
@@ -245,7 +246,7 @@ def _units(
     )
     q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
     w2 = (weights * survive * (1.0 + condition)).square()
-    # What a score's rounding moves is the value's distance from the output: nothing where one weight is all.
+    # A score's rounding changes the output by the value's distance from it: by nothing where one weight is 1.
     moved2 = (weights * condition).square()
     apart2 = (moved2 * survive.square()) @ v.square() - 2.0 * exact["out"] * ((moved2 * survive) @ v)
     apart2 = (apart2 + exact["out"].square() * moved2.sum(-1, keepdim=True)).clamp(min=0.0)

@@ -1,4 +1,4 @@
-"""Memory layouts: the same numbers behind other strides. What lies between the numbers is NaN, so that a kernel which
+"""Memory layouts: the same numbers behind other strides. The memory between the numbers is NaN, so that a kernel that
 reads it is caught."""
 
 from __future__ import annotations

@@ -135,9 +135,9 @@ def random_problem(
 ) -> tuple[Inputs, dict[str, Any]]:
     """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed.
 
-    A share of `extreme` is so in one way or several: amplitudes from 1e-3 to 1e3, scales of either sign from 1e-3 to
-    1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments are what to draw from:
-    sizes, the query heads of a key head, and whether there may be a mask.
+    A share of `extreme` of the problems is extreme in one way or several: amplitudes from 1e-3 to 1e3, scales of either
+    sign from 1e-3 to 1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments say
+    what is drawn from: sizes, the query heads of a key head, and whether there may be a mask.
     """
     rng = random.Random(seed)
 
