@@ -56,7 +56,7 @@ fuzz: build  ## problems at random on every backend, simulated GPUs included: MI
 bench: build  ## sweep sequence length against torch: table, JSONL, plot; BENCH_ARGS for python -m bench run
 	@$(PY) -m bench run $(BENCH_ARGS)
 
-bench-goals: build  ## the CPU kernels against their goals, into bench/results/
+bench-goals: build  ## the CPU kernels against their targets, into bench/results/
 	@$(PY) -m bench run --cases cpu-goals $(BENCH_ARGS)
 
 lint: $(READY) typecheck  ## ruff, clang-format, mypy: check only

@@ -24,7 +24,7 @@ from rich.table import Table
 import attnkern
 from attnkern.cases import CASES, Case, select
 
-from . import goals, machine, options, plots, providers, record, report, sets
+from . import machine, options, plots, providers, record, report, sets, targets
 from .record import Log, Row
 from .sweep import Runner
 from .timing import Sampling
@@ -104,15 +104,15 @@ def run(
     """
     where = _device(device, may_be_absent=dry_run)
     pattern = cases or ("gpu-sweep" if where.type == "cuda" else "quick-sweep")
-    goal_set = goals.named(pattern)
+    target_set = targets.named(pattern)
     defaults = sets.defaults_for(pattern)
-    if goal_set is not None and (passes or dtype or set_ or providers_):
+    if target_set is not None and (passes or dtype or set_ or providers_):
         raise typer.BadParameter(f"{pattern} fixes --passes, --dtype, --set and --providers", param_hint="--cases")
-    if goal_set is not None and where.type != "cpu":
-        raise typer.BadParameter(f"{pattern} are goals for a CPU", param_hint="--device")
+    if target_set is not None and where.type != "cpu":
+        raise typer.BadParameter(f"{pattern} are targets for a CPU", param_hint="--device")
     if cpu_time and (threads != 1 or where.type != "cpu"):
         raise typer.BadParameter("CPU time compares on one CPU thread only: add --threads 1", param_hint="--cpu-time")
-    chosen = [] if goal_set is not None else _parsed("--cases", select, pattern)
+    chosen = [] if target_set is not None else _parsed("--cases", select, pattern)
     if dtype is not None:
         dtypes = _parsed("--dtype", options.names, dtype, options.DTYPE_NAMES)
         chosen = _parsed("--dtype", options.apply, chosen, [{"dtype": d} for d in dtypes])
@@ -132,8 +132,8 @@ def run(
     sampling = Sampling(block, rounds or defaults.rounds, min(3, rounds or 3), budget or defaults.budget, cpu_time)
 
     if dry_run:
-        if goal_set is not None:
-            console.print(goals.table(goal_set))
+        if target_set is not None:
+            console.print(targets.table(target_set))
         else:
             console.print(_group_table(groups, rivals))
         return
@@ -141,21 +141,22 @@ def run(
         if where.type in info.device_types and not info.available:
             console.print(f"[yellow]attnkern's {info.name} backend takes no part: {info.why_not}[/]")
     path = (
-        out or machine.ROOT / "bench" / ("results" if goal_set else "runs") / f"{_slug(pattern, where, sampling)}.jsonl"
+        out
+        or machine.ROOT / "bench" / ("results" if target_set else "runs") / f"{_slug(pattern, where, sampling)}.jsonl"
     )
     log = _parsed("--out", Log, path, fresh)
     log.start_run(machine.provenance(where))
     runner = Runner(where, sampling, seed)
     try:
-        if goal_set is not None:
+        if target_set is not None:
             again = ["--threads", str(torch.get_num_threads()), *["--cpu-time"] * cpu_time, *["--fresh"] * fresh]
-            rows, failed, interrupted = goals.run(goal_set, runner, log, console, again)
+            rows, failed, interrupted = targets.run(target_set, runner, log, console, again)
         else:
             rows, interrupted = _sweep(groups, rivals, runner, log)
             failed = any(row["status"] in report.FAILED for row in rows)
     finally:
         log.close()
-    if goal_set is None:
+    if target_set is None:
         report.summary(console, rows, full)
     _write_files(path, rows, log.runs, plot_)
     if interrupted:
@@ -224,8 +225,8 @@ def list_(cases: Cases = "*", device: Device = None) -> None:
         table.add_column(column)
     for tag, members in sets.tags().items():
         table.add_row(tag, str(len(members)), ", ".join(sets.defaults_for(tag).passes))
-    for name, goal_set in goals.SETS.items():
-        table.add_row(name, str(len(goal_set)), "as the goals say")
+    for name, target_set in targets.SETS.items():
+        table.add_row(name, str(len(target_set)), "as the targets say")
     console.print(table)
     table = Table(title=f"cases ({len(chosen)} of {len(CASES)})", title_justify="left")
     for column in ("case", "batch x heads x length x head_dim", "dtype", "features", "sets"):

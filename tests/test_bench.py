@@ -1,4 +1,4 @@
-"""The benchmark's command line, its records, its error column and its goals, on problems of a millisecond."""
+"""The benchmark's command line, its records, its error column and its targets, on problems of a millisecond."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from attnkern import testing
 from attnkern.cases import CASES, Case, case, override, select
-from bench import check, goals, memory, options, plots, providers, record, report, sweep, timing
+from bench import check, memory, options, plots, providers, record, report, sweep, targets, timing
 from bench.__main__ import app
 
 pytestmark = pytest.mark.real_memory
@@ -465,17 +465,17 @@ def test_waiting_for_a_core_disturbs():
     assert not timing.Load(1.0, None, None).disturbed_since(quiet)
 
 
-# --- goals ------------------------------------------------------------------------------------------------------------
+# --- targets ----------------------------------------------------------------------------------------------------------
 
 
 def test_goals_are_distinct_and_complete():
-    found = goals.SETS["cpu-goals"]
+    found = targets.SETS["cpu-goals"]
     assert len({(g.case.name, g.pass_name) for g in found}) == len(found)
     table = [g for g in found if re.fullmatch(r"goal \w+ D(64|128) L\d+ (full|causal)", g.case.name)]
     lengths = {
         (g.case.dtype, g.pass_name): {h.case.seqlen_q for h in table if h.case.dtype == g.case.dtype} for g in table
     }
-    assert len(table) == 6 * 2 * 6 * 2 - 4  # no goal for float16 backward at 8192
+    assert len(table) == 6 * 2 * 6 * 2 - 4  # no target for float16 backward at 8192
     assert all(n == {64, 128, 256, 512, 2048, 8192} for n in lengths.values())
     assert all((g.share is not None) == (g.case.seqlen_q >= 2048) for g in table)
 
@@ -514,8 +514,8 @@ class FakeRunner:
     ],
 )
 def test_a_goal_fails_when_missed_twice_in_a_row(tmp_path, ratios, status, fails):
-    goal = goals.Goal(case("goal x", 128), "forward", 2.0)
-    log = record.Log(tmp_path / "goals.jsonl")
+    target = targets.Target(case("goal x", 128), "forward", 2.0)
+    log = record.Log(tmp_path / "targets.jsonl")
     log.start_run(
         {
             "device": "m",
@@ -530,20 +530,22 @@ def test_a_goal_fails_when_missed_twice_in_a_row(tmp_path, ratios, status, fails
         }
     )
     runner = FakeRunner(*ratios)
-    rows, failed, interrupted = goals.run([goal], runner, log, report.Console(quiet=True))
-    assert (goals.status_of(goal, rows[0]), failed, interrupted) == (status, fails, False)
+    rows, failed, interrupted = targets.run([target], runner, log, report.Console(quiet=True))
+    assert (targets.status_of(target, rows[0]), failed, interrupted) == (status, fails, False)
     assert runner.ratios == []
     assert ("one_thread" in rows[0]["goal"]) == fails
-    assert status in (tmp_path / "goals.md").read_text()
-    again, _, _ = goals.run([goal], runner, log, report.Console(quiet=True))  # from the log: no ratio is left
+    assert status in (tmp_path / "targets.md").read_text()
+    again, _, _ = targets.run([target], runner, log, report.Console(quiet=True))  # from the log: no ratio is left
     assert again[0]["goal"]["ratio"] == rows[0]["goal"]["ratio"]
 
 
 def test_goals_of_share_error_and_memory_count():
-    goal = goals.Goal(case("goal x", 128), "forward", 2.0, share=0.9, rms=1.0, memory=1.0)
+    target = targets.Target(case("goal x", 128), "forward", 2.0, share=0.9, rms=1.0, memory=1.0)
 
     def status(**got):
-        return goals.status_of(goal, {**row(), "goal": {"ratio": 2.0, "share": 0.9, "rms": 1.0, "memory": 0.5, **got}})
+        return targets.status_of(
+            target, {**row(), "goal": {"ratio": 2.0, "share": 0.9, "rms": 1.0, "memory": 0.5, **got}}
+        )
 
     assert status() == "met"
     assert status(share=0.85) == "near"
@@ -552,38 +554,38 @@ def test_goals_of_share_error_and_memory_count():
     assert status(rms=1.2) == "near"
     assert status(memory=1.5) == "near"
     assert status(memory=None) == "near"
-    assert goals.status_of(goal, {**row(status="wrong"), "goal": {}}) == "wrong"
+    assert targets.status_of(target, {**row(status="wrong"), "goal": {}}) == "wrong"
 
 
 def test_a_ratio_above_the_roofline_is_told_from_a_missed_one():
     """Half the ratio at 60 % of the peak: it would take 120 %. At 40 % it would take 80 %, and is missed."""
-    goal = goals.Goal(case("goal x", 128), "forward", 2.0, share=0.9)
+    target = targets.Target(case("goal x", 128), "forward", 2.0, share=0.9)
 
     def of(peak_share, **got):
         return {**row(peak_share=peak_share), "goal": {"ratio": 1.0, "share": peak_share, **got}}
 
-    bare = dataclasses.replace(goal, share=None)
-    assert [goals.status_of(bare, of(share)) for share in (0.4, 0.6)] == ["missed", "above roofline"]
-    assert [goals.status_of(goal, of(share)) for share in (0.6, 0.88, 0.95)] == [
+    bare = dataclasses.replace(target, share=None)
+    assert [targets.status_of(bare, of(share)) for share in (0.4, 0.6)] == ["missed", "above roofline"]
+    assert [targets.status_of(target, of(share)) for share in (0.6, 0.88, 0.95)] == [
         "missed",
         "above roofline",
         "above roofline",
     ]
-    assert goals.failed(goal, of(0.95))
-    assert "1.00x (the peak: 1.05x), 95% of peak" in goals._line(goal, of(0.95))
-    assert goals.status_of(goal, of(0.95, ratio=2.0)) == "met"
+    assert targets.failed(target, of(0.95))
+    assert "1.00x (the peak: 1.05x), 95% of peak" in targets._line(target, of(0.95))
+    assert targets.status_of(target, of(0.95, ratio=2.0)) == "met"
 
 
 def test_goals_against_another_case_are_per_flop(tmp_path):
     wide, narrow = case("goal wide", 64, heads=2), case("narrow", 64, heads=1)
-    goal = goals.Goal(wide, "forward", goals.EVEN, rival="cpu, one head", rival_case=narrow)
+    target = targets.Target(wide, "forward", targets.EVEN, rival="cpu, one head", rival_case=narrow)
     sampling = timing.Sampling(block=1e-4, rounds=3, min_rounds=3, budget=0.1)
     runner = sweep.Runner(CPU, sampling)
-    ours, rows = goals._measure(goal, runner)
+    ours, rows = targets._measure(target, runner)
     assert [r["provider"] for r in rows] == ["cpu", "cpu, one head"]
     assert ours["goal"]["ratio"] == pytest.approx(2 * ours["ratio"])
-    assert goals.named("gpt2") is None
-    assert [g.case.dtype for g in goals.named("cpu-goals:learned mask fp32")] == ["fp32"]
+    assert targets.named("gpt2") is None
+    assert [g.case.dtype for g in targets.named("cpu-goals:learned mask fp32")] == ["fp32"]
 
 
 def test_case_is_hashable_data():
