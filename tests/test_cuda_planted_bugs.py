@@ -90,6 +90,7 @@ SWIZZLE = (
     "ptx::cp_async<16>(Chunks::address(tile, row + i, chunk ^ 1),",
 )
 BAND = ("score.cuh", "min(r + high + 1, columns)", "min(r + high, columns)")
+NO_LAST_MASK = ("backward_tile.cuh", " || col + S::kCols > cols.full_end;", ";")
 NO_GUARD = ("softmax.cuh", "largest == -kInfinity ? 0.f : ", "")
 NO_LSE_GUARD = ("backward.cuh", "return lse == -kInfinity ? kInfinity : lse;", "return lse;")
 COUNTER = ("score.cuh", "philox_words(h, col / 32 * 4 + col % 8 / 2,", "philox_words(h, col / 32 * 4 + col % 8,")
@@ -100,14 +101,14 @@ COUNTER_OF_COLUMNS = (
 )
 
 BUGS = {
-    ("forward", "waits for too few copies"): (LONG, "forward.cu", "cp_async_wait<1>()", "cp_async_wait<2>()"),
+    ("forward", "waits for too few copies"): (LONG, "forward_tile.cuh", "cp_async_wait<1>()", "cp_async_wait<2>()"),
     ("forward", "doesn't fill the tail with zeros"): (LONG, *NO_ZEROS),
     ("forward", "swizzles the tiles one way and reads them another"): (LONG, *SWIZZLE),
-    ("forward", "doesn't mask the last block"): (LONG, "forward.cu", " || first + kKeys > clean_end;", ";"),
-    ("forward", "reads the first key head for all"): (GROUPED, "forward.cu", "batch, head / p.group_k)", "batch, 0)"),
+    ("forward", "doesn't mask the last block"): (LONG, "forward_tile.cuh", " || first + kKeys > keys.full_end;", ";"),
+    ("forward", "reads the first key head for all"): (GROUPED, "forward_tile.cuh", "at.head / p.group_k)", "0)"),
     ("forward", "loads the next keys over the values"): (
         LONG,
-        "forward.cu",
+        "forward_tile.cuh",
         "if (more) load_keys(k_tile,",
         "if (more) load_keys(v_tile,",
     ),
@@ -156,7 +157,7 @@ BUGS = {
     ("dkdv", "doesn't fill the tail with zeros"): (LONG, *NO_ZEROS),
     ("dkdv", "swizzles the tiles one way and reads them another"): (LONG, *SWIZZLE),
     # Without a band it needn't: queries past the end are zeros, and so are their gradients. (As are keys, for dq.)
-    ("dkdv", "doesn't mask the last block"): (WINDOW, "backward_tile.cuh", " || col + S::kCols > clean_end;", ";"),
+    ("dkdv", "doesn't mask the last block"): (WINDOW, *NO_LAST_MASK),
     ("dkdv", "drops a head of the group"): (
         GROUPED,
         "backward_tile.cuh",
@@ -167,7 +168,7 @@ BUGS = {
     ("dkdv", "ends the band a query early"): (WINDOW, *BAND),
     ("dkdv", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
     ("dkdv general", "counts Philox wrongly"): (DROPPED, *COUNTER_OF_COLUMNS),
-    ("dq", "doesn't mask the last block"): (CAUSAL, "backward_tile.cuh", " || col + S::kCols > clean_end;", ";"),
+    ("dq", "doesn't mask the last block"): (CAUSAL, *NO_LAST_MASK),
     ("dq", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
     ("chunked dkdv", "waits for too few copies"): (
         FLOAT,
@@ -185,15 +186,15 @@ BUGS = {
     ("chunked dkdv", "doesn't mask the last block"): (
         FLOAT_WINDOW,
         "backward_chunked.cu",
-        " || col + kCols > clean_end;",
+        " || col + kCols > cols.full_end;",
         ";",
     ),
     ("chunked dkdv", "drops a head of the group"): (FLOAT, "backward_chunked.cu", "(kKeyRows ? p.group_out : 1)", "1"),
     ("chunked dkdv", "reads the scores before they are handed over"): (
         FLOAT,
         "backward_chunked.cu",
-        "hand_over(dp[0]);\n        __syncthreads();",
-        "hand_over(dp[0]);",
+        "own_col, dp[0]);\n        __syncthreads();",
+        "own_col, dp[0]);",
     ),
     ("chunked dkdv", "takes a row without keys for one with keys"): (FLOAT_DEAD, *NO_LSE_GUARD),
     ("chunked dkdv", "counts Philox wrongly"): (FLOAT_DROPPED, *COUNTER_OF_COLUMNS),

@@ -103,15 +103,6 @@ int by_math(const Attention& p, Run run) {
   }
 }
 
-// Two neighbouring 16x8 accumulators are, packed, one 16x16 left operand.
-template <typename T>
-__device__ __forceinline__ void to_operand(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
-  a[0] = ptx::pack<T>(left[0], left[1]);
-  a[1] = ptx::pack<T>(left[2], left[3]);
-  a[2] = ptx::pack<T>(right[0], right[1]);
-  a[3] = ptx::pack<T>(right[2], right[3]);
-}
-
 // A row without keys has an lse of -inf, which would make its weights infinite instead of 0.
 __device__ __forceinline__ float finite_or_far(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 

@@ -12,8 +12,66 @@ constexpr int kBiasWidth = 64;  // of a chunk of the head dimension, in units of
 constexpr uint32_t kBiasTileBytes = kBiasTile * kBiasWidth * 2;
 constexpr uint32_t kBiasSharedBytes = 4 * kBiasTileBytes;
 
+// A block's sums -> its tile of the gradient, `own` the head and batch element of the bias; queries or keys that share
+// an entry are added up first. shared: where warps meet.
+template <typename T, int kTiles>
+__device__ __forceinline__ void store_sums(const BackwardArgs& p, uint8_t* shared, float (&sum)[kTiles][4], int own,
+                                           int own_row, int own_col, bool rows_share, bool cols_share) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t target = static_cast<int64_t>(own) * p.dbias_size[2] * p.dbias_size[3];
+  const auto store = [&](int i, int j, float x) {
+    if (i < p.dbias_size[2] && j < p.dbias_size[3]) {
+      store_bias_gradient<T>(p, target + static_cast<int64_t>(i) * p.dbias_size[3] + j, x);
+    }
+  };
+  if (!rows_share && !cols_share) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        store(own_row + warp * 16 + e / 2 * 8 + lane / 4, own_col + t * 8 + lane % 4 * 2 + e % 2, sum[t][e]);
+      }
+    }
+    return;
+  }
+  if (cols_share) {  // into each row's column 0
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = 0.f;
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) total += sum[t][2 * half] + sum[t][2 * half + 1];
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      sum[0][2 * half] = total;
+      if (!rows_share && lane % 4 == 0) store(own_row + warp * 16 + half * 8 + lane / 4, 0, total);
+    }
+    if (!rows_share) return;
+  }
+  // Over the rows: within the warp, then over the warps in their order.
+  float* totals = reinterpret_cast<float*>(shared);  // [warp][column]
+  __syncthreads();
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float total = sum[t][e] + sum[t][e + 2];
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) total += __shfl_xor_sync(0xffffffffu, total, distance);
+      if (lane < 4) totals[warp * kBiasTile + t * 8 + lane * 2 + e] = total;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kBiasTile) {
+    float total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kBiasThreads / 32; ++w) total += totals[w * kBiasTile + threadIdx.x];
+    store(0, own_col + threadIdx.x, total);
+  }
+}
+
 // The gradient of a bias that several scores share: broadcast over batch elements, heads, queries or keys. A block owns
 // one tile of it and adds up the score gradients of everything that shares it.
+// Registers of a thread: the sums, S and dP, 32 each. Shared memory: chunks of two tiles, Q and K or dO and V, twice.
 // Grid: tiles of keys (1 if they share) * tiles of queries (1 if they share) * heads of bias * batch elements of bias.
 template <class Math>
 __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __grid_constant__ BackwardArgs p) {
@@ -99,55 +157,7 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
     }
   }
 
-  const int64_t target = static_cast<int64_t>(own) * p.dbias_size[2] * p.dbias_size[3];
-  const auto store = [&](int i, int j, float x) {
-    if (i < p.dbias_size[2] && j < p.dbias_size[3]) {
-      store_bias_gradient<T>(p, target + static_cast<int64_t>(i) * p.dbias_size[3] + j, x);
-    }
-  };
-  if (!rows_share && !cols_share) {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        store(own_row + warp * 16 + e / 2 * 8 + lane / 4, own_col + t * 8 + lane % 4 * 2 + e % 2, sum[t][e]);
-      }
-    }
-    return;
-  }
-  if (cols_share) {  // into each row's column 0
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float total = 0.f;
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) total += sum[t][2 * half] + sum[t][2 * half + 1];
-      total += __shfl_xor_sync(0xffffffffu, total, 1);
-      total += __shfl_xor_sync(0xffffffffu, total, 2);
-      sum[0][2 * half] = total;
-      if (!rows_share && lane % 4 == 0) store(own_row + warp * 16 + half * 8 + lane / 4, 0, total);
-    }
-    if (!rows_share) return;
-  }
-  // Over the rows: within the warp, then over the warps in their order.
-  float* totals = reinterpret_cast<float*>(shared);  // [warp][column]
-  __syncthreads();
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      float total = sum[t][e] + sum[t][e + 2];
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) total += __shfl_xor_sync(0xffffffffu, total, distance);
-      if (lane < 4) totals[warp * kBiasTile + t * 8 + lane * 2 + e] = total;
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < kBiasTile) {
-    float total = 0.f;
-#pragma unroll
-    for (int w = 0; w < kBiasThreads / 32; ++w) total += totals[w * kBiasTile + threadIdx.x];
-    store(0, own_col + threadIdx.x, total);
-  }
+  store_sums<T>(p, shared, sum, own, own_row, own_col, rows_share, cols_share);
 }
 
 }  // namespace

@@ -99,205 +99,81 @@ __device__ __forceinline__ void add_products(float (&out)[Cut<Math>::kRowTiles][
   }
 }
 
+// 16 rows of P or of dS, and half of the columns, -> where the warps that add gradients find them.
+template <class Math>
+__device__ __forceinline__ void hand_over(uint32_t handed_over, int own_row, int own_col,
+                                          const float (&tile)[kScoreTiles][4]) {
+  using C = Cut<Math>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int t = 0; t < kScoreTiles; t += C::kDepth / 8) {
+    uint4 words;
+    if constexpr (C::kSingle) {
+      words = make_uint4(__float_as_uint(tile[t][0]), __float_as_uint(tile[t][1]), __float_as_uint(tile[t][2]),
+                         __float_as_uint(tile[t][3]));
+    } else {
+      uint32_t a[4];
+      to_operand<typename Math::Element>(a, tile[t], tile[t + 1]);
+      words = make_uint4(a[0], a[1], a[2], a[3]);
+    }
+    const int step = (own_row * kCols + 16 * own_col) / (16 * C::kDepth) + t * 8 / C::kDepth;
+    ptx::store_shared(handed_over + step * 512 + lane * 16, words);
+  }
+}
+
+// Products Q K^T in s and dO V^T in dp -> P, as dV wants it, and dS. The constants of the queries are at `constants` in
+// shared memory, if those are columns.
 template <class Math, bool kKeyRows>
-__global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_constant__ ChunkedArgs p) {
+__device__ __forceinline__ void differentiate_scores(const ChunkedArgs& p, float (&s)[1][kScoreTiles][4],
+                                                     float (&dp)[1][kScoreTiles][4], int batch, int head,
+                                                     int query_head, [[maybe_unused]] int64_t query_row,
+                                                     [[maybe_unused]] const uint8_t* constants, int thread_row,
+                                                     int own_col, int thread_col, bool masked) {
+  using T = typename Math::Element;
+  const int lane = threadIdx.x % 32;
+  const HeadScore h = head_score(p.score, batch, query_head);
+  uint32_t keep[1][1] = {};
+  if (p.score.seeds != nullptr) {
+    dropout_bits<kKeyRows, 1, kScoreTiles>(p.score, h, thread_row, thread_col, keep);
+  }
+  if constexpr (kKeyRows) {
+    float col_lse[kScoreTiles][2], col_delta[kScoreTiles][2];
+    const uint8_t* at = constants + (own_col + lane % 4 * 2) * 4;
+#pragma unroll
+    for (int t = 0; t < kScoreTiles; ++t) {
+      const float2 l = *reinterpret_cast<const float2*>(at + t * 32);
+      const float2 d = *reinterpret_cast<const float2*>(at + kCols * 4 + t * 32);
+      col_lse[t][0] = finite_or_far(l.x), col_lse[t][1] = finite_or_far(l.y);
+      col_delta[t][0] = d.x, col_delta[t][1] = d.y;
+    }
+    to_gradients<T, true, false>(p.score, h, s[0], dp[0], col_lse, col_delta, keep[0], thread_row, thread_col, masked,
+                                 [](const auto&) {});
+  } else {
+    float row_lse[1][2], row_delta[1][2];  // read in every step: registers are short, and it is in L1
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = thread_row + half * 8;
+      const bool live = row < p.score.seqlen_q;
+      row_lse[0][half] = live ? finite_or_far(p.lse[query_row + row]) : kInfinity;
+      row_delta[0][half] = live ? p.delta[query_row + row] : 0.f;
+    }
+    to_gradients<T, false, false>(p.score, h, s[0], dp[0], row_lse, row_delta, keep[0], thread_row, thread_col, masked,
+                                  [&](const float (&ds)[kScoreTiles][4]) {
+                                    if (p.dbias != nullptr)
+                                      store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
+                                  });
+  }
+}
+
+// A block's gradients, 16 x C::kRowTiles rows from `first_row` on of a warp, -> global memory.
+template <class Math, bool kKeyRows>
+__device__ __forceinline__ void store_gradients(
+    const ChunkedArgs& p, const float (&grad)[Cut<Math>::kSlots][Cut<Math>::kRowTiles][Cut<Math>::kDimTiles][4],
+    int batch, int head, int first_row, int seqlen_rows, int own_rows, int own_dims) {
   using T = typename Math::Element;
   using C = Cut<Math>;
-  extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t base = ptx::shared_address(shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int heads = kKeyRows ? p.heads_out : p.score.heads;
-  const int seqlen_rows = kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
-  const int seqlen_cols = kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
-
-  // Longest first, as in backward_tile.cuh.
-  const int batch_head = blockIdx.x % (p.batch * heads), batch = batch_head / heads, head = batch_head % heads;
-  const int block = blockIdx.x / (p.batch * heads), blocks = (seqlen_rows + kRows - 1) / kRows;
-  const int first_row = (kKeyRows ? block : blocks - 1 - block) * kRows;
-  const int first_head = kKeyRows ? head * p.group_out : head;  // of queries
+  const int lane = threadIdx.x % 32;
   const Rows& out0 = kKeyRows ? p.dk : p.dq;
-  const bool want_bias = !kKeyRows && p.dbias != nullptr;
-
-  const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
-  const int64_t count = min(kRows, seqlen_rows - first_row);
-  const Range reached = band.visited(first_row, count, {0, seqlen_cols});
-  const Range shared_by_all = band.full(first_row, count, {0, seqlen_cols});
-  const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
-  const Walk walk(reached, kCols);
-  const int begin = walk.begin, end = walk.end, tiles = walk.blocks(kCols);  // per head
-  const int steps = tiles * (kKeyRows ? p.group_out : 1);
-
-  const auto query_row = [&](int h) { return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q; };
-  const auto row_tile = [&](int round, int stage) {
-    return base + kRowTilesAt + (round < p.resident ? round : p.resident + stage) * kRowTile;
-  };
-  const uint32_t handed_over = base + kRowTilesAt + p.row_tiles * kRowTile;
-  const auto constants = [&](int parity, int which) {
-    return handed_over + C::kHandOver + (parity * 2 + which) * kCols * 4;
-  };
-  const auto load_chunk = [&](uint32_t tile, const Rows& rows, int of_head, int chunk, int first, int length) {
-    Rows at = rows;
-    at.width -= chunk * C::kChunk;
-    const T* source = head_of<T>(rows, batch, of_head) + chunk * C::kChunk * rows.stride[3];
-    load_tile<T, C::kChunk, kRows, kThreads, false>(tile, at, source, first, length);
-  };
-  const auto load_rows = [&](uint32_t tile, int round) {
-    const int which = round >= p.chunks0, chunk = which ? round - p.chunks0 : round;
-    const Rows& rows = kKeyRows ? (which ? p.v : p.k) : (which ? p.grad_out : p.q);
-    const int group = kKeyRows ? (which ? p.group_v : p.group_k) : 1;
-    load_chunk(tile, rows, first_head / group, chunk, first_row, seqlen_rows);
-  };
-  // What a round of a step reads: for these queries' head and column.
-  const auto load = [&](int stage, int step, int round, int query_head, int col) {
-    const bool scores = round < p.score_rounds;
-    const int at = scores ? round : round - p.score_rounds;
-    const int before = scores ? p.chunks0 : p.made1;  // of the first kind: for scores those of Q K^T, else of dV
-    const int which = (at < before) == scores ? 0 : 1, chunk = at < before ? at : at - before;
-    const Rows& cols = kKeyRows ? (which ? p.grad_out : p.q) : (which ? p.v : p.k);
-    const int group = kKeyRows ? 1 : (which ? p.group_v : p.group_k);
-    load_chunk(base + stage * kColTile, cols, query_head / group, chunk, col, seqlen_cols);
-    if (scores && round >= p.resident) load_rows(row_tile(round, stage), round);
-    if constexpr (kKeyRows) {
-      if (round == 0 && threadIdx.x < 2 * kCols) {
-        const int which_constant = threadIdx.x / kCols, n = threadIdx.x % kCols;
-        const bool live = col + n < seqlen_cols;
-        const float* source = which_constant ? p.delta : p.lse;
-        ptx::cp_async<4>(constants(step % 2, which_constant) + n * 4,
-                         source + (live ? query_row(query_head) + col + n : 0), live ? 4 : 0);
-      }
-    }
-  };
-
-  if (steps > 0) {
-    for (int round = 0; round < p.resident; ++round) load_rows(row_tile(round, 0), round);
-    load(0, 0, 0, first_head, begin);
-  }
-  ptx::cp_async_commit();
-
-  // For the scores: 16 rows, half the columns. For the gradients as in Cut.
-  const int own_row = warp / 2 * 16, own_col = warp % 2 * (kCols / 2);
-  const int own_rows = warp / C::kDimParts * C::kRowTiles, own_dims = warp % C::kDimParts;
-  const int thread_row = first_row + own_row + lane / 4;
-
-  float grad[C::kSlots][C::kRowTiles][C::kDimTiles][4] = {};
-  float s[1][kScoreTiles][4], dp[1][kScoreTiles][4] = {};
-  int stage = 0, query_head = first_head, col = begin;
-  for (int step = 0, round = 0; step < steps; stage = 1 - stage) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    const bool same_step = round + 1 < p.rounds, same_head = same_step || col + kCols < end;
-    if (same_step || step + 1 < steps) {
-      load(1 - stage, step + !same_step, same_step ? round + 1 : 0, query_head + !same_head,
-           same_step   ? col
-           : same_head ? col + kCols
-                       : begin);
-    }
-    ptx::cp_async_commit();
-    const uint32_t col_tile = base + stage * kColTile;
-
-    const auto hand_over = [&](const float (&tile)[kScoreTiles][4]) {
-#pragma unroll
-      for (int t = 0; t < kScoreTiles; t += C::kDepth / 8) {
-        uint4 words;
-        if constexpr (C::kSingle) {
-          words = make_uint4(__float_as_uint(tile[t][0]), __float_as_uint(tile[t][1]), __float_as_uint(tile[t][2]),
-                             __float_as_uint(tile[t][3]));
-        } else {
-          uint32_t a[4];
-          to_operand<T>(a, tile[t], tile[t + 1]);
-          words = make_uint4(a[0], a[1], a[2], a[3]);
-        }
-        const int step = (own_row * kCols + 16 * own_col) / (16 * C::kDepth) + t * 8 / C::kDepth;
-        ptx::store_shared(handed_over + step * 512 + lane * 16, words);
-      }
-    };
-
-    if (round < p.score_rounds) {
-      const int which = round >= p.chunks0, chunk = which ? round - p.chunks0 : round;
-      if (chunk == 0) {  // q k^T is whole: now dO v^T
-#pragma unroll
-        for (int t = 0; t < kScoreTiles; ++t) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
-        }
-      }
-      // What is left of the head size may need but half a chunk.
-      const int left = (which ? p.v.width : p.q.width) - chunk * C::kChunk;
-#pragma unroll 1
-      for (int half = 0; half < 2 && half * C::kChunk / 2 < left; ++half) {
-        Math::template scores<kWidth, kWidth / 32>(dp, row_tile(round, stage), own_row, col_tile, own_col,
-                                                   half * kWidth / 16);
-      }
-
-      if (round == p.score_rounds - 1) {
-        if (!which) {  // it isn't needed
-#pragma unroll
-          for (int t = 0; t < kScoreTiles; ++t) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e];
-          }
-        }
-        const bool masked = col < clean_begin || col + kCols > clean_end;
-        const HeadScore h = head_score(p.score, batch, query_head);
-        const int thread_col = col + own_col + lane % 4 * 2;
-        uint32_t keep[1][1] = {};
-        if (p.score.seeds != nullptr) {
-          dropout_bits<kKeyRows, 1, kScoreTiles>(p.score, h, thread_row, thread_col, keep);
-        }
-        if constexpr (kKeyRows) {
-          float col_lse[kScoreTiles][2], col_delta[kScoreTiles][2];
-          const uint8_t* at = shared + (constants(step % 2, 0) - base) + (own_col + lane % 4 * 2) * 4;
-#pragma unroll
-          for (int t = 0; t < kScoreTiles; ++t) {
-            const float2 l = *reinterpret_cast<const float2*>(at + t * 32);
-            const float2 d = *reinterpret_cast<const float2*>(at + kCols * 4 + t * 32);
-            col_lse[t][0] = finite_or_far(l.x), col_lse[t][1] = finite_or_far(l.y);
-            col_delta[t][0] = d.x, col_delta[t][1] = d.y;
-          }
-          to_gradients<T, true, false>(p.score, h, s[0], dp[0], col_lse, col_delta, keep[0], thread_row, thread_col,
-                                       masked, [](const auto&) {});
-        } else {
-          float row_lse[1][2], row_delta[1][2];  // read in every step: registers are short, and it is in L1
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int row = thread_row + half * 8;
-            const bool live = row < seqlen_rows;
-            row_lse[0][half] = live ? finite_or_far(p.lse[query_row(head) + row]) : kInfinity;
-            row_delta[0][half] = live ? p.delta[query_row(head) + row] : 0.f;
-          }
-          to_gradients<T, false, false>(p.score, h, s[0], dp[0], row_lse, row_delta, keep[0], thread_row, thread_col,
-                                        masked, [&](const float (&ds)[kScoreTiles][4]) {
-                                          if (want_bias)
-                                            store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
-                                        });
-        }
-        if (p.made1 > 0) {
-          hand_over(s[0]);
-        } else if (p.made0 > 0) {
-          hand_over(dp[0]);
-        }
-      }
-    } else {
-      const int slot = round - p.score_rounds;
-      if (slot == p.made1 && p.made1 > 0) {  // the weights have been read
-        hand_over(dp[0]);
-        __syncthreads();
-      }
-#pragma unroll
-      for (int of = 0; of < C::kSlots; ++of) {
-        if (of == slot) {
-          add_products<Math>(grad[of], handed_over + own_rows * C::kSteps * 512, col_tile,
-                             own_dims * (kWidth / 8 / C::kDimParts));
-        }
-      }
-    }
-
-    if (++round < p.rounds) continue;
-    round = 0, ++step, col += kCols;
-    if (col >= end) col = begin, ++query_head;
-  }
-  ptx::cp_async_wait<0>();
-
 #pragma unroll
   for (int slot = 0; slot < C::kSlots; ++slot) {
     const bool values = slot < p.made1;
@@ -331,9 +207,180 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
       }
     }
   }
+}
+
+// A block's tiles in shared memory, and what it reads into them.
+template <class Math, bool kKeyRows>
+struct ChunkedTiles {
+  using T = typename Math::Element;
+  using C = Cut<Math>;
+
+  const ChunkedArgs& p;
+  uint32_t base, handed_over;
+  int batch, first_head, first_row;  // first_head: of queries
+  int seqlen_rows, seqlen_cols;
+
+  __device__ __forceinline__ int64_t query_row(int h) const {
+    return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q;
+  };
+  __device__ __forceinline__ uint32_t row_tile(int round, int stage) const {
+    return base + kRowTilesAt + (round < p.resident ? round : p.resident + stage) * kRowTile;
+  }
+  __device__ __forceinline__ uint32_t constants(int parity, int which) const {
+    return handed_over + C::kHandOver + (parity * 2 + which) * kCols * 4;
+  }
+  __device__ __forceinline__ void load_chunk(uint32_t tile, const Rows& rows, int of_head, int chunk, int first,
+                                             int length) const {
+    Rows at = rows;
+    at.width -= chunk * C::kChunk;
+    const T* source = head_of<T>(rows, batch, of_head) + chunk * C::kChunk * rows.stride[3];
+    load_tile<T, C::kChunk, kRows, kThreads, false>(tile, at, source, first, length);
+  }
+  __device__ __forceinline__ void load_rows(uint32_t tile, int round) const {
+    const int which = round >= p.chunks0, chunk = which ? round - p.chunks0 : round;
+    const Rows& rows = kKeyRows ? (which ? p.v : p.k) : (which ? p.grad_out : p.q);
+    const int group = kKeyRows ? (which ? p.group_v : p.group_k) : 1;
+    load_chunk(tile, rows, first_head / group, chunk, first_row, seqlen_rows);
+  }
+  // What a round of a step reads: for these queries' head and column.
+  __device__ __forceinline__ void load(int stage, int step, int round, int query_head, int col) const {
+    const bool scores = round < p.score_rounds;
+    const int at = scores ? round : round - p.score_rounds;
+    const int before = scores ? p.chunks0 : p.made1;  // of the first kind: for scores those of Q K^T, else of dV
+    const int which = (at < before) == scores ? 0 : 1, chunk = at < before ? at : at - before;
+    const Rows& cols = kKeyRows ? (which ? p.grad_out : p.q) : (which ? p.v : p.k);
+    const int group = kKeyRows ? 1 : (which ? p.group_v : p.group_k);
+    load_chunk(base + stage * kColTile, cols, query_head / group, chunk, col, seqlen_cols);
+    if (scores && round >= p.resident) load_rows(row_tile(round, stage), round);
+    if constexpr (kKeyRows) {
+      if (round == 0 && threadIdx.x < 2 * kCols) {
+        const int which_constant = threadIdx.x / kCols, n = threadIdx.x % kCols;
+        const bool live = col + n < seqlen_cols;
+        const float* source = which_constant ? p.delta : p.lse;
+        ptx::cp_async<4>(constants(step % 2, which_constant) + n * 4,
+                         source + (live ? query_row(query_head) + col + n : 0), live ? 4 : 0);
+      }
+    }
+  }
+};
+
+// Registers of a thread, in the loop: 128 of gradients; S and dP of 16 rows and half of the columns, 16 each. A round
+// reads one chunk of the columns; see ChunkedArgs for the rounds of a step.
+template <class Math, bool kKeyRows>
+__global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_constant__ ChunkedArgs p) {
+  using T = typename Math::Element;
+  using C = Cut<Math>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t base = ptx::shared_address(shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int heads = kKeyRows ? p.heads_out : p.score.heads;
+  const int seqlen_rows = kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
+  const int seqlen_cols = kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
+
+  // Longest first, as in backward_tile.cuh.
+  const int batch_head = blockIdx.x % (p.batch * heads), batch = batch_head / heads, head = batch_head % heads;
+  const int block = blockIdx.x / (p.batch * heads), blocks = (seqlen_rows + kRows - 1) / kRows;
+  const int first_row = (kKeyRows ? block : blocks - 1 - block) * kRows;
+  const int first_head = kKeyRows ? head * p.group_out : head;  // of queries
+  const bool want_bias = !kKeyRows && p.dbias != nullptr;
+
+  const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
+  const int64_t count = min(kRows, seqlen_rows - first_row);
+  const Visited<kCols> cols(band, first_row, count, seqlen_cols);
+  const int begin = cols.begin, end = cols.end, blocks_of_head = cols.blocks();
+  const int steps = blocks_of_head * (kKeyRows ? p.group_out : 1);
+
+  const uint32_t handed_over = base + kRowTilesAt + p.row_tiles * kRowTile;
+  const ChunkedTiles<Math, kKeyRows> tiles{p,          base,      handed_over, batch,
+                                           first_head, first_row, seqlen_rows, seqlen_cols};
+  if (steps > 0) {
+    for (int round = 0; round < p.resident; ++round) tiles.load_rows(tiles.row_tile(round, 0), round);
+    tiles.load(0, 0, 0, first_head, begin);
+  }
+  ptx::cp_async_commit();
+
+  // For the scores: 16 rows, half the columns. For the gradients as in Cut.
+  const int own_row = warp / 2 * 16, own_col = warp % 2 * (kCols / 2);
+  const int own_rows = warp / C::kDimParts * C::kRowTiles, own_dims = warp % C::kDimParts;
+  const int thread_row = first_row + own_row + lane / 4;
+
+  float grad[C::kSlots][C::kRowTiles][C::kDimTiles][4] = {};
+  float s[1][kScoreTiles][4], dp[1][kScoreTiles][4] = {};
+  int stage = 0, query_head = first_head, col = begin;
+  for (int step = 0, round = 0; step < steps; stage = 1 - stage) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    const bool same_step = round + 1 < p.rounds, same_head = same_step || col + kCols < end;
+    if (same_step || step + 1 < steps) {
+      tiles.load(1 - stage, step + !same_step, same_step ? round + 1 : 0, query_head + !same_head,
+                 same_step   ? col
+                 : same_head ? col + kCols
+                             : begin);
+    }
+    ptx::cp_async_commit();
+    const uint32_t col_tile = base + stage * kColTile;
+
+    if (round < p.score_rounds) {
+      const int which = round >= p.chunks0, chunk = which ? round - p.chunks0 : round;
+      if (chunk == 0) {  // q k^T is whole: now dO v^T
+#pragma unroll
+        for (int t = 0; t < kScoreTiles; ++t) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
+        }
+      }
+      // What is left of the head size may need but half a chunk.
+      const int left = (which ? p.v.width : p.q.width) - chunk * C::kChunk;
+#pragma unroll 1
+      for (int half = 0; half < 2 && half * C::kChunk / 2 < left; ++half) {
+        Math::template scores<kWidth, kWidth / 32>(dp, tiles.row_tile(round, stage), own_row, col_tile, own_col,
+                                                   half * kWidth / 16);
+      }
+
+      if (round == p.score_rounds - 1) {
+        if (!which) {  // it isn't needed
+#pragma unroll
+          for (int t = 0; t < kScoreTiles; ++t) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e];
+          }
+        }
+        const bool masked = col < cols.full_begin || col + kCols > cols.full_end;
+        differentiate_scores<Math, kKeyRows>(p, s, dp, batch, head, query_head, tiles.query_row(head),
+                                             shared + (tiles.constants(step % 2, 0) - base), thread_row, own_col,
+                                             col + own_col + lane % 4 * 2, masked);
+        if (p.made1 > 0) {
+          hand_over<Math>(handed_over, own_row, own_col, s[0]);
+        } else if (p.made0 > 0) {
+          hand_over<Math>(handed_over, own_row, own_col, dp[0]);
+        }
+      }
+    } else {
+      const int slot = round - p.score_rounds;
+      if (slot == p.made1 && p.made1 > 0) {  // the weights have been read
+        hand_over<Math>(handed_over, own_row, own_col, dp[0]);
+        __syncthreads();
+      }
+#pragma unroll
+      for (int of = 0; of < C::kSlots; ++of) {
+        if (of == slot) {
+          add_products<Math>(grad[of], handed_over + own_rows * C::kSteps * 512, col_tile,
+                             own_dims * (kWidth / 8 / C::kDimParts));
+        }
+      }
+    }
+
+    if (++round < p.rounds) continue;
+    round = 0, ++step, col += kCols;
+    if (col >= end) col = begin, ++query_head;
+  }
+  ptx::cp_async_wait<0>();
+
+  store_gradients<Math, kKeyRows>(p, grad, batch, head, first_row, seqlen_rows, own_rows, own_dims);
   if constexpr (!kKeyRows) {
     if (want_bias) {
-      store_unreached<T, kThreads>(p, batch, head, first_row, static_cast<int>(count), begin, begin + tiles * kCols);
+      store_unreached<T, kThreads>(p, batch, head, first_row, static_cast<int>(count), begin,
+                                   begin + blocks_of_head * kCols);
     }
   }
 }

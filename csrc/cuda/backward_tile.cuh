@@ -52,118 +52,108 @@ __device__ __forceinline__ void gradient_mma(float (&out)[kRowTiles][kDimTiles][
   }
 }
 
-// One block of rows of one head (of dk and dv, or of dq). Grid: blocks of rows * batch * heads, heads fastest.
+// What a block works on: its rows of one head (of dk and dv, or of dq), and this warp's part of them. Grid: blocks of
+// rows
+// * batch * heads, heads fastest.
 template <typename T, int kHeadDim, bool kKeyRows, bool kPlain, class S>
-__device__ __forceinline__ void backward_block(const BackwardArgs& p) {
+struct BackwardBlock {
   using L = Layout<S, kHeadDim, kKeyRows>;
-  constexpr int kRowTiles = S::kRowTiles, kColTiles = S::kWarpCols / 8;
-  constexpr int kDimTiles = kHeadDim / S::kSplit / 8;  // of a warp's share of the gradients
-  // Where the sums take most of the registers, the loads of half a row of fragments at a time.
-  constexpr int kSums = 4 * kRowTiles * ((kKeyRows ? 2 : 1) * kDimTiles + 2 * kColTiles);
-  constexpr int kSteps = kHeadDim / 16, kUnrolled = kSums >= 192 && kSteps >= 8 ? kSteps / 2 : kSteps;
-  extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t row_tile[2] = {ptx::shared_address(shared), ptx::shared_address(shared) + L::kRowTile};
-  const auto col_tile = [&](int stage, int which) {
+  static constexpr int kRowTiles = S::kRowTiles, kColTiles = S::kWarpCols / 8;
+  static constexpr int kDimTiles = kHeadDim / S::kSplit / 8;  // of a warp's share of the gradients
+  using Scores = float[kRowTiles][kColTiles][4];
+  using Gradient = float[kRowTiles][kDimTiles][4];  // dK or dQ
+  // dV
+  using ValueGradient = float[kKeyRows ? kRowTiles : 1][kKeyRows ? kDimTiles : 1][4];
+  using RowConstants = float[kRowTiles][1][2];
+
+  const BackwardArgs& p;
+  uint8_t* shared;
+  uint32_t row_tile[2];
+  int lane, group, part;
+  int seqlen_rows, seqlen_cols;
+  int batch, head, first_row;
+  int own_row, own_col;  // of a tile: this warp's first
+
+  __device__ __forceinline__ BackwardBlock(const BackwardArgs& args, uint8_t* memory) : p(args), shared(memory) {
+    row_tile[0] = ptx::shared_address(shared), row_tile[1] = ptx::shared_address(shared) + L::kRowTile;
+    const int warp = threadIdx.x / 32;
+    lane = threadIdx.x % 32;
+    group = warp / S::kSplit, part = warp % S::kSplit;
+    const int heads = kKeyRows ? p.heads_out : p.score.heads;
+    seqlen_rows = kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
+    seqlen_cols = kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
+    // Longest first: with a causal band the first keys are visited by the most queries, and the last queries visit the
+    // most keys.
+    const int batch_head = blockIdx.x % (p.batch * heads);
+    batch = batch_head / heads, head = batch_head % heads;
+    const int block = blockIdx.x / (p.batch * heads);
+    const int blocks = (seqlen_rows + S::kRows - 1) / S::kRows;
+    first_row = (kKeyRows ? block : blocks - 1 - block) * S::kRows;
+    own_row = group * 16 * kRowTiles;
+    own_col = part * S::kWarpCols;
+  }
+
+  __device__ __forceinline__ uint32_t col_tile(int stage, int which) const {
     return row_tile[0] + L::kStage + (stage * 2 + which) * L::kColTile;
-  };
-  const auto constants = [&](int stage, int which) {
+  }
+  __device__ __forceinline__ uint32_t constants(int stage, int which) const {
     return row_tile[0] + L::kConstants + (stage * 2 + which) * S::kCols * 4;
-  };
+  }
+  __device__ __forceinline__ int64_t query_row(int h) const {
+    return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q;
+  }
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int group = warp / S::kSplit, part = warp % S::kSplit;
-  const int heads = kKeyRows ? p.heads_out : p.score.heads;
-  const int seqlen_rows = kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
-  const int seqlen_cols = kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
-  // Longest first: with a causal band the first keys are reached by the most queries, and the last queries reach the
-  // most keys.
-  const int batch_head = blockIdx.x % (p.batch * heads), batch = batch_head / heads, head = batch_head % heads;
-  const int block = blockIdx.x / (p.batch * heads);
-  const int blocks = (seqlen_rows + S::kRows - 1) / S::kRows;
-  const int first_row = (kKeyRows ? block : blocks - 1 - block) * S::kRows;
-  const int own_row = group * 16 * kRowTiles;                   // of the tile: this warp's first
-  const int first_head = kKeyRows ? head * p.group_out : head;  // of queries
-  const int group_out = kKeyRows ? p.group_out : 1;
-
-  // The columns that these rows reach, in whole tiles, and those that all of them reach.
-  const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
-  const int64_t count = min(S::kRows, seqlen_rows - first_row);
-  const Range reached = band.visited(first_row, count, {0, seqlen_cols});
-  const Range shared_by_all = band.full(first_row, count, {0, seqlen_cols});
-  const int clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
-  const Walk walk(reached, S::kCols);
-  const int begin = walk.begin, end = walk.end, tiles = walk.blocks(S::kCols);  // per head
-  const int steps = tiles * group_out;
-
-  const Rows& rows0 = kKeyRows ? p.k : p.q;
-  const Rows& rows1 = kKeyRows ? p.v : p.grad_out;
-  const Rows& cols0 = kKeyRows ? p.q : p.k;
-  const Rows& cols1 = kKeyRows ? p.grad_out : p.v;
-  const auto query_row = [&](int h) { return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q; };
-
-  // What the next load is about: the head and the column.
-  int load_head = first_head, load_col = begin;
-  const auto load = [&](int stage) {
-    const int h0 = kKeyRows ? load_head : load_head / p.group_k, h1 = kKeyRows ? load_head : load_head / p.group_v;
-    const T* head0 = head_of<T>(cols0, batch, h0);
-    const T* head1 = head_of<T>(cols1, batch, h1);
-    load_tile<T, kHeadDim, S::kCols, S::kThreads, kPlain>(col_tile(stage, 0), cols0, head0, load_col, seqlen_cols);
-    load_tile<T, kHeadDim, S::kCols, S::kThreads, kPlain>(col_tile(stage, 1), cols1, head1, load_col, seqlen_cols);
-    if constexpr (kKeyRows) {
-      static_assert(S::kCols <= S::kThreads);
-      if (threadIdx.x < S::kCols) {
-        const int64_t at = query_row(load_head) + load_col + threadIdx.x;
-        const bool live = load_col + static_cast<int>(threadIdx.x) < seqlen_cols;
-        ptx::cp_async<4>(constants(stage, 0) + threadIdx.x * 4, p.lse + (live ? at : 0), live ? 4 : 0);
-        ptx::cp_async<4>(constants(stage, 1) + threadIdx.x * 4, p.delta + (live ? at : 0), live ? 4 : 0);
-      }
-    }
-    load_col += S::kCols;
-    if (load_col >= end) load_col = begin, ++load_head;
-  };
-
-  if (steps > 0) {
+  // K and V of the first of these query heads, or Q and dO.
+  __device__ __forceinline__ void load_rows(int first_head) const {
+    const Rows& rows0 = kKeyRows ? p.k : p.q;
+    const Rows& rows1 = kKeyRows ? p.v : p.grad_out;
     const int h0 = kKeyRows ? first_head / p.group_k : head, h1 = kKeyRows ? first_head / p.group_v : head;
     const T* head0 = head_of<T>(rows0, batch, h0);
     const T* head1 = head_of<T>(rows1, batch, h1);
     load_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(row_tile[0], rows0, head0, first_row, seqlen_rows);
     load_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(row_tile[1], rows1, head1, first_row, seqlen_rows);
-    load(0);
   }
-  ptx::cp_async_commit();
 
-  float lse[kRowTiles][1][2], delta[kRowTiles][1][2];  // of the rows, if those are queries
-  if constexpr (!kKeyRows) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row + own_row + m * 16 + half * 8 + lane / 4;
-        const bool live = row < seqlen_rows;
-        lse[m][0][half] = live ? finite_or_far(p.lse[query_row(head) + row]) : kInfinity;
-        delta[m][0][half] = live ? p.delta[query_row(head) + row] : 0.f;
+  // Q and dO of a query head with lse and delta, or K and V, from column `col` on.
+  __device__ __forceinline__ void load_cols(int stage, int query_head, int col) const {
+    const Rows& cols0 = kKeyRows ? p.q : p.k;
+    const Rows& cols1 = kKeyRows ? p.grad_out : p.v;
+    const int h0 = kKeyRows ? query_head : query_head / p.group_k, h1 = kKeyRows ? query_head : query_head / p.group_v;
+    const T* head0 = head_of<T>(cols0, batch, h0);
+    const T* head1 = head_of<T>(cols1, batch, h1);
+    load_tile<T, kHeadDim, S::kCols, S::kThreads, kPlain>(col_tile(stage, 0), cols0, head0, col, seqlen_cols);
+    load_tile<T, kHeadDim, S::kCols, S::kThreads, kPlain>(col_tile(stage, 1), cols1, head1, col, seqlen_cols);
+    if constexpr (kKeyRows) {
+      static_assert(S::kCols <= S::kThreads);
+      if (threadIdx.x < S::kCols) {
+        const int64_t at = query_row(query_head) + col + threadIdx.x;
+        const bool live = col + static_cast<int>(threadIdx.x) < seqlen_cols;
+        ptx::cp_async<4>(constants(stage, 0) + threadIdx.x * 4, p.lse + (live ? at : 0), live ? 4 : 0);
+        ptx::cp_async<4>(constants(stage, 1) + threadIdx.x * 4, p.delta + (live ? at : 0), live ? 4 : 0);
       }
     }
   }
 
-  float grad0[kRowTiles][kDimTiles][4] = {};                                // dK or dQ
-  float grad1[kKeyRows ? kRowTiles : 1][kKeyRows ? kDimTiles : 1][4] = {};  // dV
-  int query_head = first_head, col = begin;
-  for (int step = 0; step < steps; ++step) {
-    const int stage = step % S::kStages;
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    if constexpr (S::kStages == 2) {
-      if (step + 1 < steps) load(1 - stage);
-      ptx::cp_async_commit();
+  // Of the rows, if those are queries.
+  __device__ __forceinline__ void read_row_constants(RowConstants& lse, RowConstants& delta) const {
+    if constexpr (!kKeyRows) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = first_row + own_row + m * 16 + half * 8 + lane / 4;
+          const bool live = row < seqlen_rows;
+          lse[m][0][half] = live ? finite_or_far(p.lse[query_row(head) + row]) : kInfinity;
+          delta[m][0][half] = live ? p.delta[query_row(head) + row] : 0.f;
+        }
+      }
     }
+  }
 
-    float s[kRowTiles][kColTiles][4] = {}, dp[kRowTiles][kColTiles][4] = {};
-    const int own_col = part * S::kWarpCols;  // of the tile: this warp's first
-    Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(s, row_tile[0], own_row, col_tile(stage, 0), own_col, 0);
-    Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(dp, row_tile[1], own_row, col_tile(stage, 1), own_col, 0);
-
-    const bool masked = col < clean_begin || col + S::kCols > clean_end;
+  // Products Q K^T in s and dO V^T in dp -> P, as dV wants it, and dS.
+  __device__ __forceinline__ void differentiate_scores(Scores& s, Scores& dp, int stage, int query_head, int col,
+                                                       bool masked, const RowConstants& lse,
+                                                       const RowConstants& delta) const {
     HeadScore h{};
     if constexpr (!kPlain) h = head_score(p.score, batch, query_head);
     const int thread_col = col + own_col + lane % 4 * 2;
@@ -198,7 +188,11 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
                                        });
       }
     }
+  }
 
+  // dK += dS^T Q and dV += P^T dO, or dQ += dS K.
+  __device__ __forceinline__ void add_gradients(Gradient& grad0, [[maybe_unused]] ValueGradient& grad1, const Scores& s,
+                                                const Scores& dp, int stage) const {
     // Operands, and where the other warps of the row group find them: in the order of the lanes, a tile after another.
     uint32_t weights[kKeyRows ? kColTiles / 2 : 1][kRowTiles][4], gradients[kColTiles / 2][kRowTiles][4];
     const auto hand_over = [&](int which, int tile, int m) {
@@ -253,19 +247,11 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
         }
       }
     }
-
-    if constexpr (S::kStages == 1) {
-      __syncthreads();
-      if (step + 1 < steps) load(0);
-      ptx::cp_async_commit();
-    }
-    col += S::kCols;
-    if (col >= end) col = begin, ++query_head;
   }
 
-  // The tiles of rows have done their service: the gradients go through them, so that global memory sees whole lines.
-  const auto store = [&](float (&grad)[kRowTiles][kDimTiles][4], float factor, const Rows& out, uint32_t tile,
-                         [[maybe_unused]] bool as_float) {
+  // One gradient, through a tile of rows that has done its service, so that global memory sees whole lines.
+  __device__ __forceinline__ void store(const Gradient& grad, float factor, const Rows& out, uint32_t tile,
+                                        [[maybe_unused]] bool as_float) const {
     if (out.data == nullptr) return;
     if constexpr (kKeyRows && !kPlain) {
       if (as_float) {
@@ -300,16 +286,81 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
     __syncthreads();
     store_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(tile, out, const_cast<T*>(head_of<T>(out, batch, head)), 0,
                                                            first_row, seqlen_rows, threadIdx.x);
+  }
+};
+
+// Registers of a thread, in the loop: the gradients, 4 * kRowTiles * kDimTiles each; S and dP, 4 * kRowTiles *
+// kColTiles each, then P and dS as operands in half of that. Shared memory: Layout.
+template <typename T, int kHeadDim, bool kKeyRows, bool kPlain, class S>
+__device__ __forceinline__ void backward_block(const BackwardArgs& p) {
+  using Block = BackwardBlock<T, kHeadDim, kKeyRows, kPlain, S>;
+  constexpr int kRowTiles = Block::kRowTiles, kColTiles = Block::kColTiles, kDimTiles = Block::kDimTiles;
+  // Where the sums take most of the registers, the loads of half a row of fragments at a time.
+  constexpr int kSums = 4 * kRowTiles * ((kKeyRows ? 2 : 1) * kDimTiles + 2 * kColTiles);
+  constexpr int kSteps = kHeadDim / 16, kUnrolled = kSums >= 192 && kSteps >= 8 ? kSteps / 2 : kSteps;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Block block(p, shared);
+  const int first_head = kKeyRows ? block.head * p.group_out : block.head;  // of queries
+  const int group_out = kKeyRows ? p.group_out : 1;
+
+  // The columns that these rows visit, of every query head.
+  const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
+  const int64_t count = min(S::kRows, block.seqlen_rows - block.first_row);
+  const Visited<S::kCols> cols(band, block.first_row, count, block.seqlen_cols);
+  const int tiles = cols.blocks();  // per head
+  const int steps = tiles * group_out;
+
+  int load_head = first_head, load_col = cols.begin;  // of the next load
+  const auto load = [&](int stage) {
+    block.load_cols(stage, load_head, load_col);
+    load_col += S::kCols;
+    if (load_col >= cols.end) load_col = cols.begin, ++load_head;
   };
+  if (steps > 0) {
+    block.load_rows(first_head);
+    load(0);
+  }
+  ptx::cp_async_commit();
+  typename Block::RowConstants lse, delta;
+  block.read_row_constants(lse, delta);
+
+  typename Block::Gradient grad0 = {};
+  typename Block::ValueGradient grad1 = {};
+  int query_head = first_head, col = cols.begin;
+  for (int step = 0; step < steps; ++step) {
+    const int stage = step % S::kStages;
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (S::kStages == 2) {
+      if (step + 1 < steps) load(1 - stage);
+      ptx::cp_async_commit();
+    }
+    typename Block::Scores s = {}, dp = {};
+    Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(s, block.row_tile[0], block.own_row, block.col_tile(stage, 0),
+                                                          block.own_col, 0);
+    Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(dp, block.row_tile[1], block.own_row,
+                                                          block.col_tile(stage, 1), block.own_col, 0);
+    const bool masked = col < cols.full_begin || col + S::kCols > cols.full_end;
+    block.differentiate_scores(s, dp, stage, query_head, col, masked, lse, delta);
+    block.add_gradients(grad0, grad1, s, dp, stage);
+    if constexpr (S::kStages == 1) {
+      __syncthreads();
+      if (step + 1 < steps) load(0);
+      ptx::cp_async_commit();
+    }
+    col += S::kCols;
+    if (col >= cols.end) col = cols.begin, ++query_head;
+  }
+
   ptx::cp_async_wait<0>();
   __syncthreads();
-  store(grad0, p.softmax_scale, kKeyRows ? p.dk : p.dq, row_tile[0], p.dk_float);
-  if constexpr (kKeyRows) store(grad1, 1.f, p.dv, row_tile[1], p.dv_float);
+  block.store(grad0, p.softmax_scale, kKeyRows ? p.dk : p.dq, block.row_tile[0], p.dk_float);
+  if constexpr (kKeyRows) block.store(grad1, 1.f, p.dv, block.row_tile[1], p.dv_float);
 
-  if constexpr (!kKeyRows && !kPlain) {  // the bias' gradient in tiles that no row reaches
+  if constexpr (!kKeyRows && !kPlain) {  // the bias' gradient in tiles that no row visits
     if (p.dbias == nullptr) return;
-    store_unreached<T, S::kThreads>(p, batch, head, first_row, static_cast<int>(count), begin,
-                                    begin + tiles * S::kCols);
+    store_unreached<T, S::kThreads>(p, block.batch, block.head, block.first_row, static_cast<int>(count), cols.begin,
+                                    cols.begin + tiles * S::kCols);
   }
 }
 

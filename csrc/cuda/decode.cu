@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
     softmax_step<false>(p.score, score[0], state, factor[0]);
     if constexpr (kFloat) {
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 8; d += 4) {  // as in forward_fp32.cu, a branch each
+      for (int d = 0; d < kHeadDim / 8; d += 4) {  // as in forward_tile.cuh, a branch each
         if (p.exact) {
           scores_by_columns_tf32<true, Chunks>(out, d, factor, score, v_tile(n), warp * kWarpKeys, 2 * d);
         } else {

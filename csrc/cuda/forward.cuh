@@ -65,8 +65,7 @@ __device__ __forceinline__ void drop_weights(const Score& p, const HeadScore& h,
   }
 }
 
-// The other kernels that plan_forward and forward choose between (forward_fp32.cu).
-void cut_forward_fp32(ForwardPlan& plan);
+// For float32 (forward_fp32.cu).
 int forward_fp32(const Forward& p, const ForwardPlan& plan, void* stream);
 
 }  // namespace attnkern::cuda

@@ -39,6 +39,10 @@ struct Wide {
   static constexpr int kWeightBytes = kRows * kKeys * static_cast<int>(sizeof(T));
   static constexpr int kSharedBytes = kQBytes + kStages * kChunkBytes + kWeightBytes + kRows * (kParts * 4 + 16);
   static_assert(kSharedBytes <= 99 * 1024);
+  // The output of a warp: in each half of V's columns every fourth run of 16 (16-bit) or 32 columns.
+  static constexpr int kRun = kFloat ? 32 : 16, kRuns = kHalf / kParts / kRun, kRunTiles = kRun / 8;
+  using Output = float[kRowTiles][2 * kRuns * kRunTiles][4];
+  using Scores = float[kRowTiles][2][4];  // of a part of the keys
   using Queries = TileOf<T, kWideHead>;
   using Keys = TileOf<T, kKeyColumns>;
   using Values = TileOf<T, kHalf>;
@@ -66,61 +70,39 @@ __device__ __forceinline__ void store_weights(uint32_t tile, int row, int part, 
   }
 }
 
+// The chunks of K and V in the order of use, for the blocks of keys from `begin` to `end`: of a block those of K, then
+// for each half of V's columns those of V. kStages of them are in flight or in use.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_constant__ SplitParams p) {
+struct Chunks {
   using Config = Wide<T>;
-  using Queries = typename Config::Queries;
-  using Keys = typename Config::Keys;
-  using Values = typename Config::Values;
-  using Weights = typename Config::Weights;
-  constexpr int kRows = Config::kRows, kRowTiles = Config::kRowTiles;
-  // The output of a warp: in each half of V's columns every fourth run of 16 (16-bit) or 32 columns.
-  constexpr int kRun = Config::kFloat ? 32 : 16, kRuns = kHalf / kParts / kRun, kRunTiles = kRun / 8;
-  extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t q_tile = ptx::shared_address(shared), ring = q_tile + Config::kQBytes;
-  const uint32_t weights = ring + Config::kStages * Config::kChunkBytes;
-  // Of every row, what is about its scores; and a value of each part.
-  const uint32_t packed_rows = weights + Config::kWeightBytes;
-  float* row_values = reinterpret_cast<float*>(shared + (packed_rows - q_tile) + kRows * 16);  // [part][row]
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int part = warp % kParts, warp_row = warp / kParts * 16 * kRowTiles;
-  const int split = blockIdx.x % p.splits, block = blockIdx.x / p.splits;
-  const int packs = p.score.heads / p.pack, batch_packs = p.batch * packs;
-  const int row_block = p.heads_first ? p.row_blocks - 1 - block / batch_packs : block % p.row_blocks;
-  const int batch_pack = p.heads_first ? block % batch_packs : block / p.row_blocks;
-  const int batch = batch_pack / packs, first_head = batch_pack % packs * p.pack;
-  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
-  const int first_row = row_block * kRows, row_end = seqlen_q * p.pack;  // of packed rows
-  const T* k = head_of<T>(p.k, batch, first_head / p.group_k);
-  const T* v = head_of<T>(p.v, batch, first_head / p.group_v);
+  const SplitParams& p;
+  uint32_t ring;
+  const T *k, *v;
+  int end, seqlen_k;
+  int of_keys, of_block;  // chunks of a block of keys, of K and in all
+  int load_first, load_chunk = 0, load_slot = 0, slot = 0;
 
-  // The keys that some row reaches, in whole blocks, dealt out evenly to the splits.
-  const int first_query = first_row / p.pack;
-  const int queries = min(first_row + kRows - 1, row_end - 1) / p.pack + 1 - first_query;
-  const Range reached = p.score.band.visited(first_query, queries, {0, seqlen_k});
-  const Walk walk(reached, kKeys);
-  const int reached_block = walk.begin / kKeys, blocks = walk.blocks(kKeys);
-  const int each = (blocks + p.splits - 1) / p.splits;
-  const int begin = (reached_block + min(split * each, blocks)) * kKeys;
-  const int end = (reached_block + min((split + 1) * each, blocks)) * kKeys;
+  __device__ __forceinline__ Chunks(const SplitParams& args, uint32_t memory, const T* keys, const T* values, int begin,
+                                    int end_)
+      : p(args), ring(memory), k(keys), v(values), end(end_), seqlen_k(args.score.seqlen_k), load_first(begin) {
+    of_keys = (p.k.width + Config::kKeyColumns - 1) / Config::kKeyColumns;
+    const int halves = (p.v.width + kHalf - 1) / kHalf;
+    of_block = of_keys + halves * (kKeys / Config::kValueRows);
+  }
 
-  // The chunks of a block of keys: those of K, then for each half of V's columns those of V.
-  const int key_chunks = (p.k.width + Config::kKeyColumns - 1) / Config::kKeyColumns;
-  const int halves = (p.v.width + kHalf - 1) / kHalf;
-  const int chunks = key_chunks + halves * (kKeys / Config::kValueRows);
-  int load_first = begin, load_chunk = 0, load_slot = 0, slot = 0;
-  const auto load = [&] {
+  // Starts the next copy.
+  __device__ __forceinline__ void load() {
     if (load_first < end) {
       const uint32_t tile = ring + load_slot * Config::kChunkBytes;
-      if (load_chunk < key_chunks) {
+      if (load_chunk < of_keys) {
         const int column = load_chunk * Config::kKeyColumns;
         Rows rows = p.k;
         rows.width -= column;
         load_tile<T, Config::kKeyColumns, kKeys, kThreads, false>(tile, rows, k + column * rows.stride[3], load_first,
                                                                   seqlen_k);
       } else {
-        const int n = load_chunk - key_chunks, row = n * Config::kValueRows % kKeys;
+        const int n = load_chunk - of_keys, row = n * Config::kValueRows % kKeys;
         const int column = n * Config::kValueRows / kKeys * kHalf;
         Rows rows = p.v;
         rows.width -= column;
@@ -128,22 +110,28 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
                                                                  load_first + row, seqlen_k);
       }
       load_slot = load_slot == Config::kStages - 1 ? 0 : load_slot + 1;
-      if (++load_chunk == chunks) load_chunk = 0, load_first += kKeys;
+      if (++load_chunk == of_block) load_chunk = 0, load_first += kKeys;
     }
     ptx::cp_async_commit();  // an empty group too: counting them stays the same to the end
-  };
+  }
+
   // The next chunk is there, everybody is done with the one before it, and its place is filled again.
-  const auto next_chunk = [&] {
+  __device__ __forceinline__ uint32_t next() {
     ptx::cp_async_wait<Config::kStages - 2>();
     __syncthreads();
     load();
     const uint32_t tile = ring + slot * Config::kChunkBytes;
     slot = slot == Config::kStages - 1 ? 0 : slot + 1;
     return tile;
-  };
+  }
+};
 
-  // The packed rows of Q, by single elements where 16 bytes can't be read at a time. Zeros up to a whole chunk of K's.
-  const int q_chunks = key_chunks * 8;
+// The packed rows of Q, by single elements where 16 bytes can't be read at a time. Zeros up to a whole chunk of K's.
+template <typename T>
+__device__ __forceinline__ void load_packed_queries(const SplitParams& p, uint32_t q_tile, int q_chunks, int batch,
+                                                    int first_head, int first_row, int row_end) {
+  constexpr int kRows = Wide<T>::kRows;
+  using Queries = typename Wide<T>::Queries;
   for (int i = threadIdx.x; i < kRows * q_chunks; i += kThreads) {
     const int row = i / q_chunks, chunk = i % q_chunks, r = first_row + row, column = chunk * kPerChunk<T>;
     const bool live = r < row_end;
@@ -157,164 +145,154 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
       ptx::store_shared(target, gather_chunk(source, p.q.stride[3], column, live ? p.q.width : 0));
     }
   }
-#pragma unroll
-  for (int n = 0; n < Config::kStages - 1; ++n) load();
+}
 
-  if (threadIdx.x < kRows) {
-    const int r = min(first_row + static_cast<int>(threadIdx.x), row_end - 1);
-    const PackedRow row = packed_row(p.score, batch, first_head + r % p.pack, r / p.pack);
-    ptx::store_shared(packed_rows + threadIdx.x * 16,
-                      make_uint4(row.begin, row.end, static_cast<uint32_t>(row.bias),
-                                 static_cast<uint32_t>(static_cast<uint64_t>(row.bias) >> 32)));
+// score += Q K^T of one chunk of K, number n.
+template <typename T>
+__device__ __forceinline__ void add_scores(typename Wide<T>::Scores& score, const SplitParams& p, uint32_t q_tile,
+                                           int warp_row, int n, uint32_t k_tile, int part,
+                                           [[maybe_unused]] const FragmentLane& at) {
+  using Config = Wide<T>;
+  using Queries = typename Config::Queries;
+  using Keys = typename Config::Keys;
+  constexpr int kRowTiles = Config::kRowTiles;
+  if constexpr (Config::kFloat) {
+    const auto add = [&](auto exact) {
+      constexpr bool kExact = decltype(exact)::value;
+      rows_by_rows_tf32<kExact, Queries, Keys, Config::kKeyColumns / 8>(score, q_tile, warp_row, n * 8, k_tile,
+                                                                        part * kPartKeys, 0);
+    };
+    if (p.exact) {
+      add(std::true_type{});
+    } else {
+      add(std::false_type{});
+    }
+  } else {
+#pragma unroll
+    for (int d = 0; d < Config::kKeyColumns / 16; ++d) {
+      uint32_t key[4];
+      ptx::ldmatrix(key, Keys::address(k_tile, part * kPartKeys + at.key_below, 2 * d + at.key_beside));
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        uint32_t query[4];
+        ptx::ldmatrix(query, Queries::address(q_tile, warp_row + m * 16 + at.below, n * 8 + 2 * d + at.beside));
+        ptx::mma_m16n8k16<T>(score[m][0], query, key[0], key[1]);
+        ptx::mma_m16n8k16<T>(score[m][1], query, key[2], key[3]);
+      }
+    }
   }
-  HeadScore head_scores{};
-  if (p.score.seeds != nullptr) head_scores = head_score(p.score, batch, first_head);
+}
 
-  const int below = lane % 16, beside = lane / 16;
-  const int key_below = lane / 16 * 8 + lane % 8, key_beside = lane / 8 % 2;
-  float out[kRowTiles][2 * kRuns * kRunTiles][4] = {};
-  RowState state[kRowTiles];
-  for (int first = begin; first < end; first += kKeys) {
-    float score[kRowTiles][2][4] = {};
-    for (int n = 0; n < key_chunks; ++n) {
-      const uint32_t k_tile = next_chunk();
-      if constexpr (Config::kFloat) {
-        const auto add = [&](auto exact) {
-          constexpr bool kExact = decltype(exact)::value;
-          rows_by_rows_tf32<kExact, Queries, Keys, Config::kKeyColumns / 8>(score, q_tile, warp_row, n * 8, k_tile,
-                                                                            part * kPartKeys, 0);
-        };
-        if (p.exact) {
-          add(std::true_type{});
-        } else {
-          add(std::false_type{});
-        }
-      } else {
+// Raw products -> scores, and the maximum of this part of every row -> row_values.
+template <typename T>
+__device__ __forceinline__ void finish_scores(const SplitParams& p, uint32_t packed_rows, int warp_row, int part,
+                                              int col, typename Wide<T>::Scores& score, float* row_values) {
+  constexpr int kRows = Wide<T>::kRows, kRowTiles = Wide<T>::kRowTiles;
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int d = 0; d < Config::kKeyColumns / 16; ++d) {
-          uint32_t key[4];
-          ptx::ldmatrix(key, Keys::address(k_tile, part * kPartKeys + key_below, 2 * d + key_beside));
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            uint32_t query[4];
-            ptx::ldmatrix(query, Queries::address(q_tile, warp_row + m * 16 + below, n * 8 + 2 * d + beside));
-            ptx::mma_m16n8k16<T>(score[m][0], query, key[0], key[1]);
-            ptx::mma_m16n8k16<T>(score[m][1], query, key[2], key[3]);
-          }
-        }
-      }
-    }
-
-    const int col = first + part * kPartKeys + lane % 4 * 2;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      PackedRow rows[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 x = ptx::load_shared(packed_rows + (warp_row + m * 16 + half * 8 + lane / 4) * 16);
-        rows[half] = {static_cast<int>(x.x), static_cast<int>(x.y),
-                      static_cast<int64_t>(static_cast<uint64_t>(x.w) << 32 | x.z)};
-      }
-      finish_packed<T>(p.score, rows, score[m], col);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float largest = fmaxf(fmaxf(score[m][0][2 * half], score[m][0][2 * half + 1]),
-                              fmaxf(score[m][1][2 * half], score[m][1][2 * half + 1]));
-        largest = quad_max(largest);
-        if (lane % 4 == 0) row_values[part * kRows + warp_row + m * 16 + half * 8 + lane / 4] = largest;
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      float factor[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float largest = state[m].max[half];
-#pragma unroll
-        for (int other = 0; other < kParts; ++other) {
-          largest = fmaxf(largest, row_values[other * kRows + warp_row + m * 16 + half * 8 + lane / 4]);
-        }
-        weigh<false>(p.score, score[m], state[m], half, largest, factor[half]);
-      }
-      if (p.score.seeds != nullptr) {
-        drop_weights(p.score, head_scores, score[m], first_row + warp_row + m * 16 + lane / 4, col);
-      }
-      store_weights<T>(weights, warp_row + m * 16, part, score[m]);
-#pragma unroll
-      for (int n = 0; n < 2 * kRuns * kRunTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[e / 2];
-      }
-    }
-
+  for (int m = 0; m < kRowTiles; ++m) {
+    PackedRow rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (half * kHalf >= p.v.width) continue;
-      // Of these columns, in runs.
-      const auto live = [&](int run) { return half * kHalf + (run * kParts + part) * kRun < p.v.width; };
-      if constexpr (Config::kFloat) {
-        const auto add = [&](auto exact) {
-          constexpr bool kExact = decltype(exact)::value;
-          for (int group = 0; group < kKeys; group += 32) {  // what the tensor cores may add up
-            float fresh[kRuns][1][4][4] = {}, small[kRuns][1][4][4] = {};
-            for (int row = group; row < group + 32; row += Config::kValueRows) {
-              const uint32_t v_tile = next_chunk();
-              uint32_t x[4];
-              ptx::ldmatrix(x, Weights::address(weights, warp_row + below, row / 4 + beside));
-              Tf32<kExact, 4> weight[1];
+      const uint4 x = ptx::load_shared(packed_rows + (warp_row + m * 16 + half * 8 + lane / 4) * 16);
+      rows[half] = {static_cast<int>(x.x), static_cast<int>(x.y),
+                    static_cast<int64_t>(static_cast<uint64_t>(x.w) << 32 | x.z)};
+    }
+    finish_packed<T>(p.score, rows, score[m], col);
 #pragma unroll
-              for (int i = 0; i < 4; ++i) weight[0].set(i, x[i]);
+    for (int half = 0; half < 2; ++half) {
+      float largest = fmaxf(fmaxf(score[m][0][2 * half], score[m][0][2 * half + 1]),
+                            fmaxf(score[m][1][2 * half], score[m][1][2 * half + 1]));
+      largest = quad_max(largest);
+      if (lane % 4 == 0) row_values[part * kRows + warp_row + m * 16 + half * 8 + lane / 4] = largest;
+    }
+  }
+}
+
+// out += P V, chunk by chunk, of this warp's runs of columns.
+template <typename T>
+__device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const SplitParams& p, Chunks<T>& chunks,
+                                           uint32_t weights, int warp_row, int part, const FragmentLane& at) {
+  using Config = Wide<T>;
+  using Values = typename Config::Values;
+  using Weights = typename Config::Weights;
+  constexpr int kRowTiles = Config::kRowTiles, kRun = Config::kRun, kRuns = Config::kRuns;
 #pragma unroll
-              for (int run = 0; run < kRuns; ++run) {
-                if (live(run)) {
-                  columns_tf32<kExact, Values>(fresh[run], small[run], weight, v_tile, 0, (run * kParts + part) * 8);
-                }
-              }
-            }
+  for (int half = 0; half < 2; ++half) {
+    if (half * kHalf >= p.v.width) continue;
+    // Of these columns, in runs.
+    const auto live = [&](int run) { return half * kHalf + (run * kParts + part) * kRun < p.v.width; };
+    if constexpr (Config::kFloat) {
+      const auto add = [&](auto exact) {
+        constexpr bool kExact = decltype(exact)::value;
+        for (int group = 0; group < kKeys; group += 32) {  // what the tensor cores may add up
+          float fresh[kRuns][1][4][4] = {}, small[kRuns][1][4][4] = {};
+          for (int row = group; row < group + 32; row += Config::kValueRows) {
+            const uint32_t v_tile = chunks.next();
+            uint32_t x[4];
+            ptx::ldmatrix(x, Weights::address(weights, warp_row + at.below, row / 4 + at.beside));
+            Tf32<kExact, 4> weight[1];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weight[0].set(i, x[i]);
 #pragma unroll
             for (int run = 0; run < kRuns; ++run) {
-#pragma unroll
-              for (int n = 0; n < 4; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                  out[0][(half * kRuns + run) * 4 + n][e] += fresh[run][0][n][e] + (kExact ? small[run][0][n][e] : 0.f);
-                }
+              if (live(run)) {
+                columns_tf32<kExact, Values>(fresh[run], small[run], weight, v_tile, 0, (run * kParts + part) * 8);
               }
             }
-          }
-        };
-        if (p.exact) {
-          add(std::true_type{});
-        } else {
-          add(std::false_type{});
-        }
-      } else {
-        for (int row = 0; row < kKeys; row += Config::kValueRows) {
-          const uint32_t v_tile = next_chunk();
-          uint32_t weight[kRowTiles][4];
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            ptx::ldmatrix(weight[m], Weights::address(weights, warp_row + m * 16 + below, row / 8 + beside));
           }
 #pragma unroll
           for (int run = 0; run < kRuns; ++run) {
-            if (!live(run)) continue;
-            uint32_t value[4];
-            ptx::ldmatrix<true>(value, Values::address(v_tile, below, (run * kParts + part) * 2 + beside));
 #pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) {
-              const int n = (half * kRuns + run) * 2;
-              ptx::mma_m16n8k16<T>(out[m][n], weight[m], value[0], value[1]);
-              ptx::mma_m16n8k16<T>(out[m][n + 1], weight[m], value[2], value[3]);
+            for (int n = 0; n < 4; ++n) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                out[0][(half * kRuns + run) * 4 + n][e] += fresh[run][0][n][e] + (kExact ? small[run][0][n][e] : 0.f);
+              }
             }
+          }
+        }
+      };
+      if (p.exact) {
+        add(std::true_type{});
+      } else {
+        add(std::false_type{});
+      }
+    } else {
+      for (int row = 0; row < kKeys; row += Config::kValueRows) {
+        const uint32_t v_tile = chunks.next();
+        uint32_t weight[kRowTiles][4];
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          ptx::ldmatrix(weight[m], Weights::address(weights, warp_row + m * 16 + at.below, row / 8 + at.beside));
+        }
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) {
+          if (!live(run)) continue;
+          uint32_t value[4];
+          ptx::ldmatrix<true>(value, Values::address(v_tile, at.below, (run * kParts + part) * 2 + at.beside));
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            const int n = (half * kRuns + run) * 2;
+            ptx::mma_m16n8k16<T>(out[m][n], weight[m], value[0], value[1]);
+            ptx::mma_m16n8k16<T>(out[m][n + 1], weight[m], value[2], value[3]);
           }
         }
       }
     }
   }
-  ptx::cp_async_wait<0>();
+}
 
+// The output, normalised, and the log-sum-exp: of a split, or whole.
+template <typename T>
+__device__ __forceinline__ void store_output(const SplitParams& p, const typename Wide<T>::Output& out,
+                                             const RowState (&state)[Wide<T>::kRowTiles], float* row_values,
+                                             int warp_row, int part, int split, int batch, int first_head,
+                                             int first_row, int row_end) {
+  using Config = Wide<T>;
+  constexpr int kRows = Config::kRows, kRowTiles = Config::kRowTiles;
+  constexpr int kRun = Config::kRun, kRuns = Config::kRuns, kRunTiles = Config::kRunTiles;
+  const int lane = threadIdx.x % 32, seqlen_q = p.score.seqlen_q;
   // The sums of the parts of a row.
   __syncthreads();
 #pragma unroll
@@ -383,6 +361,99 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
       }
     }
   }
+}
+
+// Registers of a thread, in the loop: the output, 64 for each row tile, and scores of a part of the keys, 8 for each.
+// Shared memory: Q; three chunks; the probabilities; of every row what is about its scores, and a value of each part.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_constant__ SplitParams p) {
+  using Config = Wide<T>;
+  constexpr int kRows = Config::kRows, kRowTiles = Config::kRowTiles;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t q_tile = ptx::shared_address(shared), ring = q_tile + Config::kQBytes;
+  const uint32_t weights = ring + Config::kStages * Config::kChunkBytes;
+  // Of every row, what is about its scores; and a value of each part.
+  const uint32_t packed_rows = weights + Config::kWeightBytes;
+  float* row_values = reinterpret_cast<float*>(shared + (packed_rows - q_tile) + kRows * 16);  // [part][row]
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int part = warp % kParts, warp_row = warp / kParts * 16 * kRowTiles;
+  const int split = blockIdx.x % p.splits, block = blockIdx.x / p.splits;
+  const int packs = p.score.heads / p.pack, batch_packs = p.batch * packs;
+  const int row_block = p.heads_first ? p.row_blocks - 1 - block / batch_packs : block % p.row_blocks;
+  const int batch_pack = p.heads_first ? block % batch_packs : block / p.row_blocks;
+  const int batch = batch_pack / packs, first_head = batch_pack % packs * p.pack;
+  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
+  const int first_row = row_block * kRows, row_end = seqlen_q * p.pack;  // of packed rows
+  const T* k = head_of<T>(p.k, batch, first_head / p.group_k);
+  const T* v = head_of<T>(p.v, batch, first_head / p.group_v);
+
+  // The keys that some row reaches, in whole blocks, dealt out evenly to the splits.
+  const int first_query = first_row / p.pack;
+  const int queries = min(first_row + kRows - 1, row_end - 1) / p.pack + 1 - first_query;
+  const Range reached = p.score.band.visited(first_query, queries, {0, seqlen_k});
+  const Walk walk(reached, kKeys);
+  const int reached_block = walk.begin / kKeys, blocks = walk.blocks(kKeys);
+  const int each = (blocks + p.splits - 1) / p.splits;
+  const int begin = (reached_block + min(split * each, blocks)) * kKeys;
+  const int end = (reached_block + min((split + 1) * each, blocks)) * kKeys;
+
+  Chunks<T> chunks(p, ring, k, v, begin, end);
+  load_packed_queries<T>(p, q_tile, chunks.of_keys * 8, batch, first_head, first_row, row_end);
+#pragma unroll
+  for (int n = 0; n < Config::kStages - 1; ++n) chunks.load();
+
+  if (threadIdx.x < kRows) {
+    const int r = min(first_row + static_cast<int>(threadIdx.x), row_end - 1);
+    const PackedRow row = packed_row(p.score, batch, first_head + r % p.pack, r / p.pack);
+    ptx::store_shared(packed_rows + threadIdx.x * 16,
+                      make_uint4(row.begin, row.end, static_cast<uint32_t>(row.bias),
+                                 static_cast<uint32_t>(static_cast<uint64_t>(row.bias) >> 32)));
+  }
+  HeadScore head_scores{};
+  if (p.score.seeds != nullptr) head_scores = head_score(p.score, batch, first_head);
+
+  const FragmentLane at;
+  typename Config::Output out = {};
+  RowState state[kRowTiles];
+  for (int first = begin; first < end; first += kKeys) {
+    typename Config::Scores score = {};
+    for (int n = 0; n < chunks.of_keys; ++n) {
+      const uint32_t k_tile = chunks.next();
+      add_scores<T>(score, p, q_tile, warp_row, n, k_tile, part, at);
+    }
+
+    const int col = first + part * kPartKeys + lane % 4 * 2;
+    finish_scores<T>(p, packed_rows, warp_row, part, col, score, row_values);
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float largest = state[m].max[half];
+#pragma unroll
+        for (int other = 0; other < kParts; ++other) {
+          largest = fmaxf(largest, row_values[other * kRows + warp_row + m * 16 + half * 8 + lane / 4]);
+        }
+        weigh<false>(p.score, score[m], state[m], half, largest, factor[half]);
+      }
+      if (p.score.seeds != nullptr) {
+        drop_weights(p.score, head_scores, score[m], first_row + warp_row + m * 16 + lane / 4, col);
+      }
+      store_weights<T>(weights, warp_row + m * 16, part, score[m]);
+#pragma unroll
+      for (int n = 0; n < 2 * Config::kRuns * Config::kRunTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[e / 2];
+      }
+    }
+
+    add_values<T>(out, p, chunks, weights, warp_row, part, at);
+  }
+  ptx::cp_async_wait<0>();
+
+  store_output<T>(p, out, state, row_values, warp_row, part, split, batch, first_head, first_row, row_end);
 }
 
 template <typename T>

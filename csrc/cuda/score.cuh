@@ -25,6 +25,23 @@ inline constexpr float kInfinity = __builtin_huge_valf();
 // what lies behind one is no loop to the gate.
 enum class BiasKind : int32_t { kNone = 0, kBool = 1 << 8, kFloat32 = 1 << 16, kElement = 1 << 24 };
 
+// The columns that a tile of rows visits: all that one of its rows attends to, as a walk over blocks of kBlock columns.
+template <int kBlock>
+struct Visited {
+  int begin, end;            // the first block's first column, and the last column's successor
+  int full_begin, full_end;  // columns that every row attends to: a block within them needs no mask
+
+  __device__ __forceinline__ Visited(const Band& band, int first_row, int64_t rows, int columns) {
+    const Range all = {0, columns};
+    const Range visited = band.visited(first_row, rows, all);
+    const Range full = band.full(first_row, rows, all);
+    full_begin = static_cast<int>(full.begin), full_end = static_cast<int>(full.end);
+    const Walk walk(visited, kBlock);
+    begin = walk.begin, end = walk.end;
+  }
+  __device__ __forceinline__ int blocks() const { return (end - begin + kBlock - 1) / kBlock; }
+};
+
 struct Score {
   float scale;    // plain: softmax_scale * log2(e); general: softmax_scale, over softcap if there is one
   float softcap;  // 0: off

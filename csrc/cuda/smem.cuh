@@ -94,6 +94,27 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, const
   }
 }
 
+// What a lane addresses for ldmatrix.x4, by row and chunk: matrices 0 and 1 lie below each other, 2 and 3 beside them.
+// Of K, whose rows are the operand's columns, the other way round.
+struct FragmentLane {
+  int below, beside, key_below, key_beside;
+
+  __device__ __forceinline__ FragmentLane() {
+    const int lane = threadIdx.x % 32;
+    below = lane % 16, beside = lane / 16;
+    key_below = lane / 16 * 8 + lane % 8, key_beside = lane / 8 % 2;
+  }
+};
+
+// Two neighbouring 16x8 accumulators are, packed, one 16x16 left operand.
+template <typename T>
+__device__ __forceinline__ void to_operand(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+  a[0] = ptx::pack<T>(left[0], left[1]);
+  a[1] = ptx::pack<T>(left[2], left[3]);
+  a[2] = ptx::pack<T>(right[0], right[1]);
+  a[3] = ptx::pack<T>(right[2], right[3]);
+}
+
 // Rows [first, first + kRows) of the tile -> global memory, by kThreads threads of which this is number `thread`; rows
 // past `end` and columns past the width aren't written. `rows.stride[3]` is 1.
 template <typename T, int kHeadDim, int kRows, int kThreads, bool kVector>

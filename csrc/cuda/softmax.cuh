@@ -74,4 +74,11 @@ __device__ __forceinline__ float exact_log_sum_exp(float max, float sum) {
   return max == -kInfinity ? -kInfinity : max + logf(sum);
 }
 
+// As exact as outputs of T want it.
+template <typename T, bool kPlain>
+__device__ __forceinline__ float log_sum_exp_of(const Score& p, float max, float sum) {
+  if constexpr (std::is_same_v<T, float>) return exact_log_sum_exp(max, sum);
+  return log_sum_exp<kPlain>(p, max, sum);
+}
+
 }  // namespace attnkern::cuda

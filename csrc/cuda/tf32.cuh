@@ -40,6 +40,16 @@ struct Tf32 {
   }
 };
 
+// run(std::bool_constant<kExact>{}).
+template <class Run>
+__device__ __forceinline__ void by_precision(bool exact, Run run) {
+  if (exact) {
+    run(std::true_type{});
+  } else {
+    run(std::false_type{});
+  }
+}
+
 // d += a b. The small terms go to `small`, which counts only if kExact.
 template <bool kExact>
 __device__ __forceinline__ void mma_tf32(float (&d)[4], float (&small)[4], const Tf32<kExact, 4>& a, uint32_t b0_high,
