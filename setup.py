@@ -44,7 +44,12 @@ ISA = {  # best first: the machines it is compiled on, its own flags for csrc/cp
 BELOW = {"avx512bf16": "avx512"}  # which other set runs the dtypes that it adds no instructions for
 # The target, torch 2.10, must not exceed the oldest torch served: a newer one would not load there.
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
-CXXFLAGS = "-O3 -std=c++20 -ffp-contract=fast -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -Wall -Wextra"
+# What is to be inlined says so: -O3's larger limit for the rest takes a sixth of the compile time and makes no call
+# faster.
+INLINING = "--param max-inline-insns-single=70"
+CXXFLAGS = (
+    f"-O3 {INLINING} -std=c++20 -ffp-contract=fast -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -Wall -Wextra"
+)
 SANITIZE = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 NVCCFLAGS = "-O3 -std=c++20 -Xcompiler -fPIC,-fvisibility=hidden"
 # exports.map hides every symbol, weak template instances and the static CUDA runtime too: no clash with torch's own.
@@ -107,8 +112,8 @@ class Ninja:
     """build/ninja/<name>.ninja, its objects beside it in <name>/."""
 
     def __init__(self, name):
-        self.name = name
-        self.lines = [
+        self.name, self.edges = name, []
+        self.rules = [
             f"builddir = {BUILD}",
             "rule compile\n  command = $tool $flags -MD -MF $out.d -c $in -o $out\n"
             "  description = compile $in\n  depfile = $out.d\n  deps = gcc",
@@ -123,7 +128,8 @@ class Ninja:
         ]
 
     def add(self, rule, out, sources, tool, flags):
-        self.lines.append(f"build {out}: {rule} {' '.join(map(str, sources))}\n  tool = {tool}\n  flags = {flags}")
+        edge = f"build {out}: {rule} {' '.join(map(str, sources))}\n  tool = {tool}\n  flags = {flags}"
+        self.edges.append((rule, edge))
 
     def compile(self, sources, tool, flags, variant=""):
         objects = [BUILD / self.name / f"{source}{variant}.o" for source in sources]
@@ -146,7 +152,9 @@ class Ninja:
         with open(BUILD / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two `make` at once must not write one object
             path = BUILD / f"{self.name}.ninja"
-            path.write_text("\n".join(self.lines) + "\n")
+            # Ninja begins with what is listed first: CUDA's units, which take longest, so that none is left at the end.
+            edges = [edge for _, edge in sorted(self.edges, key=lambda edge: edge[0] != "compile_cuda")]
+            path.write_text("\n".join([*self.rules, *edges]) + "\n")
             if subprocess.run([ninja, "-f", path, "-j", str(max_jobs())]).returncode:
                 raise SystemExit("attnkern was not built: the compiler's message is above.")
 
