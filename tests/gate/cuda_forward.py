@@ -6,10 +6,8 @@ ALL = "80 86 90a 100 120"
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 
 FULL = "output and scores take 192 of 255 registers; at most 4 loads from L1 per block of keys, beside its 256 mma"
-STEP = "ptxas prefers the register count at which one block of threads more fits; at most 3 loads per block of keys"
 SPILLS = {  # by kind, head size and variant
     ("forward", 128, "plain"): {"80 86 90a": Budget(12, FULL), "100": Budget(16, FULL)},
-    ("forward", 96, "general"): {"100": Budget(12, STEP)},
 }
 
 
