@@ -219,6 +219,40 @@ inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int
   }
 }
 
+// Rows of a head that are one task, where rows need nothing of each other.
+inline constexpr int64_t kTaskRows = 512;
+
+// Zeros for the gradient of a bias that has an entry per score.
+template <class T>
+void clear_bias_grad(const Backward& p, const Runtime& runtime) {
+  const int64_t bytes = p.seqlen_q * p.seqlen_k * bias_bytes<T>(p);
+  run_tasks(p, runtime, p.batch * p.heads_q, 0, [&](int64_t head, void*, int64_t) {
+    std::memset(static_cast<char*>(p.dbias.data) + head * bytes, 0, static_cast<size_t>(bytes));
+  });
+}
+
+// The KV groups whose key tiles several tasks share: `count` of them from `first` on, in `chunks` tasks each.
+struct SplitGroups {
+  int64_t first, count, kv_group, chunks;
+};
+
+// Adds up what the tasks of split groups made of dQ, rows `step` apart, and writes it to the output.
+template <class T, class C>
+void add_query_parts(const Backward& p, const Runtime& runtime, C* parts, const SplitGroups& split, int64_t step) {
+  using S = Simd<C>;
+  const int64_t head_step = p.seqlen_q * step, pieces = (p.seqlen_q + kTaskRows - 1) / kTaskRows;
+  run_tasks(p, runtime, split.count * split.kv_group * pieces, 0, [&](int64_t task, void*, int64_t) {
+    const int64_t piece = task % pieces, h = task / pieces % split.kv_group, index = task / pieces / split.kv_group;
+    const int64_t row = piece * kTaskRows, rows = min64(kTaskRows, p.seqlen_q - row);
+    C* first = parts + (index * split.chunks * split.kv_group + h) * head_step + row * step;
+    for (int64_t chunk = 1; chunk < split.chunks; ++chunk)
+      for (int64_t i = 0; i < rows * step; i += S::kLanes)
+        S::store(first + i, S::load(first + i) + S::load(first + chunk * split.kv_group * head_step + i));
+    const int64_t head = (split.first + index) * split.kv_group + h;
+    store_query_grad<T>(p, head / p.heads_q, head % p.heads_q, row, rows, first, step);
+  });
+}
+
 template <class T, class Op>
 void backward(const Backward& p, const Runtime& runtime) {
   using C = typename Op::Compute;
@@ -241,23 +275,17 @@ void backward(const Backward& p, const Runtime& runtime) {
   const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
 
   // A task that has a whole KV group computes its row terms itself; those of split groups are computed first.
-  constexpr int64_t kRows = 512;
-  const int64_t pieces = (p.seqlen_q + kRows - 1) / kRows;
+  const int64_t pieces = (p.seqlen_q + kTaskRows - 1) / kTaskRows;
   const int64_t first_head = bias_apart ? 0 : whole * kv_group;
   const int64_t terms_bytes = norm.data() == nullptr ? 0 : sizes.bytes;
   run_tasks(p, runtime, (all_heads - first_head) * pieces, terms_bytes, [&](int64_t task, void* memory, int64_t) {
     const BackwardScratch<Op> scratch(memory, p);
-    const int64_t head = first_head + task / pieces, row = task % pieces * kRows;
-    make_terms<T>(p, scratch, head / p.heads_q, head % p.heads_q, row, min64(kRows, p.seqlen_q - row), terms);
+    const int64_t head = first_head + task / pieces, row = task % pieces * kTaskRows;
+    make_terms<T>(p, scratch, head / p.heads_q, head % p.heads_q, row, min64(kTaskRows, p.seqlen_q - row), terms);
   });
   if (bias_apart) backward_bias<T, Op>(p, runtime, terms);
-  if (bias_plan.way == bias_plan.kStored &&
-      (p.band.left < kUnbounded || p.band.right < kUnbounded)) {  // the tiles leave out what lies outside the band
-    const int64_t bytes = p.seqlen_q * p.seqlen_k * bias_bytes<T>(p);
-    run_tasks(p, runtime, all_heads, 0, [&](int64_t head, void*, int64_t) {
-      std::memset(static_cast<char*>(p.dbias.data) + head * bytes, 0, static_cast<size_t>(bytes));
-    });
-  }
+  if (bias_plan.way == bias_plan.kStored && (p.band.left < kUnbounded || p.band.right < kUnbounded))
+    clear_bias_grad<T>(p, runtime);  // the tiles leave out what lies outside the band
   if (!wanted.dq && !wanted.dk && !wanted.dv) return;
 
   const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
@@ -331,17 +359,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   if (bias_grads.data() != nullptr) add_bias_grads<T>(p, runtime, bias_plan, bias_grads.data());
 
   if (wanted.dq && left > 0 && !split_direct)
-    run_tasks(p, runtime, left * kv_group * pieces, 0, [&](int64_t task, void*, int64_t) {
-      using S = Simd<C>;
-      const int64_t piece = task % pieces, h = task / pieces % kv_group, index = task / pieces / kv_group;
-      const int64_t row = piece * kRows, rows = min64(kRows, p.seqlen_q - row);
-      C* first = parts.data() + (index * chunks * kv_group + h) * head_step + row * step;
-      for (int64_t chunk = 1; chunk < chunks; ++chunk)
-        for (int64_t i = 0; i < rows * step; i += S::kLanes)
-          S::store(first + i, S::load(first + i) + S::load(first + chunk * kv_group * head_step + i));
-      const int64_t q_head = (whole + index) * kv_group + h;
-      store_query_grad<T>(p, q_head / p.heads_q, q_head % p.heads_q, row, rows, first, step);
-    });
+    add_query_parts<T>(p, runtime, parts.data(), SplitGroups{whole, left, kv_group, chunks}, step);
 }
 
 }  // namespace
