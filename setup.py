@@ -10,7 +10,8 @@ every torch from 2.11 and every CPython from 3.10 on:
 Environment: ATTNKERN_CUDA=auto|0|1 (1: nvcc is required), ATTNKERN_CUDA_ARCHS (default "80 90a 100 120"; PTX of
 compute_80 is always added), ATTNKERN_CPU_ISAS (which instruction sets the CPU library has kernels for, as in "avx2
 avx512"; generic is always among them, and "generic" alone is the fastest build; "native": what this machine runs and no
-more; default: all of the machine's architecture), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME,
+more; default: all of the machine's architecture), ATTNKERN_SCHEDULES=all (Hopper's forward kernels also by the
+schedules that are not their own, for timing), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME,
 MAX_JOBS.
 """
 
@@ -52,6 +53,7 @@ CXXFLAGS = (
 )
 SANITIZE = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 NVCCFLAGS = "-O3 -std=c++20 -Xcompiler -fPIC,-fvisibility=hidden"
+SCHEDULES = Path("csrc/cuda/forward_schedules_sm90.cu")  # for timing and tests
 # exports.map hides every symbol, weak template instances and the static CUDA runtime too: no clash with torch's own.
 LDFLAGS = "-shared -Xlinker --version-script=csrc/exports.map -Xlinker -z -Xlinker defs -Xlinker --no-as-needed"
 
@@ -109,10 +111,10 @@ def max_jobs():
 
 
 class Ninja:
-    """build/ninja/<name>.ninja, its objects beside it in <name>/."""
+    """build/ninja/<name>.ninja, its objects beside it in <name>/ or in another's folder."""
 
-    def __init__(self, name):
-        self.name, self.edges = name, []
+    def __init__(self, name, folder=None):
+        self.name, self.folder, self.edges = name, BUILD / (folder or name), []
         self.rules = [
             f"builddir = {BUILD}",
             "rule compile\n  command = $tool $flags -MD -MF $out.d -c $in -o $out\n"
@@ -132,7 +134,7 @@ class Ninja:
         self.edges.append((rule, edge))
 
     def compile(self, sources, tool, flags, variant=""):
-        objects = [BUILD / self.name / f"{source}{variant}.o" for source in sources]
+        objects = [self.folder / f"{source}{variant}.o" for source in sources]
         for source, out in zip(sources, objects, strict=True):
             self.add("compile_cuda" if source.suffix == ".cu" else "compile", out, [source], tool, flags)
         return objects
@@ -192,10 +194,26 @@ def virtual_arch(source, arch):
     return "100" if int(match[1]) >= 100 else "80"
 
 
+def cuda_archs():
+    return os.environ.get("ATTNKERN_CUDA_ARCHS", "80 90a 100 120").split()
+
+
 def sm90_flags(archs):
     """For csrc/cuda/*_sm90.cu, whose kernels only sm_90a can run: without it their plans remain, which refuse."""
     code = "arch=compute_90a,code=sm_90a" if "90a" in archs else "arch=compute_80,code=sm_80 -DATTNKERN_NO_SM90"
     return f"-gencode {code}"
+
+
+def hopper_flags(archs):
+    return f"{NVCCFLAGS} {sm90_flags(archs)} -Icsrc"
+
+
+def hopper_sources():
+    """csrc/cuda/*_sm90.cu that go into the library."""
+    asked = os.environ.get("ATTNKERN_SCHEDULES", "")
+    if asked not in ("", "all"):
+        raise SystemExit(f"ATTNKERN_SCHEDULES must be all or not be set, got {asked!r}.")
+    return sorted(path for path in Path("csrc/cuda").glob("*_sm90.cu") if asked or path != SCHEDULES)
 
 
 class BuildLibraries(build_ext):
@@ -218,15 +236,14 @@ class BuildLibraries(build_ext):
             "cuda": why_not,
         }
         if nvcc:
-            archs = os.environ.get("ATTNKERN_CUDA_ARCHS", "80 90a 100 120").split()
+            archs, hopper = cuda_archs(), hopper_sources()
             sources = Path("csrc/cuda")
-            hopper = sorted(sources.glob("*_sm90.cu"))
-            others = sorted({*sources.glob("*.cu")} - {*hopper})
+            others = sorted({*sources.glob("*.cu")} - {*sources.glob("*_sm90.cu")})
             codes = [f"-gencode arch=compute_{virtual_arch(others[0], arch)},code=sm_{arch}" for arch in archs]
             nvcc_flags = " ".join([NVCCFLAGS, *codes, "-gencode arch=compute_80,code=compute_80", "-Icsrc"])
             objects = ninja.compile(sorted(sources.glob("*.cpp")), cxx, torch_flags)
             objects += ninja.compile(others, nvcc, nvcc_flags)
-            objects += ninja.compile(hopper, nvcc, f"{NVCCFLAGS} {sm90_flags(archs)} -Icsrc")
+            objects += ninja.compile(hopper, nvcc, hopper_flags(archs))
             # -ltorch: a CUDA torch's needs libtorch_cuda, where the one weak CUDA symbol of ops_cuda.cpp then resolves.
             link_flags = f"{LDFLAGS} -cudart static -cudadevrt none -L{torch}/lib -ltorch -ltorch_cpu"
             ninja.add("link", package / "_cuda.abi3.so", objects, nvcc, link_flags)
@@ -242,6 +259,20 @@ class BuildLibraries(build_ext):
     def get_outputs(self):
         package = Path(self.build_lib, "attnkern")
         return [str(package / name) for name in ("_C.abi3.so", "_cuda.abi3.so", "_build.json")]
+
+
+class BuildSchedules(Command):
+    """The object of SCHEDULES beside the others, whatever ATTNKERN_SCHEDULES says: for tests and the gate."""
+
+    user_options: ClassVar[list] = []
+    initialize_options = finalize_options = lambda self: None
+
+    def run(self):
+        (nvcc, why_not), ninja = find_nvcc(), Ninja("schedules", "release")
+        if nvcc is None:
+            raise SystemExit(f"{why_not}: {SCHEDULES} needs it.")
+        ninja.compile([SCHEDULES], nvcc, hopper_flags(cuda_archs()))
+        ninja.run()
 
 
 class BuildSanitized(Command):
@@ -269,6 +300,10 @@ if __name__ == "__main__":  # tests/gate imports this module for its flags
             "attnkern.triton_kernels": "triton_kernels"
         },  # never top-level: that name is another distribution's
         ext_modules=extensions,
-        cmdclass={"build_ext": BuildLibraries, "build_sanitized": BuildSanitized},
+        cmdclass={
+            "build_ext": BuildLibraries,
+            "build_schedules": BuildSchedules,
+            "build_sanitized": BuildSanitized,
+        },
         options={"bdist_wheel": {"py_limited_api": "cp310"}} if extensions else {},
     )

@@ -409,6 +409,26 @@ def test_the_cuda_library_is_compiled_for_the_architectures_asked_for(fake_build
     assert record["cuda"]["archs"] == ["90a", "120"]
 
 
+def test_schedules_that_are_for_timing_go_into_the_library_only_if_asked_for(fake_build):
+    def compiled(*options, **env):
+        _, commands = fake_build(*options, ATTNKERN_CUDA="1", **env)
+        units = [c for c in commands if "-c csrc/cuda/forward_schedules_sm90.cu " in c]
+        links = [c for c in commands if "-o attnkern/_cuda.abi3.so" in c]
+        return len(units), [("forward_schedules_sm90.cu.o" in c, "forward_sm90.cu.o" in c) for c in links]
+
+    assert compiled() == (0, [(False, True)])
+    assert compiled(ATTNKERN_SCHEDULES="all") == (1, [(True, True)])
+    assert compiled() == (0, [(False, True)])
+    shutil.rmtree(fake_build.folder / "build")
+    env = {"ATTNKERN_CUDA": "1", "CUDA_HOME": str(fake_build.folder)}
+    run(sys.executable, "setup.py", "-q", "build_schedules", cwd=fake_build.folder, **env)
+    assert compiled(ATTNKERN_SCHEDULES="all") == (0, [(True, True)])  # by the same command, to the same place
+    text = run(
+        sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, ATTNKERN_SCHEDULES="1", **env
+    )
+    assert text == "ATTNKERN_SCHEDULES must be all or not be set, got '1'.\n"
+
+
 @pytest.mark.parametrize("arch", ["native", "75", "sm_90a"])
 def test_an_architecture_that_cannot_be_is_refused(fake_build, arch):
     env = {"ATTNKERN_CUDA": "1", "CUDA_HOME": str(fake_build.folder), "ATTNKERN_CUDA_ARCHS": f"80 {arch}"}

@@ -4,9 +4,12 @@ with the hazard checker on, against float64 by the one tolerance rule."""
 import ctypes
 import dataclasses
 import itertools
+import os
 import re
 import struct
 import subprocess
+import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -189,6 +192,29 @@ def test_orders(forward, order, sizes):
     assert f"5OrderE{order}" in launch.name
     want = testing.expected(q, k, v)["out"]
     testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, name="out")
+
+
+def test_a_library_with_one_order_refuses_the_others():
+    """As `make build` makes it: without the kernels that are for timing."""
+    code = """
+        import torch, launches, routes
+        from attnkern.backends import cuda
+        from attnkern.params import AttentionParams
+        parts = launches.parts
+        launches.parts = lambda: ({x: y for x, y in parts()[0].items() if "schedules" not in x.name}, parts()[1])
+        q = torch.ones(1, 1, 70, 64, dtype=torch.bfloat16)
+        with routes.cuda(90) as recorder:
+            recorder.simulate = False
+            for order in (2, 1):  # its own, another
+                cuda.forward(q, q, q, None, None, AttentionParams(0.125), False, order=order)
+                print(len(recorder.launches))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == "1\n"
+    told = "attnkern: this library has order 2 alone for these head sizes: build it with ATTNKERN_SCHEDULES=all"
+    assert told in done.stderr
 
 
 # --------------------------------------------------------------------------------------------- tiles, one after another

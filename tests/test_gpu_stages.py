@@ -222,8 +222,10 @@ def test_a_device_is_built_for_alone(monkeypatch):
     found = []
     for capability in (80, 86, 89, 90, 100, 103, 120, 121, 130):
         monkeypatch.setattr(device.Gpu, "capability", lambda self, value=capability: value)
-        found.append(device.Gpu(torch.device("cuda")).environment()["ATTNKERN_CUDA_ARCHS"])
-    assert found == ["80", "80", "80", "90a", "100", "100", "120", "120", "80"]
+        found.append(device.Gpu(torch.device("cuda")).environment())
+    archs = ["80", "80", "80", "90a", "100", "100", "120", "120", "80"]
+    assert [environment["ATTNKERN_CUDA_ARCHS"] for environment in found] == archs
+    assert [arch for arch, built in zip(archs, found, strict=True) if "ATTNKERN_SCHEDULES" in built] == ["90a"]
 
 
 def test_without_a_device_nothing_is_run(monkeypatch, capsys):

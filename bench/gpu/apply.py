@@ -20,7 +20,7 @@ from . import choose, summary
 from .summary import Record
 
 ROOT = Path(__file__).resolve().parents[2]
-FORWARD, CONFIGS = Path("csrc/cuda/forward_sm90.cu"), Path("triton_kernels/configs.py")
+FORWARD, CONFIGS = Path("csrc/cuda/forward_sm90.cuh"), Path("triton_kernels/configs.py")
 CHOICE = Path("attnkern/backends/choice.py")
 NAMES = {"serial": "kSerial", "overlap": "kOverlap", "ping-pong": "kPingPong"}
 WIDTH = 120

@@ -37,10 +37,11 @@ class Gpu(Cuda):
     """A GPU, with what the stages need beside a timer."""
 
     def environment(self) -> dict[str, str]:
-        """How to build for this chip alone, the fastest way; what is set already stays."""
+        """How to build for this chip alone, the fastest way, with what is to be timed; what is set already stays."""
         # A binary runs on later chips of its generation: that for 10.0 on 10.3, that for 12.0 on 12.1.
         arch = {9: "90a", 10: "100", 12: "120"}.get(self.capability() // 10, "80")
-        return {"ATTNKERN_CUDA": "1", "ATTNKERN_CUDA_ARCHS": arch, "ATTNKERN_CPU_ISAS": "generic"}
+        found = {"ATTNKERN_CUDA": "1", "ATTNKERN_CUDA_ARCHS": arch, "ATTNKERN_CPU_ISAS": "generic"}
+        return {**found, "ATTNKERN_SCHEDULES": "all"} if arch == "90a" else found
 
     def watch(self, tool: str) -> list[str] | None:
         """What a command is started with to be watched by compute-sanitizer; None where that isn't installed."""

@@ -2,7 +2,8 @@
 
 The fast path may compute in any `Order` (csrc/cuda/launch.h): products and softmax one after the other, or
 overlapped within a warpgroup, or that with warpgroups in turns. The fastest for a class of head sizes is to be the
-kOrder of its tile in csrc/cuda/forward_sm90.cu.
+kOrder of its tile in csrc/cuda/forward_sm90.cuh. The library holds that one alone unless it was built with
+ATTNKERN_SCHEDULES=all, as the campaign's first stage builds it.
 """
 
 from __future__ import annotations

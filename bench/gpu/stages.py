@@ -67,7 +67,7 @@ class Stage(NamedTuple):
 def _build(device: Gpu, row: str) -> Found:
     environment = {**device.environment(), **os.environ}
     done = _command([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], environment)
-    chosen = {name: environment[name] for name in environment if name.startswith("ATTNKERN_C")}
+    chosen = {name: environment[name] for name in environment if name.startswith(("ATTNKERN_C", "ATTNKERN_SCHEDULES"))}
     yield {"status": "ok" if done.returncode == 0 else "error", "message": _last_line(done.stdout), "with": chosen}
 
 

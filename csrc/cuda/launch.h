@@ -56,10 +56,13 @@ struct ForwardSm90Plan {
   int section;                        // heads whose tiles are dealt out together, row block by row block
   bool plain;                         // the variant without softcap
   bool last_rows_first;               // which have the most keys
-  Order order;                        // a plain problem may be launched with another one: any gives the same results
+  Order order;                        // any gives the same results
 };
 ForwardSm90Plan plan_forward_sm90(const Forward& params, const Chip& chip);
 int forward_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
+// A plain problem by another order than the plan's own, put in its place. Weak: null in a library that was built
+// without ATTNKERN_SCHEDULES=all.
+__attribute__((weak)) int forward_schedules_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
 
 // The kernels for few queries and many keys, or splits = 0: not a problem for them. `splits` parts of the keys are read
 // side by side, their results kept in a workspace of so many floats and combined by a second kernel.

@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "common/operators.h"
 #include "cuda/launch.h"
@@ -88,6 +89,17 @@ Tensor floats(const Tensor& like, int64_t count) {
 }
 float* data_of(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
+// Hopper's forward kernel by another order than the plan's own, where the library holds it.
+int forward_by_order(const attnkern::Forward& p, attnkern::cuda::ForwardSm90Plan plan, int64_t order, void* stream) {
+  STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
+  STD_TORCH_CHECK(order >= 0 && order <= 2 && plan.plain, "attnkern: order must be 0, 1 or 2, and softcap 0");
+  const auto own = std::exchange(plan.order, static_cast<attnkern::cuda::Order>(order));
+  if (plan.order == own) return attnkern::cuda::forward_sm90(p, plan, stream);
+  STD_TORCH_CHECK(attnkern::cuda::forward_schedules_sm90 != nullptr, "attnkern: this library has order ",
+                  static_cast<int>(own), " alone for these head sizes: build it with ATTNKERN_SCHEDULES=all");
+  return attnkern::cuda::forward_schedules_sm90(p, plan, stream);
+}
+
 // out and lse; lse has shape (0,) unless need_lse. splits and order replace those of the plan: for timing and tests.
 // Any number of splits from 1 on (0: not the kernels for few queries) and any Order of a plain problem is right.
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias,
@@ -106,12 +118,9 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor 
     device.check(attnkern::cuda::decode(p, parts, data_of(workspace), stream));
     return {out, lse};
   }
-  auto plan = attnkern::cuda::plan_forward_sm90(p, device.chip);
+  const auto plan = attnkern::cuda::plan_forward_sm90(p, device.chip);
   if (order) {
-    STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
-    STD_TORCH_CHECK(*order >= 0 && *order <= 2 && plan.plain, "attnkern: order must be 0, 1 or 2, and softcap 0");
-    plan.order = static_cast<attnkern::cuda::Order>(*order);
-    device.check(attnkern::cuda::forward_sm90(p, plan, stream));
+    device.check(forward_by_order(p, plan, *order, stream));
     return {out, lse};
   }
   device.launch(

@@ -34,9 +34,14 @@ CUDA = [
 
 
 def cuda_sources() -> list[str]:
-    """Every file that must have cases: those with kernels."""
+    """Every file that must have cases: those with kernels, of their own or of a header."""
+
+    def has_kernels(text: str) -> bool:
+        headers = re.findall(r'^#include "(cuda/\w+\.cuh)"', text, re.M)
+        return "__global__" in text or any(has_kernels((ROOT / "csrc" / name).read_text()) for name in headers)
+
     found = [*ROOT.glob("csrc/cuda/*.cu"), *ROOT.glob("tests/cuda/*.cu"), *ROOT.glob("tests/ptxsim/kernels/*.cu")]
-    return sorted(str(path.relative_to(ROOT)) for path in found if "__global__" in path.read_text())
+    return sorted(str(path.relative_to(ROOT)) for path in found if has_kernels(path.read_text()))
 
 
 @functools.cache

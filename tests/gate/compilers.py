@@ -9,6 +9,7 @@ import importlib.util
 import io
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,9 +130,20 @@ class Built:
         return "".join(run for run in runs if f"for 'sm_{arch}'" in run)
 
 
+def build_schedules() -> Built:
+    """What the product's build leaves out, and tests and gate are about too; compiled unless it is there as it is."""
+    built = Built(str(product().SCHEDULES))
+    if not built.files:
+        done = binary.run(sys.executable, "setup.py", "-q", "build_schedules", cwd=cache.ROOT)
+        if done.returncode:
+            raise GateError(f"{built.stem} wasn't built: {(done.stdout + done.stderr).strip()}")
+        built = Built(str(product().SCHEDULES))
+    return built
+
+
 def from_build(source: Cuda, arch: str) -> Built | None:
     """The build's own binary, if it has one of the source as it is, for this architecture."""
-    built = Built(source.path)
+    built = build_schedules() if source.path == str(product().SCHEDULES) else Built(source.path)
     plain = not source.flags and not any(_environment())
     return built if plain and built.files and built.cubin(arch) else None
 

@@ -1,8 +1,9 @@
-"""The cases of csrc/cuda/forward_sm90.cu: every class of head sizes, plain in each order, and with softcap."""
+"""The cases of Hopper's forward kernels: every class of head sizes, plain in each order, and with softcap."""
 
 from .case import Case, Cuda
 
 SOURCE = "csrc/cuda/forward_sm90.cu"
+OTHER_ORDERS = "csrc/cuda/forward_schedules_sm90.cu"
 HOPPER = "90a"
 THREADS = 384
 
@@ -53,7 +54,7 @@ def _case(sizes: tuple[int, int], order: str, plain: bool) -> Case:
     name = f"forward_sm90_kernel<*, {size}, {values}, {str(plain).lower()}, *{ORDERS.index(order)}>"
     return Case(
         f"forward d{size}{f'/{values}' if values < size else ''} sm_90 {variant}",
-        Cuda(SOURCE, name, THREADS, shared),
+        Cuda(SOURCE if order == own else OTHER_ORDERS, name, THREADS, shared),
         HOPPER,
         require={HOPPER: counts},
         loop={HOPPER: {"HGMMA": scores + outputs, "MUFU.EX2": exponentials + 2, "BAR": turns}},

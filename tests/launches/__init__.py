@@ -1,8 +1,9 @@
 """The CUDA kernels with their shipped host code on CPU tensors: the simulator runs what they launch.
 
-The objects that the build made of csrc/cuda are taken as they are. Instead of CUDA's runtime they are linked with
-runtime.cpp, which hands on what cudaLaunchKernel was given, and registers the operators for CPU tensors. So grids,
-shared memory, strides, allocations and the choice of the variant are the product's own.
+The objects that the build made of csrc/cuda are taken as they are, and that of the schedules which it leaves out.
+Instead of CUDA's runtime they are linked with runtime.cpp, which hands on what cudaLaunchKernel was given, and
+registers the operators for CPU tensors. So grids, shared memory, strides, allocations and the choice of the variant are
+the product's own.
 """
 
 from __future__ import annotations
@@ -280,6 +281,7 @@ def build() -> Path:
     """
     product = compilers.product()
     torch_folder = product.find_torch()
+    compilers.build_schedules()
     objects, missing = parts()
     if missing:
         raise RuntimeError(

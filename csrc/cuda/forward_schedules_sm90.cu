@@ -1,0 +1,34 @@
+// Every schedule of Hopper's forward kernels but their own, to be timed against it and tested: left out of the library
+// unless ATTNKERN_SCHEDULES=all (setup.py).
+#include "cuda/forward_sm90.cuh"
+
+namespace attnkern::cuda {
+
+int forward_schedules_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
+  if (plan.refusal != nullptr || !plan.plain) return cudaErrorInvalidValue;
+#ifdef ATTNKERN_NO_SM90
+  return cudaErrorNoKernelImageForDevice;
+#else
+  return by_element(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kNone = cudaErrorInvalidValue;
+    return by_tile(p.head_dim, p.head_dim_v, kNone, [&]<int kD, int kDV>(ForwardSm90Tile<kD, kDV> tile) {
+      const auto launch = [&]<Order kOrder>() {
+        if constexpr (kOrder == tile.kOrder) {
+          return kNone;  // forward_sm90's
+        } else {
+          return launch_forward_sm90<T, kD, kDV, true, kOrder>(p, plan, stream);
+        }
+      };
+      switch (plan.order) {
+        case Order::kSerial: return launch.template operator()<Order::kSerial>();
+        case Order::kOverlap: return launch.template operator()<Order::kOverlap>();
+        case Order::kPingPong: return launch.template operator()<Order::kPingPong>();
+      }
+      return kNone;
+    });
+  });
+#endif
+}
+
+}  // namespace attnkern::cuda

@@ -1,0 +1,460 @@
+// The forward pass for Hopper: copies by TMA, products by wgmma, and warpgroups with roles of their own (as in
+// FlashAttention-3: Shah et al., 2024). One producer warp keeps the tiles of Q, K and V coming; each of two consumer
+// warpgroups owns 64 rows of queries. A block of threads takes one tile of 128 rows after the other, so that the copies
+// for the next tile run beside the end of this one.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/smem_sm90.cuh"
+#include "cuda/softmax.cuh"
+#include "cuda/tensor_map.h"
+
+namespace attnkern::cuda {
+namespace {
+
+constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers);
+constexpr int kGroupRows = 64;  // of a consumer: the m of wgmma
+constexpr int kRows = kConsumers * kGroupRows;
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+enum NamedBarrier { kStored = 1, kTurn = kStored + kConsumers };  // by consumer; 0 is __syncthreads'
+
+// What a coordinate of a tensor map is multiplied by: 0 for a dimension that the tensor repeats.
+struct Steps {
+  int32_t head, batch;
+};
+
+struct ForwardSm90Params {
+  ptx::TensorMap q, k, v, out;
+  Score score;
+  float* lse;  // (batch, heads, seqlen_q) contiguous, or null
+  Steps q_steps, k_steps, v_steps;
+  int32_t batch_heads, group_k, group_v;  // queries' heads per head of k, of v
+  int32_t row_blocks, tiles;
+  int32_t section;       // heads whose tiles are taken together, one row block of all of them after the other
+  bool last_rows_first;  // they have the most keys
+};
+
+// Keys per block and stages of the rings, for a class of head sizes.
+template <int kHeadDim, int kHeadDimV>
+struct ForwardSm90Tile {
+  static constexpr int kKeys = kHeadDim <= 128 || kHeadDimV <= 128 ? 128 : kHeadDim <= 192 ? 96 : 80;
+  static constexpr int kStages = kHeadDim <= 64 ? 3 : 2;
+  static constexpr Order kOrder = kHeadDim <= 128 ? Order::kPingPong : Order::kOverlap;
+
+  template <typename T>
+  using Q = SlabTile<T, kGroupRows, kHeadDim>;
+  template <typename T>
+  using K = SlabTile<T, kKeys, kHeadDim>;
+  template <typename T>
+  using V = SlabTile<T, kKeys, kHeadDimV>;
+
+  static constexpr uint32_t kQBytes = Q<uint16_t>::kBytes, kKBytes = K<uint16_t>::kBytes, kVBytes = V<uint16_t>::kBytes;
+  static constexpr uint32_t kFirstK = kConsumers * kQBytes, kFirstV = kFirstK + kStages * kKBytes;
+  static constexpr uint32_t kBarriers = kFirstV + kStages * kVBytes;
+  static constexpr int kSharedBytes = kBarriers + 8 * (2 * kConsumers + 4 * kStages);
+  static_assert(kHeadDimV <= kHeadDim, "the output leaves through Q's buffer");
+};
+
+// Where things are in shared memory.
+template <typename Config>
+struct Shared {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t q(int consumer) const { return base + consumer * Config::kQBytes; }
+  __device__ __forceinline__ uint32_t k(int stage) const { return base + Config::kFirstK + stage * Config::kKBytes; }
+  __device__ __forceinline__ uint32_t v(int stage) const { return base + Config::kFirstV + stage * Config::kVBytes; }
+  __device__ __forceinline__ uint32_t barrier(int n) const { return base + Config::kBarriers + 8 * n; }
+  __device__ __forceinline__ uint32_t q_full(int consumer) const { return barrier(consumer); }
+  __device__ __forceinline__ uint32_t q_empty(int consumer) const { return barrier(kConsumers + consumer); }
+  __device__ __forceinline__ uint32_t ring(int which, int stage) const {
+    return barrier(2 * kConsumers + which * Config::kStages + stage);
+  }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return ring(0, stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return ring(1, stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return ring(2, stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return ring(3, stage); }
+};
+
+// One tile of queries, and the keys that it reaches.
+struct Work {
+  int batch_head, batch, head, first_row;
+  int first_key, blocks;       // of Config::kKeys keys
+  int clean_begin, clean_end;  // keys that all its rows attend to
+};
+
+template <int kKeys>
+__device__ __forceinline__ Work work_of(const ForwardSm90Params& p, int tile) {
+  Work work;
+  const int first_head = tile / (p.section * p.row_blocks) * p.section;
+  const int heads = min(p.section, p.batch_heads - first_head);
+  const int index = tile - first_head * p.row_blocks;
+  const int row_block = index / heads;
+  work.batch_head = first_head + index % heads;
+  work.batch = work.batch_head / p.score.heads;
+  work.head = work.batch_head % p.score.heads;
+  work.first_row = (p.last_rows_first ? p.row_blocks - 1 - row_block : row_block) * kRows;
+  const int rows = min(kRows, p.score.seqlen_q - work.first_row);
+  const Range all = {0, p.score.seqlen_k};
+  const Range reached = p.score.band.visited(work.first_row, rows, all);
+  const Range clean = p.score.band.full(work.first_row, rows, all);
+  const Walk walk(reached, kKeys);
+  work.first_key = walk.begin, work.blocks = walk.blocks(kKeys);
+  work.clean_begin = static_cast<int>(clean.begin), work.clean_end = static_cast<int>(clean.end);
+  return work;
+}
+
+// run(work) for every tile of this block of threads. Every other round is dealt out backwards, which evens out what the
+// blocks get of tiles that come longest first.
+template <int kKeys, typename Run>
+__device__ __forceinline__ void each_tile(const ForwardSm90Params& p, Run run) {
+  const int blocks = gridDim.x;
+  for (int first = 0, backwards = 0; first < p.tiles; first += blocks, backwards ^= 1) {
+    const int tile = first + (backwards ? blocks - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x));
+    if (tile < p.tiles) run(work_of<kKeys>(p, tile));
+  }
+}
+
+template <typename T, typename Config>
+__device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared<Config>& shared) {
+  Ring<Config::kStages> k_ring, v_ring;
+  uint32_t parity = 0;
+  each_tile<Config::kKeys>(p, [&](const Work& work) {
+    // Waits for the opposite parity pass at once in the first round.
+    const auto load_k = [&](int n) {
+      ptx::mbarrier_wait(shared.k_empty(k_ring.stage), k_ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(shared.k_full(k_ring.stage), Config::kKBytes);
+      Config::template K<T>::load(shared.k(k_ring.stage), p.k, shared.k_full(k_ring.stage),
+                                  work.first_key + n * Config::kKeys, work.head / p.group_k * p.k_steps.head,
+                                  work.batch * p.k_steps.batch);
+      k_ring.advance();
+    };
+    const auto load_v = [&](int n) {
+      ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(shared.v_full(v_ring.stage), Config::kVBytes);
+      Config::template V<T>::load(shared.v(v_ring.stage), p.v, shared.v_full(v_ring.stage),
+                                  work.first_key + n * Config::kKeys, work.head / p.group_v * p.v_steps.head,
+                                  work.batch * p.v_steps.batch);
+      v_ring.advance();
+    };
+    // Q's buffers are free only when the last output has left them; the first K needn't wait for that.
+    if (work.blocks > 0) load_k(0);
+#pragma unroll
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      ptx::mbarrier_wait(shared.q_empty(consumer), parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(shared.q_full(consumer), Config::kQBytes);
+      Config::template Q<T>::load(shared.q(consumer), p.q, shared.q_full(consumer),
+                                  work.first_row + consumer * kGroupRows, work.head * p.q_steps.head,
+                                  work.batch * p.q_steps.batch);
+    }
+    parity ^= 1;
+#pragma unroll 1
+    for (int n = 1; n <= work.blocks; ++n) {  // in the order of use
+      if (n < work.blocks) load_k(n);
+      load_v(n - 1);
+    }
+  });
+}
+
+template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Order kOrder>
+struct Consumer {
+  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
+  using Q = typename Config::template Q<T>;
+  using K = typename Config::template K<T>;
+  using V = typename Config::template V<T>;
+  using Out = SlabTile<T, kGroupRows, kHeadDimV>;
+  static constexpr int kKeys = Config::kKeys;
+
+  const ForwardSm90Params& p;
+  const Shared<Config>& shared;
+  const int consumer, warp, lane;
+  Ring<Config::kStages> k_ring, v_ring;
+  uint32_t parity = 0;
+
+  float out[kHeadDimV / 8][4];
+  float scores[kKeys / 8][4];
+  uint32_t weights[kKeys / 16][4];  // of the block before: an operand
+  RowState state;
+
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  // The two warpgroups alternate between wait_turn and pass_turn; the first turn is consumer 0's.
+  __device__ __forceinline__ void wait_turn() const { ptx::barrier_sync(kTurn + consumer, kConsumers * kWarpgroup); }
+  __device__ __forceinline__ void pass_turn() const {
+    ptx::barrier_arrive(kTurn + 1 - consumer, kConsumers * kWarpgroup);
+  }
+
+  __device__ __forceinline__ void start_scores() {
+    const uint32_t q = shared.q(consumer), k = shared.k(k_ring.stage);
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d) {
+      ptx::wgmma_ss<T, kKeys, false>(scores, Q::by_columns(q, d), K::by_columns(k, d), d > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void start_output(bool accumulate) {
+    const uint32_t v = shared.v(v_ring.stage);
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      ptx::wgmma_rs<T, kHeadDimV, true>(out, weights[n], V::by_rows(v, n), n > 0 || accumulate);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release_k() {
+    release(shared.k_empty(k_ring.stage));
+    k_ring.advance();
+  }
+  __device__ __forceinline__ void release_v() {
+    release(shared.v_empty(v_ring.stage));
+    v_ring.advance();
+  }
+
+  // Scores -> weights, not yet rounded.
+  __device__ __forceinline__ void softmax(const Work& work, int n, float (&factor)[2]) {
+    const int first = work.first_key + n * kKeys, row = work.first_row + consumer * kGroupRows + warp * 16 + lane / 4;
+    const int col = first + lane % 4 * 2;
+    Score score = p.score;
+    if constexpr (!kPlain) {
+      score.bias_kind = BiasKind::kNone;  // what the plan refuses costs no registers
+      float unused[1][4];
+      finish_scores<T, false, false>(score, HeadScore{}, scores, row, col, unused);
+    }
+    if (first < work.clean_begin || first + kKeys > work.clean_end) mask_scores<false>(score, scores, row, col);
+    softmax_step<kPlain>(score, scores, state, factor);
+  }
+
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kHeadDimV / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
+    }
+  }
+
+  // Two neighbouring blocks of eight columns are, packed, one operand of 16.
+  __device__ __forceinline__ void round_weights() {
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) {
+      const float* two = &scores[i / 2][i % 2 * 2];
+      weights[i / 4][i % 4] = ptx::pack<T>(two[0], two[1]);
+    }
+  }
+
+  __device__ __forceinline__ void wait_k() const { ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity); }
+  __device__ __forceinline__ void wait_v() const { ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity); }
+
+  __device__ __forceinline__ void attend_serially(const Work& work) {
+#pragma unroll 1
+    for (int n = 0; n < work.blocks; ++n) {
+      wait_k();
+      ptx::hold(scores);
+      ptx::wgmma_fence();
+      start_scores();
+      ptx::wgmma_wait<0>();
+      ptx::hold(scores);
+      release_k();
+      float factor[2];
+      wait_turn();
+      softmax(work, n, factor);
+      pass_turn();
+      rescale(factor);
+      round_weights();
+      wait_v();
+      ptx::hold(out);
+      ptx::hold(weights);
+      ptx::wgmma_fence();
+      start_output(true);
+      ptx::wgmma_wait<0>();
+      ptx::hold(out);
+      release_v();
+    }
+  }
+
+  __device__ __forceinline__ void attend_overlapped(const Work& work) {
+    wait_k();
+    ptx::hold(scores);
+    ptx::wgmma_fence();
+    start_scores();
+    ptx::wgmma_wait<0>();
+    ptx::hold(scores);
+    release_k();
+    float factor[2];
+    softmax(work, 0, factor);
+    round_weights();
+    if (work.blocks > 1) wait_k();
+#pragma unroll 1
+    for (int n = 1; n < work.blocks; ++n) {
+      wait_v();
+      if constexpr (kOrder == Order::kPingPong) wait_turn();
+      ptx::hold(scores);
+      ptx::hold(out);
+      ptx::hold(weights);
+      ptx::wgmma_fence();
+      start_scores();
+      start_output(true);
+      if constexpr (kOrder == Order::kPingPong) pass_turn();
+      ptx::wgmma_wait<1>();
+      ptx::hold(scores);
+      release_k();
+      softmax(work, n, factor);
+      ptx::hold(scores);
+      // Here rather than at the loop's head: ptxas would move the softmax behind the wait for P V, out of its shadow,
+      // but not across the branches of a loop that waits.
+      if (n + 1 < work.blocks) wait_k();
+      ptx::wgmma_wait<0>();
+      ptx::hold(out);
+      ptx::hold(weights);
+      release_v();
+      rescale(factor);
+      round_weights();  // only now: the wgmma read these registers until the wait
+    }
+    wait_v();
+    ptx::hold(out);
+    ptx::hold(weights);
+    ptx::wgmma_fence();
+    start_output(true);
+    ptx::wgmma_wait<0>();
+    ptx::hold(out);
+    release_v();
+  }
+
+  // out and lse leave; the output through this warpgroup's part of Q, when all four warps have waited for the wgmmas
+  // that read it: which rows of it a warp's own ones read isn't said anywhere.
+  __device__ __forceinline__ void finish(const Work& work) {
+    const int first_row = work.first_row + consumer * kGroupRows;
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(state.sum[half]);
+      inverse[half] = sum > 0.f ? 1.f / sum : 0.f;
+      const int i = first_row + warp * 16 + half * 8 + lane / 4;
+      if (p.lse != nullptr && lane % 4 == 0 && i < p.score.seqlen_q) {
+        p.lse[static_cast<int64_t>(work.batch_head) * p.score.seqlen_q + i] =
+            log_sum_exp<kPlain>(p.score, state.max[half], sum);
+      }
+    }
+    const uint32_t tile = shared.q(consumer);
+    ptx::barrier_sync(kStored + consumer, kWarpgroup);
+#pragma unroll
+    for (int c = 0; c < kHeadDimV / 16; ++c) {
+      uint32_t matrices[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* two = &out[2 * c + i / 2][i % 2 * 2];
+        matrices[i] = ptx::pack<T>(two[0] * inverse[i % 2], two[1] * inverse[i % 2]);
+      }
+      ptx::stmatrix(Out::address(tile, warp * 16 + lane % 16, 2 * c + lane / 16), matrices);
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(kStored + consumer, kWarpgroup);
+    if (warp == 0 && ptx::elect_one()) {
+      Out::store(p.out, tile, first_row, work.head, work.batch);
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+      ptx::mbarrier_arrive(shared.q_empty(consumer));
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (kOrder != Order::kOverlap && consumer == 1) pass_turn();
+    each_tile<kKeys>(p, [&](const Work& work) {
+#pragma unroll
+      for (int n = 0; n < kHeadDimV / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[n][e] = 0.f;
+      }
+      state = RowState{};
+      ptx::mbarrier_wait(shared.q_full(consumer), parity);
+      parity ^= 1;
+      if (work.blocks > 0) {
+        if constexpr (kOrder == Order::kSerial) {
+          attend_serially(work);
+        } else {
+          attend_overlapped(work);
+        }
+      }
+      finish(work);
+    });
+  }
+};
+
+template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Order kOrder>
+__global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_constant__ ForwardSm90Params p) {
+  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  const Shared<Config> shared{ptx::shared_address(memory)};
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      ptx::mbarrier_init(shared.q_full(consumer), 1);
+      ptx::mbarrier_init(shared.q_empty(consumer), 1);
+    }
+#pragma unroll
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(shared.k_full(stage), 1);
+      ptx::mbarrier_init(shared.v_full(stage), 1);
+      ptx::mbarrier_init(shared.k_empty(stage), kConsumers * kWarpgroup / 32);  // an arrival per warp
+      ptx::mbarrier_init(shared.v_empty(stage), kConsumers * kWarpgroup / 32);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // The same for all lanes, and known as such to the compiler.
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x / 32 == 0 && ptx::elect_one()) produce<T, Config>(p, shared);
+    return;
+  }
+  ptx::setmaxnreg_inc<kConsumerRegisters>();
+  Consumer<T, kHeadDim, kHeadDimV, kPlain, kOrder> consumer{
+      p, shared, warpgroup - 1, static_cast<int>(threadIdx.x / 32 % 4), static_cast<int>(threadIdx.x % 32)};
+  consumer.run();
+}
+
+// run(ForwardSm90Tile<...>{}) for the narrowest tiles that hold both head sizes; `none` if there are none.
+template <typename Result, typename Run>
+Result by_tile(int64_t head_dim, int64_t head_dim_v, Result none, Run run) {
+  const int64_t size = std::max(head_dim, head_dim_v);
+  if (size <= 64) return run(ForwardSm90Tile<64, 64>{});
+  if (size <= 96) return run(ForwardSm90Tile<96, 96>{});
+  if (size <= 128) return run(ForwardSm90Tile<128, 128>{});
+  if (size <= 192) return head_dim_v <= 128 ? run(ForwardSm90Tile<192, 128>{}) : run(ForwardSm90Tile<192, 192>{});
+  if (size <= 256) return run(ForwardSm90Tile<256, 256>{});
+  return none;
+}
+
+template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Order kOrder>
+int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
+  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
+  ForwardSm90Params params{};
+  const CUtensorMapDataType type = map_type(p.dtype);
+  const auto map = [&](ptx::TensorMap& made, const View& view, int64_t heads, int64_t length, int64_t width, int rows) {
+    return make_tensor_map(made, type, 2, view, p.batch, heads, length, width, rows);
+  };
+  int error = map(params.q, p.q, p.heads_q, p.seqlen_q, p.head_dim, kGroupRows);
+  if (error == cudaSuccess) error = map(params.k, p.k, p.heads_k, p.seqlen_k, p.head_dim, Config::kKeys);
+  if (error == cudaSuccess) error = map(params.v, p.v, p.heads_v, p.seqlen_k, p.head_dim_v, Config::kKeys);
+  if (error == cudaSuccess) error = map(params.out, p.out, p.heads_q, p.seqlen_q, p.head_dim_v, kGroupRows);
+  if (error != cudaSuccess) return error;
+  const auto steps = [](const View& view) { return Steps{view.stride[1] != 0, view.stride[0] != 0}; };
+  params.q_steps = steps(p.q), params.k_steps = steps(p.k), params.v_steps = steps(p.v);
+  params.score = score_of(p, kPlain);
+  params.lse = static_cast<float*>(p.lse);
+  params.batch_heads = static_cast<int32_t>(p.batch * p.heads_q);
+  params.group_k = static_cast<int32_t>(p.heads_q / p.heads_k);
+  params.group_v = static_cast<int32_t>(p.heads_q / p.heads_v);
+  params.row_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, kRows));
+  params.tiles = static_cast<int32_t>(plan.tiles);
+  params.section = plan.section;
+  params.last_rows_first = plan.last_rows_first;
+  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kPlain, kOrder>, plan.blocks, kThreads,
+                       Config::kSharedBytes, params, stream);
+}
+
+}  // namespace
+}  // namespace attnkern::cuda
