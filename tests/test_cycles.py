@@ -26,7 +26,7 @@ def listing(text):
 
 
 def kernel(text, registers=128, shared=0, threads=128, **counts):
-    return Kernel("planted", registers, 0, 0, 0, shared, 0, threads, [], counts, pack(listing(text)))
+    return Kernel("planted", registers, 0, 0, 0, shared, 0, threads, [], counts, pack(listing(text), {}))
 
 
 def case(**claims):

@@ -188,6 +188,30 @@ def test_the_inner_loops_instructions_and_their_order_are_held_to_the_claim(plan
     assert line.endswith("; it should pass HMMA, 2 MUFU.EX2, HMMA")
 
 
+OPS = ("sin", "cos", "lg2", "rsqrt", "rcp")
+
+
+@pytest.mark.parametrize("arch", ["80", "120a"])
+def test_a_jump_by_a_table_leaves_no_loop(fresh, arch):
+    """A switch within the inner loop."""
+    end = LOOP.rindex("        }\n      }\n")
+    cases_of = [
+        f'case {n}: asm volatile("{op}.approx.ftz.f32 %0, %0;" : "+f"(d[0])); break;' for n, op in enumerate(OPS)
+    ]
+    switch = f"          switch (x[6]) {{ {' '.join(cases_of)} }}\n"
+    path = fresh / "planted.cu"
+    path.write_text(textwrap.dedent(LOOP[:end] + switch + LOOP[end:]))
+    case = Case("planted", Cuda(str(path), "planted", 32, flags=("-DPRODUCTS=2",)), arch)
+    (kernel,) = rules.of_case(case, arch)
+    program = sass.parse(binary.unpack(kernel.packed))
+    (jump, *_) = [x for x in program if x.is_a("BRX")]
+    targets = [int(target, 16) for target in jump.operands.partition("->")[2].split()]
+    assert len(set(targets)) > 1
+    loop = sass.main_loop(kernel)
+    assert set(targets) <= loop.blocks
+    assert loop.count("HMMA") == 2
+
+
 def test_an_ignored_setmaxnreg_is_found(plant):
     source = """
         __global__ void __launch_bounds__(384 BLOCKS) planted(float* y, int n) {

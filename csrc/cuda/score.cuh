@@ -21,9 +21,7 @@ inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.693147180559945309417f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-// kElement: the dtype of q. Numbers far apart are compared; for neighbours the compiler makes a table of jumps, and
-// what lies behind one is no loop to the gate.
-enum class BiasKind : int32_t { kNone = 0, kBool = 1 << 8, kFloat32 = 1 << 16, kElement = 1 << 24 };
+enum class BiasKind : int32_t { kNone, kBool, kFloat32, kElement };  // kElement: the dtype of q
 
 // The columns that a tile of rows visits: all that one of its rows attends to, as a walk over blocks of kBlock columns.
 template <int kBlock>

@@ -9,6 +9,7 @@ import re
 import subprocess
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -113,9 +114,19 @@ def instructions(listing: str) -> dict[str, int]:
     return dict(Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", listing)))
 
 
-def pack(listing: str) -> str:
-    """A function's SASS without the encodings, compressed: text that fits in a cache of JSON."""
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/[^;]*;", listing)
+def jump_tables(info: str) -> dict[int, str]:
+    """Where the jump at an address may go by its table, from a function's .nv.info: "0x8f60 0x8690"."""
+    pattern = r"Offset of Indirect Branch: (0x[0-9a-f]+)\s+Number of targets: \d+\s+Targets:((?:\s+0x[0-9a-f]+)+)"
+    return {int(at, 16): " ".join(targets.split()) for at, targets in re.findall(pattern, info)}
+
+
+def pack(listing: str, tables: Mapping[int, str]) -> str:
+    """A function's SASS without the encodings, compressed: text that fits in a cache of JSON. A jump by a table ends
+    with where it may go: "BRX R124 -0x73d0 -> 0x8f60 0x8690 ;"."""
+    lines = []
+    for line, at in re.findall(r"(/\*([0-9a-f]{4,})\*/[^;]*;)", listing):
+        targets = tables.get(int(at, 16))
+        lines.append(line if targets is None else f"{line[:-1]} -> {targets} ;")
     return base64.b64encode(zlib.compress("\n".join(" ".join(line.split()) for line in lines).encode())).decode()
 
 
@@ -139,7 +150,7 @@ def read(cubin: str | Path, log: str, dynamic_shared: int = 0) -> list[Kernel]:
         if "registers" not in said or name not in sass:
             raise GateError(f"{name}: ptxas' report or the SASS lacks it; ptxas said: {first_error(log)}")
         threads = launch_bounds(info.get(name, ""))
-        counts, packed = instructions(sass[name]), pack(sass[name])
+        counts, packed = instructions(sass[name]), pack(sass[name], jump_tables(info.get(name, "")))
         kernels.append(
             Kernel(name=name, dynamic_shared=dynamic_shared, threads=threads, sass=counts, packed=packed, **said)
         )

@@ -180,7 +180,10 @@ def control_flow(program: Sequence[Instruction]) -> tuple[dict[int, list[Instruc
             jumps[x.address] = ([int(found[0], 16)] if found else [], falls)
         elif x.is_a("BSYNC") and (target := meeting.get(x.operands.split(",")[0].strip())) is not None:
             jumps[x.address] = ([target], bool(x.guard))
-        elif x.is_a("EXIT", "RET", "BRX", "JMX", "BPT", "KILL"):
+        elif x.is_a("BRX", "JMX"):
+            _, _, targets = x.operands.partition("->")
+            jumps[x.address] = ([int(target, 16) for target in targets.split()], bool(x.guard))
+        elif x.is_a("EXIT", "RET", "BPT", "KILL"):
             jumps[x.address] = ([], bool(x.guard))
     leaders = {addresses[0]} if addresses else set()
     for at, (targets, _) in jumps.items():
