@@ -109,7 +109,7 @@ CLASSES = {
 @pytest.mark.parametrize("variant", ["plain", "softcap"])
 @pytest.mark.parametrize("sizes", CLASSES, ids=str)
 def test_head_sizes(forward, sizes, variant, dtype):
-    """Every kernel that there is; enough keys for each buffer of the rings to be used twice."""
+    """Every kernel that there is; enough keys for each buffer of the pipelines to be used twice."""
     options = CAUSAL if variant == "plain" else {"softcap": 5.0}
     keys = 400 if sizes[0] == 64 else 300
     found = forward((1, 1, 70, keys, *sizes), {"dtype": dtype}, {**options, "alignment": "bottom_right"})

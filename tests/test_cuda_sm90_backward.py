@@ -199,7 +199,7 @@ class Replay:
 
 
 def replay(simulated, kind, head_dim):  # noqa: F811
-    """One backward pass of two query heads of a group in which every slot of the ring is used twice, recorded."""
+    """One backward pass of two query heads of a group in which every slot of the pipeline is used twice, recorded."""
     lengths = {"dkdv_sm90": (120, 70), "dq_sm90": (70, 400), "fused_sm90": (120, 140)}
     seqlen_q, seqlen_k = lengths[kind]
     inputs = simulated.inputs(1, 2, seqlen_q, seqlen_k, head_dim, heads_k=1, heads_v=1, dtype=BF16)

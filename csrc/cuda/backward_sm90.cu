@@ -5,10 +5,10 @@
 //   dK, dV:  S^T = K Q^T   dP^T = V dO^T   dV += P^T dO   dK += dS^T Q
 //   dQ:      S   = Q K^T   dP   = dO V^T                  dQ += dS K
 //
-// `rows` (64 for each of two consumer warpgroups) stay in shared memory, tiles of `columns` pass by in a ring that the
-// producer warpgroup fills: first the tile that makes S, then the one that makes dP. Scores come out of wgmma as the
-// left operand of the gradients' products wants them, so P and dS never leave the registers. (Swapped products: Shah et
-// al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision", 2024.)
+// `rows` (64 for each of two consumer warpgroups) stay in shared memory, tiles of `columns` pass by in a pipeline that
+// the producer warpgroup fills: first the tile that makes S, then the one that makes dP. Scores come out of wgmma as
+// the left operand of the gradients' products wants them, so P and dS never leave the registers. (Swapped products:
+// Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision", 2024.)
 //
 // A step of a consumer; what is in flight runs beside the arithmetic at the same height:
 //
@@ -36,7 +36,7 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
     ptx::mbarrier_wait(shared.rows_full(0), 0);
     ptx::mbarrier_wait(shared.rows_full(1), 0);
   }
-  Ring<S::kSlots> at;
+  PipelineState<S::kSlots> at;
   int col = block.begin;
   [[maybe_unused]] int head = block.head * p.group;  // of queries
 #pragma unroll 1
@@ -90,7 +90,7 @@ __device__ __forceinline__ void consume_dv(const BackwardSm90Args& p, const Bloc
   const uint32_t k_tile = shared.rows(0, 0);
   float dv[S::kHeadDim / 8][4] = {};
   if (block.steps > 0) ptx::mbarrier_wait(shared.rows_full(0), 0);
-  Ring<S::kSlots> at;
+  PipelineState<S::kSlots> at;
   int col = block.begin;
 #pragma unroll 1
   for (int step = 0; step < block.steps; ++step) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void consume_dk(const BackwardSm90Args& p, const Bloc
   const uint32_t v_tile = shared.rows(1, 0);
   float dk[S::kHeadDim / 8][4] = {};
   if (block.steps > 0) ptx::mbarrier_wait(shared.rows_full(1), 0);
-  Ring<S::kSlots> at;
+  PipelineState<S::kSlots> at;
 #pragma unroll 1
   for (int step = 0; step < block.steps; ++step) {
     const auto q = at;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void consume_dq(const BackwardSm90Args& p, const Bloc
     ptx::mbarrier_wait(shared.rows_full(1), 0);
     ptx::mbarrier_wait(shared.full(0), 0);
   }
-  Ring<S::kSlots> at;
+  PipelineState<S::kSlots> at;
   int col = block.begin;
 #pragma unroll 1
   for (int step = 0; step < block.steps; ++step) {

@@ -1,5 +1,5 @@
-// What the kernels of backward_sm90.cu are made of: what their blocks compute, the producer that fills the ring, the
-// products and the arithmetic between them.
+// What the kernels of backward_sm90.cu are made of: what their blocks compute, the producer that fills the pipeline,
+// the products and the arithmetic between them.
 #pragma once
 
 #include "cuda/launch.h"
@@ -60,8 +60,8 @@ struct Shape {
   static constexpr int kRowTiles = kSplit ? 1 : kConsumers, kRows = kRowTiles * kGroupRows;
   using RowTile = SlabTile<T, kGroupRows, kHeadDim>;
   using ColTile = SlabTile<T, kCols, kHeadDim>;
-  // Shared memory: rows, as [of rows[0] or rows[1]][row tile]; the ring of columns; what the first warpgroup hands to
-  // the second; lse or delta of each slot's columns, if those are queries; barriers.
+  // Shared memory: rows, as [of rows[0] or rows[1]][row tile]; the pipeline of columns; what the first warpgroup hands
+  // to the second; lse or delta of each slot's columns, if those are queries; barriers.
   static constexpr uint32_t kRing = 2 * kRowTiles * RowTile::kBytes;
   static constexpr uint32_t kHanded = kRing + kSlots * ColTile::kBytes;
   static constexpr uint32_t kConstants = kHanded + (kSplit ? kGroupRows * kCols * 4 : 0);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_tiles(const BackwardSm90Args& p, const Bloc
                        block.head * source.head_step, block.batch * source.batch_step);
     }
   };
-  Ring<S::kSlots> at;
+  PipelineState<S::kSlots> at;
   const auto load_cols = [&](int which, int head, int col) {
     const Source& source = p.cols[which];
     ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);  // at once in the first round
@@ -207,7 +207,7 @@ __device__ __forceinline__ void load_constants(const BackwardSm90Args& p, const 
     col += S::kCols;
     if (col >= block.end) col = block.begin, row += p.score.seqlen_q;
   };
-  Ring<S::kSlots> at;
+  PipelineState<S::kSlots> at;
   if (which == 1) at.advance();
   load();
 #pragma unroll 1

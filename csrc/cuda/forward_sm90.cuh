@@ -35,7 +35,7 @@ struct ForwardSm90Params {
   bool last_rows_first;  // they have the most keys
 };
 
-// Keys per block and stages of the rings, for a class of head sizes.
+// Keys per block and stages of the pipelines, for a class of head sizes.
 template <int kHeadDim, int kHeadDimV>
 struct ForwardSm90Tile {
   static constexpr int kKeys = kHeadDim <= 128 || kHeadDimV <= 128 ? 128 : kHeadDim <= 192 ? 96 : 80;
@@ -66,13 +66,13 @@ struct Shared {
   __device__ __forceinline__ uint32_t barrier(int n) const { return base + Config::kBarriers + 8 * n; }
   __device__ __forceinline__ uint32_t q_full(int consumer) const { return barrier(consumer); }
   __device__ __forceinline__ uint32_t q_empty(int consumer) const { return barrier(kConsumers + consumer); }
-  __device__ __forceinline__ uint32_t ring(int which, int stage) const {
+  __device__ __forceinline__ uint32_t pipeline_barrier(int which, int stage) const {
     return barrier(2 * kConsumers + which * Config::kStages + stage);
   }
-  __device__ __forceinline__ uint32_t k_full(int stage) const { return ring(0, stage); }
-  __device__ __forceinline__ uint32_t v_full(int stage) const { return ring(1, stage); }
-  __device__ __forceinline__ uint32_t k_empty(int stage) const { return ring(2, stage); }
-  __device__ __forceinline__ uint32_t v_empty(int stage) const { return ring(3, stage); }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return pipeline_barrier(0, stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return pipeline_barrier(1, stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return pipeline_barrier(2, stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return pipeline_barrier(3, stage); }
 };
 
 // One tile of queries, and the keys that it reaches.
@@ -116,25 +116,25 @@ __device__ __forceinline__ void each_tile(const ForwardSm90Params& p, Run run) {
 
 template <typename T, typename Config>
 __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared<Config>& shared) {
-  Ring<Config::kStages> k_ring, v_ring;
+  PipelineState<Config::kStages> k_pipeline, v_pipeline;
   uint32_t parity = 0;
   each_tile<Config::kKeys>(p, [&](const Work& work) {
     // Waits for the opposite parity pass at once in the first round.
     const auto load_k = [&](int n) {
-      ptx::mbarrier_wait(shared.k_empty(k_ring.stage), k_ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(shared.k_full(k_ring.stage), Config::kKBytes);
-      Config::template K<T>::load(shared.k(k_ring.stage), p.k, shared.k_full(k_ring.stage),
+      ptx::mbarrier_wait(shared.k_empty(k_pipeline.stage), k_pipeline.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(shared.k_full(k_pipeline.stage), Config::kKBytes);
+      Config::template K<T>::load(shared.k(k_pipeline.stage), p.k, shared.k_full(k_pipeline.stage),
                                   work.first_key + n * Config::kKeys, work.head / p.group_k * p.k_steps.head,
                                   work.batch * p.k_steps.batch);
-      k_ring.advance();
+      k_pipeline.advance();
     };
     const auto load_v = [&](int n) {
-      ptx::mbarrier_wait(shared.v_empty(v_ring.stage), v_ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(shared.v_full(v_ring.stage), Config::kVBytes);
-      Config::template V<T>::load(shared.v(v_ring.stage), p.v, shared.v_full(v_ring.stage),
+      ptx::mbarrier_wait(shared.v_empty(v_pipeline.stage), v_pipeline.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(shared.v_full(v_pipeline.stage), Config::kVBytes);
+      Config::template V<T>::load(shared.v(v_pipeline.stage), p.v, shared.v_full(v_pipeline.stage),
                                   work.first_key + n * Config::kKeys, work.head / p.group_v * p.v_steps.head,
                                   work.batch * p.v_steps.batch);
-      v_ring.advance();
+      v_pipeline.advance();
     };
     // Q's buffers are free only when the last output has left them; the first K needn't wait for that.
     if (work.blocks > 0) load_k(0);
@@ -167,7 +167,7 @@ struct Consumer {
   const ForwardSm90Params& p;
   const Shared<Config>& shared;
   const int consumer, warp, lane;
-  Ring<Config::kStages> k_ring, v_ring;
+  PipelineState<Config::kStages> k_pipeline, v_pipeline;
   uint32_t parity = 0;
 
   float out[kHeadDimV / 8][4];
@@ -186,7 +186,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void start_scores() {
-    const uint32_t q = shared.q(consumer), k = shared.k(k_ring.stage);
+    const uint32_t q = shared.q(consumer), k = shared.k(k_pipeline.stage);
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d) {
       ptx::wgmma_ss<T, kKeys, false>(scores, Q::by_columns(q, d), K::by_columns(k, d), d > 0);
@@ -195,7 +195,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void start_output(bool accumulate) {
-    const uint32_t v = shared.v(v_ring.stage);
+    const uint32_t v = shared.v(v_pipeline.stage);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
       ptx::wgmma_rs<T, kHeadDimV, true>(out, weights[n], V::by_rows(v, n), n > 0 || accumulate);
@@ -204,12 +204,12 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_k() {
-    release(shared.k_empty(k_ring.stage));
-    k_ring.advance();
+    release(shared.k_empty(k_pipeline.stage));
+    k_pipeline.advance();
   }
   __device__ __forceinline__ void release_v() {
-    release(shared.v_empty(v_ring.stage));
-    v_ring.advance();
+    release(shared.v_empty(v_pipeline.stage));
+    v_pipeline.advance();
   }
 
   // Scores -> weights, not yet rounded.
@@ -243,8 +243,12 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void wait_k() const { ptx::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity); }
-  __device__ __forceinline__ void wait_v() const { ptx::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity); }
+  __device__ __forceinline__ void wait_k() const {
+    ptx::mbarrier_wait(shared.k_full(k_pipeline.stage), k_pipeline.parity);
+  }
+  __device__ __forceinline__ void wait_v() const {
+    ptx::mbarrier_wait(shared.v_full(v_pipeline.stage), v_pipeline.parity);
+  }
 
   __device__ __forceinline__ void attend_serially(const Work& work) {
 #pragma unroll 1

@@ -77,7 +77,7 @@ struct Chunks {
   using Config = Wide<T>;
 
   const SplitParams& p;
-  uint32_t ring;
+  uint32_t stages;
   const T *k, *v;
   int end, seqlen_k;
   int of_keys, of_block;  // chunks of a block of keys, of K and in all
@@ -85,7 +85,7 @@ struct Chunks {
 
   __device__ __forceinline__ Chunks(const SplitParams& args, uint32_t memory, const T* keys, const T* values, int begin,
                                     int end_)
-      : p(args), ring(memory), k(keys), v(values), end(end_), seqlen_k(args.score.seqlen_k), load_first(begin) {
+      : p(args), stages(memory), k(keys), v(values), end(end_), seqlen_k(args.score.seqlen_k), load_first(begin) {
     of_keys = (p.k.width + Config::kKeyColumns - 1) / Config::kKeyColumns;
     const int halves = (p.v.width + kHalf - 1) / kHalf;
     of_block = of_keys + halves * (kKeys / Config::kValueRows);
@@ -94,7 +94,7 @@ struct Chunks {
   // Starts the next copy.
   __device__ __forceinline__ void load() {
     if (load_first < end) {
-      const uint32_t tile = ring + load_slot * Config::kChunkBytes;
+      const uint32_t tile = stages + load_slot * Config::kChunkBytes;
       if (load_chunk < of_keys) {
         const int column = load_chunk * Config::kKeyColumns;
         Rows rows = p.k;
@@ -120,7 +120,7 @@ struct Chunks {
     ptx::cp_async_wait<Config::kStages - 2>();
     __syncthreads();
     load();
-    const uint32_t tile = ring + slot * Config::kChunkBytes;
+    const uint32_t tile = stages + slot * Config::kChunkBytes;
     slot = slot == Config::kStages - 1 ? 0 : slot + 1;
     return tile;
   }
@@ -370,8 +370,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   using Config = Wide<T>;
   constexpr int kRows = Config::kRows, kRowTiles = Config::kRowTiles;
   extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t q_tile = ptx::shared_address(shared), ring = q_tile + Config::kQBytes;
-  const uint32_t weights = ring + Config::kStages * Config::kChunkBytes;
+  const uint32_t q_tile = ptx::shared_address(shared), stages = q_tile + Config::kQBytes;
+  const uint32_t weights = stages + Config::kStages * Config::kChunkBytes;
   // Of every row, what is about its scores; and a value of each part.
   const uint32_t packed_rows = weights + Config::kWeightBytes;
   float* row_values = reinterpret_cast<float*>(shared + (packed_rows - q_tile) + kRows * 16);  // [part][row]
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   const int begin = (reached_block + min(split * each, blocks)) * kKeys;
   const int end = (reached_block + min((split + 1) * each, blocks)) * kKeys;
 
-  Chunks<T> chunks(p, ring, k, v, begin, end);
+  Chunks<T> chunks(p, stages, k, v, begin, end);
   load_packed_queries<T>(p, q_tile, chunks.of_keys * 8, batch, first_head, first_row, row_end);
 #pragma unroll
   for (int n = 0; n < Config::kStages - 1; ++n) chunks.load();

@@ -64,9 +64,9 @@ struct SlabTile {
   }
 };
 
-// A ring of kStages buffers, used in turn: buffer and parity of the n-th use.
+// Where a pipeline of kStages buffers, used in turn, is: the buffer of the next use, and the parity of its barriers.
 template <int kStages>
-struct Ring {
+struct PipelineState {
   static_assert(kStages > 0);
   int stage = 0;
   uint32_t parity = 0;

@@ -10,7 +10,7 @@ THREADS = 384
 WAIT = "WARPGROUP.DEPBAR gsb0, 0x"
 ORDERS = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
 
-# (head size, that of values) -> keys of a block, stages of the rings, the order that is launched
+# (head size, that of values) -> keys of a block, stages of the pipelines, the order that is launched
 TILES = {
     (64, 64): (128, 3, "ping-pong"),
     (96, 96): (128, 2, "ping-pong"),

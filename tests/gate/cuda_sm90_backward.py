@@ -7,7 +7,7 @@ HOPPER = "90a"
 THREADS = 384
 WAIT = "WARPGROUP.DEPBAR gsb0, 0x"
 
-# Columns of a step where rows are keys, then where they are queries, and the slots of the ring there.
+# Columns of a step where rows are keys, then where they are queries, and the slots of the pipeline there.
 TILES = {64: (96, 128, 4), 96: (80, 128, 4), 128: (64, 128, 4), 192: (64, 80, 4), 256: (64, 64, 3)}
 
 
