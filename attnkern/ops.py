@@ -94,11 +94,11 @@ _define(
     tags=_TAGS,
 )
 
-# Of csrc/cuda: `forward` and `backward` with the backend's own arguments. Where splits or order are given,
+# Of csrc/cuda: `forward` and `backward` with the backend's own arguments. Where splits or schedule are given,
 # they replace the plan's (csrc/cuda/ops_cuda.cpp).
 _define(
     f"cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, {SCHEMA}, bool need_lse, bool tf32,"
-    " int? splits=None, int? order=None) -> (Tensor out, Tensor lse)"
+    " int? splits=None, int? schedule=None) -> (Tensor out, Tensor lse)"
 )
 _define(
     "cuda_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed,"

@@ -143,7 +143,7 @@ def test_a_tensor_map_that_the_driver_refuses(hopper, number, request):
     (text,) = [text for x in told if "tensor map" in (text := str(x.message))]
     assert text.startswith(f"attnkern: the driver refuses a tensor map: {name} (CUresult {number}); the kernels for ")
     with pytest.raises(RuntimeError, match=re.escape(f"attnkern: the driver refuses a tensor map: {name}")):
-        cuda.forward(*inputs.tensors.values(), None, None, PLAIN, False, order=0)
+        cuda.forward(*inputs.tensors.values(), None, None, PLAIN, False, schedule=0)
 
 
 @pytest.mark.parametrize("source", ["forward", "backward"])
@@ -180,21 +180,21 @@ def test_without_lse(forward):
 
 
 @pytest.mark.parametrize("sizes", CLASSES, ids=str)
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_orders(forward, order, sizes):
-    """Each order of products and softmax that may be timed against the others, with tiles enough for turns to be taken
-    across them."""
+@pytest.mark.parametrize("schedule", [0, 1, 2])
+def test_schedules(forward, schedule, sizes):
+    """Each schedule of products and softmax that may be timed against the others, with tiles enough for turns to be
+    taken across them."""
     q, k = (torch.randn(1, 3, length, sizes[0], dtype=BF16) for length in (130, 300))
     v = torch.randn(1, 3, 300, sizes[1], dtype=BF16)
-    forward.recorder.multiprocessors, forward.recorder.seed = 2, order
-    out, _ = cuda.forward(q, k, v, None, None, AttentionParams(sizes[0] ** -0.5), False, order=order)
+    forward.recorder.multiprocessors, forward.recorder.seed = 2, schedule
+    out, _ = cuda.forward(q, k, v, None, None, AttentionParams(sizes[0] ** -0.5), False, schedule=schedule)
     (launch,) = forward.recorder.launches
-    assert f"5OrderE{order}" in launch.name
+    assert f"8ScheduleE{schedule}" in launch.name
     want = testing.expected(q, k, v)["out"]
     testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, name="out")
 
 
-def test_a_library_with_one_order_refuses_the_others():
+def test_a_library_with_one_schedule_refuses_the_others():
     """As `make build` makes it: without the kernels that are for timing."""
     code = """
         import torch, launches, routes
@@ -205,15 +205,15 @@ def test_a_library_with_one_order_refuses_the_others():
         q = torch.ones(1, 1, 70, 64, dtype=torch.bfloat16)
         with routes.cuda(90) as recorder:
             recorder.simulate = False
-            for order in (2, 1):  # its own, another
-                cuda.forward(q, q, q, None, None, AttentionParams(0.125), False, order=order)
+            for schedule in (2, 1):  # its own, another
+                cuda.forward(q, q, q, None, None, AttentionParams(0.125), False, schedule=schedule)
                 print(len(recorder.launches))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.stdout == "1\n"
-    told = "attnkern: this library has order 2 alone for these head sizes: build it with ATTNKERN_SCHEDULES=all"
+    told = "attnkern: this library has schedule 2 alone for these head sizes: build it with ATTNKERN_SCHEDULES=all"
     assert told in done.stderr
 
 

@@ -390,8 +390,8 @@ def test_results_are_applied_to_the_three_tables(tmp_path, capsys):
     for _ in range(2):  # the second time it finds its own lines
         assert apply.main(results, tmp_path) == 0
     text = (tmp_path / apply.FORWARD).read_text()
-    expression = re.search(r"static constexpr Order kOrder =\s([^;]+);", text)[1]
-    assert expression == "kHeadDim <= 96 ? Order::kPingPong : Order::kOverlap"
+    expression = re.search(r"static constexpr Schedule kSchedule =\s([^;]+);", text)[1]
+    assert expression == "kHeadDim <= 96 ? Schedule::kPingPong : Schedule::kOverlap"
     tiles = assigned(tmp_path / apply.CONFIGS, "_ROWS")
     changed = {key: by_size for key, by_size in tiles.items() if by_size != configs._ROWS[key]}
     old = configs._ROWS[90, "forward", 2, "plain"]

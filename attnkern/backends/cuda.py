@@ -201,12 +201,12 @@ def forward(
     params: AttentionParams,
     need_lse: bool,
     splits: int | None = None,
-    order: int | None = None,
+    schedule: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attnkern::forward` (ops.py) on a CUDA device. splits and order replace the plan's: for timing."""
+    """`attnkern::forward` (ops.py) on a CUDA device. splits and schedule replace the plan's: for timing."""
     tf32, _ = _modes()
     operator = torch.ops.attnkern.cuda_forward
-    return _run(operator, q, k, v, bias, philox_seed, *params, need_lse, tf32, splits, order)
+    return _run(operator, q, k, v, bias, philox_seed, *params, need_lse, tf32, splits, schedule)
 
 
 def backward(

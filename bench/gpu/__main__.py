@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--rehearse", nargs="?", const="1", choices=("1", "all"), help="without a GPU; all: every row, in an hour"
     )
     parser.add_argument("--out", type=Path, help="the results' path, .jsonl")
-    parser.add_argument("--apply", type=Path, metavar="RESULTS", help="put measured orders, tiles, choices to use")
+    parser.add_argument("--apply", type=Path, metavar="RESULTS", help="put measured schedules, tiles, choices to use")
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     for hidden in ("--worker", "--row"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

@@ -35,35 +35,35 @@ def main(path: Path, root: Path = ROOT) -> int:
         print(f"{path}: a rehearsal measures nothing: nothing was changed")
         return 1
     changed = [
-        *_orders(summary.rows_of(records, "orders"), root / FORWARD),
+        *_schedules(summary.rows_of(records, "orders"), root / FORWARD),
         *_tiles(summary.rows_of(records, "tuning"), root / CONFIGS),
         *_rules(summary.rows_of(records, "choice"), root / CHOICE, str(begin.get("chip", "an unknown chip"))),
     ]
-    print("\n".join(changed) or f"{path}: no order, tile or choice was measured: nothing was changed")
+    print("\n".join(changed) or f"{path}: no schedule, tile or choice was measured: nothing was changed")
     return 0 if changed else 1
 
 
-def _orders(rows: Sequence[Record], path: Path) -> list[str]:
-    """kOrder of Hopper's tiles, as one expression of the head sizes."""
-    best = summary.best_orders(rows)
+def _schedules(rows: Sequence[Record], path: Path) -> list[str]:
+    """kSchedule of Hopper's tiles, as one expression of the head sizes."""
+    best = summary.best_schedules(rows)
     known = {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)}
     if not best:
         return []
     if missing := known - set(best):
-        return [f"{path}: orders were measured, but not of head sizes {min(missing)}: left as it is"]
+        return [f"{path}: schedules were measured, but not of head sizes {min(missing)}: left as it is"]
     text = path.read_text()
-    pattern = re.compile(r"(static constexpr Order kOrder =\s)[^;]+;")
+    pattern = re.compile(r"(static constexpr Schedule kSchedule =\s)[^;]+;")
     # by_tile has no other classes; these comparisons tell them apart.
     tests = {(64, 64): "kHeadDim <= 64", (96, 96): "kHeadDim <= 96", (128, 128): "kHeadDim <= 128"}
     tests |= {(192, 128): "kHeadDimV <= 128", (192, 192): "kHeadDim <= 192"}
-    terms = [(tests.get(sizes, ""), f"Order::{NAMES[best[sizes]]}") for sizes in sorted(known)]
+    terms = [(tests.get(sizes, ""), f"Schedule::{NAMES[best[sizes]]}") for sizes in sorted(known)]
     merged = [list(group)[-1] for _, group in itertools.groupby(terms, key=lambda term: term[1])]
-    expression = "".join(f"{test} ? {order} : " for test, order in merged[:-1]) + merged[-1][1]
+    expression = "".join(f"{test} ? {schedule} : " for test, schedule in merged[:-1]) + merged[-1][1]
     written, count = pattern.subn(lambda found: f"{found[1]}{expression};", text)
     if count != 1:
-        raise SystemExit(f"{path}: there is no kOrder to write (or more than one)")
+        raise SystemExit(f"{path}: there is no kSchedule to write (or more than one)")
     path.write_text(written)
-    return [f"{path}: kOrder = {expression}"]
+    return [f"{path}: kSchedule = {expression}"]
 
 
 def _tiles(rows: Sequence[Record], path: Path) -> list[str]:

@@ -1,8 +1,8 @@
-"""In which order the steps of Hopper's forward kernel are fastest: a stage of `make gpu`.
+"""By which schedule Hopper's forward kernel is fastest: a stage of `make gpu`.
 
-The fast path may compute in any `Order` (csrc/cuda/launch.h): products and softmax one after the other, or
+The fast path may compute in any `Schedule` (csrc/cuda/launch.h): products and softmax one after the other, or
 overlapped within a warpgroup, or that with warpgroups in turns. The fastest for a class of head sizes is to be the
-kOrder of its tile in csrc/cuda/forward_sm90.cuh. The library holds that one alone unless it was built with
+kSchedule of its tile in csrc/cuda/forward_sm90.cuh. The library holds that one alone unless it was built with
 ATTNKERN_SCHEDULES=all, as the campaign's first stage builds it.
 """
 
@@ -19,7 +19,7 @@ from attnkern.params import UNBOUNDED, AttentionParams
 
 from .device import Gpu
 
-ORDERS = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
+SCHEDULES = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
 SIZES = ((128, 128), (64, 64), (256, 256), (192, 128), (96, 96), (192, 192))  # of query and key, of value
 LENGTHS = (8192, 2048, 512)
 TOKENS, WIDTH = 16384, 2048
@@ -50,17 +50,17 @@ def rows(device: Gpu) -> list[str]:
 
 
 def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
-    """TFLOP/s of each order, in turns, and which is best. What they compute is the correctness stage's question."""
+    """TFLOP/s of each schedule, in turns, and which is best. What they compute is the correctness stage's question."""
     trial = device.shrunk(TRIALS[name])
     inputs = device.inputs(trial)
     params = AttentionParams(trial.softmax_scale, window_right=0 if trial.causal else UNBOUNDED)
     block = device.block()
 
-    def call_of(order: int) -> Any:
+    def call_of(schedule: int) -> Any:
         tensors = inputs.query, inputs.key, inputs.value
-        return lambda: cuda.forward(*tensors, None, None, params, False, order=order)
+        return lambda: cuda.forward(*tensors, None, None, params, False, schedule=schedule)
 
-    calls = {name: call_of(order) for order, name in enumerate(ORDERS)}
+    calls = {name: call_of(schedule) for schedule, name in enumerate(SCHEDULES)}
     for call in calls.values():
         block(call, device.few(2))
     rounds = [{n: block(call, device.few(CALLS)) for n, call in calls.items()} for _ in range(device.few(ROUNDS))]

@@ -261,7 +261,7 @@ STAGES = (
     Stage("build", "the libraries, for this chip alone", 200, 195, _one("build"), _build, needed=True),
     Stage(
         "orders",
-        "which order of steps is fastest in Hopper's forward kernel",
+        "which schedule is fastest for Hopper's forward kernel",
         30,
         10,
         _of("orders", "rows"),

@@ -54,7 +54,7 @@ def page(records: Sequence[Record]) -> str:
         parts.append("\n".join(["## What failed", "", *lines, *more]))
     for title, text in (
         ("Against cuDNN and FlashAttention-2, TFLOP/s", _table(rows_of(records, "table"))),
-        ("Orders of Hopper's forward, TFLOP/s", _orders(rows_of(records, "orders"))),
+        ("Schedules of Hopper's forward, TFLOP/s", _schedules(rows_of(records, "orders"))),
         ("Decoding, GB/s", _rivals(rows_of(records, "decode"), "bytes_per_second", 1e9)),
         ("Features, TFLOP/s", _rivals(rows_of(records, "features"), "flops_per_second", 1e12)),
         ("Tiles of the Triton kernels", _tiles(rows_of(records, "tuning"))),
@@ -134,18 +134,18 @@ def _rivals(rows: Sequence[Record], field: str, unit: float) -> str:
     return markdown(("case", "pass", *rivals, "cuda, of what was measured as the limit"), lines)
 
 
-def best_orders(rows: Iterable[Record]) -> dict[tuple[int, int], str]:
-    """Of each class of head sizes the order with the largest geometric mean of its speeds."""
+def best_schedules(rows: Iterable[Record]) -> dict[tuple[int, int], str]:
+    """Of each class of head sizes the schedule with the largest geometric mean of its speeds."""
     logs: dict[tuple[int, int], Counter[str]] = {}
     for row in rows:
         if row["status"] == "ok":
             sums = logs.setdefault((row["head_dim"], row["head_dim_v"]), Counter())
-            sums.update({order: math.log(speed) for order, speed in row["tflops"].items()})
-    return {sizes: max(sums, key=lambda order: sums[order]) for sizes, sums in logs.items()}
+            sums.update({schedule: math.log(speed) for schedule, speed in row["tflops"].items()})
+    return {sizes: max(sums, key=lambda schedule: sums[schedule]) for sizes, sums in logs.items()}
 
 
-def _orders(rows: Sequence[Record]) -> str:
-    best = best_orders(rows)
+def _schedules(rows: Sequence[Record]) -> str:
+    best = best_schedules(rows)
     lines = []
     for row in rows:
         if row["status"] == "ok":

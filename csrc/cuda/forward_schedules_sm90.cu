@@ -13,17 +13,17 @@ int forward_schedules_sm90(const Forward& p, const ForwardSm90Plan& plan, void* 
     using T = decltype(element);
     constexpr int kNone = cudaErrorInvalidValue;
     return by_tile(p.head_dim, p.head_dim_v, kNone, [&]<int kD, int kDV>(ForwardSm90Tile<kD, kDV> tile) {
-      const auto launch = [&]<Order kOrder>() {
-        if constexpr (kOrder == tile.kOrder) {
+      const auto launch = [&]<Schedule kSchedule>() {
+        if constexpr (kSchedule == tile.kSchedule) {
           return kNone;  // forward_sm90's
         } else {
-          return launch_forward_sm90<T, kD, kDV, true, kOrder>(p, plan, stream);
+          return launch_forward_sm90<T, kD, kDV, true, kSchedule>(p, plan, stream);
         }
       };
-      switch (plan.order) {
-        case Order::kSerial: return launch.template operator()<Order::kSerial>();
-        case Order::kOverlap: return launch.template operator()<Order::kOverlap>();
-        case Order::kPingPong: return launch.template operator()<Order::kPingPong>();
+      switch (plan.schedule) {
+        case Schedule::kSerial: return launch.template operator()<Schedule::kSerial>();
+        case Schedule::kOverlap: return launch.template operator()<Schedule::kOverlap>();
+        case Schedule::kPingPong: return launch.template operator()<Schedule::kPingPong>();
       }
       return kNone;
     });

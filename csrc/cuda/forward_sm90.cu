@@ -49,7 +49,7 @@ ForwardSm90Plan plan_forward_sm90(const Forward& p, const Chip& chip) {
   by_tile(p.head_dim, p.head_dim_v, 0, [&]<int kHeadDim, int kHeadDimV>(ForwardSm90Tile<kHeadDim, kHeadDimV> tile) {
     plan.head_dim = kHeadDim, plan.head_dim_v = kHeadDimV;
     plan.keys = tile.kKeys, plan.stages = tile.kStages, plan.shared_bytes = tile.kSharedBytes;
-    plan.order = tile.kOrder;
+    plan.schedule = tile.kSchedule;
     return 0;
   });
   plan.rows = kRows;
@@ -76,8 +76,8 @@ int forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
     using T = decltype(element);
     constexpr int kNone = cudaErrorInvalidValue;
     return by_tile(p.head_dim, p.head_dim_v, kNone, [&]<int kD, int kDV>(ForwardSm90Tile<kD, kDV> tile) {
-      return plan.plain ? launch_forward_sm90<T, kD, kDV, true, tile.kOrder>(p, plan, stream)
-                        : launch_forward_sm90<T, kD, kDV, false, tile.kOrder>(p, plan, stream);
+      return plan.plain ? launch_forward_sm90<T, kD, kDV, true, tile.kSchedule>(p, plan, stream)
+                        : launch_forward_sm90<T, kD, kDV, false, tile.kSchedule>(p, plan, stream);
     });
   });
 #endif

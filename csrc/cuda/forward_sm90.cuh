@@ -40,7 +40,7 @@ template <int kHeadDim, int kHeadDimV>
 struct ForwardSm90Tile {
   static constexpr int kKeys = kHeadDim <= 128 || kHeadDimV <= 128 ? 128 : kHeadDim <= 192 ? 96 : 80;
   static constexpr int kStages = kHeadDim <= 64 ? 3 : 2;
-  static constexpr Order kOrder = kHeadDim <= 128 ? Order::kPingPong : Order::kOverlap;
+  static constexpr Schedule kSchedule = kHeadDim <= 128 ? Schedule::kPingPong : Schedule::kOverlap;
 
   template <typename T>
   using Q = SlabTile<T, kGroupRows, kHeadDim>;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
   });
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Order kOrder>
+template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Schedule kSchedule>
 struct Consumer {
   using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
   using Q = typename Config::template Q<T>;
@@ -292,14 +292,14 @@ struct Consumer {
 #pragma unroll 1
     for (int n = 1; n < work.blocks; ++n) {
       wait_v();
-      if constexpr (kOrder == Order::kPingPong) wait_turn();
+      if constexpr (kSchedule == Schedule::kPingPong) wait_turn();
       ptx::hold(scores);
       ptx::hold(out);
       ptx::hold(weights);
       ptx::wgmma_fence();
       start_scores();
       start_output(true);
-      if constexpr (kOrder == Order::kPingPong) pass_turn();
+      if constexpr (kSchedule == Schedule::kPingPong) pass_turn();
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
       release_k();
@@ -363,7 +363,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (kOrder != Order::kOverlap && consumer == 1) pass_turn();
+    if (kSchedule != Schedule::kOverlap && consumer == 1) pass_turn();
     each_tile<kKeys>(p, [&](const Work& work) {
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 8; ++n) {
@@ -374,7 +374,7 @@ struct Consumer {
       ptx::mbarrier_wait(shared.q_full(consumer), parity);
       parity ^= 1;
       if (work.blocks > 0) {
-        if constexpr (kOrder == Order::kSerial) {
+        if constexpr (kSchedule == Schedule::kSerial) {
           attend_serially(work);
         } else {
           attend_overlapped(work);
@@ -385,7 +385,7 @@ struct Consumer {
   }
 };
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Order kOrder>
+template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Schedule kSchedule>
 __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_constant__ ForwardSm90Params p) {
   using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -415,7 +415,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_
     return;
   }
   ptx::setmaxnreg_inc<kConsumerRegisters>();
-  Consumer<T, kHeadDim, kHeadDimV, kPlain, kOrder> consumer{
+  Consumer<T, kHeadDim, kHeadDimV, kPlain, kSchedule> consumer{
       p, shared, warpgroup - 1, static_cast<int>(threadIdx.x / 32 % 4), static_cast<int>(threadIdx.x % 32)};
   consumer.run();
 }
@@ -432,7 +432,7 @@ Result by_tile(int64_t head_dim, int64_t head_dim_v, Result none, Run run) {
   return none;
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Order kOrder>
+template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Schedule kSchedule>
 int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
   using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
   ForwardSm90Params params{};
@@ -456,7 +456,7 @@ int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* str
   params.tiles = static_cast<int32_t>(plan.tiles);
   params.section = plan.section;
   params.last_rows_first = plan.last_rows_first;
-  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kPlain, kOrder>, plan.blocks, kThreads,
+  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kPlain, kSchedule>, plan.blocks, kThreads,
                        Config::kSharedBytes, params, stream);
 }
 

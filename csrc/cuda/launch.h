@@ -42,7 +42,7 @@ int use_device(int index, Chip& chip);
 // The same for Hopper, by TMA and wgmma (forward_sm90.cu), for bfloat16 and float16 with any band and softcap.
 
 // How the two products and the softmax of a warpgroup are interleaved, and the warpgroups with each other.
-enum class Order : int {
+enum class Schedule : int {
   kSerial,    // Q K^T, softmax, P V, one after the other; only one warpgroup at a time computes its softmax
   kOverlap,   // the softmax of a block of keys runs beside P V of the block before
   kPingPong,  // the same, and the warpgroups take turns at starting their products
@@ -56,11 +56,11 @@ struct ForwardSm90Plan {
   int section;                        // heads whose tiles are dealt out together, row block by row block
   bool plain;                         // the variant without softcap
   bool last_rows_first;               // which have the most keys
-  Order order;                        // any gives the same results
+  Schedule schedule;                  // any gives the same results
 };
 ForwardSm90Plan plan_forward_sm90(const Forward& params, const Chip& chip);
 int forward_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
-// A plain problem by another order than the plan's own, put in its place. Weak: null in a library that was built
+// A plain problem by another schedule than the plan's own, put in its place. Weak: null in a library that was built
 // without ATTNKERN_SCHEDULES=all.
 __attribute__((weak)) int forward_schedules_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
 

@@ -89,29 +89,32 @@ Tensor floats(const Tensor& like, int64_t count) {
 }
 float* data_of(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
-// Hopper's forward kernel by another order than the plan's own, where the library holds it.
-int forward_by_order(const attnkern::Forward& p, attnkern::cuda::ForwardSm90Plan plan, int64_t order, void* stream) {
+// Hopper's forward kernel by another schedule than the plan's own, where the library holds it.
+int forward_by_schedule(const attnkern::Forward& p, attnkern::cuda::ForwardSm90Plan plan, int64_t schedule,
+                        void* stream) {
   STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
-  STD_TORCH_CHECK(order >= 0 && order <= 2 && plan.plain, "attnkern: order must be 0, 1 or 2, and softcap 0");
-  const auto own = std::exchange(plan.order, static_cast<attnkern::cuda::Order>(order));
-  if (plan.order == own) return attnkern::cuda::forward_sm90(p, plan, stream);
-  STD_TORCH_CHECK(attnkern::cuda::forward_schedules_sm90 != nullptr, "attnkern: this library has order ",
+  STD_TORCH_CHECK(schedule >= 0 && schedule <= 2 && plan.plain, "attnkern: schedule must be 0, 1 or 2, and softcap 0");
+  const auto own = std::exchange(plan.schedule, static_cast<attnkern::cuda::Schedule>(schedule));
+  if (plan.schedule == own) return attnkern::cuda::forward_sm90(p, plan, stream);
+  STD_TORCH_CHECK(attnkern::cuda::forward_schedules_sm90 != nullptr, "attnkern: this library has schedule ",
                   static_cast<int>(own), " alone for these head sizes: build it with ATTNKERN_SCHEDULES=all");
   return attnkern::cuda::forward_schedules_sm90(p, plan, stream);
 }
 
-// out and lse; lse has shape (0,) unless need_lse. splits and order replace those of the plan: for timing and tests.
-// Any number of splits from 1 on (0: not the kernels for few queries) and any Order of a plain problem is right.
+// out and lse; lse has shape (0,) unless need_lse. splits and schedule replace those of the plan: for timing and tests.
+// Any number of splits from 1 on (0: not the kernels for few queries) and any Schedule of a plain problem is right.
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias,
                                    OptionalTensor philox_seed ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool need_lse,
-                                   bool tf32, std::optional<int64_t> splits, std::optional<int64_t> order) {
+                                   bool tf32, std::optional<int64_t> splits, std::optional<int64_t> schedule) {
   attnkern::Forward p{};
   fill_inputs(p, q, k, v, bias, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
   const Device device(q);
   auto [out, lse] = attnkern::make_results<Dispatcher>(p, q, need_lse);
   if (p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0) return {out, lse};
   void* stream = device.stream();
-  const int parts = order ? 0 : splits ? static_cast<int>(*splits) : attnkern::cuda::plan_decode(p, device.chip).splits;
+  const int parts = schedule ? 0
+                    : splits ? static_cast<int>(*splits)
+                             : attnkern::cuda::plan_decode(p, device.chip).splits;
   if (parts > 0) {
     STD_TORCH_CHECK(p.dropout_p == 0 && p.heads_k == p.heads_v, "attnkern: this problem can't be split");
     const Tensor workspace = floats(q, attnkern::cuda::decode_workspace(p, parts));
@@ -119,8 +122,8 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor 
     return {out, lse};
   }
   const auto plan = attnkern::cuda::plan_forward_sm90(p, device.chip);
-  if (order) {
-    device.check(forward_by_order(p, plan, *order, stream));
+  if (schedule) {
+    device.check(forward_by_schedule(p, plan, *schedule, stream));
     return {out, lse};
   }
   device.launch(

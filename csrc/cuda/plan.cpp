@@ -66,9 +66,10 @@ void plan_forward(Launches& launches, const attnkern::Forward& p, const attnkern
   }
   const auto hopper = attnkern::cuda::plan_forward_sm90(p, chip);
   if (hopper.refusal == nullptr) {
-    constexpr const char* kOrders[] = {"serial", "overlapped", "ping-pong"};
+    constexpr const char* kSchedules[] = {"serial", "overlapped", "ping-pong"};
     const std::string words = text(hopper.tiles) + " tiles, " + text(hopper.stages) + " stages, " +
-                              (hopper.plain ? "plain, " : "with softcap, ") + kOrders[static_cast<int>(hopper.order)] +
+                              (hopper.plain ? "plain, " : "with softcap, ") +
+                              kSchedules[static_cast<int>(hopper.schedule)] +
                               (hopper.last_rows_first ? ", longest rows first" : "");
     launches.add("forward", "sm_90a", hopper.head_dim, hopper.head_dim_v, hopper.rows, hopper.keys, hopper.threads,
                  hopper.shared_bytes, hopper.blocks, words);

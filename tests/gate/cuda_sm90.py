@@ -1,16 +1,16 @@
-"""The cases of Hopper's forward kernels: every class of head sizes, plain in each order, and with softcap."""
+"""The cases of Hopper's forward kernels: every class of head sizes, plain by each schedule, and with softcap."""
 
 from .case import Case, Cuda
 
 SOURCE = "csrc/cuda/forward_sm90.cu"
-OTHER_ORDERS = "csrc/cuda/forward_schedules_sm90.cu"
+OTHERS = "csrc/cuda/forward_schedules_sm90.cu"
 HOPPER = "90a"
 THREADS = 384
 
 WAIT = "WARPGROUP.DEPBAR gsb0, 0x"
-ORDERS = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
+SCHEDULES = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
 
-# (head size, that of values) -> keys of a block, stages of the pipelines, the order that is launched
+# (head size, that of values) -> keys of a block, stages of the pipelines, the schedule that is launched
 TILES = {
     (64, 64): (128, 3, "ping-pong"),
     (96, 96): (128, 2, "ping-pong"),
@@ -25,19 +25,19 @@ def cases() -> list[Case]:
     found = []
     for sizes, (_, _, own) in TILES.items():
         found += [_case(sizes, own, False), _case(sizes, own, True)]
-        found += [_case(sizes, order, True) for order in ORDERS if order != own]
+        found += [_case(sizes, schedule, True) for schedule in SCHEDULES if schedule != own]
     return found
 
 
-def _case(sizes: tuple[int, int], order: str, plain: bool) -> Case:
-    """A product for each 16 of the head size (Q K^T) and of the keys (P V). But in the serial order both are under way
-    when the scores are waited for, and the exponentials come before the wait for P V; the first block's and the last
-    one's products stand beside the loop."""
+def _case(sizes: tuple[int, int], schedule: str, plain: bool) -> Case:
+    """A product for each 16 of the head size (Q K^T) and of the keys (P V). But in the serial schedule both are under
+    way when the scores are waited for, and the exponentials come before the wait for P V; the first block's and the
+    last one's products stand beside the loop."""
     (size, values), (keys, stages, own) = sizes, TILES[sizes]
     slabs, slabs_v = -(-size // 64), -(-values // 64)  # of 128 bytes a row
     shared = 128 * slabs * 128 + stages * keys * (slabs + slabs_v) * 128 + (4 + 4 * stages) * 8
     scores, outputs, exponentials = size // 16, keys // 16, keys // 2 * (1 if plain else 2)
-    serial, turns = order == "serial", 0 if order == "overlap" else 2
+    serial, turns = schedule == "serial", 0 if schedule == "overlap" else 2
     counts = {
         "HGMMA": (1 if serial else 2) * (scores + outputs),
         "UTMALDG": 4 * slabs + slabs_v,
@@ -50,11 +50,11 @@ def _case(sizes: tuple[int, int], order: str, plain: bool) -> Case:
     steps = (("HGMMA", scores + outputs), f"{WAIT}1", ("MUFU.EX2", exponentials), f"{WAIT}0")
     if serial:
         steps = (("HGMMA", scores), f"{WAIT}0", ("MUFU.EX2", exponentials), ("HGMMA", outputs), f"{WAIT}0")
-    variant = ("plain" if plain else "softcap") + f" {order}" * (order != own)
-    name = f"forward_sm90_kernel<*, {size}, {values}, {str(plain).lower()}, *{ORDERS.index(order)}>"
+    variant = ("plain" if plain else "softcap") + f" {schedule}" * (schedule != own)
+    name = f"forward_sm90_kernel<*, {size}, {values}, {str(plain).lower()}, *{SCHEDULES.index(schedule)}>"
     return Case(
         f"forward d{size}{f'/{values}' if values < size else ''} sm_90 {variant}",
-        Cuda(SOURCE if order == own else OTHER_ORDERS, name, THREADS, shared),
+        Cuda(SOURCE if schedule == own else OTHERS, name, THREADS, shared),
         HOPPER,
         require={HOPPER: counts},
         loop={HOPPER: {"HGMMA": scores + outputs, "MUFU.EX2": exponentials + 2, "BAR": turns}},
