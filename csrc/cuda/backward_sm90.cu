@@ -406,7 +406,7 @@ int make_source(Source& source, const BackwardCall& p, const View& view, int64_t
   return make_tensor_map(source.map, map_type(p.dtype), 2, view, p.batch, heads, length, width, rows);
 }
 
-BackwardSm90Args arguments(const BackwardCall& p, int64_t heads, int section) {
+BackwardSm90Args arguments(const BackwardCall& p, int64_t heads, int swizzled_heads) {
   BackwardSm90Args a{};
   a.score = score_of(p, p.softcap == 0);
   a.lse = static_cast<const float*>(p.lse);
@@ -414,7 +414,7 @@ BackwardSm90Args arguments(const BackwardCall& p, int64_t heads, int section) {
   a.softmax_scale = static_cast<float>(p.softmax_scale);
   a.batch = static_cast<int32_t>(p.batch), a.heads = static_cast<int32_t>(heads);
   a.group = static_cast<int32_t>(p.heads_q / p.heads_k);
-  a.section = section;
+  a.swizzled_heads = swizzled_heads;
   return a;
 }
 

@@ -30,10 +30,11 @@ struct BackwardSm90Args {
   const float* lse;         // (batch, heads, seqlen_q), contiguous, natural logarithm
   const float* delta;       // the same
   float softmax_scale;
-  int32_t batch, heads;  // of the rows
-  int32_t group;         // query heads per head of k and v
-  int32_t section;       // (batch, head) pairs whose blocks are neighbours, so that L2 holds what they read
-  bool wanted[2];        // of grads
+  int32_t batch, heads;    // of the rows
+  int32_t group;           // query heads per head of k and v
+  int32_t swizzled_heads;  // L2 head swizzle: (batch, head) pairs whose blocks are neighbours, so that L2 holds what
+                           // they read
+  bool wanted[2];          // of grads
 };
 
 struct RoundArgs {
@@ -124,8 +125,8 @@ struct Block {
     const int seqlen_rows = S::kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
     const int seqlen_cols = S::kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
     const int blocks = (seqlen_rows + S::kRows - 1) / S::kRows;
-    const int first = static_cast<int>(blockIdx.x) / (p.section * blocks) * p.section;
-    const int neighbours = min(p.section, p.batch * p.heads - first);
+    const int first = static_cast<int>(blockIdx.x) / (p.swizzled_heads * blocks) * p.swizzled_heads;
+    const int neighbours = min(p.swizzled_heads, p.batch * p.heads - first);
     const int number = static_cast<int>(blockIdx.x) - first * blocks;
     const int pair = first + number % neighbours;
     batch = pair / p.heads, head = pair % p.heads;

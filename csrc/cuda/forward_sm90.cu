@@ -14,7 +14,7 @@ constexpr const char* kNotCompiled = nullptr;
 
 // Neighbouring tiles of the grid share what they read of K and V in the L2 cache: so many heads, whose keys and values
 // fit there, that their tiles may come by rows, longest first, rather than head by head.
-int heads_of_a_section(const Attention& p) {
+int swizzled_heads(const Attention& p) {
   constexpr int64_t kCache = int64_t{32} << 20;
   const int64_t bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
   int64_t heads = 1;
@@ -63,7 +63,7 @@ ForwardSm90Plan plan_forward_sm90(const Forward& p, const Chip& chip) {
   plan.plain = is_plain(p);
   plan.last_rows_first = p.band.right < kUnbounded;
   const bool unequal = p.band.right < kUnbounded || p.band.left < kUnbounded;
-  plan.section = unequal ? heads_of_a_section(p) : 1;
+  plan.swizzled_heads = unequal ? swizzled_heads(p) : 1;
   return plan;
 }
 

@@ -31,8 +31,8 @@ struct ForwardSm90Params {
   Steps q_steps, k_steps, v_steps;
   int32_t batch_heads, group_k, group_v;  // queries' heads per head of k, of v
   int32_t row_blocks, tiles;
-  int32_t section;       // heads whose tiles are taken together, one row block of all of them after the other
-  bool last_rows_first;  // they have the most keys
+  int32_t swizzled_heads;  // L2 head swizzle: one row block of all of them after the other
+  bool last_rows_first;    // they have the most keys
 };
 
 // Keys per block and stages of the pipelines, for a class of head sizes.
@@ -85,8 +85,8 @@ struct Work {
 template <int kKeys>
 __device__ __forceinline__ Work work_of(const ForwardSm90Params& p, int tile) {
   Work work;
-  const int first_head = tile / (p.section * p.row_blocks) * p.section;
-  const int heads = min(p.section, p.batch_heads - first_head);
+  const int first_head = tile / (p.swizzled_heads * p.row_blocks) * p.swizzled_heads;
+  const int heads = min(p.swizzled_heads, p.batch_heads - first_head);
   const int index = tile - first_head * p.row_blocks;
   const int row_block = index / heads;
   work.batch_head = first_head + index % heads;
@@ -454,7 +454,7 @@ int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* str
   params.group_v = static_cast<int32_t>(p.heads_q / p.heads_v);
   params.row_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, kRows));
   params.tiles = static_cast<int32_t>(plan.tiles);
-  params.section = plan.section;
+  params.swizzled_heads = plan.swizzled_heads;
   params.last_rows_first = plan.last_rows_first;
   return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kPlain, kSchedule>, plan.blocks, kThreads,
                        Config::kSharedBytes, params, stream);

@@ -53,10 +53,10 @@ struct ForwardSm90Plan {
   int rows, keys;                     // of a tile of queries, of a block of keys
   int stages, threads, shared_bytes;  // buffers for K and for V; of a block of threads
   int64_t tiles, blocks;              // the blocks of threads share the tiles
-  int section;                        // heads whose tiles are dealt out together, row block by row block
-  bool plain;                         // the variant without softcap
-  bool last_rows_first;               // which have the most keys
-  Schedule schedule;                  // any gives the same results
+  int swizzled_heads;    // L2 head swizzle: heads whose tiles are dealt out together, row block by row block
+  bool plain;            // the variant without softcap
+  bool last_rows_first;  // which have the most keys
+  Schedule schedule;     // any gives the same results
 };
 ForwardSm90Plan plan_forward_sm90(const Forward& params, const Chip& chip);
 int forward_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
