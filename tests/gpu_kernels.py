@@ -30,7 +30,8 @@ class Call(NamedTuple):
 
 
 def calls() -> list[Call]:
-    """Each class of head size plain and general, each dtype, few queries, shared heads, masks with gradients."""
+    """Each class of head size on the fast path and the generic one, each dtype, few queries, shared heads, masks with
+    gradients."""
     causal = {"is_causal": True}
     found = []
     for size in (32, 64, 96, 128, 192, 256, 320, 512):

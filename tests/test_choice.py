@@ -40,22 +40,22 @@ def test_a_forward_plan_names_tile_threads_memory_blocks_and_variant(chip):
     (line,) = cuda.plan(problem(2, 4, 1000, 128), chip)
     assert line == (
         "forward, sm_80: 128 x 64 queries and keys, head size up to 128, 128 threads, "
-        f"{(128 + 64 + 64) * 128 * 2} bytes of shared memory, {8 * 8} blocks, plain"
+        f"{(128 + 64 + 64) * 128 * 2} bytes of shared memory, {8 * 8} blocks, fast path"
     )
     (line,) = cuda.plan(problem(2, 4, 1000, 96, is_causal=True), chip)
     assert "head size up to 96," in line
-    assert line.endswith(", plain, longest rows first")
+    assert line.endswith(", fast path, longest rows first")
     (line,) = cuda.plan(problem(2, 4, 1000, 128, softcap=3.0), chip)
-    assert line.endswith(", general")
+    assert line.endswith(", generic")
 
 
 def test_hoppers_kernels_share_the_tiles_among_its_multiprocessors():
     (line,) = cuda.plan(problem(2, 16, 1000, 128), H100)
     assert line.startswith("forward, sm_90a: 128 x 128 queries and keys, head size up to 128, 384 threads, ")
-    assert line.endswith(f" {H100.multiprocessors} blocks, {8 * 32} tiles, 2 stages, plain, ping-pong")
+    assert line.endswith(f" {H100.multiprocessors} blocks, {8 * 32} tiles, 2 stages, fast path, ping-pong")
     (line,) = cuda.plan(problem(2, 4, 1000, 128, dropout_p=0.5), H100)
     assert line.startswith("forward, sm_80: ")
-    assert line.endswith(", general (not sm_90a: there is dropout)")
+    assert line.endswith(", generic (not sm_90a: there is dropout)")
 
 
 def calls_near_the_limits_of_tma():
@@ -100,13 +100,13 @@ def test_a_plan_is_made_once():
     assert cuda.plan_of(call, A100) != cuda.plan_of(other, A100)
 
 
-def test_unaligned_rows_and_biases_take_the_general_variant():
+def test_unaligned_rows_and_biases_take_the_generic_kernel():
     x, mask = torch.zeros(1, 2, 200, 24, dtype=torch.bfloat16), torch.zeros(200, 200, dtype=torch.bfloat16)
     shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
     for arguments in ((x, shifted, x, None), (x, x, x, mask), (x[..., :20], x[..., :20], x[..., :20], None)):
         (line,) = cuda.plan(Problem.from_sdpa(*arguments), A100)
-        assert line.endswith(", general")
-    assert cuda.plan(Problem.from_sdpa(x, x, x), A100)[0].endswith(", plain")
+        assert line.endswith(", generic")
+    assert cuda.plan(Problem.from_sdpa(x, x, x), A100)[0].endswith(", fast path")
 
 
 @pytest.mark.parametrize("name", CHIPS)
@@ -135,12 +135,12 @@ def test_a_backward_plan_takes_the_tiles_that_fit_the_chip(chip):
         assert ("sm_90a" in line) == (chip is H100)
         assert int(line.split(" bytes")[0].split()[-1]) <= chip.shared_per_block
         if chip is not H100:
-            assert line.endswith(", plain, wide" if chip is A100 else ", plain, narrow")
+            assert line.endswith(", fast path, wide" if chip is A100 else ", fast path, narrow")
     assert f" {512 // 128 * 2} blocks" in dkdv  # of 128 keys, in each head of keys
     assert f" {512 // 128 * 4} blocks" in dq  # of 128 queries, in each head of queries
-    general = cuda.plan(problem(1, 4, 512, 128, gradient=True, dropout_p=0.5), chip)
+    generic = cuda.plan(problem(1, 4, 512, 128, gradient=True, dropout_p=0.5), chip)
     reason = " (not sm_90a: there is dropout)" if chip is H100 else ""
-    assert all(line.endswith(f", general, narrow{reason}") for line in general[2:])
+    assert all(line.endswith(f", generic, narrow{reason}") for line in generic[2:])
 
 
 def test_hoppers_backward_adds_up_dq_unless_results_must_repeat(monkeypatch):

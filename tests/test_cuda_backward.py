@@ -113,22 +113,22 @@ def row(family, name, sizes, target=80):
 
 # The variant for bands alone has wide tiles where there is shared memory for them; the one for everything has not.
 @pytest.mark.parametrize(
-    ("simulated", "general"),
+    ("simulated", "generic"),
     [(SMALL, False), (LARGE, False), (SMALL, True)],
     indirect=["simulated"],
-    ids=["sm_86", "sm_80", "general"],
+    ids=["sm_86", "sm_80", "generic"],
 )
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-def test_head_sizes(simulated, head_dim, general):  # noqa: F811
+def test_head_sizes(simulated, head_dim, generic):  # noqa: F811
     """Every width of tile, with more queries and keys than a block has rows; no bank conflict."""
-    more = {"softcap": 5.0} if general else {}
+    more = {"softcap": 5.0} if generic else {}
     simulated.check(simulated.inputs(1, 1, 150, 140, head_dim, head_dim - 8, dtype=BF16), **CAUSAL, **more)
     claimed = {case.name: case.source.shared for case in gate_cases.cases()}
     last = list(zip(simulated.recorder.launches, simulated.recorder.reports, strict=True))[-2:]
     for (launch, report), kernel in zip(last, ("dkdv_kernel", "dq_kernel"), strict=True):
-        assert f"{kernel}I13__nv_bfloat16Li{head_dim}ELb{int(not general)}E" in launch.name
+        assert f"{kernel}I13__nv_bfloat16Li{head_dim}ELb{int(not generic)}E" in launch.name
         wide = simulated.recorder.target == LARGE and head_dim >= 128
-        name = f"{kernel.split('_')[0]} d{head_dim}{' general' * general}{' wide' * wide}"
+        name = f"{kernel.split('_')[0]} d{head_dim}{' generic' * generic}{' wide' * wide}"
         assert launch.shared == claimed[f"backward {name}"]
         assert report.bank_conflicts == 0
 
@@ -206,17 +206,17 @@ def test_plan():
     """Tiles by the shared memory of the chip, chunks by dtype and head size, blocks by rows and heads; pure."""
     wide, narrow = (planned(chip, 1, 2, 70, 300, 128) for chip in (80, 86))
     assert wide == {
-        "dk dv": (128, 64, 256, 2 * (128 + 2 * 64) * 256 + 1024 + 2 * 128 * 64 * 2, 3 * 2, "plain, wide"),
-        "dq": (128, 64, 256, 2 * (128 + 2 * 64) * 256 + 128 * 64 * 2, 1 * 2, "plain, wide"),
+        "dk dv": (128, 64, 256, 2 * (128 + 2 * 64) * 256 + 1024 + 2 * 128 * 64 * 2, 3 * 2, "fast path, wide"),
+        "dq": (128, 64, 256, 2 * (128 + 2 * 64) * 256 + 128 * 64 * 2, 1 * 2, "fast path, wide"),
     }
     assert narrow == {
-        "dk dv": (128, 32, 256, 2 * (128 + 2 * 32) * 256 + 512, 3 * 2, "plain, narrow"),
-        "dq": (128, 32, 256, 2 * (128 + 2 * 32) * 256, 1 * 2, "plain, narrow"),
+        "dk dv": (128, 32, 256, 2 * (128 + 2 * 32) * 256 + 512, 3 * 2, "fast path, narrow"),
+        "dq": (128, 32, 256, 2 * (128 + 2 * 32) * 256, 1 * 2, "fast path, narrow"),
     }
     bias = planned(80, 2, 2, 70, 300, 64, kinds={"mask": ("float", "1H1S")})
     assert list(bias) == ["dk dv", "dq", "bias"]
     assert bias["bias"][4] == 5 * 2
-    assert bias["dq"][5] == "general, narrow"
+    assert bias["dq"][5] == "generic, narrow"
     full = planned(80, 2, 2, 70, 300, 64, kinds={"mask": ("float", "BHLS")}, wanted=("attn_mask",))
     assert list(full) == ["dq"]  # which writes the gradient of a bias with an entry per score in passing
 
@@ -225,7 +225,7 @@ def test_plan_by_chunks():
     """Shared memory holds two tiles of columns of 16 KiB, the scores handed over, 1 KiB of row constants, and tiles of
     rows: one per chunk of both head sizes, or as many as fit."""
     kib, beside = 1024, {FP32: 32 + 16 + 1, BF16: 32 + 8 + 1}
-    variant = "general, head size by chunks"
+    variant = "generic, head size by chunks"
 
     def made(chip, dtype, head_dim, **more):
         return planned(chip, 1, 4, 70, 300, head_dim, kinds={"dtype": dtype}, **more)

@@ -22,11 +22,11 @@ CUDA = launches.ROOT / "csrc/cuda"
 
 # name: file, where its kernels end, instance and argument, and what its name in PTX holds.
 FORWARD = ("forward.cu", "}  // namespace\n\nForwardPlan plan_forward", "ForwardParams")
-DKDV = ("backward_dkdv.cu", "// Head size, plain, wide", "BackwardArgs")
-DQ = ("backward_dq.cu", "// Head size, plain, wide", "BackwardArgs")
+DKDV = ("backward_dkdv.cu", "// Head size, fast path, wide", "BackwardArgs")
+DQ = ("backward_dq.cu", "// Head size, fast path, wide", "BackwardArgs")
 KERNELS = {
     "forward": (*FORWARD, "forward_kernel<__nv_bfloat16, 64, true>", "forward_kernelI13__nv_bfloat16Li64ELb1E"),
-    "forward general": (
+    "forward generic": (
         *FORWARD,
         "forward_kernel<__nv_bfloat16, 64, false>",
         "forward_kernelI13__nv_bfloat16Li64ELb0E",
@@ -43,7 +43,7 @@ KERNELS = {
         "dkdv_kernel<__nv_bfloat16, 64, true, Shape<128, 32, 2, 1, 2>>",
         "dkdv_kernelI13__nv_bfloat16Li64ELb1E",
     ),
-    "dkdv general": (
+    "dkdv generic": (
         *DKDV,
         "dkdv_kernel<__nv_bfloat16, 64, false, Shape<128, 32, 1, 1, 2>>",
         "dkdv_kernelI13__nv_bfloat16Li64ELb0E",
@@ -114,7 +114,7 @@ BUGS = {
     ),
     ("forward", "ends the band a key early"): (CAUSAL, *BAND),
     ("forward", "takes a row without keys for one with keys"): (DEAD, *NO_GUARD),
-    ("forward general", "counts Philox wrongly"): (DROPPED, *COUNTER),
+    ("forward generic", "counts Philox wrongly"): (DROPPED, *COUNTER),
     ("decode", "waits for too few copies"): (
         DECODE,
         "decode.cu",
@@ -167,7 +167,7 @@ BUGS = {
     ("dkdv", "loads into the stage in use"): (LONG, "backward_tile.cuh", "load(1 - stage);", "load(stage);"),
     ("dkdv", "ends the band a query early"): (WINDOW, *BAND),
     ("dkdv", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
-    ("dkdv general", "counts Philox wrongly"): (DROPPED, *COUNTER_OF_COLUMNS),
+    ("dkdv generic", "counts Philox wrongly"): (DROPPED, *COUNTER_OF_COLUMNS),
     ("dq", "doesn't mask the last block"): (CAUSAL, *NO_LAST_MASK),
     ("dq", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
     ("chunked dkdv", "waits for too few copies"): (

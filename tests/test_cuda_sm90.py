@@ -27,14 +27,14 @@ from test_cuda_kernels import BF16, FP16, Simulated, cuda, simulated  # noqa: F4
 ROOT = Path(__file__).parents[1]
 CAUSAL = {"is_causal": True}
 LAST = {"is_causal": True, "alignment": "bottom_right"}
-PLAIN = AttentionParams(0.125)  # of a plain call with head size 64
+PLAIN = AttentionParams(0.125)  # of a fast-path call with head size 64
 KERNEL = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELb([01])E")
 
 
 class Forward(Simulated):
     def __call__(self, sizes, kinds, options):
         """One call, checked, which must be one launch of the Hopper kernel; its template arguments (dtype, head size,
-        that of values, plain)."""
+        that of values, fast path)."""
         return self.check(self.inputs(*sizes, **{"dtype": BF16, **kinds}), **options)
 
     def check(self, inputs, **options):
@@ -106,14 +106,14 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("variant", ["plain", "softcap"])
+@pytest.mark.parametrize("variant", ["fast path", "softcap"])
 @pytest.mark.parametrize("sizes", CLASSES, ids=str)
 def test_head_sizes(forward, sizes, variant, dtype):
     """Every kernel that there is; enough keys for each buffer of the pipelines to be used twice."""
-    options = CAUSAL if variant == "plain" else {"softcap": 5.0}
+    options = CAUSAL if variant == "fast path" else {"softcap": 5.0}
     keys = 400 if sizes[0] == 64 else 300
     found = forward((1, 1, 70, keys, *sizes), {"dtype": dtype}, {**options, "alignment": "bottom_right"})
-    assert found == ("bf16" if dtype == BF16 else "f16", *CLASSES[sizes], variant == "plain")
+    assert found == ("bf16" if dtype == BF16 else "f16", *CLASSES[sizes], variant == "fast path")
 
 
 def test_keys_past_the_band_may_hold_anything(forward):

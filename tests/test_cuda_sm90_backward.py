@@ -99,7 +99,7 @@ def test_extremes(simulated, extreme, mode):  # noqa: F811
     assert launched(simulated.recorder)[-2:] == (kernels if softcap or scale > 0 else ["dkdv", "dq"])
 
 
-@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("softcap", [0.0, 5.0], ids=["fast path", "softcap"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_head_sizes(simulated, head_dim, softcap):  # noqa: F811
     """Every width of tile, with more queries and keys than a block has rows; no bank conflict."""

@@ -18,7 +18,7 @@ bool is_full_size(const Backward& p) {
 
 BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
   BackwardArgs a{};
-  a.score = score_of(p, plan.plain);
+  a.score = score_of(p, plan.fast_path);
   const auto rows = [&](const View& view, int64_t width) {
     return rows_of(view, width, p.dtype == DType::kFloat32 ? 4 : 2);
   };
@@ -45,10 +45,10 @@ BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
 void plan_tiles(const BackwardCall& p, int shared_limit, bool bias_by_rows, BackwardPlan& plan) {
   plan.head_class = head_class(p.head_dim, p.head_dim_v);
   const auto vector = [](const View& view, int64_t width) { return rows_of(view, width).vector; };
-  plan.plain = is_plain(p) && p.heads_out == p.heads_k && p.heads_out == p.heads_v && vector(p.q, p.head_dim) &&
-               vector(p.k, p.head_dim) && vector(p.v, p.head_dim_v) && vector(p.grad_out, p.head_dim_v) &&
-               vector(p.dq, p.head_dim) && vector(p.dk, p.head_dim) && vector(p.dv, p.head_dim_v);
-  plan.wide = plan.plain && plan.head_class >= 128 && shared_limit >= kWideShared;
+  plan.fast_path = is_fast_path(p) && p.heads_out == p.heads_k && p.heads_out == p.heads_v && vector(p.q, p.head_dim) &&
+                   vector(p.k, p.head_dim) && vector(p.v, p.head_dim_v) && vector(p.grad_out, p.head_dim_v) &&
+                   vector(p.dq, p.head_dim) && vector(p.dk, p.head_dim) && vector(p.dv, p.head_dim_v);
+  plan.wide = plan.fast_path && plan.head_class >= 128 && shared_limit >= kWideShared;
   if (p.dk.data != nullptr || p.dv.data != nullptr) plan.dkdv = plan_dkdv(plan, p.seqlen_k, p.batch * p.heads_out);
   if (p.dq.data != nullptr || bias_by_rows) plan.dq = plan_dq(plan, p.seqlen_q, p.batch * p.heads_q);
 }

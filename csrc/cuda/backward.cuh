@@ -140,24 +140,24 @@ __device__ __forceinline__ void dropout_bits(const Score& p, const HeadScore& h,
 // Products q k^T and dO v^T of one row tile -> weights as dV wants them in `s`, and dS as dQ and dK want it in `dp`.
 // lse and delta are of the queries: [n][e % 2] of the columns if kKeyRows, else [0][e / 2] of the rows.
 // keep: from dropout_bits, read if there is dropout. on_gradient(ds) sees dS before softcap's derivative.
-template <typename T, bool kKeyRows, bool kPlain, int kTiles, class OnGradient>
+template <typename T, bool kKeyRows, bool kFastPath, int kTiles, class OnGradient>
 __device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h, float (&s)[kTiles][4],
                                              float (&dp)[kTiles][4], const float (&lse)[kKeyRows ? kTiles : 1][2],
                                              const float (&delta)[kKeyRows ? kTiles : 1][2],
                                              const uint32_t (&keep)[(kTiles + 7) / 8], int row, int col, bool masked,
                                              OnGradient on_gradient) {
-  [[maybe_unused]] float t[kPlain ? 1 : kTiles][4];
-  const bool dropout = !kPlain && p.seeds != nullptr;
-  if constexpr (!kPlain) finish_scores<T, kKeyRows, true>(p, h, s, row, col, t);
+  [[maybe_unused]] float t[kFastPath ? 1 : kTiles][4];
+  const bool dropout = !kFastPath && p.seeds != nullptr;
+  if constexpr (!kFastPath) finish_scores<T, kKeyRows, true>(p, h, s, row, col, t);
   if (masked) mask_scores<kKeyRows>(p, s, row, col);
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int at = kKeyRows ? n : 0, of = kKeyRows ? e % 2 : e / 2;
-      const float w = weight<kPlain>(p, s[n][e], lse[at][of]);
+      const float w = weight<kFastPath>(p, s[n][e], lse[at][of]);
       float gradient = dp[n][e], kept = w;
-      if constexpr (!kPlain) {
+      if constexpr (!kFastPath) {
         if (dropout) {
           const float factor = keep[n / 8] >> (n % 8 * 4 + e) & 1 ? p.dropout_scale : 0.f;
           gradient *= factor;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h,
     }
   }
   on_gradient(dp);
-  if constexpr (!kPlain) {
+  if constexpr (!kFastPath) {
     if (p.softcap != 0.f) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {

@@ -478,7 +478,7 @@ BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip, boo
   BackwardSm90Plan plan{};
   plan.refusal = why_not(p, chip);
   if (plan.refusal != nullptr) return plan;
-  plan.plain = p.softcap == 0;
+  plan.fast_path = p.softcap == 0;
   if (!deterministic && !(left_out & kNoSm90Fused) && can_fuse(p)) {
     plan.dq_sums = p.batch * p.heads_q * ceil_div(p.seqlen_q, kSumRows) * (kHalves * kSumBytes / 4);
     using S = FusedShape<__half>;
@@ -525,7 +525,7 @@ int backward_sm90(const BackwardCall& p, const BackwardSm90Plan& plan, void* str
         const int error = launch_by_keys<Dkdv>(p, plan.dkdv, dkdv_sm90_kernel<Dkdv>, stream);
         return error != cudaSuccess ? error : launch_dq<DqShape<T, width, softcap>>(p, plan.dq, stream);
       };
-      return plan.plain ? launch(std::false_type{}) : launch(std::true_type{});
+      return plan.fast_path ? launch(std::false_type{}) : launch(std::true_type{});
     });
   });
 #endif

@@ -55,7 +55,7 @@ __device__ __forceinline__ void gradient_mma(float (&out)[kRowTiles][kDimTiles][
 // What a block works on: its rows of one head (of dk and dv, or of dq), and this warp's part of them. Grid: blocks of
 // rows
 // * batch * heads, heads fastest.
-template <typename T, int kHeadDim, bool kKeyRows, bool kPlain, class S>
+template <typename T, int kHeadDim, bool kKeyRows, bool kFastPath, class S>
 struct BackwardBlock {
   using L = Layout<S, kHeadDim, kKeyRows>;
   static constexpr int kRowTiles = S::kRowTiles, kColTiles = S::kWarpCols / 8;
@@ -110,8 +110,8 @@ struct BackwardBlock {
     const int h0 = kKeyRows ? first_head / p.group_k : head, h1 = kKeyRows ? first_head / p.group_v : head;
     const T* head0 = head_of<T>(rows0, batch, h0);
     const T* head1 = head_of<T>(rows1, batch, h1);
-    load_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(row_tile[0], rows0, head0, first_row, seqlen_rows);
-    load_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(row_tile[1], rows1, head1, first_row, seqlen_rows);
+    load_tile<T, kHeadDim, S::kRows, S::kThreads, kFastPath>(row_tile[0], rows0, head0, first_row, seqlen_rows);
+    load_tile<T, kHeadDim, S::kRows, S::kThreads, kFastPath>(row_tile[1], rows1, head1, first_row, seqlen_rows);
   }
 
   // Q and dO of a query head with lse and delta, or K and V, from column `col` on.
@@ -121,8 +121,8 @@ struct BackwardBlock {
     const int h0 = kKeyRows ? query_head : query_head / p.group_k, h1 = kKeyRows ? query_head : query_head / p.group_v;
     const T* head0 = head_of<T>(cols0, batch, h0);
     const T* head1 = head_of<T>(cols1, batch, h1);
-    load_tile<T, kHeadDim, S::kCols, S::kThreads, kPlain>(col_tile(stage, 0), cols0, head0, col, seqlen_cols);
-    load_tile<T, kHeadDim, S::kCols, S::kThreads, kPlain>(col_tile(stage, 1), cols1, head1, col, seqlen_cols);
+    load_tile<T, kHeadDim, S::kCols, S::kThreads, kFastPath>(col_tile(stage, 0), cols0, head0, col, seqlen_cols);
+    load_tile<T, kHeadDim, S::kCols, S::kThreads, kFastPath>(col_tile(stage, 1), cols1, head1, col, seqlen_cols);
     if constexpr (kKeyRows) {
       static_assert(S::kCols <= S::kThreads);
       if (threadIdx.x < S::kCols) {
@@ -155,10 +155,10 @@ struct BackwardBlock {
                                                        bool masked, const RowConstants& lse,
                                                        const RowConstants& delta) const {
     HeadScore h{};
-    if constexpr (!kPlain) h = head_score(p.score, batch, query_head);
+    if constexpr (!kFastPath) h = head_score(p.score, batch, query_head);
     const int thread_col = col + own_col + lane % 4 * 2;
     uint32_t keep[kRowTiles][(kColTiles + 7) / 8] = {};
-    if constexpr (!kPlain) {
+    if constexpr (!kFastPath) {
       if (p.score.seeds != nullptr) {
         dropout_bits<kKeyRows, kRowTiles, kColTiles>(p.score, h, first_row + own_row + lane / 4, thread_col, keep);
       }
@@ -176,16 +176,16 @@ struct BackwardBlock {
           col_lse[n][0] = finite_or_far(l.x), col_lse[n][1] = finite_or_far(l.y);
           col_delta[n][0] = d.x, col_delta[n][1] = d.y;
         }
-        to_gradients<T, true, kPlain>(p.score, h, s[m], dp[m], col_lse, col_delta, keep[m], thread_row, thread_col,
-                                      masked, [](const auto&) {});
+        to_gradients<T, true, kFastPath>(p.score, h, s[m], dp[m], col_lse, col_delta, keep[m], thread_row, thread_col,
+                                         masked, [](const auto&) {});
       } else {
-        to_gradients<T, false, kPlain>(p.score, h, s[m], dp[m], lse[m], delta[m], keep[m], thread_row, thread_col,
-                                       masked, [&]([[maybe_unused]] const float (&ds)[kColTiles][4]) {
-                                         if constexpr (!kPlain) {
-                                           if (p.dbias != nullptr)
-                                             store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
-                                         }
-                                       });
+        to_gradients<T, false, kFastPath>(p.score, h, s[m], dp[m], lse[m], delta[m], keep[m], thread_row, thread_col,
+                                          masked, [&]([[maybe_unused]] const float (&ds)[kColTiles][4]) {
+                                            if constexpr (!kFastPath) {
+                                              if (p.dbias != nullptr)
+                                                store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
+                                            }
+                                          });
       }
     }
   }
@@ -253,7 +253,7 @@ struct BackwardBlock {
   __device__ __forceinline__ void store(const Gradient& grad, float factor, const Rows& out, uint32_t tile,
                                         [[maybe_unused]] bool as_float) const {
     if (out.data == nullptr) return;
-    if constexpr (kKeyRows && !kPlain) {
+    if constexpr (kKeyRows && !kFastPath) {
       if (as_float) {
         float* target = const_cast<float*>(head_of<float>(out, batch, head));
 #pragma unroll
@@ -284,16 +284,16 @@ struct BackwardBlock {
       }
     }
     __syncthreads();
-    store_tile<T, kHeadDim, S::kRows, S::kThreads, kPlain>(tile, out, const_cast<T*>(head_of<T>(out, batch, head)), 0,
-                                                           first_row, seqlen_rows, threadIdx.x);
+    store_tile<T, kHeadDim, S::kRows, S::kThreads, kFastPath>(tile, out, const_cast<T*>(head_of<T>(out, batch, head)),
+                                                              0, first_row, seqlen_rows, threadIdx.x);
   }
 };
 
 // Registers of a thread, in the loop: the gradients, 4 * kRowTiles * kDimTiles each; S and dP, 4 * kRowTiles *
 // kColTiles each, then P and dS as operands in half of that. Shared memory: Layout.
-template <typename T, int kHeadDim, bool kKeyRows, bool kPlain, class S>
+template <typename T, int kHeadDim, bool kKeyRows, bool kFastPath, class S>
 __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
-  using Block = BackwardBlock<T, kHeadDim, kKeyRows, kPlain, S>;
+  using Block = BackwardBlock<T, kHeadDim, kKeyRows, kFastPath, S>;
   constexpr int kRowTiles = Block::kRowTiles, kColTiles = Block::kColTiles, kDimTiles = Block::kDimTiles;
   // Where the sums take most of the registers, the loads of half a row of fragments at a time.
   constexpr int kSums = 4 * kRowTiles * ((kKeyRows ? 2 : 1) * kDimTiles + 2 * kColTiles);
@@ -357,44 +357,45 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   block.store(grad0, p.softmax_scale, kKeyRows ? p.dk : p.dq, block.row_tile[0], p.dk_float);
   if constexpr (kKeyRows) block.store(grad1, 1.f, p.dv, block.row_tile[1], p.dv_float);
 
-  if constexpr (!kKeyRows && !kPlain) {  // the bias' gradient in tiles that no row visits
+  if constexpr (!kKeyRows && !kFastPath) {  // the bias' gradient in tiles that no row visits
     if (p.dbias == nullptr) return;
     store_unreached<T, S::kThreads>(p, block.batch, block.head, block.first_row, static_cast<int>(count), cols.begin,
                                     cols.begin + tiles * S::kCols);
   }
 }
 
-// The shape of a kernel for a class of head sizes, in the plain variant or the general one, for chips with kWideShared
+// The shape of a kernel for a class of head sizes, of the fast path or the generic variant, for chips with kWideShared
 // or with kNarrowShared bytes of shared memory a block. Registers bound the columns (sums of one head size per row,
 // products of one row with the columns); shared memory bounds the rest.
 struct ShapeRow {
   int head_class;
-  bool plain, wide;
+  bool fast_path, wide;
   int rows, cols, row_tiles, split, stages;
 };
 // Wide shapes take what an A100, H100 or B200 has, narrow ones what every chip since sm_80 has.
 constexpr int kWideShared = 163 * 1024, kNarrowShared = 99 * 1024;
 
-template <const auto& kTable, int kHeadDim, bool kPlain, bool kWide>
+template <const auto& kTable, int kHeadDim, bool kFastPath, bool kWide>
 struct FoundShape {
   static constexpr ShapeRow find() {
     for (const ShapeRow& row : kTable) {
-      if (row.head_class == kHeadDim && row.plain == kPlain && row.wide == kWide) return row;
+      if (row.head_class == kHeadDim && row.fast_path == kFastPath && row.wide == kWide) return row;
     }
     return {};  // no rows: Shape doesn't compile
   }
   static constexpr ShapeRow kRow = find();
   using Type = Shape<kRow.rows, kRow.cols, kRow.row_tiles, kRow.split, kRow.stages>;
 };
-template <const auto& kTable, int kHeadDim, bool kPlain, bool kWide>
-using ShapeOf = typename FoundShape<kTable, kHeadDim, kPlain, kWide>::Type;
+template <const auto& kTable, int kHeadDim, bool kFastPath, bool kWide>
+using ShapeOf = typename FoundShape<kTable, kHeadDim, kFastPath, kWide>::Type;
 
-// run(std::integral_constant<int, kHeadDim>{}, std::bool_constant<kPlain>{}, std::bool_constant<kWide>{}, Shape<...>{})
-// for a plan.
+// run(std::integral_constant<int, kHeadDim>{}, std::bool_constant<kFastPath>{}, std::bool_constant<kWide>{},
+// Shape<...>{}) for a plan.
 template <const auto& kTable, typename Run>
 int by_shape(const BackwardPlan& plan, Run run) {
   return by_head_class(plan.head_class, [&](auto width) {
-    if (!plan.plain) return run(width, std::false_type{}, std::false_type{}, ShapeOf<kTable, width, false, false>{});
+    if (!plan.fast_path)
+      return run(width, std::false_type{}, std::false_type{}, ShapeOf<kTable, width, false, false>{});
     if constexpr (width >= 128) {
       if (plan.wide) return run(width, std::true_type{}, std::true_type{}, ShapeOf<kTable, width, true, true>{});
     }

@@ -6,9 +6,9 @@
 namespace attnkern::cuda {
 namespace {
 
-template <typename T, int kHeadDim, bool kPlain>
+template <typename T, int kHeadDim, bool kFastPath>
 __global__ void __launch_bounds__(kForwardThreads) forward_kernel(const __grid_constant__ ForwardParams p) {
-  forward_block<T, kHeadDim, kPlain>(p);
+  forward_block<T, kHeadDim, kFastPath>(p);
 }
 
 }  // namespace
@@ -25,8 +25,8 @@ ForwardPlan plan_forward(const Attention& p) {
     plan.rows = tile.rows, plan.keys = tile.keys, plan.threads = tile.threads, plan.shared_bytes = tile.shared_bytes;
   } else {
     const bool is_float = p.dtype == DType::kFloat32;
-    plan.plain = !is_float && is_plain(p) && rows_of(p.q, p.head_dim).vector && rows_of(p.k, p.head_dim).vector &&
-                 rows_of(p.v, p.head_dim_v).vector;
+    plan.fast_path = !is_float && is_fast_path(p) && rows_of(p.q, p.head_dim).vector &&
+                     rows_of(p.k, p.head_dim).vector && rows_of(p.v, p.head_dim_v).vector;
     by_head_class(plan.head_class, [&](auto width) {
       const auto fill = [&](auto tile) {
         plan.rows = tile.kRows, plan.keys = tile.kKeys, plan.shared_bytes = tile.kSharedBytes;
@@ -34,7 +34,7 @@ ForwardPlan plan_forward(const Attention& p) {
       };
       using T = __half;  // as of bfloat16
       if (is_float) return fill(ForwardTile<float, width, false>{});
-      return plan.plain ? fill(ForwardTile<T, width, true>{}) : fill(ForwardTile<T, width, false>{});
+      return plan.fast_path ? fill(ForwardTile<T, width, true>{}) : fill(ForwardTile<T, width, false>{});
     });
     plan.threads = kForwardThreads;
   }
@@ -56,7 +56,7 @@ int forward(const Forward& p, void* stream) {
       const auto launch = [&](auto kernel) {
         return launch_kernel(kernel, plan.blocks, plan.threads, plan.shared_bytes, forward_params(p, plan), stream);
       };
-      return plan.plain ? launch(forward_kernel<T, width, true>) : launch(forward_kernel<T, width, false>);
+      return plan.fast_path ? launch(forward_kernel<T, width, true>) : launch(forward_kernel<T, width, false>);
     });
   });
 }

@@ -26,7 +26,7 @@ inline ForwardParams forward_params(const Forward& p, const ForwardPlan& plan) {
   params.v = rows_of(p.v, p.head_dim_v, bytes);
   params.out = rows_of(p.out, p.head_dim_v, bytes);
   params.lse = static_cast<float*>(p.lse);
-  params.score = score_of(p, plan.plain);
+  params.score = score_of(p, plan.fast_path);
   params.batch = static_cast<int32_t>(p.batch);
   params.group_k = static_cast<int32_t>(p.heads_q / p.heads_k);
   params.group_v = static_cast<int32_t>(p.heads_q / p.heads_v);

@@ -5,7 +5,7 @@
 namespace attnkern::cuda {
 
 int forward_schedules_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
-  if (plan.refusal != nullptr || !plan.plain) return cudaErrorInvalidValue;
+  if (plan.refusal != nullptr || !plan.fast_path) return cudaErrorInvalidValue;
 #ifdef ATTNKERN_NO_SM90
   return cudaErrorNoKernelImageForDevice;
 #else

@@ -60,7 +60,7 @@ ForwardSm90Plan plan_forward_sm90(const Forward& p, const Chip& chip) {
     return plan;
   }
   plan.blocks = std::min<int64_t>(plan.tiles, chip.multiprocessors);
-  plan.plain = is_plain(p);
+  plan.fast_path = is_fast_path(p);
   plan.last_rows_first = p.band.right < kUnbounded;
   const bool unequal = p.band.right < kUnbounded || p.band.left < kUnbounded;
   plan.swizzled_heads = unequal ? swizzled_heads(p) : 1;
@@ -76,8 +76,8 @@ int forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
     using T = decltype(element);
     constexpr int kNone = cudaErrorInvalidValue;
     return by_tile(p.head_dim, p.head_dim_v, kNone, [&]<int kD, int kDV>(ForwardSm90Tile<kD, kDV> tile) {
-      return plan.plain ? launch_forward_sm90<T, kD, kDV, true, tile.kSchedule>(p, plan, stream)
-                        : launch_forward_sm90<T, kD, kDV, false, tile.kSchedule>(p, plan, stream);
+      return plan.fast_path ? launch_forward_sm90<T, kD, kDV, true, tile.kSchedule>(p, plan, stream)
+                            : launch_forward_sm90<T, kD, kDV, false, tile.kSchedule>(p, plan, stream);
     });
   });
 #endif

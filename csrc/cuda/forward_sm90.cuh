@@ -155,7 +155,7 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
   });
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Schedule kSchedule>
+template <typename T, int kHeadDim, int kHeadDimV, bool kFastPath, Schedule kSchedule>
 struct Consumer {
   using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
   using Q = typename Config::template Q<T>;
@@ -217,13 +217,13 @@ struct Consumer {
     const int first = work.first_key + n * kKeys, row = work.first_row + consumer * kGroupRows + warp * 16 + lane / 4;
     const int col = first + lane % 4 * 2;
     Score score = p.score;
-    if constexpr (!kPlain) {
+    if constexpr (!kFastPath) {
       score.bias_kind = BiasKind::kNone;  // what the plan refuses costs no registers
       float unused[1][4];
       finish_scores<T, false, false>(score, HeadScore{}, scores, row, col, unused);
     }
     if (first < work.clean_begin || first + kKeys > work.clean_end) mask_scores<false>(score, scores, row, col);
-    softmax_step<kPlain>(score, scores, state, factor);
+    softmax_step<kFastPath>(score, scores, state, factor);
   }
 
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
@@ -337,7 +337,7 @@ struct Consumer {
       const int i = first_row + warp * 16 + half * 8 + lane / 4;
       if (p.lse != nullptr && lane % 4 == 0 && i < p.score.seqlen_q) {
         p.lse[static_cast<int64_t>(work.batch_head) * p.score.seqlen_q + i] =
-            log_sum_exp<kPlain>(p.score, state.max[half], sum);
+            log_sum_exp<kFastPath>(p.score, state.max[half], sum);
       }
     }
     const uint32_t tile = shared.q(consumer);
@@ -385,7 +385,7 @@ struct Consumer {
   }
 };
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Schedule kSchedule>
+template <typename T, int kHeadDim, int kHeadDimV, bool kFastPath, Schedule kSchedule>
 __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_constant__ ForwardSm90Params p) {
   using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -415,7 +415,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_
     return;
   }
   ptx::setmaxnreg_inc<kConsumerRegisters>();
-  Consumer<T, kHeadDim, kHeadDimV, kPlain, kSchedule> consumer{
+  Consumer<T, kHeadDim, kHeadDimV, kFastPath, kSchedule> consumer{
       p, shared, warpgroup - 1, static_cast<int>(threadIdx.x / 32 % 4), static_cast<int>(threadIdx.x % 32)};
   consumer.run();
 }
@@ -432,7 +432,7 @@ Result by_tile(int64_t head_dim, int64_t head_dim_v, Result none, Run run) {
   return none;
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kPlain, Schedule kSchedule>
+template <typename T, int kHeadDim, int kHeadDimV, bool kFastPath, Schedule kSchedule>
 int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
   using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
   ForwardSm90Params params{};
@@ -447,7 +447,7 @@ int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* str
   if (error != cudaSuccess) return error;
   const auto steps = [](const View& view) { return Steps{view.stride[1] != 0, view.stride[0] != 0}; };
   params.q_steps = steps(p.q), params.k_steps = steps(p.k), params.v_steps = steps(p.v);
-  params.score = score_of(p, kPlain);
+  params.score = score_of(p, kFastPath);
   params.lse = static_cast<float*>(p.lse);
   params.batch_heads = static_cast<int32_t>(p.batch * p.heads_q);
   params.group_k = static_cast<int32_t>(p.heads_q / p.heads_k);
@@ -456,7 +456,7 @@ int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* str
   params.tiles = static_cast<int32_t>(plan.tiles);
   params.swizzled_heads = plan.swizzled_heads;
   params.last_rows_first = plan.last_rows_first;
-  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kPlain, kSchedule>, plan.blocks, kThreads,
+  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kFastPath, kSchedule>, plan.blocks, kThreads,
                        Config::kSharedBytes, params, stream);
 }
 

@@ -17,14 +17,14 @@ inline constexpr int kForwardWarps = 4, kForwardThreads = kForwardWarps * 32;
 // Here of 16-bit elements, by mma.m16n8k16. Two row tiles halve what a product reads from shared memory: a fragment of
 // K or V then serves two mma. The generic variant, which the scores keep busy, and wide heads need the registers for
 // something else.
-template <typename T, int kHeadDim, bool kPlain>
+template <typename T, int kHeadDim, bool kFastPath>
 struct ForwardProducts {
-  static constexpr int kRowTiles = kPlain && kHeadDim <= 128 ? 2 : 1;
-  static constexpr int kKeys = !kPlain && kHeadDim >= 192 ? 32 : 64;
+  static constexpr int kRowTiles = kFastPath && kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kKeys = !kFastPath && kHeadDim >= 192 ? 32 : 64;
   using Chunks = Tile<kHeadDim>;
   static constexpr int kDepth = kHeadDim / 16;  // steps of an mma over the head size
   // Steps of Q K^T whose fragments are loaded side by side: as the registers allow.
-  static constexpr int kAtOnce = kHeadDim % 128 == 0 ? (kPlain ? 2 : 4) : kHeadDim % 64 == 32 ? 1 : kHeadDim / 16;
+  static constexpr int kAtOnce = kHeadDim % 128 == 0 ? (kFastPath ? 2 : 4) : kHeadDim % 64 == 32 ? 1 : kHeadDim / 16;
 
   // score += Q K^T, of this warp's rows.
   __device__ __forceinline__ static void scores(float (&score)[kRowTiles][kKeys / 8][4], uint32_t q_tile, int warp_row,
@@ -77,7 +77,7 @@ struct ForwardProducts {
 #pragma unroll
       for (int d = 0; d < kDepth; ++d) {
         // Never so, which the compiler can't know: across it no value is loaded ahead, where no register is left.
-        if (kPlain && kHeadDim == 128 && d % 4 == 0 && p.score.seqlen_k < 0) break;
+        if (kFastPath && kHeadDim == 128 && d % 4 == 0 && p.score.seqlen_k < 0) break;
         uint32_t value[4];  // keys 0-7 and 8-15 at d, then at d + 8
         ptx::ldmatrix<true>(value, Chunks::address(v_tile, n * 16 + at.below, 2 * d + at.beside));
 #pragma unroll
@@ -142,9 +142,9 @@ struct ForwardProducts<float, kHeadDim, false> {
 };
 
 // All classes fit in 99 KiB, the least that a chip of compute capability 8.0 or above gives to one block.
-template <typename T, int kHeadDim, bool kPlain>
-struct ForwardTile : ForwardProducts<T, kHeadDim, kPlain> {
-  using Products = ForwardProducts<T, kHeadDim, kPlain>;
+template <typename T, int kHeadDim, bool kFastPath>
+struct ForwardTile : ForwardProducts<T, kHeadDim, kFastPath> {
+  using Products = ForwardProducts<T, kHeadDim, kFastPath>;
   static constexpr int kRows = kForwardWarps * 16 * Products::kRowTiles;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQBytes = kRows * kRowBytes, kKeyBytes = Products::kKeys * kRowBytes;
@@ -153,7 +153,7 @@ struct ForwardTile : ForwardProducts<T, kHeadDim, kPlain> {
 
 // The output, normalised, through Q's tile, so that global memory sees whole lines; and the log-sum-exp. After the loop
 // only this warp uses its rows of that tile.
-template <typename T, int kHeadDim, bool kPlain, class Config = ForwardTile<T, kHeadDim, kPlain>>
+template <typename T, int kHeadDim, bool kFastPath, class Config = ForwardTile<T, kHeadDim, kFastPath>>
 __device__ __forceinline__ void store_output(const ForwardParams& p, const ForwardBlock& at, uint32_t q_tile,
                                              int warp_row, int seqlen_q,
                                              const float (&out)[Config::kRowTiles][kHeadDim / 8][4],
@@ -165,26 +165,26 @@ __device__ __forceinline__ void store_output(const ForwardParams& p, const Forwa
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(state[m].sum[half]);
       float inverse = sum > 0.f ? 1.f / sum : 0.f;
-      if (!kPlain && p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
+      if (!kFastPath && p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
       const int tile_row = warp_row + m * 16 + half * 8 + lane / 4, i = first_row + tile_row;
       Config::store_row(q_tile, warp_row + m * 16, out[m], half, inverse);
       if (p.lse != nullptr && lane % 4 == 0 && i < seqlen_q) {
         p.lse[static_cast<int64_t>(at.batch_head) * seqlen_q + i] =
-            log_sum_exp_of<T, kPlain>(p.score, state[m].max[half], sum);
+            log_sum_exp_of<T, kFastPath>(p.score, state[m].max[half], sum);
       }
     }
   }
   __syncwarp();
   T* target = const_cast<T*>(head_of<T>(p.out, at.batch, at.head));
-  store_tile<T, kHeadDim, 16 * Config::kRowTiles, 32, kPlain>(q_tile, p.out, target, warp_row, first_row + warp_row,
-                                                              seqlen_q, lane);
+  store_tile<T, kHeadDim, 16 * Config::kRowTiles, 32, kFastPath>(q_tile, p.out, target, warp_row, first_row + warp_row,
+                                                                 seqlen_q, lane);
 }
 
 // Registers of a thread, in the loop: the output, kRowTiles * kHeadDim / 2, and the scores of a block of keys, which
 // become its probabilities, kRowTiles * kKeys / 2.
-template <typename T, int kHeadDim, bool kPlain>
+template <typename T, int kHeadDim, bool kFastPath>
 __device__ __forceinline__ void forward_block(const ForwardParams& p) {
-  using Config = ForwardTile<T, kHeadDim, kPlain>;
+  using Config = ForwardTile<T, kHeadDim, kFastPath>;
   constexpr int kRows = Config::kRows, kKeys = Config::kKeys, kRowTiles = Config::kRowTiles;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t q_tile = ptx::shared_address(shared);
@@ -198,19 +198,19 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
   const T* k = head_of<T>(p.k, at.batch, at.head / p.group_k);
   const T* v = head_of<T>(p.v, at.batch, at.head / p.group_v);
   const auto load_keys = [&](uint32_t tile, const Rows& rows, const T* source, int first) {
-    load_tile<T, kHeadDim, kKeys, kForwardThreads, kPlain>(tile, rows, source, first, seqlen_k);
+    load_tile<T, kHeadDim, kKeys, kForwardThreads, kFastPath>(tile, rows, source, first, seqlen_k);
     ptx::cp_async_commit();
   };
   const Visited<kKeys> keys(p.score.band, first_row, min(kRows, seqlen_q - first_row), seqlen_k);
 
-  load_tile<T, kHeadDim, kRows, kForwardThreads, kPlain>(q_tile, p.q, q, first_row, seqlen_q);
+  load_tile<T, kHeadDim, kRows, kForwardThreads, kFastPath>(q_tile, p.q, q, first_row, seqlen_q);
   ptx::cp_async_commit();
   if (keys.begin < keys.end) load_keys(k_tile, p.k, k, keys.begin);
 
   const FragmentLane fragment_lane;
   const int row = first_row + warp_row + lane / 4;  // this thread's rows: row + 8 n
   HeadScore head_scores{};
-  if constexpr (!kPlain) head_scores = head_score(p.score, at.batch, at.head);
+  if constexpr (!kFastPath) head_scores = head_score(p.score, at.batch, at.head);
   float out[kRowTiles][kHeadDim / 8][4] = {};
   RowState state[kRowTiles];
   for (int first = keys.begin; first < keys.end; first += kKeys) {
@@ -229,13 +229,13 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
     float factor[kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      if constexpr (!kPlain) {
+      if constexpr (!kFastPath) {
         float unused[1][4];
         finish_scores<T, false, false>(p.score, head_scores, score[m], row + m * 16, col, unused);
       }
       if (masked) mask_scores<false>(p.score, score[m], row + m * 16, col);
-      softmax_step<kPlain>(p.score, score[m], state[m], factor[m]);
-      if constexpr (!kPlain) {
+      softmax_step<kFastPath>(p.score, score[m], state[m], factor[m]);
+      if constexpr (!kFastPath) {
         if (p.score.seeds != nullptr) drop_weights(p.score, head_scores, score[m], row + m * 16, col);
       }
       Config::rescale(out[m], factor[m]);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
     ptx::cp_async_wait<0>();
     __syncthreads();
   }
-  store_output<T, kHeadDim, kPlain>(p, at, q_tile, warp_row, seqlen_q, out, state);
+  store_output<T, kHeadDim, kFastPath>(p, at, q_tile, warp_row, seqlen_q, out, state);
 }
 
 }  // namespace attnkern::cuda

@@ -21,7 +21,7 @@ struct ForwardPlan {
   int rows, keys;  // of a tile of queries, of a block of keys
   int threads, shared_bytes;
   int64_t blocks;
-  bool plain;        // the variant without softcap, bias, dropout and unaligned rows
+  bool fast_path;    // without softcap, bias, dropout and unaligned rows
   bool heads_first;  // neighbouring blocks are heads rather than rows of one head
 };
 ForwardPlan plan_forward(const Attention& params);
@@ -54,14 +54,14 @@ struct ForwardSm90Plan {
   int stages, threads, shared_bytes;  // buffers for K and for V; of a block of threads
   int64_t tiles, blocks;              // the blocks of threads share the tiles
   int swizzled_heads;    // L2 head swizzle: heads whose tiles are dealt out together, row block by row block
-  bool plain;            // the variant without softcap
+  bool fast_path;        // without softcap
   bool last_rows_first;  // which have the most keys
   Schedule schedule;     // any gives the same results
 };
 ForwardSm90Plan plan_forward_sm90(const Forward& params, const Chip& chip);
 int forward_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
-// A plain problem by another schedule than the plan's own, put in its place. Weak: null in a library that was built
-// without ATTNKERN_SCHEDULES=all.
+// A problem of the fast path by another schedule than the plan's own, put in its place. Weak: null in a library that
+// was built without ATTNKERN_SCHEDULES=all.
 __attribute__((weak)) int forward_schedules_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
 
 // The kernels for few queries and many keys, or splits = 0: not a problem for them. `splits` parts of the keys are read
@@ -102,7 +102,7 @@ struct BackwardLaunch {
 // (cudaDevAttrMaxSharedMemoryPerBlockOptin), at least 99 KiB.
 struct BackwardPlan {
   int head_class;     // width of the tiles; 0: no kernel holds these head sizes, or there is nothing to do
-  bool plain;         // the variant without softcap, bias, dropout, unaligned rows and heads to be added up
+  bool fast_path;     // without softcap, bias, dropout, unaligned rows and heads to be added up
   bool wide;          // tiles for chips with 163 KiB of shared memory per block
   bool chunked;       // the kernels that read the head dimension by chunks: float32, and head sizes above 256
   BackwardLaunch dv;  // of these: dV alone, where a block can't hold it and dK; dkdv then is dK alone
@@ -115,7 +115,7 @@ int backward(const BackwardCall& params, const BackwardPlan& plan, void* stream)
 struct BackwardSm90Plan {
   const char* refusal;             // why these kernels don't take the problem, in words; null: they do
   int head_class;                  // width of the tiles
-  bool plain;                      // the variant without softcap
+  bool fast_path;                  // without softcap
   BackwardLaunch dkdv, dq;         // without dq_sums
   BackwardLaunch fused, round_dq;  // with them
   int64_t dq_sums;                 // floats in which dq is added up, in any order; 0: none

@@ -93,7 +93,8 @@ float* data_of(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 int forward_by_schedule(const attnkern::Forward& p, attnkern::cuda::ForwardSm90Plan plan, int64_t schedule,
                         void* stream) {
   STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
-  STD_TORCH_CHECK(schedule >= 0 && schedule <= 2 && plan.plain, "attnkern: schedule must be 0, 1 or 2, and softcap 0");
+  STD_TORCH_CHECK(schedule >= 0 && schedule <= 2 && plan.fast_path,
+                  "attnkern: schedule must be 0, 1 or 2, and softcap 0");
   const auto own = std::exchange(plan.schedule, static_cast<attnkern::cuda::Schedule>(schedule));
   if (plan.schedule == own) return attnkern::cuda::forward_sm90(p, plan, stream);
   STD_TORCH_CHECK(attnkern::cuda::forward_schedules_sm90 != nullptr, "attnkern: this library has schedule ",
@@ -102,7 +103,7 @@ int forward_by_schedule(const attnkern::Forward& p, attnkern::cuda::ForwardSm90P
 }
 
 // out and lse; lse has shape (0,) unless need_lse. splits and schedule replace those of the plan: for timing and tests.
-// Any number of splits from 1 on (0: not the kernels for few queries) and any Schedule of a plain problem is right.
+// Any number of splits from 1 on (0: not the kernels for few queries) and any Schedule of the fast path is right.
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias,
                                    OptionalTensor philox_seed ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool need_lse,
                                    bool tf32, std::optional<int64_t> splits, std::optional<int64_t> schedule) {

@@ -68,7 +68,7 @@ void plan_forward(Launches& launches, const attnkern::Forward& p, const attnkern
   if (hopper.refusal == nullptr) {
     constexpr const char* kSchedules[] = {"serial", "overlapped", "ping-pong"};
     const std::string words = text(hopper.tiles) + " tiles, " + text(hopper.stages) + " stages, " +
-                              (hopper.plain ? "plain, " : "with softcap, ") +
+                              (hopper.fast_path ? "fast path, " : "with softcap, ") +
                               kSchedules[static_cast<int>(hopper.schedule)] +
                               (hopper.last_rows_first ? ", longest rows first" : "");
     launches.add("forward", "sm_90a", hopper.head_dim, hopper.head_dim_v, hopper.rows, hopper.keys, hopper.threads,
@@ -76,7 +76,8 @@ void plan_forward(Launches& launches, const attnkern::Forward& p, const attnkern
     return;
   }
   const auto plan = attnkern::cuda::plan_forward(p);
-  std::string words = std::string(plan.plain ? "plain" : "general") + (plan.heads_first ? ", longest rows first" : "");
+  std::string words =
+      std::string(plan.fast_path ? "fast path" : "generic") + (plan.heads_first ? ", longest rows first" : "");
   if (chip.capability == 90) words += std::string(" (not sm_90a: ") + hopper.refusal + ")";
   launches.add("forward", "sm_80", plan.head_class, plan.head_class, plan.rows, plan.keys, plan.threads,
                plan.shared_bytes, plan.blocks, words);
@@ -92,7 +93,7 @@ void plan_backward(Launches& launches, const attnkern::cuda::BackwardCall& p, co
   };
   const auto hopper = attnkern::cuda::plan_backward_sm90(p, chip, deterministic);
   if (hopper.refusal == nullptr) {
-    const std::string words = hopper.plain ? "plain" : "with softcap";
+    const std::string words = hopper.fast_path ? "fast path" : "with softcap";
     add("dk dv dq", "sm_90a", hopper.head_class, hopper.fused,
         words + ", dq added up in " + text(4 * hopper.dq_sums) + " bytes in any order");
     add("dk dv", "sm_90a", hopper.head_class, hopper.dkdv, words);
@@ -100,7 +101,7 @@ void plan_backward(Launches& launches, const attnkern::cuda::BackwardCall& p, co
     return;
   }
   const auto plan = attnkern::cuda::plan_backward(p, chip.shared_per_block);
-  std::string words = plan.plain ? "plain" : "general";
+  std::string words = plan.fast_path ? "fast path" : "generic";
   words += plan.chunked ? ", head size by chunks" : plan.wide ? ", wide" : ", narrow";
   if (chip.capability == 90) words += std::string(" (not sm_90a: ") + hopper.refusal + ")";
   add("dv", "sm_80", plan.head_class, plan.dv, words);

@@ -1,7 +1,7 @@
 // What happens between Q K^T and P V, for both passes: scale, softcap, bias, band, dropout.
 //
-// Two variants of every kernel. The plain one has a positive scale and nothing else but the band: its scores stay raw
-// products, and the scale is part of the exponent's factor. The general one has every feature by branches that are the
+// Two variants of every kernel. The fast path has a positive scale and nothing else but the band: its scores stay raw
+// products, and the scale is part of the exponent's factor. The generic one has every feature by branches that are the
 // same for all threads; its scores are in natural units (not times log2 e: a bias of finfo.min would overflow).
 //
 // Functions here work on one accumulator row tile of mma.m16n8k16: s[n][e] is row `row + e / 2 * 8`, column
@@ -41,7 +41,7 @@ struct Visited {
 };
 
 struct Score {
-  float scale;    // plain: softmax_scale * log2(e); general: softmax_scale, over softcap if there is one
+  float scale;    // fast path: softmax_scale * log2(e); generic: softmax_scale, over softcap if there is one
   float softcap;  // 0: off
   int32_t seqlen_q, seqlen_k;
   Band band;
@@ -56,15 +56,15 @@ struct Score {
   int32_t heads;         // of queries
 };
 
-// Whether the plain variant computes this problem.
-inline bool is_plain(const Attention& p) {
+// Whether the fast path computes this problem.
+inline bool is_fast_path(const Attention& p) {
   return p.softcap == 0 && p.bias.data == nullptr && p.dropout_p == 0 && p.softmax_scale > 0;
 }
 
-inline Score score_of(const Attention& p, bool plain) {
+inline Score score_of(const Attention& p, bool fast_path) {
   Score s{};
-  s.scale = static_cast<float>(plain ? p.softmax_scale * 1.4426950408889634074
-                                     : (p.softcap != 0 ? p.softmax_scale / p.softcap : p.softmax_scale));
+  s.scale = static_cast<float>(fast_path ? p.softmax_scale * 1.4426950408889634074
+                                         : (p.softcap != 0 ? p.softmax_scale / p.softcap : p.softmax_scale));
   s.softcap = static_cast<float>(p.softcap);
   s.seqlen_q = static_cast<int32_t>(p.seqlen_q);
   s.seqlen_k = static_cast<int32_t>(p.seqlen_k);
@@ -131,7 +131,7 @@ __device__ __forceinline__ float to_float(T x) {
   }
 }
 
-// Raw products -> scores in natural units, without the band. General variant only.
+// Raw products -> scores in natural units, without the band. Generic variant only.
 // If kKeepTanh, `t` gets tanh(scale * s / softcap) for score_gradient; not written without a softcap.
 template <typename T, bool kTransposed, bool kKeepTanh, int kTiles>
 __device__ __forceinline__ void finish_scores(const Score& p, const HeadScore& h, float (&s)[kTiles][4], int row,
@@ -259,9 +259,9 @@ __device__ __forceinline__ void dropout_keep_transposed(const Score& p, const He
 
 // The weight of a score under a known log-sum-exp, for the backward pass. A row without keys has an lse of -inf: pass
 // +inf for it (and for rows past the end), then its weights are 0.
-template <bool kPlain>
+template <bool kFastPath>
 __device__ __forceinline__ float weight(const Score& p, float s, float lse) {
-  if constexpr (kPlain) return ptx::ex2(fmaf(s, p.scale, -lse * kLog2E));
+  if constexpr (kFastPath) return ptx::ex2(fmaf(s, p.scale, -lse * kLog2E));
   return ptx::ex2((s - lse) * kLog2E);
 }
 

@@ -7,7 +7,7 @@
 namespace attnkern::cuda {
 
 struct RowState {
-  float max[2] = {-kInfinity, -kInfinity};  // as the scores: raw products (plain) or natural units (general)
+  float max[2] = {-kInfinity, -kInfinity};  // as the scores: raw products (fast path) or natural units (generic)
   float sum[2] = {0.f, 0.f};                // of this thread's columns, relative to max
 };
 
@@ -23,26 +23,26 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // exp(s - max) for a whole row needs no guard but one: a row that has seen no key keeps 0 as its reference, since
 // -inf - -inf is NaN.
-template <bool kPlain>
+template <bool kFastPath>
 __device__ __forceinline__ float exp_difference(const Score& p, float s, float reference) {
-  // Plain: one FFMA; `reference` is scaled. General: the difference first, which is exact and can't overflow.
-  return kPlain ? ptx::ex2(fmaf(s, p.scale, -reference)) : ptx::ex2((s - reference) * kLog2E);
+  // Fast path: one FFMA; `reference` is scaled. Generic: the difference first, which is exact and can't overflow.
+  return kFastPath ? ptx::ex2(fmaf(s, p.scale, -reference)) : ptx::ex2((s - reference) * kLog2E);
 }
 
 // Scores of a row, the first (half 0) or second of this thread's two -> weights relative to the new maximum; `factor`
 // is for what was summed up before.
-template <bool kPlain, int kTiles>
+template <bool kFastPath, int kTiles>
 __device__ __forceinline__ void weigh(const Score& p, float (&s)[kTiles][4], RowState& state, int half, float largest,
                                       float& factor) {
-  const float reference = largest == -kInfinity ? 0.f : kPlain ? largest * p.scale : largest;
-  factor = exp_difference<kPlain>(p, state.max[half], reference);
+  const float reference = largest == -kInfinity ? 0.f : kFastPath ? largest * p.scale : largest;
+  factor = exp_difference<kFastPath>(p, state.max[half], reference);
   state.max[half] = largest;
   float sum = 0.f;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int e = 2 * half; e < 2 * half + 2; ++e) {
-      s[n][e] = exp_difference<kPlain>(p, s[n][e], reference);
+      s[n][e] = exp_difference<kFastPath>(p, s[n][e], reference);
       sum += s[n][e];
     }
   }
@@ -50,7 +50,7 @@ __device__ __forceinline__ void weigh(const Score& p, float (&s)[kTiles][4], Row
 }
 
 // The same for both rows, their new maxima included.
-template <bool kPlain, int kTiles>
+template <bool kFastPath, int kTiles>
 __device__ __forceinline__ void softmax_step(const Score& p, float (&s)[kTiles][4], RowState& state,
                                              float (&factor)[2]) {
 #pragma unroll
@@ -58,15 +58,15 @@ __device__ __forceinline__ void softmax_step(const Score& p, float (&s)[kTiles][
     float largest = state.max[half];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-    weigh<kPlain>(p, s, state, half, quad_max(largest), factor[half]);
+    weigh<kFastPath>(p, s, state, half, quad_max(largest), factor[half]);
   }
 }
 
 // The natural log-sum-exp of a row from its maximum and its whole sum; -inf for a row without keys.
-template <bool kPlain>
+template <bool kFastPath>
 __device__ __forceinline__ float log_sum_exp(const Score& p, float max, float sum) {
   if (max == -kInfinity) return -kInfinity;
-  return kPlain ? (max * p.scale + ptx::lg2(sum)) * kLn2 : max + ptx::lg2(sum) * kLn2;
+  return kFastPath ? (max * p.scale + ptx::lg2(sum)) * kLn2 : max + ptx::lg2(sum) * kLn2;
 }
 
 // The same in natural units for float32: lg2.approx is off by 2^-22 where the result is small.
@@ -75,10 +75,10 @@ __device__ __forceinline__ float exact_log_sum_exp(float max, float sum) {
 }
 
 // As exact as outputs of T want it.
-template <typename T, bool kPlain>
+template <typename T, bool kFastPath>
 __device__ __forceinline__ float log_sum_exp_of(const Score& p, float max, float sum) {
   if constexpr (std::is_same_v<T, float>) return exact_log_sum_exp(max, sum);
-  return log_sum_exp<kPlain>(p, max, sum);
+  return log_sum_exp<kFastPath>(p, max, sum);
 }
 
 }  // namespace attnkern::cuda

@@ -10,7 +10,7 @@ SOURCES = {"dkdv": "csrc/cuda/backward_dkdv.cu", "dq": "csrc/cuda/backward_dq.cu
 ALL = "80 86 90a 100 120"
 WIDE, NARROW = "80 90a 100", "86 120"  # by the shared memory of a block
 
-# (head_dim, plain, wide) -> rows, columns, row tiles of a warp, warps of a row group, stages
+# (head_dim, fast path, wide) -> rows, columns, row tiles of a warp, warps of a row group, stages
 DKDV = {
     (32, True, False): (128, 64, 2, 1, 2),
     (64, True, False): (128, 32, 2, 1, 2),
@@ -72,8 +72,8 @@ def cases() -> list[Case]:
         for archs in ("80", "86 120", "90a 100"):
             found += [_chunked(name, kind, key_rows, archs) for kind, key_rows in (("dkdv", "true"), ("dq", "false"))]
     for kind, shapes, gradients in (("dkdv", DKDV, 2), ("dq", DQ, 1)):
-        for (head_dim, plain, wide), (rows, columns, row_tiles, split, stages) in shapes.items():
-            flags = "true" if plain else "false"
+        for (head_dim, fast_path, wide), (rows, columns, row_tiles, split, stages) in shapes.items():
+            flags = "true" if fast_path else "false"
             shape = f"*<{rows}, {columns}, {row_tiles}, {split}, {stages}> "
             tiles = (rows + stages * columns) * 2 * head_dim * 2
             constants = stages * columns * 2 * 4 if kind == "dkdv" else 0
@@ -81,7 +81,7 @@ def cases() -> list[Case]:
             # Of a warp: two products for its scores, and its part of the head dimension of the gradients.
             scores = 2 * row_tiles * (columns // split // 8) * (head_dim // 16)
             products = gradients * row_tiles * (columns // 16) * (head_dim // split // 8)
-            name = f"backward {kind} d{head_dim}{'' if plain else ' general'}{' wide' if wide else ''}"
+            name = f"backward {kind} d{head_dim}{'' if fast_path else ' generic'}{' wide' if wide else ''}"
             source = f"{kind}_kernel<*, {head_dim}, {flags}, {shape}>"
             archs = WIDE if wide else ALL
             # Half the steps of the scores are in the text where the sums take 192 registers.

@@ -7,7 +7,7 @@ HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 
 FULL = "output and scores take 192 of 255 registers; at most 4 loads from L1 per block of keys, beside its 256 mma"
 SPILLS = {  # by kind, head size and variant
-    ("forward", 128, "plain"): {"80 86 90a": Budget(12, FULL), "100": Budget(16, FULL)},
+    ("forward", 128, "fast path"): {"80 86 90a": Budget(12, FULL), "100": Budget(16, FULL)},
 }
 
 
@@ -24,23 +24,25 @@ def _case(kind: str, size: int, variant: str, source: Cuda, counts: dict[str, in
     return Case(f"{kind} d{size} {variant}".strip(), source, ALL, require={ALL: counts}, spills=spills, **more)
 
 
-def _forward(size: int, plain: bool) -> Case:
+def _forward(size: int, fast_path: bool) -> Case:
     """Per 16 of the head size and 16 keys: a fragment of K and one of V, each for two mma of every row tile; a fragment
     of Q for each row tile. K is loaded in two places."""
-    row_tiles = 2 if plain and size <= 128 else 1
-    keys = 32 if not plain and size >= 192 else 64
+    row_tiles = 2 if fast_path and size <= 128 else 1
+    keys = 32 if not fast_path and size >= 192 else 64
     steps, threads = size // 16, 128
     # In the text: that loop is unrolled as the registers allow.
-    steps_qk = {32: 1, 96: 1, 128: 2 if plain else 4, 256: 2 if plain else 4}.get(size, steps)
+    steps_qk = {32: 1, 96: 1, 128: 2 if fast_path else 4, 256: 2 if fast_path else 4}.get(size, steps)
     counts = {
         "HMMA.16816": (steps_qk + steps) * keys // 16 * 2 * row_tiles,
         "LDSM": steps_qk * (row_tiles + keys // 16) + steps * keys // 16,
         "LDGSTS": (64 * row_tiles + 3 * keys) * (size // 8) // threads,
     }
     shared = (64 * row_tiles + 2 * keys) * size * 2
-    source = Cuda("csrc/cuda/forward.cu", f"forward_kernel<*, {size}, {'true' if plain else 'false'}>", threads, shared)
+    source = Cuda(
+        "csrc/cuda/forward.cu", f"forward_kernel<*, {size}, {'true' if fast_path else 'false'}>", threads, shared
+    )
     turn = {"HMMA.16816": 2 * steps * keys // 16 * 2 * row_tiles}
-    return _case("forward", size, "plain" if plain else "general", source, counts, loop={ALL: turn})
+    return _case("forward", size, "fast path" if fast_path else "generic", source, counts, loop={ALL: turn})
 
 
 PRODUCTS = 3 + 1  # in the text, of one: in three parts, or with rounded factors

@@ -1,4 +1,4 @@
-"""The cases of Hopper's forward kernels: every class of head sizes, plain by each schedule, and with softcap."""
+"""The cases of Hopper's forward kernels: every class of head sizes, by each schedule, and with softcap."""
 
 from .case import Case, Cuda
 
@@ -29,14 +29,14 @@ def cases() -> list[Case]:
     return found
 
 
-def _case(sizes: tuple[int, int], schedule: str, plain: bool) -> Case:
+def _case(sizes: tuple[int, int], schedule: str, fast_path: bool) -> Case:
     """A product for each 16 of the head size (Q K^T) and of the keys (P V). But in the serial schedule both are under
     way when the scores are waited for, and the exponentials come before the wait for P V; the first block's and the
     last one's products stand beside the loop."""
     (size, values), (keys, stages, own) = sizes, TILES[sizes]
     slabs, slabs_v = -(-size // 64), -(-values // 64)  # of 128 bytes a row
     shared = 128 * slabs * 128 + stages * keys * (slabs + slabs_v) * 128 + (4 + 4 * stages) * 8
-    scores, outputs, exponentials = size // 16, keys // 16, keys // 2 * (1 if plain else 2)
+    scores, outputs, exponentials = size // 16, keys // 16, keys // 2 * (1 if fast_path else 2)
     serial, turns = schedule == "serial", 0 if schedule == "overlap" else 2
     counts = {
         "HGMMA": (1 if serial else 2) * (scores + outputs),
@@ -50,8 +50,8 @@ def _case(sizes: tuple[int, int], schedule: str, plain: bool) -> Case:
     steps = (("HGMMA", scores + outputs), f"{WAIT}1", ("MUFU.EX2", exponentials), f"{WAIT}0")
     if serial:
         steps = (("HGMMA", scores), f"{WAIT}0", ("MUFU.EX2", exponentials), ("HGMMA", outputs), f"{WAIT}0")
-    variant = ("plain" if plain else "softcap") + f" {schedule}" * (schedule != own)
-    name = f"forward_sm90_kernel<*, {size}, {values}, {str(plain).lower()}, *{SCHEDULES.index(schedule)}>"
+    variant = ("fast path" if fast_path else "softcap") + f" {schedule}" * (schedule != own)
+    name = f"forward_sm90_kernel<*, {size}, {values}, {str(fast_path).lower()}, *{SCHEDULES.index(schedule)}>"
     return Case(
         f"forward d{size}{f'/{values}' if values < size else ''} sm_90 {variant}",
         Cuda(SOURCE if schedule == own else OTHERS, name, THREADS, shared),

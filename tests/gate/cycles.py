@@ -218,11 +218,21 @@ def launched(case: Case, chip: Chip) -> bool:
 
 
 def pass_of(case: Case) -> tuple[str, int] | None:
-    """("forward", 128) of "forward d128 plain", ("dq", 64) of "triton dq bf16 d64 plain sm_80"; None: a case that the
-    table leaves out."""
+    """("forward", 128) of "forward d128 fast path", ("dq", 64) of "triton dq bf16 d64 plain sm_80"; None: a case that
+    the table leaves out."""
     kinds = "|".join(COUNTED)
     name = re.match(rf"(?:triton )?(?:backward )?({kinds})(?: sm_?90)?(?: bf16)? d(64|128|256)\b(.*)", case.name)
-    if name is None or set(re.split(r"[^\w]+", name[3])) - {"", "plain", "wide", "sm_80", "sm_90", "sm90", "sm_100"}:
+    if name is None or set(re.split(r"[^\w]+", name[3])) - {
+        "",
+        "plain",
+        "fast",
+        "path",
+        "wide",
+        "sm_80",
+        "sm_90",
+        "sm90",
+        "sm_100",
+    }:
         return None
     return name[1], int(name[2])
 
