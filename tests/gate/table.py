@@ -45,7 +45,7 @@ def _compile(name_and_arch: tuple[str, str]) -> None:
         compilers.kernels(next(case for case in all_cases() if case.name == name), arch)
 
 
-def judge(cases: list[Case]) -> tuple[list[tuple[Case, str, Kernel, list[str]]], list[str]]:
+def check(cases: list[Case]) -> tuple[list[tuple[Case, str, Kernel, list[str]]], list[str]]:
     """The table's rows with the rules that each breaks, and the lines on what has no row."""
     rows, lines = [], []
     for case in cases:
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return print_cycles(cases, console)
     try:
         compiled = compile_missing(cases)
-        rows, lines = judge(cases)
+        rows, lines = check(cases)
         lines += [line for row in rows for line in row[3]]
         if not text:
             lines += unclaimed(everything)
