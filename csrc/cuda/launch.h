@@ -62,7 +62,8 @@ ForwardSm90Plan plan_forward_sm90(const Forward& params, const Chip& chip);
 int forward_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
 // A problem of the fast path by another schedule than the plan's own, put in its place. Weak: null in a library that
 // was built without ATTNKERN_SCHEDULES=all.
-__attribute__((weak)) int forward_schedules_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
+__attribute__((weak, visibility("hidden"))) int forward_schedules_sm90(const Forward& params,
+                                                                       const ForwardSm90Plan& plan, void* stream);
 
 // The kernels for few queries and many keys, or splits = 0: not a problem for them. `splits` parts of the keys are read
 // side by side, their results kept in a workspace of so many floats and combined by a second kernel.
