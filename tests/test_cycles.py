@@ -69,7 +69,7 @@ LOOP = """
 
 def test_a_listing_survives_packing():
     program = sass.parse(listing(LOOP))
-    assert sass.parse(unpack(pack(listing(LOOP)))) == program
+    assert sass.parse(unpack(pack(listing(LOOP), {}))) == program
     assert [str(x) for x in program[:2]] == ["MOV R1, c[0x0][0x28]", "LDGSTS.E.BYPASS.128 [R2], [R4.64]"]
     assert program[3].guard == "@!P0"
     assert program[3].name == "BRA"
