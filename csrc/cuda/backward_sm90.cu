@@ -17,8 +17,6 @@
 //            dK   wait dV, dK                               dQ   wait dQ
 #include "cuda/backward_sm90.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/left_out.h"
-#include "cuda/tensor_map.h"
 
 namespace attnkern::cuda {
 namespace {
@@ -256,7 +254,7 @@ __device__ __forceinline__ void backward_block(const BackwardSm90Args& p) {
   // The same for all lanes, and known as such to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (warp < kWarpgroup / 32) {
-    ptx::setmaxnreg_dec<24>();
+    ptx::setmaxnreg_dec<kProducerRegisters>();
     if (block.steps == 0) return;
     if (warp == 0) {
       if (ptx::elect_one()) load_tiles<S>(p, block, shared);
@@ -264,7 +262,7 @@ __device__ __forceinline__ void backward_block(const BackwardSm90Args& p) {
       load_constants<S>(p, block, shared, warp - 1);
     }
   } else {
-    ptx::setmaxnreg_inc<240>();
+    ptx::setmaxnreg_inc<kConsumerRegisters>();
     const int consumer = warp / (kWarpgroup / 32) - 1;
     if constexpr (S::kSplit) {
       if (consumer == 0) {
@@ -348,12 +346,6 @@ using DkdvShape = Shape<T, kHeadDim, Tiles<kHeadDim>::kQueries, 4, true, kSoftca
 template <typename T, int kHeadDim, bool kSoftcap>
 using DqShape = Shape<T, kHeadDim, Tiles<kHeadDim>::kKeys, Tiles<kHeadDim>::kKeySlots, false, kSoftcap>;
 
-#ifdef ATTNKERN_NO_SM90
-constexpr const char* kNotCompiled = "the library was compiled without sm_90a";
-#else
-constexpr const char* kNotCompiled = nullptr;
-#endif
-
 // run(std::integral_constant<int, kHeadDim>{}) for the narrowest tiles that hold both head sizes, of at most 256.
 template <typename Run>
 int by_width(const BackwardCall& p, Run run) {
@@ -366,26 +358,15 @@ int by_width(const BackwardCall& p, Run run) {
 }
 
 const char* why_not(const BackwardCall& p, const Chip& chip) {
-  if (kNotCompiled != nullptr) return kNotCompiled;
-  if (left_out & kNoSm90Backward) return kLeftOut;
-  if (chip.capability != 90) return "the device is no Hopper";
-  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "the dtype isn't bfloat16 or float16";
-  if (p.bias.data != nullptr) return "there is a mask or bias";
-  if (p.dropout_p > 0) return "there is dropout";
+  if (const char* refusal = why_not_sm90(p, chip, kNoSm90Backward)) return refusal;
   if (p.softcap == 0 && p.softmax_scale <= 0) return "the scale isn't positive";
-  for (const int64_t size : {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v}) {
-    if (size == 0) return "a size is 0";
-  }
-  if (std::max(p.head_dim, p.head_dim_v) > 256) return "a head size is above 256";
   // Zeros up to 64 columns would cost more than wgmma gains over mma.
   if (std::max(p.head_dim, p.head_dim_v) <= 32) return "both head sizes are at most 32";
   if (p.heads_out != p.heads_k || p.heads_out != p.heads_v) return "key and value heads are shared differently";
+  if (const char* refusal = unfit_input(p)) return refusal;
   const auto fits = [](const View& view, int64_t length, int64_t width) {
     return view.data == nullptr || fits_tensor_map(view, length, width, 2);
   };
-  if (!fits(p.q, p.seqlen_q, p.head_dim)) return "the strides of query aren't multiples of 16 bytes";
-  if (!fits(p.k, p.seqlen_k, p.head_dim)) return "the strides of key aren't multiples of 16 bytes";
-  if (!fits(p.v, p.seqlen_k, p.head_dim_v)) return "the strides of value aren't multiples of 16 bytes";
   if (!fits(p.grad_out, p.seqlen_q, p.head_dim_v)) return "the strides of grad_out aren't multiples of 16 bytes";
   if (!fits(p.dq, p.seqlen_q, p.head_dim) || !fits(p.dk, p.seqlen_k, p.head_dim) ||
       !fits(p.dv, p.seqlen_k, p.head_dim_v)) {
@@ -395,7 +376,7 @@ const char* why_not(const BackwardCall& p, const Chip& chip) {
 }
 
 // Blocks that run side by side read the columns of so many (batch, head) pairs, which L2 (50 MB) then holds.
-int section_of(int64_t column_bytes, int64_t pairs) {
+int swizzled_heads(int64_t column_bytes, int64_t pairs) {
   constexpr int64_t kCache = int64_t{32} << 20;
   return static_cast<int>(std::clamp(kCache / std::max<int64_t>(1, column_bytes), int64_t{1}, pairs));
 }
@@ -424,7 +405,7 @@ int launch_by_keys(const BackwardCall& p, const BackwardLaunch& launch, void (*k
                    void* stream) {
   if (launch.blocks == 0) return cudaSuccess;
   const int64_t bytes = p.heads_q / p.heads_k * p.seqlen_q * (p.head_dim + p.head_dim_v) * 2;
-  BackwardSm90Args a = arguments(p, p.heads_k, section_of(bytes, p.batch * p.heads_k));
+  BackwardSm90Args a = arguments(p, p.heads_k, swizzled_heads(bytes, p.batch * p.heads_k));
   int error = make_source(a.rows[0], p, p.k, p.heads_k, p.seqlen_k, p.head_dim, kGroupRows);
   error = error ? error : make_source(a.rows[1], p, p.v, p.heads_k, p.seqlen_k, p.head_dim_v, kGroupRows);
   error = error ? error : make_source(a.cols[0], p, p.q, p.heads_q, p.seqlen_q, p.head_dim, S::kCols);
@@ -446,7 +427,7 @@ template <class S>
 int launch_dq(const BackwardCall& p, const BackwardLaunch& launch, void* stream) {
   if (launch.blocks == 0) return cudaSuccess;
   const int64_t bytes = ceil_div(p.seqlen_k * (p.head_dim + p.head_dim_v) * 2, p.heads_q / p.heads_k);
-  BackwardSm90Args a = arguments(p, p.heads_q, section_of(bytes, p.batch * p.heads_q));
+  BackwardSm90Args a = arguments(p, p.heads_q, swizzled_heads(bytes, p.batch * p.heads_q));
   int error = make_source(a.rows[0], p, p.q, p.heads_q, p.seqlen_q, p.head_dim, kGroupRows);
   error = error ? error : make_source(a.rows[1], p, p.grad_out, p.heads_q, p.seqlen_q, p.head_dim_v, kGroupRows);
   error = error ? error : make_source(a.cols[0], p, p.k, p.heads_k, p.seqlen_k, p.head_dim, S::kCols);

@@ -4,16 +4,13 @@
 
 #include "cuda/launch.h"
 #include "cuda/score.cuh"
+#include "cuda/sm90.cuh"
 #include "cuda/smem.cuh"
 #include "cuda/smem_sm90.cuh"
 
 namespace attnkern::cuda {
 namespace {
 
-constexpr int kWarpgroup = 128;
-constexpr int kConsumers = 2;
-constexpr int kThreads = kWarpgroup * (1 + kConsumers);
-constexpr int kGroupRows = 64;  // of a warpgroup
 constexpr uint32_t kMostShared = 227 * 1024;
 
 struct Source {

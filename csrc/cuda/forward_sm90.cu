@@ -1,16 +1,9 @@
 // Which problems Hopper's forward kernels take, how they are cut, and the kernels: of each class of head sizes the one
 // with its own schedule.
 #include "cuda/forward_sm90.cuh"
-#include "cuda/left_out.h"
 
 namespace attnkern::cuda {
 namespace {
-
-#ifdef ATTNKERN_NO_SM90
-constexpr const char* kNotCompiled = "the library was compiled without sm_90a";
-#else
-constexpr const char* kNotCompiled = nullptr;
-#endif
 
 // Neighbouring tiles of the grid share what they read of K and V in the L2 cache: so many heads, whose keys and values
 // fit there, that their tiles may come by rows, longest first, rather than head by head.
@@ -23,19 +16,8 @@ int swizzled_heads(const Attention& p) {
 }
 
 const char* why_not(const Forward& p, const Chip& chip) {
-  if (kNotCompiled != nullptr) return kNotCompiled;
-  if (left_out & kNoSm90) return kLeftOut;
-  if (chip.capability != 90) return "the device is no Hopper";
-  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "the dtype isn't bfloat16 or float16";
-  if (p.bias.data != nullptr) return "there is a mask or bias";
-  if (p.dropout_p > 0) return "there is dropout";
-  for (const int64_t size : {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v}) {
-    if (size == 0) return "a size is 0";
-  }
-  if (std::max(p.head_dim, p.head_dim_v) > 256) return "a head size is above 256";
-  if (!fits_tensor_map(p.q, p.seqlen_q, p.head_dim, 2)) return "the strides of query aren't multiples of 16 bytes";
-  if (!fits_tensor_map(p.k, p.seqlen_k, p.head_dim, 2)) return "the strides of key aren't multiples of 16 bytes";
-  if (!fits_tensor_map(p.v, p.seqlen_k, p.head_dim_v, 2)) return "the strides of value aren't multiples of 16 bytes";
+  if (const char* refusal = why_not_sm90(p, chip, kNoSm90)) return refusal;
+  if (const char* refusal = unfit_input(p)) return refusal;
   if (!fits_tensor_map(p.out, p.seqlen_q, p.head_dim_v, 2)) return "the strides of out aren't multiples of 16 bytes";
   return nullptr;
 }

@@ -6,17 +6,14 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/launch.h"
+#include "cuda/sm90.cuh"
 #include "cuda/smem_sm90.cuh"
 #include "cuda/softmax.cuh"
-#include "cuda/tensor_map.h"
 
 namespace attnkern::cuda {
 namespace {
 
-constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers);
-constexpr int kGroupRows = 64;  // of a consumer: the m of wgmma
 constexpr int kRows = kConsumers * kGroupRows;
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 enum NamedBarrier { kStored = 1, kTurn = kStored + kConsumers };  // by consumer; 0 is __syncthreads'
 
 // What a coordinate of a tensor map is multiplied by: 0 for a dimension that the tensor repeats.
