@@ -21,11 +21,9 @@ RESULTS = {
     "decode_kernel": ("part_out", "part_lse"),
     "combine_kernel": ("out", "lse"),
     "delta_kernel": ("delta",),
-    "dkdv_kernel": ("dk", "dv"),
-    "dq_kernel": ("dq",),
-    "tangent_kernel": ("tout", "tlse", "nu"),
-    "second_dkdv_kernel": ("dk", "dv"),
-    "second_dq_kernel": ("dq",),
+    "dkdv_kernel": ("grads.dk", "grads.dv"),
+    "dq_kernel": ("grads.dq",),
+    "tangent_kernel": ("tangents.tout", "tangents.tlse", "tangents.nu"),
 }
 
 
@@ -58,10 +56,23 @@ def cuda(capability: int = 80, launched: Callable[[Any], object] = lambda launch
         yield recorder
 
 
+def _names(name, tree):
+    """Of each argument, or field of one that is a named tuple."""
+    if not isinstance(tree, tuple):
+        return [name]
+    return [
+        leaf for field, branch in zip(tree._fields, tree, strict=True) for leaf in _names(f"{name}.{field}", branch)
+    ]
+
+
 def simulate(kernel, grid, args, capability):
     """In place of `launch.run` of the Triton kernels."""
-    compiled = ptxsim.of_triton(kernel.compile(capability), kernel.signature, capability)
-    given = dict(zip(kernel.signature, args, strict=True))
+    from attnkern.triton_kernels import launch
+
+    names = [leaf for name, tree in kernel.signature.items() for leaf in _names(name, tree)]
+    signature = dict(zip(names, (kind for _, kind in launch.leaves(tuple(kernel.signature.values()))), strict=True))
+    given = dict(zip(names, (value for _, value in launch.leaves(args)), strict=True))
+    compiled = ptxsim.of_triton(kernel.compile(capability), signature, capability)
     undefined = [given[name] for name in RESULTS.get(kernel.function.__name__, ()) if given[name] is not None]
     ptxsim.run(compiled, (grid,), [given[name] for name in compiled.arguments], undefined=undefined)
 

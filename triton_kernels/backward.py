@@ -1,331 +1,292 @@
-"""The backward pass, without atomics and so the same in every run: delta, then dK and dV by blocks of keys, and dQ by
-blocks of queries with the gradient of a bias of full shape; both make the weights again from the saved lse.
+"""The backward pass and its derivative, without atomics and so the same in every run: delta, then dK and dV by blocks
+of keys, and dQ by blocks of queries with the gradient of a bias of full shape; both make the probabilities again from
+the saved lse.
 
     P = exp(S - lse)    dV = P^T dO    dS = P (dO V^T - delta)    dQ = scale dS K    dK = scale dS^T Q    dbias = dS
 
 The two loops over the scores cost seven products where one loop with atomic additions to dQ would cost five.
+
+Second order (a variant with TANGENT), for double backward: with cotangents tq, tk, tv, tbias of dq, dk, dv, dbias, what
+is differentiated is L = rowsum(dS T) + rowsum(P U), summed over all rows: T is the tangent of the scores in the
+direction (tq, tk, tbias) and U = dO tv^T. So the first pass is `tangent_kernel` in the direction of the cotangents; it
+leaves mu = rowsum(P T), the gradient of grad_lse, tout, that of grad_out, and nu = rowsum(dO tout). The second, by the
+kernels of this file, needs of each row but these:
+
+    c = T - mu     dS = P (dP - delta)     W = dS c + P (U - nu)     gv = (P c)^T dO     gbias = W
+    gq = scale (W k + dS tk)               gk = scale (W^T q + dS^T tq)
+
+where dropout drops and scales dP, U and the P of gv, and a softcap multiplies W and dS of the last line by the slope
+1 - tanh^2 and W by that slope's own derivative. (Derived by hand for this package; checked against float64 autograd.)
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .forward import load_tile, product, store_tile
-from .score import dropout_keep, load_row_constants, program_rows, reached, score_gradient, scores, weights
+from .arguments import Biases, Call, Keys, Queries, RowTerms, Strides
+from .score import (
+    dropout_keep,
+    load_row_terms,
+    philox_of,
+    probabilities,
+    program_rows,
+    score_gradient,
+    score_tangent,
+    scores,
+    second_gradient,
+    visited_keys,
+    visited_queries,
+)
+from .tiles import add_product, head_of, load_tile, load_tiles, operand, products, store_tiles, zeros
+
+
+class DeltaStrides(NamedTuple):
+    grad_out: Strides
+    out: Strides
+
+
+class BackwardStrides(NamedTuple):
+    q: Strides
+    k: Strides
+    v: Strides
+    grad_out: Strides
+    bias: Strides
+    tq: Strides
+    tk: Strides
+    tv: Strides
+    tbias: Strides
+
+
+class DkdvStrides(NamedTuple):
+    inputs: BackwardStrides
+    dk: Strides
+    dv: Strides
+
+
+class DqStrides(NamedTuple):
+    inputs: BackwardStrides
+    dq: Strides
+    dbias: Strides
+
+
+class KeyGrads(NamedTuple):
+    dk: Any
+    dv: Any
+
+
+class QueryGrads(NamedTuple):
+    dq: Any
+    dbias: Any
 
 
 @triton.jit
-def delta_kernel(
-    grad_out, out, grad_lse, delta,
-    grad_stride_b, grad_stride_h, grad_stride_m, out_stride_b, out_stride_h, out_stride_m,
-    heads, seqlen_q, head_dim_v: tl.constexpr, BLOCK_M: tl.constexpr, DIMS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-):  # fmt: skip
+def delta_kernel(grad_out, out, grad_lse, delta, strides: DeltaStrides, heads, seqlen_q, C: tl.constexpr):
     """delta = rowsum(grad_out * out) - grad_lse, (batch, heads, seqlen_q) contiguous in fp32 like grad_lse.
 
     Grid: (blocks of queries * batch * heads).
     """
-    blocks = (seqlen_q + BLOCK_M - 1) // BLOCK_M
-    first_row = tl.program_id(0) % blocks * BLOCK_M
+    blocks = (seqlen_q + C.BLOCK_M - 1) // C.BLOCK_M
+    first_row = tl.program_id(0) % blocks * C.BLOCK_M
     batch_head = tl.program_id(0) // blocks
-    b, h = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
-    grad_out += b * grad_stride_b + h * grad_stride_h
-    out += b * out_stride_b + h * out_stride_h
+    b, h = batch_head // heads, batch_head % heads
+    grad_out = head_of(grad_out, b, h, strides.grad_out)
+    out = head_of(out, b, h, strides.out)
     # Lanes add up sums, not products: fused with the first addition between lanes, a product gives each of them another
     # last bit, and the lanes of a row store what should be one value.
-    products = tl.zeros([BLOCK_M, DIMS], tl.float32)
-    for dim in range(0, head_dim_v, DIMS):
-        g = load_tile(grad_out, 0, 0, first_row, grad_stride_m, seqlen_q, dim, head_dim_v, BLOCK_M, DIMS, False, True)
-        o = load_tile(out, 0, 0, first_row, out_stride_m, seqlen_q, dim, head_dim_v, BLOCK_M, DIMS, False, True)
+    products = tl.zeros([C.BLOCK_M, C.DIMS], tl.float32)
+    for dim in range(0, C.V.dims, C.DIMS):
+        g = load_tile(
+            grad_out, 0, 0, first_row, strides.grad_out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, True
+        )
+        o = load_tile(out, 0, 0, first_row, strides.out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, True)
         products += g.to(tl.float32) * o.to(tl.float32)
     total = tl.sum(products, 1)
-    rows = first_row + tl.arange(0, BLOCK_M)
+    rows = first_row + tl.arange(0, C.BLOCK_M)
     at = batch_head.to(tl.int64) * seqlen_q + rows
-    if HAS_GRAD_LSE:
+    if C.HAS_GRAD_LSE:
         total -= tl.load(grad_lse + at, mask=rows < seqlen_q, other=0.0)
     tl.store(delta + at, total, mask=rows < seqlen_q)
 
 
 @triton.jit
 def _dkdv_blocks(
-    dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, q1, grad_out, grad_out1, lse, delta, bias, seed,
-    b, h, counted, first_col, begin, end,
-    q_stride_m, k_stride_n, v_stride_n, grad_stride_m, bias_stride_m, bias_stride_n,
-    score_scale, softcap, dropout_threshold, dropout_scale, seqlen_q, seqlen_k, head_dim: tl.constexpr,
-    head_dim_v: tl.constexpr, band_low, band_high,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grads, k, v, q, grad_out, terms, row_offset, biases, strides, philox, first_col, begin, end, call,
+    C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sums over the queries [begin, end) of one head. Tiles are transposed, [keys, queries], so that weights and
-    score gradients are the left operands of their products as they stand."""
-    cols = first_col + tl.arange(0, BLOCK_N)
-    for first_row in range(begin, end, BLOCK_M):
-        rows = first_row + tl.arange(0, BLOCK_M)
-        if CHUNK > 0:
-            qk = product(
-                k0, first_col, k_stride_n, seqlen_k, q, first_row, q_stride_m, seqlen_q, head_dim, BLOCK_N, BLOCK_M,
-                CHUNK, PRECISION,
-            )  # fmt: skip
-        else:
-            qa = load_tile(q, b, h, first_row, q_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0, TMA, TAIL)
-            qk = tl.dot(k0, tl.trans(qa), input_precision=PRECISION)
-            if D1 > 0:
-                qb = load_tile(q1, b, h, first_row, q_stride_m, seqlen_q, D0, head_dim, BLOCK_M, D1, TMA, TAIL)
-                qk = tl.dot(k1, tl.trans(qb), qk, input_precision=PRECISION)
-        base, row_delta = load_row_constants(lse, delta, rows, seqlen_q, BIAS % 2 == 1)
-        s, t = scores(
-            qk, rows[None, :], cols[:, None], bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q,
-            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED, BIAS % 2 == 1,
-        )  # fmt: skip
-        p = weights(s, base[None, :], BIAS % 2 == 1)
+    """The sums over the queries [begin, end) of one head. Tiles are transposed, [keys, queries], so that probabilities
+    and score gradients are the left operands of their products as they stand."""
+    TAIL: tl.constexpr = MASKED or not C.HAS_LOW
+    dk, dv = grads
+    cols = first_col + tl.arange(0, C.BLOCK_N)
+    for first_row in range(begin, end, C.BLOCK_M):
+        rows = first_row + tl.arange(0, C.BLOCK_M)
+        q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, C.TMA, TAIL)
+        qk, x = products(k, q_tiles, C.QK, C.BLOCK_N, C.BLOCK_M, C, C.TK, C.TQ)
+        base, delta, mu, nu = load_row_terms(terms, row_offset, rows, call.seqlen_q, C)
+        s, t = scores(qk, rows[None, :], cols[:, None], biases.bias, strides.bias, call, C, MASKED)
+        p = probabilities(s, base[None, :], C.NATURAL)
         keep = p > 0.0
         kept = p
-        if DROPOUT:
-            keep = tl.trans(dropout_keep(seed, counted, rows, first_col, dropout_threshold, BLOCK_M, BLOCK_N))
-            kept = tl.where(keep, p * dropout_scale, 0.0)
-        ga = load_tile(grad_out, b, h, first_row, grad_stride_m, seqlen_q, 0, head_dim_v, BLOCK_M, V0, TMA, TAIL)
-        dv0 = tl.dot(kept.to(ga.dtype), ga, dv0, input_precision=PRECISION)
-        if CHUNK == 0:
-            dp = tl.dot(v0, tl.trans(ga), input_precision=PRECISION)
-        if V1 > 0:
-            gb = load_tile(grad_out1, b, h, first_row, grad_stride_m, seqlen_q, V0, head_dim_v, BLOCK_M, V1, TMA, TAIL)
-            dv1 = tl.dot(kept.to(gb.dtype), gb, dv1, input_precision=PRECISION)
-            if CHUNK == 0:
-                dp = tl.dot(v1, tl.trans(gb), dp, input_precision=PRECISION)
-        if CHUNK > 0:
-            dp = product(
-                v0, first_col, v_stride_n, seqlen_k, grad_out, first_row, grad_stride_m, seqlen_q, head_dim_v, BLOCK_N,
-                BLOCK_M, CHUNK, PRECISION,
-            )  # fmt: skip
-        _, ds = score_gradient(p, dp, row_delta[None, :], t, keep, dropout_scale, SOFTCAP, DROPOUT)
-        if CHUNK > 0:
-            qa = load_tile(q, b, h, first_row, q_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0, TMA, TAIL)
-            if D1 > 0:
-                qb = load_tile(q1, b, h, first_row, q_stride_m, seqlen_q, D0, head_dim, BLOCK_M, D1, TMA, TAIL)
-        ds = ds.to(qa.dtype)
-        dk0 = tl.dot(ds, qa, dk0, input_precision=PRECISION)
-        if D1 > 0:
-            dk1 = tl.dot(ds, qb, dk1, input_precision=PRECISION)
-    return dk0, dk1, dv0, dv1
+        if C.DROPOUT:
+            keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
+            keep = tl.trans(keep)
+            kept = tl.where(keep, p * call.dropout_scale, 0.0)
+        g_tiles = load_tiles(grad_out, first_row, C.V, C.BLOCK_M, C, False, C.TMA, TAIL)
+        if not C.TANGENT:
+            dv = add_product(dv, kept, g_tiles, C.V, C.BLOCK_M, C, TAIL)
+        dp, u = products(v, g_tiles, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TV)
+        if C.TANGENT:
+            ts, product = score_tangent(x, t, rows[None, :], cols[:, None], biases.tbias, strides.tbias, call, C)
+            _, ds, tangent, kept = second_gradient(
+                p, ts, product, dp, u, delta[None, :], mu[None, :], nu[None, :], t, keep, call, C
+            )
+            dv = add_product(dv, kept, g_tiles, C.V, C.BLOCK_M, C, TAIL)
+        else:
+            _, ds = score_gradient(p, dp, delta[None, :], t, keep, call, C)
+        dk = add_product(dk, ds, q_tiles, C.QK, C.BLOCK_M, C, TAIL)
+        if C.TQ:
+            dk = add_product(dk, tangent, q_tiles, C.QK, C.BLOCK_M, C, TAIL, True)
+    return dk, dv
 
 
 @triton.jit
 def dkdv_kernel(
-    q0, q1, k, v, grad_out0, grad_out1, lse, delta, bias, seed, dk, dv,
-    q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    grad_stride_b, grad_stride_h, grad_stride_m, bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n,
-    dk_stride_b, dk_stride_h, dk_stride_n, dv_stride_b, dv_stride_h, dv_stride_n,
-    softmax_scale, score_scale, softcap, dropout_threshold, dropout_scale,
-    batch, heads, heads_out, group_k, group_v, group_out, seeded_batch, seqlen_q, seqlen_k, head_dim: tl.constexpr,
-    head_dim_v: tl.constexpr, band_low, band_high,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q0, q1, tq0, tq1, grad_out0, grad_out1, keys: Keys, biases: Biases, seed, terms: RowTerms, grads: KeyGrads,
+    strides: DkdvStrides, heads_out, group_out, call: Call, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of BLOCK_N keys of one head of `heads_out`, summed over the group_out query heads that
-    share it (heads_out * group_out = heads; group_out divides group_k and group_v).
+    share it (heads_out * group_out = heads; group_out divides group_k and group_v). With a TANGENT gk and gv in place
+    of dk and dv.
 
-    q0, q1 and grad_out0, grad_out1: pointers, or descriptors if TMA. Grid: blocks of keys * batch * heads_out.
+    q, tq and grad_out: pointers, or descriptors if TMA. Grid: blocks of keys * batch * heads_out.
     """
     # Longest first, over all heads: with a causal band the first keys are reached by the most queries.
-    first_col = tl.program_id(0) // (batch * heads_out) * BLOCK_N
-    batch_head = tl.program_id(0) % (batch * heads_out)
+    first_col = tl.program_id(0) // (call.batch * heads_out) * C.BLOCK_N
+    batch_head = tl.program_id(0) % (call.batch * heads_out)
     b, ho = batch_head // heads_out, batch_head % heads_out
-    b64 = b.to(tl.int64)
     first_head = ho * group_out
-    hk, hv = (first_head // group_k).to(tl.int64), (first_head // group_v).to(tl.int64)
-    k += b64 * k_stride_b + hk * k_stride_h
-    v += b64 * v_stride_b + hv * v_stride_h
-    k0, v0 = k, v
-    if CHUNK == 0:
-        k0 = load_tile(k, 0, 0, first_col, k_stride_n, seqlen_k, 0, head_dim, BLOCK_N, D0, False, True)
-        v0 = load_tile(v, 0, 0, first_col, v_stride_n, seqlen_k, 0, head_dim_v, BLOCK_N, V0, False, True)
-    k1, v1 = k0, v0
-    if D1 > 0 and CHUNK == 0:
-        k1 = load_tile(k, 0, 0, first_col, k_stride_n, seqlen_k, D0, head_dim, BLOCK_N, D1, False, True)
-    if V1 > 0 and CHUNK == 0:
-        v1 = load_tile(v, 0, 0, first_col, v_stride_n, seqlen_k, V0, head_dim_v, BLOCK_N, V1, False, True)
-    dk0 = tl.zeros([BLOCK_N, D0], tl.float32)
-    dk1 = tl.zeros([BLOCK_N, D1 if D1 > 0 else 16], tl.float32)
-    dv0 = tl.zeros([BLOCK_N, V0], tl.float32)
-    dv1 = tl.zeros([BLOCK_N, V1 if V1 > 0 else 16], tl.float32)
-    key = 0
-    if DROPOUT:
-        key = tl.load(seed + b // seeded_batch)
-
-    begin, clean_begin, clean_end, end = reached(
-        first_col, seqlen_k, seqlen_q, -band_high, -band_low, BLOCK_N, BLOCK_M, HAS_HIGH, HAS_LOW
-    )
+    hk, hv = first_head // call.group_k, first_head // call.group_v
+    given = strides.inputs
+    k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, given.k, given.tk, call.seqlen_k, C.TK, False)
+    v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, given.v, given.tv, call.seqlen_k, C.TV, False)
+    k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, C.TK, False, True)
+    v_tiles = load_tiles(v, first_col, C.V, C.BLOCK_N, C, C.TV, False, True)
+    sums = zeros(C.BLOCK_N, C.QK), zeros(C.BLOCK_N, C.V)
+    bounds = visited_queries(first_col, call, C)
     # Keys past the end need no mask: each adds to its own row of dk and dv alone, which isn't stored.
     for h in range(first_head, first_head + group_out):
-        h64 = h.to(tl.int64)
-        row_constants = (b64 * heads + h64) * seqlen_q
-        counted = (b % seeded_batch).to(tl.int64) * heads + h64
-        q, qr, g, gr, bias_here = q0, q1, grad_out0, grad_out1, bias
-        if not TMA:
-            q = q0 + b64 * q_stride_b + h64 * q_stride_h
-            qr = q
-            g = grad_out0 + b64 * grad_stride_b + h64 * grad_stride_h
-            gr = g
-        if BIAS > 0:
-            bias_here = bias + b64 * bias_stride_b + h64 * bias_stride_h
-        # Masked blocks (if there is an upper bound), clean ones, masked ones again (if there is a lower one). Rows past
-        # the end weigh nothing (load_row_constants): without a lower bound the last block is a clean one.
-        for part in tl.static_range(3):
-            if (HAS_HIGH or part > 0) and (HAS_LOW or part < 2):
-                first = begin if part == 0 else (clean_begin if part == 1 else clean_end)
-                last = clean_begin if part == 0 else (clean_end if HAS_LOW and part == 1 else end)
-                dk0, dk1, dv0, dv1 = _dkdv_blocks(
-                    dk0, dk1, dv0, dv1, k0, k1, v0, v1, q, qr, g, gr, lse + row_constants, delta + row_constants,
-                    bias_here, key, b, h, counted, first_col, first, last,
-                    q_stride_m, k_stride_n, v_stride_n, grad_stride_m, bias_stride_m, bias_stride_n,
-                    score_scale, softcap, dropout_threshold, dropout_scale, seqlen_q, seqlen_k, head_dim, head_dim_v,
-                    band_low, band_high,
-                    BLOCK_M, BLOCK_N, D0, D1, V0, V1, CHUNK, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, part != 1,
-                    part != 1 or not HAS_LOW, TMA, PRECISION,
-                )  # fmt: skip
+        philox = philox_of(seed, call, b, h, C)
+        q = operand(q0, q1, tq0, tq1, b, h, given.q, given.tq, call.seqlen_q, C.TQ, C.TMA)
+        g = operand(grad_out0, grad_out1, None, None, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, C.TMA)
+        bias = biases.bias
+        tbias = biases.tbias
+        if C.BIAS > 0:
+            bias = head_of(bias, b, h, given.bias)
+        if C.TBIAS > 0:
+            tbias = head_of(tbias, b, h, given.tbias)
+        row_offset = (b.to(tl.int64) * call.heads + h) * call.seqlen_q
+        for part in tl.static_range(0 if C.HAS_HIGH else 1, 3 if C.HAS_LOW else 2):
+            sums = _dkdv_blocks(
+                sums, k_tiles, v_tiles, q, g, terms, row_offset, Biases(bias, tbias), given, philox, first_col,
+                bounds[part], bounds[part + 1], call, C, part != 1,
+            )  # fmt: skip
 
-    dk += b64 * dk_stride_b + ho.to(tl.int64) * dk_stride_h
-    dv += b64 * dv_stride_b + ho.to(tl.int64) * dv_stride_h
-    store_tile(dk, dk0 * softmax_scale, first_col, dk_stride_n, seqlen_k, 0, head_dim, BLOCK_N, D0)
-    if D1 > 0:
-        store_tile(dk, dk1 * softmax_scale, first_col, dk_stride_n, seqlen_k, D0, head_dim, BLOCK_N, D1)
-    store_tile(dv, dv0, first_col, dv_stride_n, seqlen_k, 0, head_dim_v, BLOCK_N, V0)
-    if V1 > 0:
-        store_tile(dv, dv1, first_col, dv_stride_n, seqlen_k, V0, head_dim_v, BLOCK_N, V1)
+    dk, dv = sums
+    to_dk = head_of(grads.dk, b, ho, strides.dk)
+    to_dv = head_of(grads.dv, b, ho, strides.dv)
+    store_tiles(to_dk, dk, call.softmax_scale, first_col, strides.dk.row, call.seqlen_k, C.QK, C.BLOCK_N)
+    store_tiles(to_dv, dv, 1.0, first_col, strides.dv.row, call.seqlen_k, C.V, C.BLOCK_N)
+
+
+@triton.jit
+def score_gradients(
+    q, grad_out, terms, k, v, biases, strides, philox, rows, first_col, call, C: tl.constexpr, MASKED: tl.constexpr
+):
+    """Of one tile of scores: the gradients of the scores, of the products q k^T before scale, with a TANGENT of these
+    products' tangent; and the tiles of k. terms: of `load_row_terms`."""
+    base, delta, mu, nu = terms
+    cols = first_col + tl.arange(0, C.BLOCK_N)
+    k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, C.TK, C.TMA, MASKED)
+    qk, x = products(q, k_tiles, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TQ, C.TK)
+    s, t = scores(qk, rows[:, None], cols[None, :], biases.bias, strides.bias, call, C, MASKED)
+    p = probabilities(s, base[:, None], C.NATURAL)
+    v_tiles = load_tiles(v, first_col, C.V, C.BLOCK_N, C, C.TV, C.TMA, MASKED)
+    dp, u = products(grad_out, v_tiles, C.V, C.BLOCK_M, C.BLOCK_N, C, False, C.TV)
+    keep = p > 0.0
+    if C.DROPOUT:
+        keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
+    if C.TANGENT:
+        ts, product = score_tangent(x, t, rows[:, None], cols[None, :], biases.tbias, strides.tbias, call, C)
+        ds, raw, tangent, _ = second_gradient(
+            p, ts, product, dp, u, delta[:, None], mu[:, None], nu[:, None], t, keep, call, C
+        )
+        return ds, raw, tangent, k_tiles
+    else:
+        ds, raw = score_gradient(p, dp, delta[:, None], t, keep, call, C)
+        return ds, raw, raw, k_tiles
 
 
 @triton.jit
 def _dq_blocks(
-    dq0, dq1, q0, q1, grad_out0, grad_out1, base, row_delta, k, k1, v, v1, bias, dbias, seed,
-    b, hk, hv, counted, first_row, begin, end,
-    q_stride_m, k_stride_n, v_stride_n, grad_stride_m, bias_stride_m, bias_stride_n, dbias_stride_m,
-    score_scale, softcap, dropout_threshold, dropout_scale, seqlen_q, seqlen_k, head_dim: tl.constexpr,
-    head_dim_v: tl.constexpr, band_low, band_high,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr, DBIAS: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dq, q, grad_out, terms, k, v, biases, dbias, strides, philox, first_row, begin, end, call, C: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the keys [begin, end); with DBIAS also stores the score gradients."""
-    rows = first_row + tl.arange(0, BLOCK_M)
-    for first_col in range(begin, end, BLOCK_N):
-        cols = first_col + tl.arange(0, BLOCK_N)
-        if CHUNK > 0:
-            qk = product(
-                q0, first_row, q_stride_m, seqlen_q, k, first_col, k_stride_n, seqlen_k, head_dim, BLOCK_M, BLOCK_N,
-                CHUNK, PRECISION,
-            )  # fmt: skip
-        else:
-            ka = load_tile(k, b, hk, first_col, k_stride_n, seqlen_k, 0, head_dim, BLOCK_N, D0, TMA, MASKED)
-            qk = tl.dot(q0, tl.trans(ka), input_precision=PRECISION)
-            if D1 > 0:
-                kb = load_tile(k1, b, hk, first_col, k_stride_n, seqlen_k, D0, head_dim, BLOCK_N, D1, TMA, MASKED)
-                qk = tl.dot(q1, tl.trans(kb), qk, input_precision=PRECISION)
-        s, t = scores(
-            qk, rows[:, None], cols[None, :], bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q,
-            seqlen_k, band_low, band_high, BIAS, SOFTCAP, HAS_LOW, HAS_HIGH, MASKED, BIAS % 2 == 1,
-        )  # fmt: skip
-        p = weights(s, base[:, None], BIAS % 2 == 1)
-        if CHUNK > 0:
-            dp = product(
-                grad_out0, first_row, grad_stride_m, seqlen_q, v, first_col, v_stride_n, seqlen_k, head_dim_v, BLOCK_M,
-                BLOCK_N, CHUNK, PRECISION,
-            )  # fmt: skip
-        else:
-            va = load_tile(v, b, hv, first_col, v_stride_n, seqlen_k, 0, head_dim_v, BLOCK_N, V0, TMA, MASKED)
-            dp = tl.dot(grad_out0, tl.trans(va), input_precision=PRECISION)
-            if V1 > 0:
-                vb = load_tile(v1, b, hv, first_col, v_stride_n, seqlen_k, V0, head_dim_v, BLOCK_N, V1, TMA, MASKED)
-                dp = tl.dot(grad_out1, tl.trans(vb), dp, input_precision=PRECISION)
-        keep = p > 0.0
-        if DROPOUT:
-            keep = dropout_keep(seed, counted, rows, first_col, dropout_threshold, BLOCK_M, BLOCK_N)
-        ds_bias, ds = score_gradient(p, dp, row_delta[:, None], t, keep, dropout_scale, SOFTCAP, DROPOUT)
-        if DBIAS:
-            at = rows[:, None].to(tl.int64) * dbias_stride_m + cols[None, :]
-            inside = (rows[:, None] < seqlen_q) & (cols[None, :] < seqlen_k)
-            tl.store(dbias + at, ds_bias.to(dbias.dtype.element_ty), mask=inside)
-        if CHUNK > 0:
-            ka = load_tile(k, b, hk, first_col, k_stride_n, seqlen_k, 0, head_dim, BLOCK_N, D0, TMA, MASKED)
-            if D1 > 0:
-                kb = load_tile(k1, b, hk, first_col, k_stride_n, seqlen_k, D0, head_dim, BLOCK_N, D1, TMA, MASKED)
-        ds = ds.to(ka.dtype)
-        dq0 = tl.dot(ds, ka, dq0, input_precision=PRECISION)
-        if D1 > 0:
-            dq1 = tl.dot(ds, kb, dq1, input_precision=PRECISION)
-    return dq0, dq1
+    """The sum over the keys [begin, end); with DBIAS also stores the gradients of the scores."""
+    rows = first_row + tl.arange(0, C.BLOCK_M)
+    for first_col in range(begin, end, C.BLOCK_N):
+        ds, raw, tangent, k_tiles = score_gradients(
+            q, grad_out, terms, k, v, biases, strides.inputs, philox, rows, first_col, call, C, MASKED
+        )
+        if C.DBIAS:
+            cols = first_col + tl.arange(0, C.BLOCK_N)
+            at = rows[:, None].to(tl.int64) * strides.dbias.row + cols[None, :]
+            inside = (rows[:, None] < call.seqlen_q) & (cols[None, :] < call.seqlen_k)
+            tl.store(dbias + at, ds.to(dbias.dtype.element_ty), mask=inside)
+        dq = add_product(dq, raw, k_tiles, C.QK, C.BLOCK_N, C, MASKED)
+        if C.TK:
+            dq = add_product(dq, tangent, k_tiles, C.QK, C.BLOCK_N, C, MASKED, True)
+    return dq
 
 
 @triton.jit
 def dq_kernel(
-    q, k0, k1, v0, v1, grad_out, lse, delta, bias, seed, dq, dbias,
-    q_stride_b, q_stride_h, q_stride_m, k_stride_b, k_stride_h, k_stride_n, v_stride_b, v_stride_h, v_stride_n,
-    grad_stride_b, grad_stride_h, grad_stride_m, bias_stride_b, bias_stride_h, bias_stride_m, bias_stride_n,
-    dq_stride_b, dq_stride_h, dq_stride_m, dbias_stride_b, dbias_stride_h, dbias_stride_m,
-    softmax_scale, score_scale, softcap, dropout_threshold, dropout_scale,
-    batch, heads, group_k, group_v, seeded_batch, seqlen_q, seqlen_k, head_dim: tl.constexpr,
-    head_dim_v: tl.constexpr, band_low, band_high,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr,
-    V1: tl.constexpr, CHUNK: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, DBIAS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries: Queries, biases: Biases, seed, terms: RowTerms, grads: QueryGrads,
+    strides: DqStrides, call: Call, C: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of BLOCK_M queries of one head. With DBIAS (a bias with an entry per score) also its gradient:
-    every entry within the band is stored; the caller zeroes the rest.
+    """dq of one block of BLOCK_M queries of one head; with a TANGENT gq. With DBIAS (a bias with an entry per score)
+    also the bias' gradient: every entry within the band is stored; the caller zeroes the rest.
 
-    Pointers and descriptors as in forward_kernel. Grid: blocks of queries * batch * heads.
+    tq, tk, tv have the shapes of q, k, v, tbias broadcasts to the scores; each may be None for zero. Pointers and
+    descriptors as in forward_kernel. Grid: blocks of queries * batch * heads.
     """
-    first_row, batch_head, b, h, key, counted = program_rows(
-        seed, batch, heads, seeded_batch, seqlen_q, BLOCK_M, HAS_HIGH, DROPOUT
-    )
-    hk, hv = h // group_k, h // group_v
-    b64, h64 = b.to(tl.int64), h.to(tl.int64)
-    q += b64 * q_stride_b + h64 * q_stride_h
-    grad_out += b64 * grad_stride_b + h64 * grad_stride_h
-    if not TMA:
-        k0 += b64 * k_stride_b + hk.to(tl.int64) * k_stride_h
-        v0 += b64 * v_stride_b + hv.to(tl.int64) * v_stride_h
-        k1 = k0
-        v1 = v0
-    if BIAS > 0:
-        bias += b64 * bias_stride_b + h64 * bias_stride_h
-    if DBIAS:
-        dbias += b64 * dbias_stride_b + h64 * dbias_stride_h
-    q0, g0 = q, grad_out
-    if CHUNK == 0:
-        q0 = load_tile(q, 0, 0, first_row, q_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0, False, True)
-        g0 = load_tile(grad_out, 0, 0, first_row, grad_stride_m, seqlen_q, 0, head_dim_v, BLOCK_M, V0, False, True)
-    q1, g1 = q0, g0
-    if D1 > 0 and CHUNK == 0:
-        q1 = load_tile(q, 0, 0, first_row, q_stride_m, seqlen_q, D0, head_dim, BLOCK_M, D1, False, True)
-    if V1 > 0 and CHUNK == 0:
-        g1 = load_tile(grad_out, 0, 0, first_row, grad_stride_m, seqlen_q, V0, head_dim_v, BLOCK_M, V1, False, True)
-    row_constants = batch_head.to(tl.int64) * seqlen_q
-    rows = first_row + tl.arange(0, BLOCK_M)
-    base, row_delta = load_row_constants(
-        lse + row_constants, delta + row_constants, rows, seqlen_q, BIAS % 2 == 1
-    )  # fmt: skip
-    dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
-    dq1 = tl.zeros([BLOCK_M, D1 if D1 > 0 else 16], tl.float32)
-
-    begin, clean_begin, clean_end, end = reached(
-        first_row, seqlen_q, seqlen_k, band_low, band_high, BLOCK_M, BLOCK_N, HAS_LOW, HAS_HIGH
-    )
-    # Masked blocks (if there is a lower bound), clean ones, masked ones again.
-    for part in tl.static_range(3):
-        if HAS_LOW or part > 0:
-            first = begin if part == 0 else (clean_begin if part == 1 else clean_end)
-            last = clean_begin if part == 0 else (clean_end if part == 1 else end)
-            dq0, dq1 = _dq_blocks(
-                dq0, dq1, q0, q1, g0, g1, base, row_delta, k0, k1, v0, v1, bias, dbias, key,
-                b, hk, hv, counted, first_row, first, last,
-                q_stride_m, k_stride_n, v_stride_n, grad_stride_m, bias_stride_m, bias_stride_n, dbias_stride_m,
-                score_scale, softcap, dropout_threshold, dropout_scale, seqlen_q, seqlen_k, head_dim, head_dim_v,
-                band_low, band_high,
-                BLOCK_M, BLOCK_N, D0, D1, V0, V1, CHUNK, BIAS, SOFTCAP, DROPOUT, HAS_LOW, HAS_HIGH, part != 1, DBIAS,
-                TMA, PRECISION,
-            )  # fmt: skip
-    dq += b64 * dq_stride_b + h64 * dq_stride_h
-    store_tile(dq, dq0 * softmax_scale, first_row, dq_stride_m, seqlen_q, 0, head_dim, BLOCK_M, D0)
-    if D1 > 0:
-        store_tile(dq, dq1 * softmax_scale, first_row, dq_stride_m, seqlen_q, D0, head_dim, BLOCK_M, D1)
+    first_row, batch_head, b, h, philox = program_rows(seed, call, C)
+    hk, hv = h // call.group_k, h // call.group_v
+    given = strides.inputs
+    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call.seqlen_q, C.TQ, False)
+    g = queries.grad_out
+    g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, False)
+    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.seqlen_k, C.TK, C.TMA)
+    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.seqlen_k, C.TV, C.TMA)
+    bias = biases.bias
+    tbias = biases.tbias
+    dbias = grads.dbias
+    if C.BIAS > 0:
+        bias = head_of(bias, b, h, given.bias)
+    if C.TBIAS > 0:
+        tbias = head_of(tbias, b, h, given.tbias)
+    if C.DBIAS:
+        dbias = head_of(dbias, b, h, strides.dbias)
+    q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
+    g_tiles = load_tiles(g, first_row, C.V, C.BLOCK_M, C, False, False, True)
+    rows = first_row + tl.arange(0, C.BLOCK_M)
+    row_terms = load_row_terms(terms, batch_head.to(tl.int64) * call.seqlen_q, rows, call.seqlen_q, C)
+    dq = zeros(C.BLOCK_M, C.QK)
+    bounds = visited_keys(first_row, call, C)
+    for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
+        dq = _dq_blocks(
+            dq, q_tiles, g_tiles, row_terms, k, v, Biases(bias, tbias), dbias, strides, philox, first_row,
+            bounds[part], bounds[part + 1], call, C, part != 1,
+        )  # fmt: skip
+    to_dq = head_of(grads.dq, b, h, strides.dq)
+    store_tiles(to_dq, dq, call.softmax_scale, first_row, strides.dq.row, call.seqlen_q, C.QK, C.BLOCK_M)

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,41 +22,61 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .arguments import Constants, Strides
 from .configs import Config
 
-_FLOATS = frozenset(("softmax_scale", "score_scale", "softcap", "dropout_scale"))
-# Strides from one batch element or head to the next reach beyond 2^31; those within a tile don't.
-_LONG = ("_stride_b", "_stride_h")
+
+def block(element: str, shape: tuple[int, ...]) -> str:
+    """The type of a tensor descriptor, by its elements and the tile that it loads."""
+    return f"tensordesc<{element}[{','.join(map(str, shape))}]>"
 
 
-class Block(NamedTuple):
-    """The type of an argument that is a tensor descriptor: its element type and the tile that it loads."""
+class Leaf(NamedTuple):
+    """An argument, or a field of one that is a named tuple."""
 
-    element: str
-    shape: tuple[int, ...]
+    kind: str  # its Triton type; "constexpr" for a constant
+    value: Any = None  # None for a tensor, which a launch brings
+    divisor: int = 1  # of an integer or an address: a number that it is a multiple of
 
-    def __str__(self) -> str:
-        return f"tensordesc<{self.element}[{','.join(map(str, self.shape))}]>"
+
+NOTHING = Leaf("constexpr")  # what a kernel has no use for
+Tree = Any  # a Leaf, or a named tuple of trees
+
+
+def leaves(tree: Tree, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """What is no tuple (or a `Leaf`) in a tree, each with its path."""
+    if isinstance(tree, Leaf) or not isinstance(tree, tuple):
+        yield path, tree
+    else:
+        for n, branch in enumerate(tree):
+            yield from leaves(branch, (*path, n))
+
+
+def _each(tree: Tree, what: Callable[[Leaf], Any]) -> Any:
+    return what(tree) if isinstance(tree, Leaf) else type(tree)(*(_each(branch, what) for branch in tree))
 
 
 class Kernel:
     """One variant of a Triton function; `variant` makes each once.
 
-    signature maps every argument to its Triton type ("constexpr" for a constant), constants those to their values;
-    divisors names the integers and pointers that are multiples of a number.
+    signature maps every argument to its Triton type, or a named tuple of types ("constexpr" for a constant). fixed has
+    the constants by path (the argument's number, then the field's), divisors what integers and pointers are multiples
+    of; constants are the fields of C.
     """
 
     def __init__(
         self,
         function: Any,
-        signature: Mapping[str, str],
+        signature: Mapping[str, Any],
         constants: Mapping[str, Any],
-        divisors: Mapping[str, int],
+        fixed: Mapping[tuple[int, ...], Any],
+        divisors: Mapping[tuple[int, ...], int],
         config: Config,
     ):
         self.function = function
         self.signature = signature
         self.constants = constants
+        self.fixed = fixed
         self.divisors = divisors
         # Triton 3.9 asks for an explicit choice of fp_fusion; this is every version's default.
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
@@ -66,9 +86,8 @@ class Kernel:
     def compile(self, capability: int) -> Any:
         """Triton's CompiledKernel for sm_<capability>; no device is needed."""
         if capability not in self.compiled:
-            names = list(self.signature)
-            attrs = {(names.index(name),): [["tt.divisibility", n]] for name, n in self.divisors.items()}
-            source = ASTSource(self.function, signature=self.signature, constexprs=self.constants, attrs=attrs)
+            attrs = {path: [["tt.divisibility", n]] for path, n in self.divisors.items()}
+            source = ASTSource(self.function, signature=self.signature, constexprs=self.fixed, attrs=attrs)
             target = GPUTarget("cuda", capability, 32)
             self.compiled[capability] = triton.compile(source, target=target, options=self.options)
         return self.compiled[capability]
@@ -79,37 +98,33 @@ _variants: dict[tuple, Kernel] = {}
 
 def variant(
     function: Any,
-    pointers: Mapping[str, str | Block | None],
+    given: Mapping[str, Leaf],
+    strides: Mapping[str, Strides],
     constants: Mapping[str, Any],
-    divisors: Mapping[str, int],
     config: Config,
-) -> Kernel:
-    """The kernel of `function`, whose arguments named in `pointers` and `constants` are these; the rest are numbers.
+) -> tuple[Kernel, tuple]:
+    """The kernel of `function` for these arguments and fields by name, strides by tensor, and constants C; and the
+    arguments from `strides` on, those before being tensors. Names that the function doesn't have are passed over."""
+    annotations = function.fn.__annotations__
 
-    A pointer is an element type ("bf16"), a `Block` (a descriptor), or None (nothing is passed: the kernel has no use
-    for it). Names that the function doesn't have are passed over.
-    """
-    names = function.arg_names
-    kinds = tuple(pointers.get(name) for name in names)
-    values = {name: constants[name] for name in names if name in constants}
-    divisors = {name: divisors[name] for name in names if name in divisors}
-    key = (function, kinds, tuple(values.items()), tuple(divisors.items()), config)
+    def tree_of(name: str, kind: Any) -> Tree:
+        if kind is Strides:
+            return strides.get(name, NOTHING)
+        if fields := getattr(kind, "_fields", ()):
+            return kind(*(tree_of(field, kind.__annotations__[field]) for field in fields))
+        return Leaf("constexpr", Constants(**constants)) if name == "C" else given[name]
+
+    trees = {name: tree_of(name, annotations.get(name)) for name in function.arg_names}
+    every = list(leaves(tuple(trees.values())))
+    signature = {name: _each(tree, lambda leaf: leaf.kind) for name, tree in trees.items()}
+    fixed = {path: leaf.value for path, leaf in every if leaf.kind == "constexpr"}
+    divisors = {path: leaf.divisor for path, leaf in every if leaf.divisor > 1 and leaf.kind != "constexpr"}
+    key = (function, tuple(signature.values()), tuple(fixed.items()), tuple(divisors.items()), config)
     kernel = _variants.get(key)
     if kernel is None:
-        signature = {}
-        for name, kind in zip(names, kinds, strict=True):
-            if name in values:
-                signature[name] = "constexpr"
-            elif name not in pointers:
-                signature[name] = "fp32" if name in _FLOATS else "i64" if name.endswith(_LONG) else "i32"
-            elif kind is None:
-                signature[name] = "constexpr"
-                values[name] = None
-            else:
-                signature[name] = str(kind) if isinstance(kind, Block) else f"*{kind}"
-        passed = {name: n for name, n in divisors.items() if signature[name] != "constexpr"}
-        kernel = _variants[key] = Kernel(function, signature, values, passed, config)
-    return kernel
+        kernel = _variants[key] = Kernel(function, signature, dict(constants), fixed, divisors, config)
+    values = [_each(tree, lambda leaf: leaf.value) for tree in trees.values()]
+    return kernel, tuple(values[function.arg_names.index("strides") :])
 
 
 @functools.cache

@@ -14,12 +14,13 @@ import torch
 
 from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, is_length_major
 from . import configs, launch
+from .arguments import Constants, Strides
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bias_gradient import bias_gradient_kernel
 from .configs import Config
 from .decode import combine_kernel, decode_kernel
 from .forward import forward_kernel
-from .second_backward import second_bias_gradient_kernel, second_dkdv_kernel, second_dq_kernel
+from .launch import NOTHING, Leaf
 from .tangent import tangent_kernel
 
 Sizes = tuple[int, ...]
@@ -28,7 +29,8 @@ ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"
 FAR = 2**30  # a bound and a row add up within 32 bits
 LOG2E = math.log2(math.e)
 DELTA = Config(64, 0, 4, 1)
-_HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of V0 + V1 columns
+_HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of head size head_dim_v
+_FLOATS = ("softmax_scale", "score_scale", "softcap", "dropout_scale")
 table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
 
 
@@ -177,8 +179,9 @@ def forward_plan(problem: Problem, need_lse: bool, processors: int = 0) -> Forwa
     if 0 in (*q.shape[:3], k.shape[2]):
         return Forward(out, lse_shape, None)
     build = _Builder(problem)
-    build.tensor("out", out.kind(), problem.dtype, "m")
-    build.pointers["lse"] = "fp32" if need_lse else None
+    build.tensor("out", out.kind(), problem.dtype)
+    if not need_lse:
+        build.tensors["lse"] = NOTHING
     if processors and (parts := build.splits(processors)) is not None:
         return Forward(out, lse_shape, *build.decode(*parts, need_lse))
     step = build.step(forward_kernel, "forward", {"k": k, "v": v}, WRITE_LSE=need_lse)
@@ -195,7 +198,7 @@ def backward_plan(problem: Problem, grad_out: Kind, out: Kind, has_grad_lse: boo
         return Backward(grads, dq_layout, None, None, None, None, (), False, bool(grad_mask & GRAD_BIAS))
     build = _Builder(problem)
     delta = build.delta(grad_out, out, has_grad_lse)
-    return Backward(grads, dq_layout, delta, *build.gradients(_FIRST, grad_out, grad_mask, None))
+    return Backward(grads, dq_layout, delta, *build.gradients(grad_out, grad_mask, None))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -207,7 +210,7 @@ def tangent_plan(problem: Problem, direction: Direction, out: Kind) -> Tangent:
         return Tangent(layout, None)
     build = _Builder(problem)
     build.direction(direction)
-    build.tensor("out", out, problem.dtype, "m")
+    build.tensor("out", out, problem.dtype)
     return Tangent(layout, build.tangent(direction, layout))
 
 
@@ -226,22 +229,12 @@ def second_backward_plan(
     build.direction(direction)
     delta = build.delta(grad_out, out, has_grad_lse)
     tangent = build.tangent(direction, tout)
-    return Tangent(tout, tangent), Backward(
-        grads, dq_layout, delta, *build.gradients(_SECOND, grad_out, grad_mask, direction)
-    )
+    return Tangent(tout, tangent), Backward(grads, dq_layout, delta, *build.gradients(grad_out, grad_mask, direction))
 
 
 def _grad_layouts(problem: Problem, grad_mask: int) -> tuple[Layout | None, ...]:
     wanted = ((problem.q, GRAD_Q), (problem.k, GRAD_K), (problem.v, GRAD_V))
     return tuple(x.like(x.shape[3]) if grad_mask & bit else None for x, bit in wanted)
-
-
-_FIRST = {"dkdv": dkdv_kernel, "dq": dq_kernel, "dbias": bias_gradient_kernel}
-_SECOND = {
-    "second_dkdv": second_dkdv_kernel,
-    "second_dq": second_dq_kernel,
-    "second_dbias": second_bias_gradient_kernel,
-}
 
 
 class _Builder:
@@ -254,7 +247,13 @@ class _Builder:
         seqlen_k, head_dim_v = v.shape[2:]
         scale, softcap, left, right, offset, dropout_p = problem.params
         low, high = (max(-FAR, min(bound, FAR)) for bound in (offset - left, offset + right))
-        self.values: dict[str, Any] = {
+        self.numbers: dict[str, Any] = {
+            "softmax_scale": scale,
+            # In the log2 domain, for exp2; before a softcap in units of that.
+            "score_scale": scale / softcap if softcap else scale * LOG2E,
+            "softcap": softcap,
+            "dropout_threshold": round(dropout_p * 65536),
+            "dropout_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0.0,
             "batch": batch,
             "heads": heads,
             "group_k": heads // k.shape[1],
@@ -262,89 +261,83 @@ class _Builder:
             "seeded_batch": batch // max(problem.seeds, 1),
             "seqlen_q": seqlen_q,
             "seqlen_k": seqlen_k,
-            "softmax_scale": scale,
-            # In units of log2, for exp2; before a softcap in units of that.
-            "score_scale": scale / softcap if softcap else scale * LOG2E,
-            "softcap": softcap,
-            "dropout_threshold": round(dropout_p * 65536),
-            "dropout_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0.0,
             "band_low": low,
             "band_high": high,
-            **{f"{name}_stride_{axis}": 0 for name in ("bias", "dbias", "tbias") for axis in "bhm"},
         }
-        d0, d1 = configs.chunks(head_dim)
-        v0, v1 = configs.chunks(head_dim_v)
         self.constants: dict[str, Any] = {
-            "head_dim": head_dim,
-            "head_dim_v": head_dim_v,
-            "D0": d0,
-            "D1": d1,
-            "V0": v0,
-            "V1": v1,
-            "DIMS": min(v0, 64),
+            "QK": _columns(head_dim),
+            "V": _columns(head_dim_v),
             "BIAS": 0,
-            "TBIAS": 0,
+            "NATURAL": False,
             "SOFTCAP": softcap != 0,
             "DROPOUT": problem.seeds > 0,
             # A bound that excludes no entry is none, such as that of a bottom-right causal band of one query.
             "HAS_LOW": seqlen_q - 1 + low > 0,
             "HAS_HIGH": high < seqlen_k - 1,
             "PRECISION": "ieee" if problem.dtype != torch.float32 else "tf32" if problem.tf32 else "tf32x3",
-            "bias_stride_n": 0,
-            "tbias_stride_n": 0,
+            "TANGENT": False,
+            **dict.fromkeys(("TQ", "TK", "TV", "TBIAS"), 0),
         }
-        self.pointers: dict[str, Any] = {
-            "bias": None,
-            "seed": "i64" if problem.seeds else None,
-            "lse": "fp32",
-            "delta": "fp32",
+        self.tensors: dict[str, Leaf] = {
+            **dict.fromkeys(("bias", "tq", "tk", "tv", "tbias", "grad_out", "mu", "nu"), NOTHING),
+            **{f"{name}{n}": NOTHING for name in ("tq", "tk", "tv") for n in (0, 1)},
+            "seed": Leaf("*i64") if problem.seeds else NOTHING,
+            "lse": Leaf("*fp32"),
+            "delta": Leaf("*fp32"),
         }
+        self.strides: dict[str, Strides] = {}
         self.divisors: dict[str, int] = {}
-        for name, x, axis in (("q", q, "m"), ("k", k, "n"), ("v", v, "n")):
-            self.tensor(name, x, problem.dtype, axis)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            self.tensor(name, x, problem.dtype)
         if problem.bias is not None:
             assert problem.bias_dtype is not None
             self._bias("bias", problem.bias, problem.bias_dtype)
+        self.constants["NATURAL"] = self.constants["BIAS"] % 2 == 1
 
-    def tensor(self, name: str, x: Kind, dtype: torch.dtype, axis: str) -> None:
-        """A tensor (batch, heads, length, size): its pointers, its strides, and what is known of their alignment."""
+    def tensor(self, name: str, x: Kind, dtype: torch.dtype) -> None:
+        """A tensor (batch, heads, length, size): its pointer, its strides, and what is known of their alignment."""
         unit = 16 // dtype.itemsize
-        stem = name.removesuffix("_out") if name == "grad_out" else name
-        strides = dict(zip((f"{stem}_stride_{letter}" for letter in ("b", "h", axis)), x.strides(), strict=False))
-        pointers = (name, f"{name}0", f"{name}1")
-        self.values |= strides
-        self.pointers |= dict.fromkeys(pointers, ELEMENTS[dtype])
-        if x.vectors(unit):
-            self.divisors |= {**dict.fromkeys(strides, unit), **dict.fromkeys(pointers, 16)}
+        aligned = x.vectors(unit)
+        pointer = Leaf(f"*{ELEMENTS[dtype]}", None, 16 if aligned else 1)
+        self.tensors |= dict.fromkeys((name, f"{name}0", f"{name}1"), pointer)
+        # From one batch element or head to the next reaches beyond 2^31; what stays within a tile doesn't.
+        kinds = zip(("i64", "i64", "i32"), x.strides(), strict=False)
+        self.strides[name] = Strides(*(Leaf(kind, stride, unit if aligned else 1) for kind, stride in kinds), NOTHING)
 
     def _bias(self, name: str, bias: Kind, dtype: torch.dtype) -> None:
         """bias or tbias"""
-        self.tensor(name, bias, dtype, "m")
+        self.tensor(name, bias, dtype)
         unit = 16 // dtype.itemsize
-        _, _, stride_m, stride_n = bias.strides()
-        self.constants[name.upper()] = (2 if dtype == torch.bool else 1) + (2 if stride_m == 0 else 0)
-        stride = f"{name}_stride_n"
-        if stride_n > 1:
-            del self.constants[stride]
-            self.values[stride] = stride_n
-        else:
-            self.constants[stride] = stride_n
-        if name in self.divisors and self.values["seqlen_k"] % unit == 0:
+        _, _, row, column = bias.strides()
+        self.constants[name.upper()] = (2 if dtype == torch.bool else 1) + (2 if row == 0 else 0)
+        column_kind = "i32" if column > 1 else "constexpr"
+        self.strides[name] = self.strides[name]._replace(column=Leaf(column_kind, column))
+        if self.tensors[name].divisor > 1 and self.numbers["seqlen_k"] % unit == 0:
             # Else the mask of its last columns cuts vectors.
             self.divisors["seqlen_k"] = max(unit, self.divisors.get("seqlen_k", 1))
 
     def direction(self, direction: Direction) -> None:
         problem = self.problem
-        for name, x, axis in zip(("tq", "tk", "tv"), direction[:3], "mnn", strict=True):
+        for name, x in zip(("tq", "tk", "tv"), direction[:3], strict=True):
             if x is not None:
-                self.tensor(name, x, problem.dtype, axis)
-            else:
-                self.pointers |= dict.fromkeys((name, f"{name}0", f"{name}1"))
-                self.values |= {f"{name}_stride_{letter}": 0 for letter in ("b", "h", axis)}
-        self.pointers["tbias"] = None
+                self.tensor(name, x, problem.dtype)
+                self.constants[name.upper()] = 1
         if direction.bias is not None:
             assert problem.bias_dtype is not None
             self._bias("tbias", direction.bias, problem.bias_dtype)
+
+    def variant(
+        self, function: Any, config: Config, constants: Mapping[str, Any], described: Mapping[str, Leaf] | None = None
+    ) -> tuple[launch.Kernel, tuple]:
+        """`launch.variant` with what is known by now."""
+        numbers = {
+            name: Leaf("fp32" if name in _FLOATS else "i32", value, self.divisors.get(name, 1))
+            for name, value in self.numbers.items()
+        }
+        if self.numbers.get("group_out") == 1:
+            numbers["group_out"] = Leaf("constexpr", 1)  # no loop over heads: 30 registers
+        given = {**self.tensors, **numbers, **(described or {})}
+        return launch.variant(function, given, self.strides, constants, config)
 
     def step(self, function: Any, name: str, loaded: Mapping[str, Kind], **constants: Any) -> Step:
         """The launch of a kernel that loads tiles of the two tensors `loaded`: by descriptors where the chip has them.
@@ -355,73 +348,66 @@ class _Builder:
         problem = self.problem
         constants = {**self.constants, **constants}
         unit = 16 // problem.dtype.itemsize
+        sizes = problem.q.shape[3], problem.v.shape[3]
         has_tma = configs.has_tma(problem.capability)
-        chunk = 0
-        if "CHUNK" in function.arg_names:
-            sizes = (constants["head_dim"], constants["head_dim_v"])
-            roomy = has_tma and bool(loaded) and name not in configs.MMA_SYNC
-            chunk = configs.chunk(*sizes, problem.dtype.itemsize, roomy)
-            if name == "second_dbias" and max(sizes) > 64 and chunk == 0:
-                chunk = 64  # what a chunk loads again, it would have used once: most often it owns one tile of a head
+        roomy = has_tma and bool(loaded) and name not in configs.MMA_SYNC
+        chunk = configs.chunk(*sizes, problem.dtype.itemsize, roomy)
+        if name == "second_dbias" and max(sizes) > 64 and chunk == 0:
+            chunk = 64  # what a chunk loads again, it would have used once: most often it owns one tile of a head
         tma = has_tma and bool(loaded) and chunk == 0
         arch = configs.arch_class(problem.capability, tma or chunk > 0)
         feature = configs.feature_class(constants["BIAS"], constants["SOFTCAP"], constants["DROPOUT"])
-        if name == "delta":
-            config = DELTA
-        else:
-            of_table = name.replace("dbias", "dq")  # the same products but one
-            row = configs.Row(arch, of_table, problem.dtype.itemsize, feature)
-            config = configs.choose(row, constants["head_dim"], constants["head_dim_v"], table)
-            if name.endswith("dbias") and has_tma:
-                config = config._replace(num_stages=1)  # no cp.async: see above
+        of_table = name.replace("dbias", "dq")  # the same products but one
+        row = configs.Row(arch, of_table, problem.dtype.itemsize, feature)
+        config = configs.choose(row, *sizes, table)
+        if name.endswith("dbias") and has_tma:
+            config = config._replace(num_stages=1)  # no cp.async: see above
         constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma, "CHUNK": chunk}
-        pointers, divisors = dict(self.pointers), dict(self.divisors)
-        descriptors, pads = [], []
+        blocks, descriptors, pads = {}, [], []
         if tma:
             rows = config.block_m if name.endswith("dkdv") else config.block_n
             for tensor, x in loaded.items():
                 pads.append(0 if x.describable(unit) else unit)
                 described = x.padded(unit) if pads[-1] else x
-                widths = ("V0", "V1") if tensor in _HEAD_DIM_V else ("D0", "D1")
-                boxes = [(1, 1, rows, constants[width] or 16) for width in widths]
+                widths = configs.chunks(sizes[tensor in _HEAD_DIM_V])
+                boxes = [(1, 1, rows, width or 16) for width in widths]
                 for n, box in enumerate(boxes):
-                    pointers[f"{tensor}{n}"] = launch.Block(ELEMENTS[problem.dtype], box)
-                    divisors.pop(f"{tensor}{n}", None)
+                    blocks[f"{tensor}{n}"] = Leaf(launch.block(ELEMENTS[problem.dtype], box))
                 descriptors.append(tuple(_descriptor_fields(described, box, unit) for box in boxes))
-        kernel = launch.variant(function, pointers, constants, divisors, config)
-        values = {**self.values, **constants}
-        rest = tuple(values[argument] for argument in function.arg_names if argument not in pointers)
-        return Step(kernel, self._grid(name, config, values), rest, tuple(descriptors) or None, tuple(pads))
+        kernel, rest = self.variant(function, config, constants, blocks)
+        return Step(kernel, self._grid(name, config, constants), rest, tuple(descriptors) or None, tuple(pads))
 
     def delta(self, grad_out: Kind, out: Kind, has_grad_lse: bool) -> Step:
-        self.tensor("out", out, self.problem.dtype, "m")
-        self.tensor("grad_out", grad_out, self.problem.dtype, "m")
-        self.pointers["grad_lse"] = "fp32" if has_grad_lse else None
-        return self.step(delta_kernel, "delta", {}, HAS_GRAD_LSE=has_grad_lse)
+        problem = self.problem
+        self.tensor("out", out, problem.dtype)
+        self.tensor("grad_out", grad_out, problem.dtype)
+        self.tensors["grad_lse"] = Leaf("*fp32") if has_grad_lse else NOTHING
+        first, _ = configs.chunks(problem.v.shape[3])
+        own = {"V": self.constants["V"], "BLOCK_M": DELTA.block_m, "DIMS": min(first, 64), "HAS_GRAD_LSE": has_grad_lse}
+        kernel, rest = self.variant(delta_kernel, DELTA, own)
+        return Step(kernel, self._grid("delta", DELTA, own), rest, None, ())
 
     def tangent(self, direction: Direction, tout: Layout) -> Step:
         """After `direction`, and `delta` where nu is asked for."""
         problem = self.problem
-        self.tensor("tout", tout.kind(), problem.dtype, "m")
-        self.pointers |= {"tlse": "fp32", "nu": "fp32" if "grad_out" in self.pointers else None, "mu": "fp32"}
-        if "grad_out" not in self.pointers:
-            self.pointers["grad_out"] = None
-            self.values |= {f"grad_stride_{axis}": 0 for axis in "bhm"}
+        self.tensor("tout", tout.kind(), problem.dtype)
+        asks_nu = self.tensors["grad_out"] is not NOTHING
+        self.tensors |= {"tlse": Leaf("*fp32"), "mu": Leaf("*fp32"), "nu": Leaf("*fp32") if asks_nu else NOTHING}
         loaded = {"k": problem.k, "v": problem.v, "tk": direction.k, "tv": direction.v}
-        return self.step(tangent_kernel, "tangent", {name: x for name, x in loaded.items() if x is not None})
+        return self.step(tangent_kernel, "tangent", _given(loaded), NU=asks_nu)
 
     def gradients(
-        self, kernels: Mapping[str, Any], grad_out: Kind, grad_mask: int, direction: Direction | None
+        self, grad_out: Kind, grad_mask: int, direction: Direction | None
     ) -> tuple[Step | None, Step | None, Step | None, tuple[tuple[Layout, torch.dtype], ...], bool, bool]:
         """The fields of a `Backward` after delta: of the first derivative, or of the second, which has a direction."""
         problem = self.problem
         q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
-        (dkdv_name, dkdv_function), (dq_name, dq_function), (dbias_name, dbias_function) = kernels.items()
-        group_out = math.gcd(self.values["group_k"], self.values["group_v"])
+        order = "" if direction is None else "second_"
+        tq, tk, tv = (None, None, None) if direction is None else direction[:3]
+        self.constants["TANGENT"] = direction is not None
+        group_out = math.gcd(self.numbers["group_k"], self.numbers["group_v"])
         heads_out = q.shape[1] // group_out
-        self.values |= {"heads_out": heads_out, "group_out": group_out}
-        if group_out == 1:
-            self.constants["group_out"] = 1  # no loop over heads: 30 registers
+        self.numbers |= {"heads_out": heads_out, "group_out": group_out}
         dkdv = dq = dbias = None
         parts = []
         if grad_mask & (GRAD_K | GRAD_V):
@@ -430,88 +416,87 @@ class _Builder:
                 own = x.shape[1] == heads_out
                 as_written = x if own else Kind((x.shape[0], heads_out, *x.shape[2:]), (0, 0, 0, 0), True)
                 layout, dtype = as_written.like(x.shape[3]), problem.dtype if own else torch.float32
-                self.tensor(name, layout.kind(), dtype, "n")
+                self.tensor(name, layout.kind(), dtype)
                 parts.append((layout, dtype))
-            loaded = {"q": q, "grad_out": grad_out}
-            if direction is not None and direction.q is not None:
-                loaded["tq"] = direction.q
-            dkdv = self.step(dkdv_function, dkdv_name, loaded)
+            loaded = {"q": q, "tq": tq, "grad_out": grad_out}
+            dkdv = self.step(dkdv_kernel, f"{order}dkdv", _given(loaded))
         falls_off = False
-        self.pointers["dbias"] = None
         if grad_mask & GRAD_BIAS:
             assert bias is not None
             assert problem.bias_dtype is not None
             falls_off = bias.shape == (*q.shape[:3], k.shape[2])
             dense = Kind(bias.shape, (0, 0, 0, 0), True).like(bias.shape[3]).kind()
-            self.tensor("dbias", dense, problem.bias_dtype, "m")
+            self.tensor("dbias", dense, problem.bias_dtype)
             if not falls_off:
-                self.values |= {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
+                self.numbers |= {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
                 shared = {"ROWS_SHARED": bias.shape[2] == 1, "COLS_SHARED": bias.shape[3] == 1}
-                dbias = self.step(dbias_function, dbias_name, {}, **shared)
+                dbias = self.step(bias_gradient_kernel, f"{order}dbias", {}, **shared)
         if grad_mask & GRAD_Q or falls_off:
-            self.tensor("dq", q.like(q.shape[3]).kind(), problem.dtype, "m")
+            self.tensor("dq", q.like(q.shape[3]).kind(), problem.dtype)
             if not falls_off:
-                self.pointers["dbias"] = None
-            loaded = {"k": k, "v": v}
-            if direction is not None:
-                more = {"tk": direction.k, "tv": direction.v}
-                loaded |= {name: x for name, x in more.items() if x is not None}
-            constants = {"DBIAS": falls_off} if direction is None else {}
-            dq = self.step(dq_function, dq_name, loaded, **constants)
+                self.tensors["dbias"] = NOTHING
+                self.strides.pop("dbias", None)
+            loaded = {"k": k, "v": v, "tk": tk, "tv": tv}
+            dq = self.step(dq_kernel, f"{order}dq", _given(loaded), DBIAS=falls_off)
         zero = falls_off and (self.constants["HAS_LOW"] or self.constants["HAS_HIGH"])
         return dkdv, dq, dbias, tuple(parts), falls_off, zero
 
     def splits(self, processors: int) -> tuple[int, Config] | None:
         """How many parts decode_kernel cuts the keys into, and its configuration; None where forward_kernel serves
         better: it has tiles enough, or the keys are too few, or what it does is needed."""
-        problem, values = self.problem, self.values
-        rows = values["group_k"] * values["seqlen_q"]
-        if problem.seeds or values["group_k"] != values["group_v"] or rows > DECODE_MAX_ROWS:
+        problem, numbers = self.problem, self.numbers
+        rows = numbers["group_k"] * numbers["seqlen_q"]
+        if problem.seeds or numbers["group_k"] != numbers["group_v"] or rows > DECODE_MAX_ROWS:
             return None
-        config = configs.decode(rows, *(self.constants[n] for n in ("head_dim", "head_dim_v")), problem.dtype.itemsize)
-        reached = min(values["seqlen_q"] + values["band_high"], values["seqlen_k"]) - max(values["band_low"], 0)
+        config = configs.decode(rows, problem.q.shape[3], problem.v.shape[3], problem.dtype.itemsize)
+        reached = min(numbers["seqlen_q"] + numbers["band_high"], numbers["seqlen_k"]) - max(numbers["band_low"], 0)
         if reached < 2 * configs.SPLIT_KEYS:
             return None
-        programs = values["batch"] * problem.k.shape[1] * -(-rows // config.block_m)
+        programs = numbers["batch"] * problem.k.shape[1] * -(-rows // config.block_m)
         parts = configs.splits(reached, config.block_n, programs, processors)
-        return (parts, config) if parts > 1 or values["group_k"] > 1 else None
+        return (parts, config) if parts > 1 or numbers["group_k"] > 1 else None
 
     def decode(self, splits: int, config: Config, need_lse: bool) -> tuple[Step, Step, Sizes]:
         """The fields of a `Forward` after its first two."""
-        problem, values = self.problem, self.values
+        problem = self.problem
         batch, heads, seqlen_q, _ = problem.q.shape
         heads_k, dims = problem.k.shape[1], problem.v.shape[3]
-        values |= {"heads_k": heads_k, "group": heads // heads_k, "splits": splits}
-        self.pointers |= {"part_out": "fp32", "part_lse": "fp32"}
-        self.divisors["part_out"] = 16
-
-        def step(function: Any, config: Config, grid: int, **more: Any) -> Step:
-            constants = {**self.constants, **more}
-            kernel = launch.variant(function, self.pointers, constants, self.divisors, config)
-            every = {**values, **constants}
-            rest = tuple(every[argument] for argument in function.arg_names if argument not in self.pointers)
-            return Step(kernel, grid, rest, None, ())
-
+        self.numbers |= {"heads_k": heads_k, "group": heads // heads_k, "splits": splits}
+        self.tensors |= {"part_out": Leaf("*fp32", None, 16), "part_lse": Leaf("*fp32")}
         tiles = -(-heads // heads_k * seqlen_q // config.block_m)
         chunk = configs.chunk(problem.q.shape[3], dims, problem.dtype.itemsize, True)
-        blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk}
-        first = step(decode_kernel, config, splits * tiles * batch * heads_k, **blocks)
+        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk}
+        kernel, rest = self.variant(decode_kernel, config, {**self.constants, **own})
+        first = Step(kernel, splits * tiles * batch * heads_k, rest, None, ())
         # Two sizes, not one for each number of splits: the number follows the length, and a variant takes compiling.
         sizes = {"SPLITS": 16 if splits <= 16 else configs.MAX_SPLITS, "DIMS": 1 << (dims - 1).bit_length()}
         warps = min(max(sizes["SPLITS"] * sizes["DIMS"] // 2048, 1), 16)
-        combine = step(combine_kernel, Config(0, 0, warps, 1), seqlen_q * batch * heads, **sizes, WRITE_LSE=need_lse)
+        own = {"V": self.constants["V"], **sizes, "WRITE_LSE": need_lse}
+        kernel, rest = self.variant(combine_kernel, Config(0, 0, warps, 1), own)
+        combine = Step(kernel, seqlen_q * batch * heads, rest, None, ())
         return first, combine, (batch, heads, seqlen_q, splits, dims)
 
-    def _grid(self, name: str, config: Config, values: Mapping[str, Any]) -> int:
+    def _grid(self, name: str, config: Config, constants: Mapping[str, Any]) -> int:
+        numbers = self.numbers
         blocks_m, blocks_n = (
-            -(-values[f"seqlen_{x}"] // max(n, 1)) for x, n in (("q", config.block_m), ("k", config.block_n))
+            -(-numbers[f"seqlen_{x}"] // max(n, 1)) for x, n in (("q", config.block_m), ("k", config.block_n))
         )
         if name.endswith("dkdv"):
-            return blocks_n * values["batch"] * values["heads_out"]
+            return blocks_n * numbers["batch"] * numbers["heads_out"]
         if name.endswith("dbias"):
-            tiles = (1 if values["ROWS_SHARED"] else blocks_m) * (1 if values["COLS_SHARED"] else blocks_n)
-            return tiles * values["bias_batch"] * values["bias_heads"]
-        return blocks_m * values["batch"] * values["heads"]
+            tiles = (1 if constants["ROWS_SHARED"] else blocks_m) * (1 if constants["COLS_SHARED"] else blocks_n)
+            return tiles * numbers["bias_batch"] * numbers["bias_heads"]
+        return blocks_m * numbers["batch"] * numbers["heads"]
+
+
+def _columns(size: int) -> Constants:
+    """`W` of tiles.py."""
+    first, rest = configs.chunks(size)
+    return Constants(dims=size, first=first, rest=rest)
+
+
+def _given(tensors: Mapping[str, Kind | None]) -> dict[str, Kind]:
+    return {name: x for name, x in tensors.items() if x is not None}
 
 
 def _descriptor_fields(x: Kind, box: Sizes, unit: int) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """What happens between Q K^T and P V, once for every kernel: band, bias, softcap, dropout, and their derivatives.
 
-Scores are kept in units of log2: exp(x) = exp2(x * log2(e)), and the factor goes into the scale. A feature is a
-constexpr flag: what a kernel doesn't use isn't there.
+Scores are kept in the log2 domain: exp(x) = exp2(x * log2(e)), and the factor goes into the scale. A feature is a
+constant of the kernel's variant (`C`): what a kernel doesn't use isn't there.
 
     BIAS      0 none, 1 added (floating point), 2 bool (nonzero = attend); a bias whose rows are all the same one
               (stride_m == 0) has 2 added to these: it is loaded as a vector of columns
     SOFTCAP   s = softcap * tanh(s / softcap)
     DROPOUT   Philox bits by position, as attnkern/rng.py lays them out
+    TANGENT   the kernel is one of second order; TQ, TK, TV, TBIAS: which tangents there are (TBIAS as BIAS)
 """
 
 import triton
@@ -14,33 +15,54 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-NO_BIAS = tl.constexpr(0)
 
 
 @triton.jit
-def reached(
+def _visited(
     first, count, size, low, high, ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
+    HAS_HIGH: tl.constexpr, PARTIAL_END: tl.constexpr,
 ):  # fmt: skip
-    """The columns that the rows [first, first + ROWS) (of `count`) reach among `size`, in whole blocks: [begin, end),
-    of which every row reaches all of [clean_begin, clean_end). Row i reaches column j iff i + low <= j <= i + high.
+    """The columns that the rows [first, first + ROWS) (of `count`) attend to among `size`, in whole blocks, as the four
+    bounds of three parts: partial blocks (none without a lower bound), full ones, of which every row attends to all,
+    and partial ones again (without PARTIAL_END none: the full ones go on to the end).
 
-    The same band with queries and keys exchanged is (-high, -low): so the backward pass walks over queries.
+    Row i attends to column j iff i + low <= j <= i + high.
     """
     begin = 0
     end = size
-    clean_begin = 0
-    clean_end = size
+    full_begin = 0
+    full_end = size
     last = tl.minimum(first + ROWS, count) - 1
     if HAS_LOW:
         begin = tl.minimum(tl.maximum(first + low, 0), size) // BLOCK * BLOCK
-        clean_begin = tl.maximum(last + low, 0)
+        full_begin = tl.maximum(last + low, 0)
     if HAS_HIGH:
         end = tl.minimum(tl.maximum(last + 1 + high, 0), size)
-        clean_end = tl.minimum(tl.maximum(first + high + 1, 0), size)
-    clean_begin = tl.minimum((clean_begin + BLOCK - 1) // BLOCK * BLOCK, tl.maximum(end, begin))
-    clean_end = tl.maximum(clean_end // BLOCK * BLOCK, clean_begin)
-    return begin, clean_begin, clean_end, end
+        full_end = tl.minimum(tl.maximum(first + high + 1, 0), size)
+    full_begin = tl.minimum((full_begin + BLOCK - 1) // BLOCK * BLOCK, tl.maximum(end, begin))
+    full_end = tl.maximum(full_end // BLOCK * BLOCK, full_begin)
+    if not PARTIAL_END:
+        full_end = end
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def visited_keys(first_row, call, C: tl.constexpr):
+    """The blocks of keys that a block of queries visits."""
+    return _visited(
+        first_row, call.seqlen_q, call.seqlen_k, call.band_low, call.band_high, C.BLOCK_M, C.BLOCK_N, C.HAS_LOW,
+        C.HAS_HIGH, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def visited_queries(first_col, call, C: tl.constexpr):
+    """The blocks of queries that a block of keys visits: the same band with queries and keys exchanged. Queries past the
+    end need no mask (`load_row_terms`): without a lower bound the last block is a full one."""
+    return _visited(
+        first_col, call.seqlen_k, call.seqlen_q, -call.band_high, -call.band_low, C.BLOCK_N, C.BLOCK_M, C.HAS_HIGH,
+        C.HAS_LOW, C.HAS_LOW,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -55,75 +77,72 @@ def tanh(x):
 
 
 @triton.jit
-def load_bias(bias, rows, cols, stride_m, stride_n, seqlen_q, seqlen_k, BIAS: tl.constexpr):
+def load_bias(bias, rows, cols, strides, call, BIAS: tl.constexpr):
     """The bias of a tile, 0 in columns past the end. `bias` points to the tile's batch and head. Rows past the end read
     the last one: their scores are masked or never stored. (A minimum of the columns would hide that they are
     consecutive.)"""
-    pointers = bias + cols.to(tl.int64) * stride_n
+    pointers = bias + cols.to(tl.int64) * strides.column
     if BIAS < 3:
-        pointers = pointers + tl.minimum(rows, seqlen_q - 1).to(tl.int64) * stride_m
-    return tl.load(pointers, mask=cols < seqlen_k, other=0)
+        pointers = pointers + tl.minimum(rows, call.seqlen_q - 1).to(tl.int64) * strides.row
+    return tl.load(pointers, mask=cols < call.seqlen_k, other=0)
 
 
 @triton.jit
-def scores(
-    qk, rows, cols, bias, bias_stride_m, bias_stride_n, score_scale, softcap, seqlen_q, seqlen_k, band_low, band_high,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, MASKED: tl.constexpr,
-    NATURAL: tl.constexpr = False,
-):  # fmt: skip
+def scores(qk, rows, cols, bias, strides, call, C: tl.constexpr, MASKED: tl.constexpr):
     """Products q k^T to scores, -inf where a query doesn't attend; and tanh, for the derivative.
 
-    In units of log2, or NATURAL ones: with an added bias, where a row of finfo.min times log2(e) would be one of -inf,
-    and lse beside a large bias not what it was made of.
+    In the log2 domain, or C.NATURAL, the natural-log domain: with an added bias, where a row of finfo.min times log2(e)
+    would be one of -inf, and lse beside a large bias not what it was made of.
 
     rows and cols are the tile's indices, shaped to broadcast to it: [M, 1] and [1, N], or [1, M] and [N, 1] of a
-    transposed tile. score_scale is softmax_scale * log2(e), or softmax_scale / softcap with a softcap.
+    transposed tile; strides are the bias'. call.score_scale is softmax_scale * log2(e), or softmax_scale / softcap with
+    a softcap.
     """
-    s = qk * score_scale
+    s = qk * call.score_scale
     t = s
-    if SOFTCAP:
+    if C.SOFTCAP:
         t = tanh(s)
-        s = t * (softcap if NATURAL else softcap * LOG2E)
-    elif NATURAL:
-        s = qk * (score_scale * LN2)
-    if BIAS > 0:
-        b = load_bias(bias, rows, cols, bias_stride_m, bias_stride_n, seqlen_q, seqlen_k, BIAS)
-        if BIAS % 2 == 1:
-            s += b.to(tl.float32) * (1.0 if NATURAL else LOG2E)
+        s = t * (call.softcap if C.NATURAL else call.softcap * LOG2E)
+    elif C.NATURAL:
+        s = qk * (call.score_scale * LN2)
+    if C.BIAS > 0:
+        b = load_bias(bias, rows, cols, strides, call, C.BIAS)
+        if C.NATURAL:
+            s += b.to(tl.float32)
         else:
             s = tl.where(b != 0, s, float("-inf"))
     if MASKED:
-        keep = (cols < seqlen_k) & (rows < seqlen_q)
-        if HAS_LOW:
-            keep = keep & (cols >= rows + band_low)
-        if HAS_HIGH:
-            keep = keep & (cols <= rows + band_high)
+        keep = (cols < call.seqlen_k) & (rows < call.seqlen_q)
+        if C.HAS_LOW:
+            keep = keep & (cols >= rows + call.band_low)
+        if C.HAS_HIGH:
+            keep = keep & (cols <= rows + call.band_high)
         s = tl.where(keep, s, float("-inf"))
     return s, t
 
 
 @triton.jit
-def weights(s, base, NATURAL: tl.constexpr):
-    """exp(s - base), of scores in either unit."""
+def probabilities(s, base, NATURAL: tl.constexpr):
+    """exp(s - base), of scores in either domain."""
     return tl.exp2((s - base) * LOG2E if NATURAL else s - base)
 
 
 @triton.jit
 def log_sum_exp(row_max, row_sum, NATURAL: tl.constexpr):
-    """The natural logarithm of a row's sum, whose weights are relative to row_max (in either unit)."""
+    """The natural logarithm of a row's sum, whose probabilities are relative to row_max (in either domain)."""
     return row_max + tl.log2(row_sum) * LN2 if NATURAL else (row_max + tl.log2(row_sum)) * LN2
 
 
 @triton.jit
-def softmax_step(s, row_max, row_sum, MAY_BE_EMPTY: tl.constexpr, NATURAL: tl.constexpr = False):
-    """One block of the online softmax: weights relative to the new maximum, the factor for what was summed before, and
-    the new maximum and sum. A row that has seen no key yet keeps -inf and 0. Units as in `scores`."""
+def softmax_step(s, row_max, row_sum, MAY_BE_EMPTY: tl.constexpr, NATURAL: tl.constexpr):
+    """One block of the online softmax: probabilities relative to the new maximum, the factor for what was summed
+    before, and the new maximum and sum. A row that has seen no key yet keeps -inf and 0. Domains as in `scores`."""
     new_max = tl.maximum(row_max, tl.max(s, 1))
     base = new_max
     if MAY_BE_EMPTY:
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = weights(s, base[:, None], NATURAL)
-    factor = weights(row_max, base, NATURAL)
+    p = probabilities(s, base[:, None], NATURAL)
+    factor = probabilities(row_max, base, NATURAL)
     return p, factor, new_max, row_sum * factor + tl.sum(p, 1)
 
 
@@ -155,8 +174,8 @@ def dropout_keep(seed, batch_head, rows, first_col, threshold, ROWS: tl.constexp
 
 @triton.jit
 def load_row_base(lse, rows, seqlen_q, NATURAL: tl.constexpr):
-    """lse of these rows in the unit of the scores. A row without keys (lse -inf) and one past the end get +inf: its
-    weights are exp2(s - inf) = 0."""
+    """lse of these rows in the domain of the scores. A row without keys (lse -inf) and one past the end get +inf: its
+    probabilities are exp2(s - inf) = 0."""
     base = tl.load(lse + rows, mask=rows < seqlen_q, other=float("-inf"))
     if not NATURAL:
         base *= LOG2E
@@ -164,71 +183,77 @@ def load_row_base(lse, rows, seqlen_q, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def load_row_constants(lse, delta, rows, seqlen_q, NATURAL: tl.constexpr = False):
-    """`load_row_base`, and delta (0 past the end), of these rows."""
-    base = load_row_base(lse, rows, seqlen_q, NATURAL)
-    return base, tl.load(delta + rows, mask=rows < seqlen_q, other=0.0)
+def load_row_terms(terms, offset, rows, seqlen_q, C: tl.constexpr):
+    """`load_row_base`, delta, and with a TANGENT mu and nu (0 past the end), of these rows of a head, whose terms are
+    `offset` from the first."""
+    base = load_row_base(terms.lse + offset, rows, seqlen_q, C.NATURAL)
+    delta = tl.load(terms.delta + offset + rows, mask=rows < seqlen_q, other=0.0)
+    mu = delta
+    nu = delta
+    if C.TANGENT:
+        mu = tl.load(terms.mu + offset + rows, mask=rows < seqlen_q, other=0.0)
+        nu = tl.load(terms.nu + offset + rows, mask=rows < seqlen_q, other=0.0)
+    return base, delta, mu, nu
 
 
 @triton.jit
-def score_gradient(p, dp, delta, t, keep, dropout_scale, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+def score_gradient(p, dp, delta, t, keep, call, C: tl.constexpr):
     """dS = P (dP - delta) of the scores after bias and before the softmax; and of the scaled products, before softcap.
 
-    p: weights before dropout; dp: dO V^T; delta: broadcast along its rows; t: tanh from `scores`.
+    p: probabilities before dropout; dp: dO V^T; delta: broadcast along its rows; t: tanh from `scores`.
     """
-    if DROPOUT:
-        dp = tl.where(keep, dp * dropout_scale, 0.0)
+    if C.DROPOUT:
+        dp = tl.where(keep, dp * call.dropout_scale, 0.0)
     ds = p * (dp - delta)
     raw = ds
-    if SOFTCAP:
+    if C.SOFTCAP:
         raw = ds * (1.0 - t * t)
     return ds, raw
 
 
 @triton.jit
-def program_rows(
-    seed, batch, heads, seeded_batch, seqlen_q, BLOCK_M: tl.constexpr, HAS_HIGH: tl.constexpr, DROPOUT: tl.constexpr
-):
+def philox_of(seed, call, b, h, C: tl.constexpr):
+    """The Philox key and count of a head: what `dropout_keep` takes."""
+    key = 0
+    counted = 0
+    if C.DROPOUT:
+        key = tl.load(seed + b // call.seeded_batch)
+        counted = (b % call.seeded_batch).to(tl.int64) * call.heads + h
+    return key, counted
+
+
+@triton.jit
+def program_rows(seed, call, C: tl.constexpr):
     """What a program of a grid of blocks of queries * batch * heads works on: its first query, its head counted over
     the batch, its batch element, its head; and the Philox key and count of those.
 
     Longest rows first, over all heads: with a causal band the last blocks of queries reach the most keys.
     """
-    block = tl.program_id(0) // (batch * heads)
-    if HAS_HIGH:
-        block = (seqlen_q + BLOCK_M - 1) // BLOCK_M - 1 - block
-    batch_head = tl.program_id(0) % (batch * heads)
-    b, h = batch_head // heads, batch_head % heads
-    key = 0
-    counted = 0
-    if DROPOUT:
-        key = tl.load(seed + b // seeded_batch)
-        counted = (b % seeded_batch).to(tl.int64) * heads + h
-    return block * BLOCK_M, batch_head, b, h, key, counted
+    block = tl.program_id(0) // (call.batch * call.heads)
+    if C.HAS_HIGH:
+        block = (call.seqlen_q + C.BLOCK_M - 1) // C.BLOCK_M - 1 - block
+    batch_head = tl.program_id(0) % (call.batch * call.heads)
+    b, h = batch_head // call.heads, batch_head % call.heads
+    return block * C.BLOCK_M, batch_head, b, h, philox_of(seed, call, b, h, C)
 
 
 @triton.jit
-def score_tangent(
-    x, t, rows, cols, tbias, tbias_stride_m, tbias_stride_n, softmax_scale, seqlen_q, seqlen_k, TBIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Tangent of the scores, and the part of it that isn't the bias'. x: that of the products q k^T (None: zero);
-    t: tanh from `scores`."""
+def score_tangent(x, t, rows, cols, tbias, strides, call, C: tl.constexpr):
+    """Tangent of the scores, and the part of it that isn't the bias'. x: that of the products q k^T; t: tanh from
+    `scores`; strides: tbias'."""
     product = tl.zeros_like(t)
-    if x is not None:
-        product = x * softmax_scale
-        if SOFTCAP:
+    if C.TQ or C.TK:
+        product = x * call.softmax_scale
+        if C.SOFTCAP:
             product *= 1.0 - t * t
     ts = product
-    if TBIAS > 0:
-        ts += load_bias(tbias, rows, cols, tbias_stride_m, tbias_stride_n, seqlen_q, seqlen_k, TBIAS).to(tl.float32)
+    if C.TBIAS > 0:
+        ts += load_bias(tbias, rows, cols, strides, call, C.TBIAS).to(tl.float32)
     return ts, product
 
 
 @triton.jit
-def second_gradient(
-    p, ts, product, dp, u, delta, mu, nu, t, keep, dropout_scale, softcap, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr
-):
+def second_gradient(p, ts, product, dp, u, delta, mu, nu, t, keep, call, C: tl.constexpr):
     """Derivatives of rowsum(dS T) + rowsum(P U), which is what the gradients weigh in the direction T of the scores:
 
         c = T - mu    dS = P (dP - delta)    W = dS c + P (U - nu)
@@ -236,25 +261,25 @@ def second_gradient(
     of the scores after bias (W), of the scaled products before softcap, of the tangent of these (dS likewise), and of
     dP without dropout (P c with dropout, for the gradient of v).
 
-    p: weights before dropout; ts, product: from `score_tangent`; dp: dO V^T; u: dO tV^T (None: zero); delta, mu, nu:
-    broadcast along their rows; t: tanh from `scores`.
+    p: probabilities before dropout; ts, product: from `score_tangent`; dp: dO V^T; u: dO tV^T; delta, mu, nu: broadcast
+    along their rows; t: tanh from `scores`.
     """
     centred = ts - mu
     kept = p * centred
-    if DROPOUT:
-        dp = tl.where(keep, dp * dropout_scale, 0.0)
-        kept = tl.where(keep, kept * dropout_scale, 0.0)
+    if C.DROPOUT:
+        dp = tl.where(keep, dp * call.dropout_scale, 0.0)
+        kept = tl.where(keep, kept * call.dropout_scale, 0.0)
     ds = p * (dp - delta)
-    if u is None:
-        w = ds * centred - p * nu
-    else:
-        if DROPOUT:
-            u = tl.where(keep, u * dropout_scale, 0.0)
+    if C.TV:
+        if C.DROPOUT:
+            u = tl.where(keep, u * call.dropout_scale, 0.0)
         w = ds * centred + p * (u - nu)
+    else:
+        w = ds * centred - p * nu
     raw = w
-    if SOFTCAP:
+    if C.SOFTCAP:
         # Of the slope 1 - tanh^2, by which `product` has been multiplied already.
         slope = 1.0 - t * t
-        raw = w * slope - ds * product * t * (2.0 / softcap)
+        raw = w * slope - ds * product * t * (2.0 / call.softcap)
         ds = ds * slope
     return w, raw, ds, kept

@@ -123,7 +123,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
 def _line(name: str, step: Any, splits: int) -> str:
     constants, options = step.kernel.constants, step.kernel.options
     tile = []
-    if "BLOCK_N" in constants:
+    if "CHUNK" in constants:
         rows = "queries of the heads that share their keys" if name == "decode" else "queries"
         tile.append(f"tiles of {constants['BLOCK_M']} {rows} x {constants['BLOCK_N']} keys")
         if chunk := constants["CHUNK"]:
@@ -195,22 +195,8 @@ def backward(
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     index, run = q.get_device(), plans.launch.run
     run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
-    if (step := plan.dkdv) is not None:
-        parts = _parts(plan, grads, q)
-        q0, q1, g0, g1 = step.tiles(q, grad_out)
-        run(step.kernel, step.grid, (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *parts, *step.rest), index)
-        _add_up_heads(grads[1:], parts)
-    if (step := plan.dq) is not None:
-        target, written = _targets(plan, grads, dbias, q)
-        tiles = step.tiles(k, v)
-        run(
-            step.kernel,
-            step.grid,
-            (q, *tiles, grad_out, lse, delta, bias, philox_seed, target, written, *step.rest),
-            index,
-        )
-    if (step := plan.dbias) is not None:
-        run(step.kernel, step.grid, (q, k, v, grad_out, lse, delta, bias, philox_seed, dbias, *step.rest), index)
+    inputs = (q, k, v, grad_out, bias, philox_seed)
+    _gradients(plans, plan, inputs, (None, None, None, None), (lse, delta, None, None), grads, dbias)
     return *grads, dbias
 
 
@@ -246,7 +232,7 @@ def tangent(
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if (step := plan.step) is None:
         return tout.zero_(), tlse.zero_()
-    _move(plans, step, (q, k, v, bias, philox_seed), moves, (None, out, lse, tout, tlse, None))
+    _move(plans, step, (q, k, v, None, bias, philox_seed), moves, (out, lse), (tout, tlse, None))
     return tout, tlse
 
 
@@ -273,9 +259,8 @@ def second_backward(
     lse, bias = lse.contiguous(), _narrow(bias)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    # The cotangents are the direction in which the forward pass moves: see triton_kernels/second_backward.py.
+    # The cotangents are the direction in which the forward pass moves: see triton_kernels/backward.py.
     moves, direction = _direction(plans, cot_dq, cot_dk, cot_dv, cot_dbias)
-    tq, tk, tv, tbias = moves
     problem = _problem(plans, q, k, v, bias, philox_seed, params)
     first, plan = plans.second_backward_plan(
         problem, direction, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask
@@ -285,25 +270,13 @@ def second_backward(
     tout = torch.empty_strided(*first.tout, dtype=q.dtype, device=device)
     mu, nu, delta = torch.empty((3, *q.shape[:3]), dtype=torch.float32, device=device)
     if (step := first.step) is not None:
-        _move(plans, step, (q, k, v, bias, philox_seed), moves, (grad_out, out, lse, tout, mu, nu))
+        _move(plans, step, (q, k, v, grad_out, bias, philox_seed), moves, (out, lse), (tout, mu, nu))
         run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
     else:
         tout.zero_()
         mu.zero_()
-    if (step := plan.dkdv) is not None:
-        parts = _parts(plan, grads, q)
-        q0, q1, g0, g1, *moving = step.tiles(q, grad_out, tq)
-        args = (q0, q1, k, v, g0, g1, lse, delta, bias, philox_seed, *moving, tk, tv, tbias, mu, nu, *parts)
-        run(step.kernel, step.grid, (*args, *step.rest), index)
-        _add_up_heads(grads[1:], parts)
-    if (step := plan.dq) is not None:
-        target, written = _targets(plan, grads, dbias, q)
-        k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
-        args = (q, k0, k1, v0, v1, grad_out, lse, delta, bias, philox_seed, tq, *moving, tbias, mu, nu, target, written)
-        run(step.kernel, step.grid, (*args, *step.rest), index)
-    if (step := plan.dbias) is not None:
-        args = (q, k, v, grad_out, lse, delta, bias, philox_seed, tq, tk, tv, tbias, mu, nu, dbias)
-        run(step.kernel, step.grid, (*args, *step.rest), index)
+    inputs = (q, k, v, grad_out, bias, philox_seed)
+    _gradients(plans, plan, inputs, moves, (lse, delta, mu, nu), grads, dbias)
     g_grad_out = tout if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
     g_grad_lse = mu if grad_mask & GRAD_GRAD_LSE else lse.new_empty(0)
     return g_grad_out, g_grad_lse, *grads, dbias
@@ -317,13 +290,39 @@ def _direction(
     return moves, plans.Direction(*(None if x is None else _kind(plans, x) for x in moves))
 
 
-def _move(plans: Any, step: Any, inputs: tuple, moves: tuple, rest: tuple) -> None:
-    """Launches the tangent kernel. rest: grad_out or None, out, lse, and the results tout, tlse, and nu or None."""
-    q, k, v, bias, philox_seed = inputs
+def _move(plans: Any, step: Any, inputs: tuple, moves: tuple, saved: tuple, tangents: tuple) -> None:
+    """Launches the tangent kernel. saved: out, lse; tangents, the results: tout, tlse, and nu or None."""
+    q, k, v, grad_out, bias, philox_seed = inputs
     tq, tk, tv, tbias = moves
-    k0, k1, v0, v1, *moving = step.tiles(k, v, tk, tv)
-    args = (q, k0, k1, v0, v1, bias, philox_seed, tq, *moving, tbias, *rest, *step.rest)
+    args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), (bias, tbias), philox_seed, saved, tangents, *step.rest)
     plans.launch.run(step.kernel, step.grid, args, q.get_device())
+
+
+def _gradients(
+    plans: Any,
+    plan: Any,
+    inputs: tuple,
+    moves: tuple,
+    terms: tuple,
+    grads: tuple[Tensor, Tensor, Tensor],
+    dbias: Tensor,
+) -> None:
+    """Launches the kernels of a `Backward` after delta. terms: lse, delta, mu, nu."""
+    q, k, v, grad_out, bias, philox_seed = inputs
+    tq, tk, tv, tbias = moves
+    biases, queries, keys = (bias, tbias), (q, tq, grad_out), (k, v, tk, tv)
+    index, run = q.get_device(), plans.launch.run
+    if (step := plan.dkdv) is not None:
+        parts = _parts(plan, grads, q)
+        tiles = step.tiles(q, tq, grad_out)
+        run(step.kernel, step.grid, (*tiles, keys, biases, philox_seed, terms, parts, *step.rest), index)
+        _add_up_heads(grads[1:], parts)
+    if (step := plan.dq) is not None:
+        targets = _targets(plan, grads, dbias, q)
+        tiles = step.tiles(k, v, tk, tv)
+        run(step.kernel, step.grid, (*tiles, queries, biases, philox_seed, terms, targets, *step.rest), index)
+    if (step := plan.dbias) is not None:
+        run(step.kernel, step.grid, (queries, keys, biases, philox_seed, terms, dbias, *step.rest), index)
 
 
 def _empty(layout: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -345,15 +344,15 @@ def _empty_grads(plan: Any, q: Tensor, bias: Tensor | None) -> tuple[tuple[Tenso
     return (dq, dk, dv), make(bias.shape, dtype=bias.dtype, device=q.device)
 
 
-def _parts(plan: Any, grads: tuple[Tensor, Tensor, Tensor], q: Tensor) -> list[Tensor]:
+def _parts(plan: Any, grads: tuple[Tensor, Tensor, Tensor], q: Tensor) -> tuple[Tensor, ...]:
     """What the one kernel of dk and dv writes: the result itself where that has as many heads, and was asked for."""
-    return [
+    return tuple(
         grad if grad.ndim == 4 and grad.shape == layout.shape else _empty(layout, q, dtype)
         for grad, (layout, dtype) in zip(grads[1:], plan.parts, strict=True)
-    ]
+    )
 
 
-def _add_up_heads(grads: tuple[Tensor, ...], parts: list[Tensor]) -> None:
+def _add_up_heads(grads: tuple[Tensor, ...], parts: tuple[Tensor, ...]) -> None:
     """Fills dk and dv from what the kernel wrote, where that has more heads than they: neighbouring heads share one.
     Does nothing for a gradient that is its own part, and for one not asked for (of shape (0,))."""
     for grad, part in zip(grads, parts, strict=True):

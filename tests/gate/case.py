@@ -60,19 +60,20 @@ class Triton:
     """One configuration of a Triton or Gluon kernel.
 
     fn is the JITFunction; signature maps every argument that isn't constexpr to its type ("*bf16", "i32", "fp32",
-    "tensordesc<bf16[64, 64]>"); constexprs maps the others to their values; options are num_warps, num_stages and
-    the like. aligned names the integers known to be multiples of 16; pointers are taken to be, as those of tensors.
+    "tensordesc<bf16[64, 64]>"), or to a named tuple of types; constexprs maps the others to their values, and constants
+    within a tuple by their path; options are num_warps, num_stages and the like. aligned names the integers known to be
+    multiples of 16, or has their paths; pointers are taken to be, as those of tensors.
     """
 
     fn: Any
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    signature: Mapping[str, Any]
+    constexprs: Mapping[str | tuple[int, ...], Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    aligned: tuple[str, ...] = ()
+    aligned: tuple[str | tuple[int, ...], ...] = ()
 
     def __post_init__(self):
         names = self.fn.arg_names
-        given = [*self.signature, *self.constexprs]
+        given = [*self.signature, *(name for name in self.constexprs if isinstance(name, str))]
         if sorted(given) != sorted(names):
             missing, other = sorted(set(names) - set(given)), sorted(set(given) - set(names))
             raise ValueError(

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -214,10 +214,20 @@ def triton_source(source: Triton):
         from triton.experimental.gluon._runtime import GluonASTSource
 
         kind = GluonASTSource
-    aligned = [n for n, kind_of in source.signature.items() if kind_of.startswith("*") or n in source.aligned]
-    attrs = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     signature = {name: source.signature.get(name, "constexpr") for name in fn.arg_names}
+    aligned = [(fn.arg_names.index(name),) if isinstance(name, str) else name for name in source.aligned]
+    aligned += [path for path, kind_of in _types(tuple(signature.values())) if kind_of.startswith("*")]
+    attrs = {path: [["tt.divisibility", 16]] for path in aligned}
     return kind(fn=fn, signature=signature, constexprs=dict(source.constexprs), attrs=attrs)
+
+
+def _types(signature: tuple, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The types in a signature, which may be nested, with their paths."""
+    for n, kind in enumerate(signature):
+        if isinstance(kind, tuple):
+            yield from _types(kind, (*path, n))
+        else:
+            yield (*path, n), kind
 
 
 def triton_target(arch: str):

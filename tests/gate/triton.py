@@ -195,6 +195,9 @@ def _case(
     spills: Mapping[str, tuple[int, str]],
 ) -> Case:
     passed = {argument: kind for argument, kind in kernel.signature.items() if kind != "constexpr"}
-    aligned = tuple(argument for argument in kernel.divisors if not passed[argument].startswith("*"))
-    source = Triton(kernel.function, passed, kernel.constants, kernel.options, aligned)
+    names = kernel.function.arg_names
+    fixed = {names[path[0]] if len(path) == 1 else path: value for path, value in kernel.fixed.items()}
+    types = dict(launch.leaves(tuple(kernel.signature.values())))
+    aligned = tuple(path for path in kernel.divisors if not types[path].startswith("*"))
+    source = Triton(kernel.function, passed, fixed, kernel.options, aligned)
     return Case(name, source, archs, require=require, spills={x: Budget(*budget) for x, budget in spills.items()})

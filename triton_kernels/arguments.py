@@ -1,0 +1,87 @@
+"""What the kernels take, in few arguments: tensors by their roles, then strides, the numbers of a call, and the
+constants of a variant. Triton passes named tuples field by field: an entry may be None, which costs no parameter.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+
+class Strides(NamedTuple):
+    """Elements from one batch element, head, row and column of a tensor to the next."""
+
+    b: Any
+    h: Any
+    row: Any
+    column: Any = None  # of a bias alone: all others have dense rows
+
+
+class Call(NamedTuple):
+    """The numbers of a call, the same for all its kernels."""
+
+    softmax_scale: Any
+    score_scale: Any  # what `score.scores` multiplies products by
+    softcap: Any
+    dropout_threshold: Any
+    dropout_scale: Any
+    batch: Any
+    heads: Any
+    group_k: Any  # query heads of a key head
+    group_v: Any
+    seeded_batch: Any  # batch elements of a Philox key
+    seqlen_q: Any
+    seqlen_k: Any
+    band_low: Any
+    band_high: Any
+
+
+class Biases(NamedTuple):
+    """The bias and its tangent."""
+
+    bias: Any
+    tbias: Any
+
+
+class Queries(NamedTuple):
+    """What a kernel of blocks of queries reads of them."""
+
+    q: Any
+    tq: Any
+    grad_out: Any
+
+
+class Keys(NamedTuple):
+    """What a kernel of blocks of keys reads of them."""
+
+    k: Any
+    v: Any
+    tk: Any
+    tv: Any
+
+
+class RowTerms(NamedTuple):
+    """Numbers of every row of scores, (batch, heads, seqlen_q) contiguous in fp32; mu and nu for second order."""
+
+    lse: Any
+    delta: Any
+    mu: Any
+    nu: Any
+
+
+class Constants:
+    """The constants of a kernel's variant, as one constexpr argument with a field for each."""
+
+    def __init__(self, **values: Any):
+        self.__dict__ = {name: tl.constexpr(value) for name, value in values.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the variant has no constant {name}")
+
+    def __repr__(self) -> str:  # what Triton's cache and the names of functions know it by
+        return ", ".join(f"{name} {value.value!r}" for name, value in self.__dict__.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))

@@ -1,0 +1,227 @@
+"""Tiles of rows and their products, with their tangents where a kernel has some.
+
+A head size that is no power of two is split, D = D0 + D1, so that nothing is multiplied by padding but the end of D1:
+a row's columns come as two tiles. `W` says how: dims columns, of which `first` in the first tile and `rest` (or none,
+0) in the second.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Operand(NamedTuple):
+    """The rows of one head of a tensor and of its tangent (without one, of the tensor twice), from which tiles are
+    loaded: descriptors of the columns of the first tile and of the second, or twice a pointer to the head."""
+
+    x0: Any
+    x1: Any
+    t0: Any
+    t1: Any
+    b: Any
+    h: Any
+    stride: Any
+    tangent_stride: Any
+    length: Any
+
+
+class Tiles(NamedTuple):
+    """The two tiles of some rows from `first` on, and those of their tangent; or, where products load a chunk of
+    columns at a time, the pointers of the `Operand`."""
+
+    x0: Any
+    x1: Any
+    t0: Any
+    t1: Any
+    first: Any
+    stride: Any
+    tangent_stride: Any
+    length: Any
+
+
+@triton.constexpr_function
+def reaches(first, count, size):
+    """Whether first + count <= size is certain at compile time."""
+    return isinstance(first, int) and isinstance(size, int) and first + count <= size
+
+
+@triton.jit
+def head_of(pointer, b, h, strides):
+    """The pointer to a head's first row."""
+    return pointer + b.to(tl.int64) * strides.b + h.to(tl.int64) * strides.h
+
+
+@triton.jit
+def operand(x0, x1, t0, t1, b, h, strides, tangent_strides, length, TANGENT: tl.constexpr, TMA: tl.constexpr):
+    """The `Operand` of a head of a tensor, given as two descriptors if TMA, else as a pointer in x0; likewise its
+    tangent if TANGENT."""
+    if not TMA:
+        x0 = head_of(x0, b, h, strides)
+        x1 = x0
+    if TANGENT:
+        if not TMA:
+            t0 = head_of(t0, b, h, tangent_strides)
+            t1 = t0
+        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, length)
+    else:
+        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, length)
+
+
+@triton.jit
+def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.constexpr, DIMS: tl.constexpr,
+              TMA: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+    """Rows [first, first + ROWS) and DIMS columns of one head's (length, dims) matrix, zero past its ends.
+
+    `source` is a descriptor of (batch, heads, length, dims) if TMA, else a pointer to the head's first row, with
+    `stride` elements from row to row. TAIL: the rows may run past the end. `dims` known at compile time spares the mask
+    of columns where there is nothing to mask.
+    """
+    if TMA:
+        return tl.reshape(source.load([b, h, first, first_dim]), [ROWS, DIMS])
+    else:
+        rows = tl.arange(0, ROWS)
+        d = first_dim + tl.arange(0, DIMS)
+        pointers = source + first.to(tl.int64) * stride + (rows[:, None] * stride + d[None, :])
+        mask = d[None, :] < dims
+        if TAIL:
+            mask = mask & (first + rows[:, None] < length)
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_tiles(
+    rows, first, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TANGENT: tl.constexpr, TMA: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """The `Tiles` of ROWS rows of an `Operand`."""
+    x0 = rows.x0
+    x1 = rows.x1
+    t0 = rows.t0
+    t1 = rows.t1
+    if C.CHUNK == 0:
+        x0 = load_tile(x0, rows.b, rows.h, first, rows.stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL)
+        if W.rest > 0:
+            x1 = load_tile(
+                x1, rows.b, rows.h, first, rows.stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL
+            )
+        else:
+            x1 = x0
+        if TANGENT:
+            stride = rows.tangent_stride
+            t0 = load_tile(t0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL)
+            if W.rest > 0:
+                t1 = load_tile(t1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL)
+            else:
+                t1 = t0
+        else:
+            t0 = x0
+            t1 = x1
+    return Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.length)
+
+
+@triton.jit
+def _times_transposed(acc, a0, a1, b0, b1, W: tl.constexpr, C: tl.constexpr):
+    """acc + a b^T."""
+    acc = tl.dot(a0, tl.trans(b0), acc, input_precision=C.PRECISION)
+    if W.rest > 0:
+        acc = tl.dot(a1, tl.trans(b1), acc, input_precision=C.PRECISION)
+    return acc
+
+
+@triton.jit
+def _load_chunk(pointer, rows, stride, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
+    return load_tile(pointer, 0, 0, rows.first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True)
+
+
+@triton.jit
+def products(
+    a, b, W: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, C: tl.constexpr,
+    A_TANGENT: tl.constexpr = False, B_TANGENT: tl.constexpr = False,
+):  # fmt: skip
+    """a b^T of two `Tiles`, and its tangent ta b^T + a tb^T (of those that there are; without any, a b^T again).
+
+    With a CHUNK so many columns at a time: where registers can't hold the whole rows.
+    """
+    if C.CHUNK == 0:
+        total = _times_transposed(None, a.x0, a.x1, b.x0, b.x1, W, C)
+        tangent = total
+        if A_TANGENT:
+            tangent = _times_transposed(None, a.t0, a.t1, b.x0, b.x1, W, C)
+        if B_TANGENT:
+            tangent = _times_transposed(tangent if A_TANGENT else None, a.x0, a.x1, b.t0, b.t1, W, C)
+    else:
+        total = tl.zeros([A_ROWS, B_ROWS], tl.float32)
+        tangent = tl.zeros([A_ROWS, B_ROWS], tl.float32)
+        for dim in range(0, W.dims, C.CHUNK):
+            x = _load_chunk(a.x0, a, a.stride, dim, W, A_ROWS, C)
+            y = _load_chunk(b.x0, b, b.stride, dim, W, B_ROWS, C)
+            total = tl.dot(x, tl.trans(y), total, input_precision=C.PRECISION)
+            if A_TANGENT:
+                t = _load_chunk(a.t0, a, a.tangent_stride, dim, W, A_ROWS, C)
+                tangent = tl.dot(t, tl.trans(y), tangent, input_precision=C.PRECISION)
+            if B_TANGENT:
+                t = _load_chunk(b.t0, b, b.tangent_stride, dim, W, B_ROWS, C)
+                tangent = tl.dot(x, tl.trans(t), tangent, input_precision=C.PRECISION)
+    return total, tangent
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, W: tl.constexpr):
+    """What `add_product` adds to; the second tile is a small one where there is none."""
+    return tl.zeros([ROWS, W.first], tl.float32), tl.zeros([ROWS, W.rest if W.rest > 0 else 16], tl.float32)
+
+
+@triton.jit
+def rescaled(acc, factor, W: tl.constexpr):
+    """acc with every row times its factor."""
+    acc0 = acc[0] * factor[:, None]
+    acc1 = acc[1]
+    if W.rest > 0:
+        acc1 = acc1 * factor[:, None]
+    return acc0, acc1
+
+
+@triton.jit
+def add_product(
+    acc, a, b, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TAIL: tl.constexpr, TANGENT: tl.constexpr = False
+):
+    """acc + a b, with a in b's dtype: b's two tiles, or those of its tangent if TANGENT; loaded here if b holds
+    pointers. TAIL as in `load_tile`."""
+    acc0 = acc[0]
+    acc1 = acc[1]
+    b0 = b.x0
+    b1 = b.x1
+    stride = b.stride
+    if TANGENT:
+        b0 = b.t0
+        b1 = b.t1
+        stride = b.tangent_stride
+    if C.CHUNK > 0:
+        b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL)
+    acc0 = tl.dot(a.to(b0.dtype), b0, acc0, input_precision=C.PRECISION)
+    if W.rest > 0:
+        if C.CHUNK > 0:
+            b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL)
+        acc1 = tl.dot(a.to(b1.dtype), b1, acc1, input_precision=C.PRECISION)
+    return acc0, acc1
+
+
+@triton.jit
+def store_tile(pointer, tile, first, stride, length, first_dim, dims, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """The reverse of load_tile by pointer, within the ends; converts to the pointer's dtype."""
+    rows = tl.arange(0, ROWS)
+    d = first_dim + tl.arange(0, DIMS)
+    pointers = pointer + first.to(tl.int64) * stride + (rows[:, None] * stride + d[None, :])
+    mask = first + rows[:, None] < length
+    if not reaches(first_dim, DIMS, dims):
+        mask = mask & (d[None, :] < dims)
+    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_tiles(pointer, acc, factor, first, stride, length, W: tl.constexpr, ROWS: tl.constexpr):
+    """Stores two tiles of rows of a head, each times `factor` (which broadcasts to them)."""
+    store_tile(pointer, acc[0] * factor, first, stride, length, 0, W.dims, ROWS, W.first)
+    if W.rest > 0:
+        store_tile(pointer, acc[1] * factor, first, stride, length, W.first, W.dims, ROWS, W.rest)
