@@ -57,8 +57,8 @@ def visited_keys(first_row, call, C: tl.constexpr):
 
 @triton.jit
 def visited_queries(first_col, call, C: tl.constexpr):
-    """The blocks of queries that a block of keys visits: the same band with queries and keys exchanged. Queries past the
-    end need no mask (`load_row_terms`): without a lower bound the last block is a full one."""
+    """The blocks of queries that a block of keys visits: the same band with queries and keys exchanged. Queries past
+    the end need no mask (`load_row_terms`): without a lower bound the last block is a full one."""
     return _visited(
         first_col, call.seqlen_k, call.seqlen_q, -call.band_high, -call.band_low, C.BLOCK_N, C.BLOCK_M, C.HAS_HIGH,
         C.HAS_LOW, C.HAS_LOW,
