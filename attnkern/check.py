@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnkern
 
 from . import rng, testing
-from .backends import cuda, disabled, explain, triton
+from .backends import cuda, disabled, explain
 from .problem import Problem
 
 SECONDS = 120.0
@@ -317,8 +317,6 @@ def families() -> dict[str, str | None]:
     names: dict[str, str | None] = {}
     for name, family in FAMILIES.items():
         reason = disabled.reason(name) or found[family.backend].why_not
-        if reason is None and name == "triton-second-order" and not triton.has_second_order():
-            reason = "this Triton can't compile it: plain torch serves"
         if reason is None and name.startswith("cuda-sm90") and cuda.capability(0) != 90:
             reason = "the device is no Hopper"
         names[name] = reason

@@ -5,7 +5,6 @@ import os
 import random
 import sys
 import zlib
-from importlib.metadata import distributions
 
 import pytest
 import torch
@@ -14,12 +13,6 @@ import attnkern
 from attnkern import testing
 
 pytest_plugins = ["tiers"]
-# Triton 3.6 doesn't compile the kernels of second order: the operators are plain torch's then (tests/test_triton.py).
-collect_ignore = [
-    "test_triton_second_order.py"
-    for found in distributions(name="triton")
-    if tuple(map(int, found.version.split(".")[:2])) < (3, 7)
-]
 DRAW = os.environ.get("ATTNKERN_TEST_SEED") or "0"  # any other draws other numbers
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

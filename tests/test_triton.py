@@ -14,6 +14,7 @@ from attnkern.triton_kernels import configs, launch, plan
 import attnkern
 import routes
 from attnkern import cases, ops, rng, testing
+from attnkern.backends import disabled
 from attnkern.problem import Problem
 from conftest import Target
 
@@ -303,9 +304,9 @@ def test_what_a_launcher_lacks_is_named(monkeypatch, tmp_path):
         launch._load(Uncompiled(), 0)
 
 
-@pytest.mark.parametrize(("version", "kernels"), [("3.6.0", False), ("3.7.1+git1a2b", True), ("3.10.0", True)])
-def test_second_order_of_an_old_triton_is_plain_torchs(monkeypatch, version, kernels):
-    monkeypatch.setattr("triton.__version__", version)
+@pytest.mark.parametrize(("left_out", "kernels"), [("triton-decode", True), ("triton-second-order", False)])
+def test_second_order_is_plain_torchs_where_the_kernels_are_left_out(monkeypatch, left_out, kernels):
+    monkeypatch.setattr(disabled, "left_out", frozenset({left_out}))
     monkeypatch.setitem(table.TABLE, "cpu", (triton, *table.TABLE["cpu"]))
     assert (ops._with_second_order("triton", problem()) is triton) == kernels
 
