@@ -311,6 +311,7 @@ def test_torchs_own_maths_is_measured_only_where_its_scores_fit(monkeypatch):
 
 def test_what_triton_cannot_compile_is_skipped_and_named(monkeypatch):
     rehearsed = device.Rehearsed()
+
     def fails(self, capability):
         raise RuntimeError("ptxas is unhappy")
 

@@ -38,7 +38,17 @@ from .score import (
     visited_keys,
     visited_queries,
 )
-from .tiles import add_product, head_of, load_tile, load_tiles, operand, products, store_tiles, zeros
+from .tiles import (
+    add_product,
+    add_rows_and_products,
+    head_of,
+    load_tile,
+    load_tiles,
+    operand,
+    products,
+    store_tiles,
+    zeros,
+)
 
 
 class DeltaStrides(NamedTuple):
@@ -121,8 +131,7 @@ def _dkdv_blocks(
     cols = first_col + tl.arange(0, C.BLOCK_N)
     for first_row in range(begin, end, C.BLOCK_M):
         rows = first_row + tl.arange(0, C.BLOCK_M)
-        q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, C.TMA, TAIL)
-        qk, x = products(k, q_tiles, C.QK, C.BLOCK_N, C.BLOCK_M, C, C.TK, C.TQ)
+        qk, x, q_tiles = products(k, q, first_row, C.QK, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL, C.TK, C.TQ)
         base, delta, mu, nu = load_row_terms(terms, row_offset, rows, call.seqlen_q, C)
         s, t = scores(qk, rows[None, :], cols[:, None], biases.bias, strides.bias, call, C, MASKED)
         p = probabilities(s, base[None, :], C.NATURAL)
@@ -132,17 +141,15 @@ def _dkdv_blocks(
             keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
             keep = tl.trans(keep)
             kept = tl.where(keep, p * call.dropout_scale, 0.0)
-        g_tiles = load_tiles(grad_out, first_row, C.V, C.BLOCK_M, C, False, C.TMA, TAIL)
-        if not C.TANGENT:
-            dv = add_product(dv, kept, g_tiles, C.V, C.BLOCK_M, C, TAIL)
-        dp, u = products(v, g_tiles, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TV)
         if C.TANGENT:
+            dp, u, g_tiles = products(v, grad_out, first_row, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL, C.TV)
             ts, product = score_tangent(x, t, rows[None, :], cols[:, None], biases.tbias, strides.tbias, call, C)
             _, ds, tangent, kept = second_gradient(
                 p, ts, product, dp, u, delta[None, :], mu[None, :], nu[None, :], t, keep, call, C
             )
             dv = add_product(dv, kept, g_tiles, C.V, C.BLOCK_M, C, TAIL)
         else:
+            dv, dp = add_rows_and_products(dv, kept, v, grad_out, first_row, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL)
             _, ds = score_gradient(p, dp, delta[None, :], t, keep, call, C)
         dk = add_product(dk, ds, q_tiles, C.QK, C.BLOCK_M, C, TAIL)
         if C.TQ:
@@ -207,12 +214,10 @@ def score_gradients(
     products' tangent; and the tiles of k. terms: of `load_row_terms`."""
     base, delta, mu, nu = terms
     cols = first_col + tl.arange(0, C.BLOCK_N)
-    k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, C.TK, C.TMA, MASKED)
-    qk, x = products(q, k_tiles, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TQ, C.TK)
+    qk, x, k_tiles = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, C.TQ, C.TK)
     s, t = scores(qk, rows[:, None], cols[None, :], biases.bias, strides.bias, call, C, MASKED)
     p = probabilities(s, base[:, None], C.NATURAL)
-    v_tiles = load_tiles(v, first_col, C.V, C.BLOCK_N, C, C.TV, C.TMA, MASKED)
-    dp, u = products(grad_out, v_tiles, C.V, C.BLOCK_M, C.BLOCK_N, C, False, C.TV)
+    dp, u, _ = products(grad_out, v, first_col, C.V, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, False, C.TV)
     keep = p > 0.0
     if C.DROPOUT:
         keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import Call, Strides
 from .score import log_sum_exp, scores, softmax_step
-from .tiles import Tiles, add_product, head_of, load_tile, load_tiles, operand, products, rescaled, zeros
+from .tiles import Tiles, add_rows, head_of, load_tile, operand, products, zeros
 
 
 class DecodeStrides(NamedTuple):
@@ -101,12 +101,11 @@ def decode_kernel(
                 )
                 qk = tl.dot(x, tl.trans(tile), qk, input_precision=C.PRECISION)
         else:
-            k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, False, False, True)
-            qk, _ = products(Tiles(q0, q1, q0, q1, 0, 0, 0, 0), k_tiles, C.QK, C.BLOCK_M, C.BLOCK_N, C)
+            q_tiles = Tiles(q0, q1, q0, q1, 0, 0, 0, 0)
+            qk, _, _ = products(q_tiles, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, False, True)
         s, _ = scores(qk, rows[:, None], cols[None, :], bias_rows, strides.bias, call, C, True)
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True, C.NATURAL)
-        v_tiles = load_tiles(v, first_col, C.V, C.BLOCK_N, C, False, False, True)
-        acc = add_product(rescaled(acc, factor, C.V), p, v_tiles, C.V, C.BLOCK_N, C, True)
+        acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, False, True)
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)

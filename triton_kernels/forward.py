@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import Call, Strides
 from .score import dropout_keep, log_sum_exp, program_rows, scores, softmax_step, visited_keys
-from .tiles import add_product, head_of, load_tiles, operand, products, rescaled, store_tiles, zeros
+from .tiles import add_rows, head_of, load_tiles, operand, products, store_tiles, zeros
 
 
 class ForwardStrides(NamedTuple):
@@ -31,15 +31,13 @@ def _forward_blocks(
     rows = first_row + tl.arange(0, C.BLOCK_M)
     for first_col in range(begin, end, C.BLOCK_N):
         cols = first_col + tl.arange(0, C.BLOCK_N)
-        k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, False, C.TMA, MASKED)
-        qk, _ = products(q, k_tiles, C.QK, C.BLOCK_M, C.BLOCK_N, C)
+        qk, _, _ = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED)
         s, _ = scores(qk, rows[:, None], cols[None, :], bias, bias_strides, call, C, MASKED)
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, MASKED or C.BIAS > 0, C.NATURAL)
         if C.DROPOUT:
             keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
             p = tl.where(keep, p, 0.0)
-        v_tiles = load_tiles(v, first_col, C.V, C.BLOCK_N, C, False, C.TMA, MASKED)
-        acc = add_product(rescaled(acc, factor, C.V), p, v_tiles, C.V, C.BLOCK_N, C, MASKED)
+        acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED)
     return acc, row_max, row_sum
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from .arguments import Biases, Call, Queries, Strides
 from .backward import BackwardStrides
 from .score import dropout_keep, load_row_base, probabilities, program_rows, score_tangent, scores, visited_keys
-from .tiles import add_product, head_of, load_tile, load_tiles, operand, products, store_tile, zeros
+from .tiles import add_rows, head_of, load_tile, load_tiles, operand, products, store_tile, zeros
 
 
 class TangentStrides(NamedTuple):
@@ -48,8 +48,7 @@ def _tangent_blocks(
     rows = first_row + tl.arange(0, C.BLOCK_M)
     for first_col in range(begin, end, C.BLOCK_N):
         cols = first_col + tl.arange(0, C.BLOCK_N)
-        k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, C.TK, C.TMA, MASKED)
-        qk, x = products(q, k_tiles, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TQ, C.TK)
+        qk, x, _ = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, C.TQ, C.TK)
         s, t = scores(qk, rows[:, None], cols[None, :], biases.bias, strides.bias, call, C, MASKED)
         p = probabilities(s, base[:, None], C.NATURAL)
         ts, _ = score_tangent(x, t, rows[:, None], cols[None, :], biases.tbias, strides.tbias, call, C)
@@ -60,10 +59,9 @@ def _tangent_blocks(
             keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
             p = tl.where(keep, p * call.dropout_scale, 0.0)
             weighted = tl.where(keep, weighted * call.dropout_scale, 0.0)
-        v_tiles = load_tiles(v, first_col, C.V, C.BLOCK_N, C, C.TV, C.TMA, MASKED)
-        acc = add_product(acc, weighted, v_tiles, C.V, C.BLOCK_N, C, MASKED)
+        acc = add_rows(acc, None, weighted, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED)
         if C.TV:
-            acc = add_product(acc, p, v_tiles, C.V, C.BLOCK_N, C, MASKED, True)
+            acc = add_rows(acc, None, p, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED, True)
     return acc, mu, total
 
 

@@ -90,6 +90,21 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
 
 
 @triton.jit
+def _load_part(
+    rows, first, PART: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
+    TANGENT: tl.constexpr = False,
+):  # fmt: skip
+    """The first tile (PART 0) or the second of ROWS rows of an `Operand`, or of its tangent."""
+    x0 = rows.t0 if TANGENT else rows.x0
+    x1 = rows.t1 if TANGENT else rows.x1
+    stride = rows.tangent_stride if TANGENT else rows.stride
+    if PART == 0:
+        return load_tile(x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL)
+    else:
+        return load_tile(x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL)
+
+
+@triton.jit
 def load_tiles(
     rows, first, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TANGENT: tl.constexpr, TMA: tl.constexpr,
     TAIL: tl.constexpr,
@@ -100,86 +115,90 @@ def load_tiles(
     t0 = rows.t0
     t1 = rows.t1
     if C.CHUNK == 0:
-        x0 = load_tile(x0, rows.b, rows.h, first, rows.stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL)
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
+        x1 = x0
         if W.rest > 0:
-            x1 = load_tile(
-                x1, rows.b, rows.h, first, rows.stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL
-            )
-        else:
-            x1 = x0
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
+        t0 = x0
+        t1 = x1
         if TANGENT:
-            stride = rows.tangent_stride
-            t0 = load_tile(t0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL)
+            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, True)
+            t1 = t0
             if W.rest > 0:
-                t1 = load_tile(t1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL)
-            else:
-                t1 = t0
-        else:
-            t0 = x0
-            t1 = x1
+                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, True)
     return Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.length)
 
 
 @triton.jit
-def _times_transposed(acc, a0, a1, b0, b1, W: tl.constexpr, C: tl.constexpr):
-    """acc + a b^T."""
-    acc = tl.dot(a0, tl.trans(b0), acc, input_precision=C.PRECISION)
-    if W.rest > 0:
-        acc = tl.dot(a1, tl.trans(b1), acc, input_precision=C.PRECISION)
-    return acc
+def _load_chunk(pointer, first, stride, length, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
+    return load_tile(pointer, 0, 0, first, stride, length, dim, W.dims, ROWS, C.CHUNK, False, True)
 
 
 @triton.jit
-def _load_chunk(pointer, rows, stride, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
-    return load_tile(pointer, 0, 0, rows.first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True)
+def _times_transposed(total, tangent, a, at, b, bt, C: tl.constexpr, A_TANGENT: tl.constexpr, B_TANGENT: tl.constexpr):
+    """total + a b^T and tangent + at b^T + a bt^T."""
+    total = tl.dot(a, tl.trans(b), total, input_precision=C.PRECISION)
+    if A_TANGENT:
+        tangent = tl.dot(at, tl.trans(b), tangent, input_precision=C.PRECISION)
+    if B_TANGENT:
+        tangent = tl.dot(a, tl.trans(bt), tangent, input_precision=C.PRECISION)
+    return total, tangent
 
 
 @triton.jit
 def products(
-    a, b, W: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, C: tl.constexpr,
-    A_TANGENT: tl.constexpr = False, B_TANGENT: tl.constexpr = False,
+    a, rows, first, W: tl.constexpr, A_ROWS: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr,
+    TAIL: tl.constexpr, A_TANGENT: tl.constexpr = False, TANGENT: tl.constexpr = False,
 ):  # fmt: skip
-    """a b^T of two `Tiles`, and its tangent ta b^T + a tb^T (of those that there are; without any, a b^T again).
+    """a b^T of `Tiles` a and ROWS rows b of an `Operand`, from `first` on; its tangent at b^T + a bt^T (of those that
+    there are; without any, a b^T again); and b's `Tiles`, each of which is loaded when it is multiplied.
 
     With a CHUNK so many columns at a time: where registers can't hold the whole rows.
     """
-    if C.CHUNK == 0:
-        total = _times_transposed(None, a.x0, a.x1, b.x0, b.x1, W, C)
-        tangent = total
-        if A_TANGENT:
-            tangent = _times_transposed(None, a.t0, a.t1, b.x0, b.x1, W, C)
-        if B_TANGENT:
-            tangent = _times_transposed(tangent if A_TANGENT else None, a.x0, a.x1, b.t0, b.t1, W, C)
-    else:
-        total = tl.zeros([A_ROWS, B_ROWS], tl.float32)
-        tangent = tl.zeros([A_ROWS, B_ROWS], tl.float32)
+    x0 = rows.x0
+    x1 = rows.x1
+    t0 = rows.t0
+    t1 = rows.t1
+    total = None
+    tangent = None
+    if C.CHUNK > 0:
+        total = tl.zeros([A_ROWS, ROWS], tl.float32)
+        tangent = tl.zeros([A_ROWS, ROWS], tl.float32)
         for dim in range(0, W.dims, C.CHUNK):
-            x = _load_chunk(a.x0, a, a.stride, dim, W, A_ROWS, C)
-            y = _load_chunk(b.x0, b, b.stride, dim, W, B_ROWS, C)
-            total = tl.dot(x, tl.trans(y), total, input_precision=C.PRECISION)
+            x = _load_chunk(a.x0, a.first, a.stride, a.length, dim, W, A_ROWS, C)
+            y = _load_chunk(x0, first, rows.stride, rows.length, dim, W, ROWS, C)
+            xt = x
+            yt = y
             if A_TANGENT:
-                t = _load_chunk(a.t0, a, a.tangent_stride, dim, W, A_ROWS, C)
-                tangent = tl.dot(t, tl.trans(y), tangent, input_precision=C.PRECISION)
-            if B_TANGENT:
-                t = _load_chunk(b.t0, b, b.tangent_stride, dim, W, B_ROWS, C)
-                tangent = tl.dot(x, tl.trans(t), tangent, input_precision=C.PRECISION)
-    return total, tangent
+                xt = _load_chunk(a.t0, a.first, a.tangent_stride, a.length, dim, W, A_ROWS, C)
+            if TANGENT:
+                yt = _load_chunk(t0, first, rows.tangent_stride, rows.length, dim, W, ROWS, C)
+            total, tangent = _times_transposed(total, tangent, x, xt, y, yt, C, A_TANGENT, TANGENT)
+    else:
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
+        t0 = x0
+        if TANGENT:
+            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, True)
+        total, tangent = _times_transposed(total, tangent, a.x0, a.t0, x0, t0, C, A_TANGENT, TANGENT)
+        x1 = x0
+        t1 = t0
+        if W.rest > 0:
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
+            t1 = x1
+            if TANGENT:
+                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, True)
+            total, tangent = _times_transposed(total, tangent, a.x1, a.t1, x1, t1, C, A_TANGENT, TANGENT)
+    tiles = Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.length)
+    if A_TANGENT or TANGENT:
+        return total, tangent, tiles
+    else:
+        return total, total, tiles
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, W: tl.constexpr):
     """What `add_product` adds to; the second tile is a small one where there is none."""
     return tl.zeros([ROWS, W.first], tl.float32), tl.zeros([ROWS, W.rest if W.rest > 0 else 16], tl.float32)
-
-
-@triton.jit
-def rescaled(acc, factor, W: tl.constexpr):
-    """acc with every row times its factor."""
-    acc0 = acc[0] * factor[:, None]
-    acc1 = acc[1]
-    if W.rest > 0:
-        acc1 = acc1 * factor[:, None]
-    return acc0, acc1
 
 
 @triton.jit
@@ -190,13 +209,9 @@ def add_product(
     pointers. TAIL as in `load_tile`."""
     acc0 = acc[0]
     acc1 = acc[1]
-    b0 = b.x0
-    b1 = b.x1
-    stride = b.stride
-    if TANGENT:
-        b0 = b.t0
-        b1 = b.t1
-        stride = b.tangent_stride
+    b0 = b.t0 if TANGENT else b.x0
+    b1 = b.t1 if TANGENT else b.x1
+    stride = b.tangent_stride if TANGENT else b.stride
     if C.CHUNK > 0:
         b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL)
     acc0 = tl.dot(a.to(b0.dtype), b0, acc0, input_precision=C.PRECISION)
@@ -205,6 +220,52 @@ def add_product(
             b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL)
         acc1 = tl.dot(a.to(b1.dtype), b1, acc1, input_precision=C.PRECISION)
     return acc0, acc1
+
+
+@triton.jit
+def add_rows(
+    acc, factor, a, rows, first, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr,
+    TAIL: tl.constexpr, TANGENT: tl.constexpr = False,
+):  # fmt: skip
+    """acc, every row times its factor (None: 1), + a b, with a in b's dtype: b are ROWS rows of an `Operand`, or of its
+    tangent, from `first` on, each tile of which is loaded when it is multiplied."""
+    acc0 = acc[0]
+    acc1 = acc[1]
+    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, TANGENT)
+    a = a.to(b.dtype)
+    if factor is not None:
+        acc0 = acc0 * factor[:, None]
+    acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
+    if W.rest > 0:
+        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, TANGENT)
+        if factor is not None:
+            acc1 = acc1 * factor[:, None]
+        acc1 = tl.dot(a, b, acc1, input_precision=C.PRECISION)
+    return acc0, acc1
+
+
+@triton.jit
+def add_rows_and_products(
+    acc, a, c, rows, first, W: tl.constexpr, C_ROWS: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr,
+    TMA: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """acc + a b, as `add_rows` has it, and c b^T, as `products` has it, with b loaded once but where it comes in chunks
+    of columns."""
+    acc0 = acc[0]
+    acc1 = acc[1]
+    if C.CHUNK > 0:
+        acc0, acc1 = add_rows(acc, None, a, rows, first, W, ROWS, C, TMA, TAIL)
+        total, _, _ = products(c, rows, first, W, C_ROWS, ROWS, C, TMA, TAIL)
+    else:
+        b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
+        a = a.to(b.dtype)
+        acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
+        total = tl.dot(c.x0, tl.trans(b), input_precision=C.PRECISION)
+        if W.rest > 0:
+            b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
+            acc1 = tl.dot(a, b, acc1, input_precision=C.PRECISION)
+            total = tl.dot(c.x1, tl.trans(b), total, input_precision=C.PRECISION)
+    return (acc0, acc1), total
 
 
 @triton.jit
