@@ -7,9 +7,7 @@ draws the tensors.
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +97,25 @@ class Case:
         return ", ".join(words)
 
     @property
+    def grouped(self) -> bool:
+        """Query heads share key or value heads."""
+        return self.heads_q != self.heads_k
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of :func:`attnkern.attention` that are not its defaults."""
+        given = {
+            "dropout_p": (self.dropout, 0.0),
+            "is_causal": (self.causal, False),
+            "scale": (self.scale, None),
+            "enable_gqa": (self.grouped, False),
+            "window": (self.window, None),
+            "alignment": (self.alignment, "top_left"),
+            "softcap": (self.softcap, 0.0),
+        }
+        return {name: value for name, (value, default) in given.items() if value != default}
+
+    @property
     def band(self) -> tuple[int, int, int] | None:
         """(left, right, offset): entry (i, j) is kept iff -left <= j - i - offset <= right. None: every entry is."""
         left, right = self.window or (None, None)
@@ -171,23 +188,17 @@ class Case:
     def inputs(self, device: str | torch.device = "cpu", seed: int = 0) -> testing.Inputs:
         """Standard normal query, key, value and the mask, the same for a seed on every device."""
         kinds = {"bool": ("bool", "11LS"), "float": ("float", "11LS"), "bias": ("float", "1HLS")}
-        inputs = testing.make_inputs(
-            self.batch,
-            self.heads_q,
-            self.seqlen_q,
-            self.seqlen_k,
-            self.head_dim,
-            self.head_dim_v,
-            heads_k=self.heads_k,
-            dtype=self.torch_dtype,
-            device=device,
-            layout={"bhld": "contiguous", "blhd": "blhd"}[self.layout],
-            mask=kinds.get(self.mask),
-            seed=seed,
-        )
+        layout = {"bhld": "contiguous", "blhd": "blhd"}[self.layout]
+        mask = kinds.get(self.mask)
+        inputs = self.drawn(dtype=self.torch_dtype, device=device, layout=layout, mask=mask, seed=seed)
         if self.mask in BLOCKS:
             inputs = replace(inputs, attn_mask=self.block_mask().to(device))
         return inputs
+
+    def drawn(self, **kinds: Any) -> testing.Inputs:
+        """:func:`attnkern.testing.make_inputs` of these sizes."""
+        sizes = (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k, self.head_dim, self.head_dim_v)
+        return testing.make_inputs(*sizes, heads_k=self.heads_k, **kinds)
 
 
 def _of_pass(pass_name: str, forward: float, backward: float) -> float:
@@ -314,77 +325,6 @@ def _sweeps() -> Iterable[Case]:
     for dtype in ("fp32", "bf16"):
         # Small enough for a smoke test, odd enough to reach every tail.
         yield case(f"smoke-{dtype}", 33, 47, heads=(4, 2), dim=24, dtype=dtype, causal=True, tags=("smoke",))
-
-
-@dataclass(frozen=True)
-class Extreme:
-    """A small problem at the edge of what a kernel's numbers or tiles take, for tests of every backend.
-
-    ``sizes`` are (batch, heads, seqlen_q, seqlen_k, head_dim), ``options`` those of :func:`attnkern.attention`,
-    ``mask`` (kind, shape) of :func:`attnkern.testing.make_mask`. ``score`` is what the scores lie around.
-    """
-
-    name: str
-    sizes: tuple[int, int, int, int, int]
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    mask: tuple[str, str] | None = None
-    score: float = 0.0
-
-    def inputs(
-        self, dtype: torch.dtype, *, device: str | torch.device = "cpu", head_dim: int | None = None, seed: int = 0
-    ) -> testing.Inputs:
-        """query, key, value and the mask; ``head_dim`` in place of the case's own."""
-        width = self.sizes[4] if head_dim is None else head_dim
-        inputs = testing.make_inputs(*self.sizes[:4], width, dtype=dtype, device=device, mask=self.mask, seed=seed)
-        if not self.score:
-            return inputs
-        # Every entry of q and k is one number, give or take a little noise.
-        scale = self.options.get("scale", width**-0.5)
-        size = math.sqrt(abs(self.score / scale) / width)
-        sign = math.copysign(1.0, self.score / scale)
-        query, key = inputs.query * 0.2 + size, inputs.key * 0.2 + size * sign
-        return replace(inputs, query=query, key=key, recipe=f"attnkern.cases: {self.name!r}, seed {seed}, {dtype}")
-
-
-_ODD = (1, 1, 70, 129, 64)  # the last blocks of queries and of keys are ragged, whatever their size
-NUMBERS: tuple[Extreme, ...] = (
-    Extreme("scores near -30", (1, 1, 70, 100, 64), score=-30.0),
-    Extreme("scores near -100", (1, 1, 70, 100, 64), score=-100.0),
-    Extreme("scores near -1000", _ODD, score=-1000.0),
-    Extreme("scores near 1000", _ODD, score=1000.0),
-    Extreme("scores near -100, causal", _ODD, {"is_causal": True}, score=-100.0),
-    Extreme("scores near 100, negative scale", _ODD, {"scale": -0.3}, score=100.0),
-    Extreme("scores far apart", _ODD, {"scale": 3.0}),
-    Extreme("scores far apart, negative scale", _ODD, {"scale": -3.0}),
-    Extreme("scores close together", _ODD, {"scale": 1e-3}),
-    Extreme("scale 0", (1, 1, 33, 65, 64), {"scale": 0.0, "is_causal": True}),
-    Extreme("scale 0, softcap, one query", (1, 1, 1, 33, 64), {"scale": 0.0, "softcap": 30.0}),
-    Extreme("scale 0, softcap, window", (1, 1, 70, 65, 64), {"scale": 0.0, "softcap": 30.0, "window": (9, 9)}),
-    Extreme("negative scale, softcap", _ODD, {"scale": -1.0, "softcap": 5.0, "is_causal": True}),
-    Extreme("softcap 1e3", (1, 1, 40, 65, 64), {"softcap": 1e3}),
-    Extreme("softcap 1e4, scores near 1000", (1, 1, 40, 65, 64), {"softcap": 1e4}, score=1000.0),
-    Extreme("softcap 1e6, one query", (1, 1, 1, 65, 64), {"softcap": 1e6}),
-    Extreme("one key", (1, 1, 65, 1, 64), {"scale": -2.0}),
-    Extreme("one query of many keys", (1, 1, 1, 257, 64), {"scale": 3.0}),
-)
-# A mask of every broadcast shape with bands whose first or last key lies past a block, at lengths beyond two blocks.
-_BANDS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("40 keys before and all after", {"window": (40, None)}),
-    ("1 key before", {"window": (1, 0)}),
-    ("all keys before and 20 after", {"window": (None, 20)}),
-    ("the diagonal, bottom right", {"window": (0, 0), "alignment": "bottom_right"}),
-    ("100 keys before, causal, bottom right", {"window": (100, None), "is_causal": True, "alignment": "bottom_right"}),
-)
-_SHAPES = ["".join(letters) for letters in itertools.product("B1", "H1", "L1", "S1")]
-MASKED_BANDS: tuple[Extreme, ...] = tuple(
-    Extreme(f"{kind} mask {shape}, {band}", (2, 2, 131, 150, 16), options, (kind, shape))
-    for kind in ("float", "bool")
-    for shape in _SHAPES
-    for band, options in _BANDS
-)
-EXTREMES: tuple[Extreme, ...] = (*NUMBERS, *MASKED_BANDS)
-# For what is slow: every band, and nearly every shape.
-FEW_MASKED_BANDS = MASKED_BANDS[: len(_SHAPES) * len(_BANDS) : len(_BANDS) + 1]
 
 
 CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_sweeps())

@@ -76,9 +76,8 @@ def run(
         str | None, typer.Option("--providers", help="Comma-separated, or all. Default: kernels and F.sdpa's backends.")
     ] = None,
     passes: Annotated[str | None, typer.Option(help="forward (fwd), backward (bwd), both, forward-grad.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Instead of the cases' own: fp32, bf16, fp16, fp64.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="field=values for every case: seqlen=512:16k:x2, head_dim=64,80.")
+        list[str] | None, typer.Option("--set", help="field=values for every case: seqlen=512:16k:x2, dtype=fp32,bf16.")
     ] = None,
     device: Device = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
@@ -106,16 +105,13 @@ def run(
     pattern = cases or ("gpu-sweep" if where.type == "cuda" else "quick-sweep")
     target_set = targets.named(pattern)
     defaults = sets.defaults_for(pattern)
-    if target_set is not None and (passes or dtype or set_ or providers_):
-        raise typer.BadParameter(f"{pattern} fixes --passes, --dtype, --set and --providers", param_hint="--cases")
+    if target_set is not None and (passes or set_ or providers_):
+        raise typer.BadParameter(f"{pattern} fixes --passes, --set and --providers", param_hint="--cases")
     if target_set is not None and where.type != "cpu":
         raise typer.BadParameter(f"{pattern} are targets for a CPU", param_hint="--device")
     if cpu_time and (threads != 1 or where.type != "cpu"):
         raise typer.BadParameter("CPU time compares on one CPU thread only: add --threads 1", param_hint="--cpu-time")
     chosen = [] if target_set is not None else _parsed("--cases", select, pattern)
-    if dtype is not None:
-        dtypes = _parsed("--dtype", options.names, dtype, options.DTYPE_NAMES)
-        chosen = _parsed("--dtype", options.apply, chosen, [{"dtype": d} for d in dtypes])
     if set_:
         chosen = _parsed("--set", options.apply, chosen, _parsed("--set", options.overrides, set_))
     pass_names = list(defaults.passes)

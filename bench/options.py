@@ -86,7 +86,8 @@ FIELDS: dict[str, tuple[str, Callable[[str], Sequence[Any]]]] = {
     **{name: (name, integers) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k")},
     **{name: (name, integers) for name in ("head_dim", "head_dim_v")},
     **{name: (name, _floats) for name in ("dropout", "softcap", "scale")},
-    **{name: (name, _words) for name in ("dtype", "mask", "layout", "alignment")},
+    "dtype": ("dtype", lambda text: names(text, DTYPE_NAMES)),
+    **{name: (name, _words) for name in ("mask", "layout", "alignment")},
     "causal": ("causal", _booleans),
     "window": ("window", _windows),
 }

@@ -1,6 +1,7 @@
 """Backends under test, seeds, poisoned memory, and the rule that a test is skipped only for want of a GPU."""
 
 import dataclasses
+import math
 import os
 import random
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import attnkern
-from attnkern import testing
+from attnkern import rng, testing
 
 pytest_plugins = ["tiers"]
 DRAW = os.environ.get("ATTNKERN_TEST_SEED") or "0"  # any other draws other numbers
@@ -49,8 +50,54 @@ class Target:
     def randn(self, *shape, dtype=torch.float32, **kwargs):
         return torch.randn(*shape, dtype=dtype, device=self.device, **kwargs)
 
+    def check_call(self, call, dtype=None, **options):
+        """A call of tests/matrix.py, with other inputs for every test."""
+        check = self.check_dropout if call.dropout else self.check
+        return check(call.inputs(self.device, dtype=dtype), **call.options, **options)
+
     def check(self, inputs, **options):
         return testing.check_attention(inputs, backend=self._backend(inputs.query), **options)
+
+    def kept(self, dropout_p, batch, heads, seqlen_q, seqlen_k):
+        """What the next call with dropout keeps, as `rng.keep_mask` says."""
+        seed = int(torch.randint(2**31, ()))
+        torch.manual_seed(seed)
+        drawn = rng.draw_seed(torch.device(self.device))
+        torch.manual_seed(seed)
+        return rng.keep_mask(drawn, dropout_p, batch, heads, seqlen_q, seqlen_k)
+
+    def check_dropout(self, inputs, **options):
+        """`check`, of what `kept` says."""
+        *leading, seqlen_q, _ = inputs.query.shape
+        sizes = math.prod(leading[:-1]), leading[-1] if leading else 1, seqlen_q, inputs.key.size(-2)
+        keep = self.kept(options["dropout_p"], *sizes).view(*leading, *sizes[2:])
+        return self.check(inputs, keep=keep, **options)
+
+    def check_dropped_entries(self, head_dim, dtype, **more):
+        """Bit for bit what `kept` says, in the forward and the backward pass."""
+        inputs = self.inputs(2, 4, 70, 90, head_dim, 90, heads_k=2, dtype=dtype)
+        inputs = dataclasses.replace(inputs, value=torch.eye(90, dtype=dtype).expand(2, 2, 90, 90))
+        options = {"dropout_p": 0.3, "enable_gqa": True}
+        keep = self.kept(0.3, 2, 4, 70, 90)
+        assert torch.equal(self.sdpa(*inputs.tensors.values(), **options) != 0, keep)
+        self.check_dropout(inputs, **options, **more)
+
+    def check_hidden_keys(self, by, inputs, **options):
+        """Infinities and NaN in keys that no query attends to, `by` a "bool mask" or "band", change no bit, and neither
+        do numbers."""
+        q, k, v = inputs.tensors.values()
+        keys = torch.arange(k.size(-2))
+        keep = keys.expand(1, 1, q.size(-2), -1) % 3 > 0
+        hidden = ~keep[0, 0, 0] if by == "bool mask" else keys >= q.size(-2)
+        options |= {"attn_mask": keep} if by == "bool mask" else {"is_causal": True}
+        found = []
+        for value in (1.0, torch.inf, -torch.inf, torch.nan):
+            k[:, :, hidden] = value
+            found.append(self.attention(q, k, v, **options, return_lse=True))
+        for out, lse in found:
+            assert out.isfinite().all()
+            assert torch.equal(out, found[0][0])
+            assert torch.equal(lse, found[0][1])
 
 
 # A backend is added to every test by being available in attnkern.backends().
@@ -92,6 +139,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def set_precision():
+    """Sets what torch allows float32 products on a GPU, "tf32" or "ieee"."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield lambda value: setattr(matmul, "fp32_precision", value)
+    matmul.fp32_precision = before
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ def test_is_causal_is_top_left(target, lengths, dtype):
     out = target.sdpa(*inputs.tensors.values(), is_causal=True)
     explicit = torch.ones(lengths, dtype=torch.bool, device=target.device).tril()
     want = testing.expected(*inputs.tensors.values(), explicit)["out"]
-    testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, recipe=inputs.recipe)
+    want.check(out, recipe=inputs.recipe)
 
 
 @contract(25)

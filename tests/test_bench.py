@@ -153,7 +153,7 @@ def test_a_provider_that_raises_or_refuses_stops_nobody_else(tmp_path, monkeypat
 
 
 def test_dry_run_measures_nothing(tmp_path):
-    printed = run(tmp_path / "rows.jsonl", "--dry-run", "--set", "seqlen=64:256:x2", "--dtype", "bf16,fp16")
+    printed = run(tmp_path / "rows.jsonl", "--dry-run", "--set", "seqlen=64:256:x2", "--set", "dtype=bf16,float16")
     assert "6 groups" in printed
     assert not (tmp_path / "rows.jsonl").exists()
 
@@ -169,7 +169,7 @@ def test_list_names_sets_cases_and_providers():
         (["--cases", "llama9"], "--cases", "'llama9' is no case, tag or matching glob"),
         (["--providers", "flashinfer"], "--providers", "'flashinfer' is no provider on cpu"),
         (["--passes", "sideways"], "--passes", "'sideways' is none of fwd, bwd"),
-        (["--dtype", "fp8"], "--dtype", "'fp8' is none of"),
+        (["--set", "dtype=fp8"], "--set", "'fp8' is none of"),
         (["--set", "seqlen"], "--set", "must be field=values"),
         (["--set", "seqlen=512:64k:x1"], "--set", "never gets to its end"),
         (["--set", "seqlen=-5"], "--set", "no positive number"),
@@ -179,7 +179,7 @@ def test_list_names_sets_cases_and_providers():
         (["--cpu-time"], "--cpu-time", "--threads 1"),
         (["--device", "tpu"], "--device", "neither cpu nor cuda"),
         (["--threads", "0"], "--threads", "equal to 1"),
-        (["--cases", "cpu-goals", "--dtype", "fp32"], "--cases", "fixes --passes"),
+        (["--cases", "cpu-goals", "--set", "dtype=fp32"], "--cases", "fixes --passes"),
     ],
 )
 def test_bad_options_are_named(arguments, option, words):

@@ -1,114 +1,54 @@
 """Gradients of the CUDA C++ kernels (csrc/cuda/backward*.cu) with their host code, run by the
 simulator of one GPU with hazards checked, against float64 by the one tolerance rule."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 
-from attnkern import cases, rng, testing
+from attnkern import testing
 from attnkern.problem import Problem
 from gate import cuda_backward as gate_cases
+from matrix import call, tagged
 from ptxsim import SHARED_LIMIT
-from test_cuda_kernels import BF16, FP16, FP32, cuda, simulated  # noqa: F401
+from test_cuda_kernels import BF16, FP16, FP32, cuda, row, simulated  # noqa: F401
 
 SMALL, LARGE = 86, 80  # GPUs with 99 and 163 KiB of shared memory for a block
 
-CAUSAL = {"is_causal": True}
-LAST = {"is_causal": True, "alignment": "bottom_right"}
-
-
-def case(*sizes, kinds=None, **options):
-    """Sizes (batch, heads, seqlen_q, seqlen_k, head_dim[, head_dim_v]), kinds of inputs, options of the call."""
-    return sizes, {"dtype": BF16, **(kinds or {})}, options
-
-
-CASES = {
-    "bfloat16": case(1, 2, 100, 170, 64),
-    "float16, causal, shared keys": case(
-        1, 4, 150, 130, 64, **CAUSAL, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2}
-    ),
-    "one key head for all": case(2, 3, 70, 40, 32, **LAST, enable_gqa=True, kinds={"heads_k": 1}),
-    "key and value heads that share otherwise": case(
-        1, 6, 33, 70, 64, enable_gqa=True, kinds={"heads_k": 2, "heads_v": 3}
-    ),
-    "more value heads than key heads": case(1, 4, 33, 70, 64, enable_gqa=True, kinds={"heads_k": 1, "heads_v": 2}),
-    "window": case(1, 1, 170, 150, 64, window=(40, 3), alignment="bottom_right"),
-    "window to the left": case(1, 1, 160, 150, 64, window=(30, None)),
-    "rows without keys": case(1, 2, 150, 50, 64, **LAST),
-    "keys that no query reaches": case(1, 1, 20, 170, 32, **CAUSAL),
-    "one query": case(2, 2, 1, 150, 64, **LAST),
-    "one key": case(1, 2, 40, 1, 64),
-    "softcap, head sizes 80 and 96": case(1, 1, 90, 70, 80, 96, softcap=3.0, kinds={"dtype": FP16}),
-    "softcap, bias, window": case(1, 1, 70, 80, 64, softcap=2.0, window=(30, 20), kinds={"mask": ("float", "BHLS")}),
-    "scale 0": case(1, 1, 40, 40, 64, scale=0.0),
-    "scale below 0": case(1, 1, 40, 40, 64, scale=-0.5),
-    "bias": case(2, 2, 70, 80, 64, **CAUSAL, kinds={"mask": ("float", "BHLS")}),
-    "bias, shared keys": case(
-        1, 4, 40, 70, 32, enable_gqa=True, kinds={"mask": ("float", "BHLS"), "heads_k": 2, "dtype": FP16}
-    ),
-    "float32 bias of full size with holes": case(
-        1, 2, 70, 140, 64, window=(20, 20), kinds={"mask": ("holes", "BHLS"), "mask_dtype": FP32}
-    ),
-    "float32 bias shared by the batch": case(2, 2, 70, 70, 64, kinds={"mask": ("holes", "1HLS"), "mask_dtype": FP32}),
-    "bias shared by the heads": case(2, 2, 70, 70, 80, 24, **CAUSAL, kinds={"mask": ("float", "B1LS")}),
-    "bias of keys": case(2, 2, 70, 90, 64, **CAUSAL, kinds={"mask": ("float", "B11S")}),
-    "bias of queries": case(2, 2, 70, 90, 64, kinds={"mask": ("float", "1HL1")}),
-    "bias of everything": case(1, 2, 70, 90, 64, window=(20, None), kinds={"mask": ("float", "11")}),
-    "bool mask": case(1, 2, 70, 96, 64, kinds={"mask": ("bool", "BHLS")}),
-    "bool mask of keys, window": case(2, 1, 70, 70, 64, window=(20, 20), kinds={"mask": ("bool", "B11S")}),
-    "length-major": case(2, 3, 40, 70, 64, kinds={"layout": "blhd"}),
-    "rows not aligned": case(1, 2, 40, 70, 24, kinds={"layout": "offset"}),
-    "last stride 2, padding between rows": case(1, 2, 40, 70, 24, kinds={"layout": ("stepped", "padded", "e_major")}),
-    "head sizes 8 and 17": case(1, 2, 40, 70, 8, 17),
-}
-
-
 # What the kernels that go by chunks are run with beside float32, whose products tell most about their order.
-FEW = [
-    "float16, causal, shared keys",
-    "softcap, bias, window",
-    "bias of queries",
-    "rows not aligned",
-    "rows without keys",
-]
-FAMILIES = {  # dtype, head size, cases
-    "bfloat16 or float16": (None, None, list(CASES)),
-    "float32": (FP32, 40, list(CASES)),
-    "bfloat16 by chunks": (BF16, 264, [*FEW, "key and value heads that share otherwise", "window", "one query"]),
-    "float16 by chunks": (FP16, 264, FEW[:3]),
+CALLS = tagged("cuda-backward")
+FAMILIES = {  # dtype, head size, calls
+    "bfloat16 or float16": (None, None, CALLS),
+    "float32": ("fp32", 40, CALLS),
+    "bfloat16 by chunks": ("bf16", 264, tagged("chunks")),
+    "float16 by chunks": ("fp16", 264, tagged("chunks-fp16")),
 }
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family][2]])
 def test_gradients(simulated, family, name, record_property):  # noqa: F811
-    sizes, kinds, options = CASES[name]
-    dtype, head_dim, _ = FAMILIES[family]
+    dtype, head_dim, calls = FAMILIES[family]
+    this = calls[name]
     if dtype is not None:
-        assert head_dim is not None
-        more = sizes[5] - sizes[4] if len(sizes) == 6 else 0
-        lengths = [min(n, 100) for n in sizes[2:4]]  # two tiles
-        sizes, kinds = (*sizes[:2], *lengths, head_dim, max(head_dim + more, 8)), {**kinds, "dtype": dtype}
-    simulated.check(simulated.inputs(*sizes, **kinds), **options)
+        head_dim_v = max(head_dim + this.head_dim_v - this.head_dim, 8)
+        lengths = {"seqlen_q": min(this.seqlen_q, 100), "seqlen_k": min(this.seqlen_k, 100)}  # two tiles
+        this = dataclasses.replace(this, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, **lengths)
+    simulated.check_call(this)
     assert bool(chunked(simulated)) == (dtype is not None)
-    record_property("cuda", row(family, name, sizes))
+    record_property("cuda", row("backward", family, this))
 
 
-EXTREMES = [(BF16, each) for each in (*cases.NUMBERS, *cases.FEW_MASKED_BANDS)]
-EXTREMES += [(dtype, each) for dtype in (FP16, FP32) for each in cases.NUMBERS[:12:2]]
+NUMBERS = list(tagged("numbers").values())
+EXTREMES = [(BF16, each) for each in (*NUMBERS, *tagged("masked-bands").values())]
+EXTREMES += [(dtype, each) for dtype in (FP16, FP32) for each in NUMBERS[:12:2]]
 
 
 @pytest.mark.parametrize(("dtype", "extreme"), EXTREMES, ids=lambda x: getattr(x, "name", str(x)))
 def test_extremes(simulated, dtype, extreme):  # noqa: F811
     """Scores far from 0 and from each other, scale 0 and below, masks of every shape beside a band; sizes at which the
     last tiles are ragged."""
-    simulated.check(extreme.inputs(dtype), **extreme.options)
-
-
-def row(family, name, sizes, target=80):
-    batch, heads, queries, keys, *widths = sizes
-    shape = f"{batch} x {heads}, {queries} x {keys}, {'/'.join(map(str, dict.fromkeys(widths)))}"
-    return f"backward  sm_{target:<4}{family:<22}{name:<44}{shape}"
+    simulated.check(extreme.inputs(seed=0, dtype=dtype), **extreme.options)
 
 
 # The variant for bands alone has wide tiles where there is shared memory for them; the one for everything has not.
@@ -122,7 +62,7 @@ def row(family, name, sizes, target=80):
 def test_head_sizes(simulated, head_dim, generic):  # noqa: F811
     """Every width of tile, with more queries and keys than a block has rows; no bank conflict."""
     more = {"softcap": 5.0} if generic else {}
-    simulated.check(simulated.inputs(1, 1, 150, 140, head_dim, head_dim - 8, dtype=BF16), **CAUSAL, **more)
+    simulated.check(simulated.inputs(1, 1, 150, 140, head_dim, head_dim - 8, dtype=BF16), is_causal=True, **more)
     claimed = {case.name: case.source.shared for case in gate_cases.cases()}
     last = list(zip(simulated.recorder.launches, simulated.recorder.reports, strict=True))[-2:]
     for (launch, report), kernel in zip(last, ("dkdv_kernel", "dq_kernel"), strict=True):
@@ -147,22 +87,22 @@ def chunked(simulated):  # noqa: F811
 @pytest.mark.parametrize(
     ("simulated", "dtype", "head_dim", "kinds"),
     [
-        (86, FP32, 8, ["dkdv", "dq"]),
-        (90, FP32, 128, ["dkdv", "dq"]),
-        (120, FP32, 200, ["dkdv", "dq"]),
-        (80, FP32, 512, ["dkdv", "dkdv", "dq"]),
-        (86, BF16, 384, ["dkdv", "dkdv", "dq"]),
-        (90, FP16, 512, ["dkdv", "dkdv", "dq"]),
+        (86, "fp32", 8, ["dkdv", "dq"]),
+        (90, "fp32", 128, ["dkdv", "dq"]),
+        (120, "fp32", 200, ["dkdv", "dq"]),
+        (80, "fp32", 512, ["dkdv", "dkdv", "dq"]),
+        (86, "bf16", 384, ["dkdv", "dkdv", "dq"]),
+        (90, "fp16", 512, ["dkdv", "dkdv", "dq"]),
     ],
     indirect=["simulated"],
 )
 def test_head_sizes_by_chunks(simulated, dtype, head_dim, kinds, record_property):  # noqa: F811
     """dV and dK apart where both don't fit; chunks of the rows in shared memory, or not all of them; no conflict."""
-    sizes = (1, 1, 70, 66, head_dim, max(head_dim - 60, 8))
-    simulated.check(simulated.inputs(*sizes, dtype=dtype), **CAUSAL)
+    this = call("head sizes", "", (1, 1, 70, 66, head_dim, max(head_dim - 60, 8)), dtype=dtype, causal=True)
+    simulated.check_call(this)
     assert [kind for kind, _, _ in chunked(simulated)] == kinds
     assert all(report.bank_conflicts == 0 for _, _, report in chunked(simulated))
-    record_property("cuda", row(str(dtype)[6:], "head sizes", sizes, simulated.recorder.target))
+    record_property("cuda", row("backward", dtype, this, simulated.recorder.target))
 
 
 def planned(chip, *sizes, kinds=None, wanted=("query", "key", "value", "attn_mask"), **options):
@@ -245,21 +185,13 @@ def test_plan_by_chunks():
 @pytest.mark.parametrize(("dtype", "head_dim"), [(BF16, 64), (BF16, 96), (BF16, 256), (BF16, 264), (FP32, 40)])
 def test_dropout(simulated, dtype, head_dim):  # noqa: F811
     """Bit for bit the entries of `rng.keep_mask`, for row tiles of 16 and of 32 keys, of whole and of half blocks."""
-    options = {"dropout_p": 0.3, "enable_gqa": True}
     inputs = simulated.inputs(2, 2, 40, 100, head_dim, heads_k=1, dtype=dtype)
-    torch.manual_seed(11)
-    keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.3, 2, 2, 40, 100)
-    torch.manual_seed(11)
-    simulated.check(inputs, **options, keep=keep)
+    simulated.check_dropout(inputs, dropout_p=0.3, enable_gqa=True)
 
 
 @pytest.mark.parametrize("shape", ["BHLS", "1HLS"])
 def test_dropout_with_a_bias_and_a_band(simulated, shape):  # noqa: F811
-    inputs = simulated.inputs(2, 1, 70, 70, 64, dtype=BF16, mask=("float", shape))
-    torch.manual_seed(7)
-    keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.5, 2, 1, 70, 70)
-    torch.manual_seed(7)
-    simulated.check(inputs, dropout_p=0.5, window=(50, 10), keep=keep)
+    simulated.check_call(call("", "", (2, 1, 70, 70, 64), mask=f"float {shape}", dropout=0.5, window=(50, 10)))
 
 
 def test_only_what_is_asked_for_is_launched(simulated):  # noqa: F811
@@ -301,23 +233,18 @@ def test_only_what_is_asked_for_by_chunks(simulated):  # noqa: F811
             assert torch.equal(grad, grads[0][name])
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "window", "bias", "bias shared by the heads", "head sizes 8 and 17"])
-def test_tf32(simulated, name, record_property):  # noqa: F811
+@pytest.mark.parametrize("name", tagged("tf32"))
+def test_tf32(simulated, name, set_precision, record_property):  # noqa: F811
     """Where torch allows it. A tf32 has float16's significand, so float16's rule holds: for inputs that are float16
     numbers, and results rounded to it."""
-    sizes, kinds, options = CASES[name]
-    inputs = simulated.inputs(*sizes, **{**kinds, "dtype": FP16})
+    inputs, options = CALLS[name].inputs(dtype=FP16), CALLS[name].options
 
     def function(**given):
         wide = {n: x.float() if x.is_floating_point() else x for n, x in given.items() if isinstance(x, torch.Tensor)}
         return simulated.attention(**{**given, **wide}).half()
 
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
-    try:
-        testing.check_attention(inputs, function=function, **options)
-    finally:
-        matmul.fp32_precision = before
+    set_precision("tf32")
+    testing.check_attention(inputs, function=function, **options)
     arithmetics = {found[0] for x in simulated.recorder.launches if (found := re.search(r"6SingleILb\d", x.name))}
     assert arithmetics == {"6SingleILb0"}
-    record_property("cuda", row("tf32", name, sizes))
+    record_property("cuda", row("backward", "tf32", CALLS[name]))

@@ -10,9 +10,10 @@ import torch
 import launches
 import ptxsim
 import routes
-from attnkern import rng, testing
+from attnkern import testing
 from attnkern.problem import Problem
 from conftest import Target
+from matrix import call, tagged
 from ptxsim import SHARED_LIMIT
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
@@ -43,46 +44,22 @@ def simulated(request):
         yield Simulated("cuda", "cpu", recorder)
 
 
-# name: sizes (batch, heads, queries, keys, head size[, of values]), options of the call, options of the inputs.
-# Lengths are no multiples of a tile, and the queries too many for the kernels of decode.cu.
-FEATURES = {
-    "plain": ((1, 2, 100, 70, 64), {}, {}),
-    "fp16": ((1, 1, 100, 70, 64), {}, {"dtype": FP16}),
-    "causal": ((1, 2, 150, 150, 64), {"is_causal": True}, {}),
-    "window": ((1, 2, 160, 160, 64), {"is_causal": True, "window": (40, None)}, {}),
-    "bottom right": ((1, 2, 70, 150, 32), {"is_causal": True, "alignment": "bottom_right"}, {}),
-    "rows without keys": ((1, 2, 150, 50, 32), {"is_causal": True, "alignment": "bottom_right"}, {}),
-    "softcap": ((1, 2, 90, 70, 80, 96), {"softcap": 3.0}, {"dtype": FP16}),
-    "negative scale": ((1, 1, 70, 70, 32), {"scale": -0.5, "is_causal": True}, {}),
-    "bias": ((2, 2, 70, 70, 64), {}, {"mask": ("float", "BHLS")}),
-    "float32 bias of all elements": ((2, 2, 70, 70, 64), {}, {"mask": ("float", "1HLS"), "mask_dtype": FP32}),
-    "bias of keys": ((2, 2, 70, 70, 64), {"window": (30, 9)}, {"mask": ("float", "B11S")}),
-    "bool mask": ((2, 2, 70, 70, 64), {}, {"mask": ("bool", "B11S")}),
-    "bool mask and softcap": ((1, 2, 70, 70, 32), {"softcap": 2.0}, {"mask": ("bool", "BHLS")}),
-    "grouped": ((1, 6, 70, 70, 64), {"enable_gqa": True}, {"heads_k": 2, "heads_v": 2}),
-    "grouped unlike": ((1, 6, 70, 70, 64), {"enable_gqa": True}, {"heads_k": 2, "heads_v": 3}),
-    "length first": ((1, 3, 70, 70, 64), {}, {"layout": "blhd"}),
-    "unaligned rows": ((1, 2, 70, 70, 24), {}, {"layout": "offset"}),
-    "columns apart": ((1, 2, 70, 70, 24), {}, {"layout": "stepped"}),
-    "odd head size": ((1, 2, 70, 70, 21, 13), {"is_causal": True}, {}),
-    "one key": ((1, 2, 70, 1, 32), {}, {}),
-}
+FEATURES = tagged("cuda-forward")
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(simulated, name, record_property):
-    sizes, options, more = FEATURES[name]
-    simulated.check(simulated.inputs(*sizes, **{"dtype": BF16, **more}), **options)
+    simulated.check_call(FEATURES[name])
     assert {"forward", "delta", "dkdv", "dq"} <= set(simulated.kernels())
-    record_property("cuda", row(simulated, "forward", "bfloat16 or float16", name, sizes))
+    record_property("cuda", row("forward", "bfloat16 or float16", FEATURES[name]))
 
 
-# What has forward kernels of its own: dtype, columns beside the case's, at most so many queries and keys. Gradients:
+# What has forward kernels of its own: dtype, columns beside the call's, at most so many queries and keys. Gradients:
 # tests/test_cuda_backward.py.
 FAMILIES = {
-    "float32": (FP32, 0, 100, 80),
-    "bfloat16 above 256": (BF16, 200, 70, 80),
-    "float32 above 256": (FP32, 200, 40, 80),
+    "float32": ("fp32", 0, 100, 80),
+    "bfloat16 above 256": ("bf16", 200, 70, 80),
+    "float32 above 256": ("fp32", 200, 40, 80),
 }
 
 
@@ -91,21 +68,24 @@ FAMILIES = {
 def test_features_of_other_kernels(simulated, name, family, record_property):
     """Scores in two blocks of keys, of which the second is ragged; no lane waits for another's bank."""
     dtype, more_columns, queries, keys = FAMILIES[family]
-    sizes, options, more = FEATURES[name]
-    columns = [n + more_columns for n in sizes[4:]]
-    if more_columns:
-        columns[-1] = max(columns[-1], 257)
-    sizes = (*sizes[:2], min(sizes[2], queries), min(sizes[3], keys), *columns)
-    simulated.check(simulated.inputs(*sizes, **{**more, "dtype": dtype}), gradients=False, **options)
+    given = FEATURES[name]
+    wide = max(given.head_dim_v + more_columns, 257) if more_columns else given.head_dim_v
+    this = dataclasses.replace(
+        given,
+        dtype=dtype,
+        seqlen_q=min(given.seqlen_q, queries),
+        seqlen_k=min(given.seqlen_k, keys),
+        head_dim=wide if given.head_dim == given.head_dim_v else given.head_dim + more_columns,
+        head_dim_v=wide,
+    )
+    simulated.check_call(this, gradients=False)
     assert simulated.kernels() == ["forward_wide" if more_columns else "forward_fp32"]
     assert simulated.bank_conflicts() == 0
-    record_property("cuda", row(simulated, "forward", family, name, sizes))
+    record_property("cuda", row("forward", family, this))
 
 
-def row(simulated, kind, family, name, sizes):
-    batch, heads, queries, keys, *widths = sizes
-    shape = f"{batch} x {heads}, {queries} x {keys}, {'/'.join(map(str, dict.fromkeys(widths)))}"
-    return f"{kind:<9} sm_{simulated.recorder.target:<4}{family:<22}{name:<44}{shape}"
+def row(kind, family, call, target=80):
+    return f"{kind:<9} sm_{target:<4}{family:<22}{call.name:<44}{call.shape}"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -121,10 +101,10 @@ def test_head_sizes(simulated, size, variant, dtype):
 @pytest.mark.parametrize("size", [8, 40, 96, 128, 136, 256, 264, 384, 512])
 def test_head_sizes_of_other_kernels(simulated, size, record_property):
     """The same for float32, and every run of columns of 16-bit heads above 256; dense rows, no bank conflict."""
-    sizes = (1, 1, 65, 65, size, max(size - 56, 8))
-    for dtype in (FP32, BF16, FP16)[: 3 if size > 256 else 1]:
-        simulated.check(simulated.inputs(*sizes, dtype=dtype), gradients=False, softcap=5.0)
-        record_property("cuda", row(simulated, "forward", str(dtype)[6:], "head sizes", sizes))
+    for dtype in ("fp32", "bf16", "fp16")[: 3 if size > 256 else 1]:
+        this = call("head sizes", "", (1, 1, 65, 65, size, max(size - 56, 8)), dtype=dtype, softcap=5.0)
+        simulated.check_call(this, gradients=False)
+        record_property("cuda", row("forward", dtype, this))
     assert simulated.bank_conflicts() == 0
 
 
@@ -133,27 +113,19 @@ def test_other_chips(simulated, record_property):
     """Less shared memory takes other tiles; each must fit where it is launched."""
     simulated.check(simulated.inputs(1, 1, 70, 70, 128, dtype=BF16), is_causal=True)
     simulated.check(simulated.inputs(1, 1, 65, 65, 256, dtype=BF16))
-    for dtype, queries, size in [(FP32, 33, 72), (FP32, 17, 256), (FP32, 17, 300), (BF16, 33, 300), (FP16, 1, 512)]:
-        sizes = (1, 1, queries, 70, size)
-        simulated.check(simulated.inputs(*sizes, dtype=dtype), gradients=False, softcap=9.0)
-        record_property("cuda", row(simulated, "forward", str(dtype)[6:], "softcap", sizes))
-
-
-@pytest.fixture
-def set_precision():
-    """Sets what torch allows float32 products on a GPU, "tf32" or "ieee"."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    yield lambda value: setattr(matmul, "fp32_precision", value)
-    matmul.fp32_precision = before
+    others = [("fp32", 33, 72), ("fp32", 17, 256), ("fp32", 17, 300), ("bf16", 33, 300), ("fp16", 1, 512)]
+    for dtype, queries, size in others:
+        this = call("softcap", "", (1, 1, queries, 70, size), dtype=dtype, softcap=9.0)
+        simulated.check_call(this, gradients=False)
+        record_property("cuda", row("forward", dtype, this, simulated.recorder.target))
 
 
 @pytest.mark.parametrize("size", [40, 200, 300])
 def test_tf32(simulated, size, set_precision, record_property):
     """Where torch allows it. A tf32 has float16's significand, so float16's rule holds: for inputs that are float16
     numbers, and results rounded to it. Without, the same inputs are multiplied exactly."""
-    inputs = simulated.inputs(1, 2, 40, 70, size, dtype=FP16)
-    outs = []
+    this = call("plain", "", (1, 2, 40, 70, size), dtype="fp16")
+    inputs, outs = this.inputs(), []
 
     def function(**given):
         wide = {n: x.float() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
@@ -164,7 +136,7 @@ def test_tf32(simulated, size, set_precision, record_property):
         set_precision(precision)
         testing.check_attention(inputs, function=function, gradients=False)
     assert not torch.equal(*outs)
-    record_property("cuda", row(simulated, "forward", "tf32", "plain", (1, 2, 40, 70, size)))
+    record_property("cuda", row("forward", "tf32", this))
 
 
 def test_split_products_keep_what_rounded_ones_lose(simulated):
@@ -184,64 +156,49 @@ DROPPED = [(BF16, 64), (FP32, 64), (FP32, 200), (BF16, 300), (FP32, 300)]
 
 @pytest.mark.parametrize(("dtype", "size"), DROPPED)
 def test_dropout(simulated, dtype, size):
-    """Bit for bit the entries of `rng.keep_mask`, in the forward and the backward pass."""
-    seed = int(torch.randint(2**31, ()))
-    torch.manual_seed(seed)
-    keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.3, 2, 4, 70, 90)
-    options = {"dropout_p": 0.3, "enable_gqa": True}
-    inputs = simulated.inputs(2, 4, 70, 90, size, 90, heads_k=2, dtype=dtype)
-    inputs = dataclasses.replace(inputs, value=torch.eye(90, dtype=dtype).expand(2, 2, 90, 90))
-    torch.manual_seed(seed)
-    assert torch.equal(simulated.sdpa(*list(inputs.tensors.values()), **options) != 0, keep)
-    torch.manual_seed(seed)
-    simulated.check(inputs, gradients=size == 64 and dtype == BF16, **options, keep=keep)
+    simulated.check_dropped_entries(size, dtype, gradients=size == 64 and dtype == BF16)
 
 
-# The same with few queries. A split of the keys is a block of the grid; the simulated chip has eight multiprocessors.
-DECODE = {
-    "one query": ((2, 2, 1, 700, 64), {}, {}),
-    "grouped": ((1, 8, 1, 500, 64), {"enable_gqa": True}, {"heads_k": 2}),
-    "several queries": ((1, 6, 5, 300, 128), {"is_causal": True, "alignment": "bottom_right"}, {"dtype": FP16}),
-    "two tiles of rows": ((1, 8, 7, 150, 32), {"enable_gqa": True, "window": (60, 20)}, {"heads_k": 2}),
-    "window": ((1, 2, 1, 700, 64), {"window": (90, None), "alignment": "bottom_right"}, {}),
-    "rows without keys": ((1, 2, 9, 5, 32), {"is_causal": True, "alignment": "bottom_right"}, {}),
-    "bias": ((2, 4, 2, 130, 64), {"softcap": 4.0, "enable_gqa": True}, {"heads_k": 2, "mask": ("float", "1HLS")}),
-    "bool mask": ((1, 2, 2, 200, 64), {}, {"mask": ("bool", "BHLS")}),
-    "unaligned rows": ((1, 2, 1, 130, 24), {}, {"layout": "offset"}),
-    "unlike head sizes": ((1, 2, 1, 130, 80, 200), {}, {}),
-    "length first": ((1, 4, 3, 130, 256), {}, {"layout": "blhd"}),
-    "one block": ((1, 2, 3, 40, 64), {}, {}),
-}
+# A split of the keys is a block of the grid; the simulated chip has eight multiprocessors.
+DECODE = tagged("cuda-decode")
 
 
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(simulated, name, record_property):
-    sizes, options, more = DECODE[name]
-    simulated.check(simulated.inputs(*sizes, **{"dtype": BF16, **more}), **options)
+    simulated.check_call(DECODE[name])
     assert simulated.kernels()[0] == "decode"
     if name in ("one query", "grouped"):  # long enough for a second kernel to be worth it
         assert simulated.kernels()[1] == "combine"
-    record_property("cuda", row(simulated, "decode", "bfloat16 or float16", name, sizes))
+    record_property("cuda", row("decode", "bfloat16 or float16", DECODE[name]))
 
 
-DECODE_FAMILIES = {"float32": (FP32, 0), "bfloat16 above 256": (BF16, 240), "float32 above 256": (FP32, 240)}
-# Above 256 a tile of rows holds more queries than the heads of these have.
-WIDE_DECODE = ["grouped", "several queries", "window", "rows without keys", "bias", "bool mask", "unaligned rows"]
+# dtype, columns beside the call's, calls: above 256 a tile of rows holds more queries than the heads of those have.
+DECODE_FAMILIES = {
+    "float32": ("fp32", 0, DECODE),
+    "bfloat16 above 256": ("bf16", 240, tagged("decode-wide")),
+    "float32 above 256": ("fp32", 240, tagged("decode-wide")),
+}
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(family, name) for family in DECODE_FAMILIES for name in (DECODE if family == "float32" else WIDE_DECODE)],
+    [(family, name) for family, (*_, calls) in DECODE_FAMILIES.items() for name in calls],
 )
 def test_decode_of_other_kernels(simulated, family, name, record_property):
-    dtype, more_columns = DECODE_FAMILIES[family]
-    sizes, options, more = DECODE[name]
-    sizes = (*sizes[:3], min(sizes[3], 500), *(n + more_columns for n in sizes[4:]))
-    simulated.check(simulated.inputs(*sizes, **{**more, "dtype": dtype}), gradients=False, **options)
+    dtype, more_columns, calls = DECODE_FAMILIES[family]
+    given = calls[name]
+    this = dataclasses.replace(
+        given,
+        dtype=dtype,
+        seqlen_k=min(given.seqlen_k, 500),
+        head_dim=given.head_dim + more_columns,
+        head_dim_v=given.head_dim_v + more_columns,
+    )
+    simulated.check_call(this, gradients=False)
     assert simulated.kernels()[0] == ("forward_wide" if more_columns else "decode")
     if name == "grouped":
         assert simulated.kernels()[1] == "combine"
-    record_property("cuda", row(simulated, "decode", family, name, sizes))
+    record_property("cuda", row("decode", family, this))
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 64), (FP32, 64), (FP32, 200), (BF16, 300), (FP32, 300)])
@@ -254,8 +211,7 @@ def test_splits_change_nothing_but_rounding(simulated, dtype, size):
     for splits in (1, 3, 128):
         out, lse = cuda.forward(q, k, v, None, None, params, True, splits=splits)
         for name, actual in (("out", out), ("lse", lse)):
-            exact, baseline, unit = want[name].exact, want[name].baseline, want[name].unit
-            testing.assert_within_rule(actual, exact, baseline, unit=unit, name=f"{name} of {splits} splits")
+            want[name].check(actual, name=f"{name} of {splits} splits")
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 70, 0), (2, 2, 5, 0)], ids=str)
@@ -278,36 +234,12 @@ def test_operators_without_a_head(simulated):
     assert not simulated.recorder.launches
 
 
-# What a mask or band excludes, by the kernel that meets it.
-EXCLUDED = {
-    "forward": ((1, 1, 70, 100, 64), BF16, {}),
-    "forward_fp32": ((1, 1, 70, 100, 40), FP32, {}),
-    "forward_wide": ((1, 1, 70, 100, 264), BF16, {}),
-    "decode": ((1, 1, 1, 100, 64), BF16, {}),
-    "decode, softcap": ((1, 1, 3, 100, 64), BF16, {"softcap": 5.0}),
-    "decode, float32": ((1, 1, 1, 100, 64), FP32, {}),
-}
-
-
 @pytest.mark.parametrize("by", ["bool mask", "band"])
-@pytest.mark.parametrize("name", EXCLUDED)
+@pytest.mark.parametrize("name", tagged("cuda-excluded"))
 def test_keys_that_are_excluded_may_hold_anything(simulated, name, by):
-    """Infinities and NaN in keys that no query attends to change no bit, and neither do numbers."""
-    sizes, dtype, options = EXCLUDED[name]
-    inputs = simulated.inputs(*sizes, dtype=dtype)
-    q, k, v = inputs.tensors.values()
-    keep = torch.arange(sizes[3]).expand(1, 1, sizes[2], -1) % 3 > 0
-    options = options | ({"attn_mask": keep} if by == "bool mask" else {"is_causal": True})
-    hidden = ~keep[0, 0, 0] if by == "bool mask" else torch.arange(sizes[3]) >= sizes[2]
-    found = []
-    for value in (1.0, torch.inf, -torch.inf, torch.nan):
-        k[:, :, hidden] = value
-        found.append(simulated.attention(q, k, v, **options, return_lse=True))
+    this = tagged("cuda-excluded")[name]
+    simulated.check_hidden_keys(by, this.inputs(), **this.options)
     assert simulated.kernels()[0] == name.split(",")[0]
-    for out, lse in found:
-        assert out.isfinite().all()
-        assert torch.equal(out, found[0][0])
-        assert torch.equal(lse, found[0][1])
 
 
 def test_a_chip_that_no_binary_fits(simulated):

@@ -10,13 +10,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
 import launches
 import ptxsim
-from attnkern import rng
 from gate import cache, compilers
-from test_cuda_kernels import BF16, FP32, simulated  # noqa: F401
+from matrix import LAST, call
+from test_cuda_kernels import simulated  # noqa: F401
 
 CUDA = launches.ROOT / "csrc/cuda"
 
@@ -62,21 +61,21 @@ KERNELS = {
     ),
 }
 
-# What is run: sizes (batch, heads, queries, keys, head size), options of the call, options of the inputs.
-LONG = ((1, 1, 70, 150, 64), {}, {})
-CAUSAL = ((1, 1, 70, 150, 64), {"is_causal": True, "alignment": "bottom_right"}, {})
-WINDOW = ((1, 1, 160, 150, 64), {"window": (30, 20)}, {})
-DEAD = ((1, 1, 150, 50, 64), {"is_causal": True, "alignment": "bottom_right"}, {})
-GROUPED = ((1, 4, 70, 70, 64), {"enable_gqa": True}, {"heads_k": 2})
-DROPPED = ((1, 2, 70, 70, 64), {"dropout_p": 0.3}, {})
-DECODE = ((1, 2, 1, 700, 64), {}, {})
-DECODE_GROUPED = ((1, 8, 2, 150, 64), {"enable_gqa": True}, {"heads_k": 2})
-DECODE_WINDOW = ((1, 2, 3, 300, 64), {"window": (90, 20), "alignment": "bottom_right"}, {})
-DECODE_DEAD = ((1, 2, 9, 5, 64), {"is_causal": True, "alignment": "bottom_right"}, {})
-FLOAT = ((1, 2, 70, 130, 40), {"is_causal": True, "enable_gqa": True}, {"dtype": FP32, "heads_k": 1})
-FLOAT_WINDOW = ((1, 1, 160, 150, 40), {"window": (30, 20)}, {"dtype": FP32})
-FLOAT_DEAD = ((1, 1, 130, 50, 40), {"is_causal": True, "alignment": "bottom_right"}, {"dtype": FP32})
-FLOAT_DROPPED = ((1, 1, 70, 70, 40), {"dropout_p": 0.3}, {"dtype": FP32})
+# What is run.
+LONG = call("long", "", (1, 1, 70, 150, 64))
+CAUSAL = call("causal", "", (1, 1, 70, 150, 64), **LAST)
+WINDOW = call("window", "", (1, 1, 160, 150, 64), window=(30, 20))
+DEAD = call("dead", "", (1, 1, 150, 50, 64), **LAST)
+GROUPED = call("grouped", "", (1, (4, 2), 70, 70, 64))
+DROPPED = call("dropped", "", (1, 2, 70, 70, 64), dropout=0.3)
+DECODE = call("decode", "", (1, 2, 1, 700, 64))
+DECODE_GROUPED = call("decode, grouped", "", (1, (8, 2), 2, 150, 64))
+DECODE_WINDOW = call("decode, window", "", (1, 2, 3, 300, 64), window=(90, 20), alignment="bottom_right")
+DECODE_DEAD = call("decode, dead", "", (1, 2, 9, 5, 64), **LAST)
+FLOAT = call("float", "", (1, (2, 1), 70, 130, 40), dtype="fp32", causal=True)
+FLOAT_WINDOW = call("float, window", "", (1, 1, 160, 150, 40), dtype="fp32", window=(30, 20))
+FLOAT_DEAD = call("float, dead", "", (1, 1, 130, 50, 40), dtype="fp32", **LAST)
+FLOAT_DROPPED = call("float, dropped", "", (1, 1, 70, 70, 40), dtype="fp32", dropout=0.3)
 
 # What several kernels share.
 NO_ZEROS = (
@@ -247,16 +246,8 @@ def run(simulated, monkeypatch, kernel, run_of, patch=None):  # noqa: F811
         return launch(shipped, *args, **kwargs)
 
     monkeypatch.setattr(ptxsim, "launch", instead)
-    sizes, options, kinds = run_of
-    inputs = simulated.inputs(*sizes, **{"dtype": BF16, **kinds})
-    keep = None
-    if "dropout_p" in options:
-        seed = int(torch.randint(2**31, ()))
-        torch.manual_seed(seed)
-        keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), options["dropout_p"], *sizes[:4])
-        torch.manual_seed(seed)
     try:
-        simulated.check(inputs, gradients="forward" not in kernel and kernel != "decode", keep=keep, **options)
+        simulated.check_call(run_of, gradients="forward" not in kernel and kernel != "decode")
     finally:
         assert taken, f"{kernel} wasn't launched"
 

@@ -21,21 +21,20 @@ import ptxsim
 from attnkern import testing
 from attnkern.params import AttentionParams
 from gate import compilers
+from matrix import LAST, call, tagged
 from ptxsim import mutate
-from test_cuda_kernels import BF16, FP16, Simulated, cuda, simulated  # noqa: F401
+from test_cuda_kernels import BF16, Simulated, cuda, simulated  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
-CAUSAL = {"is_causal": True}
-LAST = {"is_causal": True, "alignment": "bottom_right"}
 PLAIN = AttentionParams(0.125)  # of a fast-path call with head size 64
 KERNEL = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELb([01])E")
 
 
 class Forward(Simulated):
-    def __call__(self, sizes, kinds, options):
+    def __call__(self, *sizes, **more):
         """One call, checked, which must be one launch of the Hopper kernel; its template arguments (dtype, head size,
         that of values, fast path)."""
-        return self.check(self.inputs(*sizes, **{"dtype": BF16, **kinds}), **options)
+        return self.check_call(call("", "", sizes, **more))
 
     def check(self, inputs, **options):
         before = len(self.recorder.launches)
@@ -60,38 +59,12 @@ def forward(hopper):
     return Forward(**vars(hopper))
 
 
-# sizes (batch, heads, queries, keys, head size[, of values]), kinds of inputs, options of the call
-FEATURES = {
-    "full": ((1, 2, 130, 300, 64), {}, {}),
-    "causal": ((1, 1, 260, 260, 64), {}, CAUSAL),
-    "causal, more keys than queries": ((1, 1, 150, 300, 64), {}, CAUSAL),
-    "causal from the end": ((1, 1, 150, 300, 64), {"dtype": FP16}, LAST),
-    "rows without keys": ((1, 2, 300, 100, 64), {}, LAST),
-    "window": ((1, 1, 300, 300, 64), {}, {"window": (60, 20)}),
-    "window to the left": ((1, 1, 300, 300, 64), {}, {"window": (40, None)}),
-    "causal window": ((1, 1, 300, 300, 64), {}, {**CAUSAL, "window": (100, None)}),
-    "softcap": ((1, 1, 130, 200, 64), {"dtype": FP16}, {"softcap": 3.0}),
-    "softcap, causal": ((1, 1, 130, 130, 64), {}, {"softcap": 3.0, **CAUSAL}),
-    "scale below 0": ((1, 1, 70, 140, 64), {}, {"scale": -0.5, **CAUSAL}),
-    "scale 0": ((1, 1, 70, 140, 64), {}, {"scale": 0.0}),
-    "grouped heads": ((2, 4, 70, 140, 64), {"heads_k": 2}, {"enable_gqa": True}),
-    "key and value heads that share otherwise": (
-        (1, 6, 70, 70, 64),
-        {"heads_k": 2, "heads_v": 3},
-        {"enable_gqa": True},
-    ),
-    "one query": ((2, 2, 1, 200, 64), {}, {}),
-    "one key": ((2, 2, 70, 1, 64), {}, {}),
-    "one of each": ((1, 1, 1, 1, 64), {}, CAUSAL),
-    "length-major": ((2, 3, 70, 140, 64), {"layout": "blhd"}, {}),
-    "interleaved": ((1, 2, 70, 140, 64), {"layout": "packed"}, {}),
-    "head sizes 40 and 24": ((1, 2, 70, 140, 40, 24), {}, CAUSAL),
-}
+FEATURES = tagged("sm90-forward")
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(forward, name):
-    assert forward(*FEATURES[name])[1] == 64
+    assert forward.check_call(FEATURES[name])[1] == 64
 
 
 # (head size, of values) -> the class of tiles
@@ -105,28 +78,19 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"], ids=["bf16", "f16"])
 @pytest.mark.parametrize("variant", ["fast path", "softcap"])
 @pytest.mark.parametrize("sizes", CLASSES, ids=str)
 def test_head_sizes(forward, sizes, variant, dtype):
     """Every kernel that there is; enough keys for each buffer of the pipelines to be used twice."""
-    options = CAUSAL if variant == "fast path" else {"softcap": 5.0}
+    options = {"causal": True} if variant == "fast path" else {"softcap": 5.0}
     keys = 400 if sizes[0] == 64 else 300
-    found = forward((1, 1, 70, keys, *sizes), {"dtype": dtype}, {**options, "alignment": "bottom_right"})
-    assert found == ("bf16" if dtype == BF16 else "f16", *CLASSES[sizes], variant == "fast path")
+    found = forward(1, 1, 70, keys, *sizes, dtype=dtype, alignment="bottom_right", **options)
+    assert found == (dtype.replace("fp", "f"), *CLASSES[sizes], variant == "fast path")
 
 
 def test_keys_past_the_band_may_hold_anything(forward):
-    """Infinities and NaN in keys that no query attends to change no bit, and neither do numbers."""
-    q, k, v = forward.inputs(1, 1, 70, 140, 64, dtype=BF16).tensors.values()
-    found = []
-    for value in (1.0, torch.inf, torch.nan):
-        k[:, :, 70:] = value
-        found.append(forward.attention(q, k, v, is_causal=True, return_lse=True))
-    for out, lse in found:
-        assert out.isfinite().all()
-        assert torch.equal(out, found[0][0])
-        assert torch.equal(lse, found[0][1])
+    forward.check_hidden_keys("band", forward.inputs(1, 1, 70, 140, 64, dtype=BF16))
 
 
 @pytest.mark.parametrize("number", [1, 201], ids=["CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_CONTEXT"])
@@ -176,7 +140,7 @@ def test_without_lse(forward):
     assert lse.shape == (0,)
     assert KERNEL.search(forward.recorder.launches[0].name)
     want = testing.expected(q, q, q)["out"]
-    testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, name="out")
+    want.check(out, name="out")
 
 
 @pytest.mark.parametrize("sizes", CLASSES, ids=str)
@@ -191,7 +155,7 @@ def test_schedules(forward, schedule, sizes):
     (launch,) = forward.recorder.launches
     assert f"8ScheduleE{schedule}" in launch.name
     want = testing.expected(q, k, v)["out"]
-    testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit, name="out")
+    want.check(out, name="out")
 
 
 def test_a_library_with_one_schedule_refuses_the_others():
@@ -219,21 +183,19 @@ def test_a_library_with_one_schedule_refuses_the_others():
 
 # --------------------------------------------------------------------------------------------- tiles, one after another
 
-ROUNDS = ((1, 5, 250, 450, 64), {}, CAUSAL)  # 10 tiles of 1 to 4 blocks of keys
-
 
 def test_tiles_share_the_multiprocessors(forward):
     """Five tiles for each of two blocks of threads, of odd and even numbers of blocks of keys, one without any: phases
     of all barriers carry over."""
     forward.recorder.multiprocessors = 2
-    forward(*ROUNDS)
+    forward(1, 5, 250, 450, 64, causal=True)  # 10 tiles of 1 to 4 blocks of keys
     assert forward.recorder.launches[-1].grid == (2, 1, 1)
-    forward((1, 5, 250, 150, 64), {}, LAST)
+    forward(1, 5, 250, 150, 64, **LAST)
     forward.recorder.multiprocessors = 3
-    forward((1, 4, 150, 70, 128), {}, {})
+    forward(1, 4, 150, 70, 128)
     assert forward.recorder.launches[-1].grid == (3, 1, 1)
     forward.recorder.multiprocessors = 100
-    forward((1, 2, 150, 70, 64), {}, {})
+    forward(1, 2, 150, 70, 64)
     assert forward.recorder.launches[-1].grid == (4, 1, 1)
 
 
@@ -242,10 +204,10 @@ def test_any_schedule(forward, seed):
     """Warps in any order; copies and products finish as late as they may."""
     forward.recorder.seed = seed
     forward.recorder.multiprocessors = 2
-    forward((1, 3, 130, 400, 64), {}, LAST)
+    forward(1, 3, 130, 400, 64, **LAST)
     if seed < 5:
-        forward((1, 1, 130, 300, 128), {"dtype": FP16}, {"softcap": 2.0})
-        forward((1, 1, 130, 300, 256), {}, CAUSAL)
+        forward(1, 1, 130, 300, 128, dtype="fp16", softcap=2.0)
+        forward(1, 1, 130, 300, 256, causal=True)
 
 
 # -------------------------------------------------------------------------------------------------------- planted bugs
@@ -311,7 +273,7 @@ def test_planted_bugs_are_found(forward, kind):
             return type(error).__name__
         try:
             for name, x in (("out", out), ("lse", lse)):
-                testing.assert_within_rule(x, want[name].exact, want[name].baseline, unit=want[name].unit, name=name)
+                want[name].check(x, name=name)
         except AssertionError:
             return "results"
         return None
@@ -327,20 +289,12 @@ def test_planted_bugs_are_found(forward, kind):
 
 # ------------------------------------------------------------------------------------------------- what is for others
 
-REFUSED = {  # what then runs: the kernel for every chip
-    "mask": ((1, 1, 70, 70, 64), {"mask": ("bool", "BHLS")}, {}),
-    "bias": ((1, 1, 70, 70, 64), {"mask": ("float", "BHLS")}, {}),
-    "rows not aligned": ((1, 1, 70, 70, 64), {"layout": "padded"}, {}),
-    "columns apart": ((1, 1, 70, 70, 64), {"layout": "stepped"}, {}),
-    "address not aligned": ((1, 1, 70, 70, 64), {"layout": "offset"}, {}),
-    "head size 12": ((1, 1, 70, 70, 12), {}, {}),
-}
+REFUSED = tagged("sm90-refused")  # what then runs: the kernel for every chip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_runs_elsewhere(hopper, name):
-    sizes, kinds, options = REFUSED[name]
-    hopper.check(hopper.inputs(*sizes, **{"dtype": BF16, **kinds}), gradients=False, **options)
+    hopper.check_call(REFUSED[name], gradients=False)
     assert hopper.kernels() == ["forward"]
 
 

@@ -10,33 +10,16 @@ import torch
 
 import launches
 import ptxsim
-from attnkern import cases, testing
+from attnkern import testing
+from attnkern.cases import override
 from gate import cuda_sm90_backward as gate_cases
+from matrix import call, tagged
 from ptxsim import mutate, planted_bugs
-from test_cuda_backward import CAUSAL, LAST, case
-from test_cuda_kernels import BF16, FP16, cuda, simulated  # noqa: F401
+from test_cuda_kernels import BF16, cuda, simulated  # noqa: F401
 
 pytestmark = pytest.mark.parametrize("simulated", [90], indirect=True)
 
-CASES = {
-    "bfloat16": case(1, 2, 100, 170, 64),
-    "float16, causal, shared keys": case(
-        1, 4, 150, 130, 64, **CAUSAL, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2, "heads_v": 2}
-    ),
-    "one key head for all": case(2, 3, 70, 140, 128, **LAST, enable_gqa=True, kinds={"heads_k": 1, "heads_v": 1}),
-    "window": case(1, 1, 170, 150, 64, window=(40, 3), alignment="bottom_right"),
-    "window to the left": case(1, 1, 200, 150, 96, window=(30, None)),
-    "rows without keys": case(1, 2, 150, 50, 64, **LAST),
-    "keys that no query reaches": case(1, 1, 20, 270, 64, **CAUSAL),
-    "one query": case(2, 2, 1, 150, 64, **LAST),
-    "one key": case(1, 2, 40, 1, 64),
-    "softcap": case(1, 1, 90, 70, 80, 96, softcap=3.0, kinds={"dtype": FP16}),
-    "softcap, scale below 0, shared keys": case(
-        1, 2, 70, 70, 192, **CAUSAL, softcap=2.0, scale=-0.2, enable_gqa=True, kinds={"heads_k": 1, "heads_v": 1}
-    ),
-    "length-major": case(2, 3, 40, 70, 64, kinds={"layout": "blhd"}),
-    "rows apart, head sizes 72 and 40": case(1, 2, 70, 70, 72, 40, kinds={"layout": "packed"}),
-}
+CALLS, FUSED = tagged("sm90-backward"), tagged("sm90-fused")
 
 
 def launched(recorder):
@@ -44,10 +27,9 @@ def launched(recorder):
     return [re.search(names, launch.name)[1] for launch in recorder.launches]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CALLS)
 def test_gradients(simulated, name):  # noqa: F811
-    sizes, kinds, options = CASES[name]
-    simulated.check(simulated.inputs(*sizes, **kinds), **options)
+    simulated.check_call(CALLS[name])
     assert launched(simulated.recorder)[-2:] == ["dkdv_sm90", "dq_sm90"]
 
 
@@ -62,23 +44,11 @@ def any_order():
         torch.use_deterministic_algorithms(before)
 
 
-FUSED = {
-    "full": case(1, 2, 100, 170, 128),
-    "causal, shared keys": case(
-        1, 4, 150, 200, 128, **LAST, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2, "heads_v": 2}
-    ),
-    "window, head sizes 104 and 120": case(1, 1, 200, 170, 104, 120, window=(30, 10)),
-    "rows without keys": case(1, 2, 150, 40, 128, **LAST, kinds={"layout": "blhd"}),
-    "keys that no query reaches": case(2, 1, 20, 270, 128, **CAUSAL),
-}
-
-
 @pytest.mark.parametrize("name", FUSED)
 def test_gradients_in_one_walk(simulated, name):  # noqa: F811
     """Where torch doesn't ask for determinism; no bank conflict."""
-    sizes, kinds, options = FUSED[name]
     with any_order():
-        simulated.check(simulated.inputs(*sizes, **kinds), **options)
+        simulated.check_call(FUSED[name])
     assert launched(simulated.recorder)[-2:] == ["fused_sm90", "round_dq_sm90"]
     fused, rounded = simulated.recorder.reports[-2:]
     assert fused.bank_conflicts == rounded.bank_conflicts == 0
@@ -87,14 +57,15 @@ def test_gradients_in_one_walk(simulated, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("mode", ["deterministic", "any order"])
-@pytest.mark.parametrize("extreme", cases.NUMBERS, ids=lambda extreme: extreme.name)
+@pytest.mark.parametrize("extreme", tagged("numbers").values(), ids=lambda extreme: extreme.name)
 def test_extremes(simulated, extreme, mode):  # noqa: F811
     """Scores far from 0 and from each other, scale 0 and below; the last blocks of queries and keys are ragged."""
     fused = mode == "any order"
-    dtype, head_dim = (FP16, 128) if fused else (BF16, 64)
+    if fused:
+        extreme = override(extreme, dtype="fp16", head_dim=128)
     with any_order() if fused else contextlib.nullcontext():
-        simulated.check(extreme.inputs(dtype, head_dim=head_dim), **extreme.options)
-    softcap, scale = extreme.options.get("softcap"), extreme.options.get("scale", 1.0)
+        simulated.check(extreme.inputs(seed=0), **extreme.options)
+    softcap, scale = extreme.softcap, extreme.softmax_scale
     kernels = ["fused_sm90", "round_dq_sm90"] if fused and not softcap else ["dkdv_sm90", "dq_sm90"]
     assert launched(simulated.recorder)[-2:] == (kernels if softcap or scale > 0 else ["dkdv", "dq"])
 
@@ -103,7 +74,7 @@ def test_extremes(simulated, extreme, mode):  # noqa: F811
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_head_sizes(simulated, head_dim, softcap):  # noqa: F811
     """Every width of tile, with more queries and keys than a block has rows; no bank conflict."""
-    simulated.check(simulated.inputs(1, 1, 150, 140, head_dim, head_dim - 8, dtype=BF16), **CAUSAL, softcap=softcap)
+    simulated.check_call(call("", "", (1, 1, 150, 140, head_dim, head_dim - 8), causal=True, softcap=softcap))
     claimed = {case.name: case.source for case in gate_cases.cases()}
     last = list(zip(simulated.recorder.launches, simulated.recorder.reports, strict=True))[-2:]
     for (launch, report), kind in zip(last, ("dkdv", "dq"), strict=True):
@@ -134,31 +105,18 @@ def test_inputs_that_repeat(simulated):  # noqa: F811
     assert launched(simulated.recorder)[-2:] == ["dkdv_sm90", "dq_sm90"]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kinds", "options"),
-    [
-        ((1, 2, 40, 40, 32), {}, {}),
-        ((1, 2, 40, 40, 64), {}, {"scale": -0.5}),
-        ((1, 2, 40, 40, 64), {"mask": ("float", "B11S")}, {}),
-        ((1, 2, 40, 40, 64), {}, {"dropout_p": 0.5}),
-        ((1, 4, 40, 40, 64), {"heads_k": 1, "heads_v": 2}, {"enable_gqa": True}),
-        ((1, 2, 40, 40, 68), {}, {}),
-    ],
-    ids=["narrow", "negative scale", "bias", "dropout", "heads shared differently", "unaligned rows"],
-)
-def test_what_the_plan_refuses_goes_to_the_other_kernels(simulated, sizes, kinds, options):  # noqa: F811
+@pytest.mark.parametrize("name", tagged("sm90-backward-refused"))
+def test_what_the_plan_refuses_goes_to_the_other_kernels(simulated, name):  # noqa: F811
     simulated.recorder.simulate = False
-    inputs = simulated.inputs(*sizes, **{"dtype": BF16, **kinds})
-    leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in inputs.tensors.items()}
-    simulated.attention(**leaves, **options).sum().backward()
+    this = tagged("sm90-backward-refused")[name]
+    leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in this.inputs().tensors.items()}
+    simulated.attention(**leaves, **this.options).sum().backward()
     assert {"dkdv", "dq"} <= set(launched(simulated.recorder))
     assert not {"dkdv_sm90", "dq_sm90"} & set(launched(simulated.recorder))
 
 
 def assert_gradient(actual, want, name, recipe):
-    testing.assert_within_rule(
-        actual, want.exact, want.baseline, gradient=True, unit=want.unit, name=f"gradient of {name}", recipe=recipe
-    )
+    want.check(actual, gradient=True, name=f"gradient of {name}", recipe=recipe)
 
 
 @dataclasses.dataclass
@@ -204,7 +162,8 @@ def replay(simulated, kind, head_dim):  # noqa: F811
     seqlen_q, seqlen_k = lengths[kind]
     inputs = simulated.inputs(1, 2, seqlen_q, seqlen_k, head_dim, heads_k=1, heads_v=1, dtype=BF16)
     leaves = {n: x.requires_grad_() for n, x in inputs.tensors.items()}
-    options = {**(LAST if kind == "dq_sm90" else CAUSAL), "enable_gqa": True}
+    alignment = "bottom_right" if kind == "dq_sm90" else "top_left"
+    options = {"is_causal": True, "alignment": alignment, "enable_gqa": True}
     grad_out, grad_lse = torch.randn(1, 2, seqlen_q, head_dim).to(BF16), torch.randn(1, 2, seqlen_q)
     targets = simulated.attention(**leaves, **options, return_lse=True)
     with any_order() if kind == "fused_sm90" else contextlib.nullcontext():

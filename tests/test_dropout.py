@@ -178,31 +178,18 @@ def test_everything_dropped(target, dtype, dropout_p):
         assert not grad.any()  # which a NaN would not pass: it is true
 
 
-def replayed(target, inputs, **options):
-    """check() of a call with dropout, its mask replayed for the reference."""
-    seed = int(torch.randint(2**31, ()))
-    torch.manual_seed(seed)
-    drawn = rng.draw_seed(torch.device(target.device))
-    q, k = inputs.query, inputs.key
-    leading = q.shape[:-2]
-    heads = leading[-1] if leading else 1
-    keep = rng.keep_mask(drawn, options["dropout_p"], math.prod(leading[:-1]), heads, q.size(-2), k.size(-2))
-    torch.manual_seed(seed)
-    return target.check(inputs, keep=keep.view(*leading, q.size(-2), k.size(-2)), **options)
-
-
 @contract(32, 34, 35)
 @pytest.mark.parametrize("dropout_p", [0.2, 0.7])
 @pytest.mark.parametrize("sizes", [(2, 3, 5, 7, 8), (1, 2, 70, 130, 16), (2, 2, 1, 300, 8), (1, 1, 33, 1, 8)], ids=str)
 def test_output_and_gradients_with_the_replayed_mask(target, sizes, dropout_p, dtype):
-    replayed(target, target.inputs(*sizes, dtype=dtype), dropout_p=dropout_p)
+    target.check_dropout(target.inputs(*sizes, dtype=dtype), dropout_p=dropout_p)
 
 
 @contract(35)
 @pytest.mark.parametrize("mask", [("bool", "BHLS"), ("holes", "1HLS"), ("float", "B11S")], ids=str)
 @pytest.mark.parametrize("head_dim_v", [8, 5])
 def test_dropout_with_masks_of_every_kind(target, mask, head_dim_v, dtype):
-    replayed(target, target.inputs(2, 3, 9, 40, 8, head_dim_v, dtype=dtype, mask=mask), dropout_p=0.3)
+    target.check_dropout(target.inputs(2, 3, 9, 40, 8, head_dim_v, dtype=dtype, mask=mask), dropout_p=0.3)
 
 
 @contract(35)
@@ -220,13 +207,13 @@ def test_dropout_with_masks_of_every_kind(target, mask, head_dim_v, dtype):
 )
 def test_dropout_with_every_option(target, options, dtype):
     heads_k = 2 if "enable_gqa" in options else 4
-    replayed(target, target.inputs(2, 4, 33, 40, 8, heads_k=heads_k, dtype=dtype), dropout_p=0.3, **options)
+    target.check_dropout(target.inputs(2, 4, 33, 40, 8, heads_k=heads_k, dtype=dtype), dropout_p=0.3, **options)
 
 
 @contract(35)
 @pytest.mark.parametrize("leading", [(), (3,), (2, 2, 3)], ids=lambda x: f"{len(x) + 2}d")
 def test_dropout_in_every_rank(target, leading):
-    replayed(target, target.random((*leading, 9, 8), (*leading, 17, 8), (*leading, 17, 5)), dropout_p=0.3)
+    target.check_dropout(target.random((*leading, 9, 8), (*leading, 17, 8), (*leading, 17, 5)), dropout_p=0.3)
 
 
 @contract(35)

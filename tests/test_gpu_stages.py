@@ -18,6 +18,7 @@ from attnkern.triton_kernels import configs, launch
 
 import attnkern
 import gpu_kernels
+import matrix
 from attnkern.backends import choice, cuda
 from attnkern.cases import select
 from attnkern.problem import Problem
@@ -193,8 +194,7 @@ def test_full_sized_problems_are_valid():
         shapes = (case.heads_q, case.seqlen_q, case.head_dim), (case.heads_k, case.seqlen_k, case.head_dim)
         shapes = (*shapes, (case.heads_k, case.seqlen_k, case.head_dim_v))
         q, k, v = (torch.empty(case.batch, *s, dtype=case.torch_dtype, device="meta") for s in shapes)
-        gqa = case.heads_q != case.heads_k
-        assert Problem.from_sdpa(q, k, v, is_causal=case.causal, softcap=case.softcap or None, enable_gqa=gqa)
+        assert Problem.from_sdpa(q, k, v, **case.options)
         assert 0 < case.flops("forward") < 1e14
     for trial in choose.trials():
         case = trial.case()
@@ -203,7 +203,7 @@ def test_full_sized_problems_are_valid():
             for n in (case.seqlen_q, case.seqlen_k, case.seqlen_k)
         )
         q.requires_grad_(trial.training)
-        problem = Problem.from_sdpa(q, k, v, **choose.options_of(case))
+        problem = Problem.from_sdpa(q, k, v, **case.options)
         call = choice.call_of(problem, 90)
         assert (call.training, call.kind, call.head_dim) == trial
 
@@ -212,9 +212,9 @@ def test_the_calls_reach_every_class_of_head_size_and_make_valid_problems():
     names = list(gpu_kernels.CALLS)
     for size in (32, 64, 96, 128, 192, 256, 512):
         assert {f"d{size} {kind}" for kind in ("causal", "softcap", "mask", "few queries")} <= set(names)
-    small = [call for call in gpu_kernels.CALLS.values() if call.sizes[-1] <= 64]
+    small = [call for call in gpu_kernels.CALLS.values() if call.head_dim_v <= 64]
     for call in small:
-        attnkern.explain(**call.make("cpu").tensors, **call.options)  # raises what the call would
+        attnkern.explain(**call.inputs().tensors, **call.options)  # raises what the call would
     assert len(small) > 10
 
 
@@ -255,7 +255,7 @@ def test_a_dry_run_lists_the_rows_of_every_stage(capsys):
 @pytest.fixture
 def tiny(monkeypatch):
     """A call of which the default mode has a kernel of its own, in the simulator."""
-    monkeypatch.setitem(gpu_kernels.CALLS, "tiny", gpu_kernels.Call("tiny", (1, 1, 33, 40, 128)))
+    monkeypatch.setitem(gpu_kernels.CALLS, "tiny", matrix.call("tiny", "", (1, 1, 33, 40, 128)))
     with device.rehearsal() as rehearsed:
         yield rehearsed
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnkern import testing
+from matrix import tagged
 
 contract = pytest.mark.contract
 NAMES = ("query", "key", "value", "attn_mask")
@@ -24,15 +25,7 @@ def test_any_subset_of_inputs_may_require_grad(target, subset, options):
     want = testing.expected(**{n: x.detach() for n, x in tensors.items()}, grad_out=grad_out, **options)
     for name, x in tensors.items():
         if name in subset:
-            testing.assert_within_rule(
-                x.grad,
-                want[name].exact,
-                want[name].baseline,
-                gradient=True,
-                unit=want[name].unit,
-                name=name,
-                recipe=inputs.recipe,
-            )
+            want[name].check(x.grad, gradient=True, name=name, recipe=inputs.recipe)
         else:
             assert x.grad is None
 
@@ -56,15 +49,7 @@ def test_gradients_of_out_and_lse(target, use, options, dtype):
         if name == "value" and use == "lse":
             assert grad is None or not grad.any()
             continue
-        testing.assert_within_rule(
-            grad,
-            want[name].exact,
-            want[name].baseline,
-            gradient=True,
-            unit=want[name].unit,
-            name=name,
-            recipe=inputs.recipe,
-        )
+        want[name].check(grad, gradient=True, name=name, recipe=inputs.recipe)
         assert grad.dtype == x.dtype
 
 
@@ -95,33 +80,12 @@ def test_masks_that_caches_do_not_hold(target, batch, dtype):
     target.check(inputs, is_causal=True)
 
 
-GRADCHECKS = {
-    "plain": ({}, {}),
-    "causal": ({}, {"is_causal": True}),
-    "causal bottom right": ({}, {"is_causal": True, "alignment": "bottom_right"}),
-    "window": ({}, {"window": (1, 2)}),
-    "bias": ({"mask": ("float", "BHLS")}, {}),
-    "bias with holes, one row": ({"mask": ("holes", "1H1S")}, {}),
-    "bias, one column": ({"mask": ("float", "B1L1")}, {"is_causal": True}),
-    "bool mask": ({"mask": ("bool", "BHLS")}, {}),
-    "gqa": ({"heads": 4, "heads_k": 2}, {"enable_gqa": True}),
-    "other value heads": ({"heads": 4, "heads_k": 2, "heads_v": 1}, {"enable_gqa": True, "is_causal": True}),
-    "value size": ({"head_dim_v": 2}, {}),
-    "softcap": ({"mask": ("float", "1HLS")}, {"softcap": 1.5}),
-    "negative scale": ({}, {"scale": -0.8, "is_causal": True}),
-    "strided": ({"layout": ("blhd", "e_major", "stepped")}, {}),
-    "one query": ({"seqlen_q": 1, "seqlen_k": 9}, {}),
-    "dropout": ({}, {"dropout_p": 0.4}),
-}
-
-
 @contract(20, 36)
-@pytest.mark.parametrize("name", GRADCHECKS)
+@pytest.mark.parametrize("name", tagged("gradcheck"))
 def test_gradcheck(target, name):
     """The kernel's own backward against finite differences in float64, through out and lse."""
-    sizes, options = GRADCHECKS[name]
-    sizes = {"batch": 2, "heads": 2, "seqlen_q": 3, "seqlen_k": 5, "head_dim": 3} | sizes
-    tensors = target.inputs(**sizes, dtype=torch.float64).tensors
+    options = tagged("gradcheck")[name].options
+    tensors = tagged("gradcheck")[name].inputs(target.device, dtype=torch.float64).tensors
     leaves = {n: x.requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
     if "attn_mask" in tensors:  # a finite difference of -inf, in the mask or as lse of a dead row, is none
         with torch.no_grad():
@@ -162,7 +126,7 @@ def test_grad_out_of_any_stride(target, layout, dtype):
         got = torch.autograd.grad(out, list(leaves.values()), grad_out)
     want = testing.expected(**{n: x.detach() for n, x in leaves.items()}, grad_out=grad_out)
     for (name, w), x in zip(list(want.items())[2:], got, strict=True):
-        testing.assert_within_rule(x, w.exact, w.baseline, gradient=True, unit=w.unit, name=name, recipe=inputs.recipe)
+        w.check(x, gradient=True, name=name, recipe=inputs.recipe)
 
 
 @contract(46)
@@ -173,9 +137,7 @@ def test_sum_backward(target):
     want = testing.expected(*(x.detach() for x in leaves), grad_out=torch.ones(2, 3, 19, 24, device=target.device))
     for name, x in zip(NAMES, leaves, strict=False):
         w = want[name]
-        testing.assert_within_rule(
-            x.grad, w.exact, w.baseline, gradient=True, unit=w.unit, name=name, recipe=inputs.recipe
-        )
+        w.check(x.grad, gradient=True, name=name, recipe=inputs.recipe)
 
 
 @contract(47)
@@ -190,9 +152,7 @@ def test_packed_projection(target, is_causal, dtype):
     want = testing.expected(q, k, v, grad_out=grad_out, is_causal=is_causal)
     for i, name in enumerate(("query", "key", "value")):
         got = qkv.grad[:, :, i].transpose(1, 2)
-        testing.assert_within_rule(
-            got, want[name].exact, want[name].baseline, gradient=True, unit=want[name].unit, name=name
-        )
+        want[name].check(got, gradient=True, name=name)
 
 
 @contract(47)

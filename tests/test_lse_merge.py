@@ -115,9 +115,7 @@ def test_gradients_through_parts_without_keys(target):
     grads = torch.autograd.grad(out, leaves, grad_out)
     want = testing.expected(*(x.detach() for x in leaves), keep, grad_out=grad_out)
     for name, got in zip(("query", "key", "value"), grads, strict=True):
-        testing.assert_within_rule(
-            got, want[name].exact, want[name].baseline, gradient=True, unit=want[name].unit, name=name
-        )
+        want[name].check(got, gradient=True, name=name)
 
 
 def test_merge_does_not_depend_on_order(target):
@@ -253,9 +251,7 @@ def test_backward_of_the_whole_is_the_gradient(target, dtype):
     for (name, x), got in zip(inputs.tensors.items(), grads, strict=True):
         assert (got.shape, got.dtype, got.requires_grad) == (x.shape, dtype, False)
         e = want[name]
-        testing.assert_within_rule(
-            got, e.exact, e.baseline, gradient=True, unit=e.unit, name=name, recipe=inputs.recipe
-        )
+        e.check(got, gradient=True, name=name, recipe=inputs.recipe)
 
 
 def test_backward_of_a_part_without_keys(target):

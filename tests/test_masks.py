@@ -132,7 +132,7 @@ def test_masks_of_rank_zero_and_one(target, kind, shape, leading):
         mask[::3] = False
     out = target.sdpa(*inputs.tensors.values(), mask)
     want = testing.expected(*inputs.tensors.values(), mask)["out"]
-    testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit)
+    want.check(out)
 
 
 @contract(16)
@@ -192,7 +192,7 @@ def test_mask_gradient_of_an_expanded_leaf(target):
     (direct,) = torch.autograd.grad(target.sdpa(q, k, v, leaf), leaf, grad_out)
     want = testing.expected(q, k, v, leaf, grad_out=grad_out)["attn_mask"]
     for got in (through_expand, direct):
-        testing.assert_within_rule(got, want.exact, want.baseline, gradient=True, unit=want.unit)
+        want.check(got, gradient=True)
 
 
 # --- the lowest finite value
@@ -240,9 +240,7 @@ def test_gradients_with_rows_of_finfo_min(target, dtype, mask_dtype):
     got = torch.autograd.grad(out, list(leaves.values()), grad_out)
     want = testing.expected(**inputs.tensors, grad_out=grad_out)
     for name, x in zip(leaves, got, strict=True):
-        testing.assert_within_rule(
-            x, want[name].exact, want[name].baseline, gradient=True, unit=want[name].unit, name=name
-        )
+        want[name].check(x, gradient=True, name=name)
 
 
 # --- rows without a key

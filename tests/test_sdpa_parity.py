@@ -237,7 +237,7 @@ def test_many_batches_and_heads(target, sizes):
     want = testing.expected(q, k, v, grad_out=torch.ones_like(out))
     for name, got in {"out": out, "query": dq, "key": dk, "value": dv}.items():
         x = want[name]
-        testing.assert_within_rule(got, x.exact, x.baseline, gradient=name != "out", unit=x.unit, name=name)
+        x.check(got, gradient=name != "out", name=name)
 
 
 @contract(11)
@@ -273,7 +273,7 @@ def test_element_offsets_above_two_to_the_31(target):
         want = testing.expected(*near, grad_out=grad_out)
         for name, x in zip(("out", "query", "key", "value"), got, strict=True):
             w = want[name]
-            testing.assert_within_rule(x, w.exact, w.baseline, gradient=name != "out", unit=w.unit, name=name)
+            w.check(x, gradient=name != "out", name=name)
 
 
 @contract(12)
@@ -536,15 +536,7 @@ SMALL_CASES = [c for c in cases.CASES if c.batch * c.heads_q * c.seqlen_q * c.se
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda c: c.name)
 def test_named_cases(target, case):
     """The small ones of the cases that the benchmark measures, through the benchmark's own description of them."""
-    options = {
-        "is_causal": case.causal,
-        "scale": case.scale,
-        "enable_gqa": case.heads_q != case.heads_k,
-        "window": case.window,
-        "alignment": case.alignment,
-        "softcap": case.softcap or None,
-    }
-    target.check(case.inputs(target.device, seed=int(torch.randint(2**31, ()))), **options)
+    target.check(case.inputs(target.device, seed=int(torch.randint(2**31, ()))), **case.options)
 
 
 # --- scores whose size changes along the keys: kernels that work from a first guess of a row's maximum

@@ -22,6 +22,7 @@ import attnkern
 from attnkern import testing
 from attnkern.backends import cpu
 from attnkern.integrations import sdpa as integration
+from matrix import tagged
 
 aten = torch.ops.aten
 FORWARD, BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward"))
@@ -303,29 +304,12 @@ def test_cpu_slot(layout, mask, options, dtype):
     assert out.stride() == native.stride()
     want = testing.expected(*inputs.tensors.values(), grad_out=grad_out, **options)
     for name, actual in {"out": out, **dict(zip(leaves, grads, strict=True))}.items():
-        testing.assert_within_rule(
-            actual,
-            want[name].exact,
-            want[name].baseline,
-            gradient=name != "out",
-            unit=want[name].unit,
-            name=name,
-            recipe=inputs.recipe,
-        )
+        want[name].check(actual, gradient=name != "out", name=name, recipe=inputs.recipe)
 
 
-FULL_CASES = {
-    "mask with a gradient": ({"mask": ("float", "1HLS")}, {}),
-    "value of another size": ({"head_dim_v": 5}, {"is_causal": True}),
-    "no keys": ({"seqlen_k": 0}, {}),
-    "grouped heads and a mask": ({"heads_k": 2, "mask": ("bool", "B11S")}, {"enable_gqa": True}),
-}
-
-
-@pytest.mark.parametrize("case", FULL_CASES)
+@pytest.mark.parametrize("case", tagged("full"))
 def test_full(case, dtype):
-    sizes, options = FULL_CASES[case]
-    inputs = testing.make_inputs(2, 4, 7, **{"seqlen_k": 9, "head_dim": 8, **sizes}, dtype=dtype)
+    inputs, options = tagged("full")[case].inputs(dtype=dtype), tagged("full")[case].options
     with attnkern.use_as_sdpa(full=True) as calls:
         testing.check_attention(inputs, function=F.scaled_dot_product_attention, **options)
     assert calls.lines == {(WHOLE, OURS, ""): 1}
@@ -581,7 +565,7 @@ def test_aten_ops_follow_torchs_layouts(op, features, is_causal, layout, dtype):
         if name == "lse":  # of a row without a key, as torch's kernels write it
             w = dataclasses.replace(w, exact=w.exact.nan_to_num(neginf=0.0), baseline=w.baseline.nan_to_num(neginf=0.0))
         gradient = name not in ("out", "lse")
-        testing.assert_within_rule(actual, w.exact, w.baseline, gradient=gradient, unit=w.unit, name=name)
+        w.check(actual, gradient=gradient, name=name)
 
 
 def test_all_results_of_the_operators():
@@ -873,7 +857,7 @@ def test_cuda_graphs_on_a_gpu(full, dropout_p):
     want = testing.expected(*leaves, grad_out=grad_out, is_causal=True)
     for name, actual in zip(("out", "query", "key", "value"), runs[1], strict=True):
         w = want[name]
-        testing.assert_within_rule(actual, w.exact, w.baseline, gradient=name != "out", unit=w.unit, name=name)
+        w.check(actual, gradient=name != "out", name=name)
 
 
 @pytest.mark.gpu

@@ -5,57 +5,32 @@ import threading
 import pytest
 import torch
 
-from attnkern import rng, testing
+from attnkern import testing
+from matrix import tagged
 
 contract = pytest.mark.contract
 pytestmark = pytest.mark.threads
 
-# (batch, heads, seqlen_q, seqlen_k, head_dim), key heads, mask, options. Few heads and many keys: a head's keys, or its
-# gradient of query, are shared out and summed up afterwards.
-PROBLEMS = [
-    ((1, 1, 130, 300, 16), 1, None, {}),
-    ((1, 1, 200, 200, 24), 1, None, {"is_causal": True}),
-    ((1, 3, 70, 200, 64), 3, None, {}),
-    ((1, 4, 33, 200, 16), 2, None, {"enable_gqa": True, "is_causal": True}),
-    ((1, 6, 33, 150, 24), 1, ("holes", "1HLS"), {"enable_gqa": True}),
-    ((2, 2, 450, 70, 8), 2, ("float", "1HLS"), {}),
-    ((7, 2, 40, 50, 16), 1, ("float", "1HLS"), {"enable_gqa": True}),
-    ((3, 3, 40, 70, 16), 3, ("float", "11LS"), {"is_causal": True}),
-    ((3, 4, 40, 70, 16), 2, ("float", "B1LS"), {"enable_gqa": True}),
-    ((2, 1, 450, 150, 8), 1, ("holes", "B1L1"), {"window": (60, 20)}),
-    ((1, 5, 130, 1, 16), 5, ("float", "11L1"), {}),
-    # one or a few queries: the keys of a head are shared out in the forward pass too
-    ((1, 1, 1, 3001, 16), 1, None, {}),
-    ((1, 2, 3, 2000, 24), 2, None, {"is_causal": True, "alignment": "bottom_right"}),
-    ((1, 8, 2, 1500, 16), 2, ("bool", "B11S"), {"enable_gqa": True}),
-    ((2, 2, 1, 1500, 16), 2, ("holes", "BHLS"), {"softcap": 3.0}),
-    ((1, 1, 4, 2000, 16), 1, None, {"window": (100, None), "alignment": "bottom_right"}),
-    ((1, 2, 2, 2000, 16), 2, None, {"scale": -0.4}),
-]
+CALLS = tagged("threads")
 
 
 @contract(61)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("threads", [2, 3, 7])
-def test_any_number_of_threads(target, problem, threads, dtype):
-    sizes, heads_k, mask, options = problem
+def test_any_number_of_threads(target, name, threads, dtype):
     torch.set_num_threads(threads)
-    target.check(target.inputs(*sizes, heads_k=heads_k, dtype=dtype, mask=mask), **options)
+    target.check_call(CALLS[name], dtype)
 
 
 @contract(42)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_repeatable_with_several_threads(target, problem):
-    sizes, heads_k, mask, options = problem
+@pytest.mark.parametrize("name", CALLS)
+def test_repeatable_with_several_threads(target, name):
     torch.set_num_threads(3)
-    leaves = {
-        n: x.requires_grad_()
-        for n, x in target.inputs(*sizes, heads_k=heads_k, mask=mask).tensors.items()
-        if x.is_floating_point()
-    }
+    inputs = CALLS[name].inputs(target.device, dtype=torch.float32)
+    leaves = {n: x.requires_grad_() for n, x in inputs.tensors.items() if x.is_floating_point()}
     runs = []
     for _ in range(3):
-        out = target.attention(**leaves, **options)
+        out = target.attention(**leaves, **CALLS[name].options)
         runs.append((out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
@@ -64,13 +39,8 @@ def test_repeatable_with_several_threads(target, problem):
 @contract(34, 61)
 @pytest.mark.parametrize("sizes", [(1, 1, 130, 300, 16), (1, 2, 2, 1500, 16)], ids=str)
 def test_dropout_with_several_threads(target, sizes, dtype):
-    batch, heads, seqlen_q, seqlen_k, _ = sizes
     torch.set_num_threads(3)
-    inputs = target.inputs(*sizes, dtype=dtype)
-    torch.manual_seed(5)
-    keep = rng.keep_mask(rng.draw_seed(torch.device(target.device)), 0.3, batch, heads, seqlen_q, seqlen_k)
-    torch.manual_seed(5)
-    target.check(inputs, dropout_p=0.3, keep=keep)
+    target.check_dropout(target.inputs(*sizes, dtype=dtype), dropout_p=0.3)
 
 
 @contract(24, 41)

@@ -13,10 +13,11 @@ from attnkern.triton_kernels import configs, launch, plan
 
 import attnkern
 import routes
-from attnkern import cases, ops, rng, testing
+from attnkern import ops, rng, testing
 from attnkern.backends import disabled
 from attnkern.problem import Problem
 from conftest import Target
+from matrix import call, tagged
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 triton = table.triton
@@ -38,6 +39,12 @@ def routed(capability):
         yield launched
 
 
+def ran(call, capability):
+    """What a row of the table says of a call."""
+    dtype = str(call.torch_dtype).removeprefix("torch.")
+    return f"sm_{capability} {dtype} {'/'.join(map(str, dict.fromkeys([call.head_dim, call.head_dim_v])))}"
+
+
 @pytest.fixture
 def target(request):
     """Takes the place of conftest's: tests of other files that are imported here run on the simulated GPU."""
@@ -46,80 +53,24 @@ def target(request):
         yield Simulated("triton", "cpu", capability)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A line of the feature matrix: inputs and options, and the GPUs it is run for."""
-
-    sizes: tuple
-    options: dict = dataclasses.field(default_factory=dict)
-    more: dict = dataclasses.field(default_factory=dict)
-    gpus: tuple = (80, 90)
-
-    def __str__(self):
-        dtype = str(self.more["dtype"]).removeprefix("torch.")
-        return f"{dtype} {'/'.join(map(str, self.sizes[4:]))}"
-
-
-def row(*sizes, gpus=(80, 90), kinds=None, **options):
-    return Row(sizes, options, {"dtype": BF16, **(kinds or {})}, gpus)
-
-
-ALL = (80, 90, 120)
-CAUSAL = {"is_causal": True}
-LAST = {"is_causal": True, "alignment": "bottom_right"}
-MATRIX = {
-    "bfloat16": row(1, 2, 100, 170, 64),
-    "float16, causal, shared keys": row(
-        1, 4, 150, 130, 64, **CAUSAL, enable_gqa=True, kinds={"dtype": FP16, "heads_k": 2, "heads_v": 1}
-    ),
-    "key and value heads that share otherwise": row(
-        1, 6, 33, 70, 64, enable_gqa=True, kinds={"heads_k": 2, "heads_v": 3}
-    ),
-    "float32": row(1, 2, 70, 90, 64, gpus=ALL, kinds={"dtype": FP32}),
-    "window": row(1, 2, 160, 150, 64, gpus=ALL, window=(40, 3), alignment="bottom_right"),
-    "window to the left": row(1, 1, 150, 150, 64, window=(30, None)),
-    "rows without keys": row(1, 2, 150, 50, 64, **LAST),
-    "one query, bottom right": row(2, 2, 1, 150, 64, **LAST),
-    "softcap, head sizes 80 and 96": row(1, 2, 90, 70, 80, 96, softcap=3.0, kinds={"dtype": FP16}),
-    "scale 0": row(1, 1, 40, 40, 64, scale=0.0),
-    "scale below 0": row(1, 1, 40, 40, 64, scale=-0.5),
-    "bias": row(2, 2, 70, 80, 64, gpus=ALL, **CAUSAL, kinds={"mask": ("float", "BHLS")}),
-    "float32 bias shared by the batch": row(2, 2, 70, 70, 64, kinds={"mask": ("holes", "1HLS"), "mask_dtype": FP32}),
-    "bias of keys": row(2, 2, 70, 90, 64, **CAUSAL, kinds={"mask": ("float", "B11S")}),
-    "bias of queries": row(2, 2, 70, 90, 64, kinds={"mask": ("float", "1HL1")}),
-    "bias of everything": row(1, 2, 70, 90, 64, kinds={"mask": ("float", "11")}),
-    "bool mask": row(1, 2, 70, 96, 64, kinds={"mask": ("bool", "BHLS")}),
-    "bool mask of keys, window": row(2, 2, 100, 100, 64, window=(20, 20), kinds={"mask": ("bool", "B11S")}),
-    "head size 128": row(1, 2, 130, 130, 128, gpus=ALL, **CAUSAL),
-    "head sizes 192 and 128": row(1, 1, 100, 100, 192, 128, **CAUSAL),
-    "head size 256": row(1, 1, 70, 70, 256),
-    "head sizes 320 and 512": row(1, 1, 33, 40, 320, 512),
-    "float32, head sizes 80 and 128, bias shared by the batch": row(
-        2, 1, 40, 50, 80, 128, kinds={"dtype": FP32, "mask": ("float", "1HLS")}
-    ),
-    "float32, head sizes 512 and 320": row(1, 1, 20, 40, 512, 320, **CAUSAL, kinds={"dtype": FP32}),
-    "head sizes 8 and 17": row(1, 2, 40, 70, 8, 17),
-    "length-major": row(2, 3, 40, 70, 64, kinds={"layout": "blhd"}),
-    "rows not aligned": row(1, 2, 40, 70, 24, kinds={"layout": "offset"}),
-    "last stride 2, padding between rows": row(1, 2, 40, 70, 24, kinds={"layout": ("stepped", "padded", "e_major")}),
-}
+CALLS = tagged("triton")
 
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [(name, gpu) for name, r in MATRIX.items() for gpu in r.gpus],
+    [(name, gpu) for name, call in CALLS.items() for gpu in call.gpus],
     indirect=["target"],
     ids=lambda x: f"sm_{x}" if isinstance(x, int) else x,
 )
 def test_feature(name, target, record_property):
     """Output, log-sum-exp and all gradients."""
-    this = MATRIX[name]
-    target.check(target.inputs(*this.sizes, **this.more), **this.options)
-    record_property("triton", (name, f"sm_{target.capability} {this}"))
+    target.check_call(CALLS[name])
+    record_property("triton", (name, ran(CALLS[name], target.capability)))
 
 
-EXTREMES = [(80, each) for each in (*cases.NUMBERS, *cases.FEW_MASKED_BANDS[::2])]
-EXTREMES += [(90, each) for each in (*cases.NUMBERS[::3], *cases.FEW_MASKED_BANDS[1::6])]
+NUMBERS, MASKED_BANDS = (list(tagged(tag).values()) for tag in ("numbers", "masked-bands"))
+EXTREMES = [(80, each) for each in (*NUMBERS, *MASKED_BANDS[::2])]
+EXTREMES += [(90, each) for each in (*NUMBERS[::3], *MASKED_BANDS[1::6])]
 
 
 @pytest.mark.parametrize(
@@ -128,50 +79,24 @@ EXTREMES += [(90, each) for each in (*cases.NUMBERS[::3], *cases.FEW_MASKED_BAND
 def test_extremes(target, extreme):
     """Scores far from 0 and from each other, scale 0 and below, a large softcap, masks of every shape beside a band; at
     sizes that leave the last tiles ragged."""
-    target.check(extreme.inputs(BF16), **extreme.options)
+    target.check(extreme.inputs(seed=0), **extreme.options)
 
 
 @pytest.mark.parametrize("by", ["bool mask", "band"])
 @pytest.mark.parametrize("queries", [70, 2])
 def test_keys_that_are_excluded_may_hold_anything(target, queries, by):
-    """Infinities and NaN in keys that no query attends to change no bit, and neither do numbers."""
-    q, k, v = target.inputs(1, 1, queries, 140, 64, dtype=BF16).tensors.values()
-    keep = torch.arange(140).expand(1, 1, queries, -1) % 3 > 0
-    options = {"attn_mask": keep} if by == "bool mask" else {"is_causal": True}
-    hidden = ~keep[0, 0, 0] if by == "bool mask" else torch.arange(140) >= queries
-    found = []
-    for value in (1.0, math.inf, math.nan):
-        k[:, :, hidden] = value
-        found.append(target.attention(q, k, v, **options, return_lse=True))
-    for out, lse in found:
-        assert out.isfinite().all()
-        assert torch.equal(out, found[0][0])
-        assert torch.equal(lse, found[0][1])
+    target.check_hidden_keys(by, target.inputs(1, 1, queries, 140, 64, dtype=BF16))
 
 
 @pytest.mark.parametrize("target", [80, 90], indirect=True)
 def test_dropout(target, record_property):
-    """Bit for bit the entries of `rng.keep_mask`, in the forward and the backward pass."""
-    seed = int(torch.randint(2**31, ()))
-    torch.manual_seed(seed)
-    keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.3, 2, 4, 70, 90)
-    options = {"dropout_p": 0.3, "enable_gqa": True}
-    inputs = target.inputs(2, 4, 70, 90, 64, 90, heads_k=2, dtype=BF16)
-    inputs = dataclasses.replace(inputs, value=torch.eye(90, dtype=BF16).expand(2, 2, 90, 90))
-    torch.manual_seed(seed)
-    assert torch.equal(target.sdpa(*list(inputs.tensors.values()), **options) != 0, keep)
-    torch.manual_seed(seed)
-    target.check(inputs, **options, keep=keep)
+    target.check_dropped_entries(64, BF16)
     record_property("triton", ("dropout, shared keys", f"sm_{target.capability} bfloat16 64/90"))
 
 
 @pytest.mark.parametrize("target", [80, 90], indirect=True)
 def test_dropout_with_a_bias_and_a_band(target, record_property):
-    inputs = target.inputs(1, 2, 70, 70, 64, dtype=BF16, mask=("float", "BHLS"))
-    torch.manual_seed(7)
-    keep = rng.keep_mask(rng.draw_seed(torch.device("cpu")), 0.5, 1, 2, 70, 70)
-    torch.manual_seed(7)
-    target.check(inputs, dropout_p=0.5, window=(50, 10), keep=keep)
+    target.check_call(call("", "", (1, 2, 70, 70, 64), mask="float BHLS", dropout=0.5, window=(50, 10)))
     record_property("triton", ("dropout, bias, window", f"sm_{target.capability} bfloat16 64"))
 
 
@@ -211,8 +136,7 @@ def test_only_what_is_asked_for(subset):
         grads = torch.autograd.grad(out, [tensors[n] for n in subset], grad_out)
     want = testing.expected(**{n: x.detach() for n, x in tensors.items()}, grad_out=grad_out, enable_gqa=True)
     for name, grad in zip(subset, grads, strict=True):
-        exact, baseline, unit = want[name].exact, want[name].baseline, want[name].unit
-        testing.assert_within_rule(grad, exact, baseline, gradient=True, unit=unit, name=name)
+        want[name].check(grad, gradient=True, name=name)
     names = {kernel.function.__name__ for kernel in launched}
     assert ("dkdv_kernel" in names) == bool({"key", "value"} & set(subset))
     assert ("dq_kernel" in names) == bool({"query", "attn_mask"} & set(subset))
@@ -266,8 +190,7 @@ def test_rows_of_finfo_min(target):
     grad_out[:, :, [1, 35]] = 0
     want = testing.expected(**inputs.tensors, grad_out=grad_out)
     for name, x in zip(inputs.tensors, torch.autograd.grad(out, leaves, grad_out), strict=True):
-        exact, baseline, unit = want[name].exact, want[name].baseline, want[name].unit
-        testing.assert_within_rule(x, exact, baseline, gradient=True, unit=unit, name=name)
+        want[name].check(x, gradient=True, name=name)
 
 
 # --- what needs no kernel to run
@@ -397,18 +320,9 @@ def test_explain_tells_of_copies_in_the_backward_pass():
     assert plan_of(80, inputs).notes == ()
 
 
-@pytest.fixture
-def precision():
-    """Sets what torch allows products of float32 to be rounded to."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    yield lambda value: setattr(matmul, "fp32_precision", value)
-    matmul.fp32_precision = before
-
-
 @pytest.mark.parametrize(("allowed", "used"), [("ieee", "tf32x3"), ("tf32", "tf32")])
-def test_tf32_only_where_torch_allows_it(precision, allowed, used):
-    precision(allowed)
+def test_tf32_only_where_torch_allows_it(set_precision, allowed, used):
+    set_precision(allowed)
     x = torch.zeros(1, 1, 16, 64)
     with routed(80):
         key = triton._problem(plan, x, x, x, None, None, Problem.from_sdpa(x, x, x).params)

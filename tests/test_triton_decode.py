@@ -6,38 +6,24 @@ import torch
 from attnkern.triton_kernels import configs
 
 from attnkern import testing
-from test_triton import ALL, BF16, FP16, FP32, LAST, Simulated, routed, row
+from matrix import tagged
+from test_triton import BF16, Simulated, ran, routed
 
 GQA = {"enable_gqa": True}
-MATRIX = {
-    "one query": row(1, 2, 1, 600, 64, gpus=ALL),
-    "float16, shared keys, causal": row(1, 8, 4, 700, 64, **LAST, **GQA, kinds={"dtype": FP16, "heads_k": 2}),
-    "one key head, two tiles of rows": row(1, 12, 3, 530, 64, **GQA, kinds={"heads_k": 1}),
-    "float32": row(1, 4, 2, 520, 64, **GQA, kinds={"dtype": FP32, "heads_k": 2}),
-    "window": row(1, 2, 3, 1100, 64, window=(700, 0), alignment="bottom_right"),
-    "head sizes 80 and 48, softcap": row(2, 2, 2, 530, 80, 48, softcap=3.0),
-    "head size 256": row(1, 1, 1, 513, 256),
-    "float32, head size 500": row(1, 1, 1, 513, 500, kinds={"dtype": FP32}),
-    "bias with holes": row(2, 2, 3, 560, 64, kinds={"mask": ("holes", "BHLS")}),
-    "bool mask of keys": row(2, 4, 2, 560, 64, **GQA, kinds={"mask": ("bool", "B11S"), "heads_k": 2}),
-    "bias": row(1, 4, 2, 560, 64, **GQA, kinds={"mask": ("float", "1HLS"), "heads_k": 2}),
-    "length-major": row(2, 4, 3, 560, 64, **GQA, kinds={"layout": "blhd", "heads_k": 2}),
-}
+CALLS = tagged("triton-decode")
 
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [(name, gpu) for name, r in MATRIX.items() for gpu in r.gpus],
+    [(name, gpu) for name, call in CALLS.items() for gpu in call.gpus],
     ids=lambda x: f"sm_{x}" if isinstance(x, int) else x,
 )
 def test_decode(name, gpu, record_property):
     """Output and log-sum-exp; these kernels ran and not the forward kernel."""
-    this = MATRIX[name]
     with routed(gpu) as launched:
-        target = Simulated("triton", "cpu", gpu)
-        target.check(target.inputs(*this.sizes, **this.more), gradients=False, **this.options)
+        Simulated("triton", "cpu", gpu).check_call(CALLS[name], gradients=False)
     assert [kernel.function.__name__ for kernel in launched] == ["decode_kernel", "combine_kernel"]
-    record_property("triton", (f"decode: {name} (forward)", f"sm_{gpu} {this}"))
+    record_property("triton", (f"decode: {name} (forward)", ran(CALLS[name], gpu)))
 
 
 @pytest.mark.parametrize("gpu", [80, 90])
@@ -54,30 +40,12 @@ def test_rows_without_keys(gpu):
     assert (results["lse"][1, :, 0] == -torch.inf).all()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kinds", "options"),
-    [
-        ((1, 2, 65, 600, 64), {}, {}),
-        ((1, 2, 1, 500, 64), {}, {}),
-        ((1, 2, 1, 600, 64), {}, {"dropout_p": 0.5}),
-        ((1, 4, 1, 600, 64), {"heads_k": 2, "heads_v": 1}, GQA),
-        ((1, 2, 1, 2000, 64), {}, {"window": (300, 0), "alignment": "bottom_right"}),
-        ((8, 1, 1, 600, 64), {}, {}),
-    ],
-    ids=[
-        "many queries",
-        "few keys",
-        "dropout",
-        "values shared otherwise",
-        "a narrow window",
-        "programs enough",
-    ],
-)
-def test_where_the_forward_kernel_serves(monkeypatch, sizes, kinds, options):
-    inputs = testing.make_inputs(*sizes, **{"dtype": BF16, **kinds})
+@pytest.mark.parametrize("name", tagged("triton-not-decode"))
+def test_where_the_forward_kernel_serves(monkeypatch, name):
+    call = tagged("triton-not-decode")[name]
     with routed(80) as launched:
         monkeypatch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_: launched.append(kernel))
-        Simulated("triton", "cpu").attention(**inputs.tensors, **options)
+        Simulated("triton", "cpu").attention(**call.inputs().tensors, **call.options)
     assert [kernel.function.__name__ for kernel in launched] == ["forward_kernel"]
 
 

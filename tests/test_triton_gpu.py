@@ -5,10 +5,9 @@ import pytest
 import torch
 
 import attnkern
-import test_triton
-import test_triton_decode
-from attnkern import rng, testing
+from attnkern import testing
 from conftest import Target
+from matrix import tagged
 from test_triton import BF16, FP16, FP32
 from test_triton_suite import suite
 
@@ -17,20 +16,19 @@ TARGET = Target("triton", "cuda")
 CASES = [pytest.param(*case.values[:2], id=case.id.rpartition("-")[0]) for case in suite()]
 
 
-@pytest.mark.parametrize("name", test_triton.MATRIX)
+@pytest.mark.parametrize("name", tagged("triton"))
 def test_feature(name):
     """Output, log-sum-exp and all gradients."""
-    row = test_triton.MATRIX[name]
-    TARGET.check(TARGET.inputs(*row.sizes, **row.more), **row.options)
+    TARGET.check_call(tagged("triton")[name])
 
 
-@pytest.mark.parametrize("name", test_triton_decode.MATRIX)
+@pytest.mark.parametrize("name", tagged("triton-decode"))
 def test_decode(name):
     """Output and log-sum-exp by the kernels that split the keys, as `explain` says."""
-    row = test_triton_decode.MATRIX[name]
-    inputs = TARGET.inputs(*row.sizes, **row.more)
-    TARGET.check(inputs, gradients=False, **row.options)
-    assert attnkern.explain(*inputs.tensors.values(), backend="triton", **row.options).plan[0].startswith("decode: ")
+    call = tagged("triton-decode")[name]
+    inputs = call.inputs("cuda")
+    TARGET.check(inputs, gradients=False, **call.options)
+    assert attnkern.explain(*inputs.tensors.values(), backend="triton", **call.options).plan[0].startswith("decode: ")
 
 
 @pytest.mark.parametrize(("function", "arguments"), CASES)
@@ -42,29 +40,17 @@ def test_behaviour(function, arguments):
 def test_dropout_drops_what_the_reference_drops(dtype):
     """Bit for bit, in the forward pass; and the same entries in the backward pass."""
     inputs = TARGET.inputs(2, 4, 300, 500, 64, heads_k=2, dtype=dtype)
-    torch.manual_seed(5)
-    keep = rng.keep_mask(rng.draw_seed(inputs.query.device), 0.3, 2, 4, 300, 500)
     value = torch.eye(500, dtype=dtype, device="cuda").expand(2, 2, 500, 500)
-    torch.manual_seed(5)
+    keep = TARGET.kept(0.3, 2, 4, 300, 500)
     out = TARGET.sdpa(inputs.query, inputs.key, value[..., :256], dropout_p=0.3, enable_gqa=True)
     assert torch.equal(out != 0, keep[..., :256])
-    torch.manual_seed(5)
-    TARGET.check(inputs, dropout_p=0.3, enable_gqa=True, keep=keep)
+    TARGET.check_dropout(inputs, dropout_p=0.3, enable_gqa=True)
 
 
-CAPTURED = {
-    "forward and backward": ((2, 4, 130, 200, 64), {"dtype": FP16}),
-    "bias": ((1, 2, 130, 200, 64), {"dtype": BF16, "mask": ("float", "1HLS")}),
-    "rows that are copied": ((1, 2, 130, 200, 24), {"dtype": BF16, "layout": "offset"}),
-    "decode": ((2, 4, 1, 4000, 128), {"dtype": BF16}),
-}
-
-
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("name", tagged("captured"))
 def test_captured_in_a_graph(name):
     """A replay with other inputs in the same memory: descriptors and splits are those of the capture."""
-    sizes, kinds = CAPTURED[name]
-    leaves = [x.requires_grad_() for x in TARGET.inputs(*sizes, **kinds).tensors.values()]
+    leaves = [x.requires_grad_() for x in tagged("captured")[name].inputs("cuda").tensors.values()]
 
     def call():
         out = TARGET.sdpa(*leaves)
@@ -93,11 +79,11 @@ def test_more_than_two_to_the_31_elements():
     near = testing.Inputs(*(x.contiguous() for x in far), None, "far apart")
     out = TARGET.sdpa(*far)
     want = testing.expected(*near.tensors.values())["out"]
-    testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit)
+    want.check(out)
     del storage, far
     x = torch.randn(1, 2, 2**24 + 64, 64, dtype=BF16, device="cuda")  # rows of one head start beyond 2^30 elements
     q = x[:, :, -64:]
     out = attnkern.attention(q, x, x, window=(100, 0), alignment="bottom_right", backend="triton")
     tail = x[:, :, -200:]
     want = testing.expected(q, tail, tail, window=(100, 0), alignment="bottom_right")["out"]
-    testing.assert_within_rule(out, want.exact, want.baseline, unit=want.unit)
+    want.check(out)

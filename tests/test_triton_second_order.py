@@ -9,41 +9,11 @@ import torch
 import attnkern
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
-from test_triton import BF16, CAUSAL, FP16, FP32, LAST, routed, row
+from matrix import tagged
+from test_triton import BF16, routed
 
-BOTH = (80, 90)
-GQA = {"enable_gqa": True}
 EVERYTHING = ("query", "key", "value", "attn_mask")
-# As in test_triton; `moving` names the inputs that have a tangent, or a cotangent of their gradient.
-MATRIX = {
-    "bfloat16, key and value heads that share otherwise": row(
-        1, 6, 70, 90, 64, gpus=BOTH, **GQA, kinds={"heads_k": 3, "heads_v": 2}
-    ),
-    "float32, softcap, causal": row(1, 1, 40, 70, 64, gpus=(80,), **CAUSAL, softcap=0.7, kinds={"dtype": FP32}),
-    "float16, rows without keys, head sizes 80 and 48, rows not aligned": row(
-        1, 2, 70, 40, 80, 48, gpus=(90,), **LAST, kinds={"dtype": FP16, "layout": ("blhd", "offset", "contiguous")}
-    ),
-    "bias, window, dropout": row(
-        1, 1, 50, 70, 64, gpus=(90, 120), window=(40, 10), dropout_p=0.3, kinds={"mask": ("float", "BHLS")}
-    ),
-    "float32 bias of keys, softcap, shared keys": row(
-        2,
-        2,
-        40,
-        70,
-        32,
-        gpus=(90,),
-        **CAUSAL,
-        **GQA,
-        softcap=2.0,
-        kinds={"mask": ("float", "1H1S"), "mask_dtype": FP32, "heads_k": 1},
-    ),
-    "bias of queries, dropout": row(2, 2, 40, 50, 32, gpus=(80,), dropout_p=0.5, kinds={"mask": ("float", "B1L1")}),
-    "head size 128, bool mask": row(1, 1, 40, 96, 128, gpus=(90,), kinds={"mask": ("bool", "BHLS")}),
-    "head sizes 192 and 256": row(1, 1, 40, 50, 192, 256, gpus=(90,)),
-    "head size 320": row(1, 1, 20, 40, 320, gpus=(90,)),
-    "float32, head size 160, dropout": row(1, 1, 20, 40, 160, gpus=(90,), dropout_p=0.3, kinds={"dtype": FP32}),
-}
+CALLS = tagged("triton-second")
 
 
 def along(inputs, moving):
@@ -54,14 +24,13 @@ def along(inputs, moving):
 
 def assert_derivatives(found, want, recipe):
     for name, x in found.items():
-        exact, baseline, unit = want[name].exact, want[name].baseline, want[name].unit
         gradient = name not in ("tout", "tlse")
-        testing.assert_within_rule(x, exact, baseline, gradient=gradient, unit=unit, name=name, recipe=recipe)
+        want[name].check(x, gradient=gradient, name=name, recipe=recipe)
 
 
 def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
     """Both operators against float64, on the inputs' device if gpu is None; gives the names of the kernels launched in
-    the simulator of a gpu."""
+    the simulator of a gpu. `moving` names the inputs that have a tangent, or a cotangent of their gradient."""
     tensors = {name: x.detach() for name, x in inputs.tensors.items()}
     q, k, v, bias, params, _ = Problem.from_sdpa(*tensors.values(), **options)
     seed = keep = None
@@ -94,23 +63,21 @@ def name_of(kernel):
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [(name, gpu) for name, r in MATRIX.items() for gpu in r.gpus],
+    [(name, gpu) for name, call in CALLS.items() for gpu in call.gpus],
     ids=lambda x: f"sm_{x}" if isinstance(x, int) else x,
 )
 def test_feature(name, gpu, record_property):
     """The tangents of out and lse; the gradients of all inputs, of grad_out and of grad_lse."""
-    this = MATRIX[name]
-    names = check(gpu, testing.make_inputs(*this.sizes, **this.more), **this.options)
+    names = check(gpu, CALLS[name].inputs(), **CALLS[name].options)
     assert names.count("tangent_kernel") == 2
     assert {"delta_kernel", "second_dkdv_kernel", "second_dq_kernel"} <= set(names)
     record_property("triton", f"sm_{gpu}  second order: {name}")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", CALLS)
 def test_on_a_gpu(name):
-    this = MATRIX[name]
-    check(None, testing.make_inputs(*this.sizes, device="cuda", **this.more), **this.options)
+    check(None, CALLS[name].inputs("cuda"), **CALLS[name].options)
 
 
 SUBSETS = [("query",), ("value",), ("key", "attn_mask")]

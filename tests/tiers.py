@@ -36,6 +36,9 @@ TORCH = "distributed features memory nn overrides sdpa_provider second_order thr
 CUDA = "choice cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles cycles fuzz gate"
 TRITON = "choice fuzz gate triton triton_decode triton_second_order triton_suite"
 GPU = "gpu gpu_stages triton_gpu"
+# What takes calls of tests/matrix.py.
+MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward gradients sdpa_provider"
+MATRIX += " second_order threads triton triton_decode triton_second_order"
 # Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
 TOUCHES = [
     ("csrc/cuda/*sm90*", "choice cuda_sm90 cuda_sm90_backward cuda_tiles gate fuzz"),
@@ -51,7 +54,7 @@ TOUCHES = [
     ("attnkern/backends/*", f"{CALLS} {CUDA} {TRITON} check features"),
     ("attnkern/check.py attnkern/__main__.py", "check"),
     ("attnkern/nn.py", "features nn readme"),
-    ("attnkern/cases.py", "bench clients cuda_kernels gpu_stages testing triton"),
+    ("attnkern/cases.py", f"bench {MATRIX} sdpa_parity"),
     ("attnkern/testing/*", f"{CALLS} testing"),
     ("attnkern/plot.py attnkern/tiles.py attnkern/weights.py", "clients features readme testing"),
     ("attnkern/*", f"{CALLS} {TORCH} build check contract_coverage params readme rng testing"),
@@ -65,6 +68,7 @@ TOUCHES = [
     ("tests/launches/* tests/routes.py", "cuda_kernels cuda_sm90 gpu_stages"),
     ("tests/fuzz*", "fuzz"),
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
+    ("tests/matrix.py", MATRIX),
     ("tests/cpp/*", "build"),
     ("tests/cuda/*", "cuda_tiles gate"),
     ("tests/conftest.py tests/tiers.py tests/durations.json", "tiers testing rng"),

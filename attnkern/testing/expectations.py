@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .reference import _weights, band_mask, naive_attention
-from .tolerance import farthest
+from .tolerance import assert_within_rule, farthest
 
 _INPUTS = ("query", "key", "value", "attn_mask")
 
@@ -23,6 +23,11 @@ class Expected:
     exact: Tensor
     baseline: Tensor
     unit: Tensor
+
+    def check(self, actual: Tensor, *, gradient: bool = False, name: str = "output", recipe: str = "") -> None:
+        """Raises AssertionError where `actual` breaks the rule, as `assert_within_rule` does."""
+        exact, baseline, unit = self.exact, self.baseline, self.unit
+        assert_within_rule(actual, exact, baseline, gradient=gradient, unit=unit, name=name, recipe=recipe)
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

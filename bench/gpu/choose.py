@@ -57,11 +57,6 @@ def rows(device: Gpu) -> list[str]:
     return list(TRIALS)
 
 
-def options_of(problem: Case) -> dict[str, Any]:
-    """Of `attnkern.attention`."""
-    return {"is_causal": problem.causal, "softcap": problem.softcap or None}
-
-
 def call_of(trial: Trial, backend: str, inputs: Inputs, options: dict[str, Any]) -> Callable[[], object]:
     q, k, v = (x.detach().requires_grad_(trial.training) for x in (inputs.query, inputs.key, inputs.value))
     if not trial.training:
@@ -79,7 +74,7 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     """Seconds of each backend that takes the trial's calls."""
     trial = TRIALS[name]
     problem = device.shrunk(trial.case())
-    inputs, options = device.inputs(problem), options_of(problem)
+    inputs, options = device.inputs(problem), problem.options
     refused = {}
     calls = {}
     for backend in BACKENDS:

@@ -155,7 +155,7 @@ def _correctness(device: Gpu, row: str) -> Found:
             found = {"mode": mode, **_checked(lambda: gpu_kernels.check(call, device.torch))}
             yield found
             # A replay draws other entries to drop, as it should.
-            if found["status"] == "ok" and "dropout_p" not in call.options:
+            if found["status"] == "ok" and not call.dropout:
                 yield {"mode": f"{mode}, graph", **_checked(lambda: _captured(device, call))}
     differing = gpu_kernels.differing_runs(call, 1 + device.few(RUNS), device.torch)
     message = f"{differing} of {RUNS} runs differ from the first" if differing else ""
@@ -179,7 +179,7 @@ def _captured(device: Gpu, call: Any) -> None:
 
     leaves = gpu_kernels.leaves_of(call, device.torch)
     captured, replay = device.capture(lambda: gpu_kernels.run(call, leaves))
-    other = call.make(device.torch, seed=2).tensors
+    other = call.inputs(device.torch, seed=2).tensors
     with torch.no_grad():
         for name, x in leaves.items():
             x.copy_(other[name])
