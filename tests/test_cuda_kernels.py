@@ -140,7 +140,7 @@ def test_tf32(simulated, size, set_precision, record_property):
 
 
 def test_split_products_keep_what_rounded_ones_lose(simulated):
-    """Values that a tf32 can't hold come back as they are from rows with one key, and weights add up to one."""
+    """Values that a tf32 can't hold come back as they are from rows with one key, and probabilities add up to one."""
     torch.manual_seed(1)
     for size in (64, 300):
         value = torch.randn(1, 1, 33, size)

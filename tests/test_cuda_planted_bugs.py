@@ -160,8 +160,8 @@ BUGS = {
     ("dkdv", "drops a head of the group"): (
         GROUPED,
         "backward_tile.cuh",
-        "steps = tiles * group_out;",
-        "steps = tiles * max(1, group_out - 1);",
+        "steps = tiles * kv_group;",
+        "steps = tiles * max(1, kv_group - 1);",
     ),
     ("dkdv", "loads into the stage in use"): (LONG, "backward_tile.cuh", "load(1 - stage);", "load(stage);"),
     ("dkdv", "ends the band a query early"): (WINDOW, *BAND),
@@ -188,7 +188,7 @@ BUGS = {
         " || col + kCols > cols.full_end;",
         ";",
     ),
-    ("chunked dkdv", "drops a head of the group"): (FLOAT, "backward_chunked.cu", "(kKeyRows ? p.group_out : 1)", "1"),
+    ("chunked dkdv", "drops a head of the group"): (FLOAT, "backward_chunked.cu", "(kKeyRows ? p.kv_group : 1)", "1"),
     ("chunked dkdv", "reads the scores before they are handed over"): (
         FLOAT,
         "backward_chunked.cu",

@@ -347,7 +347,7 @@ def test_strides_beyond_32_bits():
     small = torch.zeros(1, 1, 1, 64, dtype=BF16)
     with routed(80):
         key = triton._problem(plan, small, small, small, None, None, problem().params)
-        far = plan.Kind((2, 2, 4, 64), (2**40, 2**33, 64, 1), True)
+        far = plan.TensorSpec((2, 2, 4, 64), (2**40, 2**33, 64, 1), True)
         step = plan.forward_plan(key._replace(q=far, k=far, v=far), True).step
     strides = step.kernel.signature["strides"]
     assert {strides.q, strides.k, strides.v, strides.out} == {("i64", "i64", "i32", "constexpr")}

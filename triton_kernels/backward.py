@@ -160,10 +160,10 @@ def _dkdv_blocks(
 @triton.jit
 def dkdv_kernel(
     q0, q1, tq0, tq1, grad_out0, grad_out1, keys: Keys, biases: Biases, seed, terms: RowTerms, grads: KeyGrads,
-    strides: DkdvStrides, heads_out, group_out, call: Call, C: tl.constexpr,
+    strides: DkdvStrides, heads_out, kv_group, call: Call, C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of BLOCK_N keys of one head of `heads_out`, summed over the group_out query heads that
-    share it (heads_out * group_out = heads; group_out divides group_k and group_v). With a TANGENT gk and gv in place
+    """dk and dv of one block of BLOCK_N keys of one head of `heads_out`, summed over the kv_group query heads that
+    share it (heads_out * kv_group = heads; kv_group divides group_k and group_v). With a TANGENT gk and gv in place
     of dk and dv.
 
     q, tq and grad_out: pointers, or descriptors if TMA. Grid: blocks of keys * batch * heads_out.
@@ -172,7 +172,7 @@ def dkdv_kernel(
     first_col = tl.program_id(0) // (call.batch * heads_out) * C.BLOCK_N
     batch_head = tl.program_id(0) % (call.batch * heads_out)
     b, ho = batch_head // heads_out, batch_head % heads_out
-    first_head = ho * group_out
+    first_head = ho * kv_group
     hk, hv = first_head // call.group_k, first_head // call.group_v
     given = strides.inputs
     k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, given.k, given.tk, call.seqlen_k, C.TK, False)
@@ -182,7 +182,7 @@ def dkdv_kernel(
     sums = zeros(C.BLOCK_N, C.QK), zeros(C.BLOCK_N, C.V)
     bounds = visited_queries(first_col, call, C)
     # Keys past the end need no mask: each adds to its own row of dk and dv alone, which isn't stored.
-    for h in range(first_head, first_head + group_out):
+    for h in range(first_head, first_head + kv_group):
         philox = philox_of(seed, call, b, h, C)
         q = operand(q0, q1, tq0, tq1, b, h, given.q, given.tq, call.seqlen_q, C.TQ, C.TMA)
         g = operand(grad_out0, grad_out1, None, None, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, C.TMA)

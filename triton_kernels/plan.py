@@ -42,7 +42,7 @@ def use_table(chosen: configs.Table) -> None:
         plan.cache_clear()
 
 
-class Kind(NamedTuple):
+class TensorSpec(NamedTuple):
     """What a plan knows of a tensor (batch, heads, length, size)."""
 
     shape: Sizes
@@ -62,11 +62,11 @@ class Kind(NamedTuple):
         steps = zip(self.shape, self.strides(), strict=True)
         return self.vectors(unit) and all(n == 1 or (n > 1 and s > 0) for n, s in steps)
 
-    def padded(self, unit: int) -> Kind:
+    def padded(self, unit: int) -> TensorSpec:
         """What `padded` makes of it: describable in any case."""
         _, heads, length, size = self.shape
         pitch = -(-size // unit) * unit
-        return Kind(self.shape, (heads * length * pitch, length * pitch, pitch, 1), True)
+        return TensorSpec(self.shape, (heads * length * pitch, length * pitch, pitch, 1), True)
 
     def like(self, size: int) -> Layout:
         """The layout of a result (B, H, L, size) in this memory order, as ops.py's fakes have it."""
@@ -87,19 +87,19 @@ class Layout(NamedTuple):
     shape: Sizes
     stride: Sizes
 
-    def kind(self) -> Kind:
-        return Kind(self.shape, self.stride, True)
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.shape, self.stride, True)
 
 
-class Problem(NamedTuple):
+class PlanKey(NamedTuple):
     """The key of a plan."""
 
     capability: int
     dtype: torch.dtype
-    q: Kind
-    k: Kind
-    v: Kind
-    bias: Kind | None
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    bias: TensorSpec | None
     bias_dtype: torch.dtype | None
     seeds: int  # Philox keys; 0: no dropout
     params: AttentionParams
@@ -109,10 +109,10 @@ class Problem(NamedTuple):
 class Direction(NamedTuple):
     """Tangents of q, k, v and the bias, or cotangents of their gradients; None is zero."""
 
-    q: Kind | None
-    k: Kind | None
-    v: Kind | None
-    bias: Kind | None
+    q: TensorSpec | None
+    k: TensorSpec | None
+    v: TensorSpec | None
+    bias: TensorSpec | None
 
 
 class Step(NamedTuple):
@@ -171,7 +171,7 @@ class Tangent(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def forward_plan(problem: Problem, need_lse: bool, processors: int = 0) -> Forward:
+def forward_plan(problem: PlanKey, need_lse: bool, processors: int = 0) -> Forward:
     """The launches of `attnkern::forward` on a device of so many multiprocessors (0: the keys are not split)."""
     q, k, v = problem.q, problem.k, problem.v
     out = q.like(v.shape[3])
@@ -179,7 +179,7 @@ def forward_plan(problem: Problem, need_lse: bool, processors: int = 0) -> Forwa
     if 0 in (*q.shape[:3], k.shape[2]):
         return Forward(out, lse_shape, None)
     build = _Builder(problem)
-    build.tensor("out", out.kind(), problem.dtype)
+    build.tensor("out", out.spec(), problem.dtype)
     if not need_lse:
         build.tensors["lse"] = NOTHING
     if processors and (parts := build.splits(processors)) is not None:
@@ -189,7 +189,9 @@ def forward_plan(problem: Problem, need_lse: bool, processors: int = 0) -> Forwa
 
 
 @functools.lru_cache(maxsize=4096)
-def backward_plan(problem: Problem, grad_out: Kind, out: Kind, has_grad_lse: bool, grad_mask: int) -> Backward:
+def backward_plan(
+    problem: PlanKey, grad_out: TensorSpec, out: TensorSpec, has_grad_lse: bool, grad_mask: int
+) -> Backward:
     """The launches of `attnkern::backward`."""
     q, k = problem.q, problem.k
     grads = _grad_layouts(problem, grad_mask)
@@ -202,7 +204,7 @@ def backward_plan(problem: Problem, grad_out: Kind, out: Kind, has_grad_lse: boo
 
 
 @functools.lru_cache(maxsize=4096)
-def tangent_plan(problem: Problem, direction: Direction, out: Kind) -> Tangent:
+def tangent_plan(problem: PlanKey, direction: Direction, out: TensorSpec) -> Tangent:
     """The launch of `attnkern::tangent`."""
     q, k = problem.q, problem.k
     layout = q.like(problem.v.shape[3])
@@ -216,7 +218,7 @@ def tangent_plan(problem: Problem, direction: Direction, out: Kind) -> Tangent:
 
 @functools.lru_cache(maxsize=4096)
 def second_backward_plan(
-    problem: Problem, direction: Direction, grad_out: Kind, out: Kind, has_grad_lse: bool, grad_mask: int
+    problem: PlanKey, direction: Direction, grad_out: TensorSpec, out: TensorSpec, has_grad_lse: bool, grad_mask: int
 ) -> tuple[Tangent, Backward]:
     """The launches of `attnkern::second_backward`."""
     q, k = problem.q, problem.k
@@ -232,7 +234,7 @@ def second_backward_plan(
     return Tangent(tout, tangent), Backward(grads, dq_layout, delta, *build.gradients(grad_out, grad_mask, direction))
 
 
-def _grad_layouts(problem: Problem, grad_mask: int) -> tuple[Layout | None, ...]:
+def _grad_layouts(problem: PlanKey, grad_mask: int) -> tuple[Layout | None, ...]:
     wanted = ((problem.q, GRAD_Q), (problem.k, GRAD_K), (problem.v, GRAD_V))
     return tuple(x.like(x.shape[3]) if grad_mask & bit else None for x, bit in wanted)
 
@@ -240,7 +242,7 @@ def _grad_layouts(problem: Problem, grad_mask: int) -> tuple[Layout | None, ...]
 class _Builder:
     """The values of all arguments by name, of which every kernel takes those that it has."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: PlanKey):
         self.problem = problem
         q, k, v = problem.q, problem.k, problem.v
         batch, heads, seqlen_q, head_dim = q.shape
@@ -294,7 +296,7 @@ class _Builder:
             self._bias("bias", problem.bias, problem.bias_dtype)
         self.constants["NATURAL"] = self.constants["BIAS"] % 2 == 1
 
-    def tensor(self, name: str, x: Kind, dtype: torch.dtype) -> None:
+    def tensor(self, name: str, x: TensorSpec, dtype: torch.dtype) -> None:
         """A tensor (batch, heads, length, size): its pointer, its strides, and what is known of their alignment."""
         unit = 16 // dtype.itemsize
         aligned = x.vectors(unit)
@@ -304,7 +306,7 @@ class _Builder:
         kinds = zip(("i64", "i64", "i32"), x.strides(), strict=False)
         self.strides[name] = Strides(*(Leaf(kind, stride, unit if aligned else 1) for kind, stride in kinds), NOTHING)
 
-    def _bias(self, name: str, bias: Kind, dtype: torch.dtype) -> None:
+    def _bias(self, name: str, bias: TensorSpec, dtype: torch.dtype) -> None:
         """bias or tbias"""
         self.tensor(name, bias, dtype)
         unit = 16 // dtype.itemsize
@@ -334,12 +336,12 @@ class _Builder:
             name: Leaf("fp32" if name in _FLOATS else "i32", value, self.divisors.get(name, 1))
             for name, value in self.numbers.items()
         }
-        if self.numbers.get("group_out") == 1:
-            numbers["group_out"] = Leaf("constexpr", 1)  # no loop over heads: 30 registers
+        if self.numbers.get("kv_group") == 1:
+            numbers["kv_group"] = Leaf("constexpr", 1)  # no loop over heads: 30 registers
         given = {**self.tensors, **numbers, **(described or {})}
         return launch.variant(function, given, self.strides, constants, config)
 
-    def step(self, function: Any, name: str, loaded: Mapping[str, Kind], **constants: Any) -> Step:
+    def step(self, function: Any, name: str, loaded: Mapping[str, TensorSpec], **constants: Any) -> Step:
         """The launch of a kernel that loads tiles of the two tensors `loaded`: by descriptors where the chip has them.
 
         A tensor that can't be described is copied. (By pointers, wgmma would read what cp.async has written: without a
@@ -377,7 +379,7 @@ class _Builder:
         kernel, rest = self.variant(function, config, constants, blocks)
         return Step(kernel, self._grid(name, config, constants), rest, tuple(descriptors) or None, tuple(pads))
 
-    def delta(self, grad_out: Kind, out: Kind, has_grad_lse: bool) -> Step:
+    def delta(self, grad_out: TensorSpec, out: TensorSpec, has_grad_lse: bool) -> Step:
         problem = self.problem
         self.tensor("out", out, problem.dtype)
         self.tensor("grad_out", grad_out, problem.dtype)
@@ -390,14 +392,14 @@ class _Builder:
     def tangent(self, direction: Direction, tout: Layout) -> Step:
         """After `direction`, and `delta` where nu is asked for."""
         problem = self.problem
-        self.tensor("tout", tout.kind(), problem.dtype)
+        self.tensor("tout", tout.spec(), problem.dtype)
         asks_nu = self.tensors["grad_out"] is not NOTHING
         self.tensors |= {"tlse": Leaf("*fp32"), "mu": Leaf("*fp32"), "nu": Leaf("*fp32") if asks_nu else NOTHING}
         loaded = {"k": problem.k, "v": problem.v, "tk": direction.k, "tv": direction.v}
         return self.step(tangent_kernel, "tangent", _given(loaded), NU=asks_nu)
 
     def gradients(
-        self, grad_out: Kind, grad_mask: int, direction: Direction | None
+        self, grad_out: TensorSpec, grad_mask: int, direction: Direction | None
     ) -> tuple[Step | None, Step | None, Step | None, tuple[tuple[Layout, torch.dtype], ...], bool, bool]:
         """The fields of a `Backward` after delta: of the first derivative, or of the second, which has a direction."""
         problem = self.problem
@@ -405,18 +407,18 @@ class _Builder:
         order = "" if direction is None else "second_"
         tq, tk, tv = (None, None, None) if direction is None else direction[:3]
         self.constants["TANGENT"] = direction is not None
-        group_out = math.gcd(self.numbers["group_k"], self.numbers["group_v"])
-        heads_out = q.shape[1] // group_out
-        self.numbers |= {"heads_out": heads_out, "group_out": group_out}
+        kv_group = math.gcd(self.numbers["group_k"], self.numbers["group_v"])
+        heads_out = q.shape[1] // kv_group
+        self.numbers |= {"heads_out": heads_out, "kv_group": kv_group}
         dkdv = dq = dbias = None
         parts = []
         if grad_mask & (GRAD_K | GRAD_V):
             for name, x in (("dk", k), ("dv", v)):
                 # Heads that are still to be added up are kept in float32.
                 own = x.shape[1] == heads_out
-                as_written = x if own else Kind((x.shape[0], heads_out, *x.shape[2:]), (0, 0, 0, 0), True)
+                as_written = x if own else TensorSpec((x.shape[0], heads_out, *x.shape[2:]), (0, 0, 0, 0), True)
                 layout, dtype = as_written.like(x.shape[3]), problem.dtype if own else torch.float32
-                self.tensor(name, layout.kind(), dtype)
+                self.tensor(name, layout.spec(), dtype)
                 parts.append((layout, dtype))
             loaded = {"q": q, "tq": tq, "grad_out": grad_out}
             dkdv = self.step(dkdv_kernel, f"{order}dkdv", _given(loaded))
@@ -425,14 +427,14 @@ class _Builder:
             assert bias is not None
             assert problem.bias_dtype is not None
             falls_off = bias.shape == (*q.shape[:3], k.shape[2])
-            dense = Kind(bias.shape, (0, 0, 0, 0), True).like(bias.shape[3]).kind()
+            dense = TensorSpec(bias.shape, (0, 0, 0, 0), True).like(bias.shape[3]).spec()
             self.tensor("dbias", dense, problem.bias_dtype)
             if not falls_off:
                 self.numbers |= {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
                 shared = {"ROWS_SHARED": bias.shape[2] == 1, "COLS_SHARED": bias.shape[3] == 1}
                 dbias = self.step(bias_gradient_kernel, f"{order}dbias", {}, **shared)
         if grad_mask & GRAD_Q or falls_off:
-            self.tensor("dq", q.like(q.shape[3]).kind(), problem.dtype)
+            self.tensor("dq", q.like(q.shape[3]).spec(), problem.dtype)
             if not falls_off:
                 self.tensors["dbias"] = NOTHING
                 self.strides.pop("dbias", None)
@@ -495,11 +497,11 @@ def _columns(size: int) -> Constants:
     return Constants(dims=size, first=first, rest=rest)
 
 
-def _given(tensors: Mapping[str, Kind | None]) -> dict[str, Kind]:
+def _given(tensors: Mapping[str, TensorSpec | None]) -> dict[str, TensorSpec]:
     return {name: x for name, x in tensors.items() if x is not None}
 
 
-def _descriptor_fields(x: Kind, box: Sizes, unit: int) -> dict[str, Any]:
+def _descriptor_fields(x: TensorSpec, box: Sizes, unit: int) -> dict[str, Any]:
     strides = [s if s > 0 else unit for s in x.strides()[:3]]  # of a single entry: any that is allowed
     return {
         "shape": list(x.shape),

@@ -90,19 +90,19 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     q, k, v, bias, params, _ = problem
     index = q.get_device()
 
-    def kind(x: Tensor, as_it_is: bool) -> Any:
+    def spec(x: Tensor, as_it_is: bool) -> Any:
         # As kernels get it. Storages start at multiples of 16 bytes; of a fake tensor there is no address.
         aligned = x.storage_offset() * x.element_size() % 16 == 0
         if not as_it_is:
             x, aligned = torch.empty(x.shape, dtype=x.dtype, device="meta"), True
-        return plans.Kind(x.shape, x.stride(), aligned)
+        return plans.TensorSpec(x.shape, x.stride(), aligned)
 
-    kinds = [kind(x, _has_rows(x)) for x in (q, k, v)]
-    key = plans.Problem(
+    specs = [spec(x, _has_rows(x)) for x in (q, k, v)]
+    key = plans.PlanKey(
         plans.launch.capability(index),
         q.dtype,
-        *kinds,
-        None if bias is None else kind(bias, _narrow_enough(bias)),
+        *specs,
+        None if bias is None else spec(bias, _narrow_enough(bias)),
         None if bias is None else bias.dtype,
         int(params.dropout_p > 0),
         params,
@@ -113,7 +113,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     forward = plans.forward_plan(key, grad_mask > 0, _processors(plans, index))
     steps = [("forward" if forward.combine is None else "decode", forward.step), ("combine", forward.combine)]
     if grad_mask:
-        out = forward.out.kind()
+        out = forward.out.spec()
         backward = plans.backward_plan(key, out, out, False, grad_mask)
         steps += [(name, getattr(backward, name)) for name in ("delta", "dkdv", "dq", "dbias")]
     splits = forward.parts[3] if forward.parts else 0
@@ -188,7 +188,7 @@ def backward(
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     problem = _problem(plans, q, k, v, bias, philox_seed, params)
-    plan = plans.backward_plan(problem, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask)
+    plan = plans.backward_plan(problem, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask)
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     if plan.delta is None:
         return *grads, dbias
@@ -224,7 +224,7 @@ def tangent(
     q, k, v, out, lse, bias = _rows(q), _rows(k), _rows(v), _rows(out), lse.contiguous(), _narrow(bias)
     moves, direction = _direction(plans, tq, tk, tv, tbias)
     problem = _problem(plans, q, k, v, bias, philox_seed, params)
-    plan = plans.tangent_plan(problem, direction, _kind(plans, out))
+    plan = plans.tangent_plan(problem, direction, _spec(plans, out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if (step := plan.step) is None:
@@ -260,7 +260,7 @@ def second_backward(
     moves, direction = _direction(plans, cot_dq, cot_dk, cot_dv, cot_dbias)
     problem = _problem(plans, q, k, v, bias, philox_seed, params)
     first, plan = plans.second_backward_plan(
-        problem, direction, _kind(plans, grad_out), _kind(plans, out), grad_lse is not None, grad_mask
+        problem, direction, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask
     )
     device, index, run = q.device, q.get_device(), plans.launch.run
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
@@ -284,7 +284,7 @@ def _direction(
 ) -> tuple[tuple[Tensor | None, ...], Any]:
     """The tangents of q, k, v and bias as kernels read them, and what a plan knows of them."""
     moves = *(None if x is None else _rows(x) for x in (tq, tk, tv)), _narrow(tbias)
-    return moves, plans.Direction(*(None if x is None else _kind(plans, x) for x in moves))
+    return moves, plans.Direction(*(None if x is None else _spec(plans, x) for x in moves))
 
 
 def _move(plans: Any, step: Any, inputs: tuple, moves: tuple, saved: tuple, tangents: tuple) -> None:
@@ -313,7 +313,7 @@ def _gradients(
         parts = _parts(plan, grads, q)
         tiles = step.tiles(q, tq, grad_out)
         run(step.kernel, step.grid, (*tiles, keys, biases, philox_seed, terms, parts, *step.rest), index)
-        _add_up_heads(grads[1:], parts)
+        _reduce_kv_grads(grads[1:], parts)
     if (step := plan.dq) is not None:
         targets = _targets(plan, grads, dbias, q)
         tiles = step.tiles(k, v, tk, tv)
@@ -349,7 +349,7 @@ def _parts(plan: Any, grads: tuple[Tensor, Tensor, Tensor], q: Tensor) -> tuple[
     )
 
 
-def _add_up_heads(grads: tuple[Tensor, ...], parts: tuple[Tensor, ...]) -> None:
+def _reduce_kv_grads(grads: tuple[Tensor, ...], parts: tuple[Tensor, ...]) -> None:
     """Fills dk and dv from what the kernel wrote, where that has more heads than they: neighbouring heads share one.
     Does nothing for a gradient that is its own part, and for one not asked for (of shape (0,))."""
     for grad, part in zip(grads, parts, strict=True):
@@ -378,13 +378,13 @@ def _problem(
     plans: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, params: AttentionParams
 ) -> Any:
     """The key of a plan. (A tuple by position: names would cost a third of a short launch.)"""
-    return plans.Problem(
+    return plans.PlanKey(
         plans.launch.capability(q.get_device()),
         q.dtype,
-        _kind(plans, q),
-        _kind(plans, k),
-        _kind(plans, v),
-        None if bias is None else _kind(plans, bias),
+        _spec(plans, q),
+        _spec(plans, k),
+        _spec(plans, v),
+        None if bias is None else _spec(plans, bias),
         None if bias is None else bias.dtype,
         0 if seed is None else seed.shape[0],
         params,
@@ -392,8 +392,8 @@ def _problem(
     )
 
 
-def _kind(plans: Any, x: Tensor) -> Any:
-    return plans.Kind(x.shape, x.stride(), x.data_ptr() % 16 == 0)
+def _spec(plans: Any, x: Tensor) -> Any:
+    return plans.TensorSpec(x.shape, x.stride(), x.data_ptr() % 16 == 0)
 
 
 def _tf32(q: Tensor) -> bool:

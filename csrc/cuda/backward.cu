@@ -1,6 +1,6 @@
 // The backward pass, without atomics and so the same in every run: dK and dV by blocks of keys, dQ (and the gradient of
 // a bias that has an entry per score) by blocks of queries, the gradient of a broadcast bias by its own tiles. Each
-// makes the weights again from the saved log-sum-exp.
+// makes the probabilities again from the saved log-sum-exp.
 //
 //   P = exp(S - lse)    dV = P^T dO    dS = P (dO V^T - delta)    dQ = scale dS K    dK = scale dS^T Q    dbias = dS
 //
@@ -36,7 +36,7 @@ BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
   a.batch = static_cast<int32_t>(p.batch);
   a.heads_out = static_cast<int32_t>(p.heads_out);
   a.group_k = static_cast<int32_t>(p.heads_q / p.heads_k), a.group_v = static_cast<int32_t>(p.heads_q / p.heads_v);
-  a.group_out = static_cast<int32_t>(p.heads_q / p.heads_out);
+  a.kv_group = static_cast<int32_t>(p.heads_q / p.heads_out);
   a.dk_float = p.heads_out > p.heads_k, a.dv_float = p.heads_out > p.heads_v;
   return a;
 }

@@ -19,9 +19,9 @@ struct BackwardArgs {
   int64_t dbias_stride[3];
   int32_t dbias_size[4];
   float softmax_scale;
-  int32_t batch, heads_out;             // of dk and dv
-  int32_t group_k, group_v, group_out;  // query heads per head of k, of v, of dk and dv
-  bool dk_float, dv_float;              // heads that are still to be added up
+  int32_t batch, heads_out;            // of dk and dv
+  int32_t group_k, group_v, kv_group;  // query heads per head of k, of v, of dk and dv
+  bool dk_float, dv_float;             // heads that are still to be added up
 };
 
 // The kernels, each in a file of its own: how many blocks a plan needs, and the launch. rows and heads are of dK and dV
@@ -103,7 +103,7 @@ int by_math(const Attention& p, Run run) {
   }
 }
 
-// A row without keys has an lse of -inf, which would make its weights infinite instead of 0.
+// A row without keys has an lse of -inf, which would make its probabilities infinite instead of 0.
 __device__ __forceinline__ float finite_or_far(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
 // The survivors of dropout in a warp's tiles, from the lane's first row and column on: bit 4 * (n % 8) + e of
@@ -137,9 +137,9 @@ __device__ __forceinline__ void dropout_bits(const Score& p, const HeadScore& h,
   }
 }
 
-// Products q k^T and dO v^T of one row tile -> weights as dV wants them in `s`, and dS as dQ and dK want it in `dp`.
-// lse and delta are of the queries: [n][e % 2] of the columns if kKeyRows, else [0][e / 2] of the rows.
-// keep: from dropout_bits, read if there is dropout. on_gradient(ds) sees dS before softcap's derivative.
+// Products q k^T and dO v^T of one row tile -> probabilities as dV wants them in `s`, and dS as dQ and dK want it in
+// `dp`. lse and delta are of the queries: [n][e % 2] of the columns if kKeyRows, else [0][e / 2] of the rows. keep:
+// from dropout_bits, read if there is dropout. on_gradient(ds) sees dS before softcap's derivative.
 template <typename T, bool kKeyRows, bool kFastPath, int kTiles, class OnGradient>
 __device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h, float (&s)[kTiles][4],
                                              float (&dp)[kTiles][4], const float (&lse)[kKeyRows ? kTiles : 1][2],
@@ -155,7 +155,7 @@ __device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h,
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int at = kKeyRows ? n : 0, of = kKeyRows ? e % 2 : e / 2;
-      const float w = weight<kFastPath>(p, s[n][e], lse[at][of]);
+      const float w = probability<kFastPath>(p, s[n][e], lse[at][of]);
       float gradient = dp[n][e], kept = w;
       if constexpr (!kFastPath) {
         if (dropout) {

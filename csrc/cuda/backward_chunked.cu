@@ -281,14 +281,14 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   const int batch_head = blockIdx.x % (p.batch * heads), batch = batch_head / heads, head = batch_head % heads;
   const int block = blockIdx.x / (p.batch * heads), blocks = (seqlen_rows + kRows - 1) / kRows;
   const int first_row = (kKeyRows ? block : blocks - 1 - block) * kRows;
-  const int first_head = kKeyRows ? head * p.group_out : head;  // of queries
+  const int first_head = kKeyRows ? head * p.kv_group : head;  // of queries
   const bool want_bias = !kKeyRows && p.dbias != nullptr;
 
   const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
   const int64_t count = min(kRows, seqlen_rows - first_row);
   const Visited<kCols> cols(band, first_row, count, seqlen_cols);
   const int begin = cols.begin, end = cols.end, blocks_of_head = cols.blocks();
-  const int steps = blocks_of_head * (kKeyRows ? p.group_out : 1);
+  const int steps = blocks_of_head * (kKeyRows ? p.kv_group : 1);
 
   const uint32_t handed_over = base + kRowTilesAt + p.row_tiles * kRowTile;
   const ChunkedTiles<Math, kKeyRows> tiles{p,          base,      handed_over, batch,
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
       }
     } else {
       const int slot = round - p.score_rounds;
-      if (slot == p.made1 && p.made1 > 0) {  // the weights have been read
+      if (slot == p.made1 && p.made1 > 0) {  // the probabilities have been read
         hand_over<Math>(handed_over, own_row, own_col, dp[0]);
         __syncthreads();
       }

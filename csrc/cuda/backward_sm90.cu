@@ -52,9 +52,9 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
     ptx::hold(s);
 
     if (!is_clean(block, col)) mask_scores<true>(p.score, s, thread_row, col + lane % 4 * 2);
-    uint32_t weights[S::kCols / 16][4], gradients[S::kCols / 16][4];
-    to_weights<S>(p.score, shared, q.stage, s, weights);
-    add_gradients<S>(dv, weights, shared.cols(grad_out.stage));
+    uint32_t probabilities[S::kCols / 16][4], gradients[S::kCols / 16][4];
+    to_probabilities<S>(p.score, shared, q.stage, s, probabilities);
+    add_gradients<S>(dv, probabilities, shared.cols(grad_out.stage));
     ptx::wgmma_wait<1>();
     ptx::hold(dp);
     to_gradients<S>(shared, grad_out.stage, s, dp, gradients);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
     if constexpr (S::kFused) start_dq<S>(shared, step, consumer, dq);
     ptx::wgmma_wait<0>();
     ptx::hold(dv);
-    ptx::hold(weights);
+    ptx::hold(probabilities);
     ptx::hold(dk);
     ptx::hold(gradients);
     if constexpr (S::kFused) ptx::hold(dq);
@@ -102,10 +102,10 @@ __device__ __forceinline__ void consume_dv(const BackwardSm90Args& p, const Bloc
     ptx::wgmma_wait<0>();
     ptx::hold(s);
     if (!is_clean(block, col)) mask_scores<true>(p.score, s, thread_row, col + lane % 4 * 2);
-    uint32_t weights[S::kCols / 16][4];
-    to_weights<S>(p.score, shared, q.stage, s, weights);
+    uint32_t probabilities[S::kCols / 16][4];
+    to_probabilities<S>(p.score, shared, q.stage, s, probabilities);
     ptx::mbarrier_wait(shared.full(grad_out.stage), grad_out.parity);
-    add_gradients<S>(dv, weights, shared.cols(grad_out.stage));
+    add_gradients<S>(dv, probabilities, shared.cols(grad_out.stage));
     ptx::mbarrier_wait(shared.handed_empty(), step & 1 ^ 1);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void consume_dv(const BackwardSm90Args& p, const Bloc
     arrive(shared.handed_full());
     ptx::wgmma_wait<0>();
     ptx::hold(dv);
-    ptx::hold(weights);
+    ptx::hold(probabilities);
     release(shared, q.stage, grad_out.stage);
     col += S::kCols;
     if (col >= block.end) col = block.begin;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void consume_dq(const BackwardSm90Args& p, const Bloc
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) weight_of<S::kSoftcap>(p.score, s[n][e], constant[e / 2]);
+      for (int e = 0; e < 4; ++e) probability_of<S::kSoftcap>(p.score, s[n][e], constant[e / 2]);
     }
     ptx::hold(s);
     // The next step's tile is waited for here: ptxas would move the exponentials behind the wait for dP, where nothing

@@ -136,8 +136,9 @@ struct Block {
     const Range reached = band.visited(first_row, count, {0, seqlen_cols});
     const Range shared_by_all = band.full(first_row, count, {0, seqlen_cols});
     clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
-    // Keys past the end are rows of zeros: their scores are 0, so where the scores of all others are low their weights
-    // overflow. That is nothing to gradients of their own, which are never stored, but dQ is summed over all rows.
+    // Keys past the end are rows of zeros: their scores are 0, so where the scores of all others are low their
+    // probabilities overflow. That is nothing to gradients of their own, which are never stored, but dQ is summed over
+    // all rows.
     if (S::kFused && count < S::kRows) clean_end = clean_begin;
     const Walk walk(reached, S::kCols);
     begin = walk.begin, end = walk.end;
@@ -178,8 +179,8 @@ __device__ __forceinline__ void load_tiles(const BackwardSm90Args& p, const Bloc
   }
 }
 
-// -lse * log2(e), the exponent's constant: -inf makes all weights of a query 0. So for one without keys, whose lse of
-// -inf would make them infinite, and for one past the end.
+// -lse * log2(e), the exponent's constant: -inf makes all probabilities of a query 0. So for one without keys, whose
+// lse of -inf would make them infinite, and for one past the end.
 __device__ __forceinline__ float exponent_constant(float lse, bool live) {
   return live && lse != -kInfinity ? -lse * kLog2E : -kInfinity;
 }
@@ -259,9 +260,9 @@ __device__ __forceinline__ void pack_operand(uint32_t (&a)[kTiles / 2][4], const
   }
 }
 
-// The weight of the raw product s, which becomes what dP - delta is to be multiplied by. `constant`: of the query.
+// The probability of the raw product s, which becomes what dP - delta is to be multiplied by. `constant`: of the query.
 template <bool kSoftcap>
-__device__ __forceinline__ float weight_of(const Score& p, float& s, float constant) {
+__device__ __forceinline__ float probability_of(const Score& p, float& s, float constant) {
   if constexpr (kSoftcap) {
     // Of a masked score neither: -inf times a scale of 0 is NaN.
     const float t = tanh_of(s == -kInfinity ? 0.f : s * p.scale);
@@ -329,18 +330,19 @@ __device__ __forceinline__ float2 constants(const Shared<S>& shared, int slot, i
   return ptx::load_shared_pair(shared.constants(slot) + (n * 8 + threadIdx.x % 4 * 2) * 4);
 }
 
-// Products s, masked -> weights as dV wants them; what dP - delta is to be multiplied by stays in s.
+// Products s, masked -> probabilities as dV wants them; what dP - delta is to be multiplied by stays in s.
 template <class S>
-__device__ __forceinline__ void to_weights(const Score& p, const Shared<S>& shared, int slot,
-                                           float (&s)[S::kCols / 8][4], uint32_t (&weights)[S::kCols / 16][4]) {
+__device__ __forceinline__ void to_probabilities(const Score& p, const Shared<S>& shared, int slot,
+                                                 float (&s)[S::kCols / 8][4],
+                                                 uint32_t (&probabilities)[S::kCols / 16][4]) {
 #pragma unroll
   for (int n = 0; n < S::kCols / 8; ++n) {
     const float2 constant = constants(shared, slot, n);
     float w[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) w[e] = weight_of<S::kSoftcap>(p, s[n][e], e % 2 ? constant.y : constant.x);
-    weights[n / 2][n % 2 * 2] = ptx::pack<typename S::T>(w[0], w[1]);
-    weights[n / 2][n % 2 * 2 + 1] = ptx::pack<typename S::T>(w[2], w[3]);
+    for (int e = 0; e < 4; ++e) w[e] = probability_of<S::kSoftcap>(p, s[n][e], e % 2 ? constant.y : constant.x);
+    probabilities[n / 2][n % 2 * 2] = ptx::pack<typename S::T>(w[0], w[1]);
+    probabilities[n / 2][n % 2 * 2 + 1] = ptx::pack<typename S::T>(w[2], w[3]);
   }
 }
 

@@ -194,7 +194,7 @@ struct BackwardBlock {
   __device__ __forceinline__ void add_gradients(Gradient& grad0, [[maybe_unused]] ValueGradient& grad1, const Scores& s,
                                                 const Scores& dp, int stage) const {
     // Operands, and where the other warps of the row group find them: in the order of the lanes, a tile after another.
-    uint32_t weights[kKeyRows ? kColTiles / 2 : 1][kRowTiles][4], gradients[kColTiles / 2][kRowTiles][4];
+    uint32_t probabilities[kKeyRows ? kColTiles / 2 : 1][kRowTiles][4], gradients[kColTiles / 2][kRowTiles][4];
     const auto hand_over = [&](int which, int tile, int m) {
       const int n = (group * (S::kCols / 16) + tile) * kRowTiles + m;
       return row_tile[0] + L::kHandOver + which * L::kMatrix + n * 512 + lane * 16;
@@ -203,7 +203,7 @@ struct BackwardBlock {
     for (int n = 0; n < kColTiles / 2; ++n) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        if constexpr (kKeyRows) to_operand<T>(weights[n][m], s[m][2 * n], s[m][2 * n + 1]);
+        if constexpr (kKeyRows) to_operand<T>(probabilities[n][m], s[m][2 * n], s[m][2 * n + 1]);
         to_operand<T>(gradients[n][m], dp[m][2 * n], dp[m][2 * n + 1]);
         if constexpr (S::kSplit > 1) {
           const int tile = part * (kColTiles / 2) + n;
@@ -211,7 +211,7 @@ struct BackwardBlock {
             ptx::store_shared(hand_over(which, tile, m), make_uint4(a[0], a[1], a[2], a[3]));
           };
           give(0, gradients[n][m]);
-          if constexpr (kKeyRows) give(1, weights[n][m]);
+          if constexpr (kKeyRows) give(1, probabilities[n][m]);
         }
       }
     }
@@ -220,7 +220,7 @@ struct BackwardBlock {
 #pragma unroll
     for (int n = 0; n < kColTiles / 2; ++n) {
       const int row = own_col + n * 16;
-      if constexpr (kKeyRows) gradient_mma<T, kHeadDim>(grad1, weights[n], col_tile(stage, 1), row, chunk);
+      if constexpr (kKeyRows) gradient_mma<T, kHeadDim>(grad1, probabilities[n], col_tile(stage, 1), row, chunk);
       gradient_mma<T, kHeadDim>(grad0, gradients[n], col_tile(stage, 0), row, chunk);
     }
     if constexpr (S::kSplit > 1) {
@@ -300,15 +300,15 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   constexpr int kSteps = kHeadDim / 16, kUnrolled = kSums >= 192 && kSteps >= 8 ? kSteps / 2 : kSteps;
   extern __shared__ __align__(128) uint8_t shared[];
   const Block block(p, shared);
-  const int first_head = kKeyRows ? block.head * p.group_out : block.head;  // of queries
-  const int group_out = kKeyRows ? p.group_out : 1;
+  const int first_head = kKeyRows ? block.head * p.kv_group : block.head;  // of queries
+  const int kv_group = kKeyRows ? p.kv_group : 1;
 
   // The columns that these rows visit, of every query head.
   const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
   const int64_t count = min(S::kRows, block.seqlen_rows - block.first_row);
   const Visited<S::kCols> cols(band, block.first_row, count, block.seqlen_cols);
   const int tiles = cols.blocks();  // per head
-  const int steps = tiles * group_out;
+  const int steps = tiles * kv_group;
 
   int load_head = first_head, load_col = cols.begin;  // of the next load
   const auto load = [&](int stage) {

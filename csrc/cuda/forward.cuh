@@ -49,10 +49,10 @@ struct ForwardBlock {
   }
 };
 
-// Weights that dropout drops become 0. Rows and columns as in score.cuh; the first column is a multiple of 16.
+// Probabilities that dropout drops become 0. Rows and columns as in score.cuh; the first column is a multiple of 16.
 template <int kTiles>
-__device__ __forceinline__ void drop_weights(const Score& p, const HeadScore& h, float (&s)[kTiles][4], int row,
-                                             int col) {
+__device__ __forceinline__ void drop_probabilities(const Score& p, const HeadScore& h, float (&s)[kTiles][4], int row,
+                                                   int col) {
   static_assert(kTiles % 4 == 0 || kTiles == 2);
   const int skipped = kTiles % 4 == 0 ? 0 : col % 32 / 8;  // tiles of the 32 columns that one word is about
 #pragma unroll

@@ -169,7 +169,7 @@ struct Consumer {
 
   float out[kHeadDimV / 8][4];
   float scores[kKeys / 8][4];
-  uint32_t weights[kKeys / 16][4];  // of the block before: an operand
+  uint32_t probabilities[kKeys / 16][4];  // of the block before: an operand
   RowState state;
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -195,7 +195,7 @@ struct Consumer {
     const uint32_t v = shared.v(v_pipeline.stage);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
-      ptx::wgmma_rs<T, kHeadDimV, true>(out, weights[n], V::by_rows(v, n), n > 0 || accumulate);
+      ptx::wgmma_rs<T, kHeadDimV, true>(out, probabilities[n], V::by_rows(v, n), n > 0 || accumulate);
     }
     ptx::wgmma_commit();
   }
@@ -209,7 +209,7 @@ struct Consumer {
     v_pipeline.advance();
   }
 
-  // Scores -> weights, not yet rounded.
+  // Scores -> probabilities, not yet rounded.
   __device__ __forceinline__ void softmax(const Work& work, int n, float (&factor)[2]) {
     const int first = work.first_key + n * kKeys, row = work.first_row + consumer * kGroupRows + warp * 16 + lane / 4;
     const int col = first + lane % 4 * 2;
@@ -232,11 +232,11 @@ struct Consumer {
   }
 
   // Two neighbouring blocks of eight columns are, packed, one operand of 16.
-  __device__ __forceinline__ void round_weights() {
+  __device__ __forceinline__ void round_probabilities() {
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) {
       const float* two = &scores[i / 2][i % 2 * 2];
-      weights[i / 4][i % 4] = ptx::pack<T>(two[0], two[1]);
+      probabilities[i / 4][i % 4] = ptx::pack<T>(two[0], two[1]);
     }
   }
 
@@ -262,10 +262,10 @@ struct Consumer {
       softmax(work, n, factor);
       pass_turn();
       rescale(factor);
-      round_weights();
+      round_probabilities();
       wait_v();
       ptx::hold(out);
-      ptx::hold(weights);
+      ptx::hold(probabilities);
       ptx::wgmma_fence();
       start_output(true);
       ptx::wgmma_wait<0>();
@@ -284,7 +284,7 @@ struct Consumer {
     release_k();
     float factor[2];
     softmax(work, 0, factor);
-    round_weights();
+    round_probabilities();
     if (work.blocks > 1) wait_k();
 #pragma unroll 1
     for (int n = 1; n < work.blocks; ++n) {
@@ -292,7 +292,7 @@ struct Consumer {
       if constexpr (kSchedule == Schedule::kPingPong) wait_turn();
       ptx::hold(scores);
       ptx::hold(out);
-      ptx::hold(weights);
+      ptx::hold(probabilities);
       ptx::wgmma_fence();
       start_scores();
       start_output(true);
@@ -307,14 +307,14 @@ struct Consumer {
       if (n + 1 < work.blocks) wait_k();
       ptx::wgmma_wait<0>();
       ptx::hold(out);
-      ptx::hold(weights);
+      ptx::hold(probabilities);
       release_v();
       rescale(factor);
-      round_weights();  // only now: the wgmma read these registers until the wait
+      round_probabilities();  // only now: the wgmma read these registers until the wait
     }
     wait_v();
     ptx::hold(out);
-    ptx::hold(weights);
+    ptx::hold(probabilities);
     ptx::wgmma_fence();
     start_output(true);
     ptx::wgmma_wait<0>();

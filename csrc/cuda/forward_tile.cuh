@@ -236,7 +236,7 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
       if (masked) mask_scores<false>(p.score, score[m], row + m * 16, col);
       softmax_step<kFastPath>(p.score, score[m], state[m], factor[m]);
       if constexpr (!kFastPath) {
-        if (p.score.seeds != nullptr) drop_weights(p.score, head_scores, score[m], row + m * 16, col);
+        if (p.score.seeds != nullptr) drop_probabilities(p.score, head_scores, score[m], row + m * 16, col);
       }
       Config::rescale(out[m], factor[m]);
     }

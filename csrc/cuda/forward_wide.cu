@@ -2,8 +2,8 @@
 // K and V pass by in chunks of 8 KiB, of which three are in flight or in use.
 //
 // An output of 16 x 512 floats is more than the registers of one warp, so four warps share a group of rows. They split
-// the keys of a block for the scores, agree on the maximum of a row, hand each other the weights, and split the columns
-// of V for the output. Rows are 64 (16-bit) or 32 (float32), a block of keys has 64.
+// the keys of a block for the scores, agree on the maximum of a row, hand each other the probabilities, and split the
+// columns of V for the output. Rows are 64 (16-bit) or 32 (float32), a block of keys has 64.
 //
 // Why so: for 64 rows and 64 keys of 512, in cycles of a multiprocessor of sm_80 (1024 fused multiply-adds of 16 bits,
 // or 128 bytes of shared memory), the products need 2 x 2048. A warp of 32 rows loads three fragments for four mma of
@@ -36,8 +36,8 @@ struct Wide {
   static constexpr int kKeyColumns = kChunkBytes / kKeys / static_cast<int>(sizeof(T));  // of a chunk of K
   static constexpr int kValueRows = kChunkBytes / kHalf / static_cast<int>(sizeof(T));   // of a chunk of V
   static constexpr int kQBytes = kRows * kWideHead * static_cast<int>(sizeof(T));
-  static constexpr int kWeightBytes = kRows * kKeys * static_cast<int>(sizeof(T));
-  static constexpr int kSharedBytes = kQBytes + kStages * kChunkBytes + kWeightBytes + kRows * (kParts * 4 + 16);
+  static constexpr int kProbabilityBytes = kRows * kKeys * static_cast<int>(sizeof(T));
+  static constexpr int kSharedBytes = kQBytes + kStages * kChunkBytes + kProbabilityBytes + kRows * (kParts * 4 + 16);
   static_assert(kSharedBytes <= 99 * 1024);
   // The output of a warp: in each half of V's columns every fourth run of 16 (16-bit) or 32 columns.
   static constexpr int kRun = kFloat ? 32 : 16, kRuns = kHalf / kParts / kRun, kRunTiles = kRun / 8;
@@ -46,13 +46,13 @@ struct Wide {
   using Queries = TileOf<T, kWideHead>;
   using Keys = TileOf<T, kKeyColumns>;
   using Values = TileOf<T, kHalf>;
-  using Weights = TileOf<T, kKeys>;
+  using Probabilities = TileOf<T, kKeys>;
 };
 
-// Weights -> shared memory, as left operands of P V.
+// Probabilities -> shared memory, as left operands of P V.
 template <typename T>
-__device__ __forceinline__ void store_weights(uint32_t tile, int row, int part, const float (&s)[2][4]) {
-  using Chunks = typename Wide<T>::Weights;
+__device__ __forceinline__ void store_probabilities(uint32_t tile, int row, int part, const float (&s)[2][4]) {
+  using Chunks = typename Wide<T>::Probabilities;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -212,10 +212,10 @@ __device__ __forceinline__ void finish_scores(const SplitParams& p, uint32_t pac
 // out += P V, chunk by chunk, of this warp's runs of columns.
 template <typename T>
 __device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const SplitParams& p, Chunks<T>& chunks,
-                                           uint32_t weights, int warp_row, int part, const FragmentLane& at) {
+                                           uint32_t probabilities, int warp_row, int part, const FragmentLane& at) {
   using Config = Wide<T>;
   using Values = typename Config::Values;
-  using Weights = typename Config::Weights;
+  using Probabilities = typename Config::Probabilities;
   constexpr int kRowTiles = Config::kRowTiles, kRun = Config::kRun, kRuns = Config::kRuns;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -230,14 +230,14 @@ __device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const 
           for (int row = group; row < group + 32; row += Config::kValueRows) {
             const uint32_t v_tile = chunks.next();
             uint32_t x[4];
-            ptx::ldmatrix(x, Weights::address(weights, warp_row + at.below, row / 4 + at.beside));
-            Tf32<kExact, 4> weight[1];
+            ptx::ldmatrix(x, Probabilities::address(probabilities, warp_row + at.below, row / 4 + at.beside));
+            Tf32<kExact, 4> probability[1];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) weight[0].set(i, x[i]);
+            for (int i = 0; i < 4; ++i) probability[0].set(i, x[i]);
 #pragma unroll
             for (int run = 0; run < kRuns; ++run) {
               if (live(run)) {
-                columns_tf32<kExact, Values>(fresh[run], small[run], weight, v_tile, 0, (run * kParts + part) * 8);
+                columns_tf32<kExact, Values>(fresh[run], small[run], probability, v_tile, 0, (run * kParts + part) * 8);
               }
             }
           }
@@ -261,10 +261,11 @@ __device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const 
     } else {
       for (int row = 0; row < kKeys; row += Config::kValueRows) {
         const uint32_t v_tile = chunks.next();
-        uint32_t weight[kRowTiles][4];
+        uint32_t probability[kRowTiles][4];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          ptx::ldmatrix(weight[m], Weights::address(weights, warp_row + m * 16 + at.below, row / 8 + at.beside));
+          ptx::ldmatrix(probability[m],
+                        Probabilities::address(probabilities, warp_row + m * 16 + at.below, row / 8 + at.beside));
         }
 #pragma unroll
         for (int run = 0; run < kRuns; ++run) {
@@ -274,8 +275,8 @@ __device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const 
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             const int n = (half * kRuns + run) * 2;
-            ptx::mma_m16n8k16<T>(out[m][n], weight[m], value[0], value[1]);
-            ptx::mma_m16n8k16<T>(out[m][n + 1], weight[m], value[2], value[3]);
+            ptx::mma_m16n8k16<T>(out[m][n], probability[m], value[0], value[1]);
+            ptx::mma_m16n8k16<T>(out[m][n + 1], probability[m], value[2], value[3]);
           }
         }
       }
@@ -371,9 +372,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   constexpr int kRows = Config::kRows, kRowTiles = Config::kRowTiles;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t q_tile = ptx::shared_address(shared), stages = q_tile + Config::kQBytes;
-  const uint32_t weights = stages + Config::kStages * Config::kChunkBytes;
+  const uint32_t probabilities = stages + Config::kStages * Config::kChunkBytes;
   // Of every row, what is about its scores; and a value of each part.
-  const uint32_t packed_rows = weights + Config::kWeightBytes;
+  const uint32_t packed_rows = probabilities + Config::kProbabilityBytes;
   float* row_values = reinterpret_cast<float*>(shared + (packed_rows - q_tile) + kRows * 16);  // [part][row]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -439,9 +440,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
         weigh<false>(p.score, score[m], state[m], half, largest, factor[half]);
       }
       if (p.score.seeds != nullptr) {
-        drop_weights(p.score, head_scores, score[m], first_row + warp_row + m * 16 + lane / 4, col);
+        drop_probabilities(p.score, head_scores, score[m], first_row + warp_row + m * 16 + lane / 4, col);
       }
-      store_weights<T>(weights, warp_row + m * 16, part, score[m]);
+      store_probabilities<T>(probabilities, warp_row + m * 16, part, score[m]);
 #pragma unroll
       for (int n = 0; n < 2 * Config::kRuns * Config::kRunTiles; ++n) {
 #pragma unroll
@@ -449,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
       }
     }
 
-    add_values<T>(out, p, chunks, weights, warp_row, part, at);
+    add_values<T>(out, p, chunks, probabilities, warp_row, part, at);
   }
   ptx::cp_async_wait<0>();
 

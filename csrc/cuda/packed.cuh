@@ -25,7 +25,8 @@ __device__ __forceinline__ float bias_of(const Score& p, int64_t at) {
   return to_float(static_cast<const T*>(p.bias)[at]);
 }
 
-// Raw products -> scores in natural units, -inf where a row doesn't attend to the key. `col` includes lane % 4 * 2.
+// Raw products -> scores in the natural-log domain, -inf where a row doesn't attend to the key. `col` includes
+// lane % 4 * 2.
 template <typename T, int kTiles>
 __device__ __forceinline__ void finish_packed(const Score& p, const PackedRow (&rows)[2], float (&s)[kTiles][4],
                                               int col) {

@@ -2,7 +2,8 @@
 //
 // Two variants of every kernel. The fast path has a positive scale and nothing else but the band: its scores stay raw
 // products, and the scale is part of the exponent's factor. The generic one has every feature by branches that are the
-// same for all threads; its scores are in natural units (not times log2 e: a bias of finfo.min would overflow).
+// same for all threads; its scores are in the natural-log domain (not times log2 e: a bias of finfo.min would
+// overflow).
 //
 // Functions here work on one accumulator row tile of mma.m16n8k16: s[n][e] is row `row + e / 2 * 8`, column
 // `col + n * 8 + e % 2`, where `row` includes lane / 4 and `col` lane % 4 * 2. Rows are queries and columns keys, or
@@ -131,7 +132,7 @@ __device__ __forceinline__ float to_float(T x) {
   }
 }
 
-// Raw products -> scores in natural units, without the band. Generic variant only.
+// Raw products -> scores in the natural-log domain, without the band. Generic variant only.
 // If kKeepTanh, `t` gets tanh(scale * s / softcap) for score_gradient; not written without a softcap.
 template <typename T, bool kTransposed, bool kKeepTanh, int kTiles>
 __device__ __forceinline__ void finish_scores(const Score& p, const HeadScore& h, float (&s)[kTiles][4], int row,
@@ -257,10 +258,10 @@ __device__ __forceinline__ void dropout_keep_transposed(const Score& p, const He
   }
 }
 
-// The weight of a score under a known log-sum-exp, for the backward pass. A row without keys has an lse of -inf: pass
-// +inf for it (and for rows past the end), then its weights are 0.
+// The probability of a score under a known log-sum-exp, for the backward pass. A row without keys has an lse of -inf:
+// pass +inf for it (and for rows past the end), then its probabilities are 0.
 template <bool kFastPath>
-__device__ __forceinline__ float weight(const Score& p, float s, float lse) {
+__device__ __forceinline__ float probability(const Score& p, float s, float lse) {
   if constexpr (kFastPath) return ptx::ex2(fmaf(s, p.scale, -lse * kLog2E));
   return ptx::ex2((s - lse) * kLog2E);
 }

@@ -7,7 +7,7 @@
 namespace attnkern::cuda {
 
 struct RowState {
-  float max[2] = {-kInfinity, -kInfinity};  // as the scores: raw products (fast path) or natural units (generic)
+  float max[2] = {-kInfinity, -kInfinity};  // as the scores: raw products (fast path), natural-log domain (generic)
   float sum[2] = {0.f, 0.f};                // of this thread's columns, relative to max
 };
 
@@ -29,8 +29,8 @@ __device__ __forceinline__ float exp_difference(const Score& p, float s, float r
   return kFastPath ? ptx::ex2(fmaf(s, p.scale, -reference)) : ptx::ex2((s - reference) * kLog2E);
 }
 
-// Scores of a row, the first (half 0) or second of this thread's two -> weights relative to the new maximum; `factor`
-// is for what was summed up before.
+// Scores of a row, the first (half 0) or second of this thread's two -> probabilities relative to the new maximum;
+// `factor` is for what was summed up before.
 template <bool kFastPath, int kTiles>
 __device__ __forceinline__ void weigh(const Score& p, float (&s)[kTiles][4], RowState& state, int half, float largest,
                                       float& factor) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ float log_sum_exp(const Score& p, float max, float su
   return kFastPath ? (max * p.scale + ptx::lg2(sum)) * kLn2 : max + ptx::lg2(sum) * kLn2;
 }
 
-// The same in natural units for float32: lg2.approx is off by 2^-22 where the result is small.
+// The same in the natural-log domain for float32: lg2.approx is off by 2^-22 where the result is small.
 __device__ __forceinline__ float exact_log_sum_exp(float max, float sum) {
   return max == -kInfinity ? -kInfinity : max + logf(sum);
 }

@@ -88,7 +88,7 @@ def _decode_fp32(size: int) -> Case:
     )
 
 
-# Q; three chunks of 8 KiB; the weights; of every row what is about its scores, and a value of four warps.
+# Q; three chunks of 8 KiB; the probabilities; of every row what is about its scores, and a value of four warps.
 WIDE_SHARED = 64 * 1024 + 3 * 8 * 1024 + 8 * 1024
 
 

@@ -91,9 +91,9 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
         problem = _problem(80, size, itemsize, "mods" if feature == "mods" else "plain")
         shape = (2, 4, rows, size)
         bias = (
-            plan.Layout((1, 4, rows, keys), (0, rows * keys, keys, 1)).kind() if feature in ("tile", "mask") else None
+            plan.Layout((1, 4, rows, keys), (0, rows * keys, keys, 1)).spec() if feature in ("tile", "mask") else None
         )
-        k = plan.Kind((2, 4, keys, size), (0, 0, 0, 0), True).like(size).kind()
+        k = plan.TensorSpec((2, 4, keys, size), (0, 0, 0, 0), True).like(size).spec()
         problem = problem._replace(
             q=problem.q._replace(shape=shape),
             k=k,
@@ -120,20 +120,20 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
 _DECODED = ("tile", "mask", "mods")
 
 
-def _problem(capability: int, size: int, itemsize: int, feature: str) -> plan.Problem:
+def _problem(capability: int, size: int, itemsize: int, feature: str) -> plan.PlanKey:
     """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch."""
 
-    def kind(*shape: int) -> plan.Kind:
-        return plan.Kind(shape, (0, 0, 0, 0), True).like(shape[3]).kind()
+    def spec(*shape: int) -> plan.TensorSpec:
+        return plan.TensorSpec(shape, (0, 0, 0, 0), True).like(shape[3]).spec()
 
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-    x = kind(2, 4, 1024, size)
-    bias = kind(1, 4, 1024, 1024) if feature == "tile" else None
+    x = spec(2, 4, 1024, size)
+    bias = spec(1, 4, 1024, 1024) if feature == "tile" else None
     params = AttentionParams(size**-0.5, 30.0 if feature == "mods" else 0.0, window_right=0)
-    return plan.Problem(capability, dtype, x, x, x, bias, dtype if bias else None, 0, params, False)
+    return plan.PlanKey(capability, dtype, x, x, x, bias, dtype if bias else None, 0, params, False)
 
 
-def _step(problem: plan.Problem, kernel: str) -> plan.Step | None:
+def _step(problem: plan.PlanKey, kernel: str) -> plan.Step | None:
     """The launch of a kernel of the table for everything that it can be asked for."""
     if kernel == "forward":
         return plan.forward_plan(problem, True).step
