@@ -2,9 +2,15 @@
 constants of a variant. Triton passes named tuples field by field: an entry may be None, which costs no parameter.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import triton.language as tl
+
+from ..params import AttentionParams
+
+LOG2E = math.log2(math.e)
+_FAR = 2**30  # a bound and a row add up within 32 bits
 
 
 class Strides(NamedTuple):
@@ -33,6 +39,31 @@ class Call(NamedTuple):
     seqlen_k: Any
     band_low: Any
     band_high: Any
+
+
+FLOATS = ("softmax_scale", "score_scale", "softcap", "dropout_scale")
+"""Of the numbers of a call those that are no integers."""
+
+
+def score_numbers(params: AttentionParams) -> dict[str, Any]:
+    """What a `Call` has of how scores are made."""
+    scale, softcap, left, right, offset, dropout_p = params
+    low, high = (max(-_FAR, min(bound, _FAR)) for bound in (offset - left, offset + right))
+    return {
+        "softmax_scale": scale,
+        # In the log2 domain, for exp2; before a softcap in units of that.
+        "score_scale": scale / softcap if softcap else scale * LOG2E,
+        "softcap": softcap,
+        "dropout_threshold": round(dropout_p * 65536),
+        "dropout_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0.0,
+        "band_low": low,
+        "band_high": high,
+    }
+
+
+def score_constants(params: AttentionParams) -> dict[str, Any]:
+    """Which features of scores a kernel's variant has, but for the bias, the band and dropout."""
+    return {"SOFTCAP": params.softcap != 0}
 
 
 class Biases(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, is_length_major
 from . import configs, launch
-from .arguments import Constants, Strides
+from .arguments import FLOATS, Constants, Strides, score_constants, score_numbers
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bias_gradient import bias_gradient_kernel
 from .configs import Config
@@ -26,11 +26,8 @@ from .tangent import tangent_kernel
 Sizes = tuple[int, ...]
 
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "u8"}
-FAR = 2**30  # a bound and a row add up within 32 bits
-LOG2E = math.log2(math.e)
 DELTA = Config(64, 0, 4, 1)
 _HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of head size head_dim_v
-_FLOATS = ("softmax_scale", "score_scale", "softcap", "dropout_scale")
 table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
 
 
@@ -247,15 +244,8 @@ class _Builder:
         q, k, v = problem.q, problem.k, problem.v
         batch, heads, seqlen_q, head_dim = q.shape
         seqlen_k, head_dim_v = v.shape[2:]
-        scale, softcap, left, right, offset, dropout_p = problem.params
-        low, high = (max(-FAR, min(bound, FAR)) for bound in (offset - left, offset + right))
         self.numbers: dict[str, Any] = {
-            "softmax_scale": scale,
-            # In the log2 domain, for exp2; before a softcap in units of that.
-            "score_scale": scale / softcap if softcap else scale * LOG2E,
-            "softcap": softcap,
-            "dropout_threshold": round(dropout_p * 65536),
-            "dropout_scale": 1 / (1 - dropout_p) if dropout_p < 1 else 0.0,
+            **score_numbers(problem.params),
             "batch": batch,
             "heads": heads,
             "group_k": heads // k.shape[1],
@@ -263,19 +253,17 @@ class _Builder:
             "seeded_batch": batch // max(problem.seeds, 1),
             "seqlen_q": seqlen_q,
             "seqlen_k": seqlen_k,
-            "band_low": low,
-            "band_high": high,
         }
         self.constants: dict[str, Any] = {
             "QK": _columns(head_dim),
             "V": _columns(head_dim_v),
             "BIAS": 0,
             "NATURAL": False,
-            "SOFTCAP": softcap != 0,
+            **score_constants(problem.params),
             "DROPOUT": problem.seeds > 0,
             # A bound that excludes no entry is none, such as that of a bottom-right causal band of one query.
-            "HAS_LOW": seqlen_q - 1 + low > 0,
-            "HAS_HIGH": high < seqlen_k - 1,
+            "HAS_LOW": seqlen_q - 1 + self.numbers["band_low"] > 0,
+            "HAS_HIGH": self.numbers["band_high"] < seqlen_k - 1,
             "PRECISION": "ieee" if problem.dtype != torch.float32 else "tf32" if problem.tf32 else "tf32x3",
             "TANGENT": False,
             **dict.fromkeys(("TQ", "TK", "TV", "TBIAS"), 0),
@@ -333,7 +321,7 @@ class _Builder:
     ) -> tuple[launch.Kernel, tuple]:
         """`launch.variant` with what is known by now."""
         numbers = {
-            name: Leaf("fp32" if name in _FLOATS else "i32", value, self.divisors.get(name, 1))
+            name: Leaf("fp32" if name in FLOATS else "i32", value, self.divisors.get(name, 1))
             for name, value in self.numbers.items()
         }
         if self.numbers.get("kv_group") == 1:

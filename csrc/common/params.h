@@ -43,17 +43,14 @@ struct View {
 
 // softmax(cap(scale * q k^T) + bias within the band) v, for the shapes below.
 // Query head h reads key head h / (heads_q / heads_k) and value head h / (heads_q / heads_v).
-struct Attention {
+struct Attention : AttentionParams {  // with dropout_p as entries are drawn
   DType dtype;
   int64_t batch, heads_q, heads_k, heads_v, seqlen_q, seqlen_k, head_dim, head_dim_v;
   View q, k, v;  // (B, Hq, L, E), (B, Hk, S, E), (B, Hv, S, Ev): any strides
   View bias;     // (B|1, Hq|1, L|1, S|1), data null if there is none; bool: true = attend
   DType bias_dtype;
   int64_t bias_size[4];
-  double softmax_scale;
-  double softcap;  // 0: off
-  Band band;
-  double dropout_p;      // 0: off
+  Band band;             // of its window
   const int64_t* seeds;  // seed_count keys for equal consecutive groups of the batch
   int64_t seed_count;
   bool tf32;  // GPU kernels for kFloat32: whether products may round their factors to tf32

@@ -106,7 +106,6 @@ void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const
   const double softcap = params.softcap, dropout_p = params.dropout_p;
   STD_TORCH_CHECK(std::isfinite(params.softmax_scale), "attnkern: softmax_scale must be a finite number, got ",
                   params.softmax_scale);
-  p.softmax_scale = params.softmax_scale;
   const auto holds = [&](auto computed) {
     using Limits = std::numeric_limits<decltype(computed)>;
     return softcap == 0 || (softcap >= Limits::min() && softcap <= Limits::max());
@@ -114,7 +113,7 @@ void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const
   STD_TORCH_CHECK(p.dtype == DType::kFloat64 ? holds(double{}) : holds(float{}),
                   "attnkern: softcap must be 0 or a positive normal number of ",
                   p.dtype == DType::kFloat64 ? "float64" : "float32", ", got ", softcap);
-  p.softcap = softcap;
+  static_cast<AttentionParams&>(p) = params;
   p.band = band_of(params.window_left, params.window_right, params.band_offset);
   STD_TORCH_CHECK(dropout_p >= 0 && dropout_p <= 1, "attnkern: dropout_p must be between 0 and 1, got ", dropout_p);
   p.dropout_p = philox::threshold(dropout_p) / 65536.0;  // the probability that entries are dropped with

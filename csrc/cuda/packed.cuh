@@ -36,8 +36,7 @@ __device__ __forceinline__ void finish_packed(const Score& p, const PackedRow (&
     for (int e = 0; e < 4; ++e) {
       const int j = col + n * 8 + e % 2;
       const PackedRow& row = rows[e / 2];
-      float x = s[n][e] * p.scale;
-      if (p.softcap != 0.f) x = tanh_for<T>(x) * p.softcap;
+      float x = capped<T>(p, s[n][e]);
       bool attends = j >= row.begin && j < row.end;
       const int64_t at = row.bias + min(j, p.seqlen_k - 1) * p.bias_stride[3];
       if (p.bias_kind == BiasKind::kBool) {

@@ -125,9 +125,9 @@ std::string cuda_plan(ScalarType dtype, Numbers q, Numbers k, Numbers v, Numbers
     p.bias_dtype = attnkern::dtype_of(bias_dtype);
     for (int n = 0; n < 4; ++n) p.bias_size[n] = bias[n];
   }
-  p.softmax_scale = softmax_scale, p.softcap = softcap;
+  static_cast<attnkern::AttentionParams&>(p) = {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)};
   p.band = attnkern::band_of(window_left, window_right, band_offset);
-  p.dropout_p = dropout_p, p.seed_count = 1, p.tf32 = tf32;
+  p.seed_count = 1, p.tf32 = tf32;
   STD_TORCH_CHECK(chip.size() == 4 && p.heads_q > 0 && p.heads_k > 0 && p.heads_v > 0,
                   "attnkern::cuda_plan: chip must be 4 numbers, and no tensor without heads");
   attnkern::Forward forward{};

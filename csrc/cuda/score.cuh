@@ -62,6 +62,13 @@ inline bool is_fast_path(const Attention& p) {
   return p.softcap == 0 && p.bias.data == nullptr && p.dropout_p == 0 && p.softmax_scale > 0;
 }
 
+// What Hopper's kernels lack of how a problem's scores are made, null if nothing.
+inline const char* beyond_sm90(const Attention& p) {
+  if (p.bias.data != nullptr) return "there is a mask or bias";
+  if (p.dropout_p > 0) return "there is dropout";
+  return nullptr;
+}
+
 inline Score score_of(const Attention& p, bool fast_path) {
   Score s{};
   s.scale = static_cast<float>(fast_path ? p.softmax_scale * 1.4426950408889634074
@@ -130,6 +137,13 @@ __device__ __forceinline__ float to_float(T x) {
   } else {
     return __bfloat162float(x);
   }
+}
+
+// A raw product -> a score in the natural-log domain, without bias and band.
+template <typename T>
+__device__ __forceinline__ float capped(const Score& p, float s) {
+  const float x = s * p.scale;
+  return p.softcap != 0.f ? tanh_for<T>(x) * p.softcap : x;
 }
 
 // Raw products -> scores in the natural-log domain, without the band. Generic variant only.

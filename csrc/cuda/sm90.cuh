@@ -6,6 +6,7 @@
 
 #include "cuda/launch.h"
 #include "cuda/left_out.h"
+#include "cuda/score.cuh"
 #include "cuda/tensor_map.h"
 
 namespace attnkern::cuda {
@@ -26,8 +27,7 @@ inline const char* why_not_sm90(const Attention& p, const Chip& chip, int family
   if (left_out & family) return kLeftOut;
   if (chip.capability != 90) return "the device is no Hopper";
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "the dtype isn't bfloat16 or float16";
-  if (p.bias.data != nullptr) return "there is a mask or bias";
-  if (p.dropout_p > 0) return "there is dropout";
+  if (const char* lacking = beyond_sm90(p)) return lacking;
   for (const int64_t size : {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v}) {
     if (size == 0) return "a size is 0";
   }
