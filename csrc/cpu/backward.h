@@ -52,7 +52,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const int64_t given_bytes = (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T));
   const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
   // With a bias, computing both products in registers pays off for pairs only.
-  const bool biased = Op::kPack == 2 && score.has_bias && score.cap == C(0) && !score.dropout;
+  const bool biased = Op::kPack == 2 && score.has_bias && !score.capped() && !score.dropout;
   const bool prefetches_bias = biased && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
   const bool prefetches = score.fast_path() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
   C scale[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled

@@ -178,7 +178,7 @@ template <class T, class Op>
 DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
   using C = typename Op::Compute;
   if constexpr (Simd<C>::kLanes == 16) {
-    if (const ScoreParams<C> score(p); score.cap != C(0) || score.dropout || p.head_dim != p.head_dim_v ||
+    if (const ScoreParams<C> score(p); score.capped() || score.dropout || p.head_dim != p.head_dim_v ||
                                        !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
       return nullptr;
     const auto of_size = [&]<int kDim>() -> DecodeStream<T, Op> {

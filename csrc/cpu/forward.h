@@ -55,7 +55,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
 
   // Probabilities that are rounded to bfloat16 lose least if the largest is 1: scores in pairs wait for their block's
   // maximum in memory, and become probabilities while the next block's products run.
-  const bool waits = Op::kPack == 2 && score.cap == C(0);
+  const bool waits = Op::kPack == 2 && !score.capped();
   const C factor = kFastPath ? score.template product_factor<Op>() : C(1);
   PairProbabilities<Op, kFastPath> probabilities;
   C* scores = scratch.scores;

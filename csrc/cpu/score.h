@@ -52,7 +52,10 @@ struct ScoreParams {
 
   // Whether scores take the fast path: nothing but a scale, one that keeps -inf and that an operand can be multiplied
   // by without overflow. These scores are in the log2 domain. All others take the generic path.
-  bool fast_path() const { return cap == C(0) && !has_bias && !dropout && scale > C(0) && scale <= C(0x1p64); }
+  bool fast_path() const { return !capped() && !has_bias && !dropout && scale > C(0) && scale <= C(0x1p64); }
+
+  // Whether a score is more than a scaled product and a bias: then `finish_score` makes it, from a product in memory.
+  bool capped() const { return cap != C(0); }
 
   // What the operand along the lanes is multiplied by when it is transposed: all of the scale where that costs nothing
   // (16-bit pairs would be rounded), or the sign.

@@ -59,7 +59,8 @@ struct ForwardScratch {
     rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
     scores = arena.take<C>(Op::kPack * kBlock<Op> * kTile<C>);  // in pairs: of two blocks
     mask = arena.take<LaneBits>(kBlock<Op>);
-    bias = arena.take<C>(ScoreParams<C>(p).has_bias && p.softcap != 0 ? kBlock<Op> * kTile<C> : 0);
+    const ScoreParams<C> score(p);
+    bias = arena.take<C>(score.has_bias && score.capped() ? kBlock<Op> * kTile<C> : 0);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
     out = arena.take<C>(p.head_dim_v * kTile<C>);
     largest = arena.take<C>(kTile<C>);
@@ -549,7 +550,7 @@ template <class T, class Op>
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
-  const bool capped = score.cap != C(0);
+  const bool capped = score.capped();
   if (score.has_bias)
     bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, capped ? scratch.bias : scratch.scores);
   if (!capped) {
