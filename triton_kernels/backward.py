@@ -41,6 +41,7 @@ from .score import (
 from .tiles import (
     add_product,
     add_rows_and_products,
+    biases_of,
     head_of,
     load_tile,
     load_tiles,
@@ -186,16 +187,11 @@ def dkdv_kernel(
         philox = philox_of(seed, call, b, h, C)
         q = operand(q0, q1, tq0, tq1, b, h, given.q, given.tq, call.seqlen_q, C.TQ, C.TMA)
         g = operand(grad_out0, grad_out1, None, None, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, C.TMA)
-        bias = biases.bias
-        tbias = biases.tbias
-        if C.BIAS > 0:
-            bias = head_of(bias, b, h, given.bias)
-        if C.TBIAS > 0:
-            tbias = head_of(tbias, b, h, given.tbias)
+        head_biases = biases_of(biases, b, h, given, C)
         row_offset = (b.to(tl.int64) * call.heads + h) * call.seqlen_q
         for part in tl.static_range(0 if C.HAS_HIGH else 1, 3 if C.HAS_LOW else 2):
             sums = _dkdv_blocks(
-                sums, k_tiles, v_tiles, q, g, terms, row_offset, Biases(bias, tbias), given, philox, first_col,
+                sums, k_tiles, v_tiles, q, g, terms, row_offset, head_biases, given, philox, first_col,
                 bounds[part], bounds[part + 1], call, C, part != 1,
             )  # fmt: skip
 
@@ -273,13 +269,8 @@ def dq_kernel(
     g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, False)
     k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.seqlen_k, C.TK, C.TMA)
     v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.seqlen_k, C.TV, C.TMA)
-    bias = biases.bias
-    tbias = biases.tbias
+    head_biases = biases_of(biases, b, h, given, C)
     dbias = grads.dbias
-    if C.BIAS > 0:
-        bias = head_of(bias, b, h, given.bias)
-    if C.TBIAS > 0:
-        tbias = head_of(tbias, b, h, given.tbias)
     if C.DBIAS:
         dbias = head_of(dbias, b, h, strides.dbias)
     q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
@@ -290,7 +281,7 @@ def dq_kernel(
     bounds = visited_keys(first_row, call, C)
     for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
         dq = _dq_blocks(
-            dq, q_tiles, g_tiles, row_terms, k, v, Biases(bias, tbias), dbias, strides, philox, first_row,
+            dq, q_tiles, g_tiles, row_terms, k, v, head_biases, dbias, strides, philox, first_row,
             bounds[part], bounds[part + 1], call, C, part != 1,
         )  # fmt: skip
     to_dq = head_of(grads.dq, b, h, strides.dq)

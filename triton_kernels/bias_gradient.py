@@ -11,7 +11,7 @@ import triton.language as tl
 from .arguments import Biases, Call, Keys, Queries, RowTerms
 from .backward import BackwardStrides, score_gradients
 from .score import load_row_terms, philox_of
-from .tiles import head_of, load_tiles, operand
+from .tiles import biases_of, load_tiles, operand
 
 
 @triton.jit
@@ -90,10 +90,7 @@ def bias_gradient_kernel(
         g = operand(g, g, g, g, b, h, strides.grad_out, strides.grad_out, call.seqlen_q, False, False)
         k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, strides.k, strides.tk, call.seqlen_k, C.TK, False)
         v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, strides.v, strides.tv, call.seqlen_k, C.TV, False)
-        bias = head_of(biases.bias, b, h, strides.bias)
-        tbias = biases.tbias
-        if C.TBIAS > 0:
-            tbias = head_of(tbias, b, h, strides.tbias)
+        head_biases = biases_of(biases, b, h, strides, C)
         row_offset = (b.to(tl.int64) * call.heads + h) * call.seqlen_q
         philox = philox_of(seed, call, b, h, C)
         for first_row in range(row_begin, row_end, C.BLOCK_M):
@@ -111,7 +108,7 @@ def bias_gradient_kernel(
                 row_terms = load_row_terms(terms, row_offset, rows, call.seqlen_q, C)
                 for first_col in range(begin, end, C.BLOCK_N):
                     ds, _, _, _ = score_gradients(
-                        q_tiles, g_tiles, row_terms, k, v, Biases(bias, tbias), strides, philox, rows, first_col, call,
+                        q_tiles, g_tiles, row_terms, k, v, head_biases, strides, philox, rows, first_col, call,
                         C, True,
                     )  # fmt: skip
                     acc += ds

@@ -17,7 +17,7 @@ import triton.language as tl
 from .arguments import Biases, Call, Queries, Strides
 from .backward import BackwardStrides
 from .score import dropout_keep, load_row_base, probabilities, program_rows, score_tangent, scores, visited_keys
-from .tiles import add_rows, head_of, load_tile, load_tiles, operand, products, store_tile, zeros
+from .tiles import add_rows, biases_of, head_of, load_tile, load_tiles, operand, products, store_tile, zeros
 
 
 class TangentStrides(NamedTuple):
@@ -98,12 +98,7 @@ def tangent_kernel(
     q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call.seqlen_q, C.TQ, False)
     k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.seqlen_k, C.TK, C.TMA)
     v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.seqlen_k, C.TV, C.TMA)
-    bias = biases.bias
-    tbias = biases.tbias
-    if C.BIAS > 0:
-        bias = head_of(bias, b, h, given.bias)
-    if C.TBIAS > 0:
-        tbias = head_of(tbias, b, h, given.tbias)
+    head_biases = biases_of(biases, b, h, given, C)
     q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
     rows = first_row + tl.arange(0, C.BLOCK_M)
     inside = rows < call.seqlen_q
@@ -115,7 +110,7 @@ def tangent_kernel(
     bounds = visited_keys(first_row, call, C)
     for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
         acc, mu, total = _tangent_blocks(
-            acc, mu, total, q_tiles, base, k, v, Biases(bias, tbias), given, philox, first_row, bounds[part],
+            acc, mu, total, q_tiles, base, k, v, head_biases, given, philox, first_row, bounds[part],
             bounds[part + 1], call, C, part != 1,
         )  # fmt: skip
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .arguments import Biases
+
 
 class Operand(NamedTuple):
     """The rows of one head of a tensor and of its tangent (without one, of the tensor twice), from which tiles are
@@ -50,6 +52,18 @@ def reaches(first, count, size):
 def head_of(pointer, b, h, strides):
     """The pointer to a head's first row."""
     return pointer + b.to(tl.int64) * strides.b + h.to(tl.int64) * strides.h
+
+
+@triton.jit
+def biases_of(biases, b, h, strides, C: tl.constexpr):
+    """The pointers to a head's bias and to its tangent, of those that there are."""
+    bias = biases.bias
+    tbias = biases.tbias
+    if C.BIAS > 0:
+        bias = head_of(bias, b, h, strides.bias)
+    if C.TBIAS > 0:
+        tbias = head_of(tbias, b, h, strides.tbias)
+    return Biases(bias, tbias)
 
 
 @triton.jit
