@@ -203,9 +203,9 @@ struct PairProbabilities {
   }
 };
 
-// S^T to memory, masked by the band, with the maximum per lane. On the generic path they are scaled, and added to the
-// bias, if any, that lies where they go.
-template <class Op, bool kFastPath>
+// S^T to memory, masked by the band, with the maximum per lane. With kScaled they are scaled, and added to the bias, if
+// any, that lies where they go.
+template <class Op, bool kScaled, class Waiting>
 struct ScoreTile {
   using C = typename Op::Compute;
   Factors<Op, false> keys_queries;
@@ -217,7 +217,7 @@ struct ScoreTile {
   Range live;            // lanes of the first row
   int64_t vector;
   C *scores, *largest;
-  PairProbabilities<Op, kFastPath>* probabilities;  // of the block before; a step of them after every `pace` products
+  Waiting* waiting;  // probabilities of the block before; a step of them after every `pace` products
   int64_t pace;
   PrefetchStreams* next;
 
@@ -230,15 +230,15 @@ struct ScoreTile {
     ProductWalk<Op, false> walk(keys_queries, row, lane);
     int64_t k = 0;
     if constexpr (Op::kPack == 2) {
-      while (k < depth && probabilities->next < probabilities->end) {
+      while (k < depth && waiting->next < waiting->end) {
         for (const int64_t end = min64(depth, k + pace); k < end; ++k) walk.step(score);
-        probabilities->step();
+        waiting->step();
         if (next != nullptr) next->prefetch();
       }
     }
     add_products(walk, k, depth, next, score);
     C* target = scores + row * kTile<C> + lane;
-    if constexpr (!kFastPath) {
+    if constexpr (kScaled) {
       const V factor = S::set1(scale);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
@@ -263,36 +263,43 @@ struct ScoreTile {
   }
 };
 
-// S^T of a block to memory, masked (by `mask`, too, if it isn't null), where `scores` hold its bias if there is one;
-// block_largest is their maximum per lane. For scores without a cap.
+// S^T of a block to memory, masked (by `mask`, too, if it isn't null); block_largest is their maximum per lane. On the
+// generic path without a cap they are scaled, and `scores` hold their bias if there is one; else they are the products.
 template <class Op, bool kFastPath>
 inline void store_scores(const ForwardScratch<Op>& scratch, const ScoreParams<typename Op::Compute>& score,
                          const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
                          int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
                          typename Op::Compute* scores, PrefetchStreams* next = nullptr,
-                         PairProbabilities<Op, kFastPath>* probabilities = nullptr) {
+                         PairProbabilities<Op, kFastPath>* waiting = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  const int64_t pace = probabilities == nullptr ? kPrefetchSteps : probabilities->pace(block.rows, depth);
+  // Of elements that aren't in pairs the fast path comes here for few blocks: the generic path's tile serves it too.
+  constexpr bool kPairs = Op::kPack == 2;
+  using Tile = ScoreTile<typename Op::Product, !(kPairs && kFastPath),
+                         std::conditional_t<kPairs, PairProbabilities<Op, kFastPath>, void>>;
+  const bool products = kFastPath || score.capped();
+  PairProbabilities<Op, kFastPath> none;
+  if (waiting == nullptr) waiting = &none;
+  const int64_t pace = waiting->pace(block.rows, depth);
   for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
     const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
     for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
         segment.rows, segment.last - segment.first,
-        ScoreTile<Op, kFastPath>{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
-                                 depth,
-                                 score.scale,
-                                 score.has_bias,
-                                 bits_from(mask, row),
-                                 segment.partial,
-                                 walk.live_lanes(segment.row),
-                                 segment.first,
-                                 scores + row * kTile<C> + lane,
-                                 scratch.block_largest + lane,
-                                 probabilities,
-                                 pace,
-                                 next});
+        Tile{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+             depth,
+             products ? C(1) : score.scale,
+             !products && score.has_bias,
+             bits_from(mask, row),
+             segment.partial,
+             walk.live_lanes(segment.row),
+             segment.first,
+             scores + row * kTile<C> + lane,
+             scratch.block_largest + lane,
+             waiting,
+             pace,
+             next});
   }
 }
 
@@ -553,17 +560,10 @@ template <class T, class Op>
   const bool capped = score.capped();
   if (score.has_bias)
     bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, capped ? scratch.bias : scratch.scores);
-  if (!capped) {
-    store_scores<Op, false>(scratch, score, walk, block, vectors, depth, keys, mask, scratch.scores, next);
-  } else {
+  store_scores<Op, false>(scratch, score, walk, block, vectors, depth, keys, capped ? nullptr : mask, scratch.scores,
+                          next);
+  if (capped) {
     for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
-    for (int64_t s = 0; s < block.segments; ++s) {
-      const Segment& segment = block.segment[s];
-      const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-      gemm<typename Op::Product>(segment.rows, segment.last - segment.first, depth,
-                                 {keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
-                                 {scratch.scores + row * kTile<C> + lane, kTile<C>, Epilogue::kStore, nullptr});
-    }
     transform_scores<C>(score, walk, block, scratch.bias, mask, scratch.scores, scratch.block_largest);
   }
   if (score.dropout) dropout_tile<C>(p, 3, batch, head, block.row, block.rows, query, queries, scratch.keep);

@@ -56,13 +56,13 @@ inline bool apply_mask(const Attention& p, int loop_dim, int64_t batch, int64_t 
 template <class Op>
 inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& block, const Factors<Op, true>& factors,
                             const Target<typename Op::Compute>& target) {
-  // Nothing to choose from: without the choice a tile is 1 to 3 % faster.
+  static_assert(kBlockRows <= kLongestSum);
   const Segment& first = block.segment[0];
-  if (block.segments == 1 && first.row == block.row && first.last - first.first == vectors)
-    gemm<Op, true>(rows, vectors, (first.rows + Op::kPack - 1) / Op::kPack, factors, target);
-  else
-    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
-        rows, vectors, SegmentsTile<Op>{factors, block.row, block.segment, block.segments, target});
+  const bool one = block.segments == 1 && first.row == block.row && first.last - first.first == vectors;
+  for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
+      rows, vectors,
+      SegmentsTile<Op>{factors, block.row, one ? (first.rows + Op::kPack - 1) / Op::kPack : 0, block.segment,
+                       block.segments, target});
 }
 
 // Cuts the part of the loop dimension that the tile's lanes visit into blocks of at most `most` rows, evenly sized. The
