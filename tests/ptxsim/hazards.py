@@ -19,6 +19,7 @@ shared memory, the last read of every warp and agent, in global memory the last 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -57,7 +58,7 @@ def granule_bytes(kernel: Kernel) -> dict[str, int]:
 
 class Checker:
     def __init__(self, machine):
-        self.m = machine
+        self.m = weakref.proxy(machine)  # which holds its checker: as a cycle both would keep their gigabytes for long
         kernel = machine.kernel
         opcodes = kernel.opcodes()
         self.threads = t = machine.warps * 32
