@@ -8,6 +8,7 @@ from .integrations import sdpa as _sdpa
 from .integrations.sdpa import SdpaCalls, sdpa_calls, use_as_sdpa
 from .merge import attention_backward, merge_attention
 from .plot import plot_attention
+from .varlen import varlen_attention
 from .weights import attention_weights
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa_calls",
     "use_as_sdpa",
+    "varlen_attention",
 ]
 
 _sdpa.register()

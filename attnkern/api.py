@@ -96,6 +96,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "top_left",
     softcap: float | None = None,
+    key_ranges: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -111,6 +112,10 @@ def attention(
             for window and is_causal.
         softcap: c > 0 replaces the scaled scores x by c * tanh(x / c), before attn_mask; None or 0: off. Within
             float32's normal range, for float64 inputs float64's.
+        key_ranges: (..., L or 1, R, 2), int32 or int64, R 1 or 2, on query's device; the dimensions before R broadcast
+            to the output's but the last. Query i attends to keys begin <= j < end of any of its R ranges (begin, end),
+            as far as attn_mask, is_causal and window let it. Ends beyond the keys are clamped, an empty range has
+            end <= begin. What lies outside costs nothing. Not differentiable.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -123,7 +128,7 @@ def attention(
 
     Source of soft-capping: Gemma Team, "Gemma 2", 2024; of windows: I. Beltagy et al., "Longformer", 2020.
     """
-    if has_torch_function_variadic(query, key, value, attn_mask) or torch.compiler.is_compiling():
+    if has_torch_function_variadic(query, key, value, attn_mask, key_ranges) or torch.compiler.is_compiling():
         result = _override(
             attention,
             (query, key, value),
@@ -135,19 +140,32 @@ def attention(
             window=window,
             alignment=alignment,
             softcap=softcap,
+            key_ranges=key_ranges,
             return_lse=return_lse,
             backend=backend,
         )
         if result is not NotImplemented:
             return result
-    else:
-        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, return_lse, backend
-        result = cpu.call(query, key, value, attn_mask, *options)
+    elif key_ranges is None:
+        result = cpu.call(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            window,
+            alignment,
+            softcap,
+            return_lse,
+            backend,
+        )
         if result is not None:
             return result
-    problem = Problem.from_sdpa(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
-    )
+    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options)
     out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out
 
@@ -165,6 +183,7 @@ def explain(
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "top_left",
     softcap: float | None = None,
+    key_ranges: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Explanation:
@@ -174,9 +193,8 @@ def explain(
     the backends), `.notes` (extra work, such as copies) and `.plan` (how its kernels cut the call). Invalid arguments
     raise what the call raises; a named backend that refuses gives chosen=None and the text of the call's error.
     """
-    problem = Problem.from_sdpa(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
-    )
+    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options)
     return _backends.explain(problem, backend)
 
 
@@ -191,9 +209,9 @@ def apply(problem: Problem, backend: str | None, return_lse: bool, seed: Tensor 
     if chosen is reference:
         out, lse = reference.forward(problem, seed)
     else:
-        q, k, v, bias, params, _ = problem
+        q, k, v, bias, ranges, params, _ = problem
         name = _backends.name_for_operators(chosen, problem, backend)
-        out, lse = autograd.attention(q, k, v, bias, seed, params, return_lse, name)
+        out, lse = autograd.attention(q, k, v, bias, ranges, seed, params, return_lse, name)
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 

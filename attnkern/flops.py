@@ -85,7 +85,9 @@ def _backward_flops(grad_shape, grad_lse_shape, q_shape, k_shape, v_shape, *args
 
 
 @_counts(torch.ops.attnkern.tangent)
-def _tangent_flops(q_shape, k_shape, v_shape, bias, seed, tq, tk, tv, tbias, *args, out_shape=None, **kwargs) -> int:
+def _tangent_flops(
+    q_shape, k_shape, v_shape, bias, ranges, seed, tq, tk, tv, tbias, *args, out_shape=None, **kwargs
+) -> int:
     """Q K^T again, the scores' tangents by those of Q and K, the output's by those of the scores and of V."""
     head_dim, head_dim_v = q_shape[3], v_shape[3]
     scores_move = not tq is tk is tbias is None
@@ -99,7 +101,7 @@ def _second_backward_flops(
 ) -> int:
     """The tangent with its products, dO V^T, dO cot_dv^T, P'^T dO, dS' K, dS'^T Q, dS cot_dk, dS^T cot_dq."""
     head_dim, head_dim_v = q_shape[3], v_shape[3]
-    first = _tangent_flops(q_shape, k_shape, v_shape, None, None, cot_dq, cot_dk, cot_dv, cot_dbias)
+    first = _tangent_flops(q_shape, k_shape, v_shape, None, None, None, cot_dq, cot_dk, cot_dv, cot_dbias)
     scores_move = not cot_dq is cot_dk is cot_dbias is None
     size = head_dim * (2 + _given(cot_dq, cot_dk)) + head_dim_v * (1 + scores_move + _given(cot_dv))
     return first + 2 * _pairs(q_shape) * k_shape[2] * size

@@ -31,6 +31,7 @@ from .params import (
     SCHEMA,
     AttentionParams,
     empty_like_heads,
+    ends_are_dense,
 )
 from .problem import Problem
 
@@ -66,30 +67,32 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 # lse has shape (0,) unless need_lse.
 _define(
-    f"forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, {SCHEMA}, bool need_lse, str backend)"
+    f"forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges, Tensor? philox_seed, {SCHEMA},"
+    " bool need_lse, str backend)"
     " -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 # grad_mask: 1 q, 2 k, 4 v, 8 bias. A gradient not asked for has shape (0,).
 _define(
-    "backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed,"
-    f" Tensor out, Tensor lse, {SCHEMA}, int grad_mask, str backend)"
+    "backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges,"
+    f" Tensor? philox_seed, Tensor out, Tensor lse, {SCHEMA}, int grad_mask, str backend)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     tags=_TAGS,
 )
 
 # The tangents of what `forward` returns, for tangents of its inputs. A tangent that is None is zero.
 _define(
-    "tangent(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor? tq, Tensor? tk, Tensor? tv,"
-    f" Tensor? tbias, Tensor out, Tensor lse, {SCHEMA}, str backend) -> (Tensor tout, Tensor tlse)",
+    "tangent(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges, Tensor? philox_seed, Tensor? tq,"
+    f" Tensor? tk, Tensor? tv, Tensor? tbias, Tensor out, Tensor lse, {SCHEMA}, str backend)"
+    " -> (Tensor tout, Tensor tlse)",
     tags=_TAGS,
 )
 # The gradient of <cot_dq, dq> + <cot_dk, dk> + <cot_dv, dv> + <cot_dbias, dbias>, with dq, dk, dv, dbias of `backward`.
 # A cotangent that is None is zero. grad_mask as in `backward`, and 16 grad_out, 32 grad_lse.
 _define(
     "second_backward(Tensor? cot_dq, Tensor? cot_dk, Tensor? cot_dv, Tensor? cot_dbias, Tensor grad_out,"
-    " Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, Tensor out, Tensor lse,"
-    f" {SCHEMA}, int grad_mask, str backend)"
+    " Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges, Tensor? philox_seed,"
+    f" Tensor out, Tensor lse, {SCHEMA}, int grad_mask, str backend)"
     " -> (Tensor g_grad_out, Tensor g_grad_lse, Tensor gq, Tensor gk, Tensor gv, Tensor gbias)",
     tags=_TAGS,
 )
@@ -97,12 +100,13 @@ _define(
 # Of csrc/cuda: `forward` and `backward` with the backend's own arguments. Where splits or schedule are given,
 # they replace the plan's (csrc/cuda/ops_cuda.cpp).
 _define(
-    f"cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed, {SCHEMA}, bool need_lse, bool tf32,"
+    f"cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges, Tensor? philox_seed, {SCHEMA},"
+    " bool need_lse, bool tf32,"
     " int? splits=None, int? schedule=None) -> (Tensor out, Tensor lse)"
 )
 _define(
-    "cuda_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? philox_seed,"
-    f" Tensor out, Tensor lse, {SCHEMA}, int grad_mask, bool tf32, bool deterministic)"
+    "cuda_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges,"
+    f" Tensor? philox_seed, Tensor out, Tensor lse, {SCHEMA}, int grad_mask, bool tf32, bool deterministic)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
 _define(
@@ -140,18 +144,32 @@ def _kind(x: Tensor) -> _Kind:
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, philox_seed: Tensor | None, params: Sequence[Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_ranges: Tensor | None,
+    philox_seed: Tensor | None,
+    params: Sequence[Any],
 ) -> AttentionParams:
-    """Raises where q, k, v, bias and philox_seed don't make a problem; the operator's six numbers, normalised."""
+    """Raises where the tensors don't make a problem; the operator's six numbers, normalised."""
     kinds = _kind(q), _kind(k), _kind(v), None if bias is None else _kind(bias)
+    ranges = None if key_ranges is None else (_kind(key_ranges), ends_are_dense(key_ranges))
     if philox_seed is None:
-        return _known(*kinds, None, False, *params)
-    return _known(*kinds, _kind(philox_seed), philox_seed.is_contiguous(), *params)
+        return _known(*kinds, ranges, None, False, *params)
+    return _known(*kinds, ranges, _kind(philox_seed), philox_seed.is_contiguous(), *params)
 
 
 @functools.lru_cache(maxsize=4096)
 def _known(
-    q: _Kind, k: _Kind, v: _Kind, bias: _Kind | None, philox_seed: _Kind | None, seed_is_contiguous: bool, *params: Any
+    q: _Kind,
+    k: _Kind,
+    v: _Kind,
+    bias: _Kind | None,
+    key_ranges: tuple[_Kind, bool] | None,
+    philox_seed: _Kind | None,
+    seed_is_contiguous: bool,
+    *params: Any,
 ) -> AttentionParams:
     _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed)
     _require(len(q.shape) == len(k.shape) == len(v.shape) == 4, "q, k and v must have 4 dimensions")
@@ -170,6 +188,18 @@ def _known(
         _require(bias.dtype in (torch.bool, torch.float32, q.dtype), "bias must be bool, float32 or of q's dtype")
         full = (batch, heads, seqlen_q, seqlen_k)
         _require(all(n in (1, m) for n, m in zip(bias.shape, full, strict=True)), "the sizes of bias do not fit")
+    if key_ranges is not None:
+        kind, dense = key_ranges
+        _check_devices(q, key_ranges=kind)
+        _require(
+            kind.dtype == torch.int32
+            and len(kind.shape) == 5
+            and all(n in (1, m) for n, m in zip(kind.shape, (batch, heads, seqlen_q), strict=False))
+            and kind.shape[3] in (1, 2)
+            and kind.shape[4] == 2
+            and dense,
+            "key_ranges must be int32 (B or 1, Hq or 1, L or 1, 1 or 2, 2), contiguous in the last two dimensions",
+        )
     normal = AttentionParams.of(q.dtype, params)
     if normal.dropout_p > 0:
         _require(
@@ -217,8 +247,8 @@ def _check_grad_mask(grad_mask: int, most: int, bias: Tensor | None) -> None:
 
 
 @torch.library.register_fake("attnkern::forward", lib=library)
-def _forward_fake(q, k, v, bias, philox_seed, *others):
-    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed)
+def _forward_fake(q, k, v, bias, key_ranges, philox_seed, *others):
+    _check_devices(q, k=k, v=v, bias=bias, key_ranges=key_ranges, philox_seed=philox_seed)
     *_, need_lse, _ = others
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(q.shape[:3] if need_lse else (0,), dtype=lse_dtype)
@@ -226,8 +256,8 @@ def _forward_fake(q, k, v, bias, philox_seed, *others):
 
 
 @torch.library.register_fake("attnkern::backward", lib=library)
-def _backward_fake(grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *others):
-    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed)
+def _backward_fake(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *others):
+    _check_devices(q, k=k, v=v, bias=bias, key_ranges=key_ranges, philox_seed=philox_seed)
     _check_devices(q, grad_out=grad_out, grad_lse=grad_lse, out=out, lse=lse)
     *_, grad_mask, _ = others
     return _empty_grads(q, k, v, bias, grad_mask)
@@ -243,17 +273,17 @@ def _empty_grads(q, k, v, bias, grad_mask):
 
 
 @torch.library.register_fake("attnkern::tangent", lib=library)
-def _tangent_fake(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *params_and_backend):
-    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed, out=out, lse=lse)
+def _tangent_fake(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, *params_and_backend):
+    _check_devices(q, k=k, v=v, bias=bias, key_ranges=key_ranges, philox_seed=philox_seed, out=out, lse=lse)
     _check_devices(q, tq=tq, tk=tk, tv=tv, tbias=tbias)
     return empty_like_heads(q, v.shape[-1]), lse.new_empty(q.shape[:3])
 
 
 @torch.library.register_fake("attnkern::second_backward", lib=library)
 def _second_backward_fake(
-    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *others
+    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *others
 ):
-    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed, out=out, lse=lse)
+    _check_devices(q, k=k, v=v, bias=bias, key_ranges=key_ranges, philox_seed=philox_seed, out=out, lse=lse)
     _check_devices(q, cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
     _check_devices(q, grad_out=grad_out, grad_lse=grad_lse)
     grad_mask = others[-2]
@@ -272,22 +302,22 @@ def _chosen(backend: str, problem: Problem, training: bool) -> Any:
     return backends.with_kernels(backend, problem.q.device.type)
 
 
-def route_forward(q, k, v, bias, philox_seed, *rest):
+def route_forward(q, k, v, bias, key_ranges, philox_seed, *rest):
     """`attnkern::forward` by the backend that is its last argument."""
     *numbers, need_lse, backend = rest
-    params = _checked(q, k, v, bias, philox_seed, numbers)
-    chosen = _chosen(backend, Problem(q, k, v, bias, params, None), need_lse)
-    return chosen.forward(q, k, v, bias, philox_seed, params, need_lse)
+    params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
+    chosen = _chosen(backend, Problem(q, k, v, bias, key_ranges, params, None), need_lse)
+    return chosen.forward(q, k, v, bias, key_ranges, philox_seed, params, need_lse)
 
 
-def route_backward(grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *rest):
+def route_backward(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *rest):
     """`attnkern::backward` by the backend that is its last argument."""
     *numbers, grad_mask, backend = rest
-    params = _checked(q, k, v, bias, philox_seed, numbers)
+    params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
     _check_results(q, v, {"lse": lse, "grad_lse": grad_lse}, out=out, grad_out=grad_out)
     _check_grad_mask(grad_mask, 15, bias)
-    chosen = _chosen(backend, Problem(q, k, v, bias, params, None), True)
-    return chosen.backward(grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, params, grad_mask)
+    chosen = _chosen(backend, Problem(q, k, v, bias, key_ranges, params, None), True)
+    return chosen.backward(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, params, grad_mask)
 
 
 library.impl("forward", route_forward, "CUDA")
@@ -297,29 +327,29 @@ library.impl("backward", route_backward, "CUDA")
 # The other two have kernels in some backends only. Plain torch, in tiles, serves the rest.
 
 
-def route_tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, *rest):
+def route_tangent(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, *rest):
     """`attnkern::tangent` by the backend that is its last argument."""
     *numbers, backend = rest
-    params = _checked(q, k, v, bias, philox_seed, numbers)
+    params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
     _check_results(q, v, {"lse": lse}, out=out)
     _check_tangents(q, (q, k, v, bias), tq=tq, tk=tk, tv=tv, tbias=tbias)
-    chosen = _with_second_order(backend, Problem(q, k, v, bias, params, None))
-    return chosen.tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, params)
+    chosen = _with_second_order(backend, Problem(q, k, v, bias, key_ranges, params, None))
+    return chosen.tangent(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, params)
 
 
 def route_second_backward(
-    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, *rest
+    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *rest
 ):
     """`attnkern::second_backward` by the backend that is its last argument."""
     *numbers, grad_mask, backend = rest
-    params = _checked(q, k, v, bias, philox_seed, numbers)
+    params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
     _check_results(q, v, {"lse": lse, "grad_lse": grad_lse}, out=out, grad_out=grad_out)
     cotangents = cot_dq, cot_dk, cot_dv, cot_dbias
     _check_tangents(q, (q, k, v, bias), cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
     _check_grad_mask(grad_mask, 63, bias)
-    chosen = _with_second_order(backend, Problem(q, k, v, bias, params, None))
+    chosen = _with_second_order(backend, Problem(q, k, v, bias, key_ranges, params, None))
     return chosen.second_backward(
-        *cotangents, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, params, grad_mask
+        *cotangents, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, params, grad_mask
     )
 
 

@@ -63,6 +63,22 @@ class Band(NamedTuple):
         return (distance >= -self.left) & (distance <= self.right)
 
 
+def ends_are_dense(key_ranges: Tensor) -> bool:
+    """Whether the ends of a row's ranges lie side by side, as kernels read them."""
+    *_, between_ranges, between_ends = key_ranges.stride()
+    return between_ends == 1 and (between_ranges == 2 or key_ranges.shape[-2] == 1)
+
+
+def within_ranges(key_ranges: Tensor, keys: slice) -> Tensor:
+    """bool (B|1, Hq|1, L|1, number of `keys`), True = attend: the meaning of key_ranges (B|1, Hq|1, L|1, R, 2).
+
+    A row attends to key j iff begin <= j < end for one of its R ranges (begin, end).
+    """
+    j = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=key_ranges.device)
+    begin, end = key_ranges.unsqueeze(-1).unbind(-2)
+    return ((begin <= j) & (j < end)).any(-2)
+
+
 class AttentionParams(NamedTuple):
     """The numbers that turn products into probabilities, as every operator takes them, in this order.
 

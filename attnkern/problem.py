@@ -27,9 +27,11 @@ from .params import (
     check_dropout,
     check_scale,
     check_softcap,
+    ends_are_dense,
 )
 
 _NUMBERS = frozenset((int, float))
+Window = tuple[int | None, int | None] | None
 
 
 class Problem(NamedTuple):
@@ -39,6 +41,7 @@ class Problem(NamedTuple):
     k: Tensor  # (B, Hk, S, E)
     v: Tensor  # (B, Hv, S, Ev)
     bias: Tensor | None  # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
+    ranges: Tensor | None  # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
     params: AttentionParams
     lead: tuple[int, ...] | None  # leading dimensions of the caller's output; None: (B, Hq), as here
 
@@ -53,9 +56,10 @@ class Problem(NamedTuple):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-        window: tuple[int | None, int | None] | None = None,
+        window: Window = None,
         alignment: str = "top_left",
         softcap: float | None = None,
+        key_ranges: Tensor | None = None,
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         usual = (
@@ -64,6 +68,7 @@ class Problem(NamedTuple):
             and not torch._C._are_functorch_transforms_active()
             and type(query) is type(key) is type(value) is Tensor
             and (attn_mask is None or type(attn_mask) is Tensor)
+            and (key_ranges is None or type(key_ranges) is Tensor)
             and type(is_causal) is type(enable_gqa) is bool
             and type(dropout_p) in _NUMBERS
             and (scale is None or type(scale) in _NUMBERS)
@@ -74,11 +79,11 @@ class Problem(NamedTuple):
         mask: Any = attn_mask
         bottom_right_sizes = None
         if not usual:
-            _check_types(query, key, value, attn_mask, is_causal, enable_gqa)
+            _check_types(query, key, value, attn_mask, key_ranges, is_causal, enable_gqa)
             dropout_p = _number("dropout_p", dropout_p)
             scale = None if scale is None else _number("scale", scale)
             softcap = None if softcap is None else _number("softcap", softcap)
-            window = _window(window)
+            window = checked_window(window)
             if is_causal_bias(mask):
                 if is_causal or window is not None or alignment != "top_left":
                     raise ValueError(
@@ -87,7 +92,7 @@ class Problem(NamedTuple):
                 if mask.variant.name == "LOWER_RIGHT":
                     alignment, bottom_right_sizes = "bottom_right", (mask.seq_len_q, mask.seq_len_kv)
                 mask, is_causal = None, True
-            _check_not_nested(query, key, value, mask)
+            _check_not_nested(query, key, value, mask, key_ranges)
         if autocasts(query.device):
             query, key, value, mask = _autocast(query, key, value, mask)
 
@@ -97,6 +102,9 @@ class Problem(NamedTuple):
                 (key.shape, key.dtype, key.device, key.layout),
                 (value.shape, value.dtype, value.device, value.layout),
                 None if mask is None else (mask.shape, mask.dtype, mask.device, mask.layout),
+                None
+                if key_ranges is None
+                else (key_ranges.shape, key_ranges.dtype, key_ranges.device, key_ranges.layout),
                 dropout_p,
                 is_causal,
                 scale,
@@ -121,7 +129,11 @@ class Problem(NamedTuple):
             value = normal.value.of(value)
         if normal.mask is not None:
             mask = normal.mask.of(mask)
-        return tuple.__new__(cls, (query, key, value, mask, normal.params, normal.lead))
+        if key_ranges is not None:
+            key_ranges = _narrowed(key_ranges, key.shape[2])
+            if normal.ranges is not None:
+                key_ranges = normal.ranges.of(key_ranges)
+        return tuple.__new__(cls, (query, key, value, mask, key_ranges, normal.params, normal.lead))
 
     def restore(self, x: Tensor) -> Tensor:
         """The caller's shape for `x` (B, Hq, ...): leading dimensions as the inputs' broadcast."""
@@ -132,6 +144,8 @@ class Problem(NamedTuple):
         parts = [_describe(name, x) for name, x in (("query", self.q), ("key", self.k), ("value", self.v))]
         if self.bias is not None:
             parts.append(_describe("mask", self.bias))
+        if self.ranges is not None:
+            parts.append(_describe("key_ranges", self.ranges))
         params = self.params
         if params.window_left != UNBOUNDED or params.window_right != UNBOUNDED:
             left, right = ("unbounded" if x == UNBOUNDED else str(x) for x in (params.window_left, params.window_right))
@@ -166,6 +180,14 @@ class _View(NamedTuple):
         padded = (1,) * (len(broadcast) - len(shape)) + tuple(shape)
         return cls(None if padded == broadcast else broadcast, (flat, *tail))
 
+    @classmethod
+    def of_mask(cls, shape: _Sizes, kept: int, batch: _Sizes) -> _View | None:
+        """The same for a mask, whose last `kept` dimensions stay, whose batch may be 1, and which may lack the first
+        dimensions."""
+        padded = (1,) * (len(batch) + kept - len(shape)) + tuple(shape)
+        shared = all(n == 1 for n in padded[:-kept])
+        return cls.to(padded[:-kept] if shared else batch, padded[-kept:], shape)
+
     def of(self, x: Tensor) -> Tensor:
         if self.broadcast is not None:
             x = x.expand(self.broadcast)
@@ -179,6 +201,7 @@ class _Normal(NamedTuple):
     key: _View | None
     value: _View | None
     mask: _View | None
+    ranges: _View | None
     params: AttentionParams
     lead: _Sizes | None
 
@@ -188,11 +211,12 @@ def _normalise(
     key: _TensorSpec,
     value: _TensorSpec,
     mask: _TensorSpec | None,
+    key_ranges: _TensorSpec | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    window: tuple[int | None, int | None] | None,
+    window: Window,
     alignment: str,
     softcap: float | None,
 ) -> _Normal:
@@ -200,8 +224,7 @@ def _normalise(
     check_dropout(dropout_p)
     check_scale(scale)
     check_softcap(softcap, query[1])
-    if window is not None and any(bound is not None and bound < 0 for bound in window):
-        raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
+    _check_bounds(window)
     if alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
     for name, spec in (("query", query), ("key", key), ("value", value)):
@@ -234,16 +257,17 @@ def _normalise(
     batch_qk = _broadcast("key's batch dimensions", q[:-3], k[:-3])
     batch = _broadcast("value's batch dimensions", batch_qk, v[:-3])
 
-    mask_view = None
+    mask_view = ranges_view = None
     if mask is not None:
         # Of 3-D tensors a mask may be 4-D: torch 2.15 takes it so, earlier ones refuse.
         batch_of_mask = batch_qk if len(q) > 3 or len(k) > 3 else (1,)
         scores = (seqlen_q, seqlen_k) if len(q) == len(k) == 2 else (*batch_of_mask, heads_qk, seqlen_q, seqlen_k)
         _check_mask(mask, query, scores)
-        shape = mask[0]
-        padded = (1,) * (len(batch) + 3 - len(shape)) + tuple(shape)
-        shared = all(n == 1 for n in padded[:-3])
-        mask_view = _View.to(padded[:-3] if shared else batch, padded[-3:], shape)
+        mask_view = _View.of_mask(mask[0], 3, batch)
+    if key_ranges is not None:
+        rows = (seqlen_q,) if max(len(q), len(k), len(v)) == 2 else (*(batch or (1,)), heads, seqlen_q)
+        _check_ranges(key_ranges, query, rows)
+        ranges_view = _View.of_mask(key_ranges[0], 4, batch)
 
     if scale is None:
         # With no features every score is 0 whatever the scale: any finite one gives the plain mean.
@@ -254,6 +278,7 @@ def _normalise(
         key=_View.to(batch, (heads_k, seqlen_k, head_dim), k),
         value=_View.to(batch, (heads_v, seqlen_k, head_dim_v), v),
         mask=mask_view,
+        ranges=ranges_view,
         params=AttentionParams(
             float(scale),
             float(softcap or 0),
@@ -268,12 +293,15 @@ def _normalise(
 _memoised = functools.lru_cache(maxsize=4096)(_normalise)
 
 
-def _check_types(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, enable_gqa: Any) -> None:
+def _check_types(
+    query: Any, key: Any, value: Any, attn_mask: Any, key_ranges: Any, is_causal: Any, enable_gqa: Any
+) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise _type_error(name, "Tensor", x)
-    if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        raise _type_error("attn_mask", "Tensor or None", attn_mask)
+    for name, x in (("attn_mask", attn_mask), ("key_ranges", key_ranges)):
+        if x is not None and not isinstance(x, Tensor):
+            raise _type_error(name, "Tensor or None", x)
     for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(x, bool):
             raise _type_error(name, "bool", x)
@@ -316,7 +344,34 @@ def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
         )
 
 
-def _band(is_causal: bool, window: tuple[int | None, int | None] | None, offset: int) -> Band:
+def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: _Sizes) -> None:
+    shape, dtype, device, layout = ranges
+    if layout != torch.strided:
+        raise RuntimeError(f"attnkern: key_ranges must be a dense (strided) tensor, got layout {layout}")
+    if device != query[2]:
+        raise RuntimeError(f"attnkern: key_ranges must be on query's device {query[2]}, got {device}")
+    if dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"attnkern: key_ranges must be int32 or int64, got {_show(dtype)}")
+    if len(shape) < 2 or shape[-1] != 2 or shape[-2] not in (1, 2):
+        raise RuntimeError(
+            f"attnkern: key_ranges must have the shape (..., 1 or 2 ranges, 2: begin and end), got {_show(shape)}"
+        )
+    given = shape[:-2]
+    if len(given) > len(rows) or any(m != 1 and m != n for m, n in zip(given[::-1], rows[::-1], strict=False)):
+        raise RuntimeError(
+            f"attnkern: key_ranges, less its last two dimensions, must broadcast to the rows of scores {_show(rows)}, "
+            f"got {_show(shape)}"
+        )
+
+
+def _narrowed(ranges: Tensor, seqlen_k: int) -> Tensor:
+    """key_ranges as kernels read them: int32, begin and end side by side."""
+    if ranges.dtype == torch.int64:
+        ranges = ranges.clamp(0, seqlen_k).to(torch.int32)
+    return ranges if ends_are_dense(ranges) else ranges.contiguous()
+
+
+def _band(is_causal: bool, window: Window, offset: int) -> Band:
     left, right = window or (None, None)
     if is_causal:
         right = 0  # a window's bounds are >= 0, so the causal one is the tighter
@@ -333,7 +388,8 @@ def _is_usual_window(window: Any) -> bool:
     return type(window) is tuple and len(window) == 2 and all(x is None or type(x) is int for x in window)
 
 
-def _window(window: Any) -> tuple[int | None, int | None] | None:
+def checked_window(window: Any) -> Window:
+    """`window` as a tuple of two bounds, each an int >= 0 or None; None: there is none."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -341,7 +397,13 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
     for bound in window:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
             raise TypeError(f"attnkern: the bounds in 'window' must be int or None, not {_type_name(bound)}")
+    _check_bounds(window)
     return tuple(window)
+
+
+def _check_bounds(window: Any) -> None:
+    if window is not None and any(bound is not None and bound < 0 for bound in window):
+        raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
 
 
 def is_causal_bias(x: object) -> bool:

@@ -54,6 +54,7 @@ def tangent(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     tq: Tensor | None,
     tk: Tensor | None,
@@ -66,10 +67,10 @@ def tangent(
     """`attnkern::tangent` (ops.py) on any device."""
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return tangent(q, k, v, bias, philox_seed, tq, tk, tv, tbias, out, lse, params)
+            return tangent(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, params)
     tout = empty_like_heads(q, v.shape[-1])
     tlse = lse.new_empty(q.shape[:3])
-    for tile in _tiles(q, k, v, bias, philox_seed, (tq, tk, tv, tbias), params, lse.dtype):
+    for tile in _tiles(q, k, v, bias, key_ranges, philox_seed, (tq, tk, tv, tbias), params, lse.dtype):
         tout[tile.at] = tile.tout()
         tlse[tile.at] = tile.tlse
         del tile  # before the next one is made
@@ -87,6 +88,7 @@ def second_backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -98,7 +100,7 @@ def second_backward(
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return second_backward(
-                *cotangents, grad_out, grad_lse, q, k, v, bias, philox_seed, out, lse, params, grad_mask
+                *cotangents, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, params, grad_mask
             )
     dtype = lse.dtype
 
@@ -114,7 +116,7 @@ def second_backward(
         for x, bit in ((k, GRAD_K), (v, GRAD_V))
     )
     gbias = bias.new_zeros(bias.shape, dtype=dtype) if bias is not None and wanted(GRAD_BIAS) else None
-    for tile in _tiles(q, k, v, bias, philox_seed, cotangents, params, dtype):
+    for tile in _tiles(q, k, v, bias, key_ranges, philox_seed, cotangents, params, dtype):
         rows_grad = grad_out[tile.at].to(dtype)
         if wanted(GRAD_GRAD_OUT):
             g_grad_out[tile.at] = tile.tout()
@@ -194,6 +196,7 @@ def _tiles(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     tangents: tuple[Tensor | None, ...],
     params: AttentionParams,
@@ -215,7 +218,7 @@ def _tiles(
                 return tiles.heads_of(x if x.shape[0] == 1 else x[batches], heads, num_heads)  # noqa: B023
 
             block = [None if x is None else of_heads(x).to(dtype) for x in (q, k, v, tq, tk, tv)]
-            masks = of_heads(bias), of_heads(tbias)
+            masks = of_heads(bias), of_heads(tbias), of_heads(key_ranges)
             for rows in tiles.slices(seqlen_q, rows_at_a_time):
                 keys = _seen(rows, seqlen_k, params)
                 keep = None
@@ -230,11 +233,11 @@ def _tile(
     keys: slice,
     num_heads: int,
     block: list[Any],
-    masks: tuple[Tensor | None, Tensor | None],
+    masks: tuple[Tensor | None, Tensor | None, Tensor | None],
     keep: Tensor | None,
     params: AttentionParams,
 ) -> _Tile:
-    """A tile of the heads whose q, k, v, tq, tk, tv are `block` and whose bias and tbias are `masks`."""
+    """A tile of the heads whose q, k, v, tq, tk, tv are `block` and whose bias, tbias and key_ranges are `masks`."""
     rows = at[2]
     parts: list[Any] = [None if x is None else x[:, :, rows] for x in block[::3]]
     q, tq = parts
@@ -242,8 +245,10 @@ def _tile(
     k, v, tk, tv = parts
     bias, tbias = (
         None if x is None else x[:, :, rows if x.shape[2] != 1 else slice(1), keys if x.shape[3] != 1 else slice(1)]
-        for x in masks
+        for x in masks[:2]
     )
+    if (ranges := masks[2]) is not None:
+        ranges = (ranges if ranges.shape[2] == 1 else ranges[:, :, rows]) - keys.start
     x = (q @ k.mT).mul_(params.softmax_scale)
     tz = _sum(None if tq is None else tq @ k.mT, None if tk is None else q @ tk.mT)
     moved = tz = None if tz is None else tz.mul_(params.softmax_scale)
@@ -254,7 +259,7 @@ def _tile(
         x = params.softcap * tanh
         moved = None if tz is None else tz * slope
     positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=x.device)
-    x = reference.masked(x, bias, params._replace(band_offset=params.band_offset - keys.start), positions)
+    x = reference.masked(x, bias, ranges, params._replace(band_offset=params.band_offset - keys.start), positions)
     x, dead = reference.alive(x)
     p = x.softmax(-1).masked_fill_(dead, 0.0)
 

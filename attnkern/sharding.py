@@ -43,17 +43,17 @@ def _params_and_mask(numbers) -> tuple[AttentionParams, int]:
     return AttentionParams(*params), grad_mask
 
 
-def _splits(q, k, v, bias, philox_seed, params) -> list[list]:
-    """Every way to run on one mesh dimension: the placements of q, k, v, bias, philox_seed and of out and lse."""
+def _splits(q, k, v, bias, key_ranges, philox_seed, params) -> list[list]:
+    """Every way to run on one mesh dimension: the placements of the inputs, in this order, and of out and lse."""
     from torch.distributed.tensor import Replicate, Shard
 
     def split(dim, seed=None):
         cut, whole = Shard(dim), Replicate()
         keys = [whole if dim == 2 or x.shape[dim] == 1 else cut for x in (k, v)]
-        mask = None if bias is None else cut if bias.shape[dim] == q.shape[dim] else whole
-        return [cut, *keys, mask, seed, cut]
+        masks = [None if x is None else cut if x.shape[dim] == q.shape[dim] else whole for x in (bias, key_ranges)]
+        return [cut, *keys, *masks, seed, cut]
 
-    splits = [[None if x is None else Replicate() for x in (q, k, v, bias, philox_seed, q)]]
+    splits = [[None if x is None else Replicate() for x in (q, k, v, bias, key_ranges, philox_seed, q)]]
     # A single key counts batch elements and heads from the first one; a key for each batch element goes with it.
     if philox_seed is None:
         splits.append(split(0))
@@ -74,20 +74,20 @@ def _heads_divide(q, k, v) -> bool:
     return all(heads % size == 0 or size > heads for heads in fewer for size in sizes)
 
 
-def _forward_sharding(q, k, v, bias, seed, *others):
+def _forward_sharding(q, k, v, bias, ranges, seed, *others):
     from torch.distributed.tensor import Replicate
 
     *params, need_lse, _ = others
     return [
         ([out, out if need_lse else Replicate()], [*inputs, *[None] * len(others)])
-        for *inputs, out in _splits(q, k, v, bias, seed, AttentionParams(*params))
+        for *inputs, out in _splits(q, k, v, bias, ranges, seed, AttentionParams(*params))
     ]
 
 
-def _backward_sharding(grad_out, grad_lse, q, k, v, bias, seed, out, lse, *others):
+def _backward_sharding(grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse, *others):
     params, grad_mask = _params_and_mask(others)
     rules = []
-    for *inputs, rows in _splits(q, k, v, bias, seed, params):
+    for *inputs, rows in _splits(q, k, v, bias, ranges, seed, params):
         given = [rows, None if grad_lse is None else rows, *inputs, rows, rows]
         rules.append((_placed_grads(inputs, rows, grad_mask), [*given, *[None] * len(others)]))
     return rules
@@ -106,13 +106,13 @@ def _placed_grads(inputs, rows, grad_mask) -> list:
 
 
 def _second_backward_sharding(
-    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, seed, out, lse, *others
+    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse, *others
 ):
     from torch.distributed.tensor import Replicate
 
     params, grad_mask = _params_and_mask(others)
     rules = []
-    for *inputs, rows in _splits(q, k, v, bias, seed, params):
+    for *inputs, rows in _splits(q, k, v, bias, ranges, seed, params):
         cotangents = zip((cot_dq, cot_dk, cot_dv, cot_dbias), inputs[:4], strict=True)
         moved = [None if x is None else placement for x, placement in cotangents]
         given = [*moved, rows, None if grad_lse is None else rows, *inputs, rows, rows]

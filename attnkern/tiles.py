@@ -72,7 +72,7 @@ def weights_of_heads(
     heads: slice,
 ) -> Tensor:
     """p of some of `num_heads` heads as one differentiable expression of q, k and bias, which `heads_of` has taken."""
-    x, dead = alive(scores(q, k, bias, params, rows))
+    x, dead = alive(scores(q, k, bias, None, params, rows))
     p = x.softmax(-1).masked_fill(dead, 0.0)
     if philox_seed is not None:
         batch, _, seqlen_q, seqlen_k = p.shape
@@ -100,7 +100,12 @@ def _tile(
     if tile_bias is not None and tile_bias.shape[2] != 1:
         tile_bias = tile_bias[:, :, part]
     x = scores(
-        q[:, heads, part], heads_of(k, heads, num_heads), tile_bias, params, None if rows is None else rows[part]
+        q[:, heads, part],
+        heads_of(k, heads, num_heads),
+        tile_bias,
+        None,
+        params,
+        None if rows is None else rows[part],
     )
     if lse is None:
         x, dead = alive(x)

@@ -78,7 +78,7 @@ def attention_weights(
             softcap=softcap,
         )
     problem = Problem.from_sdpa(query, key, key, attn_mask, 0, is_causal, scale, enable_gqa, window, alignment, softcap)
-    q, k, v, bias, params, lead = problem
+    q, k, v, bias, _, params, lead = problem
     batch, num_heads, seqlen_q, _ = q.shape
     if lse is not None:
         shape = (*(q.shape[:2] if lead is None else lead), seqlen_q)
@@ -100,7 +100,7 @@ def attention_weights(
             k = k[:, torch.arange(num_heads, device=q.device)[index] // group]
         bias = bias if bias is None or bias.shape[1] == 1 else bias[:, index]
         lse = None if lse is None else lse[:, index]
-    weights = autograd.weights(Problem(q, k, v, bias, params, None), lse, None, positions, average_heads)
+    weights = autograd.weights(Problem(q, k, v, bias, None, params, None), lse, None, positions, average_heads)
     if lead is None:
         return weights
     lead = lead[:-1] if average_heads or not lead else (*lead[:-1], q.shape[1])

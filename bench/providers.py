@@ -143,7 +143,7 @@ def _attnkern_op(case: Case, inputs: Inputs) -> Attend:
     op, params = torch.ops.attnkern.forward.default, _params(case, inputs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return op(query, key, value, mask, None, *params, False, "cpu")[0]
+        return op(query, key, value, mask, None, None, *params, False, "cpu")[0]
 
     return attend
 
@@ -154,10 +154,10 @@ class _AttnkernOperator(_OperatorProvider):
     def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         q, k, v, mask = _tensors(inputs)
         params = _params(case, inputs)
-        out, lse = torch.ops.attnkern.forward.default(q, k, v, mask, None, *params, True, "cpu")
+        out, lse = torch.ops.attnkern.forward.default(q, k, v, mask, None, None, *params, True, "cpu")
         wanted = 7 + 8 * (case.mask == "bias")
         op = torch.ops.attnkern.backward.default
-        return partial(op, grad_out, None, q, k, v, mask, None, out, lse, *params, wanted, "cpu")
+        return partial(op, grad_out, None, q, k, v, mask, None, None, out, lse, *params, wanted, "cpu")
 
 
 class _TritonOperator(_OperatorProvider):
@@ -172,7 +172,7 @@ def _triton_operator(case: Case, inputs: Inputs) -> Attend:
     from attnkern.backends import triton
 
     _refuse_other_than_launches(case)
-    rest: Any = (None, _params(case, inputs), False)
+    rest: Any = (None, None, _params(case, inputs), False)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return triton.forward(query, key, value, mask, *rest)[0]
@@ -188,7 +188,7 @@ def _triton_launch(case: Case, inputs: Inputs) -> Attend:
 
     _refuse_other_than_launches(case)
     launched: list[tuple[Any, ...]] = []
-    arguments: Any = (*_tensors(inputs), None, _params(case, inputs), False)
+    arguments: Any = (*_tensors(inputs), None, None, _params(case, inputs), False)
     with _without_driver():
         run, launch.run = launch.run, lambda *arguments: launched.append(arguments)
         try:

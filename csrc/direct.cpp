@@ -127,6 +127,7 @@ ScalarType scalar_type_of(const DLDataType& type) {
   if (type.code == kDLBfloat && type.bits == 16) return ScalarType::BFloat16;
   if (type.code == kDLBool && type.bits == 8) return ScalarType::Bool;
   if (type.code == kDLInt && type.bits == 64) return ScalarType::Long;
+  if (type.code == kDLInt && type.bits == 32) return ScalarType::Int;
   return ScalarType::Undefined;
 }
 
@@ -271,32 +272,32 @@ PyObject* or_none(Function&& function) {
 
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 7 + attnkern::kParamCount || any_answers_true(python.listeners)) return nullptr;
+    if (count != 8 + attnkern::kParamCount || any_answers_true(python.listeners)) return nullptr;
     Arguments a(arguments, count);
     const Tensor q = a.tensor(), k = a.tensor(), v = a.tensor();
-    const OptionalTensor bias = a.optional_tensor(), seed = a.optional_tensor();
+    const OptionalTensor bias = a.optional_tensor(), ranges = a.optional_tensor(), seed = a.optional_tensor();
     const AttentionParams params = a.params();
     const bool need_lse = a.truth();
     if (!a.plain_for_cpu()) return nullptr;
-    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, seed, params, need_lse);
+    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, ranges, seed, params, need_lse);
     return tuple_of(out, lse);
   });
 }
 
 PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 11 + attnkern::kParamCount || any_answers_true(python.listeners)) return nullptr;
+    if (count != 12 + attnkern::kParamCount || any_answers_true(python.listeners)) return nullptr;
     Arguments a(arguments, count);
     const Tensor grad_out = a.tensor();
     const OptionalTensor grad_lse = a.optional_tensor();
     const Tensor q = a.tensor(), k = a.tensor(), v = a.tensor();
-    const OptionalTensor bias = a.optional_tensor(), seed = a.optional_tensor();
+    const OptionalTensor bias = a.optional_tensor(), ranges = a.optional_tensor(), seed = a.optional_tensor();
     const Tensor out = a.tensor(), lse = a.tensor();
     const AttentionParams params = a.params();
     const int64_t grad_mask = a.integer();
     if (!a.plain_for_cpu()) return nullptr;
     auto [dq, dk, dv, dbias] =
-        attnkern::cpu::backward<Python>(grad_out, grad_lse, q, k, v, bias, seed, out, lse, params, grad_mask);
+        attnkern::cpu::backward<Python>(grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse, params, grad_mask);
     return tuple_of(dq, dk, dv, dbias);
   });
 }
@@ -351,7 +352,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (is_causal == &_Py_TrueStruct) params.window_right = 0;  // bounds are not negative: this is the tighter one
     params.band_offset = bottom_right ? k.size(2) - q.size(2) : 0;
     const bool need_lse = return_lse == &_Py_TrueStruct;
-    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, {}, params, need_lse);
+    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, {}, {}, params, need_lse);
     return need_lse ? tuple_of(out, lse) : out.release();
   });
 }

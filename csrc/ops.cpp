@@ -23,22 +23,24 @@ void check_backend(const std::string& backend) {
                   "'");
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias,
+std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor key_ranges,
                                    OptionalTensor philox_seed ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool need_lse,
                                    std::string backend) {
   check_backend(backend);
-  return attnkern::cpu::forward<Dispatcher>(q, k, v, bias, philox_seed,
+  return attnkern::cpu::forward<Dispatcher>(q, k, v, bias, key_ranges, philox_seed,
                                             AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, need_lse);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k,
-                                                    Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
-                                                    Tensor out, Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
-                                                    int64_t grad_mask, std::string backend) {
+                                                    Tensor v, OptionalTensor bias, OptionalTensor key_ranges,
+                                                    OptionalTensor philox_seed, Tensor out,
+                                                    Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), int64_t grad_mask,
+                                                    std::string backend) {
   check_backend(backend);
   if (grad_lse.has_value()) grad_lse = attnkern::dense(*grad_lse);
-  return attnkern::cpu::backward<Dispatcher>(grad_out, grad_lse, q, k, v, bias, philox_seed, out, attnkern::dense(lse),
-                                             AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, grad_mask);
+  return attnkern::cpu::backward<Dispatcher>(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out,
+                                             attnkern::dense(lse), AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)},
+                                             grad_mask);
 }
 
 // The kernels' multiply-adds on registers alone, for some milliseconds on every thread: the FLOPs of it. Timed, it is

@@ -286,10 +286,10 @@ def test_an_operator_that_chooses_at_run_time():
     with routes.cuda(90) as recorder:
         results = {}
         for name in ("cuda", table.AT_RUN_TIME):
-            out, lse = ops.route_forward(q, k, v, None, None, *params, True, name)
-            grads = ops.route_backward(grad_out, None, q, k, v, None, None, out, lse, *params, 7, name)
+            out, lse = ops.route_forward(q, k, v, None, None, None, *params, True, name)
+            grads = ops.route_backward(grad_out, None, q, k, v, None, None, None, out, lse, *params, 7, name)
             second = ops.route_second_backward(
-                *grads[:3], None, grad_out, None, q, k, v, None, None, out, lse, *params, 7, name
+                *grads[:3], None, grad_out, None, q, k, v, None, None, None, out, lse, *params, 7, name
             )
             results[name] = (out, lse, *grads, *second)
         half = len(recorder.launches) // 2

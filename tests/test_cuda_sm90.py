@@ -107,7 +107,7 @@ def test_a_tensor_map_that_the_driver_refuses(hopper, number, request):
     (text,) = [text for x in told if "tensor map" in (text := str(x.message))]
     assert text.startswith(f"attnkern: the driver refuses a tensor map: {name} (CUresult {number}); the kernels for ")
     with pytest.raises(RuntimeError, match=re.escape(f"attnkern: the driver refuses a tensor map: {name}")):
-        cuda.forward(*inputs.tensors.values(), None, None, PLAIN, False, schedule=0)
+        cuda.forward(*inputs.tensors.values(), None, None, None, PLAIN, False, schedule=0)
 
 
 @pytest.mark.parametrize("source", ["forward", "backward"])
@@ -136,7 +136,7 @@ def test_broadcast_tensors(forward, which, shared):
 def test_without_lse(forward):
     """A call that needs no gradient writes none."""
     q = torch.randn(1, 1, 70, 64, dtype=BF16)
-    out, lse = cuda.forward(q, q, q, None, None, PLAIN, False)
+    out, lse = cuda.forward(q, q, q, None, None, None, PLAIN, False)
     assert lse.shape == (0,)
     assert KERNEL.search(forward.recorder.launches[0].name)
     want = testing.expected(q, q, q)["out"]
@@ -151,7 +151,7 @@ def test_schedules(forward, schedule, sizes):
     q, k = (torch.randn(1, 3, length, sizes[0], dtype=BF16) for length in (130, 300))
     v = torch.randn(1, 3, 300, sizes[1], dtype=BF16)
     forward.recorder.multiprocessors, forward.recorder.seed = 2, schedule
-    out, _ = cuda.forward(q, k, v, None, None, AttentionParams(sizes[0] ** -0.5), False, schedule=schedule)
+    out, _ = cuda.forward(q, k, v, None, None, None, AttentionParams(sizes[0] ** -0.5), False, schedule=schedule)
     (launch,) = forward.recorder.launches
     assert f"8ScheduleE{schedule}" in launch.name
     want = testing.expected(q, k, v)["out"]
@@ -170,7 +170,7 @@ def test_a_library_with_one_schedule_refuses_the_others():
         with routes.cuda(90) as recorder:
             recorder.simulate = False
             for schedule in (2, 1):  # its own, another
-                cuda.forward(q, q, q, None, None, AttentionParams(0.125), False, schedule=schedule)
+                cuda.forward(q, q, q, None, None, None, AttentionParams(0.125), False, schedule=schedule)
                 print(len(recorder.launches))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -251,7 +251,7 @@ def test_planted_bugs_are_found(forward, kind):
     torch.manual_seed(2)
     q, k, v = (torch.randn(1, 4, length, 64, dtype=BF16) for length in (70, 600, 600))
     forward.recorder.multiprocessors, forward.recorder.simulate = 2, False
-    out, lse = cuda.forward(q, k, v, None, None, PLAIN, True, splits=0)
+    out, lse = cuda.forward(q, k, v, None, None, None, PLAIN, True, splits=0)
     (launch,) = forward.recorder.launches
     want = testing.expected(q, k, v)
 

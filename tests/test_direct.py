@@ -67,9 +67,9 @@ def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
     for _ in range(25):
         inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
         tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask
-        q, k, v, bias, params, _ = Problem.from_sdpa(*tensors, dropout_p=dropout_p, **options)
+        q, k, v, bias, _, params, _ = Problem.from_sdpa(*tensors, dropout_p=dropout_p, **options)
         seed = torch.randint(2**62, (1,)) if dropout_p else None
-        given = q, k, v, bias, seed
+        given = q, k, v, bias, None, seed
         with testing.unmodified(*(x for x in given if x is not None)):
             for need_lse in (False, True):
                 results = cpu.forward(*given, *params, need_lse, "cpu")
@@ -240,11 +240,11 @@ LISTENERS = {
 def test_nothing_is_direct_where_operators_are_seen(listener):
     q, k, v = changed(0, torch.clone)
     params = (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
-    out, lse = cpu.forward(q, k, v, None, None, *params, True, "cpu")
+    out, lse = cpu.forward(q, k, v, None, None, None, *params, True, "cpu")
     with listener():
         assert call(q, k, v) is None
-        assert cpu.forward(q, k, v, None, None, *params, True, "cpu") is None
-        assert cpu.backward(out, None, q, k, v, None, None, out, lse, *params, 7, "cpu") is None
+        assert cpu.forward(q, k, v, None, None, None, *params, True, "cpu") is None
+        assert cpu.backward(out, None, q, k, v, None, None, None, out, lse, *params, 7, "cpu") is None
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -308,8 +308,8 @@ def test_references_are_kept_right():
     def all_of_them():
         call(*tensors, 1.0)
         call(*tensors)
-        out, lse = cpu.forward(*tensors, None, None, *params, True, "cpu")
-        cpu.forward(*tensors, None, None, *params, False, "cuda")
+        out, lse = cpu.forward(*tensors, None, None, None, *params, True, "cpu")
+        cpu.forward(*tensors, None, None, None, *params, False, "cuda")
         cpu.backward(out, lse, *tensors, None, None, out, lse, *params, 5, "cpu")
         sdpa(*leaves).sum().backward()
 

@@ -248,6 +248,7 @@ def arguments_of(operator):
     given = {
         **dict(zip("qkv", (t(2, 4, 5, 8), t(2, 2, 7, 8), t(2, 2, 7, 6)), strict=True)),
         "bias": t(1, 4, 5, 7),
+        "key_ranges": torch.tensor([[0, 7]], dtype=torch.int32).expand(2, 1, 5, 1, 2),
         "philox_seed": None,
         **SCORE,
         "out": t(2, 4, 5, 6),
@@ -267,11 +268,25 @@ def arguments_of(operator):
 OPERATORS = ("forward", "backward", "tangent", "second_backward")
 SEED = torch.zeros(1, dtype=torch.int64)
 META = "must be on q's device"
+RANGES = "key_ranges must be int32"
 # what is wrong: (operators that have it, arguments instead of those of `arguments_of`, the message)
 RAW = {
     **{
         f"{name} on another device": (OPERATORS, {name: t(*shape, device="meta")}, f"{name} {META}")
         for name, shape in (("k", (2, 2, 7, 8)), ("v", (2, 2, 7, 6)), ("bias", (1, 4, 5, 7)))
+    },
+    **{
+        f"key_ranges {what}": (OPERATORS, {"key_ranges": ranges}, message)
+        for what, ranges, message in (
+            ("on another device", torch.zeros(1, 1, 5, 1, 2, dtype=torch.int32, device="meta"), META),
+            ("of int64", torch.zeros(1, 1, 5, 1, 2, dtype=torch.int64), RANGES),
+            ("of four dimensions", torch.zeros(1, 5, 1, 2, dtype=torch.int32), RANGES),
+            ("of three ranges", torch.zeros(1, 1, 5, 3, 2, dtype=torch.int32), RANGES),
+            ("of three ends", torch.zeros(1, 1, 5, 1, 3, dtype=torch.int32), RANGES),
+            ("for other rows", torch.zeros(1, 1, 4, 1, 2, dtype=torch.int32), RANGES),
+            ("for other heads", torch.zeros(1, 2, 5, 1, 2, dtype=torch.int32), RANGES),
+            ("with ends apart", torch.zeros(1, 1, 5, 1, 4, dtype=torch.int32)[..., ::2], RANGES),
+        )
     },
     "q on another device": (OPERATORS, {"q": t(2, 4, 5, 8, device="meta")}, META),
     "seed on another device": (OPERATORS, {"philox_seed": SEED.to("meta"), "dropout_p": 0.5}, f"philox_seed {META}"),
@@ -379,11 +394,11 @@ def test_bands_of_any_numbers(operator):
         keep = torch.tensor([[within(i, j) for j in range(seqlen_k)] for i in range(seqlen_q)])
         params = 0.5, 0.0, left, right, offset, 0.0
         if operator == "forward":
-            weights, _ = torch.ops.attnkern.forward(q, k, v, None, None, *params, True, "cpu")
+            weights, _ = torch.ops.attnkern.forward(q, k, v, None, None, None, *params, True, "cpu")
         else:  # along V = 1 the output moves by the weights
             zeros = torch.zeros_like(v)
             moves = None, None, v, None
-            weights, _ = torch.ops.attnkern.tangent(q, k, zeros, None, None, *moves, out, lse, *params, "cpu")
+            weights, _ = torch.ops.attnkern.tangent(q, k, zeros, None, None, None, *moves, out, lse, *params, "cpu")
         assert torch.equal(weights[0, 0] != 0, keep), (left, right, offset)
 
 
@@ -404,7 +419,7 @@ calls = {{
     "forward": lambda: attnkern.attention(wide, wide, small),
     "decode": lambda: attnkern.attention(rows, wide, small),
     "backward": lambda: torch.ops.attnkern.backward(
-        row[0], None, wide, wide, small, None, None, *row, *params, 4, "cpu"),
+        row[0], None, wide, wide, small, None, None, None, *row, *params, 4, "cpu"),
 }}
 for name, call in calls.items():
     try:

@@ -657,17 +657,17 @@ def operator_samples(target):
         dropout_p = options.get("dropout_p", 0.0)
         seed = torch.tensor([7], device=target.device) if dropout_p else None
         params = (0.3, 0.0, options.get("left", unbounded), options.get("right", unbounded), 0, dropout_p)
-        forward = (q, k, v, bias, seed, *params, True, target.backend)
+        forward = (q, k, v, bias, None, seed, *params, True, target.backend)
         out, lse = torch.ops.attnkern.forward(*forward)
         bits = 15 if bias is not None and bias.is_floating_point() else 7
         grads = torch.randn_like(out), torch.randn_like(lse)
         yield "forward", forward
-        yield "backward", (*grads, q, k, v, bias, seed, out, lse, *params, bits, target.backend)
+        yield "backward", (*grads, q, k, v, bias, None, seed, out, lse, *params, bits, target.backend)
         moves = [torch.randn_like(x) for x in (q, k, v)]
         moves.append(torch.randn_like(bias) if bits & 8 else None)
-        yield "tangent", (q, k, v, bias, seed, *moves, out, lse, *params, target.backend)
+        yield "tangent", (q, k, v, bias, None, seed, *moves, out, lse, *params, target.backend)
         for mask in (16 + 32 + bits, 5):
-            second = (*moves, grads[0], grads[1] if mask != 5 else None, q, k, v, bias, seed, out, lse)
+            second = (*moves, grads[0], grads[1] if mask != 5 else None, q, k, v, bias, None, seed, out, lse)
             yield "second_backward", (*second, *params, mask, target.backend)
 
 

@@ -32,7 +32,7 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
     """Both operators against float64, on the inputs' device if gpu is None; gives the names of the kernels launched in
     the simulator of a gpu. `moving` names the inputs that have a tangent, or a cotangent of their gradient."""
     tensors = {name: x.detach() for name, x in inputs.tensors.items()}
-    q, k, v, bias, params, _ = Problem.from_sdpa(*tensors.values(), **options)
+    q, k, v, bias, _, params, _ = Problem.from_sdpa(*tensors.values(), **options)
     seed = keep = None
     if params.dropout_p:
         seed = rng.draw_seed(q.device)
@@ -40,13 +40,13 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
     direction = along(inputs, moving)
     given = [direction.get(name) for name in EVERYTHING]
     with routed(gpu) if gpu else contextlib.nullcontext([]) as launched:
-        out, lse = ops.forward(q, k, v, bias, seed, *params, True, "triton")
+        out, lse = ops.forward(q, k, v, bias, None, seed, *params, True, "triton")
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse) * has_grad_lse
         launched.clear()
-        tout, tlse = ops.tangent(q, k, v, bias, seed, *given, out, lse, *params, "triton")
+        tout, tlse = ops.tangent(q, k, v, bias, None, seed, *given, out, lse, *params, "triton")
         mask = 55 if bias is None or bias.dtype == torch.bool else 63
         grads = (grad_out, grad_lse if has_grad_lse else None)
-        second = ops.second_backward(*given, *grads, q, k, v, bias, seed, out, lse, *params, mask, "triton")
+        second = ops.second_backward(*given, *grads, q, k, v, bias, None, seed, out, lse, *params, mask, "triton")
     want = testing.expected_second_order(
         **tensors, tangents=direction, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
     )
@@ -92,7 +92,7 @@ def test_a_direction_that_is_zero_elsewhere(moving):
 def test_what_is_not_asked_for_is_not_launched():
     x = torch.randn(1, 2, 20, 16, dtype=BF16)
     params = Problem.from_sdpa(x, x, x).params
-    given = (x, None, None, None, x, None, x, x, x, None, None, x, torch.zeros(1, 2, 20), *params)
+    given = (x, None, None, None, x, None, x, x, x, None, None, None, x, torch.zeros(1, 2, 20), *params)
     kernels = {1: "second_dq_kernel", 2: "second_dkdv_kernel", 4: "second_dkdv_kernel", 16: None, 32: None}
     with routed(80) as launched:
         for bit, kernel in kernels.items():

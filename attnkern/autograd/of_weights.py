@@ -31,7 +31,7 @@ def weights(
 
     That loses nothing: backward differentiates the softmax, of which lse is an intermediate result.
     """
-    q, k, _, bias, params, _ = problem
+    q, k, _, bias, _, params, _ = problem
     return _weights(q, k, bias, None if lse is None else lse.detach(), philox_seed, rows, params, average)
 
 

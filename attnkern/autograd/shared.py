@@ -123,36 +123,38 @@ def unflatten(results: Sequence[Tensor], n: int, batch: int) -> tuple[tuple[Tens
     return unflattened, tuple(0 if x.ndim > 1 else None for x in results)
 
 
-def reference_forward(seed: Tensor | None, params: Sequence[Any]) -> Callable:
+def reference_forward(ranges: Tensor | None, seed: Tensor | None, params: Sequence[Any]) -> Callable:
     """(q, k, v, bias) -> (out, lse) in plain torch."""
-    return lambda q, k, v, bias: reference.attention(q, k, v, bias, seed, AttentionParams(*params))
+    return lambda q, k, v, bias: reference.attention(q, k, v, bias, ranges, seed, AttentionParams(*params))
 
 
-def reference_backward(seed: Tensor | None, params: Sequence[Any], grad_mask: int) -> Callable:
+def reference_backward(ranges: Tensor | None, seed: Tensor | None, params: Sequence[Any], grad_mask: int) -> Callable:
     """(grad_out, grad_lse, q, k, v, bias) -> (dq, dk, dv, dbias) in plain torch, as `attnkern::backward`."""
     needed = [bool(grad_mask & bit) for bit in (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)]
 
     def backward(grad_out: Tensor, grad_lse: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        grads = pull_back(reference_forward(seed, params), inputs, (grad_out, grad_lse), needed)
+        grads = pull_back(reference_forward(ranges, seed, params), inputs, (grad_out, grad_lse), needed)
         return tuple(grad_out.new_empty(0) if g is None else g for g in grads)
 
     return backward
 
 
-def reference_tangent(seed: Tensor | None, params: Sequence[Any]) -> Callable:
+def reference_tangent(ranges: Tensor | None, seed: Tensor | None, params: Sequence[Any]) -> Callable:
     """(q, k, v, bias, tq, tk, tv, tbias) -> (tout, tlse) in plain torch, as `attnkern::tangent`."""
-    forward = reference_forward(seed, params)
+    forward = reference_forward(ranges, seed, params)
     return lambda *inputs: push_forward(forward, inputs[:4], inputs[4:])
 
 
-def reference_second_backward(seed: Tensor | None, params: Sequence[Any], grad_mask: int) -> Callable:
+def reference_second_backward(
+    ranges: Tensor | None, seed: Tensor | None, params: Sequence[Any], grad_mask: int
+) -> Callable:
     """(cot_dq, ..., cot_dbias, grad_out, grad_lse, q, k, v, bias) -> as `attnkern::second_backward`, in plain torch."""
     needed = [bool(grad_mask & bit) for bit in SECOND_ORDER_BITS]
 
     def second_backward(*inputs: Any) -> tuple[Tensor, ...]:
         cotangents, primals = inputs[:4], inputs[4:]
         bits = (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)
-        backward = reference_backward(seed, params, mask_of([c is not None for c in cotangents], bits))
+        backward = reference_backward(ranges, seed, params, mask_of([c is not None for c in cotangents], bits))
         grads = pull_back(backward, primals, cotangents, needed)
         return tuple(primals[0].new_empty(0) if g is None else g for g in grads)
 

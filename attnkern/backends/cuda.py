@@ -71,6 +71,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"compute capability {found / 10}, and 8.0 is needed")
     if q.dtype not in _DTYPES:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
+    if problem.ranges is not None:
+        reasons.append("its kernels have no key ranges yet")
     if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
@@ -197,6 +199,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     params: AttentionParams,
     need_lse: bool,
@@ -206,7 +209,7 @@ def forward(
     """`attnkern::forward` (ops.py) on a CUDA device. splits and schedule replace the plan's: for timing."""
     tf32, _ = _modes()
     operator = torch.ops.attnkern.cuda_forward
-    return _run(operator, q, k, v, bias, philox_seed, *params, need_lse, tf32, splits, schedule)
+    return _run(operator, q, k, v, bias, key_ranges, philox_seed, *params, need_lse, tf32, splits, schedule)
 
 
 def backward(
@@ -216,6 +219,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -223,7 +227,7 @@ def backward(
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
-    inputs = q, k, v, bias, philox_seed
+    inputs = q, k, v, bias, key_ranges, philox_seed
     operator = torch.ops.attnkern.cuda_backward
     return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
 

@@ -52,6 +52,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"compute capability {capability / 10}, and 8.0 is needed")
     if q.dtype not in _DTYPES:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
+    if problem.ranges is not None:
+        reasons.append("its kernels have no key ranges yet")
     if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
     if 0 in (q.shape[3], v.shape[3]):
@@ -87,7 +89,7 @@ def plan(problem: Problem) -> list[str]:
 def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     """Name and `Step` of the launches of a call, in order; and how many splits of the keys there are, if any."""
     plans = _plans()
-    q, k, v, bias, params, _ = problem
+    q, k, v, bias, _, params, _ = problem
     index = q.get_device()
 
     def spec(x: Tensor, as_it_is: bool) -> Any:
@@ -141,6 +143,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     params: AttentionParams,
     need_lse: bool,
@@ -175,6 +178,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -210,6 +214,7 @@ def tangent(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     tq: Tensor | None,
     tk: Tensor | None,
@@ -244,6 +249,7 @@ def second_backward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    key_ranges: Tensor | None,
     philox_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,

@@ -76,6 +76,14 @@ def band_mask(
     return keep
 
 
+def ranges_mask(key_ranges: Tensor, seqlen_k: int) -> Tensor:
+    """The bool mask (..., L|1, S) of key_ranges (..., L|1, R, 2): True where a key lies in a range of its row."""
+    ends = [key_ranges[..., n, :].to(torch.int64) for n in range(key_ranges.size(-2))]
+    keys = torch.arange(seqlen_k, device=key_ranges.device)
+    inside = [(keys >= x[..., :1]) & (keys < x[..., 1:]) for x in ends]
+    return torch.stack(inside).any(0)
+
+
 def _weights(
     query: Tensor,
     key: Tensor,
@@ -178,6 +186,7 @@ def naive_attention(
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "top_left",
     softcap: float | None = None,
+    key_ranges: Tensor | None = None,
     keep: Tensor | None = None,
     split_scale: bool = False,
     exact: bool = False,
@@ -194,6 +203,9 @@ def naive_attention(
     band = band_mask(
         query.size(-2), key.size(-2), is_causal=is_causal, window=window, alignment=alignment, device=query.device
     )
+    if key_ranges is not None:
+        inside = ranges_mask(key_ranges, key.size(-2))
+        band = inside if band is None else band & inside
     rounding = {"split_scale": split_scale, "exact": exact}
     weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, **rounding)
     if keep is not None:

@@ -58,7 +58,7 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
 
     def call_of(schedule: int) -> Any:
         tensors = inputs.query, inputs.key, inputs.value
-        return lambda: cuda.forward(*tensors, None, None, params, False, schedule=schedule)
+        return lambda: cuda.forward(*tensors, None, None, None, params, False, schedule=schedule)
 
     calls = {name: call_of(schedule) for schedule, name in enumerate(SCHEDULES)}
     for call in calls.values():

@@ -93,21 +93,21 @@ def launches(row: Row, config: Config, size: int, given: Inputs, launched: list)
     params = AttentionParams(size**-0.5, 30.0 if row.feature == "mods" else 0.0, window_right=0)
     launched.clear()
     if row.kernel == "forward":
-        arguments: Any = (*inputs, bias, None, params, True)
+        arguments: Any = (*inputs, bias, None, None, params, True)
         backend.forward(*arguments)
         return launched[-1]
     q = inputs[0]
     lse = torch.zeros(q.shape[:3], device=q.device)
     if row.kernel == "tangent":
-        arguments = (*inputs, bias, None, *inputs, bias, q, lse, params)
+        arguments = (*inputs, bias, None, None, *inputs, bias, q, lse, params)
         backend.tangent(*arguments)
         return launched[-1]
     wanted = GRAD_Q if row.kernel.endswith("dq") else GRAD_K | GRAD_V
     if row.kernel.startswith("second"):
-        arguments = (*inputs, bias, q, None, *inputs, bias, None, q, lse, params, wanted)
+        arguments = (*inputs, bias, q, None, *inputs, bias, None, None, q, lse, params, wanted)
         backend.second_backward(*arguments)
         return launched[-1]
-    arguments = (q, None, *inputs, bias, None, q, lse, params, wanted)
+    arguments = (q, None, *inputs, bias, None, None, q, lse, params, wanted)
     backend.backward(*arguments)
     return launched[-1]
 

@@ -41,7 +41,14 @@ struct View {
   int64_t stride[4] = {0, 0, 0, 0};
 };
 
-// softmax(cap(scale * q k^T) + bias within the band) v, for the shapes below.
+// Which keys a row attends to, besides the band: those of one range or of two, [begin, end) of int32 side by side.
+struct KeyRanges {
+  const int32_t* data = nullptr;            // null: all keys
+  int64_t stride[3] = {0, 0, 0};            // of batch, head and row, in numbers; 0 where they share
+  int64_t count = 0, batch = 1, heads = 1;  // ranges of a row; for how many entries of the batch and heads they differ
+};
+
+// softmax(cap(scale * q k^T) + bias within the band and the ranges) v, for the shapes below.
 // Query head h reads key head h / (heads_q / heads_k) and value head h / (heads_q / heads_v).
 struct Attention : AttentionParams {  // with dropout_p as entries are drawn
   DType dtype;
@@ -50,6 +57,7 @@ struct Attention : AttentionParams {  // with dropout_p as entries are drawn
   View bias;     // (B|1, Hq|1, L|1, S|1), data null if there is none; bool: true = attend
   DType bias_dtype;
   int64_t bias_size[4];
+  KeyRanges ranges;      // (B|1, Hq|1, L|1, 1|2, 2)
   Band band;             // of its window
   const int64_t* seeds;  // seed_count keys for equal consecutive groups of the batch
   int64_t seed_count;

@@ -71,9 +71,11 @@ inline Band band_of(int64_t left, int64_t right, int64_t offset) {
 
 template <class Tensor>
 void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
-          const std::optional<Tensor>& philox_seed, const AttentionParams& params) {
+          const std::optional<Tensor>& key_ranges, const std::optional<Tensor>& philox_seed,
+          const AttentionParams& params) {
   check_device(k, q, "k"), check_device(v, q, "v");
   if (bias.has_value()) check_device(*bias, q, "bias");
+  if (key_ranges.has_value()) check_device(*key_ranges, q, "key_ranges");
   if (philox_seed.has_value()) check_device(*philox_seed, q, "philox_seed");
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
   p.dtype = dtype_of(q);
@@ -102,6 +104,23 @@ void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const
       STD_TORCH_CHECK(p.bias_size[dim] == full[dim] || p.bias_size[dim] == 1, "attnkern: the sizes of bias do not fit");
     }
     p.bias = view_of(*bias);
+  }
+  p.ranges = {};
+  if (key_ranges.has_value()) {
+    const Tensor& x = *key_ranges;
+    const int64_t rows[3] = {p.batch, p.heads_q, p.seqlen_q};
+    bool fits = x.dim() == 5 && x.scalar_type() == torch::headeronly::ScalarType::Int &&
+                (x.size(3) == 1 || x.size(3) == 2) && x.size(4) == 2 && x.stride(4) == 1 &&
+                (x.stride(3) == 2 || x.size(3) == 1);
+    for (int dim = 0; fits && dim < 3; ++dim) {
+      fits = x.size(dim) == 1 || x.size(dim) == rows[dim];
+      p.ranges.stride[dim] = x.size(dim) == 1 ? 0 : x.stride(dim);
+    }
+    STD_TORCH_CHECK(fits,
+                    "attnkern: key_ranges must be int32 (B or 1, Hq or 1, L or 1, 1 or 2, 2), contiguous in the "
+                    "last two dimensions");
+    p.ranges.data = static_cast<const int32_t*>(x.data_ptr());
+    p.ranges.batch = x.size(0), p.ranges.heads = x.size(1), p.ranges.count = x.size(3);
   }
   const double softcap = params.softcap, dropout_p = params.dropout_p;
   STD_TORCH_CHECK(std::isfinite(params.softmax_scale), "attnkern: softmax_scale must be a finite number, got ",

@@ -38,8 +38,8 @@ struct QueryGrad {
 template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
                     int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
-                    QueryGrad<typename Op::Compute> dq, bool bias_grad, typename Op::Compute* bias_grads,
-                    PackedCache<typename Op::Scalar>* cache) {
+                    const VisitingQueries<typename Op::Compute>& visiting, QueryGrad<typename Op::Compute> dq,
+                    bool bias_grad, typename Op::Compute* bias_grads, PackedCache<typename Op::Scalar>* cache) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -87,13 +87,15 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         dv_epilogue = Epilogue::kStore;
       }
 
-      BandWalk<C> walk(p.band.transposed(), key, keys, {0, p.seqlen_q}, kBlock<Op>);
+      BandWalk<C> walk(p.band.transposed(), key, keys, visiting.of(batch, h, key / kTile<C>), kBlock<Op>);
       BlockPlan block;
       while (walk.next(block)) {
         if (block.segments == 0 || (leaves_out && excludes_all<T>(p, batch, h, block.row, block.rows, key, keys)))
           continue;
         const LaneBits* mask = nullptr;
-        if (score.has_mask && !apply_mask<C>(p, 2, batch, h, key, keys, scratch.mask, block, mask)) continue;
+        if ((score.has_mask || score.has_ranges) &&
+            !apply_mask<C>(p, 2, batch, h, key, keys, scratch.mask, block, mask))
+          continue;
         Rows<Scalar> q_rows, grad_rows;
         PackedCache<Scalar>* of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
         const auto copied_q = [&](Scalar* space) {
@@ -284,10 +286,12 @@ void backward(const Backward& p, const Runtime& runtime) {
     make_terms<T>(p, scratch, head / p.heads_q, head % p.heads_q, row, min64(kTaskRows, p.seqlen_q - row), terms);
   });
   if (bias_apart) backward_bias<T, Op>(p, runtime, terms);
-  if (bias_plan.way == bias_plan.kStored && (p.band.left < kUnbounded || p.band.right < kUnbounded))
-    clear_bias_grad<T>(p, runtime);  // the tiles leave out what lies outside the band
+  if (bias_plan.way == bias_plan.kStored &&
+      (p.band.left < kUnbounded || p.band.right < kUnbounded || p.ranges.data != nullptr))
+    clear_bias_grad<T>(p, runtime);  // the tiles leave out what lies outside the band and the ranges
   if (!wanted.dq && !wanted.dk && !wanted.dv) return;
 
+  const VisitingQueries<C> visiting(p);
   const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
   const bool direct = std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0;
   const bool split_direct = direct && chunks == 1;
@@ -335,7 +339,7 @@ void backward(const Backward& p, const Runtime& runtime) {
         for (int64_t i = 0; i < p.seqlen_q; ++i)
           std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
-    backward_heads<T, Op>(p, scratch, batch, head, kv_group, chunk, is_whole ? 1 : chunks, terms, dq,
+    backward_heads<T, Op>(p, scratch, batch, head, kv_group, chunk, is_whole ? 1 : chunks, terms, visiting, dq,
                           bias_sums || bias_plan.way == bias_plan.kStored, grads_of_bias,
                           caches.of(worker, cache_memory));
     if (wanted.dq && (is_whole || in_place))

@@ -1,9 +1,9 @@
-// The bias of a block as a tile of numbers, a bool mask as bits, and which blocks they exclude.
+// The bias of a block as a tile of numbers, a bool mask and key ranges as bits, and which blocks a bias excludes.
 #pragma once
 
 #include <bit>
 
-#include "blocks.h"
+#include "ranges.h"
 
 namespace attnkern::cpu {
 namespace {
@@ -144,12 +144,9 @@ template <class T>
   return all_of(static_cast<const T*>(p.bias.data));
 }
 
-// ------------------------------------------------------------------------------------------------- bool masks
+// ------------------------------------------------------------------------------------------------- bits
 
-// A bit for each lane of a tile's row: whether the mask lets query and key meet.
-using LaneBits = uint64_t;
-
-// Of the rows from `row` on, if there is a mask.
+// Of the rows from `row` on, if there are any.
 inline const LaneBits* bits_from(const LaneBits* mask, int64_t row) { return mask == nullptr ? nullptr : mask + row; }
 
 // A row whose entries lie side by side.
@@ -207,10 +204,9 @@ inline void bits_of_columns(const uint8_t* source, int64_t lane_stride, int64_t 
   }
 }
 
-// The bits of `loops` rows of `lanes` lanes; those of lanes past the last one are set in rows that have any. loop_dim
-// as in bias_tile.
-[[gnu::noinline]] inline void mask_bits(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop,
-                                        int64_t loops, int64_t lane, int64_t lanes, LaneBits* rows) {
+// The bits of a bool mask.
+[[gnu::noinline]] inline void bits_of_mask(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop,
+                                           int64_t loops, int64_t lane, int64_t lanes, LaneBits* rows) {
   const int64_t loop_stride = p.bias.stride[loop_dim], lane_stride = p.bias.stride[5 - loop_dim];
   const uint8_t* source = static_cast<const uint8_t*>(p.bias.data) + batch * p.bias.stride[0] +
                           head * p.bias.stride[1] + loop * loop_stride + lane * lane_stride;
@@ -229,6 +225,17 @@ inline void bits_of_columns(const uint8_t* source, int64_t lane_stride, int64_t 
       }
     }
   }
+}
+
+// What a bool mask and key ranges leave of `loops` rows of `lanes` lanes; the bits of lanes past the last one are set
+// in rows that have any. loop_dim as in bias_tile.
+inline void mask_bits(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop, int64_t loops,
+                      int64_t lane, int64_t lanes, LaneBits* rows) {
+  if (p.bias.data != nullptr && p.bias_dtype == DType::kBool)
+    bits_of_mask(p, loop_dim, batch, head, loop, loops, lane, lanes, rows);
+  else
+    for (int64_t i = 0; i < loops; ++i) rows[i] = ~LaneBits{0};
+  if (p.ranges.data != nullptr) exclude_by_ranges(p, loop_dim, batch, head, loop, loops, lane, lanes, rows);
   const LaneBits beyond = lanes == 64 ? 0 : ~LaneBits{0} << lanes;
   for (int64_t i = 0; i < loops; ++i) rows[i] = (rows[i] & ~beyond) == 0 ? 0 : rows[i] | beyond;
 }

@@ -41,12 +41,14 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
           BlockPlan block;
           while (walk.next(block)) {
             if (block.segments == 0 || excludes_all<T>(p, batch, head, block.row, block.rows, key, keys)) continue;
+            const LaneBits* mask = nullptr;
+            if (score.has_ranges && !apply_mask<C>(p, 2, batch, head, key, keys, scratch.mask, block, mask)) continue;
             const auto q_rows =
                 operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
             const auto grad_rows =
                 operand_rows<Op, T>(p.grad_out, batch, head, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
             score_block<T, Op>(p, scratch, score, walk, block, batch, head, key, keys,
-                               terms.from((batch * p.heads_q + head) * p.seqlen_q), true, true, nullptr, q_rows,
+                               terms.from((batch * p.heads_q + head) * p.seqlen_q), true, true, mask, q_rows,
                                grad_rows);
             for (int64_t s = 0; s < block.segments; ++s) {
               const Segment& segment = block.segment[s];

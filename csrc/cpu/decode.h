@@ -362,10 +362,15 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
       dropout_tile<C>(p, 2, batch, head_k * group + g, 0, p.seqlen_q, key + first,
                       round_up(min64(kTile<C>, keys - first), S::kLanes),
                       scratch.keep + in_tiles<C>(g * p.seqlen_q, rows, first));
-  const auto visited_by = [&](int64_t r) { return p.band.visited(r % p.seqlen_q, 1, {key, key + keys}); };
+  // The keys that a row attends to, of its range number `which` where it has ranges.
+  const auto visited_by = [&](int64_t r, int64_t which) {
+    const Range visited = p.band.visited(r % p.seqlen_q, 1, {key, key + keys});
+    if (p.ranges.data == nullptr) return visited;
+    return range_of_row(p.ranges, batch, head_k * group + r / p.seqlen_q, r % p.seqlen_q, which, visited);
+  };
   // Whether a row's scores need nothing but the scale, and meet all keys.
   const auto on_fast_path = [&](int64_t r) {
-    const Range visited = visited_by(r);
+    const Range visited = visited_by(r, 0);
     return score.fast_path() && visited.begin == key && visited.end == key + keys && keys % S::kLanes == 0;
   };
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale), log2e = S::set1(kLog2E<C>);
@@ -376,11 +381,18 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
     if (on_fast_path(r)) {
       for (int64_t j = 0; j < keys; j += S::kLanes) largest = S::max(S::product(S::load(row + j), scale), largest);
     } else {
-      const Range visited = visited_by(r);
-      const Range live{visited.begin - key, visited.end - key};
+      const auto live = [&](int64_t which) {
+        const Range visited = visited_by(r, which);
+        return Range{visited.begin - key, visited.end - key};
+      };
+      const Range first = live(0), second = p.ranges.count == 2 ? live(1) : Range{};
       for (int64_t j = 0; j < keys; j += S::kLanes) {
+        const int64_t vector = j / S::kLanes;
         V x = finish_score(score, S::load(row + j), scale, scratch.bias + in_tiles<C>(r, rows, j));
-        if (!LaneMask<C>::all(live, j / S::kLanes, 1)) x = LaneMask<C>(live, j / S::kLanes).select(x, dead);
+        if (!LaneMask<C>::all(first, vector, 1)) {
+          const V others = p.ranges.count == 2 ? LaneMask<C>(second, vector).select(x, dead) : dead;
+          x = LaneMask<C>(first, vector).select(x, others);
+        }
         S::store(row + j, x);
         largest = S::max(x, largest);
       }
@@ -410,15 +422,14 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
   }
 }
 
-// The rows of key head `head_k` against keys [begin, end): fills scratch.out (not normalised), largest and sums (one
-// per lane).
+// The rows of key head `head_k` against keys [begin, end), of which all rows attend to `full`: continues what
+// scratch.out (not normalised), largest and sums (one per lane) hold.
 template <int64_t kKeysOfBlock, class T, class Op>
-void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
-                 int64_t end) {
+void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
+                 int64_t end, Range full) {
   using C = typename Op::Compute;
   static_assert(kKeysOfBlock % kTile<float> == 0);
   const int64_t rows = p.heads_q / p.heads_k * p.seqlen_q;
-  begin_part<T>(p, scratch, batch, head_k);
   // (Few rows of bfloat16 wait for memory anyway, and keep their probabilities' digits.)
   const bool by_score_tiles = kKeysOfBlock == kDecodeKeys && rows >= kRowsForScoreTiles<T, Op>,
              by_value_tiles =
@@ -428,9 +439,9 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   const int64_t portion = keys_of_portion<T>(p.head_dim);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
   const auto stream = stream_for<T, Op>(p, rows);
-  Range streamed = p.band.full(0, p.seqlen_q, {begin, end});
+  Range streamed = full;
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
-  if (stream == nullptr || streamed.begin == streamed.end) streamed = {end, end};
+  if (stream == nullptr || streamed.begin >= streamed.end) streamed = {end, end};
   // How many of the keys that come next a mask excludes from all rows, as it does where a cache isn't full.
   const auto left_out = [&](int64_t key, int64_t last) -> int64_t {
     const int64_t keys = min64(kDecodeKeys, last - key);
@@ -473,6 +484,25 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
                                                            in_place ? prefetch : PrefetchAhead{}, scratch.factor,
                                                            scratch.out, scratch.out_step);
                       });
+  }
+}
+
+// The rows of key head `head_k` against their keys in [begin, end): fills scratch.out, largest and sums.
+template <int64_t kKeysOfBlock, class T, class Op>
+void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
+                 int64_t end) {
+  begin_part<T>(p, scratch, batch, head_k);
+  const int64_t group = p.heads_q / p.heads_k;
+  const VisitedKeys visited(p, batch, head_k * group, group, 0, p.seqlen_q, {begin, end});
+  for (const Range keys : {visited.first(), visited.second()}) {
+    if (keys.end <= keys.begin) continue;
+    Range full{keys.end, keys.end};
+    for (int64_t which = 0; which < 2; ++which) {
+      const Range common = visited.common(which);
+      const Range all = p.band.full(0, p.seqlen_q, {max64(keys.begin, common.begin), min64(keys.end, common.end)});
+      if (all.end - all.begin > full.end - full.begin) full = all;
+    }
+    decode_keys<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, keys.begin, keys.end, full);
   }
 }
 

@@ -67,14 +67,17 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       S::store(scratch.sum + lane, S::load(scratch.sum + lane) + S::load(scratch.block_sum + lane));
     accumulate(*waiting, probabilities.scores, true);
   };
-  BandWalk<C> walk(p.band, query, queries, {0, p.seqlen_k}, kBlock<Op>);
+  const VisitedKeys visited(p, batch, head, 1, query, queries, {0, p.seqlen_k});
+  BandWalk<C> walk(p.band, query, queries, visited.first(), kBlock<Op>, visited.second());
   const bool prefetches_bias = p.bias.data != nullptr && has_bias_rows(p);
   while (walk.next(*block)) {
     if (block->segments == 0 ||
         (score.has_bias && excludes_all<T>(p, batch, head, query, queries, block->row, block->rows)))
       continue;
     const LaneBits* mask = nullptr;
-    if (score.has_mask && !apply_mask<C>(p, 3, batch, head, query, queries, scratch.mask, *block, mask)) continue;
+    if ((score.has_mask || !visited.shares(block->row, block->rows)) &&
+        !apply_mask<C>(p, 3, batch, head, query, queries, scratch.mask, *block, mask))
+      continue;
     Rows<Scalar> keys;
     if constexpr (kConverts<T, Op>)
       keys = packed_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,

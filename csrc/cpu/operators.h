@@ -40,10 +40,10 @@ inline Runtime runtime() {
 // out and lse; lse is Host::nothing unless it is needed.
 template <class Host, class Tensor = typename Host::Tensor>
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
-                                   const std::optional<Tensor>& philox_seed, const AttentionParams& params,
-                                   bool need_lse) {
+                                   const std::optional<Tensor>& key_ranges, const std::optional<Tensor>& philox_seed,
+                                   const AttentionParams& params, bool need_lse) {
   Forward p;
-  fill(p, q, k, v, bias, philox_seed, params);
+  fill(p, q, k, v, bias, key_ranges, philox_seed, params);
   auto [out, lse] = make_results<Host>(p, q, need_lse);
   {
     [[maybe_unused]] const typename Host::WhileKernelsRun running;
@@ -57,11 +57,12 @@ template <class Host, class Tensor = typename Host::Tensor>
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
                                                     const Tensor& q, const Tensor& k, const Tensor& v,
                                                     const std::optional<Tensor>& bias,
+                                                    const std::optional<Tensor>& key_ranges,
                                                     const std::optional<Tensor>& philox_seed, const Tensor& out,
                                                     const Tensor& lse, const AttentionParams& params,
                                                     int64_t grad_mask) {
   Backward p;
-  fill(p, q, k, v, bias, philox_seed, params);
+  fill(p, q, k, v, bias, key_ranges, philox_seed, params);
   fill_backward(p, grad_out, grad_lse, q, out, lse);
   auto [dq, dk, dv, dbias] = make_gradients<Host>(p, q, k, v, bias, grad_mask);
   if (!has_no_score(p)) {

@@ -103,7 +103,9 @@ template <class T, class Op, class C = typename Op::Compute>
       if (block.segments == 0 || (score.has_bias && excludes_all<T>(p, batch, head, block.row, block.rows, key, keys)))
         continue;
       const LaneBits* mask = nullptr;
-      if (score.has_mask && !apply_mask<C>(p, 2, batch, head, key, keys, scratch.mask, block, mask)) continue;
+      if ((score.has_mask || score.has_ranges) &&
+          !apply_mask<C>(p, 2, batch, head, key, keys, scratch.mask, block, mask))
+        continue;
       if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
       const auto q_rows = operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
       for (int64_t s = 0; s < block.segments; ++s) {

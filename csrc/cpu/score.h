@@ -48,6 +48,7 @@ struct ScoreParams {
         cap(static_cast<C>(p.softcap)),
         has_bias(p.bias.data != nullptr && (mask_added || p.bias_dtype != DType::kBool)),
         has_mask(p.bias.data != nullptr && !has_bias),
+        has_ranges(p.ranges.data != nullptr),
         dropout(p.dropout_p > 0) {}
 
   // Whether scores take the fast path: nothing but a scale, one that keeps -inf and that an operand can be multiplied
@@ -73,7 +74,7 @@ struct ScoreParams {
   C scale;  // >= 0: a negative scale is turned into the sign of one operand, so that max(scale * s) = scale * max(s)
   bool negate;
   C cap;
-  bool has_bias, has_mask;
+  bool has_bias, has_mask, has_ranges;
   bool dropout;
 };
 

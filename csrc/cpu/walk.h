@@ -12,9 +12,9 @@ struct BlockPlan {
   Segment segment[2 * kBlockRows / kGroup + 3];  // a full one, and the last of either edge may be short
 };
 
-// What a mask leaves of a block: of a full block, rows in front and behind that it excludes from all lanes go, and
-// segments of kGroup rows hold their live vectors only. False if nothing is left. `mask`: the bits of
-// the block's rows, in `rows`; null if all are set.
+// What a bool mask and key ranges leave of a block: of a full block, rows in front and behind that it excludes from all
+// lanes go, and segments of kGroup rows hold their live vectors only. False if nothing is left. `mask`: the bits of the
+// block's rows, in `rows`; null if all are set.
 template <class C>
 inline bool apply_mask(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t lane, int64_t lanes,
                        LaneBits* rows, BlockPlan& block, const LaneBits*& mask) {
@@ -72,20 +72,19 @@ inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& bloc
 template <class C>
 class BandWalk {
  public:
-  // The loop indices of a lane are band.visited(lane), as far as they are in `within`.
-  BandWalk(const Band& band, int64_t lane, int64_t lanes, Range within, int64_t most)
-      : band_(band.transposed()),
-        lane_(lane),
-        lanes_(lanes),
-        visited_(band.visited(lane, lanes, within)),
-        full_(band.full(lane, lanes, within)),
-        next_(visited_.begin),
-        most_(most) {
-    if (full_.end <= full_.begin) full_ = {visited_.end, visited_.end};
+  // The loop indices of a lane are band.visited(lane), as far as they are in `within`, and then in `later`.
+  BandWalk(const Band& band, int64_t lane, int64_t lanes, Range within, int64_t most, Range later = {})
+      : band_(band.transposed()), lane_(lane), lanes_(lanes), later_(later), most_(most) {
+    enter(within);
   }
 
   bool next(BlockPlan& block) {
-    if (next_ >= visited_.end) return false;
+    if (next_ >= visited_.end) {
+      if (later_.end <= later_.begin) return false;
+      enter(later_);
+      later_ = {};
+      if (next_ >= visited_.end) return false;
+    }
     const int64_t left = visited_.end - next_, parts = (left + most_ - 1) / most_;
     int64_t end = next_ + min64(left, round_up((left + parts - 1) / parts, 2));
     // All in front of the edge that the block would tear apart.
@@ -111,6 +110,12 @@ class BandWalk {
   }
 
  private:
+  void enter(Range within) {
+    visited_ = band_.transposed().visited(lane_, lanes_, within);
+    full_ = band_.transposed().full(lane_, lanes_, within);
+    if (full_.end <= full_.begin) full_ = {visited_.end, visited_.end};
+    next_ = visited_.begin;
+  }
   static int64_t vectors(int64_t lanes) { return (lanes + Simd<C>::kLanes - 1) / Simd<C>::kLanes; }
   // The last row in front of `row` that an even number of rows separates from the next block's first.
   int64_t even(int64_t row) const { return next_ + (row - next_) / 2 * 2; }
@@ -128,7 +133,7 @@ class BandWalk {
 
   Band band_;
   int64_t lane_, lanes_;
-  Range visited_, full_;
+  Range later_, visited_, full_;
   int64_t next_, most_;
 };
 

@@ -66,8 +66,10 @@ struct Device {
 };
 
 void fill_inputs(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
-                 const OptionalTensor& philox_seed, const AttentionParams& params, bool tf32) {
-  attnkern::fill(p, q, k, v, bias, philox_seed, params);
+                 const OptionalTensor& key_ranges, const OptionalTensor& philox_seed, const AttentionParams& params,
+                 bool tf32) {
+  attnkern::fill(p, q, k, v, bias, key_ranges, philox_seed, params);
+  STD_TORCH_CHECK(p.ranges.data == nullptr, "attnkern: these kernels have no key ranges yet");
   p.tf32 = tf32;
   STD_TORCH_CHECK(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16 || p.dtype == DType::kFloat32,
                   "attnkern: these kernels take bfloat16, float16 and float32");
@@ -104,11 +106,11 @@ int forward_by_schedule(const attnkern::Forward& p, attnkern::cuda::ForwardSm90P
 
 // out and lse; lse has shape (0,) unless need_lse. splits and schedule replace those of the plan: for timing and tests.
 // Any number of splits from 1 on (0: not the kernels for few queries) and any Schedule of the fast path is right.
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias,
+std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor key_ranges,
                                    OptionalTensor philox_seed ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool need_lse,
                                    bool tf32, std::optional<int64_t> splits, std::optional<int64_t> schedule) {
   attnkern::Forward p{};
-  fill_inputs(p, q, k, v, bias, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
+  fill_inputs(p, q, k, v, bias, key_ranges, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
   const Device device(q);
   auto [out, lse] = attnkern::make_results<Dispatcher>(p, q, need_lse);
   if (p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0) return {out, lse};
@@ -152,11 +154,12 @@ void add_up(const std::optional<Tensor>& parts, Tensor& grad) {
 
 // dq, dk, dv, dbias; what grad_mask does not ask for has shape (0,). deterministic: the same bits in every run.
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k,
-                                                    Tensor v, OptionalTensor bias, OptionalTensor philox_seed,
-                                                    Tensor out, Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
-                                                    int64_t grad_mask, bool tf32, bool deterministic) {
+                                                    Tensor v, OptionalTensor bias, OptionalTensor key_ranges,
+                                                    OptionalTensor philox_seed, Tensor out,
+                                                    Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), int64_t grad_mask,
+                                                    bool tf32, bool deterministic) {
   attnkern::cuda::BackwardCall p{};
-  fill_inputs(p, q, k, v, bias, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
+  fill_inputs(p, q, k, v, bias, key_ranges, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
   grad_out = dense_rows(grad_out), out = dense_rows(out), lse = attnkern::dense(lse);
   if (grad_lse) grad_lse = attnkern::dense(*grad_lse);
   attnkern::fill_backward(p, grad_out, grad_lse, q, out, lse);

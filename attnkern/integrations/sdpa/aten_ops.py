@@ -65,8 +65,8 @@ def _backend(problem: Problem) -> str:
 
 
 def _forward(backend: str, problem: Problem, need_lse: bool = True) -> tuple[Tensor, Tensor]:
-    q, k, v, bias, params, _ = problem
-    out, lse = ops.forward(q, k, v, bias, None, *params, need_lse, backend)
+    q, k, v, bias, ranges, params, _ = problem
+    out, lse = ops.forward(q, k, v, bias, ranges, None, *params, need_lse, backend)
     if bias is not None:
         # Of a row without a key, for torch's backward kernels: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
         lse.masked_fill_(lse == -math.inf, 0.0)
@@ -76,9 +76,9 @@ def _forward(backend: str, problem: Problem, need_lse: bool = True) -> tuple[Ten
 def _backward(
     backend: str, problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, *, grad_bias: bool = False
 ) -> tuple[Tensor, ...]:
-    q, k, v, bias, params, _ = problem
+    q, k, v, bias, ranges, params, _ = problem
     mask = GRAD_Q | GRAD_K | GRAD_V | (GRAD_BIAS if grad_bias else 0)
-    return ops.backward(grad_out, None, q, k, v, bias, None, out, lse.contiguous(), *params, mask, backend)
+    return ops.backward(grad_out, None, q, k, v, bias, ranges, None, out, lse.contiguous(), *params, mask, backend)
 
 
 def _cpu_flash(

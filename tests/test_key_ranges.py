@@ -1,0 +1,225 @@
+"""Key ranges: each row attends to one or two intervals of keys, beside every other mask and feature."""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import attnkern
+from attnkern import testing
+
+LENGTHS = [(1, 1), (1, 300), (3, 97), (70, 64), (65, 130), (200, 190), (300, 577)]
+
+
+def documents(seqlen_q, seqlen_k, *, size=24, is_causal=True):
+    """Documents of `size` keys, and of as large a share of the queries."""
+    row = torch.arange(seqlen_q)
+    place = (row + 1) * seqlen_k // seqlen_q - 1
+    begin = place // size * size
+    end = place + 1 if is_causal else (begin + size).clamp(max=seqlen_k)
+    return torch.stack([begin, end], -1).view(seqlen_q, 1, 2)
+
+
+def window_and_sinks(seqlen_q, seqlen_k, *, left=20, sinks=3):
+    place = torch.arange(seqlen_q) + seqlen_k - seqlen_q
+    sink = torch.stack([torch.zeros_like(place), (place + 1).clamp(max=sinks)], -1)
+    return torch.stack([sink, torch.stack([place - left, place + 1], -1)], -2)
+
+
+def padding(lengths):
+    return torch.tensor([[0, n] for n in lengths]).view(-1, 1, 1, 1, 2)
+
+
+def anything(batch, heads, rows, ranges, seqlen_k):
+    """Ends in front of the first key and behind the last, ranges that overlap or are empty, one in eight backwards."""
+    shape = batch, heads, rows, ranges
+    begin = torch.randint(-5, max(1, seqlen_k - 9), shape)
+    end = begin + torch.randint(10, seqlen_k + 20, shape)
+    turned = torch.randint(8, shape) == 0
+    return torch.stack([torch.where(turned, end, begin), torch.where(turned, begin, end)], -1)
+
+
+KINDS = {
+    "documents": lambda lq, lk: documents(lq, lk),
+    "whole documents": lambda lq, lk: documents(lq, lk, size=90, is_causal=False),
+    "window and sinks": window_and_sinks,
+    "padding": lambda lq, lk: padding([lk // 2, lk]),
+    "nothing": lambda lq, lk: torch.tensor([[3, 3]]).expand(lq, 1, 2),
+    "everything": lambda lq, lk: torch.tensor([[-7, 2**31 - 1]]).expand(1, 1, 2),
+    "anything": lambda lq, lk: anything(2, 4, lq, 2, lk),
+    "one range of a head": lambda lq, lk: anything(1, 4, 1, 1, lk),
+    "one range of a row": lambda lq, lk: anything(1, 1, lq, 1, lk),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_lse_and_gradients(target, kind, lengths, dtype):
+    ranges = KINDS[kind](*lengths).to(target.device)
+    inputs = target.inputs(2, 4, *lengths, 16, heads_k=2, dtype=dtype)
+    target.check(inputs, key_ranges=ranges, enable_gqa=True)
+
+
+FEATURES = {
+    "is_causal": {"is_causal": True},
+    "window": {"window": (30, 4), "alignment": "bottom_right"},
+    "softcap": {"softcap": 3.0},
+    "negative scale": {"scale": -0.3},
+    "all": {"is_causal": True, "alignment": "bottom_right", "window": (50, None), "softcap": 2.0, "scale": 0.4},
+}
+
+
+@pytest.mark.parametrize(
+    "mask", [None, ("bool", "BHLS"), ("bool", "11LS"), ("float", "1HLS"), ("float", "B11S")], ids=str
+)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("kind", ["whole documents", "window and sinks", "anything"])
+def test_beside_other_masks_and_features(target, kind, feature, mask, dtype):
+    for lengths in ((130, 150), (2, 150)):
+        inputs = target.inputs(2, 4, *lengths, 24, heads_k=2, dtype=dtype, mask=mask)
+        target.check(inputs, key_ranges=KINDS[kind](*lengths).to(target.device), enable_gqa=True, **FEATURES[feature])
+
+
+@pytest.mark.parametrize("lengths", [(130, 150), (2, 150)], ids=str)
+@pytest.mark.parametrize("kind", ["documents", "window and sinks", "anything"])
+def test_with_dropout(target, kind, lengths, dtype):
+    inputs = target.inputs(2, 4, *lengths, 16, dtype=dtype)
+    target.check_dropout(inputs, key_ranges=KINDS[kind](*lengths).to(target.device), dropout_p=0.3)
+
+
+@pytest.mark.parametrize("size", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("heads_k", [1, 2, 4])
+def test_few_queries_of_every_kernel(target, size, heads_k, dtype):
+    """Decoding: one key range for each sequence, as a cache of static size has; and one for each query."""
+    for seqlen_q, kind in itertools.product((1, 4), ("padding", "window and sinks", "anything")):
+        inputs = target.inputs(2, 4, seqlen_q, 1100, size, heads_k=heads_k, dtype=dtype)
+        ranges = KINDS[kind](seqlen_q, 1100).to(target.device)
+        target.check(inputs, key_ranges=ranges, enable_gqa=True, gradients=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("far", [2**31 - 1, -(2**31)])
+def test_ends_are_clamped(target, dtype, far):
+    inputs = target.inputs(1, 2, 70, 90, 8)
+    ranges = torch.tensor([[[5, far]], [[far, 40]]], dtype=dtype, device=target.device)
+    target.check(inputs, key_ranges=ranges.repeat(35, 1, 1))
+
+
+def test_int64_ends_beyond_int32(target):
+    inputs = target.inputs(1, 2, 3, 90, 8)
+    ranges = torch.tensor([[5, 2**40], [-(2**40), 7]], device=target.device)
+    target.check(inputs, key_ranges=ranges)
+
+
+def test_what_lies_outside_is_never_read(kernel_target, dtype):
+    """NaN in keys and values in front of all ranges and behind them leaves no trace in the output."""
+    q, k, v = kernel_target.inputs(1, 2, 200, 400, 16, dtype=dtype).tensors.values()
+    ranges = torch.tensor([[100, 290]], dtype=torch.int32, device=kernel_target.device)
+    outside = ~testing.ranges_mask(ranges, 400).view(400, 1)
+    for rows in (slice(200), slice(2)):
+        clean = kernel_target.attention(q[:, :, rows], k, v, key_ranges=ranges)
+        poisoned = (x.masked_fill(outside, torch.nan) for x in (k, v))
+        assert torch.equal(kernel_target.attention(q[:, :, rows], *poisoned, key_ranges=ranges), clean)
+
+
+def test_strides_and_shapes_broadcast(target):
+    inputs = target.inputs(2, 4, 60, 70, 8)
+    ranges = anything(2, 4, 60, 2, 70).to(target.device, torch.int32)
+    whole = target.attention(*inputs.tensors.values(), key_ranges=ranges)
+    for view in (
+        ranges.permute(4, 3, 2, 1, 0).contiguous().permute(4, 3, 2, 1, 0),
+        ranges.repeat(1, 1, 1, 1, 2)[..., :2],
+        torch.stack([ranges, ranges], 2)[:, :, 1],
+    ):
+        with testing.unmodified(view):
+            assert torch.equal(target.attention(*inputs.tensors.values(), key_ranges=view), whole)
+    q, k, v = inputs.tensors.values()
+    for n in range(4):
+        one = target.attention(q[0, n], k[0, n], v[0, n], key_ranges=ranges[0, n])
+        torch.testing.assert_close(one, whole[0, n])
+    rows = ranges[0, 0]
+    torch.testing.assert_close(
+        target.attention(q, k, v, key_ranges=rows), target.attention(q, k, v, key_ranges=rows.expand(2, 4, 60, 2, 2))
+    )
+
+
+def test_derivatives_of_any_order(target):
+    q, k, v = (x.double() for x in target.inputs(1, 2, 7, 9, 4).tensors.values())
+    ranges = window_and_sinks(7, 9, left=2, sinks=1).to(target.device)
+
+    def f(*inputs):
+        return target.attention(*inputs, key_ranges=ranges, return_lse=True, softcap=2.0)
+
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(f, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(f, inputs)
+
+
+def test_vmap(target):
+    q, k, v = (target.randn(3, 2, 4, 30, 8) for _ in range(3))
+    ranges = anything(6, 1, 30, 2, 30).unflatten(0, (3, 2)).to(target.device)
+    for given, dim in ((ranges, 0), (ranges[0], None)):
+        got = torch.vmap(lambda q, k, v, r: target.attention(q, k, v, key_ranges=r), in_dims=(0, 0, 0, dim))(
+            q, k, v, given
+        )
+        for n in range(3):
+            want = target.attention(q[n], k[n], v[n], key_ranges=given if dim is None else given[n])
+            torch.testing.assert_close(got[n], want)
+
+
+def test_compiles_once_for_all_lengths(target):
+    def f(q, k, v, ranges):
+        return target.attention(q, k, v, key_ranges=ranges, is_causal=True)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(f, backend=counter, fullgraph=True, dynamic=True)
+    for length in (40, 56, 77):
+        inputs = [target.randn(1, 2, length, 8).requires_grad_() for _ in range(3)]
+        ranges = documents(length, length).to(target.device, torch.int32)
+        results = []
+        for function in (compiled, f):
+            out = function(*inputs, ranges)
+            results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
+Q = torch.zeros(2, 4, 5, 8)
+BAD = {
+    "float": (torch.zeros(5, 1, 2), RuntimeError, "key_ranges must be int32 or int64, got float32"),
+    "no tensor": ([(0, 5)], TypeError, "argument 'key_ranges' must be Tensor or None, not list"),
+    "one dimension": (
+        torch.zeros(2, dtype=torch.int32),
+        RuntimeError,
+        r"must have the shape \(\.\.\., 1 or 2 ranges, 2",
+    ),
+    "three ranges": (torch.zeros(5, 3, 2, dtype=torch.int32), RuntimeError, "1 or 2 ranges"),
+    "no end": (torch.zeros(5, 1, 1, dtype=torch.int32), RuntimeError, "2: begin and end"),
+    "other rows": (
+        torch.zeros(4, 1, 2, dtype=torch.int32),
+        RuntimeError,
+        r"rows of scores \(2, 4, 5\), got \(4, 1, 2\)",
+    ),
+    "other heads": (torch.zeros(2, 5, 1, 2, dtype=torch.int32), RuntimeError, r"rows of scores \(2, 4, 5\)"),
+    "meta": (
+        torch.zeros(5, 1, 2, dtype=torch.int32, device="meta"),
+        RuntimeError,
+        "must be on query's device cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what):
+    ranges, error, message = BAD[what]
+    for function in (attnkern.attention, attnkern.explain):
+        with pytest.raises(error, match=message):
+            function(Q, Q, Q, key_ranges=ranges)
+
+
+def test_explain_names_them():
+    text = str(attnkern.explain(Q, Q, Q, key_ranges=torch.zeros(5, 1, 2, dtype=torch.int32)))
+    assert "key_ranges (1, 1, 5, 1, 2) int32 cpu" in text
