@@ -73,7 +73,7 @@ def scaled_dot_product_attention(
         if result is not NotImplemented:
             return result
     elif attn_mask is None or is_causal is not True:
-        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, False, backend
+        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, None, False, backend
         result = cpu.call(query, key, value, attn_mask, *options)
         if result is not None:
             return result
@@ -146,22 +146,9 @@ def attention(
         )
         if result is not NotImplemented:
             return result
-    elif key_ranges is None:
-        result = cpu.call(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            window,
-            alignment,
-            softcap,
-            return_lse,
-            backend,
-        )
+    else:
+        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+        result = cpu.call(query, key, value, attn_mask, *options, return_lse, backend)
         if result is not None:
             return result
     options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges

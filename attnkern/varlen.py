@@ -71,6 +71,8 @@ def varlen_attention(
         )
     if seqused_k is not None:
         _check_integers("seqused_k", seqused_k, query, cu_seqlens_q.shape[0] - 1)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"attnkern: argument 'is_causal' must be bool, not {type(is_causal).__name__}")
     if alignment not in ("top_left", "bottom_right"):
         raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
     left, right = checked_window(window) or (None, None)

@@ -313,11 +313,11 @@ int64_t bound_of(PyObject* x) {
 // those here and in fill(). 4-D tensors of one batch, no gradient, no dropout.
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 13) return nullptr;
+    if (count != 14) return nullptr;
     PyObject *const mask = arguments[3], *const dropout_p = arguments[4], *const is_causal = arguments[5],
                     *const scale = arguments[6], *const enable_gqa = arguments[7], *const window = arguments[8],
-                    *const alignment = arguments[9], *const softcap = arguments[10], *const return_lse = arguments[11],
-                    *const backend = arguments[12];
+                    *const alignment = arguments[9], *const softcap = arguments[10], *const key_ranges = arguments[11],
+                    *const return_lse = arguments[12], *const backend = arguments[13];
     // First of all: a GPU's users are not to wait for the rest.
     const auto has = [](PyObject* x, PyObject* attribute) {
       return Owned(PyObject_GetAttr(x, attribute)).get() == &_Py_TrueStruct;
@@ -337,9 +337,10 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (any_answers_true(python.listeners) || any_answers_true(python.for_the_caller)) return nullptr;
 
     Tensor q, k, v;
-    OptionalTensor bias;
+    OptionalTensor bias, ranges;
     if (!q.read(arguments[0]) || !k.read(arguments[1]) || !v.read(arguments[2])) return nullptr;
     if (mask != kNone && !bias.emplace().read(mask)) return nullptr;
+    if (key_ranges != kNone && !ranges.emplace().read(key_ranges)) return nullptr;
     if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;
     const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };
     if (enable_gqa == &_Py_FalseStruct && !(same_heads(k) && same_heads(v))) return nullptr;
@@ -352,7 +353,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (is_causal == &_Py_TrueStruct) params.window_right = 0;  // bounds are not negative: this is the tighter one
     params.band_offset = bottom_right ? k.size(2) - q.size(2) : 0;
     const bool need_lse = return_lse == &_Py_TrueStruct;
-    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, {}, {}, params, need_lse);
+    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, ranges, {}, params, need_lse);
     return need_lse ? tuple_of(out, lse) : out.release();
   });
 }

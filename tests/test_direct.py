@@ -126,6 +126,7 @@ PLAIN = {
     "mask and causal": {"attn_mask": torch.zeros(2, 2, 1, 5), "is_causal": True},
     "bool mask": {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)},
     "float mask": {"attn_mask": torch.zeros(2, 2, 1, 5)},
+    "key ranges": {"key_ranges": torch.tensor([[1, 4], [3, 5]], dtype=torch.int32).view(2, 1, 1, 1, 2)},
 }
 
 

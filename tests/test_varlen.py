@@ -1,0 +1,177 @@
+"""attnkern.varlen_attention: packed sequences against one call for each of them."""
+
+import itertools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import attnkern
+from attnkern import testing
+
+LENGTHS = {
+    "one": ([50], [50]),
+    "alike": ([32, 32, 32], [32, 32, 32]),
+    "short": ([3, 20, 1, 47, 33, 5], [3, 20, 1, 47, 33, 5]),
+    "empty ones": ([0, 20, 0, 0, 30, 0], [0, 20, 0, 0, 30, 0]),
+    "crossed": ([5, 70, 1, 130], [90, 12, 33, 250]),
+    "no keys": ([5, 70, 3], [90, 0, 33]),
+    "long": ([300, 17, 200], [300, 17, 200]),
+}
+OPTIONS = {
+    "plain": {},
+    "is_causal": {"is_causal": True},
+    "top left": {"is_causal": True, "alignment": "top_left"},
+    "window": {"window": (20, 3)},
+    "left": {"window": (9, None), "is_causal": True, "softcap": 3.0, "scale": 0.4},
+}
+
+
+def ends(lengths, dtype=torch.int32):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+
+
+def packed(target, lengths_q, lengths_k, dtype, heads=4, heads_k=2, size=16):
+    shapes = (sum(lengths_q), heads, size), (sum(lengths_k), heads_k, size), (sum(lengths_k), heads_k, size + 8)
+    return [target.randn(*shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def one_by_one(target, q, k, v, lengths_q, lengths_k, used=None, *, return_lse=False, **options):
+    """The same by a call for each sequence."""
+    outs, lses = [], []
+    sequences = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), used or lengths_k, strict=True)
+    for *tensors, n in sequences:
+        a, b, c = (x.transpose(0, 1)[None] for x in tensors)
+        out, lse = target.attention(a, b[:, :, :n], c[:, :, :n], enable_gqa=True, return_lse=True, **options)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_every_sequence_is_a_call_of_its_own(target, lengths, options, dtype):
+    lengths_q, lengths_k = LENGTHS[lengths]
+    given = {"alignment": "bottom_right", **OPTIONS[options]}
+    q, k, v = packed(target, lengths_q, lengths_k, dtype)
+    out, lse = attnkern.varlen_attention(
+        q, k, v, ends(lengths_q), ends(lengths_k), enable_gqa=True, return_lse=True, backend=target.backend, **given
+    )
+    want, want_lse = one_by_one(target, q, k, v, lengths_q, lengths_k, **given)
+    assert out.shape == (sum(lengths_q), 4, 24)
+    assert lse.shape == (4, sum(lengths_q))
+    rule = {"float64": (1e-12, 1e-12), "float32": (2e-5, 1e-5)}.get(str(dtype)[6:], (4e-2, 3e-2))
+    for got, expected in ((out, want), (lse, want_lse)):
+        torch.testing.assert_close(got, expected, atol=rule[0], rtol=rule[1])
+    grad = torch.randn_like(out)
+    grad_lse = torch.where(lse.isinf(), 0.0, torch.randn_like(lse))
+    grads = torch.autograd.grad((out, lse), (q, k, v), (grad, grad_lse))
+    want_grads = torch.autograd.grad((want, want_lse), (q, k, v), (grad, grad_lse))
+    for got, expected in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(got, expected, atol=4 * rule[0], rtol=4 * rule[1])
+
+
+def test_the_rule_holds_for_each_sequence(target, dtype):
+    """The project's own rule, for the middle one of three."""
+    q, k, v = packed(target, [40, 90, 30], [40, 90, 30], dtype, heads_k=4)
+    out = attnkern.varlen_attention(q, k, v, ends([40, 90, 30]), is_causal=True, backend=target.backend)
+    a, b, c = (x.detach()[40:130].transpose(0, 1)[None] for x in (q, k, v))
+    testing.expected(a, b, c, is_causal=True)["out"].check(out.detach()[40:130].transpose(0, 1)[None])
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_keys_in_use(target, kind):
+    lengths_q, lengths_k, used = [4, 1, 9], [40, 30, 20], [17, 30, 0]
+    q, k, v = packed(target, lengths_q, lengths_k, torch.float32)
+    for options in ({}, {"is_causal": True}, {"window": (3, 0)}):
+        out = attnkern.varlen_attention(
+            q,
+            k,
+            v,
+            ends(lengths_q, kind),
+            ends(lengths_k, kind),
+            seqused_k=torch.tensor(used, dtype=kind),
+            enable_gqa=True,
+            backend=target.backend,
+            **options,
+        )
+        want, _ = one_by_one(target, q, k, v, lengths_q, lengths_k, used, alignment="bottom_right", **options)
+        torch.testing.assert_close(out, want)
+
+
+def test_cu_seqlens_k_are_those_of_q(target):
+    q, k, v = packed(target, [40, 9], [40, 9], torch.float32, heads_k=4)
+    given = {"is_causal": True, "backend": target.backend}
+    alone = attnkern.varlen_attention(q, k, v, ends([40, 9]), **given)
+    assert torch.equal(alone, attnkern.varlen_attention(q, k, v, ends([40, 9]), ends([40, 9]), **given))
+
+
+def test_dropout_comes_again(target):
+    q, k, v = packed(target, [64, 30], [64, 30], torch.float32, heads_k=4)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        results.append(attnkern.varlen_attention(q, k, v, ends([64, 30]), dropout_p=0.5, backend=target.backend))
+    assert torch.equal(*results)
+    plain = attnkern.varlen_attention(q, k, v, ends([64, 30]), backend=target.backend)
+    assert not torch.allclose(results[0], plain)
+
+
+def test_one_graph_serves_all_lengths(target):
+    def f(q, k, v, cu):
+        return attnkern.varlen_attention(q, k, v, cu, is_causal=True, backend=target.backend)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(f, backend=counter, fullgraph=True, dynamic=True)
+    for lengths in ([20, 31], [7, 50, 3], [64, 9, 12, 30]):
+        q, k, v = packed(target, lengths, lengths, torch.float32, heads_k=4)
+        results = []
+        for function in (compiled, f):
+            out = function(q, k, v, ends(lengths))
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
+def test_memory_follows_the_tokens():
+    """400 sequences of 20 to 50 tokens: no tensor of tokens x tokens, nor of sequences x longest x longest."""
+    lengths = [20 + 7 * n % 31 for n in range(400)]
+    q, k, v = (torch.randn(sum(lengths), 8, 64) for _ in range(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        attnkern.varlen_attention(q, k, v, ends(lengths), is_causal=True, backend="cpu")
+    most = max(event.cpu_memory_usage for event in profile.events())
+    assert most <= 2 * q.numel() * 4
+
+
+Q = torch.zeros(10, 2, 8)
+CU = ends([4, 6])
+BAD = {
+    "4-D": ((Q[None], Q, Q, CU), {}, RuntimeError, r"query must have the shape \(tokens, Hq, E\), got \(1, 10, 2, 8\)"),
+    "list": ((Q, Q, Q, [0, 10]), {}, TypeError, "'cu_seqlens_q' must be Tensor, not list"),
+    "float": ((Q, Q, Q, CU.float()), {}, RuntimeError, "cu_seqlens_q must be int32 or int64 with shape .* got float32"),
+    "2-D": ((Q, Q, Q, CU[None]), {}, RuntimeError, r"got int32 with shape \(1, 3\)"),
+    "nothing": ((Q, Q, Q, CU[:0]), {}, RuntimeError, r"shape \(sequences \+ 1,\), got \(0,\)"),
+    "begins late": ((Q, Q, Q, CU + 1), {}, RuntimeError, "begin with 0, .* 10, got .1, 5, 11."),
+    "falls": ((Q, Q, Q, torch.tensor([0, 7, 4, 10])), {}, RuntimeError, "never fall"),
+    "ends early": ((Q, Q, Q, ends([4, 5])), {}, RuntimeError, "end with the number of tokens, 10, got .0, 4, 9."),
+    "other keys": (
+        (Q, Q, Q, CU, ends([10])),
+        {},
+        RuntimeError,
+        r"cu_seqlens_k must have the shape of cu_seqlens_q \(3,\)",
+    ),
+    "meta": ((Q, Q, Q, CU.to("meta")), {}, RuntimeError, "cu_seqlens_q must be on query's device cpu, got meta"),
+    "used": ((Q, Q, Q, CU), {"seqused_k": CU}, RuntimeError, r"seqused_k must be int32 or int64 with shape \(2,\)"),
+    "window": ((Q, Q, Q, CU), {"window": (-1, 0)}, ValueError, "window's bounds must be >= 0"),
+    "alignment": ((Q, Q, Q, CU), {"alignment": "left"}, ValueError, "alignment must be 'top_left' or 'bottom_right'"),
+    "is_causal": ((Q, Q, Q, CU), {"is_causal": 1}, TypeError, "'is_causal' must be bool"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what):
+    arguments, options, error, message = BAD[what]
+    with pytest.raises(error, match=message):
+        attnkern.varlen_attention(*arguments, **options)
