@@ -62,15 +62,6 @@ def varlen_attention(
             raise RuntimeError(f"attnkern: {name} must have the shape (tokens, {size}), got {got}")
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    _check_ends("cu_seqlens_q", cu_seqlens_q, query)
-    _check_ends("cu_seqlens_k", cu_seqlens_k, key)
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise RuntimeError(
-            f"attnkern: cu_seqlens_k must have the shape of cu_seqlens_q {tuple(cu_seqlens_q.shape)}, "
-            f"got {tuple(cu_seqlens_k.shape)}"
-        )
-    if seqused_k is not None:
-        _check_integers("seqused_k", seqused_k, query, cu_seqlens_q.shape[0] - 1)
     if not isinstance(is_causal, bool):
         raise TypeError(f"attnkern: argument 'is_causal' must be bool, not {type(is_causal).__name__}")
     if alignment not in ("top_left", "bottom_right"):
@@ -78,11 +69,13 @@ def varlen_attention(
     left, right = checked_window(window) or (None, None)
     if is_causal:
         right = 0
-    ranges = _ranges(query.shape[0], cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
+    ranges = packed_ranges(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     results: Any = attention(
-        *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
-        None,
-        dropout_p,
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
         scale=scale,
         enable_gqa=enable_gqa,
         softcap=softcap,
@@ -96,8 +89,9 @@ def varlen_attention(
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
-def _ranges(
-    tokens: int,
+def packed_ranges(
+    query: Tensor,
+    key: Tensor,
     ends_q: Tensor,
     ends_k: Tensor,
     used: Tensor | None,
@@ -105,8 +99,20 @@ def _ranges(
     right: int | None,
     alignment: str,
 ) -> Tensor:
-    """The keys of each query, int32 (T, 1, 2): those of its sequence within the window."""
-    token = torch.arange(tokens, dtype=ends_q.dtype, device=ends_q.device)
+    """The keys of each query, int32 (T, 1, 2): those of its sequence within the window.
+
+    Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded.
+    """
+    _check_ends("cu_seqlens_q", ends_q, query)
+    _check_ends("cu_seqlens_k", ends_k, key)
+    if ends_k.shape != ends_q.shape:
+        raise RuntimeError(
+            f"attnkern: cu_seqlens_k must have the shape of cu_seqlens_q {tuple(ends_q.shape)}, "
+            f"got {tuple(ends_k.shape)}"
+        )
+    if used is not None:
+        _check_integers("seqused_k", used, query, ends_q.shape[0] - 1)
+    token = torch.arange(query.shape[0], dtype=ends_q.dtype, device=ends_q.device)
     sequence = torch.searchsorted(ends_q[1:], token, right=True)
     first_q, first_k = ends_q[:-1], ends_k[:-1]
     lengths_k = ends_k.diff() if used is None else used.to(ends_k.dtype)

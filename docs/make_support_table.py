@@ -61,6 +61,7 @@ def features() -> list[Feature]:
         feature("`attn_mask`, bool", mask=("bool", "B1LS")),
         feature("`attn_mask`, float, and its gradient", mask=("float", "1HLS")),
         feature("`attn_mask` with `is_causal` and `window`", mask=("bool", "LS"), options=both),
+        feature("`key_ranges`, packed sequences", options={"key_ranges": torch.tensor([[0, 2]])}),
         feature("`scale`, also 0 and negative", options={"scale": -0.5}),
         feature("`softcap`", options={"softcap": 30.0}),
         feature("`dropout_p`", options={"dropout_p": 0.1}),

@@ -115,6 +115,22 @@ def batch_and_heads_run_where_they_are(dim, is_causal):
     hold_to_rule(whole(results), inputs, *grads, is_causal=is_causal)
 
 
+@check(2, 4, placement=["batch", "heads", "rows"], shape=[(4, 8, 16), (1, 8, 1), (4, 1, 16), (1, 1, 16)])
+def key_ranges_are_cut_along_or_shared(placement, shape):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs, *grads = problem()
+    begin = torch.randint(4, (*shape, 1), dtype=torch.int32)
+    ranges = torch.stack([begin, begin + 11], -1)
+    dim = ("batch", "heads", "rows").index(placement)
+    where = Shard(dim) if shape[dim] > 1 else Replicate()
+    cut = distribute_tensor(ranges, mesh_of(SIZE), [where])
+    results, communication = attend_sharded(mesh_of(SIZE), [Shard(dim)], inputs, *grads, key_ranges=cut)
+    assert results["out"].placements == (Shard(dim),)
+    assert communication == (2 if placement == "rows" else 0)  # key and value are gathered
+    hold_to_rule(whole(results), inputs, *grads, parts=SIZE, key_ranges=ranges)
+
+
 @check(2, 4, placement=["batch", "heads", "rows"], mask=["1HLS", "BHLS", "B1LS", "LS"])
 def a_mask_is_cut_along_or_shared(placement, mask):
     """The gradient of what is shared is the sum over the ranks."""

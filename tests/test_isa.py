@@ -37,6 +37,13 @@ with testing.poisoned_memory():
         for kind, shape in itertools.product(("bool", "float", "holes"), ("BHLS", "1HL1", "B11S")):
             for own in (dtype, torch.float32):
                 check(2, 2, 19, 70, 16, dtype=dtype, mask=(kind, shape), mask_dtype=own)
+        for length, keys in [(1, 300), (3, 130), (16, 90), (33, 97), (65, 257), (130, 170)]:
+            begin = torch.randint(keys - 40, (1, 2, length, 1), dtype=torch.int32)
+            own = torch.stack([begin, begin + torch.randint(20, keys, begin.shape)], -1).int()
+            sinks = torch.tensor([0, 4], dtype=torch.int32).expand(own.shape)
+            for ranges in (own, torch.cat([sinks, own], -2)):
+                for options in ({{}}, {{"window": (90, None)}}, {{"softcap": 5.0}}):
+                    check(2, 2, length, keys, 24, dtype=dtype, options={{**options, "key_ranges": ranges}})
         for layout in testing.LAYOUTS:
             check(2, 2, 19, 70, 20, dtype=dtype, layout=layout)
         for options in ({{"enable_gqa": True}}, {{"enable_gqa": True, "is_causal": True, "softcap": 5.0}}):

@@ -180,6 +180,7 @@ def test_the_public_names():
         "SdpaCalls",
         "attention_backward",
         "attention_weights",
+        "varlen_attention",
         "plot_attention",
         "nn",
     }

@@ -1,10 +1,12 @@
 """attnkern.varlen_attention: packed sequences against one call for each of them."""
 
+import inspect
 import itertools
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import attnkern
 from attnkern import testing
@@ -175,3 +177,81 @@ def test_bad_input(what):
     arguments, options, error, message = BAD[what]
     with pytest.raises(error, match=message):
         attnkern.varlen_attention(*arguments, **options)
+
+
+# ------------------------------------------------------------------------------------------ torch.nn.attention.varlen
+
+TAKEN = inspect.signature(varlen_attn).parameters  # older torches have less of it
+
+
+def torchs(q, k, v, lengths_q, lengths_k, window, **options):
+    """torch's own function, of the oldest torch too."""
+    longest = max(lengths_q), max(lengths_k)
+    if "window_size" in TAKEN:
+        options["window_size"] = tuple(-1 if x is None else x for x in window)
+    else:
+        options["is_causal"] = window == (None, 0)
+    if "enable_gqa" in TAKEN:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    return varlen_attn(q, k, v, ends(lengths_q), ends(lengths_k), *longest, **options)
+
+
+WINDOWS = [(None, None), (None, 0)] + [(9, 0), (4, 3)] * ("window_size" in TAKEN)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", ["short", "empty ones", "crossed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_torchs_own_function_runs_on_a_cpu(lengths, window, dtype):
+    lengths_q, lengths_k = LENGTHS[lengths]
+    heads_k = 2 if "enable_gqa" in TAKEN else 4
+    shapes = (sum(lengths_q), 4, 16), (sum(lengths_k), heads_k, 16), (sum(lengths_k), heads_k, 16)
+    tensors = [torch.randn(*shape).to(dtype).requires_grad_() for shape in shapes]
+    with attnkern.use_as_sdpa() as calls:
+        out, lse = torchs(*tensors, lengths_q, lengths_k, window, return_aux=AuxRequest(lse=True))
+        grad = torch.randn_like(out)
+        grads = torch.autograd.grad(out, tensors, grad)
+    assert {kernel for _, kernel, _ in calls.lines} == {"attnkern cpu"}
+    want, want_lse = attnkern.varlen_attention(
+        *tensors, ends(lengths_q), ends(lengths_k), window=window, enable_gqa=True, return_lse=True
+    )
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    for got, expected in zip(grads, torch.autograd.grad(want, tensors, grad), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_torchs_own_function_compiles():
+    lengths = [20, 3, 41]
+    q, k, v = (torch.randn(64, 4, 16, requires_grad=True) for _ in range(3))
+    with attnkern.use_as_sdpa():
+        compiled = torch.compile(lambda *x: torchs(*x, lengths, lengths, (None, 0)), fullgraph=True)
+        out = compiled(q, k, v)
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        want = torchs(q, k, v, lengths, lengths, (None, 0))
+        want_grads = torch.autograd.grad(want.square().sum(), (q, k, v))
+    for got, expected in zip((out, *grads), (want, *want_grads), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_what_is_refused_says_why():
+    x = torch.randn(8, 2, 8)
+    with attnkern.use_as_sdpa():
+        with pytest.raises(RuntimeError, match="value's head size differs from query's, 4 and 8"):
+            torch.ops.aten._flash_attention_forward(x, x, x[..., :4], None, None, 8, 8, 0.0, False, False)
+        with pytest.raises(RuntimeError, match="dropout in an aten op"):
+            torch.ops.aten._flash_attention_forward(x, x, x, ends([8]), ends([8]), 8, 8, 0.5, False, False)
+        with pytest.raises(RuntimeError, match="cu_seqlens_q must begin with 0"):
+            torch.ops.aten._flash_attention_forward(x, x, x, ends([7]), ends([8]), 8, 8, 0.0, False, False)
+
+
+def test_a_batch_without_cu_seqlens():
+    """torch's bare flash attention of (B, L, H, E), level at the bottom right."""
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 16)
+    with attnkern.use_as_sdpa():
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, k, None, None, 5, 9, 0.0, True, False)
+    a, b = q.transpose(1, 2), k.transpose(1, 2)
+    options = {"is_causal": True, "alignment": "bottom_right", "enable_gqa": True}
+    want, want_lse = attnkern.attention(a, b, b, **options, return_lse=True)
+    torch.testing.assert_close(out, want.transpose(1, 2))
+    torch.testing.assert_close(lse, want_lse)

@@ -13,6 +13,7 @@ from ... import api, ops
 from ...backends import kernels_for
 from ...params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
 from ...problem import Problem, autocasts
+from ...varlen import packed_ranges
 
 
 class Refused(Exception):
@@ -157,6 +158,124 @@ def _flash_backward(
     backend, problem = _problem(query, key, value, None, is_causal, scale, dropout_p, one_head_dim=True, backward=True)
     grads = _backward(backend, problem, grad_out, out, logsumexp)[:3]
     return backend, tuple(_like(g, x) for g, x in zip(grads, (query, key, value), strict=True))
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window: tuple[int | None, int | None],
+    used: Tensor | None = None,
+    *,
+    backward: bool = False,
+) -> tuple[str, Problem]:
+    """The backend and the Problem of torch's bare flash attention: packed sequences (T, H, E), or (B, L, H, E)."""
+    _refuse_float64(query)
+    if dropout_p > 0:
+        raise Refused("dropout in an aten op: the backward pass may meet another kernel")
+    if value.shape[-1] != query.shape[-1]:
+        raise Refused(f"value's head size differs from query's, {value.shape[-1]} and {query.shape[-1]}")
+    if (cum_seq_q is None) != (cum_seq_k is None):
+        raise Refused("of cum_seq_q and cum_seq_k one is None")
+    left, right = (None if x is None or x < 0 else int(x) for x in window)
+    if is_causal:
+        right = 0
+    options: dict[str, Any] = {"window": (left, right), "alignment": "bottom_right"}
+    tensors = query, key, value
+    if cum_seq_q is not None and cum_seq_k is not None:
+        ranges = packed_ranges(query, key, cum_seq_q, cum_seq_k, used, left, right, "bottom_right")
+        options = {"key_ranges": ranges}
+        tensors = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+    elif used is not None:
+        raise Refused("seqused_k without cum_seq_q")
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    try:
+        problem = Problem.from_sdpa(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Refused(str(error)) from None
+    if backward and not problem.q.requires_grad:
+        return _backend(problem._replace(q=problem.q.detach().requires_grad_())), problem
+    return _backend(problem), problem
+
+
+def _bare_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Result:
+    """What torch.nn.attention.varlen calls: out as query lies, lse (H, T) or (B, H, L). max_q and max_k aren't read."""
+    _refuse_debug_mask(return_debug_mask)
+    for name, x in (("alibi_slopes", alibi_slopes), ("block_table", block_table)):
+        if x is not None:
+            raise Refused(f"{name} is given")
+    if num_splits is not None:
+        raise Refused("num_splits: the last bit of a sequence's results may depend on its neighbours")
+    window = window_size_left, window_size_right
+    given = cum_seq_q, cum_seq_k, dropout_p, is_causal, scale, window, seqused_k
+    backend, problem = _packed(query, key, value, *given)
+    q, k, v, bias, ranges, params, _ = problem
+    out, lse = ops.forward(q, k, v, bias, ranges, None, *params, True, backend)
+    out = out.transpose(1, 2)
+    if cum_seq_q is not None:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    unused = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
+    return backend, (_like(out, query), lse, *unused)
+
+
+def _bare_flash_out(out: Tensor, *args: Any, **kwargs: Any) -> Result:
+    backend, (result, lse, *_) = _bare_flash(*args, **kwargs)
+    out.copy_(result)
+    return backend, lse
+
+
+def _bare_flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Result:
+    window = window_size_left, window_size_right
+    given = cum_seq_q, cum_seq_k, dropout_p, is_causal, scale, window
+    backend, problem = _packed(query, key, value, *given, backward=True)
+    if cum_seq_q is not None:
+        grad_out, out, logsumexp = grad_out.unsqueeze(0), out.unsqueeze(0), logsumexp.unsqueeze(0)
+    grads = _backward(backend, problem, grad_out.transpose(1, 2), out.transpose(1, 2), logsumexp)[:3]
+    inputs = query, key, value
+    return backend, tuple(_like(g.transpose(1, 2).reshape(x.shape), x) for g, x in zip(grads, inputs, strict=True))
 
 
 def _efficient(
@@ -378,5 +497,9 @@ PROVIDER: AtenOps = {
     "_scaled_dot_product_cudnn_attention": (_DEVICES, _cudnn),
     "_scaled_dot_product_cudnn_attention_backward": (_DEVICES, _cudnn_backward),
     "_scaled_dot_product_attention_math": (_DEVICES_AND_AUTOGRAD, _math),
+    "_flash_attention_forward": (_DEVICES, _bare_flash),
+    "_flash_attention_backward": (_DEVICES, _bare_flash_backward),
 }
+if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):  # not in every torch
+    PROVIDER["_flash_attention_forward_no_dropout_inplace"] = (_DEVICES, _bare_flash_out)
 FULL: AtenOps = {"scaled_dot_product_attention": (_DEVICES_AND_AUTOGRAD, _whole)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.backends.mha
 
-from ... import flops
+from ... import flops, ops
 from .aten_ops import FULL, PROVIDER, AtenOps, Refused, Result
 from .counter import count
 
@@ -95,8 +96,12 @@ def _turn_off_fast_path(undo: contextlib.ExitStack) -> None:
 
 
 def _separate_cache(undo: contextlib.ExitStack) -> None:
-    """Torch's cache of compiled graphs knows them by the call of F.sdpa, not by what that was traced to."""
-    config, tag = torch.compiler.config, "+attnkern_full"
+    """Torch's cache of compiled graphs knows them by the call of F.sdpa, not by what that was traced to.
+
+    A graph holds our operators: the cache outlives the process, and perhaps the version that it was made with.
+    """
+    schemas = f"{ops.forward._schema} {ops.backward._schema}"
+    config, tag = torch.compiler.config, f"+attnkern_full_{hashlib.sha256(schemas.encode()).hexdigest()[:16]}"
     config.cache_key_tag += tag
     undo.callback(lambda: setattr(config, "cache_key_tag", config.cache_key_tag.replace(tag, "")))
 
