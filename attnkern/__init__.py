@@ -1,11 +1,12 @@
 """Attention kernels for PyTorch, behind the signature of `torch.nn.functional.scaled_dot_product_attention`."""
 
-from . import nn
+from . import masks, nn
 from ._library import build_info
 from .api import attention, explain, scaled_dot_product_attention
 from .backends import FallbackWarning, backends
 from .integrations import sdpa as _sdpa
 from .integrations.sdpa import SdpaCalls, sdpa_calls, use_as_sdpa
+from .mask import Mask
 from .merge import attention_backward, merge_attention
 from .plot import plot_attention
 from .varlen import varlen_attention
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FallbackWarning",
+    "Mask",
     "SdpaCalls",
     "__version__",
     "attention",
@@ -23,6 +25,7 @@ __all__ = [
     "backends",
     "build_info",
     "explain",
+    "masks",
     "merge_attention",
     "nn",
     "plot_attention",

@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 from . import autograd, rng
 from . import backends as _backends
 from .backends import Explanation, cpu, reference
+from .mask import Mask
 from .problem import Problem, is_causal_bias
 
 # dropout_p's default is the integer: Dynamo takes a float default for a dynamic input, and compiles twice to find out
@@ -22,7 +23,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     *,
@@ -39,7 +40,7 @@ def scaled_dot_product_attention(
         query: (..., L, E); float32, float64, bfloat16 or float16; any strides.
         key: (..., S, E), value: (..., S, Ev); query's dtype and device. Leading dimensions broadcast.
         attn_mask: broadcasts to (..., L, S). bool: True = attend. float32 or query's dtype: added to the scaled scores.
-            A row with no key to attend to gives 0.
+            Or a `Mask`, for L queries and S keys, as `attnkern.masks` makes it. A row with no key to attend to gives 0.
         dropout_p: probability with which a weight is dropped, whenever > 0 (in evaluation mode as well); rounded to
             steps of 1/65536.
         is_causal: query i attends to keys 0..i (aligned to the top left when L != S). Excludes attn_mask.
@@ -87,7 +88,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     *,
@@ -161,7 +162,7 @@ def explain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
     dropout_p: float = 0,
     is_causal: bool = False,
     *,

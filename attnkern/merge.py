@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import autograd
 from .backends import select
+from .mask import Mask
 from .problem import Problem
 
 
@@ -70,7 +71,7 @@ def attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
     is_causal: bool = False,
     *,
     grad_lse: Tensor | None = None,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import rng
+from .mask import Mask
 from .params import (
     DTYPES,
     UNBOUNDED,
@@ -51,7 +52,7 @@ class Problem(NamedTuple):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | Mask | None = None,
         dropout_p: float = 0,
         is_causal: bool = False,
         scale: float | None = None,
@@ -62,6 +63,8 @@ class Problem(NamedTuple):
         key_ranges: Tensor | None = None,
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
+        if type(attn_mask) is Mask:
+            attn_mask, key_ranges = _of_mask(attn_mask, key_ranges, query, key)
         usual = (
             not torch.compiler.is_compiling()
             # Under a transform a tensor that looks ordinary may wrap one with symbolic sizes.
@@ -342,6 +345,35 @@ def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
         raise RuntimeError(
             f"attnkern: attn_mask must broadcast to the scores' shape {_show(scores)}, got {_show(shape)}"
         )
+
+
+def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor | None, Tensor | None]:
+    """attn_mask and key_ranges in place of a Mask."""
+    if key_ranges is not None:
+        raise ValueError(
+            "attnkern: attn_mask is a Mask: key_ranges must not be set (masks.from_ranges and & combine them)"
+        )
+    for name, x in (("query", query), ("key", key)):
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
+            raise _type_error(name, "Tensor of at least 2 dimensions, dense, beside a Mask", x)
+    sizes = query.shape[-2], key.shape[-2]
+    if (mask.seqlen_q, mask.seqlen_k) != sizes:
+        raise RuntimeError(
+            f"attnkern: attn_mask is a Mask for {mask.seqlen_q} queries and {mask.seqlen_k} keys, "
+            f"query and key have {sizes[0]} and {sizes[1]}"
+        )
+    if mask.device != query.device:
+        raise RuntimeError(f"attnkern: attn_mask must be on query's device {query.device}, got {mask.device}")
+    # The dimensions of batch and heads, as far as query and key have any.
+    missing = 4 - max(2, min(4, max(query.dim(), key.dim())))
+    if any(n != 1 for n in mask.shape[:missing]):
+        raise RuntimeError(
+            f"attnkern: attn_mask is a Mask of {mask.shape[0]} sequences and {mask.shape[1]} heads, and query has "
+            f"{query.dim()} dimensions"
+        )
+    if mask.ranges is None:
+        return mask.to_dense()[(0,) * missing], None
+    return None, mask.ranges[(0,) * missing]
 
 
 def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: _Sizes) -> None:

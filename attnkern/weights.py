@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd
+from .mask import Mask
+from .params import within_ranges
 from .problem import Problem, is_causal_bias
 
 Selection = int | slice | Sequence[int] | Tensor | None
@@ -20,7 +23,7 @@ Selection = int | slice | Sequence[int] | Tensor | None
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
     *,
     lse: Tensor | None = None,
     rows: Selection = None,
@@ -78,7 +81,7 @@ def attention_weights(
             softcap=softcap,
         )
     problem = Problem.from_sdpa(query, key, key, attn_mask, 0, is_causal, scale, enable_gqa, window, alignment, softcap)
-    q, k, v, bias, _, params, lead = problem
+    q, k, v, bias, ranges, params, lead = problem
     batch, num_heads, seqlen_q, _ = q.shape
     if lse is not None:
         shape = (*(q.shape[:2] if lead is None else lead), seqlen_q)
@@ -88,7 +91,7 @@ def attention_weights(
         index = _index("rows", rows, seqlen_q, q.device)
         positions = torch.arange(seqlen_q, dtype=torch.int64, device=q.device)[index]
         q = q[:, :, index]
-        bias = bias if bias is None or bias.shape[2] == 1 else bias[:, :, index]
+        bias, ranges = (x if x is None or x.shape[2] == 1 else x[:, :, index] for x in (bias, ranges))
         lse = None if lse is None else lse[:, :, index]
     if heads is not None:
         if lead == ():
@@ -98,8 +101,11 @@ def attention_weights(
         if k.shape[1] != 1:
             group = num_heads // k.shape[1] if num_heads else 1
             k = k[:, torch.arange(num_heads, device=q.device)[index] // group]
-        bias = bias if bias is None or bias.shape[1] == 1 else bias[:, index]
+        bias, ranges = (x if x is None or x.shape[1] == 1 else x[:, index] for x in (bias, ranges))
         lse = None if lse is None else lse[:, index]
+    if ranges is not None:
+        keep = within_ranges(ranges, slice(0, k.shape[2]))
+        bias = keep if bias is None else bias & keep if bias.dtype == torch.bool else bias.where(keep, -math.inf)
     weights = autograd.weights(Problem(q, k, v, bias, None, params, None), lse, None, positions, average_heads)
     if lead is None:
         return weights

@@ -1,4 +1,4 @@
-"""Draws docs/images/tiles.svg and docs/images/lanes.svg: python docs/make_pictures.py (needs matplotlib).
+"""Draws docs/images/tiles.svg, lanes.svg and masks.svg: python docs/make_pictures.py (needs matplotlib).
 
 With a folder as argument it writes PNG files there instead, to look at.
 """
@@ -12,6 +12,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from attnkern import masks as make
 
 INK, MUTED = "#222222", "#777777"
 FULL, PARTIAL, SKIPPED, MARK = "#9CC9E3", "#F2B872", "#F1F1F1", "#C0392B"
@@ -165,10 +167,31 @@ def lanes():
     return figure
 
 
+def masks():
+    """Which blocks six of the field's masks skip, mask and compute in full."""
+    length = 2048
+    drawn = {
+        "causal": make.causal(length),
+        "padding(left=True)": make.padding([1300], length, length, left=True),
+        "prefix_lm": make.prefix_lm(600, length),
+        "document, is_causal": make.document(cu_seqlens=[0, 700, 900, 1600, length], is_causal=True),
+        "sliding_window, sinks": make.sliding_window(300, 0, length, sinks=64),
+        "from_mask_mod: dilated": make.from_mask_mod(
+            lambda b, h, q, k: (q >= k) & (q // 128 % 3 == k // 128 % 3), None, None, length, length
+        ),
+    }
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6.4), layout="constrained")
+    for n, (ax, (title, mask)) in enumerate(zip(axes.flat, drawn.items(), strict=True)):
+        mask.plot(ax=ax, title=f"{title}: {mask.sparsity:.0%} excluded")
+        if n != 2:
+            ax.get_legend().remove()
+    return figure
+
+
 def main():
     folder, kind = (Path(sys.argv[1]), "png") if len(sys.argv) > 1 else (Path(__file__).parent / "images", "svg")
     folder.mkdir(exist_ok=True)
-    for picture in (tiles, lanes):
+    for picture in (tiles, lanes, masks):
         metadata = {"Date": None} if kind == "svg" else None  # the same bytes every time
         picture().savefig(folder / f"{picture.__name__}.{kind}", dpi=110, metadata=metadata, bbox_inches="tight")
 

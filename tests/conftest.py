@@ -26,14 +26,17 @@ class Target:
     device: str
 
     def sdpa(self, *args, **kwargs):
-        return attnkern.scaled_dot_product_attention(*args, **kwargs, backend=self._backend(*args[:1], **kwargs))
+        return attnkern.scaled_dot_product_attention(*args, **kwargs, backend=self._backend(*args, **kwargs))
 
     def attention(self, *args, **kwargs):
-        return attnkern.attention(*args, **kwargs, backend=self._backend(*args[:1], **kwargs))
+        return attnkern.attention(*args, **kwargs, backend=self._backend(*args, **kwargs))
 
-    def _backend(self, query, **_):
-        """No kernel of a GPU takes float64, or rows without an element."""
-        refused = self.device == "cuda" and (query.dtype == torch.float64 or query.size(-1) == 0)
+    def _backend(self, query, *others, **options):
+        """No kernel of a GPU takes float64, rows without an element, or key ranges."""
+        ranges = options.get("key_ranges") is not None or any(
+            type(x) is attnkern.Mask for x in (*others, options.get("attn_mask"))
+        )
+        refused = self.device == "cuda" and (query.dtype == torch.float64 or query.size(-1) == 0 or ranges)
         return "reference" if refused else self.backend
 
     def inputs(self, *args, **kwargs):
@@ -56,7 +59,7 @@ class Target:
         return check(call.inputs(self.device, dtype=dtype), **call.options, **options)
 
     def check(self, inputs, **options):
-        return testing.check_attention(inputs, backend=self._backend(inputs.query), **options)
+        return testing.check_attention(inputs, backend=self._backend(inputs.query, **options), **options)
 
     def kept(self, dropout_p, batch, heads, seqlen_q, seqlen_k):
         """What the next call with dropout keeps, as `rng.keep_mask` says."""

@@ -181,6 +181,8 @@ def test_the_public_names():
         "attention_backward",
         "attention_weights",
         "varlen_attention",
+        "Mask",
+        "masks",
         "plot_attention",
         "nn",
     }

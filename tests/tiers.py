@@ -30,7 +30,7 @@ LONGEST = 12.0  # seconds of a function's first case, if it is to be in every ti
 UNKNOWN = 0.3  # seconds of a case that was never timed
 LONG = 0.1  # of one that durations.json names; the others of its file take `brief`
 
-CALLS = "band clients decode direct dropout errors extremes gqa gradients key_ranges lse_merge masks"
+CALLS = "band clients decode direct dropout errors extremes gqa gradients key_ranges lse_merge mask masks"
 CALLS += " properties refusals sdpa_parity"
 TORCH = "distributed features memory nn overrides sdpa_provider second_order threads transformers transforms varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles cycles fuzz gate"

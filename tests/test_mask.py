@@ -1,0 +1,329 @@
+"""attnkern.Mask and attnkern.masks against the dense mask that each stands for, and in calls."""
+
+import itertools
+import operator
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils.checkpoint import checkpoint
+
+import attnkern
+from attnkern import Mask, masks, testing
+
+SIZES = [(1, 1), (5, 9), (64, 64), (70, 33), (130, 200)]
+
+
+def dense(f, seqlen_q, seqlen_k, batch=1, heads=1):
+    b, h, i, j = (torch.arange(n) for n in (batch, heads, seqlen_q, seqlen_k))
+    shape = batch, heads, seqlen_q, seqlen_k
+    return f(b[:, None, None, None], h[:, None, None], i[:, None], j).expand(shape)
+
+
+def equal(mask, want):
+    assert mask.to_dense().dtype == torch.bool
+    assert torch.equal(mask.to_dense().expand(want.shape), want)
+    full = want.expand(max(want.shape[0], mask.shape[0]), -1, -1, -1)
+    assert abs(mask.sparsity - (1 - full.float().mean().item())) < 1e-6
+    check_stored(mask)
+
+
+def check_stored(mask):
+    """What the class says of its tensors."""
+    if mask.ranges is not None:
+        assert mask.bits is mask.blocks is None
+        assert mask.ranges.dtype == torch.int32
+        assert mask.ranges.is_contiguous()
+        begin, end = mask.ranges.unbind(-1)
+        assert ((begin >= 0) & (begin <= end) & (end <= mask.seqlen_k)).all()
+        if begin.shape[-1] == 2:
+            assert ((end[..., 0] < begin[..., 1]) | (begin[..., 1] == end[..., 1])).all()
+        return
+    assert mask.bits.dtype == torch.int64
+    want = mask.to_dense()
+    pad = (0, -mask.seqlen_k % 64, 0, -mask.seqlen_q % 64)
+    tiles, edges = (
+        torch.nn.functional.pad(x, pad).unflatten(3, (-1, 64)).unflatten(2, (-1, 64)) for x in (want, want | True)
+    )
+    lives, fills = tiles.any(3).any(-1), (tiles | ~edges).all(3).all(-1)
+    assert torch.equal(mask.blocks.expand(lives.shape), (lives.int() + fills.int()).to(torch.uint8))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_padding(left):
+    lengths = [0, 3, 9]
+    mask = masks.padding(lengths, 5, 9, left)
+    n = torch.tensor(lengths)
+    equal(mask, dense(lambda b, h, i, j: (j >= 9 - n[b]) if left else (j < n[b]), 5, 9, 3))
+    assert mask.ranges.shape == (3, 1, 1, 1, 2)
+    assert masks.padding(torch.tensor(lengths)).shape == (3, 1, 9, 9)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_document(is_causal):
+    lengths = [3, 0, 40, 1, 26]
+    ids = torch.arange(5).repeat_interleave(torch.tensor(lengths))
+    cu = [0, *itertools.accumulate(lengths)]
+    want = dense(lambda b, h, i, j: (ids[i] == ids[j]) & ((j <= i) | (not is_causal)), 70, 70)
+    for mask in (
+        masks.document(ids, is_causal=is_causal),
+        masks.document(cu_seqlens=cu, is_causal=is_causal),
+        masks.document(cu_seqlens=torch.tensor(cu, dtype=torch.int32), seqlen=70, is_causal=is_causal),
+    ):
+        equal(mask, want)
+        assert mask.ranges.shape == (1, 1, 70, 1, 2)
+    both = torch.stack([ids, ids.flip(0)])
+    equal(masks.document(both), dense(lambda b, h, i, j: both[b, i] == both[b, j], 70, 70, 2))
+    apart = torch.arange(70) % 7
+    mask = masks.document(apart, is_causal=is_causal)
+    equal(mask, dense(lambda b, h, i, j: (apart[i] == apart[j]) & ((j <= i) | (not is_causal)), 70, 70))
+    assert mask.ranges is None
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_prefix_causal_and_windows(sizes):
+    seqlen_q, seqlen_k = sizes
+    for prefix in (0, 1, seqlen_k):
+        equal(masks.prefix_lm(prefix, *sizes), dense(lambda b, h, i, j, p=prefix: (j < p) | (j <= i), *sizes))
+    prefixes = torch.tensor([0, seqlen_k])
+    equal(masks.prefix_lm(prefixes, *sizes), dense(lambda b, h, i, j: (j < prefixes[b]) | (j <= i), *sizes, 2))
+    for alignment, offset in (("top_left", 0), ("bottom_right", seqlen_k - seqlen_q)):
+        equal(masks.causal(*sizes, alignment), dense(lambda b, h, i, j, o=offset: j <= i + o, *sizes))
+        for left, right, sinks in itertools.product((None, 0, 7), (None, 0, 3), (0, 4, 1000)):
+            mask = masks.sliding_window(left, right, *sizes, sinks=sinks, alignment=alignment)
+
+            def within(b, h, i, j, left=left, right=right, sinks=sinks, offset=offset):
+                distance = j - i - offset
+                near = (distance >= (-(2**40) if left is None else -left)) | (j < sinks)
+                return near & (distance <= (2**40 if right is None else right))
+
+            equal(mask, dense(within, *sizes))
+            assert mask.ranges is not None
+
+
+DOCUMENTS = torch.tensor([0] * 20 + [1] * 50 + [2] * 26)
+PARENT = torch.tensor([0, *((n - 1) // 2 for n in range(1, 96))])
+ANCESTORS = torch.zeros(96, 96, dtype=torch.bool)
+for node in range(96):
+    at = node
+    while True:
+        ANCESTORS[node, at] = True
+        if at == 0:
+            break
+        at = int(PARENT[at])
+
+
+def natten(b, h, q, k):
+    near_x = (q % 8 - k % 8).abs() <= 2
+    return near_x & ((q // 8 - k // 8).abs() <= 2)
+
+
+MODS = {  # as FlexAttention's users write them
+    "causal": (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "ranges"),
+    "sliding window": (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx <= 17), "ranges"),
+    "prefix": (lambda b, h, q_idx, kv_idx: (kv_idx < 11) | (q_idx >= kv_idx), "ranges"),
+    "document": (lambda b, h, q_idx, kv_idx: DOCUMENTS[q_idx] == DOCUMENTS[kv_idx], "ranges"),
+    "causal document": (lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k), "ranges"),
+    "dilated": (lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx).abs() <= 20) & ((q_idx - kv_idx) % 2 == 0), "bits"),
+    "neighbourhood": (natten, "bits"),
+    "tree": (lambda b, h, q_idx, kv_idx: ANCESTORS[q_idx, kv_idx], "bits"),
+    "heads": (lambda b, h, q_idx, kv_idx: q_idx - kv_idx < 10 * (h + 1), "ranges"),
+    "batch": (lambda b, h, q_idx, kv_idx: kv_idx < 20 * (b + 1), "ranges"),
+    "nothing": (lambda b, h, q_idx, kv_idx: kv_idx < 0, "ranges"),
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_flex_attentions_functions_unchanged(name):
+    f, kind = MODS[name]
+    mask = masks.from_mask_mod(f, 2, 3, 96, 96)
+    want = create_mask(f, 2, 3, 96, 96, "cpu")
+    assert torch.equal(mask.to_dense().expand(want.shape), want)
+    check_stored(mask)
+    assert (mask.ranges is not None) == (kind == "ranges")
+    stored = mask.bits if mask.ranges is None else mask.ranges
+    assert stored.shape[:2] == (2 if name == "batch" else 1, 3 if name == "heads" else 1)
+    inputs = testing.make_inputs(2, 3, 96, 96, 16)
+    out = attnkern.attention(inputs.query, inputs.key, inputs.value, mask)
+    testing.expected(*inputs.tensors.values(), want)["out"].check(out)
+
+
+def test_a_long_function_never_holds_all_scores():
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.untyped_storage().nbytes())
+            return result
+
+    with Sizes():
+        mask = masks.from_mask_mod(lambda b, h, q, k: (q >= k) & (q - k < 1000), None, None, 8192, 8192)
+    assert mask.ranges is not None
+    assert largest < 2**25  # 8192 * 8192 is 2**26
+    assert torch.equal(mask.ranges, masks.sliding_window(999, 0, 8192).ranges)
+
+
+def some_masks():
+    """One range, two, bits, of every broadcast shape."""
+    yield masks.causal(70, 90)
+    yield masks.padding([0, 90], 70, 90)
+    yield masks.sliding_window(20, 0, 70, 90, sinks=3)
+    for shape in ((1, 1, 70, 1, 2), (2, 3, 70, 2, 2), (1, 3, 1, 2, 2)):
+        yield masks.from_ranges(torch.randint(-5, 100, shape), 70, 90)
+    yield masks.from_bool(torch.rand(70, 90) < 0.5)
+    yield masks.from_bool(torch.rand(2, 1, 70, 90) < 0.9)
+    yield masks.from_bool(torch.zeros(70, 90, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("combine", [operator.and_, operator.or_], ids=["and", "or"])
+def test_combined(combine):
+    for one, other in itertools.product(some_masks(), some_masks()):
+        mask = combine(one, other)
+        want = combine(one.to_dense(), other.to_dense())
+        assert torch.equal(mask.to_dense().expand(want.shape), want)  # what is alike throughout may have become one
+        check_stored(mask)
+
+
+def test_inverted():
+    for mask in some_masks():
+        check_stored(~mask)
+        assert torch.equal((~mask).to_dense(), ~mask.to_dense())
+        assert torch.equal((~~mask).to_dense(), mask.to_dense())
+
+
+def test_ranges_stay_ranges_where_two_suffice():
+    window = masks.causal(64) & masks.sliding_window(9, None, 64)
+    assert window.ranges.shape[3] == 1
+    assert (window | masks.padding([3], 64, 64)).ranges.shape[3] == 2
+    assert (~masks.sliding_window(9, 9, 64)).ranges.shape[3] == 2
+    assert (window & ~masks.document(torch.arange(64) // 5)).ranges is not None
+    three = masks.from_ranges(torch.tensor([[1, 2], [5, 9], [20, 30]]).view(1, 1, 1, 3, 2), 64, 64)
+    assert three.ranges is None
+
+
+def test_calls_take_it(target):
+    inputs = target.inputs(2, 3, 70, 90, 16)
+    tensors = inputs.query, inputs.key, inputs.value
+    for mask in (m.to(target.device) for m in some_masks()):
+        given = mask.to_dense()
+        for options in ({}, {"is_causal": True}, {"window": (30, None), "softcap": 5.0}):
+            got, want = (target.attention(*tensors, m, **options) for m in (mask, given))
+            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(target.sdpa(*tensors, mask), target.sdpa(*tensors, given))
+        for options in ({}, {"rows": [3, -1]}, {"heads": 1, "average_heads": True}):
+            got, want = (attnkern.attention_weights(*tensors[:2], m, **options) for m in (mask, given))
+            torch.testing.assert_close(got, want)
+
+
+def test_inputs_of_fewer_dimensions(target):
+    x = target.randn(3, 40, 8)
+    mask = masks.causal(40).to(target.device)
+    want = target.attention(x, x, x, is_causal=True)
+    torch.testing.assert_close(target.attention(x, x, x, mask), want)
+    torch.testing.assert_close(target.attention(x[0], x[0], x[0], mask), want[0])
+
+
+def test_the_parts_of_a_ring(target):
+    """attention_backward takes it: documents over two parts of the keys."""
+    inputs = target.inputs(1, 2, 60, 60, 8)
+    q, k, v = inputs.query, inputs.key, inputs.value
+    mask = masks.document(torch.arange(60) // 25, is_causal=True).to(target.device)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = target.attention(*leaves, mask, return_lse=True)
+    grad = torch.randn_like(out)
+    want = torch.autograd.grad(out, leaves, grad)
+    rest = out.detach(), lse.detach(), mask
+    got = attnkern.attention_backward(grad, q, k, v, *rest, backend=target.backend)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mask", [masks.causal(64), masks.from_mask_mod(natten, None, None, 64, 64)], ids=repr)
+def test_compile_and_checkpoint(mask):
+    q, k, v = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
+
+    def f(q, k, v, mask):
+        return attnkern.attention(q, k, v, mask)
+
+    want = f(q, k, v, mask)
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, mask), want)
+    again = checkpoint(f, q, k, v, mask, use_reentrant=False)
+    grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (again, want))
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_it_moves_shows_and_draws_itself():
+    mask = masks.sliding_window(9, 0, 100, sinks=4)
+    assert mask.to("cpu").device.type == "cpu"
+    assert mask.to("meta").shape == mask.shape == (1, 1, 100, 100)
+    assert repr(mask) == "Mask(1, 1, 100, 100: two ranges per row, 1,600 bytes, cpu)"
+    axes = mask.plot(block=10, title="window and sinks")
+    image = axes.images[0].get_array()
+    assert image.shape == (10, 10)
+    assert (image[0, 0], image[9, 0], image[9, 4], image[9, 9]) == (1, 1, 0, 1)
+
+
+Q = torch.zeros(2, 4, 5, 8)
+BAD = {
+    "other queries": (
+        lambda: attnkern.attention(Q, Q, Q, masks.causal(6, 5)),
+        RuntimeError,
+        "6 queries and 5 keys, query",
+    ),
+    "other keys": (lambda: attnkern.attention(Q, Q, Q, masks.causal(5, 6)), RuntimeError, "query and key have 5 and 5"),
+    "other batch": (lambda: attnkern.attention(Q, Q, Q, masks.padding([1] * 3, 5, 5)), RuntimeError, "broadcast"),
+    "no batch": (
+        lambda: attnkern.attention(Q[0], Q[0], Q[0], masks.padding([1, 2], 5, 5)),
+        RuntimeError,
+        "a Mask of 2",
+    ),
+    "device": (lambda: attnkern.attention(Q, Q, Q, masks.causal(5).to("meta")), RuntimeError, "on query's device cpu"),
+    "ranges too": (
+        lambda: attnkern.attention(Q, Q, Q, masks.causal(5), key_ranges=torch.zeros(1, 2).int()),
+        ValueError,
+        "key_ranges must not be set",
+    ),
+    "causal sdpa": (
+        lambda: attnkern.scaled_dot_product_attention(Q, Q, Q, masks.causal(5), is_causal=True),
+        RuntimeError,
+        "attn_mask must be None when is_causal=True",
+    ),
+    "sizes combined": (
+        lambda: masks.causal(5) & masks.causal(6),
+        RuntimeError,
+        "masks to be combined must be of one size",
+    ),
+    "length": (
+        lambda: masks.padding([7], 5, 5),
+        ValueError,
+        "lengths must be from 0 to the keys' length 5, got 7 to 7",
+    ),
+    "cu begins": (lambda: masks.document(cu_seqlens=[1, 5]), ValueError, "begin with 0, got 1"),
+    "cu falls": (lambda: masks.document(cu_seqlens=[0, 5, 3]), ValueError, "not fall, got 3 after 5"),
+    "cu ends": (lambda: masks.document(cu_seqlens=[0, 5], seqlen=9), ValueError, "end with the length 9, got 5"),
+    "mod": (lambda: masks.from_mask_mod(lambda b, h, q, k: q - k, None, None, 4, 4), RuntimeError, "must give a bool"),
+    "float": (lambda: masks.from_bool(torch.zeros(4, 4)), RuntimeError, "mask must be bool"),
+    "ranges": (lambda: masks.from_ranges(torch.zeros(4, 1, 2).int(), 4, 4), RuntimeError, "ranges must have the shape"),
+    "alignment": (lambda: masks.causal(4, 4, "left"), ValueError, "alignment must be"),
+    "window": (lambda: masks.sliding_window(-1, 0, 4), ValueError, "left must be >= 0, got -1"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what):
+    call, error, message = BAD[what]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_it_cannot_be_changed():
+    mask = masks.causal(4)
+    assert isinstance(mask, Mask)
+    with pytest.raises(AttributeError):
+        mask.seqlen_q = 5
