@@ -314,6 +314,12 @@ def _flatten(mask: Mask) -> tuple[list[Any], tuple[int, int]]:
     return leaves, (mask.seqlen_q, mask.seqlen_k)
 
 
+def _flatten_with_keys(mask: Mask) -> tuple[list[tuple[Any, Any]], tuple[int, int]]:
+    leaves, sizes = _flatten(mask)
+    names = ("bits", "blocks") if mask.ranges is None else ("ranges",)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], sizes
+
+
 def _unflatten(leaves: Any, sizes: Any) -> Mask:
     first, *blocks = leaves
     return Mask(None, first, blocks[0], *sizes) if blocks else Mask(first, None, None, *sizes)
@@ -326,4 +332,5 @@ pytree.register_pytree_node(
     serialized_type_name="attnkern.Mask",
     to_dumpable_context=list,
     from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -258,6 +258,17 @@ def test_compile_and_checkpoint(mask):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("mask", [masks.causal(64), masks.from_mask_mod(natten, None, None, 64, 64)], ids=repr)
+def test_export(mask):
+    class Attend(torch.nn.Module):
+        def forward(self, x, mask):
+            return attnkern.attention(x, x, x, mask)
+
+    x = torch.randn(1, 2, 64, 8)
+    program = torch.export.export(Attend(), (x, mask))
+    torch.testing.assert_close(program.module()(x, mask), attnkern.attention(x, x, x, mask))
+
+
 def test_it_moves_shows_and_draws_itself():
     mask = masks.sliding_window(9, 0, 100, sinks=4)
     assert mask.to("cpu").device.type == "cpu"
