@@ -129,6 +129,7 @@ def attention(
 
     Source of soft-capping: Gemma Team, "Gemma 2", 2024; of windows: I. Beltagy et al., "Longformer", 2020.
     """
+    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
     if has_torch_function_variadic(query, key, value, attn_mask, key_ranges) or torch.compiler.is_compiling():
         result = _override(
             attention,
@@ -148,11 +149,9 @@ def attention(
         if result is not NotImplemented:
             return result
     else:
-        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
         result = cpu.call(query, key, value, attn_mask, *options, return_lse, backend)
         if result is not None:
             return result
-    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
     problem = Problem.from_sdpa(query, key, value, attn_mask, *options)
     out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .mask import Mask
-from .params import UNBOUNDED
+from .params import UNBOUNDED, check_alignment
 
 Integers = int | Sequence[int] | Tensor
 
@@ -181,8 +181,7 @@ def sliding_window(
     seqlen_q = _size("seqlen_q", seqlen_q)
     seqlen_k = seqlen_q if seqlen_k is None else _size("seqlen_k", seqlen_k)
     sinks = min(_size("sinks", sinks), seqlen_k)
-    if alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
+    check_alignment(alignment)
     left = UNBOUNDED if left is None else min(_size("left", left), UNBOUNDED)
     right = UNBOUNDED if right is None else min(_size("right", right), UNBOUNDED)
     i = torch.arange(seqlen_q, device=device)

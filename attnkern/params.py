@@ -132,6 +132,11 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"attnkern: scale must be a finite number, got {scale}")
 
 
+def check_alignment(alignment: str) -> None:
+    if alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
+
+
 # In this range a softcap has all its digits, and a score divided by it is a number.
 _CAPS = {dtype: (torch.finfo(dtype).tiny, torch.finfo(dtype).max) for dtype in (torch.float32, torch.float64)}
 

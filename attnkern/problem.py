@@ -25,6 +25,7 @@ from .params import (
     UNBOUNDED,
     AttentionParams,
     Band,
+    check_alignment,
     check_dropout,
     check_scale,
     check_softcap,
@@ -228,8 +229,7 @@ def _normalise(
     check_scale(scale)
     check_softcap(softcap, query[1])
     _check_bounds(window)
-    if alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
+    check_alignment(alignment)
     for name, spec in (("query", query), ("key", key), ("value", value)):
         _check_spec(name, spec, query)
 

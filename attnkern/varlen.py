@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .api import attention
+from .params import check_alignment
 from .problem import Window, checked_window
 
 
@@ -64,8 +65,7 @@ def varlen_attention(
         cu_seqlens_k = cu_seqlens_q
     if not isinstance(is_causal, bool):
         raise TypeError(f"attnkern: argument 'is_causal' must be bool, not {type(is_causal).__name__}")
-    if alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
+    check_alignment(alignment)
     left, right = checked_window(window) or (None, None)
     if is_causal:
         right = 0
