@@ -110,8 +110,8 @@ _define(
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
 _define(
-    f"cuda_plan(ScalarType dtype, int[] q, int[] k, int[] v, int[] bias, ScalarType bias_dtype, {SCHEMA}, bool tf32,"
-    " bool deterministic, int grad_mask, int[] chip) -> str"
+    f"cuda_plan(ScalarType dtype, int[] q, int[] k, int[] v, int[] bias, ScalarType bias_dtype, {SCHEMA},"
+    " bool key_ranges, bool tf32, bool deterministic, int grad_mask, int[] chip) -> str"
 )
 
 forward = torch.ops.attnkern.forward.default

@@ -31,12 +31,9 @@ class Target:
     def attention(self, *args, **kwargs):
         return attnkern.attention(*args, **kwargs, backend=self._backend(*args, **kwargs))
 
-    def _backend(self, query, *others, **options):
-        """No kernel of a GPU takes float64, rows without an element, or key ranges."""
-        ranges = options.get("key_ranges") is not None or any(
-            type(x) is attnkern.Mask for x in (*others, options.get("attn_mask"))
-        )
-        refused = self.device == "cuda" and (query.dtype == torch.float64 or query.size(-1) == 0 or ranges)
+    def _backend(self, query, *_, **__):
+        """No kernel of a GPU takes float64 or rows without an element."""
+        refused = self.device == "cuda" and (query.dtype == torch.float64 or query.size(-1) == 0)
         return "reference" if refused else self.backend
 
     def inputs(self, *args, **kwargs):

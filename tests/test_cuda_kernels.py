@@ -30,7 +30,7 @@ class Simulated(Target):
     def kernels(self):
         """What was launched: template names with their arguments, namespaces and parameters left out."""
         names = [launch.name for launch in self.recorder.launches]
-        kinds = "delta|forward|forward_fp32|forward_wide|decode|combine|dkdv|dq|bias_gradient"
+        kinds = "delta|forward|forward_fp32|forward_wide|decode|combine|dkdv|dq|bias_gradient|summarise_ranges"
         return [re.search(rf"\d({kinds})_kernel", name)[1] for name in names]
 
     def bank_conflicts(self):

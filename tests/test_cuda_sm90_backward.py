@@ -23,7 +23,7 @@ CALLS, FUSED = tagged("sm90-backward"), tagged("sm90-fused")
 
 
 def launched(recorder):
-    names = r"\d((?:delta|forward|decode|combine|dkdv|dq|fused|round_dq|bias_gradient)(?:_sm90)?)_kernel"
+    names = r"\d((?:delta|summarise_ranges|forward|decode|combine|dkdv|dq|fused|round_dq|bias_gradient)(?:_sm90)?)_kernel"
     return [re.search(names, launch.name)[1] for launch in recorder.launches]
 
 
@@ -78,7 +78,7 @@ def test_head_sizes(simulated, head_dim, softcap):  # noqa: F811
     claimed = {case.name: case.source for case in gate_cases.cases()}
     last = list(zip(simulated.recorder.launches, simulated.recorder.reports, strict=True))[-2:]
     for (launch, report), kind in zip(last, ("dkdv", "dq"), strict=True):
-        source = claimed[f"backward {kind} d{head_dim} sm_90{' softcap' if softcap else ''}"]
+        source = claimed[f"backward {kind} d{head_dim} sm_90{' generic' if softcap else ''}"]
         assert launch.shared == source.shared
         assert report.bank_conflicts == 0
 

@@ -71,8 +71,6 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"compute capability {found / 10}, and 8.0 is needed")
     if q.dtype not in _DTYPES:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
-    if problem.ranges is not None:
-        reasons.append("its kernels have no key ranges yet")
     if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
@@ -148,6 +146,7 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
         None if bias is None else _Described.of(bias),
         torch.bool if bias is None else bias.dtype,
         problem.params,
+        problem.ranges is not None,
         *_modes(),
         grad_mask,
         chip(q.get_device()) if on is None else on,
@@ -163,9 +162,9 @@ def _plan(
     bias: _Described | None,
     bias_dtype: torch.dtype,
     params: AttentionParams,
-    *modes_mask_and_chip: Any,
+    *rest_and_chip: Any,
 ) -> Plan:
-    *rest, on = modes_mask_and_chip
+    *rest, on = rest_and_chip
     described = [[] if x is None else [*x.shape, *x.stride, x.address] for x in (q, k, v, bias)]
     found = json.loads(torch.ops.attnkern.cuda_plan(dtype, *described, bias_dtype, *params, *rest, [*on]))
     return Plan(tuple(Launch(**launch) for launch in found["launches"]), tuple(found["gathered"]))

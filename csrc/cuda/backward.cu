@@ -18,7 +18,7 @@ bool is_full_size(const Backward& p) {
 
 BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
   BackwardArgs a{};
-  a.score = score_of(p, plan.fast_path);
+  a.score = score_of_backward(p, plan.fast_path);
   const auto rows = [&](const View& view, int64_t width) {
     return rows_of(view, width, p.dtype == DType::kFloat32 ? 4 : 2);
   };

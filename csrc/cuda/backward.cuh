@@ -6,6 +6,7 @@
 #include "cuda/score.cuh"
 #include "cuda/smem.cuh"
 #include "cuda/tf32.cuh"
+#include "cuda/visits.cuh"
 
 namespace attnkern::cuda {
 
@@ -149,7 +150,13 @@ __device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h,
   [[maybe_unused]] float t[kFastPath ? 1 : kTiles][4];
   const bool dropout = !kFastPath && p.seeds != nullptr;
   if constexpr (!kFastPath) finish_scores<T, kKeyRows, true>(p, h, s, row, col, t);
-  if (masked) mask_scores<kKeyRows>(p, s, row, col);
+  if (masked) {
+    if constexpr (kFastPath) {
+      mask_scores<kKeyRows>(p, s, row, col);
+    } else {
+      mask_scores<kKeyRows>(p, h, s, row, col);
+    }
+  }
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -216,13 +223,16 @@ __device__ __forceinline__ void store_bias_gradients(const BackwardArgs& p, int 
   }
 }
 
-// Zeros for `count` queries from first_row on and the keys outside [begin, end), by all warps of the block.
-template <typename T, int kThreads>
-__device__ __forceinline__ void store_unreached(const BackwardArgs& p, int batch, int head, int first_row, int count,
-                                                int begin, int end) {
+// Zeros for `count` queries from first_row on and the keys that none of their blocks visits, by all warps of the block.
+// With key ranges, whose blocks may lie anywhere: for all keys, before a barrier and what the visited ones are given.
+template <typename T, int kThreads, int kCols>
+__device__ __forceinline__ void store_unreached(const BackwardArgs& p, int batch, int head, int first_row, int count) {
+  const int seqlen_k = p.score.seqlen_k;
+  const Walk walk(p.score.band.visited(first_row, count, {0, seqlen_k}), kCols);
+  const int begin = walk.begin, end = p.score.ranges != nullptr ? begin : begin + walk.blocks(kCols) * kCols;
   for (int i = threadIdx.x / 32; i < count; i += kThreads / 32) {
     const int64_t at = batch * p.dbias_stride[0] + head * p.dbias_stride[1] + (first_row + i) * p.dbias_stride[2];
-    for (int j = threadIdx.x % 32; j < p.score.seqlen_k; j += 32) {
+    for (int j = threadIdx.x % 32; j < seqlen_k; j += 32) {
       if (j < begin || j >= end) store_bias_gradient<T>(p, at + j, 0.f);
     }
   }

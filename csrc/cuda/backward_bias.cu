@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
     const int64_t query_row = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q;
     for (int first_row = own_row; first_row < row_end; first_row += kBiasTile) {
       const int count = min(kBiasTile, seqlen_q - first_row);
-      const Walk walk(p.score.band.visited(first_row, count, {own_col, col_end}), kBiasTile, own_col);
+      KeyBlocks<kBiasTile, kBiasTile> cols(p.score, batch, head, first_row, count, {own_col, col_end});
       float lse[1][2], delta[1][2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
         lse[0][half] = i < seqlen_q ? finite_or_far(p.lse[query_row + i]) : kInfinity;
         delta[0][half] = i < seqlen_q ? p.delta[query_row + i] : 0.f;
       }
-      for (int first_col = walk.begin; first_col < walk.end; first_col += kBiasTile) {
+      for (; !cols.done(); cols.advance()) {
+        const int first_col = cols.first();
         // Chunks of Q and K, then of dO and V.
         const auto load = [&](int chunk) {
           const bool scores = chunk < q_chunks;

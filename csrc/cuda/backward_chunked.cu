@@ -282,20 +282,32 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   const int block = blockIdx.x / (p.batch * heads), blocks = (seqlen_rows + kRows - 1) / kRows;
   const int first_row = (kKeyRows ? block : blocks - 1 - block) * kRows;
   const int first_head = kKeyRows ? head * p.kv_group : head;  // of queries
-  const bool want_bias = !kKeyRows && p.dbias != nullptr;
-
-  const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
-  const int64_t count = min(kRows, seqlen_rows - first_row);
-  const Visited<kCols> cols(band, first_row, count, seqlen_cols);
-  const int begin = cols.begin, end = cols.end, blocks_of_head = cols.blocks();
-  const int steps = blocks_of_head * (kKeyRows ? p.kv_group : 1);
+  const int count = min(kRows, seqlen_rows - first_row);
+  if constexpr (!kKeyRows) {
+    if (p.dbias != nullptr) store_unreached<T, kThreads, kCols>(p, batch, head, first_row, count);
+  }
+  auto cols = [&] {
+    if constexpr (kKeyRows) {
+      return QueryBlocks<kCols>(p.score, batch, first_head, p.kv_group, first_row, count);
+    } else {
+      return KeyBlocks<kRows, kCols>(p.score, batch, head, first_row, count, {0, seqlen_cols});
+    }
+  }();
+  const auto head_of_columns = [&] {
+    if constexpr (kKeyRows) {
+      return cols.head();
+    } else {
+      return head;
+    }
+  };
 
   const uint32_t handed_over = base + kRowTilesAt + p.row_tiles * kRowTile;
   const ChunkedTiles<Math, kKeyRows> tiles{p,          base,      handed_over, batch,
                                            first_head, first_row, seqlen_rows, seqlen_cols};
-  if (steps > 0) {
+  bool more = !cols.done();
+  if (more) {
     for (int round = 0; round < p.resident; ++round) tiles.load_rows(tiles.row_tile(round, 0), round);
-    tiles.load(0, 0, 0, first_head, begin);
+    tiles.load(0, 0, 0, head_of_columns(), cols.first());
   }
   ptx::cp_async_commit();
 
@@ -306,16 +318,20 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
 
   float grad[C::kSlots][C::kRowTiles][C::kDimTiles][4] = {};
   float s[1][kScoreTiles][4], dp[1][kScoreTiles][4] = {};
-  int stage = 0, query_head = first_head, col = begin;
-  for (int step = 0, round = 0; step < steps; stage = 1 - stage) {
+  int stage = 0, query_head = 0, col = 0;
+  bool masked = false;
+  for (int step = 0, round = 0; round > 0 || more; stage = 1 - stage) {
+    if (round == 0) {
+      query_head = head_of_columns(), col = cols.first(), masked = cols.masked();
+      cols.advance();
+      more = !cols.done();
+    }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    const bool same_step = round + 1 < p.rounds, same_head = same_step || col + kCols < end;
-    if (same_step || step + 1 < steps) {
-      tiles.load(1 - stage, step + !same_step, same_step ? round + 1 : 0, query_head + !same_head,
-                 same_step   ? col
-                 : same_head ? col + kCols
-                             : begin);
+    if (round + 1 < p.rounds) {
+      tiles.load(1 - stage, step, round + 1, query_head, col);
+    } else if (more) {
+      tiles.load(1 - stage, step + 1, 0, head_of_columns(), cols.first());
     }
     ptx::cp_async_commit();
     const uint32_t col_tile = base + stage * kColTile;
@@ -345,7 +361,6 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
             for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e];
           }
         }
-        const bool masked = col < cols.full_begin || col + kCols > cols.full_end;
         differentiate_scores<Math, kKeyRows>(p, s, dp, batch, head, query_head, tiles.query_row(head),
                                              shared + (tiles.constants(step % 2, 0) - base), thread_row, own_col,
                                              col + own_col + lane % 4 * 2, masked);
@@ -370,19 +385,11 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
       }
     }
 
-    if (++round < p.rounds) continue;
-    round = 0, ++step, col += kCols;
-    if (col >= end) col = begin, ++query_head;
+    if (++round == p.rounds) round = 0, ++step;
   }
   ptx::cp_async_wait<0>();
 
   store_gradients<Math, kKeyRows>(p, grad, batch, head, first_row, seqlen_rows, own_rows, own_dims);
-  if constexpr (!kKeyRows) {
-    if (want_bias) {
-      store_unreached<T, kThreads>(p, batch, head, first_row, static_cast<int>(count), begin,
-                                   begin + blocks_of_head * kCols);
-    }
-  }
 }
 
 int chunks_of(const BackwardCall& p, int64_t width) {

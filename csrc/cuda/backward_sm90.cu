@@ -30,28 +30,28 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
   const uint32_t k_tile = shared.rows(0, consumer), v_tile = shared.rows(1, consumer);
 
   float dk[S::kHeadDim / 8][4] = {}, dv[S::kHeadDim / 8][4] = {};
-  if (block.steps > 0) {
+  if (block.any) {
     ptx::mbarrier_wait(shared.rows_full(0), 0);
     ptx::mbarrier_wait(shared.rows_full(1), 0);
   }
   PipelineState<S::kSlots> at;
-  int col = block.begin;
-  [[maybe_unused]] int head = block.head * p.group;  // of queries
+  Columns<S> columns(p, block);
 #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step) {
+  for (int step = 0; columns.more(); ++step) {
     const auto q = at;
     at.advance();
     const auto grad_out = at;
     at.advance();
     float s[kTiles][4], dp[kTiles][4];
     ptx::mbarrier_wait(shared.full(q.stage), q.parity);
+    columns.advance(shared, q.stage);
     scores<S>(s, k_tile, shared.cols(q.stage));
     ptx::mbarrier_wait(shared.full(grad_out.stage), grad_out.parity);
     scores<S>(dp, v_tile, shared.cols(grad_out.stage));
     ptx::wgmma_wait<1>();
     ptx::hold(s);
 
-    if (!is_clean(block, col)) mask_scores<true>(p.score, s, thread_row, col + lane % 4 * 2);
+    columns.mask(p, block, shared, q.stage, s, thread_row);
     uint32_t probabilities[S::kCols / 16][4], gradients[S::kCols / 16][4];
     to_probabilities<S>(p.score, shared, q.stage, s, probabilities);
     add_gradients<S>(dv, probabilities, shared.cols(grad_out.stage));
@@ -69,9 +69,7 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
     ptx::hold(gradients);
     if constexpr (S::kFused) ptx::hold(dq);
     release(shared, q.stage, grad_out.stage);
-    if constexpr (S::kFused) add_dq<S>(p, block, shared, head, col, consumer, dq);
-    col += S::kCols;
-    if (col >= block.end) col = block.begin, ++head;
+    if constexpr (S::kFused) add_dq<S>(p, block, shared, columns.head(), columns.col(), consumer, dq);
   }
   if constexpr (S::kFused) ptx::barrier_sync(kExchanged, kConsumers * kWarpgroup);  // both have read all of K for dQ
   if (p.wanted[0]) store_gradient<S>(p.grads[0], block, row, own_barrier(consumer), k_tile, dk, p.softmax_scale);
@@ -87,21 +85,22 @@ __device__ __forceinline__ void consume_dv(const BackwardSm90Args& p, const Bloc
   const int thread_row = block.first_row + warp * 16 + lane / 4;
   const uint32_t k_tile = shared.rows(0, 0);
   float dv[S::kHeadDim / 8][4] = {};
-  if (block.steps > 0) ptx::mbarrier_wait(shared.rows_full(0), 0);
+  if (block.any) ptx::mbarrier_wait(shared.rows_full(0), 0);
   PipelineState<S::kSlots> at;
-  int col = block.begin;
+  Columns<S> columns(p, block);
 #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step) {
+  for (int step = 0; columns.more(); ++step) {
     const auto q = at;
     at.advance();
     const auto grad_out = at;
     at.advance();
     float s[kTiles][4];
     ptx::mbarrier_wait(shared.full(q.stage), q.parity);
+    columns.advance(shared, q.stage);
     scores<S>(s, k_tile, shared.cols(q.stage));
     ptx::wgmma_wait<0>();
     ptx::hold(s);
-    if (!is_clean(block, col)) mask_scores<true>(p.score, s, thread_row, col + lane % 4 * 2);
+    columns.mask(p, block, shared, q.stage, s, thread_row);
     uint32_t probabilities[S::kCols / 16][4];
     to_probabilities<S>(p.score, shared, q.stage, s, probabilities);
     ptx::mbarrier_wait(shared.full(grad_out.stage), grad_out.parity);
@@ -116,8 +115,6 @@ __device__ __forceinline__ void consume_dv(const BackwardSm90Args& p, const Bloc
     ptx::hold(dv);
     ptx::hold(probabilities);
     release(shared, q.stage, grad_out.stage);
-    col += S::kCols;
-    if (col >= block.end) col = block.begin;
   }
   if (p.wanted[1]) store_gradient<S>(p.grads[1], block, block.first_row, 1, k_tile, dv, 1.f);
 }
@@ -128,10 +125,11 @@ __device__ __forceinline__ void consume_dk(const BackwardSm90Args& p, const Bloc
   constexpr int kTiles = S::kCols / 8;
   const uint32_t v_tile = shared.rows(1, 0);
   float dk[S::kHeadDim / 8][4] = {};
-  if (block.steps > 0) ptx::mbarrier_wait(shared.rows_full(1), 0);
+  if (block.any) ptx::mbarrier_wait(shared.rows_full(1), 0);
   PipelineState<S::kSlots> at;
+  Columns<S> columns(p, block);
 #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step) {
+  for (int step = 0; columns.more(); ++step) {
     const auto q = at;
     at.advance();
     const auto grad_out = at;
@@ -152,6 +150,7 @@ __device__ __forceinline__ void consume_dk(const BackwardSm90Args& p, const Bloc
     uint32_t gradients[S::kCols / 16][4];
     to_gradients<S>(shared, grad_out.stage, factor, dp, gradients);
     ptx::mbarrier_wait(shared.full(q.stage), q.parity);
+    columns.advance(shared, q.stage);
     add_gradients<S>(dk, gradients, shared.cols(q.stage));
     ptx::wgmma_wait<0>();
     ptx::hold(dk);
@@ -180,15 +179,16 @@ __device__ __forceinline__ void consume_dq(const BackwardSm90Args& p, const Bloc
   }
 
   float dq[S::kHeadDim / 8][4] = {};
-  if (block.steps > 0) {
+  if (block.any) {
     ptx::mbarrier_wait(shared.rows_full(0), 0);
     ptx::mbarrier_wait(shared.rows_full(1), 0);
     ptx::mbarrier_wait(shared.full(0), 0);
   }
   PipelineState<S::kSlots> at;
-  int col = block.begin;
+  Columns<S> columns(p, block);
 #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step) {
+  while (columns.more()) {
+    columns.advance(shared, at.stage);
     const auto k = at;
     at.advance();
     const auto v = at;
@@ -200,16 +200,18 @@ __device__ __forceinline__ void consume_dq(const BackwardSm90Args& p, const Bloc
     ptx::wgmma_wait<1>();
     ptx::hold(s);
 
-    if (!is_clean(block, col)) mask_scores<false>(p.score, s, thread_row, col + lane % 4 * 2);
+    columns.mask(p, block, shared, k.stage, s, thread_row);
+    by_softcap<S>(p.score, [&](auto softcap) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+      for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) probability_of<S::kSoftcap>(p.score, s[n][e], constant[e / 2]);
-    }
+        for (int e = 0; e < 4; ++e) probability_of<softcap>(p.score, s[n][e], constant[e / 2]);
+      }
+    });
     ptx::hold(s);
     // The next step's tile is waited for here: ptxas would move the exponentials behind the wait for dP, where nothing
     // runs beside them, but not across this loop.
-    if (step + 1 < block.steps) ptx::mbarrier_wait(shared.full(at.stage), at.parity);
+    if (columns.more()) ptx::mbarrier_wait(shared.full(at.stage), at.parity);
     ptx::wgmma_wait<0>();
     ptx::hold(dp);
 #pragma unroll
@@ -224,7 +226,6 @@ __device__ __forceinline__ void consume_dq(const BackwardSm90Args& p, const Bloc
     ptx::hold(dq);
     ptx::hold(gradients);
     release(shared, k.stage, v.stage);
-    col += S::kCols;
   }
   store_gradient<S>(p.grads[0], block, row, own_barrier(consumer), q_tile, dq, p.softmax_scale);
 }
@@ -234,7 +235,7 @@ __device__ __forceinline__ void backward_block(const BackwardSm90Args& p) {
   static_assert(S::kBytes <= kMostShared);
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared<S> shared{ptx::shared_address(memory)};
-  const Block<S> block(p);
+  Block<S> block(p);
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(shared.rows_full(0), 1);
     ptx::mbarrier_init(shared.rows_full(1), 1);
@@ -249,17 +250,24 @@ __device__ __forceinline__ void backward_block(const BackwardSm90Args& p) {
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();
-
   // The same for all lanes, and known as such to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if constexpr (!S::kFastPath) {
+    if (warp == 0) {
+      const bool any = !block.columns(p).done();
+      if (ptx::elect_one()) ptx::store_shared(shared.any_info(), any);
+    }
+  }
+  __syncthreads();
+  if constexpr (!S::kFastPath) block.any = ptx::load_shared_word(shared.any_info()) != 0;
+
   if (warp < kWarpgroup / 32) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (block.steps == 0) return;
+    if (!block.any) return;
     if (warp == 0) {
-      if (ptx::elect_one()) load_tiles<S>(p, block, shared);
-    } else if (S::kKeyRows && warp <= 2) {
-      load_constants<S>(p, block, shared, warp - 1);
+      if (!S::kFastPath || ptx::elect_one()) load_tiles<S>(p, block, shared);
+    } else if constexpr (S::kKeyRows) {
+      if (warp <= 2) load_constants<S>(p, block, shared, warp - 1);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -288,9 +296,9 @@ __global__ void __launch_bounds__(kThreads, 1) dq_sm90_kernel(const __grid_const
   backward_block<S>(p);
 }
 
-template <typename T>
+template <typename T, bool kFastPath>
 __global__ void __launch_bounds__(kThreads, 1) fused_sm90_kernel(const __grid_constant__ BackwardSm90Args p) {
-  backward_block<FusedShape<T>>(p);
+  backward_block<FusedShape<T, kFastPath>>(p);
 }
 
 // The sums -> dQ. Grid: blocks of 64 queries * query heads * batch, blocks fastest.
@@ -341,10 +349,10 @@ template <>
 struct Tiles<256> {
   static constexpr int kQueries = 64, kKeys = 64, kKeySlots = 3;
 };
-template <typename T, int kHeadDim, bool kSoftcap>
-using DkdvShape = Shape<T, kHeadDim, Tiles<kHeadDim>::kQueries, 4, true, kSoftcap>;
-template <typename T, int kHeadDim, bool kSoftcap>
-using DqShape = Shape<T, kHeadDim, Tiles<kHeadDim>::kKeys, Tiles<kHeadDim>::kKeySlots, false, kSoftcap>;
+template <typename T, int kHeadDim, bool kFastPath>
+using DkdvShape = Shape<T, kHeadDim, Tiles<kHeadDim>::kQueries, 4, true, kFastPath>;
+template <typename T, int kHeadDim, bool kFastPath>
+using DqShape = Shape<T, kHeadDim, Tiles<kHeadDim>::kKeys, Tiles<kHeadDim>::kKeySlots, false, kFastPath>;
 
 // run(std::integral_constant<int, kHeadDim>{}) for the narrowest tiles that hold both head sizes, of at most 256.
 template <typename Run>
@@ -389,7 +397,7 @@ int make_source(Source& source, const BackwardCall& p, const View& view, int64_t
 
 BackwardSm90Args arguments(const BackwardCall& p, int64_t heads, int swizzled_heads) {
   BackwardSm90Args a{};
-  a.score = score_of(p, p.softcap == 0);
+  a.score = score_of_backward(p, p.softcap == 0);
   a.lse = static_cast<const float*>(p.lse);
   a.delta = p.row_delta;
   a.softmax_scale = static_cast<float>(p.softmax_scale);
@@ -459,19 +467,20 @@ BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip, boo
   BackwardSm90Plan plan{};
   plan.refusal = why_not(p, chip);
   if (plan.refusal != nullptr) return plan;
-  plan.fast_path = p.softcap == 0;
+  plan.fast_path = p.softcap == 0 && p.ranges.data == nullptr;
   if (!deterministic && !(left_out & kNoSm90Fused) && can_fuse(p)) {
     plan.dq_sums = p.batch * p.heads_q * ceil_div(p.seqlen_q, kSumRows) * (kHalves * kSumBytes / 4);
-    using S = FusedShape<__half>;
+    using S = FusedShape<__half, true>;
     plan.head_class = S::kHeadDim;
-    plan.fused = {S::kRows, S::kCols, kThreads, static_cast<int>(S::kBytes),
+    const uint32_t bytes = plan.fast_path ? S::kBytes : FusedShape<__half, false>::kBytes;
+    plan.fused = {S::kRows, S::kCols, kThreads, static_cast<int>(bytes),
                   ceil_div(p.seqlen_k, S::kRows) * p.batch * p.heads_k};
     plan.round_dq = {kSumRows, S::kHeadDim, kWarpgroup, 0, ceil_div(p.seqlen_q, kSumRows) * p.batch * p.heads_q};
     return plan;
   }
-  by_width(p, [&](auto width) {
-    using Dkdv = DkdvShape<__half, width, false>;
-    using Dq = DqShape<__half, width, false>;
+  const auto plan_shapes = [&](auto width, auto fast_path) {
+    using Dkdv = DkdvShape<__half, width, fast_path>;
+    using Dq = DqShape<__half, width, fast_path>;
     plan.head_class = width;
     if (p.dk.data != nullptr || p.dv.data != nullptr) {
       const int64_t blocks = ceil_div(p.seqlen_k, Dkdv::kRows) * p.batch * p.heads_k;
@@ -482,6 +491,9 @@ BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip, boo
       plan.dq = {Dq::kRows, Dq::kCols, kThreads, static_cast<int>(Dq::kBytes), blocks};
     }
     return 0;
+  };
+  by_width(p, [&](auto width) {
+    return plan.fast_path ? plan_shapes(width, std::true_type{}) : plan_shapes(width, std::false_type{});
   });
   return plan;
 }
@@ -496,17 +508,19 @@ int backward_sm90(const BackwardCall& p, const BackwardSm90Plan& plan, void* str
     if (plan.fused.blocks > 0) {
       int error = cudaMemsetAsync(p.dq_sums, 0, plan.dq_sums * sizeof(float), static_cast<cudaStream_t>(stream));
       if (error == cudaSuccess) {
-        error = launch_by_keys<FusedShape<T>>(p, plan.fused, fused_sm90_kernel<T>, stream);
+        error = plan.fast_path
+                    ? launch_by_keys<FusedShape<T, true>>(p, plan.fused, fused_sm90_kernel<T, true>, stream)
+                    : launch_by_keys<FusedShape<T, false>>(p, plan.fused, fused_sm90_kernel<T, false>, stream);
       }
       return error != cudaSuccess ? error : round_dq<T>(p, plan.round_dq, stream);
     }
     return by_width(p, [&](auto width) {
-      const auto launch = [&](auto softcap) {
-        using Dkdv = DkdvShape<T, width, softcap>;
+      const auto launch = [&](auto fast_path) {
+        using Dkdv = DkdvShape<T, width, fast_path>;
         const int error = launch_by_keys<Dkdv>(p, plan.dkdv, dkdv_sm90_kernel<Dkdv>, stream);
-        return error != cudaSuccess ? error : launch_dq<DqShape<T, width, softcap>>(p, plan.dq, stream);
+        return error != cudaSuccess ? error : launch_dq<DqShape<T, width, fast_path>>(p, plan.dq, stream);
       };
-      return plan.fast_path ? launch(std::false_type{}) : launch(std::true_type{});
+      return plan.fast_path ? launch(std::true_type{}) : launch(std::false_type{});
     });
   });
 #endif

@@ -7,6 +7,7 @@
 #include "cuda/sm90.cuh"
 #include "cuda/smem.cuh"
 #include "cuda/smem_sm90.cuh"
+#include "cuda/visits.cuh"
 
 namespace attnkern::cuda {
 namespace {
@@ -46,11 +47,12 @@ struct RoundArgs {
 constexpr int kSumRows = 64, kSumColumns = 64, kSumTiles = kSumColumns / 8, kHalves = 2;
 constexpr uint32_t kSumBytes = kSumRows * kSumColumns * 4;
 
-template <typename T_, int kHeadDim_, int kCols_, int kSlots_, bool kKeyRows_, bool kSoftcap_>
+// Fast path: by the band alone, without a softcap.
+template <typename T_, int kHeadDim_, int kCols_, int kSlots_, bool kKeyRows_, bool kFastPath_>
 struct Shape {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kCols = kCols_, kSlots = kSlots_;
-  static constexpr bool kKeyRows = kKeyRows_, kSoftcap = kSoftcap_;
+  static constexpr bool kKeyRows = kKeyRows_, kFastPath = kFastPath_;
   // Sums of dK and dV for 64 keys don't fit into one warpgroup's registers above a head size of 128: there the two
   // have the same rows, and one each.
   static constexpr bool kSplit = kKeyRows && kHeadDim > 128;
@@ -59,19 +61,24 @@ struct Shape {
   using RowTile = SlabTile<T, kGroupRows, kHeadDim>;
   using ColTile = SlabTile<T, kCols, kHeadDim>;
   // Shared memory: rows, as [of rows[0] or rows[1]][row tile]; the pipeline of columns; what the first warpgroup hands
-  // to the second; lse or delta of each slot's columns, if those are queries; barriers.
+  // to the second; lse or delta of each slot's columns, if those are queries; barriers; beside the fast path what the
+  // producer tells of the columns of each slot, their head, and whether there are any; and the keys of the queries of
+  // each step, if those are columns.
   static constexpr uint32_t kRing = 2 * kRowTiles * RowTile::kBytes;
   static constexpr uint32_t kHanded = kRing + kSlots * ColTile::kBytes;
   static constexpr uint32_t kConstants = kHanded + (kSplit ? kGroupRows * kCols * 4 : 0);
   static constexpr uint32_t kBarriers = kConstants + (kKeyRows ? kSlots * kCols * 4 : 0);
-  static constexpr uint32_t kBytes = kBarriers + (2 + 2 * kSlots + (kSplit ? 2 : 0)) * 8;
+  static constexpr uint32_t kInfo = kBarriers + (2 + 2 * kSlots + (kSplit ? 2 : 0)) * 8;
+  static constexpr uint32_t kOwnKeys = (kInfo + (2 * kSlots + 1) * 4 + 15) / 16 * 16;
+  static constexpr uint32_t kBytes = kFastPath ? kInfo : kOwnKeys + (kKeyRows ? kSlots / 2 * kCols * 16 : 0);
+  static_assert(!kKeyRows || kSlots % 2 == 0, "every second slot has queries");
 };
 
 // All three gradients in one walk. Behind what dK and dV take: dS of all keys for the queries of a step, twice; what
 // each warpgroup has for half of the columns of dQ.
-template <typename T_>
-struct FusedShape : Shape<T_, 128, 64, 4, true, false> {
-  using Base = Shape<T_, 128, 64, 4, true, false>;
+template <typename T_, bool kFastPath_>
+struct FusedShape : Shape<T_, 128, 64, 4, true, kFastPath_> {
+  using Base = Shape<T_, 128, 64, 4, true, kFastPath_>;
   static constexpr bool kFused = true;
   using ScoreTile = SlabTile<T_, Base::kRows, Base::kCols>;
   static constexpr uint32_t kScores = (Base::kBytes + 1023) / 1024 * 1024;
@@ -94,6 +101,10 @@ struct Shared {
   __device__ __forceinline__ uint32_t rows_full(int which) const { return barrier(which); }
   __device__ __forceinline__ uint32_t full(int slot) const { return barrier(2 + slot); }
   __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(2 + S::kSlots + slot); }
+  __device__ __forceinline__ uint32_t info(int slot) const { return base + S::kInfo + 4 * slot; }
+  __device__ __forceinline__ uint32_t head_info(int slot) const { return info(S::kSlots + slot); }
+  __device__ __forceinline__ uint32_t own_keys(int slot) const { return base + S::kOwnKeys + slot / 2 * S::kCols * 16; }
+  __device__ __forceinline__ uint32_t any_info() const { return info(2 * S::kSlots); }
   __device__ __forceinline__ uint32_t handed_full() const { return barrier(2 + 2 * S::kSlots); }
   __device__ __forceinline__ uint32_t handed_empty() const { return barrier(3 + 2 * S::kSlots); }
 };
@@ -108,19 +119,22 @@ __device__ __forceinline__ uint4 as_words(const float (&x)[4]) {
   return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
 }
 
-// What a block computes: its rows, and the columns that they reach.
+__device__ __forceinline__ OwnKeys as_own_keys(const uint4& x) {
+  return {{static_cast<int>(x.x), static_cast<int>(x.z)}, {static_cast<int>(x.y), static_cast<int>(x.w)}};
+}
+__device__ __forceinline__ uint4 as_words(const OwnKeys& x) {
+  return make_uint4(x.begin[0], x.end[0], x.begin[1], x.end[1]);
+}
+
+// What a block computes: its rows.
 template <class S>
 struct Block {
   int batch, head;  // of the rows
-  int first_row;
-  int begin, end;              // columns of every head, in whole tiles from `begin`
-  int clean_begin, clean_end;  // those that all rows reach
-  int heads;                   // of columns, one after the other
-  int steps;
+  int first_row, count;
+  bool any = true;  // whether they reach a column
 
   __device__ __forceinline__ explicit Block(const BackwardSm90Args& p) {
     const int seqlen_rows = S::kKeyRows ? p.score.seqlen_k : p.score.seqlen_q;
-    const int seqlen_cols = S::kKeyRows ? p.score.seqlen_q : p.score.seqlen_k;
     const int blocks = (seqlen_rows + S::kRows - 1) / S::kRows;
     const int first = static_cast<int>(blockIdx.x) / (p.swizzled_heads * blocks) * p.swizzled_heads;
     const int neighbours = min(p.swizzled_heads, p.batch * p.heads - first);
@@ -131,26 +145,97 @@ struct Block {
     // most keys.
     const int block = number / neighbours;
     first_row = (S::kKeyRows ? block : blocks - 1 - block) * S::kRows;
-    const Band band = S::kKeyRows ? p.score.band.transposed() : p.score.band;
-    const int64_t count = min(S::kRows, seqlen_rows - first_row);
-    const Range reached = band.visited(first_row, count, {0, seqlen_cols});
-    const Range shared_by_all = band.full(first_row, count, {0, seqlen_cols});
-    clean_begin = static_cast<int>(shared_by_all.begin), clean_end = static_cast<int>(shared_by_all.end);
-    // Keys past the end are rows of zeros: their scores are 0, so where the scores of all others are low their
-    // probabilities overflow. That is nothing to gradients of their own, which are never stored, but dQ is summed over
-    // all rows.
-    if (S::kFused && count < S::kRows) clean_end = clean_begin;
-    const Walk walk(reached, S::kCols);
-    begin = walk.begin, end = walk.end;
-    heads = S::kKeyRows ? p.group : 1;
-    steps = walk.blocks(S::kCols) * heads;
+    count = min(S::kRows, seqlen_rows - first_row);
+    if constexpr (S::kFastPath) any = !columns(p).done();
   }
+
+  // The tiles of columns that they reach, of every head. Beside the fast path for whole warps.
+  __device__ __forceinline__ auto columns(const BackwardSm90Args& p) const {
+    const Band& band = p.score.band;
+    const int first_head = head * p.group;
+    if constexpr (S::kFastPath && S::kKeyRows) {
+      return BandBlocksOfHeads<S::kCols>(band.transposed(), first_row, count, p.score.seqlen_q, first_head, p.group);
+    } else if constexpr (S::kFastPath) {
+      return BandBlocksOfHeads<S::kCols>(band, first_row, count, p.score.seqlen_k, head / p.group, 1);
+    } else if constexpr (S::kKeyRows) {
+      return QueryBlocks<S::kCols>(p.score, batch, first_head, p.group, first_row, count);
+    } else {
+      const Range all = {0, p.score.seqlen_k};
+      return KeyBlocks<S::kRows, S::kCols>(p.score, batch, head, first_row, count, all);
+    }
+  }
+  // Keys past the end are rows of zeros: their scores are 0, so where the scores of all others are low their
+  // probabilities overflow. That is nothing to gradients of their own, which are never stored, but dQ is summed over
+  // all rows.
+  __device__ __forceinline__ bool has_masked_rows() const { return S::kFused && count < S::kRows; }
 };
 
-// One thread: all tiles into shared memory, in the order of use.
+// The tiles of columns as they come to a consumer: on the fast path by its own count, else as the producer says.
+template <class S>
+class Columns {
+ public:
+  __device__ __forceinline__ Columns(const BackwardSm90Args& p, const Block<S>& block) : tiles_(p, block) {}
+  __device__ __forceinline__ bool more() const { return tiles_.more; }
+  // The next tile, which is in this slot.
+  __device__ __forceinline__ void advance(const Shared<S>& shared, int slot) { tiles_.advance(shared, slot); }
+  __device__ __forceinline__ int col() const { return tiles_.col(); }
+  __device__ __forceinline__ int head() const { return tiles_.head; }  // of queries; for the fused kernel
+  // Scores of the tile in this slot: where query and key don't meet, -inf.
+  template <int kTiles>
+  __device__ __forceinline__ void mask(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared,
+                                       int slot, float (&s)[kTiles][4], int thread_row) const {
+    if (!tiles_.masked() && !block.has_masked_rows()) return;
+    const int thread_col = col() + threadIdx.x % 4 * 2;
+    if (S::kFastPath || p.score.ranges == nullptr) {
+      mask_scores<S::kKeyRows>(p.score, s, thread_row, thread_col);
+    } else if constexpr (S::kKeyRows) {
+      const uint32_t keys = shared.own_keys(slot) + threadIdx.x % 4 * 32;
+      mask_by_keys<true>(s, thread_row, thread_col,
+                         [&](int n) { return as_own_keys(ptx::load_shared(keys + n * 16)); });
+    } else {
+      const int32_t* ranges = ranges_of(p.score, block.batch, block.head);
+      mask_by_keys<false>(s, thread_row, thread_col, [&](int n) { return own_keys(p.score, ranges, thread_row + n); });
+    }
+  }
+
+ private:
+  struct Counted : BandBlocksOfHeads<S::kCols> {
+    using Base = BandBlocksOfHeads<S::kCols>;
+    int first, head;
+    bool more;
+    __device__ __forceinline__ Counted(const BackwardSm90Args& p, const Block<S>& block)
+        : Base(block.columns(p)), more(block.any) {}
+    __device__ __forceinline__ void advance(const Shared<S>&, int) {
+      first = Base::first(), head = Base::head();
+      Base::advance();
+      more = !Base::done();
+    }
+    __device__ __forceinline__ int col() const { return first; }
+    __device__ __forceinline__ bool masked() const { return Base::masked(first); }
+  };
+  struct Told {
+    uint32_t info = 0;
+    int head = 0;
+    bool more;
+    __device__ __forceinline__ Told(const BackwardSm90Args&, const Block<S>& block) : more(block.any) {}
+    __device__ __forceinline__ void advance(const Shared<S>& shared, int slot) {
+      info = ptx::load_shared_word(shared.info(slot));
+      more = !BlockInfo::of(info).last;
+      if constexpr (S::kFused) head = static_cast<int>(ptx::load_shared_word(shared.head_info(slot)));
+    }
+    __device__ __forceinline__ int col() const { return BlockInfo::of(info).first; }
+    __device__ __forceinline__ bool masked() const { return BlockInfo::of(info).masked; }
+  };
+  std::conditional_t<S::kFastPath, Counted, Told> tiles_;
+};
+
+// One thread on the fast path, else a whole warp, of which one thread copies: all tiles into shared memory, in the
+// order of use.
 template <class S>
 __device__ __forceinline__ void load_tiles(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared) {
+  const bool copies = S::kFastPath || ptx::elect_one();
   const auto load_rows = [&](int which) {
+    if (!copies) return;
     const Source& source = p.rows[which];
     ptx::mbarrier_arrive_expect_tx(shared.rows_full(which), S::kRowTiles * S::RowTile::kBytes);
 #pragma unroll
@@ -160,22 +245,37 @@ __device__ __forceinline__ void load_tiles(const BackwardSm90Args& p, const Bloc
     }
   };
   PipelineState<S::kSlots> at;
+  auto tiles = block.columns(p);
+  BlockInfo info{};
+  int query_head = 0;
+  // With the first tile of a step.
+  const auto tell = [&](int which) {
+    if (which != 0) return;
+    ptx::store_shared(shared.info(at.stage), info.word());
+    if constexpr (S::kFused) ptx::store_shared(shared.head_info(at.stage), static_cast<uint32_t>(query_head));
+  };
   const auto load_cols = [&](int which, int head, int col) {
     const Source& source = p.cols[which];
     ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);  // at once in the first round
-    ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), S::ColTile::kBytes);
-    S::ColTile::load(shared.cols(at.stage), source.map, shared.full(at.stage), col, head * source.head_step,
-                     block.batch * source.batch_step);
+    if (copies) {
+      if constexpr (!S::kFastPath) tell(which);
+      ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), S::ColTile::kBytes);
+      S::ColTile::load(shared.cols(at.stage), source.map, shared.full(at.stage), col, head * source.head_step,
+                       block.batch * source.batch_step);
+    }
     at.advance();
   };
-  int head = S::kKeyRows ? block.head * p.group : block.head / p.group, col = block.begin;
   load_rows(0);
-  for (int step = 0; step < block.steps; ++step) {
-    load_cols(0, head, col);
-    if (step == 0) load_rows(1);
-    load_cols(1, head, col);
-    col += S::kCols;
-    if (col >= block.end) col = block.begin, ++head;
+  for (bool first = true; !tiles.done(); first = false) {
+    info.first = tiles.first();
+    int head = block.head / p.group;
+    if constexpr (S::kKeyRows || S::kFastPath) head = query_head = tiles.head();
+    if constexpr (!S::kFastPath) info.masked = tiles.masked();
+    tiles.advance();
+    info.last = tiles.done();
+    load_cols(0, head, info.first);
+    if (first) load_rows(1);
+    load_cols(1, head, info.first);
   }
 }
 
@@ -185,17 +285,21 @@ __device__ __forceinline__ float exponent_constant(float lse, bool live) {
   return live && lse != -kInfinity ? -lse * kLog2E : -kInfinity;
 }
 
-// One warp: the constants of the queries that pass by, of every second slot from `which` on.
+// One warp: the constants of the queries that pass by, of every second slot from `which` on; with those of the first
+// slots the keys that the queries attend to.
 template <class S>
 __device__ __forceinline__ void load_constants(const BackwardSm90Args& p, const Block<S>& block,
                                                const Shared<S>& shared, int which) {
   constexpr int kEach = (S::kCols + 31) / 32;
   const int lane = threadIdx.x % 32;
   const float* source = which == 0 ? p.lse : p.delta;
-  int64_t row = (static_cast<int64_t>(block.batch) * p.heads + block.head) * p.group * p.score.seqlen_q;
-  int col = block.begin;
+  const int64_t first_head = static_cast<int64_t>(block.batch) * p.heads * p.group;
+  auto tiles = block.columns(p);
   float next[kEach];
+  int col = 0, head = 0;
   const auto load = [&] {
+    col = tiles.first(), head = tiles.head();
+    const int64_t row = (first_head + head) * p.score.seqlen_q;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int query = col + i * 32 + lane;
@@ -203,22 +307,25 @@ __device__ __forceinline__ void load_constants(const BackwardSm90Args& p, const 
       const float x = live ? source[row + query] : 0.f;
       next[i] = which == 0 ? exponent_constant(x, live) : x;
     }
-    col += S::kCols;
-    if (col >= block.end) col = block.begin, row += p.score.seqlen_q;
+    tiles.advance();
   };
   PipelineState<S::kSlots> at;
   if (which == 1) at.advance();
   load();
 #pragma unroll 1
-  for (int step = 0; step < block.steps; ++step) {
+  for (bool more = true; more;) {
     ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (i * 32 + lane >= S::kCols) break;
       ptx::store_shared(shared.constants(at.stage) + (i * 32 + lane) * 4, __float_as_uint(next[i]));
+      if (S::kFastPath || which == 1 || p.score.ranges == nullptr) continue;
+      const OwnKeys own = own_keys(p.score, ranges_of(p.score, block.batch, head), col + i * 32 + lane);
+      ptx::store_shared(shared.own_keys(at.stage) + (i * 32 + lane) * 16, as_words(own));
     }
     ptx::mbarrier_arrive(shared.full(at.stage));
-    if (step + 1 < block.steps) load();
+    more = !tiles.done();
+    if (more) load();
     at.advance(), at.advance();
   }
 }
@@ -274,6 +381,16 @@ __device__ __forceinline__ float probability_of(const Score& p, float& s, float 
   }
 }
 
+// run(std::bool_constant<kSoftcap>{}) for the call. The fused kernel's have none.
+template <class S, typename Run>
+__device__ __forceinline__ void by_softcap(const Score& p, Run run) {
+  if (!S::kFastPath && !S::kFused && p.softcap != 0.f) {
+    run(std::true_type{});
+  } else {
+    run(std::false_type{});
+  }
+}
+
 // A warpgroup's rows from `row` on, through the tile that it has no more use for: after the barrier, when all four
 // warps have waited for the wgmmas that read it.
 template <class S>
@@ -294,7 +411,7 @@ __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, const 
   // The copy also reads columns past the tensor's, which it writes nowhere. Nothing has loaded them where the block has
   // no step.
   constexpr int kColumns = S::RowTile::kSlabs * S::RowTile::kSlabColumns;
-  if (S::kHeadDim < kColumns && block.steps == 0) {
+  if (S::kHeadDim < kColumns && !block.any) {
     const uint32_t zeros[4] = {};
 #pragma unroll
     for (int c = S::kHeadDim / 16; c < kColumns / 16; ++c)
@@ -335,15 +452,17 @@ template <class S>
 __device__ __forceinline__ void to_probabilities(const Score& p, const Shared<S>& shared, int slot,
                                                  float (&s)[S::kCols / 8][4],
                                                  uint32_t (&probabilities)[S::kCols / 16][4]) {
+  by_softcap<S>(p, [&](auto softcap) {
 #pragma unroll
-  for (int n = 0; n < S::kCols / 8; ++n) {
-    const float2 constant = constants(shared, slot, n);
-    float w[4];
+    for (int n = 0; n < S::kCols / 8; ++n) {
+      const float2 constant = constants(shared, slot, n);
+      float w[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) w[e] = probability_of<S::kSoftcap>(p, s[n][e], e % 2 ? constant.y : constant.x);
-    probabilities[n / 2][n % 2 * 2] = ptx::pack<typename S::T>(w[0], w[1]);
-    probabilities[n / 2][n % 2 * 2 + 1] = ptx::pack<typename S::T>(w[2], w[3]);
-  }
+      for (int e = 0; e < 4; ++e) w[e] = probability_of<softcap>(p, s[n][e], e % 2 ? constant.y : constant.x);
+      probabilities[n / 2][n % 2 * 2] = ptx::pack<typename S::T>(w[0], w[1]);
+      probabilities[n / 2][n % 2 * 2 + 1] = ptx::pack<typename S::T>(w[2], w[3]);
+    }
+  });
 }
 
 // dS as dK wants it.
@@ -357,11 +476,6 @@ __device__ __forceinline__ void to_gradients(const Shared<S>& shared, int slot, 
     for (int e = 0; e < 4; ++e) dp[n][e] = factor[n][e] * (dp[n][e] - (e % 2 ? delta.y : delta.x));
   }
   pack_operand<typename S::T>(gradients, dp);
-}
-
-template <class S>
-__device__ __forceinline__ bool is_clean(const Block<S>& block, int col) {
-  return block.clean_begin <= col && col + S::kCols <= block.clean_end;
 }
 
 // What the fused kernel does for dQ: the two warpgroups exchange dS, of which each multiplies all keys by half of the

@@ -52,6 +52,72 @@ __device__ __forceinline__ void gradient_mma(float (&out)[kRowTiles][kDimTiles][
   }
 }
 
+// The columns that a block goes through: of the step under way, and of the next copy. By the band they are counted; the
+// numbers of both take fewer registers than what one could make the other of.
+template <int kCols>
+class CountedColumns {
+ public:
+  __device__ __forceinline__ CountedColumns(const Band& band, int first_row, int64_t rows, int columns, int first_head,
+                                            int heads)
+      : head(first_head), copy_head(first_head) {
+    const Range all = {0, columns};
+    const Range visited = band.visited(first_row, rows, all), full = band.full(first_row, rows, all);
+    full_begin_ = static_cast<int>(full.begin), full_end_ = static_cast<int>(full.end);
+    const Walk walk(visited, kCols);
+    first = copy_first = begin_ = walk.begin, end_ = walk.end;
+    steps_ = walk.blocks(kCols) * heads;
+  }
+  int first, head, copy_first, copy_head;
+  __device__ __forceinline__ bool more() const { return step_ < steps_; }
+  __device__ __forceinline__ void start() {}
+  __device__ __forceinline__ bool more_copies() const { return step_ + 1 < steps_; }
+  __device__ __forceinline__ void copied() {
+    copy_first += kCols;
+    if (copy_first >= end_) copy_first = begin_, ++copy_head;
+  }
+  __device__ __forceinline__ bool masked() const { return first < full_begin_ || first + kCols > full_end_; }
+  __device__ __forceinline__ void finish() {
+    first += kCols;
+    if (first >= end_) first = begin_, ++head;
+    ++step_;
+  }
+
+ private:
+  int begin_, end_, full_begin_, full_end_, steps_, step_ = 0;
+};
+
+// The same where they are found one by one.
+template <class Blocks>
+class FoundColumns {
+ public:
+  __device__ __forceinline__ FoundColumns(const Blocks& blocks, int only_head) : head(only_head), blocks_(blocks) {
+    next();
+  }
+  int first = 0, head, copy_first, copy_head;
+  __device__ __forceinline__ bool more() const { return !blocks_.done(); }
+  __device__ __forceinline__ void start() {
+    first = copy_first, head = copy_head, masked_ = blocks_.masked();
+    blocks_.advance();
+    next();
+  }
+  __device__ __forceinline__ bool more_copies() const { return more(); }
+  __device__ __forceinline__ void copied() {}
+  __device__ __forceinline__ bool masked() const { return masked_; }
+  __device__ __forceinline__ void finish() {}
+
+ private:
+  __device__ __forceinline__ void next() {
+    copy_first = blocks_.first();
+    if constexpr (requires { blocks_.head(); }) {
+      copy_head = blocks_.head();
+    } else {
+      copy_head = head;
+    }
+  }
+  Blocks blocks_;
+  bool masked_ = false;
+};
+
 // What a block works on: its rows of one head (of dk and dv, or of dq), and this warp's part of them. Grid: blocks of
 // rows
 // * batch * heads, heads fastest.
@@ -101,6 +167,20 @@ struct BackwardBlock {
   }
   __device__ __forceinline__ int64_t query_row(int h) const {
     return (static_cast<int64_t>(batch) * p.score.heads + h) * p.score.seqlen_q;
+  }
+
+  // The columns that these rows visit.
+  __device__ __forceinline__ auto columns(int first_head, int heads, int count) const {
+    const Band& band = p.score.band;
+    if constexpr (kFastPath) {
+      return CountedColumns<S::kCols>(kKeyRows ? band.transposed() : band, first_row, count, seqlen_cols, first_head,
+                                      heads);
+    } else if constexpr (kKeyRows) {
+      return FoundColumns(QueryBlocks<S::kCols>(p.score, batch, first_head, heads, first_row, count), first_head);
+    } else {
+      return FoundColumns(KeyBlocks<S::kRows, S::kCols>(p.score, batch, head, first_row, count, {0, seqlen_cols}),
+                          head);
+    }
   }
 
   // K and V of the first of these query heads, or Q and dO.
@@ -303,20 +383,18 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   const int first_head = kKeyRows ? block.head * p.kv_group : block.head;  // of queries
   const int kv_group = kKeyRows ? p.kv_group : 1;
 
-  // The columns that these rows visit, of every query head.
-  const Band band = kKeyRows ? p.score.band.transposed() : p.score.band;
-  const int64_t count = min(S::kRows, block.seqlen_rows - block.first_row);
-  const Visited<S::kCols> cols(band, block.first_row, count, block.seqlen_cols);
-  const int tiles = cols.blocks();  // per head
-  const int steps = tiles * kv_group;
+  const int count = min(S::kRows, block.seqlen_rows - block.first_row);
+  if constexpr (!kKeyRows && !kFastPath) {
+    if (p.dbias != nullptr)
+      store_unreached<T, S::kThreads, S::kCols>(p, block.batch, block.head, block.first_row, count);
+  }
 
-  int load_head = first_head, load_col = cols.begin;  // of the next load
+  auto cols = block.columns(first_head, kv_group, count);  // of every query head
   const auto load = [&](int stage) {
-    block.load_cols(stage, load_head, load_col);
-    load_col += S::kCols;
-    if (load_col >= cols.end) load_col = cols.begin, ++load_head;
+    block.load_cols(stage, cols.copy_head, cols.copy_first);
+    cols.copied();
   };
-  if (steps > 0) {
+  if (cols.more()) {
     block.load_rows(first_head);
     load(0);
   }
@@ -326,13 +404,13 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
 
   typename Block::Gradient grad0 = {};
   typename Block::ValueGradient grad1 = {};
-  int query_head = first_head, col = cols.begin;
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; cols.more(); ++step) {
     const int stage = step % S::kStages;
+    cols.start();
     ptx::cp_async_wait<0>();
     __syncthreads();
     if constexpr (S::kStages == 2) {
-      if (step + 1 < steps) load(1 - stage);
+      if (cols.more_copies()) load(1 - stage);
       ptx::cp_async_commit();
     }
     typename Block::Scores s = {}, dp = {};
@@ -340,28 +418,20 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
                                                           block.own_col, 0);
     Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(dp, block.row_tile[1], block.own_row,
                                                           block.col_tile(stage, 1), block.own_col, 0);
-    const bool masked = col < cols.full_begin || col + S::kCols > cols.full_end;
-    block.differentiate_scores(s, dp, stage, query_head, col, masked, lse, delta);
+    block.differentiate_scores(s, dp, stage, cols.head, cols.first, cols.masked(), lse, delta);
     block.add_gradients(grad0, grad1, s, dp, stage);
     if constexpr (S::kStages == 1) {
       __syncthreads();
-      if (step + 1 < steps) load(0);
+      if (cols.more_copies()) load(0);
       ptx::cp_async_commit();
     }
-    col += S::kCols;
-    if (col >= cols.end) col = cols.begin, ++query_head;
+    cols.finish();
   }
 
   ptx::cp_async_wait<0>();
   __syncthreads();
   block.store(grad0, p.softmax_scale, kKeyRows ? p.dk : p.dq, block.row_tile[0], p.dk_float);
   if constexpr (kKeyRows) block.store(grad1, 1.f, p.dv, block.row_tile[1], p.dv_float);
-
-  if constexpr (!kKeyRows && !kFastPath) {  // the bias' gradient in tiles that no row visits
-    if (p.dbias == nullptr) return;
-    store_unreached<T, S::kThreads>(p, block.batch, block.head, block.first_row, static_cast<int>(count), cols.begin,
-                                    cols.begin + tiles * S::kCols);
-  }
 }
 
 // The shape of a kernel for a class of head sizes, of the fast path or the generic variant, for chips with kWideShared

@@ -54,14 +54,23 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   const T* v = head_of<T>(p.v, batch, head_k);
 
   // The keys that some row reaches, in whole blocks, dealt out evenly.
-  const int first_query = first_packed / p.pack;
-  const int queries = min(first_packed + kRows - 1, packed - 1) / p.pack + 1 - first_query;
-  const Range all = {0, seqlen_k};
-  const Range reached = p.score.band.visited(first_query, queries, all);
-  const Walk walk(reached, kKeys);
-  const int first_block = walk.begin / kKeys, blocks = walk.blocks(kKeys);
-  const int each = (blocks + p.splits - 1) / p.splits;
-  const int begin = first_block + min(split * each, blocks), end = first_block + min((split + 1) * each, blocks);
+  const auto reached = packed_blocks<kKeys, kRows>(p.score, batch, head_k * p.pack, p.pack, first_packed, packed);
+  const int each = (reached.count + p.splits - 1) / p.splits;
+  const int begin = min(split * each, reached.count), end = min((split + 1) * each, reached.count);
+
+  PackedRow rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = min(first_packed + lane / 4 + half * 8, packed - 1);
+    rows[half] = packed_row(p.score, batch, head_k * p.pack + r % p.pack, r / p.pack);
+  }
+  // Every warp has all rows. A block that no row attends to is neither read nor waited for.
+  const auto visits = [&](int n) {
+    if (p.score.ranges == nullptr) return true;
+    const int block = reached.block(n);
+    const bool own = reaches<kKeys>(rows[0].keys, block) || reaches<kKeys>(rows[1].keys, block);
+    return __any_sync(0xffffffffu, own) != 0;
+  };
 
   // The packed rows of Q, by single elements where 16 bytes can't be read at a time.
   for (int i = threadIdx.x; i < kRows * Chunks::kChunks; i += kThreads) {
@@ -79,21 +88,15 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
     }
   }
   const auto load = [&](int n) {
-    if (n < end) {
-      load_tile<T, kHeadDim, kKeys, kThreads, false>(k_tile(n), p.k, k, n * kKeys, seqlen_k);
-      load_tile<T, kHeadDim, kKeys, kThreads, false>(v_tile(n), p.v, v, n * kKeys, seqlen_k);
+    if (n < end && visits(n)) {
+      const int first = reached.block(n) * kKeys;
+      load_tile<T, kHeadDim, kKeys, kThreads, false>(k_tile(n), p.k, k, first, seqlen_k);
+      load_tile<T, kHeadDim, kKeys, kThreads, false>(v_tile(n), p.v, v, first, seqlen_k);
     }
     ptx::cp_async_commit();  // an empty group too: counting them stays the same to the end
   };
 #pragma unroll
   for (int n = 0; n < kStages; ++n) load(begin + n);
-
-  PackedRow rows[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int r = min(first_packed + lane / 4 + half * 8, packed - 1);
-    rows[half] = packed_row(p.score, batch, head_k * p.pack + r % p.pack, r / p.pack);
-  }
 
   const int below = lane % 16, beside = lane / 16;
   const int key_below = lane / 16 * 8 + lane % 8, key_beside = lane / 8 % 2;
@@ -101,6 +104,10 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   RowState state;
   for (int n = begin; n < end; ++n) {
     ptx::cp_async_wait<kStages - 1>();
+    if (!visits(n)) {
+      load(n + kStages);
+      continue;
+    }
     __syncthreads();
     float score[1][kWarpKeys / 8][4] = {};
     if constexpr (kFloat) {
@@ -123,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
         ptx::mma_m16n8k16<T>(score[0][1], query, key[2], key[3]);
       }
     }
-    finish_packed<T>(p.score, rows, score[0], n * kKeys + warp * kWarpKeys + lane % 4 * 2);
+    finish_packed<T>(p.score, rows, score[0], reached.block(n) * kKeys + warp * kWarpKeys + lane % 4 * 2);
     float factor[1][2];
     softmax_step<false>(p.score, score[0], state, factor[0]);
     if constexpr (kFloat) {

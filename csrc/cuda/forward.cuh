@@ -5,6 +5,7 @@
 #include "cuda/launch.h"
 #include "cuda/smem.cuh"
 #include "cuda/softmax.cuh"
+#include "cuda/visits.cuh"
 
 namespace attnkern::cuda {
 

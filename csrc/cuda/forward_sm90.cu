@@ -30,7 +30,8 @@ ForwardSm90Plan plan_forward_sm90(const Forward& p, const Chip& chip) {
   if (plan.refusal != nullptr) return plan;
   by_tile(p.head_dim, p.head_dim_v, 0, [&]<int kHeadDim, int kHeadDimV>(ForwardSm90Tile<kHeadDim, kHeadDimV> tile) {
     plan.head_dim = kHeadDim, plan.head_dim_v = kHeadDimV;
-    plan.keys = tile.kKeys, plan.stages = tile.kStages, plan.shared_bytes = tile.kSharedBytes;
+    plan.keys = tile.kKeys, plan.stages = tile.kStages;
+    plan.shared_bytes = is_fast_path(p) ? tile.template kSharedBytes<true> : tile.template kSharedBytes<false>;
     plan.schedule = tile.kSchedule;
     return 0;
   });

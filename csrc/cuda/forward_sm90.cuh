@@ -9,6 +9,7 @@
 #include "cuda/sm90.cuh"
 #include "cuda/smem_sm90.cuh"
 #include "cuda/softmax.cuh"
+#include "cuda/visits.cuh"
 
 namespace attnkern::cuda {
 namespace {
@@ -24,7 +25,9 @@ struct Steps {
 struct ForwardSm90Params {
   ptx::TensorMap q, k, v, out;
   Score score;
-  float* lse;  // (batch, heads, seqlen_q) contiguous, or null
+  float exponent;  // what a score is multiplied by to be the exponent of a power of 2
+  bool raw;        // the scores are the products as they are, but for the band
+  float* lse;      // (batch, heads, seqlen_q) contiguous, or null
   Steps q_steps, k_steps, v_steps;
   int32_t batch_heads, group_k, group_v;  // queries' heads per head of k, of v
   int32_t row_blocks, tiles;
@@ -49,7 +52,9 @@ struct ForwardSm90Tile {
   static constexpr uint32_t kQBytes = Q<uint16_t>::kBytes, kKBytes = K<uint16_t>::kBytes, kVBytes = V<uint16_t>::kBytes;
   static constexpr uint32_t kFirstK = kConsumers * kQBytes, kFirstV = kFirstK + kStages * kKBytes;
   static constexpr uint32_t kBarriers = kFirstV + kStages * kVBytes;
-  static constexpr int kSharedBytes = kBarriers + 8 * (2 * kConsumers + 4 * kStages);
+  static constexpr uint32_t kInfo = kBarriers + 8 * (2 * kConsumers + 4 * kStages);
+  template <bool kFastPath>
+  static constexpr int kSharedBytes = kInfo + (kFastPath ? 0 : 4 * (kStages + kConsumers));
   static_assert(kHeadDimV <= kHeadDim, "the output leaves through Q's buffer");
 };
 
@@ -61,6 +66,9 @@ struct Shared {
   __device__ __forceinline__ uint32_t k(int stage) const { return base + Config::kFirstK + stage * Config::kKBytes; }
   __device__ __forceinline__ uint32_t v(int stage) const { return base + Config::kFirstV + stage * Config::kVBytes; }
   __device__ __forceinline__ uint32_t barrier(int n) const { return base + Config::kBarriers + 8 * n; }
+  __device__ __forceinline__ uint32_t k_info(int stage) const { return base + Config::kInfo + 4 * stage; }
+  // Whether the consumer's queries visit any block.
+  __device__ __forceinline__ uint32_t q_info(int consumer) const { return k_info(Config::kStages + consumer); }
   __device__ __forceinline__ uint32_t q_full(int consumer) const { return barrier(consumer); }
   __device__ __forceinline__ uint32_t q_empty(int consumer) const { return barrier(kConsumers + consumer); }
   __device__ __forceinline__ uint32_t pipeline_barrier(int which, int stage) const {
@@ -72,14 +80,22 @@ struct Shared {
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return pipeline_barrier(3, stage); }
 };
 
-// One tile of queries, and the keys that it reaches.
+// One tile of queries.
 struct Work {
-  int batch_head, batch, head, first_row;
-  int first_key, blocks;       // of Config::kKeys keys
-  int clean_begin, clean_end;  // keys that all its rows attend to
+  int batch_head, batch, head, first_row, rows;
 };
 
-template <int kKeys>
+// The blocks of keys that it visits.
+template <int kKeys, bool kFastPath>
+__device__ __forceinline__ auto keys_of(const ForwardSm90Params& p, const Work& work) {
+  if constexpr (kFastPath) {
+    return BandBlocks<kKeys>(p.score.band, work.first_row, work.rows, p.score.seqlen_k);
+  } else {
+    const Range all = {0, p.score.seqlen_k};
+    return KeyBlocks<kRows, kKeys>(p.score, work.batch, work.head, work.first_row, work.rows, all);
+  }
+}
+
 __device__ __forceinline__ Work work_of(const ForwardSm90Params& p, int tile) {
   Work work;
   const int first_head = tile / (p.swizzled_heads * p.row_blocks) * p.swizzled_heads;
@@ -90,54 +106,63 @@ __device__ __forceinline__ Work work_of(const ForwardSm90Params& p, int tile) {
   work.batch = work.batch_head / p.score.heads;
   work.head = work.batch_head % p.score.heads;
   work.first_row = (p.last_rows_first ? p.row_blocks - 1 - row_block : row_block) * kRows;
-  const int rows = min(kRows, p.score.seqlen_q - work.first_row);
-  const Range all = {0, p.score.seqlen_k};
-  const Range reached = p.score.band.visited(work.first_row, rows, all);
-  const Range clean = p.score.band.full(work.first_row, rows, all);
-  const Walk walk(reached, kKeys);
-  work.first_key = walk.begin, work.blocks = walk.blocks(kKeys);
-  work.clean_begin = static_cast<int>(clean.begin), work.clean_end = static_cast<int>(clean.end);
+  work.rows = min(kRows, p.score.seqlen_q - work.first_row);
   return work;
 }
 
 // run(work) for every tile of this block of threads. Every other round is dealt out backwards, which evens out what the
 // blocks get of tiles that come longest first.
-template <int kKeys, typename Run>
+template <typename Run>
 __device__ __forceinline__ void each_tile(const ForwardSm90Params& p, Run run) {
   const int blocks = gridDim.x;
   for (int first = 0, backwards = 0; first < p.tiles; first += blocks, backwards ^= 1) {
     const int tile = first + (backwards ? blocks - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x));
-    if (tile < p.tiles) run(work_of<kKeys>(p, tile));
+    if (tile < p.tiles) run(work_of(p, tile));
   }
 }
 
-template <typename T, typename Config>
+// One thread on the fast path, else a whole warp, of which one thread copies.
+template <typename T, typename Config, bool kFastPath>
 __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared<Config>& shared) {
+  const bool copies = kFastPath || ptx::elect_one();
   PipelineState<Config::kStages> k_pipeline, v_pipeline;
   uint32_t parity = 0;
-  each_tile<Config::kKeys>(p, [&](const Work& work) {
+  each_tile(p, [&](const Work& work) {
+    auto keys = keys_of<Config::kKeys, kFastPath>(p, work);
     // Waits for the opposite parity pass at once in the first round.
-    const auto load_k = [&](int n) {
+    const auto load_k = [&] {
+      const int first = keys.first();
+      BlockInfo info{first};
+      if constexpr (!kFastPath) info.masked = keys.masked();
+      keys.advance();
+      info.last = keys.done();
       ptx::mbarrier_wait(shared.k_empty(k_pipeline.stage), k_pipeline.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(shared.k_full(k_pipeline.stage), Config::kKBytes);
-      Config::template K<T>::load(shared.k(k_pipeline.stage), p.k, shared.k_full(k_pipeline.stage),
-                                  work.first_key + n * Config::kKeys, work.head / p.group_k * p.k_steps.head,
-                                  work.batch * p.k_steps.batch);
+      if (copies) {
+        if constexpr (!kFastPath) ptx::store_shared(shared.k_info(k_pipeline.stage), info.word());
+        ptx::mbarrier_arrive_expect_tx(shared.k_full(k_pipeline.stage), Config::kKBytes);
+        Config::template K<T>::load(shared.k(k_pipeline.stage), p.k, shared.k_full(k_pipeline.stage), first,
+                                    work.head / p.group_k * p.k_steps.head, work.batch * p.k_steps.batch);
+      }
       k_pipeline.advance();
+      return first;
     };
-    const auto load_v = [&](int n) {
+    const auto load_v = [&](int first) {
       ptx::mbarrier_wait(shared.v_empty(v_pipeline.stage), v_pipeline.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(shared.v_full(v_pipeline.stage), Config::kVBytes);
-      Config::template V<T>::load(shared.v(v_pipeline.stage), p.v, shared.v_full(v_pipeline.stage),
-                                  work.first_key + n * Config::kKeys, work.head / p.group_v * p.v_steps.head,
-                                  work.batch * p.v_steps.batch);
+      if (copies) {
+        ptx::mbarrier_arrive_expect_tx(shared.v_full(v_pipeline.stage), Config::kVBytes);
+        Config::template V<T>::load(shared.v(v_pipeline.stage), p.v, shared.v_full(v_pipeline.stage), first,
+                                    work.head / p.group_v * p.v_steps.head, work.batch * p.v_steps.batch);
+      }
       v_pipeline.advance();
     };
     // Q's buffers are free only when the last output has left them; the first K needn't wait for that.
-    if (work.blocks > 0) load_k(0);
+    bool any = !keys.done();
+    int first = any ? load_k() : 0;
 #pragma unroll
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       ptx::mbarrier_wait(shared.q_empty(consumer), parity ^ 1);
+      if (!copies) continue;
+      if constexpr (!kFastPath) ptx::store_shared(shared.q_info(consumer), any);
       ptx::mbarrier_arrive_expect_tx(shared.q_full(consumer), Config::kQBytes);
       Config::template Q<T>::load(shared.q(consumer), p.q, shared.q_full(consumer),
                                   work.first_row + consumer * kGroupRows, work.head * p.q_steps.head,
@@ -145,9 +170,11 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
     }
     parity ^= 1;
 #pragma unroll 1
-    for (int n = 1; n <= work.blocks; ++n) {  // in the order of use
-      if (n < work.blocks) load_k(n);
-      load_v(n - 1);
+    while (any) {  // in the order of use
+      const int before = first;
+      any = !keys.done();
+      if (any) first = load_k();
+      load_v(before);
     }
   });
 }
@@ -209,18 +236,48 @@ struct Consumer {
     v_pipeline.advance();
   }
 
-  // Scores -> probabilities, not yet rounded.
-  __device__ __forceinline__ void softmax(const Work& work, int n, float (&factor)[2]) {
-    const int first = work.first_key + n * kKeys, row = work.first_row + consumer * kGroupRows + warp * 16 + lane / 4;
-    const int col = first + lane % 4 * 2;
-    Score score = p.score;
-    if constexpr (!kFastPath) {
-      score.bias_kind = BiasKind::kNone;  // what the plan refuses costs no registers
-      float unused[1][4];
-      finish_scores<T, false, false>(score, HeadScore{}, scores, row, col, unused);
+  // The blocks of keys as they come: on the fast path by their own count, else as the producer says.
+  using Keys = std::conditional_t<kFastPath, BandBlocks<kKeys>, BlockInfo>;
+
+  __device__ __forceinline__ bool is_last(const Keys& keys) const {
+    if constexpr (kFastPath) {
+      Keys next = keys;
+      next.advance();
+      return next.done();
+    } else {
+      return keys.last;
     }
-    if (first < work.clean_begin || first + kKeys > work.clean_end) mask_scores<false>(score, scores, row, col);
-    softmax_step<kFastPath>(score, scores, state, factor);
+  }
+  // The next block, whose K is there.
+  __device__ __forceinline__ void advance(Keys& keys) const {
+    if constexpr (kFastPath) {
+      keys.advance();
+    } else {
+      keys = BlockInfo::of(ptx::load_shared_word(shared.k_info(k_pipeline.stage)));
+      __syncwarp();  // one lane releases what all have read
+    }
+  }
+
+  // Scores -> probabilities, not yet rounded.
+  __device__ __forceinline__ void softmax(const Work& work, const Keys& keys, float (&factor)[2]) {
+    const int row = work.first_row + consumer * kGroupRows + warp * 16 + lane / 4;
+    Score score = p.score;
+    if constexpr (kFastPath) {
+      const int first = keys.first();
+      if (keys.masked(first)) mask_scores<false>(score, scores, row, first + lane % 4 * 2);
+    } else {
+      score.bias_kind = BiasKind::kNone;  // what the plan refuses costs no registers
+      HeadScore h{};
+      const int col = keys.first + lane % 4 * 2;
+      float unused[1][4];
+      if (!p.raw) finish_scores<T, false, false>(score, h, scores, row, col, unused);
+      if (keys.masked) {
+        h.ranges = ranges_of(score, work.batch, work.head);
+        mask_scores<false>(score, h, scores, row, col);
+      }
+    }
+    score.scale = p.exponent;
+    softmax_step<true>(score, scores, state, factor);
   }
 
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
@@ -247,10 +304,11 @@ struct Consumer {
     ptx::mbarrier_wait(shared.v_full(v_pipeline.stage), v_pipeline.parity);
   }
 
-  __device__ __forceinline__ void attend_serially(const Work& work) {
+  __device__ __forceinline__ void attend_serially(const Work& work, Keys keys) {
 #pragma unroll 1
-    for (int n = 0; n < work.blocks; ++n) {
+    for (bool more = true; more;) {
       wait_k();
+      if constexpr (!kFastPath) advance(keys);
       ptx::hold(scores);
       ptx::wgmma_fence();
       start_scores();
@@ -259,8 +317,10 @@ struct Consumer {
       release_k();
       float factor[2];
       wait_turn();
-      softmax(work, n, factor);
+      softmax(work, keys, factor);
       pass_turn();
+      more = !is_last(keys);
+      if constexpr (kFastPath) keys.advance();
       rescale(factor);
       round_probabilities();
       wait_v();
@@ -274,8 +334,9 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void attend_overlapped(const Work& work) {
+  __device__ __forceinline__ void attend_overlapped(const Work& work, Keys keys) {
     wait_k();
+    if constexpr (!kFastPath) advance(keys);
     ptx::hold(scores);
     ptx::wgmma_fence();
     start_scores();
@@ -283,11 +344,14 @@ struct Consumer {
     ptx::hold(scores);
     release_k();
     float factor[2];
-    softmax(work, 0, factor);
+    softmax(work, keys, factor);
     round_probabilities();
-    if (work.blocks > 1) wait_k();
+    bool more = !is_last(keys);
+    if (more) wait_k();
 #pragma unroll 1
-    for (int n = 1; n < work.blocks; ++n) {
+    while (more) {
+      advance(keys);
+      more = !is_last(keys);
       wait_v();
       if constexpr (kSchedule == Schedule::kPingPong) wait_turn();
       ptx::hold(scores);
@@ -300,11 +364,11 @@ struct Consumer {
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
       release_k();
-      softmax(work, n, factor);
+      softmax(work, keys, factor);
       ptx::hold(scores);
       // Here rather than at the loop's head: ptxas would move the softmax behind the wait for P V, out of its shadow,
       // but not across the branches of a loop that waits.
-      if (n + 1 < work.blocks) wait_k();
+      if (more) wait_k();
       ptx::wgmma_wait<0>();
       ptx::hold(out);
       ptx::hold(probabilities);
@@ -326,6 +390,8 @@ struct Consumer {
   // that read it: which rows of it a warp's own ones read isn't said anywhere.
   __device__ __forceinline__ void finish(const Work& work) {
     const int first_row = work.first_row + consumer * kGroupRows;
+    Score score = p.score;
+    score.scale = p.exponent;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -334,7 +400,7 @@ struct Consumer {
       const int i = first_row + warp * 16 + half * 8 + lane / 4;
       if (p.lse != nullptr && lane % 4 == 0 && i < p.score.seqlen_q) {
         p.lse[static_cast<int64_t>(work.batch_head) * p.score.seqlen_q + i] =
-            log_sum_exp<kFastPath>(p.score, state.max[half], sum);
+            log_sum_exp<true>(score, state.max[half], sum);
       }
     }
     const uint32_t tile = shared.q(consumer);
@@ -361,7 +427,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     if (kSchedule != Schedule::kOverlap && consumer == 1) pass_turn();
-    each_tile<kKeys>(p, [&](const Work& work) {
+    each_tile(p, [&](const Work& work) {
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 8; ++n) {
 #pragma unroll
@@ -370,11 +436,24 @@ struct Consumer {
       state = RowState{};
       ptx::mbarrier_wait(shared.q_full(consumer), parity);
       parity ^= 1;
-      if (work.blocks > 0) {
-        if constexpr (kSchedule == Schedule::kSerial) {
-          attend_serially(work);
+      Keys keys = [&] {
+        if constexpr (kFastPath) {
+          return keys_of<kKeys, true>(p, work);
         } else {
-          attend_overlapped(work);
+          return Keys{};
+        }
+      }();
+      bool any;
+      if constexpr (kFastPath) {
+        any = !keys.done();
+      } else {
+        any = ptx::load_shared_word(shared.q_info(consumer)) != 0;
+      }
+      if (any) {
+        if constexpr (kSchedule == Schedule::kSerial) {
+          attend_serially(work, keys);
+        } else {
+          attend_overlapped(work, keys);
         }
       }
       finish(work);
@@ -408,7 +487,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x / 32 == 0 && ptx::elect_one()) produce<T, Config>(p, shared);
+    if (threadIdx.x / 32 == 0 && (!kFastPath || ptx::elect_one())) produce<T, Config, kFastPath>(p, shared);
     return;
   }
   ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -445,6 +524,8 @@ int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* str
   const auto steps = [](const View& view) { return Steps{view.stride[1] != 0, view.stride[0] != 0}; };
   params.q_steps = steps(p.q), params.k_steps = steps(p.k), params.v_steps = steps(p.v);
   params.score = score_of(p, kFastPath);
+  params.raw = p.softcap == 0 && p.softmax_scale > 0;
+  params.exponent = params.raw ? score_of(p, true).scale : kLog2E;
   params.lse = static_cast<float*>(p.lse);
   params.batch_heads = static_cast<int32_t>(p.batch * p.heads_q);
   params.group_k = static_cast<int32_t>(p.heads_q / p.heads_k);
@@ -454,7 +535,7 @@ int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* str
   params.swizzled_heads = plan.swizzled_heads;
   params.last_rows_first = plan.last_rows_first;
   return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kFastPath, kSchedule>, plan.blocks, kThreads,
-                       Config::kSharedBytes, params, stream);
+                       Config::template kSharedBytes<kFastPath>, params, stream);
 }
 
 }  // namespace

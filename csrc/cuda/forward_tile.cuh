@@ -201,19 +201,29 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
     load_tile<T, kHeadDim, kKeys, kForwardThreads, kFastPath>(tile, rows, source, first, seqlen_k);
     ptx::cp_async_commit();
   };
-  const Visited<kKeys> keys(p.score.band, first_row, min(kRows, seqlen_q - first_row), seqlen_k);
+  HeadScore head_scores{};
+  if constexpr (!kFastPath) head_scores = head_score(p.score, at.batch, at.head);
+  const int rows = min(kRows, seqlen_q - first_row);
+  auto keys = [&] {
+    if constexpr (kFastPath) {
+      return BandBlocks<kKeys>(p.score.band, first_row, rows, seqlen_k);
+    } else {
+      return KeyBlocks<kRows, kKeys>(p.score, at.batch, at.head, first_row, rows, {0, seqlen_k});
+    }
+  }();
 
   load_tile<T, kHeadDim, kRows, kForwardThreads, kFastPath>(q_tile, p.q, q, first_row, seqlen_q);
   ptx::cp_async_commit();
-  if (keys.begin < keys.end) load_keys(k_tile, p.k, k, keys.begin);
+  bool more = !keys.done();
+  if (more) load_keys(k_tile, p.k, k, keys.first());
 
   const FragmentLane fragment_lane;
   const int row = first_row + warp_row + lane / 4;  // this thread's rows: row + 8 n
-  HeadScore head_scores{};
-  if constexpr (!kFastPath) head_scores = head_score(p.score, at.batch, at.head);
   float out[kRowTiles][kHeadDim / 8][4] = {};
   RowState state[kRowTiles];
-  for (int first = keys.begin; first < keys.end; first += kKeys) {
+  const bool any = more;
+  while (more) {
+    const int first = keys.first();
     ptx::cp_async_wait<0>();  // K is there,
     __syncthreads();          // and nobody needs V's last block any more
     load_keys(v_tile, p.v, v, first);
@@ -222,9 +232,15 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
     __syncthreads();  // K has been read
     // In this order: in most others ptxas spills registers of the narrowest generic kernel for one chip or another.
     const int col = first + lane % 4 * 2;
-    const bool more = first + kKeys < keys.end;
-    if (more) load_keys(k_tile, p.k, k, first + kKeys);
-    const bool masked = first < keys.full_begin || first + kKeys > keys.full_end;
+    bool masked;
+    if constexpr (kFastPath) {
+      masked = keys.masked(first);
+    } else {
+      masked = keys.masked();
+    }
+    keys.advance();
+    more = !keys.done();
+    if (more) load_keys(k_tile, p.k, k, keys.first());
 
     float factor[kRowTiles][2];
 #pragma unroll
@@ -233,7 +249,13 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
         float unused[1][4];
         finish_scores<T, false, false>(p.score, head_scores, score[m], row + m * 16, col, unused);
       }
-      if (masked) mask_scores<false>(p.score, score[m], row + m * 16, col);
+      if (masked) {
+        if constexpr (kFastPath) {
+          mask_scores<false>(p.score, score[m], row + m * 16, col);
+        } else {
+          mask_scores<false>(p.score, head_scores, score[m], row + m * 16, col);
+        }
+      }
       softmax_step<kFastPath>(p.score, score[m], state[m], factor[m]);
       if constexpr (!kFastPath) {
         if (p.score.seeds != nullptr) drop_probabilities(p.score, head_scores, score[m], row + m * 16, col);
@@ -251,7 +273,7 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
     Config::add_values(out, score, factor, v_tile, fragment_lane, p);
   }
 
-  if (keys.begin >= keys.end) {  // Q is still under way
+  if (!any) {  // Q is still under way
     ptx::cp_async_wait<0>();
     __syncthreads();
   }

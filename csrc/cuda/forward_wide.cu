@@ -37,7 +37,7 @@ struct Wide {
   static constexpr int kValueRows = kChunkBytes / kHalf / static_cast<int>(sizeof(T));   // of a chunk of V
   static constexpr int kQBytes = kRows * kWideHead * static_cast<int>(sizeof(T));
   static constexpr int kProbabilityBytes = kRows * kKeys * static_cast<int>(sizeof(T));
-  static constexpr int kSharedBytes = kQBytes + kStages * kChunkBytes + kProbabilityBytes + kRows * (kParts * 4 + 16);
+  static constexpr int kSharedBytes = kQBytes + kStages * kChunkBytes + kProbabilityBytes + kRows * (kParts * 4 + 32);
   static_assert(kSharedBytes <= 99 * 1024);
   // The output of a warp: in each half of V's columns every fourth run of 16 (16-bit) or 32 columns.
   static constexpr int kRun = kFloat ? 32 : 16, kRuns = kHalf / kParts / kRun, kRunTiles = kRun / 8;
@@ -48,6 +48,25 @@ struct Wide {
   using Values = TileOf<T, kHalf>;
   using Probabilities = TileOf<T, kKeys>;
 };
+
+// Of every row in shared memory its keys, and behind those of all its bias.
+template <typename T>
+__device__ __forceinline__ void store_packed_row(uint32_t packed_rows, int row, const PackedRow& x) {
+  const OwnKeys& keys = x.keys;
+  ptx::store_shared(packed_rows + row * 16, make_uint4(keys.begin[0], keys.end[0], keys.begin[1], keys.end[1]));
+  const uint64_t bias = static_cast<uint64_t>(x.bias);
+  ptx::store_shared(packed_rows + (Wide<T>::kRows + row) * 16,
+                    make_uint4(static_cast<uint32_t>(bias), static_cast<uint32_t>(bias >> 32), 0, 0));
+}
+__device__ __forceinline__ OwnKeys load_own_keys(uint32_t packed_rows, int row) {
+  const uint4 x = ptx::load_shared(packed_rows + row * 16);
+  return {{static_cast<int>(x.x), static_cast<int>(x.z)}, {static_cast<int>(x.y), static_cast<int>(x.w)}};
+}
+template <typename T>
+__device__ __forceinline__ PackedRow load_packed_row(uint32_t packed_rows, int row) {
+  const uint4 bias = ptx::load_shared(packed_rows + (Wide<T>::kRows + row) * 16);
+  return {load_own_keys(packed_rows, row), static_cast<int64_t>(static_cast<uint64_t>(bias.y) << 32 | bias.x)};
+}
 
 // Probabilities -> shared memory, as left operands of P V.
 template <typename T>
@@ -70,8 +89,36 @@ __device__ __forceinline__ void store_probabilities(uint32_t tile, int row, int 
   }
 }
 
-// The chunks of K and V in the order of use, for the blocks of keys from `begin` to `end`: of a block those of K, then
-// for each half of V's columns those of V. kStages of them are in flight or in use.
+// The blocks of keys of a split, one after the other: those of its share that a row attends to.
+template <typename T>
+struct Blocks {
+  const SplitParams& p;
+  PackedBlocks<kKeys> reached;
+  uint32_t packed_rows;  // of all rows, in shared memory
+  int number, end;
+
+  __device__ __forceinline__ bool done() const { return number >= end; }
+  __device__ __forceinline__ int first() const { return reached.block(number) * kKeys; }
+  // From the block `number` on.
+  __device__ __forceinline__ void find() {
+    if (p.score.ranges == nullptr) return;
+    for (; number < end; ++number) {
+      const int block = reached.block(number);
+      bool own = false;
+      for (int row = threadIdx.x % 32; row < Wide<T>::kRows; row += 32) {
+        own |= reaches<kKeys>(load_own_keys(packed_rows, row), block);
+      }
+      if (__any_sync(0xffffffffu, own)) return;
+    }
+  }
+  __device__ __forceinline__ void advance() {
+    ++number;
+    find();
+  }
+};
+
+// The chunks of K and V in the order of use: of a block of keys those of K, then for each half of V's columns those of
+// V. kStages of them are in flight or in use.
 template <typename T>
 struct Chunks {
   using Config = Wide<T>;
@@ -79,13 +126,14 @@ struct Chunks {
   const SplitParams& p;
   uint32_t stages;
   const T *k, *v;
-  int end, seqlen_k;
+  Blocks<T> blocks;  // of the next copy
+  int seqlen_k;
   int of_keys, of_block;  // chunks of a block of keys, of K and in all
-  int load_first, load_chunk = 0, load_slot = 0, slot = 0;
+  int load_chunk = 0, load_slot = 0, slot = 0;
 
-  __device__ __forceinline__ Chunks(const SplitParams& args, uint32_t memory, const T* keys, const T* values, int begin,
-                                    int end_)
-      : p(args), stages(memory), k(keys), v(values), end(end_), seqlen_k(args.score.seqlen_k), load_first(begin) {
+  __device__ __forceinline__ Chunks(const SplitParams& args, uint32_t memory, const T* keys, const T* values,
+                                    const Blocks<T>& from)
+      : p(args), stages(memory), k(keys), v(values), blocks(from), seqlen_k(args.score.seqlen_k) {
     of_keys = (p.k.width + Config::kKeyColumns - 1) / Config::kKeyColumns;
     const int halves = (p.v.width + kHalf - 1) / kHalf;
     of_block = of_keys + halves * (kKeys / Config::kValueRows);
@@ -93,7 +141,8 @@ struct Chunks {
 
   // Starts the next copy.
   __device__ __forceinline__ void load() {
-    if (load_first < end) {
+    if (!blocks.done()) {
+      const int load_first = blocks.first();
       const uint32_t tile = stages + load_slot * Config::kChunkBytes;
       if (load_chunk < of_keys) {
         const int column = load_chunk * Config::kKeyColumns;
@@ -110,7 +159,7 @@ struct Chunks {
                                                                  load_first + row, seqlen_k);
       }
       load_slot = load_slot == Config::kStages - 1 ? 0 : load_slot + 1;
-      if (++load_chunk == of_block) load_chunk = 0, load_first += kKeys;
+      if (++load_chunk == of_block) load_chunk = 0, blocks.advance();
     }
     ptx::cp_async_commit();  // an empty group too: counting them stays the same to the end
   }
@@ -194,9 +243,7 @@ __device__ __forceinline__ void finish_scores(const SplitParams& p, uint32_t pac
     PackedRow rows[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4 x = ptx::load_shared(packed_rows + (warp_row + m * 16 + half * 8 + lane / 4) * 16);
-      rows[half] = {static_cast<int>(x.x), static_cast<int>(x.y),
-                    static_cast<int64_t>(static_cast<uint64_t>(x.w) << 32 | x.z)};
+      rows[half] = load_packed_row<T>(packed_rows, warp_row + m * 16 + half * 8 + lane / 4);
     }
     finish_packed<T>(p.score, rows, score[m], col);
 #pragma unroll
@@ -375,7 +422,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   const uint32_t probabilities = stages + Config::kStages * Config::kChunkBytes;
   // Of every row, what is about its scores; and a value of each part.
   const uint32_t packed_rows = probabilities + Config::kProbabilityBytes;
-  float* row_values = reinterpret_cast<float*>(shared + (packed_rows - q_tile) + kRows * 16);  // [part][row]
+  float* row_values = reinterpret_cast<float*>(shared + (packed_rows - q_tile) + kRows * 32);  // [part][row]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int part = warp % kParts, warp_row = warp / kParts * 16 * kRowTiles;
@@ -384,40 +431,35 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   const int row_block = p.heads_first ? p.row_blocks - 1 - block / batch_packs : block % p.row_blocks;
   const int batch_pack = p.heads_first ? block % batch_packs : block / p.row_blocks;
   const int batch = batch_pack / packs, first_head = batch_pack % packs * p.pack;
-  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
-  const int first_row = row_block * kRows, row_end = seqlen_q * p.pack;  // of packed rows
+  const int first_row = row_block * kRows, row_end = p.score.seqlen_q * p.pack;  // of packed rows
   const T* k = head_of<T>(p.k, batch, first_head / p.group_k);
   const T* v = head_of<T>(p.v, batch, first_head / p.group_v);
 
-  // The keys that some row reaches, in whole blocks, dealt out evenly to the splits.
-  const int first_query = first_row / p.pack;
-  const int queries = min(first_row + kRows - 1, row_end - 1) / p.pack + 1 - first_query;
-  const Range reached = p.score.band.visited(first_query, queries, {0, seqlen_k});
-  const Walk walk(reached, kKeys);
-  const int reached_block = walk.begin / kKeys, blocks = walk.blocks(kKeys);
-  const int each = (blocks + p.splits - 1) / p.splits;
-  const int begin = (reached_block + min(split * each, blocks)) * kKeys;
-  const int end = (reached_block + min((split + 1) * each, blocks)) * kKeys;
+  if (threadIdx.x < kRows) {
+    const int r = min(first_row + static_cast<int>(threadIdx.x), row_end - 1);
+    store_packed_row<T>(packed_rows, threadIdx.x, packed_row(p.score, batch, first_head + r % p.pack, r / p.pack));
+  }
+  __syncthreads();
 
-  Chunks<T> chunks(p, stages, k, v, begin, end);
+  // The keys that some row reaches, in whole blocks, dealt out evenly to the splits.
+  const auto reached = packed_blocks<kKeys, kRows>(p.score, batch, first_head, p.pack, first_row, row_end);
+  const int each = (reached.count + p.splits - 1) / p.splits;
+  Blocks<T> blocks{p, reached, packed_rows, min(split * each, reached.count), min((split + 1) * each, reached.count)};
+  blocks.find();
+
+  Chunks<T> chunks(p, stages, k, v, blocks);
   load_packed_queries<T>(p, q_tile, chunks.of_keys * 8, batch, first_head, first_row, row_end);
 #pragma unroll
   for (int n = 0; n < Config::kStages - 1; ++n) chunks.load();
 
-  if (threadIdx.x < kRows) {
-    const int r = min(first_row + static_cast<int>(threadIdx.x), row_end - 1);
-    const PackedRow row = packed_row(p.score, batch, first_head + r % p.pack, r / p.pack);
-    ptx::store_shared(packed_rows + threadIdx.x * 16,
-                      make_uint4(row.begin, row.end, static_cast<uint32_t>(row.bias),
-                                 static_cast<uint32_t>(static_cast<uint64_t>(row.bias) >> 32)));
-  }
   HeadScore head_scores{};
   if (p.score.seeds != nullptr) head_scores = head_score(p.score, batch, first_head);
 
   const FragmentLane at;
   typename Config::Output out = {};
   RowState state[kRowTiles];
-  for (int first = begin; first < end; first += kKeys) {
+  for (; !blocks.done(); blocks.advance()) {
+    const int first = blocks.first();
     typename Config::Scores score = {};
     for (int n = 0; n < chunks.of_keys; ++n) {
       const uint32_t k_tile = chunks.next();

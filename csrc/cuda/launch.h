@@ -21,7 +21,7 @@ struct ForwardPlan {
   int rows, keys;  // of a tile of queries, of a block of keys
   int threads, shared_bytes;
   int64_t blocks;
-  bool fast_path;    // without softcap, bias, dropout and unaligned rows
+  bool fast_path;    // without softcap, bias, key ranges, dropout and unaligned rows
   bool heads_first;  // neighbouring blocks are heads rather than rows of one head
 };
 ForwardPlan plan_forward(const Attention& params);
@@ -54,7 +54,7 @@ struct ForwardSm90Plan {
   int stages, threads, shared_bytes;  // buffers for K and for V; of a block of threads
   int64_t tiles, blocks;              // the blocks of threads share the tiles
   int swizzled_heads;    // L2 head swizzle: heads whose tiles are dealt out together, row block by row block
-  bool fast_path;        // without softcap
+  bool fast_path;        // without softcap and key ranges, and with a scale above 0
   bool last_rows_first;  // which have the most keys
   Schedule schedule;     // any gives the same results
 };
@@ -79,12 +79,17 @@ int64_t decode_workspace(const Forward& params, int splits);
 // As `forward`. splits: of plan_decode, at least 1; any other right number gives the same results but for rounding.
 int decode(const Forward& params, int splits, float* workspace, void* stream);
 
+// What the backward pass is told of key ranges beside themselves: so many int32 (0 without ranges), for BackwardCall.
+int64_t summary_size(const Attention& params);
+int summarise_ranges(const Attention& params, int32_t* summary, void* stream);
+
 // Gradients of `forward`. row_delta is what `delta` made (of params.out and
 // params.grad_lse, which aren't read here). dk and dv have heads_out heads; where that is more than the tensor's own,
 // they are float32 and the caller adds up neighbouring heads. Gradients without data aren't wanted; the others are
 // written whole.
 struct BackwardCall : Backward {
   const float* row_delta;
+  const int32_t* range_summary;  // what `summarise_ranges` made; null without key ranges
   int64_t heads_out;
   float* dq_sums;  // memory for as many as the plan for Hopper says
 };
@@ -103,7 +108,7 @@ struct BackwardLaunch {
 // (cudaDevAttrMaxSharedMemoryPerBlockOptin), at least 99 KiB.
 struct BackwardPlan {
   int head_class;     // width of the tiles; 0: no kernel holds these head sizes, or there is nothing to do
-  bool fast_path;     // without softcap, bias, dropout, unaligned rows and heads to be added up
+  bool fast_path;     // without softcap, bias, key ranges, dropout, unaligned rows and heads to be added up
   bool wide;          // tiles for chips with 163 KiB of shared memory per block
   bool chunked;       // the kernels that read the head dimension by chunks: float32, and head sizes above 256
   BackwardLaunch dv;  // of these: dV alone, where a block can't hold it and dK; dkdv then is dK alone
@@ -116,7 +121,7 @@ int backward(const BackwardCall& params, const BackwardPlan& plan, void* stream)
 struct BackwardSm90Plan {
   const char* refusal;             // why these kernels don't take the problem, in words; null: they do
   int head_class;                  // width of the tiles
-  bool fast_path;                  // without softcap
+  bool fast_path;                  // without softcap and key ranges
   BackwardLaunch dkdv, dq;         // without dq_sums
   BackwardLaunch fused, round_dq;  // with them
   int64_t dq_sums;                 // floats in which dq is added up, in any order; 0: none

@@ -69,7 +69,6 @@ void fill_inputs(attnkern::Attention& p, const Tensor& q, const Tensor& k, const
                  const OptionalTensor& key_ranges, const OptionalTensor& philox_seed, const AttentionParams& params,
                  bool tf32) {
   attnkern::fill(p, q, k, v, bias, key_ranges, philox_seed, params);
-  STD_TORCH_CHECK(p.ranges.data == nullptr, "attnkern: these kernels have no key ranges yet");
   p.tf32 = tf32;
   STD_TORCH_CHECK(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16 || p.dtype == DType::kFloat32,
                   "attnkern: these kernels take bfloat16, float16 and float32");
@@ -172,6 +171,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTen
   const Tensor delta = floats(q, p.batch * p.heads_q * p.seqlen_q);
   p.row_delta = data_of(delta);
   device.check(attnkern::cuda::delta(p, data_of(delta), stream));
+  const Tensor summary = attnkern::empty<Dispatcher, 1>(q, {attnkern::cuda::summary_size(p)}, ScalarType::Int);
+  p.range_summary = static_cast<const int32_t*>(summary.data_ptr());
+  device.check(attnkern::cuda::summarise_ranges(p, static_cast<int32_t*>(summary.data_ptr()), stream));
   const auto plan = attnkern::cuda::plan_backward_sm90(p, device.chip, deterministic);
   const Tensor sums = floats(q, plan.dq_sums);
   p.dq_sums = data_of(sums);

@@ -68,7 +68,7 @@ void plan_forward(Launches& launches, const attnkern::Forward& p, const attnkern
   if (hopper.refusal == nullptr) {
     constexpr const char* kSchedules[] = {"serial", "overlapped", "ping-pong"};
     const std::string words = text(hopper.tiles) + " tiles, " + text(hopper.stages) + " stages, " +
-                              (hopper.fast_path ? "fast path, " : "with softcap, ") +
+                              (hopper.fast_path ? "fast path, " : "generic, ") +
                               kSchedules[static_cast<int>(hopper.schedule)] +
                               (hopper.last_rows_first ? ", longest rows first" : "");
     launches.add("forward", "sm_90a", hopper.head_dim, hopper.head_dim_v, hopper.rows, hopper.keys, hopper.threads,
@@ -93,7 +93,7 @@ void plan_backward(Launches& launches, const attnkern::cuda::BackwardCall& p, co
   };
   const auto hopper = attnkern::cuda::plan_backward_sm90(p, chip, deterministic);
   if (hopper.refusal == nullptr) {
-    const std::string words = hopper.fast_path ? "fast path" : "with softcap";
+    const std::string words = hopper.fast_path ? "fast path" : "generic";
     add("dk dv dq", "sm_90a", hopper.head_class, hopper.fused,
         words + ", dq added up in " + text(4 * hopper.dq_sums) + " bytes in any order");
     add("dk dv", "sm_90a", hopper.head_class, hopper.dkdv, words);
@@ -111,10 +111,10 @@ void plan_backward(Launches& launches, const attnkern::cuda::BackwardCall& p, co
 }
 
 // chip: compute capability times 10, multiprocessors, bytes of shared memory of a multiprocessor and of a block.
-// grad_mask: as attnkern::backward's; 0: no backward pass. bias: empty if there is none.
+// grad_mask: as attnkern::backward's; 0: no backward pass. bias: empty if there is none. key_ranges: whether there are.
 std::string cuda_plan(ScalarType dtype, Numbers q, Numbers k, Numbers v, Numbers bias,
-                      ScalarType bias_dtype ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool tf32, bool deterministic,
-                      int64_t grad_mask, Numbers chip) {
+                      ScalarType bias_dtype ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool key_ranges, bool tf32,
+                      bool deterministic, int64_t grad_mask, Numbers chip) {
   attnkern::cuda::BackwardCall p{};
   p.dtype = attnkern::dtype_of(dtype);
   p.q = view_of(q, "q"), p.k = view_of(k, "k"), p.v = view_of(v, "v");
@@ -128,6 +128,8 @@ std::string cuda_plan(ScalarType dtype, Numbers q, Numbers k, Numbers v, Numbers
   static_cast<attnkern::AttentionParams&>(p) = {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)};
   p.band = attnkern::band_of(window_left, window_right, band_offset);
   p.seed_count = 1, p.tf32 = tf32;
+  static const int32_t kSome[2] = {};
+  if (key_ranges) p.ranges.data = kSome;
   STD_TORCH_CHECK(chip.size() == 4 && p.heads_q > 0 && p.heads_k > 0 && p.heads_v > 0,
                   "attnkern::cuda_plan: chip must be 4 numbers, and no tensor without heads");
   attnkern::Forward forward{};

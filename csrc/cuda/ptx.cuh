@@ -174,7 +174,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// PTX: st, ld. Plain accesses of 16 bytes by an address of the shared window.
+// PTX: st, ld. Plain accesses of 16, 8 or 4 bytes by an address of the shared window.
 __device__ __forceinline__ void store_shared(uint32_t address, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
@@ -188,6 +188,11 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "r"(address)
                : "memory");
+  return x;
+}
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {

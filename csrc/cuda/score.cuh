@@ -24,23 +24,6 @@ inline constexpr float kInfinity = __builtin_huge_valf();
 
 enum class BiasKind : int32_t { kNone, kBool, kFloat32, kElement };  // kElement: the dtype of q
 
-// The columns that a tile of rows visits: all that one of its rows attends to, as a walk over blocks of kBlock columns.
-template <int kBlock>
-struct Visited {
-  int begin, end;            // the first block's first column, and the last column's successor
-  int full_begin, full_end;  // columns that every row attends to: a block within them needs no mask
-
-  __device__ __forceinline__ Visited(const Band& band, int first_row, int64_t rows, int columns) {
-    const Range all = {0, columns};
-    const Range visited = band.visited(first_row, rows, all);
-    const Range full = band.full(first_row, rows, all);
-    full_begin = static_cast<int>(full.begin), full_end = static_cast<int>(full.end);
-    const Walk walk(visited, kBlock);
-    begin = walk.begin, end = walk.end;
-  }
-  __device__ __forceinline__ int blocks() const { return (end - begin + kBlock - 1) / kBlock; }
-};
-
 struct Score {
   float scale;    // fast path: softmax_scale * log2(e); generic: softmax_scale, over softcap if there is one
   float softcap;  // 0: off
@@ -53,13 +36,19 @@ struct Score {
   uint32_t dropout_threshold;  // 0: no dropout
   float dropout_scale;         // of what is kept
   const int64_t* seeds;
-  int32_t seeded_batch;  // batch elements per seed
-  int32_t heads;         // of queries
+  int32_t seeded_batch;   // batch elements per seed
+  int32_t heads;          // of queries
+  const int32_t* ranges;  // of keys, common/params.h; null: all keys
+  int64_t range_stride[3];
+  int32_t range_count;
+  const int4* summary;  // of the ranges (ranges.cu), for the backward pass
+  int64_t summary_stride[2];
 };
 
 // Whether the fast path computes this problem.
 inline bool is_fast_path(const Attention& p) {
-  return p.softcap == 0 && p.bias.data == nullptr && p.dropout_p == 0 && p.softmax_scale > 0;
+  return p.softcap == 0 && p.bias.data == nullptr && p.dropout_p == 0 && p.softmax_scale > 0 &&
+         p.ranges.data == nullptr;
 }
 
 // What Hopper's kernels lack of how a problem's scores are made, null if nothing.
@@ -91,19 +80,53 @@ inline Score score_of(const Attention& p, bool fast_path) {
   s.seeds = p.dropout_p > 0 ? p.seeds : nullptr;
   s.seeded_batch = static_cast<int32_t>(p.seed_count > 0 ? p.batch / p.seed_count : p.batch);
   s.heads = static_cast<int32_t>(p.heads_q);
+  s.ranges = p.ranges.data;
+  for (int n = 0; n < 3; ++n) s.range_stride[n] = p.ranges.stride[n];
+  s.range_count = static_cast<int32_t>(p.ranges.count);
   return s;
+}
+
+// The key ranges of a head's first query, null if there are none.
+__device__ __forceinline__ const int32_t* ranges_of(const Score& p, int batch, int head) {
+  return p.ranges == nullptr ? nullptr : p.ranges + batch * p.range_stride[0] + head * p.range_stride[1];
+}
+
+// The keys that a query attends to by its ranges and the band, in two intervals, either of which may be empty.
+struct OwnKeys {
+  int begin[2], end[2];
+
+  __device__ __forceinline__ bool has(int key) const {
+    return (key >= begin[0] && key < end[0]) || (key >= begin[1] && key < end[1]);
+  }
+};
+
+// ranges: of the query's head. A query past the end has no key.
+__device__ __forceinline__ OwnKeys own_keys(const Score& p, const int32_t* ranges, int query) {
+  OwnKeys own = {};
+  if (query >= p.seqlen_q) return own;
+  const int32_t* ends = ranges + query * p.range_stride[2];
+  const int first = max(query + p.low, 0), end = min(query + p.high + 1, p.seqlen_k);
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    if (which >= p.range_count) break;
+    own.begin[which] = min(max(ends[2 * which], first), end);
+    own.end[which] = max(min(ends[2 * which + 1], end), own.begin[which]);
+  }
+  return own;
 }
 
 // What of the above belongs to one head of one batch element.
 struct HeadScore {
-  int64_t bias;         // offset of its first element
-  uint32_t key[2];      // dropout's seed
-  uint32_t counter[2];  // and the head's number, counted from the first batch element of its seed
+  int64_t bias;           // offset of its first element
+  uint32_t key[2];        // dropout's seed
+  uint32_t counter[2];    // and the head's number, counted from the first batch element of its seed
+  const int32_t* ranges;  // of its first query; null: all keys
 };
 
 __device__ __forceinline__ HeadScore head_score(const Score& p, int batch, int head) {
   HeadScore h{};
   h.bias = batch * p.bias_stride[0] + head * p.bias_stride[1];
+  h.ranges = ranges_of(p, batch, head);
   if (p.seeds != nullptr) {
     const uint64_t seed = static_cast<uint64_t>(p.seeds[batch / p.seeded_batch]);
     const uint64_t number = static_cast<uint64_t>(batch % p.seeded_batch) * p.heads + head;
@@ -211,6 +234,61 @@ __device__ __forceinline__ void mask_scores(const Score& p, float (&s)[kTiles][4
         x = c >= begin && c < end ? x : -kInfinity;
       }
     }
+  }
+}
+
+// Numbers [begin, end) as bits.
+__device__ __forceinline__ uint32_t bits_between(int begin, int end) {
+  const auto below = [](int n) { return n >= 32 ? ~0u : (1u << max(n, 0)) - 1; };
+  return below(end) & ~below(begin);
+}
+
+// The same with key ranges. keys_of(n) are the OwnKeys of query number n, counted from the lane's first row, or column
+// if kTransposed. Which scores remain is made out first, as bits of either row: n of those in even columns, 16 + n in
+// odd ones. That takes fewer registers than comparing each.
+template <bool kTransposed, int kTiles, typename KeysOf>
+__device__ __forceinline__ void mask_by_keys(float (&s)[kTiles][4], int row, int col, KeysOf keys_of) {
+  static_assert(kTiles <= 16);
+  uint32_t kept[2] = {};
+  if constexpr (kTransposed) {
+#pragma unroll 1
+    for (int n = 0; n < 2 * kTiles; ++n) {
+      const OwnKeys own = keys_of(n / 2 * 8 + n % 2);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        kept[half] |= static_cast<uint32_t>(own.has(row + half * 8)) << (n / 2 + n % 2 * 16);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const OwnKeys own = keys_of(half * 8);
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int begin = (own.begin[which] - col - e + 7) >> 3, end = (own.end[which] - col - e + 7) >> 3;
+          kept[half] |= (bits_between(begin, end) & 0xFFFFu) << 16 * e;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = kept[e / 2] >> (n + e % 2 * 16) & 1 ? s[n][e] : -kInfinity;
+  }
+}
+
+// Either, as the call says.
+template <bool kTransposed, int kTiles>
+__device__ __forceinline__ void mask_scores(const Score& p, const HeadScore& h, float (&s)[kTiles][4], int row,
+                                            int col) {
+  if (h.ranges == nullptr) {
+    mask_scores<kTransposed>(p, s, row, col);
+  } else {
+    const auto keys_of = [&](int n) { return own_keys(p, h.ranges, (kTransposed ? col : row) + n); };
+    mask_by_keys<kTransposed>(s, row, col, keys_of);
   }
 }
 

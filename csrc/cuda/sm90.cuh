@@ -15,6 +15,17 @@ inline constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = kWarpgroup * (
 inline constexpr int kGroupRows = 64;  // of a consumer: the m of wgmma
 inline constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
+// What the producer tells the consumers of a block of columns, in a word of shared memory, beside the block itself.
+struct BlockInfo {
+  int first;  // column
+  bool masked, last;
+
+  __device__ __forceinline__ uint32_t word() const { return static_cast<uint32_t>(first) * 4 + masked * 2 + last; }
+  __device__ __forceinline__ static BlockInfo of(uint32_t word) {
+    return {static_cast<int>(word / 4), (word & 2) != 0, (word & 1) != 0};
+  }
+};
+
 #ifdef ATTNKERN_NO_SM90
 inline constexpr const char* kNotCompiled = "the library was compiled without sm_90a";
 #else

@@ -1,4 +1,4 @@
-"""The cases of Hopper's forward kernels: every class of head sizes, by each schedule, and with softcap."""
+"""The cases of Hopper's forward kernels: every class of head sizes, by each schedule, and the generic variant."""
 
 from .case import Case, Cuda
 
@@ -36,6 +36,7 @@ def _case(sizes: tuple[int, int], schedule: str, fast_path: bool) -> Case:
     (size, values), (keys, stages, own) = sizes, TILES[sizes]
     slabs, slabs_v = -(-size // 64), -(-values // 64)  # of 128 bytes a row
     shared = 128 * slabs * 128 + stages * keys * (slabs + slabs_v) * 128 + (4 + 4 * stages) * 8
+    shared += 0 if fast_path else (stages + 2) * 4  # what the producer tells the consumers
     scores, outputs, exponentials = size // 16, keys // 16, keys // 2 * (1 if fast_path else 2)
     serial, turns = schedule == "serial", 0 if schedule == "overlap" else 2
     counts = {
@@ -50,7 +51,7 @@ def _case(sizes: tuple[int, int], schedule: str, fast_path: bool) -> Case:
     steps = (("HGMMA", scores + outputs), f"{WAIT}1", ("MUFU.EX2", exponentials), f"{WAIT}0")
     if serial:
         steps = (("HGMMA", scores), f"{WAIT}0", ("MUFU.EX2", exponentials), ("HGMMA", outputs), f"{WAIT}0")
-    variant = ("fast path" if fast_path else "softcap") + f" {schedule}" * (schedule != own)
+    variant = ("fast path" if fast_path else "generic") + f" {schedule}" * (schedule != own)
     name = f"forward_sm90_kernel<*, {size}, {values}, {str(fast_path).lower()}, *{SCHEDULES.index(schedule)}>"
     return Case(
         f"forward d{size}{f'/{values}' if values < size else ''} sm_90 {variant}",

@@ -13,24 +13,25 @@ TILES = {64: (96, 128, 4), 96: (80, 128, 4), 128: (64, 128, 4), 192: (64, 80, 4)
 
 def cases() -> list[Case]:
     found = [
-        _case(kind, head_dim, softcap) for kind in ("dkdv", "dq") for head_dim in TILES for softcap in (False, True)
+        _case(kind, head_dim, fast_path) for kind in ("dkdv", "dq") for head_dim in TILES for fast_path in (True, False)
     ]
     rounding = Cuda(SOURCE, "round_dq_sm90_kernel<*>", 128)
     return [
         *found,
-        _fused(),
+        _fused(True),
+        _fused(False),
         Case("backward round dq d128 sm_90", rounding, HOPPER, require={HOPPER: {"LDG.E.128": 16}}),
     ]
 
 
-def _fused() -> Case:
+def _fused(fast_path: bool) -> Case:
     """As dkdv of head size 128, and dQ: 16 of 128 keys at a time, for half of the columns a warpgroup."""
-    dkdv = _case("dkdv", 128, False)
+    dkdv = _case("dkdv", 128, fast_path)
     shared = -(-dkdv.source.shared // 1024) * 1024 + 2 * 128 * 64 * 2 + 2 * 64 * 64 * 4
     first = (("HGMMA", 16), f"{WAIT}1", ("MUFU.EX2", 32), ("HGMMA", 4))
     return Case(
-        "backward fused d128 sm_90",
-        Cuda(SOURCE, "fused_sm90_kernel<*>", THREADS, shared),
+        f"backward fused d128 sm_90{'' if fast_path else ' generic'}",
+        Cuda(SOURCE, f"fused_sm90_kernel<*, {str(fast_path).lower()}>", THREADS, shared),
         HOPPER,
         require={HOPPER: {**dkdv.require[HOPPER], "HGMMA": 32, "UBLKRED": 1}},
         loop={HOPPER: {"HGMMA": 32, "MUFU.EX2": 32}},
@@ -38,7 +39,7 @@ def _fused() -> Case:
     )
 
 
-def _case(kind: str, head_dim: int, softcap: bool) -> Case:
+def _case(kind: str, head_dim: int, fast_path: bool) -> Case:
     dkdv = kind == "dkdv"
     columns, slots = (TILES[head_dim][0], 4) if dkdv else TILES[head_dim][1:]
     split = dkdv and head_dim > 128  # one warpgroup has P and dV, the other dS and dK
@@ -48,6 +49,9 @@ def _case(kind: str, head_dim: int, softcap: bool) -> Case:
     constants = slots * columns * 4 if dkdv else 0
     barriers = 2 + 2 * slots + (2 if split else 0)
     shared = tiles + handed + constants + 8 * barriers
+    if not fast_path:  # what the producer tells the consumers, and the keys of the queries
+        told = shared + (2 * slots + 1) * 4
+        shared = -(-told // 16) * 16 + slots // 2 * columns * 16 if dkdv else -(-told // 16) * 16
     counts = {
         "USETMAXREG": 2,
         "HGMMA": 2 * (head_dim // 16) + gradients * (columns // 16),
@@ -56,9 +60,9 @@ def _case(kind: str, head_dim: int, softcap: bool) -> Case:
         "STSM": gradients * (head_dim // 16),
         "SYNCS.EXCH": barriers,
     }
-    # Exponentials stand behind the wait for S and before the one for what was started with it: dP, in the time of which
+    # Two of each score with a softcap, one without, by a branch. Exponentials stand behind the wait for S and before the one for what was started with it: dP, in the time of which
     # they pass; where P and dS are made by different warpgroups, they are between the first one's two products.
-    scores, exponentials, gradient = head_dim // 16, columns // 2 * (2 if softcap else 1), ("HGMMA", columns // 16)
+    scores, exponentials, gradient = head_dim // 16, columns // 2 * (1 if fast_path else 3), ("HGMMA", columns // 16)
     first = [("HGMMA", scores if split else 2 * scores), f"{WAIT}{0 if split else 1}", ("MUFU.EX2", exponentials)]
     if split:
         order = [*first, gradient, f"{WAIT}0"]
@@ -67,9 +71,9 @@ def _case(kind: str, head_dim: int, softcap: bool) -> Case:
     else:
         order = [*first, f"{WAIT}0", gradient, f"{WAIT}0"]
     turn = {"HGMMA": sum(count for name, count in (first[0], gradient)) + (columns // 16 if dkdv and not split else 0)}
-    flags = f"{str(dkdv).lower()}, {str(softcap).lower()}"
+    flags = f"{str(dkdv).lower()}, {str(fast_path).lower()}"
     return Case(
-        f"backward {kind} d{head_dim} sm_90{' softcap' * softcap}",
+        f"backward {kind} d{head_dim} sm_90{'' if fast_path else ' generic'}",
         Cuda(SOURCE, f"{kind}_sm90_kernel<*Shape<*, {head_dim}, {columns}, {slots}, {flags}> >", THREADS, shared),
         HOPPER,
         require={HOPPER: counts},

@@ -60,7 +60,8 @@ def _decoded(text: str, name: str, target: int) -> Program:
 
 @dataclass
 class Report:
-    """What a launch did: `steps` instructions of groups; shared memory statistics; nothing about time."""
+    """What a launch did: `steps` instructions of groups; counts by name ("products": mma of a warp, wgmma of a
+    warpgroup; what shared memory did); nothing about time."""
 
     steps: int = 0
     statistics: Counter = field(default_factory=Counter)

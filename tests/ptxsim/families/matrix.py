@@ -169,6 +169,7 @@ def mma(d: Decoder):
         if not m.gather_warps():
             return STOP
         warps = warps_of(m)
+        m.statistics["products"] += len(warps)
         product = np.matmul(gather(m, a, rows, kind_a, warps), gather(m, b, 1, kind_b, warps).transpose(0, 2, 1))
         fragment = product.take(_results(len(warps), rows))
         for index, row in puts(_sum(fragment, sources(m), to, saturate)):

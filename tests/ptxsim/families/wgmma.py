@@ -361,6 +361,7 @@ class _Product:
         if spec.negative:
             a = -a
         product = np.matmul(a, b.transpose(0, 2, 1))
+        self.m.statistics["products"] += len(groups)
         every = len(groups) == len(self.user.buffer)
         before = self.user.buffer if every else self.user.buffer[groups]
         if not self.scale.any():

@@ -1,0 +1,267 @@
+// Which blocks of columns a tile of rows visits: those in which one of its rows attends to a column, or is attended to
+// by one, and no other. Blocks in which all rows and columns meet need no mask.
+//
+// By the band alone they are one interval. With key ranges they are found 32 at a time, as bits: a lane reads the
+// ranges of every 32nd row, and the warp puts together what its lanes know. All warps of a block find the same. Nothing
+// of a mask is kept but these two words, so that a mask costs no memory.
+#pragma once
+
+#include "cuda/launch.h"
+#include "cuda/score.cuh"
+
+namespace attnkern::cuda {
+
+constexpr int kNoBlock = INT32_MAX;
+constexpr int kGranule = 16, kSummaryRows = 32 * kGranule;  // queries of an entry of the summary, of a group
+constexpr int kSummarySize = 33;                            // entries of a group, its own before those of its granules
+
+inline int64_t summary_groups(const Attention& p) { return (p.seqlen_q + kSummaryRows - 1) / kSummaryRows; }
+
+// For the backward pass: with the summary of its ranges.
+inline Score score_of_backward(const BackwardCall& p, bool fast_path) {
+  Score s = score_of(p, fast_path);
+  s.summary = reinterpret_cast<const int4*>(p.range_summary);
+  const int64_t of_head = summary_groups(p) * kSummarySize;
+  s.summary_stride[0] = p.ranges.batch > 1 ? p.ranges.heads * of_head : 0;
+  s.summary_stride[1] = p.ranges.heads > 1 ? of_head : 0;
+  return s;
+}
+
+// The blocks of kBlock columns that a band leaves to a tile of rows, one after the other.
+template <int kBlock>
+class BandBlocks {
+ public:
+  __device__ __forceinline__ BandBlocks(const Band& band, int first_row, int64_t rows, int columns) {
+    const Range all = {0, columns};
+    const Range visited = band.visited(first_row, rows, all), full = band.full(first_row, rows, all);
+    full_begin_ = static_cast<int>(full.begin), full_end_ = static_cast<int>(full.end);
+    const Walk walk(visited, kBlock);
+    first_ = walk.begin, end_ = walk.end;
+  }
+  __device__ __forceinline__ bool done() const { return first_ >= end_; }
+  // The block's first column.
+  __device__ __forceinline__ int first() const { return first_; }
+  // Whether a row and a column of the block that begins here don't meet: of any block, and so asked when it is needed.
+  __device__ __forceinline__ bool masked(int first) const { return first < full_begin_ || first + kBlock > full_end_; }
+  __device__ __forceinline__ void advance() { first_ += kBlock; }
+
+ protected:
+  int first_, end_, full_begin_, full_end_;
+};
+
+// The same of so many heads, one after the other.
+template <int kBlock>
+class BandBlocksOfHeads : public BandBlocks<kBlock> {
+  using Base = BandBlocks<kBlock>;
+
+ public:
+  __device__ __forceinline__ BandBlocksOfHeads(const Band& band, int first_row, int64_t rows, int columns,
+                                               int first_head, int heads)
+      : Base(band, first_row, rows, columns),
+        begin_(this->first_),
+        head_(first_head),
+        end_head_(Base::done() ? first_head : first_head + heads) {}
+  __device__ __forceinline__ bool done() const { return head_ >= end_head_; }
+  __device__ __forceinline__ int head() const { return head_; }
+  __device__ __forceinline__ void advance() {
+    Base::advance();
+    if (Base::done()) this->first_ = begin_, ++head_;
+  }
+
+ private:
+  int begin_, head_, end_head_;
+};
+
+// The blocks of keys that a tile of at most kRows queries of one head visits, by the band and the key ranges. For whole
+// warps.
+template <int kRows, int kBlock>
+class KeyBlocks {
+ public:
+  // Blocks begin at `columns.begin`; keys past `columns.end` aren't looked at.
+  __device__ __forceinline__ KeyBlocks(const Score& p, int batch, int head, int first_row, int rows, Range columns)
+      : p_(p),
+        batch_(batch),
+        head_(head),
+        first_row_(first_row),
+        rows_(rows),
+        begin_(static_cast<int>(columns.begin)),
+        end_(static_cast<int>(columns.end)) {
+    look(0);
+  }
+  __device__ __forceinline__ bool done() const { return visited_ == 0; }
+  __device__ __forceinline__ int first() const { return begin_ + (window_ + __ffs(visited_) - 1) * kBlock; }
+  __device__ __forceinline__ bool masked() const { return (full_ & visited_ & -visited_) == 0; }
+  __device__ __forceinline__ void advance() {
+    visited_ &= visited_ - 1;
+    if (visited_ == 0) look(window_ + 32);
+  }
+
+ private:
+  // run(begin, end) for the two intervals of keys of a row.
+  template <typename Run>
+  __device__ __forceinline__ void each_interval(int row, Run run) const {
+    const OwnKeys own = own_keys(p_, ranges_of(p_, batch_, head_), first_row_ + row);
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      const int begin = max(own.begin[which], begin_) - begin_, end = min(own.end[which], end_) - begin_;
+      if (begin < end) run(begin, end);
+    }
+  }
+
+  // The first block from number `from` on that is visited, and the 31 behind it.
+  __device__ __forceinline__ void look(int from) {
+    visited_ = full_ = 0;
+    if (p_.ranges == nullptr) {
+      const Range all = {begin_, end_};
+      const Range visited = p_.band.visited(first_row_, rows_, all), full = p_.band.full(first_row_, rows_, all);
+      if (visited.begin >= visited.end) return;
+      window_ = max(from, static_cast<int>(visited.begin - begin_) / kBlock);
+      visited_ = bits_between(0, static_cast<int>(visited.end - begin_ + kBlock - 1) / kBlock - window_);
+      full_ = bits_between(static_cast<int>(full.begin - begin_ + kBlock - 1) / kBlock - window_,
+                           static_cast<int>(full.end - begin_) / kBlock - window_);
+      return;
+    }
+    const int lane = threadIdx.x % 32;
+    int nearest = kNoBlock;
+#pragma unroll 1
+    for (int row = lane; row < rows_; row += 32) {
+      each_interval(row, [&](int begin, int end) {
+        if ((end - 1) / kBlock >= from) nearest = min(nearest, max(begin / kBlock, from));
+      });
+    }
+    window_ = __reduce_min_sync(0xffffffffu, nearest);
+    if (window_ == kNoBlock) return;
+    uint32_t seen = 0, full = ~0u;
+#pragma unroll 1
+    for (int row = lane; row < rows_; row += 32) {
+      uint32_t own = 0;
+      each_interval(row, [&](int begin, int end) {
+        seen |= bits_between(begin / kBlock - window_, (end + kBlock - 1) / kBlock - window_);
+        own |= bits_between((begin + kBlock - 1) / kBlock - window_, end / kBlock - window_);
+      });
+      full &= own;
+    }
+    visited_ = __reduce_or_sync(0xffffffffu, seen);
+    full_ = __reduce_and_sync(0xffffffffu, full);
+  }
+
+  const Score& p_;
+  int batch_, head_, first_row_, rows_, begin_, end_;
+  int window_;               // the first of 32 blocks,
+  uint32_t visited_, full_;  // of which a bit says whether it is visited, still to come, and needs no mask
+};
+
+// The same with rows that are keys: the blocks of kBlock queries, of so many heads one after the other, by which a tile
+// of at most kRows keys is visited. Which queries may visit it is read from the summary of the ranges (ranges.cu), and
+// then asked of the queries themselves.
+template <int kBlock>
+class QueryBlocks {
+ public:
+  __device__ __forceinline__ QueryBlocks(const Score& p, int batch, int first_head, int heads, int first_row, int rows)
+      : p_(p),
+        batch_(batch),
+        head_(first_head),
+        end_head_(first_head + heads),
+        begin_(first_row),
+        end_(first_row + rows) {
+    if (first_block() >= end_block()) head_ = end_head_;
+    window_ = first_block() - 32, candidates_ = 0;
+    advance();
+  }
+  __device__ __forceinline__ bool done() const { return head_ >= end_head_; }
+  __device__ __forceinline__ int head() const { return head_; }
+  __device__ __forceinline__ int first() const { return first_; }
+  __device__ __forceinline__ bool masked() const { return masked_; }
+
+  __device__ __forceinline__ void advance() {
+    while (head_ < end_head_) {
+      if (candidates_ == 0) {
+        look(window_ + 32);
+        continue;
+      }
+      first_ = (window_ + __ffs(candidates_) - 1) * kBlock;
+      candidates_ &= candidates_ - 1;
+      if (meets()) return;
+    }
+  }
+
+ private:
+  // That the band leaves. Found anew whenever they are asked for, which is seldom.
+  __device__ __forceinline__ Range visiting() const {
+    return p_.band.transposed().visited(begin_, end_ - begin_, {0, p_.seqlen_q});
+  }
+  __device__ __forceinline__ int first_block() const { return static_cast<int>(visiting().begin) / kBlock; }
+  __device__ __forceinline__ int end_block() const {
+    const Range range = visiting();
+    return range.begin < range.end ? static_cast<int>(range.end + kBlock - 1) / kBlock : 0;
+  }
+
+  // The blocks from number `from` on that may visit, 32 of them, or the next head.
+  __device__ __forceinline__ void look(int from) {
+    window_ = from;
+    const int end_block = this->end_block();
+    if (from >= end_block) {
+      ++head_;
+      window_ = first_block() - 32;
+    } else if (p_.ranges == nullptr) {
+      candidates_ = bits_between(0, end_block - from);
+    } else {
+      const int lane = threadIdx.x % 32;
+      const int4* summary = p_.summary + batch_ * p_.summary_stride[0] + head_ * p_.summary_stride[1];
+      const auto may_visit = [&](const int4& hull) {
+        return (hull.x < end_ && hull.y > begin_) || (hull.z < end_ && hull.w > begin_);
+      };
+      // Whole groups that don't.
+      const int group = from * kBlock / kSummaryRows, groups = (p_.seqlen_q + kSummaryRows - 1) / kSummaryRows;
+      const bool live = group + lane < groups && may_visit(summary[(group + lane) * kSummarySize]);
+      const uint32_t found = __ballot_sync(0xffffffffu, live);
+      if (found == 0) {
+        window_ = (group + 32) * kSummaryRows / kBlock - 32;
+        return;
+      }
+      window_ = max(from, (group + __ffs(found) - 1) * kSummaryRows / kBlock);
+      bool visits = false;
+      const int block = window_ + lane;
+      if (block < end_block) {
+#pragma unroll 1
+        for (int n = block * (kBlock / kGranule); n < (block + 1) * (kBlock / kGranule); ++n) {
+          if (n * kGranule >= p_.seqlen_q) break;
+          visits |= may_visit(summary[n / 32 * kSummarySize + 1 + n % 32]);
+        }
+      }
+      candidates_ = __ballot_sync(0xffffffffu, visits);
+    }
+  }
+
+  // Whether some query of the block attends to some key of the tile; and whether not every one does to every key.
+  __device__ __forceinline__ bool meets() {
+    if (p_.ranges == nullptr) {
+      masked_ = first_ + kBlock > p_.seqlen_q || begin_ - (first_ + kBlock - 1) < p_.low || end_ - 1 - first_ > p_.high;
+      return true;
+    }
+    const int32_t* ranges = ranges_of(p_, batch_, head_);
+    bool some = false, all = true;
+#pragma unroll 1
+    for (int n = threadIdx.x % 32; n < kBlock; n += 32) {
+      const OwnKeys own = own_keys(p_, ranges, first_ + n);
+      bool covers = false;
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        some |= max(own.begin[which], begin_) < min(own.end[which], end_);
+        covers |= own.begin[which] <= begin_ && own.end[which] >= end_;
+      }
+      all &= covers;
+    }
+    masked_ = !__all_sync(0xffffffffu, all);
+    return __any_sync(0xffffffffu, some);
+  }
+
+  const Score& p_;
+  int batch_, head_, end_head_, begin_, end_;  // the keys
+  int window_;                                 // the first of 32 blocks,
+  uint32_t candidates_;                        // of which a bit says whether it is still to be looked at
+  int first_ = 0;
+  bool masked_ = false;
+};
+
+}  // namespace attnkern::cuda

@@ -1,0 +1,177 @@
+"""Key ranges in the CUDA C++ kernels, with their host code in the simulator, hazards checked: results and gradients
+against float64 by the one tolerance rule, and no block of keys or queries visited that needn't be."""
+
+import pytest
+import torch
+
+import launches
+from attnkern import testing
+from attnkern.problem import Problem
+from matrix import LAST, call
+from test_cuda_kernels import BF16, cuda, simulated  # noqa: F401
+from test_cuda_sm90_backward import any_order, launched
+from test_key_ranges import KINDS
+
+on_hopper = pytest.mark.parametrize("simulated", [90], indirect=True)
+on_both = pytest.mark.parametrize("simulated", [80, 90], indirect=True)
+
+# What has kernels of its own: sizes (batch, heads, queries, keys, head size), and the rest of the call.
+CALLS = {
+    each.name: each
+    for each in (
+        call("bfloat16", "", (2, (4, 2), 150, 200, 64)),
+        call("float16, d128", "", (2, (4, 2), 70, 200, 128), dtype="fp16"),
+        call("head sizes 24 and 40, rows not aligned", "", (2, (4, 1), 90, 80, 24, 40), layout="offset"),
+        call("grouped unlike", "", (2, (4, 1, 2), 70, 100, 64)),
+        call("float32", "", (2, (4, 2), 70, 100, 40), dtype="fp32"),
+        call("d300", "", (2, (4, 2), 40, 100, 300)),
+        call("few queries", "", (2, (4, 2), 3, 300, 64)),
+        call("few queries, float32", "", (2, (4, 2), 2, 200, 64), dtype="fp32"),
+        call("few queries, d300", "", (2, (4, 2), 2, 200, 300)),
+        call("softcap, window", "", (2, (4, 2), 150, 200, 64), softcap=3.0, window=(60, 9), alignment="bottom_right"),
+        call("negative scale, causal", "", (2, 4, 100, 90, 64), causal=True, scale=-0.3),
+        call("bias", "", (2, (4, 2), 70, 140, 64), mask="float BHLS", **LAST),
+        call("bias of heads and keys", "", (2, (4, 2), 70, 90, 32), mask="float 1H1S"),
+        call("bool mask", "", (2, (4, 2), 70, 90, 32), mask="bool B1LS"),
+        call("bias, float32", "", (2, (4, 2), 40, 70, 40), dtype="fp32", mask="float BHLS"),
+        call("dropout", "", (2, 4, 70, 100, 64), dropout=0.3),
+    )
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+@on_both
+def test_output_lse_and_gradients(simulated, name, kind):  # noqa: F811
+    this = CALLS[name]
+    simulated.check_call(this, key_ranges=KINDS[kind](this.seqlen_q, this.seqlen_k))
+
+
+HOPPER = {
+    each.name: each
+    for each in (
+        call("d64", "", (1, (4, 2), 150, 260, 64)),
+        call("d72 and d96", "", (1, 4, 140, 130, 72, 96)),
+        call("d128", "", (1, (4, 2), 140, 300, 128), dtype="fp16"),
+        call("d192 and d128", "", (1, 4, 70, 130, 192, 128)),
+        call("d256", "", (1, 4, 70, 100, 256)),
+        call("softcap", "", (1, 4, 140, 130, 64), softcap=4.0, **LAST),
+        call("window", "", (1, 4, 140, 150, 64), window=(50, 20)),
+        call("negative scale", "", (1, 4, 140, 150, 64), scale=-0.3, softcap=9.0),
+    )
+}
+
+
+@pytest.mark.parametrize("kind", ["documents", "window and sinks", "one range of a head", "nothing"])
+@pytest.mark.parametrize("name", HOPPER)
+@on_hopper
+def test_hopper(simulated, name, kind):  # noqa: F811
+    """Its own kernels take them, without a bank conflict; also in one walk over the scores, where there is one."""
+    simulated.recorder.left_out = cuda.LEFT_OUT["cuda-decode"]
+    this = HOPPER[name]
+    ranges = KINDS[kind](this.seqlen_q, this.seqlen_k)
+    simulated.check_call(this, key_ranges=ranges)
+    assert launched(simulated.recorder) == ["forward_sm90", "delta", "summarise_ranges", "dkdv_sm90", "dq_sm90"]
+    if name == "d128":
+        with any_order():
+            simulated.check_call(this, key_ranges=ranges)
+        assert launched(simulated.recorder)[-2:] == ["fused_sm90", "round_dq_sm90"]
+    assert simulated.bank_conflicts() == 0
+
+
+@pytest.mark.parametrize("score", [-1000.0, -100.0, 100.0, 1000.0])
+@on_both
+def test_extreme_scores(simulated, score):  # noqa: F811
+    """The rows' few keys decide what is subtracted before the exponential, and those that are masked don't."""
+    for dtype, size in (("bf16", 64), ("fp16", 128), ("fp32", 40)):
+        this = call("", "", (1, 4, 70, 150, size), dtype=dtype, score=score)
+        simulated.check_call(this, key_ranges=KINDS["window and sinks"](70, 150))
+
+
+VISITS = {
+    each.name: each
+    for each in (
+        call("bfloat16", "", (2, (4, 2), 150, 1100, 64)),
+        call("d128, softcap", "", (1, (2, 1), 300, 200, 128), softcap=3.0),
+        call("window", "", (1, (4, 2), 260, 400, 64), window=(150, 40), alignment="bottom_right"),
+        call("float32", "", (1, (4, 2), 140, 230, 32), dtype="fp32"),
+        call("d300", "", (1, (2, 1), 130, 260, 300)),
+        call("few queries", "", (2, (4, 2), 4, 1500, 64)),
+        call("few queries, d300", "", (1, (4, 2), 4, 500, 300)),
+        call("queries of four groups of the summary", "", (1, 1, 1700, 100, 32)),
+        call("bias", "", (2, 2, 150, 260, 32), mask="float 11LS"),
+    )
+}
+ON_HOPPER = ("bfloat16", "d128, softcap", "window")
+
+
+def neighbours_apart(seqlen_q, seqlen_k):
+    begin = torch.arange(seqlen_q) % 2 * (seqlen_k - 9)
+    return torch.stack([begin, begin + 9], -1).unsqueeze(1)
+
+
+def backwards(seqlen_q, seqlen_k):
+    begin = seqlen_k - 1 - torch.arange(seqlen_q) * seqlen_k // seqlen_q
+    return torch.stack([begin, begin + 30], -1).unsqueeze(1)
+
+
+JUMPS = {"window and sinks": KINDS["window and sinks"], "neighbours apart": neighbours_apart, "backwards": backwards}
+
+
+def attends(this, ranges):
+    """The dense mask of a call."""
+    shape = this.batch, this.heads_q, this.seqlen_q, this.seqlen_k
+    inside = testing.ranges_mask(ranges, this.seqlen_k).expand(shape)
+    if (band := this.band) is not None:
+        left, right, offset = band
+        distance = torch.arange(this.seqlen_k) - torch.arange(this.seqlen_q).unsqueeze(-1) - offset
+        inside = inside & (distance >= -left) & (distance <= right)
+    return inside
+
+
+def meetings(attends, rows, columns, packed=1):
+    """How many tiles of so many rows and columns hold a score, over all heads; `packed` heads are rows of one tile."""
+    attends = attends.unflatten(1, (-1, packed)).transpose(2, 3).flatten(2, 3)
+    attends = torch.nn.functional.pad(attends, (0, -attends.shape[3] % columns, 0, -attends.shape[2] % rows))
+    return int(attends.unflatten(3, (-1, columns)).any(4).unflatten(2, (-1, rows)).any(3).sum())
+
+
+def visits_of(launch, this, dense):
+    if launch.kernel == "decode":
+        return meetings(dense, launch.rows, launch.columns, this.heads_q // this.heads_k)
+    by_keys = launch.kernel.startswith(("backward dk", "backward dv"))
+    return meetings(dense.mT if by_keys else dense, launch.rows, launch.columns)
+
+
+@pytest.mark.parametrize("kind", JUMPS)
+@pytest.mark.parametrize(
+    ("simulated", "name"), [(80, n) for n in VISITS] + [(90, n) for n in ON_HOPPER], indirect=["simulated"]
+)
+def test_blocks_visited_are_the_least_possible(simulated, name, kind):  # noqa: F811
+    """Counted by the products on tensor cores, of which every block of a kernel takes as many."""
+    this, target = VISITS[name], simulated.recorder.target
+    inputs = this.inputs()
+    every = torch.tensor([[0, this.seqlen_k]]).expand(this.seqlen_q, 1, 2)
+    found = []
+    for ranges in (every, JUMPS[kind](this.seqlen_q, this.seqlen_k)):
+        simulated.recorder.launches.clear(), simulated.recorder.reports.clear()
+        simulated.check(inputs, key_ranges=ranges, **this.options)
+        products = [report.statistics["products"] for report in simulated.recorder.reports]
+        found.append([count for count in products if count])
+    leaves = [x.requires_grad_() for x in inputs.tensors.values()]
+    problem = Problem.from_sdpa(*(*leaves, None)[:4], 0.0, **this.options, key_ranges=every)
+    limit = launches.SHARED_LIMIT[target]
+    plan = list(cuda.plan_of(problem, cuda.Chip(target, 8, limit + 1024, limit)).launches)
+    plan.sort(
+        key=lambda launch: (
+            ("forward", "decode", "backward bias").index(launch.kernel)
+            if launch.kernel in ("forward", "decode", "backward bias")
+            else 3
+        )
+    )
+    for launch, all_products, products in zip(plan, *found, strict=True):
+        of_all, of_these = (
+            visits_of(launch, this, attends(this, x)) for x in (every, JUMPS[kind](this.seqlen_q, this.seqlen_k))
+        )
+        assert products * of_all == all_products * of_these, launch
+        assert of_these < of_all
