@@ -62,27 +62,9 @@ class Mask:
     def of_ranges(cls, ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
         """The union of any n >= 1 ranges per row, (B|1, Hq|1, L|1, n, 2) of int32 or int64, in any order; one whose end
         is not above its begin is empty. Ends are clamped to 0 and S. Looks at the data if n > 1."""
-        ranges = ranges.clamp(0, seqlen_k)
-        begin, end = ranges.unbind(-1)
-        if ranges.shape[-2] == 1:
-            ranges = torch.stack([begin, end.maximum(begin)], -1)
-        else:
-            # Empty ones go to the right end, so that they come last.
-            begin, end = (x.where(begin < end, seqlen_k) for x in (begin, end))
-            order = begin.argsort(-1)
-            begin, reach = begin.gather(-1, order), end.gather(-1, order).cummax(-1).values
-            # A range that begins beyond all before it opens a merged one; the one before it closes another.
-            opens = F.pad(begin[..., 1:] > reach[..., :-1], (1, 0), value=True)
-            closes = F.pad(opens[..., 1:], (0, 1), value=True)
-            begin = begin.where(opens, seqlen_k).sort(-1).values
-            end = reach.where(closes, seqlen_k).sort(-1).values
-            live = begin < end
-            end = end.where(live, 0).cummax(-1).values
-            begin = begin.where(live, end)
-            ranges = torch.stack([begin, end], -1)
-            if bool(live[..., 2:].any()):
-                return cls._packed(lambda rows: _inside(_rows_of(ranges, rows), seqlen_k), ranges, seqlen_q, seqlen_k)
-            ranges = ranges[..., : 1 + bool(live[..., 1:].any()), :]
+        ranges = union_of_ranges(ranges, seqlen_k)
+        if ranges.shape[-2] > 2:
+            return cls._packed(lambda rows: _inside(_rows_of(ranges, rows), seqlen_k), ranges, seqlen_q, seqlen_k)
         return cls(ranges.to(torch.int32).contiguous(), None, None, seqlen_q, seqlen_k)
 
     @classmethod
@@ -146,15 +128,19 @@ class Mask:
     @property
     def live(self) -> Tensor:
         """How many of the B|1 * Hq|1 * L * S scores count: int64, on the mask's device, which is not waited for."""
-        if self.ranges is not None:
-            counts = self.ranges[..., 1] - self.ranges[..., 0]
-        else:
-            # Sums of 2, 4 and 8 bits within each word; the product's highest byte is the sum of all bytes.
-            x = self._stored
-            x = x - ((x >> 1) & 0x5555555555555555)
-            x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-            counts = (((x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101) >> 56
+        counts = self.live_of_queries
         return counts.sum() * (self.seqlen_q if counts.shape[2] == 1 else 1)
+
+    @property
+    def live_of_queries(self) -> Tensor:
+        """How many keys each query attends to: int64 (B|1, Hq|1, L|1)."""
+        if self.ranges is not None:
+            return (self.ranges[..., 1] - self.ranges[..., 0]).sum(-1)
+        # Sums of 2, 4 and 8 bits within each word; the product's highest byte is the sum of all bytes.
+        x = self._stored
+        x = x - ((x >> 1) & 0x5555555555555555)
+        x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+        return ((((x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101) >> 56).sum(-1)
 
     @property
     def sparsity(self) -> float:
@@ -266,6 +252,31 @@ class Mask:
         if not fits or self.shape[2:] != other.shape[2:] or mine.device != theirs.device:
             raise RuntimeError(f"attnkern: masks to be combined must be of one size and device, got {self} and {other}")
         return mine.new_empty(()).expand(torch.broadcast_shapes(mine.shape[:3], theirs.shape[:3]))
+
+
+def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
+    """(..., m, 2): the union of the n ranges (..., n, 2) of each row, as ranges that don't overlap or touch.
+
+    They go from left to right, the empty ones last. m is the most that a row needs, and at least 1. Looks at the data
+    if n > 1.
+    """
+    ranges = ranges.clamp(0, seqlen_k)
+    begin, end = ranges.unbind(-1)
+    if ranges.shape[-2] == 1:
+        return torch.stack([begin, end.maximum(begin)], -1)
+    # Empty ones go to the right end, so that they come last.
+    begin, end = (x.where(begin < end, seqlen_k) for x in (begin, end))
+    order = begin.argsort(-1)
+    begin, reach = begin.gather(-1, order), end.gather(-1, order).cummax(-1).values
+    # A range that begins beyond all before it opens a merged one; the one before it closes another.
+    opens = F.pad(begin[..., 1:] > reach[..., :-1], (1, 0), value=True)
+    closes = F.pad(opens[..., 1:], (0, 1), value=True)
+    begin = begin.where(opens, seqlen_k).sort(-1).values
+    end = reach.where(closes, seqlen_k).sort(-1).values
+    live = begin < end
+    end = end.where(live, 0).cummax(-1).values
+    most = int(live.flatten(0, -2).any(0).sum())
+    return torch.stack([begin.where(live, end), end], -1)[..., : max(1, most), :]
 
 
 def _rows_of(x: Tensor, rows: slice) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from .mask import Mask
 from .params import UNBOUNDED, check_alignment
+from .problem import Window
+from .varlen import check_packed_window, packed_ranges
 
 Integers = int | Sequence[int] | Tensor
 
@@ -93,6 +95,38 @@ def document(
         ranges = torch.stack([starts[last - 1], starts[last.clamp(max=len(starts) - 1)]], -1)
         mask = Mask.of_ranges(ranges[None, None, :, None], seqlen, seqlen)
     return mask & causal(mask.seqlen_q, device=mask.device) if is_causal else mask
+
+
+def packed(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    is_causal: bool = False,
+    window: Window = None,
+    alignment: str = "bottom_right",
+) -> Mask:
+    """What `attnkern.varlen_attention` lets packed queries attend to, from the same arguments.
+
+    Of queries (T, Hq, E) and keys (Tk, Hk, E) it is the attn_mask of (1, Hq, T, E) and (1, Hk, Tk, E), or, as
+    `shard_mask` cuts it, of packed sequences that are sharded over ranks. T and Tk are the last entries of
+    cu_seqlens_q and cu_seqlens_k, which are looked at.
+
+    Returns:
+        One range per token, (1, 1, T, 1, 2), on the device of cu_seqlens_q.
+
+    Raises:
+        As `varlen_attention`.
+    """
+    left, right = check_packed_window(is_causal, window, alignment)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    lengths = []
+    for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_tensor(name, ends)
+        lengths.append(max(0, int(ends.flatten()[-1])) if ends.numel() else 0)
+    q, k = (cu_seqlens_q.new_empty(()).expand(n) for n in lengths)  # for their number and device; they take no memory
+    ranges = packed_ranges(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
+    return Mask.of_ranges(ranges[None, None], *lengths)
 
 
 def _of_ids(ids: Tensor) -> Mask:

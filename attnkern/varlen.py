@@ -57,18 +57,10 @@ def varlen_attention(
 
     Source: packed sequences are those of T. Dao's flash_attn_varlen_func (FlashAttention-2, 2023).
     """
-    for name, x, size in (("query", query, "Hq, E"), ("key", key, "Hk, E"), ("value", value, "Hk, Ev")):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise RuntimeError(f"attnkern: {name} must have the shape (tokens, {size}), got {got}")
+    check_packed(query, key, value)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"attnkern: argument 'is_causal' must be bool, not {type(is_causal).__name__}")
-    check_alignment(alignment)
-    left, right = checked_window(window) or (None, None)
-    if is_causal:
-        right = 0
+    left, right = check_packed_window(is_causal, window, alignment)
     ranges = packed_ranges(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     results: Any = attention(
@@ -87,6 +79,23 @@ def varlen_attention(
         return results.squeeze(0).transpose(0, 1)
     out, lse = results
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+
+
+def check_packed(query: Any, key: Any, value: Any) -> None:
+    """Raises unless they are tensors of packed tokens."""
+    for name, x, size in (("query", query, "Hq, E"), ("key", key, "Hk, E"), ("value", value, "Hk, Ev")):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise RuntimeError(f"attnkern: {name} must have the shape (tokens, {size}), got {got}")
+
+
+def check_packed_window(is_causal: Any, window: Any, alignment: Any) -> tuple[int | None, int | None]:
+    """The window's bounds, causal or not, after checks."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"attnkern: argument 'is_causal' must be bool, not {type(is_causal).__name__}")
+    check_alignment(alignment)
+    left, right = checked_window(window) or (None, None)
+    return left, 0 if is_causal else right
 
 
 def packed_ranges(

@@ -80,6 +80,25 @@ def test_document(is_causal):
     assert mask.ranges is None
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"window": (5, 2)}, {"is_causal": True, "alignment": "top_left"}], ids=str
+)
+def test_packed(options):
+    """It is what varlen_attention makes of the same arguments."""
+    ends_q, ends_k = torch.tensor([0, 3, 3, 40, 41]), torch.tensor([0, 9, 11, 50, 70], dtype=torch.int64)
+    used = torch.tensor([9, 0, 30, 17])
+    q, k = torch.randn(41, 2, 8), torch.randn(70, 2, 8)
+    for keys, given in ((k, (ends_q, ends_k)), (k, (ends_q, ends_k.clone())), (q, (ends_q,))):
+        seqused = {} if keys is q else {"seqused_k": used}
+        mask = masks.packed(*given, **seqused, **options)
+        check_stored(mask)
+        assert mask.shape == (1, 1, 41, len(keys))
+        want = attnkern.varlen_attention(q, keys, keys, *given, **seqused, **options)
+        x = [t.transpose(0, 1)[None] for t in (q, keys, keys)]
+        assert torch.equal(attnkern.attention(*x, mask)[0].transpose(0, 1), want)
+    assert masks.packed(torch.tensor([0])).shape == (1, 1, 0, 0)
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_prefix_causal_and_windows(sizes):
     seqlen_q, seqlen_k = sizes
@@ -318,6 +337,20 @@ BAD = {
     "cu begins": (lambda: masks.document(cu_seqlens=[1, 5]), ValueError, "begin with 0, got 1"),
     "cu falls": (lambda: masks.document(cu_seqlens=[0, 5, 3]), ValueError, "not fall, got 3 after 5"),
     "cu ends": (lambda: masks.document(cu_seqlens=[0, 5], seqlen=9), ValueError, "end with the length 9, got 5"),
+    "packed": (lambda: masks.packed([0, 5]), TypeError, "'cu_seqlens_q' must be Tensor, not list"),
+    "packed falls": (
+        lambda: masks.packed(torch.tensor([0, 5, 3])),
+        RuntimeError,
+        "cu_seqlens_q must begin with 0, never fall",
+    ),
+    "packed keys": (
+        lambda: masks.packed(torch.tensor([0, 5]), torch.tensor([0, 3, 5])),
+        RuntimeError,
+        "cu_seqlens_k must have the shape of cu_seqlens_q",
+    ),
+    "packed none": (lambda: masks.packed(torch.tensor([]).int()), RuntimeError, r"\(sequences \+ 1,\), got \(0,\)"),
+    "packed window": (lambda: masks.packed(torch.tensor([0, 5]), window=3), TypeError, "window"),
+    "packed alignment": (lambda: masks.packed(torch.tensor([0, 5]), alignment="left"), ValueError, "alignment must be"),
     "mod": (lambda: masks.from_mask_mod(lambda b, h, q, k: q - k, None, None, 4, 4), RuntimeError, "must give a bool"),
     "float": (lambda: masks.from_bool(torch.zeros(4, 4)), RuntimeError, "mask must be bool"),
     "ranges": (lambda: masks.from_ranges(torch.zeros(4, 1, 2).int(), 4, 4), RuntimeError, "ranges must have the shape"),
