@@ -5,6 +5,7 @@ One test per number of processes spawns them once; every rank runs all checks, i
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import re
@@ -13,20 +14,30 @@ import subprocess
 import sys
 import time
 import traceback
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import attnkern
-from attnkern import testing
-from attnkern.integrations.distributed import context_parallel
+from attnkern import masks, testing
+from attnkern.integrations.distributed import (
+    balanced_shards,
+    context_parallel,
+    even_shards,
+    live_scores,
+    shard_mask,
+    sharded_attention,
+    sharded_varlen_attention,
+)
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 240  # s, for all checks of one number of processes; a collective waits 30 s
-RING = runpy.run_path(str(ROOT / "docs" / "examples" / "ring_attention.py"))
+EXAMPLE = runpy.run_path(str(ROOT / "docs" / "examples" / "sharded_documents.py"))
 
 # --------------------------------------------------------------------------------------------------------------------
 # The checks, which run on every rank. All ranks draw the same numbers.
@@ -268,40 +279,231 @@ def sharded_attention_compiles():
     hold_to_rule(whole(results), inputs, grad_out, is_causal=True)
 
 
-def gather(x, zigzag=False):
-    """The sequence (dimension 2) that RING["shard"] has cut."""
-    received = [torch.empty_like(x) for _ in range(SIZE)]
-    dist.all_gather(received, x.contiguous())
-    num = 2 if zigzag else 1
-    parts = {
-        place: part
-        for rank, own in enumerate(received)
-        for place, part in zip(RING["places"](rank, SIZE, zigzag), own.chunk(num, 2), strict=True)
-    }
-    return torch.cat([parts[n] for n in sorted(parts)], 2)
+LENGTH = 77  # tokens, which no number of processes divides
+CU = torch.tensor([0, 1, 1, 38, 60, 77])  # packed sequences: of one token, of none, ...
+BEGINS = torch.arange(LENGTH).sub(9).clamp(min=0)
+
+MASKS = {
+    "none": lambda: masks.sliding_window(None, None, LENGTH),
+    "causal": lambda: masks.causal(LENGTH),
+    "documents": lambda: masks.document(cu_seqlens=CU, is_causal=True),
+    "documents of two sequences": lambda: masks.document(torch.arange(LENGTH) // torch.tensor([[13], [50]])),
+    "padding": lambda: masks.padding([40, 66], LENGTH, LENGTH),
+    "left padding, causal": lambda: masks.padding([40, 66], LENGTH, LENGTH, left=True) & masks.causal(LENGTH),
+    "window and sinks": lambda: masks.sliding_window(12, 0, LENGTH, sinks=3),
+    "prefix": lambda: masks.prefix_lm([30, 8], LENGTH),
+    "of heads": lambda: masks.from_ranges(
+        torch.stack([BEGINS, BEGINS], -1)[None, None, :, None]
+        + torch.tensor([[0, 5], [0, 30], [0, 1], [0, 0]])[:, None, None],
+        LENGTH,
+        LENGTH,
+    ),
+    "bits": lambda: masks.from_mask_mod(lambda b, h, i, j: (i >= j) & (i % 3 == j % 3), None, None, LENGTH, LENGTH),
+    "fewer keys": lambda: masks.sliding_window(20, 3, LENGTH, 31, alignment="bottom_right"),
+    "hardly any": lambda: masks.from_ranges(torch.tensor([[[[[70, 71]]]]]), LENGTH, LENGTH),
+}
 
 
-@check(2, 4, zigzag=[False, True], is_causal=[False, True], dtype=[torch.float32, torch.bfloat16])
-def a_ring_of_the_public_pieces(zigzag, is_causal, dtype):
-    inputs, grad_out, _ = problem(batch=2, heads=4, heads_k=2, seqlen=64, dtype=dtype)
-    group = dist.group.WORLD
-    leaves = {n: RING["shard"](x, group, zigzag).requires_grad_() for n, x in inputs.tensors.items()}
-    out = RING["ring_attention"](*leaves.values(), group, is_causal=is_causal, zigzag=zigzag)
-    grads = torch.autograd.grad(out, list(leaves.values()), RING["shard"](grad_out, group, zigzag))
-    results = {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
-    results = {n: gather(x, zigzag) for n, x in results.items()}
-    hold_to_rule(results, inputs, grad_out, parts=2 * SIZE, is_causal=is_causal)
+def hold_sharded(mask, name="causal", *, dtype=torch.float32, shards=None, heads_k=4, **options):
+    """`sharded_attention` of every rank's tokens, its gradients too, against one process."""
+    inputs, grad_out, grad_lse = problem(
+        batch=2, heads=4, heads_k=heads_k, seqlen=mask.seqlen_q, seqlen_k=mask.seqlen_k, dtype=dtype
+    )
+    dense = mask.to_dense()
+    grad_lse = torch.where(dense.any(-1), grad_lse, 0)  # a row without keys has none
+    sharded = shard_mask(mask, shards=shards)
+    leaves = {n: sharded.shard(x, 2, n != "query").clone().requires_grad_() for n, x in inputs.tensors.items()}
+    with testing.unmodified(*leaves.values()):
+        out, lse = sharded_attention(*leaves.values(), sharded, enable_gqa=True, return_lse=True, **options)
+        seeds = [sharded.shard(x, 2) for x in (grad_out, grad_lse)]
+        grads = torch.autograd.grad((out, lse), list(leaves.values()), seeds)
+    assert out.dtype == dtype
+    results = {"out": out, "lse": lse, **dict(zip(leaves, grads, strict=True))}
+    whole = {n: sharded.unshard(x, 2, n in ("key", "value")) for n, x in results.items()}
+    options = {n: x for n, x in options.items() if n not in ("exchange", "backend")}
+    hold_to_rule(whole, inputs, grad_out, grad_lse, parts=2 * SIZE, attn_mask=dense, **options)
+    return sharded
 
 
-@check(2, 4, options=[{}, {"is_causal": True}, {"window": (5, 0), "softcap": 3.0}])
-def ulysses(options):
-    inputs, grad_out, _ = problem(batch=2, heads=8, heads_k=4, seqlen=32)
-    group = dist.group.WORLD
-    leaves = {n: RING["shard"](x, group).requires_grad_() for n, x in inputs.tensors.items()}
-    out = RING["ulysses_attention"](*leaves.values(), group, **options)
-    grads = torch.autograd.grad(out, list(leaves.values()), RING["shard"](grad_out, group))
-    results = {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
-    hold_to_rule({n: gather(x) for n, x in results.items()}, inputs, grad_out, **options)
+@check(2, 4, name=list(MASKS), balanced=[True, False])
+def a_ring_under_a_mask(name, balanced):
+    mask = MASKS[name]()
+    hold_sharded(mask, shards=None if balanced else even_shards(LENGTH, SIZE))
+
+
+@check(2, 4, name=["documents of two sequences", "left padding, causal", "of heads", "bits", "fewer keys"])
+def ulysses_under_a_mask(name):
+    hold_sharded(MASKS[name](), exchange="all_to_all")
+
+
+@check(2, 4, exchange=["ring", "all_to_all"])
+def shards_in_any_order(exchange):
+    """A row's keys of one owner come in more than two ranges: several calls, merged."""
+    order = torch.randperm(26, generator=torch.Generator().manual_seed(1)).tolist()
+    runs = [(3 * n, min(3 * n + 3, LENGTH)) for n in order]
+    shards = [runs[rank::SIZE] for rank in range(SIZE)]
+    sharded = hold_sharded(masks.sliding_window(40, 9, LENGTH, sinks=2), shards=shards, exchange=exchange)
+    assert max(map(len, sharded.parts)) > 1
+
+
+@check(2, 4, dtype=[torch.bfloat16, torch.float64], options=[{}, {"softcap": 3.0}, {"scale": 0.5}])
+def a_ring_of_other_dtypes_and_options(dtype, options):
+    hold_sharded(MASKS["documents"](), dtype=dtype, heads_k=2, **options)
+
+
+@check(4)
+def fewer_tokens_than_ranks():
+    hold_sharded(masks.causal(3))
+    hold_sharded(masks.causal(3), exchange="all_to_all")
+
+
+@check(2, 4, exchange=["ring", "all_to_all"])
+def packed_sequences(exchange):
+    """The keys of another number per sequence, not all of them used; the queries of T don't divide."""
+    ends_k, used = torch.tensor([0, 4, 9, 40, 51, 53]), torch.tensor([2, 5, 31, 0, 1])
+    inputs, grad_out, _ = problem(batch=1, heads=4, heads_k=4, seqlen=LENGTH, seqlen_k=53)
+    options = {"seqused_k": used, "window": (10, 2)}
+    mask = masks.packed(CU, ends_k, **options)
+    sharded = shard_mask(mask)
+    q, k, v = (x[0].transpose(0, 1) for x in inputs.tensors.values())
+    own = [sharded.shard(x, 0, keys).clone().requires_grad_() for x, keys in ((q, False), (k, True), (v, True))]
+    out, lse = sharded_varlen_attention(*own, sharded, return_lse=True, exchange=exchange)
+    grads = torch.autograd.grad(out, own, sharded.shard(grad_out[0].transpose(0, 1), 0))
+    expected, expected_lse = attnkern.varlen_attention(q, k, v, CU, ends_k, return_lse=True, **options)
+    torch.testing.assert_close(sharded.unshard(out, 0), expected)
+    torch.testing.assert_close(sharded.unshard(lse, 1), expected_lse)
+    named = zip(("query", "key", "value"), grads, strict=True)
+    results = {n: sharded.unshard(x, 0, n != "query").transpose(0, 1)[None] for n, x in named}
+    hold_to_rule(results, inputs, grad_out, parts=2 * SIZE, attn_mask=mask.to_dense())
+
+
+@check(2, 4)
+def what_nobody_needs_is_not_sent():
+    """A window over 1000 tokens: a rank gets what its first queries see of the one before it, and calls no more."""
+    sharded = shard_mask(masks.sliding_window(9, 0, 1000), shards=even_shards(1000, SIZE))
+    for reader, of_owners in enumerate(sharded.needed):
+        begin, end = sharded.queries[reader][0]
+        expected = {reader: ((begin, end),)} | ({reader - 1: ((begin - 9, begin),)} if reader else {})
+        assert of_owners == tuple(expected.get(owner, ()) for owner in range(SIZE))
+    calls = [len(parts) for parts in sharded.parts]
+    assert calls == [int(owner in (RANK, RANK - 1)) for owner in range(SIZE)]
+    if RANK:
+        assert sharded.parts[RANK - 1][0].rows == slice(0, 9)
+    x = torch.randn(1, 1, len(range(*sharded.queries[RANK][0])), 8)
+    sent, start = [], dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ops: (sent.extend(op for op in ops if op.op is dist.isend), start(ops))[1]
+    try:
+        sharded_attention(x, x, x, sharded)
+    finally:
+        dist.batch_isend_irecv = start
+    assert [op.tensor.numel() for op in sent] == ([9 * 8] * 2 if RANK < SIZE - 1 else [])
+
+
+@check(2)
+def autocast_holds_for_the_ring():
+    mask = MASKS["documents"]()
+    sharded = shard_mask(mask)
+    inputs, *_ = problem(batch=2, heads=4, heads_k=2, seqlen=LENGTH)
+    own = [sharded.shard(x, 2).clone().requires_grad_() for x in inputs.tensors.values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sharded_attention(*own, sharded, enable_gqa=True)
+    low = [sharded.shard(x, 2).bfloat16().requires_grad_() for x in inputs.tensors.values()]
+    expected = sharded_attention(*low, sharded, enable_gqa=True)
+    assert torch.equal(out, expected)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), of) for x, of in ((out, own), (expected, low))), strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b.float())
+
+
+@check(2)
+def compiled_and_checkpointed():
+    sharded = shard_mask(MASKS["documents"]())
+    inputs, *_ = problem(batch=2, heads=4, heads_k=2, seqlen=LENGTH)
+    own = [sharded.shard(x, 2).clone().requires_grad_() for x in inputs.tensors.values()]
+
+    def attend(*x):
+        return sharded_attention(2 * x[0], *x[1:], sharded, enable_gqa=True)
+
+    expected = attend(*own)
+    grads = torch.autograd.grad(expected.sum(), own)
+    for call in (
+        torch.compile(attend, backend="aot_eager"),
+        functools.partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=False),
+    ):
+        out = call(*own)
+        assert torch.equal(out, expected)
+        assert all(map(torch.equal, torch.autograd.grad(out.sum(), own), grads))
+
+
+@check(2, 4, is_causal=[False, True], load_balance=[False, True])
+def context_parallel_under_a_mask(is_causal, load_balance):
+    mask = masks.document(cu_seqlens=CU)
+    inputs, grad_out, _ = problem(batch=2, heads=4, heads_k=2, seqlen=LENGTH)
+    buffers = [x.clone() for x in (*inputs.tensors.values(), grad_out)]
+    original = F.scaled_dot_product_attention
+    parts = {"buffers": buffers, "buffer_seq_dims": [2] * 4, "no_restore_buffers": {buffers[3]}}
+    with context_parallel(mesh_of(SIZE), **parts, load_balance=load_balance, attn_mask=mask) as unshard:
+        leaves = [x.clone().requires_grad_() for x in buffers[:3]]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
+        grads = torch.autograd.grad(out, leaves, buffers[3])
+        results = dict(zip(("out", "query", "key", "value"), unshard([out, *grads], [2] * 4), strict=True))
+        with refused(RuntimeError, "attn_mask must be None under context_parallel"):
+            F.scaled_dot_product_attention(*leaves, attn_mask=torch.zeros(1))
+    assert F.scaled_dot_product_attention is original
+    for x, buffer in zip(inputs.tensors.values(), buffers[:3], strict=True):
+        assert torch.equal(x, buffer)
+    assert buffers[3].shape[2] < LENGTH
+    hold_to_rule(results, inputs, grad_out, parts=2 * SIZE, attn_mask=mask.to_dense(), is_causal=is_causal)
+
+
+@check(2, 4)
+def sharding_says_what_it_needs():
+    mask = masks.causal(LENGTH)
+    with refused(RuntimeError, "the same mask and shards, those of rank 1 are not rank 0's"):
+        shard_mask(masks.sliding_window(None, int(RANK == 1), LENGTH))
+    with refused(RuntimeError, "the same mask and shards, those of rank 1 are not rank 0's"):
+        shard_mask(mask, shards=even_shards(LENGTH, SIZE)[:: -1 if RANK == 1 else 1])
+    with refused(TypeError, "argument 'mask' must be Mask, not Tensor"):
+        shard_mask(mask.to_dense())
+    with refused(TypeError, "argument 'shards' must be sequences of runs (begin, end)"):
+        shard_mask(mask, shards=[3] * SIZE)
+    with refused(ValueError, f"shards must be {SIZE}, one for each rank of the group, got 1"):
+        shard_mask(mask, shards=[[(0, LENGTH)]])
+    with refused(ValueError, f"each of {LENGTH} tokens once, got the runs (0, 5), (4, {LENGTH})"):
+        shard_mask(mask, shards=[[(0, 5)], [(4, LENGTH)], *[[]] * (SIZE - 2)])
+    sharded = shard_mask(mask)
+    x = sharded.shard(torch.randn(2, 4, LENGTH, 8), 2)
+    count = x.shape[2]
+    with refused(RuntimeError, f"x must have {LENGTH} queries in dimension 2, as the mask, got (2, 4, {count}, 8)"):
+        sharded.shard(x, 2)
+    with refused(RuntimeError, f"x must have {count} tokens in dimension 2 on rank {RANK}, got (2, 4, 1, 8)"):
+        sharded.unshard(x[:, :, :1], 2)
+    with refused(TypeError, "argument 'attn_mask' must be ShardedMask, not Mask"):
+        sharded_attention(x, x, x, mask)
+    with refused(ValueError, "exchange must be 'ring' or 'all_to_all', got 'allgather'"):
+        sharded_attention(x, x, x, sharded, exchange="allgather")
+    with refused(RuntimeError, "dropout_p must be 0 where the sequence is sharded, got 0.1"):
+        sharded_attention(x, x, x, sharded, dropout_p=0.1)
+    with refused(RuntimeError, f"key must have the shape (batch, heads, {count}, size) on rank {RANK}"):
+        sharded_attention(x, x[:, :, 1:], x[:, :, 1:], sharded)
+    with refused(RuntimeError, f"query must have the shape (batch, heads, {count}, size) on rank {RANK}"):
+        sharded_attention(x[0], x[0], x[0], sharded)
+    with refused(RuntimeError, "attn_mask is a mask of 3 sequences and 1 heads, query is (2,"):
+        sharded_attention(x, x, x, shard_mask(masks.padding([5] * 3, LENGTH, LENGTH), shards=sharded.queries))
+    with refused(ValueError, f"numbers of heads must be divisible by the {SIZE} ranks, got 4, 1, 1"):
+        sharded_attention(x, x[:, :1], x[:, :1], sharded, enable_gqa=True, exchange="all_to_all")
+    with refused(RuntimeError, "query must have the shape (tokens, Hq, E), got (2, 4,"):
+        sharded_varlen_attention(x, x, x, sharded)
+    with (
+        refused(TypeError, "argument 'attn_mask' must be Mask or ShardedMask, not Tensor"),
+        context_parallel(mesh_of(SIZE), buffers=[], buffer_seq_dims=[], attn_mask=torch.zeros(1)),
+    ):
+        pass
+
+
+@check(2, 4)
+def the_example_is_right():
+    assert EXAMPLE["compare"](dist.group.WORLD) < 1e-5
 
 
 @check(2, 4, load_balance=[False, True], is_causal=[False, True], rotation=["allgather", "alltoall"])
@@ -359,7 +561,8 @@ def the_provider_alone_carries_torchs_context_parallel():
     finally:
         F.scaled_dot_product_attention = original
         torch.nn.attention.restore_flash_attention_impl()
-    torch.testing.assert_close(gather(out, zigzag=True), expected)
+    zigzag = shard_mask(masks.causal(32), shards=balanced_shards(masks.causal(32), SIZE, chunks=2))
+    torch.testing.assert_close(zigzag.unshard(out, 2), expected)
 
 
 @contextlib.contextmanager
@@ -413,18 +616,6 @@ def a_group_that_does_not_serve_the_device_is_named():
         context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]),
     ):
         pass
-
-
-@check(2, 4)
-def the_examples_say_what_they_need():
-    group = dist.group.WORLD
-    with refused(ValueError, f"the sequence length must be divisible by {2 * SIZE}, got {SIZE}"):
-        RING["shard"](torch.randn(1, 1, SIZE, 8), group, True)
-    x = torch.randn(1, SIZE + 1, 4, 8)
-    with refused(ValueError, f"numbers of heads must be divisible by {SIZE}"):
-        RING["ulysses_attention"](x, x, x, group)
-    with refused(ValueError, "is_causal needs as many queries as keys, got 4 and 2"):
-        RING["ring_attention"](x, x[:, :, :2], x[:, :, :2], group, is_causal=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -506,6 +697,64 @@ def test_without_processes(fresh_seed):
         context_parallel(None, buffers=[x], buffer_seq_dims=[2]),
     ):
         pass
+    with refused(RuntimeError, "shard_mask needs torch.distributed.init_process_group to be called first"):
+        shard_mask(masks.causal(8))
+
+
+SKEWED = masks.document(cu_seqlens=[0, 8192, *range(8192 + 256, 16384 + 1, 256)], is_causal=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_shards_are_balanced(ranks):
+    """Half of the tokens are one document, of nearly all scores. A rank has as many tokens as the others."""
+    shards = balanced_shards(SKEWED, ranks)
+    live = live_scores(SKEWED, shards)
+    assert sum(live) == int(SKEWED.live)
+    assert max(live) <= 1.05 * sum(live) / ranks
+    even = live_scores(SKEWED, even_shards(16384, ranks))
+    assert max(even) > 1.9 * sum(even) / ranks
+    assert {sum(end - begin for begin, end in runs) for runs in shards} == {16384 // ranks}
+    covered = sorted(run for runs in shards for run in runs)
+    assert [begin for begin, _ in covered] == [0, *(end for _, end in covered[:-1])]
+    assert covered[-1][1] == 16384
+
+
+def test_shards_of_a_causal_mask_are_zigzag():
+    expected = tuple(((16 * n, 16 * n + 16), (16 * (7 - n), 16 * (8 - n))) for n in range(3))
+    assert balanced_shards(masks.causal(128), 4) == (*expected, ((48, 80),))  # which stand together
+
+
+def test_shards_of_even_masks_stay_whole():
+    for mask in (masks.padding([5, 90], 1001, 1001), masks.sliding_window(2, 2, 1001)):
+        assert (
+            balanced_shards(mask, 4)
+            == even_shards(1001, 4)
+            == tuple(((a, b),) for a, b in pairwise((0, 250, 500, 751, 1001)))
+        )
+
+
+def test_long_chunks_begin_where_a_tile_does():
+    edges = [begin for runs in even_shards(5000, 3) for begin, _ in runs]
+    assert edges == [0, 1664, 3328]
+
+
+@pytest.mark.parametrize(("mask", "shards"), [(SKEWED, 3), (masks.causal(5), 8), (masks.causal(0), 2)])
+def test_shards_of_any_length_hold_every_token_once(mask, shards):
+    runs = [run for own in balanced_shards(mask, shards, chunks=3) for run in own]
+    assert sorted(n for run in runs for n in range(*run)) == list(range(mask.seqlen_q))
+
+
+def test_bad_shards_are_refused():
+    with refused(TypeError, "argument 'mask' must be Mask, not Tensor"):
+        balanced_shards(torch.ones(3, 3), 2)
+    with refused(TypeError, "argument 'ranks' must be int, not float"):
+        even_shards(8, 2.0)
+    with refused(ValueError, "ranks must be >= 1, got 0"):
+        balanced_shards(masks.causal(8), 0)
+    with refused(ValueError, "chunks must be >= 1, got 0"):
+        balanced_shards(masks.causal(8), 2, 0)
+    with refused(ValueError, "seqlen must be >= 0, got -1"):
+        even_shards(-1, 2)
 
 
 if __name__ == "__main__":

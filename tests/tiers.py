@@ -50,6 +50,7 @@ TOUCHES = [
     ("csrc/*", f"{CALLS} {TORCH} build isa"),
     ("triton_kernels/*", TRITON),
     ("attnkern/integrations/transformers.py", "transformers readme"),
+    ("attnkern/integrations/distributed.py attnkern/integrations/shards.py", "distributed readme"),
     ("attnkern/integrations/*", "contract_coverage sdpa_provider transformers"),
     ("attnkern/backends/*", f"{CALLS} {CUDA} {TRITON} check features"),
     ("attnkern/check.py attnkern/__main__.py", "check"),
