@@ -23,7 +23,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test test-changed test-all test-durations fuzz gate planted-bugs bench bench-goals lint format typecheck gpu rehearse-bare wheel sanitize clean
+.PHONY: help build test test-changed test-all test-durations fuzz gate planted-bugs bench bench-goals bench-masks lint format typecheck gpu rehearse-bare wheel sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -55,6 +55,10 @@ fuzz: build  ## problems at random on every backend, simulated GPUs included: MI
 
 bench: build  ## sweep sequence length against torch: table, JSONL, plot; BENCH_ARGS for python -m bench run
 	@$(PY) -m bench run $(BENCH_ARGS)
+
+bench-masks: build  ## what masks cost, set by set (documents packed padding prefix streaming), against torch and FlexAttention
+	@for set in $(or $(SETS),documents packed padding prefix streaming); do \
+	  $(PY) -m bench run --cases $$set $(BENCH_ARGS) || exit; done
 
 bench-goals: build  ## the CPU kernels against their targets, into bench/results/
 	@$(PY) -m bench run --cases cpu-goals $(BENCH_ARGS)

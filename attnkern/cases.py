@@ -8,18 +8,30 @@ draws the tensors.
 from __future__ import annotations
 
 import fnmatch
+import functools
+import itertools
 import math
+import random
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from . import testing
+from . import masks, testing
+from .mask import Mask
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASKS = ("none", "bool", "padding", "packed", "cache", "float", "bias")
 BLOCKS = ("padding", "packed", "cache")  # of these masks kernels can leave out whole blocks
+RANGES = {  # masks with numbers, which attnkern is told as ranges of keys
+    "documents": r":[1-9]\d*",
+    "prefix": r":\d+",
+    "padding": r":\d+",
+    "streaming": r":[1-9]\d*\+\d+",
+    "packed": r":[1-9]\d*-\d+",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,10 @@ class Case:
     first half to all of the keys, "packed" (1, 1, L, S) bool, four causal sequences side by side, "cache" (1, 1, 1, S)
     bool, the first eighth of the keys, as in a cache of fixed size, "float" (1, 1, L, S) additive, "bias"
     (1, Hq, L, S) additive and learned (backward gives its gradient).
+    Or it is a kind in RANGES with numbers, and there is no tensor: "documents:700", documents of so many tokens side by
+    side; "prefix:512", so many keys for all, and beyond them those up to the query's own place; "padding:50", sequences
+    of different lengths, which are so many percent of the keys on average; "streaming:256+4", the query's own key, 255
+    to its left and the first 4; "packed:20-50", sequences of such lengths, drawn at random, in place of a padded batch.
     ``layout`` "bhld" is contiguous, "blhd" gives transposed views of (B, L, H, D) memory, as a projection leaves them.
     ``window`` and ``alignment`` are those of :func:`attnkern.attention`.
     """
@@ -62,12 +78,45 @@ class Case:
             raise ValueError(f"case {self.name}: heads_q={self.heads_q} is no multiple of heads_k={self.heads_k}")
         for value, allowed, field in (
             (self.dtype, tuple(DTYPES), "dtype"),
-            (self.mask, MASKS, "mask"),
+            ("none" if self.ranged_kind else self.mask, (*MASKS, *(f"{kind}:..." for kind in RANGES)), "mask"),
             (self.layout, ("bhld", "blhd"), "layout"),
             (self.alignment, ("top_left", "bottom_right"), "alignment"),
         ):
             if value not in allowed:
                 raise ValueError(f"case {self.name}: {field}={value!r} is not one of {', '.join(allowed)}")
+        if self.ranged_kind and (self.seqlen_q != self.seqlen_k or self.window is not None):
+            raise ValueError(f"case {self.name}: mask={self.mask!r} needs as many keys as queries, and no window")
+
+    @property
+    def ranged_kind(self) -> str:
+        """The kind of a mask in RANGES; "" for others."""
+        kind, colon, numbers = self.mask.partition(":")
+        return kind if kind in RANGES and re.fullmatch(RANGES[kind], colon + numbers) else ""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of documents, packed and padded sequences."""
+        numbers = [int(n) for n in re.findall(r"\d+", self.mask)]
+        if self.ranged_kind == "padding":
+            mean = min(numbers[0], 100) / 100
+            spread = min(mean, 1 - mean)
+            places = [(2 * n + 1) / self.batch - 1 for n in range(self.batch)]
+            return [round((mean + place * spread) * self.seqlen_k) for place in places]
+        least, most = numbers[0], numbers[-1]
+        draw, ends = random.Random(0), [0]
+        while ends[-1] < self.seqlen_q:
+            ends.append(min(self.seqlen_q, ends[-1] + draw.randint(least, max(least, most))))
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """cu_seqlens of `lengths`: int32, 0 the first."""
+        return torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
+
+    @property
+    def ranged(self) -> Mask | None:
+        """The mask of a kind in RANGES, with the causal one in it; else None."""
+        return _ranged(self) if self.ranged_kind else None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -113,7 +162,8 @@ class Case:
             "alignment": (self.alignment, "top_left"),
             "softcap": (self.softcap, 0.0),
         }
-        return {name: value for name, (value, default) in given.items() if value != default}
+        found = {name: value for name, (value, default) in given.items() if value != default}
+        return found if self.ranged is None else {**found, "key_ranges": self.ranged.ranges}
 
     @property
     def band(self) -> tuple[int, int, int] | None:
@@ -128,10 +178,12 @@ class Case:
         return (far if left is None else left, far if right is None else right, offset)
 
     def attended_entries(self) -> float:
-        """Scores of one head inside the band, or let through by a mask in BLOCKS; the batch's mean.
+        """Scores of one head inside the band, or let through by a mask in BLOCKS or RANGES; the batch's mean.
 
         Other masks hardly leave a block of scores empty: they don't count.
         """
+        if self.ranged is not None:
+            return int(self.ranged.live) / self.ranged.shape[0]
         if self.mask in BLOCKS:
             band = self.keep_mask()
             mask = self.block_mask() if band is None else self.block_mask() & band
@@ -158,6 +210,8 @@ class Case:
         if self.mask in BLOCKS:
             keys = self.block_mask().any(-2).expand(self.batch, 1, self.seqlen_k)
             needed = self.heads_k * int(keys.sum())
+        elif self.ranged_kind == "padding":
+            needed = self.heads_k * sum(self.lengths)
         dims = self.head_dim + self.head_dim_v
         mask = {"float": 1, "bias": self.heads_q}.get(self.mask, 0) * self.seqlen_q * self.seqlen_k
         forward = (query + needed) * dims + mask
@@ -165,7 +219,13 @@ class Case:
         return self.torch_dtype.itemsize * _of_pass(pass_name, forward, backward)
 
     def keep_mask(self, rows: torch.Tensor | None = None, device: str | torch.device = "cpu") -> torch.Tensor | None:
-        """The band as a bool (rows, S) mask, True = attend, for implementations that know only dense masks."""
+        """The band as a bool (rows, S) mask, True = attend, for implementations that know only dense masks.
+
+        Of a mask in RANGES, with the band: (B|1, 1, rows, S).
+        """
+        if self.ranged is not None:
+            dense = self.ranged.to(device).to_dense()
+            return dense if rows is None else dense[:, :, rows.to(device)]
         if self.band is None:
             return None
         left, right, offset = self.band
@@ -199,6 +259,21 @@ class Case:
         """:func:`attnkern.testing.make_inputs` of these sizes."""
         sizes = (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k, self.head_dim, self.head_dim_v)
         return testing.make_inputs(*sizes, heads_k=self.heads_k, **kinds)
+
+
+@functools.lru_cache(maxsize=16)
+def _ranged(case: Case) -> Mask:
+    length, kind = case.seqlen_k, case.ranged_kind
+    numbers = [int(n) for n in re.findall(r"\d+", case.mask)]
+    if kind in ("documents", "packed"):
+        return masks.packed(case.ends, is_causal=case.causal)
+    if kind == "padding":
+        mask = masks.padding(case.lengths, length, length)
+    elif kind == "prefix":
+        mask = masks.prefix_lm(min(numbers[0], length), length)
+    else:
+        mask = masks.sliding_window(numbers[0] - 1, 0, length, sinks=numbers[1])
+    return mask & masks.causal(length) if case.causal else mask
 
 
 def _of_pass(pass_name: str, forward: float, backward: float) -> float:
@@ -261,6 +336,30 @@ def _masks() -> Iterable[Case]:
             yield case(f"mask-{mask}-{dtype}", 1024, mask=mask, **more)
         yield case(f"window-256-{dtype}", 4096, **{**more, "heads": 1}, causal=True, window=(255, 0))
         yield case(f"bottom-right-{dtype}", 512, 1024, causal=True, alignment="bottom_right", **more)
+
+
+def _ranges() -> Iterable[Case]:
+    """What a mask leaves out must not cost: each beside the same sizes without a mask, in which all scores count."""
+    for dtype in ("fp32", "bf16"):
+        for tag, length, batch, kinds in (
+            ("documents", 4096, 1, (256, 512, 700, 1024, 2048)),
+            ("prefix", 4096, 1, (512, 1024, 2048, 3072)),
+            ("padding", 1024, 8, (25, 50, 75)),
+        ):
+            more: dict[str, Any] = {"batch": batch, "dtype": dtype, "tags": (tag,)}
+            yield case(f"{tag}-none-{dtype}", length, **more)
+            if tag != "padding":
+                yield case(f"{tag}-causal-{dtype}", length, causal=True, **more)
+            for n in kinds:
+                yield case(f"{tag}-{n}-{dtype}", length, mask=f"{tag}:{n}", causal=tag == "documents", **more)
+        for length in (2**n for n in range(11, 16)):
+            more = {"heads": 1, "dtype": dtype, "tags": ("streaming",)}
+            yield case(f"streaming-{length}-{dtype}", length, mask="streaming:256+4", **more)
+            yield case(f"streaming-window-{length}-{dtype}", length, causal=True, window=(255, 0), **more)
+        # About 400 sequences of an encoder, and 15 of a decoder.
+        more = {"dtype": dtype, "layout": "blhd", "tags": ("packed",)}
+        yield case(f"packed-20-50-{dtype}", 14000, mask="packed:20-50", **more)
+        yield case(f"packed-100-1000-{dtype}", 8192, mask="packed:100-1000", causal=True, **more)
 
 
 def sweep(
@@ -327,7 +426,7 @@ def _sweeps() -> Iterable[Case]:
         yield case(f"smoke-{dtype}", 33, 47, heads=(4, 2), dim=24, dtype=dtype, causal=True, tags=("smoke",))
 
 
-CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_sweeps())
+CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_ranges(), *_sweeps())
 
 
 def select(pattern: str, cases: Sequence[Case] = CASES) -> list[Case]:

@@ -86,7 +86,7 @@ class Checker:
                 else:
                     mask = mask.masked_fill(~band, -math.inf)
             elif band is not None:
-                mask = band[None, None]
+                mask = self._sample("attn_mask", band[(None,) * (4 - band.dim())])
             keep = self._dropout_keep(provider) if case.dropout else None
             result = testing.expected(
                 self._sample("query", inputs.query),

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from .providers import BASELINE, PASSES
 from .record import Row
-from .report import Family, curves
+from .report import OURS, Family, Sizes, costs, curves
 
 # Colour-blind safe (Okabe and Ito); ours strong, torch's muted.
 STYLES: dict[str, tuple[str, str]] = {
@@ -24,6 +24,11 @@ STYLES: dict[str, tuple[str, str]] = {
     "cuda": ("#D55E00", "o"),
     "triton": ("#CC79A7", "D"),
     "cpu-op": ("#E69F00", "v"),
+    "cpu-bool": ("#E69F00", "P"),
+    "cuda-bool": ("#E69F00", "P"),
+    "triton-bool": ("#F0A3D0", "P"),
+    "flex": ("#009E73", "X"),
+    "torch-varlen": ("#56B4E9", "^"),
     "reference": ("#8C6D5A", "x"),
     BASELINE: ("#0072B2", "s"),
     "sdpa-flash": ("#56B4E9", "^"),
@@ -37,14 +42,20 @@ LABELS = {
     "cpu": "attnkern cpu",
     "cuda": "attnkern cuda",
     "triton": "attnkern triton",
+    "cpu-bool": "attnkern cpu, dense bool mask",
+    "cuda-bool": "attnkern cuda, dense bool mask",
+    "triton-bool": "attnkern triton, dense bool mask",
+    "flex": "FlexAttention, compiled",
+    "torch-varlen": "torch's varlen_attn",
 }
 
 
 MAX_BARS = 150
+TALL = 3.0  # times our call without a mask: what costs more is named at the top of the picture
 
 
 def draw(rows: Sequence[Row], runs: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
-    """Writes ``<stem>-speed``, ``<stem>-memory`` and ``<stem>-bars`` (.png and .svg) as the rows allow."""
+    """Writes ``<stem>-speed``, ``-memory``, ``-live`` and ``-bars`` (.png and .svg) as the rows allow."""
     footer = _footer(runs)
     written: list[Path] = []
     found = curves(rows)
@@ -52,6 +63,8 @@ def draw(rows: Sequence[Row], runs: Sequence[dict[str, Any]], stem: Path) -> lis
         written += _save(_curves(found, footer, "speed"), stem, "speed")
         if any(row.get("memory") for byname in found.values() for curve in byname.values() for row in curve):
             written += _save(_curves(found, footer, "memory"), stem, "memory")
+    if costs(rows):
+        written += _save(_live(costs(rows), footer), stem, "live")
     drawn = {id(row) for byname in found.values() for curve in byname.values() for row in curve}
     rest = [row for row in rows if id(row) not in drawn and row.get("ratio") is not None and "goal" not in row]
     if 0 < len(rest) <= MAX_BARS:
@@ -83,7 +96,7 @@ def _save(figure: Figure, stem: Path, kind: str) -> list[Path]:
 
 def _style(name: str) -> dict[str, Any]:
     colour, marker = STYLES.get(name, ("#000000", "+"))
-    ours = not name.startswith("sdpa")
+    ours = name in OURS or name.startswith(("cpu-", "reference"))
     return {
         "color": colour,
         "marker": marker,
@@ -162,6 +175,48 @@ def _bytes(value: float, _position: object = None) -> str:
         if value >= size:
             return f"{value / size:g} {unit}"
     return f"{value / 2**10:g} KiB"
+
+
+def _live(found: dict[Sizes, dict[str, list[tuple[float, float]]]], footer: str) -> Figure:
+    """Time over the share of scores that is live: a line of panels for each pass, a column for each size and dtype."""
+    columns = list(dict.fromkeys(sizes[:-1] for sizes in found))
+    lines = sorted({sizes.pass_name for sizes in found}, key=PASSES.index)
+    figure = plt.figure(figsize=(max(6.5, 4.2 * len(columns) + 0.6), 3.2 * len(lines) + 1.7), layout="constrained")
+    grid = figure.subplots(len(lines), len(columns), sharex=True, squeeze=False)
+    for axes_line, pass_name in zip(grid, lines, strict=True):
+        for axes, column in zip(axes_line, columns, strict=True):
+            byname = found.get(Sizes(*column, pass_name))
+            if byname is None:
+                axes.set_axis_off()
+                continue
+            axes.plot([0, 1], [0, 1], color="#333333", linewidth=1, linestyle="--", label="what is live, and no more")
+            beyond = []
+            for name, points in byname.items():
+                style = _style(name)
+                axes.plot(*zip(*points, strict=True), **{**style, "linewidth": 0.6 * style["linewidth"]})
+                if (most := max(cost for _, cost in points)) > TALL:
+                    beyond.append(f"{LABELS.get(name, name)}: up to {most:.1f}")
+            top = max(cost for points in byname.values() for _, cost in points)
+            axes.set_ylim(0, 1.05 * min(top, TALL))
+            axes.set_xlim(0, 1.04)
+            if beyond:
+                axes.text(0.02, 0.98, "\n".join(beyond), transform=axes.transAxes, va="top", fontsize=7.5)
+            tags, *sizes = column
+            axes.set_title(", ".join((*tags, *sizes, _pass_label(pass_name))), fontsize=9.5)
+            axes.grid(alpha=0.25, linewidth=0.6)
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+        axes_line[0].set_ylabel("time, ours without a mask = 1", fontsize=9)
+    for axes in grid[-1]:
+        axes.set_xlabel("share of scores that is live", fontsize=9)
+    handles = {str(h.get_label()): h for axes in figure.axes for h in axes.get_legend_handles_labels()[0]}
+    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=3, fontsize=9, frameon=False)
+    figure.supxlabel(footer, fontsize=7.5, color="#555555")
+    return figure
+
+
+def _pass_label(pass_name: str) -> str:
+    return "training" if pass_name == "both" else pass_name
 
 
 def _bars(rows: Sequence[Row], footer: str) -> Figure:

@@ -6,11 +6,13 @@ A provider turns a case and its tensors into a differentiable call. ``jobs`` wra
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,13 +81,14 @@ def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return inputs.query, inputs.key, inputs.value, inputs.attn_mask
 
 
-def results(pass_name: str, returned: object) -> dict[str, Tensor]:
+def results(pass_name: str, returned: object, restore: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
     """What a Work's call returned, by the names of attnkern.testing.expected."""
     tensors = returned if isinstance(returned, tuple) else (returned,)
     names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", "attn_mask")
     if pass_name == "both":
         names = ("out", *names)
-    return {name: x.detach() for name, x in zip(names, tensors, strict=False) if x.numel()}
+    found = {name: x.detach() for name, x in zip(names, tensors, strict=False) if x.numel()}
+    return found if restore is None else {name: restore(x) for name, x in found.items()}
 
 
 # --- attnkern ---------------------------------------------------------------------------------------------------------
@@ -106,6 +109,8 @@ def _extended(case: Case) -> dict[str, Any]:
 
 
 def _attnkern(backend: str, case: Case, inputs: Inputs) -> Attend:
+    if case.ranged_kind:
+        return _attnkern_with_ranges(backend, case, inputs)
     query, key, value, mask = _tensors(inputs)
     explanation = attnkern.explain(query, key, value, mask, **_extended(case), backend=backend)
     if explanation.chosen != backend:
@@ -115,6 +120,34 @@ def _attnkern(backend: str, case: Case, inputs: Inputs) -> Attend:
         return partial(attnkern.scaled_dot_product_attention, **_options(case), backend=backend)
     function: Callable[..., Any] = attnkern.attention  # gives the output alone unless asked for more
     return partial(function, **_extended(case), backend=backend)
+
+
+def _attnkern_with_ranges(backend: str, case: Case, inputs: Inputs, dense: bool = False) -> Attend:
+    """Told as a Mask, made before the clock starts, or as cu_seqlens; ``dense``: as the bool tensor of the same."""
+    if case.ranged is None:
+        raise Refused("there are no ranges that a dense mask could take the place of")
+    query, key, value, _ = _tensors(inputs)
+    whole = case.ranged.to(query.device)
+    mask = whole.to_dense() if dense else whole
+    options: dict[str, Any] = {**_extended(case), "is_causal": False, "backend": backend}
+    explanation = attnkern.explain(query, key, value, mask, **options)
+    if explanation.chosen != backend:
+        raise Refused("; ".join(explanation.refusals[backend]))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Any:
+        return attnkern.attention(query, key, value, mask, **options)
+
+    if dense or case.ranged_kind != "packed":
+        return attend
+    ends, options["is_causal"] = case.ends.to(query.device), case.causal
+    options.pop("alignment")
+
+    def attend_packed(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Any:
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        out: Any = attnkern.varlen_attention(q, k, v, ends, **options)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    return attend_packed
 
 
 class _OperatorProvider(Provider):
@@ -133,6 +166,8 @@ class _OperatorProvider(Provider):
 
 def _params(case: Case, inputs: Inputs) -> AttentionParams:
     """The operator's arguments from softmax_scale to dropout_p."""
+    if case.ranged_kind:
+        raise Refused("the bare operator is timed without ranges only")
     if case.dropout:
         raise Refused("the bare operator is timed without dropout only")
     query, key, value, mask = _tensors(inputs)
@@ -239,11 +274,13 @@ def _sdpa(case: Case, inputs: Inputs) -> Attend:
     if case.softcap:
         raise Refused("F.scaled_dot_product_attention has no softcap")
     options = _options(case)
+    if case.ranged_kind == "packed":
+        return partial(F.scaled_dot_product_attention, **options)  # of the padded batch
     band_is_causal = case.window is None and (case.alignment == "top_left" or case.seqlen_q == case.seqlen_k)
-    if case.band is None or (band_is_causal and case.mask == "none"):
+    if not case.ranged_kind and (case.band is None or (band_is_causal and case.mask == "none")):
         return partial(F.scaled_dot_product_attention, **options)
     options["is_causal"] = False
-    # torch knows no other band: the dense mask that means the same, made before the clock starts.
+    # torch knows no other band, and no ranges: the dense mask that means the same, made before the clock starts.
     if case.mask == "bias":
         raise Refused("F.scaled_dot_product_attention takes no mask with a band, and this one needs its gradient")
     keep = case.keep_mask(device=inputs.query.device)
@@ -258,6 +295,111 @@ def _sdpa(case: Case, inputs: Inputs) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, dense, **options)
+
+    return attend
+
+
+class _Sdpa(Provider):
+    """Of packed sequences it gets the padded batch, whose making and unmaking is off the clock."""
+
+    def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
+        if case.ranged_kind != "packed":
+            return super().work(case, inputs, grad_out, pass_name)
+        lengths = case.lengths
+
+        def padded(x: Tensor) -> Tensor:
+            """(1, H, tokens, E) as (sequences, H, longest, E)."""
+            parts = [part.transpose(0, 1) for part in x[0].split(lengths, 1)]
+            return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).transpose(1, 2).contiguous()
+
+        def packed(x: Tensor) -> Tensor:
+            return torch.cat([part[:, :n] for part, n in zip(x, lengths, strict=True)], 1)[None]
+
+        query, key, value = map(padded, _tensors(inputs)[:3])
+        # Right of a causal sequence the padding is out of sight anyway.
+        mask = None if case.causal else _key_padding(lengths, query.device)
+        batch = replace(inputs, query=query, key=key, value=value, attn_mask=mask)
+        return replace(super().work(case, batch, padded(grad_out), pass_name), restore=packed)
+
+
+def _key_padding(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """bool (sequences, 1, 1, longest), True = attend."""
+    keys = torch.arange(max(lengths), device=device)
+    return (keys < torch.tensor(lengths, device=device)[:, None])[:, None, None]
+
+
+class _Flex(Provider):
+    """Compiled FlexAttention. The mask's blocks are made, and everything is compiled, before the clock starts."""
+
+    def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
+        if inputs.query.device.type == "cpu" and pass_name != "forward":
+            raise Refused("FlexAttention has no backward pass on a CPU")
+        work = super().work(case, inputs, grad_out, pass_name)
+        work.call()
+        return work
+
+
+def _flex(case: Case, inputs: Inputs) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if (case.mask != "none" and not case.ranged_kind) or case.dropout or case.softcap:
+        raise Refused("FlexAttention is timed with masks that it can be told as functions")
+    torch._dynamo.reset()  # so that no case is one recompilation too many
+    device, make = inputs.query.device, create_block_mask
+    mask_mod, block_mask = _mask_mod(case, device), None
+    if mask_mod is not None:
+        if case.seqlen_q * case.seqlen_k > 2**26:  # of which it would hold int64, several times
+            make = torch.compile(create_block_mask)
+        batch = case.batch if case.ranged_kind == "padding" else None
+        block_mask = make(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=device)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Any:
+        return compiled(query, key, value, block_mask=block_mask, scale=case.scale, enable_gqa=case.grouped)
+
+    return attend
+
+
+def _mask_mod(case: Case, device: torch.device) -> Callable[[Any, Any, Any, Any], Any] | None:
+    """The mask as FlexAttention's documentation would write it."""
+    numbers = [int(n) for n in re.findall(r"\d+", case.mask)]
+    has_lengths = case.ranged_kind in ("documents", "packed", "padding")
+    lengths = torch.tensor(case.lengths if has_lengths else [], dtype=torch.int64, device=device)
+    left, right, offset = case.band or (0, 0, 0)
+    ids = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    kinds: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+        "documents": lambda b, h, i, j: ids[i] == ids[j],
+        "packed": lambda b, h, i, j: ids[i] == ids[j],
+        "padding": lambda b, h, i, j: j < lengths[b],
+        "prefix": lambda b, h, i, j: (j < numbers[0]) | (i >= j),
+        "streaming": lambda b, h, i, j: (i >= j) & ((i - j < numbers[0]) | (j < numbers[1])),
+        "": lambda b, h, i, j: (j - i - offset >= -left) & (j - i - offset <= right),
+    }
+    if not case.ranged_kind and case.band is None:
+        return None
+    allowed = kinds[case.ranged_kind]
+    if case.causal and case.ranged_kind:
+        return lambda b, h, i, j: allowed(b, h, i, j) & (i >= j)
+    return allowed
+
+
+def _torch_varlen(case: Case, inputs: Inputs) -> Attend:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if case.ranged_kind not in ("documents", "packed") or case.batch > 1:
+        raise Refused("varlen_attn is timed with documents and packed sequences")
+    options: dict[str, Any] = {"scale": case.scale} if case.scale is not None else {}
+    if case.grouped:
+        options["enable_gqa"] = True
+    if case.causal:  # the oldest torch has is_causal, later ones have the window instead
+        has_window = "window_size" in inspect.signature(varlen_attn).parameters
+        options |= {"window_size": (-1, 0)} if has_window else {"is_causal": True}
+    ends, longest = case.ends.to(inputs.query.device), max(case.lengths)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Any:
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        out: Any = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+        return out.transpose(0, 1).unsqueeze(0)
 
     return attend
 
@@ -277,7 +419,14 @@ class _TorchCpuOperator(_OperatorProvider):
 
 
 def _refuse_unknown_to_torch_op(case: Case) -> None:
-    if case.dropout or case.softcap or case.window or case.alignment != "top_left" or case.head_dim != case.head_dim_v:
+    if (
+        case.ranged_kind
+        or case.dropout
+        or case.softcap
+        or case.window
+        or case.alignment != "top_left"
+        or case.head_dim != case.head_dim_v
+    ):
         raise Refused("torch's flash operator for CPUs knows causal and a mask only")
 
 
@@ -317,6 +466,10 @@ def all_providers(device: torch.device) -> list[Provider]:
             whole = info.name == "reference"  # builds the whole matrix, in Python
             bind = partial(_attnkern, info.name)
             found.append(Provider(info.name, about, (kind,), bind, default=not whole, quadratic=whole))
+            if not whole:
+                about = "the same with a dense bool mask where the case's is ranges"
+                bind = partial(_attnkern_with_ranges, info.name, dense=True)
+                found.append(Provider(f"{info.name}-bool", about, (kind,), bind, default=False))
             if info.name == "cpu":
                 about = "torch.ops.attnkern.forward and .backward, bare"
                 found.append(_AttnkernOperator("cpu-op", about, (kind,), _attnkern_op, default=False))
@@ -328,10 +481,13 @@ def all_providers(device: torch.device) -> list[Provider]:
         found.append(_TritonOperator("triton-launch", about, ("cpu",), _triton_launch, **more))
     about = "F.scaled_dot_product_attention"
     both = ("cpu", "cuda")
-    found.append(Provider(BASELINE, f"{about}, torch chooses", both, _sdpa))
+    found.append(_Sdpa(BASELINE, f"{about}, torch chooses", both, _sdpa))
     for name, (backend, kinds) in SDPA_BACKENDS.items():
         forced, math = f"{about} under sdpa_kernel({backend.name})", backend is SDPBackend.MATH
-        found.append(Provider(name, forced, kinds, _sdpa, partial(_only, backend), quadratic=math))
+        found.append(_Sdpa(name, forced, kinds, _sdpa, partial(_only, backend), quadratic=math))
+    found.append(_Flex("flex", "flex_attention under torch.compile", both, _flex, default=False))
+    about = "torch.nn.attention.varlen.varlen_attn"
+    found.append(Provider("torch-varlen", about, ("cuda",), _torch_varlen, default=False))
     about = "aten._scaled_dot_product_flash_attention_for_cpu, bare"
     found.append(_TorchCpuOperator("sdpa-op", about, ("cpu",), _torch_cpu_op, default=False))
     return [p for p in found if kind in p.device_types]

@@ -37,6 +37,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.2f} GiB"
 
 
+def share(x: float) -> str:
+    """Of all scores: ``17%``, ``0.82%``."""
+    return f"{x:.0%}" if x >= 0.1 else f"{100 * x:.2g}%"
+
+
 def ratio(x: float | None, is_baseline: bool = False) -> str:
     if x is None or is_baseline:
         return ""
@@ -73,7 +78,17 @@ def row_table(rows: Iterable[Row], title: str = "") -> Table:
     table.add_column("case", overflow="fold")
     for column in ("pass", "provider"):
         table.add_column(column)
-    for column in ("time", f"vs {BASELINE}", "FLOP/s", "of peak", "bytes/s", "memory", "max error", "of allowed"):
+    for column in (
+        "live",
+        "time",
+        f"vs {BASELINE}",
+        "FLOP/s",
+        "of peak",
+        "bytes/s",
+        "memory",
+        "max error",
+        "of allowed",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("note", overflow="fold")
     previous = None
@@ -89,6 +104,7 @@ def row_table(rows: Iterable[Row], title: str = "") -> Table:
             escape(row["case"]) if first else "",
             row["pass"] if first else "",
             name,
+            share(row["live"]) if row.get("live") is not None else "",
             duration(row["seconds"]) if timed else "",
             ratio(row.get("ratio"), row["provider"] == BASELINE),
             rate(row["flops_per_second"], "F/s") if timed else "",
@@ -188,6 +204,62 @@ def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
     return float(np.polyfit(x, y, 1)[0])
 
 
+OURS = ("cpu", "cuda", "triton")
+
+
+class Sizes(NamedTuple):
+    """What rows of one set share that differ in their mask alone."""
+
+    tags: tuple[str, ...]
+    shape: str
+    dtype: str
+    pass_name: str
+
+
+def costs(rows: Iterable[Row]) -> dict[Sizes, dict[str, list[tuple[float, float]]]]:
+    """{sizes: {provider: (share of the scores that are live, time)}}, by share; ours without a mask has the time 1.
+
+    Of sizes with such a row and at least one where less is live.
+    """
+    found: dict[Sizes, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.get("seconds") is not None and row.get("live"):
+            heads = "/".join(dict.fromkeys((str(row["heads_q"]), str(row["heads_k"]))))
+            shape = f"{row['batch']}x{heads}x{row['seqlen_q']}x{row['head_dim']}"
+            found[Sizes(tuple(row["tags"]), shape, row["dtype"], row["pass"])].append(row)
+    kept = {}
+    for sizes, members in found.items():
+        whole = [row for row in members if row["provider"] in OURS and row["live"] == 1]
+        if not whole or all(row["live"] == 1 for row in members):
+            continue
+        unit = min(whole, key=lambda row: OURS.index(row["provider"]))["seconds"]
+        points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for row in members:
+            points[row["provider"]].append((row["live"], row["seconds"] / unit))
+        kept[sizes] = {name: sorted(line) for name, line in points.items()}
+    return kept
+
+
+def cost_table(rows: Iterable[Row]) -> Table | None:
+    """Time for each live score, against that of our call without a mask: 1 where a mask costs what it leaves."""
+    found = costs(rows)
+    if not found:
+        return None
+    names = list(dict.fromkeys(name for lines in found.values() for name in lines))
+    title = "time per live score, ours without a mask = 1"
+    table = Table(title=title, title_justify="left")
+    for column in ("set", "batch x heads x length x head_dim", "dtype", "pass"):
+        table.add_column(column)
+    for column in ("live", *names):
+        table.add_column(column, justify="right")
+    for sizes, lines in found.items():
+        for live in sorted({live for line in lines.values() for live, _ in line}):
+            cells = [next((f"{cost / live:.2f}" for x, cost in lines.get(n, []) if x == live), "") for n in names]
+            table.add_row(", ".join(sizes.tags), *sizes[1:], share(live), *cells)
+        table.add_section()
+    return table
+
+
 def growth_table(rows: Sequence[Row]) -> Table:
     """Fitted exponents of time and memory for curves of one fixed batch and head count."""
     table = Table(title="growth with the sequence length L (fit over the longer half)", title_justify="left")
@@ -200,7 +272,11 @@ def growth_table(rows: Sequence[Row]) -> Table:
             lengths = [row["seqlen_q"] for row in curve]
             fits = [exponent(lengths, [row.get(f) or 0.0 for row in curve]) for f in ("seconds", "memory")]
             cells = ["" if e is None else f"L^{e:.2f}" for e in fits]
-            table.add_row(f"{key.dtype} {key.pass_name} D{key.head_dim}{' causal' * key.causal}", name, *cells)
+            table.add_row(
+                f"{key.dtype} {key.pass_name} D{key.head_dim}{' causal' * key.causal} {key.extras}".rstrip(),
+                name,
+                *cells,
+            )
     return table
 
 
@@ -227,7 +303,9 @@ def summary(console: Console, rows: Sequence[Row], full: bool = False) -> None:
     for provider in dict.fromkeys(row["provider"] for row in rows if not row["provider"].startswith("sdpa")):
         if (table := sweep_table(rows, provider)) is not None:
             console.print(table)
-    growing = [row for row in rows if "growth" in row["tags"]]
+    if (table := cost_table(rows)) is not None:
+        console.print(table)
+    growing = [row for row in rows if {"growth", "streaming"} & {*row["tags"]}]
     if curves(growing):
         console.print(growth_table(growing))
     if any("launch-overhead" in row["tags"] for row in rows):

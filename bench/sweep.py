@@ -103,6 +103,7 @@ class Runner:
         return {
             "key": self.key(case, pass_name, provider.name),
             **{("case" if k == "name" else k): v for k, v in asdict(case).items()},
+            "live": case.attended_entries() / (case.seqlen_q * case.seqlen_k),
             "pass": pass_name,
             "provider": provider.name,
             "device": self._device,
@@ -135,7 +136,7 @@ class Runner:
             # Zeros draw less power, and the clock goes up.
             work = provider.work(case, inputs, checker.grad_timed, pass_name)
         with _one_thread():  # many small operations, which two threads on a busy machine spend waiting
-            error: Error = checker.error(results(pass_name, returned), provider.name)
+            error: Error = checker.error(results(pass_name, returned, work.restore), provider.name)
         row |= {"error": error.max_abs, "allowed_share": error.allowed_share, "worst": error.worst, "rms": error.rms}
         if not error.ok:
             row |= {

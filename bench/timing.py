@@ -28,10 +28,14 @@ TICK = 0.01
 
 @dataclass(frozen=True)
 class Work:
-    """A call to be timed, and the context (a choice of backend, say) to be entered around a block of calls."""
+    """A call to be timed, and the context (a choice of backend, say) to be entered around a block of calls.
+
+    `restore` brings each tensor that it returns to the case's layout, off the clock.
+    """
 
     call: Callable[[], object]
     context: Callable[[], AbstractContextManager]
+    restore: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ import re
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 from typer.testing import CliRunner
 
+import attnkern
 from attnkern import testing
-from attnkern.cases import CASES, Case, case, override, select
+from attnkern.cases import CASES, RANGES, Case, case, override, select
 from bench import check, memory, options, plots, providers, record, report, sweep, targets, timing
 from bench.__main__ import app
 
@@ -288,6 +290,40 @@ def test_plot_draws_curves_over_length(tmp_path):
     assert plots._footer([{"device": "a machine", "command": "bench run"}]).startswith("a machine")
 
 
+def test_the_cost_of_live_scores(tmp_path):
+    """Ours lies on the line through 0; a rival computes all scores. Sets without a call of ours are left out."""
+    rows = [
+        row(
+            provider=name,
+            seconds=seconds,
+            live=live,
+            tags=("documents",),
+            case=f"documents-{live}",
+            key=f"{live}-{name}",
+        )
+        for live in (1, 0.5, 0.125)
+        for name, seconds in (("cpu", 1e-3 * live), ("sdpa", 4e-3))
+    ]
+    other = row(provider="sdpa", live=0.5, tags=("prefix",), key="other")
+    lines = {"cpu": [(0.125, 0.125), (0.5, 0.5), (1, 1.0)], "sdpa": [(0.125, 4.0), (0.5, 4.0), (1, 4.0)]}
+    found = report.costs([*rows, other])
+    assert found == {report.Sizes(("documents",), "1x8x128x64", "fp32", "forward"): lines}
+    table = report.cost_table([*rows, other])
+    assert [list(column.cells) for column in table.columns[-3:]] == [
+        ["12%", "50%", "100%"],
+        ["1.00", "1.00", "1.00"],
+        ["32.00", "8.00", "4.00"],
+    ]
+    assert report.cost_table([other]) is None
+    path = write(tmp_path / "rows.jsonl", rows)
+    bench("plot", path)
+    assert {p.name for p in tmp_path.glob("*.png")} == {"rows-live.png", "rows-bars.png"}
+    figure = plots._live(found, "")
+    (note,) = figure.axes[0].texts
+    assert note.get_text() == "F.sdpa (torch's choice): up to 4.0"
+    assert figure.axes[0].get_ylim() == (0, 1.05 * plots.TALL)
+
+
 def test_growth_exponent():
     lengths = [2**n for n in range(6, 13)]
     assert report.exponent(lengths, [3e-9 * n**2 for n in lengths]) == pytest.approx(2.0)
@@ -334,6 +370,110 @@ def test_what_a_mask_leaves_out_is_not_counted(mask):
     assert problem.flops("forward") == 4 * 2 * keep.sum() * 16
     keys = keep.any(-2).sum()
     assert problem.bytes_moved("forward") == 4 * 2 * (2 * 64 + keys) * 2 * 16
+
+
+MASKED = {
+    "documents:5": lambda b, i, j: i // 5 == j // 5,
+    "prefix:9": lambda b, i, j: (j < 9) | (j <= i),
+    "prefix:0": lambda b, i, j: j <= i,
+    "padding:50": lambda b, i, j: j < torch.tensor([6, 18])[b],
+    "padding:75": lambda b, i, j: j < torch.tensor([15, 21])[b],
+    "padding:100": lambda b, i, j: j < 24,
+    "streaming:4+2": lambda b, i, j: (j <= i) & ((i - j < 4) | (j < 2)),
+    "packed:3-7": None,
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKED)
+def test_a_mask_with_numbers_is_ranges(mask, causal):
+    problem = case("c", 24, batch=1 if "packed" in mask else 2, heads=2, dim=8, mask=mask, causal=causal)
+    assert problem.inputs().attn_mask is None
+    b, i, j = torch.arange(problem.batch)[:, None, None, None], torch.arange(24)[:, None], torch.arange(24)
+    if "packed" in mask:
+        lengths = problem.lengths
+        assert sum(lengths) == 24
+        assert all(3 <= n <= 7 for n in lengths[:-1])
+        assert 0 < lengths[-1] <= 7
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        want = ids[i] == ids[j]
+    else:
+        want = MASKED[mask](b, i, j)
+    want = (want & (j <= i) if causal else want).expand(problem.batch, 1, 24, 24)
+    assert torch.equal(problem.keep_mask().expand(want.shape), want)
+    assert torch.equal(
+        problem.keep_mask(torch.tensor([3, 20])).expand(-1, 1, 2, 24), problem.keep_mask()[:, :, [3, 20]]
+    )
+    assert problem.attended_entries() * problem.batch == want.sum()
+    assert problem.flops("forward") == 4 * 2 * want.sum() * 8
+    if mask.startswith("padding"):
+        assert problem.bytes_moved("forward") == 4 * 2 * (2 * 2 * 24 + 2 * sum(problem.lengths)) * 8
+    mask_mod = providers._mask_mod(problem, CPU)
+    assert torch.equal(create_mask(mask_mod, problem.batch, 1, 24, 24, "cpu"), want)
+    testing.check_attention(problem.inputs(), **problem.options)
+
+
+def test_masks_with_wrong_numbers_are_refused():
+    for mask in ("documents", "documents:0", "documents:", "streaming:4", "packed:0-3", "prefix:-1", "padding:x"):
+        with pytest.raises(ValueError, match=f"mask='{mask}' is not one of none, bool.*streaming:..."):
+            case("c", 24, mask=mask)
+    with pytest.raises(ValueError, match="needs as many keys as queries, and no window"):
+        case("c", 24, 30, mask="prefix:3")
+    with pytest.raises(ValueError, match="and no window"):
+        case("c", 24, mask="prefix:3", window=(3, 3))
+    assert case("c", 24, mask="padding").ranged is case("c", 24).ranged is None
+
+
+@pytest.mark.parametrize("kind", RANGES)
+def test_the_sets_of_masks_run(tmp_path, kind):
+    """Every case, at a small size, forward and as training: every provider's result is held to the rule."""
+    path = tmp_path / "rows.jsonl"
+    sizes = ["--set", "seqlen=70"] + (["--set", "heads=2"] if kind != "streaming" else [])
+    run(path, *sizes, "--no-plot", "--providers", "cpu,cpu-bool,sdpa,sdpa-flash", cases=kind, passes="forward,both")
+    rows = rows_of(path)
+    masked = [row for row in rows if ":" in row["mask"]]
+    assert all(row["status"] == "ok" for row in masked)
+    assert {row["provider"] for row in masked} == {"cpu", "cpu-bool", "sdpa", "sdpa-flash"}
+    assert len(masked) >= 4 * 2 * 2
+    for row in rows:
+        assert 0 < row["live"] <= 1
+    others = {(row["provider"], row["status"]) for row in rows if ":" not in row["mask"]}
+    assert others == (
+        set() if kind == "packed" else {(p, "ok") for p in ("cpu", "sdpa", "sdpa-flash")} | {("cpu-bool", "refused")}
+    )
+    assert "mask,live,dropout" in path.with_suffix(".csv").read_text().splitlines()[0]
+    defaults = bench("run", "--dry-run", "--cases", kind, "--device", "cpu")
+    assert "each: cpu, cpu-bool, sdpa, flex" in defaults
+    assert "both" in defaults
+
+
+@pytest.mark.parametrize("name", ["documents-256-fp32", "padding-50-fp32"])
+def test_flex_attention_is_a_rival(name):
+    problem = override(select(name)[0], seqlen_q=130, heads_q=1, batch=2)
+    inputs = problem.inputs()
+    checker = check.Checker(problem, inputs)
+    (flex,) = providers.choose("flex", CPU)
+    work = flex.work(problem, inputs, checker.grad_out, "forward")
+    assert checker.error(providers.results("forward", work.call()), "flex").ok
+    with pytest.raises(providers.Refused, match="no backward pass on a CPU"):
+        flex.work(problem, inputs, checker.grad_out, "both")
+    with pytest.raises(providers.Refused, match="masks that it can be told as functions"):
+        flex.work(case("c", 8, mask="bool"), inputs, checker.grad_out, "forward")
+
+
+@pytest.mark.parametrize("name", ["documents-256-fp32", "packed-20-50-fp32"])
+def test_torchs_varlen_is_a_rival(name):
+    """Where the device has it. On a CPU it runs while attnkern is torch's provider."""
+    problem = override(select(name)[0], seqlen_q=130, heads_q=2)
+    inputs = problem.inputs()
+    checker = check.Checker(problem, inputs)
+    with attnkern.use_as_sdpa():
+        out = providers._torch_varlen(problem, inputs)(*providers._tensors(inputs))
+    assert checker.error({"out": out}, "torch-varlen").ok
+    with pytest.raises(providers.Refused, match="documents and packed"):
+        providers._torch_varlen(override(problem, mask="prefix:3"), inputs)
+    with pytest.raises(ValueError, match="'torch-varlen' is no provider on cpu"):
+        providers.choose("torch-varlen", CPU)
 
 
 def test_case_names_are_unique_and_selectable():
