@@ -304,14 +304,14 @@ MASKS = {
 }
 
 
-def hold_sharded(mask, name="causal", *, dtype=torch.float32, shards=None, heads_k=4, **options):
+def hold_sharded(mask, *, dtype=torch.float32, shards=None, heads_k=4, group=None, **options):
     """`sharded_attention` of every rank's tokens, its gradients too, against one process."""
     inputs, grad_out, grad_lse = problem(
         batch=2, heads=4, heads_k=heads_k, seqlen=mask.seqlen_q, seqlen_k=mask.seqlen_k, dtype=dtype
     )
     dense = mask.to_dense()
     grad_lse = torch.where(dense.any(-1), grad_lse, 0)  # a row without keys has none
-    sharded = shard_mask(mask, shards=shards)
+    sharded = shard_mask(mask, group, shards)
     leaves = {n: sharded.shard(x, 2, n != "query").clone().requires_grad_() for n, x in inputs.tensors.items()}
     with testing.unmodified(*leaves.values()):
         out, lse = sharded_attention(*leaves.values(), sharded, enable_gqa=True, return_lse=True, **options)
@@ -352,6 +352,16 @@ def a_ring_of_other_dtypes_and_options(dtype, options):
 
 
 @check(4)
+def groups_are_apart():
+    """Each of two groups has a mask and a sequence of its own."""
+    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
+    mask = MASKS["documents" if RANK % 2 else "prefix"]()
+    group = groups[RANK % 2 == 0]
+    hold_sharded(mask, group=group)
+    hold_sharded(mask, group=group, exchange="all_to_all")
+
+
+@check(4)
 def fewer_tokens_than_ranks():
     hold_sharded(masks.causal(3))
     hold_sharded(masks.causal(3), exchange="all_to_all")
@@ -369,11 +379,9 @@ def packed_sequences(exchange):
     own = [sharded.shard(x, 0, keys).clone().requires_grad_() for x, keys in ((q, False), (k, True), (v, True))]
     out, lse = sharded_varlen_attention(*own, sharded, return_lse=True, exchange=exchange)
     grads = torch.autograd.grad(out, own, sharded.shard(grad_out[0].transpose(0, 1), 0))
-    expected, expected_lse = attnkern.varlen_attention(q, k, v, CU, ends_k, return_lse=True, **options)
-    torch.testing.assert_close(sharded.unshard(out, 0), expected)
-    torch.testing.assert_close(sharded.unshard(lse, 1), expected_lse)
     named = zip(("query", "key", "value"), grads, strict=True)
     results = {n: sharded.unshard(x, 0, n != "query").transpose(0, 1)[None] for n, x in named}
+    results |= {"out": sharded.unshard(out, 0).transpose(0, 1)[None], "lse": sharded.unshard(lse, 1)[None]}
     hold_to_rule(results, inputs, grad_out, parts=2 * SIZE, attn_mask=mask.to_dense())
 
 
@@ -503,7 +511,7 @@ def sharding_says_what_it_needs():
 
 @check(2, 4)
 def the_example_is_right():
-    assert EXAMPLE["compare"](dist.group.WORLD) < 1e-5
+    assert EXAMPLE["compare"](dist.group.WORLD) < 1e-4
 
 
 @check(2, 4, load_balance=[False, True], is_causal=[False, True], rotation=["allgather", "alltoall"])

@@ -39,7 +39,7 @@ def compare(group: dist.ProcessGroup) -> float:
     out = sharded_attention(*own, sharded, enable_gqa=True)
     results = out, *torch.autograd.grad(out, own, sharded.shard(grad_out, 2))
     pairs = zip(results, expected, strict=True)
-    return max(float((x - sharded.shard(y, 2)).abs().max()) for x, y in pairs)
+    return max(float((x - sharded.shard(y, 2)).detach().abs().max()) for x, y in pairs)
 
 
 def main() -> None:
