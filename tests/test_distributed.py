@@ -507,6 +507,24 @@ def sharding_says_what_it_needs():
         context_parallel(mesh_of(SIZE), buffers=[], buffer_seq_dims=[], attn_mask=torch.zeros(1)),
     ):
         pass
+    with (
+        refused(RuntimeError, f"buffers[1] must have {LENGTH} tokens in dimension 2, as attn_mask, got (1, 1, 5, 8)"),
+        context_parallel(
+            mesh_of(SIZE),
+            buffers=[torch.zeros(1, 1, LENGTH, 8), torch.zeros(1, 1, 5, 8)],
+            buffer_seq_dims=[2, 2],
+            attn_mask=sharded,
+        ),
+    ):
+        pass
+    alone = [dist.new_group([rank]) for rank in range(SIZE)]
+    with refused(RuntimeError, "shard_mask needs a group that this process is in"):
+        shard_mask(mask, alone[RANK - 1])
+    with (
+        refused(RuntimeError, f"sharded over the mesh's ranks {list(range(SIZE))}, got [{RANK}]"),
+        context_parallel(mesh_of(SIZE), buffers=[], buffer_seq_dims=[], attn_mask=shard_mask(mask, alone[RANK])),
+    ):
+        pass
 
 
 @check(2, 4)

@@ -92,6 +92,7 @@ def context_parallel(
         if isinstance(attn_mask, Mask):
             shards = None if load_balance else even_shards(attn_mask.seqlen_q, mesh.size())
             attn_mask = shard_mask(attn_mask, mesh.get_group(), shards)
+        _check_under_mask(attn_mask, mesh, buffers, buffer_seq_dims)
         with _under_mask(attn_mask, buffers, buffer_seq_dims, no_restore_buffers or set()) as unshard:
             yield unshard
         return
@@ -125,11 +126,9 @@ def context_parallel(
 
 @contextlib.contextmanager
 def _under_mask(
-    sharded: Any, buffers: Sequence[Tensor], dims: Sequence[int], not_restored: set[Tensor]
+    sharded: ShardedMask, buffers: Sequence[Tensor], dims: Sequence[int], not_restored: set[Tensor]
 ) -> Iterator[Callable[[list[Tensor], list[int]], list[Tensor]]]:
     """`context_parallel` by `sharded_attention`."""
-    if not isinstance(sharded, ShardedMask):
-        raise TypeError(f"attnkern: argument 'attn_mask' must be Mask or ShardedMask, not {type(sharded).__name__}")
 
     @functools.cache
     def causal() -> ShardedMask:
@@ -218,6 +217,21 @@ def check_mesh(mesh: Any, tensors: Sequence[Tensor]) -> None:
         raise RuntimeError(
             f"attnkern: the mesh's process group must serve {mesh.device_type} tensors, got one for {served}"
         )
+
+
+def _check_under_mask(sharded: Any, mesh: Any, buffers: Sequence[Tensor], dims: Sequence[int]) -> None:
+    """Raises unless `context_parallel` can run under this mask."""
+    if not isinstance(sharded, ShardedMask):
+        raise TypeError(f"attnkern: argument 'attn_mask' must be Mask or ShardedMask, not {type(sharded).__name__}")
+    ranks, of_mesh = (dist.get_process_group_ranks(group) for group in (sharded.group, mesh.get_group()))
+    if ranks != of_mesh:
+        raise RuntimeError(f"attnkern: attn_mask must be sharded over the mesh's ranks {of_mesh}, got {ranks}")
+    for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if x.shape[dim] != sharded.mask.seqlen_q:
+            raise RuntimeError(
+                f"attnkern: buffers[{n}] must have {sharded.mask.seqlen_q} tokens in dimension {dim}, as attn_mask, "
+                f"got {tuple(x.shape)}"
+            )
 
 
 def check_length(name: str, length: int, ranks: int, parts: int) -> None:

@@ -65,7 +65,7 @@ def balanced_shards(mask: Mask, ranks: int, chunks: int | None = None) -> Shards
         _check_count("chunks", chunks, 1)
     totals = [0, *_live_of_queries(mask).cumsum(0).tolist()]
     best, least = None, math.inf
-    for each in [2**n for n in range(5)] if chunks is None else [chunks]:
+    for each in [2**n for n in range(_MOST_CHUNKS.bit_length())] if chunks is None else [chunks]:
         if best is not None and ranks * each > mask.seqlen_q:
             break
         edges = _edges(mask.seqlen_q, ranks * each)
@@ -224,12 +224,15 @@ def shard_mask(mask: Mask, group: Any = None, shards: Shards | None = None) -> S
 
     Raises:
         TypeError: mask is no Mask. ValueError: shards don't hold every token once, for each rank of the group.
-        RuntimeError: torch.distributed is not initialised, or the ranks brought different masks or shards.
+        RuntimeError: torch.distributed is not initialised, the process isn't in the group, or its ranks have brought
+        different masks or shards.
     """
     _check_mask(mask)
     check_initialised("shard_mask")
     group = dist.group.WORLD if group is None else group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise RuntimeError("attnkern: shard_mask needs a group that this process is in")
     queries = balanced_shards(mask, size) if shards is None else _checked_shards(shards, mask.seqlen_q, size)
     keys = queries if mask.seqlen_k == mask.seqlen_q else even_shards(mask.seqlen_k, size)
     _check_same(mask, queries, group)
@@ -278,9 +281,12 @@ def _parts(own: Mask, runs: Sequence[Run]) -> Iterator[Part]:
     while runs:
         n = len(runs)
         if own.ranges is None:
-            taken = torch.cat([torch.arange(*run, device=own.device) for run in runs])
-            like = own.live_of_queries
-            mask = Mask.of_tiles(lambda rows: own._rows(rows)[..., taken], like, own.seqlen_q, len(taken))  # noqa: B023
+            keys_come = torch.cat([torch.arange(*run, device=own.device) for run in runs])
+
+            def tile(rows: slice, columns: Tensor = keys_come) -> Tensor:
+                return own._rows(rows)[..., columns]
+
+            mask = Mask.of_tiles(tile, own.live_of_queries, own.seqlen_q, len(keys_come))
         else:
             n = next(k for k in range(n, 0, -1) if _clipped(own.ranges, runs[:k]).shape[-2] <= 2)
             mask = Mask.of_ranges(_clipped(own.ranges, runs[:n]), own.seqlen_q, length_of(runs[:n]))
