@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from .providers import BASELINE, PASSES
 from .record import Row
-from .report import OURS, Family, Sizes, costs, curves
+from .report import Family, Sizes, costs, curves, is_ours
 
 # Colour-blind safe (Okabe and Ito); ours strong, torch's muted.
 STYLES: dict[str, tuple[str, str]] = {
@@ -27,6 +27,8 @@ STYLES: dict[str, tuple[str, str]] = {
     "cpu-bool": ("#E69F00", "P"),
     "cuda-bool": ("#E69F00", "P"),
     "triton-bool": ("#F0A3D0", "P"),
+    "cpu-plain": ("#888888", "*"),
+    "cuda-plain": ("#888888", "*"),
     "flex": ("#009E73", "X"),
     "torch-varlen": ("#56B4E9", "^"),
     "reference": ("#8C6D5A", "x"),
@@ -45,13 +47,15 @@ LABELS = {
     "cpu-bool": "attnkern cpu, dense bool mask",
     "cuda-bool": "attnkern cuda, dense bool mask",
     "triton-bool": "attnkern triton, dense bool mask",
+    "cpu-plain": "attnkern cpu, without the mask",
+    "cuda-plain": "attnkern cuda, without the mask",
     "flex": "FlexAttention, compiled",
     "torch-varlen": "torch's varlen_attn",
 }
 
 
 MAX_BARS = 150
-TALL = 3.0  # times our call without a mask: what costs more is named at the top of the picture
+TALL = 3.0  # times our call without the mask: what costs more is named at the top of the picture
 
 
 def draw(rows: Sequence[Row], runs: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
@@ -63,8 +67,9 @@ def draw(rows: Sequence[Row], runs: Sequence[dict[str, Any]], stem: Path) -> lis
         written += _save(_curves(found, footer, "speed"), stem, "speed")
         if any(row.get("memory") for byname in found.values() for curve in byname.values() for row in curve):
             written += _save(_curves(found, footer, "memory"), stem, "memory")
-    if costs(rows):
-        written += _save(_live(costs(rows), footer), stem, "live")
+    shares = {sizes: lines for sizes, lines in costs(rows).items() if any(len(line) > 1 for line in lines.values())}
+    if shares:
+        written += _save(_live(shares, footer), stem, "live")
     drawn = {id(row) for byname in found.values() for curve in byname.values() for row in curve}
     rest = [row for row in rows if id(row) not in drawn and row.get("ratio") is not None and "goal" not in row]
     if 0 < len(rest) <= MAX_BARS:
@@ -96,7 +101,7 @@ def _save(figure: Figure, stem: Path, kind: str) -> list[Path]:
 
 def _style(name: str) -> dict[str, Any]:
     colour, marker = STYLES.get(name, ("#000000", "+"))
-    ours = name in OURS or name.startswith(("cpu-", "reference"))
+    ours = is_ours(name)
     return {
         "color": colour,
         "marker": marker,
@@ -191,12 +196,14 @@ def _live(found: dict[Sizes, dict[str, list[tuple[float, float]]]], footer: str)
                 continue
             axes.plot([0, 1], [0, 1], color="#333333", linewidth=1, linestyle="--", label="what is live, and no more")
             beyond = []
+            top = 1.0
             for name, points in byname.items():
-                style = _style(name)
-                axes.plot(*zip(*points, strict=True), **{**style, "linewidth": 0.6 * style["linewidth"]})
-                if (most := max(cost for _, cost in points)) > TALL:
-                    beyond.append(f"{LABELS.get(name, name)}: up to {most:.1f}")
-            top = max(cost for points in byname.values() for _, cost in points)
+                style, times = _style(name), [live * cost for live, cost in points]
+                lives = [live for live, _ in points]
+                axes.plot(lives, times, **{**style, "linewidth": 0.6 * style["linewidth"]})
+                if max(times) > TALL:
+                    beyond.append(f"{LABELS.get(name, name)}: up to {max(times):.1f}")
+                top = max(top, *times)
             axes.set_ylim(0, 1.05 * min(top, TALL))
             axes.set_xlim(0, 1.04)
             if beyond:
@@ -206,7 +213,7 @@ def _live(found: dict[Sizes, dict[str, list[tuple[float, float]]]], footer: str)
             axes.grid(alpha=0.25, linewidth=0.6)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-        axes_line[0].set_ylabel("time, ours without a mask = 1", fontsize=9)
+        axes_line[0].set_ylabel("time, ours without the mask = 1", fontsize=9)
     for axes in grid[-1]:
         axes.set_xlabel("share of scores that is live", fontsize=9)
     handles = {str(h.get_label()): h for axes in figure.axes for h in axes.get_legend_handles_labels()[0]}

@@ -52,9 +52,12 @@ class Provider:
     default: bool = True
     quadratic: bool = False  # holds all scores
     checked: bool = True  # its result is held to the tolerance rule
+    instead: Callable[[Case], Case] | None = None  # it runs another case of these sizes, by which a mask's cost is told
 
     def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
         """The call of one pass. It returns the output, then the gradients of query, key, value and a learned mask."""
+        if self.instead is not None:
+            case, inputs = self.instead(case), replace(inputs, attn_mask=None)
         with self.context():
             attend = self.bind(case, inputs)
             if pass_name == "forward":
@@ -148,6 +151,17 @@ def _attnkern_with_ranges(backend: str, case: Case, inputs: Inputs, dense: bool 
         return out.transpose(0, 1).unsqueeze(0)
 
     return attend_packed
+
+
+def _without_mask(case: Case) -> Case:
+    """The same sizes, all scores; of a window with sinks, the window alone."""
+    if case.ranged_kind == "packed" or (case.mask == "none" and case.band is None):
+        raise Refused("there is no call of these sizes without the mask")
+    plain = replace(case, mask="none", causal=False, window=None, alignment="top_left")
+    if case.ranged_kind == "streaming":
+        width = int(case.mask.removeprefix("streaming:").partition("+")[0])
+        return replace(plain, causal=True, window=(width - 1, 0))
+    return plain
 
 
 class _OperatorProvider(Provider):
@@ -470,6 +484,12 @@ def all_providers(device: torch.device) -> list[Provider]:
                 about = "the same with a dense bool mask where the case's is ranges"
                 bind = partial(_attnkern_with_ranges, info.name, dense=True)
                 found.append(Provider(f"{info.name}-bool", about, (kind,), bind, default=False))
+                bind, about = (
+                    partial(_attnkern, info.name),
+                    "the same without the case's mask (with the window, not the sinks)",
+                )
+                plain: dict[str, Any] = {"default": False, "checked": False, "instead": _without_mask}
+                found.append(Provider(f"{info.name}-plain", about, (kind,), bind, **plain))
             if info.name == "cpu":
                 about = "torch.ops.attnkern.forward and .backward, bare"
                 found.append(_AttnkernOperator("cpu-op", about, (kind,), _attnkern_op, default=False))

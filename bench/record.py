@@ -90,7 +90,7 @@ def read(path: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
 COLUMNS = (
     *("case", "pass", "provider", "dtype", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"),
     *("head_dim_v", "causal", "window", "mask", "live", "dropout", "softcap", "layout", "status", "kernel", "seconds"),
-    *("p20", "p80", "rounds", "dropped", "clean", "ratio", "flops_per_second", "peak_share", "peak"),
+    *("p20", "p80", "rounds", "dropped", "clean", "ratio", "cost", "flops_per_second", "peak_share", "peak"),
     *("bytes_per_second", "bandwidth_share", "memory", "error", "allowed_share", "worst", "rms_ratio"),
     *("threads", "clock", "message"),
 )

@@ -19,6 +19,11 @@ from .record import Row
 FAILED = ("wrong", "error")
 
 
+def is_ours(provider: str) -> bool:
+    """Whether it is attnkern, on the case itself."""
+    return not provider.startswith(("sdpa", "flex", "torch")) and not provider.endswith("-plain")
+
+
 def duration(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
@@ -204,9 +209,6 @@ def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
     return float(np.polyfit(x, y, 1)[0])
 
 
-OURS = ("cpu", "cuda", "triton")
-
-
 class Sizes(NamedTuple):
     """What rows of one set share that differ in their mask alone."""
 
@@ -217,36 +219,28 @@ class Sizes(NamedTuple):
 
 
 def costs(rows: Iterable[Row]) -> dict[Sizes, dict[str, list[tuple[float, float]]]]:
-    """{sizes: {provider: (share of the scores that are live, time)}}, by share; ours without a mask has the time 1.
+    """{sizes: {provider: (share of the scores that are live, cost of a live score)}}, by share.
 
-    Of sizes with such a row and at least one where less is live.
+    The cost is relative to our call without the mask, in the same rounds: 1 where a mask costs what it leaves.
     """
-    found: dict[Sizes, list[Row]] = defaultdict(list)
+    found: dict[Sizes, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.get("seconds") is not None and row.get("live"):
+        if row.get("cost") is not None and not row["provider"].endswith("-plain"):
             heads = "/".join(dict.fromkeys((str(row["heads_q"]), str(row["heads_k"]))))
             shape = f"{row['batch']}x{heads}x{row['seqlen_q']}x{row['head_dim']}"
-            found[Sizes(tuple(row["tags"]), shape, row["dtype"], row["pass"])].append(row)
-    kept = {}
-    for sizes, members in found.items():
-        whole = [row for row in members if row["provider"] in OURS and row["live"] == 1]
-        if not whole or all(row["live"] == 1 for row in members):
-            continue
-        unit = min(whole, key=lambda row: OURS.index(row["provider"]))["seconds"]
-        points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for row in members:
-            points[row["provider"]].append((row["live"], row["seconds"] / unit))
-        kept[sizes] = {name: sorted(line) for name, line in points.items()}
-    return kept
+            found[Sizes(tuple(row["tags"]), shape, row["dtype"], row["pass"])][row["provider"]].append(
+                (row["live"], row["cost"])
+            )
+    return {sizes: {name: sorted(line) for name, line in lines.items()} for sizes, lines in found.items()}
 
 
 def cost_table(rows: Iterable[Row]) -> Table | None:
-    """Time for each live score, against that of our call without a mask: 1 where a mask costs what it leaves."""
+    """Time for each live score, against that of our call without the mask."""
     found = costs(rows)
     if not found:
         return None
     names = list(dict.fromkeys(name for lines in found.values() for name in lines))
-    title = "time per live score, ours without a mask = 1"
+    title = "time per live score, ours without the mask = 1 (streaming: the window alone)"
     table = Table(title=title, title_justify="left")
     for column in ("set", "batch x heads x length x head_dim", "dtype", "pass"):
         table.add_column(column)
@@ -254,7 +248,7 @@ def cost_table(rows: Iterable[Row]) -> Table | None:
         table.add_column(column, justify="right")
     for sizes, lines in found.items():
         for live in sorted({live for line in lines.values() for live, _ in line}):
-            cells = [next((f"{cost / live:.2f}" for x, cost in lines.get(n, []) if x == live), "") for n in names]
+            cells = [next((f"{cost:.2f}" for x, cost in lines.get(n, []) if x == live), "") for n in names]
             table.add_row(", ".join(sizes.tags), *sizes[1:], share(live), *cells)
         table.add_section()
     return table
@@ -300,12 +294,14 @@ def summary(console: Console, rows: Sequence[Row], full: bool = False) -> None:
     """The tables that suit the rows: short ones for curves, line by line for the rest, then what failed."""
     in_curve = {id(row) for byname in curves(rows).values() for curve in byname.values() for row in curve}
     rest = [row for row in rows if id(row) not in in_curve]
-    for provider in dict.fromkeys(row["provider"] for row in rows if not row["provider"].startswith("sdpa")):
+    for provider in dict.fromkeys(row["provider"] for row in rows if is_ours(row["provider"])):
         if (table := sweep_table(rows, provider)) is not None:
             console.print(table)
     if (table := cost_table(rows)) is not None:
         console.print(table)
-    growing = [row for row in rows if {"growth", "streaming"} & {*row["tags"]}]
+    growing = [
+        row for row in rows if {"growth", "streaming"} & {*row["tags"]} and not row["provider"].endswith("-plain")
+    ]
     if curves(growing):
         console.print(growth_table(growing))
     if any("launch-overhead" in row["tags"] for row in rows):
@@ -316,7 +312,7 @@ def summary(console: Console, rows: Sequence[Row], full: bool = False) -> None:
     refused = sum(row["status"] == "refused" for row in rows)
     if refused and not full:
         console.print(f"{refused} rows were refused by their provider (--full shows why)")
-    timed = [row for row in rows if row.get("ratio") is not None and not row["provider"].startswith("sdpa")]
+    timed = [row for row in rows if row.get("ratio") is not None and is_ours(row["provider"])]
     if timed:
         ratios = sorted(row["ratio"] for row in timed)
         middle = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -369,7 +365,7 @@ def comparison(
     old, changes = index(base), []
     for key, row in index(new).items():
         name = row["provider"]
-        if key not in old or (name not in providers if providers else name.startswith("sdpa")):
+        if key not in old or (name not in providers if providers else not is_ours(name)):
             continue
         if by == "ratio":
             before, after = old[key].get("ratio"), row.get("ratio")

@@ -16,8 +16,8 @@ class Defaults:
     rounds: int = 11
 
 
-# Against torch's ways to the same, and our own with a dense mask. Training is a forward and a backward pass.
-MASKED = Defaults(("forward", "both"), "cpu,cpu-bool,triton,cuda,sdpa,flex,torch-varlen", 4.0, 9)
+# Against torch's ways to the same, and our own without the mask and with a dense one. Training is both passes.
+MASKED = Defaults(("forward", "both"), "cpu,triton,cuda,cpu-plain,cuda-plain,cpu-bool,sdpa,flex,torch-varlen", 4.0, 9)
 
 DEFAULTS = {
     # About two minutes on two cores.

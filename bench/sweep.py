@@ -83,9 +83,15 @@ class Runner:
                     rows[name] |= {"status": "error", "message": f"while timed: {_one_line(error)}"}
             else:
                 baseline = timings.get(self.baseline)
+                run = {p.name: p.instead(case) if p.instead else case for p in providers if p.name in works}
+                plain = next((p.name for p in providers if p.instead and p.name in works), None)
                 for name in works:
-                    rows[name] |= _speed(case, pass_name, timings[name], timings, limits)
+                    rows[name] |= _speed(run[name], pass_name, timings[name], timings, limits)
                     rows[name]["ratio"] = None if baseline is None else timings[name].ratio(baseline)
+                    rows[name]["live"] = run[name].live_share
+                    if plain is not None:
+                        per_score = run[plain].live_share / run[name].live_share
+                        rows[name]["cost"] = per_score / timings[name].ratio(timings[plain])
         base = rows.get(self.baseline, {}).get("rms")
         for row in rows.values():
             if base and row.get("rms"):
@@ -103,7 +109,7 @@ class Runner:
         return {
             "key": self.key(case, pass_name, provider.name),
             **{("case" if k == "name" else k): v for k, v in asdict(case).items()},
-            "live": case.attended_entries() / (case.seqlen_q * case.seqlen_k),
+            "live": case.live_share,
             "pass": pass_name,
             "provider": provider.name,
             "device": self._device,

@@ -291,37 +291,33 @@ def test_plot_draws_curves_over_length(tmp_path):
 
 
 def test_the_cost_of_live_scores(tmp_path):
-    """Ours lies on the line through 0; a rival computes all scores. Sets without a call of ours are left out."""
+    """Ours lies on the line through 0; a rival computes all scores."""
+
+    def masked(live, name, cost):
+        return row(provider=name, live=live, cost=cost, tags=("documents",), case=f"d-{live}", key=f"{live}-{name}")
+
     rows = [
-        row(
-            provider=name,
-            seconds=seconds,
-            live=live,
-            tags=("documents",),
-            case=f"documents-{live}",
-            key=f"{live}-{name}",
-        )
-        for live in (1, 0.5, 0.125)
-        for name, seconds in (("cpu", 1e-3 * live), ("sdpa", 4e-3))
+        masked(live, name, cost)
+        for live in (0.5, 0.125)
+        for name, cost in (("cpu", 1.0), ("cpu-plain", 1.0), ("sdpa", 4 / live))
     ]
-    other = row(provider="sdpa", live=0.5, tags=("prefix",), key="other")
-    lines = {"cpu": [(0.125, 0.125), (0.5, 0.5), (1, 1.0)], "sdpa": [(0.125, 4.0), (0.5, 4.0), (1, 4.0)]}
-    found = report.costs([*rows, other])
+    lines = {"cpu": [(0.125, 1.0), (0.5, 1.0)], "sdpa": [(0.125, 32.0), (0.5, 8.0)]}
+    found = report.costs([*rows, row()])
     assert found == {report.Sizes(("documents",), "1x8x128x64", "fp32", "forward"): lines}
-    table = report.cost_table([*rows, other])
+    table = report.cost_table([*rows, row()])
     assert [list(column.cells) for column in table.columns[-3:]] == [
-        ["12%", "50%", "100%"],
-        ["1.00", "1.00", "1.00"],
-        ["32.00", "8.00", "4.00"],
+        ["12%", "50%"],
+        ["1.00", "1.00"],
+        ["32.00", "8.00"],
     ]
-    assert report.cost_table([other]) is None
-    path = write(tmp_path / "rows.jsonl", rows)
-    bench("plot", path)
+    assert report.cost_table([row()]) is None
+    bench("plot", write(tmp_path / "rows.jsonl", rows))
     assert {p.name for p in tmp_path.glob("*.png")} == {"rows-live.png", "rows-bars.png"}
     figure = plots._live(found, "")
-    (note,) = figure.axes[0].texts
-    assert note.get_text() == "F.sdpa (torch's choice): up to 4.0"
-    assert figure.axes[0].get_ylim() == (0, 1.05 * plots.TALL)
+    (axes,) = figure.axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0, 1], [0.125, 0.5], [4.0, 4.0]]
+    assert [text.get_text() for text in axes.texts] == ["F.sdpa (torch's choice): up to 4.0"]
+    assert axes.get_ylim() == (0, 1.05 * plots.TALL)
 
 
 def test_growth_exponent():
@@ -429,22 +425,38 @@ def test_the_sets_of_masks_run(tmp_path, kind):
     """Every case, at a small size, forward and as training: every provider's result is held to the rule."""
     path = tmp_path / "rows.jsonl"
     sizes = ["--set", "seqlen=70"] + (["--set", "heads=2"] if kind != "streaming" else [])
-    run(path, *sizes, "--no-plot", "--providers", "cpu,cpu-bool,sdpa,sdpa-flash", cases=kind, passes="forward,both")
+    names = "cpu,cpu-plain,cpu-bool,sdpa,sdpa-flash"
+    run(path, *sizes, "--no-plot", "--providers", names, cases=kind, passes="forward,both")
     rows = rows_of(path)
     masked = [row for row in rows if ":" in row["mask"]]
-    assert all(row["status"] == "ok" for row in masked)
-    assert {row["provider"] for row in masked} == {"cpu", "cpu-bool", "sdpa", "sdpa-flash"}
     assert len(masked) >= 4 * 2 * 2
-    for row in rows:
+    plain = [row for row in masked if row["provider"] == "cpu-plain"]
+    assert {row["status"] for row in plain} == {"refused" if kind == "packed" else "ok"}
+    assert all(row["status"] == "ok" for row in masked if row not in plain)
+    assert {row["provider"] for row in masked} == set(names.split(","))
+    for row in masked:
         assert 0 < row["live"] <= 1
-    others = {(row["provider"], row["status"]) for row in rows if ":" not in row["mask"]}
-    assert others == (
-        set() if kind == "packed" else {(p, "ok") for p in ("cpu", "sdpa", "sdpa-flash")} | {("cpu-bool", "refused")}
-    )
+        assert (row.get("cost") is None) == (kind == "packed")
+    if kind in ("documents", "prefix", "padding"):
+        assert all(row["live"] == row["cost"] == 1 for row in plain)
+    others = [row for row in rows if ":" not in row["mask"]]
+    assert len(others) == (2 * 2 * 5 if kind in ("documents", "prefix") else 0)
+    assert all((row["status"] == "refused") == (row["provider"] == "cpu-bool") for row in others)
     assert "mask,live,dropout" in path.with_suffix(".csv").read_text().splitlines()[0]
     defaults = bench("run", "--dry-run", "--cases", kind, "--device", "cpu")
-    assert "each: cpu, cpu-bool, sdpa, flex" in defaults
+    assert "each: cpu, cpu-plain, cpu-bool, sdpa, flex" in defaults
     assert "both" in defaults
+
+
+def test_what_a_mask_is_held_against():
+    alone = providers._without_mask(case("c", 24, mask="streaming:4+2"))
+    assert (alone.mask, alone.band) == ("none", (3, 0, 0))
+    whole = providers._without_mask(case("c", 24, mask="documents:5", causal=True))
+    assert (whole.mask, whole.band, whole.live_share) == ("none", None, 1)
+    assert providers._without_mask(case("c", 24, window=(3, 3))) == case("c", 24)
+    for problem in (case("c", 24), case("c", 24, mask="packed:3-5")):
+        with pytest.raises(providers.Refused, match="no call of these sizes without the mask"):
+            providers._without_mask(problem)
 
 
 @pytest.mark.parametrize("name", ["documents-256-fp32", "padding-50-fp32"])
