@@ -23,7 +23,9 @@ CALLS, FUSED = tagged("sm90-backward"), tagged("sm90-fused")
 
 
 def launched(recorder):
-    names = r"\d((?:delta|summarise_ranges|forward|decode|combine|dkdv|dq|fused|round_dq|bias_gradient)(?:_sm90)?)_kernel"
+    names = (
+        r"\d((?:delta|summarise_ranges|forward|decode|combine|dkdv|dq|fused|round_dq|bias_gradient)(?:_sm90)?)_kernel"
+    )
     return [re.search(names, launch.name)[1] for launch in recorder.launches]
 
 

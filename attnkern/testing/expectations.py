@@ -194,6 +194,7 @@ def _rounding(
         is_causal=options.get("is_causal", False),
         window=options.get("window"),
         alignment=options.get("alignment", "top_left"),
+        key_ranges=options.get("key_ranges"),
         device=q.device,
     )
     mask = None if attn_mask is None else attn_mask.detach()

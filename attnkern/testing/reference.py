@@ -58,9 +58,14 @@ def band_mask(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "top_left",
+    key_ranges: Tensor | None = None,
     device: Any = "cpu",
 ) -> Tensor | None:
-    """The (L, S) bool mask (True = attend) of `is_causal`, `window` and `alignment`; None without a bound."""
+    """The (..., L, S) bool mask (True = attend) of these options, (L, S) without key ranges; None without a bound."""
+    if key_ranges is not None:
+        band = band_mask(seqlen_q, seqlen_k, is_causal=is_causal, window=window, alignment=alignment, device=device)
+        inside = ranges_mask(key_ranges, seqlen_k)
+        return inside if band is None else band & inside
     if not is_causal and window is None:
         return None
     left, right = window if window is not None else (None, None)
@@ -200,12 +205,8 @@ def naive_attention(
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    band = band_mask(
-        query.size(-2), key.size(-2), is_causal=is_causal, window=window, alignment=alignment, device=query.device
-    )
-    if key_ranges is not None:
-        inside = ranges_mask(key_ranges, key.size(-2))
-        band = inside if band is None else band & inside
+    where: dict[str, Any] = {"is_causal": is_causal, "window": window, "alignment": alignment, "key_ranges": key_ranges}
+    band = band_mask(query.size(-2), key.size(-2), **where, device=query.device)
     rounding = {"split_scale": split_scale, "exact": exact}
     weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, **rounding)
     if keep is not None:
