@@ -233,10 +233,11 @@ def test_ring_that_starts_anew_with_each_head(simulated, tmp_path):  # noqa: F81
     header, kernels = ((launches.ROOT / f"{gate_cases.SOURCE}{end}").read_text() for end in ("h", ""))
     kernels = kernels.replace('#include "cuda/backward_sm90.cuh"\n', "")
     source = header.replace("#pragma once\n", "") + kernels.split("// Columns and slots by head size.")[0]
-    name = "dkdv_sm90_kernel<Shape<__nv_bfloat16, 64, 96, 4, true, false>>"
+    name = "dkdv_sm90_kernel<Shape<__nv_bfloat16, 64, 96, 4, true, true>>"
     source += f"template __global__ void {name}(const __grid_constant__ BackwardSm90Args);\n}}\n}}\n"
-    right, wrong = "col = block.begin, ++head;", "col = block.begin, ++head, at = {};"
-    assert source.count(right) == 2  # the producer's, then the fused kernel's
+    right = "load_cols(1, head, info.first);"
+    wrong = f"{right} if (!tiles.done() && tiles.head() != head) at = {{}};"
+    assert source.count(right) == 1
 
     def text(name, code):
         path = tmp_path / f"{name}_sm90.cu"
@@ -251,4 +252,4 @@ def test_ring_that_starts_anew_with_each_head(simulated, tmp_path):  # noqa: F81
 
     run(text("right", source), 0)
     with pytest.raises(ptxsim.SimulationError):
-        run(text("wrong", source.replace(right, wrong, 1)), 0)
+        run(text("wrong", source.replace(right, wrong)), 0)

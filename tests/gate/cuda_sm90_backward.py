@@ -60,8 +60,8 @@ def _case(kind: str, head_dim: int, fast_path: bool) -> Case:
         "STSM": gradients * (head_dim // 16),
         "SYNCS.EXCH": barriers,
     }
-    # With a softcap, the way that is counted, two of each score. Exponentials stand behind the wait for S and before the
-    # one for what was started with it: dP, in the time of which they pass; where P and dS are made by different
+    # With a softcap, the way that is counted, two of each score. Exponentials stand behind the wait for S and before
+    # the one for what was started with it: dP, in the time of which they pass; where P and dS are made by different
     # warpgroups, they are between the first one's two products.
     scores, exponentials, gradient = head_dim // 16, columns // 2 * (1 if fast_path else 2), ("HGMMA", columns // 16)
     first = [("HGMMA", scores if split else 2 * scores), f"{WAIT}{0 if split else 1}", ("MUFU.EX2", exponentials)]
