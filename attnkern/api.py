@@ -207,14 +207,10 @@ _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(at
 
 def _override(function: Any, tensors: tuple[Any, Any, Any], *, attn_mask: Any, **options: Any) -> Any:
     """What an argument's own __torch_function__ (or an active mode) makes of the call; NotImplemented: nothing."""
-    passed = {name: x for name, x in {"attn_mask": attn_mask, **options}.items() if x is not _DEFAULTS[name]}
     relevant = tensors if is_causal_bias(attn_mask) else (*tensors, attn_mask)
     if _any_nested(relevant):
-        # A jagged tensor supports torch's function only, which raises for what it can't do.
-        options_of_torch = {"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
-        if extra := sorted(passed.keys() - options_of_torch):
-            raise RuntimeError(f"attnkern: jagged nested tensors go to torch's own attention, which has no {extra}")
-        return torch._C._nn.scaled_dot_product_attention(*tensors, **passed)
+        return NotImplemented  # a jagged tensor's __torch_function__ knows nothing of ours
+    passed = {name: x for name, x in {"attn_mask": attn_mask, **options}.items() if x is not _DEFAULTS[name]}
     # (Dynamo's has_torch_function does not look whether a subclass's own call has switched it off.)
     if has_torch_function(relevant) and torch._C._is_torch_function_enabled():
         return handle_torch_function(function, relevant, *tensors, **passed)

@@ -279,6 +279,17 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     return torch.stack([begin.where(live, end), end], -1)[..., : max(1, most), :]
 
 
+def span(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """From the first True of a bool (..., S) to behind the last, (...) int64 each; 0 and 0 where there is none."""
+    seqlen_k = keys.shape[-1]
+    if seqlen_k == 0:
+        begin = keys.sum(-1)
+        return begin, begin
+    found = keys.to(torch.uint8)
+    begin, end = found.argmax(-1), seqlen_k - found.flip(-1).argmax(-1)
+    return begin, end.where(keys.any(-1), 0)
+
+
 def _rows_of(x: Tensor, rows: slice) -> Tensor:
     return x if x.shape[2] == 1 else x[:, :, rows]
 

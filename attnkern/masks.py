@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from .mask import Mask
+from .packed import packed_ranges
 from .params import UNBOUNDED, check_alignment
 from .problem import Window
-from .varlen import check_packed_window, packed_ranges
+from .varlen import check_packed_window
 
 Integers = int | Sequence[int] | Tensor
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from . import api, autograd, rng
-from .params import UNBOUNDED, Band
+from .mask import Mask, span
+from .packed import is_jagged, may_look
+from .params import UNBOUNDED, Band, within_ranges
 from .problem import Problem
 
 Window = tuple[int | None, int | None] | None
@@ -27,7 +29,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     - A query with every key masked gives 0 (before out_proj), and weights of 0; torch gives NaN with need_weights.
     - is_causal=True needs no attn_mask. Given one, torch's rule holds: it is the hint that the mask is causal.
     - Two masks of different types (one bool, one float) go together without a warning.
-    - `window`, and nested tensors, which are refused.
+    - `window`.
+    - attn_mask may be an `attnkern.Mask` (L, S), in which attended keys count, as in functions. A key must pass it,
+      is_causal, window and key_padding_mask.
+    - With batch_first, query, key and value may be nested tensors of the jagged layout, without masks and weights; so
+      torch.nn.TransformerEncoder takes them in training too.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
@@ -37,7 +43,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     forward(query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True,
     is_causal=False) takes query (L, N, embed_dim), key (S, N, kdim), value (S, N, vdim); (N, L, ...) with batch_first;
     or all without N. key_padding_mask (N, S) and attn_mask (L, S) or (N * num_heads, L, S) are torch's: in a bool mask
-    True is NOT attended to (the inverse of `attnkern.attention`), a floating-point one is added to the scores.
+    True is NOT attended to (the inverse of `attnkern.attention`), a floating-point one is added to the scores. Padding
+    on one side becomes a range of keys where that can be seen for nothing: on the CPU, outside torch.compile.
 
     It returns (output, weights): output as query, weights None, or (N, L, S), or (N, num_heads, L, S) with
     average_attn_weights=False. Both are differentiable.
@@ -93,47 +100,83 @@ class MultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | Mask | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if any(is_jagged(x) for x in (query, key, value)):
+            return self._attend_jagged(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal), None
         self._check(query, key, value, key_padding_mask, attn_mask)
         batched = query.dim() == 3
         # (sequence, batch) dimensions; a missing batch is one of size 1.
         sequence, batch = (1, 0) if self.batch_first and batched else (0, 1)
         q, k, v = (x if batched else x.unsqueeze(batch) for x in self._project(query, key, value))
         seqlen_q, seqlen_k, batch_size = q.shape[sequence], k.shape[sequence], q.shape[batch]
-        if attn_mask is not None and attn_mask.dim() == 3:
-            attn_mask = attn_mask.unflatten(0, (batch_size, self.num_heads))
-        if key_padding_mask is not None:
-            key_padding_mask = key_padding_mask.view(batch_size, 1, 1, seqlen_k)
-
-        if is_causal and attn_mask is not None:
+        mask, ranges, window = None, None, self.window
+        if isinstance(attn_mask, Mask):
+            mask, ranges = _of_mask(attn_mask)
+        elif attn_mask is not None and (not is_causal or need_weights or key_padding_mask is not None):
             # torch's rule for the hint: it stands for the mask only where nothing else is asked for.
-            if need_weights or key_padding_mask is not None:
-                is_causal = False
-            else:
-                attn_mask = None
-        mask = _both(_attended(attn_mask), _attended(key_padding_mask))
-        window = self.window
+            mask, is_causal = _attended(attn_mask), False
+            if mask.dim() == 3:
+                mask = mask.unflatten(0, (batch_size, self.num_heads))
+        if key_padding_mask is not None:
+            real = _attended(key_padding_mask).view(batch_size, 1, 1, seqlen_k)
+            mask, ranges = _with_padding(mask, ranges, real)
         if appended := (self.bias_k is not None) + self.add_zero_attn:
             k, v = self._append(k, v, sequence, batch)
             # Every query sees what is appended: no band has such a shape.
             band = Band(*(UNBOUNDED if x is None else x for x in window or (None, None)))
             band = band._replace(right=0) if is_causal else band
             mask = _both(mask, band.mask(seqlen_q, seqlen_k, q.device))
+            if ranges is not None:
+                mask, ranges = _both(mask, within_ranges(ranges, slice(0, seqlen_k))), None
             mask = None if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
             window, is_causal = None, False
 
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).permute(batch, 2, sequence, 3) for x in (q, k, v))
         dropout_p = self.dropout if self.training else 0
-        out, weights = _attend(q, k, v, mask, dropout_p, is_causal, window, need_weights, average_attn_weights)
+        out, weights = _attend(q, k, v, mask, ranges, dropout_p, is_causal, window, need_weights, average_attn_weights)
         out = out.permute(2, 0, 1, 3) if batch == 1 else out.permute(0, 2, 1, 3)
         out = self.out_proj(out.flatten(-2))
         if not batched:
             out = out.squeeze(batch)
             weights = None if weights is None else weights.squeeze(0)
         return out, weights
+
+    def _attend_jagged(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | Mask | None,
+        is_causal: bool,
+    ) -> Tensor:
+        """The output for jagged nested tensors (N, L, embed_dim), (N, S, kdim) and (N, S, vdim) of N sequences."""
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not is_jagged(x) or x.dim() != 3:
+                raise AssertionError(
+                    f"attnkern: {name} must be a jagged nested tensor (N, length, width) if one of query, key and "
+                    f"value is, got layout {x.layout} and {x.dim()} dimensions"
+                )
+        for name, unwanted in (
+            ("key_padding_mask", key_padding_mask is not None),
+            ("attn_mask", attn_mask is not None),
+            ("need_weights", need_weights),
+            ("add_bias_kv", self.bias_k is not None),
+            ("add_zero_attn", self.add_zero_attn),
+            ("batch_first=False", not self.batch_first),
+        ):
+            if unwanted:
+                raise AssertionError(f"attnkern: jagged nested tensors don't go with {name}")
+        q, k, v = (
+            x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in self._project(query, key, value)
+        )
+        out = api.attention(q, k, v, None, self.dropout if self.training else 0, is_causal, window=self.window)
+        assert isinstance(out, Tensor)
+        return self.out_proj(out.transpose(1, 2).flatten(-2))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The projected query, key and value, with as few matrix products as there are different inputs."""
@@ -162,7 +205,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         return torch.cat(ks, sequence), torch.cat(vs, sequence)
 
     def _check(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | Mask | None,
     ) -> None:
         """The types of torch's errors, one sentence each."""
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -170,8 +218,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise TypeError(f"attnkern: argument '{name}' must be Tensor, not {type(x).__name__}")
             if x.is_nested:
                 raise AssertionError(
-                    f"attnkern: {name} must not be a nested tensor: pad it and pass key_padding_mask "
-                    "(and make nn.TransformerEncoder with enable_nested_tensor=False)"
+                    f"attnkern: {name} must not be a nested tensor but of the jagged layout (layout=torch.jagged), or "
+                    "padded, with key_padding_mask (and nn.TransformerEncoder made with enable_nested_tensor=False)"
                 )
         rank = query.dim()
         if rank not in (2, 3):
@@ -200,7 +248,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"{n}, got {_show(key)}"
             )
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            if name == "attn_mask" and isinstance(mask, Mask):
+                _check_sizes(mask, (n, self.num_heads, seqlen_q, seqlen_k))
+            elif mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(
                     f"attnkern: {name} must be bool (True = not attended to) or floating point (added to the scores), "
                     f"got {mask.dtype}"
@@ -211,7 +261,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise AssertionError(
                     f"attnkern: key_padding_mask must have key's shape {shape}, got {_show(key_padding_mask)}"
                 )
-        if attn_mask is not None:
+        if attn_mask is not None and not isinstance(attn_mask, Mask):
             flat, heads = (seqlen_q, seqlen_k), (n * self.num_heads, seqlen_q, seqlen_k)
             if tuple(attn_mask.shape) not in (flat, heads):
                 # torch tells a wrong rank (and any shape without a batch in 3-D) from a wrong size.
@@ -284,7 +334,7 @@ class CrossAttention(nn.Module):
         context: Tensor | None = None,
         *,
         padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | Mask | None = None,
         is_causal: bool = False,
         need_weights: bool = False,
         average_attn_weights: bool = True,
@@ -295,6 +345,7 @@ class CrossAttention(nn.Module):
             x, context: as above, or both without N.
             padding_mask: (N, S), bool or 0/1 in an integer type: True or 1 is a real position, the others are not seen.
             attn_mask: (L, S), (N, L, S) or (N, num_heads, L, S), likewise: 1 where i sees j, as the edges of a graph.
+                Or an `attnkern.Mask`.
             is_causal: position i sees positions 0..i of context (counted as `alignment` says) only.
             need_weights: also return the weights, (N, L, S), or (N, num_heads, L, S) with average_attn_weights=False.
 
@@ -317,19 +368,25 @@ class CrossAttention(nn.Module):
             if tensor.shape[-1] != width:
                 raise RuntimeError(f"attnkern: {name}'s last size must be {width}, got {_show(tensor)}")
         lead, seqlen_q, seqlen_k = tuple(x.shape[:-2]), x.shape[-2], context.shape[-2]
-        mask = _real("padding_mask", padding_mask, [(*lead, seqlen_k)])
-        if mask is not None:
-            mask = mask[..., None, None, :]
-        pairs = (seqlen_q, seqlen_k)
-        edges = _real("attn_mask", attn_mask, [pairs, (*lead, *pairs), (*lead, self.num_heads, *pairs)])
-        if edges is not None and rank == 3 and edges.dim() == 3:
-            edges = edges[:, None]
+        mask, ranges, pairs = None, None, (seqlen_q, seqlen_k)
+        if isinstance(attn_mask, Mask):
+            _check_sizes(attn_mask, (*(lead or (1,)), self.num_heads, *pairs))
+            mask, ranges = _of_mask(attn_mask)
+            if not lead:
+                mask, ranges = (None if x is None else x.squeeze(0) for x in (mask, ranges))
+        else:
+            mask = _real("attn_mask", attn_mask, [pairs, (*lead, *pairs), (*lead, self.num_heads, *pairs)])
+            if mask is not None and rank == 3 and mask.dim() == 3:
+                mask = mask[:, None]
+        real = _real("padding_mask", padding_mask, [(*lead, seqlen_k)])
+        if real is not None:
+            mask, ranges = _with_padding(mask, ranges, real[..., None, None, :])
         q, k, v = (
             projection(tensor).unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
             for projection, tensor in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
         )
         out, weights = _attend(
-            *(q, k, v, _both(mask, edges), self.dropout if self.training else 0, is_causal),
+            *(q, k, v, mask, ranges, self.dropout if self.training else 0, is_causal),
             *(self.window, need_weights, average_attn_weights, self.alignment),
         )
         out = self.out_proj(out.transpose(-2, -3).flatten(-2))
@@ -347,6 +404,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    ranges: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     window: Window,
@@ -355,11 +413,12 @@ def _attend(
     alignment: str = "top_left",
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of q (..., H, L, E), and its weights (..., H, L, S) or, averaged, (..., L, S)."""
+    options: dict[str, Any] = {"window": window, "alignment": alignment, "key_ranges": ranges}
     if not need_weights:
-        out = api.attention(q, k, v, mask, dropout_p, is_causal, window=window, alignment=alignment)
+        out = api.attention(q, k, v, mask, dropout_p, is_causal, **options)
         assert isinstance(out, Tensor)
         return out, None
-    problem = Problem.from_sdpa(q, k, v, mask, dropout_p, is_causal, window=window, alignment=alignment)
+    problem = Problem.from_sdpa(q, k, v, mask, dropout_p, is_causal, **options)
     seed = rng.seed_for(problem.q) if problem.params.dropout_p > 0 else None
     out, lse = api.apply(problem, None, True, seed)
     lse = lse.reshape(problem.q.shape[:-1])
@@ -367,9 +426,33 @@ def _attend(
     return out, weights if q.dim() == 4 else weights.squeeze(0)
 
 
-def _attended(mask: Tensor | None) -> Tensor | None:
+def _of_mask(mask: Mask) -> tuple[Tensor | None, Tensor | None]:
+    """A Mask as a bool mask, True = attended, or as key ranges."""
+    return (mask.to_dense(), None) if mask.ranges is None else (None, mask.ranges)
+
+
+def _check_sizes(mask: Mask, sizes: tuple[int, ...]) -> None:
+    """`sizes` is (N, num_heads, L, S)."""
+    if mask.shape[2:] != sizes[2:] or any(n not in (1, m) for n, m in zip(mask.shape[:2], sizes, strict=False)):
+        raise RuntimeError(f"attnkern: attn_mask must be a Mask for {sizes} scores, got one for {mask.shape}")
+
+
+def _with_padding(mask: Tensor | None, ranges: Tensor | None, real: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """`mask` and `ranges` together with a mask of keys (..., 1, 1, S), which is a range where they stand together."""
+    if real.dtype == torch.bool and real.is_cpu and may_look(real):
+        first, last = span(real)
+        if torch.equal(last - first, real.sum(-1)):
+            first, last = (x.to(torch.int32).unsqueeze(-1) for x in (first, last))
+            if ranges is not None:
+                begin, end = ranges.unbind(-1)
+                first, last = begin.maximum(first), end.minimum(last)
+            return mask, torch.stack([first, last], -1)
+    return _both(mask, real), ranges
+
+
+def _attended(mask: Tensor) -> Tensor:
     """A mask of torch's modules, True = hidden, as one of functions, True = attended; one that is added stays."""
-    return ~mask if mask is not None and mask.dtype == torch.bool else mask
+    return ~mask if mask.dtype == torch.bool else mask
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import rng
 from .mask import Mask
+from .packed import Jagged, of_jagged
 from .params import (
     DTYPES,
     UNBOUNDED,
@@ -45,7 +46,8 @@ class Problem(NamedTuple):
     bias: Tensor | None  # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
     ranges: Tensor | None  # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
     params: AttentionParams
-    lead: tuple[int, ...] | None  # leading dimensions of the caller's output; None: (B, Hq), as here
+    # Leading dimensions of the caller's output; None: (B, Hq), as here; or the jagged tensor that it is to be like.
+    lead: tuple[int, ...] | Jagged | None
 
     @classmethod
     def from_sdpa(
@@ -96,7 +98,12 @@ class Problem(NamedTuple):
                 if mask.variant.name == "LOWER_RIGHT":
                     alignment, bottom_right_sizes = "bottom_right", (mask.seq_len_q, mask.seq_len_kv)
                 mask, is_causal = None, True
-            _check_not_nested(query, key, value, mask, key_ranges)
+            if any(x.is_nested for x in (query, key, value)):
+                return cls._of_jagged(
+                    *(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa),
+                    *(window, alignment, softcap, key_ranges),
+                )
+            _check_not_nested(mask, key_ranges)
         if autocasts(query.device):
             query, key, value, mask = _autocast(query, key, value, mask)
 
@@ -139,9 +146,46 @@ class Problem(NamedTuple):
                 key_ranges = normal.ranges.of(key_ranges)
         return tuple.__new__(cls, (query, key, value, mask, key_ranges, normal.params, normal.lead))
 
+    @classmethod
+    def _of_jagged(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        window: Window,
+        alignment: str,
+        softcap: float | None,
+        key_ranges: Tensor | None,
+    ) -> Problem:
+        """`from_sdpa` of jagged nested tensors: that of their values, packed one after the other."""
+        _check_not_nested(query, key, value)
+        for name, x in (("attn_mask", attn_mask), ("key_ranges", key_ranges)):
+            if x is not None:
+                raise ValueError(
+                    f"attnkern: {name} must be None beside jagged nested tensors (is_causal and window are within each "
+                    "sequence)"
+                )
+        check_alignment(alignment)
+        left, right = window or (None, None)
+        q, k, v, ranges = of_jagged(query, key, value, left, 0 if is_causal else right, alignment)
+        if ranges is not None:
+            is_causal, window = False, None
+        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, ranges
+        problem = cls.from_sdpa(q, k, v, None, *options)
+        assert not isinstance(problem.lead, Jagged)
+        return problem._replace(lead=Jagged(query, problem.lead))
+
     def restore(self, x: Tensor) -> Tensor:
         """The caller's shape for `x` (B, Hq, ...): leading dimensions as the inputs' broadcast."""
-        return x if self.lead is None else x.reshape(*self.lead, *x.shape[2:])
+        lead = self.lead
+        if isinstance(lead, Jagged):
+            return lead.of(self._replace(lead=lead.lead).restore(x))
+        return x if lead is None else x.reshape(*lead, *x.shape[2:])
 
     def __str__(self) -> str:
         """One line that says what was asked for: used by `explain` and in errors."""
@@ -311,7 +355,7 @@ def _check_types(
 
 
 def _check_not_nested(*tensors: Tensor | None) -> None:
-    if any(x is not None and x.is_nested for x in tensors):
+    if any(x is not None and x.is_nested and x.layout != torch.jagged for x in tensors):
         raise RuntimeError("attnkern: nested tensors are supported in the jagged layout only (layout=torch.jagged)")
 
 

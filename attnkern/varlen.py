@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .api import attention
+from .packed import packed_ranges
 from .params import check_alignment
 from .problem import Window, checked_window
 
@@ -96,71 +94,3 @@ def check_packed_window(is_causal: Any, window: Any, alignment: Any) -> tuple[in
     check_alignment(alignment)
     left, right = checked_window(window) or (None, None)
     return left, 0 if is_causal else right
-
-
-def packed_ranges(
-    query: Tensor,
-    key: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    used: Tensor | None,
-    left: int | None,
-    right: int | None,
-    alignment: str,
-) -> Tensor:
-    """The keys of each query, int32 (T, 1, 2): those of its sequence within the window.
-
-    Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded.
-    """
-    _check_ends("cu_seqlens_q", ends_q, query)
-    _check_ends("cu_seqlens_k", ends_k, key)
-    if ends_k.shape != ends_q.shape:
-        raise RuntimeError(
-            f"attnkern: cu_seqlens_k must have the shape of cu_seqlens_q {tuple(ends_q.shape)}, "
-            f"got {tuple(ends_k.shape)}"
-        )
-    if used is not None:
-        _check_integers("seqused_k", used, query, ends_q.shape[0] - 1)
-    token = torch.arange(query.shape[0], dtype=ends_q.dtype, device=ends_q.device)
-    sequence = torch.searchsorted(ends_q[1:], token, right=True)
-    first_q, first_k = ends_q[:-1], ends_k[:-1]
-    lengths_k = ends_k.diff() if used is None else used.to(ends_k.dtype)
-    # The key that a query is level with.
-    level = first_k - first_q
-    if alignment == "bottom_right":
-        level = level + lengths_k - ends_q.diff()
-    level, begin, end = token + level[sequence], first_k[sequence], (first_k + lengths_k)[sequence]
-    if left is not None:
-        begin = torch.maximum(begin, level - left)
-    if right is not None:
-        end = torch.minimum(end, level + right + 1)
-    return torch.stack([begin, end], -1).to(torch.int32).unsqueeze(1)
-
-
-def _check_integers(name: str, x: Any, like: Tensor, size: int | None) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"attnkern: argument '{name}' must be Tensor, not {type(x).__name__}")
-    if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or (size is not None and x.shape[0] != size):
-        expected = "(sequences + 1,)" if size is None else f"({size},)"
-        dtype = str(x.dtype).removeprefix("torch.")
-        raise RuntimeError(
-            f"attnkern: {name} must be int32 or int64 with shape {expected}, got {dtype} with shape {tuple(x.shape)}"
-        )
-    if x.device != like.device:
-        raise RuntimeError(f"attnkern: {name} must be on query's device {like.device}, got {x.device}")
-
-
-def _check_ends(name: str, ends: Any, packed: Tensor) -> None:
-    _check_integers(name, ends, packed, None)
-    if ends.shape[0] == 0:
-        raise RuntimeError(f"attnkern: {name} must have the shape (sequences + 1,), got (0,)")
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return
-    if ends.is_cpu or os.environ.get("ATTNKERN_CHECK") == "1":
-        found = ends.tolist()
-        if found[0] != 0 or found[-1] != packed.shape[0] or any(a > b for a, b in pairwise(found)):
-            shown = str(found if len(found) <= 8 else [*found[:4], "...", *found[-3:]]).replace("'", "")
-            raise RuntimeError(
-                f"attnkern: {name} must begin with 0, never fall and end with the number of tokens, {packed.shape[0]}, "
-                f"got {shown}"
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd
 from .mask import Mask
-from .params import within_ranges
+from .packed import Jagged
 from .problem import Problem, is_causal_bias
 
 Selection = int | slice | Sequence[int] | Tensor | None
@@ -82,6 +81,8 @@ def attention_weights(
         )
     problem = Problem.from_sdpa(query, key, key, attn_mask, 0, is_causal, scale, enable_gqa, window, alignment, softcap)
     q, k, v, bias, ranges, params, lead = problem
+    if isinstance(lead, Jagged):
+        raise ValueError("attnkern: attention_weights takes dense tensors: give it one sequence of query.unbind()")
     batch, num_heads, seqlen_q, _ = q.shape
     if lse is not None:
         shape = (*(q.shape[:2] if lead is None else lead), seqlen_q)
@@ -103,10 +104,7 @@ def attention_weights(
             k = k[:, torch.arange(num_heads, device=q.device)[index] // group]
         bias, ranges = (x if x is None or x.shape[1] == 1 else x[:, index] for x in (bias, ranges))
         lse = None if lse is None else lse[:, index]
-    if ranges is not None:
-        keep = within_ranges(ranges, slice(0, k.shape[2]))
-        bias = keep if bias is None else bias & keep if bias.dtype == torch.bool else bias.where(keep, -math.inf)
-    weights = autograd.weights(Problem(q, k, v, bias, None, params, None), lse, None, positions, average_heads)
+    weights = autograd.weights(Problem(q, k, v, bias, ranges, params, None), lse, None, positions, average_heads)
     if lead is None:
         return weights
     lead = lead[:-1] if average_heads or not lead else (*lead[:-1], q.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tiles
-from ..params import AttentionParams
+from ..params import AttentionParams, within_ranges
 from ..problem import Problem
 from .shared import (
     NUM_PARAMS,
@@ -31,7 +32,10 @@ def weights(
 
     That loses nothing: backward differentiates the softmax, of which lse is an intermediate result.
     """
-    q, k, _, bias, _, params, _ = problem
+    q, k, _, bias, ranges, params, _ = problem
+    if ranges is not None:  # the weights are as large as any mask
+        keep = within_ranges(ranges, slice(0, k.shape[2]))
+        bias = keep if bias is None else bias & keep if bias.dtype == torch.bool else bias.where(keep, -math.inf)
     return _weights(q, k, bias, None if lse is None else lse.detach(), philox_seed, rows, params, average)
 
 

@@ -5,22 +5,29 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnkern")
 
 transformers makes a mask once per forward pass (AttentionMaskInterface) and calls attention in every layer
-(AttentionInterface). Between the two it knows dense masks only. Ours for a causal or sliding-window pattern without
-padding is a `BandMask`: it takes no memory, every layer's kernel skips what it excludes, and it turns into the dense
-mask for any other code that looks inside. Key and value heads stay as few as the model has, with masks as well.
+(AttentionInterface). Between the two it knows dense masks only. Ours is a `CompactMask`: a band, or a range of keys for
+each query, for causal, sliding and chunked patterns, padding, packed sequences and static caches. Every layer's kernel
+skips what it excludes, and it turns into the dense mask for any other code that looks inside. Compiled graphs hold the
+ranges as a tensor. Key and value heads stay as few as the model has, with masks as well.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import math
 import re
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attention
+from ..mask import span
+from ..packed import packed_ranges
 
 NAME = "attnkern"
 MINIMUM = (5, 0)
@@ -46,22 +53,22 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
-class BandMask(Tensor):
-    """The bool mask (B, 1, L, S) of causal queries, the last one level with key `visible` - 1, that see `window` keys.
+class CompactMask(Tensor):
+    """A bool mask (B, 1, L, S) in few numbers: a `Band`, or `Ranges` of keys.
 
-    Shape, dtype and device are that mask's; the memory is one element's. Any other use makes the dense mask, once.
+    Shape, dtype and device are that mask's; the memory is one element's and the numbers'. Any other use makes the dense
+    mask, once.
     """
 
-    window: int | None
-    visible: int
+    content: Band | Ranges
     _make: Callable[[], Any]
     _dense: Tensor | None
 
     @staticmethod
-    def of(shape: tuple[int, ...], device: Any, window: int | None, visible: int, make: Callable[[], Any]) -> BandMask:
+    def of(shape: tuple[int, ...], device: Any, content: Band | Ranges, make: Callable[[], Any]) -> CompactMask:
         """`make` gives the dense mask, if anyone asks for it."""
-        mask = torch.ones((), dtype=torch.bool, device=device).expand(shape).as_subclass(BandMask)
-        mask.window, mask.visible, mask._make, mask._dense = window, visible, make, None
+        mask = torch.ones((), dtype=torch.bool, device=device).expand(shape).as_subclass(CompactMask)
+        mask.content, mask._make, mask._dense = content, make, None
         return mask
 
     def dense(self) -> Tensor:
@@ -73,7 +80,7 @@ class BandMask(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _OUTSIDE:
-            args, kwargs = torch.utils._pytree.tree_map_only(BandMask, BandMask.dense, (args, kwargs))
+            args, kwargs = torch.utils._pytree.tree_map_only(CompactMask, CompactMask.dense, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -82,26 +89,87 @@ _OUTSIDE = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_nested", "is_sparse")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.get_device}
-"""What can be asked of a BandMask as it is."""
+"""What can be asked of a CompactMask as it is."""
+
+
+class Band(NamedTuple):
+    """Causal queries, the last one level with key `visible` - 1, that see `window` keys."""
+
+    window: int | None
+    visible: int
+
+
+class Ranges(NamedTuple):
+    """Queries that each see a range of keys, as far as these are real."""
+
+    ranges: Tensor  # int32 (B|1, 1, L, 1, 2)
+    real: Tensor | None  # bool (B, 1, 1, S); None: all in the ranges are
+
+    def packed(self, batch_size: int) -> Tensor:
+        """One int32 tensor (B, L, 2, 1), or with `real` (B, L + S, 2, 1), for compiled graphs and static caches.
+
+        By its 4 dimensions transformers knows a mask that is made already. Code that takes it for a dense one, and
+        joins it with another along the keys, makes a shape that `unpack` refuses.
+        """
+        parts = [self.ranges[:, 0, :, 0]]
+        if self.real is not None:
+            parts.append(self.real[:, 0, 0, :, None].expand(-1, -1, 2).to(torch.int32))
+        return torch.cat([x.expand(batch_size, -1, -1) for x in parts], 1).unsqueeze(-1)
+
+    @classmethod
+    def unpack(cls, x: Tensor, seqlen_q: int, seqlen_k: int) -> Ranges:
+        rows = x.shape[1]
+        if x.dim() != 4 or x.shape[2:] != (2, 1) or (rows != seqlen_q and rows < seqlen_q + seqlen_k):
+            raise RuntimeError(
+                "attnkern: attention_mask must be bool, floating point, or what attnkern's mask function made for "
+                f"{seqlen_q} queries and {seqlen_k} keys, got int32 {tuple(x.shape)}"
+            )
+        real = None if rows == seqlen_q else x[:, None, None, seqlen_q : seqlen_q + seqlen_k, 0, 0] != 0
+        return cls(x[:, None, :seqlen_q, None, :, 0], real)
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
-    """transformers' mask function: bool (B, 1, L, S) or None, made by its own `sdpa_mask` where a band does not do."""
-    from transformers.masking_utils import sdpa_mask
+    """transformers' mask function: None, or the mask (B, 1, L, S) as a `CompactMask`, or as `Ranges.packed` where it
+    goes through a compiled graph. A pattern that isn't ranges of keys is dense, made by transformers' `sdpa_mask`."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-    band = None if torch.compiler.is_compiling() or torch.jit.is_tracing() else _band(**arguments)
-    if band is None:
-        return sdpa_mask(**arguments)
-    shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-    dense = {**arguments, "allow_is_causal_skip": False}
-    return BandMask.of(shape, arguments.get("device", "cpu"), *band, lambda: sdpa_mask(**dense))
+    q_length, q_offset = arguments.get("q_length"), arguments.get("q_offset")
+    if torch.jit.is_tracing() or q_length is None or q_offset is None:
+        return sdpa_mask(**arguments)  # 5.0 says in other words where the queries are
+    function, padding = arguments.get("mask_function", causal_mask_function), arguments.get("attention_mask")
+    skip_causal, skip_all = (arguments.get(f"allow_is_{n}_skip", n == "causal") for n in ("causal", "bidirectional"))
+    shape = arguments["batch_size"], 1, q_length, arguments["kv_length"]
+
+    def dense() -> Tensor | None:
+        return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+    if skip_all and function is bidirectional_mask_function and _is_whole(padding):
+        return None
+    # generate() makes the masks of static caches outside of the compiled graph that they go to.
+    compiled = torch.compiler.is_compiling() or isinstance(q_offset, Tensor)
+    if compiled:
+        # A mask that must be made is one to look into, but for decoding steps and packed sequences.
+        if not (skip_causal or skip_all or q_length == 1) and (padding is not None or function is causal_mask_function):
+            return dense()
+    elif (band := _band(**arguments)) is not None:
+        return CompactMask.of(shape, arguments.get("device"), band, dense)
+    if (unknown := _unknown(function, arguments.get("use_vmap", False))) is not None:
+        _tell(unknown)
+        return dense()
+    ranges = _ranges(function, shape, q_offset, arguments.get("kv_offset", 0), padding, arguments.get("device"))
+    return ranges.packed(shape[0]) if compiled else CompactMask.of(shape, arguments.get("device"), ranges, dense)
+
+
+def _is_whole(padding: Tensor | None) -> bool:
+    """Whether nothing is padding, as far as may be looked at."""
+    return padding is None or (not torch.compiler.is_compiling() and bool(padding.all()))
 
 
 def _band(
     *,
     kv_length: int,
-    q_length: int | None = None,
-    q_offset: Any = None,
+    q_length: int,
+    q_offset: int,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
     attention_mask: Tensor | None = None,
@@ -109,12 +177,10 @@ def _band(
     allow_is_causal_skip: bool = True,
     config: Any = None,
     **others: Any,
-) -> tuple[int | None, int] | None:
-    """(window, visible keys) if the mask is causal, or causal within a sliding window, and there is no padding."""
+) -> Band | None:
+    """The mask, if it is causal, or causal within a sliding window, and there is no padding."""
     from transformers.masking_utils import causal_mask_function
 
-    if q_length is None or q_offset is None:
-        return None  # 5.0 says in other words where the queries are
     if not allow_is_causal_skip:
         return None  # other patterns are laid over it
     if local_size is None:
@@ -122,14 +188,99 @@ def _band(
             return None
     elif local_size != getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
         return None  # chunked attention has a local size as well
-    visible = int(q_offset) + q_length - kv_offset
+    visible = q_offset + q_length - kv_offset
     if not q_length <= visible <= kv_length:
         return None
     if attention_mask is not None:
         seen = attention_mask[:, kv_offset : kv_offset + visible]
         if seen.shape[-1] < visible or not bool(seen.all()):
             return None
-    return local_size, visible
+    return Band(local_size, visible)
+
+
+_OF_TRANSFORMERS = "transformers.masking_utils"
+_KNOWN = {"causal_mask_function", "bidirectional_mask_function"} | {
+    f"{maker}.<locals>.inner_mask"
+    for maker in (
+        "sliding_window_overlay",
+        "sliding_window_bidirectional_overlay",
+        "chunked_overlay",
+        "packed_sequence_mask_function",
+    )
+}
+_COMBINED = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+
+
+def _unknown(function: Any, use_vmap: bool) -> str | None:
+    """The name of the part of a mask function that may be anything but one range of keys, its own in it, per query.
+
+    A compiled graph can't look into a function: there transformers' word counts, which says use_vmap of a user's own.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+    known = name.removeprefix(f"{_OF_TRANSFORMERS}.")
+    if use_vmap or known not in _KNOWN | _COMBINED:
+        return name
+    if known in _COMBINED and not torch.compiler.is_compiling():
+        for cell in function.__closure__:
+            parts = cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,)
+            for part in parts:
+                if callable(part) and not isinstance(part, Tensor) and (found := _unknown(part, False)) is not None:
+                    return found
+    return None
+
+
+@functools.cache
+def _tell(unknown: str) -> None:
+    warnings.warn(
+        f"attnkern: transformers' mask holds {unknown}, which may be no ranges of keys: masks are dense (L x S)",
+        stacklevel=2,
+    )
+
+
+_WAYS = 32
+_MOST_ROUNDS = 6  # 32^6 = 2^30 keys
+
+
+def _ranges(
+    function: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    q_offset: Any,
+    kv_offset: int,
+    padding: Tensor | None,
+    device: Any,
+) -> Ranges:
+    """The keys of each query, of a mask function that gives every query one range with its own place in it.
+
+    The ends are searched for from that place on, `_WAYS` - 1 keys of each query at a time: in log S steps and O(L)
+    memory, without a look at what the function is made of.
+    """
+    batch_size, _, q_length, kv_length = shape
+    batch = torch.arange(batch_size, device=device)[:, None, None, None]
+    head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+    query = (torch.arange(q_length, device=device) + q_offset)[:, None]
+    query = query[None, None]
+    ahead = torch.arange(1, _WAYS, device=device)
+
+    def sees(keys: Tensor) -> Tensor:
+        inside = (keys >= 0) & (keys < kv_length)
+        return inside & function(batch, head, query, keys.clamp(0, kv_length - 1) + kv_offset)
+
+    first = last = (query - kv_offset).clamp(0, kv_length - 1)
+    empty = ~sees(first)
+    rounds = _MOST_ROUNDS
+    if not torch.compiler.is_compiling():
+        rounds = max(1, math.ceil(math.log(kv_length, _WAYS) + 1e-9))
+    for step in (_WAYS**n for n in reversed(range(rounds))):
+        first = first - step * sees(first - step * ahead).sum(-1, keepdim=True)
+        last = last + step * sees(last + step * ahead).sum(-1, keepdim=True)
+    begin, end, real = first, (last + 1).masked_fill(empty, 0), None
+    if padding is not None:
+        real = F.pad(padding.bool(), (0, kv_length + kv_offset - padding.shape[-1]))[:, kv_offset:][:, None, None]
+        left, right = span(real)
+        begin, end = begin.maximum(left[..., None]), end.minimum(right[..., None])
+        if not torch.compiler.is_compiling() and bool((right - left == real.sum(-1)).all()):
+            real = None
+    return Ranges(torch.stack([begin, end], -1).to(torch.int32), real)
 
 
 def attention_forward(
@@ -151,12 +302,14 @@ def attention_forward(
     Args:
         module: the layer; its `is_causal` counts (default True) where neither a mask nor `is_causal` is given.
         query: (B, H, L, E). key, value: (B, Hk, S, E or Ev), Hk dividing H.
-        attention_mask: a `BandMask`, bool (True = attend) or float (added), broadcast to (B, H, L, S); it may be longer
-            than S. The model's `sliding_window` is in it already.
+        attention_mask: what `attention_mask` makes, or bool (True = attend) or float (added), broadcast to
+            (B, H, L, S); it may be longer than S. The model's `sliding_window` is in it already.
         position_bias: added to the scores, broadcast to (B, H, L, S), with its gradient (T5).
         s_aux: (H,), one more score in every row's softmax, without a value: attention sinks (gpt-oss).
         dropout, scaling, softcap: as dropout_p, scale and softcap of `attnkern.attention`.
-        others: arguments of other implementations (window sizes, packed lengths); here the mask holds them.
+        others: cu_seq_lens_q and cu_seq_lens_k, where sequences packed into the rows of the batch, one after the
+            other, begin and end (B * L and B * S tokens): a query sees its own only. The rest is for other
+            implementations (window sizes); here the mask holds it.
 
     Returns:
         out (B, L, H, Ev) and None in place of the weights.
@@ -169,23 +322,9 @@ def attention_forward(
             "attnkern: output_attentions needs attn_implementation='eager': the weights are never held in memory here "
             "(attnkern.attention_weights computes those of chosen layers)"
         )
-    options: dict[str, Any] = {}
-    mask = attention_mask
-    if isinstance(mask, BandMask) and mask.shape[2:] != (query.shape[2], key.shape[2]):
-        mask = mask.dense()  # made for other queries or keys than these
-    if isinstance(mask, BandMask):
-        # A static cache is longer than what has been written to it.
-        key, value = key[:, :, : mask.visible], value[:, :, : mask.visible]
-        window = None if mask.window is None else (mask.window - 1, None)
-        options = {"is_causal": True, "alignment": "bottom_right", "window": window}
-        mask = None
-    elif mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        options = {"is_causal": bool(causal) and query.shape[2] > 1}
-    else:
-        mask = mask[..., : key.shape[2]]
-        if mask.is_floating_point() and mask.dtype != torch.float32:
-            mask = mask.to(query.dtype)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    packed = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
+    key, value, mask, options = _with_mask(query, key, value, attention_mask, causal, packed)
     if position_bias is not None:
         position_bias = position_bias[..., : key.shape[2]].to(query.dtype)
         if mask is None:
@@ -203,3 +342,58 @@ def attention_forward(
         out, lse = attention(query, key, value, mask, dropout, return_lse=True, **options)
         out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _with_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    packed: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    """key, value, attn_mask and the other options of `attnkern.attention` for a mask as `attention_mask` makes it."""
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    content: Band | Ranges | None = None
+    if isinstance(mask, CompactMask):
+        if mask.shape[2:] == (seqlen_q, seqlen_k):
+            mask, content = None, mask.content
+        else:
+            mask = mask.dense()  # made for other queries or keys than these
+    elif mask is not None and mask.dtype == torch.int32:
+        mask, content = None, Ranges.unpack(mask, seqlen_q, seqlen_k)
+    if mask is not None:
+        mask = mask[..., :seqlen_k]
+        if mask.is_floating_point() and mask.dtype != torch.float32:
+            mask = mask.to(query.dtype)
+    if isinstance(content, Ranges):
+        own = content.ranges
+        if packed[0] is not None:
+            (begin, end), (first, last) = own.unbind(-1), _own_keys(query, key, packed, None, None).unbind(-1)
+            own = torch.stack([begin.maximum(first), end.minimum(last)], -1)
+        return key, value, content.real, {"key_ranges": own}
+    causal = content is not None or (mask is None and causal and seqlen_q > 1)
+    left = None if content is None or content.window is None else content.window - 1
+    if packed[0] is not None:
+        return key, value, mask, {"key_ranges": _own_keys(query, key, packed, left, 0 if causal else None)}
+    if content is None:
+        return key, value, mask, {"is_causal": causal}
+    # A static cache is longer than what has been written to it.
+    key, value = key[:, :, : content.visible], value[:, :, : content.visible]
+    window = None if left is None else (left, None)
+    return key, value, None, {"is_causal": True, "alignment": "bottom_right", "window": window}
+
+
+def _own_keys(
+    query: Tensor, key: Tensor, packed: tuple[Tensor | None, Tensor | None], left: int | None, right: int | None
+) -> Tensor:
+    """The keys of each query's own sequence within the window, int32 (B, 1, L, 1, 2)."""
+    ends_q, ends_k = packed
+    assert ends_q is not None
+    tokens_q, tokens_k = (x[:, 0, :, 0].reshape(-1) for x in (query, key))
+    ranges = packed_ranges(
+        tokens_q, tokens_k, ends_q, ends_q if ends_k is None else ends_k, None, left, right, "bottom_right"
+    )
+    batch_size, _, seqlen_q, _ = query.shape
+    row = torch.arange(batch_size, dtype=torch.int32, device=query.device) * key.shape[2]
+    return ranges.view(batch_size, 1, seqlen_q, 1, 2) - row[:, None, None, None, None]

@@ -439,7 +439,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
     const int r = min(first_row + static_cast<int>(threadIdx.x), row_end - 1);
     store_packed_row<T>(packed_rows, threadIdx.x, packed_row(p.score, batch, first_head + r % p.pack, r / p.pack));
   }
-  __syncthreads();
+  if (p.score.ranges != nullptr) __syncthreads();  // the rows' keys say which blocks are visited
 
   // The keys that some row reaches, in whole blocks, dealt out evenly to the splits.
   const auto reached = packed_blocks<kKeys, kRows>(p.score, batch, first_head, p.pack, first_row, row_end);

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ... import api, ops
 from ...backends import kernels_for
+from ...packed import packed_ranges
 from ...params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
 from ...problem import Problem, autocasts
-from ...varlen import packed_ranges
 
 
 class Refused(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 from collections import deque
@@ -52,19 +53,28 @@ def _kernel(name: str, key: str, function: Callable[..., Result]) -> Callable[..
         previous = None
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            backend, result = function(*args, **kwargs)
-        except Refused as refused:
-            reason = str(refused)
-        else:
-            count(operator, f"attnkern {backend}")
-            return result
-        if previous is None:
-            raise RuntimeError(f"attnkern: torch has no {operator} for {key}, and attnkern refuses: {reason}")
-        count(operator, "torch", reason)
-        return previous.call_boxed(keyset, *args, **kwargs)
+        def call_previous() -> Any:
+            return previous.call_boxed(keyset, *args, **kwargs)
+
+        other = None if previous is None else call_previous
+        return _call(operator, key, functools.partial(function, *args, **kwargs), other)
 
     return kernel
+
+
+def _call(operator: str, key: str, ours: Callable[[], Result], previous: Callable[[], Any] | None) -> Any:
+    """What our kernel gives, or where it refuses the one that was there before; counted."""
+    try:
+        backend, result = ours()
+    except Refused as refused:
+        reason = str(refused)
+    else:
+        count(operator, f"attnkern {backend}")
+        return result
+    if previous is None:
+        raise RuntimeError(f"attnkern: torch has no {operator} for {key}, and attnkern refuses: {reason}")
+    count(operator, "torch", reason)
+    return previous()
 
 
 class Switch:
@@ -85,7 +95,23 @@ def provider() -> Switch:
 
 
 def full_switch() -> Switch:
-    return Switch(lambda undo: _install(FULL, undo), _separate_cache)
+    return Switch(lambda undo: _install(FULL, undo), _take_jagged, _separate_cache)
+
+
+def _take_jagged(undo: contextlib.ExitStack) -> None:
+    """A jagged tensor's __torch_function__ calls this one for F.sdpa, and the dispatcher never hears of it."""
+    from torch.nested._internal import ops as of_nested
+
+    name, operator = "jagged_scaled_dot_product_attention", "aten::scaled_dot_product_attention"
+    torchs = getattr(of_nested, name)
+    _, whole = FULL["scaled_dot_product_attention"]
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        ours, other = (functools.partial(f, *args, **kwargs) for f in (whole, torchs))
+        return _call(operator, "NestedTensor", ours, other)
+
+    setattr(of_nested, name, attend)
+    undo.callback(setattr, of_nested, name, torchs)
 
 
 def _turn_off_fast_path(undo: contextlib.ExitStack) -> None:

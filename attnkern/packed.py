@@ -1,0 +1,180 @@
+"""Sequences that lie one after the other: cu_seqlens and jagged nested tensors, and the keys that each query has."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+
+def packed_ranges(
+    query: Tensor,
+    key: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor,
+    used: Tensor | None,
+    left: int | None,
+    right: int | None,
+    alignment: str,
+) -> Tensor:
+    """The keys of each query, int32 (T, 1, 2): those of its sequence within the window.
+
+    Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded.
+    """
+    _check_ends("cu_seqlens_q", ends_q, query)
+    _check_ends("cu_seqlens_k", ends_k, key)
+    if ends_k.shape != ends_q.shape:
+        raise RuntimeError(
+            f"attnkern: cu_seqlens_k must have the shape of cu_seqlens_q {tuple(ends_q.shape)}, "
+            f"got {tuple(ends_k.shape)}"
+        )
+    if used is not None:
+        _check_integers("seqused_k", used, query, ends_q.shape[0] - 1)
+    return _ranges(query.shape[0], (ends_q, None), (ends_k, used), left, right, alignment)
+
+
+def _ranges(
+    tokens: int,
+    of_queries: tuple[Tensor, Tensor | None],
+    of_keys: tuple[Tensor, Tensor | None],
+    left: int | None,
+    right: int | None,
+    alignment: str,
+) -> Tensor:
+    """`packed_ranges` of (where sequences begin and end, how many of each there are), for queries and for keys.
+
+    A token that is none of its sequence has no keys.
+    """
+    (ends_q, used_q), (ends_k, used_k) = of_queries, of_keys
+    token = torch.arange(tokens, dtype=ends_q.dtype, device=ends_q.device)
+    sequence = torch.searchsorted(ends_q[1:], token, right=True)
+    if used_q is not None:
+        sequence = sequence.clamp(max=ends_q.shape[0] - 2)  # tokens may lie behind the last end
+    first_q, first_k = ends_q[:-1], ends_k[:-1]
+    lengths_k = ends_k.diff() if used_k is None else used_k.to(ends_k.dtype)
+    # The key that a query is level with.
+    level = first_k - first_q
+    if alignment == "bottom_right":
+        level = level + lengths_k - (ends_q.diff() if used_q is None else used_q)
+    level, begin, end = token + level[sequence], first_k[sequence], (first_k + lengths_k)[sequence]
+    if left is not None:
+        begin = torch.maximum(begin, level - left)
+    if right is not None:
+        end = torch.minimum(end, level + right + 1)
+    if used_q is not None:
+        place = token - first_q[sequence]
+        end = end.where((place >= 0) & (place < used_q[sequence]), begin)
+    return torch.stack([begin, end], -1).to(torch.int32).unsqueeze(1)
+
+
+class Jagged(NamedTuple):
+    """What makes a jagged nested tensor of a dense one."""
+
+    query: Tensor  # whose sequences, and shape before and after them, the result has
+    lead: tuple[int, ...] | None
+
+    def of(self, x: Tensor) -> Tensor:
+        # (torch.nested.nested_tensor_from_jagged is this, but refuses where AOTAutograd traces.)
+        from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
+
+        query: Any = self.query
+        return nested_view_from_values_offsets_lengths(
+            x,
+            query.offsets(),
+            query.lengths(),
+            ragged_idx=query._ragged_idx,
+            min_seqlen=query._maybe_min_seqlen,
+            max_seqlen=query._maybe_max_seqlen,
+        )
+
+
+def is_jagged(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_nested and x.layout == torch.jagged
+
+
+def of_jagged(
+    query: Any, key: Any, value: Any, left: int | None, right: int | None, alignment: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Dense (..., T, E), (..., Tk, E) and (..., Tk, Ev) of jagged nested tensors, and the keys of each query.
+
+    Those are None where it is not the length that is ragged but a batch dimension, which then is one like others.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    for name, x in tensors.items():
+        if not is_jagged(x):
+            raise ValueError(
+                "attnkern: query, key and value must all be nested tensors of the jagged layout (torch.jagged) if one "
+                f"is, got {name} {x.layout}"
+            )
+        if x._ragged_idx != query._ragged_idx or x.dim() != query.dim() or x.dim() < 3:
+            raise ValueError(
+                f"attnkern: {name} must have at least 3 dimensions, as many as query and ragged where query is "
+                f"(dimension {query._ragged_idx} of {query.dim()}), got dimension {x._ragged_idx} of {x.dim()}"
+            )
+        if x.shape[0] != query.shape[0]:
+            raise RuntimeError(
+                f"attnkern: {name} must have query's batch size (number of sequences) {query.shape[0]}, "
+                f"got {x.shape[0]}"
+            )
+    from_end = query.dim() - query._ragged_idx
+    if from_end == 1:
+        raise ValueError("attnkern: a jagged nested tensor's last dimension must not be the ragged one")
+    _check_alike("value", value, "key", key)
+    values = [x.values() for x in tensors.values()]
+    if from_end > 2:
+        _check_alike("key", key, "query", query)
+        return *values, None  # type: ignore[return-value]
+    of_queries, of_keys = ((x.offsets(), x.lengths()) for x in (query, key))
+    return *values, _ranges(values[0].shape[-2], of_queries, of_keys, left, right, alignment)  # type: ignore[return-value]
+
+
+def _check_alike(name: str, x: Any, of: str, other: Any) -> None:
+    """Two jagged tensors have the same sequences: where that is seen for nothing, or is asked for."""
+    for mine, theirs in ((x.offsets(), other.offsets()), (x.lengths(), other.lengths())):
+        if mine is theirs or (
+            mine is not None and theirs is not None and (not may_look(mine, theirs) or torch.equal(mine, theirs))
+        ):
+            continue
+        raise RuntimeError(f"attnkern: {name}'s sequences must have the lengths of {of}'s")
+
+
+def may_look(*tensors: Tensor) -> bool:
+    """Whether values may be checked: at no cost on the CPU, or where ATTNKERN_CHECK=1 asks for it. Traces have none."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(isinstance(x, (FakeTensor, FunctionalTensor)) for x in tensors):
+        return False
+    on_cpu = all(x.device.type == "cpu" for x in tensors)
+    return on_cpu or os.environ.get("ATTNKERN_CHECK") == "1"
+
+
+def _check_integers(name: str, x: Any, like: Tensor, size: int | None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"attnkern: argument '{name}' must be Tensor, not {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or (size is not None and x.shape[0] != size):
+        expected = "(sequences + 1,)" if size is None else f"({size},)"
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise RuntimeError(
+            f"attnkern: {name} must be int32 or int64 with shape {expected}, got {dtype} with shape {tuple(x.shape)}"
+        )
+    if x.device != like.device:
+        raise RuntimeError(f"attnkern: {name} must be on query's device {like.device}, got {x.device}")
+
+
+def _check_ends(name: str, ends: Any, packed: Tensor) -> None:
+    _check_integers(name, ends, packed, None)
+    if ends.shape[0] == 0:
+        raise RuntimeError(f"attnkern: {name} must have the shape (sequences + 1,), got (0,)")
+    if may_look(ends):
+        found = ends.tolist()
+        if found[0] != 0 or found[-1] != packed.shape[0] or any(a > b for a, b in pairwise(found)):
+            shown = str(found if len(found) <= 8 else [*found[:4], "...", *found[-3:]]).replace("'", "")
+            raise RuntimeError(
+                f"attnkern: {name} must begin with 0, never fall and end with the number of tokens, {packed.shape[0]}, "
+                f"got {shown}"
+            )
