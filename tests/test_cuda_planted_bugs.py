@@ -10,12 +10,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import launches
 import ptxsim
 from gate import cache, compilers
 from matrix import LAST, call
 from test_cuda_kernels import simulated  # noqa: F401
+from test_key_ranges import KINDS
 
 CUDA = launches.ROOT / "csrc/cuda"
 
@@ -71,6 +73,9 @@ DROPPED = call("dropped", "", (1, 2, 70, 70, 64), dropout=0.3)
 DECODE = call("decode", "", (1, 2, 1, 700, 64))
 DECODE_GROUPED = call("decode, grouped", "", (1, (8, 2), 2, 150, 64))
 DECODE_WINDOW = call("decode, window", "", (1, 2, 3, 300, 64), window=(90, 20), alignment="bottom_right")
+LATE_RANGE = call("one of the key ranges for all", "", (1, 2, 150, 260, 64))
+RANGES = call("key ranges", "", (1, 2, 150, 260, 64))
+DECODE_RANGES = call("decode, key ranges", "", (1, 2, 3, 700, 64))
 DECODE_DEAD = call("decode, dead", "", (1, 2, 9, 5, 64), **LAST)
 FLOAT = call("float", "", (1, (2, 1), 70, 130, 40), dtype="fp32", causal=True)
 FLOAT_WINDOW = call("float, window", "", (1, 1, 160, 150, 40), dtype="fp32", window=(30, 20))
@@ -89,7 +94,7 @@ SWIZZLE = (
     "ptx::cp_async<16>(Chunks::address(tile, row + i, chunk ^ 1),",
 )
 BAND = ("score.cuh", "min(r + high + 1, columns)", "min(r + high, columns)")
-NO_LAST_MASK = ("backward_tile.cuh", " || col + S::kCols > cols.full_end;", ";")
+NO_LAST_MASK = ("backward_tile.cuh", " || first + kCols > full_end_; }", "; }")
 NO_GUARD = ("softmax.cuh", "largest == -kInfinity ? 0.f : ", "")
 NO_LSE_GUARD = ("backward.cuh", "return lse == -kInfinity ? kInfinity : lse;", "return lse;")
 COUNTER = ("score.cuh", "philox_words(h, col / 32 * 4 + col % 8 / 2,", "philox_words(h, col / 32 * 4 + col % 8,")
@@ -103,17 +108,35 @@ BUGS = {
     ("forward", "waits for too few copies"): (LONG, "forward_tile.cuh", "cp_async_wait<1>()", "cp_async_wait<2>()"),
     ("forward", "doesn't fill the tail with zeros"): (LONG, *NO_ZEROS),
     ("forward", "swizzles the tiles one way and reads them another"): (LONG, *SWIZZLE),
-    ("forward", "doesn't mask the last block"): (LONG, "forward_tile.cuh", " || first + kKeys > keys.full_end;", ";"),
+    ("forward", "doesn't mask the last block"): (LONG, "visits.cuh", " || first + kBlock > full_end_; }", "; }"),
     ("forward", "reads the first key head for all"): (GROUPED, "forward_tile.cuh", "at.head / p.group_k)", "0)"),
     ("forward", "loads the next keys over the values"): (
         LONG,
         "forward_tile.cuh",
-        "if (more) load_keys(k_tile,",
-        "if (more) load_keys(v_tile,",
+        "    if (more) load_keys(k_tile,",
+        "    if (more) load_keys(v_tile,",
     ),
     ("forward", "ends the band a key early"): (CAUSAL, *BAND),
     ("forward", "takes a row without keys for one with keys"): (DEAD, *NO_GUARD),
     ("forward generic", "counts Philox wrongly"): (DROPPED, *COUNTER),
+    ("forward generic", "takes a block that is begun for a full one"): (
+        LATE_RANGE,
+        "visits.cuh",
+        "own |= bits_between((begin + kBlock - 1) / kBlock",
+        "own |= bits_between(begin / kBlock",
+    ),
+    ("forward generic", "passes over a block that ranges end in"): (
+        RANGES,
+        "visits.cuh",
+        "seen |= bits_between(begin / kBlock - window_, (end + kBlock - 1) / kBlock",
+        "seen |= bits_between(begin / kBlock - window_, end / kBlock",
+    ),
+    ("decode", "passes over the blocks of the second ranges"): (
+        DECODE_RANGES,
+        "packed.cuh",
+        " || max(own.begin[1], begin) < min(own.end[1], end);",
+        ";",
+    ),
     ("decode", "waits for too few copies"): (
         DECODE,
         "decode.cu",
@@ -125,8 +148,8 @@ BUGS = {
     ("decode", "doesn't mask the last block"): (
         DECODE,
         "packed.cuh",
-        "j >= row.begin && j < row.end",
-        "j >= row.begin",
+        "static_cast<int>(own.end)",
+        "static_cast<int>(own.end) + 64",
     ),
     ("decode", "packs one head of a group twice"): (
         DECODE_GROUPED,
@@ -160,13 +183,31 @@ BUGS = {
     ("dkdv", "drops a head of the group"): (
         GROUPED,
         "backward_tile.cuh",
-        "steps = tiles * kv_group;",
-        "steps = tiles * max(1, kv_group - 1);",
+        "walk.blocks(kCols) * heads;",
+        "walk.blocks(kCols) * max(1, heads - 1);",
     ),
     ("dkdv", "loads into the stage in use"): (LONG, "backward_tile.cuh", "load(1 - stage);", "load(stage);"),
     ("dkdv", "ends the band a query early"): (WINDOW, *BAND),
     ("dkdv", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
     ("dkdv generic", "counts Philox wrongly"): (DROPPED, *COUNTER_OF_COLUMNS),
+    ("dkdv generic", "forgets the second ranges in the summary"): (
+        RANGES,
+        "visits.cuh",
+        " || (hull.z < end_ && hull.w > begin_);",
+        ";",
+    ),
+    ("dkdv generic", "asks a block of queries for their first ranges alone"): (
+        RANGES,
+        "visits.cuh",
+        "some |= max(",
+        "some |= !which && max(",
+    ),
+    ("dkdv generic", "takes the keys of the query before"): (
+        RANGES,
+        "score.cuh",
+        "(kTransposed ? col : row) + n);",
+        "(kTransposed ? max(col - 1, 0) : row) + n);",
+    ),
     ("dq", "doesn't mask the last block"): (CAUSAL, *NO_LAST_MASK),
     ("dq", "takes a row without keys for one with keys"): (DEAD, *NO_LSE_GUARD),
     ("chunked dkdv", "waits for too few copies"): (
@@ -184,11 +225,16 @@ BUGS = {
     ("chunked dkdv", "doesn't fill the tail with zeros"): (FLOAT, *NO_ZEROS),
     ("chunked dkdv", "doesn't mask the last block"): (
         FLOAT_WINDOW,
-        "backward_chunked.cu",
-        " || col + kCols > cols.full_end;",
+        "visits.cuh",
+        " || end_ - 1 - first_ > p_.high;",
         ";",
     ),
-    ("chunked dkdv", "drops a head of the group"): (FLOAT, "backward_chunked.cu", "(kKeyRows ? p.kv_group : 1)", "1"),
+    ("chunked dkdv", "drops a head of the group"): (
+        FLOAT,
+        "backward_chunked.cu",
+        "first_head, p.kv_group, first_row",
+        "first_head, 1, first_row",
+    ),
     ("chunked dkdv", "reads the scores before they are handed over"): (
         FLOAT,
         "backward_chunked.cu",
@@ -246,8 +292,13 @@ def run(simulated, monkeypatch, kernel, run_of, patch=None):  # noqa: F811
         return launch(shipped, *args, **kwargs)
 
     monkeypatch.setattr(ptxsim, "launch", instead)
+    ranges = None
+    if run_of is LATE_RANGE:
+        ranges = torch.tensor([[70, 260]]).view(1, 1, 1, 1, 2)
+    elif run_of in (RANGES, DECODE_RANGES):
+        ranges = KINDS["window and sinks"](run_of.seqlen_q, run_of.seqlen_k)
     try:
-        simulated.check_call(run_of, gradients="forward" not in kernel and kernel != "decode")
+        simulated.check_call(run_of, key_ranges=ranges, gradients="forward" not in kernel and kernel != "decode")
     finally:
         assert taken, f"{kernel} wasn't launched"
 
