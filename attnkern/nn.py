@@ -247,8 +247,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"attnkern: key's batch size (dimension {batch} with batch_first={self.batch_first}) must be query's "
                 f"{n}, got {_show(key)}"
             )
-        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-            if name == "attn_mask" and isinstance(mask, Mask):
+        masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        for name, mask in masks.items():
+            if isinstance(mask, Mask) and name == "attn_mask":
                 _check_sizes(mask, (n, self.num_heads, seqlen_q, seqlen_k))
             elif mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(

@@ -128,9 +128,9 @@ def of_jagged(
     values = [x.values() for x in tensors.values()]
     if from_end > 2:
         _check_alike("key", key, "query", query)
-        return *values, None  # type: ignore[return-value]
+        return *values, None
     of_queries, of_keys = ((x.offsets(), x.lengths()) for x in (query, key))
-    return *values, _ranges(values[0].shape[-2], of_queries, of_keys, left, right, alignment)  # type: ignore[return-value]
+    return *values, _ranges(values[0].shape[-2], of_queries, of_keys, left, right, alignment)
 
 
 def _check_alike(name: str, x: Any, of: str, other: Any) -> None:

@@ -7,6 +7,7 @@ model: in float64 it is exact, in the dtype at hand it is torch's own maths.
 import contextlib
 import copy
 import importlib.metadata
+import itertools
 import os
 import subprocess
 import sys
@@ -17,8 +18,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 import transformers
+from torch._dynamo.backends.common import aot_autograd
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
 
 import attnkern
@@ -304,7 +307,7 @@ def test_generated_tokens_are_those_of_eager(family, padding, calls):
 @pytest.mark.parametrize(
     "options", [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}], ids=str
 )
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma2"])
 def test_other_ways_to_generate(family, options):
     """In float64, in which two candidates are as good as each other to rounding in less than 1 of 1e10 runs."""
     if "cache_implementation" in options:
@@ -343,11 +346,8 @@ def test_few_heads_stay_few_and_windows_stay_bands(family, padding, calls):
         assert call["key"].shape[1] == call["value"].shape[1] == 2
         assert call["enable_gqa"]
         assert call["scale"] == 8**-0.5
-        if padding:
-            assert call["mask"].dtype == torch.bool
-            assert call["mask"].shape == (3, 1, 11, 11)
-        else:
-            assert call["mask"] is None
+        assert call["mask"] is None
+        assert not padding or call["key_ranges"].shape == (3, 1, 11, 1, 2)
     if not padding:
         windows = [None, None] if family == "llama" else [(WINDOW - 1, None), None]
         assert [call["window"] for call in calls] == windows
@@ -388,18 +388,16 @@ def test_compiled_as_one_graph():
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
 
 
-def band_mask(window=None, q_length=5, q_offset=3, kv_length=10, **more):
-    config = transformers.MistralConfig(sliding_window=window)
-    causal = masking_utils.causal_mask_function
+def made(function=masking_utils.causal_mask_function, q_length=5, q_offset=3, kv_length=10, **more):
+    """What our mask function makes, and transformers' dense mask."""
     arguments = {
         "batch_size": 2,
         "q_length": q_length,
         "kv_length": kv_length,
         "q_offset": q_offset,
         "kv_offset": 0,
-        "mask_function": causal if window is None else masking_utils.sliding_window_causal_mask_function(window),
-        "local_size": window,
-        "config": config,
+        "mask_function": function,
+        "config": transformers.MistralConfig(sliding_window=more.get("local_size")),
         "device": "cpu",
         **more,
     }
@@ -408,10 +406,35 @@ def band_mask(window=None, q_length=5, q_offset=3, kv_length=10, **more):
     )
 
 
+def window_of(size):
+    return (
+        masking_utils.causal_mask_function if size is None else masking_utils.sliding_window_causal_mask_function(size)
+    )
+
+
+def padding_of(kind, length):
+    real = torch.ones(2, length, dtype=torch.bool)
+    if kind == "left":
+        real[1, :3] = False
+    elif kind == "right":
+        real[0, -2:] = False
+    elif kind == "holes":
+        real[:, 1::3] = False
+    elif kind == "one sequence":
+        real[1] = False
+    return None if kind == "none" else real
+
+
+def dense_of(content, q_length, kv_length):
+    mask = testing.ranges_mask(content.ranges, kv_length).expand(2, 1, q_length, kv_length)
+    return mask if content.real is None else mask & content.real
+
+
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_band_is_a_mask_to_everyone_else(window):
-    mask, dense = band_mask(window)
-    assert isinstance(mask, integration.BandMask)
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_compact_mask_is_a_mask_to_everyone_else(window, padding):
+    mask, dense = made(window_of(window), local_size=window, attention_mask=padding_of(padding, 10))
+    assert isinstance(mask, integration.CompactMask)
     with torch._C.DisableTorchFunctionSubclass():
         assert mask.untyped_storage().nbytes() == 1
     assert (mask.shape, mask.dtype, mask.device, mask.ndim) == (dense.shape, dense.dtype, dense.device, 4)
@@ -432,26 +455,227 @@ def test_a_band_is_a_mask_to_everyone_else(window):
     torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
 
 
-def test_what_is_not_a_band_stays_dense():
-    padding = torch.ones(2, 10, dtype=torch.bool)
-    assert isinstance(band_mask(3, attention_mask=padding)[0], integration.BandMask)
-    padding[1, 0] = False
-    chunked = transformers.LlamaConfig(attention_chunk_size=3)
-    for arguments in (
-        {"attention_mask": padding},
-        {"attention_mask": torch.ones(2, 6, dtype=torch.bool)},  # shorter than what is visible: padded with False
-        {"allow_is_causal_skip": False},
-        {"q_offset": 8},  # queries beyond the last key
-        {"mask_function": masking_utils.bidirectional_mask_function},
-        {
-            "mask_function": masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64)),
-            "local_size": 3,
-            "config": chunked,
-        },
-    ):
-        mask, dense = band_mask(**arguments)
+def packed_positions():
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]])
+    return position_ids, masking_utils.find_packed_sequence_indices(position_ids)
+
+
+PATTERNS = {
+    "causal": (masking_utils.causal_mask_function, None),
+    "window": (window_of(3), 3),
+    "both ways": (masking_utils.bidirectional_mask_function, None),
+    "window both ways": (masking_utils.sliding_window_bidirectional_mask_function(3), 3),
+    "chunks": (masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 2])), 4),
+    "packed": (masking_utils.packed_sequence_compatibility_function(window_of(None), *packed_positions()), None),
+    "packed, window": (masking_utils.packed_sequence_compatibility_function(window_of(2), *packed_positions()), 2),
+}
+SIZES_OF_MASKS = {  # queries, keys, and where either begin
+    "square": (10, 10, 0, 0),
+    "a piece": (5, 10, 3, 0),
+    "beyond the keys": (5, 10, 8, 0),
+    "a step": (1, 40, 39, 0),
+    "a static cache": (1, 40, 6, 0),
+    "a cache that slid": (5, 7, 6, 4),
+    "long": (33, 70, 20, 0),
+}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["", "static"])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes", "one sequence"])
+@pytest.mark.parametrize("sizes", SIZES_OF_MASKS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_are_ranges(pattern, sizes, padding, static):
+    """A static cache says by a tensor where the queries are, and its mask must be a plain tensor of 4 dimensions."""
+    if pattern.startswith("packed"):  # transformers packs whole sequences without a mask only
+        sizes, padding = "square", "none"
+    q_length, kv_length, q_offset, kv_offset = SIZES_OF_MASKS[sizes]
+    function, local_size = PATTERNS[pattern]
+    real = padding_of(padding, kv_length + kv_offset)
+    mask, dense = made(
+        function,
+        q_length,
+        torch.tensor(q_offset) if static else q_offset,
+        kv_length,
+        kv_offset=kv_offset,
+        local_size=local_size,
+        attention_mask=real,
+        allow_is_causal_skip=static,
+    )
+    if static:
         assert type(mask) is torch.Tensor
-        assert torch.equal(mask, dense)
+        assert mask.dim() == 4
+        content = integration.Ranges.unpack(mask, q_length, kv_length)
+    else:
+        content = mask.content
+    assert torch.equal(dense_of(content, q_length, kv_length), dense)
+    assert (content.real is None) == (padding != "holes" or real[:, kv_offset:].all())
+    q, k = torch.randn(2, 2, q_length, 8), torch.randn(2, 2, kv_length, 8)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, mask)
+    torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
+
+
+def test_a_mask_shorter_than_what_is_visible():
+    """It is padded with False."""
+    mask, dense = made(attention_mask=torch.ones(2, 6, dtype=torch.bool))
+    assert torch.equal(dense_of(mask.content, 5, 10), dense)
+
+
+def test_what_may_be_no_ranges_is_dense_and_says_so_once(recwarn):
+    integration._tell.cache_clear()
+
+    def dilated(batch_idx, head_idx, q_idx, kv_idx):
+        return (q_idx - kv_idx) % 2 == 0
+
+    blocks = masking_utils.blockwise_overlay(torch.tensor([[0] * 5 + [1] * 5] * 2))
+    causal = masking_utils.causal_mask_function
+    for function, use_vmap, named in (
+        (masking_utils.and_masks(causal, dilated), True, "and_masks.<locals>.and_mask"),
+        (masking_utils.and_masks(causal, masking_utils.and_masks(dilated)), False, "dilated"),
+        (masking_utils.or_masks(causal, blocks), False, "or_masks.<locals>.or_mask"),
+    ):
+        recwarn.clear()
+        for _ in range(2):
+            mask, dense = made(function, use_vmap=use_vmap, allow_is_causal_skip=False)
+            assert type(mask) is torch.Tensor
+            assert torch.equal(mask, dense)
+        assert len(recwarn) == 1
+        assert named in str(recwarn[0].message)
+
+
+def test_a_mask_for_others_is_refused():
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
+    mask, _ = made(q_offset=torch.tensor(3))
+    with pytest.raises(RuntimeError, match=r"made for 5 queries and 10 keys, got int32 \(2, 5, 2, 2\)"):
+        integration.attention_forward(torch.nn.Module(), q, k, k, torch.cat([mask, mask], -1))
+    with pytest.raises(RuntimeError, match="made for 4 queries and 10 keys"):
+        integration.attention_forward(torch.nn.Module(), q[:, :, :4], k, k, mask)
+
+
+# --- no mask of L x S
+
+
+LENGTH = 512
+
+
+def is_a_mask(x):
+    return x.dim() >= 2 and x.shape[-1] * x.shape[-2] >= LENGTH**2 and x.untyped_storage().nbytes() >= LENGTH**2
+
+
+class NoMask(TorchDispatchMode):
+    """Fails where anything as large as a mask is made."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            assert not isinstance(x, torch.Tensor) or not is_a_mask(x), f"{func}: {tuple(x.shape)}"
+        return out
+
+
+def long_inputs(kind):
+    ids = torch.randint(2, 97, (2, LENGTH))
+    if kind == "padded":
+        mask = torch.ones(2, LENGTH, dtype=torch.int64)
+        mask[1, :200] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+    if kind == "holes":
+        mask = (torch.arange(2 * LENGTH).view(2, -1) % 7 != 0).long()
+        return {"input_ids": ids, "attention_mask": mask}
+    ends = torch.tensor([0, 100, 350, LENGTH, LENGTH + 7, 2 * LENGTH], dtype=torch.int32)
+    position_ids = torch.cat([torch.arange(n) for n in ends.diff().tolist()]).view(2, -1)
+    if kind == "packed":
+        return {"input_ids": ids, "position_ids": position_ids}
+    return {"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 505, "max_length_k": 505}
+
+
+KINDS = ["padded", "holes", "packed", "cu_seq_lens"]
+
+
+def long_model(family):
+    config = FAMILIES[family]()
+    config.max_position_embeddings = LENGTH + 8
+    config.tie_word_embeddings = False
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern").eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_no_mask_is_made(family, kind):
+    model, arguments = long_model(family), long_inputs(kind)
+    with NoMask():
+        model(**arguments, use_cache=False).logits.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_no_mask_is_in_a_graph(family, kind):
+    """One graph, forward and backward; what it gives is what the model gives uncompiled."""
+    model, arguments = long_model(family), long_inputs(kind)
+    seen = []
+
+    def look(graph, inputs):
+        for node in graph.graph.nodes:
+            for x in tree_leaves(node.meta.get("val")):
+                assert not isinstance(x, torch.Tensor) or not is_a_mask(x), f"{node}: {tuple(x.shape)}"
+                seen.append(node.op)
+        return graph
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    results = []
+    for function in (compiled, model):
+        model.zero_grad()
+        out = function(**arguments, use_cache=False).logits
+        out.square().mean().backward()
+        results.append((out, torch.cat([p.grad.flatten() for p in model.parameters()])))
+    assert len(seen) > 100
+    real = arguments["attention_mask"].bool() if "attention_mask" in arguments else slice(None)
+    (out, grad), (want, want_grad) = results
+    torch.testing.assert_close(out[real], want[real])
+    torch.testing.assert_close(grad, want_grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_no_mask_is_made_to_generate(family, options):
+    model, arguments = long_model(family), long_inputs("padded")
+    with NoMask():
+        model.generate(**arguments, max_new_tokens=3, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_generate_with_a_compiled_static_cache(family):
+    variant = make(family)
+    arguments, _ = inputs(family, True)
+    expected, _ = generate(variant("eager", torch.float64), arguments, cache_implementation="static")
+    compile_config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compile_config._compile_all_devices = True
+    torch._dynamo.reset()
+    options = {"cache_implementation": "static", "compile_config": compile_config}
+    tokens, _ = generate(variant("attnkern", torch.float64), arguments, **options)
+    assert torch.equal(tokens, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens", "both"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_packed_sequences_are_apart(family, by, compiled):
+    """As each one alone. Two rows of a batch, in either of which sequences are packed."""
+    model = make(family)("attnkern")
+    lengths = [7, 3, 5, 10, 5]
+    ids = torch.randint(2, 97, (2, 15))
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    arguments = {"position_ids": torch.cat([torch.arange(n) for n in lengths]).view(2, -1)}
+    if by != "position_ids":
+        arguments = {} if by == "cu_seq_lens" else arguments  # rotary positions count from each other
+        arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 10, "max_length_k": 10}
+    torch._dynamo.reset()
+    function = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with torch.no_grad():
+        logits = function(ids, use_cache=False, **arguments).logits.flatten(0, 1)
+        alone = [model(part[None], use_cache=False).logits[0] for part in ids.flatten().split(lengths)]
+    torch.testing.assert_close(logits, torch.cat(alone))
 
 
 def test_attention_weights_are_refused():

@@ -79,6 +79,8 @@ class CompactMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous:  # generate() asks for it, of the masks of static caches
+            return args[0]
         if func not in _OUTSIDE:
             args, kwargs = torch.utils._pytree.tree_map_only(CompactMask, CompactMask.dense, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -154,7 +156,8 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     elif (band := _band(**arguments)) is not None:
         return CompactMask.of(shape, arguments.get("device"), band, dense)
     if (unknown := _unknown(function, arguments.get("use_vmap", False))) is not None:
-        _tell(unknown)
+        if not torch.compiler.is_compiling():
+            _tell(unknown)
         return dense()
     ranges = _ranges(function, shape, q_offset, arguments.get("kv_offset", 0), padding, arguments.get("device"))
     return ranges.packed(shape[0]) if compiled else CompactMask.of(shape, arguments.get("device"), ranges, dense)
@@ -198,17 +201,13 @@ def _band(
     return Band(local_size, visible)
 
 
-_OF_TRANSFORMERS = "transformers.masking_utils"
-_KNOWN = {"causal_mask_function", "bidirectional_mask_function"} | {
-    f"{maker}.<locals>.inner_mask"
-    for maker in (
-        "sliding_window_overlay",
-        "sliding_window_bidirectional_overlay",
-        "chunked_overlay",
-        "packed_sequence_mask_function",
-    )
-}
-_COMBINED = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+_KNOWN = (
+    "sliding_window_overlay.<locals>.inner_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+    "chunked_overlay.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+)
+_COMBINED = ("and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask")
 
 
 def _unknown(function: Any, use_vmap: bool) -> str | None:
@@ -216,15 +215,18 @@ def _unknown(function: Any, use_vmap: bool) -> str | None:
 
     A compiled graph can't look into a function: there transformers' word counts, which says use_vmap of a user's own.
     """
-    name = f"{function.__module__}.{function.__qualname__}"
-    known = name.removeprefix(f"{_OF_TRANSFORMERS}.")
-    if use_vmap or known not in _KNOWN | _COMBINED:
-        return name
-    if known in _COMBINED and not torch.compiler.is_compiling():
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if function is causal_mask_function or function is bidirectional_mask_function:
+        return None
+    name = function.__qualname__
+    if use_vmap or function.__module__ != "transformers.masking_utils" or name not in _KNOWN + _COMBINED:
+        return f"{function.__module__}.{name}"
+    if name in _COMBINED and not torch.compiler.is_compiling():
         for cell in function.__closure__:
             parts = cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,)
             for part in parts:
-                if callable(part) and not isinstance(part, Tensor) and (found := _unknown(part, False)) is not None:
+                if not isinstance(part, Tensor) and (found := _unknown(part, False)) is not None:
                     return found
     return None
 
@@ -357,11 +359,11 @@ def _with_mask(
     content: Band | Ranges | None = None
     if isinstance(mask, CompactMask):
         if mask.shape[2:] == (seqlen_q, seqlen_k):
-            mask, content = None, mask.content
+            content, mask = mask.content, None
         else:
             mask = mask.dense()  # made for other queries or keys than these
     elif mask is not None and mask.dtype == torch.int32:
-        mask, content = None, Ranges.unpack(mask, seqlen_q, seqlen_k)
+        content, mask = Ranges.unpack(mask, seqlen_q, seqlen_k), None
     if mask is not None:
         mask = mask[..., :seqlen_k]
         if mask.is_floating_point() and mask.dtype != torch.float32:

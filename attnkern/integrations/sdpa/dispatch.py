@@ -53,11 +53,9 @@ def _kernel(name: str, key: str, function: Callable[..., Result]) -> Callable[..
         previous = None
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        def call_previous() -> Any:
-            return previous.call_boxed(keyset, *args, **kwargs)
-
-        other = None if previous is None else call_previous
-        return _call(operator, key, functools.partial(function, *args, **kwargs), other)
+        ours = functools.partial(function, *args, **kwargs)
+        other = None if previous is None else functools.partial(previous.call_boxed, keyset, *args, **kwargs)
+        return _call(operator, key, ours, other)
 
     return kernel
 
