@@ -451,8 +451,9 @@ def test_a_compact_mask_is_a_mask_to_everyone_else(window, padding):
         assert type(result) is torch.Tensor
         assert torch.equal(result, function(dense))
     q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
-    out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, mask)
-    torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
+    for given in (mask, mask.contiguous()):
+        out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, given)
+        torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
 
 
 def packed_positions():
@@ -485,7 +486,7 @@ SIZES_OF_MASKS = {  # queries, keys, and where either begin
 @pytest.mark.parametrize("sizes", SIZES_OF_MASKS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_are_ranges(pattern, sizes, padding, static):
-    """A static cache says by a tensor where the queries are, and its mask must be a plain tensor of 4 dimensions."""
+    """A static cache says by a tensor where the queries are; generate() asks for its mask to be contiguous."""
     if pattern.startswith("packed"):  # transformers packs whole sequences without a mask only
         sizes, padding = "square", "none"
     q_length, kv_length, q_offset, kv_offset = SIZES_OF_MASKS[sizes]
@@ -502,6 +503,7 @@ def test_patterns_are_ranges(pattern, sizes, padding, static):
         allow_is_causal_skip=static,
     )
     if static:
+        mask = mask.contiguous()
         assert type(mask) is torch.Tensor
         assert mask.dim() == 4
         content = integration.Ranges.unpack(mask, q_length, kv_length)
@@ -544,7 +546,7 @@ def test_what_may_be_no_ranges_is_dense_and_says_so_once(recwarn):
 
 def test_a_mask_for_others_is_refused():
     q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
-    mask, _ = made(q_offset=torch.tensor(3))
+    mask = made()[0].contiguous()  # plain, as for compiled graphs
     with pytest.raises(RuntimeError, match=r"made for 5 queries and 10 keys, got int32 \(2, 5, 2, 2\)"):
         integration.attention_forward(torch.nn.Module(), q, k, k, torch.cat([mask, mask], -1))
     with pytest.raises(RuntimeError, match="made for 4 queries and 10 keys"):

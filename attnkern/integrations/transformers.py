@@ -77,10 +77,20 @@ class CompactMask(Tensor):
             self._dense = self._make()
         return self._dense
 
+    def _plain(self) -> Tensor:
+        """As `Ranges.packed`."""
+        batch_size, _, q_length, _ = self.shape
+        content = self.content
+        if isinstance(content, Band):
+            end = torch.arange(content.visible - q_length, content.visible, device=self.device) + 1
+            begin = torch.zeros_like(end) if content.window is None else (end - content.window).clamp(min=0)
+            content = Ranges(torch.stack([begin, end], -1).to(torch.int32)[None, None, :, None], None)
+        return content.packed(batch_size)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.contiguous:  # generate() asks for it, of the masks of static caches
-            return args[0]
+        if func is Tensor.contiguous:  # generate() asks for it, of masks of static caches, before it compiles
+            return args[0]._plain()
         if func not in _OUTSIDE:
             args, kwargs = torch.utils._pytree.tree_map_only(CompactMask, CompactMask.dense, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -108,7 +118,7 @@ class Ranges(NamedTuple):
     real: Tensor | None  # bool (B, 1, 1, S); None: all in the ranges are
 
     def packed(self, batch_size: int) -> Tensor:
-        """One int32 tensor (B, L, 2, 1), or with `real` (B, L + S, 2, 1), for compiled graphs and static caches.
+        """One int32 tensor (B, L, 2, 1), or with `real` (B, L + S, 2, 1), for compiled graphs.
 
         By its 4 dimensions transformers knows a mask that is made already. Code that takes it for a dense one, and
         joins it with another along the keys, makes a shape that `unpack` refuses.
@@ -147,8 +157,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
 
     if skip_all and function is bidirectional_mask_function and _is_whole(padding):
         return None
-    # generate() makes the masks of static caches outside of the compiled graph that they go to.
-    compiled = torch.compiler.is_compiling() or isinstance(q_offset, Tensor)
+    compiled = torch.compiler.is_compiling()
     if compiled:
         # A mask that must be made is one to look into, but for decoding steps and packed sequences.
         if not (skip_causal or skip_all or q_length == 1) and (padding is not None or function is causal_mask_function):
@@ -172,7 +181,7 @@ def _band(
     *,
     kv_length: int,
     q_length: int,
-    q_offset: int,
+    q_offset: Any,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
     attention_mask: Tensor | None = None,
@@ -184,8 +193,8 @@ def _band(
     """The mask, if it is causal, or causal within a sliding window, and there is no padding."""
     from transformers.masking_utils import causal_mask_function
 
-    if not allow_is_causal_skip:
-        return None  # other patterns are laid over it
+    if not allow_is_causal_skip or isinstance(q_offset, Tensor):
+        return None  # other patterns are laid over it; a static cache's offset is not to be waited for
     if local_size is None:
         if mask_function is not causal_mask_function:
             return None
