@@ -498,29 +498,21 @@ def torch_dispatch(compile):
         same([getattr(g, part) for g in grads], list(torch.autograd.grad(want.sum(), plain)))
 
 
-NO_JAGGED = "no: F.sdpa neither, on the CPU", "_nested_tensor_from_tensor_list"
+@feature("jagged nested tensors, forward and backward")
+def jagged(compile):
+    lengths = [4, 7, 2]
+    values = torch.randn(13, 3, 8, dtype=torch.float64, requires_grad=True)
 
+    def attend(x):
+        y = x.transpose(1, 2)
+        return sdpa(y, y, y, is_causal=True).transpose(1, 2)
 
-@feature("jagged nested tensors, on torch's own attention", aot_eager=NO_JAGGED, inductor=NO_JAGGED)
-def jagged(compile, attend=sdpa):
-    lengths = (4, 7, 2)
-    parts = [torch.randn(n, 3, 8) for n in lengths]
-    q = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    out = compile(lambda x: attend(x, x, x))(q.transpose(1, 2))
-    for got, x in zip(out.unbind(), parts, strict=True):
-        torch.testing.assert_close(got, naive(*[x.transpose(0, 1)] * 3))
-
-
-@feature("nested tensors on attnkern: padded, with a mask")
-def padded(compile):
-    lengths = torch.tensor([4, 7, 2])
-    parts = [torch.randn(n, 3, 8, dtype=torch.float64) for n in lengths]
-    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    x = nested.to_padded_tensor(0.0).transpose(1, 2)
-    mask = torch.arange(7) < lengths[:, None]
-    out = compile(lambda x, mask: sdpa(x, x, x, mask[:, None, None]))(x, mask)
-    for i, part in enumerate(parts):
-        same(out[i, :, : lengths[i]], naive(*[part.transpose(0, 1)] * 3))
+    offsets = torch.tensor([0, 4, 11, 13])
+    out = compile(attend)(torch.nested.nested_tensor_from_jagged(values, offsets)).values()
+    parts = [x.transpose(0, 1) for x in values.split(lengths)]
+    want = torch.cat([naive(x, x, x, is_causal=True) for x in parts], 1).transpose(0, 1)
+    same(out, want)
+    same(*torch.autograd.grad(out.sum(), values), *torch.autograd.grad(want.sum(), values))
 
 
 # --- F.sdpa
@@ -555,7 +547,7 @@ def activated_in_full(compile):
 
 
 # What torch can compile in some versions, of its own attention as of ours.
-AS_TORCH = ("subclasses with `__torch_function__`", "jagged nested tensors, on torch's own attention")
+AS_TORCH = ("subclasses with `__torch_function__`",)
 
 
 def can(function, backend, attend, error):

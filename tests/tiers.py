@@ -32,7 +32,8 @@ LONG = 0.1  # of one that durations.json names; the others of its file take `bri
 
 CALLS = "band clients decode direct dropout errors extremes gqa gradients key_ranges lse_merge mask masks"
 CALLS += " properties refusals sdpa_parity"
-TORCH = "distributed features memory nn overrides sdpa_provider second_order threads transformers transforms varlen"
+TORCH = "distributed features jagged memory nn overrides sdpa_provider second_order threads transformers transforms"
+TORCH += " varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
 CUDA += " cycles fuzz gate"
 TRITON = "choice fuzz gate triton triton_decode triton_second_order triton_suite"
