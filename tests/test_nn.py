@@ -1,6 +1,7 @@
 """attnkern.nn against torch's modules, attention_weights against float64, the pictures and the worked examples."""
 
 import copy
+import functools
 import inspect
 import itertools
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -457,6 +459,168 @@ def test_compiled_by_inductor():
         out, weights = function(x, x, x)
         results.append((out, weights, *torch.autograd.grad(out.square().sum() + weights.square().sum(), x)))
     torch.testing.assert_close(*results)
+
+
+# --- masks that know what they are
+
+
+masks = attnkern.masks
+MASKS = {
+    "one range": lambda: masks.sliding_window(2, 1, L, S),
+    "two ranges": lambda: masks.sliding_window(1, 0, L, S, sinks=2, alignment="bottom_right"),
+    "of a batch": lambda: masks.padding([3, 7, 0], L, S),
+    "of heads": lambda: masks.from_bool(torch.arange(S) > torch.arange(H)[:, None, None].expand(1, H, L, 1)),
+    "bits": lambda: masks.from_mask_mod(lambda b, h, i, j: (i + j + b) % 2 == 0, N, None, L, S),
+}
+PADDINGS = {
+    "none": None,
+    "right": torch.arange(S) >= torch.tensor([[7], [4], [6]]),
+    "left": torch.arange(S) < torch.tensor([[0], [3], [6]]),
+    "all of one": torch.arange(S) >= torch.tensor([[7], [4], [0]]),
+    "holes": torch.arange(S) % 3 == torch.tensor([[0], [1], [2]]),
+    "float": torch.linspace(-2, 0, N * S).view(N, S),
+}
+
+
+def as_torch_has_it(mask, padding, is_causal):
+    """The float mask (N * H, L, S) of a Mask and the rest."""
+    allowed = mask.to_dense().expand(N, H, L, S)
+    if is_causal:
+        allowed = allowed & torch.ones(L, S, dtype=torch.bool).tril()
+    dense = torch.zeros(N, H, L, S).masked_fill(~allowed, -math.inf)
+    if padding is not None:
+        added = padding if padding.is_floating_point() else torch.zeros(N, S).masked_fill(padding, -math.inf)
+        dense = dense + added[:, None, None]
+    return dense.flatten(0, 1)
+
+
+def same_results(function, reference, leaves):
+    """Outputs, weights where there are any, and gradients."""
+    results = []
+    for f in (function, reference):
+        outs = [x for x in f() if x is not None]
+        results.append((*outs, *torch.autograd.grad(sum(x.square().sum() for x in outs), leaves)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("need", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_mask_object(kind, padding, is_causal, need):
+    """A key must pass it and is_causal and the padding, which is no hint here."""
+    module = pair(batch_first=True)[1]
+    mask, padding = MASKS[kind](), PADDINGS[padding]
+    q, k = torch.randn(N, L, E, requires_grad=True), torch.randn(N, S, E, requires_grad=True)
+    dense = as_torch_has_it(mask, padding, is_causal)
+    same_results(
+        lambda: module(q, k, k, padding, need, mask, is_causal=is_causal),
+        lambda: module(q, k, k, None, need, dense),
+        [q, k, *module.parameters()],
+    )
+
+
+@pytest.mark.parametrize("build", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"window": (2, 1)}], ids=named)
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("kind", ["two ranges", "bits"])
+def test_a_mask_object_beside_other_options(kind, padding, build):
+    module = MultiheadAttention(E, H, batch_first=True, **build)
+    mask, padding = MASKS[kind](), PADDINGS[padding]
+    q, k = torch.randn(N, L, E, requires_grad=True), torch.randn(N, S, E, requires_grad=True)
+    dense = as_torch_has_it(mask, padding, False)
+    same_results(
+        lambda: module(q, k, k, padding, True, mask),
+        lambda: module(q, k, k, None, True, dense),
+        [q, k, *module.parameters()],
+    )
+
+
+def test_a_mask_object_without_a_batch():
+    module = pair(batch_first=True)[1]
+    q, k = torch.randn(L, E), torch.randn(S, E)
+    mask = MASKS["two ranges"]()
+    torch.testing.assert_close(module(q, k, k, attn_mask=mask), module(q, k, k, attn_mask=~mask.to_dense()[0, 0]))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The arguments of every call of attention."""
+    seen, right = [], attnkern.api.attention
+
+    def spy(q, k, v, mask, dropout_p, is_causal, **options):
+        seen.append({"mask": mask, **options})
+        return right(q, k, v, mask, dropout_p, is_causal, **options)
+
+    monkeypatch.setattr(attnkern.api, "attention", spy)
+    return seen
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_padding_on_one_side_is_ranges(padding, asked):
+    module, cross = pair(batch_first=True)[1], CrossAttention(E, num_heads=H)
+    q, k, padding = torch.randn(N, L, E), torch.randn(N, S, E), PADDINGS[padding]
+    module(q, k, k, padding, need_weights=False)
+    if padding is not None and padding.dtype == torch.bool:
+        cross(q, k, padding_mask=~padding)
+        (first, ends), (last, end) = ((x["mask"], x["key_ranges"]) for x in asked)
+        assert (first is None) == (last is None)
+        assert ends is end is None if first is not None else torch.equal(ends, end)
+    call, together = asked[0], padding is not None and padding is not PADDINGS["holes"] and padding.dtype == torch.bool
+    assert (call["mask"] is None) == (together or padding is None)
+    assert (call["key_ranges"] is not None) == together
+    if together:
+        assert torch.equal(testing.ranges_mask(call["key_ranges"], S), ~padding[:, None, None])
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "holes"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("need", [False, True])
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_mask_object_in_cross_attention(kind, need, is_causal, padding):
+    module = CrossAttention(E, num_heads=H)
+    mask, padding = MASKS[kind](), PADDINGS[padding]
+    x, context = torch.randn(N, L, E, requires_grad=True), torch.randn(N, S, E, requires_grad=True)
+    real = None if padding is None else ~padding
+    dense = mask.to_dense().expand(N, H, L, S)
+
+    def call(attn_mask):
+        options = {"attn_mask": attn_mask, "padding_mask": real, "is_causal": is_causal, "need_weights": need}
+        found = module(x, context, **options)
+        return found if need else (found,)
+
+    same_results(lambda: call(mask), lambda: call(dense), [x, context, *module.parameters()])
+    if mask.shape[:2] == (1, 1):
+        alone = [module(x[0], context[0], attn_mask=m, is_causal=is_causal) for m in (mask, dense[0, 0])]
+        torch.testing.assert_close(*alone)
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+@pytest.mark.parametrize("kind", ["two ranges", "bits"])
+def test_a_mask_object_compiled_and_checkpointed(kind, how):
+    module = pair(batch_first=True)[1]
+    mask, padding = MASKS[kind](), PADDINGS["left"]
+    q, k = torch.randn(N, L, E, requires_grad=True), torch.randn(N, S, E, requires_grad=True)
+
+    def call(q, k, mask, padding):
+        return module(q, k, k, padding, True, mask)
+
+    if how == "compiled":
+        torch._dynamo.reset()
+        function = torch.compile(call, backend="aot_eager", fullgraph=True)
+    else:
+        function = functools.partial(torch.utils.checkpoint.checkpoint, call, use_reentrant=False)
+    leaves = [q, k, *module.parameters()]
+    same_results(lambda: function(q, k, mask, padding), lambda: call(q, k, mask, padding), leaves)
+
+
+def test_a_mask_object_for_other_sizes():
+    module, cross = pair(batch_first=True)[1], CrossAttention(E, num_heads=H)
+    q, k = torch.randn(N, L, E), torch.randn(N, S, E)
+    for mask in (masks.causal(L, S + 1), masks.causal(L + 1, S), masks.padding([3, 7], L, S)):
+        with pytest.raises(RuntimeError, match=r"attn_mask must be a Mask for \(3, 4, 5, 7\) scores, got one for"):
+            module(q, k, k, attn_mask=mask)
+        with pytest.raises(RuntimeError, match=r"attn_mask must be a Mask for \(3, 4, 5, 7\) scores, got one for"):
+            cross(q, k, attn_mask=mask)
 
 
 # --- errors, in type as torch's
