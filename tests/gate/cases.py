@@ -24,6 +24,12 @@ ALL = "80 86 90a 100 120"
 
 CUDA = [
     Case("delta", Cuda("csrc/cuda/delta.cu", "delta_kernel<*, 1>"), ALL, require={ALL: {"LDG": 2, "SHFL": 3}}),
+    Case(
+        "summary of key ranges",
+        Cuda("csrc/cuda/ranges.cu", "summarise_ranges_kernel"),
+        ALL,
+        require={"80 86 90a 120": {"REDUX": 4}},
+    ),
     Case(  # 16 bytes a lane
         "delta by vectors",
         Cuda("csrc/cuda/delta.cu", "delta_kernel<*, [48]>"),
