@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
 import time
@@ -33,7 +34,16 @@ from attnkern import testing
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = Path(__file__).with_name("fuzz_found.jsonl")
-ISAS = {"x86_64": ["avx512bf16", "avx512", "avx2", "generic"], "aarch64": ["neon", "generic"]}
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+ISAS: dict[str, dict[str, set[str]]] = {  # with what the machine must have, as /proc/cpuinfo names it
+    "x86_64": {
+        "avx512bf16": {*AVX512, "avx512_bf16", "avx512vbmi"},
+        "avx512": AVX512,
+        "avx2": {"avx2", "fma", "f16c"},
+        "generic": set(),
+    },
+    "aarch64": {"neon": set(), "generic": set()},
+}
 MOST = 10  # failures of a place, after which it is left
 BEGUN, FAILED, ENDED = "begun: ", "failed: ", "ended"  # what a process tells of itself
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -51,9 +61,16 @@ DRAWN: dict[str, dict[str, Any]] = {
 }
 
 
+def runnable_isas() -> list[str]:
+    """The CPU kernels' instruction sets that this machine has, best first; read apart from the library's own cpuid."""
+    told = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    flags = set(told[1].split()) if told else set()
+    return [isa for isa, wanted in ISAS.get(platform.machine(), {"generic": set()}).items() if wanted <= flags]
+
+
 def places() -> list[str]:
     """Where problems can run here: what --on takes."""
-    return [*(f"cpu-{isa}" for isa in ISAS.get(platform.machine(), ["generic"])), *list(DRAWN)[1:]]
+    return [*(f"cpu-{isa}" for isa in runnable_isas()), *list(DRAWN)[1:]]
 
 
 @contextlib.contextmanager

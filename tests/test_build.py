@@ -18,11 +18,13 @@ import torch
 
 import attnkern
 from attnkern import _library
+from fuzz import ISAS as FLAGS_OF
+from fuzz import runnable_isas
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(attnkern.__file__).parent
 LIBRARIES = sorted(PACKAGE.glob("*.abi3.so"))
-ISAS_OF = {"x86_64": {"avx512bf16", "avx512", "avx2", "generic"}, "aarch64": {"neon", "generic"}}
+ISAS_OF = {machine: set(isas) for machine, isas in FLAGS_OF.items()}
 ISAS = ISAS_OF[platform.machine()]
 MAKE_TARGETS = [
     "build",
@@ -213,14 +215,6 @@ if platform.machine() == "x86_64":
         assert leaked == set()
 
 
-def runnable_isas():
-    """The instruction sets of this machine, read apart from the library's own cpuid."""
-    flags = set(re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
-    avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-    wanted = {"avx512bf16": {*avx512, "avx512_bf16", "avx512vbmi"}, "avx512": avx512, "avx2": {"avx2", "fma", "f16c"}}
-    return {isa for isa in ISAS if wanted.get(isa, set()) <= flags}
-
-
 @pytest.mark.parametrize("isa", [*sorted(ISAS), "mmx"])
 def test_an_instruction_set_is_forced_or_refused_with_the_choices(isa):
     code = """
@@ -375,7 +369,7 @@ def test_instruction_sets_that_nobody_asked_for_are_left_out(fake_build):
     assert compiled(one) == {one, "generic"}
     if "avx2" in ISAS:
         assert compiled("avx512bf16") == {"avx512bf16", "avx512", "generic"}  # float32's kernels are the latter's
-    best = next(isa for isa in ("avx512bf16", "avx512", "avx2", "neon", "generic") if isa in runnable_isas())
+    best = runnable_isas()[0]
     assert compiled("native") == {best} | ({"avx512"} if best == "avx512bf16" else set())
     env = {"ATTNKERN_CUDA": "0", "CXX": str(fake_build.folder / "bin" / "g++"), "ATTNKERN_CPU_ISAS": "generic mmx"}
     text = run(sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, **env)

@@ -48,13 +48,28 @@ def test_scores_so_large_that_one_takes_all(target, scale, queries, dtype):
         torch.testing.assert_close(lse, exact_lse.to(lse), rtol=2e-6, atol=0.0)
 
 
+def _gradients_one_by_one(q, k, v, grad_out, scale):
+    """Gradients of weights that are kept, of scores that are summed one product after another.
+
+    A library's product of matrices is a yardstick that changes with the machine: some take few rows in 16 partial sums,
+    which rounds a quarter as much.
+    """
+    scores = q.new_zeros(*q.shape[:-1], k.size(-2))
+    for d in range(q.size(-1)):
+        scores += q[..., d, None] * k[..., None, :, d]
+    weights = (scores * scale).softmax(-1)
+    grad_weights = grad_out @ v.mT
+    grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True)) * scale
+    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad_out
+
+
 @pytest.mark.parametrize("queries", [8, 64, 129])
 @pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
 def test_gradients_where_scores_saturate(target, queries, dtype):
-    """Scores up to 2e4: the mean error is at most twice that of torch's own maths, which keeps the weights.
+    """Scores up to 2e4: the mean error is at most twice that of plain maths in the dtype, which keeps the weights.
 
     The mean is that of some hundred rows with two keys almost alike, whose weights depend on how scores are rounded;
-    all others must come out as if nothing had been rounded.
+    all others must come out as if nothing had been rounded. Inputs are the same in every run.
     """
     totals = {}
     for seed in range(8):
@@ -67,13 +82,15 @@ def test_gradients_where_scores_saturate(target, queries, dtype):
             grad_out = torch.randn(2, 2, queries, 64, generator=generator, dtype=FP64).to(inputs.query)
             out = target.attention(*leaves, scale=scale)
             grads = torch.autograd.grad(out, leaves, grad_out)
-            want = testing.expected(*(x.detach() for x in leaves), grad_out=grad_out, scale=scale)
-            for name, grad in zip(("query", "key", "value"), grads, strict=True):
-                errors = [(x.double() - want[name].exact).abs().mean() / scale for x in (grad, want[name].baseline)]
+            inputs = [x.detach() for x in leaves]
+            want = testing.expected(*inputs, grad_out=grad_out, scale=scale)
+            plain = _gradients_one_by_one(*inputs, grad_out, scale)
+            for name, *both in zip(("query", "key", "value"), grads, plain, strict=True):
+                errors = [(x.double() - want[name].exact).abs().mean() / scale for x in both]
                 totals.setdefault(name, []).append(torch.stack(errors))
     for name, errors in totals.items():
-        own, torchs = torch.stack(errors).sum(0).tolist()
-        assert own <= 2 * torchs, f"gradient of {name}: {own:.2g}, torch's maths {torchs:.2g}"
+        own, most = torch.stack(errors).sum(0).tolist()
+        assert own <= 2 * most, f"gradient of {name}: {own:.2g}, plain maths {most:.2g}"
 
 
 def test_rows_whose_mask_is_finfo_min_throughout(target):
