@@ -57,7 +57,7 @@ DRAWN: dict[str, dict[str, Any]] = {
     "cuda-sm80": {**SMALL, "dtypes": (BF16, BF16, FP16, FP32), "head_dims": (8, 16, 24, 40, 64)},
     "cuda-sm90": {**HOPPER, "head_dims": (64, 80)},
     "cuda-sm90-fused": {**HOPPER, "head_dims": (104, 128)},
-    "triton": {**SMALL, "dtypes": (BF16, BF16, FP16, FP32), "head_dims": (16, 24, 40, 64)},
+    "triton": {**SMALL, "dtypes": (BF16, BF16, FP16, FP32), "head_dims": (16, 24, 40, 64), "ranges": False},
 }
 
 
@@ -112,13 +112,14 @@ class Problem:
 def check_huge(inputs: testing.Inputs, backend: str, scale: float, **options: Any) -> None:
     """Rows whose largest score leads by more than any rounding are the value of that key."""
     q, k, v = inputs.query, inputs.key, inputs.value
+    options["key_ranges"] = inputs.key_ranges
     out, lse = attnkern.attention(q, k, v, scale=scale, return_lse=True, backend=backend, **options)
     if 0 in (*out.shape, k.size(2)):
         return
     exact, _ = testing.naive_attention(q.double(), k.double(), v.double(), scale=scale, **options)
     k = k.repeat_interleave(q.size(1) // k.size(1), 1)
     scores = q.double() @ k.double().mT * scale
-    told = {name: x for name, x in options.items() if name in ("is_causal", "window", "alignment")}
+    told = {name: x for name, x in options.items() if name in ("is_causal", "window", "alignment", "key_ranges")}
     if (band := testing.band_mask(q.size(2), k.size(2), **told)) is not None:
         scores = scores.masked_fill(~band, -math.inf)
     top = scores.topk(min(2, scores.size(-1))).values.nan_to_num(neginf=-1e300)

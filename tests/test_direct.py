@@ -66,10 +66,9 @@ def assert_same(direct, by_operator):
 def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
     for _ in range(25):
         inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
-        tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask
-        q, k, v, bias, _, params, _ = Problem.from_sdpa(*tensors, dropout_p=dropout_p, **options)
+        q, k, v, bias, ranges, params, _ = Problem.from_sdpa(**inputs.tensors, dropout_p=dropout_p, **options)
         seed = torch.randint(2**62, (1,)) if dropout_p else None
-        given = q, k, v, bias, None, seed
+        given = q, k, v, bias, ranges, seed
         with testing.unmodified(*(x for x in given if x is not None)):
             for need_lse in (False, True):
                 results = cpu.forward(*given, *params, need_lse, "cpu")
@@ -95,7 +94,8 @@ def test_a_direct_call_is_the_call(part, return_lse, operators):
     for _ in range(40):
         inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
         tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask
-        options["return_lse"] = return_lse
+        ranges = inputs.key_ranges
+        options |= {"return_lse": return_lse, "key_ranges": ranges if ranges is None else ranges.int()}
         results = call(*tensors, **options)
         with operators():
             expected = attnkern.attention(*tensors, **options)

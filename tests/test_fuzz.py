@@ -1,5 +1,6 @@
 """`make fuzz`: what it once found stays found, each of its places runs, and it sees what is planted."""
 
+import itertools
 import json
 
 import pytest
@@ -49,6 +50,13 @@ def test_problems_reach_the_extremes():
     assert share("heads=0,") > 0.01
     assert share("product=-") > 0.05
     assert share("mask=('float'", "'window'") > 0.03
+    assert share("with_ranges", "'window'") > 0.05
+    assert share("with_ranges", "mask=('float'") > 0.02
+    for kind in ("anything", "near", "few"):
+        assert share(f"with_ranges('{kind}'") > 0.05
+    for shape in itertools.product("B1", "H1", "L1"):
+        for count, dtype in itertools.product((1, 2), ("int32", "int64")):
+            assert share(f"{''.join(shape)!r}, {count}, torch.{dtype}") > 0.002
     assert sum(problem.huge for problem in drawn) > 100
 
 

@@ -148,7 +148,7 @@ def test_every_option_is_taken_by_the_kernels():
         problem, options = testing.random_problem(
             seed, dtypes=[torch.float32, torch.float64, torch.bfloat16, torch.float16]
         )
-        explanation = attnkern.explain(*problem.tensors.values(), **options)
+        explanation = attnkern.explain(**problem.tensors, **options)
         assert explanation.chosen == "cpu", str(explanation)
 
 

@@ -97,16 +97,7 @@ def check_attention(
                 seeds.append(grad_lse)
             wanted = {n: x for n, x in leaves.items() if x.requires_grad}
             results |= dict(zip(wanted, torch.autograd.grad(targets, list(wanted.values()), seeds), strict=True))
-    want = expected(
-        leaves["query"],
-        leaves["key"],
-        leaves["value"],
-        leaves.get("attn_mask"),
-        grad_out=grad_out,
-        grad_lse=grad_lse,
-        keep=keep,
-        **options,
-    )
+    want = expected(**leaves, **options, grad_out=grad_out, grad_lse=grad_lse, keep=keep)
     storages = {x.untyped_storage().data_ptr() for x in leaves.values() if x.numel()}
     for name, actual in results.items():
         dtype = want[name].baseline.dtype

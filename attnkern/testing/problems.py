@@ -16,18 +16,47 @@ from .layouts import LAYOUTS, with_layout
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """query, key, value and a mask, with the call that makes them again."""
+    """query, key, value, a mask and key ranges, with the call that makes them again."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     attn_mask: Tensor | None
     recipe: str
+    key_ranges: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        found = {"query": self.query, "key": self.key, "value": self.value, "attn_mask": self.attn_mask}
+        found = {n: getattr(self, n) for n in ("query", "key", "value", "attn_mask", "key_ranges")}
         return {n: x for n, x in found.items() if x is not None}
+
+    def with_ranges(self, kind: str, shape: str, count: int, dtype: torch.dtype, seed: int) -> Inputs:
+        """The same with random key ranges (..., count, 2); `shape` spells the rest: "BHL", "1H1", ...
+
+        kind: "anything" (ends in front of the first key and behind the last, one range in eight backwards), "near" (up
+        to 40 keys about the row's place, so that most blocks of a long row are skipped) or "few" (seven in eight
+        backwards: most rows have no key).
+        """
+        *sizes, rows, _ = self.query.shape
+        seqlen_k, generator = self.key.shape[2], torch.Generator().manual_seed(seed)
+        dims = [1 if c == "1" else n for c, n in zip(shape, (*sizes, rows), strict=True)] + [count]
+
+        def draw(low: int, high: int) -> Tensor:
+            return torch.randint(low, high, dims, generator=generator)
+
+        if kind == "near":
+            begin = (torch.arange(dims[2]) * seqlen_k // max(1, dims[2]))[:, None] - draw(0, 40)
+            end = begin + draw(1, 41)
+        elif kind in ("anything", "few"):
+            begin = draw(-5, max(1, seqlen_k))
+            end = begin + draw(0, seqlen_k + 20)
+            turned = draw(0, 8) < (1 if kind == "anything" else 7)
+            begin, end = torch.where(turned, end, begin), torch.where(turned, begin, end)
+        else:
+            raise ValueError(f"kind: got {kind!r}, expected 'anything', 'near' or 'few'")
+        ranges = torch.stack([begin, end], -1).to(self.query.device, dtype)
+        recipe = f"{self.recipe}.with_ranges({kind!r}, {shape!r}, {count}, {dtype}, {seed})"
+        return dataclasses.replace(self, key_ranges=ranges, recipe=recipe)
 
 
 def make_mask(
@@ -131,13 +160,14 @@ def random_problem(
     heads: Sequence[int] = (1, 2, 3),
     groups: Sequence[int] = (1, 1, 2, 4),
     masks: bool = True,
+    ranges: bool = True,
     extreme: float = 0.5,
 ) -> tuple[Inputs, dict[str, Any]]:
     """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed.
 
     A share of `extreme` of the problems is extreme in one way or several: amplitudes from 1e-3 to 1e3, scales of either
     sign from 1e-3 to 1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments say
-    what is drawn from: sizes, the query heads of a key head, and whether there may be a mask.
+    what is drawn from: sizes, the query heads of a key head, and whether there may be a mask and key ranges.
     """
     rng = random.Random(seed)
 
@@ -213,4 +243,7 @@ def random_problem(
         product=rounded(product),
         seed=seed,
     )
+    if ranges and rng.random() < 0.3:
+        kind, shape = rng.choice(["anything", "near", "few"]), "".join(rng.choice([c, "1"]) for c in "BHL")
+        inputs = inputs.with_ranges(kind, shape, rng.choice([1, 2]), rng.choice([torch.int32, torch.int64]), seed)
     return inputs, options
