@@ -1,5 +1,8 @@
-"""FLOPs of the operators, as torch counts its own attention: 2 per multiply-add of each matrix product, masked entries
-included. attnkern doesn't import torch.utils.flop_counter, which imports all of Triton, but waits until a program does.
+"""FLOPs of the operators, as torch counts its own attention: 2 per multiply-add of each matrix product.
+
+Scores that a mask or a band excludes count, as in torch's counts. Those outside key ranges don't, as torch leaves out
+what lies between packed sequences; without their values (fake tensors, a meta device, DTensors) all scores count.
+attnkern doesn't import torch.utils.flop_counter, which imports all of Triton, but waits until a program does.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import ops  # noqa: F401 (defines the operators)
+from .mask import Mask
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
@@ -67,53 +72,57 @@ def _counts(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
     return keep
 
 
-def _pairs(q_shape) -> int:
-    batch, heads, seqlen_q, _ = q_shape
-    return batch * heads * seqlen_q
+def _scores(q: Tensor, k: Tensor, key_ranges: Tensor | None) -> int:
+    """How many count. Waits for the device that key ranges are on."""
+    batch, heads, seqlen_q, _ = q.shape
+    seqlen_k = k.shape[2]
+    # No subclass, whose values another may hold (FakeTensor) or that holds a part of them (DTensor).
+    if key_ranges is None or type(key_ranges) is not Tensor or key_ranges.is_meta:
+        return batch * heads * seqlen_q * seqlen_k
+    mask = Mask.of_ranges(key_ranges, seqlen_q, seqlen_k)
+    alike = [n if mine == 1 else 1 for n, mine in zip((batch, heads), mask.shape, strict=False)]
+    return int(mask.live) * alike[0] * alike[1]
 
 
 @_counts(torch.ops.attnkern.forward)
-def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
+def _forward_flops(q, k, v, bias, key_ranges, *args, **kwargs) -> int:
     """Q K^T and P V."""
-    return 2 * _pairs(q_shape) * k_shape[2] * (q_shape[3] + v_shape[3])
+    return 2 * _scores(q, k, key_ranges) * (q.shape[3] + v.shape[3])
 
 
 @_counts(torch.ops.attnkern.backward)
-def _backward_flops(grad_shape, grad_lse_shape, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
+def _backward_flops(grad, grad_lse, q, k, v, bias, key_ranges, *args, **kwargs) -> int:
     """Q K^T again, dO V^T, P^T dO, dS K, dS^T Q."""
-    return 2 * _pairs(q_shape) * k_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
+    return 2 * _scores(q, k, key_ranges) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
 @_counts(torch.ops.attnkern.tangent)
-def _tangent_flops(
-    q_shape, k_shape, v_shape, bias, ranges, seed, tq, tk, tv, tbias, *args, out_shape=None, **kwargs
-) -> int:
+def _tangent_flops(q, k, v, bias, key_ranges, seed, tq, tk, tv, tbias, *args, **kwargs) -> int:
     """Q K^T again, the scores' tangents by those of Q and K, the output's by those of the scores and of V."""
-    head_dim, head_dim_v = q_shape[3], v_shape[3]
-    scores_move = not tq is tk is tbias is None
-    size = head_dim * (1 + _given(tq, tk)) + head_dim_v * (scores_move + _given(tv))
-    return 2 * _pairs(q_shape) * k_shape[2] * size
+    return 2 * _scores(q, k, key_ranges) * _tangent_size(q, v, tq, tk, tv, tbias)
 
 
 @_counts(torch.ops.attnkern.second_backward)
 def _second_backward_flops(
-    cot_dq, cot_dk, cot_dv, cot_dbias, grad_shape, grad_lse_shape, q_shape, k_shape, v_shape, *args, **kwargs
+    cot_dq, cot_dk, cot_dv, cot_dbias, grad, grad_lse, q, k, v, bias, key_ranges, *args, **kwargs
 ) -> int:
     """The tangent with its products, dO V^T, dO cot_dv^T, P'^T dO, dS' K, dS'^T Q, dS cot_dk, dS^T cot_dq."""
-    head_dim, head_dim_v = q_shape[3], v_shape[3]
-    first = _tangent_flops(q_shape, k_shape, v_shape, None, None, None, cot_dq, cot_dk, cot_dv, cot_dbias)
-    scores_move = not cot_dq is cot_dk is cot_dbias is None
-    size = head_dim * (2 + _given(cot_dq, cot_dk)) + head_dim_v * (1 + scores_move + _given(cot_dv))
-    return first + 2 * _pairs(q_shape) * k_shape[2] * size
+    scores_move = _given(cot_dq, cot_dk, cot_dbias) > 0
+    size = q.shape[3] * (2 + _given(cot_dq, cot_dk)) + v.shape[3] * (1 + scores_move + _given(cot_dv))
+    return 2 * _scores(q, k, key_ranges) * (size + _tangent_size(q, v, cot_dq, cot_dk, cot_dv, cot_dbias))
 
 
-def _given(*shapes) -> int:
-    return sum(shape is not None for shape in shapes)
+def _tangent_size(q, v, tq, tk, tv, tbias) -> int:
+    return q.shape[3] * (1 + _given(tq, tk)) + v.shape[3] * ((_given(tq, tk, tbias) > 0) + _given(tv))
+
+
+def _given(*tensors) -> int:
+    return sum(x is not None for x in tensors)
 
 
 def _register_formulas(flop_counter: Any) -> None:
     for operator, formula in _FORMULAS.items():
-        flop_counter.register_flop_formula(operator)(formula)
+        flop_counter.register_flop_formula(operator, get_raw=True)(formula)
 
 
 with_flop_counter(_register_formulas)

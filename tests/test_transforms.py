@@ -695,6 +695,62 @@ def test_flops_are_counted(target):
     assert total <= forward + backward + products * (8 + 16)  # backward computes the scores again
 
 
+def test_flops_of_key_ranges(kernel_target):
+    """Their live scores, each once, whatever they were broadcast to; in every order of derivative."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs, found = kernel_target.inputs(2, 3, 32, 64, 8, 16), []
+    for shape in itertools.product("B1", "H1", "L1"):
+        ranges = inputs.with_ranges("anything", "".join(shape), 2, torch.int64, 3).key_ranges
+        live = int(testing.ranges_mask(ranges, 64).expand(2, 3, 32, 64).sum())
+        q, k, v = (x.detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
+        with FlopCounterMode(display=False) as forward:
+            out = kernel_target.attention(q, k, v, key_ranges=ranges)
+        with FlopCounterMode(display=False) as backward:
+            first = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), create_graph=True)
+        with FlopCounterMode(display=False) as second:
+            torch.autograd.grad(first, (q, k, v), [torch.ones_like(x) for x in (q, k, v)])
+        with FlopCounterMode(display=False) as tangent:
+            jvp(lambda x: kernel_target.attention(x, k, v, key_ranges=ranges), (q.detach(),), (torch.ones_like(q),))  # noqa: B023
+        counts = [counter.get_total_flops() for counter in (forward, backward, second, tangent)]
+        sizes = 8 + 16, 3 * 8 + 2 * 16, 3 * 8 + 2 * 16 + 4 * 8 + 3 * 16, 8 + 16 + 2 * 8 + 16
+        assert counts == [2 * live * size for size in sizes]
+        found.append(live)
+    assert 0 < found[0] < 2 * 3 * 32 * 64  # of each row a range of its own
+    nothing = torch.zeros(1, 2, dtype=torch.int64, device=kernel_target.device)
+    with FlopCounterMode(display=False) as counter:
+        kernel_target.attention(q, k, v, key_ranges=nothing)
+    assert counter.get_total_flops() == 0
+
+
+def test_flops_of_key_ranges_without_values(kernel_target):
+    """All scores count, and nothing is looked at."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        q, k, v = kernel_target.randn(2, 3, 32, 8), kernel_target.randn(2, 3, 64, 8), kernel_target.randn(2, 3, 64, 16)
+        ranges = torch.zeros(32, 1, 2, dtype=torch.int32, device=kernel_target.device)
+        kernel_target.attention(q, k, v, key_ranges=ranges)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 32 * 64 * (8 + 16)
+    q, k, v, ranges = (torch.zeros(x.shape, dtype=x.dtype, device="meta") for x in (q, k, v, ranges))
+    with FlopCounterMode(display=False) as counter:
+        attnkern.attention(q, k, v, key_ranges=ranges)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 32 * 64 * (8 + 16)
+
+
+def test_flops_of_packed_sequences(kernel_target):
+    """A sequence's own scores only: as many as one call for each sequence has, less what their windows hide."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    lengths = [5, 0, 20, 9]
+    q, k, v = (kernel_target.randn(34, 2, 8) for _ in range(3))
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], device=kernel_target.device)
+    for is_causal, scores in ((False, sum(n * n for n in lengths)), (True, sum(n * (n + 1) // 2 for n in lengths))):
+        with FlopCounterMode(display=False) as counter:
+            attnkern.varlen_attention(q, k, v, ends, is_causal=is_causal, backend=kernel_target.backend)
+        assert counter.get_total_flops() == 2 * 2 * scores * (8 + 8)
+
+
 @contract(53)
 def test_flops_of_tangents_and_second_derivatives(kernel_target):
     """The first derivative's count is in the test above; d is the head size of query and key, e that of value."""
