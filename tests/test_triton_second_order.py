@@ -32,7 +32,7 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
     """Both operators against float64, on the inputs' device if gpu is None; gives the names of the kernels launched in
     the simulator of a gpu. `moving` names the inputs that have a tangent, or a cotangent of their gradient."""
     tensors = {name: x.detach() for name, x in inputs.tensors.items()}
-    q, k, v, bias, _, params, _ = Problem.from_sdpa(*tensors.values(), **options)
+    q, k, v, bias, ranges, params, _ = Problem.from_sdpa(*tensors.values(), **options)
     seed = keep = None
     if params.dropout_p:
         seed = rng.draw_seed(q.device)
@@ -40,13 +40,13 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
     direction = along(inputs, moving)
     given = [direction.get(name) for name in EVERYTHING]
     with routed(gpu) if gpu else contextlib.nullcontext([]) as launched:
-        out, lse = ops.forward(q, k, v, bias, None, seed, *params, True, "triton")
+        out, lse = ops.forward(q, k, v, bias, ranges, seed, *params, True, "triton")
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse) * has_grad_lse
         launched.clear()
-        tout, tlse = ops.tangent(q, k, v, bias, None, seed, *given, out, lse, *params, "triton")
+        tout, tlse = ops.tangent(q, k, v, bias, ranges, seed, *given, out, lse, *params, "triton")
         mask = 55 if bias is None or bias.dtype == torch.bool else 63
         grads = (grad_out, grad_lse if has_grad_lse else None)
-        second = ops.second_backward(*given, *grads, q, k, v, bias, None, seed, out, lse, *params, mask, "triton")
+        second = ops.second_backward(*given, *grads, q, k, v, bias, ranges, seed, out, lse, *params, mask, "triton")
     want = testing.expected_second_order(
         **tensors, tangents=direction, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
     )

@@ -36,7 +36,7 @@ TORCH = "distributed features jagged memory nn overrides sdpa_provider second_or
 TORCH += " varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
 CUDA += " cycles fuzz gate"
-TRITON = "choice fuzz gate triton triton_decode triton_second_order triton_suite"
+TRITON = "choice fuzz gate triton triton_decode triton_ranges triton_second_order triton_suite"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
 MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward gradients sdpa_provider"

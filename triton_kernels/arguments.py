@@ -66,11 +66,14 @@ def score_constants(params: AttentionParams) -> dict[str, Any]:
     return {"SOFTCAP": params.softcap != 0}
 
 
-class Biases(NamedTuple):
-    """The bias and its tangent."""
+class Masks(NamedTuple):
+    """What is known of scores beside products and band: the bias and its tangent, the key ranges, and of these what
+    `ranges.visits_kernel` leaves."""
 
     bias: Any
     tbias: Any
+    ranges: Any
+    visits: Any
 
 
 class Queries(NamedTuple):

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Biases, Call, Keys, Queries, RowTerms, Strides
+from .arguments import Call, Keys, Masks, Queries, RowTerms, Strides
+from .ranges import next_keys, next_queries, row_ends, visiting
 from .score import (
     dropout_keep,
     load_row_terms,
@@ -41,10 +42,10 @@ from .score import (
 from .tiles import (
     add_product,
     add_rows_and_products,
-    biases_of,
     head_of,
     load_tile,
     load_tiles,
+    masks_of,
     operand,
     products,
     store_tiles,
@@ -63,6 +64,8 @@ class BackwardStrides(NamedTuple):
     v: Strides
     grad_out: Strides
     bias: Strides
+    ranges: Strides
+    visits: Strides
     tq: Strides
     tk: Strides
     tv: Strides
@@ -122,19 +125,22 @@ def delta_kernel(grad_out, out, grad_lse, delta, strides: DeltaStrides, heads, s
 
 @triton.jit
 def _dkdv_blocks(
-    grads, k, v, q, grad_out, terms, row_offset, biases, strides, philox, first_col, begin, end, call,
+    grads, k, v, q, grad_out, terms, row_offset, masks, strides, philox, first_col, begin, end, call,
     C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums over the queries [begin, end) of one head. Tiles are transposed, [keys, queries], so that probabilities
     and score gradients are the left operands of their products as they stand."""
-    TAIL: tl.constexpr = MASKED or not C.HAS_LOW
+    TAIL: tl.constexpr = MASKED or not C.HAS_LOW or C.RANGES > 0
     dk, dv = grads
     cols = first_col + tl.arange(0, C.BLOCK_N)
     for first_row in range(begin, end, C.BLOCK_M):
         rows = first_row + tl.arange(0, C.BLOCK_M)
         qk, x, q_tiles = products(k, q, first_row, C.QK, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL, C.TK, C.TQ)
         base, delta, mu, nu = load_row_terms(terms, row_offset, rows, call.seqlen_q, C)
-        s, t = scores(qk, rows[None, :], cols[:, None], biases.bias, strides.bias, call, C, MASKED)
+        ends = None
+        if MASKED and C.RANGES > 0:
+            ends = row_ends(masks, strides, rows, call, C)
+        s, t = scores(qk, rows[None, :], cols[:, None], masks.bias, strides.bias, ends, call, C, MASKED)
         p = probabilities(s, base[None, :], C.NATURAL)
         keep = p > 0.0
         kept = p
@@ -144,7 +150,7 @@ def _dkdv_blocks(
             kept = tl.where(keep, p * call.dropout_scale, 0.0)
         if C.TANGENT:
             dp, u, g_tiles = products(v, grad_out, first_row, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL, C.TV)
-            ts, product = score_tangent(x, t, rows[None, :], cols[:, None], biases.tbias, strides.tbias, call, C)
+            ts, product = score_tangent(x, t, rows[None, :], cols[:, None], masks.tbias, strides.tbias, call, C)
             _, ds, tangent, kept = second_gradient(
                 p, ts, product, dp, u, delta[None, :], mu[None, :], nu[None, :], t, keep, call, C
             )
@@ -160,7 +166,7 @@ def _dkdv_blocks(
 
 @triton.jit
 def dkdv_kernel(
-    q0, q1, tq0, tq1, grad_out0, grad_out1, keys: Keys, biases: Biases, seed, terms: RowTerms, grads: KeyGrads,
+    q0, q1, tq0, tq1, grad_out0, grad_out1, keys: Keys, masks: Masks, seed, terms: RowTerms, grads: KeyGrads,
     strides: DkdvStrides, heads_out, kv_group, call: Call, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of BLOCK_N keys of one head of `heads_out`, summed over the kv_group query heads that
@@ -187,13 +193,27 @@ def dkdv_kernel(
         philox = philox_of(seed, call, b, h, C)
         q = operand(q0, q1, tq0, tq1, b, h, given.q, given.tq, call.seqlen_q, C.TQ, C.TMA)
         g = operand(grad_out0, grad_out1, None, None, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, C.TMA)
-        head_biases = biases_of(biases, b, h, given, C)
+        head_masks = masks_of(masks, b, h, given, C)
         row_offset = (b.to(tl.int64) * call.heads + h) * call.seqlen_q
-        for part in tl.static_range(0 if C.HAS_HIGH else 1, 3 if C.HAS_LOW else 2):
-            sums = _dkdv_blocks(
-                sums, k_tiles, v_tiles, q, g, terms, row_offset, head_biases, given, philox, first_col,
-                bounds[part], bounds[part + 1], call, C, part != 1,
-            )  # fmt: skip
+        if C.RANGES > 0:
+            at, last = visiting(masks.visits, b, h, given.visits, first_col, call, C)
+            while at < last:
+                begin, middle, end = next_queries(head_masks, given, first_col, at, call, C)
+                sums = _dkdv_blocks(
+                    sums, k_tiles, v_tiles, q, g, terms, row_offset, head_masks, given, philox, first_col, begin,
+                    middle, call, C, True,
+                )  # fmt: skip
+                sums = _dkdv_blocks(
+                    sums, k_tiles, v_tiles, q, g, terms, row_offset, head_masks, given, philox, first_col, middle,
+                    end, call, C, False,
+                )  # fmt: skip
+                at = end
+        else:
+            for part in tl.static_range(0 if C.HAS_HIGH else 1, 3 if C.HAS_LOW else 2):
+                sums = _dkdv_blocks(
+                    sums, k_tiles, v_tiles, q, g, terms, row_offset, head_masks, given, philox, first_col,
+                    bounds[part], bounds[part + 1], call, C, part != 1,
+                )  # fmt: skip
 
     dk, dv = sums
     to_dk = head_of(grads.dk, b, ho, strides.dk)
@@ -204,21 +224,22 @@ def dkdv_kernel(
 
 @triton.jit
 def score_gradients(
-    q, grad_out, terms, k, v, biases, strides, philox, rows, first_col, call, C: tl.constexpr, MASKED: tl.constexpr
-):
+    q, grad_out, terms, k, v, masks, strides, philox, rows, ends, first_col, call, C: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """Of one tile of scores: the gradients of the scores, of the products q k^T before scale, with a TANGENT of these
-    products' tangent; and the tiles of k. terms: of `load_row_terms`."""
+    products' tangent; and the tiles of k. terms: of `load_row_terms`; ends as in `scores`."""
     base, delta, mu, nu = terms
     cols = first_col + tl.arange(0, C.BLOCK_N)
     qk, x, k_tiles = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, C.TQ, C.TK)
-    s, t = scores(qk, rows[:, None], cols[None, :], biases.bias, strides.bias, call, C, MASKED)
+    s, t = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
     p = probabilities(s, base[:, None], C.NATURAL)
     dp, u, _ = products(grad_out, v, first_col, C.V, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, False, C.TV)
     keep = p > 0.0
     if C.DROPOUT:
         keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
     if C.TANGENT:
-        ts, product = score_tangent(x, t, rows[:, None], cols[None, :], biases.tbias, strides.tbias, call, C)
+        ts, product = score_tangent(x, t, rows[:, None], cols[None, :], masks.tbias, strides.tbias, call, C)
         ds, raw, tangent, _ = second_gradient(
             p, ts, product, dp, u, delta[:, None], mu[:, None], nu[:, None], t, keep, call, C
         )
@@ -230,14 +251,17 @@ def score_gradients(
 
 @triton.jit
 def _dq_blocks(
-    dq, q, grad_out, terms, k, v, biases, dbias, strides, philox, first_row, begin, end, call, C: tl.constexpr,
+    dq, q, grad_out, terms, k, v, masks, dbias, strides, philox, first_row, begin, end, call, C: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sum over the keys [begin, end); with DBIAS also stores the gradients of the scores."""
     rows = first_row + tl.arange(0, C.BLOCK_M)
+    ends = None
+    if MASKED and C.RANGES > 0:
+        ends = row_ends(masks, strides.inputs, rows, call, C)
     for first_col in range(begin, end, C.BLOCK_N):
         ds, raw, tangent, k_tiles = score_gradients(
-            q, grad_out, terms, k, v, biases, strides.inputs, philox, rows, first_col, call, C, MASKED
+            q, grad_out, terms, k, v, masks, strides.inputs, philox, rows, ends, first_col, call, C, MASKED
         )
         if C.DBIAS:
             cols = first_col + tl.arange(0, C.BLOCK_N)
@@ -252,11 +276,11 @@ def _dq_blocks(
 
 @triton.jit
 def dq_kernel(
-    k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries: Queries, biases: Biases, seed, terms: RowTerms, grads: QueryGrads,
+    k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries: Queries, masks: Masks, seed, terms: RowTerms, grads: QueryGrads,
     strides: DqStrides, call: Call, C: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of BLOCK_M queries of one head; with a TANGENT gq. With DBIAS (a bias with an entry per score)
-    also the bias' gradient: every entry within the band is stored; the caller zeroes the rest.
+    also the bias' gradient: every entry of a block that a query attends to is stored; the caller zeroes the rest.
 
     tq, tk, tv have the shapes of q, k, v, tbias broadcasts to the scores; each may be None for zero. Pointers and
     descriptors as in forward_kernel. Grid: blocks of queries * batch * heads.
@@ -269,7 +293,7 @@ def dq_kernel(
     g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, False)
     k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.seqlen_k, C.TK, C.TMA)
     v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.seqlen_k, C.TV, C.TMA)
-    head_biases = biases_of(biases, b, h, given, C)
+    head_masks = masks_of(masks, b, h, given, C)
     dbias = grads.dbias
     if C.DBIAS:
         dbias = head_of(dbias, b, h, strides.dbias)
@@ -278,11 +302,25 @@ def dq_kernel(
     rows = first_row + tl.arange(0, C.BLOCK_M)
     row_terms = load_row_terms(terms, batch_head.to(tl.int64) * call.seqlen_q, rows, call.seqlen_q, C)
     dq = zeros(C.BLOCK_M, C.QK)
-    bounds = visited_keys(first_row, call, C)
-    for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
-        dq = _dq_blocks(
-            dq, q_tiles, g_tiles, row_terms, k, v, head_biases, dbias, strides, philox, first_row,
-            bounds[part], bounds[part + 1], call, C, part != 1,
-        )  # fmt: skip
+    if C.RANGES > 0:
+        at = 0
+        while at < call.seqlen_k:
+            begin, middle, end = next_keys(head_masks, given, first_row, at, call, C)
+            dq = _dq_blocks(
+                dq, q_tiles, g_tiles, row_terms, k, v, head_masks, dbias, strides, philox, first_row, begin, middle,
+                call, C, True,
+            )  # fmt: skip
+            dq = _dq_blocks(
+                dq, q_tiles, g_tiles, row_terms, k, v, head_masks, dbias, strides, philox, first_row, middle, end,
+                call, C, False,
+            )  # fmt: skip
+            at = end
+    else:
+        bounds = visited_keys(first_row, call, C)
+        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
+            dq = _dq_blocks(
+                dq, q_tiles, g_tiles, row_terms, k, v, head_masks, dbias, strides, philox, first_row,
+                bounds[part], bounds[part + 1], call, C, part != 1,
+            )  # fmt: skip
     to_dq = head_of(grads.dq, b, h, strides.dq)
     store_tiles(to_dq, dq, call.softmax_scale, first_row, strides.dq.row, call.seqlen_q, C.QK, C.BLOCK_M)

@@ -8,10 +8,11 @@ entry per score falls off dq_kernel.) Second order as in backward.py.
 import triton
 import triton.language as tl
 
-from .arguments import Biases, Call, Keys, Queries, RowTerms
+from .arguments import Call, Keys, Masks, Queries, RowTerms
 from .backward import BackwardStrides, score_gradients
+from .ranges import next_keys, row_ends, visiting
 from .score import load_row_terms, philox_of
-from .tiles import biases_of, load_tiles, operand
+from .tiles import load_tiles, masks_of, operand
 
 
 @triton.jit
@@ -67,8 +68,23 @@ def _store_shared(dbias, acc, own, row_begin, col_begin, call, C: tl.constexpr):
 
 
 @triton.jit
+def _add_blocks(acc, q, grad_out, terms, k, v, masks, strides, philox, first_row, begin, end, call, C: tl.constexpr):
+    """acc + the score gradients of the columns [begin, end)."""
+    rows = first_row + tl.arange(0, C.BLOCK_M)
+    ends = None
+    if C.RANGES > 0:
+        ends = row_ends(masks, strides, rows, call, C)
+    for first_col in range(begin, end, C.BLOCK_N):
+        ds, _, _, _ = score_gradients(
+            q, grad_out, terms, k, v, masks, strides, philox, rows, ends, first_col, call, C, True
+        )
+        acc += ds
+    return acc
+
+
+@triton.jit
 def bias_gradient_kernel(
-    queries: Queries, keys: Keys, biases: Biases, seed, terms: RowTerms, dbias, strides: BackwardStrides, bias_batch,
+    queries: Queries, keys: Keys, masks: Masks, seed, terms: RowTerms, dbias, strides: BackwardStrides, bias_batch,
     bias_heads, call: Call, C: tl.constexpr,
 ):  # fmt: skip
     """dbias (bias_batch, bias_heads, seqlen_q or 1, seqlen_k or 1), contiguous; bias_batch, bias_heads are 1 or batch
@@ -90,10 +106,14 @@ def bias_gradient_kernel(
         g = operand(g, g, g, g, b, h, strides.grad_out, strides.grad_out, call.seqlen_q, False, False)
         k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, strides.k, strides.tk, call.seqlen_k, C.TK, False)
         v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, strides.v, strides.tv, call.seqlen_k, C.TV, False)
-        head_biases = biases_of(biases, b, h, strides, C)
+        head_masks = masks_of(masks, b, h, strides, C)
         row_offset = (b.to(tl.int64) * call.heads + h) * call.seqlen_q
         philox = philox_of(seed, call, b, h, C)
-        for first_row in range(row_begin, row_end, C.BLOCK_M):
+        reached_begin = row_begin
+        reached_end = row_end
+        if C.RANGES > 0 and C.ROWS_SHARED and not C.COLS_SHARED:
+            reached_begin, reached_end = visiting(masks.visits, b, h, strides.visits, col_begin, call, C)
+        for first_row in range(reached_begin, reached_end, C.BLOCK_M):
             rows = first_row + tl.arange(0, C.BLOCK_M)
             # Of these columns, those that some row reaches.
             begin = col_begin
@@ -102,14 +122,24 @@ def bias_gradient_kernel(
                 begin = tl.maximum(begin, (first_row + call.band_low) // C.BLOCK_N * C.BLOCK_N)
             if C.HAS_HIGH:
                 end = tl.minimum(end, tl.minimum(first_row + C.BLOCK_M, call.seqlen_q) + call.band_high)
+            run_end = end
+            if C.RANGES > 0:
+                begin, _, run_end = next_keys(head_masks, strides, first_row, begin, call, C)
             if begin < end:
                 q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
                 g_tiles = load_tiles(g, first_row, C.V, C.BLOCK_M, C, False, False, True)
                 row_terms = load_row_terms(terms, row_offset, rows, call.seqlen_q, C)
-                for first_col in range(begin, end, C.BLOCK_N):
-                    ds, _, _, _ = score_gradients(
-                        q_tiles, g_tiles, row_terms, k, v, head_biases, strides, philox, rows, first_col, call,
-                        C, True,
+                if C.RANGES > 0:
+                    while begin < end:
+                        run_end = tl.minimum(run_end, end)
+                        acc = _add_blocks(
+                            acc, q_tiles, g_tiles, row_terms, k, v, head_masks, strides, philox, first_row, begin,
+                            run_end, call, C,
+                        )  # fmt: skip
+                        begin, _, run_end = next_keys(head_masks, strides, first_row, run_end, call, C)
+                else:
+                    acc = _add_blocks(
+                        acc, q_tiles, g_tiles, row_terms, k, v, head_masks, strides, philox, first_row, begin, end,
+                        call, C,
                     )  # fmt: skip
-                    acc += ds
     _store_shared(dbias, acc, own, row_begin, col_begin, call, C)

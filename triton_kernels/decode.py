@@ -9,7 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Call, Strides
+from .arguments import Call, Masks, Strides
+from .ranges import load_ends, span_of_keys
 from .score import log_sum_exp, scores, softmax_step
 from .tiles import Tiles, add_rows, head_of, load_tile, operand, products, zeros
 
@@ -19,6 +20,7 @@ class DecodeStrides(NamedTuple):
     k: Strides
     v: Strides
     bias: Strides
+    ranges: Strides
 
 
 class CombineStrides(NamedTuple):
@@ -40,9 +42,66 @@ def _store_rows(pointers, tile, live, first_dim, dims, DIMS: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(
-    q, k, v, bias, part_out, part_lse, strides: DecodeStrides, heads_k, group, splits, call: Call, C: tl.constexpr
+def _share(row_tile, group, split, splits, call, C: tl.constexpr):
+    """A split's part of the keys that some row of a tile reaches, in whole blocks, dealt out evenly."""
+    seqlen_q = call.seqlen_q
+    seqlen_k = call.seqlen_k
+    first_row = row_tile * C.BLOCK_M // group
+    last_row = tl.minimum((row_tile * C.BLOCK_M + C.BLOCK_M - 1) // group, seqlen_q - 1)
+    begin = 0
+    end = seqlen_k
+    if C.HAS_LOW:
+        begin = tl.minimum(tl.maximum(first_row + call.band_low, 0), seqlen_k) // C.BLOCK_N * C.BLOCK_N
+    if C.HAS_HIGH:
+        end = tl.minimum(tl.maximum(last_row + 1 + call.band_high, 0), seqlen_k)
+    blocks = (tl.maximum(end - begin, 0) + C.BLOCK_N - 1) // C.BLOCK_N
+    each = (blocks + splits - 1) // splits
+    begin += split * each * C.BLOCK_N
+    end = tl.minimum(end, begin + each * C.BLOCK_N)
+    return begin, end
+
+
+@triton.jit
+def _visited_blocks(ends, live, call, C: tl.constexpr):
+    """How many blocks rows with these `Ends` visit."""
+    count = 0
+    at = 0
+    while at < call.seqlen_k:
+        begin, _, end = span_of_keys(ends, live, at, C)
+        count += (end - begin) // C.BLOCK_N
+        at = end
+    return count
+
+
+@triton.jit
+def _decode_blocks(
+    acc, row_max, row_sum, q, live, k, v, bias, bias_strides, rows, ends, begin, end, call, C: tl.constexpr
 ):
+    """The online softmax over the columns [begin, end). q: pointers to the rows, and their two tiles."""
+    for first_col in range(begin, end, C.BLOCK_N):
+        cols = first_col + tl.arange(0, C.BLOCK_N)
+        if C.CHUNK > 0:
+            qk = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+            for dim in range(0, C.QK.dims, C.CHUNK):
+                x = _load_rows(q[0], live, dim, C.QK.dims, C.CHUNK)
+                tile = load_tile(
+                    k.x0, 0, 0, first_col, k.stride, call.seqlen_k, dim, C.QK.dims, C.BLOCK_N, C.CHUNK, False, True
+                )
+                qk = tl.dot(x, tl.trans(tile), qk, input_precision=C.PRECISION)
+        else:
+            q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0)
+            qk, _, _ = products(q_tiles, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, False, True)
+        s, _ = scores(qk, rows[:, None], cols[None, :], bias, bias_strides, ends, call, C, True)
+        p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True, C.NATURAL)
+        acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, False, True)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, masks: Masks, part_out, part_lse, strides: DecodeStrides, heads_k, group, splits, call: Call,
+    C: tl.constexpr,
+):  # fmt: skip
     """One split of the keys for BLOCK_M rows of one key head; row r is query r // group of query head r % group.
 
     part_out (batch, heads, seqlen_q, splits, head_dim_v) and part_lse (batch, heads, seqlen_q, splits), contiguous
@@ -69,43 +128,39 @@ def decode_kernel(
     q1 = q0
     if C.QK.rest > 0 and C.CHUNK == 0:
         q1 = _load_rows(q, live, C.QK.first, C.QK.dims, C.QK.rest)
-    bias_rows = bias
+    bias = masks.bias
     if C.BIAS > 0:
-        bias_rows = bias + b * strides.bias.b + heads[:, None] * strides.bias.h
-
-    # The keys that some row reaches, in whole blocks, dealt out evenly.
-    first_row = row_tile * C.BLOCK_M // group
-    last_row = tl.minimum((row_tile * C.BLOCK_M + C.BLOCK_M - 1) // group, seqlen_q - 1)
-    begin = 0
-    end = seqlen_k
-    if C.HAS_LOW:
-        begin = tl.minimum(tl.maximum(first_row + call.band_low, 0), seqlen_k) // C.BLOCK_N * C.BLOCK_N
-    if C.HAS_HIGH:
-        end = tl.minimum(tl.maximum(last_row + 1 + call.band_high, 0), seqlen_k)
-    blocks = (tl.maximum(end - begin, 0) + C.BLOCK_N - 1) // C.BLOCK_N
-    each = (blocks + splits - 1) // splits
-    begin += split * each * C.BLOCK_N
-    end = tl.minimum(end, begin + each * C.BLOCK_N)
+        bias += b * strides.bias.b + heads[:, None] * strides.bias.h
 
     acc = zeros(C.BLOCK_M, C.V)
     row_max = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([C.BLOCK_M], tl.float32)
-    for first_col in range(begin, end, C.BLOCK_N):
-        cols = first_col + tl.arange(0, C.BLOCK_N)
-        if C.CHUNK > 0:
-            qk = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
-            for dim in range(0, C.QK.dims, C.CHUNK):
-                x = _load_rows(q, live, dim, C.QK.dims, C.CHUNK)
-                tile = load_tile(
-                    k.x0, 0, 0, first_col, k.stride, seqlen_k, dim, C.QK.dims, C.BLOCK_N, C.CHUNK, False, True
-                )
-                qk = tl.dot(x, tl.trans(tile), qk, input_precision=C.PRECISION)
-        else:
-            q_tiles = Tiles(q0, q1, q0, q1, 0, 0, 0, 0)
-            qk, _, _ = products(q_tiles, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, False, True)
-        s, _ = scores(qk, rows[:, None], cols[None, :], bias_rows, strides.bias, call, C, True)
-        p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True, C.NATURAL)
-        acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, False, True)
+    q_tiles = q, q0, q1
+    if C.RANGES > 0:
+        ranges = masks.ranges + b * strides.ranges.b + heads * strides.ranges.h
+        ends = load_ends(ranges, rows, live, strides.ranges.row, call, C)
+        each = (_visited_blocks(ends, live, call, C) + splits - 1) // splits
+        passed = split * each  # blocks that are others'
+        left = each
+        at = 0
+        while (at < seqlen_k) & (left > 0):
+            begin, _, end = span_of_keys(ends, live, at, C)
+            at = end
+            blocks = (end - begin) // C.BLOCK_N
+            skipped = tl.minimum(blocks, passed)
+            passed -= skipped
+            taken = tl.minimum(blocks - skipped, left)
+            left -= taken
+            begin += skipped * C.BLOCK_N
+            acc, row_max, row_sum = _decode_blocks(
+                acc, row_max, row_sum, q_tiles, live, k, v, bias, strides.bias, rows, ends, begin,
+                begin + taken * C.BLOCK_N, call, C,
+            )  # fmt: skip
+    else:
+        begin, end = _share(row_tile, group, split, splits, call, C)
+        acc, row_max, row_sum = _decode_blocks(
+            acc, row_max, row_sum, q_tiles, live, k, v, bias, strides.bias, rows, None, begin, end, call, C
+        )
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Call, Strides
+from .arguments import Call, Masks, Strides
+from .ranges import next_keys, row_ends
 from .score import dropout_keep, log_sum_exp, program_rows, scores, softmax_step, visited_keys
-from .tiles import add_rows, head_of, load_tiles, operand, products, store_tiles, zeros
+from .tiles import add_rows, head_of, load_tiles, masks_of, operand, products, store_tiles, zeros
 
 
 class ForwardStrides(NamedTuple):
@@ -19,20 +20,24 @@ class ForwardStrides(NamedTuple):
     k: Strides
     v: Strides
     bias: Strides
+    ranges: Strides
     out: Strides
 
 
 @triton.jit
 def _forward_blocks(
-    acc, row_max, row_sum, q, k, v, bias, bias_strides, philox, first_row, begin, end, call, C: tl.constexpr,
+    acc, row_max, row_sum, q, k, v, masks, strides, philox, first_row, begin, end, call, C: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the columns [begin, end)."""
     rows = first_row + tl.arange(0, C.BLOCK_M)
+    ends = None
+    if MASKED and C.RANGES > 0:
+        ends = row_ends(masks, strides, rows, call, C)
     for first_col in range(begin, end, C.BLOCK_N):
         cols = first_col + tl.arange(0, C.BLOCK_N)
         qk, _, _ = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED)
-        s, _ = scores(qk, rows[:, None], cols[None, :], bias, bias_strides, call, C, MASKED)
+        s, _ = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, MASKED or C.BIAS > 0, C.NATURAL)
         if C.DROPOUT:
             keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
@@ -42,11 +47,13 @@ def _forward_blocks(
 
 
 @triton.jit
-def forward_kernel(q, k0, k1, v0, v1, bias, seed, out, lse, strides: ForwardStrides, call: Call, C: tl.constexpr):
+def forward_kernel(
+    q, k0, k1, v0, v1, masks: Masks, seed, out, lse, strides: ForwardStrides, call: Call, C: tl.constexpr
+):
     """out = softmax(scores) v and lse for one block of BLOCK_M queries of one head.
 
     q (batch, heads, seqlen_q, head_dim), k, v: pointers, or descriptors if TMA (k0, v0 for the columns of the first
-    tile, k1, v1 for the rest); bias: a pointer with broadcast strides 0; seed: int64 Philox keys, one per seeded_batch
+    tile, k1, v1 for the rest); masks: pointers with broadcast strides 0; seed: int64 Philox keys, one per seeded_batch
     batch elements; out like q; lse (batch, heads, seqlen_q) contiguous, fp32, natural logarithm.
     Grid: blocks of queries * batch * heads.
     """
@@ -55,19 +62,32 @@ def forward_kernel(q, k0, k1, v0, v1, bias, seed, out, lse, strides: ForwardStri
     rows_of_q = operand(q, q, q, q, b, h, strides.q, strides.q, call.seqlen_q, False, False)
     k = operand(k0, k1, k0, k1, b, hk, strides.k, strides.k, call.seqlen_k, False, C.TMA)
     v = operand(v0, v1, v0, v1, b, hv, strides.v, strides.v, call.seqlen_k, False, C.TMA)
-    if C.BIAS > 0:
-        bias = head_of(bias, b, h, strides.bias)
+    head_masks = masks_of(masks, b, h, strides, C)
     q_tiles = load_tiles(rows_of_q, first_row, C.QK, C.BLOCK_M, C, False, False, True)
     acc = zeros(C.BLOCK_M, C.V)
     row_max = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([C.BLOCK_M], tl.float32)
 
-    bounds = visited_keys(first_row, call, C)
-    for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
-        acc, row_max, row_sum = _forward_blocks(
-            acc, row_max, row_sum, q_tiles, k, v, bias, strides.bias, philox, first_row, bounds[part], bounds[part + 1],
-            call, C, part != 1,
-        )  # fmt: skip
+    if C.RANGES > 0:
+        at = 0
+        while at < call.seqlen_k:
+            begin, middle, end = next_keys(head_masks, strides, first_row, at, call, C)
+            acc, row_max, row_sum = _forward_blocks(
+                acc, row_max, row_sum, q_tiles, k, v, head_masks, strides, philox, first_row, begin, middle, call, C,
+                True,
+            )  # fmt: skip
+            acc, row_max, row_sum = _forward_blocks(
+                acc, row_max, row_sum, q_tiles, k, v, head_masks, strides, philox, first_row, middle, end, call, C,
+                False,
+            )  # fmt: skip
+            at = end
+    else:
+        bounds = visited_keys(first_row, call, C)
+        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
+            acc, row_max, row_sum = _forward_blocks(
+                acc, row_max, row_sum, q_tiles, k, v, head_masks, strides, philox, first_row, bounds[part],
+                bounds[part + 1], call, C, part != 1,
+            )  # fmt: skip
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)

@@ -21,12 +21,14 @@ from .configs import Config
 from .decode import combine_kernel, decode_kernel
 from .forward import forward_kernel
 from .launch import NOTHING, Leaf
+from .ranges import VISIT, visits_kernel
 from .tangent import tangent_kernel
 
 Sizes = tuple[int, ...]
 
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "u8"}
 DELTA = Config(64, 0, 4, 1)
+VISITS = Config(VISIT.value, VISIT.value, 4, 1)
 _HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of head size head_dim_v
 table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
 
@@ -40,7 +42,8 @@ def use_table(chosen: configs.Table) -> None:
 
 
 class TensorSpec(NamedTuple):
-    """What a plan knows of a tensor (batch, heads, length, size)."""
+    """What a plan knows of a tensor (batch, heads, length, size), or of key ranges, (batch, heads, length, 1 or 2, 2)
+    of which the first three may be 1."""
 
     shape: Sizes
     stride: Sizes
@@ -101,6 +104,7 @@ class PlanKey(NamedTuple):
     seeds: int  # Philox keys; 0: no dropout
     params: AttentionParams
     tf32: bool  # products of float32 may be rounded to tf32
+    ranges: TensorSpec | None = None
 
 
 class Direction(NamedTuple):
@@ -159,7 +163,9 @@ class Backward(NamedTuple):
     dbias: Step | None
     parts: tuple[tuple[Layout, torch.dtype], ...]  # dk and dv as dkdv_kernel writes them: of as many heads or more
     bias_falls_off: bool  # dq_kernel stores the bias' gradient too,
-    zero_bias: bool  # but for what the band excludes
+    zero_bias: bool  # but for what the band and the key ranges exclude
+    visits: Step | None = None  # before dkdv and dbias, where these ask which queries visit their keys: writes
+    visits_shape: Sizes = ()  # what this is the shape of, zeros before
 
 
 class Tangent(NamedTuple):
@@ -259,6 +265,7 @@ class _Builder:
             "V": _columns(head_dim_v),
             "BIAS": 0,
             "NATURAL": False,
+            "RANGES": 0 if problem.ranges is None else problem.ranges.shape[3],
             **score_constants(problem.params),
             "DROPOUT": problem.seeds > 0,
             # A bound that excludes no entry is none, such as that of a bottom-right causal band of one query.
@@ -269,7 +276,7 @@ class _Builder:
             **dict.fromkeys(("TQ", "TK", "TV", "TBIAS"), 0),
         }
         self.tensors: dict[str, Leaf] = {
-            **dict.fromkeys(("bias", "tq", "tk", "tv", "tbias", "grad_out", "mu", "nu"), NOTHING),
+            **dict.fromkeys(("bias", "tq", "tk", "tv", "tbias", "ranges", "visits", "grad_out", "mu", "nu"), NOTHING),
             **{f"{name}{n}": NOTHING for name in ("tq", "tk", "tv") for n in (0, 1)},
             "seed": Leaf("*i64") if problem.seeds else NOTHING,
             "lse": Leaf("*fp32"),
@@ -282,6 +289,8 @@ class _Builder:
         if problem.bias is not None:
             assert problem.bias_dtype is not None
             self._bias("bias", problem.bias, problem.bias_dtype)
+        if problem.ranges is not None:
+            self._integers("ranges", problem.ranges)
         self.constants["NATURAL"] = self.constants["BIAS"] % 2 == 1
 
     def tensor(self, name: str, x: TensorSpec, dtype: torch.dtype) -> None:
@@ -305,6 +314,11 @@ class _Builder:
         if self.tensors[name].divisor > 1 and self.numbers["seqlen_k"] % unit == 0:
             # Else the mask of its last columns cuts vectors.
             self.divisors["seqlen_k"] = max(unit, self.divisors.get("seqlen_k", 1))
+
+    def _integers(self, name: str, x: TensorSpec) -> None:
+        """ranges or visits"""
+        self.tensors[name] = Leaf("*i32")
+        self.strides[name] = Strides(*(Leaf("i64", stride) for stride in x.strides()[:3]), NOTHING)
 
     def direction(self, direction: Direction) -> None:
         problem = self.problem
@@ -377,6 +391,19 @@ class _Builder:
         kernel, rest = self.variant(delta_kernel, DELTA, own)
         return Step(kernel, self._grid("delta", DELTA, own), rest, None, ())
 
+    def visits(self) -> tuple[Step, Sizes]:
+        """The launch of visits_kernel, and the shape of what it writes."""
+        assert self.problem.ranges is not None
+        batch, heads, *_ = self.problem.ranges.shape
+        shape = (batch, heads, -(-self.numbers["seqlen_k"] // VISITS.block_n), 2)
+        self._integers("visits", TensorSpec(shape, (0, 0, 0, 0), True).like(2).spec())
+        self.numbers["ranges_heads"] = heads
+        own = {name: self.constants[name] for name in ("RANGES", "HAS_LOW", "HAS_HIGH")}
+        own |= {"BLOCK_M": VISITS.block_m, "BLOCK_N": VISITS.block_n}
+        kernel, rest = self.variant(visits_kernel, VISITS, own)
+        tiles = -(-self.numbers["seqlen_q"] // VISITS.block_m)
+        return Step(kernel, tiles * batch * heads, rest, None, ()), shape
+
     def tangent(self, direction: Direction, tout: Layout) -> Step:
         """After `direction`, and `delta` where nu is asked for."""
         problem = self.problem
@@ -386,9 +413,7 @@ class _Builder:
         loaded = {"k": problem.k, "v": problem.v, "tk": direction.k, "tv": direction.v}
         return self.step(tangent_kernel, "tangent", _given(loaded), NU=asks_nu)
 
-    def gradients(
-        self, grad_out: TensorSpec, grad_mask: int, direction: Direction | None
-    ) -> tuple[Step | None, Step | None, Step | None, tuple[tuple[Layout, torch.dtype], ...], bool, bool]:
+    def gradients(self, grad_out: TensorSpec, grad_mask: int, direction: Direction | None) -> tuple[Any, ...]:
         """The fields of a `Backward` after delta: of the first derivative, or of the second, which has a direction."""
         problem = self.problem
         q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
@@ -398,7 +423,10 @@ class _Builder:
         kv_group = math.gcd(self.numbers["group_k"], self.numbers["group_v"])
         heads_out = q.shape[1] // kv_group
         self.numbers |= {"heads_out": heads_out, "kv_group": kv_group}
-        dkdv = dq = dbias = None
+        dkdv = dq = dbias = visits = None
+        visits_shape: Sizes = ()
+        if problem.ranges is not None and grad_mask & (GRAD_K | GRAD_V | GRAD_BIAS):
+            visits, visits_shape = self.visits()
         parts = []
         if grad_mask & (GRAD_K | GRAD_V):
             for name, x in (("dk", k), ("dv", v)):
@@ -428,8 +456,8 @@ class _Builder:
                 self.strides.pop("dbias", None)
             loaded = {"k": k, "v": v, "tk": tk, "tv": tv}
             dq = self.step(dq_kernel, f"{order}dq", _given(loaded), DBIAS=falls_off)
-        zero = falls_off and (self.constants["HAS_LOW"] or self.constants["HAS_HIGH"])
-        return dkdv, dq, dbias, tuple(parts), falls_off, zero
+        zero = falls_off and any(self.constants[name] for name in ("HAS_LOW", "HAS_HIGH", "RANGES"))
+        return dkdv, dq, dbias, tuple(parts), falls_off, zero, visits, visits_shape
 
     def splits(self, processors: int) -> tuple[int, Config] | None:
         """How many parts decode_kernel cuts the keys into, and its configuration; None where forward_kernel serves

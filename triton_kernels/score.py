@@ -6,12 +6,15 @@ constant of the kernel's variant (`C`): what a kernel doesn't use isn't there.
     BIAS      0 none, 1 added (floating point), 2 bool (nonzero = attend); a bias whose rows are all the same one
               (stride_m == 0) has 2 added to these: it is loaded as a vector of columns
     SOFTCAP   s = softcap * tanh(s / softcap)
+    RANGES    how many key ranges a row has, 0 to 2
     DROPOUT   Philox bits by position, as attnkern/rng.py lays them out
     TANGENT   the kernel is one of second order; TQ, TK, TV, TBIAS: which tangents there are (TBIAS as BIAS)
 """
 
 import triton
 import triton.language as tl
+
+from .ranges import inside
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -88,15 +91,15 @@ def load_bias(bias, rows, cols, strides, call, BIAS: tl.constexpr):
 
 
 @triton.jit
-def scores(qk, rows, cols, bias, strides, call, C: tl.constexpr, MASKED: tl.constexpr):
+def scores(qk, rows, cols, bias, strides, ends, call, C: tl.constexpr, MASKED: tl.constexpr):
     """Products q k^T to scores, -inf where a query doesn't attend; and tanh, for the derivative.
 
     In the log2 domain, or C.NATURAL, the natural-log domain: with an added bias, where a row of finfo.min times log2(e)
     would be one of -inf, and lse beside a large bias not what it was made of.
 
     rows and cols are the tile's indices, shaped to broadcast to it: [M, 1] and [1, N], or [1, M] and [N, 1] of a
-    transposed tile; strides are the bias'. call.score_scale is softmax_scale * log2(e), or softmax_scale / softcap with
-    a softcap.
+    transposed tile; strides are the bias'; ends the `Ends` of the rows, 1-D, which a MASKED tile with key ranges takes.
+    call.score_scale is softmax_scale * log2(e), or softmax_scale / softcap with a softcap.
     """
     s = qk * call.score_scale
     t = s
@@ -112,11 +115,14 @@ def scores(qk, rows, cols, bias, strides, call, C: tl.constexpr, MASKED: tl.cons
         else:
             s = tl.where(b != 0, s, float("-inf"))
     if MASKED:
-        keep = (cols < call.seqlen_k) & (rows < call.seqlen_q)
-        if C.HAS_LOW:
-            keep = keep & (cols >= rows + call.band_low)
-        if C.HAS_HIGH:
-            keep = keep & (cols <= rows + call.band_high)
+        if C.RANGES > 0:
+            keep = inside(ends, rows, cols, C)
+        else:
+            keep = (cols < call.seqlen_k) & (rows < call.seqlen_q)
+            if C.HAS_LOW:
+                keep = keep & (cols >= rows + call.band_low)
+            if C.HAS_HIGH:
+                keep = keep & (cols <= rows + call.band_high)
         s = tl.where(keep, s, float("-inf"))
     return s, t
 

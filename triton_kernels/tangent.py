@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Biases, Call, Queries, Strides
+from .arguments import Call, Masks, Queries, Strides
 from .backward import BackwardStrides
+from .ranges import next_keys, row_ends
 from .score import dropout_keep, load_row_base, probabilities, program_rows, score_tangent, scores, visited_keys
-from .tiles import add_rows, biases_of, head_of, load_tile, load_tiles, operand, products, store_tile, zeros
+from .tiles import add_rows, head_of, load_tile, load_tiles, masks_of, operand, products, store_tile, zeros
 
 
 class TangentStrides(NamedTuple):
@@ -41,17 +42,20 @@ class Tangents(NamedTuple):
 
 @triton.jit
 def _tangent_blocks(
-    acc, mu, total, q, base, k, v, biases, strides, philox, first_row, begin, end, call, C: tl.constexpr,
+    acc, mu, total, q, base, k, v, masks, strides, philox, first_row, begin, end, call, C: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums over the keys [begin, end)."""
     rows = first_row + tl.arange(0, C.BLOCK_M)
+    ends = None
+    if MASKED and C.RANGES > 0:
+        ends = row_ends(masks, strides, rows, call, C)
     for first_col in range(begin, end, C.BLOCK_N):
         cols = first_col + tl.arange(0, C.BLOCK_N)
         qk, x, _ = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, C.TQ, C.TK)
-        s, t = scores(qk, rows[:, None], cols[None, :], biases.bias, strides.bias, call, C, MASKED)
+        s, t = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
         p = probabilities(s, base[:, None], C.NATURAL)
-        ts, _ = score_tangent(x, t, rows[:, None], cols[None, :], biases.tbias, strides.tbias, call, C)
+        ts, _ = score_tangent(x, t, rows[:, None], cols[None, :], masks.tbias, strides.tbias, call, C)
         weighted = p * ts
         mu += tl.sum(weighted, 1)
         total += tl.sum(p, 1)
@@ -83,7 +87,7 @@ def _finish(
 
 @triton.jit
 def tangent_kernel(
-    k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries: Queries, biases: Biases, seed, saved: Saved, tangents: Tangents,
+    k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries: Queries, masks: Masks, seed, saved: Saved, tangents: Tangents,
     strides: TangentStrides, call: Call, C: tl.constexpr,
 ):  # fmt: skip
     """tout (like out) and tlse (batch, heads, seqlen_q, contiguous fp32) of one block of queries of one head; with NU,
@@ -98,7 +102,7 @@ def tangent_kernel(
     q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call.seqlen_q, C.TQ, False)
     k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.seqlen_k, C.TK, C.TMA)
     v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.seqlen_k, C.TV, C.TMA)
-    head_biases = biases_of(biases, b, h, given, C)
+    head_masks = masks_of(masks, b, h, given, C)
     q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
     rows = first_row + tl.arange(0, C.BLOCK_M)
     inside = rows < call.seqlen_q
@@ -107,12 +111,24 @@ def tangent_kernel(
     acc = zeros(C.BLOCK_M, C.V)
     mu = tl.zeros([C.BLOCK_M], tl.float32)
     total = tl.zeros([C.BLOCK_M], tl.float32)
-    bounds = visited_keys(first_row, call, C)
-    for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
-        acc, mu, total = _tangent_blocks(
-            acc, mu, total, q_tiles, base, k, v, head_biases, given, philox, first_row, bounds[part],
-            bounds[part + 1], call, C, part != 1,
-        )  # fmt: skip
+    if C.RANGES > 0:
+        at = 0
+        while at < call.seqlen_k:
+            begin, middle, end = next_keys(head_masks, given, first_row, at, call, C)
+            acc, mu, total = _tangent_blocks(
+                acc, mu, total, q_tiles, base, k, v, head_masks, given, philox, first_row, begin, middle, call, C, True
+            )
+            acc, mu, total = _tangent_blocks(
+                acc, mu, total, q_tiles, base, k, v, head_masks, given, philox, first_row, middle, end, call, C, False
+            )
+            at = end
+    else:
+        bounds = visited_keys(first_row, call, C)
+        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
+            acc, mu, total = _tangent_blocks(
+                acc, mu, total, q_tiles, base, k, v, head_masks, given, philox, first_row, bounds[part],
+                bounds[part + 1], call, C, part != 1,
+            )  # fmt: skip
 
     # The probabilities add up to 1 but for the rounding of lse, which is thus taken out again.
     factor = 1.0 / tl.where(total == 0.0, 1.0, total)

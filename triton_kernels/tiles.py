@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Biases
+from .arguments import Masks
 
 
 class Operand(NamedTuple):
@@ -55,15 +55,18 @@ def head_of(pointer, b, h, strides):
 
 
 @triton.jit
-def biases_of(biases, b, h, strides, C: tl.constexpr):
-    """The pointers to a head's bias and to its tangent, of those that there are."""
-    bias = biases.bias
-    tbias = biases.tbias
+def masks_of(masks, b, h, strides, C: tl.constexpr):
+    """The pointers to a head's bias, its tangent and its key ranges, of those that there are."""
+    bias = masks.bias
+    tbias = masks.tbias
+    ranges = masks.ranges
     if C.BIAS > 0:
         bias = head_of(bias, b, h, strides.bias)
     if C.TBIAS > 0:
         tbias = head_of(tbias, b, h, strides.tbias)
-    return Biases(bias, tbias)
+    if C.RANGES > 0:
+        ranges = head_of(ranges, b, h, strides.ranges)
+    return Masks(bias, tbias, ranges, masks.visits)
 
 
 @triton.jit

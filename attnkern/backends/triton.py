@@ -52,8 +52,6 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"compute capability {capability / 10}, and 8.0 is needed")
     if q.dtype not in _DTYPES:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
-    if problem.ranges is not None:
-        reasons.append("its kernels have no key ranges yet")
     if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
     if 0 in (q.shape[3], v.shape[3]):
@@ -89,7 +87,7 @@ def plan(problem: Problem) -> list[str]:
 def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     """Name and `Step` of the launches of a call, in order; and how many splits of the keys there are, if any."""
     plans = _plans()
-    q, k, v, bias, _, params, _ = problem
+    q, k, v, bias, ranges, params, _ = problem
     index = q.get_device()
 
     def spec(x: Tensor, as_it_is: bool) -> Any:
@@ -109,6 +107,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         int(params.dropout_p > 0),
         params,
         _tf32(q),
+        None if ranges is None else spec(ranges, True),
     )
     wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
@@ -117,7 +116,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     if grad_mask:
         out = forward.out.spec()
         backward = plans.backward_plan(key, out, out, False, grad_mask)
-        steps += [(name, getattr(backward, name)) for name in ("delta", "dkdv", "dq", "dbias")]
+        steps += [(name, getattr(backward, name)) for name in ("visits", "delta", "dkdv", "dq", "dbias")]
     splits = forward.parts[3] if forward.parts else 0
     return [(name, step) for name, step in steps if step is not None], splits
 
@@ -152,18 +151,19 @@ def forward(
     plans = _plans()
     q, k, v, bias = _rows(q), _rows(k), _rows(v), _narrow(bias)
     index, run = q.get_device(), plans.launch.run
-    problem = _problem(plans, q, k, v, bias, philox_seed, params)
+    problem = _problem(plans, q, k, v, bias, key_ranges, philox_seed, params)
     plan = plans.forward_plan(problem, need_lse, _processors(plans, index))
+    masks = (bias, None, key_ranges, None)
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     if (step := plan.step) is not None and (combine := plan.combine) is not None:
         part_out = torch.empty(plan.parts, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(plan.parts[:-1], dtype=torch.float32, device=q.device)
-        run(step.kernel, step.grid, (q, k, v, bias, part_out, part_lse, *step.rest), index)
+        run(step.kernel, step.grid, (q, k, v, masks, part_out, part_lse, *step.rest), index)
         run(combine.kernel, combine.grid, (part_out, part_lse, out, lse if need_lse else None, *combine.rest), index)
     elif step is not None:
         tiles = step.tiles(k, v)
-        args = (q, *tiles, bias, philox_seed, out, lse if need_lse else None, *step.rest)
+        args = (q, *tiles, masks, philox_seed, out, lse if need_lse else None, *step.rest)
         run(step.kernel, step.grid, args, index)
     else:
         out.zero_()
@@ -191,7 +191,7 @@ def backward(
     lse, bias = lse.contiguous(), _narrow(bias)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    problem = _problem(plans, q, k, v, bias, philox_seed, params)
+    problem = _problem(plans, q, k, v, bias, key_ranges, philox_seed, params)
     plan = plans.backward_plan(problem, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask)
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     if plan.delta is None:
@@ -199,7 +199,7 @@ def backward(
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     index, run = q.get_device(), plans.launch.run
     run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
-    inputs = (q, k, v, grad_out, bias, philox_seed)
+    inputs = (q, k, v, grad_out, bias, key_ranges, philox_seed)
     _gradients(plans, plan, inputs, (None, None, None, None), (lse, delta, None, None), grads, dbias)
     return *grads, dbias
 
@@ -228,13 +228,13 @@ def tangent(
     plans = _plans()
     q, k, v, out, lse, bias = _rows(q), _rows(k), _rows(v), _rows(out), lse.contiguous(), _narrow(bias)
     moves, direction = _direction(plans, tq, tk, tv, tbias)
-    problem = _problem(plans, q, k, v, bias, philox_seed, params)
+    problem = _problem(plans, q, k, v, bias, key_ranges, philox_seed, params)
     plan = plans.tangent_plan(problem, direction, _spec(plans, out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if (step := plan.step) is None:
         return tout.zero_(), tlse.zero_()
-    _move(plans, step, (q, k, v, None, bias, philox_seed), moves, (out, lse), (tout, tlse, None))
+    _move(plans, step, (q, k, v, None, bias, key_ranges, philox_seed), moves, (out, lse), (tout, tlse, None))
     return tout, tlse
 
 
@@ -264,7 +264,7 @@ def second_backward(
         grad_lse = grad_lse.contiguous()
     # The cotangents are the direction in which the forward pass moves: see triton_kernels/backward.py.
     moves, direction = _direction(plans, cot_dq, cot_dk, cot_dv, cot_dbias)
-    problem = _problem(plans, q, k, v, bias, philox_seed, params)
+    problem = _problem(plans, q, k, v, bias, key_ranges, philox_seed, params)
     first, plan = plans.second_backward_plan(
         problem, direction, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask
     )
@@ -272,13 +272,13 @@ def second_backward(
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     tout = torch.empty_strided(*first.tout, dtype=q.dtype, device=device)
     mu, nu, delta = torch.empty((3, *q.shape[:3]), dtype=torch.float32, device=device)
+    inputs = (q, k, v, grad_out, bias, key_ranges, philox_seed)
     if (step := first.step) is not None:
-        _move(plans, step, (q, k, v, grad_out, bias, philox_seed), moves, (out, lse), (tout, mu, nu))
+        _move(plans, step, inputs, moves, (out, lse), (tout, mu, nu))
         run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
     else:
         tout.zero_()
         mu.zero_()
-    inputs = (q, k, v, grad_out, bias, philox_seed)
     _gradients(plans, plan, inputs, moves, (lse, delta, mu, nu), grads, dbias)
     g_grad_out = tout if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
     g_grad_lse = mu if grad_mask & GRAD_GRAD_LSE else lse.new_empty(0)
@@ -295,9 +295,10 @@ def _direction(
 
 def _move(plans: Any, step: Any, inputs: tuple, moves: tuple, saved: tuple, tangents: tuple) -> None:
     """Launches the tangent kernel. saved: out, lse; tangents, the results: tout, tlse, and nu or None."""
-    q, k, v, grad_out, bias, philox_seed = inputs
+    q, k, v, grad_out, bias, key_ranges, philox_seed = inputs
     tq, tk, tv, tbias = moves
-    args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), (bias, tbias), philox_seed, saved, tangents, *step.rest)
+    masks = (bias, tbias, key_ranges, None)
+    args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), masks, philox_seed, saved, tangents, *step.rest)
     plans.launch.run(step.kernel, step.grid, args, q.get_device())
 
 
@@ -311,21 +312,26 @@ def _gradients(
     dbias: Tensor,
 ) -> None:
     """Launches the kernels of a `Backward` after delta. terms: lse, delta, mu, nu."""
-    q, k, v, grad_out, bias, philox_seed = inputs
+    q, k, v, grad_out, bias, key_ranges, philox_seed = inputs
     tq, tk, tv, tbias = moves
-    biases, queries, keys = (bias, tbias), (q, tq, grad_out), (k, v, tk, tv)
+    queries, keys = (q, tq, grad_out), (k, v, tk, tv)
     index, run = q.get_device(), plans.launch.run
+    visits = None
+    if (step := plan.visits) is not None:
+        visits = torch.zeros(plan.visits_shape, dtype=torch.int32, device=q.device)
+        run(step.kernel, step.grid, (key_ranges, visits, *step.rest), index)
+    masks = (bias, tbias, key_ranges, visits)
     if (step := plan.dkdv) is not None:
         parts = _parts(plan, grads, q)
         tiles = step.tiles(q, tq, grad_out)
-        run(step.kernel, step.grid, (*tiles, keys, biases, philox_seed, terms, parts, *step.rest), index)
+        run(step.kernel, step.grid, (*tiles, keys, masks, philox_seed, terms, parts, *step.rest), index)
         _reduce_kv_grads(grads[1:], parts)
     if (step := plan.dq) is not None:
         targets = _targets(plan, grads, dbias, q)
         tiles = step.tiles(k, v, tk, tv)
-        run(step.kernel, step.grid, (*tiles, queries, biases, philox_seed, terms, targets, *step.rest), index)
+        run(step.kernel, step.grid, (*tiles, queries, masks, philox_seed, terms, targets, *step.rest), index)
     if (step := plan.dbias) is not None:
-        run(step.kernel, step.grid, (queries, keys, biases, philox_seed, terms, dbias, *step.rest), index)
+        run(step.kernel, step.grid, (queries, keys, masks, philox_seed, terms, dbias, *step.rest), index)
 
 
 def _empty(layout: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -381,7 +387,14 @@ def _processors(plans: Any, index: int) -> int:
 
 
 def _problem(
-    plans: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor | None, params: AttentionParams
+    plans: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    ranges: Tensor | None,
+    seed: Tensor | None,
+    params: AttentionParams,
 ) -> Any:
     """The key of a plan. (A tuple by position: names would cost a third of a short launch.)"""
     return plans.PlanKey(
@@ -395,6 +408,7 @@ def _problem(
         0 if seed is None else seed.shape[0],
         params,
         _tf32(q),
+        None if ranges is None else plans.TensorSpec(ranges.shape, ranges.stride(), True),
     )
 
 
