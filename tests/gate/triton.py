@@ -55,6 +55,19 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (90, "dkdv", 4, "plain", 256): {"90a": (48, _FEW)},
     (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},
 }
+_WIDE = (
+    "the tile of calls without ranges, whose ends are a few words of a row more; tiles of their own await measurement"
+)
+_RANGES: dict[tuple[int, str, int], dict[str, tuple[int, str]]] = {
+    (80, "dkdv", 64): {"80": (100, _WIDE), "86": (100, _WIDE), "120a": (316, _WIDE)},
+    (80, "dkdv", 128): {"120a": (8, _WIDE)},
+    (80, "dq", 64): {"80": (52, _WIDE), "86": (68, _WIDE), "120a": (160, _WIDE)},
+    (80, "dq", 128): {"86": (16, _WIDE), "120a": (24, _WIDE)},
+    (80, "forward", 64): {"80": (60, _WIDE), "86": (72, _WIDE), "120a": (184, _WIDE)},
+    (80, "forward", 128): {"80": (28, _WIDE), "86": (56, _WIDE), "120a": (272, _WIDE)},
+    (90, "dkdv", 64): {"90a": (24, _WIDE)},
+    (90, "dkdv", 128): {"90a": (580, _WIDE)},
+}
 DECODE_BUDGET = (8, _FEW)
 BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}
 
@@ -76,6 +89,25 @@ def cases() -> list[Case]:
     for itemsize, by_size in configs.DECODE.items():
         for size in by_size:
             found += _decode_cases(size, itemsize)
+    return [*found, *_cases_with_ranges()]
+
+
+def _cases_with_ranges() -> list[Case]:
+    """Two key ranges for each row: every pass, at the head sizes of most models."""
+    found = []
+    for capability, archs in ((80, "80 86 120a"), (90, "90a")):
+        for size in (64, 128):
+            problem = _problem(capability, size, 2, "plain")
+            ranges = plan.TensorSpec((1, 1, 1024, 2), (0, 0, 0, 0), True).like(2).spec()
+            problem = problem._replace(ranges=ranges)
+            steps = {name: _step(problem, name) for name in ("forward", "dkdv", "dq", "tangent")}
+            backward = plan.backward_plan(problem, problem.q, problem.q, False, GRAD_Q | GRAD_K | GRAD_V)
+            for name, step in (steps | {"visits": backward.visits}).items():
+                assert step is not None
+                about = f"triton {name} bf16 d{size} with key ranges sm_{capability}"
+                found.append(
+                    _case(about, step.kernel, archs, {archs: {"LDG": 1}}, _RANGES.get((capability, name, size), {}))
+                )
     return found
 
 
