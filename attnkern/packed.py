@@ -52,9 +52,8 @@ def _ranges(
     """
     (ends_q, used_q), (ends_k, used_k) = of_queries, of_keys
     token = torch.arange(tokens, dtype=ends_q.dtype, device=ends_q.device)
-    sequence = torch.searchsorted(ends_q[1:], token, right=True)
-    if used_q is not None:
-        sequence = sequence.clamp(max=ends_q.shape[0] - 2)  # tokens may lie behind the last end
+    # Tokens may lie behind the last end: those of no sequence, and all where ends are wrong and weren't looked at.
+    sequence = torch.searchsorted(ends_q[1:], token, right=True).clamp(max=ends_q.shape[0] - 2)
     first_q, first_k = ends_q[:-1], ends_k[:-1]
     lengths_k = ends_k.diff() if used_k is None else used_k.to(ends_k.dtype)
     # The key that a query is level with.
@@ -144,10 +143,11 @@ def _check_alike(name: str, x: Any, of: str, other: Any) -> None:
 
 
 def may_look(*tensors: Tensor) -> bool:
-    """Whether values may be checked: at no cost on the CPU, or where ATTNKERN_CHECK=1 asks for it. Traces have none."""
+    """Whether there are values, not so in traces, and they may be checked: at no cost on the CPU, or where
+    ATTNKERN_CHECK=1 asks for it."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if any(isinstance(x, (FakeTensor, FunctionalTensor)) for x in tensors):
+    if any(isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta for x in tensors):
         return False
     on_cpu = all(x.device.type == "cpu" for x in tensors)
     return on_cpu or os.environ.get("ATTNKERN_CHECK") == "1"

@@ -2,14 +2,19 @@
 
 import inspect
 import itertools
+from typing import ClassVar
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 import attnkern
 from attnkern import testing
+from attnkern.packed import packed_ranges
 
 LENGTHS = {
     "one": ([50], [50]),
@@ -177,6 +182,92 @@ def test_bad_input(what):
     arguments, options, error, message = BAD[what]
     with pytest.raises(error, match=message):
         attnkern.varlen_attention(*arguments, **options)
+
+
+# ------------------------------------------------------------------------------------------ values on another device
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a GPU and has its numbers on the CPU."""
+
+    waits: ClassVar[list[str]] = []  # what looked at numbers
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.device.__get__:
+            return torch.device("cuda:0")
+        if func in LOOKS:
+            cls.waits.append(func.__name__)
+        args, kwargs = tree_map_only(cls, lambda x: x.as_subclass(torch.Tensor), (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, lambda x: x.as_subclass(cls), func(*args, **kwargs))
+
+
+LOOKS = {torch.equal, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.nonzero, torch.Tensor.cpu}
+LOOKS |= {getattr(torch.Tensor, f"__{name}__") for name in ("bool", "int", "float", "index")}
+
+
+class MadeElsewhere(TorchFunctionMode):
+    """Tensors that are made for the GPU, for which there is none."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.arange and torch.device(kwargs.get("device", "cpu")).type == "cuda":
+            return func(*args, **{**kwargs, "device": "cpu"}).as_subclass(Elsewhere)
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def elsewhere():
+    Elsewhere.waits.clear()
+    with MadeElsewhere():
+        yield lambda x: x.as_subclass(Elsewhere)
+
+
+WRONG = {"begins late": [3, 20, 50], "falls": [0, 51, 50], "ends early": [0, 20, 49], "none at the end": [0, 20, 51]}
+
+
+@pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_ends_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch, wrong, which):
+    """By ATTNKERN_CHECK=1: on a GPU the check waits for it, and nothing else does."""
+    q, k, v = (elsewhere(torch.randn(50, 2, 8)) for _ in range(3))
+    cu = {name: elsewhere(ends([20, 30])) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    cu[which] = elsewhere(torch.tensor(WRONG[wrong], dtype=torch.int32))
+    for setting in (None, "0"):
+        monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
+        if setting is not None:
+            monkeypatch.setenv("ATTNKERN_CHECK", setting)
+        assert packed_ranges(q, k, *cu.values(), None, 3, 0, "bottom_right").device.type == "cuda"
+        assert not Elsewhere.waits
+    monkeypatch.setenv("ATTNKERN_CHECK", "1")
+    shown = ", ".join(map(str, WRONG[wrong]))
+    with pytest.raises(RuntimeError, match=rf"{which} must begin with 0, .* tokens, 50, got \[{shown}\]"):
+        attnkern.varlen_attention(q, k, v, **cu)
+
+
+@pytest.mark.parametrize("setting", [None, "1"])
+def test_right_ends_elsewhere(elsewhere, monkeypatch, setting):
+    """The results don't depend on the check, and without it nothing looks at a number."""
+    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("ATTNKERN_CHECK", setting)
+    q, k, v = (torch.randn(50, 2, 8) for _ in range(3))
+    options = {"is_causal": True, "return_lse": True, "backend": "reference"}
+    want = attnkern.varlen_attention(q, k, v, ends([20, 0, 30]), **options)
+    results = attnkern.varlen_attention(*map(elsewhere, (q, k, v, ends([20, 0, 30]))), **options)
+    for got, expected in zip(results, want, strict=True):
+        assert got.device.type == "cuda"
+        assert torch.equal(got.as_subclass(torch.Tensor), expected)
+    assert Elsewhere.waits == ([] if setting is None else ["tolist"] * 2)
+
+
+def test_ends_without_numbers_are_not_checked(monkeypatch):
+    monkeypatch.setenv("ATTNKERN_CHECK", "1")
+    q, cu = Q.to("meta"), ends([7, 4]).to("meta")
+    assert attnkern.varlen_attention(q, q, q, cu).shape == q.shape
+    with FakeTensorMode() as mode:
+        q, cu = (mode.from_tensor(x) for x in (Q, ends([7, 4])))
+        assert attnkern.varlen_attention(q, q, q, cu).shape == q.shape
 
 
 # ------------------------------------------------------------------------------------------ torch.nn.attention.varlen
