@@ -52,7 +52,7 @@ def test_problems_reach_the_extremes():
     assert share("mask=('float'", "'window'") > 0.03
     assert share("with_ranges", "'window'") > 0.05
     assert share("with_ranges", "mask=('float'") > 0.02
-    for kind in ("anything", "near", "few"):
+    for kind in ("anything", "documents", "near", "few"):
         assert share(f"with_ranges('{kind}'") > 0.05
     for shape in itertools.product("B1", "H1", "L1"):
         for count, dtype in itertools.product((1, 2), ("int32", "int64")):

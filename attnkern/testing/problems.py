@@ -33,27 +33,31 @@ class Inputs:
     def with_ranges(self, kind: str, shape: str, count: int, dtype: torch.dtype, seed: int) -> Inputs:
         """The same with random key ranges (..., count, 2); `shape` spells the rest: "BHL", "1H1", ...
 
-        kind: "anything" (ends in front of the first key and behind the last, one range in eight backwards), "near" (up
-        to 40 keys about the row's place, so that most blocks of a long row are skipped) or "few" (seven in eight
-        backwards: most rows have no key).
+        kind: "anything" (ends in front of the first key and behind the last, some as far as int32 goes, one range in
+        eight backwards), "documents" (the same of 24 rows at a time), "near" (up to 40 keys about the row's place, so
+        that most blocks of a long row are skipped) or "few" (seven ranges in eight backwards: most rows have no key).
         """
         *sizes, rows, _ = self.query.shape
         seqlen_k, generator = self.key.shape[2], torch.Generator().manual_seed(seed)
         dims = [1 if c == "1" else n for c, n in zip(shape, (*sizes, rows), strict=True)] + [count]
+        rows, alike = dims[2], 24 if kind == "documents" else 1
+        dims[2] = math.ceil(rows / alike)
 
         def draw(low: int, high: int) -> Tensor:
             return torch.randint(low, high, dims, generator=generator)
 
         if kind == "near":
-            begin = (torch.arange(dims[2]) * seqlen_k // max(1, dims[2]))[:, None] - draw(0, 40)
+            begin = (torch.arange(rows) * seqlen_k // max(1, rows))[:, None] - draw(0, 40)
             end = begin + draw(1, 41)
-        elif kind in ("anything", "few"):
+        elif kind in ("anything", "documents", "few"):
             begin = draw(-5, max(1, seqlen_k))
-            end = begin + draw(0, seqlen_k + 20)
-            turned = draw(0, 8) < (1 if kind == "anything" else 7)
+            end, far = begin + draw(0, seqlen_k + 20), draw(0, 16)
+            begin, end = begin.masked_fill(far == 0, -(2**31)), end.masked_fill(far == 1, 2**31 - 1)
+            turned = draw(0, 8) < (7 if kind == "few" else 1)
             begin, end = torch.where(turned, end, begin), torch.where(turned, begin, end)
         else:
-            raise ValueError(f"kind: got {kind!r}, expected 'anything', 'near' or 'few'")
+            raise ValueError(f"kind: got {kind!r}, expected 'anything', 'documents', 'near' or 'few'")
+        begin, end = (x.repeat_interleave(alike, 2)[:, :, :rows] for x in (begin, end))
         ranges = torch.stack([begin, end], -1).to(self.query.device, dtype)
         recipe = f"{self.recipe}.with_ranges({kind!r}, {shape!r}, {count}, {dtype}, {seed})"
         return dataclasses.replace(self, key_ranges=ranges, recipe=recipe)
@@ -244,6 +248,6 @@ def random_problem(
         seed=seed,
     )
     if ranges and rng.random() < 0.3:
-        kind, shape = rng.choice(["anything", "near", "few"]), "".join(rng.choice([c, "1"]) for c in "BHL")
+        kind, shape = rng.choice(["anything", "documents", "near", "few"]), "".join(rng.choice([c, "1"]) for c in "BHL")
         inputs = inputs.with_ranges(kind, shape, rng.choice([1, 2]), rng.choice([torch.int32, torch.int64]), seed)
     return inputs, options
