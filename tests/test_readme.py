@@ -96,6 +96,14 @@ def test_examples_run(example, monkeypatch, capsys):
     assert capsys.readouterr().out == output
 
 
+def test_examples_about_masks_run(capsys):
+    """What a line prints stands behind it."""
+    for language, code, _ in FENCE.findall((ROOT / "docs" / "masks.md").read_text()):
+        assert language == "python"
+        exec(compile(code, "docs/masks.md", "exec"), {})
+        assert capsys.readouterr().out.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+
+
 def test_there_are_examples():
     assert len(EXAMPLES) == README.count("```python\n") >= 5
     assert sum(bool(output) for _, output in EXAMPLES) == README.count("```text\n") >= 2
