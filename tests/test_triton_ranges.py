@@ -284,7 +284,7 @@ def walked(function, ranges, seqlen_q, seqlen_k, block_m, block_n, band):
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("kind", PLACES)
 def test_blocks_visited_are_those_with_a_live_score(kind, band):
-    """Each once; without a mask where every row of a block attends to every key. A run of keys holds one block at least,
+    """Each once; without a mask where every row of a block attends to every key. A run of keys holds a block at least,
     so that what lies between costs nothing; runs of queries may hold none, one for each LOOK rows."""
     for seqlen_q, seqlen_k, block_m, block_n in ((300, 800, 64, 32), (190, 700, 16, 64)):
         ranges = PLACES[kind](seqlen_q, seqlen_k)

@@ -155,9 +155,9 @@ def has_tma(capability: int) -> bool:
     return 90 <= capability < 120
 
 
-def feature_class(bias: int, softcap: bool, dropout: bool) -> str:
+def feature_class(bias: int, ranges: int, softcap: bool, dropout: bool) -> str:
     """ "tile": more than the scores is held of a tile; "mods": there is only arithmetic more."""
-    return "tile" if bias or dropout else "mods" if softcap else "plain"
+    return "tile" if bias or ranges or dropout else "mods" if softcap else "plain"
 
 
 def chunks(size: int) -> tuple[int, int]:

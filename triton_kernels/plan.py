@@ -360,7 +360,8 @@ class _Builder:
             chunk = 64  # what a chunk loads again, it would have used once: most often it owns one tile of a head
         tma = has_tma and bool(loaded) and chunk == 0
         arch = configs.arch_class(problem.capability, tma or chunk > 0)
-        feature = configs.feature_class(constants["BIAS"], constants["SOFTCAP"], constants["DROPOUT"])
+        held = (constants[name] for name in ("BIAS", "RANGES", "SOFTCAP", "DROPOUT"))
+        feature = configs.feature_class(*held)
         of_table = name.replace("dbias", "dq")  # the same products but one
         row = configs.Row(arch, of_table, problem.dtype.itemsize, feature)
         config = configs.choose(row, *sizes, table)

@@ -55,18 +55,14 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (90, "dkdv", 4, "plain", 256): {"90a": (48, _FEW)},
     (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},
 }
-_WIDE = (
-    "the tile of calls without ranges, whose ends are a few words of a row more; tiles of their own await measurement"
-)
+_ENDS = "the ends of each row's ranges, held beside the tile"
 _RANGES: dict[tuple[int, str, int], dict[str, tuple[int, str]]] = {
-    (80, "dkdv", 64): {"80": (100, _WIDE), "86": (100, _WIDE), "120a": (316, _WIDE)},
-    (80, "dkdv", 128): {"120a": (8, _WIDE)},
-    (80, "dq", 64): {"80": (52, _WIDE), "86": (68, _WIDE), "120a": (160, _WIDE)},
-    (80, "dq", 128): {"86": (16, _WIDE), "120a": (24, _WIDE)},
-    (80, "forward", 64): {"80": (60, _WIDE), "86": (72, _WIDE), "120a": (184, _WIDE)},
-    (80, "forward", 128): {"80": (28, _WIDE), "86": (56, _WIDE), "120a": (272, _WIDE)},
-    (90, "dkdv", 64): {"90a": (24, _WIDE)},
-    (90, "dkdv", 128): {"90a": (580, _WIDE)},
+    (80, "forward", 64): {"80 86": (8, _ENDS), "120a": (32, _ENDS)},
+    (80, "forward", 128): {"120a": (16, _ENDS)},
+    (80, "dq", 64): {"80 86": (8, _ENDS)},
+    (80, "dq", 128): {"120a": (24, _ENDS)},
+    (80, "dkdv", 128): {"120a": (8, _ENDS)},
+    (90, "dkdv", 128): {"90a": (76, _ENDS)},
 }
 DECODE_BUDGET = (8, _FEW)
 BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}
