@@ -117,7 +117,7 @@ def second_backward(
     )
     gbias = bias.new_zeros(bias.shape, dtype=dtype) if bias is not None and wanted(GRAD_BIAS) else None
     for tile in _tiles(q, k, v, bias, key_ranges, philox_seed, cotangents, params, dtype):
-        rows_grad = grad_out[tile.at].to(dtype)
+        rows_grad = grad_out[tile.at].to(dtype).masked_fill(tile.dead, 0.0)
         if wanted(GRAD_GRAD_OUT):
             g_grad_out[tile.at] = tile.tout()
         if wanted(GRAD_GRAD_LSE):
@@ -159,6 +159,7 @@ class _Tile(NamedTuple):
     slope: Tensor | None  # x'(z), likewise
     tz: Tensor | None  # z's tangent
     p: Tensor
+    dead: Tensor  # rows without keys
     tau: Tensor | None  # None: 0
     tlse: Tensor
 
@@ -249,6 +250,10 @@ def _tile(
     )
     if (ranges := masks[2]) is not None:
         ranges = (ranges if ranges.shape[2] == 1 else ranges[:, :, rows]) - keys.start
+    positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=q.device)
+    shifted = params._replace(band_offset=params.band_offset - keys.start)
+    live = reference.may_attend(q.shape[2], k.shape[2], bias, ranges, shifted, q.device, positions)
+    q, tq, k, v, tk, tv = reference.attended(live, [q, tq], [k, v, tk, tv])
     x = (q @ k.mT).mul_(params.softmax_scale)
     tz = _sum(None if tq is None else tq @ k.mT, None if tk is None else q @ tk.mT)
     moved = tz = None if tz is None else tz.mul_(params.softmax_scale)
@@ -258,9 +263,7 @@ def _tile(
         slope = 1.0 - tanh.square()
         x = params.softcap * tanh
         moved = None if tz is None else tz * slope
-    positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=x.device)
-    x = reference.masked(x, bias, ranges, params._replace(band_offset=params.band_offset - keys.start), positions)
-    x, dead = reference.alive(x)
+    x, dead = reference.alive(reference.masked(x, bias, live))
     p = x.softmax(-1).masked_fill_(dead, 0.0)
 
     moved = _sum(moved, None if tbias is None else tbias.to(p.dtype).expand(p.shape))
@@ -268,7 +271,7 @@ def _tile(
     if moved is not None:
         mean = (p * moved).sum(-1, keepdim=True)
         tau, tlse = moved - mean, mean.squeeze(-1)
-    return _Tile(at, keys, num_heads, params, q, k, v, tq, tk, tv, keep, tanh, slope, tz, p, tau, tlse)
+    return _Tile(at, keys, num_heads, params, q, k, v, tq, tk, tv, keep, tanh, slope, tz, p, dead, tau, tlse)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -9,13 +9,17 @@
     p    = exp(x - lse), dropped out, survivors divided by (1 - dropout_p)
     out  = p v
 
-A row whose every x is -inf has lse = -inf, out = 0 and gradients 0. Inputs of 16 bits are computed in float32, others
-in their own dtype. Differentiable any number of times, under every torch.func transform; holds all scores in memory.
+A row whose every x is -inf has lse = -inf, out = 0 and gradients 0. What no query attends to, by a bool bias, the band
+and the ranges, counts as 0, whatever it holds. Inputs of 16 bits are computed in float32, others in their own dtype.
+Differentiable any number of times, under every torch.func transform; holds all scores in memory.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,13 +63,17 @@ def attention(
         with torch.autocast(q.device.type, enabled=False):
             return attention(q, k, v, bias, key_ranges, philox_seed, params)
     batch, num_heads, seqlen_q, _ = q.shape
-    x, dead = alive(scores(q, per_query_head(k, num_heads), bias, key_ranges, params))
+    k, v = per_query_head(k, num_heads), per_query_head(v, num_heads)
+    live = may_attend(seqlen_q, k.shape[-2], bias, key_ranges, params, q.device)
+    q, k, v = attended(live, [q], [k, v])
+    x, dead = alive(masked(_products(q, k, params), bias, live))
     lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
     p = x.softmax(-1).masked_fill(dead, 0.0)
     if philox_seed is not None:
         keep = rng.keep_mask(philox_seed, params.dropout_p, batch, num_heads, seqlen_q, k.shape[-2])
         p = drop(p, keep, params.dropout_p)
-    return (p @ per_query_head(v, num_heads).to(p.dtype)).to(q.dtype), lse
+    # (Dead rows are 0 already. Their gradient is to be, too, where it meets p.)
+    return (p @ v.to(p.dtype)).masked_fill(dead, 0.0).to(q.dtype), lse
 
 
 def scores(
@@ -80,24 +88,56 @@ def scores(
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return scores(q, k, bias, key_ranges, params, rows)
+    live = may_attend(q.shape[-2], k.shape[-2], bias, key_ranges, params, q.device, rows)
+    return masked(_products(q, k, params), bias, live)
+
+
+def _products(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
+    """x before bias and masks."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     x = params.softmax_scale * (q.to(dtype) @ k.to(dtype).mT)
-    if params.softcap:
-        x = params.softcap * torch.tanh(x / params.softcap)
-    return masked(x, bias, key_ranges, params, rows)
+    return params.softcap * torch.tanh(x / params.softcap) if params.softcap else x
 
 
-def masked(
-    x: Tensor, bias: Tensor | None, key_ranges: Tensor | None, params: AttentionParams, rows: Tensor | None
-) -> Tensor:
-    """The scores x with bias, key ranges and band; `rows` as in `scores`."""
-    if bias is not None:
-        x = x.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else x + bias.to(x.dtype)
-    if (keep := params.band.mask(x.shape[-2], x.shape[-1], x.device, rows)) is not None:
-        x = x.masked_fill(~keep, -math.inf)
-    if key_ranges is not None:
-        x = x.masked_fill(~within_ranges(key_ranges, slice(0, x.shape[-1])), -math.inf)
-    return x
+def masked(x: Tensor, bias: Tensor | None, live: Tensor | None) -> Tensor:
+    """The scores x with a floating bias, -inf where they don't count."""
+    if bias is not None and bias.dtype != torch.bool:
+        x = x + bias.to(x.dtype)
+    return x if live is None else x.masked_fill(~live, -math.inf)
+
+
+def may_attend(
+    seqlen_q: int,
+    seqlen_k: int,
+    bias: Tensor | None,
+    key_ranges: Tensor | None,
+    params: AttentionParams,
+    device: torch.device,
+    rows: Tensor | None = None,
+) -> Tensor | None:
+    """bool, to be broadcast to (B, Hq, L, S): what a bool bias, the band and the ranges leave; None: all.
+
+    `rows` says which queries these are; None: all of them.
+    """
+    masks = (
+        bias if bias is not None and bias.dtype == torch.bool else None,
+        params.band.mask(seqlen_q, seqlen_k, device, rows),
+        None if key_ranges is None else within_ranges(key_ranges, slice(0, seqlen_k)),
+    )
+    given = [mask for mask in masks if mask is not None]
+    return functools.reduce(operator.and_, given) if given else None
+
+
+def attended(live: Tensor | None, of_queries: list[Any], of_keys: list[Any]) -> list[Any]:
+    """Tensors with a row for each query, then those with a row for each key; 0 in the rows that no score counts of.
+
+    Infinity or NaN there would meet weights of 0. None stays None.
+    """
+    if live is None:
+        return [*of_queries, *of_keys]
+    dead = [~live.any(-1, keepdim=True)] * len(of_queries) + [~live.any(-2, keepdim=True).mT] * len(of_keys)
+    given = [*of_queries, *of_keys]
+    return [None if x is None else x.masked_fill(rows, 0.0) for x, rows in zip(given, dead, strict=True)]
 
 
 def alive(x: Tensor) -> tuple[Tensor, Tensor]:

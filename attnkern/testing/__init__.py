@@ -20,7 +20,7 @@ from .checks import check_attention, poisoned_memory, unmodified
 from .expectations import Expected, expected, expected_second_order
 from .layouts import LAYOUTS, odd_strides_on_size_one, packed_qkv, with_layout
 from .problems import LENGTHS, Inputs, far_key, make_inputs, make_mask, random_problem
-from .reference import band_mask, naive_attention, philox_keep, philox_words, ranges_mask
+from .reference import band_mask, naive_attention, philox_keep, philox_words, ranges_mask, unattended
 from .tolerance import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
@@ -60,6 +60,7 @@ __all__ = [
     "random_problem",
     "ranges_mask",
     "rounding_unit",
+    "unattended",
     "unmodified",
     "with_layout",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .expectations import expected
 from .problems import Inputs
+from .reference import unattended
 
 
 def _fill_malloc(on: bool) -> None:
@@ -70,12 +71,21 @@ def check_attention(
     """Runs `attnkern.attention` on `inputs` and holds output, log-sum-exp and all gradients to the rule.
 
     Also asserts dtypes, shapes, dense outputs that alias no input, and inputs left as they were. `function` replaces
-    `attnkern.attention` (it then returns the output alone). Returns what was computed, by the names of `expected`.
+    `attnkern.attention` (it then returns the output alone). Inputs with poison have it, in the call, wherever no query
+    attends to, and in grad_out where a query attends to nothing; what is expected does not change. Returns what was
+    computed, by the names of `expected`.
     """
     import attnkern
 
     recipe = f"{inputs.recipe}  {options}  backend={backend!r}"
     leaves: dict[str, Any] = {n: x.detach() for n, x in inputs.tensors.items()}
+    clean, poison = leaves, inputs.poison
+    dead = {} if poison is None else unattended(**leaves, **options)
+
+    def poisoned(x: Tensor, name: str) -> Tensor:
+        return x if poison is None or name not in dead else x.masked_fill(dead[name], poison)
+
+    leaves = {n: poisoned(x, n) for n, x in leaves.items()}
     if gradients:
         leaves = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
     with unmodified(*leaves.values()):
@@ -89,7 +99,7 @@ def check_attention(
         if gradients:
             # A quarter of a normal keeps float16 gradients of long rows away from overflow.
             grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
-            targets, seeds = [out], [grad_out]
+            targets, seeds = [out], [poisoned(grad_out, "query")]
             if "lse" in results:
                 grad_lse = (0.25 * torch.randn(results["lse"].shape, dtype=torch.float64)).to(results["lse"])
                 grad_lse = torch.where(results["lse"].detach() == -math.inf, 0.0, grad_lse)
@@ -97,7 +107,7 @@ def check_attention(
                 seeds.append(grad_lse)
             wanted = {n: x for n, x in leaves.items() if x.requires_grad}
             results |= dict(zip(wanted, torch.autograd.grad(targets, list(wanted.values()), seeds), strict=True))
-    want = expected(**leaves, **options, grad_out=grad_out, grad_lse=grad_lse, keep=keep)
+    want = expected(**clean, **options, grad_out=grad_out, grad_lse=grad_lse, keep=keep)
     storages = {x.untyped_storage().data_ptr() for x in leaves.values() if x.numel()}
     for name, actual in results.items():
         dtype = want[name].baseline.dtype

@@ -16,7 +16,10 @@ from .layouts import LAYOUTS, with_layout
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """query, key, value, a mask and key ranges, with the call that makes them again."""
+    """query, key, value, a mask and key ranges, with the call that makes them again.
+
+    `poison`, if any, is what a check puts in place of all that no query attends to.
+    """
 
     query: Tensor
     key: Tensor
@@ -24,11 +27,15 @@ class Inputs:
     attn_mask: Tensor | None
     recipe: str
     key_ranges: Tensor | None = None
+    poison: float | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         found = {n: getattr(self, n) for n in ("query", "key", "value", "attn_mask", "key_ranges")}
         return {n: x for n, x in found.items() if x is not None}
+
+    def with_poison(self, value: float) -> Inputs:
+        return dataclasses.replace(self, poison=value, recipe=f"{self.recipe}.with_poison({value})")
 
     def with_ranges(self, kind: str, shape: str, count: int, dtype: torch.dtype, seed: int) -> Inputs:
         """The same with random key ranges (..., count, 2); `shape` spells the rest: "BHL", "1H1", ...

@@ -51,6 +51,31 @@ def philox_words(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor
     return [c0, c1, c2, c3]
 
 
+def unattended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Of 4-D tensors, which rows no score counts of: bool (B, Hq, L, 1), (B, Hk, S, 1) and (B, Hv, S, 1), by name.
+
+    A bool mask, the band and key ranges decide; what a float mask adds does not.
+    """
+    live = torch.ones(*query.shape[:3], key.shape[2], dtype=torch.bool, device=query.device)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        live = live & attn_mask
+    named = {n: options[n] for n in ("is_causal", "window", "alignment") if n in options}
+    band = band_mask(query.shape[2], key.shape[2], key_ranges=key_ranges, device=query.device, **named)
+    if band is not None:
+        live = live & band
+    dead = {"query": ~live.any(-1, keepdim=True)}
+    for name, x in (("key", key), ("value", value)):
+        dead[name] = ~live.unflatten(1, (x.shape[1], -1)).any(2).any(2).unsqueeze(-1)
+    return dead
+
+
 def band_mask(
     seqlen_q: int,
     seqlen_k: int,

@@ -58,6 +58,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   C scale[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled
   for (C& lane : scale) lane = score.signed_scale;
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
+  const bool excludes = score.has_mask || score.has_ranges || p.band.left < kUnbounded || p.band.right < kUnbounded;
   // Excluded blocks are left out, unless the bias's gradient is stored: it would have to be set to 0 there.
   const bool leaves_out = score.has_bias && !(bias_grad && bias_grads == nullptr);
 
@@ -79,6 +80,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                             scratch.k_rows, step);
             k_rows = {scratch.k_rows, step};
           }
+          if (excludes) k_rows = without_unattended_keys<T, Op>(p, scratch, batch, h, key, keys, k_rows);
         }
         dk_epilogue = Epilogue::kStore;
       }
@@ -94,7 +96,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           continue;
         const LaneBits* mask = nullptr;
         if ((score.has_mask || score.has_ranges) &&
-            !apply_mask<C>(p, 2, batch, h, key, keys, scratch.mask, block, mask))
+            !apply_mask<C>(p, walk, 2, batch, h, key, keys, scratch.mask, block, mask))
           continue;
         Rows<Scalar> q_rows, grad_rows;
         PackedCache<Scalar>* of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
@@ -167,13 +169,19 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           ds_step = kTile<C> / 2;
         }
 
-        if (wanted.dv)
+        if (wanted.dv) {
+          grad_sum = attended_rows<T, Op>(grad_sum, p.grad_out, batch, h, block, p.head_dim_v,
+                                          Op::kPack == 2 ? scratch.grad_pairs : scratch.grad_rows);
           gemm_over_block<typename Op::Product>(p.head_dim_v, vectors, block,
                                                 {grad_sum.data, grad_sum.step, probabilities, kTile<C>},
                                                 {scratch.dv, kTile<C>, dv_epilogue, nullptr});
-        if (wanted.dk)
+        }
+        if (wanted.dk) {
+          q_sum = attended_rows<T, Op>(q_sum, p.q, batch, h, block, p.head_dim,
+                                       Op::kPack == 2 ? scratch.q_pairs : scratch.q_rows);
           gemm_over_block<typename Op::Product>(p.head_dim, vectors, block, {q_sum.data, q_sum.step, ds, kTile<C>},
                                                 {scratch.dk, kTile<C>, dk_epilogue, nullptr});
+        }
         dk_epilogue = dv_epilogue = Epilogue::kAdd;
         for (int64_t s = 0; s < block.segments && wanted.dq; ++s) {
           const Segment& segment = block.segment[s];

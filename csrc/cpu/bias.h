@@ -240,5 +240,21 @@ inline void mask_bits(const Attention& p, int loop_dim, int64_t batch, int64_t h
   for (int64_t i = 0; i < loops; ++i) rows[i] = (rows[i] & ~beyond) == 0 ? 0 : rows[i] | beyond;
 }
 
+// Which of the keys [key, key + keys), 64 at most, a query of the heads [head, head + heads) attends to.
+[[gnu::noinline]] inline LaneBits attended_keys(const Attention& p, int64_t batch, int64_t head, int64_t heads,
+                                                int64_t key, int64_t keys) {
+  LaneBits attended = 0, rows[kBlockRows];
+  for (int64_t h = head; h < head + heads; ++h)
+    for (int64_t row = 0; row < p.seqlen_q; row += kBlockRows) {
+      const int64_t count = min64(kBlockRows, p.seqlen_q - row);
+      mask_bits(p, 2, batch, h, row, count, key, keys, rows);
+      for (int64_t i = 0; i < count; ++i) {
+        const Range band = p.band.visited(row + i, 1, {key, key + keys});
+        attended |= rows[i] & bits_between({band.begin - key, band.end - key});
+      }
+    }
+  return attended;
+}
+
 }  // namespace
 }  // namespace attnkern::cpu

@@ -42,7 +42,8 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
           while (walk.next(block)) {
             if (block.segments == 0 || excludes_all<T>(p, batch, head, block.row, block.rows, key, keys)) continue;
             const LaneBits* mask = nullptr;
-            if (score.has_ranges && !apply_mask<C>(p, 2, batch, head, key, keys, scratch.mask, block, mask)) continue;
+            if (score.has_ranges && !apply_mask<C>(p, walk, 2, batch, head, key, keys, scratch.mask, block, mask))
+              continue;
             const auto q_rows =
                 operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
             const auto grad_rows =

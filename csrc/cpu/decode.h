@@ -134,7 +134,10 @@ template <class T, class Op, int kRows, int kDim>
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       V x = S::product(S::load(scores[r]), scale);
-      if (score.has_bias) x += S::load(scratch.bias + in_tiles<float>(r, kRows, j % kDecodeKeys));
+      if (score.has_bias) {
+        const V bias = S::load(scratch.bias + in_tiles<float>(r, kRows, j % kDecodeKeys));
+        x = score.mask_added && bias == S::set1(-kInfinity<float>) ? bias : x + bias;
+      }
       V m = S::set1(scratch.largest[r]);
       if (!S::all(x <= m)) {  // a greater maximum, which soon gets rare, or NaN, which is none
         add_recent();
@@ -388,7 +391,9 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
       const Range first = live(0), second = p.ranges.count == 2 ? live(1) : Range{};
       for (int64_t j = 0; j < keys; j += S::kLanes) {
         const int64_t vector = j / S::kLanes;
-        V x = finish_score(score, S::load(row + j), scale, scratch.bias + in_tiles<C>(r, rows, j));
+        const C* bias = scratch.bias + in_tiles<C>(r, rows, j);
+        V x = finish_score(score, S::load(row + j), scale, bias);
+        if (score.mask_added) x = S::load(bias) == dead ? dead : x;
         if (!LaneMask<C>::all(first, vector, 1)) {
           const V others = p.ranges.count == 2 ? LaneMask<C>(second, vector).select(x, dead) : dead;
           x = LaneMask<C>(first, vector).select(x, others);
@@ -487,12 +492,35 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   }
 }
 
+// decode_part without what lies in keys that none of the rows attends to, where 0 times infinity or NaN is NaN: each
+// run of other keys by itself.
+template <int64_t kKeysOfBlock, class T, class Op>
+[[gnu::noinline]] void decode_attended(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch,
+                                       int64_t head_k, int64_t begin, int64_t end) {
+  const int64_t group = p.heads_q / p.heads_k;
+  begin_part<T>(p, scratch, batch, head_k);
+  int64_t run = begin;
+  const auto finish_run = [&](int64_t last) {
+    if (last > run) decode_keys<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, run, last, {last, last});
+  };
+  for (int64_t key = begin; key < end; key += 64) {
+    const int64_t keys = min64(64, end - key);
+    const LaneBits attended = attended_keys(p, batch, head_k * group, group, key, keys);
+    for (int64_t i = 0; i < keys; ++i) {
+      if ((attended >> i & 1) != 0) continue;
+      finish_run(key + i);
+      run = key + i + 1;
+    }
+  }
+  finish_run(end);
+}
+
 // The rows of key head `head_k` against their keys in [begin, end): fills scratch.out, largest and sums.
 template <int64_t kKeysOfBlock, class T, class Op>
 void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
                  int64_t end) {
+  const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   begin_part<T>(p, scratch, batch, head_k);
-  const int64_t group = p.heads_q / p.heads_k;
   const VisitedKeys visited(p, batch, head_k * group, group, 0, p.seqlen_q, {begin, end});
   for (const Range keys : {visited.first(), visited.second()}) {
     if (keys.end <= keys.begin) continue;
@@ -504,6 +532,10 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     }
     decode_keys<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, keys.begin, keys.end, full);
   }
+  if (p.ranges.data == nullptr && !(p.bias.data != nullptr && p.bias_dtype == DType::kBool)) return;
+  for (int64_t r = 0; r < rows; ++r)
+    if (holds_non_numbers(scratch.out + r * scratch.out_step, 1, p.head_dim_v))
+      return decode_attended<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, begin, end);
 }
 
 // Merges the parts of one row and writes output and log-sum-exp. A part is [out..., largest, sum], `step` apart.

@@ -42,6 +42,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       values = packed_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
                                   scratch.rows, cache);
     else values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows);
+    values = attended_rows<T, Op>(values, p.v, batch, head_v, block, p.head_dim_v, scratch.rows);
     gemm_over_block<typename Op::Product>(
         p.head_dim_v, vectors, block,
         {values.data, values.step, reinterpret_cast<const Scalar*>(probabilities), kTile<C>},
@@ -76,7 +77,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       continue;
     const LaneBits* mask = nullptr;
     if ((score.has_mask || !visited.shares(block->row, block->rows)) &&
-        !apply_mask<C>(p, 3, batch, head, query, queries, scratch.mask, *block, mask))
+        !apply_mask<C>(p, walk, 3, batch, head, query, queries, scratch.mask, *block, mask))
       continue;
     Rows<Scalar> keys;
     if constexpr (kConverts<T, Op>)

@@ -135,20 +135,23 @@ inline void differentiate_scores(const ScoreParams<C>& score, const BandWalk<C>&
       V t = S::zero(), g = S::load(grad_scores + at);
       V p = exponential(finish_score(score, S::load(scores + at), scale, bias + at, &t), S::set1(terms.shift[i]));
       if (terms.norm != nullptr) p *= S::set1(terms.norm[i]);
-      if (mask != nullptr) p = S::select(mask[i - segment.row] >> (v * S::kLanes), p, S::zero());
-      if (partial) {
-        p = band.select(p, S::zero());
-        band.advance();
-      }
       V dropped = p;
       if (keep != nullptr) {
         const V factor = S::load(keep + at);
         g *= factor;
         dropped *= factor;
       }
+      // Where query and key don't meet, all three factors of dS may be NaN.
+      const auto live_lanes = [&](V x) {
+        if (mask != nullptr) x = S::select(mask[i - segment.row] >> (v * S::kLanes), x, S::zero());
+        return partial ? band.select(x, S::zero()) : x;
+      };
       V ds = p * (g - S::set1(terms.delta[i]));
-      if (bias_grad) S::store(bias + at, ds);
+      if (bias_grad) S::store(bias + at, live_lanes(ds));
       if (score.cap != C(0)) ds *= S::set1(C(1)) - t * t;
+      dropped = live_lanes(dropped);
+      ds = live_lanes(ds);
+      if (partial) band.advance();
       S::store(scores + at, dropped);
       S::store(grad_scores + at, ds);
     }
@@ -228,6 +231,9 @@ struct GradientTile {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) grad_p[r][v] = score[r][v] * (grad_p[r][v] - delta);
     }
+    // dP and delta may be NaN where P is 0.
+    exclude_tile<C>(grad_p, bits_from(mask, row), vector + first_vector, S::zero());
+    if (partial) mask_tile<C>(grad_p, {live.begin + row, live.end + row}, vector + first_vector, S::zero());
     if (kBias && bias_grad) {
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r)
@@ -374,6 +380,20 @@ inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratc
   const int64_t depth = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
   transpose_tile<Op>(operand_rows<Op, T>(p.v, batch, head, key, keys, p.head_dim_v, scratch.grad_rows), keys, depth, 1,
                      scratch.v_tile);
+}
+
+// The rows of K of a tile that dQ sums over, of the query head that comes first of those that share them, without what
+// lies in keys that none of their queries attends to: 0 times infinity or NaN would be NaN.
+template <class T, class Op>
+inline Rows<typename Op::Scalar> without_unattended_keys(const Backward& p, const BackwardScratch<Op>& scratch,
+                                                         int64_t batch, int64_t head, int64_t key, int64_t keys,
+                                                         Rows<typename Op::Scalar> k_rows) {
+  const int64_t group = p.heads_q / p.heads_k;
+  RowBits cleared{{bits_between({0, keys})}};
+  cleared = rows_of_non_numbers<T>(p.k, batch, head / group, key, p.head_dim, cleared);
+  if (!cleared.any()) return k_rows;
+  cleared.words[0] &= ~attended_keys(p, batch, head / group * group, group, key, keys);
+  return with_zeros<Op>(k_rows, keys, p.head_dim, cleared, scratch.k_rows);
 }
 
 // use(pointer) to the bias's gradient, which has the bias's dtype.

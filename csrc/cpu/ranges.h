@@ -10,6 +10,14 @@ namespace {
 // A bit for each lane of a tile's row: whether query and key meet.
 using LaneBits = uint64_t;
 
+// The bits of some lanes, as far as there are such.
+inline LaneBits bits_between(Range lanes) {
+  const auto below = [](int64_t end) {
+    return end >= 64 ? ~LaneBits{0} : end <= 0 ? LaneBits{0} : (LaneBits{1} << end) - 1;
+  };
+  return below(lanes.end) & ~below(lanes.begin);
+}
+
 // A row's range number `which`, as far as it lies in `all`. Empty ones end where they begin, in `all` too.
 inline Range range_of_row(const KeyRanges& ranges, int64_t batch, int64_t head, int64_t row, int64_t which, Range all) {
   const int32_t* ends =
@@ -111,12 +119,11 @@ class VisitingQueries {
                                                 int64_t loop, int64_t loops, int64_t lane, int64_t lanes,
                                                 LaneBits* rows) {
   if (loop_dim == 2) {
-    const auto below = [&](int64_t end) { return end >= 64 ? ~LaneBits{0} : (LaneBits{1} << end) - 1; };
     for (int64_t i = 0; i < loops; ++i) {
       LaneBits inside = 0;
       for (int64_t which = 0; which < p.ranges.count; ++which) {
         const Range keys = range_of_row(p.ranges, batch, head, loop + i, which, {lane, lane + lanes});
-        inside |= below(keys.end - lane) & ~below(keys.begin - lane);
+        inside |= bits_between({keys.begin - lane, keys.end - lane});
       }
       rows[i] &= inside;
     }

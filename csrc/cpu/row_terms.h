@@ -104,16 +104,21 @@ template <class T, class Op, class C = typename Op::Compute>
         continue;
       const LaneBits* mask = nullptr;
       if ((score.has_mask || score.has_ranges) &&
-          !apply_mask<C>(p, 2, batch, head, key, keys, scratch.mask, block, mask))
+          !apply_mask<C>(p, walk, 2, batch, head, key, keys, scratch.mask, block, mask))
         continue;
       if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
       const auto q_rows = operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
       for (int64_t s = 0; s < block.segments; ++s) {
         const Segment& segment = block.segment[s];
         const int64_t first = segment.row - block.row, lane = segment.first * S::kLanes, at = first * kTile<C>;
-        gemm<typename Op::Product>(segment.rows, segment.last - segment.first, depth,
-                                   {q_rows.data + first * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
-                                   {scratch.scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
+        const auto multiply = [&]<class Product>() {
+          gemm<Product>(segment.rows, segment.last - segment.first, depth,
+                        {q_rows.data + first * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
+                        {scratch.scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
+        };
+        // In the order of summation that P is computed in: GradientTile's, or score_block's.
+        if (score.fast_path()) multiply.template operator()<Op>();
+        else multiply.template operator()<typename Op::Product>();
         const int64_t lanes = (segment.row - row) * S::kLanes;
         const auto add = score.fast_path() ? add_to_sums<Op, true> : add_to_sums<Op, false>;
         add(score, walk, segment, keys, scratch.bias + at, bits_from(mask, first), scratch.scores + at, largest + lanes,

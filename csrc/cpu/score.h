@@ -40,14 +40,15 @@ inline typename Simd<C>::V tanh_lanes(typename Simd<C>::V x) {
 // What stands between the product and the softmax.
 template <class C>
 struct ScoreParams {
-  // A bool mask keeps scores or excludes them; `mask_added`: it is taken for a bias of 0 and -inf.
-  explicit ScoreParams(const Attention& p, bool mask_added = false)
+  // A bool mask keeps scores or excludes them; `adds_mask`: it is taken for a bias of 0 and -inf.
+  explicit ScoreParams(const Attention& p, bool adds_mask = false)
       : signed_scale(static_cast<C>(p.softmax_scale)),
         scale(p.softmax_scale < 0 ? -signed_scale : signed_scale),
         negate(p.softmax_scale < 0),
         cap(static_cast<C>(p.softcap)),
-        has_bias(p.bias.data != nullptr && (mask_added || p.bias_dtype != DType::kBool)),
+        has_bias(p.bias.data != nullptr && (adds_mask || p.bias_dtype != DType::kBool)),
         has_mask(p.bias.data != nullptr && !has_bias),
+        mask_added(has_bias && p.bias_dtype == DType::kBool),
         has_ranges(p.ranges.data != nullptr),
         dropout(p.dropout_p > 0) {}
 
@@ -74,7 +75,7 @@ struct ScoreParams {
   C scale;  // >= 0: a negative scale is turned into the sign of one operand, so that max(scale * s) = scale * max(s)
   bool negate;
   C cap;
-  bool has_bias, has_mask, has_ranges;
+  bool has_bias, has_mask, mask_added, has_ranges;
   bool dropout;
 };
 

@@ -1,51 +1,11 @@
 // From products to probabilities: masked, under a running maximum, dropped and packed as the next product reads them.
 #pragma once
 
+#include "packing.h"
 #include "score.h"
 
 namespace attnkern::cpu {
 namespace {
-
-// Whether rows of T are converted for Op's products.
-template <class T, class Op>
-inline constexpr bool kConverts = Op::kPack == 1 && !std::is_same_v<T, typename Op::Scalar>;
-
-// Rows [begin, end) of one head as a product reads them, converted or in pairs: the same worker's next tile of that
-// head needs them again.
-template <class Scalar>
-struct alignas(64) PackedCache {  // shares no cache line with another worker
-  Scalar* memory;                 // of the head's first rows
-  int64_t room;                   // rows, or pairs of rows
-  int64_t head = -1, begin = 0, end = 0;
-};
-inline constexpr int64_t kPackedCacheBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
-
-// The packed caches of all workers. They lie in the workers' scratch, which stays from call to call: fresh memory would
-// come page by page.
-template <class Scalar>
-class PackedCaches {
- public:
-  // A worker has `records` caches of so many rows, or pairs of rows, of `scalars` each, if there is memory for all.
-  PackedCaches(int64_t workers, int64_t records, int64_t rows, int64_t scalars)
-      : records_(records),
-        room_(min64(rows, kPackedCacheBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
-        record_scalars_(room_ * scalars),
-        rows_(workers * records) {
-    for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = {nullptr, room_};
-  }
-  // Of a worker's scratch.
-  int64_t bytes() const { return records_ * record_scalars_ * static_cast<int64_t>(sizeof(Scalar)); }
-  // The records of a worker, with `memory` of its scratch; null if there are none.
-  PackedCache<Scalar>* of(int64_t worker, void* memory) const {
-    PackedCache<Scalar>* records = rows_.data() + worker * records_;
-    for (int64_t i = 0; i < records_; ++i) records[i].memory = static_cast<Scalar*>(memory) + i * record_scalars_;
-    return records_ == 0 ? nullptr : records;
-  }
-
- private:
-  int64_t records_, room_, record_scalars_;
-  Buffer<PackedCache<Scalar>> rows_;
-};
 
 template <class Op>
 struct ForwardScratch {
@@ -402,67 +362,6 @@ struct ProbabilityTile {
     }
   }
 };
-
-// V rows in pairs along the keys: scratch[j / 2][column] = (V[j][column], V[j + 1][column]); 0 past the last row.
-template <class T>
-[[gnu::noinline]] void interleave_rows(const T* source, int64_t row_stride, int64_t column_stride, int64_t rows,
-                                       int64_t columns, uint32_t* target, int64_t step) {
-  for (int64_t j = 0; j < rows; j += 2, target += step) {
-    const T* first = source + j * row_stride;
-    const T* second = first + row_stride;
-    const bool single = j + 1 == rows;
-    int64_t c = 0;
-#if defined(__AVX512BF16__)
-    if (column_stride == 1) {
-      for (; c + 32 <= columns; c += 32) {
-        const __m512i low = _mm512_loadu_si512(first + c);
-        const __m512i high = single ? _mm512_setzero_si512() : _mm512_loadu_si512(second + c);
-        // unpack works within 128-bit quarters; the shuffles put the quarters in order.
-        const __m512i a = _mm512_unpacklo_epi16(low, high), b = _mm512_unpackhi_epi16(low, high);
-        const __m512i order_low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-        const __m512i order_high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-        _mm512_storeu_si512(target + c, _mm512_permutex2var_epi64(a, order_low, b));
-        _mm512_storeu_si512(target + c + 16, _mm512_permutex2var_epi64(a, order_high, b));
-      }
-    }
-#endif
-    for (; c < columns; ++c) {
-      const uint32_t low = first[c * column_stride].bits;
-      const uint32_t high = single ? 0 : second[c * column_stride].bits;
-      target[c] = low | high << 16;
-    }
-  }
-}
-
-// Rows of a view, converted or in pairs, with the columns padded to whole vectors: in the head's packed cache, to which
-// missing rows are added, or in `scratch` where the cache has no room for them.
-template <class T, class Op>
-inline Rows<typename Op::Scalar> packed_rows(const View& view, int64_t heads, int64_t batch, int64_t head, int64_t row,
-                                             int64_t rows, int64_t last_row, int64_t columns,
-                                             typename Op::Scalar* scratch, PackedCache<typename Op::Scalar>* cache) {
-  const int64_t step = round_up(columns, Op::S::kLanes);
-  const auto copy = [&](int64_t first, int64_t end, typename Op::Scalar* target) {
-    const T* source = at<T>(view, batch, head, first);
-    if constexpr (Op::kPack == 2)
-      interleave_rows(source, view.stride[2], view.stride[3], end - first, columns, target, step);
-    else convert_rows(source, view.stride[2], columns <= 1 ? 1 : view.stride[3], end - first, columns, target, step);
-  };
-  const int64_t end = row + rows;
-  const bool room = cache != nullptr && (end + Op::kPack - 1) / Op::kPack <= cache->room;
-  // A pair that only begins here would bring the next row in: 0 times infinity.
-  if (!room || row % Op::kPack != 0 || (rows % Op::kPack != 0 && end != last_row)) {
-    copy(row, end, scratch);
-    return {scratch, step};
-  }
-  const int64_t index = batch * heads + head;
-  if (cache->head != index || row < cache->begin || row > cache->end)
-    *cache = {cache->memory, cache->room, index, row, row};
-  if (cache->end < end) {
-    copy(cache->end, end, cache->memory + cache->end / Op::kPack * step);
-    cache->end = end;
-  }
-  return {cache->memory + row / Op::kPack * step, step};
-}
 
 // Goes over from the maximum `old` to m: `correction` rescales what was summed under the old one. Returns what is to be
 // subtracted: of a lane without any live key so far, whose m is -inf, 0, so that its probabilities are exp(-inf) = 0

@@ -6,51 +6,30 @@
 namespace attnkern::cpu {
 namespace {
 
+// Some of the rows of a block, a bit each.
+struct RowBits {
+  static constexpr int64_t kWords = 2 * kBlockRows / 64;
+  uint64_t words[kWords] = {};
+
+  void add(int64_t row, bool here = true) { words[row / 64] |= uint64_t{here} << row % 64; }
+  bool any() const {
+    uint64_t all = 0;
+    for (const uint64_t word : words) all |= word;
+    return all != 0;
+  }
+  template <class Body>
+  void for_each(const Body& body) const {
+    for (int64_t w = 0; w < kWords; ++w)
+      for (uint64_t word = words[w]; word != 0; word &= word - 1) body(64 * w + std::countr_zero(word));
+  }
+};
+
 struct BlockPlan {
   int64_t row, rows;
   int64_t segments;
+  RowBits unattended;  // rows of the segments that a mask or ranges exclude from all lanes, counted from `row`
   Segment segment[2 * kBlockRows / kGroup + 3];  // a full one, and the last of either edge may be short
 };
-
-// What a bool mask and key ranges leave of a block: of a full block, rows in front and behind that it excludes from all
-// lanes go, and segments of kGroup rows hold their live vectors only. False if nothing is left. `mask`: the bits of the
-// block's rows, in `rows`; null if all are set.
-template <class C>
-inline bool apply_mask(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t lane, int64_t lanes,
-                       LaneBits* rows, BlockPlan& block, const LaneBits*& mask) {
-  mask_bits(p, loop_dim, batch, head, block.row, block.rows, lane, lanes, rows);
-  int64_t begin = 0, end = block.rows;
-  while (begin < end && rows[begin] == 0) ++begin;
-  if (begin == end) return false;
-  while (rows[end - 1] == 0) --end;
-  Segment* const segment = block.segment;
-  if (block.segments == 1 && !segment->partial && segment->rows == block.rows) {
-    constexpr int64_t kLanes = Simd<C>::kLanes;
-    begin = begin / 2 * 2;  // pairs stay together
-    block.row += begin;
-    block.rows = min64(block.rows, round_up(end, 2)) - begin;
-    rows += begin;
-    block.segments = 0;
-    int64_t row = 0;
-    for (int64_t count; row < block.rows; row += count) {
-      count = min64(kGroup, block.rows - row);
-      LaneBits any = 0;
-      for (int64_t i = 0; i < count; ++i) any |= rows[row + i];
-      if (any == 0) continue;
-      const int64_t first = std::countr_zero(any) / kLanes;
-      const int64_t last = min64((lanes - 1) / kLanes, (63 - std::countl_zero(any)) / kLanes) + 1;
-      Segment& before = segment[max64(0, block.segments - 1)];
-      if (block.segments > 0 && before.row + before.rows == block.row + row && before.first == first &&
-          before.last == last)
-        before.rows += count;
-      else segment[block.segments++] = {block.row + row, count, first, last, false};
-    }
-  }
-  LaneBits all = ~LaneBits{0};
-  for (int64_t i = 0; i < block.rows; ++i) all &= rows[i];
-  mask = all == ~LaneBits{0} ? nullptr : rows;
-  return true;
-}
 
 // C = A^T B, summed over the rows of a block: of A, `rows` scalars in a row, and of B, whose vectors are the tile's.
 template <class Op>
@@ -92,6 +71,7 @@ class BandWalk {
     block.row = next_;
     block.rows = end - next_;
     block.segments = 0;
+    block.unattended = {};
     const Range full{next_ + min64(end - next_, round_up(max64(full_.begin - next_, 0), 2)),
                      full_.end >= end ? end : even(full_.end)};
     const bool any = full.end > full.begin;
@@ -136,6 +116,54 @@ class BandWalk {
   Range later_, visited_, full_;
   int64_t next_, most_;
 };
+
+// What a bool mask and key ranges leave of a block: of a full block, rows in front and behind that it excludes from all
+// lanes go, and segments of kGroup rows hold their live vectors only. False if nothing is left. `mask`: the bits of the
+// block's rows, in `rows`; null if all are set.
+template <class C>
+inline bool apply_mask(const Attention& p, const BandWalk<C>& walk, int loop_dim, int64_t batch, int64_t head,
+                       int64_t lane, int64_t lanes, LaneBits* rows, BlockPlan& block, const LaneBits*& mask) {
+  mask_bits(p, loop_dim, batch, head, block.row, block.rows, lane, lanes, rows);
+  int64_t begin = 0, end = block.rows;
+  while (begin < end && rows[begin] == 0) ++begin;
+  if (begin == end) return false;
+  while (rows[end - 1] == 0) --end;
+  Segment* const segment = block.segment;
+  if (block.segments == 1 && !segment->partial && segment->rows == block.rows) {
+    constexpr int64_t kLanes = Simd<C>::kLanes;
+    begin = begin / 2 * 2;  // pairs stay together
+    block.row += begin;
+    block.rows = min64(block.rows, round_up(end, 2)) - begin;
+    rows += begin;
+    block.segments = 0;
+    int64_t row = 0;
+    for (int64_t count; row < block.rows; row += count) {
+      count = min64(kGroup, block.rows - row);
+      LaneBits any = 0;
+      for (int64_t i = 0; i < count; ++i) any |= rows[row + i];
+      if (any == 0) continue;
+      const int64_t first = std::countr_zero(any) / kLanes;
+      const int64_t last = min64((lanes - 1) / kLanes, (63 - std::countl_zero(any)) / kLanes) + 1;
+      Segment& before = segment[max64(0, block.segments - 1)];
+      if (block.segments > 0 && before.row + before.rows == block.row + row && before.first == first &&
+          before.last == last)
+        before.rows += count;
+      else segment[block.segments++] = {block.row + row, count, first, last, false};
+    }
+  }
+  LaneBits all = ~LaneBits{0};
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& of_rows = block.segment[s];
+    for (int64_t row = of_rows.row; row < of_rows.row + of_rows.rows; ++row) {
+      const LaneBits live = rows[row - block.row];
+      all &= live;
+      const LaneBits reached = of_rows.partial ? bits_between(walk.live_lanes(row)) : ~LaneBits{0};
+      block.unattended.add(row - block.row, (live & reached & bits_between({0, lanes})) == 0);
+    }
+  }
+  mask = all == ~LaneBits{0} ? nullptr : rows;
+  return true;
+}
 
 }  // namespace
 }  // namespace attnkern::cpu
