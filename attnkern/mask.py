@@ -48,8 +48,9 @@ class Mask:
     L and S belong to the structure), so that torch.compile, torch.export and checkpointing take it as an argument.
 
     `&`, `|` and `~` are exact. The result is ranges where two per row suffice, and bits otherwise. Of ranges they take
-    time and memory for L rows, not L * S. Whether two suffice is seen from the data: on a GPU this waits for it (but
-    not for `&` of masks with one range per row). Masks of other sizes or devices: RuntimeError.
+    time and memory for L rows, not L * S. Whether two suffice is seen from the data, for which a GPU is waited, and
+    which no graph holds; not so for `&`, `|` and `~` of masks with one range per row, whose results have at most two.
+    Masks of other sizes or devices: RuntimeError.
     """
 
     ranges: Tensor | None
@@ -61,7 +62,7 @@ class Mask:
     @classmethod
     def of_ranges(cls, ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
         """The union of any n >= 1 ranges per row, (B|1, Hq|1, L|1, n, 2) of int32 or int64, in any order; one whose end
-        is not above its begin is empty. Ends are clamped to 0 and S. Looks at the data if n > 1."""
+        is not above its begin is empty. Ends are clamped to 0 and S. Looks at the data if n > 2."""
         ranges = union_of_ranges(ranges, seqlen_k)
         if ranges.shape[-2] > 2:
             return cls._packed(lambda rows: _inside(_rows_of(ranges, rows), seqlen_k), ranges, seqlen_q, seqlen_k)
@@ -81,7 +82,8 @@ class Mask:
             if found is None:
                 return cls._packed(tile, like, seqlen_q, seqlen_k)
             edges[:, :, rows] = found
-        return cls.of_ranges(_collapsed(edges), seqlen_q, seqlen_k)
+        most = 2 if bool((edges[..., 1, 0] < seqlen_k).any()) else 1
+        return cls.of_ranges(_collapsed(edges[..., :most, :]), seqlen_q, seqlen_k)
 
     @classmethod
     def _packed(cls, tile: Callable[[slice], Tensor], like: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
@@ -257,8 +259,8 @@ class Mask:
 def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     """(..., m, 2): the union of the n ranges (..., n, 2) of each row, as ranges that don't overlap or touch.
 
-    They go from left to right, the empty ones last. m is the most that a row needs, and at least 1. Looks at the data
-    if n > 1.
+    They go from left to right, the empty ones last. m is n where n <= 2. Else it is the most that a row needs, and at
+    least 1, which is seen from the data.
     """
     ranges = ranges.clamp(0, seqlen_k)
     begin, end = ranges.unbind(-1)
@@ -275,8 +277,11 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     end = reach.where(closes, seqlen_k).sort(-1).values
     live = begin < end
     end = end.where(live, 0).cummax(-1).values
+    merged = torch.stack([begin.where(live, end), end], -1)
+    if ranges.shape[-2] == 2:
+        return merged
     most = int(live.flatten(0, -2).any(0).sum())
-    return torch.stack([begin.where(live, end), end], -1)[..., : max(1, most), :]
+    return merged[..., : max(1, most), :]
 
 
 def span(keys: Tensor) -> tuple[Tensor, Tensor]:

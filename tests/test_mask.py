@@ -223,6 +223,36 @@ def test_ranges_stay_ranges_where_two_suffice():
     assert three.ranges is None
 
 
+MADE_OF_SIZES = {
+    "sinks": lambda device: masks.sliding_window(20, 0, 70, 90, sinks=3, device=device),
+    "two ranges": lambda device: masks.from_ranges(
+        torch.tensor([[9, 20], [0, 3]], device=device)[None, None, None], 70, 90
+    ),
+    "and": lambda device: (
+        masks.sliding_window(20, 0, 70, 90, sinks=3, device=device)
+        & masks.causal(70, 90, "bottom_right", device=device)
+    ),
+    "or": lambda device: masks.prefix_lm(9, 70, 90, device=device) | masks.sliding_window(9, 9, 70, 90, device=device),
+    "not": lambda device: masks.sliding_window(9, 9, 70, 90, device=device).__invert__(),  # Dynamo knows no ~
+}
+
+
+@pytest.mark.parametrize("what", MADE_OF_SIZES)
+def test_two_ranges_are_made_without_a_look_at_data(what):
+    """A graph holds their making, and no device is waited for: the meta device has nothing to look at."""
+    make = MADE_OF_SIZES[what]
+    assert make("meta").ranges.shape[3] == 2
+    x, y = torch.randn(1, 2, 70, 8), torch.randn(1, 2, 90, 8)
+
+    def f(x, y):
+        return attnkern.attention(x, y, y, make("cpu"))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, y), f(x, y))
+    torch.testing.assert_close(f(x, y), attnkern.attention(x, y, y, make("cpu").to_dense()))
+
+
 def test_calls_take_it(target):
     inputs = target.inputs(2, 3, 70, 90, 16)
     tensors = inputs.query, inputs.key, inputs.value
