@@ -307,6 +307,31 @@ def test_compile_and_checkpoint(mask):
         torch.testing.assert_close(got, expected)
 
 
+def test_made_in_inference_mode_it_trains():
+    """So does what has no gradient beside it, as with torch: bool masks and key_ranges."""
+    with torch.inference_mode():
+        ranges = masks.sliding_window(9, 0, 64)
+        made = {
+            "Mask of ranges": {"attn_mask": ranges},
+            "Mask of bits": {"attn_mask": masks.from_bool(ranges.to_dense() & (torch.rand(64, 64) < 0.5))},
+            "bool": {"attn_mask": ranges.to_dense().contiguous()},
+            "int32": {"key_ranges": ranges.ranges},
+            "int64": {"key_ranges": ranges.ranges.long()},
+        }
+    x = torch.randn(1, 2, 64, 8, requires_grad=True)
+    for name, given in made.items():
+        usual = {key: m.clone() if isinstance(m, torch.Tensor) else m.to_dense().clone() for key, m in given.items()}
+
+        def f(x, options):
+            return attnkern.attention(x, x, x, **options).square().sum()
+
+        (got,), (want,) = (torch.autograd.grad(f(x, options), x) for options in (given, usual))
+        torch.testing.assert_close(got, want, msg=name)
+        torch.testing.assert_close(torch.func.grad(f)(x.detach(), given), want, msg=name)
+        if "attn_mask" in given:
+            attnkern.attention_weights(x, x, **given).square().sum().backward()
+
+
 @pytest.mark.parametrize("mask", [masks.causal(64), masks.from_mask_mod(natten, None, None, 64, 64)], ids=repr)
 def test_export(mask):
     class Attend(torch.nn.Module):
