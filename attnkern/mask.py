@@ -361,3 +361,5 @@ pytree.register_pytree_node(
     from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
+# torch.load takes what holds one, by default (weights_only=True) and so in torch.export.load.
+torch.serialization.add_safe_globals([Mask])

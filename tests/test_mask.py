@@ -1,5 +1,6 @@
 """attnkern.Mask and attnkern.masks against the dense mask that each stands for, and in calls."""
 
+import io
 import itertools
 import operator
 
@@ -333,14 +334,32 @@ def test_made_in_inference_mode_it_trains():
 
 
 @pytest.mark.parametrize("mask", [masks.causal(64), masks.from_mask_mod(natten, None, None, 64, 64)], ids=repr)
-def test_export(mask):
+def test_export(mask, capfd):
     class Attend(torch.nn.Module):
         def forward(self, x, mask):
             return attnkern.attention(x, x, x, mask)
 
     x = torch.randn(1, 2, 64, 8)
     program = torch.export.export(Attend(), (x, mask))
-    torch.testing.assert_close(program.module()(x, mask), attnkern.attention(x, x, x, mask))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    assert "Logging error" not in capfd.readouterr().err
+    for exported in (program, loaded):
+        torch.testing.assert_close(exported.module()(x, mask), attnkern.attention(x, x, x, mask))
+
+
+def test_files_hold_it():
+    """torch.load as it is by default, which takes known types only."""
+    saved = list(some_masks())
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    for got, want in zip(torch.load(file), saved, strict=True):
+        check_stored(got)
+        assert got.shape == want.shape
+        assert torch.equal(got.to_dense(), want.to_dense())
 
 
 def test_it_moves_shows_and_draws_itself():
