@@ -93,7 +93,8 @@ def attention_backward(
         out, lse: the merged results (B, H, L, Ev) and (B, H, L), over all keys and not this part's alone: the part's
             weights are exp(score - lse).
         attn_mask, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges, backend: as in `attention`, for
-            this part and counted from its first key. There is no dropout, whose pattern depends on where a key is among all keys, and no gradient of attn_mask.
+            this part, whose first key is key 0. There is no dropout, whose pattern depends on where a key is among all
+            keys, and no gradient of attn_mask.
 
     Returns:
         Contributions to the gradients of (query, key, value), in their shapes and dtypes. Not differentiable.
