@@ -417,7 +417,7 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
             f"{query.dim()} dimensions"
         )
     if mask.ranges is None:
-        return mask.to_dense()[(0,) * missing], None
+        return mask.dense_of_bits()[(0,) * missing], None
     return None, mask.ranges[(0,) * missing]
 
 
