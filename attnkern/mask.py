@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Mask:
 
     A dimension of size 1 is the same for all. A Mask can't be changed. It is a pytree node (its tensors are the leaves,
     L and S belong to the structure), so that torch.compile, torch.export and checkpointing take it as an argument.
+    torch.load takes it, and a DataLoader's default_collate makes one of a batch of them, sample after sample.
 
     `&`, `|` and `~` are exact. The result is ranges where two per row suffice, and bits otherwise. Of ranges they take
     time and memory for L rows, not L * S. Whether two suffice is seen from the data, for which a GPU is waited, and
@@ -395,3 +397,26 @@ pytree.register_pytree_node(
 )
 # torch.load takes what holds one, by default (weights_only=True) and so in torch.export.load.
 torch.serialization.add_safe_globals([Mask])
+
+
+def _collated(samples: Sequence[Mask], *, collate_fn_map: Any = None) -> Mask:
+    """The mask of a batch, of its samples' masks one after the other: what a DataLoader makes of them."""
+    first, batch = samples[0], sum(mask.shape[0] for mask in samples)
+    for mask in samples[1:]:
+        first._like(mask)  # raises where they don't go together
+    heads, rows = (max(mask._stored.shape[dim] for mask in samples) for dim in (1, 2))
+    if all(mask.ranges is not None for mask in samples):
+        n = max(mask._stored.shape[3] for mask in samples)
+        ranges = (F.pad(mask._stored, (0, 0, 0, n - mask._stored.shape[3])) for mask in samples)
+        together = torch.cat([x.expand(-1, heads, rows, -1, -1) for x in ranges])
+        return Mask.of_ranges(together, first.seqlen_q, first.seqlen_k)
+
+    def tile(part: slice) -> Tensor:
+        length = min(rows, part.stop - part.start)
+        return torch.cat([mask._rows(part).expand(-1, heads, length, -1) for mask in samples])
+
+    like = first._stored.new_empty(()).expand(batch, heads, rows)
+    return Mask.of_tiles(tile, like, first.seqlen_q, first.seqlen_k)
+
+
+default_collate_fn_map[Mask] = _collated

@@ -334,6 +334,18 @@ def test_made_in_inference_mode_it_trains():
             attnkern.attention_weights(x, x, **given).square().sum().backward()
 
 
+def test_a_data_loader_collates_it():
+    """Of ranges, of bits and of both, whether rows and heads are alike in a sample or not."""
+    of_one = [mask for mask in some_masks() if mask.shape[0] == 1]
+    for some in ([mask for mask in of_one if mask.ranges is not None], of_one, of_one[-2:], [of_one[0]]):
+        want = torch.cat([mask.to_dense().expand(-1, 3, -1, -1) for mask in some])
+        collated = torch.utils.data.default_collate([{"mask": mask} for mask in some])["mask"]
+        check_stored(collated)
+        assert torch.equal(collated.to_dense().expand(want.shape), want)
+    with pytest.raises(RuntimeError, match="of one size and device"):
+        torch.utils.data.default_collate([masks.causal(5), masks.causal(6)])
+
+
 def test_layers_share_what_bits_become():
     """One dense tensor until the backward pass, however many layers; none after it."""
     mask = masks.from_bool(torch.rand(128, 128) < 0.5)
