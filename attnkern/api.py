@@ -116,7 +116,8 @@ def attention(
         key_ranges: (..., L or 1, R, 2), int32 or int64, R 1 or 2, on query's device; the dimensions before R broadcast
             to the output's but the last. Query i attends to keys begin <= j < end of any of its R ranges (begin, end),
             as far as attn_mask, is_causal and window let it. Ends beyond the keys are clamped, an empty range has
-            end <= begin. What lies outside costs nothing. Not differentiable.
+            end <= begin. What lies outside costs nothing where the ranges of some 64 successive rows lie together: a
+            tile of rows visits all keys from the first to the last of any of their ranges. Not differentiable.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:

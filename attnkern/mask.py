@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,10 +49,12 @@ class Mask:
 
     A dimension of size 1 is the same for all. A Mask can't be changed. It is a pytree node (its tensors are the leaves,
     L and S belong to the structure), so that torch.compile, torch.export and checkpointing take it as an argument.
+    torch.load takes it, and a DataLoader's default_collate makes one of a batch of them, sample after sample.
 
     `&`, `|` and `~` are exact. The result is ranges where two per row suffice, and bits otherwise. Of ranges they take
-    time and memory for L rows, not L * S. Whether two suffice is seen from the data: on a GPU this waits for it (but
-    not for `&` of masks with one range per row). Masks of other sizes or devices: RuntimeError.
+    time and memory for L rows, not L * S. Whether two suffice is seen from the data, for which a GPU is waited, and
+    which no graph holds; not so for `&`, `|` and `~` of masks with one range per row, whose results have at most two.
+    Masks of other sizes or devices: RuntimeError.
     """
 
     ranges: Tensor | None
@@ -61,7 +66,7 @@ class Mask:
     @classmethod
     def of_ranges(cls, ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
         """The union of any n >= 1 ranges per row, (B|1, Hq|1, L|1, n, 2) of int32 or int64, in any order; one whose end
-        is not above its begin is empty. Ends are clamped to 0 and S. Looks at the data if n > 1."""
+        is not above its begin is empty. Ends are clamped to 0 and S. Looks at the data if n > 2."""
         ranges = union_of_ranges(ranges, seqlen_k)
         if ranges.shape[-2] > 2:
             return cls._packed(lambda rows: _inside(_rows_of(ranges, rows), seqlen_k), ranges, seqlen_q, seqlen_k)
@@ -81,7 +86,8 @@ class Mask:
             if found is None:
                 return cls._packed(tile, like, seqlen_q, seqlen_k)
             edges[:, :, rows] = found
-        return cls.of_ranges(_collapsed(edges), seqlen_q, seqlen_k)
+        most = 2 if bool((edges[..., 1, 0] < seqlen_k).any()) else 1
+        return cls.of_ranges(_collapsed(edges[..., :most, :]), seqlen_q, seqlen_k)
 
     @classmethod
     def _packed(cls, tile: Callable[[slice], Tensor], like: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
@@ -124,6 +130,23 @@ class Mask:
     def to_dense(self) -> Tensor:
         """bool (B|1, Hq|1, L, S), True = attend; not to be written to, since rows may share memory."""
         return self._rows(slice(None)).expand(self.shape)
+
+    def dense_of_bits(self) -> Tensor:
+        """`to_dense` of bits, as calls take it: one tensor, as long as any of them holds it for its backward pass."""
+        bits = self._stored
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or type(bits) is not Tensor
+            or torch._C._len_torch_dispatch_stack()
+        ):
+            return self.to_dense()
+        held = _held.get(self)
+        unpacked = None if held is None else held()
+        if unpacked is None:
+            unpacked = _unpacked(bits)
+            _held[self] = TensorWeakRef(unpacked)
+        return self._keys_of(unpacked, bits).expand(self.shape)
 
     @property
     def live(self) -> Tensor:
@@ -241,9 +264,10 @@ class Mask:
         stored = _rows_of(self._stored, rows)
         if self.ranges is not None:
             return _inside(stored, self.seqlen_k)
-        shifts = torch.arange(8, dtype=torch.uint8, device=stored.device)
-        octets = (stored.view(torch.uint8).unsqueeze(-1) >> shifts).bitwise_and_(1)
-        return octets.flatten(-2).view(torch.bool)[..., : self.seqlen_k]
+        return self._keys_of(_unpacked(stored), stored)
+
+    def _keys_of(self, unpacked: Tensor, words: Tensor) -> Tensor:
+        return unpacked.view(*words.shape[:-1], words.shape[-1] * BLOCK)[..., : self.seqlen_k]
 
     def _like(self, other: Mask) -> Tensor:
         """A tensor of the first three sizes of this mask and another together, without memory of its own."""
@@ -254,11 +278,23 @@ class Mask:
         return mine.new_empty(()).expand(torch.broadcast_shapes(mine.shape[:3], theirs.shape[:3]))
 
 
+_held: weakref.WeakKeyDictionary[Mask, TensorWeakRef] = weakref.WeakKeyDictionary()
+"""What `dense_of_bits` has unpacked, of which its results are views."""
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """bool (64 n,): the bits of n words, from the lowest of each on."""
+    kind: Any = {"dtype": torch.uint8, "device": words.device}
+    octets = (torch.arange(256, **kind).unsqueeze(-1) >> torch.arange(8, **kind)).bitwise_and_(1)
+    table = octets.view(torch.int64).flatten()  # by bytes: 8 bools in one number
+    return table.index_select(0, words.view(torch.uint8).flatten().int()).view(torch.bool)
+
+
 def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     """(..., m, 2): the union of the n ranges (..., n, 2) of each row, as ranges that don't overlap or touch.
 
-    They go from left to right, the empty ones last. m is the most that a row needs, and at least 1. Looks at the data
-    if n > 1.
+    They go from left to right, the empty ones last. m is n where n <= 2. Else it is the most that a row needs, and at
+    least 1, which is seen from the data.
     """
     ranges = ranges.clamp(0, seqlen_k)
     begin, end = ranges.unbind(-1)
@@ -275,8 +311,11 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     end = reach.where(closes, seqlen_k).sort(-1).values
     live = begin < end
     end = end.where(live, 0).cummax(-1).values
+    merged = torch.stack([begin.where(live, end), end], -1)
+    if ranges.shape[-2] == 2:
+        return merged
     most = int(live.flatten(0, -2).any(0).sum())
-    return torch.stack([begin.where(live, end), end], -1)[..., : max(1, most), :]
+    return merged[..., : max(1, most), :]
 
 
 def span(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -356,3 +395,28 @@ pytree.register_pytree_node(
     from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
+# torch.load takes what holds one, by default (weights_only=True) and so in torch.export.load.
+torch.serialization.add_safe_globals([Mask])
+
+
+def _collated(samples: Sequence[Mask], *, collate_fn_map: Any = None) -> Mask:
+    """The mask of a batch, of its samples' masks one after the other: what a DataLoader makes of them."""
+    first, batch = samples[0], sum(mask.shape[0] for mask in samples)
+    for mask in samples[1:]:
+        first._like(mask)  # raises where they don't go together
+    heads, rows = (max(mask._stored.shape[dim] for mask in samples) for dim in (1, 2))
+    if all(mask.ranges is not None for mask in samples):
+        n = max(mask._stored.shape[3] for mask in samples)
+        ranges = (F.pad(mask._stored, (0, 0, 0, n - mask._stored.shape[3])) for mask in samples)
+        together = torch.cat([x.expand(-1, heads, rows, -1, -1) for x in ranges])
+        return Mask.of_ranges(together, first.seqlen_q, first.seqlen_k)
+
+    def tile(part: slice) -> Tensor:
+        length = min(rows, part.stop - part.start)
+        return torch.cat([mask._rows(part).expand(-1, heads, length, -1) for mask in samples])
+
+    like = first._stored.new_empty(()).expand(batch, heads, rows)
+    return Mask.of_tiles(tile, like, first.seqlen_q, first.seqlen_k)
+
+
+default_collate_fn_map[Mask] = _collated

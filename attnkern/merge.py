@@ -80,6 +80,7 @@ def attention_backward(
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "top_left",
     softcap: float | None = None,
+    key_ranges: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one part of the keys contributes to the gradients of attention over all keys.
@@ -91,8 +92,9 @@ def attention_backward(
         query: (B, H, L, E). key: (B, Hk, S, E) and value: (B, Hk, S, Ev), the part's.
         out, lse: the merged results (B, H, L, Ev) and (B, H, L), over all keys and not this part's alone: the part's
             weights are exp(score - lse).
-        attn_mask, is_causal, scale, enable_gqa, window, alignment, softcap, backend: as in `attention`, for this part.
-            There is no dropout, whose pattern depends on where a key is among all keys, and no gradient of attn_mask.
+        attn_mask, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges, backend: as in `attention`, for
+            this part, whose first key is key 0. There is no dropout, whose pattern depends on where a key is among all
+            keys, and no gradient of attn_mask.
 
     Returns:
         Contributions to the gradients of (query, key, value), in their shapes and dtypes. Not differentiable.
@@ -102,9 +104,8 @@ def attention_backward(
         grad_out, out or lse does not have the shape of the result.
     """
     with torch.no_grad():
-        problem = Problem.from_sdpa(
-            query, key, value, attn_mask, 0, is_causal, scale, enable_gqa, window, alignment, softcap
-        )
+        options = 0, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+        problem = Problem.from_sdpa(query, key, value, attn_mask, *options)
         batch, num_heads, seqlen_q, _ = problem.q.shape
         for name, x, found in (("query", query, problem.q), ("key", key, problem.k), ("value", value, problem.v)):
             if x.shape != found.shape:

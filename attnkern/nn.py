@@ -429,7 +429,7 @@ def _attend(
 
 def _of_mask(mask: Mask) -> tuple[Tensor | None, Tensor | None]:
     """A Mask as a bool mask, True = attended, or as key ranges."""
-    return (mask.to_dense(), None) if mask.ranges is None else (None, mask.ranges)
+    return (mask.dense_of_bits(), None) if mask.ranges is None else (None, mask.ranges)
 
 
 def _check_sizes(mask: Mask, sizes: tuple[int, ...]) -> None:

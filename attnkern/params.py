@@ -152,9 +152,22 @@ def check_softcap(softcap: float | None, dtype: torch.dtype) -> None:
             )
 
 
+def holds(condition: Any, unknown: bool) -> bool:
+    """A condition on sizes; `unknown` where it depends on data, as a trace that holds sizes of data can't tell."""
+    if torch.compiler.is_compiling() or isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+        return guard_or_true(condition) if unknown else guard_or_false(condition)
+    return bool(condition)
+
+
 def is_length_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor (B, H, L, D) lies in memory as (B, L, H, D). Outputs and gradients take their input's order."""
-    return bool(shape[1] > 1 and shape[2] > 1 and stride[1] < stride[2])
+    """Whether a tensor (B, H, L, D) lies in memory as (B, L, H, D). Outputs and gradients take their input's order.
+
+    Sizes that depend on data count as larger than 1: below that, both orders are the same memory.
+    """
+    apart = holds(shape[1] > 1, True) and holds(shape[2] > 1, True)
+    return apart and not holds(stride[1] >= stride[2], False)
 
 
 def empty_like_heads(x: Tensor, head_dim: int) -> Tensor:

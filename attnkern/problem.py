@@ -31,6 +31,7 @@ from .params import (
     check_scale,
     check_softcap,
     ends_are_dense,
+    holds,
 )
 
 _NUMBERS = frozenset((int, float))
@@ -222,18 +223,18 @@ class _View(NamedTuple):
         flat = 1
         for n in batch:
             flat = flat * n
-        if shape == (flat, *tail):
+        if _are(shape, (flat, *tail)):
             return None
         broadcast = (*batch, *tail)
         padded = (1,) * (len(broadcast) - len(shape)) + tuple(shape)
-        return cls(None if padded == broadcast else broadcast, (flat, *tail))
+        return cls(None if _are(padded, broadcast) else broadcast, (flat, *tail))
 
     @classmethod
     def of_mask(cls, shape: _Sizes, kept: int, batch: _Sizes) -> _View | None:
         """The same for a mask, whose last `kept` dimensions stay, whose batch may be 1, and which may lack the first
         dimensions."""
         padded = (1,) * (len(batch) + kept - len(shape)) + tuple(shape)
-        shared = all(n == 1 for n in padded[:-kept])
+        shared = all(holds(n == 1, False) for n in padded[:-kept])
         return cls.to(padded[:-kept] if shared else batch, padded[-kept:], shape)
 
     def of(self, x: Tensor) -> Tensor:
@@ -294,7 +295,7 @@ def _normalise(
                 raise RuntimeError(
                     f"attnkern: {name} must have a head dimension (-3) with enable_gqa, got {_show(shape)}"
                 )
-            if n != heads and (n == 0 or heads % n != 0):
+            if holds(n != heads, False) and (holds(n == 0, False) or holds(heads % n != 0, False)):
                 raise RuntimeError(
                     f"attnkern: {name}'s heads (dimension -3) must divide query's {heads} with enable_gqa, got {n}"
                 )
@@ -385,7 +386,7 @@ def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
         raise RuntimeError(
             f"attnkern: attn_mask must be bool, float32 or query's dtype {_show(query[1])}, got {_show(dtype)}"
         )
-    if len(shape) > len(scores) or any(m != 1 and m != s for m, s in zip(shape[::-1], scores[::-1], strict=False)):
+    if len(shape) > len(scores) or not _fit(shape, scores):
         raise RuntimeError(
             f"attnkern: attn_mask must broadcast to the scores' shape {_show(scores)}, got {_show(shape)}"
         )
@@ -416,7 +417,7 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
             f"{query.dim()} dimensions"
         )
     if mask.ranges is None:
-        return mask.to_dense()[(0,) * missing], None
+        return mask.dense_of_bits()[(0,) * missing], None
     return None, mask.ranges[(0,) * missing]
 
 
@@ -433,7 +434,7 @@ def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: _Sizes) -> None
             f"attnkern: key_ranges must have the shape (..., 1 or 2 ranges, 2: begin and end), got {_show(shape)}"
         )
     given = shape[:-2]
-    if len(given) > len(rows) or any(m != 1 and m != n for m, n in zip(given[::-1], rows[::-1], strict=False)):
+    if len(given) > len(rows) or not _fit(given, rows):
         raise RuntimeError(
             f"attnkern: key_ranges, less its last two dimensions, must broadcast to the rows of scores {_show(rows)}, "
             f"got {_show(shape)}"
@@ -511,10 +512,20 @@ def _broadcast(what: str, a: _Sizes, b: _Sizes) -> _Sizes:
     rank = max(len(a), len(b))
     sizes = []
     for x, y in zip((1,) * (rank - len(a)) + tuple(a), (1,) * (rank - len(b)) + tuple(b), strict=True):
-        if x != y and x != 1 and y != 1:
+        if not _fit((y,), (x,)) and holds(x != 1, False):
             raise RuntimeError(f"attnkern: {what} must broadcast with {_show(a)}, got {_show(b)}")
-        sizes.append(y if x == 1 else x)
+        sizes.append(y if holds(x == 1, False) else x)
     return tuple(sizes)
+
+
+def _fit(sizes: _Sizes, full: _Sizes) -> bool:
+    """Whether sizes, from the last on, are 1 or those of `full`. What depends on data does: kernels look again."""
+    return not any(holds(m != 1, False) and holds(m != n, False) for m, n in zip(sizes[::-1], full[::-1], strict=False))
+
+
+def _are(sizes: _Sizes, others: _Sizes) -> bool:
+    """Whether sizes are the others, and this is known."""
+    return len(sizes) == len(others) and all(holds(m == n, False) for m, n in zip(sizes, others, strict=True))
 
 
 def _number(name: str, x: Any) -> float:

@@ -34,6 +34,7 @@ def attention_weights(
     window: tuple[int | None, int | None] | None = None,
     alignment: str = "top_left",
     softcap: float | None = None,
+    key_ranges: Tensor | None = None,
 ) -> Tensor:
     """The weights that `attention` gives the values, for chosen queries and heads; to be looked at, or trained on.
 
@@ -41,7 +42,7 @@ def attention_weights(
     result's, L' * S entries for each batch element and head, and a few MiB.
 
     Args:
-        query, key, attn_mask, is_causal, scale, enable_gqa, window, alignment, softcap: as in `attention`.
+        query, key, attn_mask, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges: as in `attention`.
         lse: what `attention(..., return_lse=True)` gave for the same arguments, (..., L). The weights are then
             exp(score - lse), and no softmax is computed again. From a call over more keys (`merge_attention`) it
             gives these keys' share.
@@ -60,7 +61,7 @@ def attention_weights(
 
     Source of the weights from the saved log-sum-exp: the backward pass of T. Dao et al., "FlashAttention", 2022.
     """
-    relevant = (query, key, None if is_causal_bias(attn_mask) else attn_mask, lse)
+    relevant = (query, key, None if is_causal_bias(attn_mask) else attn_mask, lse, key_ranges)
     if has_torch_function(relevant):
         return handle_torch_function(
             attention_weights,
@@ -78,8 +79,10 @@ def attention_weights(
             window=window,
             alignment=alignment,
             softcap=softcap,
+            key_ranges=key_ranges,
         )
-    problem = Problem.from_sdpa(query, key, key, attn_mask, 0, is_causal, scale, enable_gqa, window, alignment, softcap)
+    options = 0, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+    problem = Problem.from_sdpa(query, key, key, attn_mask, *options)
     q, k, v, bias, ranges, params, lead = problem
     if isinstance(lead, Jagged):
         raise ValueError("attnkern: attention_weights takes dense tensors: give it one sequence of query.unbind()")

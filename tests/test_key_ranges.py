@@ -156,6 +156,32 @@ def test_derivatives_of_any_order(target):
     assert torch.autograd.gradgradcheck(f, inputs)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights(target, kind):
+    """Those of the mask that the ranges stand for, of all rows and heads and of some, and their gradients."""
+    ranges = KINDS[kind](60, 70).to(target.device)
+    q, k, v = (x.requires_grad_() for x in target.inputs(2, 4, 60, 70, 8).tensors.values())
+    mask = testing.ranges_mask(ranges, 70)
+    _, lse = target.attention(q, k, v, mask, return_lse=True)
+    for options in ({}, {"lse": lse}, {"rows": [3, -1], "heads": [2, 0]}, {"average_heads": True, "is_causal": True}):
+        got = attnkern.attention_weights(q, k, key_ranges=ranges, **options)
+        want = attnkern.attention_weights(q, k, mask, **options)
+        torch.testing.assert_close(got, want)
+        grads = (torch.autograd.grad(x.square().sum(), (q, k)) for x in (got, want))
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_of_a_part(target, kind):
+    ranges = KINDS[kind](60, 70).to(target.device)
+    q, k, v = target.inputs(2, 4, 60, 70, 8).tensors.values()
+    mask = testing.ranges_mask(ranges, 70)
+    out, lse = target.attention(q, k, v, return_lse=True)
+    given = torch.randn_like(out), q, k, v, out, lse
+    got = attnkern.attention_backward(*given, key_ranges=ranges, backend=target.backend)
+    torch.testing.assert_close(got, attnkern.attention_backward(*given, mask, backend=target.backend))
+
+
 def test_vmap(target):
     q, k, v = (target.randn(3, 2, 4, 30, 8) for _ in range(3))
     ranges = anything(6, 1, 30, 2, 30).unflatten(0, (3, 2)).to(target.device)
@@ -215,9 +241,14 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input(what):
     ranges, error, message = BAD[what]
-    for function in (attnkern.attention, attnkern.explain):
+    for function, given in (
+        (attnkern.attention, (Q, Q, Q)),
+        (attnkern.explain, (Q, Q, Q)),
+        (attnkern.attention_weights, (Q, Q)),
+        (attnkern.attention_backward, (Q, Q, Q, Q, Q, Q[..., 0])),
+    ):
         with pytest.raises(error, match=message):
-            function(Q, Q, Q, key_ranges=ranges)
+            function(*given, key_ranges=ranges)
 
 
 def test_explain_names_them():

@@ -1,5 +1,7 @@
 """attnkern.Mask and attnkern.masks against the dense mask that each stands for, and in calls."""
 
+import gc
+import io
 import itertools
 import operator
 
@@ -223,6 +225,36 @@ def test_ranges_stay_ranges_where_two_suffice():
     assert three.ranges is None
 
 
+MADE_OF_SIZES = {
+    "sinks": lambda device: masks.sliding_window(20, 0, 70, 90, sinks=3, device=device),
+    "two ranges": lambda device: masks.from_ranges(
+        torch.tensor([[9, 20], [0, 3]], device=device)[None, None, None], 70, 90
+    ),
+    "and": lambda device: (
+        masks.sliding_window(20, 0, 70, 90, sinks=3, device=device)
+        & masks.causal(70, 90, "bottom_right", device=device)
+    ),
+    "or": lambda device: masks.prefix_lm(9, 70, 90, device=device) | masks.sliding_window(9, 9, 70, 90, device=device),
+    "not": lambda device: masks.sliding_window(9, 9, 70, 90, device=device).__invert__(),  # Dynamo knows no ~
+}
+
+
+@pytest.mark.parametrize("what", MADE_OF_SIZES)
+def test_two_ranges_are_made_without_a_look_at_data(what):
+    """A graph holds their making, and no device is waited for: the meta device has nothing to look at."""
+    make = MADE_OF_SIZES[what]
+    assert make("meta").ranges.shape[3] == 2
+    x, y = torch.randn(1, 2, 70, 8), torch.randn(1, 2, 90, 8)
+
+    def f(x, y):
+        return attnkern.attention(x, y, y, make("cpu"))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, y), f(x, y))
+    torch.testing.assert_close(f(x, y), attnkern.attention(x, y, y, make("cpu").to_dense()))
+
+
 def test_calls_take_it(target):
     inputs = target.inputs(2, 3, 70, 90, 16)
     tensors = inputs.query, inputs.key, inputs.value
@@ -277,15 +309,99 @@ def test_compile_and_checkpoint(mask):
         torch.testing.assert_close(got, expected)
 
 
+def test_made_in_inference_mode_it_trains():
+    """So does what has no gradient beside it, as with torch: bool masks and key_ranges."""
+    with torch.inference_mode():
+        ranges = masks.sliding_window(9, 0, 64)
+        made = {
+            "Mask of ranges": {"attn_mask": ranges},
+            "Mask of bits": {"attn_mask": masks.from_bool(ranges.to_dense() & (torch.rand(64, 64) < 0.5))},
+            "bool": {"attn_mask": ranges.to_dense().contiguous()},
+            "int32": {"key_ranges": ranges.ranges},
+            "int64": {"key_ranges": ranges.ranges.long()},
+        }
+    x = torch.randn(1, 2, 64, 8, requires_grad=True)
+    for name, given in made.items():
+        usual = {key: m.clone() if isinstance(m, torch.Tensor) else m.to_dense().clone() for key, m in given.items()}
+
+        def f(x, options):
+            return attnkern.attention(x, x, x, **options).square().sum()
+
+        (got,), (want,) = (torch.autograd.grad(f(x, options), x) for options in (given, usual))
+        torch.testing.assert_close(got, want, msg=name)
+        torch.testing.assert_close(torch.func.grad(f)(x.detach(), given), want, msg=name)
+        if "attn_mask" in given:
+            attnkern.attention_weights(x, x, **given).square().sum().backward()
+
+
+def test_a_data_loader_collates_it():
+    """Of ranges, of bits and of both, whether rows and heads are alike in a sample or not."""
+    of_one = [mask for mask in some_masks() if mask.shape[0] == 1]
+    for some in ([mask for mask in of_one if mask.ranges is not None], of_one, of_one[-2:], [of_one[0]]):
+        want = torch.cat([mask.to_dense().expand(-1, 3, -1, -1) for mask in some])
+        collated = torch.utils.data.default_collate([{"mask": mask} for mask in some])["mask"]
+        check_stored(collated)
+        assert torch.equal(collated.to_dense().expand(want.shape), want)
+    with pytest.raises(RuntimeError, match="of one size and device"):
+        torch.utils.data.default_collate([masks.causal(5), masks.causal(6)])
+
+
+def test_layers_share_what_bits_become():
+    """One dense tensor until the backward pass, however many layers; none after it."""
+    mask = masks.from_bool(torch.rand(128, 128) < 0.5)
+    modules = [attnkern.nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(4)]
+    x = torch.randn(1, 128, 8)
+    saved = {}
+
+    def save(t):
+        if t.dtype == torch.bool:
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+        for module in modules:
+            x = module(x, x, x, attn_mask=mask, need_weights=False)[0]
+            q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+            x = x + attnkern.attention(q, q, q, mask).transpose(1, 2).flatten(2)
+    assert list(saved.values()) == [128 * 128]
+    again = mask.dense_of_bits()
+    assert again.untyped_storage().data_ptr() in saved
+    assert torch.equal(again, mask.to_dense())
+    del again
+    x.sum().backward()
+    del x, q
+    held = attnkern.mask._held[mask]
+    gc.collect()
+    assert held() is None
+
+
 @pytest.mark.parametrize("mask", [masks.causal(64), masks.from_mask_mod(natten, None, None, 64, 64)], ids=repr)
-def test_export(mask):
+def test_export(mask, capfd):
     class Attend(torch.nn.Module):
         def forward(self, x, mask):
             return attnkern.attention(x, x, x, mask)
 
     x = torch.randn(1, 2, 64, 8)
     program = torch.export.export(Attend(), (x, mask))
-    torch.testing.assert_close(program.module()(x, mask), attnkern.attention(x, x, x, mask))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    assert "Logging error" not in capfd.readouterr().err
+    for exported in (program, loaded):
+        torch.testing.assert_close(exported.module()(x, mask), attnkern.attention(x, x, x, mask))
+
+
+def test_files_hold_it():
+    """torch.load as it is by default, which takes known types only."""
+    saved = list(some_masks())
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    for got, want in zip(torch.load(file), saved, strict=True):
+        check_stored(got)
+        assert got.shape == want.shape
+        assert torch.equal(got.to_dense(), want.to_dense())
 
 
 def test_it_moves_shows_and_draws_itself():

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from attnkern import ops, params
 from attnkern.params import AttentionParams
@@ -68,3 +70,19 @@ def test_no_import_goes_round():
     for name in ("ops", *below):
         late = re.findall(r"^[ ]+from (\.+\w*) import \w+", (package / f"{name}.py").read_text(), re.M)
         assert late == [], name
+
+
+def test_the_order_of_sizes_that_depend_on_data():
+    """As that of any larger size, which is the order that a kernel gives its result."""
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        n, m = env.create_unbacked_symint(), env.create_unbacked_symint()
+        for heads, length in ((n, 5), (5, n), (n, m), (n, n)):
+            for x, major in (
+                (torch.empty(2, heads, length, 8), False),
+                (torch.empty(2, length, heads, 8).transpose(1, 2), True),
+                (torch.empty(length, heads, 8).transpose(0, 1).unsqueeze(0), True),
+            ):
+                assert params.is_length_major(x.shape, x.stride()) is major
+        for alike in (torch.empty(2, n, 1, 8), torch.empty(2, 1, n, 8)):
+            assert not params.is_length_major(alike.shape, alike.stride())

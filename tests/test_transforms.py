@@ -556,6 +556,91 @@ def test_compile_takes_the_shape_of_a_mask_and_of_empty_dimensions(target):
         torch.testing.assert_close(function(*x), target.sdpa(*x))
 
 
+# --- sizes that depend on data
+
+KEPT = {  # of (batch, heads, length, size): query, key and value, of which a bool vector keeps some
+    "batch": lambda x, keep: (x[keep],) * 3,
+    "heads": lambda x, keep: (x[:, keep],) * 3,
+    "length": lambda x, keep: (x[:, :, keep],) * 3,
+    "queries": lambda x, keep: (x[:, :, keep], x, x),
+    "keys": lambda x, keep: (x, x[:, :, keep], x[:, :, keep]),
+    "heads of (batch, length, heads)": lambda x, keep: (x.transpose(1, 2).contiguous().transpose(1, 2)[:, keep],) * 3,
+}
+
+
+def with_mask(attend, q, k, v):
+    return attend(q, k, v, (q[..., :1] + k[..., 1].unsqueeze(-2)) > 0)
+
+
+def with_ranges(attend, q, k, v):
+    begin = torch.arange(q.shape[-2])
+    return attend(q, k, v, key_ranges=torch.stack([begin, begin + 3], -1).unsqueeze(1))
+
+
+def packed(attend, q, k, v):
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    ends = (torch.arange(3) * (x.shape[0] // 2) for x in (q, k))
+    ends_q, ends_k = (torch.cat([end[:2], torch.full((1,), x.shape[0])]) for end, x in zip(ends, (q, k), strict=True))
+    return attnkern.varlen_attention(q, k, v, ends_q, ends_k)
+
+
+MODULE = attnkern.nn.MultiheadAttention(8, 2, batch_first=True).requires_grad_(False)
+OF_KEPT = {
+    "plain": lambda attend, q, k, v: attend(q, k, v),
+    "causal": lambda attend, q, k, v: attend(q, k, v, is_causal=True, alignment="bottom_right"),
+    "mask": with_mask,
+    "ranges": with_ranges,
+    "grouped": lambda attend, q, k, v: attend(torch.cat([q, q], 1), k, v, enable_gqa=True),
+    "one head": lambda attend, q, k, v: attend(q, k.mean(1, keepdim=True), v.mean(1, keepdim=True), enable_gqa=True),
+    "module": lambda attend, q, k, v: MODULE(q.mean(1), k.mean(1), v.mean(1))[0],
+    "packed": packed,
+}
+
+PAIRS = [
+    *itertools.product(("length",), OF_KEPT),
+    *((kept, "plain") for kept in KEPT if kept != "length"),
+    *(("batch", "mask"), ("batch", "ranges"), ("batch", "module"), ("heads", "grouped"), ("heads", "one head")),
+    *(("queries", "mask"), ("queries", "packed"), ("keys", "mask"), ("keys", "packed")),
+]
+
+
+@contract(53, 54)
+@pytest.mark.parametrize("way", ["export", "fullgraph"])
+@pytest.mark.parametrize(("kept", "call"), PAIRS)
+def test_sizes_that_depend_on_data(kept, call, way):
+    """One program serves 0, 1 and more rows, and knows the strides of its results."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x, keep):
+            return OF_KEPT[call](attnkern.attention, *KEPT[kept](x, keep))
+
+    x = torch.randn(4, 4, 4, 8)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        if way == "export":
+            program = torch.export.export(Module(), (x, torch.arange(4) < 3)).module()
+        else:
+            program = torch.compile(Module(), backend="aot_eager", fullgraph=True)
+        for n in (3, 0, 1, 4):
+            keep = torch.arange(4) < n
+            torch.testing.assert_close(program(x, keep), Module()(x, keep))
+
+
+@contract(46, 53)
+@pytest.mark.parametrize("kept", ["batch", "length", "heads of (batch, length, heads)"])
+def test_gradients_of_sizes_that_depend_on_data(kept):
+    def loss(x, keep):
+        return attnkern.attention(*KEPT[kept](x, keep)).square().sum()
+
+    x = torch.randn(4, 4, 4, 8, requires_grad=True)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        program = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        for n in (3, 0, 1):
+            got, want = (torch.autograd.grad(f(x, torch.arange(4) < n), x)[0] for f in (program, loss))
+            torch.testing.assert_close(got, want)
+
+
 # --- export and tracing
 
 

@@ -40,6 +40,7 @@ from .shared import (
     reference_backward,
     reference_second_backward,
     reference_tangent,
+    savable,
     stack,
     transformed,
     unflatten,
@@ -65,11 +66,13 @@ def attention(
         sharding.register()
     if transformed():
         function = _attention_jvp if goes_into_graph() else _AttentionJVP.apply
-        return function(q, k, v, bias, ranges, seed, *params, backend)
+        return function(q, k, v, savable(bias), savable(ranges), seed, *params, backend)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
     ):
         if not torch.compiler.is_compiling():
+            if bias is not None or ranges is not None:
+                bias, ranges = savable(bias), savable(ranges)
             return _apply_eagerly(q, k, v, bias, ranges, seed, params, backend)
         # Dynamo takes no tensor twice, as in attention(x, x, x).
         k, v = k.view_as(k), v.view_as(v)

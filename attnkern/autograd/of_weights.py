@@ -20,6 +20,7 @@ from .shared import (
     primals_of,
     pull_back,
     push_forward_here,
+    savable,
     stack,
     transformed,
 )
@@ -51,10 +52,10 @@ def _weights(
 ) -> Tensor:
     if transformed():
         function = _weights_jvp if goes_into_graph() else _WeightsJVP.apply
-        return function(q, k, bias, lse, seed, rows, *params, average)
+        return function(q, k, savable(bias), lse, seed, rows, *params, average)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or (bias is not None and bias.requires_grad)):
         if not torch.compiler.is_compiling():
-            return _WeightsJVP.apply(q, k, bias, lse, seed, rows, *params, average)
+            return _WeightsJVP.apply(q, k, savable(bias), lse, seed, rows, *params, average)
         return _Weights.apply(q, k.view_as(k), bias, lse, seed, rows, *params, average)
     return tiles.weights(q, k, bias, lse, seed, rows, AttentionParams(*params), average)
 

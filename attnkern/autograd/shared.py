@@ -57,6 +57,16 @@ SECOND_ORDER_BITS = (
 )
 
 
+def savable(x: Tensor | None) -> Tensor | None:
+    """A mask or key ranges as autograd can save them: a copy of what was made in inference mode.
+
+    Only of what has no gradient, bool and integers: of floating point, torch says that it can't be saved.
+    """
+    if x is None or torch.compiler.is_compiling() or not x.is_inference() or x.is_floating_point():
+        return x
+    return x.clone()
+
+
 def mask_of(needed: Sequence[bool], bits: Sequence[int]) -> int:
     return sum(bit for bit, need in zip(bits, needed, strict=True) if need)
 
