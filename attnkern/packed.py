@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from .params import UNBOUNDED
+
 
 def packed_ranges(
     query: Tensor,
@@ -50,21 +52,24 @@ def _ranges(
 
     A token that is none of its sequence has no keys.
     """
-    (ends_q, used_q), (ends_k, used_k) = of_queries, of_keys
-    token = torch.arange(tokens, dtype=ends_q.dtype, device=ends_q.device)
+    # In int64, where no bound and no length wraps around.
+    (ends_q, used_q), (ends_k, used_k) = (
+        (ends.to(torch.int64), None if used is None else used.to(torch.int64)) for ends, used in (of_queries, of_keys)
+    )
+    token = torch.arange(tokens, device=ends_q.device)
     # Tokens may lie behind the last end: those of no sequence, and all where ends are wrong and weren't looked at.
     sequence = torch.searchsorted(ends_q[1:], token, right=True).clamp(max=ends_q.shape[0] - 2)
     first_q, first_k = ends_q[:-1], ends_k[:-1]
-    lengths_k = ends_k.diff() if used_k is None else used_k.to(ends_k.dtype)
+    lengths_k = ends_k.diff() if used_k is None else used_k
     # The key that a query is level with.
     level = first_k - first_q
     if alignment == "bottom_right":
         level = level + lengths_k - (ends_q.diff() if used_q is None else used_q)
     level, begin, end = token + level[sequence], first_k[sequence], (first_k + lengths_k)[sequence]
     if left is not None:
-        begin = torch.maximum(begin, level - left)
+        begin = torch.maximum(begin, level - min(left, UNBOUNDED))
     if right is not None:
-        end = torch.minimum(end, level + right + 1)
+        end = torch.minimum(end, level + (min(right, UNBOUNDED) + 1))
     if used_q is not None:
         place = token - first_q[sequence]
         end = end.where((place >= 0) & (place < used_q[sequence]), begin)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import attnkern
-from attnkern import testing
+from attnkern import masks, testing
 from attnkern.packed import packed_ranges
 
 LENGTHS = {
@@ -84,6 +84,31 @@ def test_the_rule_holds_for_each_sequence(target, dtype):
     out = attnkern.varlen_attention(q, k, v, ends([40, 90, 30]), is_causal=True, backend=target.backend)
     a, b, c = (x.detach()[40:130].transpose(0, 1)[None] for x in (q, k, v))
     testing.expected(a, b, c, is_causal=True)["out"].check(out.detach()[40:130].transpose(0, 1)[None])
+
+
+BOUNDS = [2**31 - 2, 2**31 - 1, 2**32, 2**40, 2**62, 2**63 - 2, 2**63 - 1, 2**63, 2**100]
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_large_bounds_are_unbounded(kind, alignment):
+    q, k, v = packed(torch, [5, 7, 2], [9, 4, 6], torch.float32)
+    cu = ends([5, 7, 2], kind), ends([9, 4, 6], kind)
+    of_queries, of_keys = (c.to(torch.int64) for c in cu)
+    jagged = [
+        torch.nested.nested_tensor_from_jagged(x, c).transpose(1, 2)
+        for x, c in ((q, of_queries), (k, of_keys), (v, of_keys))
+    ]
+    for small in ((None, 2), (2, None), (None, None)):
+        want = attnkern.varlen_attention(q, k, v, *cu, enable_gqa=True, window=small, alignment=alignment)
+        for bound in BOUNDS:
+            window = tuple(bound if x is None else x for x in small)
+            options = {"window": window, "alignment": alignment}
+            assert torch.equal(attnkern.varlen_attention(q, k, v, *cu, enable_gqa=True, **options), want), window
+            mask = masks.packed(*cu, **options)
+            assert torch.equal(mask.ranges, masks.packed(*cu, window=small, alignment=alignment).ranges), window
+            out = attnkern.attention(*jagged, enable_gqa=True, **options)
+            assert torch.equal(out.transpose(1, 2).values(), want), window
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -285,6 +310,16 @@ def torchs(q, k, v, lengths_q, lengths_k, window, **options):
     if "enable_gqa" in TAKEN:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, ends(lengths_q), ends(lengths_k), *longest, **options)
+
+
+@pytest.mark.skipif("window_size" not in TAKEN, reason="this torch's varlen_attn has no windows")
+@pytest.mark.parametrize("window", [(2**40, 0), (-1, 2**31 - 1), (2**63 - 1, 2**63 - 1)], ids=str)
+def test_torchs_own_function_with_large_bounds(window):
+    q, k, v = (torch.randn(30, 2, 8) for _ in range(3))
+    with attnkern.use_as_sdpa():
+        out = torchs(q, k, v, [13, 17], [13, 17], window)
+        want = torchs(q, k, v, [13, 17], [13, 17], (None, 0 if window[1] == 0 else None))
+    assert torch.equal(out, want)
 
 
 WINDOWS = [(None, None), (None, 0)] + [(9, 0), (4, 3)] * ("window_size" in TAKEN)
