@@ -36,7 +36,7 @@ def packed_ranges(
             f"got {tuple(ends_k.shape)}"
         )
     if used is not None:
-        _check_integers("seqused_k", used, query, ends_q.shape[0] - 1)
+        used = _checked_used(used, query, ends_k)
     return _ranges(query.shape[0], (ends_q, None), (ends_k, used), left, right, alignment)
 
 
@@ -169,6 +169,20 @@ def _check_integers(name: str, x: Any, like: Tensor, size: int | None) -> None:
         )
     if x.device != like.device:
         raise RuntimeError(f"attnkern: {name} must be on query's device {like.device}, got {x.device}")
+
+
+def _checked_used(used: Any, query: Tensor, ends_k: Tensor) -> Tensor:
+    """seqused_k as numbers of keys that each sequence has."""
+    _check_integers("seqused_k", used, query, ends_k.shape[0] - 1)
+    lengths = ends_k.to(torch.int64).diff()
+    clamped = used.to(torch.int64).minimum(lengths).clamp(min=0)
+    if may_look(used, ends_k) and not torch.equal(clamped, used.to(torch.int64)):
+        wrong = int((clamped != used).nonzero()[0])
+        raise ValueError(
+            f"attnkern: seqused_k must be from 0 to the number of each sequence's keys, "
+            f"got {int(used[wrong])} for sequence {wrong}, which has {int(lengths[wrong])}"
+        )
+    return clamped
 
 
 def _check_ends(name: str, ends: Any, packed: Tensor) -> None:

@@ -16,6 +16,8 @@ import attnkern
 from attnkern import masks, testing
 from attnkern.packed import packed_ranges
 
+TAKEN = inspect.signature(varlen_attn).parameters  # older torches have less of it
+
 LENGTHS = {
     "one": ([50], [50]),
     "alike": ([32, 32, 32], [32, 32, 32]),
@@ -129,6 +131,24 @@ def test_keys_in_use(target, kind):
         )
         want, _ = one_by_one(target, q, k, v, lengths_q, lengths_k, used, alignment="bottom_right", **options)
         torch.testing.assert_close(out, want)
+
+
+USED = {"more": [6, 4], "negative": [-3, 4], "wraps": [2**32 + 2, -(2**32) + 2], "last": [4, 2**31 - 1]}
+USED_AS = {"more": [4, 4], "negative": [0, 4], "wraps": [4, 0], "last": [4, 5]}
+
+
+@pytest.mark.parametrize("used", USED)
+def test_keys_that_no_sequence_has_are_refused(used):
+    q, cu, n = torch.randn(9, 2, 8), ends([4, 5]), torch.tensor(USED[used])
+    wrong = next(i for i, (a, b) in enumerate(zip(USED[used], USED_AS[used], strict=True)) if a != b)
+    message = rf"seqused_k must be from 0 to .*, got {USED[used][wrong]} for sequence {wrong}, which has {4 + wrong}"
+    with pytest.raises(ValueError, match=message):
+        attnkern.varlen_attention(q, q, q, cu, seqused_k=n)
+    with pytest.raises(ValueError, match=message):
+        masks.packed(cu, seqused_k=n)
+    if "seqused_k" in TAKEN:
+        with attnkern.use_as_sdpa(), pytest.raises(ValueError, match=message):
+            varlen_attn(q, q, q, cu, cu, 5, 5, seqused_k=n)
 
 
 def test_cu_seqlens_k_are_those_of_q(target):
@@ -270,6 +290,47 @@ def test_ends_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch
         attnkern.varlen_attention(q, k, v, **cu)
 
 
+@pytest.mark.parametrize("used", USED)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_keys_in_use_end_with_their_sequence(elsewhere, monkeypatch, kind, used, options):
+    """Where nothing looks at them. They are int64 where int32 can't hold them."""
+    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
+    q, k, v = packed(torch, [3, 4], [4, 5], torch.float32, heads_k=4)
+    cu = ends([3, 4], kind), ends([4, 5], kind)
+    given = torch.tensor(USED[used], dtype=torch.int64 if used == "wraps" else kind)
+    options = {**OPTIONS[options], "backend": "reference"}
+    out = attnkern.varlen_attention(*map(elsewhere, (q, k, v, *cu)), seqused_k=elsewhere(given), **options)
+    want = attnkern.varlen_attention(q, k, v, *cu, seqused_k=torch.tensor(USED_AS[used]), **options)
+    assert torch.equal(out.as_subclass(torch.Tensor), want)
+    assert not Elsewhere.waits
+
+
+def test_keys_in_use_end_with_their_sequence_in_graphs():
+    q, k, v = packed(torch, [3, 4], [4, 5], torch.float32)
+
+    def f(q, k, v, used):
+        return attnkern.varlen_attention(q, k, v, ends([3, 4]), ends([4, 5]), seqused_k=used, enable_gqa=True)
+
+    results = []
+    for function, used in ((torch.compile(f, backend="eager", fullgraph=True), USED), (f, USED_AS)):
+        for numbers in used.values():
+            out = function(q, k, v, torch.tensor(numbers))
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    torch.testing.assert_close(results[: len(USED)], results[len(USED) :])
+
+
+def test_keys_in_use_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch):
+    q, cu, used = (elsewhere(x) for x in (torch.randn(9, 2, 8), ends([4, 5]), torch.tensor([6, 5])))
+    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
+    ranges = packed_ranges(q, q, cu, cu, used, None, None, "bottom_right")
+    assert not Elsewhere.waits
+    assert ranges[0].as_subclass(torch.Tensor).tolist() == [[0, 4]]
+    monkeypatch.setenv("ATTNKERN_CHECK", "1")
+    with pytest.raises(ValueError, match="seqused_k must be"):
+        packed_ranges(q, q, cu, cu, used, None, None, "bottom_right")
+
+
 @pytest.mark.parametrize("setting", [None, "1"])
 def test_right_ends_elsewhere(elsewhere, monkeypatch, setting):
     """The results don't depend on the check, and without it nothing looks at a number."""
@@ -296,8 +357,6 @@ def test_ends_without_numbers_are_not_checked(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------ torch.nn.attention.varlen
-
-TAKEN = inspect.signature(varlen_attn).parameters  # older torches have less of it
 
 
 def torchs(q, k, v, lengths_q, lengths_k, window, **options):
