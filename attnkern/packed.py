@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -50,29 +51,31 @@ def _ranges(
 ) -> Tensor:
     """`packed_ranges` of (where sequences begin and end, how many of each there are), for queries and for keys.
 
-    A token that is none of its sequence has no keys.
+    A token of no sequence, and one that is none of its sequence, has no keys.
     """
     # In int64, where no bound and no length wraps around.
     (ends_q, used_q), (ends_k, used_k) = (
         (ends.to(torch.int64), None if used is None else used.to(torch.int64)) for ends, used in (of_queries, of_keys)
     )
+    # Before the first sequence and behind the last stands one more, without keys, for the tokens of none.
+    first_q, first_k = (F.pad(ends, (1, 0)) for ends in (ends_q, ends_k))
+    lengths_q, lengths_k = (
+        F.pad(ends.diff() if used is None else used, (1, 1)) for ends, used in ((ends_q, used_q), (ends_k, used_k))
+    )
     token = torch.arange(tokens, device=ends_q.device)
-    # Tokens may lie behind the last end: those of no sequence, and all where ends are wrong and weren't looked at.
-    sequence = torch.searchsorted(ends_q[1:], token, right=True).clamp(max=ends_q.shape[0] - 2)
-    first_q, first_k = ends_q[:-1], ends_k[:-1]
-    lengths_k = ends_k.diff() if used_k is None else used_k
+    # (Not out of bounds where ends are wrong and weren't looked at.)
+    sequence = torch.searchsorted(ends_q, token, right=True)
     # The key that a query is level with.
     level = first_k - first_q
     if alignment == "bottom_right":
-        level = level + lengths_k - (ends_q.diff() if used_q is None else used_q)
+        level = level + lengths_k - lengths_q
     level, begin, end = token + level[sequence], first_k[sequence], (first_k + lengths_k)[sequence]
     if left is not None:
         begin = torch.maximum(begin, level - min(left, UNBOUNDED))
     if right is not None:
         end = torch.minimum(end, level + (min(right, UNBOUNDED) + 1))
     if used_q is not None:
-        place = token - first_q[sequence]
-        end = end.where((place >= 0) & (place < used_q[sequence]), begin)
+        end = end.where(token - first_q[sequence] < lengths_q[sequence], begin)
     return torch.stack([begin, end], -1).to(torch.int32).unsqueeze(1)
 
 
@@ -191,9 +194,9 @@ def _check_ends(name: str, ends: Any, packed: Tensor) -> None:
         raise RuntimeError(f"attnkern: {name} must have the shape (sequences + 1,), got (0,)")
     if may_look(ends):
         found = ends.tolist()
-        if found[0] != 0 or found[-1] != packed.shape[0] or any(a > b for a, b in pairwise(found)):
+        if found[0] != 0 or found[-1] > packed.shape[0] or any(a > b for a, b in pairwise(found)):
             shown = str(found if len(found) <= 8 else [*found[:4], "...", *found[-3:]]).replace("'", "")
             raise RuntimeError(
-                f"attnkern: {name} must begin with 0, never fall and end with the number of tokens, {packed.shape[0]}, "
-                f"got {shown}"
+                f"attnkern: {name} must begin with 0, never fall and not exceed the number of tokens, "
+                f"{packed.shape[0]}, got {shown}"
             )

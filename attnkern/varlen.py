@@ -38,8 +38,9 @@ def varlen_attention(
         query: (T, Hq, E), the queries of all sequences; dtypes and strides as in `attention`.
         key: (Tk, Hk, E), value: (Tk, Hk, Ev).
         cu_seqlens_q: (n + 1,), int32 or int64: sequence s has the queries cu_seqlens_q[s] to cu_seqlens_q[s + 1]; the
-            first is 0, the last T.
-        cu_seqlens_k: the same for keys, the last is Tk; None: cu_seqlens_q.
+            first is 0, the last T or less. Queries behind the last are of no sequence and attend to nothing: zeros in
+            the output, and no gradient. So a buffer of a fixed size holds any number of tokens.
+        cu_seqlens_k: the same for keys, the last is Tk or less; None: cu_seqlens_q.
         seqused_k: (n,), int32 or int64: how many keys of each sequence there are, from its first on; None: all. Beyond
             0 and the sequence's length they count as these.
         is_causal, window, alignment: as in `attention`, within each sequence; by default its last query is level with
@@ -53,7 +54,7 @@ def varlen_attention(
     Raises:
         As `attention`; RuntimeError also for cu_seqlens and seqused_k of another shape or dtype. Values are checked on
         the CPU outside of graphs, and on other devices where ATTNKERN_CHECK=1 is in the environment: RuntimeError for
-        cu_seqlens that don't start at 0, fall, or don't end at T, ValueError for seqused_k below 0 or above the length
+        cu_seqlens that don't start at 0, fall, or exceed T (Tk), ValueError for seqused_k below 0 or above the length
         of its sequence.
 
     Source: packed sequences are those of T. Dao's flash_attn_varlen_func (FlashAttention-2, 2023).

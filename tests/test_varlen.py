@@ -151,6 +151,29 @@ def test_keys_that_no_sequence_has_are_refused(used):
             varlen_attn(q, q, q, cu, cu, 5, 5, seqused_k=n)
 
 
+BUFFERS = {"both": (6, 4), "queries": (6, 0), "keys": (0, 4), "nothing else": (5, 5)}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_tokens_behind_the_last_sequence(target, buffers, options):
+    """Queries get zeros, an lse of -inf and no gradient, and neither they nor such keys change another's results."""
+    lengths_q, lengths_k = ([], []) if buffers == "nothing else" else ([5, 0, 30], [7, 3, 20])
+    used_q, used_k = sum(lengths_q), sum(lengths_k)
+    more_q, more_k = BUFFERS[buffers]
+    q, k, v = packed(target, [used_q + more_q], [used_k + more_k], torch.float32)
+
+    def results(q, k, v):
+        given = {"enable_gqa": True, "return_lse": True, "backend": target.backend, **OPTIONS[options]}
+        out, lse = attnkern.varlen_attention(q, k, v, ends(lengths_q), ends(lengths_k), **given)
+        return out, lse.transpose(0, 1), *torch.autograd.grad(out.sum(), (q, k, v))
+
+    tight = (x.detach()[:n].requires_grad_() for x, n in ((q, used_q), (k, used_k), (v, used_k)))
+    for got, want, fill in zip(results(q, k, v), results(*tight), (0, -torch.inf, 0, 0, 0), strict=True):
+        torch.testing.assert_close(got[: len(want)], want)
+        assert (got[len(want) :] == fill).all()
+
+
 def test_cu_seqlens_k_are_those_of_q(target):
     q, k, v = packed(target, [40, 9], [40, 9], torch.float32, heads_k=4)
     given = {"is_causal": True, "backend": target.backend}
@@ -207,7 +230,7 @@ BAD = {
     "nothing": ((Q, Q, Q, CU[:0]), {}, RuntimeError, r"shape \(sequences \+ 1,\), got \(0,\)"),
     "begins late": ((Q, Q, Q, CU + 1), {}, RuntimeError, "begin with 0, .* 10, got .1, 5, 11."),
     "falls": ((Q, Q, Q, torch.tensor([0, 7, 4, 10])), {}, RuntimeError, "never fall"),
-    "ends early": ((Q, Q, Q, ends([4, 5])), {}, RuntimeError, "end with the number of tokens, 10, got .0, 4, 9."),
+    "ends late": ((Q, Q, Q, ends([4, 7])), {}, RuntimeError, "not exceed the number of tokens, 10, got .0, 4, 11."),
     "other keys": (
         (Q, Q, Q, CU, ends([10])),
         {},
@@ -268,7 +291,7 @@ def elsewhere():
         yield lambda x: x.as_subclass(Elsewhere)
 
 
-WRONG = {"begins late": [3, 20, 50], "falls": [0, 51, 50], "ends early": [0, 20, 49], "none at the end": [0, 20, 51]}
+WRONG = {"begins late": [3, 20, 50], "falls": [0, 51, 50], "ends late": [0, 20, 51]}
 
 
 @pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
@@ -288,6 +311,49 @@ def test_ends_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch
     shown = ", ".join(map(str, WRONG[wrong]))
     with pytest.raises(RuntimeError, match=rf"{which} must begin with 0, .* tokens, 50, got \[{shown}\]"):
         attnkern.varlen_attention(q, k, v, **cu)
+
+
+CUTS = {"behind": [0, 4, 9], "before": [3, 9, 12], "both": [2, 5, 5, 9], "none": [0], "nothing": [4, 4]}
+
+
+def attended(cu, tokens, is_causal):
+    """bool (tokens, tokens), of what cu_seqlens say."""
+    i = torch.arange(tokens)
+    own = [(i >= a) & (i < b) for a, b in itertools.pairwise(cu)]
+    same = sum(((x[:, None] & x) for x in own), torch.zeros(tokens, tokens, dtype=torch.bool))
+    return same.bool() & ((i <= i[:, None]) | (not is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_tokens_of_no_sequence_where_nothing_looks(elsewhere, monkeypatch, cut, is_causal):
+    """Before the first and behind the last, on another device and in a graph."""
+    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
+    x, cu = torch.randn(12, 2, 8), torch.tensor(CUTS[cut])
+    options = {"is_causal": is_causal, "return_lse": True, "backend": "reference"}
+    heads = x.transpose(0, 1)
+    mask = attended(CUTS[cut], 12, is_causal)
+    want, want_lse = attnkern.attention(heads, heads, heads, mask, return_lse=True, backend="reference")
+    out, lse = attnkern.varlen_attention(*[elsewhere(x)] * 3, elsewhere(cu), **options)
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), want.transpose(0, 1))
+    torch.testing.assert_close(lse.as_subclass(torch.Tensor), want_lse)
+    assert not Elsewhere.waits
+
+
+def test_tokens_of_no_sequence_in_graphs():
+    def f(x, cu):
+        return attnkern.varlen_attention(x, x, x, cu), masks.document(cu_seqlens=cu, seqlen=12).ranges
+
+    compiled = torch.compile(f, backend="eager", fullgraph=True, dynamic=True)
+    for cut in ("behind", "before", "both", "nothing"):
+        x = torch.randn(12, 2, 8, requires_grad=True)
+        out, ranges = compiled(x, torch.tensor(CUTS[cut]))
+        heads = x.transpose(0, 1)
+        mask = attended(CUTS[cut], 12, False)
+        want = attnkern.attention(heads, heads, heads, mask).transpose(0, 1)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, want)))
+        assert torch.equal(masks.from_ranges(ranges, 12, 12).to_dense()[0, 0], mask)
 
 
 @pytest.mark.parametrize("used", USED)
@@ -406,6 +472,20 @@ def test_torchs_own_function_runs_on_a_cpu(lengths, window, dtype):
         torch.testing.assert_close(got, expected)
 
 
+def test_torchs_own_function_with_tokens_behind_the_last_sequence():
+    q, k, v = (torch.randn(20, 2, 8, requires_grad=True) for _ in range(3))
+    with attnkern.use_as_sdpa() as calls:
+        out = torchs(q, k, v, [4, 9], [4, 9], (None, 0))
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert {kernel for _, kernel, _ in calls.lines} == {"attnkern cpu"}
+    want = attnkern.varlen_attention(q, k, v, ends([4, 9]), is_causal=True)
+    assert torch.equal(out, want)
+    assert not out[13:].any()
+    for got, expected in zip(grads, torch.autograd.grad(want.sum(), (q, k, v)), strict=True):
+        assert torch.equal(got, expected)
+        assert not got[13:].any()
+
+
 def test_torchs_own_function_compiles():
     lengths = [20, 3, 41]
     q, k, v = (torch.randn(64, 4, 16, requires_grad=True) for _ in range(3))
@@ -427,7 +507,7 @@ def test_what_is_refused_says_why():
         with pytest.raises(RuntimeError, match="dropout in an aten op"):
             torch.ops.aten._flash_attention_forward(x, x, x, ends([8]), ends([8]), 8, 8, 0.5, False, False)
         with pytest.raises(RuntimeError, match="cu_seqlens_q must begin with 0"):
-            torch.ops.aten._flash_attention_forward(x, x, x, ends([7]), ends([8]), 8, 8, 0.0, False, False)
+            torch.ops.aten._flash_attention_forward(x, x, x, ends([9]), ends([8]), 8, 8, 0.0, False, False)
 
 
 def test_a_batch_without_cu_seqlens():
