@@ -117,8 +117,12 @@ class Mask:
     def device(self) -> torch.device:
         return self._stored.device
 
-    def to(self, device: torch.device | str) -> Mask:
-        """The same mask on another device."""
+    def to(self, device: torch.device | str | int) -> Mask:
+        """The same mask on another device. Raises TypeError for what is none: a Mask has no dtype to change."""
+        if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+            raise TypeError(
+                f"attnkern: argument 'device' must be torch.device, str or int, not {type(device).__name__}"
+            )
         return pytree.tree_map(lambda x: x.to(device), self)
 
     def to_dense(self) -> Tensor:
@@ -225,6 +229,11 @@ class Mask:
         gaps = torch.stack([F.pad(end, (1, 0)), F.pad(begin, (0, 1), value=self.seqlen_k)], -1)
         return Mask.of_ranges(gaps, self.seqlen_q, self.seqlen_k)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "attnkern: a Mask is neither true nor false; masks are combined by &, | and ~, not by and, or, not"
+        )
+
     def __repr__(self) -> str:
         n = sum(x.nbytes for x in (self.ranges, self.bits, self.blocks) if x is not None)
         kind = "bits" if self.ranges is None else ("one range", "two ranges")[self.ranges.shape[3] - 1] + " per row"
@@ -232,8 +241,12 @@ class Mask:
 
     @property
     def _stored(self) -> Tensor:
-        stored = self.bits if self.ranges is None else self.ranges
+        stored, name, dtype = (
+            (self.bits, "bits", torch.int64) if self.ranges is None else (self.ranges, "ranges", torch.int32)
+        )
         assert stored is not None
+        if stored.dtype != dtype:  # mapped over as a pytree: converted, they would be another mask
+            raise RuntimeError(f"attnkern: the {name} of a Mask must be {dtype}, got {stored.dtype}")
         return stored
 
     def _rows(self, rows: slice) -> Tensor:

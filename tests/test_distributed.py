@@ -470,6 +470,10 @@ def sharding_says_what_it_needs():
     with refused(RuntimeError, "the same mask and shards, those of rank 1 are not rank 0's"):
         shard_mask(masks.sliding_window(None, int(RANK == 1), LENGTH))
     with refused(RuntimeError, "the same mask and shards, those of rank 1 are not rank 0's"):
+        shard_mask(
+            masks.from_ranges(torch.tensor([[9, 19] if RANK == 1 else [0, 20]])[None, None, None], LENGTH, LENGTH)
+        )
+    with refused(RuntimeError, "the same mask and shards, those of rank 1 are not rank 0's"):
         shard_mask(mask, shards=even_shards(LENGTH, SIZE)[:: -1 if RANK == 1 else 1])
     with refused(TypeError, "argument 'mask' must be Mask, not Tensor"):
         shard_mask(mask.to_dense())

@@ -6,6 +6,7 @@ import operator
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import attnkern
@@ -369,6 +370,21 @@ BAD = {
     "float": (lambda: masks.from_bool(torch.zeros(4, 4)), RuntimeError, "mask must be bool"),
     "ranges": (lambda: masks.from_ranges(torch.zeros(4, 1, 2).int(), 4, 4), RuntimeError, "ranges must have the shape"),
     "alignment": (lambda: masks.causal(4, 4, "left"), ValueError, "alignment must be"),
+    "to a dtype": (lambda: masks.causal(4).to(torch.float64), TypeError, "'device' must be torch.device, .* not dtype"),
+    "to a tensor": (lambda: masks.causal(4).to(Q), TypeError, "'device' must be torch.device, .* not Tensor"),
+    "to a bool": (lambda: masks.causal(4).to(True), TypeError, "'device' must be torch.device, .* not bool"),
+    "ranges mapped": (
+        lambda: attnkern.attention(Q, Q, Q, pytree.tree_map(torch.Tensor.half, masks.causal(5))),
+        RuntimeError,
+        "the ranges of a Mask must be torch.int32, got torch.float16",
+    ),
+    "bits mapped": (
+        lambda: pytree.tree_map(torch.Tensor.double, masks.document(torch.arange(70) % 7)).to_dense(),
+        RuntimeError,
+        "the bits of a Mask must be torch.int64, got torch.float64",
+    ),
+    "and": (lambda: masks.causal(4) and masks.causal(4), TypeError, "neither true nor false; .* by &, . and ~"),
+    "not": (lambda: not masks.causal(4), TypeError, "neither true nor false; .* by &, . and ~"),
     "window": (lambda: masks.sliding_window(-1, 0, 4), ValueError, "left must be >= 0, got -1"),
 }
 
