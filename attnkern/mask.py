@@ -75,6 +75,7 @@ class Mask:
         first row to the last, twice if they come to bits, with _TILE scores at a time (but at least one row).
         Dimensions in which all is the same become 1.
         """
+        check_not_traced()
         edges = torch.full((*like.shape[:3], 2, 2), seqlen_k, device=like.device)
         for rows in _tiles(like, seqlen_k):
             found = _runs(tile(rows).expand(*like.shape[:2], -1, seqlen_k))
@@ -277,6 +278,7 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     begin, end = ranges.unbind(-1)
     if ranges.shape[-2] == 1:
         return torch.stack([begin, end.maximum(begin)], -1)
+    check_not_traced()
     # Empty ones go to the right end, so that they come last.
     begin, end = (x.where(begin < end, seqlen_k) for x in (begin, end))
     order = begin.argsort(-1)
@@ -290,6 +292,15 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     end = end.where(live, 0).cummax(-1).values
     most = int(live.flatten(0, -2).any(0).sum())
     return torch.stack([begin.where(live, end), end], -1)[..., : max(1, most), :]
+
+
+def check_not_traced() -> None:
+    """Raises while torch.jit.trace runs, which keeps as a constant what is seen of a mask's data."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "attnkern: this mask depends on what its data are, which torch.jit.trace would keep as constants: make it "
+            "before, or give its lengths, or use torch.export"
+        )
 
 
 def span(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .mask import Mask
+from .mask import Mask, check_not_traced
 from .packed import may_look, packed_ranges
 from .params import UNBOUNDED, check_alignment
 from .problem import Window
@@ -42,6 +42,7 @@ def padding(
     """
     lengths = _integers("lengths", lengths, dims=(1,))
     if seqlen_k is None:
+        check_not_traced()
         seqlen_k = int(lengths.max()) if len(lengths) else 0
     seqlen_k = _size("seqlen_k", seqlen_k)
     seqlen_q = seqlen_k if seqlen_q is None else _size("seqlen_q", seqlen_q)
@@ -84,7 +85,10 @@ def document(
         starts = _integers("cu_seqlens", cu_seqlens, dims=(1,))
         if len(starts) == 0:
             raise RuntimeError("attnkern: cu_seqlens must have at least one entry, 0, got none")
-        seqlen = int(starts[-1]) if seqlen is None else _size("seqlen", seqlen)
+        if seqlen is None:
+            check_not_traced()
+            seqlen = int(starts[-1])
+        seqlen = _size("seqlen", seqlen)
         if may_look(starts):
             if starts[0] != 0:
                 raise ValueError(f"attnkern: cu_seqlens must begin with 0, got {int(starts[0])}")
@@ -122,6 +126,7 @@ def packed(
     """
     left, right = check_packed_window(is_causal, window, alignment)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    check_not_traced()
     lengths = []
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_tensor(name, ends)
@@ -133,6 +138,7 @@ def packed(
 
 def _of_ids(ids: Tensor) -> Mask:
     """`document` of ids (L,) or (B, L)."""
+    check_not_traced()
     ids = torch.atleast_2d(ids)
     seqlen = ids.shape[1]
     i = torch.arange(seqlen, device=ids.device)

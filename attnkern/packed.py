@@ -153,7 +153,9 @@ def _check_alike(name: str, x: Any, of: str, other: Any) -> None:
 def may_look(*tensors: Tensor) -> bool:
     """Whether there are values, not so in traces, and they may be checked: at no cost on the CPU, or where
     ATTNKERN_CHECK=1 asks for it."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # make_fx, of real tensors too
         return False
     if any(isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta for x in tensors):
         return False
