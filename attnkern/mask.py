@@ -80,6 +80,7 @@ class Mask:
         first row to the last, twice if they come to bits, with _TILE scores at a time (but at least one row).
         Dimensions in which all is the same become 1.
         """
+        check_not_traced()
         edges = torch.full((*like.shape[:3], 2, 2), seqlen_k, device=like.device)
         for rows in _tiles(like, seqlen_k):
             found = _runs(tile(rows).expand(*like.shape[:2], -1, seqlen_k))
@@ -123,8 +124,12 @@ class Mask:
     def device(self) -> torch.device:
         return self._stored.device
 
-    def to(self, device: torch.device | str) -> Mask:
-        """The same mask on another device."""
+    def to(self, device: torch.device | str | int) -> Mask:
+        """The same mask on another device. Raises TypeError for what is none: a Mask has no dtype to change."""
+        if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+            raise TypeError(
+                f"attnkern: argument 'device' must be torch.device, str or int, not {type(device).__name__}"
+            )
         return pytree.tree_map(lambda x: x.to(device), self)
 
     def to_dense(self) -> Tensor:
@@ -248,6 +253,11 @@ class Mask:
         gaps = torch.stack([F.pad(end, (1, 0)), F.pad(begin, (0, 1), value=self.seqlen_k)], -1)
         return Mask.of_ranges(gaps, self.seqlen_q, self.seqlen_k)
 
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "attnkern: a Mask is neither true nor false; masks are combined by &, | and ~, not by and, or, not"
+        )
+
     def __repr__(self) -> str:
         n = sum(x.nbytes for x in (self.ranges, self.bits, self.blocks) if x is not None)
         kind = "bits" if self.ranges is None else ("one range", "two ranges")[self.ranges.shape[3] - 1] + " per row"
@@ -255,8 +265,12 @@ class Mask:
 
     @property
     def _stored(self) -> Tensor:
-        stored = self.bits if self.ranges is None else self.ranges
+        stored, name, dtype = (
+            (self.bits, "bits", torch.int64) if self.ranges is None else (self.ranges, "ranges", torch.int32)
+        )
         assert stored is not None
+        if stored.dtype != dtype:  # mapped over as a pytree: converted, they would be another mask
+            raise RuntimeError(f"attnkern: the {name} of a Mask must be {dtype}, got {stored.dtype}")
         return stored
 
     def _rows(self, rows: slice) -> Tensor:
@@ -300,6 +314,7 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     begin, end = ranges.unbind(-1)
     if ranges.shape[-2] == 1:
         return torch.stack([begin, end.maximum(begin)], -1)
+    check_not_traced()
     # Empty ones go to the right end, so that they come last.
     begin, end = (x.where(begin < end, seqlen_k) for x in (begin, end))
     order = begin.argsort(-1)
@@ -316,6 +331,15 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
         return merged
     most = int(live.flatten(0, -2).any(0).sum())
     return merged[..., : max(1, most), :]
+
+
+def check_not_traced() -> None:
+    """Raises while torch.jit.trace runs, which keeps as a constant what is seen of a mask's data."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "attnkern: this mask depends on what its data are, which torch.jit.trace would keep as constants: make it "
+            "before, or give its lengths, or use torch.export"
+        )
 
 
 def span(keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The field's masks by name, each as an `attnkern.Mask`: made once, outside the layers that use it.
 
 Making one may look at the tensors it is made of, and then waits for a GPU. Values are checked where they can be looked
-at for nothing, on the CPU outside torch.compile. A length that is not given for the keys is that of the queries.
+at for nothing, on the CPU outside of graphs and transforms, and on other devices where ATTNKERN_CHECK=1 asks for it. A
+length that is not given for the keys is that of the queries.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .mask import Mask
-from .packed import packed_ranges
+from .mask import Mask, check_not_traced
+from .packed import may_look, packed_ranges
 from .params import UNBOUNDED, check_alignment
 from .problem import Window
 from .varlen import check_packed_window
@@ -41,6 +42,7 @@ def padding(
     """
     lengths = _integers("lengths", lengths, dims=(1,))
     if seqlen_k is None:
+        check_not_traced()
         seqlen_k = int(lengths.max()) if len(lengths) else 0
     seqlen_k = _size("seqlen_k", seqlen_k)
     seqlen_q = seqlen_k if seqlen_q is None else _size("seqlen_q", seqlen_q)
@@ -61,7 +63,8 @@ def document(
     Args:
         ids: integer (L,) or (B, L): each token's document. Tokens of equal ids attend to each other. Where those of an
             id don't all stand together, two ranges may not suffice, and the mask is bits.
-        cu_seqlens: instead, n + 1 ints or an integer tensor (n + 1,), where documents begin, and L: 0, ..., L.
+        cu_seqlens: instead, n + 1 ints or an integer tensor (n + 1,), where documents begin, and where the last one
+            ends: 0, ..., L or less. Tokens behind it are of no document and attend to nothing.
         seqlen: L, beside cu_seqlens; None: its last entry, which then is looked at.
         is_causal: a token attends to those before it and itself only. (For a window, `& sliding_window(...)`.)
 
@@ -70,8 +73,7 @@ def document(
 
     Raises:
         TypeError: arguments of the wrong type. RuntimeError: tensors of another shape or dtype. ValueError: both or
-        neither of ids and cu_seqlens; cu_seqlens that doesn't begin with 0, falls, or doesn't end with L (unchecked on
-        a GPU).
+        neither of ids and cu_seqlens; cu_seqlens that doesn't begin with 0, falls, or exceeds L (unchecked on a GPU).
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"attnkern: document takes ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -83,15 +85,18 @@ def document(
         starts = _integers("cu_seqlens", cu_seqlens, dims=(1,))
         if len(starts) == 0:
             raise RuntimeError("attnkern: cu_seqlens must have at least one entry, 0, got none")
-        seqlen = int(starts[-1]) if seqlen is None else _size("seqlen", seqlen)
-        if _is_known(starts):
+        if seqlen is None:
+            check_not_traced()
+            seqlen = int(starts[-1])
+        seqlen = _size("seqlen", seqlen)
+        if may_look(starts):
             if starts[0] != 0:
                 raise ValueError(f"attnkern: cu_seqlens must begin with 0, got {int(starts[0])}")
             if falls := (starts.diff() < 0).nonzero().flatten().tolist():
                 first, second = starts[falls[0] : falls[0] + 2].tolist()
                 raise ValueError(f"attnkern: cu_seqlens must not fall, got {second} after {first}")
-            if starts[-1] != seqlen:
-                raise ValueError(f"attnkern: cu_seqlens must end with the length {seqlen}, got {int(starts[-1])}")
+            if starts[-1] > seqlen:
+                raise ValueError(f"attnkern: cu_seqlens must not exceed the length {seqlen}, got {int(starts[-1])}")
         last = torch.searchsorted(starts, torch.arange(seqlen, device=starts.device), right=True)
         ranges = torch.stack([starts[last - 1], starts[last.clamp(max=len(starts) - 1)]], -1)
         mask = Mask.of_ranges(ranges[None, None, :, None], seqlen, seqlen)
@@ -121,6 +126,7 @@ def packed(
     """
     left, right = check_packed_window(is_causal, window, alignment)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    check_not_traced()
     lengths = []
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_tensor(name, ends)
@@ -132,6 +138,7 @@ def packed(
 
 def _of_ids(ids: Tensor) -> Mask:
     """`document` of ids (L,) or (B, L)."""
+    check_not_traced()
     ids = torch.atleast_2d(ids)
     seqlen = ids.shape[1]
     i = torch.arange(seqlen, device=ids.device)
@@ -361,13 +368,8 @@ def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | s
     return x.to(torch.int64)
 
 
-def _is_known(x: Tensor) -> bool:
-    """Whether values can be looked at for nothing."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def _check_counts(name: str, counts: Tensor, seqlen_k: int) -> None:
-    if _is_known(counts) and bool(((counts < 0) | (counts > seqlen_k)).any()):
+    if may_look(counts) and bool(((counts < 0) | (counts > seqlen_k)).any()):
         least, most = int(counts.min()), int(counts.max())
         raise ValueError(f"attnkern: {name} must be from 0 to the keys' length {seqlen_k}, got {least} to {most}")
 

@@ -7,9 +7,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+from .params import UNBOUNDED
 
 
 def packed_ranges(
@@ -34,7 +37,7 @@ def packed_ranges(
             f"got {tuple(ends_k.shape)}"
         )
     if used is not None:
-        _check_integers("seqused_k", used, query, ends_q.shape[0] - 1)
+        used = _checked_used(used, query, ends_k)
     return _ranges(query.shape[0], (ends_q, None), (ends_k, used), left, right, alignment)
 
 
@@ -48,26 +51,31 @@ def _ranges(
 ) -> Tensor:
     """`packed_ranges` of (where sequences begin and end, how many of each there are), for queries and for keys.
 
-    A token that is none of its sequence has no keys.
+    A token of no sequence, and one that is none of its sequence, has no keys.
     """
-    (ends_q, used_q), (ends_k, used_k) = of_queries, of_keys
-    token = torch.arange(tokens, dtype=ends_q.dtype, device=ends_q.device)
-    # Tokens may lie behind the last end: those of no sequence, and all where ends are wrong and weren't looked at.
-    sequence = torch.searchsorted(ends_q[1:], token, right=True).clamp(max=ends_q.shape[0] - 2)
-    first_q, first_k = ends_q[:-1], ends_k[:-1]
-    lengths_k = ends_k.diff() if used_k is None else used_k.to(ends_k.dtype)
+    # In int64, where no bound and no length wraps around.
+    (ends_q, used_q), (ends_k, used_k) = (
+        (ends.to(torch.int64), None if used is None else used.to(torch.int64)) for ends, used in (of_queries, of_keys)
+    )
+    # Before the first sequence and behind the last stands one more, without keys, for the tokens of none.
+    first_q, first_k = (F.pad(ends, (1, 0)) for ends in (ends_q, ends_k))
+    lengths_q, lengths_k = (
+        F.pad(ends.diff() if used is None else used, (1, 1)) for ends, used in ((ends_q, used_q), (ends_k, used_k))
+    )
+    token = torch.arange(tokens, device=ends_q.device)
+    # (Not out of bounds where ends are wrong and weren't looked at.)
+    sequence = torch.searchsorted(ends_q, token, right=True)
     # The key that a query is level with.
     level = first_k - first_q
     if alignment == "bottom_right":
-        level = level + lengths_k - (ends_q.diff() if used_q is None else used_q)
+        level = level + lengths_k - lengths_q
     level, begin, end = token + level[sequence], first_k[sequence], (first_k + lengths_k)[sequence]
     if left is not None:
-        begin = torch.maximum(begin, level - left)
+        begin = torch.maximum(begin, level - min(left, UNBOUNDED))
     if right is not None:
-        end = torch.minimum(end, level + right + 1)
+        end = torch.minimum(end, level + (min(right, UNBOUNDED) + 1))
     if used_q is not None:
-        place = token - first_q[sequence]
-        end = end.where((place >= 0) & (place < used_q[sequence]), begin)
+        end = end.where(token - first_q[sequence] < lengths_q[sequence], begin)
     return torch.stack([begin, end], -1).to(torch.int32).unsqueeze(1)
 
 
@@ -145,7 +153,9 @@ def _check_alike(name: str, x: Any, of: str, other: Any) -> None:
 def may_look(*tensors: Tensor) -> bool:
     """Whether there are values, not so in traces, and they may be checked: at no cost on the CPU, or where
     ATTNKERN_CHECK=1 asks for it."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # make_fx, of real tensors too
         return False
     if any(isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta for x in tensors):
         return False
@@ -166,15 +176,29 @@ def _check_integers(name: str, x: Any, like: Tensor, size: int | None) -> None:
         raise RuntimeError(f"attnkern: {name} must be on query's device {like.device}, got {x.device}")
 
 
+def _checked_used(used: Any, query: Tensor, ends_k: Tensor) -> Tensor:
+    """seqused_k as numbers of keys that each sequence has."""
+    _check_integers("seqused_k", used, query, ends_k.shape[0] - 1)
+    lengths = ends_k.to(torch.int64).diff()
+    clamped = used.to(torch.int64).minimum(lengths).clamp(min=0)
+    if may_look(used, ends_k) and not torch.equal(clamped, used.to(torch.int64)):
+        wrong = int((clamped != used).nonzero()[0])
+        raise ValueError(
+            f"attnkern: seqused_k must be from 0 to the number of each sequence's keys, "
+            f"got {int(used[wrong])} for sequence {wrong}, which has {int(lengths[wrong])}"
+        )
+    return clamped
+
+
 def _check_ends(name: str, ends: Any, packed: Tensor) -> None:
     _check_integers(name, ends, packed, None)
     if ends.shape[0] == 0:
         raise RuntimeError(f"attnkern: {name} must have the shape (sequences + 1,), got (0,)")
     if may_look(ends):
         found = ends.tolist()
-        if found[0] != 0 or found[-1] != packed.shape[0] or any(a > b for a, b in pairwise(found)):
+        if found[0] != 0 or found[-1] > packed.shape[0] or any(a > b for a, b in pairwise(found)):
             shown = str(found if len(found) <= 8 else [*found[:4], "...", *found[-3:]]).replace("'", "")
             raise RuntimeError(
-                f"attnkern: {name} must begin with 0, never fall and end with the number of tokens, {packed.shape[0]}, "
-                f"got {shown}"
+                f"attnkern: {name} must begin with 0, never fall and not exceed the number of tokens, "
+                f"{packed.shape[0]}, got {shown}"
             )

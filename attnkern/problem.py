@@ -107,6 +107,9 @@ class Problem(NamedTuple):
             _check_not_nested(mask, key_ranges)
         if autocasts(query.device):
             query, key, value, mask = _autocast(query, key, value, mask)
+        if alignment == "bottom_right" and torch.jit.is_tracing():
+            key_ranges = _bottom_right_ranges(query, key, key_ranges, is_causal, checked_window(window))
+            is_causal, window, alignment = False, None, "top_left"
 
         try:
             normal = (_memoised if usual else _normalise)(
@@ -459,6 +462,22 @@ def _band(is_causal: bool, window: Window, offset: int) -> Band:
         UNBOUNDED if right is None else min(right, UNBOUNDED),
         offset,
     )
+
+
+def _bottom_right_ranges(
+    query: Tensor, key: Tensor, key_ranges: Tensor | None, is_causal: bool, window: Window
+) -> Tensor | None:
+    """key_ranges within a bottom-right band. torch.jit.trace records their sizes; the band's offset would be a constant
+    of the trace, and wrong for other lengths."""
+    left, right, _ = _band(is_causal, window, 0)
+    if left == right == UNBOUNDED:
+        return key_ranges
+    seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
+    level = torch.arange(seqlen_q, device=query.device) + (seqlen_k - seqlen_q)
+    begin, end = (level - left).unsqueeze(-1), (level + right + 1).unsqueeze(-1)
+    if key_ranges is not None:
+        begin, end = begin.maximum(key_ranges[..., 0]), end.minimum(key_ranges[..., 1])
+    return torch.stack([begin, end], -1)
 
 
 def _is_usual_window(window: Any) -> bool:

@@ -38,9 +38,11 @@ def varlen_attention(
         query: (T, Hq, E), the queries of all sequences; dtypes and strides as in `attention`.
         key: (Tk, Hk, E), value: (Tk, Hk, Ev).
         cu_seqlens_q: (n + 1,), int32 or int64: sequence s has the queries cu_seqlens_q[s] to cu_seqlens_q[s + 1]; the
-            first is 0, the last T.
-        cu_seqlens_k: the same for keys, the last is Tk; None: cu_seqlens_q.
-        seqused_k: (n,), int32 or int64: how many keys of each sequence there are, from its first on; None: all.
+            first is 0, the last T or less. Queries behind the last are of no sequence and attend to nothing: zeros in
+            the output, and no gradient. So a buffer of a fixed size holds any number of tokens.
+        cu_seqlens_k: the same for keys, the last is Tk or less; None: cu_seqlens_q.
+        seqused_k: (n,), int32 or int64: how many keys of each sequence there are, from its first on; None: all. Beyond
+            0 and the sequence's length they count as these.
         is_causal, window, alignment: as in `attention`, within each sequence; by default its last query is level with
             the last of its keys that there are.
         scale, softcap, dropout_p, enable_gqa, backend: as in `attention`.
@@ -50,8 +52,10 @@ def varlen_attention(
         (T, Hq, Ev) in query's dtype; with return_lse also lse (Hq, T), as in `attention`. Both are differentiable.
 
     Raises:
-        As `attention`; RuntimeError also for cu_seqlens of another shape or dtype, or (checked on the CPU, and on other
-        devices where ATTNKERN_CHECK=1 is in the environment) that don't start at 0, fall, or don't end at T.
+        As `attention`; RuntimeError also for cu_seqlens and seqused_k of another shape or dtype. Values are checked on
+        the CPU outside of graphs, and on other devices where ATTNKERN_CHECK=1 is in the environment: RuntimeError for
+        cu_seqlens that don't start at 0, fall, or exceed T (Tk), ValueError for seqused_k below 0 or above the length
+        of its sequence.
 
     Source: packed sequences are those of T. Dao's flash_attn_varlen_func (FlashAttention-2, 2023).
     """

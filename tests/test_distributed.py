@@ -27,6 +27,7 @@ import attnkern
 from attnkern import masks, testing
 from attnkern.integrations.distributed import (
     balanced_shards,
+    check_no_dropout,
     context_parallel,
     even_shards,
     live_scores,
@@ -470,6 +471,10 @@ def sharding_says_what_it_needs():
     with refused(RuntimeError, "the same mask and shards, those of rank 1 are not rank 0's"):
         shard_mask(masks.sliding_window(None, int(RANK == 1), LENGTH))
     with refused(RuntimeError, "the same mask and shards, those of rank 1 are not rank 0's"):
+        shard_mask(
+            masks.from_ranges(torch.tensor([[9, 19] if RANK == 1 else [0, 20]])[None, None, None], LENGTH, LENGTH)
+        )
+    with refused(RuntimeError, "the same mask and shards, those of rank 1 are not rank 0's"):
         shard_mask(mask, shards=even_shards(LENGTH, SIZE)[:: -1 if RANK == 1 else 1])
     with refused(TypeError, "argument 'mask' must be Mask, not Tensor"):
         shard_mask(mask.to_dense())
@@ -714,6 +719,12 @@ def spawn(size, folder, seed):
 def test_on_several_processes(size, tmp_path, fresh_seed):
     failures = {name: text for name, text in spawn(size, tmp_path, fresh_seed).items() if text}
     assert not failures, "\n\n".join(f"{name}\n{text}" for name, text in failures.items())
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, -0.5, float("nan")])
+def test_no_dropout_of_any_kind(dropout_p):
+    with pytest.raises(RuntimeError, match=f"dropout_p must be 0 under x, got {dropout_p}"):
+        check_no_dropout(dropout_p, "under x")
 
 
 def test_without_processes(fresh_seed):

@@ -8,6 +8,7 @@ import operator
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import attnkern
@@ -74,6 +75,8 @@ def test_document(is_causal):
     ):
         equal(mask, want)
         assert mask.ranges.shape == (1, 1, 70, 1, 2)
+    mask = masks.document(cu_seqlens=cu[:-1], seqlen=70, is_causal=is_causal)  # tokens of no document
+    equal(mask, want & (ids < 4))
     both = torch.stack([ids, ids.flip(0)])
     equal(masks.document(both), dense(lambda b, h, i, j: both[b, i] == both[b, j], 70, 70, 2))
     apart = torch.arange(70) % 7
@@ -277,6 +280,18 @@ def test_inputs_of_fewer_dimensions(target):
     torch.testing.assert_close(target.attention(x[0], x[0], x[0], mask), want[0])
 
 
+def test_padding_under_vmap(target):
+    q = target.randn(3, 1, 2, 16, 8)
+    lengths = torch.tensor([3, 16, 0], device=target.device)
+    options = {"backend": target.backend}
+
+    def f(q, n):
+        return attnkern.attention(q, q, q, masks.padding(n[None], 16, 16), **options)
+
+    want = attnkern.attention(*[q[:, 0]] * 3, masks.padding(lengths, 16, 16), **options)
+    torch.testing.assert_close(torch.vmap(f)(q, lengths)[:, 0], want)
+
+
 def test_the_parts_of_a_ring(target):
     """attention_backward takes it: documents over two parts of the keys."""
     inputs = target.inputs(1, 2, 60, 60, 8)
@@ -452,7 +467,7 @@ BAD = {
     ),
     "cu begins": (lambda: masks.document(cu_seqlens=[1, 5]), ValueError, "begin with 0, got 1"),
     "cu falls": (lambda: masks.document(cu_seqlens=[0, 5, 3]), ValueError, "not fall, got 3 after 5"),
-    "cu ends": (lambda: masks.document(cu_seqlens=[0, 5], seqlen=9), ValueError, "end with the length 9, got 5"),
+    "cu ends": (lambda: masks.document(cu_seqlens=[0, 9], seqlen=5), ValueError, "not exceed the length 5, got 9"),
     "packed": (lambda: masks.packed([0, 5]), TypeError, "'cu_seqlens_q' must be Tensor, not list"),
     "packed falls": (
         lambda: masks.packed(torch.tensor([0, 5, 3])),
@@ -471,6 +486,21 @@ BAD = {
     "float": (lambda: masks.from_bool(torch.zeros(4, 4)), RuntimeError, "mask must be bool"),
     "ranges": (lambda: masks.from_ranges(torch.zeros(4, 1, 2).int(), 4, 4), RuntimeError, "ranges must have the shape"),
     "alignment": (lambda: masks.causal(4, 4, "left"), ValueError, "alignment must be"),
+    "to a dtype": (lambda: masks.causal(4).to(torch.float64), TypeError, "'device' must be torch.device, .* not dtype"),
+    "to a tensor": (lambda: masks.causal(4).to(Q), TypeError, "'device' must be torch.device, .* not Tensor"),
+    "to a bool": (lambda: masks.causal(4).to(True), TypeError, "'device' must be torch.device, .* not bool"),
+    "ranges mapped": (
+        lambda: attnkern.attention(Q, Q, Q, pytree.tree_map(torch.Tensor.half, masks.causal(5))),
+        RuntimeError,
+        "the ranges of a Mask must be torch.int32, got torch.float16",
+    ),
+    "bits mapped": (
+        lambda: pytree.tree_map(torch.Tensor.double, masks.document(torch.arange(70) % 7)).to_dense(),
+        RuntimeError,
+        "the bits of a Mask must be torch.int64, got torch.float64",
+    ),
+    "and": (lambda: masks.causal(4) and masks.causal(4), TypeError, "neither true nor false; .* by &, . and ~"),
+    "not": (lambda: not masks.causal(4), TypeError, "neither true nor false; .* by &, . and ~"),
     "window": (lambda: masks.sliding_window(-1, 0, 4), ValueError, "left must be >= 0, got -1"),
 }
 

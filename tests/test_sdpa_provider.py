@@ -430,6 +430,18 @@ def test_errors_are_torchs_own(full):
         assert str(ours.value) == str(torchs.value)
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("dropout_p", [-0.5, -1e-30, -math.inf, math.nan, 1.5, math.inf])
+def test_bad_dropout_is_torchs_own_error(dropout_p, full):
+    q = torch.randn(2, 3, 5, 8)
+    for grad in (False, True):
+        with pytest.raises(Exception) as torchs:  # noqa: PT011
+            F.scaled_dot_product_attention(*[q.requires_grad_(grad)] * 3, dropout_p=dropout_p)
+        with attnkern.use_as_sdpa(full=full), pytest.raises(type(torchs.value)) as ours:
+            F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p)
+        assert str(ours.value) == str(torchs.value)
+
+
 def test_an_operator_that_torch_lacks_says_why():
     q = torch.randn(2, 3, 5, 8, dtype=torch.float64)
     with attnkern.use_as_sdpa():

@@ -680,6 +680,20 @@ def test_packed_sequences_are_apart(family, by, compiled):
     torch.testing.assert_close(logits, torch.cat(alone))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_tokens_behind_the_last_packed_sequence(compiled):
+    """Those of the padding of a row. What is before it is as without it."""
+    model = make("llama")("attnkern")
+    ids, ends = torch.randint(2, 97, (1, 15)), torch.tensor([0, 4, 11], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
+    torch._dynamo.reset()
+    function = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with torch.no_grad():
+        logits = function(ids, use_cache=False, **packed).logits
+        want = model(ids[:, :11], use_cache=False, **packed).logits
+    torch.testing.assert_close(logits[:, :11], want)
+
+
 def test_attention_weights_are_refused():
     model = make("whisper")("attnkern")
     arguments, _ = inputs("whisper", False)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import attnkern
-from attnkern import testing
+from attnkern import masks, testing
 
 contract = pytest.mark.contract
 OPTIONS = [{}, {"is_causal": True}, {"enable_gqa": True}]
@@ -676,6 +676,78 @@ def test_make_fx_through_autograd(target, mode):
     y = [y.requires_grad_() for y in target.inputs(2, 2, 9, 13, 8).tensors.values()]
     for a, b in zip(graph(*y), call(*y), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def traced(call, *example):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TracerWarning, and that torch.jit is deprecated
+        return torch.jit.trace(call, example, check_trace=False)
+
+
+@contract(54)
+@pytest.mark.parametrize("window", [None, (2, 1), (None, 3)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("with_ranges", [False, True])
+def test_a_jit_trace_holds_at_other_lengths(target, with_ranges, rank, is_causal, window):
+    """Level at the bottom right, whose offset comes of the lengths."""
+
+    def call(q, k, ranges):
+        given = {"is_causal": is_causal, "window": window, "alignment": "bottom_right", "backend": target.backend}
+        return attnkern.attention(q, k, k, key_ranges=ranges if with_ranges else None, **given)
+
+    def inputs(seqlen_q, seqlen_k):
+        q, k = (target.randn(*(2, 3, n, 8)[-rank:]) for n in (seqlen_q, seqlen_k))
+        ends = torch.tensor([[1, seqlen_k - 2]], device=target.device)
+        return q, k, ends.expand(seqlen_q, 1, 2)
+
+    with torch.no_grad():
+        trace = traced(call, *inputs(5, 5))
+        for sizes in ((4, 11), (9, 9), (11, 4)):
+            arguments = inputs(*sizes)
+            torch.testing.assert_close(trace(*arguments), call(*arguments))
+
+
+@contract(54)
+@pytest.mark.parametrize("tracer", ["jit", "make_fx"])
+def test_a_trace_decides_nothing_by_values(tracer):
+    """Padding at the end is a range of keys, in the middle it is not."""
+    module = attnkern.nn.MultiheadAttention(8, 2, batch_first=True).eval().requires_grad_(False)
+
+    def call(x, hidden):
+        return module(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
+
+    x = torch.randn(1, 4, 8)
+    end, middle = (torch.tensor([mask], dtype=torch.bool) for mask in ([0, 0, 0, 1], [0, 1, 0, 0]))
+    graph = traced(call, x, end) if tracer == "jit" else make_fx(call, tracing_mode="real")(x, end)
+    torch.testing.assert_close(graph(x, middle), call(x, middle))
+
+
+def test_cu_seqlens_of_a_trace_may_be_others():
+    def call(x, cu, used):
+        return attnkern.varlen_attention(x, x, x, cu, seqused_k=used, is_causal=True)
+
+    trace = traced(call, torch.randn(10, 2, 8), torch.tensor([0, 3, 10]), torch.tensor([3, 5]))
+    arguments = torch.randn(14, 2, 8), torch.tensor([0, 3, 8, 12]), torch.tensor([3, 1, 4])
+    torch.testing.assert_close(trace(*arguments), call(*arguments))
+
+
+MASKS_OF_DATA = {
+    "padding": lambda x: masks.padding(x),
+    "ids": lambda x: masks.document(x),
+    "cu_seqlens": lambda x: masks.document(cu_seqlens=x),
+    "packed": lambda x: masks.packed(x),
+    "bool": lambda x: masks.from_bool(x > x[:, None]),
+    "ranges": lambda x: masks.from_ranges(x.expand(1, 1, 1, 2, 2), 2, 2),
+    "or": lambda x: masks.causal(2) | masks.padding(x[1:], 2, 2),
+    "not": lambda x: ~masks.padding(x[1:], 2, 2),
+}
+
+
+@pytest.mark.parametrize("what", MASKS_OF_DATA)
+def test_masks_that_look_at_data_are_refused_in_a_jit_trace(what):
+    with pytest.raises(RuntimeError, match=r"which torch\.jit\.trace would keep as constants"):
+        traced(lambda x: MASKS_OF_DATA[what](x).to_dense(), torch.tensor([0, 2]))
 
 
 @contract(54, 57)

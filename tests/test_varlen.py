@@ -13,8 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import attnkern
-from attnkern import testing
+from attnkern import masks, testing
 from attnkern.packed import packed_ranges
+
+TAKEN = inspect.signature(varlen_attn).parameters  # older torches have less of it
 
 LENGTHS = {
     "one": ([50], [50]),
@@ -86,6 +88,31 @@ def test_the_rule_holds_for_each_sequence(target, dtype):
     testing.expected(a, b, c, is_causal=True)["out"].check(out.detach()[40:130].transpose(0, 1)[None])
 
 
+BOUNDS = [2**31 - 2, 2**31 - 1, 2**32, 2**40, 2**62, 2**63 - 2, 2**63 - 1, 2**63, 2**100]
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_large_bounds_are_unbounded(kind, alignment):
+    q, k, v = packed(torch, [5, 7, 2], [9, 4, 6], torch.float32)
+    cu = ends([5, 7, 2], kind), ends([9, 4, 6], kind)
+    of_queries, of_keys = (c.to(torch.int64) for c in cu)
+    jagged = [
+        torch.nested.nested_tensor_from_jagged(x, c).transpose(1, 2)
+        for x, c in ((q, of_queries), (k, of_keys), (v, of_keys))
+    ]
+    for small in ((None, 2), (2, None), (None, None)):
+        want = attnkern.varlen_attention(q, k, v, *cu, enable_gqa=True, window=small, alignment=alignment)
+        for bound in BOUNDS:
+            window = tuple(bound if x is None else x for x in small)
+            options = {"window": window, "alignment": alignment}
+            assert torch.equal(attnkern.varlen_attention(q, k, v, *cu, enable_gqa=True, **options), want), window
+            mask = masks.packed(*cu, **options)
+            assert torch.equal(mask.ranges, masks.packed(*cu, window=small, alignment=alignment).ranges), window
+            out = attnkern.attention(*jagged, enable_gqa=True, **options)
+            assert torch.equal(out.transpose(1, 2).values(), want), window
+
+
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_keys_in_use(target, kind):
     lengths_q, lengths_k, used = [4, 1, 9], [40, 30, 20], [17, 30, 0]
@@ -104,6 +131,47 @@ def test_keys_in_use(target, kind):
         )
         want, _ = one_by_one(target, q, k, v, lengths_q, lengths_k, used, alignment="bottom_right", **options)
         torch.testing.assert_close(out, want)
+
+
+USED = {"more": [6, 4], "negative": [-3, 4], "wraps": [2**32 + 2, -(2**32) + 2], "last": [4, 2**31 - 1]}
+USED_AS = {"more": [4, 4], "negative": [0, 4], "wraps": [4, 0], "last": [4, 5]}
+
+
+@pytest.mark.parametrize("used", USED)
+def test_keys_that_no_sequence_has_are_refused(used):
+    q, cu, n = torch.randn(9, 2, 8), ends([4, 5]), torch.tensor(USED[used])
+    wrong = next(i for i, (a, b) in enumerate(zip(USED[used], USED_AS[used], strict=True)) if a != b)
+    message = rf"seqused_k must be from 0 to .*, got {USED[used][wrong]} for sequence {wrong}, which has {4 + wrong}"
+    with pytest.raises(ValueError, match=message):
+        attnkern.varlen_attention(q, q, q, cu, seqused_k=n)
+    with pytest.raises(ValueError, match=message):
+        masks.packed(cu, seqused_k=n)
+    if "seqused_k" in TAKEN:
+        with attnkern.use_as_sdpa(), pytest.raises(ValueError, match=message):
+            varlen_attn(q, q, q, cu, cu, 5, 5, seqused_k=n)
+
+
+BUFFERS = {"both": (6, 4), "queries": (6, 0), "keys": (0, 4), "nothing else": (5, 5)}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("buffers", BUFFERS)
+def test_tokens_behind_the_last_sequence(target, buffers, options):
+    """Queries get zeros, an lse of -inf and no gradient, and neither they nor such keys change another's results."""
+    lengths_q, lengths_k = ([], []) if buffers == "nothing else" else ([5, 0, 30], [7, 3, 20])
+    used_q, used_k = sum(lengths_q), sum(lengths_k)
+    more_q, more_k = BUFFERS[buffers]
+    q, k, v = packed(target, [used_q + more_q], [used_k + more_k], torch.float32)
+
+    def results(q, k, v):
+        given = {"enable_gqa": True, "return_lse": True, "backend": target.backend, **OPTIONS[options]}
+        out, lse = attnkern.varlen_attention(q, k, v, ends(lengths_q), ends(lengths_k), **given)
+        return out, lse.transpose(0, 1), *torch.autograd.grad(out.sum(), (q, k, v))
+
+    tight = (x.detach()[:n].requires_grad_() for x, n in ((q, used_q), (k, used_k), (v, used_k)))
+    for got, want, fill in zip(results(q, k, v), results(*tight), (0, -torch.inf, 0, 0, 0), strict=True):
+        torch.testing.assert_close(got[: len(want)], want)
+        assert (got[len(want) :] == fill).all()
 
 
 def test_cu_seqlens_k_are_those_of_q(target):
@@ -162,7 +230,7 @@ BAD = {
     "nothing": ((Q, Q, Q, CU[:0]), {}, RuntimeError, r"shape \(sequences \+ 1,\), got \(0,\)"),
     "begins late": ((Q, Q, Q, CU + 1), {}, RuntimeError, "begin with 0, .* 10, got .1, 5, 11."),
     "falls": ((Q, Q, Q, torch.tensor([0, 7, 4, 10])), {}, RuntimeError, "never fall"),
-    "ends early": ((Q, Q, Q, ends([4, 5])), {}, RuntimeError, "end with the number of tokens, 10, got .0, 4, 9."),
+    "ends late": ((Q, Q, Q, ends([4, 7])), {}, RuntimeError, "not exceed the number of tokens, 10, got .0, 4, 11."),
     "other keys": (
         (Q, Q, Q, CU, ends([10])),
         {},
@@ -223,7 +291,7 @@ def elsewhere():
         yield lambda x: x.as_subclass(Elsewhere)
 
 
-WRONG = {"begins late": [3, 20, 50], "falls": [0, 51, 50], "ends early": [0, 20, 49], "none at the end": [0, 20, 51]}
+WRONG = {"begins late": [3, 20, 50], "falls": [0, 51, 50], "ends late": [0, 20, 51]}
 
 
 @pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
@@ -243,6 +311,90 @@ def test_ends_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch
     shown = ", ".join(map(str, WRONG[wrong]))
     with pytest.raises(RuntimeError, match=rf"{which} must begin with 0, .* tokens, 50, got \[{shown}\]"):
         attnkern.varlen_attention(q, k, v, **cu)
+
+
+CUTS = {"behind": [0, 4, 9], "before": [3, 9, 12], "both": [2, 5, 5, 9], "none": [0], "nothing": [4, 4]}
+
+
+def attended(cu, tokens, is_causal):
+    """bool (tokens, tokens), of what cu_seqlens say."""
+    i = torch.arange(tokens)
+    own = [(i >= a) & (i < b) for a, b in itertools.pairwise(cu)]
+    same = sum(((x[:, None] & x) for x in own), torch.zeros(tokens, tokens, dtype=torch.bool))
+    return same.bool() & ((i <= i[:, None]) | (not is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_tokens_of_no_sequence_where_nothing_looks(elsewhere, monkeypatch, cut, is_causal):
+    """Before the first and behind the last, on another device and in a graph."""
+    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
+    x, cu = torch.randn(12, 2, 8), torch.tensor(CUTS[cut])
+    options = {"is_causal": is_causal, "return_lse": True, "backend": "reference"}
+    heads = x.transpose(0, 1)
+    mask = attended(CUTS[cut], 12, is_causal)
+    want, want_lse = attnkern.attention(heads, heads, heads, mask, return_lse=True, backend="reference")
+    out, lse = attnkern.varlen_attention(*[elsewhere(x)] * 3, elsewhere(cu), **options)
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), want.transpose(0, 1))
+    torch.testing.assert_close(lse.as_subclass(torch.Tensor), want_lse)
+    assert not Elsewhere.waits
+
+
+def test_tokens_of_no_sequence_in_graphs():
+    def f(x, cu):
+        return attnkern.varlen_attention(x, x, x, cu), masks.document(cu_seqlens=cu, seqlen=12).ranges
+
+    compiled = torch.compile(f, backend="eager", fullgraph=True, dynamic=True)
+    for cut in ("behind", "before", "both", "nothing"):
+        x = torch.randn(12, 2, 8, requires_grad=True)
+        out, ranges = compiled(x, torch.tensor(CUTS[cut]))
+        heads = x.transpose(0, 1)
+        mask = attended(CUTS[cut], 12, False)
+        want = attnkern.attention(heads, heads, heads, mask).transpose(0, 1)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, want)))
+        assert torch.equal(masks.from_ranges(ranges, 12, 12).to_dense()[0, 0], mask)
+
+
+@pytest.mark.parametrize("used", USED)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_keys_in_use_end_with_their_sequence(elsewhere, monkeypatch, kind, used, options):
+    """Where nothing looks at them. They are int64 where int32 can't hold them."""
+    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
+    q, k, v = packed(torch, [3, 4], [4, 5], torch.float32, heads_k=4)
+    cu = ends([3, 4], kind), ends([4, 5], kind)
+    given = torch.tensor(USED[used], dtype=torch.int64 if used == "wraps" else kind)
+    options = {**OPTIONS[options], "backend": "reference"}
+    out = attnkern.varlen_attention(*map(elsewhere, (q, k, v, *cu)), seqused_k=elsewhere(given), **options)
+    want = attnkern.varlen_attention(q, k, v, *cu, seqused_k=torch.tensor(USED_AS[used]), **options)
+    assert torch.equal(out.as_subclass(torch.Tensor), want)
+    assert not Elsewhere.waits
+
+
+def test_keys_in_use_end_with_their_sequence_in_graphs():
+    q, k, v = packed(torch, [3, 4], [4, 5], torch.float32)
+
+    def f(q, k, v, used):
+        return attnkern.varlen_attention(q, k, v, ends([3, 4]), ends([4, 5]), seqused_k=used, enable_gqa=True)
+
+    results = []
+    for function, used in ((torch.compile(f, backend="eager", fullgraph=True), USED), (f, USED_AS)):
+        for numbers in used.values():
+            out = function(q, k, v, torch.tensor(numbers))
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    torch.testing.assert_close(results[: len(USED)], results[len(USED) :])
+
+
+def test_keys_in_use_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch):
+    q, cu, used = (elsewhere(x) for x in (torch.randn(9, 2, 8), ends([4, 5]), torch.tensor([6, 5])))
+    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
+    ranges = packed_ranges(q, q, cu, cu, used, None, None, "bottom_right")
+    assert not Elsewhere.waits
+    assert ranges[0].as_subclass(torch.Tensor).tolist() == [[0, 4]]
+    monkeypatch.setenv("ATTNKERN_CHECK", "1")
+    with pytest.raises(ValueError, match="seqused_k must be"):
+        packed_ranges(q, q, cu, cu, used, None, None, "bottom_right")
 
 
 @pytest.mark.parametrize("setting", [None, "1"])
@@ -272,8 +424,6 @@ def test_ends_without_numbers_are_not_checked(monkeypatch):
 
 # ------------------------------------------------------------------------------------------ torch.nn.attention.varlen
 
-TAKEN = inspect.signature(varlen_attn).parameters  # older torches have less of it
-
 
 def torchs(q, k, v, lengths_q, lengths_k, window, **options):
     """torch's own function, of the oldest torch too."""
@@ -285,6 +435,16 @@ def torchs(q, k, v, lengths_q, lengths_k, window, **options):
     if "enable_gqa" in TAKEN:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, ends(lengths_q), ends(lengths_k), *longest, **options)
+
+
+@pytest.mark.skipif("window_size" not in TAKEN, reason="this torch's varlen_attn has no windows")
+@pytest.mark.parametrize("window", [(2**40, 0), (-1, 2**31 - 1), (2**63 - 1, 2**63 - 1)], ids=str)
+def test_torchs_own_function_with_large_bounds(window):
+    q, k, v = (torch.randn(30, 2, 8) for _ in range(3))
+    with attnkern.use_as_sdpa():
+        out = torchs(q, k, v, [13, 17], [13, 17], window)
+        want = torchs(q, k, v, [13, 17], [13, 17], (None, 0 if window[1] == 0 else None))
+    assert torch.equal(out, want)
 
 
 WINDOWS = [(None, None), (None, 0)] + [(9, 0), (4, 3)] * ("window_size" in TAKEN)
@@ -312,6 +472,20 @@ def test_torchs_own_function_runs_on_a_cpu(lengths, window, dtype):
         torch.testing.assert_close(got, expected)
 
 
+def test_torchs_own_function_with_tokens_behind_the_last_sequence():
+    q, k, v = (torch.randn(20, 2, 8, requires_grad=True) for _ in range(3))
+    with attnkern.use_as_sdpa() as calls:
+        out = torchs(q, k, v, [4, 9], [4, 9], (None, 0))
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert {kernel for _, kernel, _ in calls.lines} == {"attnkern cpu"}
+    want = attnkern.varlen_attention(q, k, v, ends([4, 9]), is_causal=True)
+    assert torch.equal(out, want)
+    assert not out[13:].any()
+    for got, expected in zip(grads, torch.autograd.grad(want.sum(), (q, k, v)), strict=True):
+        assert torch.equal(got, expected)
+        assert not got[13:].any()
+
+
 def test_torchs_own_function_compiles():
     lengths = [20, 3, 41]
     q, k, v = (torch.randn(64, 4, 16, requires_grad=True) for _ in range(3))
@@ -333,7 +507,7 @@ def test_what_is_refused_says_why():
         with pytest.raises(RuntimeError, match="dropout in an aten op"):
             torch.ops.aten._flash_attention_forward(x, x, x, ends([8]), ends([8]), 8, 8, 0.5, False, False)
         with pytest.raises(RuntimeError, match="cu_seqlens_q must begin with 0"):
-            torch.ops.aten._flash_attention_forward(x, x, x, ends([7]), ends([8]), 8, 8, 0.0, False, False)
+            torch.ops.aten._flash_attention_forward(x, x, x, ends([9]), ends([8]), 8, 8, 0.0, False, False)
 
 
 def test_a_batch_without_cu_seqlens():

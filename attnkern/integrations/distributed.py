@@ -510,5 +510,5 @@ def _check_shards(query: Tensor, key: Tensor, value: Tensor, sharded: ShardedMas
 
 def check_no_dropout(dropout_p: float, where: str) -> None:
     """Raises if there is dropout, whose pattern depends on where a key is among all keys."""
-    if dropout_p > 0:
+    if dropout_p != 0:
         raise RuntimeError(f"attnkern: dropout_p must be 0 {where}, got {dropout_p}")

@@ -5,7 +5,9 @@ All of it is decided once per mask, on the host. `distributed` has the attention
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import hashlib
 import itertools
 import math
 import operator
@@ -210,7 +212,7 @@ class ShardedMask:
 def shard_mask(mask: Mask, group: Any = None, shards: Shards | None = None) -> ShardedMask:
     """Cuts a mask for the ranks of a process group, once for all layers: every rank must call it, with the same mask.
 
-    It looks at the mask's data and compares a checksum of it over the ranks. `sharded_attention` does neither.
+    It looks at the mask's data and compares its SHA-256 over the ranks. `sharded_attention` does neither.
 
     Args:
         mask: a Mask (`masks.causal`, `document`, `packed`, `from_ranges` of key_ranges, ...), on the device of the
@@ -320,11 +322,11 @@ def _live_rows(mask: Mask) -> slice:
 
 def _check_same(mask: Mask, shards: Shards, group: Any) -> None:
     """Raises unless all ranks have brought the same."""
-    stored = mask._stored.flatten().to(torch.int64)
-    odd = torch.arange(1, 2 * len(stored) + 1, 2, device=stored.device)
-    content = (stored * (odd * odd)).sum()  # wraps around, on all ranks alike
-    numbers = [mask.seqlen_q, mask.seqlen_k, *mask._stored.shape[:3], int(mask.ranges is None), hash(shards)]
-    mine = torch.cat([torch.tensor(numbers, device=stored.device), content[None]])
+    stored = mask._stored.cpu().contiguous()
+    sizes = mask.seqlen_q, mask.seqlen_k, tuple(stored.shape), mask.ranges is None, shards
+    digest = hashlib.sha256(repr(sizes).encode())
+    digest.update(ctypes.string_at(stored.data_ptr(), stored.nbytes))
+    mine = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=mask.device)
     received = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(received, mine, group)
     others = [rank for rank, theirs in enumerate(received) if not torch.equal(theirs, received[0])]

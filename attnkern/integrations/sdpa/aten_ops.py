@@ -40,7 +40,7 @@ def _problem(
         with torch.autocast(query.device.type, enabled=False):
             options = {"one_head_dim": one_head_dim, "backward": backward}
             return _problem(query, key, value, bias, is_causal, scale, dropout_p, **options)
-    if dropout_p > 0:
+    if dropout_p != 0:  # below 0 and NaN too, for which torch has its error
         raise Refused("dropout in an aten op: the backward pass may meet another kernel (full=True has dropout)")
     if not query.dim() == key.dim() == value.dim() == 4:
         raise Refused("the inputs are not 4-D")
@@ -176,7 +176,7 @@ def _packed(
 ) -> tuple[str, Problem]:
     """The backend and the Problem of torch's bare flash attention: packed sequences (T, H, E), or (B, L, H, E)."""
     _refuse_float64(query)
-    if dropout_p > 0:
+    if dropout_p != 0:
         raise Refused("dropout in an aten op: the backward pass may meet another kernel")
     if value.shape[-1] != query.shape[-1]:
         raise Refused(f"value's head size differs from query's, {value.shape[-1]} and {query.shape[-1]}")
