@@ -430,6 +430,14 @@ def test_errors_are_torchs_own(full):
         assert str(ours.value) == str(torchs.value)
 
 
+@pytest.mark.parametrize("dropout_p", [-0.5, -1e-30, -math.inf, math.nan, 1.5])
+@pytest.mark.parametrize("full", [False, True])
+def test_dropout_that_is_no_probability(full, dropout_p):
+    q = torch.randn(2, 3, 5, 8)
+    with attnkern.use_as_sdpa(full=full), pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p)
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_what_torch_reads_out_of_bounds_is_an_error(full):
     q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 4, 8)

@@ -40,7 +40,7 @@ def _problem(
         with torch.autocast(query.device.type, enabled=False):
             options = {"one_head_dim": one_head_dim, "backward": backward}
             return _problem(query, key, value, bias, is_causal, scale, dropout_p, **options)
-    if dropout_p > 0:
+    if dropout_p != 0:
         raise Refused("dropout in an aten op: the backward pass may meet another kernel (full=True has dropout)")
     if not query.dim() == key.dim() == value.dim() == 4:
         raise Refused("the inputs are not 4-D")
@@ -209,7 +209,7 @@ def _packed(
 ) -> tuple[str, Problem]:
     """The backend and the Problem of torch's bare flash attention: packed sequences (T, H, E), or (B, L, H, E)."""
     _refuse_float64(query)
-    if dropout_p > 0:
+    if dropout_p != 0:
         raise Refused("dropout in an aten op: the backward pass may meet another kernel")
     if value.shape[-1] != query.shape[-1]:
         raise Refused(f"value's head size differs from query's, {value.shape[-1]} and {query.shape[-1]}")
@@ -429,7 +429,7 @@ def _math(
     """Torch's composed maths, which takes what no other aten op does: counted, with the reason as far as it shows."""
     if not query.dim() == key.dim() == value.dim() == 4:
         reason = "the inputs are not 4-D"
-    elif dropout_p > 0:
+    elif dropout_p != 0:
         reason = "dropout_p > 0"
     elif attn_mask is not None and attn_mask.requires_grad:
         reason = "attn_mask needs a gradient"
