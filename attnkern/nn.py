@@ -18,6 +18,9 @@ from .problem import Problem
 
 Window = tuple[int | None, int | None] | None
 
+_LEAF = f"torch.nn ({__name__})"
+"""By the beginning of an instance's `__module__`, torch.fx knows a module that it calls and doesn't trace through."""
+
 
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on attnkern's kernels: same constructor, forward, parameters and state_dict.
@@ -79,6 +82,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self.window = window
+        self.__module__ = _LEAF
         # torch's transformer layers ask it before they take their fast path, which goes past this module's forward.
         self._qkv_same_embed_dim = False
 
@@ -307,6 +311,7 @@ class CrossAttention(nn.Module):
     ) -> None:
         _check_band(window, alignment)
         super().__init__()
+        self.__module__ = _LEAF
         context_dim = query_dim if context_dim is None else context_dim
         k_dim = query_dim if k_dim is None else k_dim
         v_dim = k_dim if v_dim is None else v_dim

@@ -69,6 +69,10 @@ class Problem(NamedTuple):
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         if type(attn_mask) is Mask:
             attn_mask, key_ranges = _of_mask(attn_mask, key_ranges, query, key)
+            if type(query) is not Tensor:
+                attn_mask = _replicated(attn_mask, query)
+        if key_ranges is not None and type(query) is not Tensor:
+            key_ranges = _replicated(key_ranges, query)
         usual = (
             not torch.compiler.is_compiling()
             # Under a transform a tensor that looks ordinary may wrap one with symbolic sizes.
@@ -422,6 +426,15 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
     if mask.ranges is None:
         return mask.dense_of_bits()[(0,) * missing], None
     return None, mask.ranges[(0,) * missing]
+
+
+def _replicated(x: Any, query: Any) -> Any:
+    """x, which every rank has as a whole, beside a query that is a DTensor; anything else as it is."""
+    if type(x) is not Tensor or type(query).__name__ != "DTensor":
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(x, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
 
 
 def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: _Sizes) -> None:
