@@ -255,6 +255,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, mask in masks.items():
             if isinstance(mask, Mask) and name == "attn_mask":
                 _check_sizes(mask, (n, self.num_heads, seqlen_q, seqlen_k))
+            elif mask is not None and not isinstance(mask, Tensor):
+                takes = "Tensor, Mask or None" if name == "attn_mask" else "Tensor or None (attn_mask takes a Mask)"
+                raise TypeError(f"attnkern: argument '{name}' must be {takes}, not {type(mask).__name__}")
             elif mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(
                     f"attnkern: {name} must be bool (True = not attended to) or floating point (added to the scores), "
@@ -474,6 +477,9 @@ def _real(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tens
     """A mask of bool or integers as bool, of one of these shapes."""
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        takes = "Tensor, Mask or None" if name == "attn_mask" else "Tensor or None (attn_mask takes a Mask)"
+        raise TypeError(f"attnkern: argument '{name}' must be {takes}, not {type(mask).__name__}")
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"attnkern: {name} must be bool or an integer type (1 = attended to), got {mask.dtype}")
     if tuple(mask.shape) not in shapes:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import rng
-from .mask import Mask
+from .mask import Mask, check_sizes, replicated
 from .packed import Jagged, of_jagged
 from .params import (
     DTYPES,
@@ -32,6 +32,8 @@ from .params import (
     check_softcap,
     ends_are_dense,
     holds,
+    int_of_numpy,
+    shown,
 )
 
 _NUMBERS = frozenset((int, float))
@@ -67,12 +69,13 @@ class Problem(NamedTuple):
         key_ranges: Tensor | None = None,
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
-        if type(attn_mask) is Mask:
+        given = attn_mask
+        if isinstance(attn_mask, Mask):
             attn_mask, key_ranges = _of_mask(attn_mask, key_ranges, query, key)
             if type(query) is not Tensor:
-                attn_mask = _replicated(attn_mask, query)
+                attn_mask = replicated(attn_mask, query)
         if key_ranges is not None and type(query) is not Tensor:
-            key_ranges = _replicated(key_ranges, query)
+            key_ranges = replicated(key_ranges, query)
         usual = (
             not torch.compiler.is_compiling()
             # Under a transform a tensor that looks ordinary may wrap one with symbolic sizes.
@@ -134,6 +137,8 @@ class Problem(NamedTuple):
             )
         except RuntimeError:
             _check_not_nested(query, key, value, mask)  # which have no shape; asked beforehand it costs 0.15 us
+            if isinstance(given, Mask):
+                check_sizes(given, query, key, value)
             raise
         if bottom_right_sizes not in (None, (query.shape[-2], key.shape[-2])):
             raise RuntimeError(
@@ -354,9 +359,13 @@ def _check_types(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise _type_error(name, "Tensor", x)
-    for name, x in (("attn_mask", attn_mask), ("key_ranges", key_ranges)):
-        if x is not None and not isinstance(x, Tensor):
-            raise _type_error(name, "Tensor or None", x)
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        hint = " (masks.from_mask_mod makes a Mask of a mask_mod)" if callable(attn_mask) else ""
+        if hasattr(attn_mask, "mask_mod"):
+            hint = " (masks.from_mask_mod makes a Mask of its mask_mod)"
+        raise TypeError(f"{_type_error('attn_mask', 'Tensor, Mask or None', attn_mask)}{hint}")
+    if key_ranges is not None and not isinstance(key_ranges, Tensor):
+        raise _type_error("key_ranges", "Tensor or None", key_ranges)
     for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(x, bool):
             raise _type_error(name, "bool", x)
@@ -406,8 +415,16 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
             "attnkern: attn_mask is a Mask: key_ranges must not be set (masks.from_ranges and & combine them)"
         )
     for name, x in (("query", query), ("key", key)):
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
-            raise _type_error(name, "Tensor of at least 2 dimensions, dense, beside a Mask", x)
+        if not isinstance(x, Tensor):
+            raise _type_error(name, "Tensor", x)
+        if x.is_nested:
+            raise ValueError(
+                "attnkern: attn_mask must be None beside nested tensors, got a Mask (is_causal and window go)"
+            )
+        if x.dim() < 2:
+            raise RuntimeError(
+                f"attnkern: {name} must have at least 2 dimensions (..., length, size), got {_show(x.shape)}"
+            )
     sizes = query.shape[-2], key.shape[-2]
     if (mask.seqlen_q, mask.seqlen_k) != sizes:
         raise RuntimeError(
@@ -426,15 +443,6 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
     if mask.ranges is None:
         return mask.dense_of_bits()[(0,) * missing], None
     return None, mask.ranges[(0,) * missing]
-
-
-def _replicated(x: Any, query: Any) -> Any:
-    """x, which every rank has as a whole, beside a query that is a DTensor; anything else as it is."""
-    if type(x) is not Tensor or type(query).__name__ != "DTensor":
-        return x
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(x, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
 
 
 def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: _Sizes) -> None:
@@ -502,12 +510,13 @@ def checked_window(window: Any) -> Window:
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"attnkern: argument 'window' must be (left, right) or None, not {window!r}")
-    for bound in window:
+        raise TypeError(f"attnkern: argument 'window' must be (left, right) or None, not {shown(window)}")
+    bounds: Any = tuple(int_of_numpy(x) for x in window)
+    for bound in bounds:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
             raise TypeError(f"attnkern: the bounds in 'window' must be int or None, not {_type_name(bound)}")
-    _check_bounds(window)
-    return tuple(window)
+    _check_bounds(bounds)
+    return bounds
 
 
 def _check_bounds(window: Any) -> None:

@@ -639,6 +639,10 @@ def context_parallel_says_what_it_needs():
         enter(dist.group.WORLD, x)
     with refused(RuntimeError, f"mesh must have one dimension, got 2 of sizes (1, {SIZE})"):
         enter(mesh_of(1, SIZE), x)
+    for options in ({}, {"attn_mask": masks.causal(12 * SIZE)}):
+        unequal = context_parallel(mesh, buffers=[x], buffer_seq_dims=[2, 2], **options)
+        with refused(ValueError, "buffer_seq_dims must have one dimension for each of buffers, got 2 for 1"), unequal:
+            raise AssertionError("it was let in")
     with refused(RuntimeError, "buffers[1] must be on the mesh's device cpu, got meta"):
         enter(mesh, x, x.to("meta"))
     odd = x[:, :, :-1]
