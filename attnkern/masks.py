@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import Window
 from .mask import Mask, check_not_traced
 from .packed import may_look, packed_ranges
 from .params import UNBOUNDED, check_alignment, int_of_numpy, shown
-from .problem import Window
 from .varlen import check_packed_window
 
 Integers = int | Sequence[int] | Tensor

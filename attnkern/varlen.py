@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .api import attention
+from .arguments import Window, checked_window
 from .packed import packed_ranges
 from .params import check_alignment
-from .problem import Window, checked_window
 
 
 def varlen_attention(

@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 
 from .. import masks
 from ..api import attention
+from ..arguments import autocast, autocasts
 from ..mask import Mask
 from ..merge import attention_backward, merge_attention
 from ..params import shown
-from ..problem import Problem, _autocast, autocasts
+from ..problem import Problem
 from ..varlen import check_packed
 from .sdpa import use_as_sdpa
 from .shards import (
@@ -299,7 +300,7 @@ def sharded_attention(
     Problem.from_sdpa(query, key, value, None, 0, False, scale, enable_gqa, softcap=softcap)
     _check_shards(query, key, value, attn_mask)
     if autocasts(query.device):
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
     options = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "backend": backend}
     if exchange == "all_to_all":
         results = _by_heads(query, key, value, attn_mask, options)

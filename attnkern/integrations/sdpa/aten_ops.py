@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ... import api, ops
+from ...arguments import autocasts
 from ...backends import kernels_for
 from ...packed import packed_ranges
 from ...params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
-from ...problem import Problem, autocasts
+from ...problem import Problem
 
 
 class Refused(Exception):
