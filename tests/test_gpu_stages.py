@@ -323,6 +323,35 @@ def test_what_triton_cannot_compile_is_skipped_and_named(monkeypatch):
     assert row["message"].endswith("none of 2 candidates runs: RuntimeError: ptxas is unhappy")
 
 
+def test_a_backend_that_raises_does_not_end_a_trial(monkeypatch):
+    """Its message is kept, and the other one is timed."""
+
+    def fails(self, capability):
+        raise RuntimeError("ptxas is unhappy")
+
+    with device.rehearsal() as rehearsed:
+        monkeypatch.setattr(launch.Kernel, "compile", fails)
+        (row,) = choose.measure(rehearsed, "forward fast path head size 64")
+    assert list(row["seconds"]) == ["cuda"]
+    assert row["refused"]["triton"].endswith("ptxas is unhappy")
+
+
+def test_key_ranges_meet_the_hardware_first():
+    """In every variant of the kernels, and with blocks that go from one tile to the next."""
+    named = stages._kernels(device.Rehearsed())
+    ranged = [name for name, call in gpu_kernels.CALLS.items() if call.ranges]
+    assert set(named[: len(ranged) + 2]) == {*ranged, "many tiles", "many tiles, causal"}
+    found = [gpu_kernels.CALLS[name] for name in ranged]
+    assert {64, 128, 256, 320} <= {call.head_dim for call in found}
+    assert {call.ranges.split()[0] for call in found} == {"documents", "anything", "near", "few"}
+    assert any(call.causal for call in found)
+    assert any(call.mask != "none" for call in found)
+    assert any(call.seqlen_q == 2 for call in found)
+    many = gpu_kernels.CALLS["many tiles"]
+    assert many.batch * many.heads_q * -(-many.seqlen_q // 128) > 264
+    assert {"key_ranges", "mask", "varlen", "jagged"} <= set(stages.BEHAVIOUR)
+
+
 def test_a_group_of_the_sanitizers_holds_every_kernel():
     groups = stages._watched_groups(device.Rehearsed())
     held = [name for group in groups for name in gpu_kernels.CALLS if name.split()[0].rstrip(",") == group]

@@ -250,7 +250,7 @@ def test_what_cuda_reports_of_a_launch_is_no_reason_to_go_on(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(launch, "capability", lambda index: 90)
-    with pytest.raises(CannotBuild, match="needs more than the device has .*shared memory"):
+    with pytest.raises(CannotBuild, match=r"needs more than the device has .*shared memory"):
         load(launch.OutOfResources(300000, 232448, "shared memory"))
     with pytest.raises(RuntimeError, match="illegal memory access") as caught:
         load(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))

@@ -141,7 +141,8 @@ RUNS = 200  # that must give the same bits
 def _kernels(device: Gpu) -> list[str]:
     from gpu_kernels import CALLS
 
-    first = ("d128 causal", "d64 causal", "full", "grouped, d128", "d128 few queries", "d256 causal")
+    first = [name for name, call in CALLS.items() if call.ranges or name.startswith("many tiles")]
+    first += ["d128 causal", "d64 causal", "full", "grouped, d128", "d128 few queries", "d256 causal"]
     return [*first, *(name for name in CALLS if name not in first)]
 
 
@@ -213,7 +214,8 @@ def _watched(device: Gpu, row: str) -> Found:
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
-BEHAVIOUR = ("sdpa_parity", "masks", "gradients", "gqa", "lse_merge", "dropout", "transforms", "nn", "memory", "errors")
+BEHAVIOUR = ("key_ranges", "mask", "varlen", "sdpa_parity", "masks", "gradients", "gqa", "lse_merge", "dropout")
+BEHAVIOUR += ("jagged", "transforms", "nn", "memory", "errors")
 TESTS: dict[str, list[str]] = {
     "streams, graphs, devices": ["tests/test_gpu.py", "-k", "not every_cuda_kernel and not triton_table"],
     "Triton: graphs, dropout, size": ["tests/test_triton_gpu.py", "-k", "captured or drops or elements"],
@@ -284,9 +286,9 @@ STAGES = (
         15,
         _kernels,
         _correctness,
-        jobs=6,
+        jobs=12,
         alone=True,
-        rehearsed="one head",
+        rehearsed="one head|gaps",
     ),
     Stage(
         "decode",
