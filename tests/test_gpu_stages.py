@@ -164,7 +164,7 @@ def test_a_device_without_nvidia_smi_says_so(monkeypatch):
 def test_the_stages_come_in_the_order_in_which_their_answers_matter():
     names = [stage.name for stage in stages.STAGES]
     assert names[:5] == ["build", "orders", "table", "correctness", "decode"]
-    assert names[5:] == ["memcheck", "racecheck", "features", "tuning", "choice", "tests"]
+    assert names[5:] == ["ranges", "memcheck", "racecheck", "features", "tuning", "choice", "tests"]
     assert gpu.TOTAL <= 570
     assert sum(stage.seconds for stage in stages.STAGES[1:3]) <= 120
     assert stages.STAGES[0].needed
@@ -298,6 +298,17 @@ def test_a_replayed_graph_must_give_what_a_call_gives(tiny, monkeypatch):
     assert found == {"status": "wrong", "message": "result 0 of a replayed graph is not what a call gives"}
 
 
+def test_ranges_are_timed_and_checked_as_ranges():
+    """No dense mask is drawn for them."""
+    with device.rehearsal() as rehearsed:
+        runner = sweep.Runner(rehearsed.torch, timing.Sampling(rounds=1, min_rounds=1, budget=0.0))
+        case = rehearsed.shrunk(select("gpu-streaming-1024")[0])
+        assert rehearsed.inputs(case).attn_mask is None
+        assert 0 < case.live_share < 0.3
+        (row,) = runner.run(case, "forward", providers.choose("cuda", rehearsed.torch))
+    assert row["status"] == "ok", row["message"]
+
+
 def test_torchs_own_maths_is_measured_only_where_its_scores_fit(monkeypatch):
     with device.rehearsal() as rehearsed:
         runner = sweep.Runner(rehearsed.torch, timing.Sampling(rounds=1, min_rounds=1, budget=0.0))
@@ -379,6 +390,9 @@ def synthetic(best="overlap"):
         fields = {"seconds": seconds, "flops_per_second": 5e11 / seconds, "kernel": "cudnn", **timed}
         records.append(row_of("table", f"gpu-bf16-d128-causal-16384 forward {rival}", **fields))
     records.append(row_of("table", "gpu-bf16-d64-full-4096 forward cuda", status="hung", message="ended at its limit"))
+    for rival, flops in (("cuda", 4e14), ("cuda-plain", 5e14)):
+        found = {"seconds": 1e-3, "flops_per_second": flops, **timed}
+        records.append(row_of("ranges", f"gpu-documents-1024 forward {rival}", **found))
     table = {"arch": 90, "kernel": "forward", "itemsize": 2, "feature": "plain"}
     own = list(configs.TABLE[configs.Row(90, "forward", 2, "plain")][128])
     tuned = {**table, "candidates": 40, "timed": 9, "seconds": 1e-3, "own": own, "failures": {}}
@@ -397,6 +411,7 @@ def synthetic(best="overlap"):
 def test_the_page_says_what_was_measured_and_what_failed():
     text = summary.page(synthetic())
     assert "| d128-causal-16384 | forward | 500 | 556 | 250 | 0.90 | 2.00 | 0.50 | cudnn |" in text
+    assert "| gpu-documents-1024 | forward | 400 | 500 | 80% |" in text
     assert "- table, gpu-bf16-d64-full-4096 forward cuda: **hung**: ended at its limit" in text
     assert "| table | 4 ok, 1 hung | 40 | 1980 / 1755 |" in text
     assert "Skipped: c (Triton 3.6.0 can't compile tangent)." in text
@@ -474,7 +489,7 @@ def test_a_rehearsal_runs_to_its_last_line_with_nothing_optional_installed(tmp_p
     assert all(found.values())
     assert all(not stage["left_out"] for stage in ran)
     assert {r["status"] for rows in found.values() for r in rows} <= {"ok", "refused", "skipped"}
-    for name in ("table", "decode", "features"):
+    for name in ("table", "decode", "ranges", "features"):
         ours = [r for r in found[name] if r["row"].endswith((" cuda", " triton"))]
         assert ours
         assert all(r["status"] == "ok" and r["allowed_share"] <= 1 and r["clock"] == "counted" for r in ours)

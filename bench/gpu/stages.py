@@ -214,8 +214,10 @@ def _watched(device: Gpu, row: str) -> Found:
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
-BEHAVIOUR = ("key_ranges", "mask", "varlen", "sdpa_parity", "masks", "gradients", "gqa", "lse_merge", "dropout")
-BEHAVIOUR += ("jagged", "transforms", "nn", "memory", "errors")
+BEHAVIOUR = (
+    *("key_ranges", "mask", "varlen", "jagged"),
+    *("sdpa_parity", "masks", "gradients", "gqa", "lse_merge", "dropout", "transforms", "nn", "memory", "errors"),
+)
 TESTS: dict[str, list[str]] = {
     "streams, graphs, devices": ["tests/test_gpu.py", "-k", "not every_cuda_kernel and not triton_table"],
     "Triton: graphs, dropout, size": ["tests/test_triton_gpu.py", "-k", "captured or drops or elements"],
@@ -298,6 +300,15 @@ STAGES = (
         _speed_rows("gpu-decode-*,decode-*-bf16", ("cuda", "triton", "sdpa", "sdpa-flash")),
         _speed,
         rehearsed="gpu-decode-d64-4k *",
+    ),
+    Stage(
+        "ranges",
+        "what key ranges leave out must not cost: against all scores",
+        30,
+        15,
+        _speed_rows("gpu-ranges", ("cuda", "cuda-plain", "triton", "sdpa")),
+        _speed,
+        rehearsed="gpu-documents-1024 * cuda|gpu-streaming-1024 forward *",
     ),
     *(
         Stage(
