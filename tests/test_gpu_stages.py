@@ -24,7 +24,7 @@ from attnkern.cases import select
 from attnkern.problem import Problem
 from bench import providers, sweep, timing
 from bench.gpu import __main__ as gpu
-from bench.gpu import apply, choose, device, orders, stages, summary, tune, workers
+from bench.gpu import apply, choose, device, orders, stages, summary, tune, whole, workers
 
 ROOT = Path(__file__).parents[1]
 # Extras of the distribution, and what pip may have brought along: a GPU machine may have none of them.
@@ -163,8 +163,8 @@ def test_a_device_without_nvidia_smi_says_so(monkeypatch):
 
 def test_the_stages_come_in_the_order_in_which_their_answers_matter():
     names = [stage.name for stage in stages.STAGES]
-    assert names[:5] == ["build", "orders", "table", "correctness", "decode"]
-    assert names[5:] == ["ranges", "memcheck", "racecheck", "features", "tuning", "choice", "tests"]
+    assert names[:6] == ["build", "orders", "table", "correctness", "whole", "decode"]
+    assert names[6:] == ["ranges", "memcheck", "racecheck", "features", "tuning", "choice", "tests"]
     assert gpu.TOTAL <= 570
     assert sum(stage.seconds for stage in stages.STAGES[1:3]) <= 120
     assert stages.STAGES[0].needed
@@ -286,6 +286,24 @@ def test_each_mode_is_checked_for_right_results(tiny, monkeypatch):
     with monkeypatch.context() as patched:
         spoilt(patched, lambda deterministic: not deterministic)
         assert modes(tiny) == {**fine, **again, "default": "wrong"}
+
+
+def test_every_row_of_every_head_is_held_against_flash_attention(tiny, monkeypatch):
+    """Also the last ones, which no sample of the float64 check need hold."""
+    (row,) = whole.measure(tiny, "gpu-bf16-d64-causal-4096")
+    assert row["status"] == "ok"
+    assert set(row["shares"]) == {"out", "query", "key", "value"}
+    run = cuda._run
+
+    def spoil(operator, *arguments):
+        returned = run(operator, *arguments)
+        if operator == torch.ops.attnkern.cuda_forward:
+            returned[0][:, -1, -1].add_(0.1)
+        return returned
+
+    monkeypatch.setattr(cuda, "_run", spoil)
+    (row,) = whole.measure(tiny, "gpu-bf16-d64-causal-4096")
+    assert row["status"] == "wrong"
 
 
 def test_a_replayed_graph_must_give_what_a_call_gives(tiny, monkeypatch):

@@ -293,6 +293,15 @@ STAGES = (
         rehearsed="one head|gaps",
     ),
     Stage(
+        "whole",
+        "whole outputs and gradients beside FlashAttention-2's",
+        25,
+        15,
+        lambda device: list(dict.fromkeys(row.split()[0] for row in _table_rows(device))),
+        _of("whole", "measure"),
+        rehearsed="gpu-bf16-d64-causal-4096",
+    ),
+    Stage(
         "decode",
         "one query against long caches: bandwidth",
         45,
