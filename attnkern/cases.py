@@ -416,6 +416,11 @@ def _sweeps() -> Iterable[Case]:
     yield case("gpu-bias", 4096, **gpu, mask="bias")
     yield case("gpu-d512", 4096, **{**gpu, "heads": 4, "dim": 512}, causal=True)
     yield case("gpu-fp32", 4096, **{**gpu, "dtype": "fp32"}, causal=True)
+    gpu |= {"tags": ("gpu-ranges",)}
+    yield case("gpu-documents-1024", 16384, **gpu, causal=True, mask="documents:1024")
+    yield case("gpu-streaming-1024", 32768, **gpu, mask="streaming:1024+4")
+    yield case("gpu-padding-50", 4096, **gpu, batch=4, mask="padding:50")
+    gpu |= {"tags": ("gpu-features",)}
     for dim in (64, 128, 256):
         for length in (4096, 16384, 65536):
             name = f"gpu-decode-d{dim}-{length // 1024}k"

@@ -47,6 +47,12 @@ class Call(NamedTuple):
     options: Mapping[str, Any] = {}
     gradients: bool = True
     second_order: bool = False
+    ranges: tuple[str, str, int] | None = None  # random key ranges: kind, shape and number, of `Inputs.with_ranges`
+
+    def made(self, device: str) -> testing.Inputs:
+        """Its tensors, alike on all devices."""
+        inputs = testing.make_inputs(*self.sizes, **self.inputs, device=device, seed=1)
+        return inputs if self.ranges is None else inputs.with_ranges(*self.ranges, torch.int32, 1)
 
 
 class Family(NamedTuple):
@@ -71,7 +77,12 @@ FEATURES = (
     Call("float mask and its gradient", (2, 2, 70, 150, 64), {"dtype": FP32, "mask": ("float", "1HLS")}),
     Call("grouped heads, softcap", (1, 4, 70, 150, 64), {"heads_k": 2}, {"enable_gqa": True, "softcap": 5.0}),
     Call("dropout", (2, 2, 70, 150, 64), {"dtype": FP32}, {"dropout_p": 0.3}),
+    Call("key ranges, causal", SMALL, {"dtype": BF16}, {"is_causal": True}, ranges=("documents", "B1L", 1)),
+    Call("two key ranges", (2, 2, 70, 150, 64), {"dtype": FP16}, ranges=("anything", "BHL", 2)),
+)
+_DECODING = (
     Call("decoding", DECODE, {"dtype": BF16, "heads_k": 2}, {"enable_gqa": True}, gradients=False),
+    Call("decoding, key ranges", DECODE, {"dtype": BF16}, gradients=False, ranges=("anything", "B11", 1)),
 )
 _HOPPER = tuple(
     Call(f"{kind}, head size {size}", (1, 4, 200, 300, size), {"dtype": dtype, "heads_k": 2}, options)
@@ -80,23 +91,27 @@ _HOPPER = tuple(
         ("float16, causal", 128, FP16, {"enable_gqa": True, "is_causal": True, "alignment": "bottom_right"}),
     )
 )
+_HOPPER += (
+    _HOPPER[0]._replace(name="key ranges, head size 128", ranges=("documents", "B1L", 1)),
+    _HOPPER[1]._replace(name="two key ranges, causal, head size 128", ranges=("few", "BHL", 2)),
+)
 # Each Triton kernel takes seconds to compile: fewer calls, of more features.
-_TRITON = (FEATURES[1], FEATURES[4]._replace(options={"dropout_p": 0.3}), FEATURES[5])
+_TRITON = (FEATURES[1], FEATURES[4]._replace(options={"dropout_p": 0.3}), FEATURES[5], FEATURES[-1])
 
 FAMILIES: dict[str, Family] = {
-    "cpu": Family("cpu", "cpu", (FEATURES[0]._replace(name="float64", inputs={"dtype": FP64}), *FEATURES)),
+    "cpu": Family("cpu", "cpu", (FEATURES[0]._replace(name="float64", inputs={"dtype": FP64}), *FEATURES, *_DECODING)),
     "reference": Family("reference", "cpu", FEATURES[:2]),
     "triton": Family("triton", "cuda", _TRITON),
-    "triton-decode": Family("triton", "cuda", FEATURES[-1:], "decode:"),
+    "triton-decode": Family("triton", "cuda", _DECODING, "decode:"),
     "triton-second-order": Family("triton", "cuda", (Call("tangents", (1, 1, 40, 70, 32), second_order=True),)),
     "cuda": Family(
         "cuda",
         "cuda",
-        (*FEATURES[:-1], Call("head size 320", (1, 2, 70, 150, 320), {"dtype": BF16})),
+        (*FEATURES, Call("head size 320", (1, 2, 70, 150, 320), {"dtype": BF16})),
         "forward, sm_80",
         ("cuda-decode", "cuda-sm90", "cuda-sm90-backward"),
     ),
-    "cuda-decode": Family("cuda", "cuda", FEATURES[-1:], "decode, sm_80"),
+    "cuda-decode": Family("cuda", "cuda", _DECODING, "decode, sm_80"),
     "cuda-sm90": Family(
         "cuda",
         "cuda",
@@ -112,7 +127,7 @@ FAMILIES: dict[str, Family] = {
 def check_call(family: Family, call: Call, device: str) -> None:
     """Runs a call. Raises AssertionError where a result is wrong, or other kernels than the family's would run."""
     torch.manual_seed(1)
-    inputs = testing.make_inputs(*call.sizes, **call.inputs, device=device, seed=1)
+    inputs = call.made(device)
     options = dict(call.options)
     if family.kernel and not any(line.startswith(family.kernel) for line in plan_of(family, call, inputs)):
         plan = "; ".join(plan_of(family, call, inputs))

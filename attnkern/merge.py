@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd
-from .backends import select
+from .backends import name_for_operators, select
 from .mask import Mask
 from .problem import Problem
 
@@ -138,4 +138,5 @@ def attention_backward(
         # A backend without a backward pass refuses tensors that need gradients: a ring's own do not say so.
         q, k, v = (x.detach().requires_grad_() for x in problem[:3])
         chosen = select(problem._replace(q=q, k=k, v=v), backend)
-        return autograd.part_backward(problem, grad_out, grad_lse, out, lse, chosen.NAME)
+        name = name_for_operators(chosen, problem, backend)
+        return autograd.part_backward(problem, grad_out, grad_lse, out, lse, name)

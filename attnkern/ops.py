@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, second_order
+from . import backends, plain
+from .backends import reference
+from .backends.failed import CannotBuild
 from .params import (
     DTYPES,
     GRAD_BIAS,
@@ -296,18 +298,41 @@ def _second_backward_fake(
 # (backends.AT_RUN_TIME). (A backend's module holds no kernels yet: it fetches them when it is first called.)
 
 
-def _chosen(backend: str, problem: Problem, training: bool) -> Any:
+def _run(operator: str, backend: str, problem: Problem, training: bool, *arguments: Any) -> Any:
+    """An operator of the backend that its last argument says. Where that one cannot build its kernels, the next runs,
+    but for one that was asked for."""
     if backend == backends.AT_RUN_TIME:
-        return backends.select(problem, training=training)
-    return backends.with_kernels(backend, problem.q.device.type)
+        chosen = backends.select(problem, training=training)
+    else:
+        chosen = backends.with_kernels(backend, problem.q.device.type)
+    failed = []
+    while True:
+        try:
+            return _function(chosen, operator)(*arguments)
+        except CannotBuild as error:
+            if backend == chosen.NAME:
+                raise RuntimeError(f"attnkern: backend {backend!r} cannot run this call: {error}") from error
+            failed.append(chosen)
+            chosen = backends.after(failed, problem, training, error)
+
+
+def _function(backend: Any, operator: str) -> Any:
+    """Of the backend, or in plain torch: for `reference`, and derivatives of which a backend has no kernel."""
+    if backend is reference or (operator in ("tangent", "second_backward") and not _has_second_order(backend)):
+        return getattr(plain, operator)
+    return getattr(backend, operator)
+
+
+def _has_second_order(backend: Any) -> bool:
+    return getattr(backend, "has_second_order", bool)()
 
 
 def route_forward(q, k, v, bias, key_ranges, philox_seed, *rest):
     """`attnkern::forward` by the backend that is its last argument."""
     *numbers, need_lse, backend = rest
     params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
-    chosen = _chosen(backend, Problem(q, k, v, bias, key_ranges, params, None), need_lse)
-    return chosen.forward(q, k, v, bias, key_ranges, philox_seed, params, need_lse)
+    problem = Problem(q, k, v, bias, key_ranges, params, None)
+    return _run("forward", backend, problem, need_lse, q, k, v, bias, key_ranges, philox_seed, params, need_lse)
 
 
 def route_backward(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *rest):
@@ -316,15 +341,16 @@ def route_backward(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, o
     params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
     _check_results(q, v, {"lse": lse, "grad_lse": grad_lse}, out=out, grad_out=grad_out)
     _check_grad_mask(grad_mask, 15, bias)
-    chosen = _chosen(backend, Problem(q, k, v, bias, key_ranges, params, None), True)
-    return chosen.backward(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, params, grad_mask)
+    problem = Problem(q, k, v, bias, key_ranges, params, None)
+    given = grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse
+    return _run("backward", backend, problem, True, *given, params, grad_mask)
 
 
 library.impl("forward", route_forward, "CUDA")
 library.impl("backward", route_backward, "CUDA")
 
 
-# The other two have kernels in some backends only. Plain torch, in tiles, serves the rest.
+# The other two have kernels in some backends only (`_function`).
 
 
 def route_tangent(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, *rest):
@@ -333,8 +359,9 @@ def route_tangent(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out
     params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
     _check_results(q, v, {"lse": lse}, out=out)
     _check_tangents(q, (q, k, v, bias), tq=tq, tk=tk, tv=tv, tbias=tbias)
-    chosen = _with_second_order(backend, Problem(q, k, v, bias, key_ranges, params, None))
-    return chosen.tangent(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, params)
+    problem = Problem(q, k, v, bias, key_ranges, params, None)
+    given = q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse
+    return _run("tangent", backend, problem, True, *given, params)
 
 
 def route_second_backward(
@@ -347,15 +374,9 @@ def route_second_backward(
     cotangents = cot_dq, cot_dk, cot_dv, cot_dbias
     _check_tangents(q, (q, k, v, bias), cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
     _check_grad_mask(grad_mask, 63, bias)
-    chosen = _with_second_order(backend, Problem(q, k, v, bias, key_ranges, params, None))
-    return chosen.second_backward(
-        *cotangents, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, params, grad_mask
-    )
-
-
-def _with_second_order(backend: str, problem: Problem) -> Any:
-    chosen = _chosen(backend, problem, True)
-    return chosen if getattr(chosen, "has_second_order", bool)() else second_order
+    problem = Problem(q, k, v, bias, key_ranges, params, None)
+    given = *cotangents, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse
+    return _run("second_backward", backend, problem, True, *given, params, grad_mask)
 
 
 library.impl("tangent", route_tangent, "CompositeExplicitAutograd")

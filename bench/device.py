@@ -140,7 +140,7 @@ class Cuda(Device):
         mask = None
         if case.mask in BLOCKS:
             mask = case.block_mask().to(self.torch)
-        elif case.mask != "none":
+        elif case.mask != "none" and not case.ranged_kind:
             mask = draw(1, case.heads_q if case.mask == "bias" else 1, case.seqlen_q, case.seqlen_k)
             if case.mask == "bool":
                 mask = mask > -0.43  # a third is hidden

@@ -28,6 +28,7 @@ class Call(Case):
 
     heads_v: int | None = None  # None: as many as heads_k
     score: float = 0.0  # what the scores lie around
+    ranges: str = ""  # kind, shape and number of random key ranges, as `testing.Inputs.with_ranges` takes them
     gpus: tuple[int, ...] = (80, 90)  # compute capabilities that Triton's kernels are compiled for
 
     def __post_init__(self) -> None:
@@ -48,7 +49,11 @@ class Call(Case):
             kind, shape, *other = self.mask.split()
             given |= {"mask": (kind, shape), "mask_dtype": DTYPES[other[0]] if other else None}
         inputs = self.drawn(device=device, seed=seed, **given)
-        return self._moved(inputs) if self.score else inputs
+        inputs = self._moved(inputs) if self.score else inputs
+        if self.ranges:
+            kind, shape, count = self.ranges.split()
+            inputs = inputs.with_ranges(kind, shape, int(count), torch.int32, seed or 0)
+        return inputs
 
     def _moved(self, inputs: testing.Inputs) -> testing.Inputs:
         """Every entry of query and key is one number, give or take a little noise."""
@@ -97,6 +102,26 @@ def _on_gpus() -> Iterator[Call]:
     yield call("bias of all elements", "gpu", (2, 2, 90, 70, 128), mask="float 1HLS fp32")
     yield call("dropout", "gpu", (1, 2, 90, 70, 64), dropout=0.25)
     yield call("columns apart", "gpu", (1, 2, 90, 70, 24), layout="stepped")
+    yield from _ranges_on_gpus()
+    # More tiles than any chip has multiprocessors, twice: blocks that go from one tile to the next.
+    yield call("many tiles", "gpu", (2, 40, 1100, 1100, 128))
+    yield call("many tiles, causal", "gpu", (2, 40, 1100, 1100, 128), causal=True)
+
+
+def _ranges_on_gpus() -> Iterator[Call]:
+    """Key ranges: of documents, two of a row anywhere, about the diagonal, and none for most rows."""
+    for size in (64, 128, 256):
+        yield call(f"documents, d{size}", "gpu", (1, (4, 2), 200, 200, size), causal=True, ranges="documents B1L 1")
+        yield call(f"intervals, d{size}", "gpu", (2, 2, 150, 300, size), ranges="anything BHL 2")
+    yield call("gaps", "gpu", (1, 1, 70, 100, 64), ranges="few B1L 2")
+    yield call("gaps, d128", "gpu", (1, (4, 2), 200, 300, 128), dtype="fp16", ranges="few BHL 1")
+    yield call("near, d128", "gpu", (1, 2, 700, 700, 128), causal=True, ranges="near B1L 2")
+    yield call("near, d320", "gpu", (1, 2, 90, 300, 320), ranges="near B1L 1")
+    yield call("near, float32", "gpu", (1, 2, 90, 300, 64), dtype="fp32", ranges="near BHL 2")
+    yield call("intervals, bias", "gpu", (2, 2, 90, 70, 64), mask="float BHLS", ranges="anything B1L 2")
+    yield call("intervals, softcap", "gpu", (1, 2, 150, 150, 64), softcap=5.0, ranges="anything B1L 1")
+    yield call("documents, few queries", "gpu", (2, (4, 2), 2, 700, 64), ranges="anything B11 1")
+    yield call("intervals, few queries", "gpu", (2, (4, 2), 2, 700, 128), ranges="anything BHL 2")
 
 
 _ODD = (1, 1, 70, 129, 64)  # the last blocks of queries and of keys are ragged, whatever their size

@@ -142,8 +142,8 @@ def test_second_derivatives_that_are_wrong_are_found(monkeypatch):
     (call,) = check.FAMILIES["triton-second-order"].calls
     family = check.FAMILIES["cpu"]
     check.check_call(family, call, "cpu")
-    real = attnkern.second_order.tangent
-    monkeypatch.setattr(attnkern.second_order, "tangent", lambda *args: tuple(1.01 * x for x in real(*args)))
+    real = attnkern.plain.tangent
+    monkeypatch.setattr(attnkern.plain, "tangent", lambda *args: tuple(1.01 * x for x in real(*args)))
     with pytest.raises(AssertionError, match="second order: tout"):
         check.check_call(family, call, "cpu")
 
@@ -182,7 +182,15 @@ def on_hopper(monkeypatch):
 
 
 def lines_of(family, call):
-    return check.plan_of(family, call, check.testing.make_inputs(*call.sizes, **call.inputs, seed=1))
+    return check.plan_of(family, call, call.made("cpu"))
+
+
+def test_every_family_has_calls_with_key_ranges():
+    families = {name: family for name, family in check.FAMILIES.items() if family.backend != "reference"}
+    del families["triton-second-order"]
+    for family in families.values():
+        assert any(call.ranges is not None for call in family.calls)
+        assert all("key_ranges" in call.made("cpu").tensors for call in family.calls if call.ranges is not None)
 
 
 @pytest.mark.parametrize("name", [name for name in check.FAMILIES if name.startswith("cuda")])

@@ -3,13 +3,15 @@
 import importlib
 import itertools
 import json
+import warnings
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import attnkern
 import routes
-from attnkern import ops, testing
+from attnkern import ops, plain, testing
 from attnkern.backends import choice, cuda, triton
 from attnkern.problem import Problem
 
@@ -274,7 +276,7 @@ def test_a_graph_leaves_the_choice_to_its_calls(on, monkeypatch):
         x = fake(2, 4, 256, 64)
         call = Problem.from_sdpa(x, x, x)
         assert table.select(call) is cuda
-        assert table.name_for_operators(cuda, call, None) == "cuda"
+        assert table.name_for_operators(cuda, call, None) == table.FIRST["cuda"]
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert table.name_for_operators(table.select(call), call, None) == table.AT_RUN_TIME
         assert table.name_for_operators(cuda, call, "cuda") == "cuda"
@@ -295,3 +297,134 @@ def test_an_operator_that_chooses_at_run_time():
         half = len(recorder.launches) // 2
         assert [x.name for x in recorder.launches[:half]] == [x.name for x in recorder.launches[half:]]
     assert all(map(torch.equal, *results.values()))
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be built
+
+
+@pytest.fixture
+def unbuilt(monkeypatch):
+    """unbuilt(*names): Triton cannot compile the functions of such names (none given: any) for the simulated Hopper,
+    whose calls choose among the backends. Gives the names that it was asked for, in order."""
+    launch = triton._plans().launch
+    monkeypatch.setattr(launch, "failures", {})
+    monkeypatch.setattr(launch, "_variants", {})
+    for plan in ("forward_plan", "backward_plan", "tangent_plan", "second_backward_plan"):
+        getattr(triton._plans(), plan).cache_clear()
+    monkeypatch.setattr(table, "_warned", set())
+
+    def name(backend, call, asked):  # as of CUDA tensors
+        return table.FIRST[backend.NAME] if asked is None else backend.NAME
+
+    monkeypatch.setattr(table, "name_for_operators", name)
+    asked, compile = [], launch.triton.compile
+
+    def make(*names):
+        def refuse(source, **options):
+            name = source.fn.__name__
+            if not names or name in names:
+                asked.append(name)
+                raise TypeError("cannot convert None")
+            return compile(source, **options)
+
+        monkeypatch.setattr(launch.triton, "compile", refuse)
+        return asked
+
+    with routes.cuda(90), routes.triton(90):
+        yield make
+    for plan in ("forward_plan", "backward_plan", "tangent_plan", "second_backward_plan"):
+        getattr(triton._plans(), plan).cache_clear()
+
+
+REASON = r"does not compile for sm_90 \(TypeError: cannot convert None\)"
+
+
+def leaves():
+    return [x.requires_grad_() for x in testing.make_inputs(1, 2, 40, 70, 64, dtype=torch.bfloat16).tensors.values()]
+
+
+def derived(tensors, **options):
+    out = attnkern.attention(*tensors, **options)
+    return (out, *torch.autograd.grad(out.sum(), tensors))
+
+
+def test_the_next_backend_takes_what_one_cannot_build(unbuilt):
+    """Said once, not tried again, and told by `explain`."""
+    asked, tensors = unbuilt(), leaves()
+    with pytest.warns(attnkern.FallbackWarning, match=f"cuda runs this attention .*kernel {REASON}") as caught:
+        got = derived(tensors)
+    assert len(caught) == 2  # and delta_kernel: a gradient's kernels are others
+    assert asked == ["forward_kernel", "delta_kernel"]
+    explanation = attnkern.explain(*tensors)
+    assert explanation.chosen == "cuda"
+    assert "forward_kernel does not compile for sm_90" in explanation.refusals["triton"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = derived(tensors)
+    assert asked == ["forward_kernel", "delta_kernel"]
+    assert all(map(torch.equal, got, again))
+    assert all(map(torch.equal, got, derived(tensors, backend="cuda")))
+
+
+def test_a_backend_that_was_asked_for_raises_what_it_cannot_build(unbuilt):
+    asked, tensors = unbuilt(), leaves()
+    with pytest.raises(RuntimeError, match=f"attnkern: backend 'triton' cannot run this call: .*{REASON}"):
+        derived(tensors, backend="triton")
+    with pytest.raises(RuntimeError, match="attnkern: backend 'triton' cannot run this call"):
+        derived(tensors, backend="triton")
+    assert asked == ["forward_kernel"]
+
+
+@pytest.mark.parametrize("name", [table.AT_RUN_TIME, table.FIRST["triton"]])
+def test_operators_go_on_where_a_kernel_of_a_later_pass_cannot_be_built(unbuilt, name):
+    """The results of one backend's forward pass are what another one's backward pass needs."""
+    unbuilt("delta_kernel")
+    q, k, v = (x.detach() for x in leaves())
+    params = Problem.from_sdpa(q, k, v).params
+    choice.use_rules([choice.Rule((), (), (), choice.ANY, ("triton", "cuda"), "tried here")])
+    out, lse = ops.route_forward(q, k, v, None, None, None, *params, True, name)
+    given = torch.ones_like(out), None, q, k, v, None, None, None, out, lse, *params, 7
+    with pytest.warns(attnkern.FallbackWarning, match="cuda runs .*delta_kernel"):
+        grads = ops.route_backward(*given, name)
+    assert all(map(torch.equal, grads, ops.route_backward(*given, "cuda")))
+
+
+@pytest.mark.parametrize("name", [table.AT_RUN_TIME, table.FIRST["triton"]])
+def test_plain_torch_is_the_last_to_take_a_call_of_an_operator(unbuilt, monkeypatch, name):
+    unbuilt()
+    monkeypatch.setitem(table.TABLE, "cpu", (triton, table.reference))
+    q, k, v = (x.detach() for x in leaves())
+    params = Problem.from_sdpa(q, k, v).params
+    with pytest.warns(attnkern.FallbackWarning, match=f"plain torch runs this attention.*{REASON}"):
+        out, lse = ops.route_forward(q, k, v, None, None, None, *params, True, name)
+    assert torch.equal(out, plain.forward(q, k, v, None, None, None, params, True)[0])
+    given = torch.ones_like(out), None, q, k, v, None, None, None, out, lse, *params, 7
+    with pytest.warns(attnkern.FallbackWarning, match="delta_kernel"):
+        grads = ops.route_backward(*given, name)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape, (0,)]
+
+
+@pytest.mark.parametrize(
+    ("options", "mask", "ranges"),
+    [
+        ({"is_causal": True}, None, None),
+        ({"softcap": 2.0, "window": (30, 3)}, ("float", "1HLS"), None),
+        ({"is_causal": True}, ("bool", "B1LS"), [[[3, 20]], [[5, 5]]]),
+    ],
+)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_the_backward_operator_in_plain_torch_is_that_of_the_kernels(options, mask, ranges, p):
+    inputs = testing.make_inputs(2, 4, 60, 70, 32, heads_k=2, mask=mask, seed=3)
+    ranges = None if ranges is None else torch.tensor(ranges, dtype=torch.int32).expand(60 // 2, 2, 1, 2).flatten(0, 1)
+    problem = Problem.from_sdpa(**inputs.tensors, **options, dropout_p=p, enable_gqa=True, key_ranges=ranges)
+    q, k, v, bias, ranges, params, _ = problem
+    seed = torch.tensor([5]) if p else None
+    out, lse = ops.forward(q, k, v, bias, ranges, seed, *params, True, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    grad_out, grad_lse = (torch.randn(x.shape, generator=generator) for x in (out, lse))
+    grad_mask = 15 if bias is not None and bias.is_floating_point() else 7
+    given = grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse
+    want = ops.backward(*given, *params, grad_mask, "cpu")
+    for a, b in zip(plain.backward(*given, params, grad_mask), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+        assert a.stride() == b.stride()

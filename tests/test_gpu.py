@@ -150,7 +150,10 @@ def test_the_cuda_plan_is_what_runs():
     assert "dq" in names
 
 
-@pytest.mark.parametrize("name", ["d64 causal", "d128 causal", "d256 causal", "grouped", "bias of all elements"])
+@pytest.mark.parametrize(
+    "name",
+    ["d64 causal", "d128 causal", "d256 causal", "grouped", "bias of all elements", "documents, d128", "gaps, d128"],
+)
 def test_cuda_kernels_give_the_same_bits_in_every_run(name):
     assert gpu_kernels.differing_runs(gpu_kernels.CALLS[name], 100) == 0
 

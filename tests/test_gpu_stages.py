@@ -24,7 +24,7 @@ from attnkern.cases import select
 from attnkern.problem import Problem
 from bench import providers, sweep, timing
 from bench.gpu import __main__ as gpu
-from bench.gpu import apply, choose, device, orders, stages, summary, tune, workers
+from bench.gpu import apply, choose, device, orders, stages, summary, tune, whole, workers
 
 ROOT = Path(__file__).parents[1]
 # Extras of the distribution, and what pip may have brought along: a GPU machine may have none of them.
@@ -163,8 +163,8 @@ def test_a_device_without_nvidia_smi_says_so(monkeypatch):
 
 def test_the_stages_come_in_the_order_in_which_their_answers_matter():
     names = [stage.name for stage in stages.STAGES]
-    assert names[:5] == ["build", "orders", "table", "correctness", "decode"]
-    assert names[5:] == ["memcheck", "racecheck", "features", "tuning", "choice", "tests"]
+    assert names[:6] == ["build", "orders", "table", "correctness", "whole", "decode"]
+    assert names[6:] == ["ranges", "memcheck", "racecheck", "features", "tuning", "choice", "tests"]
     assert gpu.TOTAL <= 570
     assert sum(stage.seconds for stage in stages.STAGES[1:3]) <= 120
     assert stages.STAGES[0].needed
@@ -288,6 +288,24 @@ def test_each_mode_is_checked_for_right_results(tiny, monkeypatch):
         assert modes(tiny) == {**fine, **again, "default": "wrong"}
 
 
+def test_every_row_of_every_head_is_held_against_flash_attention(tiny, monkeypatch):
+    """Also the last ones, which no sample of the float64 check need hold."""
+    (row,) = whole.measure(tiny, "gpu-bf16-d64-causal-4096")
+    assert row["status"] == "ok"
+    assert set(row["shares"]) == {"out", "query", "key", "value"}
+    run = cuda._run
+
+    def spoil(operator, *arguments):
+        returned = run(operator, *arguments)
+        if operator == torch.ops.attnkern.cuda_forward:
+            returned[0][:, -1, -1].add_(0.1)
+        return returned
+
+    monkeypatch.setattr(cuda, "_run", spoil)
+    (row,) = whole.measure(tiny, "gpu-bf16-d64-causal-4096")
+    assert row["status"] == "wrong"
+
+
 def test_a_replayed_graph_must_give_what_a_call_gives(tiny, monkeypatch):
     def stale(call):
         return call(), lambda: None
@@ -296,6 +314,17 @@ def test_a_replayed_graph_must_give_what_a_call_gives(tiny, monkeypatch):
     with gpu_kernels.mode("default"):
         found = stages._checked(lambda: stages._captured(tiny, gpu_kernels.CALLS["tiny"]))
     assert found == {"status": "wrong", "message": "result 0 of a replayed graph is not what a call gives"}
+
+
+def test_ranges_are_timed_and_checked_as_ranges():
+    """No dense mask is drawn for them."""
+    with device.rehearsal() as rehearsed:
+        runner = sweep.Runner(rehearsed.torch, timing.Sampling(rounds=1, min_rounds=1, budget=0.0))
+        case = rehearsed.shrunk(select("gpu-streaming-1024")[0])
+        assert rehearsed.inputs(case).attn_mask is None
+        assert 0 < case.live_share < 0.3
+        (row,) = runner.run(case, "forward", providers.choose("cuda", rehearsed.torch))
+    assert row["status"] == "ok", row["message"]
 
 
 def test_torchs_own_maths_is_measured_only_where_its_scores_fit(monkeypatch):
@@ -321,6 +350,35 @@ def test_what_triton_cannot_compile_is_skipped_and_named(monkeypatch):
     (row,) = tune.measure(rehearsed, "forward 16-bit plain head size 64")
     assert row["status"] == "skipped"
     assert row["message"].endswith("none of 2 candidates runs: RuntimeError: ptxas is unhappy")
+
+
+def test_a_backend_that_raises_does_not_end_a_trial(monkeypatch):
+    """Its message is kept, and the other one is timed."""
+
+    def fails(self, capability):
+        raise RuntimeError("ptxas is unhappy")
+
+    with device.rehearsal() as rehearsed:
+        monkeypatch.setattr(launch.Kernel, "compile", fails)
+        (row,) = choose.measure(rehearsed, "forward fast path head size 64")
+    assert list(row["seconds"]) == ["cuda"]
+    assert row["refused"]["triton"].endswith("ptxas is unhappy")
+
+
+def test_key_ranges_meet_the_hardware_first():
+    """In every variant of the kernels, and with blocks that go from one tile to the next."""
+    named = stages._kernels(device.Rehearsed())
+    ranged = [name for name, call in gpu_kernels.CALLS.items() if call.ranges]
+    assert set(named[: len(ranged) + 2]) == {*ranged, "many tiles", "many tiles, causal"}
+    found = [gpu_kernels.CALLS[name] for name in ranged]
+    assert {64, 128, 256, 320} <= {call.head_dim for call in found}
+    assert {call.ranges.split()[0] for call in found} == {"documents", "anything", "near", "few"}
+    assert any(call.causal for call in found)
+    assert any(call.mask != "none" for call in found)
+    assert any(call.seqlen_q == 2 for call in found)
+    many = gpu_kernels.CALLS["many tiles"]
+    assert many.batch * many.heads_q * -(-many.seqlen_q // 128) > 264
+    assert {"key_ranges", "mask", "varlen", "jagged"} <= set(stages.BEHAVIOUR)
 
 
 def test_a_group_of_the_sanitizers_holds_every_kernel():
@@ -350,6 +408,9 @@ def synthetic(best="overlap"):
         fields = {"seconds": seconds, "flops_per_second": 5e11 / seconds, "kernel": "cudnn", **timed}
         records.append(row_of("table", f"gpu-bf16-d128-causal-16384 forward {rival}", **fields))
     records.append(row_of("table", "gpu-bf16-d64-full-4096 forward cuda", status="hung", message="ended at its limit"))
+    for rival, flops in (("cuda", 4e14), ("cuda-plain", 5e14)):
+        found = {"seconds": 1e-3, "flops_per_second": flops, **timed}
+        records.append(row_of("ranges", f"gpu-documents-1024 forward {rival}", **found))
     table = {"arch": 90, "kernel": "forward", "itemsize": 2, "feature": "plain"}
     own = list(configs.TABLE[configs.Row(90, "forward", 2, "plain")][128])
     tuned = {**table, "candidates": 40, "timed": 9, "seconds": 1e-3, "own": own, "failures": {}}
@@ -368,6 +429,7 @@ def synthetic(best="overlap"):
 def test_the_page_says_what_was_measured_and_what_failed():
     text = summary.page(synthetic())
     assert "| d128-causal-16384 | forward | 500 | 556 | 250 | 0.90 | 2.00 | 0.50 | cudnn |" in text
+    assert "| gpu-documents-1024 | forward | 400 | 500 | 80% |" in text
     assert "- table, gpu-bf16-d64-full-4096 forward cuda: **hung**: ended at its limit" in text
     assert "| table | 4 ok, 1 hung | 40 | 1980 / 1755 |" in text
     assert "Skipped: c (Triton 3.6.0 can't compile tangent)." in text
@@ -445,7 +507,7 @@ def test_a_rehearsal_runs_to_its_last_line_with_nothing_optional_installed(tmp_p
     assert all(found.values())
     assert all(not stage["left_out"] for stage in ran)
     assert {r["status"] for rows in found.values() for r in rows} <= {"ok", "refused", "skipped"}
-    for name in ("table", "decode", "features"):
+    for name in ("table", "decode", "ranges", "features"):
         ours = [r for r in found[name] if r["row"].endswith((" cuda", " triton"))]
         assert ours
         assert all(r["status"] == "ok" and r["allowed_share"] <= 1 and r["clock"] == "counted" for r in ours)

@@ -15,6 +15,7 @@ import attnkern
 import routes
 from attnkern import ops, rng, testing
 from attnkern.backends import disabled
+from attnkern.backends.failed import CannotBuild
 from attnkern.problem import Problem
 from conftest import Target
 from matrix import call, tagged
@@ -208,30 +209,60 @@ class Uncompiled:
 
 
 def test_what_a_launcher_lacks_is_named(monkeypatch, tmp_path):
-    """Triton compiles launchers in C on the user's machine. Any other failure stays as it is."""
+    """Triton compiles launchers in C on the user's machine, and none where one lacks what all need."""
+    monkeypatch.setattr(launch, "failures", {})
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(launch, "capability", lambda index: 90)
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"launcher in C .* CC=no-such-compiler is not found: install gcc"):
         launch._load(Uncompiled(), 0)
+    assert None in launch.failures
     monkeypatch.delenv("CC")
     monkeypatch.setattr(launch.shutil, "which", lambda name: None)
-    with pytest.raises(RuntimeError, match="finds no C compiler: install gcc, or set CC, or pass backend='cuda'"):
+    with pytest.raises(RuntimeError, match="finds no C compiler: install gcc, or set CC"):
         launch._load(Uncompiled(), 0)
     monkeypatch.setattr(launch.shutil, "which", lambda name: "/bin/gcc")
     monkeypatch.setattr(launch.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(RuntimeError, match=r"Python\.h is missing: install this Python's headers \(python3\.\d+-dev\)"):
         launch._load(Uncompiled(), 0)
     (tmp_path / "Python.h").touch()
-    with pytest.raises(subprocess.CalledProcessError):
+    launch.failures.clear()
+    with pytest.raises(CannotBuild, match=r"does not compile \(CalledProcessError: "):
         launch._load(Uncompiled(), 0)
+    assert None not in launch.failures
+
+
+def test_what_cuda_reports_of_a_launch_is_no_reason_to_go_on(monkeypatch):
+    """But what a chip lacks for a kernel is known before anything runs."""
+
+    def load(error):
+        class Kernel:
+            def compile(self, capability):
+                return self
+
+            @property
+            def run(self):
+                raise error
+
+        monkeypatch.setattr(launch, "failures", {})
+        monkeypatch.setattr(launch, "_missing_for_launchers", lambda: None)
+        launch._load(Kernel(), 0)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "capability", lambda index: 90)
+    with pytest.raises(CannotBuild, match=r"needs more than the device has .*shared memory"):
+        load(launch.OutOfResources(300000, 232448, "shared memory"))
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        load(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    assert not isinstance(caught.value, CannotBuild)
+    assert not launch.failures
 
 
 @pytest.mark.parametrize(("left_out", "kernels"), [("triton-decode", True), ("triton-second-order", False)])
 def test_second_order_is_plain_torchs_where_the_kernels_are_left_out(monkeypatch, left_out, kernels):
     monkeypatch.setattr(disabled, "left_out", frozenset({left_out}))
     monkeypatch.setitem(table.TABLE, "cpu", (triton, *table.TABLE["cpu"]))
-    assert (ops._with_second_order("triton", problem()) is triton) == kernels
+    assert (ops._function(triton, "tangent") is triton.tangent) == kernels
 
 
 def problem(q=(1, 2, 9, 64), k=None, v=None, dtype=BF16, **options):

@@ -20,7 +20,10 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attnkern.backends.failed import CannotBuild
 
 from .arguments import Constants, Strides
 from .configs import Config
@@ -84,13 +87,36 @@ class Kernel:
         self.loaded: dict[int, tuple] = {}  # by device index
 
     def compile(self, capability: int) -> Any:
-        """Triton's CompiledKernel for sm_<capability>; no device is needed."""
+        """Triton's CompiledKernel for sm_<capability>; no device is needed. Raises CannotBuild, tried once."""
+        if (reason := why_not(self, capability)) is not None:
+            raise CannotBuild(reason)
         if capability not in self.compiled:
             attrs = {path: [["tt.divisibility", n]] for path, n in self.divisors.items()}
             source = ASTSource(self.function, signature=self.signature, constexprs=self.fixed, attrs=attrs)
             target = GPUTarget("cuda", capability, 32)
-            self.compiled[capability] = triton.compile(source, target=target, options=self.options)
+            try:
+                self.compiled[capability] = triton.compile(source, target=target, options=self.options)
+            except Exception as error:  # of a code generator that raises whatever it meets, of LLVM, or of ptxas
+                raise _failed((self, capability), f"{self} does not compile for sm_{capability}", error) from error
         return self.compiled[capability]
+
+    def __str__(self) -> str:
+        return f"Triton's {self.function.__name__}"
+
+
+failures: dict[tuple[Kernel, int] | None, str] = {}
+"""What could not be built in this process: why, by kernel and compute capability; by None, what holds for all."""
+
+
+def why_not(kernel: Kernel, capability: int) -> str | None:
+    """Why a kernel cannot be built, as far as that was tried."""
+    return (failures.get(None) or failures.get((kernel, capability))) if failures else None
+
+
+def _failed(key: tuple[Kernel, int] | None, what: str, error: Exception) -> CannotBuild:
+    told = " ".join(str(error).split())
+    failures[key] = f"{what} ({type(error).__name__}{': ' * bool(told)}{told[:300]})"
+    return CannotBuild(failures[key])
 
 
 _variants: dict[tuple, Kernel] = {}
@@ -163,15 +189,19 @@ def run(kernel: Kernel, grid: int, args: tuple, device_index: int) -> None:
 
 def _load(kernel: Kernel, device_index: int) -> tuple:
     with torch.cuda.device(device_index):
-        compiled = kernel.compile(capability(device_index))
+        target = capability(device_index)
+        compiled = kernel.compile(target)
         try:
             return compiled.run, compiled.function, compiled.packed_metadata  # `run` loads it onto the current device
+        except OutOfResources as error:
+            raise _failed((kernel, target), f"{kernel} needs more than the device has", error) from error
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-            if (missing := _missing_for_launchers()) is None:
-                raise
-            raise RuntimeError(
-                f"attnkern: Triton compiles a launcher in C for its kernels, and {missing}, or pass backend='cuda'"
-            ) from error
+            missing = _missing_for_launchers()
+            if missing is None and not isinstance(error, subprocess.CalledProcessError):
+                raise  # of CUDA, or unknown
+            if missing is None:
+                raise _failed((kernel, target), f"the launcher of {kernel}, in C, does not compile", error) from error
+            raise _failed(None, f"Triton compiles a launcher in C for its kernels, and {missing}", error) from error
 
 
 def _missing_for_launchers() -> str | None:

@@ -15,6 +15,7 @@ and its line in `TABLE`. All but `reference` are reached through the operators o
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
@@ -24,6 +25,7 @@ import torch
 from ..params import shown
 from ..problem import Problem
 from . import choice, cpu, cuda, disabled, reference, triton
+from .failed import CannotBuild
 
 # Best first; on CUDA devices choice.py orders them. The reference runs on every device: it is last in every line, and
 # alone on a device without a line.
@@ -36,7 +38,8 @@ _BY_NAME = {backend.NAME: backend for row in TABLE.values() for backend in row}
 
 
 class FallbackWarning(UserWarning):
-    """No kernel could run a call, so plain torch did: right, but slow, and holding all scores in memory."""
+    """Another backend than the best runs a call: plain torch where there is no kernel for it, right, but slow, and
+    holding all scores in memory; or the next one where a kernel cannot be built on this machine."""
 
 
 class BackendInfo(NamedTuple):
@@ -73,6 +76,8 @@ class Explanation:
 
 AT_RUN_TIME = "chosen at run time"
 """In place of a backend's name, as an operator's last argument: the call chooses. It knows its tensors' addresses."""
+FIRST = {name: f"{name} first" for name in _BY_NAME}
+"""In place of a backend's name: the call chose it, and another one runs where its kernels cannot be built."""
 
 
 def select(problem: Problem, name: str | None = None, training: bool | None = None) -> ModuleType:
@@ -93,10 +98,11 @@ def select(problem: Problem, name: str | None = None, training: bool | None = No
 
 def name_for_operators(backend: ModuleType, problem: Problem, asked: str | None) -> str:
     """The operators' argument `backend`. A trace knows no addresses, and its graph serves other shapes: on devices
-    where the order of backends depends on them, each call of the graph chooses again."""
-    if asked is None and torch.compiler.is_compiling() and problem.q.is_cuda:
-        return AT_RUN_TIME
-    return backend.NAME
+    where the order of backends depends on them, each call of the graph chooses again. A backend that was asked for
+    stands alone; one that was chosen does not."""
+    if asked is not None or backend is reference or not problem.q.is_cuda:
+        return backend.NAME
+    return AT_RUN_TIME if torch.compiler.is_compiling() else FIRST[backend.NAME]
 
 
 def kernels_for(problem: Problem) -> tuple[ModuleType | None, str]:
@@ -141,10 +147,22 @@ def with_kernels(name: str, device_type: str) -> ModuleType:
     """The backend that an operator names as its last argument, for tensors of a kind of device."""
     row = TABLE.get(device_type, ())
     for backend in row:
-        if name == backend.NAME and backend is not reference:
+        if name in (backend.NAME, FIRST[backend.NAME]) and backend is not reference:
             return backend
     names = ", ".join(repr(backend.NAME) for backend in row if backend is not reference)
     raise ValueError(f"attnkern: backend must be one of {names or 'none'} on {device_type} tensors, got {shown(name)}")
+
+
+def after(failed: Sequence[ModuleType], problem: Problem, training: bool | None, reason: CannotBuild) -> ModuleType:
+    """The next backend for a call of which `failed`, the last one for `reason`, cannot build the kernels. Warns."""
+    row = [backend for backend in _row(problem, training) if backend not in failed]
+    chosen = next(backend for backend in row if not backend.refusals(problem))
+    told = f"{failed[-1].NAME}: {reason}"
+    if chosen is reference:
+        _warn_fallback("; ".join([told, *(f"{b.NAME}: {why}" for b in row for why in b.refusals(problem))]))
+    else:
+        _warn(told, f"attnkern: {chosen.NAME} runs this attention in place of another backend ({told})")
+    return chosen
 
 
 def _named(name: str) -> ModuleType:
@@ -188,13 +206,14 @@ _warned: set[str] = set()
 
 
 def _warn_fallback(reasons: str) -> None:
+    _warn(reasons, f"attnkern: plain torch runs this attention, slowly and with memory for all scores ({reasons})")
+
+
+def _warn(reasons: str, message: str) -> None:
+    """Once for the same reasons."""
     if reasons not in _warned:
         _warned.add(reasons)
-        warnings.warn(
-            f"attnkern: plain torch runs this attention, slowly and with memory for all scores ({reasons})",
-            FallbackWarning,
-            stacklevel=5,
-        )
+        warnings.warn(message, FallbackWarning, stacklevel=6)
 
 
 # A trace warns once, when it is made: torch.compiler.assume_constant_result, which does just this but first imports

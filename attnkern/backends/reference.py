@@ -67,7 +67,7 @@ def attention(
     k, v = per_query_head(k, num_heads), per_query_head(v, num_heads)
     live = may_attend(seqlen_q, k.shape[-2], bias, key_ranges, params, q.device)
     q, k, v = attended(live, [q], [k, v])
-    x, dead = alive(masked(_products(q, k, params), bias, live))
+    x, dead = alive(masked(products(q, k, params), bias, live))
     lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
     p = x.softmax(-1).masked_fill(dead, 0.0)
     if philox_seed is not None:
@@ -90,11 +90,11 @@ def scores(
         with torch.autocast(q.device.type, enabled=False):
             return scores(q, k, bias, key_ranges, params, rows)
     live = may_attend(q.shape[-2], k.shape[-2], bias, key_ranges, params, q.device, rows)
-    return masked(_products(q, k, params), bias, live)
+    return masked(products(q, k, params), bias, live)
 
 
-def _products(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
-    """x before bias and masks."""
+def products(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
+    """x before bias and masks, with as many heads in k as in q."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     x = params.softmax_scale * (q.to(dtype) @ k.to(dtype).mT)
     return params.softcap * torch.tanh(x / params.softcap) if params.softcap else x

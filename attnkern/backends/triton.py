@@ -58,6 +58,11 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append("head size is 0")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
         reasons.append(f"length {length} is above {MAX_LENGTH}")
+    # (A graph's calls meet what failed when they run.)
+    if not reasons and not torch.compiler.is_compiling() and (launch := _plans().launch).failures:
+        target, (steps, _) = launch.capability(q.get_device()), _launches(problem)
+        found = (launch.why_not(step.kernel, target) for _, step in steps)
+        reasons += dict.fromkeys(reason for reason in found if reason is not None)
     return reasons
 
 

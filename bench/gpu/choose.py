@@ -71,7 +71,7 @@ def call_of(trial: Trial, backend: str, inputs: Inputs, options: dict[str, Any])
 
 
 def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
-    """Seconds of each backend that takes the trial's calls."""
+    """Seconds of each backend that takes the trial's calls; one that raises refuses them."""
     trial = TRIALS[name]
     problem = device.shrunk(trial.case())
     inputs, options = device.inputs(problem), problem.options
@@ -80,8 +80,14 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     for backend in BACKENDS:
         told = attnkern.explain(inputs.query, inputs.key, inputs.value, **options, backend=backend)
         if told.chosen == backend:
-            calls[backend] = call_of(trial, backend, inputs, options)
-            calls[backend]()  # compiles
+            call = call_of(trial, backend, inputs, options)
+            try:
+                call()  # compiles
+            except Exception as error:
+                refused[backend] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                device.synchronize()  # raises if nothing more will run in this process
+            else:
+                calls[backend] = call
         else:
             refused[backend] = "; ".join(told.refusals[backend])
     if not calls:

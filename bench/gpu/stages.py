@@ -141,7 +141,8 @@ RUNS = 200  # that must give the same bits
 def _kernels(device: Gpu) -> list[str]:
     from gpu_kernels import CALLS
 
-    first = ("d128 causal", "d64 causal", "full", "grouped, d128", "d128 few queries", "d256 causal")
+    first = [name for name, call in CALLS.items() if call.ranges or name.startswith("many tiles")]
+    first += ["d128 causal", "d64 causal", "full", "grouped, d128", "d128 few queries", "d256 causal"]
     return [*first, *(name for name in CALLS if name not in first)]
 
 
@@ -213,7 +214,10 @@ def _watched(device: Gpu, row: str) -> Found:
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
-BEHAVIOUR = ("sdpa_parity", "masks", "gradients", "gqa", "lse_merge", "dropout", "transforms", "nn", "memory", "errors")
+BEHAVIOUR = (
+    *("key_ranges", "mask", "varlen", "jagged"),
+    *("sdpa_parity", "masks", "gradients", "gqa", "lse_merge", "dropout", "transforms", "nn", "memory", "errors"),
+)
 TESTS: dict[str, list[str]] = {
     "streams, graphs, devices": ["tests/test_gpu.py", "-k", "not every_cuda_kernel and not triton_table"],
     "Triton: graphs, dropout, size": ["tests/test_triton_gpu.py", "-k", "captured or drops or elements"],
@@ -284,9 +288,18 @@ STAGES = (
         15,
         _kernels,
         _correctness,
-        jobs=6,
+        jobs=12,
         alone=True,
-        rehearsed="one head",
+        rehearsed="one head|gaps",
+    ),
+    Stage(
+        "whole",
+        "whole outputs and gradients beside FlashAttention-2's",
+        25,
+        15,
+        lambda device: list(dict.fromkeys(row.split()[0] for row in _table_rows(device))),
+        _of("whole", "measure"),
+        rehearsed="gpu-bf16-d64-causal-4096",
     ),
     Stage(
         "decode",
@@ -296,6 +309,15 @@ STAGES = (
         _speed_rows("gpu-decode-*,decode-*-bf16", ("cuda", "triton", "sdpa", "sdpa-flash")),
         _speed,
         rehearsed="gpu-decode-d64-4k *",
+    ),
+    Stage(
+        "ranges",
+        "what key ranges leave out must not cost: against all scores",
+        30,
+        15,
+        _speed_rows("gpu-ranges", ("cuda", "cuda-plain", "triton", "sdpa")),
+        _speed,
+        rehearsed="gpu-documents-1024 * cuda|gpu-streaming-1024 forward *",
     ),
     *(
         Stage(

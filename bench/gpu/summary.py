@@ -52,11 +52,13 @@ def page(records: Sequence[Record]) -> str:
         lines = [f"- {r['stage']}, {r['row']}{_mode(r)}: **{r['status']}**: {_first_line(r)}" for r in bad[:40]]
         more = [f"- and {len(bad) - 40} more"] if len(bad) > 40 else []
         parts.append("\n".join(["## What failed", "", *lines, *more]))
+    speed = "flops_per_second", 1e12
     for title, text in (
         ("Against cuDNN and FlashAttention-2, TFLOP/s", _table(rows_of(records, "table"))),
         ("Schedules of Hopper's forward, TFLOP/s", _schedules(rows_of(records, "orders"))),
         ("Decoding, GB/s", _rivals(rows_of(records, "decode"), "bytes_per_second", 1e9)),
-        ("Features, TFLOP/s", _rivals(rows_of(records, "features"), "flops_per_second", 1e12)),
+        ("Key ranges, TFLOP/s (cuda-plain: the call without them)", _rivals(rows_of(records, "ranges"), *speed)),
+        ("Features, TFLOP/s", _rivals(rows_of(records, "features"), *speed)),
         ("Tiles of the Triton kernels", _tiles(rows_of(records, "tuning"))),
         ("Which backend first", _choice(rows_of(records, "choice"))),
     ):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import api, ops
 from ...arguments import autocasts
-from ...backends import kernels_for
+from ...backends import kernels_for, name_for_operators
 from ...packed import packed_ranges
 from ...params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
 from ...problem import Problem
@@ -63,7 +63,7 @@ def _backend(problem: Problem) -> str:
     backend, reasons = kernels_for(problem)
     if backend is None:
         raise Refused(reasons)
-    return backend.NAME
+    return name_for_operators(backend, problem, None)
 
 
 def _forward(backend: str, problem: Problem, need_lse: bool = True) -> tuple[Tensor, Tensor]:
