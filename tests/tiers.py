@@ -31,11 +31,11 @@ UNKNOWN = 0.3  # seconds of a case that was never timed
 LONG = 0.1  # of one that durations.json names; the others of its file take `brief`
 
 CALLS = "band clients decode direct dropout errors extremes gqa gradients key_ranges lse_merge mask masks"
-CALLS += " properties refusals sdpa_parity"
+CALLS += " properties refusals sdpa_parity unattended"
 TORCH = "distributed features jagged memory nn overrides sdpa_provider second_order threads transformers transforms"
 TORCH += " varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
-CUDA += " cycles fuzz gate"
+CUDA += " cycles fuzz gate tile_order"
 TRITON = "choice fuzz gate triton triton_decode triton_ranges triton_second_order triton_suite triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
@@ -43,7 +43,7 @@ MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm9
 MATRIX += " second_order threads triton triton_decode triton_second_order"
 # Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
 TOUCHES = [
-    ("csrc/cuda/*sm90*", "choice cuda_sm90 cuda_sm90_backward cuda_tiles gate fuzz"),
+    ("csrc/cuda/*sm90*", "choice cuda_sm90 cuda_sm90_backward cuda_tiles gate fuzz tile_order"),
     ("csrc/cuda/forward* csrc/cuda/decode.cu", "choice cuda_kernels cuda_planted_bugs fuzz gate"),
     ("csrc/cuda/backward*", "choice cuda_backward cuda_planted_bugs fuzz gate"),
     ("csrc/cuda/*", CUDA),
