@@ -43,7 +43,11 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaArgs p) {
       const auto g = *reinterpret_cast<const Vector<T, kVector>*>(grad_out + d);
       const auto o = *reinterpret_cast<const Vector<T, kVector>*>(out + d);
 #pragma unroll
-      for (int n = 0; n < kVector; ++n) sum += to_float(g.x[n]) * to_float(o.x[n]);
+      for (int n = 0; n < kVector; ++n) {
+        // The output of a query that attends to nothing is 0, whatever the gradient is there.
+        const float x = to_float(o.x[n]);
+        sum += x == 0.f ? 0.f : to_float(g.x[n]) * x;
+      }
     }
   }
 #pragma unroll
