@@ -71,7 +71,7 @@ SPILLS = {
         "86": Budget(72, f"14 {WALK} 32 mma of a round, most once in a step of many rounds"),
         "90a": Budget(8, f"2 {WALK} 32 mma of a round"),
     },
-    "backward chunked dkdv 3xtf32": {"86": Budget(12, f"2 {WALK} 96 mma of a round")},
+    "backward chunked dkdv 3xtf32": {"80 86": Budget(12, f"2 {WALK} 96 mma of a round")},
 }
 
 
