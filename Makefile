@@ -5,8 +5,10 @@ PYTHON ?=
 BASE_PYTHON ?= python3
 # Another machine's kernels: make sanitize CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 RUN ?=
+# The oldest Triton that is supported and the newest: tests/test_triton_versions.py has the kernels compiled by both.
+TRITONS := 3.6.0 3.9.0
 # A GPU machine may have no more than this, and no network.
-BARE := torch==2.11.0 triton==3.6.0 numpy pytest ninja setuptools
+BARE := torch==2.11.0 triton==$(firstword $(TRITONS)) numpy pytest ninja setuptools
 BARE_PYTHON ?= python3.12
 OFFLINE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn)
 CPP := $(shell find csrc tests -name "*.cpp" -o -name "*.h" -o -name "*.cuh" -o -name "*.cu")
@@ -100,6 +102,10 @@ sanitize: $(READY)  ## the CPU kernels' C++ tests under AddressSanitizer and UBS
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info attnkern/*.so attnkern/_build.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.venv-triton-%/.installed:
+	@$(PY) -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(@D) triton==$*
+	@touch $@
 
 .venv/.requirements: requirements-dev.txt
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "attnkern needs Python >= 3.10: BASE_PYTHON=<path>")'

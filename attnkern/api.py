@@ -11,9 +11,10 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 
 from . import autograd, rng
 from . import backends as _backends
+from .arguments import is_causal_bias
 from .backends import Explanation, cpu, reference
 from .mask import Mask
-from .problem import Problem, is_causal_bias
+from .problem import Problem
 
 # dropout_p's default is the integer: Dynamo takes a float default for a dynamic input, and compiles twice to find out
 # that it is none.

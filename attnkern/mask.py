@@ -228,8 +228,7 @@ class Mask:
         return ax
 
     def __and__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            return NotImplemented
+        _check_is_mask(other)
         like = self._like(other)
         if self.ranges is None or other.ranges is None:
             return Mask.of_tiles(lambda rows: self._rows(rows) & other._rows(rows), like, self.seqlen_q, self.seqlen_k)
@@ -238,13 +237,22 @@ class Mask:
         return Mask.of_ranges(torch.stack([begin, end], -1).flatten(-3, -2), self.seqlen_q, self.seqlen_k)
 
     def __or__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            return NotImplemented
+        _check_is_mask(other)
         like = self._like(other)
         if self.ranges is None or other.ranges is None:
             return Mask.of_tiles(lambda rows: self._rows(rows) | other._rows(rows), like, self.seqlen_q, self.seqlen_k)
         both = [x.expand(*like.shape[:3], -1, -1) for x in (self.ranges, other.ranges)]
         return Mask.of_ranges(torch.cat(both, -2), self.seqlen_q, self.seqlen_k)
+
+    def __rand__(self, other: object) -> Mask:
+        raise _no_mask(other)
+
+    __ror__ = __rand__
+
+    def __getitem__(self, index: object) -> Mask:
+        raise TypeError(
+            "attnkern: a Mask can't be indexed: index its ranges, and give them to masks.from_ranges, or its to_dense()"
+        )
 
     def __invert__(self) -> Mask:
         if self.ranges is None:
@@ -268,7 +276,8 @@ class Mask:
         stored, name, dtype = (
             (self.bits, "bits", torch.int64) if self.ranges is None else (self.ranges, "ranges", torch.int32)
         )
-        assert stored is not None
+        if stored is None:
+            raise TypeError("attnkern: a Mask must have ranges or bits, got neither (attnkern.masks makes Masks)")
         if stored.dtype != dtype:  # mapped over as a pytree: converted, they would be another mask
             raise RuntimeError(f"attnkern: the {name} of a Mask must be {dtype}, got {stored.dtype}")
         return stored
@@ -302,6 +311,36 @@ def _unpacked(words: Tensor) -> Tensor:
     octets = (torch.arange(256, **kind).unsqueeze(-1) >> torch.arange(8, **kind)).bitwise_and_(1)
     table = octets.view(torch.int64).flatten()  # by bytes: 8 bools in one number
     return table.index_select(0, words.view(torch.uint8).flatten().int()).view(torch.bool)
+
+
+def _check_is_mask(x: object) -> None:
+    if not isinstance(x, Mask):
+        raise _no_mask(x)
+
+
+def _no_mask(x: object) -> TypeError:
+    hint = " (masks.from_bool makes one of a bool tensor)" if isinstance(x, Tensor) else ""
+    return TypeError(f"attnkern: a Mask must be combined with a Mask, not {type(x).__name__}{hint}")
+
+
+def check_sizes(mask: Mask, *tensors: Tensor) -> None:
+    """Raises where a Mask has other numbers of sequences or heads than query, key and value (B, H, ..., size)."""
+    for what, n, dim in (("sequences", mask.shape[0], 4), ("heads", mask.shape[1], 3)):
+        sizes = [x.shape[-dim] for x in tensors if x.dim() >= dim]
+        if n != 1 and n not in sizes:
+            raise RuntimeError(
+                f"attnkern: attn_mask is a Mask of {mask.shape[0]} sequences and {mask.shape[1]} heads, query, key and "
+                f"value have {max(sizes, default=1)} {what}"
+            )
+
+
+def replicated(x: Any, query: Any) -> Any:
+    """x, which every rank has as a whole, beside a query that is a DTensor; anything else as it is."""
+    if type(x) is not Tensor or type(query).__name__ != "DTensor":
+        return x
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(x, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
 
 
 def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:

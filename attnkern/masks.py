@@ -7,17 +7,16 @@ length that is not given for the keys is that of the queries.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .arguments import Window
 from .mask import Mask, check_not_traced
 from .packed import may_look, packed_ranges
-from .params import UNBOUNDED, check_alignment
-from .problem import Window
+from .params import UNBOUNDED, check_alignment, int_of_numpy, shown
 from .varlen import check_packed_window
 
 Integers = int | Sequence[int] | Tensor
@@ -40,6 +39,7 @@ def padding(
         TypeError: arguments of the wrong type. RuntimeError: lengths of another shape or dtype. ValueError: lengths
         below 0 or above S (unchecked on a GPU, where they count as 0 and S).
     """
+    _check_bool("left", left)
     lengths = _integers("lengths", lengths, dims=(1,))
     if seqlen_k is None:
         check_not_traced()
@@ -75,6 +75,7 @@ def document(
         TypeError: arguments of the wrong type. RuntimeError: tensors of another shape or dtype. ValueError: both or
         neither of ids and cu_seqlens; cu_seqlens that doesn't begin with 0, falls, or exceeds L (unchecked on a GPU).
     """
+    _check_bool("is_causal", is_causal)
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"attnkern: document takes ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
     if ids is not None:
@@ -129,7 +130,7 @@ def packed(
     check_not_traced()
     lengths = []
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_tensor(name, ends)
+        _check_tensor(name, ends, has_values=True)
         lengths.append(max(0, int(ends.flatten()[-1])) if ends.numel() else 0)
     q, k = (cu_seqlens_q.new_empty(()).expand(n) for n in lengths)  # for their number and device; they take no memory
     ranges = packed_ranges(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
@@ -277,8 +278,11 @@ def from_mask_mod(
             allowed = mask_mod(b, h, i + rows.start, j)
             if not isinstance(allowed, Tensor):
                 raise TypeError(f"attnkern: mask_mod must give a bool tensor, got {type(allowed).__name__}")
-            if allowed.dtype != torch.bool:
-                raise RuntimeError(f"attnkern: mask_mod must give a bool tensor, got {allowed.dtype}")
+            if allowed.dtype != torch.bool or allowed.dim() != 0:
+                raise RuntimeError(
+                    "attnkern: mask_mod must give a bool tensor of 0 dimensions, "
+                    f"got {allowed.dtype} of {allowed.dim()}"
+                )
             return allowed
 
         return _as_stored(create_mask(moved, batch, heads, rows.stop - rows.start, seqlen_k, device))
@@ -302,7 +306,7 @@ def from_bool(mask: Tensor) -> Mask:
     Raises:
         TypeError: mask is no tensor. RuntimeError: another dtype or number of dimensions.
     """
-    _check_tensor("mask", mask)
+    _check_tensor("mask", mask, has_values=True)
     if mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         raise RuntimeError(
             f"attnkern: mask must be bool of 2 to 4 dimensions (..., L, S), got {mask.dtype} of {tuple(mask.shape)}"
@@ -339,12 +343,21 @@ def from_ranges(ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
     return Mask.of_ranges(ranges, seqlen_q, seqlen_k)
 
 
-def _check_tensor(name: str, x: object) -> None:
+def _check_tensor(name: str, x: object, *, has_values: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"attnkern: argument '{name}' must be Tensor, not {type(x).__name__}")
+    if has_values and (x.layout != torch.strided or x.is_meta):
+        got = "a meta tensor, which has no values" if x.is_meta else f"layout {x.layout}"
+        raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got {got}")
+
+
+def _check_bool(name: str, x: object) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"attnkern: argument '{name}' must be bool, not {type(x).__name__}")
 
 
 def _size(name: str, x: Any) -> int:
+    x = int_of_numpy(x)
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"attnkern: argument '{name}' must be int, not {type(x).__name__}")
     if x < 0:
@@ -355,16 +368,21 @@ def _size(name: str, x: Any) -> int:
 def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
     """int64 of so many dimensions, of an int, a sequence of ints or a tensor."""
     if not isinstance(x, Tensor):
-        try:
-            numbers = [operator.index(n) for n in x] if isinstance(x, Sequence) else operator.index(x)
-        except TypeError:
-            raise TypeError(f"attnkern: {name} must be integers or an integer tensor, got {x!r}") from None
-        x = torch.tensor(numbers, dtype=torch.int64, device=device)
+        numbers = x if isinstance(x, Sequence) else [x]
+        if hasattr(x, "__array__"):  # numpy's
+            x = torch.tensor(x, device=device)
+        elif any(isinstance(n, bool) or not hasattr(n, "__index__") for n in numbers):
+            raise TypeError(f"attnkern: {name} must be integers or an integer tensor, got {shown(x)}")
+        elif any(not -(2**63) <= n < 2**63 for n in numbers):
+            raise ValueError(f"attnkern: {name} must be within int64, got {shown(x)}")
+        else:
+            x = torch.tensor(x, dtype=torch.int64, device=device)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise RuntimeError(f"attnkern: {name} must have an integer dtype, got {x.dtype}")
     if x.dim() not in dims:
         wanted = " or ".join(map(str, dims))
-        raise RuntimeError(f"attnkern: {name} must have {wanted} dimensions, got the shape {tuple(x.shape)}")
+        plural = "" if wanted == "1" else "s"
+        raise RuntimeError(f"attnkern: {name} must have {wanted} dimension{plural}, got the shape {tuple(x.shape)}")
     return x.to(torch.int64)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd
 from .backends import select
@@ -36,6 +37,10 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """
     if not parts:
         raise ValueError("attnkern: merge_attention needs at least one (out, lse) part, got none")
+    # A part may be one thing itself, such as torch.fx's stand-in for what `attention` gives.
+    relevant = [x for part in parts for x in (part if isinstance(part, (tuple, list)) else (part,))]
+    if not torch.compiler.is_compiling() and has_torch_function(relevant):
+        return handle_torch_function(merge_attention, relevant, *parts)
     for n, part in enumerate(parts):
         if not isinstance(part, (tuple, list)) or len(part) != 2 or not all(isinstance(x, Tensor) for x in part):
             raise TypeError(f"attnkern: part {n} must be a pair of tensors (out, lse), not {type(part).__name__}")

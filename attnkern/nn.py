@@ -18,6 +18,9 @@ from .problem import Problem
 
 Window = tuple[int | None, int | None] | None
 
+_LEAF = f"torch.nn ({__name__})"
+"""By the beginning of an instance's `__module__`, torch.fx knows a module that it calls and doesn't trace through."""
+
 
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on attnkern's kernels: same constructor, forward, parameters and state_dict.
@@ -79,6 +82,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self.window = window
+        self.__module__ = _LEAF
         # torch's transformer layers ask it before they take their fast path, which goes past this module's forward.
         self._qkv_same_embed_dim = False
 
@@ -251,6 +255,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, mask in masks.items():
             if isinstance(mask, Mask) and name == "attn_mask":
                 _check_sizes(mask, (n, self.num_heads, seqlen_q, seqlen_k))
+            elif mask is not None and not isinstance(mask, Tensor):
+                takes = "Tensor, Mask or None" if name == "attn_mask" else "Tensor or None (attn_mask takes a Mask)"
+                raise TypeError(f"attnkern: argument '{name}' must be {takes}, not {type(mask).__name__}")
             elif mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(
                     f"attnkern: {name} must be bool (True = not attended to) or floating point (added to the scores), "
@@ -307,6 +314,7 @@ class CrossAttention(nn.Module):
     ) -> None:
         _check_band(window, alignment)
         super().__init__()
+        self.__module__ = _LEAF
         context_dim = query_dim if context_dim is None else context_dim
         k_dim = query_dim if k_dim is None else k_dim
         v_dim = k_dim if v_dim is None else v_dim
@@ -469,6 +477,9 @@ def _real(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tens
     """A mask of bool or integers as bool, of one of these shapes."""
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        takes = "Tensor, Mask or None" if name == "attn_mask" else "Tensor or None (attn_mask takes a Mask)"
+        raise TypeError(f"attnkern: argument '{name}' must be {takes}, not {type(mask).__name__}")
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"attnkern: {name} must be bool or an integer type (1 = attended to), got {mask.dtype}")
     if tuple(mask.shape) not in shapes:

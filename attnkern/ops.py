@@ -154,7 +154,7 @@ def _checked(
 ) -> AttentionParams:
     """Raises where the tensors don't make a problem; the operator's six numbers, normalised."""
     kinds = _kind(q), _kind(k), _kind(v), None if bias is None else _kind(bias)
-    ranges = None if key_ranges is None else (_kind(key_ranges), ends_are_dense(key_ranges))
+    ranges = None if key_ranges is None else (_kind(key_ranges), key_ranges.dim() == 5 and ends_are_dense(key_ranges))
     if philox_seed is None:
         return _known(*kinds, ranges, None, False, *params)
     return _known(*kinds, ranges, _kind(philox_seed), philox_seed.is_contiguous(), *params)

@@ -6,6 +6,7 @@ csrc/common/params.h says the same to the compiled libraries; tests/test_params.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
@@ -28,6 +29,17 @@ MAX_LENGTH = 2**30 - 1
 """the longest sequence (a row and a bound of the band add up within 32 bits),"""
 DECODE_MAX_ROWS = 64
 """and the most rows of queries, over the query heads that share a key head, that are decoding: kernels of its own."""
+
+
+def shown(x: object) -> str:
+    """What an error message says of any value: its repr, as a part of a line."""
+    text = " ".join(repr(x).split())
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def int_of_numpy(x: Any) -> Any:
+    """An integer of numpy's as int; anything else as it is."""
+    return int(x) if isinstance(x, numbers.Integral) and not isinstance(x, int) else x
 
 
 class Band(NamedTuple):
@@ -134,7 +146,7 @@ def check_scale(scale: float | None) -> None:
 
 def check_alignment(alignment: str) -> None:
     if alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {alignment!r}")
+        raise ValueError(f"attnkern: alignment must be 'top_left' or 'bottom_right', got {shown(alignment)}")
 
 
 # In this range a softcap has all its digits, and a score divided by it is a number.

@@ -12,14 +12,27 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import rng
-from .mask import Mask
+from .arguments import (
+    Window,
+    autocast,
+    autocasts,
+    check_bounds,
+    checked_window,
+    constant,
+    describe,
+    is_causal_bias,
+    is_usual_window,
+    number,
+    show,
+    type_error,
+)
+from .mask import Mask, check_sizes, replicated
 from .packed import Jagged, of_jagged
 from .params import (
     DTYPES,
@@ -35,7 +48,6 @@ from .params import (
 )
 
 _NUMBERS = frozenset((int, float))
-Window = tuple[int | None, int | None] | None
 
 
 class Problem(NamedTuple):
@@ -67,8 +79,13 @@ class Problem(NamedTuple):
         key_ranges: Tensor | None = None,
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
-        if type(attn_mask) is Mask:
+        given = attn_mask
+        if isinstance(attn_mask, Mask):
             attn_mask, key_ranges = _of_mask(attn_mask, key_ranges, query, key)
+            if type(query) is not Tensor:
+                attn_mask = replicated(attn_mask, query)
+        if key_ranges is not None and type(query) is not Tensor:
+            key_ranges = replicated(key_ranges, query)
         usual = (
             not torch.compiler.is_compiling()
             # Under a transform a tensor that looks ordinary may wrap one with symbolic sizes.
@@ -80,16 +97,16 @@ class Problem(NamedTuple):
             and type(dropout_p) in _NUMBERS
             and (scale is None or type(scale) in _NUMBERS)
             and (softcap is None or type(softcap) in _NUMBERS)
-            and (window is None or _is_usual_window(window))
+            and (window is None or is_usual_window(window))
             and type(alignment) is str
         )
         mask: Any = attn_mask
         bottom_right_sizes = None
         if not usual:
             _check_types(query, key, value, attn_mask, key_ranges, is_causal, enable_gqa)
-            dropout_p = _number("dropout_p", dropout_p)
-            scale = None if scale is None else _number("scale", scale)
-            softcap = None if softcap is None else _number("softcap", softcap)
+            dropout_p = number("dropout_p", dropout_p)
+            scale = None if scale is None else number("scale", scale)
+            softcap = None if softcap is None else number("softcap", softcap)
             window = checked_window(window)
             if is_causal_bias(mask):
                 if is_causal or window is not None or alignment != "top_left":
@@ -106,7 +123,7 @@ class Problem(NamedTuple):
                 )
             _check_not_nested(mask, key_ranges)
         if autocasts(query.device):
-            query, key, value, mask = _autocast(query, key, value, mask)
+            query, key, value, mask = autocast(query, key, value, mask)
         if alignment == "bottom_right" and torch.jit.is_tracing():
             key_ranges = _bottom_right_ranges(query, key, key_ranges, is_causal, checked_window(window))
             is_causal, window, alignment = False, None, "top_left"
@@ -130,6 +147,8 @@ class Problem(NamedTuple):
             )
         except RuntimeError:
             _check_not_nested(query, key, value, mask)  # which have no shape; asked beforehand it costs 0.15 us
+            if isinstance(given, Mask):
+                check_sizes(given, query, key, value)
             raise
         if bottom_right_sizes not in (None, (query.shape[-2], key.shape[-2])):
             raise RuntimeError(
@@ -193,11 +212,11 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         """One line that says what was asked for: used by `explain` and in errors."""
-        parts = [_describe(name, x) for name, x in (("query", self.q), ("key", self.k), ("value", self.v))]
+        parts = [describe(name, x) for name, x in (("query", self.q), ("key", self.k), ("value", self.v))]
         if self.bias is not None:
-            parts.append(_describe("mask", self.bias))
+            parts.append(describe("mask", self.bias))
         if self.ranges is not None:
-            parts.append(_describe("key_ranges", self.ranges))
+            parts.append(describe("key_ranges", self.ranges))
         params = self.params
         if params.window_left != UNBOUNDED or params.window_right != UNBOUNDED:
             left, right = ("unbounded" if x == UNBOUNDED else str(x) for x in (params.window_left, params.window_right))
@@ -276,7 +295,7 @@ def _normalise(
     check_dropout(dropout_p)
     check_scale(scale)
     check_softcap(softcap, query[1])
-    _check_bounds(window)
+    check_bounds(window)
     check_alignment(alignment)
     for name, spec in (("query", query), ("key", key), ("value", value)):
         _check_spec(name, spec, query)
@@ -285,10 +304,10 @@ def _normalise(
     seqlen_q, head_dim = q[-2:]
     seqlen_k, head_dim_v = v[-2:]
     if k[-1] != head_dim:
-        raise RuntimeError(f"attnkern: key's last size must be query's, {head_dim}, got {_show(k)}")
+        raise RuntimeError(f"attnkern: key's last size must be query's, {head_dim}, got {show(k)}")
     if k[-2] != seqlen_k:
         raise RuntimeError(
-            f"attnkern: key and value must have the same length (dimension -2), got {_show(k)} and {_show(v)}"
+            f"attnkern: key and value must have the same length (dimension -2), got {show(k)} and {show(v)}"
         )
     heads_q, heads_k, heads_v = (x[-3] if len(x) > 2 else 1 for x in (q, k, v))
     if enable_gqa:
@@ -296,7 +315,7 @@ def _normalise(
         for name, shape, n in (("query", q, heads_q), ("key", k, heads_k), ("value", v, heads_v)):
             if len(shape) < 3:
                 raise RuntimeError(
-                    f"attnkern: {name} must have a head dimension (-3) with enable_gqa, got {_show(shape)}"
+                    f"attnkern: {name} must have a head dimension (-3) with enable_gqa, got {show(shape)}"
                 )
             if holds(n != heads, False) and (holds(n == 0, False) or holds(heads % n != 0, False)):
                 raise RuntimeError(
@@ -322,7 +341,7 @@ def _normalise(
 
     if scale is None:
         # With no features every score is 0 whatever the scale: any finite one gives the plain mean.
-        scale = 1.0 / math.sqrt(_constant(head_dim)) if head_dim != 0 else 1.0
+        scale = 1.0 / math.sqrt(constant(head_dim)) if head_dim != 0 else 1.0
     rank = max(len(q), len(k), len(v))
     return _Normal(
         query=_View.to(batch, (heads, seqlen_q, head_dim), q),
@@ -349,13 +368,17 @@ def _check_types(
 ) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
-            raise _type_error(name, "Tensor", x)
-    for name, x in (("attn_mask", attn_mask), ("key_ranges", key_ranges)):
-        if x is not None and not isinstance(x, Tensor):
-            raise _type_error(name, "Tensor or None", x)
+            raise type_error(name, "Tensor", x)
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        hint = " (masks.from_mask_mod makes a Mask of a mask_mod)" if callable(attn_mask) else ""
+        if hasattr(attn_mask, "mask_mod"):
+            hint = " (masks.from_mask_mod makes a Mask of its mask_mod)"
+        raise TypeError(f"{type_error('attn_mask', 'Tensor, Mask or None', attn_mask)}{hint}")
+    if key_ranges is not None and not isinstance(key_ranges, Tensor):
+        raise type_error("key_ranges", "Tensor or None", key_ranges)
     for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(x, bool):
-            raise _type_error(name, "bool", x)
+            raise type_error(name, "bool", x)
 
 
 def _check_not_nested(*tensors: Tensor | None) -> None:
@@ -368,15 +391,15 @@ def _check_spec(name: str, spec: _TensorSpec, query: _TensorSpec) -> None:
     if layout != torch.strided:
         raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
     if len(shape) < 2:
-        raise RuntimeError(f"attnkern: {name} must have at least 2 dimensions (..., length, size), got {_show(shape)}")
+        raise RuntimeError(f"attnkern: {name} must have at least 2 dimensions (..., length, size), got {show(shape)}")
     if device != query[2]:
         raise RuntimeError(f"attnkern: {name} must be on query's device {query[2]}, got {device}")
     if dtype != query[1]:
-        raise RuntimeError(f"attnkern: {name} must have query's dtype {_show(query[1])}, got {_show(dtype)}")
+        raise RuntimeError(f"attnkern: {name} must have query's dtype {show(query[1])}, got {show(dtype)}")
     if dtype not in DTYPES:
         # As torch: a dtype without kernels is NotImplementedError (a RuntimeError), one without the maths RuntimeError.
         error = NotImplementedError if dtype.is_floating_point or dtype.is_complex else RuntimeError
-        raise error(f"attnkern: {name} must be float32, float64, bfloat16 or float16, got {_show(dtype)}")
+        raise error(f"attnkern: {name} must be float32, float64, bfloat16 or float16, got {show(dtype)}")
 
 
 def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
@@ -387,12 +410,10 @@ def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
         raise RuntimeError(f"attnkern: attn_mask must be on query's device {query[2]}, got {device}")
     if dtype not in (torch.bool, torch.float32, query[1]):
         raise RuntimeError(
-            f"attnkern: attn_mask must be bool, float32 or query's dtype {_show(query[1])}, got {_show(dtype)}"
+            f"attnkern: attn_mask must be bool, float32 or query's dtype {show(query[1])}, got {show(dtype)}"
         )
     if len(shape) > len(scores) or not _fit(shape, scores):
-        raise RuntimeError(
-            f"attnkern: attn_mask must broadcast to the scores' shape {_show(scores)}, got {_show(shape)}"
-        )
+        raise RuntimeError(f"attnkern: attn_mask must broadcast to the scores' shape {show(scores)}, got {show(shape)}")
 
 
 def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -402,8 +423,16 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
             "attnkern: attn_mask is a Mask: key_ranges must not be set (masks.from_ranges and & combine them)"
         )
     for name, x in (("query", query), ("key", key)):
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() < 2:
-            raise _type_error(name, "Tensor of at least 2 dimensions, dense, beside a Mask", x)
+        if not isinstance(x, Tensor):
+            raise type_error(name, "Tensor", x)
+        if x.is_nested:
+            raise ValueError(
+                "attnkern: attn_mask must be None beside nested tensors, got a Mask (is_causal and window go)"
+            )
+        if x.dim() < 2:
+            raise RuntimeError(
+                f"attnkern: {name} must have at least 2 dimensions (..., length, size), got {show(x.shape)}"
+            )
     sizes = query.shape[-2], key.shape[-2]
     if (mask.seqlen_q, mask.seqlen_k) != sizes:
         raise RuntimeError(
@@ -431,16 +460,16 @@ def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: _Sizes) -> None
     if device != query[2]:
         raise RuntimeError(f"attnkern: key_ranges must be on query's device {query[2]}, got {device}")
     if dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"attnkern: key_ranges must be int32 or int64, got {_show(dtype)}")
+        raise RuntimeError(f"attnkern: key_ranges must be int32 or int64, got {show(dtype)}")
     if len(shape) < 2 or shape[-1] != 2 or shape[-2] not in (1, 2):
         raise RuntimeError(
-            f"attnkern: key_ranges must have the shape (..., 1 or 2 ranges, 2: begin and end), got {_show(shape)}"
+            f"attnkern: key_ranges must have the shape (..., 1 or 2 ranges, 2: begin and end), got {show(shape)}"
         )
     given = shape[:-2]
     if len(given) > len(rows) or not _fit(given, rows):
         raise RuntimeError(
-            f"attnkern: key_ranges, less its last two dimensions, must broadcast to the rows of scores {_show(rows)}, "
-            f"got {_show(shape)}"
+            f"attnkern: key_ranges, less its last two dimensions, must broadcast to the rows of scores {show(rows)}, "
+            f"got {show(shape)}"
         )
 
 
@@ -480,59 +509,13 @@ def _bottom_right_ranges(
     return torch.stack([begin, end], -1)
 
 
-def _is_usual_window(window: Any) -> bool:
-    return type(window) is tuple and len(window) == 2 and all(x is None or type(x) is int for x in window)
-
-
-def checked_window(window: Any) -> Window:
-    """`window` as a tuple of two bounds, each an int >= 0 or None; None: there is none."""
-    if window is None:
-        return None
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"attnkern: argument 'window' must be (left, right) or None, not {window!r}")
-    for bound in window:
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
-            raise TypeError(f"attnkern: the bounds in 'window' must be int or None, not {_type_name(bound)}")
-    _check_bounds(window)
-    return tuple(window)
-
-
-def _check_bounds(window: Any) -> None:
-    if window is not None and any(bound is not None and bound < 0 for bound in window):
-        raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
-
-
-def is_causal_bias(x: object) -> bool:
-    """Whether `x` is one of torch.nn.attention.bias' causal masks, which hold their sizes instead of elements."""
-    return type(x).__name__ == "CausalBias" and type(x).__module__ == "torch.nn.attention.bias"
-
-
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for a device. (Nearly every call ends at the first test: 0.1 us, not 0.5.)"""
-    return (
-        torch._C._is_any_autocast_enabled()
-        # Dynamo of torch 2.11 cannot ask this, so the common devices are not asked.
-        and (device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type))
-        and torch.is_autocast_enabled(device.type)
-    )
-
-
-def _autocast(query: Tensor, *others: Any) -> list[Any]:
-    """torch's rule for its lower-precision list: floating point goes to autocast's dtype, float64 stays."""
-    dtype = torch.get_autocast_dtype(query.device.type)
-    return [
-        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in (query, *others)
-    ]
-
-
 def _broadcast(what: str, a: _Sizes, b: _Sizes) -> _Sizes:
     """a and b broadcast as torch does; `what` says in the error what b are."""
     rank = max(len(a), len(b))
     sizes = []
     for x, y in zip((1,) * (rank - len(a)) + tuple(a), (1,) * (rank - len(b)) + tuple(b), strict=True):
         if not _fit((y,), (x,)) and holds(x != 1, False):
-            raise RuntimeError(f"attnkern: {what} must broadcast with {_show(a)}, got {_show(b)}")
+            raise RuntimeError(f"attnkern: {what} must broadcast with {show(a)}, got {show(b)}")
         sizes.append(y if holds(x == 1, False) else x)
     return tuple(sizes)
 
@@ -545,48 +528,3 @@ def _fit(sizes: _Sizes, full: _Sizes) -> bool:
 def _are(sizes: _Sizes, others: _Sizes) -> bool:
     """Whether sizes are the others, and this is known."""
     return len(sizes) == len(others) and all(holds(m == n, False) for m, n in zip(sizes, others, strict=True))
-
-
-def _number(name: str, x: Any) -> float:
-    """What torch takes for a float: Python and numpy scalars, and 0-dim tensors outside the graph."""
-    if isinstance(x, Tensor):
-        if x.ndim == 0 and not x.requires_grad and not x.is_complex():
-            return float(x.item())
-    elif isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
-        return float(_constant(x))
-    elif isinstance(x, numbers.Real) or _is_numpy_bool(x):
-        return float(x)
-    raise _type_error(name, "float", x)
-
-
-def _constant(x: Any) -> Any:
-    """A number that a trace may hold as a symbol, as a constant guarded on: operators take their floats as such."""
-    if torch.compiler.is_compiling() or isinstance(x, (torch.SymInt, torch.SymFloat)):
-        from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-        return guard_scalar(x)
-    return x
-
-
-def _is_numpy_bool(x: object) -> bool:
-    return type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
-
-
-def _type_error(name: str, expected: str, x: object) -> TypeError:
-    return TypeError(f"attnkern: argument '{name}' must be {expected}, not {_type_name(x)}")
-
-
-def _type_name(x: object) -> str:
-    if isinstance(x, Tensor):
-        return f"Tensor of shape {_show(x.shape)}{' that requires grad' if x.requires_grad else ''}"
-    kind = type(x)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-
-
-def _show(x: object) -> str:
-    """Shapes as plain tuples, dtypes without their module."""
-    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else str(tuple(x))  # type: ignore[arg-type]
-
-
-def _describe(name: str, x: Tensor) -> str:
-    return f"{name} {_show(x.shape)} {_show(x.dtype)} {x.device}"

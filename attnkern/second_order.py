@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from . import rng, tiles
+from .arguments import autocasts
 from .backends import reference
 from .params import (
     GRAD_BIAS,
@@ -43,7 +44,6 @@ from .params import (
     AttentionParams,
     empty_like_heads,
 )
-from .problem import autocasts
 
 _FEWEST_ROWS = 32
 """Rows of a tile, were there ever so many keys: for fewer, reading the keys takes longer than the products."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .api import attention
+from .arguments import Window, checked_window
 from .packed import packed_ranges
 from .params import check_alignment
-from .problem import Window, checked_window
 
 
 def varlen_attention(
@@ -59,6 +61,23 @@ def varlen_attention(
 
     Source: packed sequences are those of T. Dao's flash_attn_varlen_func (FlashAttention-2, 2023).
     """
+    relevant = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k
+    if not torch.compiler.is_compiling() and has_torch_function(relevant):
+        return handle_torch_function(
+            varlen_attention,
+            relevant,
+            *relevant[:5],
+            seqused_k=seqused_k,
+            is_causal=is_causal,
+            window=window,
+            alignment=alignment,
+            scale=scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            enable_gqa=enable_gqa,
+            return_lse=return_lse,
+            backend=backend,
+        )
     check_packed(query, key, value)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q

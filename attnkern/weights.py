@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd
+from .arguments import is_causal_bias
 from .mask import Mask
 from .packed import Jagged
-from .problem import Problem, is_causal_bias
+from .problem import Problem
 
 Selection = int | slice | Sequence[int] | Tensor | None
 """Which rows or heads: None is all, an int is one (its dimension stays), negative ones count from the end."""

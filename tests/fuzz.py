@@ -51,9 +51,10 @@ FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.flo
 SHORT = {"lengths": (33, 64, 65, 100, 129, 160), "batches": (1, 1, 2), "heads": (1, 1, 2), "groups": (1, 1, 2)}
 SMALL: dict[str, Any] = {**SHORT, "extreme": 0.8, "dims_v": ()}
 HOPPER = {**SMALL, "dtypes": (BF16, FP16), "masks": False, "layouts": ("contiguous", "blhd", "packed")}
+EVERY_SIZE = (1, 2, 3, 8, 16, 17, 32, 40, 64, 72, 129, 192, 256)
 DRAWN: dict[str, dict[str, Any]] = {
-    "cpu": {"dtypes": (FP32, FP64, BF16, FP16)},
-    "reference": {"dtypes": (FP32, FP64, BF16, FP16)},
+    "cpu": {"dtypes": (FP32, FP64, BF16, FP16), "poison": True, "head_dims": EVERY_SIZE},
+    "reference": {"dtypes": (FP32, FP64, BF16, FP16), "poison": True},
     "cuda-sm80": {**SMALL, "dtypes": (BF16, BF16, FP16, FP32), "head_dims": (8, 16, 24, 40, 64)},
     "cuda-sm90": {**HOPPER, "head_dims": (64, 80)},
     "cuda-sm90-fused": {**HOPPER, "head_dims": (104, 128)},
@@ -96,15 +97,18 @@ class Problem:
     recipe: str
     options: dict[str, Any]
     huge: bool = False  # scores so large that one takes all: gradients are rounding alone
+    packed: dict[str, Any] | None = None  # the fields of testing.Packed
 
     def check(self) -> None:
         """Raises what is wrong with the results."""
-        inputs = eval(self.recipe, {"attnkern": attnkern, "torch": torch})
+        inputs = eval(self.recipe, {"attnkern": attnkern, "torch": torch, "nan": math.nan, "inf": math.inf})
         options = {name: tuple(x) if isinstance(x, list) else x for name, x in self.options.items()}  # from JSON
         torch.manual_seed(0)
         with testing.poisoned_memory(), running(self.place) as backend:
             if self.huge:
                 check_huge(inputs, backend, **options)
+            elif self.packed is not None:
+                testing.check_packed(inputs, testing.Packed(**self.packed), backend=backend, **options)
             else:
                 testing.check_attention(inputs, backend=backend, **options)
 
@@ -143,6 +147,9 @@ def drawn(place: str, seed: int) -> Problem:
         options["scale"] = float(f"{rng.choice([-1, 1]) * 10.0 ** rng.uniform(4, most):.2g}")
         options.pop("softcap", None)
         return Problem(place, inputs.recipe, options, huge=True)
+    if kinds.get("ranges", True) and random.Random(f"packed {seed}").random() < 0.15:  # apart from what the rest draws
+        inputs, options, packed = testing.random_packed(seed, **kinds)
+        return Problem(place, inputs.recipe, options, packed=dataclasses.asdict(packed))
     inputs, options = testing.random_problem(seed, **kinds)
     return Problem(place, inputs.recipe, options)
 

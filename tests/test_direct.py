@@ -93,6 +93,8 @@ def test_a_direct_call_is_the_call(part, return_lse, operators):
     taken = 0
     for _ in range(40):
         inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
+        if "window" in options:  # larger ones are not C's integers
+            options["window"] = tuple(None if x is None else min(x, 2**63 - 1) for x in options["window"])
         tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask
         ranges = inputs.key_ranges
         options |= {"return_lse": return_lse, "key_ranges": ranges if ranges is None else ranges.int()}

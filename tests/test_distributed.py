@@ -143,6 +143,31 @@ def key_ranges_are_cut_along_or_shared(placement, shape):
     hold_to_rule(whole(results), inputs, *grads, parts=SIZE, key_ranges=ranges)
 
 
+MASKS_FOR_ALL = {
+    "one range": masks.padding([16, 3, 9, 0], 16, 16),
+    "two ranges": masks.sliding_window(3, 0, 16, 16, sinks=2),
+    "bits": masks.from_bool(torch.arange(4 * 8 * 256).view(4, 8, 16, 16) % 3 == 0),
+}
+
+
+@check(2, 4, placement=["batch", "heads", "rows", "one"], kind=[*MASKS_FOR_ALL, "key_ranges"])
+def a_mask_that_all_ranks_have_needs_no_placement(placement, kind):
+    from torch.distributed.tensor import Replicate, Shard
+
+    inputs, *grads = problem()
+    where = Replicate() if placement == "one" else Shard(("batch", "heads", "rows").index(placement))
+    mask = MASKS_FOR_ALL["one range" if kind == "key_ranges" else kind]
+    given = {"key_ranges": mask.ranges} if kind == "key_ranges" else {"attn_mask": mask}
+    results, communication = attend_sharded(mesh_of(SIZE), [where], inputs, *grads, **given)
+    assert results["out"].placements == (where,)
+    assert communication == (2 if placement == "rows" else 0)  # key and value are gathered
+    plain = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    out, lse = attnkern.attention(*plain, return_lse=True, **given)
+    wanted = dict(zip(("query", "key", "value"), torch.autograd.grad((out, lse), plain, grads), strict=True))
+    for name, x in whole(results).items():
+        torch.testing.assert_close(x, {"out": out, "lse": lse, **wanted}[name], rtol=1e-4, atol=1e-5)
+
+
 @check(2, 4, placement=["batch", "heads", "rows"], mask=["1HLS", "BHLS", "B1LS", "LS"])
 def a_mask_is_cut_along_or_shared(placement, mask):
     """The gradient of what is shared is the sum over the ranks."""
@@ -614,6 +639,10 @@ def context_parallel_says_what_it_needs():
         enter(dist.group.WORLD, x)
     with refused(RuntimeError, f"mesh must have one dimension, got 2 of sizes (1, {SIZE})"):
         enter(mesh_of(1, SIZE), x)
+    for options in ({}, {"attn_mask": masks.causal(12 * SIZE)}):
+        unequal = context_parallel(mesh, buffers=[x], buffer_seq_dims=[2, 2], **options)
+        with refused(ValueError, "buffer_seq_dims must have one dimension for each of buffers, got 2 for 1"), unequal:
+            raise AssertionError("it was let in")
     with refused(RuntimeError, "buffers[1] must be on the mesh's device cpu, got meta"):
         enter(mesh, x, x.to("meta"))
     odd = x[:, :, :-1]

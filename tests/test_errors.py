@@ -280,6 +280,8 @@ RAW = {
         for what, ranges, message in (
             ("on another device", torch.zeros(1, 1, 5, 1, 2, dtype=torch.int32, device="meta"), META),
             ("of int64", torch.zeros(1, 1, 5, 1, 2, dtype=torch.int64), RANGES),
+            ("of no dimension", torch.zeros((), dtype=torch.int32), RANGES),
+            ("of one dimension", torch.zeros(2, dtype=torch.int32), RANGES),
             ("of four dimensions", torch.zeros(1, 5, 1, 2, dtype=torch.int32), RANGES),
             ("of three ranges", torch.zeros(1, 1, 5, 3, 2, dtype=torch.int32), RANGES),
             ("of three ends", torch.zeros(1, 1, 5, 1, 3, dtype=torch.int32), RANGES),

@@ -111,3 +111,18 @@ def test_a_scale_that_operands_cannot_be_multiplied_by(target):
     out = target.attention(q, k, v, scale=scale)
     want = testing.naive_attention(q.double(), k.double(), v.double(), scale=scale)[0]
     torch.testing.assert_close(out, want.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [129, 192, 256, 512])
+@pytest.mark.parametrize("amplitude", [10, 100, 1000])
+def test_gradients_of_long_sums_at_large_scores(target, size, amplitude, dtype):
+    """P and what normalises it are of the same scores, summed in one order: longer sums than 128 terms have two."""
+    if dtype == FP16 and amplitude > 100:
+        amplitude = 300  # products of 16 bits are not to overflow
+    inputs = target.inputs(1, 1, 70, 97, size, dtype=dtype, amplitude=(amplitude, amplitude, 1.0))
+    value = inputs.value.detach().requires_grad_()
+    out = target.attention(inputs.query, inputs.key, value, scale=1.0)
+    grad_out = 0.25 * torch.randn_like(out)
+    (actual,) = torch.autograd.grad(out, value, grad_out)
+    told = {"query": inputs.query, "key": inputs.key, "value": inputs.value, "scale": 1.0, "grad_out": grad_out}
+    testing.expected(**told)["value"].check(actual, gradient=True, name="gradient of value", recipe=inputs.recipe)

@@ -16,7 +16,7 @@ CPU = [place for place in fuzz.places() if place.startswith("cpu-")]
 def test_what_it_found(kept):
     """The seed says where it came from; the problem itself is kept. (tests/test_isa.py forces instruction sets.)"""
     place = "cpu" if kept["place"].startswith("cpu") else kept["place"]
-    fuzz.Problem(place, kept["recipe"], kept["options"], kept["huge"]).check()
+    fuzz.Problem(place, kept["recipe"], kept["options"], kept["huge"], kept.get("packed")).check()
 
 
 @pytest.mark.parametrize("place", fuzz.places())
@@ -58,6 +58,13 @@ def test_problems_reach_the_extremes():
         for count, dtype in itertools.product((1, 2), ("int32", "int64")):
             assert share(f"{''.join(shape)!r}, {count}, torch.{dtype}") > 0.002
     assert sum(problem.huge for problem in drawn) > 100
+    assert share("with_poison") > 0.2
+    assert share("with_poison", "with_ranges") > 0.05
+    assert share("with_poison", "mask=('bool'") > 0.03
+    assert share(str(2**63)) > 0.005
+    packed = [problem.packed for problem in drawn if problem.packed is not None]
+    assert len(packed) > 150
+    assert sum(problem["used"] is not None and min(problem["used"]) < 0 for problem in packed) > 10
 
 
 def test_it_sees_a_wrong_number_and_keeps_the_problem(monkeypatch, capsys, tmp_path):

@@ -58,9 +58,21 @@ with testing.poisoned_memory():
             for product in (-8e3, -800.0, 800.0, 8e3):  # a log-sum-exp up to 1e3
                 check(1, 2, length, keys, 64, dtype=dtype, product=product)
         for seed in range(40):
-            inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=[dtype])
+            inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=[dtype], poison=True)
             testing.check_attention(inputs, backend="cpu", **options)
             count += 1
+        for seed in range(10):
+            inputs, options, packed = testing.random_packed(int(torch.randint(2**31, ())), dtypes=[dtype], poison=True)
+            testing.check_packed(inputs, packed, backend="cpu", **options)
+            count += 1
+        for size, amplitude in itertools.product((129, 256), (10, 100)):
+            inputs = testing.make_inputs(1, 1, 70, 97, size, dtype=dtype, amplitude=(amplitude, amplitude, 1.0))
+            value = inputs.value.requires_grad_()
+            out = attnkern.attention(inputs.query, inputs.key, value, scale=1.0)
+            grad_out = torch.randn_like(out)
+            told = {{"query": inputs.query, "key": inputs.key, "value": value, "scale": 1.0, "grad_out": grad_out}}
+            (actual,) = torch.autograd.grad(out, value, grad_out)
+            testing.expected(**told)["value"].check(actual, gradient=True, recipe=inputs.recipe)
         # Dropout: the same bits whatever the width of a vector.
         inputs = testing.make_inputs(2, 3, 33, 70, 16, dtype=dtype)
         for seed in range(3):

@@ -5,9 +5,10 @@ import io
 import itertools
 import operator
 
+import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -431,6 +432,7 @@ def test_it_moves_shows_and_draws_itself():
 
 
 Q = torch.zeros(2, 4, 5, 8)
+BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, None, None, 5, 5, device="cpu")
 BAD = {
     "other queries": (
         lambda: attnkern.attention(Q, Q, Q, masks.causal(6, 5)),
@@ -438,7 +440,42 @@ BAD = {
         "6 queries and 5 keys, query",
     ),
     "other keys": (lambda: attnkern.attention(Q, Q, Q, masks.causal(5, 6)), RuntimeError, "query and key have 5 and 5"),
-    "other batch": (lambda: attnkern.attention(Q, Q, Q, masks.padding([1] * 3, 5, 5)), RuntimeError, "broadcast"),
+    "other batch": (
+        lambda: attnkern.attention(Q, Q, Q, masks.padding([1] * 3, 5, 5)),
+        RuntimeError,
+        "attn_mask is a Mask of 3 sequences and 1 heads, .* have 2 sequences",
+    ),
+    "other heads, bits": (
+        lambda: attnkern.attention(Q, Q, Q, masks.from_bool(torch.arange(3 * 25).view(3, 5, 5) % 2 == 0)),
+        RuntimeError,
+        "attn_mask is a Mask of 1 sequences and 3 heads, .* have 4 heads",
+    ),
+    "BlockMask": (lambda: attnkern.attention(Q, Q, Q, BLOCK_MASK), TypeError, r"Mask or None, .*masks\.from_mask_mod"),
+    "mask_mod": (
+        lambda: attnkern.attention(Q, Q, Q, lambda b, h, q, k: q >= k),
+        TypeError,
+        r"'attn_mask' must be Tensor, Mask or None, not function .*masks\.from_mask_mod",
+    ),
+    "indexed": (lambda: masks.causal(4)[:, :, 1:2], TypeError, r"can't be indexed: .*masks\.from_ranges"),
+    "tensor & mask": (lambda: torch.ones(4, 4).bool() & masks.causal(4), TypeError, r"not Tensor .*masks\.from_bool"),
+    "mask & tensor": (lambda: masks.causal(4) & torch.ones(4, 4).bool(), TypeError, r"not Tensor .*masks\.from_bool"),
+    "tensor | mask": (lambda: torch.ones(4, 4).bool() | masks.causal(4), TypeError, r"not Tensor .*masks\.from_bool"),
+    "mask | bool": (lambda: masks.causal(4) | True, TypeError, "must be combined with a Mask, not bool"),
+    "by hand": (lambda: Mask(None, None, None, 4, 4).shape, TypeError, "must have ranges or bits, got neither"),
+    "mod of a vector": (
+        lambda: masks.from_mask_mod(lambda b, h, q, k: torch.ones(4).bool(), None, None, 4, 4),
+        RuntimeError,
+        "mask_mod must give a bool tensor of 0 dimensions, got torch.bool of 1",
+    ),
+    "sparse": (lambda: masks.from_bool(torch.ones(4, 4).bool().to_sparse()), RuntimeError, "mask must be a dense"),
+    "meta": (lambda: masks.from_bool(torch.ones(4, 4, device="meta").bool()), RuntimeError, "got a meta tensor"),
+    "packed meta": (lambda: masks.packed(torch.ones(4, device="meta").int()), RuntimeError, "cu_seqlens_q .*meta"),
+    "too large": (lambda: masks.padding([2**70]), ValueError, "lengths must be within int64"),
+    "no integers": (lambda: masks.padding([1.5] * 10000), TypeError, r"got \[1\.5, .*\.\.\.$"),
+    "one bool": (lambda: masks.prefix_lm(True, 4), TypeError, "prefix must be integers or an integer tensor, got True"),
+    "two dimensions": (lambda: masks.padding(torch.ones(2, 2).int()), RuntimeError, "must have 1 dimension, got"),
+    "left": (lambda: masks.padding([1], left=1), TypeError, "argument 'left' must be bool, not int"),
+    "is_causal": (lambda: masks.document([1], is_causal=1), TypeError, "argument 'is_causal' must be bool, not int"),
     "no batch": (
         lambda: attnkern.attention(Q[0], Q[0], Q[0], masks.padding([1, 2], 5, 5)),
         RuntimeError,
@@ -508,8 +545,33 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input(what):
     call, error, message = BAD[what]
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         call()
+    assert str(raised.value).startswith("attnkern: ")
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 300
+
+
+class Sub(Mask):
+    """A Mask by another name."""
+
+
+def test_a_subclass_is_a_mask():
+    mask = masks.causal(5)
+    sub = Sub(mask.ranges, None, None, 5, 5)
+    q = torch.randn(2, 4, 5, 8)
+    assert torch.equal(attnkern.attention(q, q, q, sub), attnkern.attention(q, q, q, mask))
+
+
+def test_numpy_goes_where_lists_and_ints_go():
+    lengths = np.array([3, 5], dtype=np.int32)
+    for given in (lengths, list(lengths), [3, 5]):
+        assert torch.equal(masks.padding(given, np.int64(4), np.int32(6)).ranges, masks.padding([3, 5], 4, 6).ranges)
+    assert masks.document(np.array([[0, 0, 1]])).shape == (1, 1, 3, 3)
+    assert masks.prefix_lm(np.int64(2), 4).shape == (1, 1, 4, 4)
+    assert torch.equal(masks.sliding_window(np.int64(2), 0, 4).ranges, masks.sliding_window(2, 0, 4).ranges)
+    q = torch.randn(2, 4, 5, 8)
+    assert torch.equal(attnkern.attention(q, q, q, window=(np.int64(1), 0)), attnkern.attention(q, q, q, window=(1, 0)))
 
 
 def test_it_cannot_be_changed():

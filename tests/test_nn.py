@@ -691,6 +691,15 @@ def test_no_tensor():
         ours(torch.randn(N, L, E), None, None)
 
 
+def test_a_mask_is_no_padding():
+    x, mask = torch.randn(N, L, 12), attnkern.masks.causal(L)
+    message = r"\Aattnkern: argument '{}' must be Tensor or None \(attn_mask takes a Mask\), not Mask"
+    with pytest.raises(TypeError, match=message.format("key_padding_mask")):
+        MultiheadAttention(12, 4, batch_first=True)(x, x, x, key_padding_mask=mask)
+    with pytest.raises(TypeError, match=message.format("padding_mask")):
+        CrossAttention(12, num_heads=4)(x, padding_mask=mask)
+
+
 def test_bad_mask_dtypes_and_dropout():
     _, ours = pair(batch_first=True)
     x = torch.randn(N, L, E)

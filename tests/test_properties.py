@@ -100,8 +100,16 @@ def test_random_problems(target, round):
             int(torch.randint(2**31, ())),
             device=target.device,
             dtypes=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+            poison=True,
         )
         target.check(inputs, **options)
+
+
+@pytest.mark.parametrize("round", range(2))
+def test_random_packed_sequences(target, round):
+    for _ in range(25):
+        inputs, options, packed = testing.random_packed(int(torch.randint(2**31, ())), poison=True)
+        testing.check_packed(inputs, packed, backend=target.backend, **options)
 
 
 @ANEW

@@ -152,6 +152,14 @@ def test_every_option_is_taken_by_the_kernels():
         assert explanation.chosen == "cpu", str(explanation)
 
 
+def test_the_modules_of_the_package_are_behind_the_function():
+    import attnkern.backends.cpu as module
+
+    assert module is table.cpu
+    assert attnkern.backends.cpu is table.cpu
+    assert attnkern.backends()[0].name == "cpu"
+
+
 def test_the_operator_refuses_another_backends_name():
     q, k, v = inputs()
     params = (0.5, 0.0, 2**62, 2**62, 0, 0.0)

@@ -442,6 +442,52 @@ def test_bad_dropout_is_torchs_own_error(dropout_p, full):
         assert str(ours.value) == str(torchs.value)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_what_torch_reads_out_of_bounds_is_an_error(full):
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 4, 8)
+    for length in (3, 5, 4000):
+        for leaf in (q, q.detach().requires_grad_()):
+            with attnkern.use_as_sdpa(full=full), pytest.raises(RuntimeError, match="key and value must have the same"):
+                F.scaled_dot_product_attention(leaf, k, torch.randn(2, 3, length, 8))
+
+
+OUT_OF_BOUNDS = [
+    ("key and value must have the same length", (2, 6, 5, 8), (2, 6, 4, 8), (2, 6, 7, 8)),
+    ("key's batch size must be query's 2", (2, 6, 5, 8), (3, 6, 4, 8), (3, 6, 4, 8)),
+    ("key's batch size must be query's 2", (2, 6, 5, 8), (1, 6, 4, 8), (1, 6, 4, 8)),
+    ("value's batch size must be query's 2", (2, 6, 5, 8), (2, 6, 4, 8), (1, 6, 4, 8)),
+    ("that divides query's 9", (2, 9, 5, 8), (2, 7, 4, 8), (2, 7, 4, 8)),
+    ("that divides query's 1", (2, 1, 5, 8), (2, 4, 4, 8), (2, 4, 4, 8)),
+    ("that divides query's 6", (2, 6, 5, 8), (2, 4, 4, 8), (2, 6, 4, 8)),
+    ("query must have heads and a length", (2, 9, 0, 8), (2, 7, 4, 8), (2, 7, 4, 8)),
+    ("key must have heads and a length", (2, 9, 5, 8), (2, 0, 4, 8), (2, 0, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(("message", "q", "k", "v"), OUT_OF_BOUNDS)
+def test_what_torchs_operators_read_out_of_bounds_is_an_error(message, q, k, v):
+    q, k, v = map(torch.randn, (q, k, v))
+    lse = q.new_zeros(q.shape[:3])
+    operator, backward = (getattr(aten, name[6:]) for name in (FORWARD, BACKWARD))
+    with attnkern.use_as_sdpa() as calls:
+        with pytest.raises(RuntimeError, match=f"^attnkern: .*{message}"):
+            operator(q, k, v)
+        with pytest.raises(RuntimeError, match=f"^attnkern: .*{message}"):
+            backward(q, q, k, v, q, lse, 0.0, False)
+    assert calls.torch == 0
+
+
+@pytest.mark.parametrize("wrong", range(3), ids=["grad_out", "out", "logsumexp"])
+def test_what_torchs_backward_reads_out_of_bounds_is_an_error(monkeypatch, wrong):
+    monkeypatch.setattr(cpu, "refusals", lambda problem: ["it is told to"])
+    q = torch.randn(2, 3, 5, 8)
+    results = [q, q, q.new_zeros(q.shape[:3])]
+    results[wrong] = results[wrong][:1]
+    grad_out, out, lse = results
+    with attnkern.use_as_sdpa(), pytest.raises(RuntimeError, match="must have the sizes of query"):
+        getattr(aten, BACKWARD[6:])(grad_out, q, q, q, out, lse, 0.0, False)
+
+
 def test_an_operator_that_torch_lacks_says_why():
     q = torch.randn(2, 3, 5, 8, dtype=torch.float64)
     with attnkern.use_as_sdpa():

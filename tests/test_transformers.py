@@ -11,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -438,9 +439,8 @@ def test_a_compact_mask_is_a_mask_to_everyone_else(window, padding):
     with torch._C.DisableTorchFunctionSubclass():
         assert mask.untyped_storage().nbytes() == 1
     assert (mask.shape, mask.dtype, mask.device, mask.ndim) == (dense.shape, dense.dtype, dense.device, 4)
-    assert mask._dense is None
+    assert not mask._made
     for function in (
-        lambda m: m.clone(),
         lambda m: m[:, :, 1:, :7],
         lambda m: m & torch.ones(10, dtype=torch.bool),
         lambda m: torch.where(m, 0.0, -1.0),
@@ -450,10 +450,83 @@ def test_a_compact_mask_is_a_mask_to_everyone_else(window, padding):
         result = function(mask)
         assert type(result) is torch.Tensor
         assert torch.equal(result, function(dense))
+    assert (str(mask), mask.tolist()) == (str(dense), dense.tolist())
+    assert (mask.numpy() == dense.numpy()).all()
     q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
     for given in (mask, mask.contiguous()):
         out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, given)
         torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
+
+
+TOUCHES = {
+    "to, nothing moves": lambda m: m.to(m.device),
+    "to, a copy": lambda m: m.to("cpu", copy=True),
+    "to, its dtype": lambda m: m.to(torch.bool),
+    "to, like another": lambda m: m.to(torch.ones(1, dtype=torch.bool)),
+    "bool": lambda m: m.bool(),
+    "type_as": lambda m: m.type_as(m),
+    "cpu": lambda m: m.cpu(),
+    "detach": lambda m: m.detach(),
+    "clone": lambda m: m.clone(),
+    "data": lambda m: m.data,
+    "requires_grad_": lambda m: m.requires_grad_(False),
+    "view_as": lambda m: m.view_as(m),
+    "reshape": lambda m: m.reshape(m.shape),
+    "expand": lambda m: m.expand(-1, -1, -1, -1),
+    "expand_as": lambda m: m.expand_as(m),
+    "broadcast_to": lambda m: torch.broadcast_to(m, m.shape),
+    "[...]": lambda m: m[...],
+    "all keys": lambda m: m[:, :, :, : m.shape[-1]],
+    "the last queries, all": lambda m: m[:, :, -m.shape[-2] :],
+    "narrow": lambda m: m.narrow(3, 0, m.shape[-1]),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_a_harmless_touch_leaves_a_mask_compact(touch, padding):
+    mask, dense = made(window_of(3), local_size=3, attention_mask=padding_of(padding, 10))
+    touched = touch(mask)
+    assert isinstance(touched, integration.CompactMask)
+    assert touched.is_contiguous() in (True, False)
+    assert not touched.is_pinned()
+    assert not touched.is_inference()
+    assert (touched.content, touched._made) == (mask.content, [])
+    assert torch.equal(touched & True, dense)
+
+
+def test_a_mask_goes_to_another_device():
+    mask, dense = made(window_of(3), local_size=3, attention_mask=padding_of("left", 10))
+    moved = mask.to("meta")
+    assert (type(moved), moved.device.type, moved.content.ranges.device.type) == (type(mask), "meta", "meta")
+    assert moved.dense().shape == dense.shape
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_written_into_a_mask_counts(inference):
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
+    mask, dense = made(window_of(3), local_size=3, attention_mask=padding_of("left", 10))
+    view, copy = mask.detach(), mask.clone()
+    with torch.inference_mode(inference):
+        mask[:, :, :, 5] = False
+    expected = dense.clone()
+    expected[:, :, :, 5] = False
+    for given, as_dense in ((mask, expected), (view, expected), (mask.detach(), expected), (copy, dense)):
+        assert torch.equal(given & True, as_dense)
+        out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, given)
+        torch.testing.assert_close(out, attnkern.attention(q, k, k, as_dense).transpose(1, 2))
+
+
+def test_a_long_mask_that_is_made_dense_says_so_once():
+    integration._tell_dense.cache_clear()
+    mask = integration.CompactMask.of(
+        (1, 1, 1025, 1), "cpu", integration.Band(None, 1), lambda: torch.ones(1, 1, 1025, 1)
+    )
+    with pytest.warns(attnkern.FallbackWarning, match="attention_mask"):
+        mask.sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mask.clone().sum()
 
 
 def packed_positions():

@@ -762,6 +762,51 @@ def test_fx_symbolic_trace():
     assert torch.equal(traced(*x), attnkern.scaled_dot_product_attention(*x, is_causal=True))
 
 
+class Holder(torch.nn.Module):
+    """A model of one's own around a module or a function."""
+
+    def __init__(self, held, call):
+        super().__init__()
+        self.held, self.call, self.mask = held, call, attnkern.masks.sliding_window(2, 0, 4, 4, sinks=1)
+
+    def forward(self, x, y):
+        return self.call(self, x, y)
+
+
+def split_keys(model, x, y):
+    parts = [attnkern.attention(x, y, y, return_lse=True, is_causal=causal) for causal in (False, True)]
+    out, lse = attnkern.merge_attention(*parts)
+    again, _ = attnkern.merge_attention((out, lse), parts[1])
+    return again
+
+
+CU = torch.tensor([0, 1, 3])
+TRACED = {
+    "multihead": (
+        lambda: attnkern.nn.MultiheadAttention(8, 2, dropout=0.5, window=(1, 1)),
+        lambda m, x, y: m.held(x, y, value=y, need_weights=True)[0].relu(),
+    ),
+    "weights": (lambda: attnkern.nn.MultiheadAttention(8, 2), lambda m, x, y: m.held(x, y, y)[1]),
+    "cross": (lambda: attnkern.nn.CrossAttention(8, num_heads=2), lambda m, x, y: m.held(x, context=y, is_causal=True)),
+    "varlen": (lambda: None, lambda m, x, y: attnkern.varlen_attention(x, y, y, CU, scale=0.5)),
+    "merge": (lambda: None, split_keys),
+    "mask": (lambda: None, lambda m, x, y: attnkern.attention(x, y, y, m.mask)),
+}
+
+
+@pytest.mark.parametrize(("make", "call"), TRACED.values(), ids=TRACED)
+def test_fx_traces_models_with_modules_and_functions(make, call):
+    """By the default tracer, as torch.nn.MultiheadAttention."""
+    model = Holder(make(), call).eval()
+    traced = torch.fx.symbolic_trace(model)
+    x, y = torch.randn(3, 4, 8), torch.randn(3, 4, 8)
+    for graph in (traced, pickle.loads(pickle.dumps(traced)), torch.fx.symbolic_trace(copy.deepcopy(traced))):
+        assert torch.equal(graph(x, y), model(x, y))
+    if model.held is not None:
+        assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["held"]
+        assert type(traced.held) is type(model.held)
+
+
 # --- fake and meta tensors
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import attnkern
 from attnkern import testing
 
 MASKS = {
@@ -37,3 +38,54 @@ def test_output_lse_and_gradients(target, kind, sizes, dtype):
     for poison in (math.nan, math.inf):
         inputs, options = make(sizes, dtype, poison=poison, **MASKS[kind])
         target.check(inputs, **options)
+
+
+def test_unused_slots_of_a_cache(target, dtype):
+    """Keys beyond seqused_k, in prefill and decoding: what torch.empty left there."""
+    for lengths_q in ([20, 33], [1, 1], [1, 3]):
+        inputs = target.inputs(1, 4, sum(lengths_q), 200, 16, heads_k=2, dtype=dtype).with_poison(math.nan)
+        packed = testing.Packed([0, lengths_q[0], sum(lengths_q)], [0, 80, 200], [33, 64])
+        for options in ({}, {"is_causal": True, "alignment": "bottom_right"}):
+            testing.check_packed(inputs, packed, backend=target.backend, looks=True, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_gaps_between_jagged_sequences(poison):
+    lengths = torch.tensor([20, 33, 10])
+    x = torch.randn(3, 50, 2, 8)
+    gaps = torch.arange(50) >= lengths[:, None]
+    clean = torch.nested.narrow(x, 1, torch.zeros(3, dtype=torch.int64), lengths, layout=torch.jagged)
+    x = x.masked_fill(gaps[..., None, None], poison).requires_grad_()
+    holes = torch.nested.narrow(x, 1, torch.zeros(3, dtype=torch.int64), lengths, layout=torch.jagged)
+    want, out = (
+        attnkern.attention(*[n.transpose(1, 2)] * 3, is_causal=True).values().transpose(-2, -3) for n in (clean, holes)
+    )
+    live = ~gaps.flatten()
+    torch.testing.assert_close(out.reshape(150, -1)[live], want.reshape(150, -1)[live])
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bool", "bool of keys", "ranges", "causal", "softcap"])
+def test_derivatives_of_second_order_and_forward_mode(target, kind):
+    sizes = (9, 40, 8, 2)
+    inputs, options = make(sizes, torch.float64, poison=math.nan, **MASKS[kind])
+    clean = {n: x for n, x in inputs.tensors.items() if n in ("query", "key", "value")}
+    masks = {n: x for n, x in inputs.tensors.items() if n not in clean}
+    dead = testing.unattended(**inputs.tensors, **options)
+    tangents = [torch.randn_like(x) for x in clean.values()]
+    grad_out = torch.randn(2, 4, 9, 8, dtype=torch.float64)
+
+    def call(q, k, v):
+        return attnkern.attention(q, k, v, **masks, **options, backend=target.backend)
+
+    def derivatives(poison):
+        poisoned = [x.masked_fill(dead[n] & poison, math.nan) for n, x in clean.items()]
+        moved = [x.masked_fill(dead[n] & poison, math.nan) for n, x in zip(clean, tangents, strict=True)]
+        seed = grad_out.masked_fill(dead["query"] & poison, math.nan)
+        _, tangent = torch.func.jvp(call, tuple(poisoned), tuple(moved))
+        leaves = [x.requires_grad_() for x in poisoned]
+        first = torch.autograd.grad(call(*leaves), leaves, seed, create_graph=True)
+        return tangent, *torch.autograd.grad(first, leaves, moved)
+
+    for got, want in zip(derivatives(True), derivatives(False), strict=True):
+        torch.testing.assert_close(got, want)

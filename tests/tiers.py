@@ -36,7 +36,7 @@ TORCH = "distributed features jagged memory nn overrides sdpa_provider second_or
 TORCH += " varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
 CUDA += " cycles fuzz gate"
-TRITON = "choice fuzz gate triton triton_decode triton_ranges triton_second_order triton_suite"
+TRITON = "choice fuzz gate triton triton_decode triton_ranges triton_second_order triton_suite triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
 MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward gradients sdpa_provider"
@@ -65,13 +65,14 @@ TOUCHES = [
     ("bench/gpu/*", f"{GPU} readme"),
     ("bench/*", f"bench bench_regression {GPU} readme"),
     ("docs/* README.md CHANGELOG.md LICENSE", "readme"),
-    ("setup.py Makefile pyproject.toml MANIFEST.in requirements-dev.txt .ci/*", "build readme tiers"),
+    ("setup.py Makefile pyproject.toml MANIFEST.in requirements-dev.txt .ci/*", "build readme tiers triton_versions"),
     ("tests/ptxsim/*", "ptxsim cuda_kernels triton fuzz"),
     ("tests/gate/*", "gate cycles"),
     ("tests/launches/* tests/routes.py", "cuda_kernels cuda_sm90 gpu_stages"),
     ("tests/fuzz*", "fuzz"),
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
     ("tests/matrix.py", MATRIX),
+    ("tests/triton_variants.py", "triton_versions"),
     ("tests/cpp/*", "build"),
     ("tests/cuda/*", "cuda_tiles gate"),
     ("tests/conftest.py tests/tiers.py tests/durations.json", "tiers testing rng"),

@@ -56,17 +56,21 @@ def head_of(pointer, b, h, strides):
 
 @triton.jit
 def masks_of(masks, b, h, strides, C: tl.constexpr):
-    """The pointers to a head's bias, its tangent and its key ranges, of those that there are."""
-    bias = masks.bias
-    tbias = masks.tbias
-    ranges = masks.ranges
+    """The pointers to a head's bias, its tangent and its key ranges, and the visits; 0 for what there isn't (Triton 3.6
+    lets no function return a tuple that holds a None)."""
+    bias = 0
+    tbias = 0
+    ranges = 0
+    visits = 0
     if C.BIAS > 0:
-        bias = head_of(bias, b, h, strides.bias)
+        bias = head_of(masks.bias, b, h, strides.bias)
     if C.TBIAS > 0:
-        tbias = head_of(tbias, b, h, strides.tbias)
+        tbias = head_of(masks.tbias, b, h, strides.tbias)
     if C.RANGES > 0:
-        ranges = head_of(ranges, b, h, strides.ranges)
-    return Masks(bias, tbias, ranges, masks.visits)
+        ranges = head_of(masks.ranges, b, h, strides.ranges)
+    if masks.visits is not None:
+        visits = masks.visits
+    return Masks(bias, tbias, ranges, visits)
 
 
 @triton.jit
@@ -153,12 +157,14 @@ def _load_chunk(pointer, first, stride, length, dim, W: tl.constexpr, ROWS: tl.c
 
 @triton.jit
 def _times_transposed(total, tangent, a, at, b, bt, C: tl.constexpr, A_TANGENT: tl.constexpr, B_TANGENT: tl.constexpr):
-    """total + a b^T and tangent + at b^T + a bt^T."""
+    """total + a b^T and tangent + at b^T + a bt^T; without tangents the first twice (no None: see `masks_of`)."""
     total = tl.dot(a, tl.trans(b), total, input_precision=C.PRECISION)
     if A_TANGENT:
         tangent = tl.dot(at, tl.trans(b), tangent, input_precision=C.PRECISION)
     if B_TANGENT:
         tangent = tl.dot(a, tl.trans(bt), tangent, input_precision=C.PRECISION)
+    if not (A_TANGENT or B_TANGENT):
+        tangent = total
     return total, tangent
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..params import shown
 from ..problem import Problem
 from . import choice, cpu, cuda, disabled, reference, triton
 
@@ -132,6 +133,10 @@ def backends() -> list[BackendInfo]:
     return infos
 
 
+# `attnkern.backends` is this function: `import attnkern.backends.cpu as c` finds the module as its attribute.
+vars(backends).update(choice=choice, cpu=cpu, cuda=cuda, disabled=disabled, reference=reference, triton=triton)
+
+
 def with_kernels(name: str, device_type: str) -> ModuleType:
     """The backend that an operator names as its last argument, for tensors of a kind of device."""
     row = TABLE.get(device_type, ())
@@ -139,12 +144,14 @@ def with_kernels(name: str, device_type: str) -> ModuleType:
         if name == backend.NAME and backend is not reference:
             return backend
     names = ", ".join(repr(backend.NAME) for backend in row if backend is not reference)
-    raise ValueError(f"attnkern: backend must be one of {names or 'none'} on {device_type} tensors, got {name!r}")
+    raise ValueError(f"attnkern: backend must be one of {names or 'none'} on {device_type} tensors, got {shown(name)}")
 
 
 def _named(name: str) -> ModuleType:
     if name not in _BY_NAME:
-        raise ValueError(f"attnkern: backend must be one of {', '.join(map(repr, _BY_NAME))} or None, got {name!r}")
+        raise ValueError(
+            f"attnkern: backend must be one of {', '.join(map(repr, _BY_NAME))} or None, got {shown(name)}"
+        )
     return _BY_NAME[name]
 
 

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from .. import rng
+from ..arguments import autocasts
 from ..params import AttentionParams, is_length_major, within_ranges
-from ..problem import Problem, autocasts
+from ..problem import Problem
 
 NAME = "reference"
 

@@ -20,9 +20,11 @@ from torch.utils import _pytree as pytree
 
 from .. import masks
 from ..api import attention
+from ..arguments import autocast, autocasts
 from ..mask import Mask
 from ..merge import attention_backward, merge_attention
-from ..problem import Problem, _autocast, autocasts
+from ..params import shown
+from ..problem import Problem
 from ..varlen import check_packed
 from .sdpa import use_as_sdpa
 from .shards import (
@@ -82,12 +84,17 @@ def context_parallel(
 
     Raises:
         TypeError: mesh is not a DeviceMesh. RuntimeError: torch.distributed is not initialised, the mesh is not 1-D or
-        its group does not serve the device, a buffer does not have the mask's length. ValueError: a sequence length
-        that is not divisible by the parts (without attn_mask).
+        its group does not serve the device, a buffer does not have the mask's length. ValueError: another number of
+        buffer_seq_dims than of buffers, a sequence length that is not divisible by the parts (without attn_mask).
 
     Source: H. Liu et al., "Ring attention with blockwise transformers for near-infinite context", 2023.
     """
     check_mesh(mesh, buffers)
+    if len(buffers) != len(buffer_seq_dims):
+        raise ValueError(
+            "attnkern: buffer_seq_dims must have one dimension for each of buffers, "
+            f"got {len(buffer_seq_dims)} for {len(buffers)}"
+        )
     if attn_mask is not None:
         if isinstance(attn_mask, Mask):
             shards = None if load_balance else even_shards(attn_mask.seqlen_q, mesh.size())
@@ -288,12 +295,12 @@ def sharded_attention(
             "(shard_mask makes one of a Mask)"
         )
     if exchange not in ("ring", "all_to_all"):
-        raise ValueError(f"attnkern: exchange must be 'ring' or 'all_to_all', got {exchange!r}")
+        raise ValueError(f"attnkern: exchange must be 'ring' or 'all_to_all', got {shown(exchange)}")
     check_no_dropout(dropout_p, "where the sequence is sharded")
     Problem.from_sdpa(query, key, value, None, 0, False, scale, enable_gqa, softcap=softcap)
     _check_shards(query, key, value, attn_mask)
     if autocasts(query.device):
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
     options = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "backend": backend}
     if exchange == "all_to_all":
         results = _by_heads(query, key, value, attn_mask, options)

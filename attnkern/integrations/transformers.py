@@ -13,6 +13,7 @@ ranges as a tensor. Key and value heads stay as few as the model has, with masks
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import math
@@ -24,8 +25,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..api import attention
+from ..backends import FallbackWarning
 from ..mask import span
 from ..packed import packed_ranges
 
@@ -56,26 +60,52 @@ def register() -> None:
 class CompactMask(Tensor):
     """A bool mask (B, 1, L, S) in few numbers: a `Band`, or `Ranges` of keys.
 
-    Shape, dtype and device are that mask's; the memory is one element's and the numbers'. Any other use makes the dense
-    mask, once.
+    Shape, dtype and device are that mask's; the memory is one element's and the numbers'. What leaves every element as
+    it is (detach, clone, a slice of all, another device) gives a CompactMask. Any other use makes the dense mask, once,
+    and a FallbackWarning where that is large.
     """
 
     content: Band | Ranges
     _make: Callable[[], Any]
-    _dense: Tensor | None
+    _made: list[tuple[Tensor, int]]  # the dense mask and its version, once it is made; views share the list
 
     @staticmethod
     def of(shape: tuple[int, ...], device: Any, content: Band | Ranges, make: Callable[[], Any]) -> CompactMask:
-        """`make` gives the dense mask, if anyone asks for it."""
+        """`make` gives the dense mask, a new one each time, if anyone asks for it."""
         mask = torch.ones((), dtype=torch.bool, device=device).expand(shape).as_subclass(CompactMask)
-        mask.content, mask._make, mask._dense = content, make, None
+        mask.content, mask._make, mask._made = content, make, []
         return mask
 
     def dense(self) -> Tensor:
         """The mask as a plain tensor."""
-        if self._dense is None:
-            self._dense = self._make()
-        return self._dense
+        if not self._made:
+            if self.shape[2] > _LONG and not torch.compiler.is_compiling():
+                _tell_dense()
+            with torch.inference_mode(False):  # its tensors have no version
+                dense = self._make()
+            self._made.append((dense, dense._version))
+        return self._made[0][0]
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether someone has changed the dense mask in place: `content` is no longer all then."""
+        return any(dense._version != version for dense, version in self._made)
+
+    def _moved(self, device: torch.device) -> CompactMask:
+        """A copy on a device, which has a dense mask of its own."""
+        content, make = self.content, self._make
+        if device == self.device:
+            return CompactMask.of(self.shape, device, content, make)
+        if isinstance(content, Ranges):
+            real = None if content.real is None else content.real.to(device)
+            content = Ranges(content.ranges.to(device), real)
+        return CompactMask.of(self.shape, device, content, lambda: make().to(device))
+
+    def _view(self) -> CompactMask:
+        """All of this mask, in the same memory."""
+        view = CompactMask.of(self.shape, self.device, self.content, self._make)
+        view._made = self._made
+        return view
 
     def _plain(self) -> Tensor:
         """As `Ranges.packed`."""
@@ -89,19 +119,69 @@ class CompactMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.contiguous:  # generate() asks for it, of masks of static caches, before it compiles
+        kwargs = kwargs or {}
+        if func is Tensor.contiguous and not args[0].is_written_to:
+            # generate() asks for it, of masks of static caches, before it compiles.
             return args[0]._plain()
-        if func not in _OUTSIDE:
-            args, kwargs = torch.utils._pytree.tree_map_only(CompactMask, CompactMask.dense, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if func in _OUTSIDE:
+                return func(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                with contextlib.suppress(_ElementsCount), _ElementsStay():
+                    result = func(*args, **kwargs)
+                    if isinstance(result, (CompactMask, *_FACTS)):
+                        return result
+            args, kwargs = pytree.tree_map_only(CompactMask, CompactMask.dense, (args, kwargs))
+            return func(*args, **kwargs)
 
 
 _OUTSIDE = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_nested", "is_sparse")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.get_device}
-"""What can be asked of a CompactMask as it is."""
+"""What is asked of a CompactMask in every layer: told at once, in less time than `_ElementsStay` takes."""
+_FACTS = (bool, int, torch.Size, torch.dtype, torch.device, torch.layout)
+"""The types of answers that don't depend on its elements, where no operator has been called."""
+
+
+class _ElementsCount(Exception):
+    """Something is done with a CompactMask that depends on its elements."""
+
+
+class _ElementsStay(TorchDispatchMode):
+    """Runs the operators that leave all elements of a CompactMask as they are, and raises at any other.
+
+    All that Python calls `to`, `cpu`, `view_as`, `[...]` and so on comes down to one of these few.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        if func is aten.is_pinned.default:
+            return func(*args, **kwargs)
+        mask = args[0] if args else None
+        if isinstance(mask, CompactMask) and not mask.is_written_to:
+            if func in (aten.alias.default, aten.detach.default):
+                return mask._view()
+            if func in (aten.view.default, aten.expand.default, aten.slice.Tensor):
+                if func(*args, **kwargs).shape == mask.shape:
+                    return mask._view()
+            elif func in (aten.clone.default, aten._to_copy.default) and kwargs.get("dtype") in (None, torch.bool):
+                return mask._moved(torch.device(kwargs.get("device") or mask.device))
+        raise _ElementsCount
+
+
+_LONG = 1024
+"""Queries above which a dense mask is worth a warning."""
+
+
+@functools.cache
+def _tell_dense() -> None:
+    warnings.warn(
+        "attnkern: a hook or the model's own code looks into attention_mask, which is made dense (L x S): slower, and "
+        "with more memory",
+        FallbackWarning,
+        stacklevel=4,
+    )
 
 
 class Band(NamedTuple):
@@ -367,10 +447,10 @@ def _with_mask(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     content: Band | Ranges | None = None
     if isinstance(mask, CompactMask):
-        if mask.shape[2:] == (seqlen_q, seqlen_k):
+        if mask.shape[2:] == (seqlen_q, seqlen_k) and (torch.compiler.is_compiling() or not mask.is_written_to):
             content, mask = mask.content, None
         else:
-            mask = mask.dense()  # made for other queries or keys than these
+            mask = mask.dense()  # made for other queries or keys than these, or changed since
     elif mask is not None and mask.dtype == torch.int32:
         content, mask = Ranges.unpack(mask, seqlen_q, seqlen_k), None
     if mask is not None:

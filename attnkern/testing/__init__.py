@@ -16,10 +16,10 @@ The reference here is written apart from `attnkern.backends.reference`, so that 
 Nothing in this module needs pytest or hypothesis.
 """
 
-from .checks import check_attention, poisoned_memory, unmodified
+from .checks import check_attention, check_packed, poisoned_memory, unmodified
 from .expectations import Expected, expected, expected_second_order
 from .layouts import LAYOUTS, odd_strides_on_size_one, packed_qkv, with_layout
-from .problems import LENGTHS, Inputs, far_key, make_inputs, make_mask, random_problem
+from .problems import LENGTHS, Inputs, Packed, far_key, make_inputs, make_mask, random_packed, random_problem
 from .reference import band_mask, naive_attention, philox_keep, philox_words, ranges_mask, unattended
 from .tolerance import (
     FORWARD_FACTOR,
@@ -40,9 +40,11 @@ __all__ = [
     "Errors",
     "Expected",
     "Inputs",
+    "Packed",
     "assert_within_rule",
     "band_mask",
     "check_attention",
+    "check_packed",
     "error_ratio",
     "errors",
     "expected",
@@ -57,6 +59,7 @@ __all__ = [
     "philox_keep",
     "philox_words",
     "poisoned_memory",
+    "random_packed",
     "random_problem",
     "ranges_mask",
     "rounding_unit",

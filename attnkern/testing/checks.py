@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from .expectations import expected
-from .problems import Inputs
+from .problems import Inputs, Packed
 from .reference import unattended
 
 
@@ -122,3 +124,35 @@ def check_attention(
             recipe=recipe,
         )
     return results
+
+
+def check_packed(
+    inputs: Inputs, packed: Packed, *, backend: str | None = None, looks: bool = False, **options: Any
+) -> dict[str, Tensor]:
+    """`check_attention` of `attnkern.varlen_attention`, of inputs (1, heads, T, E), against the mask of its definition.
+
+    `looks` False: as on a GPU and in graphs, where no value of cu_seqlens and seqused_k is looked at.
+    """
+    import attnkern
+
+    device = inputs.query.device
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in (packed.ends_q, packed.ends_k)
+    )
+    used = None if packed.used is None else torch.tensor(packed.used, device=device)
+    mask = packed.mask(inputs.query.shape[2], inputs.key.shape[2], options).to(device)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, enable_gqa: bool = False) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        with mock.patch("attnkern.packed.may_look", return_value=looks):
+            out: Any = attnkern.varlen_attention(
+                *(q, k, v, cu_seqlens_q, cu_seqlens_k),
+                seqused_k=used,
+                enable_gqa=enable_gqa,
+                backend=backend,
+                **options,
+            )
+        return out.transpose(0, 1)[None]
+
+    grouped: dict[str, Any] = {"enable_gqa": True} if options.pop("enable_gqa", False) else {}
+    return check_attention(dataclasses.replace(inputs, attn_mask=mask), backend=backend, function=run, **grouped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -156,6 +157,8 @@ def far_key(gap: float, place: int, *, dtype: torch.dtype = torch.float32, devic
 # One off every tile and block of keys or queries.
 LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 33, 61, 63, 64, 65, 95, 96, 97, 127, 128, 129, 130, 160, 191, 193, 256, 257)
 FEW = (1, 1, 2, 3, 8, 15, 16)  # queries, which have kernels of their own
+PACKED_LENGTHS = (0, 1, 2, 7, 33, 64, 70, 130)
+FAR = (2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, 2**100)  # bounds of windows
 
 
 def random_problem(
@@ -172,13 +175,15 @@ def random_problem(
     groups: Sequence[int] = (1, 1, 2, 4),
     masks: bool = True,
     ranges: bool = True,
+    poison: bool = False,
     extreme: float = 0.5,
 ) -> tuple[Inputs, dict[str, Any]]:
     """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed.
 
     A share of `extreme` of the problems is extreme in one way or several: amplitudes from 1e-3 to 1e3, scales of either
     sign from 1e-3 to 1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments say
-    what is drawn from: sizes, the query heads of a key head, and whether there may be a mask and key ranges.
+    what is drawn from: sizes, the query heads of a key head, and whether there may be a mask, key ranges, and poison
+    where no query attends to.
     """
     rng = random.Random(seed)
 
@@ -207,6 +212,8 @@ def random_problem(
             options["is_causal"] = True
         else:
             options["window"] = (rng.choice([None, 0, 1, 5, 40, 70]), rng.choice([None, 0, 1, 5, 40]))
+            if wild and rng.random() < 0.3:
+                options["window"] = tuple(rng.choice([bound, rng.choice(FAR)]) for bound in options["window"])
         options["alignment"] = rng.choice(["top_left", "bottom_right"])
     scale = 1.0 / math.sqrt(head_dim)
     if rng.random() < 0.5:
@@ -257,4 +264,73 @@ def random_problem(
     if ranges and rng.random() < 0.3:
         kind, shape = rng.choice(["anything", "documents", "near", "few"]), "".join(rng.choice([c, "1"]) for c in "BHL")
         inputs = inputs.with_ranges(kind, shape, rng.choice([1, 2]), rng.choice([torch.int32, torch.int64]), seed)
+    if poison and rng.random() < 0.4:
+        inputs = inputs.with_poison(rng.choice([math.nan, math.inf, -math.inf]))
     return inputs, options
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Sequences one after the other, as `varlen_attention` takes them: ends of the queries and keys of each, and how
+    many keys are in use."""
+
+    ends_q: list[int]
+    ends_k: list[int]
+    used: list[int] | None
+
+    def mask(self, seqlen_q: int, seqlen_k: int, options: dict[str, Any]) -> Tensor:
+        """bool (seqlen_q, seqlen_k), True = attend, written apart from `attnkern.packed`: one query after the other."""
+        mask = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+        left, right = (None if x is None else int(x) for x in options.get("window") or (None, None))
+        if options.get("is_causal"):
+            right = 0
+        for n, (first, end) in enumerate(itertools.pairwise(self.ends_q)):
+            first_k, keys = self.ends_k[n], self.ends_k[n + 1] - self.ends_k[n]
+            keys = keys if self.used is None else max(0, min(self.used[n], keys))
+            offset = keys - (end - first) if options.get("alignment", "top_left") == "bottom_right" else 0
+            for i in range(end - first):
+                begin = 0 if left is None else max(0, i + offset - left)
+                last = keys if right is None else min(keys, i + offset + right + 1)
+                if last > begin:
+                    mask[first + i, first_k + begin : first_k + last] = True
+        return mask
+
+
+def random_packed(seed: int, **kinds: Any) -> tuple[Inputs, dict[str, Any], Packed]:
+    """Packed sequences drawn as `random_problem` draws: (1, heads, T, E), options, and the sequences.
+
+    Sequences may be empty, buffers longer than their sequences, keys in use more than a sequence has or below 0, and
+    bounds of windows beyond any integer type.
+    """
+    rng = random.Random(seed)
+    number = rng.randint(1, 6)
+
+    def ends() -> list[int]:
+        return list(itertools.accumulate((rng.choice(PACKED_LENGTHS) for _ in range(number)), initial=0))
+
+    ends_q = ends()
+    ends_k = list(ends_q) if rng.random() < 0.4 else ends()
+    buffers = (max(1, x[-1]) + rng.choice([0, 0, 1, 30]) for x in (ends_q, ends_k))
+    used = None
+    if rng.random() < 0.5:
+        lengths = [b - a for a, b in itertools.pairwise(ends_k)]
+        used = [rng.choice([n, n // 2, n + 3, rng.choice([-1, 0, 2**31 - 1])]) for n in lengths]
+    options: dict[str, Any] = {"alignment": rng.choice(["top_left", "bottom_right"])}
+    draw = rng.random()
+    if draw < 0.3:
+        options["is_causal"] = True
+    elif draw < 0.7:
+        options["window"] = tuple(rng.choice([None, 0, 3, 40, rng.choice(FAR)]) for _ in range(2))
+    heads_k, group = rng.choice([1, 2]), rng.choice([1, 1, 2])
+    if group > 1:
+        options["enable_gqa"] = True
+    head_dim = rng.choice(kinds.get("head_dims", (8, 17, 64)))
+    inputs = make_inputs(
+        *(1, heads_k * group, *buffers, head_dim),
+        heads_k=heads_k,
+        dtype=rng.choice(list(kinds.get("dtypes", (torch.float32, torch.bfloat16)))),
+        seed=seed,
+    )
+    if kinds.get("poison") and rng.random() < 0.5:
+        inputs = inputs.with_poison(rng.choice([math.nan, math.inf]))
+    return inputs, options, Packed(ends_q, ends_k, used)

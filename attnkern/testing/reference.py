@@ -72,7 +72,8 @@ def unattended(
         live = live & band
     dead = {"query": ~live.any(-1, keepdim=True)}
     for name, x in (("key", key), ("value", value)):
-        dead[name] = ~live.unflatten(1, (x.shape[1], -1)).any(2).any(2).unsqueeze(-1)
+        heads = x.shape[1], live.shape[1] // max(1, x.shape[1])
+        dead[name] = ~live.unflatten(1, heads).any(2).any(2).unsqueeze(-1)
     return dead
 
 
@@ -99,10 +100,11 @@ def band_mask(
     offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
     distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None] - offset
     keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    far = 2**62  # no distance is; int64 holds it
     if left is not None:
-        keep &= distance >= -left
+        keep &= distance >= -min(left, far)
     if right is not None:
-        keep &= distance <= right
+        keep &= distance <= min(right, far)
     return keep
 
 

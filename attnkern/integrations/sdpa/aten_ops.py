@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ... import api, ops
+from ...arguments import autocasts
 from ...backends import kernels_for
 from ...packed import packed_ranges
 from ...params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
-from ...problem import Problem, autocasts
+from ...problem import Problem
 
 
 class Refused(Exception):
@@ -92,7 +93,12 @@ def _cpu_flash(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Result:
-    backend, problem = _problem(query, key, value, attn_mask, is_causal, scale, dropout_p, one_head_dim=True)
+    given = query, key, value
+    try:
+        backend, problem = _problem(*given, attn_mask, is_causal, scale, dropout_p, one_head_dim=True)
+    except Refused:
+        _check_for_torch(*given)
+        raise
     out, lse = _forward(backend, problem)
     return backend, (_like(out, query), _with_strides(lse, _strides(lse.shape, (0, 2, 1))))
 
@@ -110,11 +116,39 @@ def _cpu_flash_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Result:
-    backend, problem = _problem(
-        query, key, value, attn_mask, is_causal, scale, dropout_p, one_head_dim=True, backward=True
-    )
+    given = query, key, value
+    try:
+        backend, problem = _problem(*given, attn_mask, is_causal, scale, dropout_p, one_head_dim=True, backward=True)
+    except Refused:
+        _check_for_torch(*given, grad_out=grad_out, out=out, logsumexp=logsumexp)
+        raise
     grads = _backward(backend, problem, grad_out, out, logsumexp)[:3]
     return backend, tuple(_length_major(x) for x in grads)
+
+
+def _check_for_torch(query: Tensor, key: Tensor, value: Tensor, **results: Tensor) -> None:
+    """Raises for what torch's CPU kernels read out of bounds, or divide by 0 with, without a word.
+
+    They check the rest: ranks, dtypes, head sizes, the mask's shape. F.sdpa lets only wrong lengths through to them.
+    """
+    q, k, v = (tuple(x.shape) for x in (query, key, value))
+    if not len(q) == len(k) == len(v) == 4 or not q[3] == k[3] == v[3]:
+        return
+    if k[2] != v[2]:
+        raise RuntimeError(f"attnkern: key and value must have the same length (dimension -2), got {k} and {v}")
+    for name, shape in (("query", q), ("key", k), ("value", v)):
+        if shape[0] != q[0]:
+            raise RuntimeError(f"attnkern: {name}'s batch size must be query's {q[0]} in this operator, got {shape}")
+        if 0 in shape[1:3]:
+            raise RuntimeError(f"attnkern: {name} must have heads and a length in this operator, got {shape}")
+    if k[1] != v[1] or q[1] % k[1]:
+        raise RuntimeError(
+            f"attnkern: key and value must have one number of heads (dimension -3) that divides query's {q[1]} in this "
+            f"operator, got {k[1]} and {v[1]}"
+        )
+    for name, x in results.items():
+        if x.shape != q[: x.dim()] or x.dim() < 3:
+            raise RuntimeError(f"attnkern: {name} must have the sizes of query {q}, got {tuple(x.shape)}")
 
 
 def _flash(
@@ -396,7 +430,7 @@ def _math(
     """Torch's composed maths, which takes what no other aten op does: counted, with the reason as far as it shows."""
     if not query.dim() == key.dim() == value.dim() == 4:
         reason = "the inputs are not 4-D"
-    elif dropout_p > 0:
+    elif dropout_p != 0:
         reason = "dropout_p > 0"
     elif attn_mask is not None and attn_mask.requires_grad:
         reason = "attn_mask needs a gradient"

@@ -1,0 +1,106 @@
+"""Types of arguments: what is taken for a number, a window or a mask, what autocast makes of tensors, and how errors
+show the rest."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .params import int_of_numpy, shown
+
+Window = tuple[int | None, int | None] | None
+
+
+def is_usual_window(window: Any) -> bool:
+    return type(window) is tuple and len(window) == 2 and all(x is None or type(x) is int for x in window)
+
+
+def checked_window(window: Any) -> Window:
+    """`window` as a tuple of two bounds, each an int >= 0 or None; None: there is none."""
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"attnkern: argument 'window' must be (left, right) or None, not {shown(window)}")
+    bounds: Any = tuple(int_of_numpy(x) for x in window)
+    for bound in bounds:
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
+            raise TypeError(f"attnkern: the bounds in 'window' must be int or None, not {type_name(bound)}")
+    check_bounds(bounds)
+    return bounds
+
+
+def check_bounds(window: Any) -> None:
+    if window is not None and any(bound is not None and bound < 0 for bound in window):
+        raise ValueError(f"attnkern: window's bounds must be >= 0 (None: unbounded), got {window}")
+
+
+def is_causal_bias(x: object) -> bool:
+    """Whether `x` is one of torch.nn.attention.bias' causal masks, which hold their sizes instead of elements."""
+    return type(x).__name__ == "CausalBias" and type(x).__module__ == "torch.nn.attention.bias"
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device. (Nearly every call ends at the first test: 0.1 us, not 0.5.)"""
+    return (
+        torch._C._is_any_autocast_enabled()
+        # Dynamo of torch 2.11 cannot ask this, so the common devices are not asked.
+        and (device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type))
+        and torch.is_autocast_enabled(device.type)
+    )
+
+
+def autocast(query: Tensor, *others: Any) -> list[Any]:
+    """torch's rule for its lower-precision list: floating point goes to autocast's dtype, float64 stays."""
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return [
+        x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in (query, *others)
+    ]
+
+
+def number(name: str, x: Any) -> float:
+    """What torch takes for a float: Python and numpy scalars, and 0-dim tensors outside the graph."""
+    if isinstance(x, Tensor):
+        if x.ndim == 0 and not x.requires_grad and not x.is_complex():
+            return float(x.item())
+    elif isinstance(x, (float, int, torch.SymFloat, torch.SymInt)):
+        return float(constant(x))
+    elif isinstance(x, numbers.Real) or is_numpy_bool(x):
+        return float(x)
+    raise type_error(name, "float", x)
+
+
+def constant(x: Any) -> Any:
+    """A number that a trace may hold as a symbol, as a constant guarded on: operators take their floats as such."""
+    if torch.compiler.is_compiling() or isinstance(x, (torch.SymInt, torch.SymFloat)):
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return guard_scalar(x)
+    return x
+
+
+def is_numpy_bool(x: object) -> bool:
+    return type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_")
+
+
+def type_error(name: str, expected: str, x: object) -> TypeError:
+    return TypeError(f"attnkern: argument '{name}' must be {expected}, not {type_name(x)}")
+
+
+def type_name(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"Tensor of shape {show(x.shape)}{' that requires grad' if x.requires_grad else ''}"
+    kind = type(x)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def show(x: object) -> str:
+    """Shapes as plain tuples, dtypes without their module."""
+    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else str(tuple(x))  # type: ignore[arg-type]
+
+
+def describe(name: str, x: Tensor) -> str:
+    return f"{name} {show(x.shape)} {show(x.dtype)} {x.device}"
