@@ -162,15 +162,11 @@ __device__ __forceinline__ uint32_t to_gradients(const Score& p, const HeadScore
   uint32_t attended = ~0u;
   if (may_hide<kFastPath>(p, masked)) {
     attended = attended_columns(s);
-    // Where query and key don't meet, the other factors of dS may be NaN.
+    // Where query and key don't meet, the other factors of dS may be NaN, as softcap's below.
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool meets = s[n][e] != -kInfinity;
-        dp[n][e] = meets ? dp[n][e] : 0.f;
-        if constexpr (!kFastPath) t[n][e] = meets ? t[n][e] : 0.f;
-      }
+      for (int e = 0; e < 4; ++e) dp[n][e] = s[n][e] != -kInfinity ? dp[n][e] : 0.f;
     }
   }
 #pragma unroll
@@ -197,7 +193,7 @@ __device__ __forceinline__ uint32_t to_gradients(const Score& p, const HeadScore
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) dp[n][e] *= product_factor(p, t[n][e]);
+        for (int e = 0; e < 4; ++e) dp[n][e] = dp[n][e] != 0.f ? dp[n][e] * product_factor(p, t[n][e]) : 0.f;
       }
     }
   }

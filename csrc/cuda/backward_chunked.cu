@@ -384,8 +384,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
       }
       // The columns that attend to nothing, or that no row attends to.
       if constexpr (kKeyRows) {
-        const uint32_t attended = attending_columns<kCols / 8>(tiles.constants(step % 2, 0));
-        clear_unattended<Tile<kWidth>, kCols / 8, kWarps>(col_tile, attended);
+        clear_idle_queries<Tile<kWidth>, kCols, kWarps>(col_tile, tiles.constants(step % 2, 0));
       } else {
         if (may_hide<false>(p.score, masked)) {
           clear_unattended<Tile<kWidth>, kCols / 8, kWarps>(col_tile, of_warps.all());

@@ -236,10 +236,9 @@ struct BackwardBlock {
   // Queries are known by their lse, before the scores; keys by the scores, before the gradients.
   __device__ __forceinline__ void clear_queries([[maybe_unused]] int stage) const {
     if constexpr (kKeyRows && !kFastPath) {
-      const uint32_t attended = attending_columns<S::kCols / 8>(constants(stage, 0));
 #pragma unroll
       for (int which = 0; which < 2; ++which) {
-        clear_unattended<Tile<kHeadDim>, S::kCols / 8, S::kThreads / 32>(col_tile(stage, which), attended);
+        clear_idle_queries<Tile<kHeadDim>, S::kCols, S::kThreads / 32>(col_tile(stage, which), constants(stage, 0));
       }
     }
   }

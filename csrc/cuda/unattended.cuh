@@ -48,6 +48,14 @@ __device__ __forceinline__ bool all_attended(uint32_t attended) {
   return __all_sync(0xffffffffu, (attended & all_columns<kTiles>()) == all_columns<kTiles>());
 }
 
+// By a warp.
+template <class Chunks>
+__device__ __forceinline__ void clear_row(uint32_t tile, int row) {
+  for (int chunk = threadIdx.x % 32; chunk < Chunks::kChunks; chunk += 32) {
+    ptx::store_shared(Chunks::address(tile, row, chunk), make_uint4(0, 0, 0, 0));
+  }
+}
+
 // The rows of a tile, 8 kTiles from first_row on, that aren't attended to become zeros: those of number `warp` and
 // every kWarps-th after it.
 template <class Chunks, int kTiles, int kWarps>
@@ -55,30 +63,24 @@ __device__ __forceinline__ void clear_unattended(uint32_t tile, int first_row, u
 #pragma unroll 1
   for (int row = warp; row < 8 * kTiles; row += kWarps) {
     const uint32_t word = __shfl_sync(0xffffffffu, attended, row % 8 / 2);
-    if (word >> (row / 8 + row % 2 * 16) & 1) continue;
-    for (int chunk = threadIdx.x % 32; chunk < Chunks::kChunks; chunk += 32) {
-      ptx::store_shared(Chunks::address(tile, first_row + row, chunk), make_uint4(0, 0, 0, 0));
-    }
+    if ((word >> (row / 8 + row % 2 * 16) & 1) == 0) clear_row<Chunks>(tile, first_row + row);
   }
 }
 
-// Columns that are queries, from their log-sum-exps in shared memory: of one that attends to nothing it is -inf.
-template <int kTiles>
-__device__ __forceinline__ uint32_t attending_columns(uint32_t lse) {
-  const auto attends = [&](int column) {
-    return __uint_as_float(ptx::load_shared_word(lse + column * 4)) != -kInfinity;
-  };
-  const int lane = threadIdx.x % 32;
-  bool all = true;
+// A tile of queries that all threads have waited for, without those that attend to nothing: their log-sum-exps, in
+// shared memory too, are -inf.
+template <class Chunks, int kRows, int kWarps>
+__device__ __forceinline__ void clear_idle_queries(uint32_t tile, uint32_t lse) {
+  const auto idle = [&](int row) { return __uint_as_float(ptx::load_shared_word(lse + row * 4)) == -kInfinity; };
+  bool any = false;
 #pragma unroll
-  for (int column = lane; column < 8 * kTiles; column += 32) all &= attends(column);
-  if (__all_sync(0xffffffffu, all)) return ~0u;
-  uint32_t attended = 0;
+  for (int row = threadIdx.x % 32; row < kRows; row += 32) any |= idle(row);
+  if (!__any_sync(0xffffffffu, any)) return;
 #pragma unroll 1
-  for (int n = 0; n < 2 * kTiles; ++n) {
-    attended |= static_cast<uint32_t>(attends(n / 2 * 8 + lane % 4 * 2 + n % 2)) << (n / 2 + n % 2 * 16);
+  for (int row = threadIdx.x / 32; row < kRows; row += kWarps) {
+    if (idle(row)) clear_row<Chunks>(tile, row);
   }
-  return attended;
+  __syncthreads();
 }
 
 // Where the warps of a block of threads tell each other what their rows attend to: a word every kStride bytes of shared
