@@ -210,6 +210,42 @@ def test_any_schedule(forward, seed):
         forward(1, 1, 130, 300, 256, causal=True)
 
 
+def counters(recorder):
+    """Those of the last call: how many tiles were asked for beyond the first of each block of threads."""
+    return [x.item() for x in recorder.tensors if x.dtype == torch.int32 and x.numel() == 1]
+
+
+# Calls of six tiles, and the multiprocessors that share them.
+UNEQUAL = {
+    "causal": (call("", "", (1, 2, 260, 260, 64), causal=True), 2),
+    "nearly all take one": (call("", "", (1, 2, 260, 140, 64), causal=True), 5),
+    "rows without keys": (call("", "", (1, 2, 260, 70, 64), **LAST), 1),
+    "ranges": (call("", "", (1, 2, 260, 140, 64)), 2),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_tiles_of_unequal_length_go_to_who_is_free(forward, name):
+    """Whoever takes which, the bits are the same; every tile is taken once, and then there are no more."""
+    this, multiprocessors = UNEQUAL[name]
+    inputs, outs = this.inputs(), []
+    ranges = torch.stack([torch.arange(260) // 3, torch.arange(260) % 110 + 30], -1).unsqueeze(1)  # some are empty
+    options = {"key_ranges": ranges} if name == "ranges" else {}
+    for count, seed in ((multiprocessors, None), (multiprocessors, 1), (100, None)):
+        forward.recorder.multiprocessors, forward.recorder.seed = count, seed
+        outs.append(forward.attention(**inputs.tensors, **this.options, **options))
+        assert forward.recorder.launches[-1].grid[0] == min(6, count)
+        assert counters(forward.recorder) == ([6] if count < 6 else [])
+    assert all(torch.equal(outs[-1], out) for out in outs)
+
+
+def test_tiles_of_equal_length_need_no_counter(forward):
+    forward.recorder.multiprocessors, forward.recorder.simulate = 2, False
+    q = torch.zeros(1, 5, 130, 64, dtype=BF16)
+    forward.sdpa(q, q, q)
+    assert counters(forward.recorder) == []
+
+
 # -------------------------------------------------------------------------------------------------------- planted bugs
 
 
@@ -241,21 +277,24 @@ BUGS = {
     "a missing wait": (planted("loosen_wait"), 16, 0),
     "a missing fence": (planted("drop_fence"), 4, 1),  # 1: of mbarrier.init, which matters in clusters
     "a wrong count of bytes": (planted("shift_count", only="expect_tx"), 10, 0),
-    "a stuck phase": (stuck_phases, 6, 0),
+    "a stuck phase": (stuck_phases, 5, 0),
 }
 
 
 @pytest.mark.parametrize("kind", BUGS)
 def test_planted_bugs_are_found(forward, kind):
-    """In four tiles of five blocks of keys, dealt to two blocks of threads."""
+    """In tiles of five blocks of keys to one, of which two blocks of threads take whichever is next."""
     torch.manual_seed(2)
-    q, k, v = (torch.randn(1, 4, length, 64, dtype=BF16) for length in (70, 600, 600))
+    q, k, v = (torch.randn(1, 1, 600, 64, dtype=BF16) for _ in range(3))
     forward.recorder.multiprocessors, forward.recorder.simulate = 2, False
-    out, lse = cuda.forward(q, k, v, None, None, None, PLAIN, True, splits=0)
+    params = AttentionParams(0.125, window_right=0)
+    out, lse = cuda.forward(q, k, v, None, None, None, params, True, splits=0)
     (launch,) = forward.recorder.launches
-    want = testing.expected(q, k, v)
+    (taken,) = [x for x in forward.recorder.tensors if x.dtype == torch.int32]
+    want = testing.expected(q, k, v, is_causal=True)
 
     def outcome(text, seed):
+        taken.zero_()
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
         try:
@@ -265,7 +304,7 @@ def test_planted_bugs_are_found(forward, kind):
                 *launch.parameters,
                 block=launch.block,
                 shared=launch.shared,
-                tensors=[q, k, v, out, lse],
+                tensors=[q, k, v, out, lse, taken],
                 undefined=[out, lse],
                 seed=seed,
             )
@@ -312,18 +351,21 @@ def test_other_chips_take_other_kernels(simulated, target):  # noqa: F811
     assert simulated.kernels() == ["forward"]
 
 
-def test_the_longest_rows_come_first(forward):
-    """Of a causal problem the last rows of all heads that share the cache, then the rows before; else head by head."""
+def test_the_order_of_tiles_is_the_plan_s(forward):
+    """Of a causal problem and of key ranges the last rows of all heads that share the cache, then the rows before, each
+    to the first that is free; else head by head in turn. (What comes when: test_tile_order.py.)"""
     q = torch.zeros(1, 3, 300, 64, dtype=BF16)
     forward.recorder.simulate = False
     forward.sdpa(q, q, q, is_causal=True)
     forward.sdpa(q, q, q)
-    counts = struct.pack("<5i", 3, 1, 1, 3, 9)  # heads, group_k, group_v, blocks of rows, tiles
+    forward.attention(q, q, q, key_ranges=torch.tensor([0, 9]).expand(300, 1, 2))
+    counts = struct.pack("<3i", 9, 3, 3)  # tiles, heads, blocks of rows
     found = []
     for launch in forward.recorder.launches:
-        _, _, rest = launch.parameters[0].partition(counts)
-        found.append(struct.unpack_from("<i?", rest))  # heads taken together, whether the last rows come first
-    assert found == [(3, True), (1, False)]
+        before, _, rest = launch.parameters[0].partition(counts)
+        # heads of a section, the last section's first one, whether the last rows come first, whether tiles differ
+        found.append((*struct.unpack_from("<2i2?", rest), struct.unpack("<q", before[-8:]) != (0,)))
+    assert found == [(3, 0, True, True, True), (1, 2, False, False, False), (3, 0, True, True, True)]
 
 
 PLANNED = """
@@ -333,7 +375,7 @@ extern "C" __attribute__((visibility("default"))) const char* refusal() {
   return cuda::plan_forward_sm90(Forward{}, cuda::Chip{132, 228 * 1024, 90}).refusal;
 }
 extern "C" __attribute__((visibility("default"))) int launched() {
-  return attnkern::cuda::forward_sm90({}, {}, nullptr);
+  return attnkern::cuda::forward_sm90({}, {}, nullptr, nullptr);
 }
 """
 

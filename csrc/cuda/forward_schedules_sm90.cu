@@ -4,7 +4,7 @@
 
 namespace attnkern::cuda {
 
-int forward_schedules_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
+int forward_schedules_sm90(const Forward& p, const ForwardSm90Plan& plan, int32_t* taken, void* stream) {
   if (plan.refusal != nullptr || !plan.fast_path) return cudaErrorInvalidValue;
 #ifdef ATTNKERN_NO_SM90
   return cudaErrorNoKernelImageForDevice;
@@ -17,7 +17,7 @@ int forward_schedules_sm90(const Forward& p, const ForwardSm90Plan& plan, void* 
         if constexpr (kSchedule == tile.kSchedule) {
           return kNone;  // forward_sm90's
         } else {
-          return launch_forward_sm90<T, kD, kDV, true, kSchedule>(p, plan, stream);
+          return launch_forward_sm90<T, kD, kDV, true, kSchedule>(p, plan, taken, stream);
         }
       };
       switch (plan.schedule) {

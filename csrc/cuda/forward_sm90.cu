@@ -5,16 +5,6 @@
 namespace attnkern::cuda {
 namespace {
 
-// Neighbouring tiles of the grid share what they read of K and V in the L2 cache: so many heads, whose keys and values
-// fit there, that their tiles may come by rows, longest first, rather than head by head.
-int swizzled_heads(const Attention& p) {
-  constexpr int64_t kCache = int64_t{32} << 20;
-  const int64_t bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
-  int64_t heads = 1;
-  while (2 * heads * bytes <= kCache && heads < p.batch * p.heads_q) heads *= 2;
-  return static_cast<int>(std::min(heads * (p.heads_q / std::max(p.heads_k, p.heads_v)), p.batch * p.heads_q));
-}
-
 const char* why_not(const Forward& p, const Chip& chip) {
   if (const char* refusal = why_not_sm90(p, chip, kNoSm90)) return refusal;
   if (const char* refusal = unfit_input(p)) return refusal;
@@ -44,13 +34,12 @@ ForwardSm90Plan plan_forward_sm90(const Forward& p, const Chip& chip) {
   }
   plan.blocks = std::min<int64_t>(plan.tiles, chip.multiprocessors);
   plan.fast_path = is_fast_path(p);
-  plan.last_rows_first = p.band.right < kUnbounded;
-  const bool unequal = p.band.right < kUnbounded || p.band.left < kUnbounded;
-  plan.swizzled_heads = unequal ? swizzled_heads(p) : 1;
+  plan.order = tile_order(p, kRows, chip.multiprocessors);
+  plan.counters = plan.order.unequal && plan.tiles > plan.blocks;
   return plan;
 }
 
-int forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
+int forward_sm90(const Forward& p, const ForwardSm90Plan& plan, int32_t* taken, void* stream) {
   if (plan.refusal != nullptr) return cudaErrorInvalidValue;
 #ifdef ATTNKERN_NO_SM90
   return cudaErrorNoKernelImageForDevice;
@@ -59,8 +48,8 @@ int forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
     using T = decltype(element);
     constexpr int kNone = cudaErrorInvalidValue;
     return by_tile(p.head_dim, p.head_dim_v, kNone, [&]<int kD, int kDV>(ForwardSm90Tile<kD, kDV> tile) {
-      return plan.fast_path ? launch_forward_sm90<T, kD, kDV, true, tile.kSchedule>(p, plan, stream)
-                            : launch_forward_sm90<T, kD, kDV, false, tile.kSchedule>(p, plan, stream);
+      return plan.fast_path ? launch_forward_sm90<T, kD, kDV, true, tile.kSchedule>(p, plan, taken, stream)
+                            : launch_forward_sm90<T, kD, kDV, false, tile.kSchedule>(p, plan, taken, stream);
     });
   });
 #endif

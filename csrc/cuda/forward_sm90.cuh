@@ -1,7 +1,8 @@
 // The forward pass for Hopper: copies by TMA, products by wgmma, and warpgroups with roles of their own (as in
 // FlashAttention-3: Shah et al., 2024). One producer warp keeps the tiles of Q, K and V coming; each of two consumer
 // warpgroups owns 64 rows of queries. A block of threads takes one tile of 128 rows after the other, so that the copies
-// for the next tile run beside the end of this one.
+// for the next tile run beside the end of this one. Which tile is next the producer asks of a counter, and tells the
+// consumers.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -34,10 +35,10 @@ struct ForwardSm90Params {
   bool raw;        // the scores are the products as they are, but for the band
   float* lse;      // (batch, heads, seqlen_q) contiguous, or null
   Steps q_steps, k_steps, v_steps;
-  int32_t batch_heads, group_k, group_v;  // queries' heads per head of k, of v
-  int32_t row_blocks, tiles;
-  int32_t swizzled_heads;  // L2 head swizzle: one row block of all of them after the other
-  bool last_rows_first;    // they have the most keys
+  int32_t group_k, group_v;  // queries' heads per head of k, of v
+  int32_t* taken;            // tiles beyond the first of each block of threads; null: they are taken in turn
+  int32_t tiles;
+  TileOrder order;
 };
 
 // Keys per block and stages of the pipelines, for a class of head sizes.
@@ -62,7 +63,7 @@ struct ForwardSm90Tile {
   static constexpr int kWarps = kConsumers * kWarpgroup / 32;
   static constexpr uint32_t kAttended = kInfo + 4 * (kStages + kConsumers), kAttendedBytes = kWarps * 16;
   template <bool kFastPath>
-  static constexpr int kSharedBytes = kFastPath ? kInfo : kAttended + 2 * kAttendedBytes;
+  static constexpr int kSharedBytes = kFastPath ? kInfo + 4 * kConsumers : kAttended + 2 * kAttendedBytes;
   static_assert(kHeadDimV <= kHeadDim, "the output leaves through Q's buffer");
 };
 
@@ -74,9 +75,8 @@ struct Shared {
   __device__ __forceinline__ uint32_t k(int stage) const { return base + Config::kFirstK + stage * Config::kKBytes; }
   __device__ __forceinline__ uint32_t v(int stage) const { return base + Config::kFirstV + stage * Config::kVBytes; }
   __device__ __forceinline__ uint32_t barrier(int n) const { return base + Config::kBarriers + 8 * n; }
-  __device__ __forceinline__ uint32_t k_info(int stage) const { return base + Config::kInfo + 4 * stage; }
-  // Whether the consumer's queries visit any block.
-  __device__ __forceinline__ uint32_t q_info(int consumer) const { return k_info(Config::kStages + consumer); }
+  __device__ __forceinline__ uint32_t q_info(int consumer) const { return base + Config::kInfo + 4 * consumer; }
+  __device__ __forceinline__ uint32_t k_info(int stage) const { return q_info(kConsumers + stage); }
   __device__ __forceinline__ AttendedByWarps<Config::kWarps> attended(int parity) const {
     return {base + Config::kAttended + parity * Config::kAttendedBytes};
   }
@@ -89,6 +89,15 @@ struct Shared {
   __device__ __forceinline__ uint32_t v_full(int stage) const { return pipeline_barrier(1, stage); }
   __device__ __forceinline__ uint32_t k_empty(int stage) const { return pipeline_barrier(2, stage); }
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return pipeline_barrier(3, stage); }
+};
+
+// What the producer tells a consumer of a tile, in a word of shared memory, beside the queries themselves.
+struct TileInfo {
+  int tile;  // the number of tiles: there are no more
+  bool any;  // whether it visits any block of keys
+
+  __device__ __forceinline__ uint32_t word() const { return static_cast<uint32_t>(tile) * 2 + any; }
+  __device__ __forceinline__ static TileInfo of(uint32_t word) { return {static_cast<int>(word / 2), (word & 1) != 0}; }
 };
 
 // One tile of queries.
@@ -109,27 +118,13 @@ __device__ __forceinline__ auto keys_of(const ForwardSm90Params& p, const Work& 
 
 __device__ __forceinline__ Work work_of(const ForwardSm90Params& p, int tile) {
   Work work;
-  const int first_head = tile / (p.swizzled_heads * p.row_blocks) * p.swizzled_heads;
-  const int heads = min(p.swizzled_heads, p.batch_heads - first_head);
-  const int index = tile - first_head * p.row_blocks;
-  const int row_block = index / heads;
-  work.batch_head = first_head + index % heads;
-  work.batch = work.batch_head / p.score.heads;
-  work.head = work.batch_head % p.score.heads;
-  work.first_row = (p.last_rows_first ? p.row_blocks - 1 - row_block : row_block) * kRows;
+  const auto [batch_head, row_block] = p.order[tile];
+  work.batch_head = batch_head;
+  work.batch = batch_head / p.score.heads;
+  work.head = batch_head % p.score.heads;
+  work.first_row = row_block * kRows;
   work.rows = min(kRows, p.score.seqlen_q - work.first_row);
   return work;
-}
-
-// run(work) for every tile of this block of threads. Every other round is dealt out backwards, which evens out what the
-// blocks get of tiles that come longest first.
-template <typename Run>
-__device__ __forceinline__ void each_tile(const ForwardSm90Params& p, Run run) {
-  const int blocks = gridDim.x;
-  for (int first = 0, backwards = 0; first < p.tiles; first += blocks, backwards ^= 1) {
-    const int tile = first + (backwards ? blocks - 1 - static_cast<int>(blockIdx.x) : static_cast<int>(blockIdx.x));
-    if (tile < p.tiles) run(work_of(p, tile));
-  }
 }
 
 // One thread on the fast path, else a whole warp, of which one thread copies.
@@ -138,7 +133,24 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
   const bool copies = kFastPath || ptx::elect_one();
   PipelineState<Config::kStages> k_pipeline, v_pipeline;
   uint32_t parity = 0;
-  each_tile(p, [&](const Work& work) {
+  // Q's buffers are free only when the last output has left them.
+  const auto tell = [&](int consumer, const TileInfo& info) {
+    ptx::mbarrier_wait(shared.q_empty(consumer), parity ^ 1);
+    if (copies) ptx::store_shared(shared.q_info(consumer), info.word());
+  };
+  // The tile after this one. It is taken when all keys of this one are under way, no sooner: then the last tiles go to
+  // those who end first. Meanwhile the consumers have some blocks of keys to do.
+  const auto next_tile = [&](int tile) {
+    const int blocks = gridDim.x;
+    if (p.taken == nullptr) return tile + blocks;
+    int next = copies ? blocks + atomicAdd(p.taken, 1) : 0;
+    if constexpr (!kFastPath) next = __reduce_max_sync(0xffffffffu, next);
+    return next;
+  };
+  int tile = blockIdx.x;
+#pragma unroll 1
+  for (; tile < p.tiles; tile = next_tile(tile)) {
+    const Work work = work_of(p, tile);
     auto keys = keys_of<Config::kKeys, kFastPath>(p, work);
     // Waits for the opposite parity pass at once in the first round.
     const auto load_k = [&] {
@@ -166,14 +178,13 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
       }
       v_pipeline.advance();
     };
-    // Q's buffers are free only when the last output has left them; the first K needn't wait for that.
+    // The first K needn't wait until Q's buffers are free.
     bool any = !keys.done();
     int first = any ? load_k() : 0;
 #pragma unroll
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      ptx::mbarrier_wait(shared.q_empty(consumer), parity ^ 1);
+      tell(consumer, {tile, any});
       if (!copies) continue;
-      if constexpr (!kFastPath) ptx::store_shared(shared.q_info(consumer), any);
       ptx::mbarrier_arrive_expect_tx(shared.q_full(consumer), Config::kQBytes);
       Config::template Q<T>::load(shared.q(consumer), p.q, shared.q_full(consumer),
                                   work.first_row + consumer * kGroupRows, work.head * p.q_steps.head,
@@ -187,7 +198,12 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
       if (any) first = load_k();
       load_v(before);
     }
-  });
+  }
+#pragma unroll
+  for (int consumer = 0; consumer < kConsumers; ++consumer) {
+    tell(consumer, {p.tiles, false});
+    if (copies) ptx::mbarrier_arrive(shared.q_full(consumer));
+  }
 }
 
 template <typename T, int kHeadDim, int kHeadDimV, bool kFastPath, Schedule kSchedule>
@@ -468,7 +484,8 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     if (kSchedule != Schedule::kOverlap && consumer == 1) pass_turn();
-    each_tile(p, [&](const Work& work) {
+#pragma unroll 1
+    while (true) {
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 8; ++n) {
 #pragma unroll
@@ -477,6 +494,9 @@ struct Consumer {
       state = RowState{};
       ptx::mbarrier_wait(shared.q_full(consumer), parity);
       parity ^= 1;
+      const TileInfo info = TileInfo::of(ptx::load_shared_word(shared.q_info(consumer)));
+      if (info.tile == p.tiles) break;
+      const Work work = work_of(p, info.tile);
       Keys keys = [&] {
         if constexpr (kFastPath) {
           return keys_of<kKeys, true>(p, work);
@@ -484,13 +504,7 @@ struct Consumer {
           return Keys{};
         }
       }();
-      bool any;
-      if constexpr (kFastPath) {
-        any = !keys.done();
-      } else {
-        any = ptx::load_shared_word(shared.q_info(consumer)) != 0;
-      }
-      if (any) {
+      if (info.any) {
         if constexpr (kSchedule == Schedule::kSerial) {
           attend_serially(work, keys);
         } else {
@@ -498,7 +512,7 @@ struct Consumer {
         }
       }
       finish(work);
-    });
+    }
   }
 };
 
@@ -550,7 +564,7 @@ Result by_tile(int64_t head_dim, int64_t head_dim_v, Result none, Run run) {
 }
 
 template <typename T, int kHeadDim, int kHeadDimV, bool kFastPath, Schedule kSchedule>
-int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* stream) {
+int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, int32_t* taken, void* stream) {
   using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
   ForwardSm90Params params{};
   const CUtensorMapDataType type = map_type(p.dtype);
@@ -568,13 +582,15 @@ int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, void* str
   params.raw = p.softcap == 0 && p.softmax_scale > 0;
   params.exponent = params.raw ? score_of(p, true).scale : kLog2E;
   params.lse = static_cast<float*>(p.lse);
-  params.batch_heads = static_cast<int32_t>(p.batch * p.heads_q);
   params.group_k = static_cast<int32_t>(p.heads_q / p.heads_k);
   params.group_v = static_cast<int32_t>(p.heads_q / p.heads_v);
-  params.row_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, kRows));
   params.tiles = static_cast<int32_t>(plan.tiles);
-  params.swizzled_heads = plan.swizzled_heads;
-  params.last_rows_first = plan.last_rows_first;
+  params.order = plan.order;
+  if (plan.counters > 0) {
+    params.taken = taken;
+    error = cudaMemsetAsync(taken, 0, plan.counters * sizeof(int32_t), static_cast<cudaStream_t>(stream));
+    if (error != cudaSuccess) return error;
+  }
   return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kFastPath, kSchedule>, plan.blocks, kThreads,
                        Config::template kSharedBytes<kFastPath>, params, stream);
 }

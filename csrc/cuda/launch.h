@@ -8,6 +8,7 @@
 #include <string>
 
 #include "common/params.h"
+#include "cuda/tile_order.h"
 
 namespace attnkern::cuda {
 
@@ -53,17 +54,19 @@ struct ForwardSm90Plan {
   int rows, keys;                     // of a tile of queries, of a block of keys
   int stages, threads, shared_bytes;  // buffers for K and for V; of a block of threads
   int64_t tiles, blocks;              // the blocks of threads share the tiles
-  int swizzled_heads;    // L2 head swizzle: heads whose tiles are dealt out together, row block by row block
-  bool fast_path;        // without softcap and key ranges, and with a scale above 0
-  bool last_rows_first;  // which have the most keys
-  Schedule schedule;     // any gives the same results
+  TileOrder order;                    // in which they take them
+  int counters;                       // int32 for that: tiles of unequal length go to the first that is free
+  bool fast_path;                     // without softcap and key ranges, and with a scale above 0
+  Schedule schedule;                  // any gives the same results
 };
 ForwardSm90Plan plan_forward_sm90(const Forward& params, const Chip& chip);
-int forward_sm90(const Forward& params, const ForwardSm90Plan& plan, void* stream);
+// taken: memory for the plan's counters, whatever it holds.
+int forward_sm90(const Forward& params, const ForwardSm90Plan& plan, int32_t* taken, void* stream);
 // A problem of the fast path by another schedule than the plan's own, put in its place. Weak: null in a library that
 // was built without ATTNKERN_SCHEDULES=all.
 __attribute__((weak, visibility("hidden"))) int forward_schedules_sm90(const Forward& params,
-                                                                       const ForwardSm90Plan& plan, void* stream);
+                                                                       const ForwardSm90Plan& plan, int32_t* taken,
+                                                                       void* stream);
 
 // The kernels for few queries and many keys, or splits = 0: not a problem for them. `splits` parts of the keys are read
 // side by side, their results kept in a workspace of so many floats and combined by a second kernel.

@@ -92,15 +92,15 @@ float* data_of(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
 // Hopper's forward kernel by another schedule than the plan's own, where the library holds it.
 int forward_by_schedule(const attnkern::Forward& p, attnkern::cuda::ForwardSm90Plan plan, int64_t schedule,
-                        void* stream) {
+                        int32_t* taken, void* stream) {
   STD_TORCH_CHECK(plan.refusal == nullptr, "attnkern: no kernel for Hopper takes this: ", plan.refusal);
   STD_TORCH_CHECK(schedule >= 0 && schedule <= 2 && plan.fast_path,
                   "attnkern: schedule must be 0, 1 or 2, and softcap 0");
   const auto own = std::exchange(plan.schedule, static_cast<attnkern::cuda::Schedule>(schedule));
-  if (plan.schedule == own) return attnkern::cuda::forward_sm90(p, plan, stream);
+  if (plan.schedule == own) return attnkern::cuda::forward_sm90(p, plan, taken, stream);
   STD_TORCH_CHECK(attnkern::cuda::forward_schedules_sm90 != nullptr, "attnkern: this library has schedule ",
                   static_cast<int>(own), " alone for these head sizes: build it with ATTNKERN_SCHEDULES=all");
-  return attnkern::cuda::forward_schedules_sm90(p, plan, stream);
+  return attnkern::cuda::forward_schedules_sm90(p, plan, taken, stream);
 }
 
 // out and lse; lse has shape (0,) unless need_lse. splits and schedule replace those of the plan: for timing and tests.
@@ -124,12 +124,15 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor 
     return {out, lse};
   }
   const auto plan = attnkern::cuda::plan_forward_sm90(p, device.chip);
+  std::optional<Tensor> counters;
+  if (plan.counters > 0) counters = attnkern::empty<Dispatcher, 1>(q, {plan.counters}, ScalarType::Int);
+  int32_t* taken = counters ? static_cast<int32_t*>(counters->data_ptr()) : nullptr;
   if (schedule) {
-    device.check(forward_by_schedule(p, plan, *schedule, stream));
+    device.check(forward_by_schedule(p, plan, *schedule, taken, stream));
     return {out, lse};
   }
   device.launch(
-      plan.refusal == nullptr, [&] { return attnkern::cuda::forward_sm90(p, plan, stream); },
+      plan.refusal == nullptr, [&] { return attnkern::cuda::forward_sm90(p, plan, taken, stream); },
       [&] { return attnkern::cuda::forward(p, stream); });
   return {out, lse};
 }

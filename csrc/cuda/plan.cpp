@@ -70,7 +70,7 @@ void plan_forward(Launches& launches, const attnkern::Forward& p, const attnkern
     const std::string words = text(hopper.tiles) + " tiles, " + text(hopper.stages) + " stages, " +
                               (hopper.fast_path ? "fast path, " : "generic, ") +
                               kSchedules[static_cast<int>(hopper.schedule)] +
-                              (hopper.last_rows_first ? ", longest rows first" : "");
+                              (hopper.order.last_rows_first ? ", longest rows first" : "");
     launches.add("forward", "sm_90a", hopper.head_dim, hopper.head_dim_v, hopper.rows, hopper.keys, hopper.threads,
                  hopper.shared_bytes, hopper.blocks, words);
     return;

@@ -36,7 +36,8 @@ def _case(sizes: tuple[int, int], schedule: str, fast_path: bool) -> Case:
     (size, values), (keys, stages, own) = sizes, TILES[sizes]
     slabs, slabs_v = -(-size // 64), -(-values // 64)  # of 128 bytes a row
     shared = 128 * slabs * 128 + stages * keys * (slabs + slabs_v) * 128 + (4 + 4 * stages) * 8
-    shared += 0 if fast_path else (stages + 2) * 4  # what the producer tells the consumers
+    shared += 4 * (2 if fast_path else stages + 2)  # what the producer tells the consumers
+    shared += 0 if fast_path else 2 * 8 * 16  # and what their 8 warps tell each other of two blocks
     scores, outputs, exponentials = size // 16, keys // 16, keys // 2 * (1 if fast_path else 2)
     serial, turns = schedule == "serial", 0 if schedule == "overlap" else 2
     counts = {
