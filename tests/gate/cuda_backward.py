@@ -67,7 +67,10 @@ SPILLS = {
         "80": Budget(72, f"14 {WALK} 32 mma of a round, most once in a step of many rounds"),
         "86": Budget(72, f"14 {WALK} 32 mma of a round, most once in a step of many rounds"),
     },
-    "backward chunked dkdv 3xtf32": {"80 86": Budget(12, f"2 {WALK} 96 mma of a round")},
+    "backward chunked dkdv 3xtf32": {
+        "80": Budget(8, f"1 {WALK} 96 mma of a round"),
+        "86": Budget(12, f"2 {WALK} 96 mma of a round"),
+    },
 }
 
 
