@@ -74,8 +74,8 @@ def check_attention(
 
     Also asserts dtypes, shapes, dense outputs that alias no input, and inputs left as they were. `function` replaces
     `attnkern.attention` (it then returns the output alone). Inputs with poison have it, in the call, wherever no query
-    attends to, and in grad_out where a query attends to nothing; what is expected does not change. Returns what was
-    computed, by the names of `expected`.
+    attends to, and in the gradients of output and log-sum-exp where a query attends to nothing; what is expected does
+    not change. Returns what was computed, by the names of `expected`.
     """
     import attnkern
 
@@ -104,9 +104,10 @@ def check_attention(
             targets, seeds = [out], [poisoned(grad_out, "query")]
             if "lse" in results:
                 grad_lse = (0.25 * torch.randn(results["lse"].shape, dtype=torch.float64)).to(results["lse"])
-                grad_lse = torch.where(results["lse"].detach() == -math.inf, 0.0, grad_lse)
+                empty = results["lse"].detach() == -math.inf
+                grad_lse = grad_lse.masked_fill(empty, 0.0)
                 targets.append(results["lse"])
-                seeds.append(grad_lse)
+                seeds.append(grad_lse if poison is None else grad_lse.masked_fill(empty, poison))
             wanted = {n: x for n, x in leaves.items() if x.requires_grad}
             results |= dict(zip(wanted, torch.autograd.grad(targets, list(wanted.values()), seeds), strict=True))
     want = expected(**clean, **options, grad_out=grad_out, grad_lse=grad_lse, keep=keep)

@@ -6,6 +6,7 @@
 #include "cuda/score.cuh"
 #include "cuda/smem.cuh"
 #include "cuda/tf32.cuh"
+#include "cuda/unattended.cuh"
 #include "cuda/visits.cuh"
 
 namespace attnkern::cuda {
@@ -140,13 +141,14 @@ __device__ __forceinline__ void dropout_bits(const Score& p, const HeadScore& h,
 
 // Products q k^T and dO v^T of one row tile -> probabilities as dV wants them in `s`, and dS as dQ and dK want it in
 // `dp`. lse and delta are of the queries: [n][e % 2] of the columns if kKeyRows, else [0][e / 2] of the rows. keep:
-// from dropout_bits, read if there is dropout. on_gradient(ds) sees dS before softcap's derivative.
+// from dropout_bits, read if there is dropout. on_gradient(ds) sees dS before softcap's derivative. Gives the columns
+// that this lane's rows attend to, as unattended.cuh counts them; all, if `may_hide` says that none is hidden.
 template <typename T, bool kKeyRows, bool kFastPath, int kTiles, class OnGradient>
-__device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h, float (&s)[kTiles][4],
-                                             float (&dp)[kTiles][4], const float (&lse)[kKeyRows ? kTiles : 1][2],
-                                             const float (&delta)[kKeyRows ? kTiles : 1][2],
-                                             const uint32_t (&keep)[(kTiles + 7) / 8], int row, int col, bool masked,
-                                             OnGradient on_gradient) {
+__device__ __forceinline__ uint32_t to_gradients(const Score& p, const HeadScore& h, float (&s)[kTiles][4],
+                                                 float (&dp)[kTiles][4], const float (&lse)[kKeyRows ? kTiles : 1][2],
+                                                 const float (&delta)[kKeyRows ? kTiles : 1][2],
+                                                 const uint32_t (&keep)[(kTiles + 7) / 8], int row, int col,
+                                                 bool masked, OnGradient on_gradient) {
   [[maybe_unused]] float t[kFastPath ? 1 : kTiles][4];
   const bool dropout = !kFastPath && p.seeds != nullptr;
   if constexpr (!kFastPath) finish_scores<T, kKeyRows, true>(p, h, s, row, col, t);
@@ -155,6 +157,16 @@ __device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h,
       mask_scores<kKeyRows>(p, s, row, col);
     } else {
       mask_scores<kKeyRows>(p, h, s, row, col);
+    }
+  }
+  uint32_t attended = ~0u;
+  if (may_hide<kFastPath>(p, masked)) {
+    attended = attended_columns(s);
+    // Where query and key don't meet, the other factors of dS may be NaN, as softcap's below.
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[n][e] = s[n][e] != -kInfinity ? dp[n][e] : 0.f;
     }
   }
 #pragma unroll
@@ -181,10 +193,11 @@ __device__ __forceinline__ void to_gradients(const Score& p, const HeadScore& h,
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) dp[n][e] *= product_factor(p, t[n][e]);
+        for (int e = 0; e < 4; ++e) dp[n][e] = dp[n][e] != 0.f ? dp[n][e] * product_factor(p, t[n][e]) : 0.f;
       }
     }
   }
+  return attended;
 }
 
 template <typename T>

@@ -122,13 +122,13 @@ __device__ __forceinline__ void hand_over(uint32_t handed_over, int own_row, int
 }
 
 // Products Q K^T in s and dO V^T in dp -> P, as dV wants it, and dS. The constants of the queries are at `constants` in
-// shared memory, if those are columns.
+// shared memory, if those are columns. Gives the columns that this lane's rows attend to.
 template <class Math, bool kKeyRows>
-__device__ __forceinline__ void differentiate_scores(const ChunkedArgs& p, float (&s)[1][kScoreTiles][4],
-                                                     float (&dp)[1][kScoreTiles][4], int batch, int head,
-                                                     int query_head, [[maybe_unused]] int64_t query_row,
-                                                     [[maybe_unused]] const uint8_t* constants, int thread_row,
-                                                     int own_col, int thread_col, bool masked) {
+__device__ __forceinline__ uint32_t differentiate_scores(const ChunkedArgs& p, float (&s)[1][kScoreTiles][4],
+                                                         float (&dp)[1][kScoreTiles][4], int batch, int head,
+                                                         int query_head, [[maybe_unused]] int64_t query_row,
+                                                         [[maybe_unused]] const uint8_t* constants, int thread_row,
+                                                         int own_col, int thread_col, bool masked) {
   using T = typename Math::Element;
   const int lane = threadIdx.x % 32;
   const HeadScore h = head_score(p.score, batch, query_head);
@@ -146,8 +146,8 @@ __device__ __forceinline__ void differentiate_scores(const ChunkedArgs& p, float
       col_lse[t][0] = finite_or_far(l.x), col_lse[t][1] = finite_or_far(l.y);
       col_delta[t][0] = d.x, col_delta[t][1] = d.y;
     }
-    to_gradients<T, true, false>(p.score, h, s[0], dp[0], col_lse, col_delta, keep[0], thread_row, thread_col, masked,
-                                 [](const auto&) {});
+    return to_gradients<T, true, false>(p.score, h, s[0], dp[0], col_lse, col_delta, keep[0], thread_row, thread_col,
+                                        masked, [](const auto&) {});
   } else {
     float row_lse[1][2], row_delta[1][2];  // read in every step: registers are short, and it is in L1
 #pragma unroll
@@ -157,11 +157,11 @@ __device__ __forceinline__ void differentiate_scores(const ChunkedArgs& p, float
       row_lse[0][half] = live ? finite_or_far(p.lse[query_row + row]) : kInfinity;
       row_delta[0][half] = live ? p.delta[query_row + row] : 0.f;
     }
-    to_gradients<T, false, false>(p.score, h, s[0], dp[0], row_lse, row_delta, keep[0], thread_row, thread_col, masked,
-                                  [&](const float (&ds)[kScoreTiles][4]) {
-                                    if (p.dbias != nullptr)
-                                      store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
-                                  });
+    return to_gradients<T, false, false>(p.score, h, s[0], dp[0], row_lse, row_delta, keep[0], thread_row, thread_col,
+                                         masked, [&](const float (&ds)[kScoreTiles][4]) {
+                                           if (p.dbias != nullptr)
+                                             store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
+                                         });
   }
 }
 
@@ -316,6 +316,9 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   const int own_rows = warp / C::kDimParts * C::kRowTiles, own_dims = warp % C::kDimParts;
   const int thread_row = first_row + own_row + lane / 4;
 
+  constexpr int kWarps = kThreads / 32;
+  __shared__ uint32_t words[kWarps * 4];
+  const AttendedByWarps<kWarps> of_warps{ptx::shared_address(words)};
   float grad[C::kSlots][C::kRowTiles][C::kDimTiles][4] = {};
   float s[1][kScoreTiles][4], dp[1][kScoreTiles][4] = {};
   int stage = 0, query_head = 0, col = 0;
@@ -361,9 +364,12 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
             for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e];
           }
         }
-        differentiate_scores<Math, kKeyRows>(p, s, dp, batch, head, query_head, tiles.query_row(head),
-                                             shared + (tiles.constants(step % 2, 0) - base), thread_row, own_col,
-                                             col + own_col + lane % 4 * 2, masked);
+        const uint32_t attended = differentiate_scores<Math, kKeyRows>(
+            p, s, dp, batch, head, query_head, tiles.query_row(head), shared + (tiles.constants(step % 2, 0) - base),
+            thread_row, own_col, col + own_col + lane % 4 * 2, masked);
+        if (!kKeyRows && may_hide<false>(p.score, masked)) {
+          of_warps.tell((attended & all_columns<kScoreTiles>()) << warp % 2 * kScoreTiles, warp);
+        }
         if (p.made1 > 0) {
           hand_over<Math>(handed_over, own_row, own_col, s[0]);
         } else if (p.made0 > 0) {
@@ -375,6 +381,14 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
       if (slot == p.made1 && p.made1 > 0) {  // the probabilities have been read
         hand_over<Math>(handed_over, own_row, own_col, dp[0]);
         __syncthreads();
+      }
+      // The columns that attend to nothing, or that no row attends to.
+      if constexpr (kKeyRows) {
+        clear_idle_queries<Tile<kWidth>, kCols, kWarps>(col_tile, tiles.constants(step % 2, 0));
+      } else {
+        if (may_hide<false>(p.score, masked)) {
+          clear_unattended<Tile<kWidth>, kCols / 8, kWarps>(col_tile, of_warps.all());
+        }
       }
 #pragma unroll
       for (int of = 0; of < C::kSlots; ++of) {

@@ -63,10 +63,12 @@ class CountedColumns {
     const Range all = {0, columns};
     const Range visited = band.visited(first_row, rows, all), full = band.full(first_row, rows, all);
     full_begin_ = static_cast<int>(full.begin), full_end_ = static_cast<int>(full.end);
-    const Walk walk(visited, kCols);
+    const Walk walk(visited, 1);
     first = copy_first = begin_ = walk.begin, end_ = walk.end;
     steps_ = walk.blocks(kCols) * heads;
   }
+  // Of the columns that a row meets.
+  __device__ __forceinline__ int end() const { return end_; }
   int first, head, copy_first, copy_head;
   __device__ __forceinline__ bool more() const { return step_ < steps_; }
   __device__ __forceinline__ void start() {}
@@ -194,20 +196,20 @@ struct BackwardBlock {
     load_tile<T, kHeadDim, S::kRows, S::kThreads, kFastPath>(row_tile[1], rows1, head1, first_row, seqlen_rows);
   }
 
-  // Q and dO of a query head with lse and delta, or K and V, from column `col` on.
-  __device__ __forceinline__ void load_cols(int stage, int query_head, int col) const {
+  // Q and dO of a query head with lse and delta, or K and V, from column `col` on, up to `end`.
+  __device__ __forceinline__ void load_cols(int stage, int query_head, int col, int end) const {
     const Rows& cols0 = kKeyRows ? p.q : p.k;
     const Rows& cols1 = kKeyRows ? p.grad_out : p.v;
     const int h0 = kKeyRows ? query_head : query_head / p.group_k, h1 = kKeyRows ? query_head : query_head / p.group_v;
     const T* head0 = head_of<T>(cols0, batch, h0);
     const T* head1 = head_of<T>(cols1, batch, h1);
-    load_tile<T, kHeadDim, S::kCols, S::kThreads, kFastPath>(col_tile(stage, 0), cols0, head0, col, seqlen_cols);
-    load_tile<T, kHeadDim, S::kCols, S::kThreads, kFastPath>(col_tile(stage, 1), cols1, head1, col, seqlen_cols);
+    load_tile<T, kHeadDim, S::kCols, S::kThreads, kFastPath>(col_tile(stage, 0), cols0, head0, col, end);
+    load_tile<T, kHeadDim, S::kCols, S::kThreads, kFastPath>(col_tile(stage, 1), cols1, head1, col, end);
     if constexpr (kKeyRows) {
       static_assert(S::kCols <= S::kThreads);
       if (threadIdx.x < S::kCols) {
         const int64_t at = query_row(query_head) + col + threadIdx.x;
-        const bool live = col + static_cast<int>(threadIdx.x) < seqlen_cols;
+        const bool live = col + static_cast<int>(threadIdx.x) < end;
         ptx::cp_async<4>(constants(stage, 0) + threadIdx.x * 4, p.lse + (live ? at : 0), live ? 4 : 0);
         ptx::cp_async<4>(constants(stage, 1) + threadIdx.x * 4, p.delta + (live ? at : 0), live ? 4 : 0);
       }
@@ -230,10 +232,34 @@ struct BackwardBlock {
     }
   }
 
-  // Products Q K^T in s and dO V^T in dp -> P, as dV wants it, and dS.
-  __device__ __forceinline__ void differentiate_scores(Scores& s, Scores& dp, int stage, int query_head, int col,
-                                                       bool masked, const RowConstants& lse,
-                                                       const RowConstants& delta) const {
+  // The columns' tiles that gradients are summed over, without those that attend to nothing or that no row attends to.
+  // Queries are known by their lse, before the scores; keys by the scores, before the gradients.
+  __device__ __forceinline__ void clear_queries([[maybe_unused]] int stage) const {
+    if constexpr (kKeyRows && !kFastPath) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        clear_idle_queries<Tile<kHeadDim>, S::kCols, S::kThreads / 32>(col_tile(stage, which), constants(stage, 0));
+      }
+    }
+  }
+  __device__ __forceinline__ void clear_keys([[maybe_unused]] int stage, [[maybe_unused]] bool masked,
+                                             [[maybe_unused]] uint32_t attended) const {
+    if constexpr (!kKeyRows && !kFastPath) {
+      if (!may_hide<kFastPath>(p.score, masked)) return;
+      constexpr int kWarps = S::kThreads / 32;
+      __shared__ uint32_t words[kWarps * 4];
+      const AttendedByWarps<kWarps> of_warps{ptx::shared_address(words)};
+      of_warps.tell((attended & all_columns<kColTiles>()) << part * kColTiles, threadIdx.x / 32);
+      __syncthreads();
+      clear_unattended<Tile<kHeadDim>, S::kCols / 8, kWarps>(col_tile(stage, 0), of_warps.all());
+    }
+  }
+
+  // Products Q K^T in s and dO V^T in dp -> P, as dV wants it, and dS. Gives the columns that this lane's rows attend
+  // to.
+  __device__ __forceinline__ uint32_t differentiate_scores(Scores& s, Scores& dp, int stage, int query_head, int col,
+                                                           bool masked, const RowConstants& lse,
+                                                           const RowConstants& delta) const {
     HeadScore h{};
     if constexpr (!kFastPath) h = head_score(p.score, batch, query_head);
     const int thread_col = col + own_col + lane % 4 * 2;
@@ -243,6 +269,7 @@ struct BackwardBlock {
         dropout_bits<kKeyRows, kRowTiles, kColTiles>(p.score, h, first_row + own_row + lane / 4, thread_col, keep);
       }
     }
+    uint32_t attended = 0;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int thread_row = first_row + own_row + m * 16 + lane / 4;
@@ -256,18 +283,19 @@ struct BackwardBlock {
           col_lse[n][0] = finite_or_far(l.x), col_lse[n][1] = finite_or_far(l.y);
           col_delta[n][0] = d.x, col_delta[n][1] = d.y;
         }
-        to_gradients<T, true, kFastPath>(p.score, h, s[m], dp[m], col_lse, col_delta, keep[m], thread_row, thread_col,
-                                         masked, [](const auto&) {});
+        attended |= to_gradients<T, true, kFastPath>(p.score, h, s[m], dp[m], col_lse, col_delta, keep[m], thread_row,
+                                                     thread_col, masked, [](const auto&) {});
       } else {
-        to_gradients<T, false, kFastPath>(p.score, h, s[m], dp[m], lse[m], delta[m], keep[m], thread_row, thread_col,
-                                          masked, [&]([[maybe_unused]] const float (&ds)[kColTiles][4]) {
-                                            if constexpr (!kFastPath) {
-                                              if (p.dbias != nullptr)
-                                                store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
-                                            }
-                                          });
+        attended |= to_gradients<T, false, kFastPath>(
+            p.score, h, s[m], dp[m], lse[m], delta[m], keep[m], thread_row, thread_col, masked,
+            [&]([[maybe_unused]] const float (&ds)[kColTiles][4]) {
+              if constexpr (!kFastPath) {
+                if (p.dbias != nullptr) store_bias_gradients<T>(p, batch, head, ds, thread_row, thread_col);
+              }
+            });
       }
     }
+    return attended;
   }
 
   // dK += dS^T Q and dV += P^T dO, or dQ += dS K.
@@ -391,7 +419,11 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
 
   auto cols = block.columns(first_head, kv_group, count);  // of every query head
   const auto load = [&](int stage) {
-    block.load_cols(stage, cols.copy_head, cols.copy_first);
+    if constexpr (kFastPath) {
+      block.load_cols(stage, cols.copy_head, cols.copy_first, cols.end());
+    } else {
+      block.load_cols(stage, cols.copy_head, cols.copy_first, block.seqlen_cols);
+    }
     cols.copied();
   };
   if (cols.more()) {
@@ -413,12 +445,15 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
       if (cols.more_copies()) load(1 - stage);
       ptx::cp_async_commit();
     }
+    block.clear_queries(stage);
     typename Block::Scores s = {}, dp = {};
     Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(s, block.row_tile[0], block.own_row, block.col_tile(stage, 0),
                                                           block.own_col, 0);
     Half<T>::template scores<kHeadDim, kSteps, kUnrolled>(dp, block.row_tile[1], block.own_row,
                                                           block.col_tile(stage, 1), block.own_col, 0);
-    block.differentiate_scores(s, dp, stage, cols.head, cols.first, cols.masked(), lse, delta);
+    const uint32_t attended =
+        block.differentiate_scores(s, dp, stage, cols.head, cols.first, cols.masked(), lse, delta);
+    block.clear_keys(stage, cols.masked(), attended);
     block.add_gradients(grad0, grad1, s, dp, stage);
     if constexpr (S::kStages == 1) {
       __syncthreads();

@@ -10,6 +10,7 @@
 #include "cuda/left_out.h"
 #include "cuda/packed.cuh"
 #include "cuda/tf32.cuh"
+#include "cuda/unattended.cuh"
 
 namespace attnkern::cuda {
 namespace {
@@ -131,6 +132,11 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
       }
     }
     finish_packed<T>(p.score, rows, score[0], reached.block(n) * kKeys + warp * kWarpKeys + lane % 4 * 2);
+    const uint32_t attended = attended_columns(score[0]);
+    if (!all_attended<kWarpKeys / 8>(attended)) {  // by this lane's rows, which seldom differ: now by all
+      clear_unattended<Chunks, kWarpKeys / 8, 1>(v_tile(n), warp * kWarpKeys, over_rows(attended), 0);
+      __syncwarp();
+    }
     float factor[1][2];
     softmax_step<false>(p.score, score[0], state, factor[0]);
     if constexpr (kFloat) {

@@ -3,6 +3,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/launch.h"
 #include "cuda/rows.h"
+#include "cuda/score.cuh"
 
 namespace attnkern::cuda {
 namespace {
@@ -23,6 +24,7 @@ struct alignas(kVector * sizeof(T)) Vector {
 struct DeltaArgs {
   const void* grad_out;
   const void* out;
+  const float* lse;
   const float* grad_lse;  // null: zero
   float* delta;
   int64_t grad_out_stride[3], out_stride[3];
@@ -49,15 +51,26 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaArgs p) {
 #pragma unroll
   for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
   if (live && threadIdx.x % kLanes == 0) {
-    p.delta[row] = p.grad_lse == nullptr ? sum : sum - p.grad_lse[row];
+    // Whatever the gradients of a query are that attends to nothing, they count as 0.
+    const bool attends = p.lse[row] != -kInfinity;
+    p.delta[row] = !attends ? 0.f : p.grad_lse == nullptr ? sum : sum - p.grad_lse[row];
   }
 }
 
 }  // namespace
 
 int delta(const Backward& p, float* delta, void* stream) {
-  DeltaArgs a{p.grad_out.data, p.out.data,  static_cast<const float*>(p.grad_lse), delta, {}, {}, p.batch, p.heads_q,
-              p.seqlen_q,      p.head_dim_v};
+  DeltaArgs a{p.grad_out.data,
+              p.out.data,
+              static_cast<const float*>(p.lse),
+              static_cast<const float*>(p.grad_lse),
+              delta,
+              {},
+              {},
+              p.batch,
+              p.heads_q,
+              p.seqlen_q,
+              p.head_dim_v};
   for (int n = 0; n < 3; ++n) a.grad_out_stride[n] = p.grad_out.stride[n], a.out_stride[n] = p.out.stride[n];
   return by_dtype(p.dtype, [&](auto element) {
     using T = decltype(element);

@@ -10,13 +10,18 @@
 #include "cuda/sm90.cuh"
 #include "cuda/smem_sm90.cuh"
 #include "cuda/softmax.cuh"
+#include "cuda/unattended.cuh"
 #include "cuda/visits.cuh"
 
 namespace attnkern::cuda {
 namespace {
 
 constexpr int kRows = kConsumers * kGroupRows;
-enum NamedBarrier { kStored = 1, kTurn = kStored + kConsumers };  // by consumer; 0 is __syncthreads'
+enum NamedBarrier {
+  kStored = 1,
+  kTurn = kStored + kConsumers,
+  kCleared = kTurn + kConsumers
+};  // by consumer; 0 is __syncthreads'
 
 // What a coordinate of a tensor map is multiplied by: 0 for a dimension that the tensor repeats.
 struct Steps {
@@ -54,8 +59,11 @@ struct ForwardSm90Tile {
   static constexpr uint32_t kFirstK = kConsumers * kQBytes, kFirstV = kFirstK + kStages * kKBytes;
   static constexpr uint32_t kBarriers = kFirstV + kStages * kVBytes;
   static constexpr uint32_t kInfo = kBarriers + 8 * (2 * kConsumers + 4 * kStages);
+  // Beside the fast path: what the consumers' warps tell each other of two blocks.
+  static constexpr int kWarps = kConsumers * kWarpgroup / 32;
+  static constexpr uint32_t kAttended = kInfo + 4 * (kStages + kConsumers), kAttendedBytes = kWarps * 16;
   template <bool kFastPath>
-  static constexpr int kSharedBytes = kInfo + 4 * (kConsumers + (kFastPath ? 0 : kStages));
+  static constexpr int kSharedBytes = kFastPath ? kInfo + 4 * kConsumers : kAttended + 2 * kAttendedBytes;
   static_assert(kHeadDimV <= kHeadDim, "the output leaves through Q's buffer");
 };
 
@@ -69,6 +77,9 @@ struct Shared {
   __device__ __forceinline__ uint32_t barrier(int n) const { return base + Config::kBarriers + 8 * n; }
   __device__ __forceinline__ uint32_t q_info(int consumer) const { return base + Config::kInfo + 4 * consumer; }
   __device__ __forceinline__ uint32_t k_info(int stage) const { return q_info(kConsumers + stage); }
+  __device__ __forceinline__ AttendedByWarps<Config::kWarps> attended(int parity) const {
+    return {base + Config::kAttended + parity * Config::kAttendedBytes};
+  }
   __device__ __forceinline__ uint32_t q_full(int consumer) const { return barrier(consumer); }
   __device__ __forceinline__ uint32_t q_empty(int consumer) const { return barrier(kConsumers + consumer); }
   __device__ __forceinline__ uint32_t pipeline_barrier(int which, int stage) const {
@@ -214,6 +225,8 @@ struct Consumer {
   float scores[kKeys / 8][4];
   uint32_t probabilities[kKeys / 16][4];  // of the block before: an operand
   RowState state;
+  bool hides = false;  // whether queries and keys of the block before don't all meet: never set on the fast path
+  int told = 0;        // how many such blocks there were
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
@@ -290,7 +303,9 @@ struct Consumer {
       if (keys.masked) {
         h.ranges = ranges_of(score, work.batch, work.head);
         mask_scores<false>(score, h, scores, row, col);
+        shared.attended(++told % 2).tell(attended_columns(scores), consumer * 4 + warp);
       }
+      hides = keys.masked;
     }
     score.scale = p.exponent;
     softmax_step<true>(score, scores, state, factor);
@@ -320,6 +335,29 @@ struct Consumer {
     ptx::mbarrier_wait(shared.v_full(v_pipeline.stage), v_pipeline.parity);
   }
 
+  // V of the block before, without the keys that none of the tile's queries attends to: both consumers read it, and
+  // each clears every other row. On the fast path such keys are in the last block alone, at its end; past the tensor's
+  // end are zeros.
+  __device__ __forceinline__ void clear_values([[maybe_unused]] const Keys& keys, [[maybe_unused]] bool last) {
+    uint32_t attended = 0;
+    if constexpr (kFastPath) {
+      const int end = keys.end() - keys.first();
+      if (!last || end >= kKeys || keys.end() == p.score.seqlen_k) return;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        attended |= (bits_between(0, (end - lane % 4 * 2 - e + 7) >> 3) & 0xFFFFu) << 16 * e;
+      }
+    } else {
+      if (!hides) return;
+      ptx::barrier_sync(kCleared, kConsumers * kWarpgroup);
+      attended = shared.attended(told % 2).all();
+      if (all_attended<kKeys / 8>(attended)) return;
+    }
+    clear_unattended<V, kKeys / 8, Config::kWarps>(shared.v(v_pipeline.stage), 0, attended, consumer * 4 + warp);
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(kCleared, kConsumers * kWarpgroup);
+  }
+
   __device__ __forceinline__ void attend_serially(const Work& work, Keys keys) {
 #pragma unroll 1
     for (bool more = true; more;) {
@@ -336,10 +374,10 @@ struct Consumer {
       softmax(work, keys, factor);
       pass_turn();
       more = !is_last(keys);
-      if constexpr (kFastPath) keys.advance();
       rescale(factor);
       round_probabilities();
       wait_v();
+      clear_values(keys, !more);
       ptx::hold(out);
       ptx::hold(probabilities);
       ptx::wgmma_fence();
@@ -347,6 +385,7 @@ struct Consumer {
       ptx::wgmma_wait<0>();
       ptx::hold(out);
       release_v();
+      if constexpr (kFastPath) keys.advance();
     }
   }
 
@@ -369,6 +408,7 @@ struct Consumer {
       advance(keys);
       more = !is_last(keys);
       wait_v();
+      clear_values(keys, false);
       if constexpr (kSchedule == Schedule::kPingPong) wait_turn();
       ptx::hold(scores);
       ptx::hold(out);
@@ -393,6 +433,7 @@ struct Consumer {
       round_probabilities();  // only now: the wgmma read these registers until the wait
     }
     wait_v();
+    clear_values(keys, true);
     ptx::hold(out);
     ptx::hold(probabilities);
     ptx::wgmma_fence();

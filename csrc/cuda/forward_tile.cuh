@@ -8,6 +8,7 @@
 
 #include "cuda/forward.cuh"
 #include "cuda/tf32.cuh"
+#include "cuda/unattended.cuh"
 
 namespace attnkern::cuda {
 
@@ -189,6 +190,11 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t q_tile = ptx::shared_address(shared);
   const uint32_t k_tile = q_tile + Config::kQBytes, v_tile = k_tile + Config::kKeyBytes;
+  AttendedByWarps<kForwardWarps> of_warps{};
+  if constexpr (!kFastPath) {
+    __shared__ uint32_t words[kForwardWarps * 4];
+    of_warps.words = ptx::shared_address(words);
+  }
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const ForwardBlock at(p);
@@ -197,10 +203,6 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
   const T* q = head_of<T>(p.q, at.batch, at.head);
   const T* k = head_of<T>(p.k, at.batch, at.head / p.group_k);
   const T* v = head_of<T>(p.v, at.batch, at.head / p.group_v);
-  const auto load_keys = [&](uint32_t tile, const Rows& rows, const T* source, int first) {
-    load_tile<T, kHeadDim, kKeys, kForwardThreads, kFastPath>(tile, rows, source, first, seqlen_k);
-    ptx::cp_async_commit();
-  };
   HeadScore head_scores{};
   if constexpr (!kFastPath) head_scores = head_score(p.score, at.batch, at.head);
   const int rows = min(kRows, seqlen_q - first_row);
@@ -211,6 +213,18 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
       return KeyBlocks<kRows, kKeys>(p.score, at.batch, at.head, first_row, rows, {0, seqlen_k});
     }
   }();
+
+  const int keys_end = [&] {
+    if constexpr (kFastPath) {
+      return keys.end();
+    } else {
+      return seqlen_k;
+    }
+  }();
+  const auto load_keys = [&](uint32_t tile, const Rows& rows, const T* source, int first) {
+    load_tile<T, kHeadDim, kKeys, kForwardThreads, kFastPath>(tile, rows, source, first, keys_end);
+    ptx::cp_async_commit();
+  };
 
   load_tile<T, kHeadDim, kRows, kForwardThreads, kFastPath>(q_tile, p.q, q, first_row, seqlen_q);
   ptx::cp_async_commit();
@@ -242,6 +256,9 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
     more = !keys.done();
     if (more) load_keys(k_tile, p.k, k, keys.first());
 
+    // On the fast path a row attends to every key that was read.
+    const bool hides = !kFastPath && may_hide<kFastPath>(p.score, masked);
+    [[maybe_unused]] uint32_t attended = 0;
     float factor[kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -256,6 +273,7 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
           mask_scores<false>(p.score, head_scores, score[m], row + m * 16, col);
         }
       }
+      if (hides) attended |= attended_columns(score[m]);
       softmax_step<kFastPath>(p.score, score[m], state[m], factor[m]);
       if constexpr (!kFastPath) {
         if (p.score.seeds != nullptr) drop_probabilities(p.score, head_scores, score[m], row + m * 16, col);
@@ -263,6 +281,7 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
       Config::rescale(out[m], factor[m]);
     }
 
+    if (hides) of_warps.tell(attended, warp);
     // V is there; the next K may still be under way.
     if (more) {
       ptx::cp_async_wait<1>();
@@ -270,6 +289,7 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
       ptx::cp_async_wait<0>();
     }
     __syncthreads();
+    if (hides) clear_unattended<typename Config::Chunks, kKeys / 8, kForwardWarps>(v_tile, of_warps.all());
     Config::add_values(out, score, factor, v_tile, fragment_lane, p);
   }
 

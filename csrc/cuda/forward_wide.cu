@@ -19,11 +19,12 @@
 #include "cuda/forward_wide.cuh"
 #include "cuda/packed.cuh"
 #include "cuda/tf32.cuh"
+#include "cuda/unattended.cuh"
 
 namespace attnkern::cuda {
 namespace {
 
-constexpr int kParts = 4, kGroups = 2, kThreads = kParts * kGroups * 32;
+constexpr int kParts = 4, kGroups = 2, kWarps = kParts * kGroups, kThreads = kWarps * 32;
 constexpr int kKeys = 64, kPartKeys = kKeys / kParts;
 constexpr int kHalf = 256;  // columns of V in one chunk
 
@@ -49,7 +50,8 @@ struct Wide {
   using Probabilities = TileOf<T, kKeys>;
 };
 
-// Of every row in shared memory its keys, and behind those of all its bias.
+// Of every row in shared memory its keys, and behind those of all its bias, which leaves room for a word of
+// AttendedByWarps.
 template <typename T>
 __device__ __forceinline__ void store_packed_row(uint32_t packed_rows, int row, const PackedRow& x) {
   const OwnKeys& keys = x.keys;
@@ -58,14 +60,20 @@ __device__ __forceinline__ void store_packed_row(uint32_t packed_rows, int row, 
   ptx::store_shared(packed_rows + (Wide<T>::kRows + row) * 16,
                     make_uint4(static_cast<uint32_t>(bias), static_cast<uint32_t>(bias >> 32), 0, 0));
 }
+template <typename T>
+__device__ __forceinline__ AttendedByWarps<kWarps, 16> attended_by_warps(uint32_t packed_rows) {
+  static_assert(kWarps * 4 <= Wide<T>::kRows);
+  return {packed_rows + Wide<T>::kRows * 16 + 8};
+}
 __device__ __forceinline__ OwnKeys load_own_keys(uint32_t packed_rows, int row) {
   const uint4 x = ptx::load_shared(packed_rows + row * 16);
   return {{static_cast<int>(x.x), static_cast<int>(x.z)}, {static_cast<int>(x.y), static_cast<int>(x.w)}};
 }
 template <typename T>
 __device__ __forceinline__ PackedRow load_packed_row(uint32_t packed_rows, int row) {
-  const uint4 bias = ptx::load_shared(packed_rows + (Wide<T>::kRows + row) * 16);
-  return {load_own_keys(packed_rows, row), static_cast<int64_t>(static_cast<uint64_t>(bias.y) << 32 | bias.x)};
+  const float2 bias = ptx::load_shared_pair(packed_rows + (Wide<T>::kRows + row) * 16);
+  const uint64_t low = __float_as_uint(bias.x), high = __float_as_uint(bias.y);
+  return {load_own_keys(packed_rows, row), static_cast<int64_t>(high << 32 | low)};
 }
 
 // Probabilities -> shared memory, as left operands of P V.
@@ -256,10 +264,19 @@ __device__ __forceinline__ void finish_scores(const SplitParams& p, uint32_t pac
   }
 }
 
+// The next chunk of V, rows of the block's keys from `row` on, without those that aren't attended to.
+template <typename T>
+__device__ __forceinline__ uint32_t next_values(Chunks<T>& chunks, int row, uint32_t attended) {
+  const uint32_t v_tile = chunks.next();
+  clear_unattended<typename Wide<T>::Values, Wide<T>::kValueRows / 8, kWarps>(v_tile, attended >> row / 8);
+  return v_tile;
+}
+
 // out += P V, chunk by chunk, of this warp's runs of columns.
 template <typename T>
 __device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const SplitParams& p, Chunks<T>& chunks,
-                                           uint32_t probabilities, int warp_row, int part, const FragmentLane& at) {
+                                           uint32_t attended, uint32_t probabilities, int warp_row, int part,
+                                           const FragmentLane& at) {
   using Config = Wide<T>;
   using Values = typename Config::Values;
   using Probabilities = typename Config::Probabilities;
@@ -275,7 +292,7 @@ __device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const 
         for (int group = 0; group < kKeys; group += 32) {  // what the tensor cores may add up
           float fresh[kRuns][1][4][4] = {}, small[kRuns][1][4][4] = {};
           for (int row = group; row < group + 32; row += Config::kValueRows) {
-            const uint32_t v_tile = chunks.next();
+            const uint32_t v_tile = next_values(chunks, row, attended);
             uint32_t x[4];
             ptx::ldmatrix(x, Probabilities::address(probabilities, warp_row + at.below, row / 4 + at.beside));
             Tf32<kExact, 4> probability[1];
@@ -307,7 +324,7 @@ __device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const 
       }
     } else {
       for (int row = 0; row < kKeys; row += Config::kValueRows) {
-        const uint32_t v_tile = chunks.next();
+        const uint32_t v_tile = next_values(chunks, row, attended);
         uint32_t probability[kRowTiles][4];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
@@ -456,6 +473,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   if (p.score.seeds != nullptr) head_scores = head_score(p.score, batch, first_head);
 
   const FragmentLane at;
+  const auto of_warps = attended_by_warps<T>(packed_rows);
   typename Config::Output out = {};
   RowState state[kRowTiles];
   for (; !blocks.done(); blocks.advance()) {
@@ -468,7 +486,12 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
 
     const int col = first + part * kPartKeys + lane % 4 * 2;
     finish_scores<T>(p, packed_rows, warp_row, part, col, score, row_values);
+    uint32_t attended = 0;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) attended |= attended_columns(score[m]) << part * (kPartKeys / 8);
+    of_warps.tell(attended, warp);
     __syncthreads();
+    attended = of_warps.all();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       float factor[2];
@@ -492,7 +515,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
       }
     }
 
-    add_values<T>(out, p, chunks, probabilities, warp_row, part, at);
+    add_values<T>(out, p, chunks, attended, probabilities, warp_row, part, at);
   }
   ptx::cp_async_wait<0>();
 

@@ -14,6 +14,7 @@ struct SlabTile {
   static constexpr int kRowBytes = 128;
   static constexpr int kSlabColumns = kRowBytes / sizeof(T);
   static constexpr int kSlabs = (kColumns + kSlabColumns - 1) / kSlabColumns;
+  static constexpr int kChunks = kColumns / (16 / static_cast<int>(sizeof(T)));
   static constexpr uint32_t kSlabBytes = kRows * kRowBytes;
   static constexpr uint32_t kBytes = kSlabs * kSlabBytes;
 

@@ -27,18 +27,21 @@ inline Score score_of_backward(const BackwardCall& p, bool fast_path) {
   return s;
 }
 
-// The blocks of kBlock columns that a band leaves to a tile of rows, one after the other.
-template <int kBlock>
+// The blocks of kBlock columns that a band leaves to a tile of rows, one after the other: from the first column that a
+// row meets, or the multiple of kBlock before it, up to the last one.
+template <int kBlock, bool kAligned = false>
 class BandBlocks {
  public:
   __device__ __forceinline__ BandBlocks(const Band& band, int first_row, int64_t rows, int columns) {
     const Range all = {0, columns};
     const Range visited = band.visited(first_row, rows, all), full = band.full(first_row, rows, all);
     full_begin_ = static_cast<int>(full.begin), full_end_ = static_cast<int>(full.end);
-    const Walk walk(visited, kBlock);
+    const Walk walk(visited, kAligned ? kBlock : 1);
     first_ = walk.begin, end_ = walk.end;
   }
   __device__ __forceinline__ bool done() const { return first_ >= end_; }
+  // Of the columns that a row meets.
+  __device__ __forceinline__ int end() const { return end_; }
   // The block's first column.
   __device__ __forceinline__ int first() const { return first_; }
   // Whether a row and a column of the block that begins here don't meet: of any block, and so asked when it is needed.
@@ -51,8 +54,8 @@ class BandBlocks {
 
 // The same of so many heads, one after the other.
 template <int kBlock>
-class BandBlocksOfHeads : public BandBlocks<kBlock> {
-  using Base = BandBlocks<kBlock>;
+class BandBlocksOfHeads : public BandBlocks<kBlock, true> {
+  using Base = BandBlocks<kBlock, true>;
 
  public:
   __device__ __forceinline__ BandBlocksOfHeads(const Band& band, int first_row, int64_t rows, int columns,

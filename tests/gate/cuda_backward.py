@@ -60,18 +60,17 @@ SPILLS = {
         "80 86 120": Budget(8, "2 words, beside 96 mma of a tile"),
         "90a": Budget(36, f"6 {WALK} 96 mma of a tile"),
     },
-    "backward dkdv d32": {"120": Budget(8, "2 words of loop invariants, read once in a step of 128 mma")},
-    "backward dkdv d32 generic": {"120": Budget(16, f"1 {WALK} 64 mma of a step")},
     "backward chunked dq 3xtf32": {
-        "80": Budget(28, f"4 {WALK} 96 mma of a round"),
         "86": Budget(28, "4 words of loop invariants, read in rounds of at least 96 mma"),
     },
     "backward chunked dkdv tf32": {
         "80": Budget(72, f"14 {WALK} 32 mma of a round, most once in a step of many rounds"),
         "86": Budget(72, f"14 {WALK} 32 mma of a round, most once in a step of many rounds"),
-        "90a": Budget(8, f"2 {WALK} 32 mma of a round"),
     },
-    "backward chunked dkdv 3xtf32": {"86": Budget(12, f"2 {WALK} 96 mma of a round")},
+    "backward chunked dkdv 3xtf32": {
+        "80": Budget(8, f"1 {WALK} 96 mma of a round"),
+        "86": Budget(12, f"2 {WALK} 96 mma of a round"),
+    },
 }
 
 

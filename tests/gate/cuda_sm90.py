@@ -37,6 +37,7 @@ def _case(sizes: tuple[int, int], schedule: str, fast_path: bool) -> Case:
     slabs, slabs_v = -(-size // 64), -(-values // 64)  # of 128 bytes a row
     shared = 128 * slabs * 128 + stages * keys * (slabs + slabs_v) * 128 + (4 + 4 * stages) * 8
     shared += 4 * (2 if fast_path else stages + 2)  # what the producer tells the consumers
+    shared += 0 if fast_path else 2 * 8 * 16  # and what their 8 warps tell each other of two blocks
     scores, outputs, exponentials = size // 16, keys // 16, keys // 2 * (1 if fast_path else 2)
     serial, turns = schedule == "serial", 0 if schedule == "overlap" else 2
     counts = {
@@ -48,6 +49,8 @@ def _case(sizes: tuple[int, int], schedule: str, fast_path: bool) -> Case:
         "USETMAXREG": 2,
         "BAR": 2 + turns,
     }
+    # Of a masked block, before its values are cleared and after; on the fast path the last block alone has such keys.
+    cleared = 2 if not fast_path else 1 if serial else 0
     steps = (("HGMMA", scores + outputs), f"{WAIT}1", ("MUFU.EX2", exponentials), f"{WAIT}0")
     if serial:
         steps = (("HGMMA", scores), f"{WAIT}0", ("MUFU.EX2", exponentials), ("HGMMA", outputs), f"{WAIT}0")
@@ -58,6 +61,6 @@ def _case(sizes: tuple[int, int], schedule: str, fast_path: bool) -> Case:
         Cuda(SOURCE if schedule == own else OTHERS, name, THREADS, shared),
         HOPPER,
         require={HOPPER: counts},
-        loop={HOPPER: {"HGMMA": scores + outputs, "MUFU.EX2": exponentials + 2, "BAR": turns}},
+        loop={HOPPER: {"HGMMA": scores + outputs, "MUFU.EX2": exponentials + 2, "BAR": turns + cleared}},
         order={HOPPER: steps},
     )

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import re
 import struct
 from dataclasses import dataclass, field
@@ -387,7 +388,11 @@ class _Body:
                     self.kernel.branch_targets[m[1]] = names
             else:
                 self.statement(parser.until(";").strip(), start)
-        _lay_out(self.kernel.variables.values(), self.parser.module.variables.values())
+        module = self.parser.module.variables
+        # A module's dynamic array starts after the arrays of the kernel, too.
+        dynamic = {n: dataclasses.replace(v) for n, v in module.items() if v.space == "shared" and v.extern}
+        self.kernel.variables |= dynamic
+        _lay_out(self.kernel.variables.values(), [v for n, v in module.items() if n not in dynamic])
         for instruction, texts, registers, labels in self.pending:
             instruction.operands = tuple(self.operand(t, registers, labels, instruction.line) for t in texts)
         for name, targets in self.kernel.branch_targets.items():

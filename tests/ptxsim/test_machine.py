@@ -190,6 +190,15 @@ def test_shared_local_and_generic_addresses():
     assert (results(body)[:64] == np.arange(64) + 1000).all()
 
 
+def test_a_dynamic_array_starts_behind_the_arrays_of_the_kernel():
+    module = ".extern .shared .align 16 .b8 dynamic[];"
+    body = """
+      { .shared .align 4 .b8 ours[40];
+        mov.u32 %r1, dynamic; mov.u32 %r2, ours; sub.u32 %r0, %r1, %r2; }
+    """
+    assert set(results(body, module=module, shared=64)) == {48}
+
+
 def test_constant_and_global_variables():
     module = ".const .align 4 .u32 table[4] = {3, 1, 4, 1}; .global .align 4 .u32 counter = 5;"
     body = """

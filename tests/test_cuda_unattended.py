@@ -1,0 +1,57 @@
+"""What no query attends to never enters a sum of the CUDA C++ kernels, whatever it holds; in the simulator, hazards
+checked."""
+
+import math
+
+import pytest
+
+from test_cuda_kernels import BF16, FP16, FP32, simulated  # noqa: F401
+from test_cuda_sm90_backward import launched
+from test_unattended import MASKS, make
+
+# By what has kernels of its own: queries, keys, head size, heads of keys; dtype; masks, of which one excludes by bools
+# and one by ranges of keys.
+KINDS = {
+    "bfloat16": ((70, 140, 64, 2), BF16, ("bool of keys", "ranges of a batch")),
+    "float16, rows not aligned": ((70, 109, 36, 2), FP16, ("softcap", "causal")),
+    "float32": ((46, 90, 40, 2), FP32, ("window and bool", "ranges")),
+    "bfloat16 above 256": ((40, 100, 264, 2), BF16, ("bool and ranges", "ranges")),
+    "float32 above 256": ((20, 70, 300, 4), FP32, ("negative scale", "float and ranges")),
+    "few queries": ((3, 300, 64, 1), BF16, ("bool of keys", "ranges")),
+    "few queries, float32": ((3, 140, 160, 2), FP32, ("bool", "float and ranges")),
+    "few queries above 256": ((2, 150, 264, 2), BF16, ("bool of keys", "ranges")),
+}
+
+
+@pytest.mark.parametrize(("kind", "mask"), [(kind, mask) for kind, (*_, masks) in KINDS.items() for mask in masks])
+def test_output_lse_and_gradients(simulated, kind, mask):  # noqa: F811
+    sizes, dtype, _ = KINDS[kind]
+    inputs, options = make(sizes, dtype, poison=math.nan, **MASKS[mask])
+    simulated.check(inputs, **options)
+
+
+BANDS = {
+    "keys behind a causal mask": (150, 220, {"is_causal": True}),
+    "queries in front of it": (220, 150, {"is_causal": True, "alignment": "bottom_right"}),
+    "keys behind a window": (150, 220, {"window": (40, 30)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("simulated", "band", "size"),
+    [*((80, band, 64) for band in BANDS), *((90, band, n) for band in BANDS if "keys" in band for n in (64, 256))],
+    indirect=["simulated"],
+)
+def test_bands(simulated, band, size):  # noqa: F811
+    """On the fast path no key is read that the tile's queries don't attend to, or what was read is cleared."""
+    queries, keys, band = BANDS[band]
+    inputs, options = make((queries, keys, size, 2), BF16, poison=math.nan, **band)
+    simulated.check(inputs, gradients=simulated.recorder.target == 80, **options)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("simulated", [90], indirect=True)
+def test_ranges_on_hopper(simulated, size):  # noqa: F811
+    inputs, options = make((150, 300, size, 2), BF16, poison=math.nan, **MASKS["ranges of a batch"])
+    simulated.check(inputs, gradients=False, **options)
+    assert launched(simulated.recorder) == ["forward_sm90"]
