@@ -35,7 +35,7 @@ CALLS += " properties refusals sdpa_parity unattended"
 TORCH = "distributed features jagged memory nn overrides sdpa_provider second_order threads transformers transforms"
 TORCH += " varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
-CUDA += " cycles fuzz gate tile_order"
+CUDA += " cuda_unattended cycles fuzz gate tile_order"
 TRITON = "choice fuzz gate triton triton_decode triton_ranges triton_second_order triton_suite triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
