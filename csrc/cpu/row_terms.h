@@ -45,11 +45,9 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
 template <class T, class C>
 inline constexpr C kLargeLse = std::is_same_v<T, C> ? C(64) : C(1024);
 
-// Whether P of some of these rows is to be normalised by a sum of its own. After decoding it is, where results have the
-// digits to show the other order of summation.
 template <class T, class C>
-inline bool needs_norm(const Backward& p, const C* lse, int64_t rows) {
-  bool large = std::is_same_v<T, C> && decodes(p);
+inline bool has_large_lse(const C* lse, int64_t rows) {
+  bool large = false;
   for (int64_t i = 0; i < rows; ++i) {
     const C magnitude = lse[i] < C(0) ? -lse[i] : lse[i];
     large |= (magnitude >= kLargeLse<T, C>)&(magnitude < kInfinity<C>);
@@ -148,7 +146,7 @@ inline void make_terms(const Backward& p, const BackwardScratch<Op>& scratch, in
   for (const int64_t end = row + rows; row < end; row += kMost) {
     const int64_t index = (batch * p.heads_q + head) * p.seqlen_q + row, count = min64(kMost, end - row);
     const RowTerms<C> some = terms.from(index);
-    if (needs_norm<T>(p, static_cast<const C*>(p.lse) + index, count))
+    if (has_large_lse<T>(static_cast<const C*>(p.lse) + index, count))
       normalise_again<T>(p, scratch, batch, head, row, count, some);
     else
       for (int64_t i = 0; i < count; ++i) some.norm[i] = C(1);
