@@ -104,10 +104,9 @@ def check_attention(
             targets, seeds = [out], [poisoned(grad_out, "query")]
             if "lse" in results:
                 grad_lse = (0.25 * torch.randn(results["lse"].shape, dtype=torch.float64)).to(results["lse"])
-                empty = results["lse"].detach() == -math.inf
-                grad_lse = grad_lse.masked_fill(empty, 0.0)
+                grad_lse = grad_lse.masked_fill(results["lse"].detach() == -math.inf, 0.0)
                 targets.append(results["lse"])
-                seeds.append(grad_lse if poison is None else grad_lse.masked_fill(empty, poison))
+                seeds.append(poisoned(grad_lse.unsqueeze(-1), "query").squeeze(-1))
             wanted = {n: x for n, x in leaves.items() if x.requires_grad}
             results |= dict(zip(wanted, torch.autograd.grad(targets, list(wanted.values()), seeds), strict=True))
     want = expected(**clean, **options, grad_out=grad_out, grad_lse=grad_lse, keep=keep)
