@@ -235,7 +235,8 @@ inline void store_scores(const ForwardScratch<Op>& scratch, const ScoreParams<ty
   using S = Simd<C>;
   // Of elements that aren't in pairs the fast path comes here for few blocks: the generic path's tile serves it too.
   constexpr bool kPairs = Op::kPack == 2;
-  using Tile = ScoreTile<typename Op::Product, !(kPairs && kFastPath),
+  // But its maxima are of products summed in the order of ProbabilityTile's.
+  using Tile = ScoreTile<std::conditional_t<kFastPath, Op, typename Op::Product>, !(kPairs && kFastPath),
                          std::conditional_t<kPairs, PairProbabilities<Op, kFastPath>, void>>;
   const bool products = kFastPath || score.capped();
   PairProbabilities<Op, kFastPath> none;
