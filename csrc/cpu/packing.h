@@ -131,7 +131,7 @@ inline bool holds_non_numbers(const T* row, int64_t stride, int64_t columns) {
   return found;
 }
 
-// Which of `rows` rows of a head hold infinities or NaN, of those that are `asked` for.
+// Which of a head's rows, counted from `row`, hold infinities or NaN, of those that are `asked` for.
 template <class T>
 inline RowBits rows_of_non_numbers(const View& view, int64_t batch, int64_t head, int64_t row, int64_t columns,
                                    const RowBits& asked) {
