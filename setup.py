@@ -140,11 +140,16 @@ class Ninja:
         return objects
 
     def compile_kernels(self, machine, cxx, flags):
-        """The CPU kernels: csrc/cpu/*.cpp, and the passes for each instruction set."""
-        passes, objects = sorted(Path("csrc/cpu/isa").glob("*.cpp")), []
-        for isa in cpu_isas(machine):
+        """The CPU kernels: csrc/cpu/*.cpp, and the passes for each instruction set.
+
+        Of an inline function that several units have out of line, the linker takes the first: what every machine runs
+        comes first, then the instruction sets, the lowest first, so that no unit gets a better one's.
+        """
+        objects = self.compile(sorted(Path("csrc/cpu").glob("*.cpp")), cxx, flags)
+        passes = sorted(Path("csrc/cpu/isa").glob("*.cpp"))
+        for isa in reversed(cpu_isas(machine)):
             objects += self.compile(passes, cxx, f"{flags} {ISA[isa][1]} -DATTNKERN_ISA={isa}", f".{isa}")
-        return objects + self.compile(sorted(Path("csrc/cpu").glob("*.cpp")), cxx, flags)
+        return objects
 
     def run(self):
         ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
@@ -225,8 +230,8 @@ class BuildLibraries(build_ext):
         flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
         torch_flags = f"{flags} -isystem {torch}/include"
         ninja = Ninja("release")
-        objects = ninja.compile_kernels(machine, cxx, flags)
-        objects += ninja.compile(sorted(Path("csrc").glob("*.cpp")), cxx, torch_flags)
+        objects = ninja.compile(sorted(Path("csrc").glob("*.cpp")), cxx, torch_flags)
+        objects += ninja.compile_kernels(machine, cxx, flags)
         ninja.add("link", package / "_C.abi3.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
         record = {
             "compiler": first_line(*cxx.split(), "--version"),
