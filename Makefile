@@ -12,6 +12,8 @@ BARE := torch==2.11.0 triton==$(firstword $(TRITONS)) numpy pytest ninja setupto
 BARE_PYTHON ?= python3.12
 OFFLINE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn)
 CPP := $(shell find csrc tests -name "*.cpp" -o -name "*.h" -o -name "*.cuh" -o -name "*.cu")
+# Of tests/tiers.py; .ci/run has another.
+TIER := quick
 XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto --dist worksteal)
 
 ifeq ($(PYTHON),)
@@ -25,7 +27,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test test-changed test-all test-durations fuzz gate planted-bugs bench bench-goals bench-masks lint format typecheck gpu rehearse-bare wheel sanitize clean
+.PHONY: help build test test-changed prove fuzz gate planted-bugs bench bench-goals bench-masks lint format typecheck gpu rehearse-bare wheel sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -35,16 +37,13 @@ build: $(READY)  ## compile attnkern's libraries in place
 	@$(PY) setup.py -q build_ext --inplace
 
 test: build  ## some of every test, and the next shard of the rest; PYTEST_ARGS="-k dropout" for others
-	@$(PY) -m pytest $(XDIST) --tier quick $(PYTEST_ARGS)
+	@$(PY) -m pytest $(XDIST) --proofs --tier $(TIER) $(PYTEST_ARGS)
 
 test-changed: build  ## the tests that a change touches: since the last commit, or SINCE=main
-	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m tiers "$(SINCE)" $(XDIST) $(PYTEST_ARGS)
+	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m tiers "$(SINCE)" $(XDIST) --proofs $(PYTEST_ARGS)
 
-test-all: build  ## all tests
-	@$(PY) -m pytest $(XDIST) $(PYTEST_ARGS)
-
-test-durations: build  ## all tests, and how long each takes into tests/durations.json
-	@$(PY) -m pytest $(XDIST) --time-into tests/durations.json $(PYTEST_ARGS)
+prove: build  ## all tests, whatever was proven before; PYTEST_ARGS="--time-into tests/durations.json" writes times
+	@$(PY) -m pytest $(XDIST) --proofs $(PYTEST_ARGS)
 
 gate: build  ## compile every GPU kernel for every architecture and check the binaries: table; GATE_ARGS="-k delta"
 	@PYTHONPATH=tests $(PY) -m gate $(GATE_ARGS)

@@ -13,7 +13,7 @@ import torch
 import attnkern
 from attnkern import rng, testing
 
-pytest_plugins = ["tiers"]
+pytest_plugins = ["tiers", "proofs"]
 DRAW = os.environ.get("ATTNKERN_TEST_SEED") or "0"  # any other draws other numbers
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -131,6 +131,7 @@ def dtype(request):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "contract(*items): the items of the contract with F.sdpa that the test shows")
+    config.addinivalue_line("markers", "prove: what .ci/run leaves to make prove, but for a part of it at a time")
     config.addinivalue_line("markers", "threads: runs with torch's default number of threads")
     config.addinivalue_line("markers", "real_memory: runs without poisoned memory (huge allocations, timings)")
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from attnkern import testing
@@ -78,6 +79,16 @@ def tagged(tag: str) -> dict[str, Call]:
     found = [each for each in CALLS if tag in each.tags]
     assert len({each.name for each in found}) == len(found) > 0, f"calls of {tag!r}: none, or a name twice"
     return {each.name: each for each in found}
+
+
+def on_gpus(calls: dict[str, Call]) -> list[Any]:
+    """Parameters of a test: the names of these calls, with every GPU of each. .ci/run has one for each, in turn."""
+    found = []
+    for n, (name, each) in enumerate(calls.items()):
+        for gpu in each.gpus:
+            marks = [] if gpu == each.gpus[n % len(each.gpus)] else [pytest.mark.prove]
+            found.append(pytest.param(name, gpu, id=f"{name}-sm_{gpu}", marks=marks))
+    return found
 
 
 def _on_gpus() -> Iterator[Call]:

@@ -1,10 +1,12 @@
-"""What `make test`, `make test-changed` and `make test-all` run: tests/tiers.py."""
+"""What `make test`, `make test-changed`, `.ci/run` and `make prove` run: tests/tiers.py, tests/proofs.py."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+import proofs
 import tiers
 
 SOME = ["tests/test_tiers.py", "tests/test_band.py", "tests/test_rng.py"]
@@ -67,6 +69,7 @@ def test_cases_that_show_something_new_come_first(costs):
 def test_the_tiers_hold_what_they_say():
     assert collected(*SOME) == collected(*SOME, "--tier", "all")
     assert collected(*SOME, "--tier", "quick") <= collected(*SOME)
+    assert collected(*SOME, "--tier", "landing") == collected(*SOME)  # none is a GPU proof
 
 
 def test_every_file_touches_tests_that_exist():
@@ -82,6 +85,108 @@ def test_every_file_touches_tests_that_exist():
     ours = {path for path in listed if path.startswith("tests/test_")}
     reached = {path for file in listed if not file.startswith("tests/test_") for path in tiers.touched([file])}
     assert ours - reached == set()  # some other file's change runs each
+
+
+def test_every_file_has_its_times():
+    """Else a tier isn't what it says. Makefile's target `prove` tells how they are written."""
+    cost = tiers.costs()
+    found = [*tiers.ROOT.glob("tests/test_*.py"), *tiers.ROOT.glob("tests/ptxsim/test_*.py")]
+    names = {str(path.relative_to(tiers.ROOT)) for path in found}
+    assert names - cost.brief.keys() - {case.split("::")[0] for case in cost.long} == set()
+
+
+def test_times_are_merged(tmp_path):
+    path = tmp_path / "durations.json"
+    timed = [f"tests/test_rng.py::{name}" for name in ("slow", "quick", "gone")]
+    for seconds in ({timed[0]: 3.0, timed[1]: 0.01, timed[2]: 2.0}, {timed[0]: 4.0}, {timed[2]: 0.02}):
+        plugin = tiers.Timed(path)
+        plugin.seconds.update(seconds)
+        plugin.pytest_sessionfinish()
+    assert json.loads(path.read_text())["brief"] == {"tests/test_rng.py": 0.02}
+    assert json.loads(path.read_text())["long"] == {timed[0]: 4.0}
+
+
+# ---------------------------------------------------------------------------------------------------- proofs that stand
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """Two kernels, a helper of the tests and a test of one of them, in a folder of their own."""
+    files = {
+        "csrc/cuda/forward.cu": "kernel",
+        "attnkern/_build.json": '{"cuda": {"archs": ["80"]}}',
+        "attnkern/mask.py": "",
+        "attnkern/params.py": "",
+        "tests/conftest.py": "",
+        "tests/matrix.py": "import ptxsim",
+        "tests/ptxsim/__init__.py": "",
+        "tests/ptxsim/machine.py": "",
+        "tests/test_cuda_kernels.py": "from matrix import call\n\ndef test_it(): ...",
+        "tests/test_band.py": "def test_it(): ...",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(tiers, "ROOT", tmp_path)
+    monkeypatch.setattr(proofs.cache, "ROOT", tmp_path)
+    monkeypatch.setattr(proofs, "TESTS", tmp_path / "tests")
+    monkeypatch.setattr(proofs, "PROOFS", {"cuda_kernels"})
+    monkeypatch.setattr(proofs, "listed", lambda: tuple(files))
+    monkeypatch.setenv("ATTNKERN_CACHE", str(tmp_path / "cache"))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget():
+    for function in (proofs.key_of, proofs.imported, proofs.sources):
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changed", "stands"),
+    [
+        ("attnkern/mask.py", True),
+        ("tests/test_band.py", True),
+        ("tests/test_cuda_kernels.py", False),
+        ("csrc/cuda/forward.cu", False),
+        ("attnkern/params.py", False),
+        ("attnkern/_build.json", False),
+        ("tests/ptxsim/machine.py", False),  # by way of matrix
+    ],
+)
+def test_a_proof_stands_until_what_it_depends_on_changes(checkout, changed, stands):
+    case = "tests/test_cuda_kernels.py::test_it"
+    assert proofs.proven() == set()
+    proofs.write({case, "tests/test_band.py::test_it"})
+    assert proofs.proven() == {case}  # no other is a proof
+    text = (checkout / changed).read_text()
+    other = text.replace("80", "90") if text.startswith("{") else text + "\n"
+    (checkout / changed).write_text(other)
+    forget()
+    assert proofs.proven() == ({case} if stands else set())
+    (checkout / changed).write_text(text)
+    forget()
+    assert proofs.proven() == {case}
+
+
+def test_only_what_passed_as_a_whole_is_proven(checkout):
+    class Report:
+        def __init__(self, case, when, outcome):
+            self.nodeid, self.when, self.outcome = f"tests/test_cuda_kernels.py::{case}", when, outcome
+
+    for writes in (False, True):
+        passes = proofs.Passes(writes)
+        for report in (
+            Report("passes", "call", "passed"),
+            Report("fails", "call", "failed"),
+            Report("skipped", "setup", "skipped"),
+            Report("is_not_torn_down", "call", "passed"),
+            Report("is_not_torn_down", "teardown", "failed"),
+        ):
+            passes.pytest_runtest_logreport(report)
+        passes.pytest_sessionfinish()
+        assert proofs.proven() == ({"tests/test_cuda_kernels.py::passes"} if writes else set())
 
 
 def test_a_change_touches_its_tests():

@@ -18,7 +18,7 @@ from attnkern.backends import disabled
 from attnkern.backends.failed import CannotBuild
 from attnkern.problem import Problem
 from conftest import Target
-from matrix import call, tagged
+from matrix import call, on_gpus, tagged
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 triton = table.triton
@@ -57,12 +57,7 @@ def target(request):
 CALLS = tagged("triton")
 
 
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [(name, gpu) for name, call in CALLS.items() for gpu in call.gpus],
-    indirect=["target"],
-    ids=lambda x: f"sm_{x}" if isinstance(x, int) else x,
-)
+@pytest.mark.parametrize(("name", "target"), on_gpus(CALLS), indirect=["target"])
 def test_feature(name, target, record_property):
     """Output, log-sum-exp and all gradients."""
     target.check_call(CALLS[name])

@@ -6,18 +6,14 @@ import torch
 from attnkern.triton_kernels import configs
 
 from attnkern import testing
-from matrix import tagged
+from matrix import on_gpus, tagged
 from test_triton import BF16, Simulated, ran, routed
 
 GQA = {"enable_gqa": True}
 CALLS = tagged("triton-decode")
 
 
-@pytest.mark.parametrize(
-    ("name", "gpu"),
-    [(name, gpu) for name, call in CALLS.items() for gpu in call.gpus],
-    ids=lambda x: f"sm_{x}" if isinstance(x, int) else x,
-)
+@pytest.mark.parametrize(("name", "gpu"), on_gpus(CALLS))
 def test_decode(name, gpu, record_property):
     """Output and log-sum-exp; these kernels ran and not the forward kernel."""
     with routed(gpu) as launched:

@@ -9,7 +9,7 @@ import torch
 import attnkern
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
-from matrix import tagged
+from matrix import on_gpus, tagged
 from test_triton import BF16, routed
 
 EVERYTHING = ("query", "key", "value", "attn_mask")
@@ -61,11 +61,7 @@ def name_of(kernel):
     return ("second_" if kernel.constants.get("TANGENT") else "") + kernel.function.__name__
 
 
-@pytest.mark.parametrize(
-    ("name", "gpu"),
-    [(name, gpu) for name, call in CALLS.items() for gpu in call.gpus],
-    ids=lambda x: f"sm_{x}" if isinstance(x, int) else x,
-)
+@pytest.mark.parametrize(("name", "gpu"), on_gpus(CALLS))
 def test_feature(name, gpu, record_property):
     """The tangents of out and lse; the gradients of all inputs, of grad_out and of grad_lse."""
     names = check(gpu, CALLS[name].inputs(), **CALLS[name].options)

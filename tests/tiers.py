@@ -1,14 +1,16 @@
-"""Which tests run: `make test` some of everything, `make test-changed` what a change touches, `make test-all` all.
+"""Which tests run: `make test` some of everything, `make test-changed` what a change touches, `.ci/run` all but GPU
+proofs that stand (proofs.py) and cases marked `prove`, of which it runs a part; `make prove` all.
 
 A tier has so many seconds. Every test function gets the same share of them, at least one case if that is done within
 LONGEST. It takes the cases first that show a parameter's value for the first time, then those that show two values
 together for the first time, the quickest first. What is left over is cut into shards, and `make test` runs one of them:
 the next one for every commit, so that landing after landing walks through all of it. How long a case takes stands in
-durations.json, which `make test-durations` writes.
+durations.json, which --time-into writes. `.ci/run` cuts what it leaves out into shards in the same way.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -26,6 +28,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 # Of one core: what two cores do in 6 minutes and in 1.5; imports and collection come to it.
 SECONDS = {"quick": 620.0, "changed": 180.0}
 SHARD = 60.0  # of the quick tier's seconds
+ROTATING = 90.0  # seconds of what `.ci/run` leaves out, that it runs nevertheless
 LONGEST = 12.0  # seconds of a function's first case, if it is to be in every tier
 UNKNOWN = 0.3  # seconds of a case that was never timed
 LONG = 0.1  # of one that durations.json names; the others of its file take `brief`
@@ -36,6 +39,7 @@ TORCH = "distributed features jagged memory nn overrides sdpa_provider second_or
 TORCH += " varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
 CUDA += " cuda_unattended cycles fuzz gate tile_order"
+WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate tile_order"  # what runs kernels of all passes
 TRITON = "choice fuzz gate triton triton_decode triton_ranges triton_second_order triton_suite triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
@@ -43,9 +47,9 @@ MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm9
 MATRIX += " second_order threads triton triton_decode triton_second_order"
 # Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
 TOUCHES = [
-    ("csrc/cuda/*sm90*", "choice cuda_sm90 cuda_sm90_backward cuda_tiles gate fuzz tile_order"),
-    ("csrc/cuda/forward* csrc/cuda/decode.cu", "choice cuda_kernels cuda_planted_bugs fuzz gate"),
-    ("csrc/cuda/backward*", "choice cuda_backward cuda_planted_bugs fuzz gate"),
+    ("csrc/cuda/*sm90*", f"choice cuda_sm90 cuda_sm90_backward cuda_tiles {WITH_ALL_CUDA}"),
+    ("csrc/cuda/forward* csrc/cuda/decode.cu", f"choice cuda_kernels cuda_planted_bugs {WITH_ALL_CUDA}"),
+    ("csrc/cuda/backward*", f"choice cuda_backward cuda_planted_bugs {WITH_ALL_CUDA}"),
     ("csrc/cuda/*", CUDA),
     ("csrc/cpu/* csrc/exports.map", f"{CALLS} build fuzz isa threads"),
     ("csrc/common/*", f"{CALLS} {CUDA} isa params rng"),
@@ -55,10 +59,12 @@ TOUCHES = [
     ("attnkern/integrations/distributed.py attnkern/integrations/shards.py", "distributed readme"),
     ("attnkern/integrations/*", "contract_coverage jagged sdpa_provider transformers"),
     ("attnkern/backends/*", f"{CALLS} {CUDA} {TRITON} check features"),
+    # What the backends are written in terms of.
+    ("attnkern/params.py attnkern/problem.py attnkern/rng.py", f"{CALLS} {CUDA} {TORCH} {TRITON} build params rng"),
     ("attnkern/check.py attnkern/__main__.py", "check"),
     ("attnkern/nn.py", "features jagged nn readme"),
     ("attnkern/cases.py", f"bench {MATRIX} sdpa_parity"),
-    ("attnkern/testing/*", f"{CALLS} testing"),
+    ("attnkern/testing/*", f"{CALLS} {CUDA} {TRITON} testing"),
     ("attnkern/plot.py attnkern/tiles.py attnkern/weights.py", "clients features readme testing"),
     ("attnkern/*", f"{CALLS} {TORCH} build check contract_coverage params readme rng testing"),
     ("bench/results/*", "bench readme"),
@@ -66,16 +72,16 @@ TOUCHES = [
     ("bench/*", f"bench bench_regression {GPU} readme"),
     ("docs/* README.md CHANGELOG.md LICENSE", "readme"),
     ("setup.py Makefile pyproject.toml MANIFEST.in requirements-dev.txt .ci/*", "build readme tiers triton_versions"),
-    ("tests/ptxsim/*", "ptxsim cuda_kernels triton fuzz"),
+    ("tests/ptxsim/*", f"ptxsim {CUDA} {TRITON}"),
     ("tests/gate/*", "gate cycles"),
-    ("tests/launches/* tests/routes.py", "cuda_kernels cuda_sm90 gpu_stages"),
+    ("tests/launches/* tests/routes.py", f"{CUDA} {TRITON} gpu_stages"),
     ("tests/fuzz*", "fuzz"),
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
     ("tests/matrix.py", MATRIX),
     ("tests/triton_variants.py", "triton_versions"),
     ("tests/cpp/*", "build"),
-    ("tests/cuda/*", "cuda_tiles gate"),
-    ("tests/conftest.py tests/tiers.py tests/durations.json", "tiers testing rng"),
+    ("tests/cuda/*", "cuda_tiles gate tile_order"),
+    ("tests/conftest.py tests/proofs.py tests/tiers.py tests/durations.json", "tiers testing rng"),
     ("tests/test_*", ""),  # itself
     (".*", ""),  # no test reads an editor's or git's settings
 ]
@@ -89,12 +95,18 @@ def touched(changed: Iterable[str]) -> list[str]:
     """
     found = set()
     for path in changed:
-        if (names := next((names for paths, names in TOUCHES if _fits(path, paths)), None)) is None:
-            raise LookupError(f"{path}: no line of TOUCHES in tests/tiers.py fits it")
-        found |= {"tests/ptxsim" if name == "ptxsim" else f"tests/test_{name}.py" for name in names.split()}
+        found |= {"tests/ptxsim" if name == "ptxsim" else f"tests/test_{name}.py" for name in names_touched(path)}
         if fnmatch(path, "tests/test_*"):
             found.add(path)
     return sorted(path for path in found if (ROOT / path).exists())
+
+
+@functools.cache
+def names_touched(path: str) -> list[str]:
+    """As TOUCHES has them; raises LookupError."""
+    if (names := next((names for paths, names in TOUCHES if _fits(path, paths)), None)) is None:
+        raise LookupError(f"{path}: no line of TOUCHES in tests/tiers.py fits it")
+    return names.split()
 
 
 def _fits(path: str, patterns: str) -> bool:
@@ -122,8 +134,8 @@ class Costs:
         return self.long[case] if case in self.long else self.brief.get(case.split("::")[0], UNKNOWN)
 
 
-def costs() -> Costs:
-    written = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {"long": {}, "brief": {}}
+def costs(path: Path = DURATIONS) -> Costs:
+    written = json.loads(path.read_text()) if path.exists() else {"long": {}, "brief": {}}
     return Costs(written["long"], written["brief"])
 
 
@@ -192,17 +204,21 @@ def commits() -> int:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tier", choices=["quick", "changed", "all"], default="all", help="see tests/tiers.py")
+    parser.addoption("--tier", choices=["quick", "changed", "landing", "all"], default="all", help="see tests/tiers.py")
     parser.addoption("--time-into", metavar="FILE", help="write how long each case takes, as tests/durations.json")
 
 
 def pytest_collection_modifyitems(config, items):
     cost, tier = costs(), config.getoption("--tier")
     if tier != "all":
-        cases = [(item.nodeid, item.callspec.indices if hasattr(item, "callspec") else {}) for item in items]
-        chosen = choose(cases, SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
-        if tier == "quick":
-            parts = shards({case for case, _ in cases} - chosen, cost)
+        everything = {item.nodeid for item in items}
+        if tier == "landing":
+            chosen = {item.nodeid for item in items if item.get_closest_marker("prove") is None} - config.proven
+        else:
+            cases = [(item.nodeid, item.callspec.indices if hasattr(item, "callspec") else {}) for item in items]
+            chosen = choose(cases, SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
+        if tier != "changed":
+            parts = shards(everything - chosen, cost, SHARD if tier == "quick" else ROTATING)
             chosen |= set(parts[commits() % len(parts)])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
         items[:] = [item for item in items if item.nodeid in chosen]
@@ -217,7 +233,7 @@ class Timed:
     """Adds up what the phases of each case take; with xdist in the process that hears from all workers."""
 
     def __init__(self, path: str):
-        self.path, self.seconds = path, defaultdict(float)
+        self.path, self.seconds = Path(path), defaultdict(float)
 
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
@@ -227,14 +243,15 @@ class Timed:
         for case, seconds in self.seconds.items():
             if seconds < LONG:
                 files[case.split("::")[0]].append(seconds)
-        record = {
-            "machine": machine(),
-            "cases": len(self.seconds),
-            "seconds": round(sum(self.seconds.values())),
-            "brief": {file: round(sum(seconds) / len(seconds), 4) for file, seconds in sorted(files.items())},
-            "long": {case: round(seconds, 1) for case, seconds in sorted(self.seconds.items()) if seconds >= LONG},
-        }
-        Path(self.path).write_text(json.dumps(record, indent=0) + "\n")
+        brief = {file: round(sum(seconds) / len(seconds), 4) for file, seconds in files.items()}
+        long = {case: round(seconds, 1) for case, seconds in self.seconds.items() if seconds >= LONG}
+        # What didn't run keeps its times.
+        before = costs(self.path)
+        brief = {file: x for file, x in sorted((before.brief | brief).items()) if (ROOT / file).exists()}
+        waited = {case: x for case, x in before.long.items() if case not in self.seconds}
+        long = {case: x for case, x in sorted((waited | long).items()) if case.split("::")[0] in brief}
+        record = {"machine": machine(), "brief": brief, "long": long}
+        self.path.write_text(json.dumps(record, indent=0) + "\n")
 
 
 def machine() -> str:

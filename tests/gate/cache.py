@@ -1,4 +1,4 @@
-"""Results kept in build/gate/ by the content of what they were made from."""
+"""Results kept in the user's cache folder by the content of what they were made from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-folder = ROOT / "build" / "gate"
+
+
+def user_folder() -> Path:
+    """Where results outlive a checkout: ATTNKERN_CACHE, else attnkern in the user's cache folder."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ATTNKERN_CACHE") or Path(caches, "attnkern"))
+
+
+folder = user_folder() / "gate"
 compiled = 0  # results of this process that weren't in the cache
 
 

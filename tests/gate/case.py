@@ -98,6 +98,8 @@ class Case:
     the next step does. That the exponentials of a wgmma kernel stand between its two waits, and so beside P V::
 
         order={"90a": (("HGMMA", 16), "WARPGROUP.DEPBAR gsb0, 0x1", ("MUFU.EX2", 64), "WARPGROUP.DEPBAR gsb0, 0x0")}
+
+    seldom names architectures whose claims `make prove` asserts, and `.ci/run` in turn with others.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Case:
     spills: Mapping[str, Budget] = field(default_factory=dict)
     loop: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     order: Mapping[str, Sequence[str | tuple[str, int]]] = field(default_factory=dict)
+    seldom: str = ""
 
     def __post_init__(self):
         claimed = self.archs.split()

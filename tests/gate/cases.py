@@ -20,7 +20,7 @@ from .cache import ROOT
 from .case import Case, Cuda, Triton
 from .compilers import kernels
 
-ALL = "80 86 90a 100 120"
+ALL = "80 90a 100 120"
 
 CUDA = [
     Case("delta", Cuda("csrc/cuda/delta.cu", "delta_kernel<*, 1>"), ALL, require={ALL: {"LDG": 2, "SHFL": 3}}),
@@ -28,7 +28,7 @@ CUDA = [
         "summary of key ranges",
         Cuda("csrc/cuda/ranges.cu", "summarise_ranges_kernel"),
         ALL,
-        require={"80 86 90a 120": {"REDUX": 4}},
+        require={"80 90a 120": {"REDUX": 4}},
     ),
     Case(  # 16 bytes a lane
         "delta by vectors",

@@ -7,8 +7,8 @@ from .case import Budget, Case, Cuda, capability
 
 BIAS, CHUNKED = "csrc/cuda/backward_bias.cu", "csrc/cuda/backward_chunked.cu"
 SOURCES = {"dkdv": "csrc/cuda/backward_dkdv.cu", "dq": "csrc/cuda/backward_dq.cu"}
-ALL = "80 86 90a 100 120"
-WIDE, NARROW = "80 90a 100", "86 120"  # by the shared memory of a block
+ALL = "80 90a 100 120"
+WIDE, NARROW = "80 90a 100", "120"  # by the shared memory of a block
 
 # (head_dim, fast path, wide) -> rows, columns, row tiles of a warp, warps of a row group, stages
 DKDV = {
@@ -57,19 +57,14 @@ MATHS = {
 WALK = "words of the walk over blocks, beside the"
 SPILLS = {
     "backward bias 3xtf32": {
-        "80 86 120": Budget(8, "2 words, beside 96 mma of a tile"),
+        "80 120": Budget(8, "2 words, beside 96 mma of a tile"),
         "90a": Budget(36, f"6 {WALK} 96 mma of a tile"),
-    },
-    "backward chunked dq 3xtf32": {
-        "86": Budget(32, "4 words of loop invariants, read in rounds of at least 96 mma"),
     },
     "backward chunked dkdv tf32": {
         "80": Budget(72, f"14 {WALK} 32 mma of a round, most once in a step of many rounds"),
-        "86": Budget(72, f"14 {WALK} 32 mma of a round, most once in a step of many rounds"),
     },
     "backward chunked dkdv 3xtf32": {
         "80": Budget(8, f"1 {WALK} 96 mma of a round"),
-        "86": Budget(12, f"2 {WALK} 96 mma of a round"),
     },
 }
 
@@ -82,7 +77,7 @@ def cases() -> list[Case]:
         source = Cuda(BIAS, f"bias_gradient_kernel<*{math}*>", shared=32768)
         called = f"backward bias {name}"
         found.append(Case(called, source, ALL, require={ALL: least}, spills=SPILLS.get(called, {})))
-        for archs in ("80", "86 120", "90a 100"):
+        for archs in ("80", "120", "90a 100"):
             found += [_chunked(name, kind, key_rows, archs) for kind, key_rows in (("dkdv", "true"), ("dq", "false"))]
     for kind, shapes, gradients in (("dkdv", DKDV, 2), ("dq", DQ, 1)):
         for (head_dim, fast_path, wide), (rows, columns, row_tiles, split, stages) in shapes.items():

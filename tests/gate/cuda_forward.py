@@ -2,12 +2,12 @@
 
 from .case import Budget, Case, Cuda
 
-ALL = "80 86 90a 100 120"
+ALL = "80 90a 100 120"
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 
 FULL = "output and scores take 192 of 255 registers; at most 4 loads from L1 per block of keys, beside its 256 mma"
 SPILLS = {  # by kind, head size and variant
-    ("forward", 128, "fast path"): {"80 86": Budget(12, FULL), "90a 100": Budget(16, FULL)},
+    ("forward", 128, "fast path"): {"80": Budget(12, FULL), "90a 100": Budget(16, FULL)},
     ("forward", 32, "generic"): {
         "90a 120": Budget(12, "3 words of the walk over blocks, for four blocks of threads"),
         "100": Budget(20, "5 words of the walk over blocks, for four blocks of threads"),

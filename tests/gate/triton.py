@@ -65,6 +65,8 @@ _RANGES: dict[tuple[int, str, int], dict[str, tuple[int, str]]] = {
     (90, "dkdv", 128): {"90a": (76, _ENDS)},
 }
 DECODE_BUDGET = (8, _FEW)
+# Architectures whose code is sm_80's with other registers to spare: of them .ci/run has what models run most.
+_SELDOM = "86 120a"
 BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}
 
 
@@ -112,10 +114,14 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
     and combine_kernel for few parts and many."""
     archs = "80 90a 120a"
     of = f"{'bf16' if itemsize == 2 else 'fp32'} d{size}"
+    # .ci/run has every size, dtype and feature on one architecture, the next for the next.
+    first = list(configs.DECODE[itemsize]).index(size)
     most = configs.decode(DECODE_MAX_ROWS, size, size, itemsize).block_m
     found: dict[str, Case] = {}
     spills = {archs: DECODE_BUDGET}
-    for rows, feature, keys in ((most, "plain", 1024), (16, "plain", 2**17), *((most, f, 1024) for f in _DECODED)):
+    kinds = ((most, "plain", 1024), (16, "plain", 2**17), *((most, f, 1024) for f in _DECODED))
+    for at, (rows, feature, keys) in enumerate(kinds, start=first):
+        seldom = archs.replace(archs.split()[at % 3], "")
         problem = _problem(80, size, itemsize, "mods" if feature == "mods" else "plain")
         shape = (2, 4, rows, size)
         bias = (
@@ -139,9 +145,9 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
         hmma = (size + (constants["CHUNK"] or size)) * scores // 2048 * (1 if itemsize == 2 else 6)
         counts = {"HMMA": hmma, **({"LDGSTS": 1} if options["num_stages"] > 1 else {})}
         name = f"triton decode {of} {constants['BLOCK_M']} rows {feature}"
-        found[name] = _case(name, kernel, archs, {archs: counts}, spills)
+        found.setdefault(name, _case(name, kernel, archs, {archs: counts}, spills, seldom))
         name = f"triton combine {of} {combine.constants['SPLITS']} parts"
-        found[name] = _case(name, combine, archs, {archs: {"LDG": 1}}, spills)
+        found.setdefault(name, _case(name, combine, archs, {archs: {"LDG": 1}}, spills, seldom))
     return list(found.values())
 
 
@@ -204,7 +210,8 @@ def _case_of_row(row: Row, size: int) -> Case:
         hmma = columns * scores // 2048 * (1 if row.itemsize == 2 else 6)
         require = {archs: {"HMMA": hmma, **({"LDGSTS": 1} if config.num_stages > 1 else {})}}
     name = f"triton {row.kernel} {'bf16' if row.itemsize == 2 else 'fp32'} d{size} {row.feature} sm_{row.arch}"
-    return _case(name, step.kernel, archs, require, BUDGETS.get((row, size), {}))
+    often = row.kernel in ("forward", "dkdv", "dq") and row.itemsize == 2 and row.feature == "plain" and size <= 128
+    return _case(name, step.kernel, archs, require, BUDGETS.get((row, size), {}), "86" if often else _SELDOM)
 
 
 def _case(
@@ -213,6 +220,7 @@ def _case(
     archs: str,
     require: Mapping[str, Mapping[str, int]],
     spills: Mapping[str, tuple[int, str]],
+    seldom: str = _SELDOM,
 ) -> Case:
     passed = {argument: kind for argument, kind in kernel.signature.items() if kind != "constexpr"}
     names = kernel.function.arg_names
@@ -220,4 +228,5 @@ def _case(
     types = dict(launch.leaves(tuple(kernel.signature.values())))
     aligned = tuple(path for path in kernel.divisors if not types[path].startswith("*"))
     source = Triton(kernel.function, passed, fixed, kernel.options, aligned)
-    return Case(name, source, archs, require=require, spills={x: Budget(*budget) for x, budget in spills.items()})
+    budgets = {x: Budget(*budget) for x, budget in spills.items()}
+    return Case(name, source, archs, require=require, spills=budgets, seldom=seldom)
