@@ -127,6 +127,8 @@ class Passes:
 
     def __init__(self, writes: bool):
         self.writes, self.passed, self.not_passed = writes, set(), set()
+        if writes:
+            list(map(key_of, PROOFS))  # of what is run, whatever is edited before it ends
 
     def pytest_runtest_logreport(self, report):
         if report.outcome != "passed":
