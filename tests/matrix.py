@@ -81,6 +81,16 @@ def tagged(tag: str) -> dict[str, Call]:
     return {each.name: each for each in found}
 
 
+def in_turn(every: int, **values: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of `parametrize` for all combinations of these values, of which .ci/run has one in `every`: what comes
+    first meets what comes next in turn."""
+    found = []
+    for places in itertools.product(*map(range, map(len, values.values()))):
+        of = [given[place] for given, place in zip(values.values(), places, strict=True)]
+        found.append(pytest.param(*of, marks=[pytest.mark.prove] if sum(places) % every else []))
+    return {"argnames": tuple(values), "argvalues": found}
+
+
 def on_gpus(calls: dict[str, Call]) -> list[Any]:
     """Parameters of a test: the names of these calls, with every GPU of each. .ci/run has one for each, in turn."""
     found = []

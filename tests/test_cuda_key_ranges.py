@@ -7,13 +7,10 @@ import torch
 import launches
 from attnkern import testing
 from attnkern.problem import Problem
-from matrix import LAST, call
+from matrix import LAST, call, in_turn
 from test_cuda_kernels import BF16, cuda, simulated  # noqa: F401
 from test_cuda_sm90_backward import any_order, launched
 from test_key_ranges import KINDS
-
-on_hopper = pytest.mark.parametrize("simulated", [90], indirect=True)
-on_both = pytest.mark.parametrize("simulated", [80, 90], indirect=True)
 
 # What has kernels of its own: sizes (batch, heads, queries, keys, head size), and the rest of the call.
 CALLS = {
@@ -39,9 +36,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CALLS)
-@on_both
+@pytest.mark.parametrize(**in_turn(6, simulated=[80, 90], name=list(CALLS), kind=list(KINDS)), indirect=["simulated"])
 def test_output_lse_and_gradients(simulated, name, kind):  # noqa: F811
     this = CALLS[name]
     simulated.check_call(this, key_ranges=KINDS[kind](this.seqlen_q, this.seqlen_k))
@@ -62,9 +57,10 @@ HOPPER = {
 }
 
 
-@pytest.mark.parametrize("kind", ["documents", "window and sinks", "one range of a head", "nothing"])
-@pytest.mark.parametrize("name", HOPPER)
-@on_hopper
+HOPPERS_KINDS = ["documents", "window and sinks", "one range of a head", "nothing"]
+
+
+@pytest.mark.parametrize(**in_turn(2, simulated=[90], name=list(HOPPER), kind=HOPPERS_KINDS), indirect=["simulated"])
 def test_hopper(simulated, name, kind):  # noqa: F811
     """Its own kernels take them, without a bank conflict; also in one walk over the scores, where there is one."""
     simulated.recorder.left_out = cuda.LEFT_OUT["cuda-decode"]
@@ -79,8 +75,10 @@ def test_hopper(simulated, name, kind):  # noqa: F811
     assert simulated.bank_conflicts() == 0
 
 
-@pytest.mark.parametrize("score", [-1000.0, -100.0, 100.0, 1000.0])
-@on_both
+SCORES = [-1000.0, -100.0, 100.0, 1000.0]
+
+
+@pytest.mark.parametrize(**in_turn(2, simulated=[80, 90], score=SCORES), indirect=["simulated"])
 def test_extreme_scores(simulated, score):  # noqa: F811
     """The rows' few keys decide what is subtracted before the exponential, and those that are masked don't."""
     for dtype, size in (("bf16", 64), ("fp16", 128), ("fp32", 40)):
@@ -143,10 +141,11 @@ def visits_of(launch, this, dense):
     return meetings(dense.mT if by_keys else dense, launch.rows, launch.columns)
 
 
-@pytest.mark.parametrize("kind", JUMPS)
-@pytest.mark.parametrize(
-    ("simulated", "name"), [(80, n) for n in VISITS] + [(90, n) for n in ON_HOPPER], indirect=["simulated"]
-)
+ANYWHERE = in_turn(3, simulated=[80], name=list(VISITS), kind=list(JUMPS))
+HERE = in_turn(3, simulated=[90], name=ON_HOPPER, kind=list(JUMPS))
+
+
+@pytest.mark.parametrize(ANYWHERE["argnames"], ANYWHERE["argvalues"] + HERE["argvalues"], indirect=["simulated"])
 def test_blocks_visited_are_the_least_possible(simulated, name, kind):  # noqa: F811
     """Counted by the products on tensor cores, of which every block of a kernel takes as many."""
     this, target = VISITS[name], simulated.recorder.target

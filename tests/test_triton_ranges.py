@@ -18,7 +18,7 @@ import routes
 import test_triton_second_order as second_order
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
-from matrix import tagged
+from matrix import in_turn, tagged
 from test_key_ranges import FEATURES, KINDS, anything, documents, padding, window_and_sinks
 from test_triton import BF16, FP16, FP32, Simulated, routed, table
 
@@ -36,8 +36,7 @@ def checked(gpu, inputs, kind, **options):
     return [kernel.function.__name__ for kernel in launched]
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(**in_turn(2, kind=list(KINDS), gpu=GPUS))
 def test_output_lse_and_gradients(kind, gpu):
     turn = list(KINDS).index(kind) + GPUS.index(gpu)
     lengths = [(200, 190), (130, 200), (3, 97), (65, 130)][turn % 4]
@@ -50,8 +49,7 @@ MASKS = [None, ("bool", "BHLS"), ("float", "BHLS"), ("float", "1HLS"), ("float",
 SIZES = [64, 80, (128, 40), 32]
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("kind", ["whole documents", "window and sinks", "anything"])
+@pytest.mark.parametrize(**in_turn(3, kind=["whole documents", "window and sinks", "anything"], mask=MASKS), ids=str)
 def test_beside_other_masks_and_features(kind, mask):
     """Each mask meets each kind of ranges; bands, softcap, scales, head sizes and GPUs take turns."""
     turn = list(KINDS).index(kind) + MASKS.index(mask)
