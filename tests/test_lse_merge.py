@@ -241,6 +241,31 @@ def test_backward_of_parts_adds_up_to_the_whole(target, options, mask, dtype):
         )
 
 
+@pytest.mark.parametrize("queries", [3, 33])  # of one head of keys, after decoding and after the tiled forward pass
+@pytest.mark.parametrize("score", [100.0, -100.0, 2000.0])
+def test_backward_of_parts_of_large_scores(target, score, queries, dtype):
+    """A part's weights don't sum up to 1, however far the rounding of a large log-sum-exp may be from its own sum."""
+    inputs = target.inputs(2, 4, queries, 70, 16, heads_k=2, dtype=dtype)
+    q, k, v = (x.detach().clone() for x in inputs.tensors.values())
+    q[..., 0], k[..., 0] = 4 * score, 1  # all scores are near this one
+    out, lse = target.attention(q, k, v, enable_gqa=True, return_lse=True)
+    grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
+    parts = [
+        attnkern.attention_backward(
+            grad_out, q, k[:, :, a:b], v[:, :, a:b], out, lse, enable_gqa=True, backend=target.backend
+        )
+        for a, b in ((0, 30), (30, 70))
+    ]
+    (dq_a, dk_a, dv_a), (dq_b, dk_b, dv_b) = parts
+    got = {"query": dq_a.to(lse) + dq_b.to(lse), "key": torch.cat([dk_a, dk_b], 2), "value": torch.cat([dv_a, dv_b], 2)}
+    want = testing.expected(q, k, v, grad_out=grad_out, enable_gqa=True)
+    for name, x in got.items():
+        e = want[name]
+        testing.assert_within_rule(
+            x.to(dtype), e.exact, e.baseline, gradient=True, unit=2 * e.unit, name=name, recipe=inputs.recipe
+        )
+
+
 def test_backward_of_the_whole_is_the_gradient(target, dtype):
     inputs = target.inputs(2, 2, 9, 20, 8, 12, dtype=dtype)
     leaves = [x.requires_grad_() for x in inputs.tensors.values()]

@@ -271,7 +271,7 @@ void backward(const Backward& p, const Runtime& runtime) {
   if (all_heads == 0) return;  // the caller has filled the gradients with zeros
   const int64_t all_rows = all_heads * p.seqlen_q;
   const Buffer<C> shift(all_rows), delta(all_rows);
-  const Buffer<C> norm(has_large_lse<T>(static_cast<const C*>(p.lse), all_rows) ? all_rows : 0);
+  const Buffer<C> norm(needs_norm<T>(p, static_cast<const C*>(p.lse), all_rows) ? all_rows : 0);
   const RowTerms<C> terms{shift.data(), delta.data(), norm.data()};
   const BackwardScratch<Op> sizes(nullptr, p);
   const int64_t kv_group = heads_of_kv_group(p), kv_groups = all_heads / kv_group;

@@ -567,10 +567,6 @@ inline void decode_finish(const Forward& p, int64_t batch, int64_t head, int64_t
         sum == C(0) ? -kInfinity<C> : static_cast<C>(static_cast<double>(m) + std::log(static_cast<double>(sum)));
 }
 
-inline bool decodes(const Forward& p) {
-  return p.heads_k == p.heads_v && p.heads_k > 0 && p.heads_q / p.heads_k * p.seqlen_q <= kDecodeRows;
-}
-
 template <class T, class Op>
 void decode(const Forward& p, const Runtime& runtime) {
   using C = typename Op::Compute;

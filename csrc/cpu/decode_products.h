@@ -6,7 +6,6 @@
 namespace attnkern::cpu {
 namespace {
 
-inline constexpr int64_t kDecodeRows = 16;  // most query rows of one key head that this path takes
 // Keys of a block. The more, the fewer interruptions of the stream from memory, but the scores are to stay in the
 // first-level cache: the greater number is for few rows.
 inline constexpr int64_t kDecodeKeys = 256, kManyKeys = 1024, kFewRows = 4;

@@ -150,6 +150,13 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
+// Calls with so few query rows of one key head go another way (decode.h), which sums a product's terms in another
+// order.
+inline constexpr int64_t kDecodeRows = 16;
+inline bool decodes(const Attention& p) {
+  return p.heads_k == p.heads_v && p.heads_k > 0 && p.heads_q / p.heads_k * p.seqlen_q <= kDecodeRows;
+}
+
 // Tasks 0 .. tasks - 1, taken one by one by whichever worker is free. Each worker begins with a run of neighbours of
 // its own, so that call after call the same core meets the same heads and has their rows, and those of the results, in
 // its caches; then it helps the next worker. `in_order`: one queue for all, for tasks of which the first are the

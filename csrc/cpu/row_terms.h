@@ -1,6 +1,8 @@
 // The terms of a row: delta, and the shift and the factor with which P is computed from the saved log-sum-exp.
 #pragma once
 
+#include <limits>
+
 #include "gradients.h"
 
 namespace attnkern::cpu {
@@ -45,9 +47,11 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
 template <class T, class C>
 inline constexpr C kLargeLse = std::is_same_v<T, C> ? C(64) : C(1024);
 
+// Whether P of some of these rows is to be normalised by a sum of its own. After decoding it is, where results have the
+// digits to show the other order of summation.
 template <class T, class C>
-inline bool has_large_lse(const C* lse, int64_t rows) {
-  bool large = false;
+inline bool needs_norm(const Backward& p, const C* lse, int64_t rows) {
+  bool large = std::is_same_v<T, C> && decodes(p);
   for (int64_t i = 0; i < rows; ++i) {
     const C magnitude = lse[i] < C(0) ? -lse[i] : lse[i];
     large |= (magnitude >= kLargeLse<T, C>)&(magnitude < kInfinity<C>);
@@ -55,10 +59,35 @@ inline bool has_large_lse(const C* lse, int64_t rows) {
   return large;
 }
 
-// Adds a segment's scores, as P will be computed from them, to the lanes' maxima and sums of exponentials.
+template <class T, class C>
+inline C length_of(const T* x, int64_t stride, int64_t size) {
+  using S = Simd<C>;
+  typename S::V sum = S::zero();
+  C rest = 0;
+  for (int64_t d = 0; stride == 1 && d < size; d += S::kLanes) {
+    const auto part = S::load_as(x + d, size - d);
+    sum = S::fma(part, part, sum);
+  }
+  for (int64_t d = 0; stride != 1 && d < size; ++d) rest += to_compute<C>(x[d * stride]) * to_compute<C>(x[d * stride]);
+  return std::sqrt(S::sum(sum) + rest);
+}
+
+// What the lanes of each row have of its scores: their maximum, the sum of exponentials, and the length of the longest
+// key among those that count.
+template <class C>
+struct LaneSums {
+  C *largest, *sum, *length;
+  LaneSums(C* memory, int64_t rows)
+      : largest(memory), sum(largest + rows * Simd<C>::kLanes), length(sum + rows * Simd<C>::kLanes) {
+    for (int64_t i = 0; i < rows * Simd<C>::kLanes; ++i) largest[i] = -kInfinity<C>, sum[i] = length[i] = C(0);
+  }
+};
+
+// Adds a segment's scores, as P will be computed from them, from the row `row` of the sums on.
 template <class Op, bool kFastPath, class C = typename Op::Compute>
 inline void add_to_sums(const ScoreParams<C>& score, const BandWalk<C>& walk, const Segment& segment, int64_t keys,
-                        const C* bias, const LaneBits* mask, const C* scores, C* largest, C* sum) {
+                        const C* bias, const LaneBits* mask, const C* scores, const C* key_lengths,
+                        const LaneSums<C>& sums, int64_t row) {
   using S = Simd<C>;
   using V = typename S::V;
   const C factor = kFastPath ? score.template product_factor<Op>() : C(1);
@@ -66,7 +95,8 @@ inline void add_to_sums(const ScoreParams<C>& score, const BandWalk<C>& walk, co
   const Exponential<Op, kFastPath, Precision::kFull> exponential(factor);
   const Range live = walk.live_lanes(segment.row);
   for (int64_t i = 0; i < segment.rows; ++i) {
-    V m = S::load(largest + i * S::kLanes), total = S::load(sum + i * S::kLanes);
+    const int64_t of_row = (row + i) * S::kLanes;
+    V m = S::load(sums.largest + of_row), total = S::load(sums.sum + of_row), length = S::load(sums.length + of_row);
     for (int64_t v = segment.first; v < segment.last; ++v) {
       const int64_t at = i * kTile<C> + v * S::kLanes;
       V x = S::load(scores + at);
@@ -74,17 +104,30 @@ inline void add_to_sums(const ScoreParams<C>& score, const BandWalk<C>& walk, co
       if (mask != nullptr) x = S::select(mask[i] >> (v * S::kLanes), x, dead);
       if (segment.partial) x = LaneMask<C>({live.begin + i, live.end + i}, v).select(x, dead);
       if ((v + 1) * S::kLanes > keys) x = LaneMask<C>({0, keys}, v).select(x, dead);
+      length = S::max(x == dead ? S::zero() : S::load(key_lengths + v * S::kLanes), length);
       const V old = m;
       m = S::max(S::product(x, S::set1(factor)), old);
       const V shift = m == dead ? S::zero() : m;
       total = S::fma(total, S::exp2((old - shift) * to_log2), exponential(x, -shift));
     }
-    S::store(largest + i * S::kLanes, m);
-    S::store(sum + i * S::kLanes, total);
+    S::store(sums.largest + of_row, m);
+    S::store(sums.sum + of_row, total);
+    S::store(sums.length + of_row, length);
   }
 }
 
-// shift and norm of rows whose lse is large, from the same scores as their P.
+// The norm of a row whose scores as P's have this maximum, in the natural-log domain, and this sum of exponentials. The
+// saved log-sum-exp is that of these scores but for rounding (of itself, and of scores as large as `reach`), and then P
+// sums up to 1; or it is that of more keys, as a ring's, and decides.
+template <class C>
+inline C norm_of(C lse, double largest, C sum, C reach) {
+  if (sum == C(0)) return C(1);
+  const double own = largest + std::log(static_cast<double>(sum)), given = static_cast<double>(lse);
+  const double rounding = 4. * std::numeric_limits<C>::epsilon() * (std::fabs(given) + static_cast<double>(reach));
+  return given - own > rounding ? static_cast<C>(std::exp(largest - given)) : C(1) / sum;
+}
+
+// shift and norm of rows that need one, from the same scores as their P.
 template <class T, class Op, class C = typename Op::Compute>
 [[gnu::noinline]] void normalise_again(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch,
                                        int64_t head, int64_t row, int64_t rows, RowTerms<C> terms) {
@@ -92,11 +135,14 @@ template <class T, class Op, class C = typename Op::Compute>
   using V = typename S::V;
   const ScoreParams<C> score(p);
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
-  C *largest = scratch.grad_scores, *sum = largest + rows * S::kLanes;
-  for (int64_t i = 0; i < rows * S::kLanes; ++i) largest[i] = -kInfinity<C>, sum[i] = C(0);
+  const LaneSums<C> sums(scratch.grad_scores, rows);
+  const int64_t head_k = head / (p.heads_q / p.heads_k);
+  C key_lengths[kTile<C>] = {};
   for (int64_t key = 0; key < p.seqlen_k; key += kTile<C>) {
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
-    load_key_tile<T, Op>(p, scratch, score, batch, head / (p.heads_q / p.heads_k), key, keys);
+    load_key_tile<T, Op>(p, scratch, score, batch, head_k, key, keys);
+    for (int64_t j = 0; j < keys; ++j)
+      key_lengths[j] = length_of<T, C>(at<T>(p.k, batch, head_k, key + j), p.k.stride[3], p.head_dim);
     BandWalk<C> walk(p.band.transposed(), key, keys, {row, row + rows}, kBlock<Op>);
     BlockPlan block;
     while (walk.next(block)) {
@@ -119,20 +165,23 @@ template <class T, class Op, class C = typename Op::Compute>
         // In the order of summation that P is computed in: GradientTile's, or score_block's.
         if (score.fast_path()) multiply.template operator()<Op>();
         else multiply.template operator()<typename Op::Product>();
-        const int64_t lanes = (segment.row - row) * S::kLanes;
         const auto add = score.fast_path() ? add_to_sums<Op, true> : add_to_sums<Op, false>;
-        add(score, walk, segment, keys, scratch.bias + at, bits_from(mask, first), scratch.scores + at, largest + lanes,
-            sum + lanes);
+        add(score, walk, segment, keys, scratch.bias + at, bits_from(mask, first), scratch.scores + at, key_lengths,
+            sums, segment.row - row);
       }
     }
   }
   const V to_log2 = S::set1(score.fast_path() ? C(1) : kLog2E<C>);
+  const C* lse = static_cast<const C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + row;
   for (int64_t i = 0; i < rows; ++i) {
-    const V of_lanes = S::load(largest + i * S::kLanes), m = S::max_all(of_lanes);
+    const V of_lanes = S::load(sums.largest + i * S::kLanes), m = S::max_all(of_lanes);
     const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
-    const C total = S::sum(S::load(sum + i * S::kLanes) * S::exp2((of_lanes - shift) * to_log2));
+    const C total = S::sum(S::load(sums.sum + i * S::kLanes) * S::exp2((of_lanes - shift) * to_log2));
+    const C length = S::max_all(S::load(sums.length + i * S::kLanes))[0];
+    const C query_length = length_of<T, C>(at<T>(p.q, batch, head, row + i), p.q.stride[3], p.head_dim);
+    const double natural = static_cast<double>(m[0]) / (score.fast_path() ? static_cast<double>(kLog2E<C>) : 1.);
     terms.shift[i] = -m[0] < kInfinity<C> ? -m[0] : -kInfinity<C>;
-    terms.norm[i] = total == C(0) ? C(1) : C(1) / total;
+    terms.norm[i] = norm_of<C>(lse[i], natural, total, std::fabs(score.scale) * query_length * length);
   }
 }
 
@@ -142,11 +191,11 @@ inline void make_terms(const Backward& p, const BackwardScratch<Op>& scratch, in
                        int64_t rows, RowTerms<C> terms) {
   compute_terms<T>(p, ScoreParams<C>(p).fast_path(), batch, head, row, rows, terms);
   if (terms.norm == nullptr) return;
-  constexpr int64_t kMost = kBlock<Op> * kTile<C> / (2 * Simd<C>::kLanes);  // rows that scratch has room for
+  constexpr int64_t kMost = kBlock<Op> * kTile<C> / (3 * Simd<C>::kLanes);  // rows that scratch has room for
   for (const int64_t end = row + rows; row < end; row += kMost) {
     const int64_t index = (batch * p.heads_q + head) * p.seqlen_q + row, count = min64(kMost, end - row);
     const RowTerms<C> some = terms.from(index);
-    if (has_large_lse<T>(static_cast<const C*>(p.lse) + index, count))
+    if (needs_norm<T>(p, static_cast<const C*>(p.lse) + index, count))
       normalise_again<T>(p, scratch, batch, head, row, count, some);
     else
       for (int64_t i = 0; i < count; ++i) some.norm[i] = C(1);
