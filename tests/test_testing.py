@@ -200,8 +200,8 @@ def test_examples(x):
 
 def test_draws_come_again(tmp_path):
     """In every process, alone or with others; another ATTNKERN_TEST_SEED draws others. A failure says how to repeat."""
-    for name in ("conftest.py", "tiers.py"):
-        (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
+    tests = Path(__file__).parent
+    (tmp_path / "conftest.py").write_text((tests / "conftest.py").read_text())
     (tmp_path / "test_draws.py").write_text(DRAWS)
 
     def run(draw, *names):
@@ -209,7 +209,7 @@ def test_draws_come_again(tmp_path):
         command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", *names]
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{Path(testing.__file__).parents[2]}:{tmp_path}",
+            "PYTHONPATH": f"{Path(testing.__file__).parents[2]}:{tests}",
             "ATTNKERN_TEST_SEED": draw,
         }
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
