@@ -202,34 +202,6 @@ DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
   return nullptr;
 }
 
-// How many keys all rows meet at a time. As measured: what several runs of rows read again and again is to be a part of
-// the first-level cache, the smaller in float32, which reads twice as much for a product.
-template <class T>
-inline int64_t keys_of_portion(int64_t columns) {
-  const int64_t row_bytes = round_up(max64(1, columns), 16) * static_cast<int64_t>(sizeof(T));
-  return sizeof(T) == 2 ? 64 : max64(16, min64(64, 8192 / row_bytes / 16 * 16));
-}
-
-// Splits n rows into runs of 4, 2 and 1.
-template <class Body>
-inline void for_row_runs(int64_t n, const Body& body) {
-  int64_t r = 0;
-  for (; r + 4 <= n; r += 4) body.template operator()<4>(r);
-  for (; r + 2 <= n; r += 2) body.template operator()<2>(r);
-  for (; r < n; ++r) body.template operator()<1>(r);
-}
-
-// A block of K or V: the user's rows, or a converted copy.
-template <class C, class T, class Body>
-inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns,
-                      C* copy, const Body& body) {
-  const T* source = at<T>(view, batch, head, key);
-  if (reads_in_place(view, columns)) return body(source, view.stride[2], true);
-  const int64_t step = round_up(columns, Simd<C>::kLanes);
-  convert_rows<C>(source, view.stride[2], view.stride[3], keys, columns, copy, step);
-  body(static_cast<const C*>(copy), step, false);
-}
-
 // decode_scores by register tiles: keys lie along the lanes, as in the backward pass.
 template <class T, class Op>
 [[gnu::noinline]] void score_tiles(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,

@@ -393,7 +393,7 @@ inline Rows<typename Op::Scalar> without_unattended_keys(const Backward& p, cons
   cleared = rows_of_non_numbers<T>(p.k, batch, head / group, key, p.head_dim, cleared);
   if (!cleared.any()) return k_rows;
   cleared.words[0] &= ~attended_keys(p, batch, head / group * group, group, key, keys);
-  return with_zeros<Op>(k_rows, keys, p.head_dim, cleared, scratch.k_rows);
+  return cleared.any() ? with_zeros<Op>(k_rows, keys, p.head_dim, cleared, scratch.k_rows) : k_rows;
 }
 
 // use(pointer) to the bias's gradient, which has the bias's dtype.
