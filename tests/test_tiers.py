@@ -172,14 +172,16 @@ def test_a_proof_stands_until_what_it_depends_on_changes(checkout, changed, stan
 
 def test_only_what_passed_as_a_whole_is_proven(checkout):
     class Report:
-        def __init__(self, case, when, outcome):
+        def __init__(self, case, when, outcome, *keywords):
             self.nodeid, self.when, self.outcome = f"tests/test_cuda_kernels.py::{case}", when, outcome
+            self.keywords = keywords
 
     for writes in (False, True):
         passes = proofs.Passes(writes)
         for report in (
             Report("passes", "call", "passed"),
             Report("fails", "call", "failed"),
+            Report("runs_on_a_gpu", "call", "passed", "gpu"),
             Report("skipped", "setup", "skipped"),
             Report("is_not_torn_down", "call", "passed"),
             Report("is_not_torn_down", "teardown", "failed"),
