@@ -370,9 +370,15 @@ def _check_types(
         if not isinstance(x, Tensor):
             raise type_error(name, "Tensor", x)
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        hint = " (masks.from_mask_mod makes a Mask of a mask_mod)" if callable(attn_mask) else ""
+        hint = ""
         if hasattr(attn_mask, "mask_mod"):
             hint = " (masks.from_mask_mod makes a Mask of its mask_mod)"
+        elif callable(attn_mask):
+            hint = " (masks.from_mask_mod makes a Mask of a mask_mod)"
+        elif isinstance(attn_mask, list | tuple):
+            hint = " (torch.tensor makes a mask of nested lists, masks.padding a Mask of lengths)"
+        elif hasattr(attn_mask, "__array__"):
+            hint = " (torch.as_tensor makes a mask of an array)"
         raise TypeError(f"{type_error('attn_mask', 'Tensor, Mask or None', attn_mask)}{hint}")
     if key_ranges is not None and not isinstance(key_ranges, Tensor):
         raise type_error("key_ranges", "Tensor or None", key_ranges)

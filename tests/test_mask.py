@@ -456,6 +456,16 @@ BAD = {
         TypeError,
         r"'attn_mask' must be Tensor, Mask or None, not function .*masks\.from_mask_mod",
     ),
+    "lists": (
+        lambda: attnkern.attention(Q, Q, Q, [[True] * 5] * 5),
+        TypeError,
+        r"Mask or None, not list \(torch\.tensor makes a mask of nested lists, masks\.padding a Mask of lengths\)",
+    ),
+    "array": (
+        lambda: attnkern.attention(Q, Q, Q, torch.ones(5, 5).numpy()),
+        TypeError,
+        r"Mask or None, not numpy\.ndarray \(torch\.as_tensor makes a mask of an array\)",
+    ),
     "indexed": (lambda: masks.causal(4)[:, :, 1:2], TypeError, r"can't be indexed: .*masks\.from_ranges"),
     "tensor & mask": (lambda: torch.ones(4, 4).bool() & masks.causal(4), TypeError, r"not Tensor .*masks\.from_bool"),
     "mask & tensor": (lambda: masks.causal(4) & torch.ones(4, 4).bool(), TypeError, r"not Tensor .*masks\.from_bool"),

@@ -60,7 +60,7 @@ TOUCHES = [
     ("attnkern/integrations/*", "contract_coverage jagged sdpa_provider transformers"),
     ("attnkern/backends/*", f"{CALLS} {CUDA} {TRITON} check features"),
     # What the backends are written in terms of.
-    ("attnkern/params.py attnkern/problem.py attnkern/rng.py", f"{CALLS} {CUDA} {TORCH} {TRITON} build params rng"),
+    ("attnkern/params.py attnkern/rng.py", f"{CALLS} {CUDA} {TORCH} {TRITON} build params rng"),
     ("attnkern/check.py attnkern/__main__.py", "check"),
     ("attnkern/nn.py", "features jagged nn readme"),
     ("attnkern/cases.py", f"bench {MATRIX} sdpa_parity"),
