@@ -29,6 +29,7 @@ ISAS = ISAS_OF[platform.machine()]
 MAKE_TARGETS = [
     "build",
     "test",
+    "prove",
     "gate",
     "fuzz",
     "bench",

@@ -301,8 +301,9 @@ def test_every_row_of_every_head_is_held_against_flash_attention(tiny, monkeypat
             returned[0][:, -1, -1].add_(0.1)
         return returned
 
-    monkeypatch.setattr(cuda, "_run", spoil)
-    (row,) = whole.measure(tiny, "gpu-bf16-d64-causal-4096")
+    with monkeypatch.context() as patched:  # undone before `tiny` is, whose own is restored then
+        patched.setattr(cuda, "_run", spoil)
+        (row,) = whole.measure(tiny, "gpu-bf16-d64-causal-4096")
     assert row["status"] == "wrong"
 
 
