@@ -12,7 +12,7 @@ BARE := torch==2.11.0 triton==$(firstword $(TRITONS)) numpy pytest ninja setupto
 BARE_PYTHON ?= python3.12
 OFFLINE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn)
 CPP := $(shell find csrc tests -name "*.cpp" -o -name "*.h" -o -name "*.cuh" -o -name "*.cu")
-# Of tests/tiers.py; .ci/run has another.
+# Which tests `make test` runs, a tier of tests/tiers.py: .ci/run asks for another.
 TIER := quick
 XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto --dist worksteal)
 

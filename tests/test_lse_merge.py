@@ -191,6 +191,41 @@ def test_merge_refuses_what_it_cannot_merge(parts, message):
         attnkern.merge_attention(*parts)
 
 
+def backward_of_parts(target, grad_out, q, k, v, out, lse, keep=None, **options):
+    """The gradients of 70 keys, of which 30 are one part and 40 the other."""
+    parts = [
+        attnkern.attention_backward(
+            grad_out,
+            q,
+            k[:, :, a:b],
+            v[:, :, a:b],
+            out,
+            lse,
+            None if keep is None else keep[..., a:b],
+            enable_gqa=True,
+            backend=target.backend,
+            **options,
+        )
+        for a, b in ((0, 30), (30, 70))
+    ]
+    (dq_a, dk_a, dv_a), (dq_b, dk_b, dv_b) = parts
+    return {
+        "query": dq_a.to(lse) + dq_b.to(lse),
+        "key": torch.cat([dk_a, dk_b], 2),
+        "value": torch.cat([dv_a, dv_b], 2),
+    }
+
+
+def assert_gradients(got, want, inputs):
+    """Results that are sums of two rounded parts may be off by two units of rounding."""
+    for name, x in got.items():
+        e = want[name]
+        x = x.to(inputs.query.dtype)
+        testing.assert_within_rule(
+            x, e.exact, e.baseline, gradient=True, unit=2 * e.unit, name=name, recipe=inputs.recipe
+        )
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"softcap": 3.0}, {"scale": -1.0}, {"is_causal": True, "alignment": "bottom_right"}, {"window": (20, 5)}],
@@ -209,36 +244,11 @@ def test_backward_of_parts_adds_up_to_the_whole(target, options, mask, dtype):
     keep = inputs.attn_mask
     if band is not None:
         keep = band if keep is None else keep & band if keep.dtype == torch.bool else keep.masked_fill(~band, -INF)
-    parts = [
-        attnkern.attention_backward(
-            grad_out,
-            inputs.query,
-            inputs.key[:, :, a:b],
-            inputs.value[:, :, a:b],
-            out,
-            lse,
-            None if keep is None else keep[..., a:b],
-            grad_lse=grad_lse,
-            enable_gqa=True,
-            backend=target.backend,
-            **{n: x for n, x in options.items() if n not in shape},
-        )
-        for a, b in ((0, 30), (30, 70))
-    ]
-    (dq_a, dk_a, dv_a), (dq_b, dk_b, dv_b) = parts
-    got = {"query": dq_a.to(lse) + dq_b.to(lse), "key": torch.cat([dk_a, dk_b], 2), "value": torch.cat([dv_a, dv_b], 2)}
-    want = testing.expected(
-        **inputs.tensors,
-        grad_out=grad_out,
-        grad_lse=grad_lse,
-        enable_gqa=True,
-        **options,
-    )
-    for name, x in got.items():
-        e = want[name]
-        testing.assert_within_rule(
-            x.to(dtype), e.exact, e.baseline, gradient=True, unit=2 * e.unit, name=name, recipe=inputs.recipe
-        )
+    want = testing.expected(**inputs.tensors, grad_out=grad_out, grad_lse=grad_lse, enable_gqa=True, **options)
+    options = {n: x for n, x in options.items() if n not in shape}
+    q, k, v = inputs.query, inputs.key, inputs.value
+    got = backward_of_parts(target, grad_out, q, k, v, out, lse, keep, grad_lse=grad_lse, **options)
+    assert_gradients(got, want, inputs)
 
 
 @pytest.mark.parametrize("queries", [3, 33])  # of one head of keys, after decoding and after the tiled forward pass
@@ -250,20 +260,8 @@ def test_backward_of_parts_of_large_scores(target, score, queries, dtype):
     q[..., 0], k[..., 0] = 4 * score, 1  # all scores are near this one
     out, lse = target.attention(q, k, v, enable_gqa=True, return_lse=True)
     grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
-    parts = [
-        attnkern.attention_backward(
-            grad_out, q, k[:, :, a:b], v[:, :, a:b], out, lse, enable_gqa=True, backend=target.backend
-        )
-        for a, b in ((0, 30), (30, 70))
-    ]
-    (dq_a, dk_a, dv_a), (dq_b, dk_b, dv_b) = parts
-    got = {"query": dq_a.to(lse) + dq_b.to(lse), "key": torch.cat([dk_a, dk_b], 2), "value": torch.cat([dv_a, dv_b], 2)}
-    want = testing.expected(q, k, v, grad_out=grad_out, enable_gqa=True)
-    for name, x in got.items():
-        e = want[name]
-        testing.assert_within_rule(
-            x.to(dtype), e.exact, e.baseline, gradient=True, unit=2 * e.unit, name=name, recipe=inputs.recipe
-        )
+    got = backward_of_parts(target, grad_out, q, k, v, out, lse)
+    assert_gradients(got, testing.expected(q, k, v, grad_out=grad_out, enable_gqa=True), inputs)
 
 
 def test_backward_of_the_whole_is_the_gradient(target, dtype):

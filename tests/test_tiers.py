@@ -106,6 +106,13 @@ def test_times_are_merged(tmp_path):
     assert json.loads(path.read_text())["long"] == {timed[0]: 4.0}
 
 
+def test_times_of_a_file_without_a_brief_case_are_kept(tmp_path):
+    plugin = tiers.Timed(tmp_path / "durations.json")
+    plugin.seconds |= {"tests/test_rng.py::slow": 3.0, "tests/test_no_more.py::slow": 3.0}
+    plugin.pytest_sessionfinish()
+    assert tiers.costs(plugin.path).long == {"tests/test_rng.py::slow": 3.0}
+
+
 # ---------------------------------------------------------------------------------------------------- proofs that stand
 
 

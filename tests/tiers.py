@@ -247,10 +247,12 @@ class Timed:
         long = {case: round(seconds, 1) for case, seconds in self.seconds.items() if seconds >= LONG}
         # What didn't run keeps its times.
         before = costs(self.path)
-        brief = {file: x for file, x in sorted((before.brief | brief).items()) if (ROOT / file).exists()}
         waited = {case: x for case, x in before.long.items() if case not in self.seconds}
-        long = {case: x for case, x in sorted((waited | long).items()) if case.split("::")[0] in brief}
-        record = {"machine": machine(), "brief": brief, "long": long}
+        kept = {
+            kind: {name: x for name, x in sorted(times.items()) if (ROOT / name.split("::")[0]).exists()}
+            for kind, times in (("brief", before.brief | brief), ("long", waited | long))
+        }
+        record = {"machine": machine(), **kept}
         self.path.write_text(json.dumps(record, indent=0) + "\n")
 
 

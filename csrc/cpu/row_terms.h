@@ -8,6 +8,20 @@
 namespace attnkern::cpu {
 namespace {
 
+// The lanes' parts of a product of two rows.
+template <class T, class C>
+inline typename Simd<C>::V product_of_rows(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t size) {
+  using S = Simd<C>;
+  typename S::V product = S::zero();
+  if (a_stride == 1 && b_stride == 1) {
+    for (int64_t d = 0; d < size; d += S::kLanes)
+      product = S::fma(S::load_as(a + d, size - d), S::load_as(b + d, size - d), product);
+  } else {
+    for (int64_t d = 0; d < size; ++d) product[0] += to_compute<C>(a[d * a_stride]) * to_compute<C>(b[d * b_stride]);
+  }
+  return product;
+}
+
 // delta and shift of `rows` rows of a head, a vector of rows at a time.
 template <class T, class C>
 inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int64_t head, int64_t row, int64_t rows,
@@ -15,22 +29,12 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
   using S = Simd<C>;
   using V = typename S::V;
   const int64_t base = (batch * p.heads_q + head) * p.seqlen_q, end = row + rows;
-  const int64_t grad_stride = p.grad_out.stride[3], out_stride = p.out.stride[3];
   for (; row < end; row += S::kLanes) {
     const int64_t count = min64(S::kLanes, end - row);
     V product[S::kLanes] = {};
-    for (int64_t r = 0; r < count; ++r) {
-      const T* grad = at<T>(p.grad_out, batch, head, row + r);
-      const T* out = at<T>(p.out, batch, head, row + r);
-      if (grad_stride == 1 && out_stride == 1) {
-        for (int64_t d = 0; d < p.head_dim_v; d += S::kLanes)
-          product[r] =
-              S::fma(S::load_as(grad + d, p.head_dim_v - d), S::load_as(out + d, p.head_dim_v - d), product[r]);
-      } else {
-        for (int64_t d = 0; d < p.head_dim_v; ++d)
-          product[r][0] += to_compute<C>(grad[d * grad_stride]) * to_compute<C>(out[d * out_stride]);
-      }
-    }
+    for (int64_t r = 0; r < count; ++r)
+      product[r] = product_of_rows<T, C>(at<T>(p.grad_out, batch, head, row + r), p.grad_out.stride[3],
+                                         at<T>(p.out, batch, head, row + r), p.out.stride[3], p.head_dim_v);
     const auto given = [&](const void* vector) {
       return S::load_as(static_cast<const C*>(vector) + base + row, count);
     };
@@ -59,17 +63,11 @@ inline bool needs_norm(const Backward& p, const C* lse, int64_t rows) {
   return large;
 }
 
+// The Euclidean length of a row: |q| |k| bounds their product, and so how far its rounding may be off.
 template <class T, class C>
-inline C length_of(const T* x, int64_t stride, int64_t size) {
-  using S = Simd<C>;
-  typename S::V sum = S::zero();
-  C rest = 0;
-  for (int64_t d = 0; stride == 1 && d < size; d += S::kLanes) {
-    const auto part = S::load_as(x + d, size - d);
-    sum = S::fma(part, part, sum);
-  }
-  for (int64_t d = 0; stride != 1 && d < size; ++d) rest += to_compute<C>(x[d * stride]) * to_compute<C>(x[d * stride]);
-  return std::sqrt(S::sum(sum) + rest);
+inline C length_of(const View& view, int64_t batch, int64_t head, int64_t row, int64_t columns) {
+  const T* x = at<T>(view, batch, head, row);
+  return std::sqrt(Simd<C>::sum(product_of_rows<T, C>(x, view.stride[3], x, view.stride[3], columns)));
 }
 
 // What the lanes of each row have of its scores: their maximum, the sum of exponentials, and the length of the longest
@@ -141,8 +139,7 @@ template <class T, class Op, class C = typename Op::Compute>
   for (int64_t key = 0; key < p.seqlen_k; key += kTile<C>) {
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
     load_key_tile<T, Op>(p, scratch, score, batch, head_k, key, keys);
-    for (int64_t j = 0; j < keys; ++j)
-      key_lengths[j] = length_of<T, C>(at<T>(p.k, batch, head_k, key + j), p.k.stride[3], p.head_dim);
+    for (int64_t j = 0; j < keys; ++j) key_lengths[j] = length_of<T, C>(p.k, batch, head_k, key + j, p.head_dim);
     BandWalk<C> walk(p.band.transposed(), key, keys, {row, row + rows}, kBlock<Op>);
     BlockPlan block;
     while (walk.next(block)) {
@@ -178,7 +175,7 @@ template <class T, class Op, class C = typename Op::Compute>
     const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
     const C total = S::sum(S::load(sums.sum + i * S::kLanes) * S::exp2((of_lanes - shift) * to_log2));
     const C length = S::max_all(S::load(sums.length + i * S::kLanes))[0];
-    const C query_length = length_of<T, C>(at<T>(p.q, batch, head, row + i), p.q.stride[3], p.head_dim);
+    const C query_length = length_of<T, C>(p.q, batch, head, row + i, p.head_dim);
     const double natural = static_cast<double>(m[0]) / (score.fast_path() ? static_cast<double>(kLog2E<C>) : 1.);
     terms.shift[i] = -m[0] < kInfinity<C> ? -m[0] : -kInfinity<C>;
     terms.norm[i] = norm_of<C>(lse[i], natural, total, std::fabs(score.scale) * query_length * length);
