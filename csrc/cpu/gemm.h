@@ -207,36 +207,37 @@ template <class Op, int kRows, int kVectors, class Prefetch>
 // How many terms are added up one after the other. More of them would lose digits: a longer sum is made of such parts.
 inline constexpr int64_t kLongestSum = 128;
 
-// All sums of a tile in memory: registers hold those of a part.
+// Adds the terms from step k on to all sums of a tile, which are in memory: registers hold those of a part. A function
+// of its own: where a tile's sums may go to memory, the compiler doesn't keep them in registers anywhere.
 template <class Op, int kRows, int kVectors, class Prefetch>
-[[gnu::noinline]] void add_parts(ProductWalk<Op, false> walk, int64_t depth, Prefetch* next, typename Op::V* total) {
-  for (int64_t k = 0; k < depth; k += kLongestSum) {
+[[gnu::noinline]] void add_parts(ProductWalk<Op, false> walk, int64_t k, int64_t depth, Prefetch* next,
+                                 typename Op::V* total) {
+  for (bool none = k == 0; k < depth; k += kLongestSum, none = false) {
     typename Op::V sum[kRows][kVectors] = {};
     add_terms(walk, 0, depth - k < kLongestSum ? depth - k : kLongestSum, next, sum);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v)
-        total[r * kVectors + v] = k == 0 ? sum[r][v] : total[r * kVectors + v] + sum[r][v];
+        total[r * kVectors + v] = none ? sum[r][v] : total[r * kVectors + v] + sum[r][v];
   }
 }
 
-// The sums of a register tile from step k on; `sum` holds those of the steps before (none, where sums are long).
+// The sums of a register tile from step k on; `sum` holds those of the steps before.
 template <class Op, int kRows, int kVectors, class Prefetch>
 [[gnu::always_inline]] inline void add_products(ProductWalk<Op, false>& walk, int64_t k, int64_t depth, Prefetch* next,
                                                 typename Op::V (&sum)[kRows][kVectors]) {
-  if constexpr (Op::kSums == Precision::kFull) {  // lower precisions don't show the difference
-    if (depth > kLongestSum) [[unlikely]] {
-      typename Op::V total[kRows * kVectors];
-      add_parts<Op, kRows, kVectors>(walk, depth, next, total);
+  if (depth <= kLongestSum) [[likely]] return add_terms(walk, k, depth, next, sum);
+  typename Op::V total[kRows * kVectors];
+  const auto for_each = [&](auto body) {
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[r][v] = total[r * kVectors + v];
-      return;
-    }
-  }
-  add_terms(walk, k, depth, next, sum);
+      for (int v = 0; v < kVectors; ++v) body(total[r * kVectors + v], sum[r][v]);
+  };
+  if (k > 0) for_each([](auto& done, auto& tile) { done = tile; });
+  add_parts<Op, kRows, kVectors>(walk, k, depth, next, total);
+  for_each([](auto& done, auto& tile) { tile = done; });
 }
 
 // Where a product goes: C, and what becomes of what it held.

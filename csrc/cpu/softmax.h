@@ -190,8 +190,9 @@ struct ScoreTile {
     ProductWalk<Op, false> walk(keys_queries, row, lane);
     int64_t k = 0;
     if constexpr (Op::kPack == 2) {
-      while (k < depth && waiting->next < waiting->end) {
-        for (const int64_t end = min64(depth, k + pace); k < end; ++k) walk.step(score);
+      const int64_t part = min64(depth, kLongestSum);
+      while (k < part && waiting->next < waiting->end) {
+        for (const int64_t end = min64(part, k + pace); k < end; ++k) walk.step(score);
         waiting->step();
         if (next != nullptr) next->prefetch();
       }
