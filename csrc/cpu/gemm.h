@@ -227,7 +227,8 @@ template <class Op, int kRows, int kVectors, class Prefetch>
 template <class Op, int kRows, int kVectors, class Prefetch>
 [[gnu::always_inline]] inline void add_products(ProductWalk<Op, false>& walk, int64_t k, int64_t depth, Prefetch* next,
                                                 typename Op::V (&sum)[kRows][kVectors]) {
-  if (depth <= kLongestSum) [[likely]] return add_terms(walk, k, depth, next, sum);
+  if (depth <= kLongestSum) [[likely]]
+    return add_terms(walk, k, depth, next, sum);
   typename Op::V total[kRows * kVectors];
   const auto for_each = [&](auto body) {
 #pragma GCC unroll 8
