@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import attnkern
 
+from .backends import triton_interpreted
+
 
 def show() -> None:
     for name, value in attnkern.build_info().items():
@@ -17,6 +19,8 @@ def show() -> None:
     print(f"\n{'backend':<16} {'devices':<16} state")
     for backend in attnkern.backends():
         state = "available" if backend.available else backend.why_not
+        if backend.name == "triton" and backend.available and triton_interpreted.asked:
+            state = triton_interpreted.NOTE
         print(f"{backend.name:<16} {', '.join(backend.device_types):<16} {state}")
 
 

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import attnkern
 
 from . import rng, testing
-from .backends import cuda, disabled, explain
+from .backends import cuda, disabled, explain, triton_interpreted
 from .problem import Problem
 
 SECONDS = 120.0
@@ -334,6 +334,8 @@ def families() -> dict[str, str | None]:
         reason = disabled.reason(name) or found[family.backend].why_not
         if reason is None and name.startswith("cuda-sm90") and cuda.capability(0) != 90:
             reason = "the device is no Hopper"
+        if reason is None and {family.device, "any"}.isdisjoint(found[family.backend].device_types):
+            reason = triton_interpreted.NOTE
         names[name] = reason
     return names
 

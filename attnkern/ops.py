@@ -350,6 +350,24 @@ library.impl("forward", route_forward, "CUDA")
 library.impl("backward", route_backward, "CUDA")
 
 
+def _interpreted(operator: Any, route: Any) -> Any:
+    """On the way to an operator's kernels for a device: `route` for CPU tensors with the backend `triton`, of which the
+    compiled library's kernel knows nothing."""
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+    def chosen(keys: Any, *arguments: Any) -> Any:
+        if arguments[-1] == backends.triton.NAME and arguments[0].is_cpu:
+            return route(*arguments)
+        return operator.redispatch(keys & below, *arguments)
+
+    return chosen
+
+
+if backends.triton_interpreted.asked:
+    library.impl("forward", _interpreted(forward, route_forward), "BackendSelect", with_keyset=True)
+    library.impl("backward", _interpreted(backward, route_backward), "BackendSelect", with_keyset=True)
+
+
 # The other two have kernels in some backends only (`_function`).
 
 

@@ -40,11 +40,12 @@ TORCH += " varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
 CUDA += " cuda_unattended cycles fuzz gate tile_order"
 WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate tile_order"  # what runs kernels of all passes
-TRITON = "choice fuzz gate triton triton_decode triton_ranges triton_second_order triton_suite triton_versions"
+TRITON = "choice fuzz gate triton triton_decode triton_interpreted triton_ranges triton_second_order triton_suite"
+TRITON += " triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
 MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward gradients sdpa_provider"
-MATRIX += " second_order threads triton triton_decode triton_second_order"
+MATRIX += " second_order threads triton triton_decode triton_interpreted triton_second_order"
 # Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
 TOUCHES = [
     ("csrc/cuda/*sm90*", f"choice cuda_sm90 cuda_sm90_backward cuda_tiles {WITH_ALL_CUDA}"),
@@ -70,6 +71,7 @@ TOUCHES = [
     ("bench/results/*", "bench readme"),
     ("bench/gpu/*", f"{GPU} readme"),
     ("bench/*", f"bench bench_regression {GPU} readme"),
+    ("docs/triton_on_a_cpu.md", "readme triton_interpreted"),
     ("docs/* README.md CHANGELOG.md LICENSE", "readme"),
     ("setup.py Makefile pyproject.toml MANIFEST.in requirements-dev.txt .ci/*", "build readme tiers triton_versions"),
     ("tests/ptxsim/*", f"ptxsim {CUDA} {TRITON}"),
@@ -79,6 +81,7 @@ TOUCHES = [
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
     ("tests/matrix.py", MATRIX),
     ("tests/triton_variants.py", "triton_versions"),
+    ("tests/interpreted.py", "triton_interpreted"),
     ("tests/cpp/*", "build"),
     ("tests/cuda/*", "cuda_tiles gate tile_order"),
     ("tests/conftest.py tests/proofs.py tests/tiers.py tests/durations.json", "tiers testing rng"),

@@ -24,16 +24,18 @@ import torch
 
 from ..params import shown
 from ..problem import Problem
-from . import choice, cpu, cuda, disabled, reference, triton
+from . import choice, cpu, cuda, disabled, reference, triton, triton_interpreted
 from .failed import CannotBuild
 
-# Best first; on CUDA devices choice.py orders them. The reference runs on every device: it is last in every line, and
-# alone on a device without a line.
+# Best first; on CUDA devices choice.py orders them. The reference runs on every device, alone on one without a line,
+# and takes every call: nothing after it is ever chosen, it has to be asked for.
 TABLE: dict[str, tuple[ModuleType, ...]] = {
     "cpu": (cpu, reference),
     "cuda": (triton, cuda, reference),
     "meta": (reference,),
 }
+if triton_interpreted.asked:
+    TABLE |= {"cpu": (cpu, reference, triton), "cuda": (cuda, reference)}
 _BY_NAME = {backend.NAME: backend for row in TABLE.values() for backend in row}
 
 
@@ -107,10 +109,8 @@ def name_for_operators(backend: ModuleType, problem: Problem, asked: str | None)
 
 def kernels_for(problem: Problem) -> tuple[ModuleType | None, str]:
     """The first backend with kernels that takes `problem`, or None and why none does: for a caller with a choice."""
-    for backend in _row(problem):
-        if backend is not reference and not backend.refusals(problem):
-            return backend, ""
-    return None, _fallback_reasons(problem)
+    chosen = next(backend for backend in _row(problem) if not backend.refusals(problem))
+    return (None, _fallback_reasons(problem)) if chosen is reference else (chosen, "")
 
 
 def explain(problem: Problem, name: str | None = None) -> Explanation:
@@ -141,6 +141,7 @@ def backends() -> list[BackendInfo]:
 
 # `attnkern.backends` is this function: `import attnkern.backends.cpu as c` finds the module as its attribute.
 vars(backends).update(choice=choice, cpu=cpu, cuda=cuda, disabled=disabled, reference=reference, triton=triton)
+vars(backends).update(triton_interpreted=triton_interpreted)
 
 
 def with_kernels(name: str, device_type: str) -> ModuleType:
@@ -193,7 +194,9 @@ def _rule(problem: Problem, training: bool | None = None) -> choice.Rule | None:
 
 def _refusals(backend: ModuleType, problem: Problem) -> list[str]:
     if backend is not reference and backend not in _row(problem):
-        return [f"query is on {problem.q.device.type}"]
+        device = problem.q.device.type
+        hint = f", where {triton_interpreted.VARIABLE}=1, set before Python starts, has its kernels interpreted"
+        return [f"query is on {device}{hint if backend is triton and device == 'cpu' else ''}"]
     return backend.refusals(problem)
 
 

@@ -23,7 +23,7 @@ from ..params import (
     AttentionParams,
 )
 from ..problem import Problem
-from . import disabled
+from . import disabled, triton_interpreted
 
 NAME = "triton"
 MAX_ROW_STRIDE = 2**22  # the rows of a tile add up within 32 bits
@@ -37,6 +37,8 @@ def unavailable() -> str | None:
         return reason
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if triton_interpreted.asked:
+        return triton_interpreted.unavailable()
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch sees no CUDA device"
     return None
@@ -58,6 +60,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append("head size is 0")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
         reasons.append(f"length {length} is above {MAX_LENGTH}")
+    if triton_interpreted.asked:
+        reasons += triton_interpreted.refusals(problem)
     # (A graph's calls meet what failed when they run.)
     if not reasons and not torch.compiler.is_compiling() and (launch := _plans().launch).failures:
         target, (steps, _) = launch.capability(q.get_device()), _launches(problem)
@@ -79,6 +83,8 @@ def notes(problem: Problem) -> list[str]:
         else:
             later |= padded & set(tensors)
     told = [f"copies {name} (strides {tuple(x.stride())})" for name, x in tensors.items() if name in copied]
+    if triton_interpreted.asked:
+        told.insert(0, triton_interpreted.NOTE)
     again = [name for name in tensors if name in later]
     return [*told, f"copies {' and '.join(again)} in the backward pass"] if again else told
 
@@ -383,7 +389,10 @@ def _targets(plan: Any, grads: tuple[Tensor, Tensor, Tensor], dbias: Tensor, q: 
 @functools.cache
 def _plans() -> Any:
     """triton_kernels/plan.py, imported when first needed: Triton takes half a second."""
-    return importlib.import_module("attnkern.triton_kernels.plan")
+    plans = importlib.import_module("attnkern.triton_kernels.plan")
+    if triton_interpreted.asked:
+        triton_interpreted.use(plans)
+    return plans
 
 
 def _processors(plans: Any, index: int) -> int:
