@@ -18,7 +18,10 @@ from attnkern.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
+from attnkern.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from attnkern.flash_attn.layers.rotary import apply_rotary_emb
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 DTYPES = list(TOLERANCE)
@@ -50,15 +53,15 @@ def expected(q, k, v, slopes=None, softmax_scale=None, softcap=0.0, **band):
     return torch.einsum("hij,jhd->ihd", weights, v), total.log()
 
 
-def check(out, want, dtype):
+def check(out, want, dtype, rule=None):
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    tolerance = TOLERANCE[rule or dtype]
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
 
 
-def check_lse(lse, want, dtype):
+def check_lse(lse, want, dtype, rule=None):
     """It is computed in float32 or more, of inputs of 16 bits as they are."""
-    exact = torch.promote_types(dtype, torch.float32)
-    check(lse, want, exact)
+    check(lse, want, torch.promote_types(dtype, torch.float32), rule)
 
 
 def check_grads(outputs, wants, leaves, dtype):
@@ -161,6 +164,162 @@ def test_packed_sequences(options, lengths, slopes, dtype):
     check(out, want, dtype)
     check_lse(lse, want_lse, dtype)
     check_grads((out, lse), (want, want_lse), leaves, dtype)
+
+
+def rotated(x, cos, sin, positions, interleaved):
+    """x (L, H, D), element by element."""
+    out, half = x.double().clone(), cos.shape[1]
+    for token, position in enumerate(positions):
+        for n in range(half):
+            a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + half)
+            c, s = cos[position, n].double(), sin[position, n].double()
+            out[token, :, a] = x[token, :, a].double() * c - x[token, :, b].double() * s
+            out[token, :, b] = x[token, :, a].double() * s + x[token, :, b].double() * c
+    return out
+
+
+def angles(positions, half, dtype=torch.float32):
+    x = torch.rand(positions, half) * 6
+    return x.cos().to(dtype), x.sin().to(dtype)
+
+
+CACHES = {
+    "all of it": {"cache_seqlens": None, "new": 0},
+    "int": {"cache_seqlens": 7, "new": 0},
+    "int, new": {"cache_seqlens": 4, "new": 3},
+    "lengths": {"cache_seqlens": [0, 5, 11], "new": 0},
+    "lengths, new": {"cache_seqlens": [0, 5, 9], "new": 3},
+    "first": {"cache_seqlens": 0, "new": 1},
+    "padded": {"cache_seqlens": [4, 5, 9], "new": 2, "leftpad": [4, 0, 3]},
+    "padded int": {"cache_seqlens": 6, "new": 0, "leftpad": [6, 0, 3]},
+    "padded whole": {"cache_seqlens": None, "new": 0, "leftpad": [6, 0, 12]},
+}
+
+
+EXTRAS = {  # slopes, rotary, rows
+    "plain": ("no slopes", None, None),
+    "other rows": ("slopes", None, [3, 0, 4]),
+    "halves": ("slopes of each", "halves", None),
+    "interleaved": ("no slopes", "interleaved", [0, 2, 1]),
+}
+CACHED = [  # every dtype takes its turn
+    (cache, options, seqlen_q, extra, DTYPES[(n + n // 4) % 4])
+    for n, (cache, options, seqlen_q, extra) in enumerate(
+        itertools.product(CACHES, ["plain", "causal", "causal window", "left"], [1, 3], EXTRAS)
+    )
+    if CACHES[cache]["new"] or EXTRAS[extra][1] is None  # turned are new keys
+]
+
+
+@pytest.mark.parametrize(("cache", "options", "seqlen_q", "extra", "dtype"), CACHED)
+def test_caches(cache, options, seqlen_q, extra, dtype):
+    slopes, rotary, rows = EXTRAS[extra]
+    case, given, (batch, room, heads) = CACHES[cache], OPTIONS[options], (3, 12, 4)
+    new = case["new"]
+    alibi = slopes_of(slopes, batch, heads)
+    q = torch.randn(batch, seqlen_q, heads, 16).to(dtype)
+    k_cache, v_cache = torch.randn(2, 5, room, 2, 16).to(dtype)
+    k, v = torch.randn(2, batch, new, 2, 16).to(dtype) if new else (None, None)
+    seqlens = case["cache_seqlens"]
+    before = [room if seqlens is None else seqlens] * batch if not isinstance(seqlens, list) else seqlens
+    pads = case.get("leftpad", [0] * batch)
+    more = {}
+    if rotary:
+        more = dict(zip(("rotary_cos", "rotary_sin"), angles(room, 4, dtype), strict=True))
+        more["rotary_interleaved"] = rotary == "interleaved"
+    wants, caches = [], [k_cache.clone(), v_cache.clone()]
+    for n, (row, length, pad) in enumerate(zip(rows or range(batch), before, pads, strict=True)):
+        query = q[n]
+        if new:
+            fresh = k[n]
+            if more:
+                tables = more["rotary_cos"], more["rotary_sin"]
+                fresh = rotated(fresh, *tables, range(length, length + new), rotary == "interleaved").to(dtype)
+                turns = range(length, length + seqlen_q) if given else [length] * seqlen_q
+                query = rotated(query, *tables, turns, rotary == "interleaved").to(dtype)
+            caches[0][row, length : length + new], caches[1][row, length : length + new] = fresh, v[n]
+        keys, values = (x[row, pad : length + new] for x in caches)
+        wants.append(expected(query, keys, values, slopes_at(alibi, n), **given))
+    got = flash_attn_with_kvcache(
+        *(q, k_cache, v_cache, k, v),
+        cache_seqlens=torch.tensor(seqlens, dtype=torch.int32) if isinstance(seqlens, list) else seqlens,
+        cache_batch_idx=None if rows is None else torch.tensor(rows, dtype=torch.int32),
+        cache_leftpad=torch.tensor(pads, dtype=torch.int32) if "leftpad" in case else None,
+        alibi_slopes=alibi,
+        return_softmax_lse=True,
+        **more,
+        **given,
+    )
+    check(got[0], torch.stack([x[0] for x in wants]), dtype)
+    check_lse(got[1], torch.stack([x[1] for x in wants]), dtype, dtype if rotary else None)
+    for cache, want in zip((k_cache, v_cache), caches, strict=True):
+        torch.testing.assert_close(cache, want, atol=TOLERANCE[dtype] / 2, rtol=TOLERANCE[dtype] / 2)
+
+
+def test_a_cache_gives_no_gradient():
+    q = torch.randn(2, 1, 2, 8, requires_grad=True)
+    cache = torch.zeros(2, 4, 2, 8)
+    out = flash_attn_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=0)
+    assert isinstance(out, torch.Tensor)
+    assert not out.requires_grad
+    assert not cache.requires_grad
+    assert torch.equal(cache[:, :1], q)
+    assert not cache[:, 1:].any()
+
+
+def test_one_graph_serves_a_growing_cache():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend=counter)
+    q, k = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
+    caches, wants = ([torch.zeros(2, 9, 2, 8) for _ in range(2)] for _ in range(2))
+    tables = angles(9, 4)
+    for n in range(5):
+        options = {"cache_seqlens": torch.tensor([n, n + 2], dtype=torch.int32), "causal": True}
+        got = compiled(q, *caches, k, k, *tables, **options)
+        torch.testing.assert_close(got, flash_attn_with_kvcache(q, *wants, k, k, *tables, **options))
+        torch.testing.assert_close(caches, wants)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offsets", [0, 3, [2, 0, 5]], ids=str)
+def test_rotary(offsets, interleaved):
+    x = torch.randn(3, 4, 2, 12, dtype=torch.float64, requires_grad=True)
+    cos, sin = angles(9, 4, torch.float64)
+    starts = offsets if isinstance(offsets, list) else [offsets] * 3
+    given = torch.tensor(offsets) if isinstance(offsets, list) else offsets
+    out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=given)
+    want = torch.stack([rotated(x[n], cos, sin, range(s, s + 4), interleaved) for n, s in enumerate(starts)])
+    torch.testing.assert_close(out, want)
+    (grad,), (want_grad,) = (torch.autograd.grad(y.square().sum() + y.sum(), x) for y in (out, want))
+    torch.testing.assert_close(grad, want_grad)
+    changed = x.detach().clone()
+    assert apply_rotary_emb(changed, cos, sin, interleaved, True, given) is changed
+    torch.testing.assert_close(changed, want)
+    # Packed: 4, 0 and 2 tokens, and two that are of none.
+    tokens = x.detach().flatten(0, 1)[:8]
+    got = apply_rotary_emb(tokens, cos, sin, interleaved, False, given, ends([4, 0, 2]), 4)
+    places = [*range(starts[0], starts[0] + 4), *range(starts[2], starts[2] + 2)]
+    torch.testing.assert_close(got, torch.cat([rotated(tokens[:6], cos, sin, places, interleaved), tokens[6:]]))
+
+
+def test_padding_and_back():
+    x = torch.randn(3, 5, 2, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0] * 5, [0, 1, 1, 0, 1]])
+    for kind in (mask, mask.bool()):
+        tokens, indices, cu_seqlens, longest, used = unpad_input(x, kind)
+        assert torch.equal(tokens, x[kind.bool()])
+        assert indices.tolist() == [0, 1, 11, 12, 14]
+        assert cu_seqlens.tolist() == [0, 2, 2, 5]
+        assert cu_seqlens.dtype == used.dtype == torch.int32
+        assert (longest, used.tolist()) == (3, [2, 0, 3])
+        assert torch.equal(index_first_axis(x.flatten(0, 1), indices), tokens)
+        padded = pad_input(tokens, indices, 3, 5)
+        assert torch.equal(padded, x * mask[..., None])
+        (grad,) = torch.autograd.grad(padded.sum(), x)
+        assert torch.equal(grad, mask[..., None].expand_as(x).float())
+    *_, cu_seqlens, longest, used = unpad_input(x, mask, torch.tensor([[0, 0, 1, 1, 1], [1, 0, 0, 0, 0], [0] * 5]))
+    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 5, 6, 9], 5, [2, 0, 3])
 
 
 def test_packed_arguments_are_slices():
@@ -298,7 +457,7 @@ def test_signatures():
 
 Q, CU = torch.randn(2, 5, 4, 8), ends([5, 5])
 T = Q.flatten(0, 1)
-SLOPE = torch.rand(4)
+SLOPE, COS = torch.rand(4), torch.rand(6, 4)
 BAD = {
     "no tensor": (flash_attn_func, (None, Q, Q), {}, TypeError, "argument 'q' must be Tensor, not NoneType"),
     "list": (flash_attn_func, (Q, [1], Q), {}, TypeError, "argument 'k' must be Tensor, not list"),
@@ -445,6 +604,157 @@ BAD = {
         RuntimeError,
         "cu_seqlens must",
     ),
+    "v alone": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q, None, Q),
+        {},
+        RuntimeError,
+        "k and v must be given together, got v alone",
+    ),
+    "no lengths": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q, Q, Q),
+        {},
+        RuntimeError,
+        "cache_seqlens must be given beside k and v",
+    ),
+    "full": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q, Q, Q),
+        {"cache_seqlens": 1},
+        RuntimeError,
+        "cache_seqlens must be from 0 to what k_cache has room for beside 5 new tokens, 0, got 1",
+    ),
+    "full for one": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q, Q[:, :1], Q[:, :1]),
+        {"cache_seqlens": torch.tensor([4, 5])},
+        RuntimeError,
+        "cache_seqlens must be from 0 to what k_cache has room for beside 1 new tokens, 4, got 5",
+    ),
+    "lengths' type": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q),
+        {"cache_seqlens": 1.0},
+        TypeError,
+        "argument 'cache_seqlens'",
+    ),
+    "lengths' shape": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q),
+        {"cache_seqlens": CU},
+        RuntimeError,
+        "cache_seqlens must have the",
+    ),
+    "lengths' dtype": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q),
+        {"cache_seqlens": torch.ones(2)},
+        RuntimeError,
+        "cache_seqlens must be int32 or int64, got float32",
+    ),
+    "rows": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q),
+        {"cache_batch_idx": torch.tensor([0, 2])},
+        RuntimeError,
+        "cache_batch_idx must be from 0 to k_cache's last row, 1, got 2",
+    ),
+    "rows' type": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q),
+        {"cache_batch_idx": [0, 1]},
+        TypeError,
+        "argument 'cache_batch_idx'",
+    ),
+    "leftpad": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q),
+        {"cache_seqlens": 3, "cache_leftpad": torch.tensor([0, 4])},
+        RuntimeError,
+        "cache_leftpad must be from 0 to cache_seqlens, got 4",
+    ),
+    "small cache": (
+        flash_attn_with_kvcache,
+        (Q, Q[:1], Q[:1]),
+        {},
+        RuntimeError,
+        "k_cache must have q's batch_size 2 or more",
+    ),
+    "caches": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q[:1]),
+        {},
+        RuntimeError,
+        "v_cache must have k_cache's batch_size 2, got 1",
+    ),
+    "cache's heads": (
+        flash_attn_with_kvcache,
+        (Q, Q[:, :, :3], Q[:, :, :3]),
+        {},
+        RuntimeError,
+        "k_cache's nheads_k must divide",
+    ),
+    "new heads": (
+        flash_attn_with_kvcache,
+        (Q, Q[:, :, :2], Q[:, :, :2], Q, Q),
+        {"cache_seqlens": 0},
+        RuntimeError,
+        "k must have k_cache's nheads_k, headdim and dtype, (2, 8) float32, got (4, 8) float32",
+    ),
+    "cos alone": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q, Q, Q, COS),
+        {"cache_seqlens": 0},
+        RuntimeError,
+        "rotary_cos and rotary_sin must be given together, got rotary_cos alone",
+    ),
+    "nothing to turn": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q, None, None, COS, COS),
+        {},
+        RuntimeError,
+        "rotary_cos and rotary_sin must come",
+    ),
+    "few angles": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q, Q, Q, COS[:4], COS[:4]),
+        {"cache_seqlens": 0},
+        RuntimeError,
+        "rotary_cos must have a row for each of k_cache's 5 tokens, got 4",
+    ),
+    "angles": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q, Q, Q, COS, COS[:, :2]),
+        {"cache_seqlens": 0},
+        RuntimeError,
+        "rotary_cos and rotary_sin must have one shape",
+    ),
+    "pages of a cache": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q),
+        {"block_table": CU},
+        NotImplementedError,
+        "block_table must be None",
+    ),
+    "far": (
+        apply_rotary_emb,
+        (Q, COS, COS),
+        {"seqlen_offsets": 4},
+        RuntimeError,
+        "cos and sin must have a row for each position",
+    ),
+    "offsets": (apply_rotary_emb, (Q, COS, COS), {"seqlen_offsets": 1.5}, TypeError, "argument 'seqlen_offsets'"),
+    "turned tokens": (apply_rotary_emb, (T, COS, COS), {}, RuntimeError, "x must have the shape (batch_size, seqlen,"),
+    "wide": (apply_rotary_emb, (Q, COS.repeat(1, 2), COS.repeat(1, 2)), {}, RuntimeError, "with rotary_dim at most 8"),
+    "mask": (
+        unpad_input,
+        (Q, torch.ones(2, 4)),
+        {},
+        RuntimeError,
+        "attention_mask must have the shape (2, 5), got (2, 4)",
+    ),
+    "indices": (pad_input, (T, torch.arange(3), 2, 5), {}, RuntimeError, "indices must have the shape (total,)"),
     "pages": (
         flash_attn_varlen_func,
         (T, T, T, CU, CU, 5, 5),

@@ -1,4 +1,4 @@
-"""flash_attn's functions (version 2.8) of whole tensors and of packed sequences, by `attnkern.attention`.
+"""flash_attn's functions (version 2.8), by `attnkern.attention`; that of caches is in kvcache.py.
 
 docs/coming_from_flash_attn.md says of each argument what becomes of it. (dropout_p's and softcap's defaults are
 integers, which Dynamo takes for constants.)
@@ -25,6 +25,17 @@ from .arguments import (
     scale_of,
 )
 from .calls import Alibi, attend
+from .kvcache import flash_attn_with_kvcache
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 Results = Any  # a tensor, or three with return_attn_probs
 
