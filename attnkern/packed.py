@@ -29,8 +29,8 @@ def packed_ranges(
 
     Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded.
     """
-    _check_ends("cu_seqlens_q", ends_q, query)
-    _check_ends("cu_seqlens_k", ends_k, key)
+    check_ends("cu_seqlens_q", ends_q, query)
+    check_ends("cu_seqlens_k", ends_k, key)
     if ends_k.shape != ends_q.shape:
         raise RuntimeError(
             f"attnkern: cu_seqlens_k must have the shape of cu_seqlens_q {tuple(ends_q.shape)}, "
@@ -190,7 +190,7 @@ def _checked_used(used: Any, query: Tensor, ends_k: Tensor) -> Tensor:
     return clamped
 
 
-def _check_ends(name: str, ends: Any, packed: Tensor) -> None:
+def check_ends(name: str, ends: Any, packed: Tensor) -> None:
     _check_integers(name, ends, packed, None)
     if ends.shape[0] == 0:
         raise RuntimeError(f"attnkern: {name} must have the shape (sequences + 1,), got (0,)")

@@ -35,8 +35,8 @@ LONG = 0.1  # of one that durations.json names; the others of its file take `bri
 
 CALLS = "band clients decode direct dropout errors extremes gqa gradients key_ranges lse_merge mask masks"
 CALLS += " properties refusals sdpa_parity unattended"
-TORCH = "distributed features jagged memory nn overrides sdpa_provider second_order threads transformers transforms"
-TORCH += " varlen"
+TORCH = "distributed features flash_attn flash_attn_install flash_attn_refusals jagged memory nn overrides"
+TORCH += " sdpa_provider second_order threads transformers transforms varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
 CUDA += " cuda_unattended cycles fuzz gate tile_order"
 WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate tile_order"  # what runs kernels of all passes
@@ -63,6 +63,7 @@ TOUCHES = [
     # What the backends are written in terms of.
     ("attnkern/params.py attnkern/rng.py", f"{CALLS} {CUDA} {TORCH} {TRITON} build params rng"),
     ("attnkern/check.py attnkern/__main__.py", "check"),
+    ("attnkern/flash_attn/*", "flash_attn flash_attn_install flash_attn_refusals readme"),
     ("attnkern/nn.py", "features jagged nn readme"),
     ("attnkern/cases.py", f"bench {MATRIX} sdpa_parity"),
     ("attnkern/testing/*", f"{CALLS} {CUDA} {TRITON} testing"),
@@ -72,6 +73,7 @@ TOUCHES = [
     ("bench/gpu/*", f"{GPU} readme"),
     ("bench/*", f"bench bench_regression {GPU} readme"),
     ("docs/triton_on_a_cpu.md", "readme triton_interpreted"),
+    ("docs/coming_from_flash_attn.md", "flash_attn_install readme"),
     ("docs/* README.md CHANGELOG.md LICENSE", "readme"),
     ("setup.py Makefile pyproject.toml MANIFEST.in requirements-dev.txt .ci/*", "build readme tiers triton_versions"),
     ("tests/ptxsim/*", f"ptxsim {CUDA} {TRITON}"),

@@ -1,0 +1,96 @@
+"""What all functions of the layer share: ALiBi as a bias, and one call of `attnkern.attention`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import rng
+from ..api import apply, attention
+from ..arguments import Window
+from ..problem import Problem
+from ..weights import attention_weights
+
+
+class Alibi(NamedTuple):
+    """-slope * |distance of query and key|, to be added to the scores."""
+
+    bias: Tensor  # (B|1, H, L|1, S), float32 (float64 for float64 queries)
+    too_much: Tensor | None  # (B|1, H, L): what the bias adds to a row's log-sum-exp beyond that
+
+    @classmethod
+    def of(
+        cls,
+        slopes_q: Tensor,
+        slopes_k: Tensor,
+        places_q: Tensor,
+        places_k: Tensor,
+        right: int | None,
+        dtype: torch.dtype,
+    ) -> Alibi:
+        """Of slopes (B|1, H, L|1) for queries and (B|1, H, S|1) for keys, and of their places (B|1, 1, L) and
+        (B|1, 1, S) on one line.
+
+        Where no query sees a key behind its own place (`right` is 0), slope * place of the key makes the same weights,
+        at one number for each key. It rounds in proportion to the place, which 16 bits don't notice.
+        """
+        exact = torch.promote_types(dtype, torch.float32)
+        slopes_q, slopes_k, places_q, places_k = (
+            x.detach().to(exact) for x in (slopes_q, slopes_k, places_q, places_k)
+        )
+        if right == 0 and dtype in (torch.float16, torch.bfloat16):
+            return cls((slopes_k * places_k).unsqueeze(-2), slopes_q * places_q)
+        distance = (places_q.unsqueeze(-1) - places_k.unsqueeze(-2)).abs()
+        return cls(distance * -slopes_q.unsqueeze(-1), None)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    scale: float | None,
+    window: Window,
+    softcap: float,
+    ranges: Tensor | None,
+    alibi: Alibi | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B, H, L, Dv), lse (B, H, L) and S_dmask of q (B, H, L, D), k (B, Hk, S, D) and v (B, Hk, S, Dv).
+
+    S_dmask (B, H, L, S) holds the weights in q's dtype, negative where they are dropped; without dropout it is (0,).
+    """
+    bias = None if alibi is None else alibi.bias
+    if dropout_p == 0:
+        out, lse = attention(
+            *(q, k, v, bias, dropout_p),
+            scale=scale,
+            enable_gqa=True,
+            window=window,
+            alignment="bottom_right",
+            softcap=softcap,
+            key_ranges=ranges,
+            return_lse=True,
+        )
+        s_dmask = q.new_empty(0)
+    else:
+        problem = Problem.from_sdpa(
+            *(q, k, v, bias, dropout_p), False, scale, True, window, "bottom_right", softcap, ranges
+        )
+        seed = rng.seed_for(problem.q)
+        out, lse = apply(problem, None, True, seed)
+        with torch.no_grad():
+            weights = attention_weights(
+                *(q, k, bias),
+                scale=scale,
+                enable_gqa=True,
+                window=window,
+                alignment="bottom_right",
+                softcap=softcap,
+                key_ranges=ranges,
+            )
+            s_dmask = torch.where(rng.keep_mask(seed, problem.params.dropout_p, *weights.shape), weights, -weights)
+    if alibi is not None and alibi.too_much is not None:
+        lse = lse - alibi.too_much
+    return out, lse, s_dmask

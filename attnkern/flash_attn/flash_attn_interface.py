@@ -1,0 +1,323 @@
+"""flash_attn's functions (version 2.8), by `attnkern.attention`; that of caches is in kvcache.py.
+
+docs/coming_from_flash_attn.md says of each argument what becomes of it. (dropout_p's and softcap's defaults are
+integers, which Dynamo takes for constants.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..api import attention
+from ..packed import check_ends, packed_ranges
+from .arguments import (
+    bounds,
+    cap_of,
+    check_device,
+    check_dims,
+    check_slopes,
+    check_tensors,
+    refuse_pages,
+    scale_of,
+)
+from .calls import Alibi, attend
+from .kvcache import flash_attn_with_kvcache
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Results = Any  # a tensor, or three with return_attn_probs
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Attention of sequences of one length, masks aligned to the bottom right.
+
+    Args:
+        q: (batch_size, Lq, nheads, headdim); float32, float64, bfloat16 or float16.
+        k: (batch_size, Lk, nheads_k, headdim), nheads_k a divisor of nheads; v: the same, of any headdim.
+        dropout_p: probability with which a weight is dropped.
+        softmax_scale: default 1 / sqrt(headdim).
+        causal: query i sees keys up to i + Lk - Lq; one that sees none gives 0.
+        window_size: (left, right): query i sees keys from i + Lk - Lq - left to i + Lk - Lq + right; -1: unbounded.
+            causal makes right 0.
+        softcap: c > 0 replaces the scaled scores x by c * tanh(x / c).
+        alibi_slopes: float32 (nheads,) or (batch_size, nheads): -slope * |i + Lk - Lq - j| is added to the score of
+            query i and key j. They get no gradient. Unless causal and of 16 bits, a call holds 4 * nheads * Lq * Lk
+            bytes, for each batch element if there are slopes of each.
+        deterministic: not read: torch.use_deterministic_algorithms rules this.
+        return_attn_probs: also return softmax_lse and S_dmask.
+
+    Returns:
+        out (batch_size, Lq, nheads, headdim of v) in q's dtype; with return_attn_probs (out, softmax_lse, S_dmask):
+        softmax_lse (batch_size, nheads, Lq) in float32 (float64 for float64), the natural logarithm of the sum of
+        exponentiated scores, -inf where there is no key, differentiable; S_dmask (batch_size, nheads, Lq, Lk) in q's
+        dtype, the weights, negative where dropped, and empty (0,) without dropout.
+
+    Raises:
+        TypeError: an argument of the wrong type. RuntimeError: shapes, dtypes or devices that do not fit, dropout_p
+        outside [0, 1]. ValueError: softmax_scale that is not finite, softcap out of range.
+
+    Source of signature and meaning: T. Dao, "FlashAttention-2", 2023, and its package flash_attn.
+    """
+    check_tensors(q, k, v)
+    return _of_batch(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """`flash_attn_func` of keys and values in one tensor kv (batch_size, Lk, 2, nheads_k, headdim)."""
+    check_dims("kv", kv, "batch_size, seqlen, 2, nheads_k, headdim")
+    k, v = kv.unbind(2)
+    check_tensors(q, k, v, names=("q", "kv", "kv"))
+    return _of_batch(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """`flash_attn_func` of one tensor qkv (batch_size, L, 3, nheads, headdim)."""
+    check_dims("qkv", qkv, "batch_size, seqlen, 3, nheads, headdim")
+    q, k, v = qkv.unbind(2)
+    check_tensors(q, k, v, names=("qkv", "qkv", "qkv"))
+    return _of_batch(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+
+
+def _of_batch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+) -> Results:
+    """`flash_attn_func` of tensors that fit."""
+    left, right = bounds(causal, window_size)
+    window = None if left is right is None else (left, right)
+    scale, softcap = scale_of(softmax_scale), cap_of(softcap)
+    alibi = None
+    if alibi_slopes is not None:
+        (batch, seqlen_q, heads, _), seqlen_k = q.shape, k.shape[1]
+        check_slopes(alibi_slopes, batch, heads, q.device)
+        slopes = alibi_slopes.reshape(-1, heads, 1)
+        places = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device), torch.arange(seqlen_k, device=q.device)
+        alibi = Alibi.of(slopes, slopes, places[0], places[1], right, q.dtype)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if return_attn_probs:
+        out, lse, s_dmask = attend(q, k, v, dropout_p, scale, window, softcap, None, alibi)
+        return out.transpose(1, 2), lse, s_dmask
+    result: Any = attention(
+        q,
+        k,
+        v,
+        None if alibi is None else alibi.bias,
+        dropout_p,
+        scale=scale,
+        enable_gqa=True,
+        window=window,
+        alignment="bottom_right",
+        softcap=softcap,
+    )
+    return result.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Results:
+    """Attention within each of batch_size sequences that are packed one after the other.
+
+    Nothing waits for a GPU, and one compiled graph serves all lengths.
+
+    Args:
+        q: (total_q, nheads, headdim), the queries of all sequences. k: (total_k, nheads_k, headdim), v likewise.
+        cu_seqlens_q: (batch_size + 1,), int32 or int64: sequence s has the queries cu_seqlens_q[s] to
+            cu_seqlens_q[s + 1]; the first is 0, the last total_q or less. Queries behind the last attend to nothing.
+        cu_seqlens_k: the same of the keys.
+        max_seqlen_q, max_seqlen_k: not read, but as the sizes of S_dmask.
+        alibi_slopes: float32 (nheads,) or (batch_size, nheads). Unless causal and of 16 bits, a call holds
+            4 * nheads * total_q * total_k bytes.
+        block_table: None.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as in
+            `flash_attn_func`, within each sequence.
+
+    Returns:
+        out (total_q, nheads, headdim of v); with return_attn_probs (out, softmax_lse, S_dmask): softmax_lse
+        (nheads, total_q), S_dmask (batch_size, nheads, max_seqlen_q, max_seqlen_k), 0 beyond a sequence's length, and
+        empty (0,) without dropout.
+
+    Raises:
+        As `flash_attn_func`; RuntimeError also for cu_seqlens of another shape, dtype or device; and, as far as values
+        are looked at (on the CPU outside of graphs, elsewhere where ATTNKERN_CHECK=1 is in the environment), for
+        cu_seqlens that don't start at 0, fall, or exceed the tokens. NotImplementedError: a block_table.
+    """
+    refuse_pages(block_table)
+    check_tensors(q, k, v, packed=True)
+    check_device("cu_seqlens_q", cu_seqlens_q, q.device)
+    check_device("cu_seqlens_k", cu_seqlens_k, q.device)
+    left, right = bounds(causal, window_size)
+    scale, softcap = scale_of(softmax_scale), cap_of(softcap)
+    ranges = packed_ranges(q, k, cu_seqlens_q, cu_seqlens_k, None, left, right, "bottom_right")
+    alibi = None
+    if alibi_slopes is not None:
+        check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1], q.device)
+        alibi = _packed_alibi(alibi_slopes, q, k, cu_seqlens_q, cu_seqlens_k, right)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    if return_attn_probs:
+        out, lse, s_dmask = attend(q, k, v, dropout_p, scale, None, softcap, ranges, alibi)
+        if s_dmask.dim() > 1:
+            s_dmask = _unpacked(s_dmask[0], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return out.squeeze(0).transpose(0, 1), lse.squeeze(0), s_dmask
+    result: Any = attention(
+        q,
+        k,
+        v,
+        None if alibi is None else alibi.bias,
+        dropout_p,
+        scale=scale,
+        enable_gqa=True,
+        softcap=softcap,
+        key_ranges=ranges,
+    )
+    return result.squeeze(0).transpose(0, 1)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """`flash_attn_varlen_func` of keys and values in one tensor kv (total_k, 2, nheads_k, headdim)."""
+    check_dims("kv", kv, "total_k, 2, nheads_k, headdim")
+    k, v = kv.unbind(1)
+    check_tensors(q, k, v, packed=True, names=("q", "kv", "kv"))
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options: Any = dropout_p, softmax_scale, causal, window_size, softcap
+    others: Any = alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, *lengths, *options, *others)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
+    check_dims("qkv", qkv, "total, 3, nheads, headdim")
+    check_device("cu_seqlens", cu_seqlens, qkv.device)
+    check_ends("cu_seqlens", cu_seqlens, qkv)
+    q, k, v = qkv.unbind(1)
+    check_tensors(q, k, v, packed=True, names=("qkv", "qkv", "qkv"))
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    options: Any = dropout_p, softmax_scale, causal, window_size, softcap
+    others: Any = alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, *lengths, *options, *others)
+
+
+def _packed_alibi(
+    slopes: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, right: int | None
+) -> Alibi:
+    """Places are counted from the first key of each sequence."""
+    lengths_q, lengths_k = (F.pad(ends.to(torch.int64).diff(), (0, 1)) for ends in (cu_seqlens_q, cu_seqlens_k))
+    (of_q, places_q), (of_k, places_k) = (_places(x, ends) for x, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k)))
+    places_q = places_q + (lengths_k - lengths_q)[of_q]
+    if slopes.dim() == 1:
+        slopes_q = slopes_k = slopes[:, None]
+    else:
+        slopes_q, slopes_k = (F.pad(slopes, (0, 0, 0, 1))[sequence].mT for sequence in (of_q, of_k))
+    return Alibi.of(slopes_q[None], slopes_k[None], places_q, places_k, right, q.dtype)
+
+
+def _places(packed: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token its sequence (those behind the last: batch_size), and its place from that one's beginning."""
+    token = torch.arange(packed.shape[0], device=packed.device)
+    sequence = torch.searchsorted(ends[1:].to(torch.int64), token, right=True)
+    return sequence, token - ends[sequence]
+
+
+def _unpacked(weights: Tensor, ends_q: Tensor, ends_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """(batch_size, nheads, seqlen_q, seqlen_k) of weights (nheads, total_q, total_k) between packed tokens."""
+    tokens, inside = [], []
+    for ends, seqlen, total in ((ends_q, seqlen_q, weights.shape[1]), (ends_k, seqlen_k, weights.shape[2])):
+        place = torch.arange(seqlen, device=ends.device)
+        inside.append(place < ends.diff()[:, None])
+        tokens.append((ends[:-1, None] + place).clamp(max=max(total - 1, 0)).to(torch.int64))
+    found = weights[:, tokens[0][:, :, None], tokens[1][:, None, :]].transpose(0, 1)
+    return found.where((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)

@@ -1,0 +1,207 @@
+"""flash_attn's attention to a cache of keys and values, which it extends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import show
+from ..packed import may_look
+from ..params import UNBOUNDED, int_of_numpy
+from .arguments import bounds, cap_of, check_dims, check_slopes, check_tensors, check_vector, refuse_pages, scale_of
+from .calls import Alibi, attend
+from .layers.rotary import apply_rotary_emb, check_angles
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Writes new keys and values into a cache, and attends to all that it then holds. There is no gradient.
+
+    An int for cache_seqlens is the quickest: the call then takes a slice of the cache. A tensor costs no wait for a
+    GPU, and one compiled graph serves all lengths.
+
+    Args:
+        q: (batch_size, Lq, nheads, headdim).
+        k_cache: (batch_cache, seqlen_cache, nheads_k, headdim), v_cache likewise; changed where k and v are given.
+        k, v: (batch_size, Lnew, nheads_k, headdim), written behind the cache_seqlens tokens that each sequence has.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), positions >= seqlen_cache, beside k and v: these are turned
+            before they are written, from position cache_seqlens on, and so is q if causal or with a window; else all
+            of q is turned as at position cache_seqlens.
+        cache_seqlens: how many tokens of the cache there are, for all or, int32 or int64 (batch_size,), for each
+            sequence; None: all.
+        cache_batch_idx: int32 or int64 (batch_size,): which row of the cache is each sequence's; None: the first ones.
+            The chosen rows are copied in each call.
+        cache_leftpad: int32 or int64 (batch_size,): where each sequence begins in its row; None: 0.
+        block_table: None.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`, the last query level with
+            the last key that the cache then holds.
+        rotary_interleaved: as in `attnkern.flash_attn.layers.rotary.apply_rotary_emb`.
+        num_splits: not read.
+        return_softmax_lse: also return the log-sum-exp.
+
+    Returns:
+        out (batch_size, Lq, nheads, headdim of v_cache); with return_softmax_lse (out, softmax_lse (batch_size, nheads,
+        Lq)), as in `flash_attn_func`.
+
+    Raises:
+        As `flash_attn_func`; RuntimeError also for arguments that contradict each other, and, as far as values are
+        looked at (on the CPU outside of graphs, elsewhere where ATTNKERN_CHECK=1 is in the environment), for lengths
+        and rows that the cache doesn't have. NotImplementedError: a block_table.
+    """
+    refuse_pages(block_table)
+    seqlens = int_of_numpy(cache_seqlens)
+    _check(q, k_cache, v_cache, k, v, seqlens, cache_batch_idx, cache_leftpad)
+    left, right = bounds(causal, window_size)
+    scale, softcap = scale_of(softmax_scale), cap_of(softcap)
+    (batch, seqlen_q, heads, _), seqlen_cache = q.shape, k_cache.shape[1]
+    if alibi_slopes is not None:
+        check_slopes(alibi_slopes, batch, heads, q.device)
+    if rotary_cos is not None or rotary_sin is not None:
+        _check_rotary(q, k, rotary_cos, rotary_sin, seqlen_cache)
+        turn: Any = functools.partial(apply_rotary_emb, interleaved=rotary_interleaved, seqlen_offsets=seqlens)
+        each = left is not None or right is not None
+        asked = q if each else q.flatten(1, 2).unsqueeze(1)  # all its tokens as heads of one
+        q = turn(asked, rotary_cos, rotary_sin).reshape(q.shape)
+        k = turn(k, rotary_cos, rotary_sin)
+    total: Any = seqlen_cache if seqlens is None else seqlens
+    if k is not None and v is not None:
+        _append(k_cache, v_cache, k, v, total, cache_batch_idx)
+        total = total + k.shape[1]
+
+    # Of one length, the keys are a slice; of several, ranges say how many of each sequence there are.
+    of_one = not isinstance(total, Tensor)
+    seqlen_k = total if of_one else seqlen_cache
+    keys, values = (x[:, :seqlen_k] if of_one else x for x in (k_cache, v_cache))
+    if cache_batch_idx is None:
+        keys, values = keys[:batch], values[:batch]
+    else:
+        keys, values = keys[cache_batch_idx], values[cache_batch_idx]
+    ends = torch.full((1, 1), total, device=q.device) if of_one else total.to(torch.int64)[:, None]
+    level = ends - seqlen_q + torch.arange(seqlen_q, device=q.device)
+    window, ranges = (None if left is right is None else (left, right)), None
+    if not of_one or cache_leftpad is not None:
+        begin = torch.zeros_like(ends) if cache_leftpad is None else cache_leftpad.to(torch.int64)[:, None]
+        ranges = _ranges(begin, ends, level, left, right)
+        window = None
+    alibi = None
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.reshape(-1, heads, 1)
+        places = torch.arange(seqlen_k, device=q.device)
+        alibi = Alibi.of(slopes, slopes, level[:, None], places, right, q.dtype)
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    out, lse, _ = attend(q, keys, values, 0, scale, window, softcap, ranges, alibi)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _ranges(begin: Tensor, ends: Tensor, level: Tensor, left: int | None, right: int | None) -> Tensor:
+    """The keys (batch_size, 1, Lq or 1, 1, 2) from begin to end of each sequence within the window around a query."""
+    if left is not None:
+        begin = torch.maximum(begin, level - min(left, UNBOUNDED))
+    if right is not None:
+        ends = torch.minimum(ends, level + (min(right, UNBOUNDED) + 1))
+    return torch.stack(torch.broadcast_tensors(begin, ends), -1)[:, None, :, None]
+
+
+def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: int | Tensor, rows: Tensor | None) -> None:
+    batch, new = k.shape[:2]
+    for cache, x in ((k_cache, k), (v_cache, v)):
+        if rows is None and not isinstance(seqlens, Tensor):
+            cache[:batch, seqlens : seqlens + new] = x
+            continue
+        row = torch.arange(batch, device=x.device) if rows is None else rows
+        places = torch.arange(new, device=x.device) + (seqlens[:, None] if isinstance(seqlens, Tensor) else seqlens)
+        cache[row[:, None], places] = x
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    seqlens: Any,
+    rows: Tensor | None,
+    leftpad: Tensor | None,
+) -> None:
+    """Raises where tensors and lengths don't fit each other."""
+    for name, x, heads in (("q", q, "nheads"), ("k_cache", k_cache, "nheads_k"), ("v_cache", v_cache, "nheads_k")):
+        check_dims(name, x, f"batch_size, seqlen, {heads}, headdim")
+    (batch, *_), (caches, seqlen_cache, *_) = q.shape, k_cache.shape
+    if rows is None and caches < batch:
+        raise RuntimeError(f"attnkern: k_cache must have q's batch_size {batch} or more, got {caches}")
+    if v_cache.shape[0] != caches:
+        raise RuntimeError(f"attnkern: v_cache must have k_cache's batch_size {caches}, got {v_cache.shape[0]}")
+    of_each = [x[:1].expand(batch, -1, -1, -1) for x in (k_cache, v_cache)]
+    check_tensors(q, of_each[0], of_each[1], names=("q", "k_cache", "v_cache"))
+    if (k is None) != (v is None):
+        raise RuntimeError(f"attnkern: k and v must be given together, got {'v' if k is None else 'k'} alone")
+    new = 0
+    if k is not None and v is not None:
+        check_tensors(q, k, v)
+        for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+            if x.shape[2:] != cache.shape[2:] or x.dtype != cache.dtype:
+                raise RuntimeError(
+                    f"attnkern: {name} must have {name}_cache's nheads_k, headdim and dtype, "
+                    f"{show(cache.shape[2:])} {show(cache.dtype)}, got {show(x.shape[2:])} {show(x.dtype)}"
+                )
+        if seqlens is None:
+            raise RuntimeError("attnkern: cache_seqlens must be given beside k and v, which are written behind it")
+        new = k.shape[1]
+    for name, given in (("cache_seqlens", seqlens), ("cache_batch_idx", rows), ("cache_leftpad", leftpad)):
+        if isinstance(given, Tensor) or (given is not None and name != "cache_seqlens"):
+            check_vector(name, given, batch, q.device)
+    if not (seqlens is None or isinstance(seqlens, (Tensor, torch.SymInt)) or type(seqlens) is int):
+        raise TypeError(f"attnkern: argument 'cache_seqlens' must be int or Tensor, not {type(seqlens).__name__}")
+    room = seqlen_cache - new
+    _check_values("cache_batch_idx", rows, caches - 1, f"k_cache's last row, {caches - 1}")
+    _check_values("cache_seqlens", seqlens, room, f"what k_cache has room for beside {new} new tokens, {room}")
+    _check_values("cache_leftpad", leftpad, room if seqlens is None else seqlens, "cache_seqlens")
+
+
+def _check_values(name: str, x: Any, most: Any, which: str) -> None:
+    """Raises where x is below 0 or above `most`, as far as values are looked at."""
+    if x is None or any(isinstance(n, Tensor) and not may_look(n) for n in (x, most)):
+        return
+    if not isinstance(x, Tensor):
+        found = [x] if x < 0 or x > most else []
+    else:
+        found = x[(x < 0) | (x > most)].tolist()
+    if found:
+        raise RuntimeError(f"attnkern: {name} must be from 0 to {which}, got {found[0]}")
+
+
+def _check_rotary(q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, seqlen_cache: int) -> None:
+    if cos is None or sin is None:
+        alone = "rotary_sin" if cos is None else "rotary_cos"
+        raise RuntimeError(f"attnkern: rotary_cos and rotary_sin must be given together, got {alone} alone")
+    if k is None:
+        raise RuntimeError("attnkern: rotary_cos and rotary_sin must come with k and v, which they turn")
+    check_angles(cos, sin, q, "rotary_cos", "rotary_sin")
+    if cos.shape[0] < seqlen_cache:
+        raise RuntimeError(
+            f"attnkern: rotary_cos must have a row for each of k_cache's {seqlen_cache} tokens, got {cos.shape[0]}"
+        )

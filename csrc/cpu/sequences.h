@@ -1,0 +1,278 @@
+// Packed calls: where key ranges fall apart into sequences, whose queries attend to keys of their own, each sequence is
+// a call of its own with views of its rows. Its tiles meet no other sequence, no bits are made where a band says which
+// keys its queries attend to, and a few queries are decoded.
+#pragma once
+
+#include "ranges.h"
+#include "tasks.h"
+
+namespace attnkern::cpu {
+namespace {
+
+// Queries of one entry of the ranges' batch, and the keys that they, and no others, attend to: those of the band, which
+// counts queries and keys from the sequence's first; or, if it `has_ranges`, those of Sequences::ranges.
+struct Sequence {
+  int64_t batch, query, queries;
+  Range keys;
+  Band band;
+  bool has_ranges;
+
+  int64_t scores() const { return queries * (keys.end - keys.begin); }
+};
+
+// What a row's range is, as it was given: it may lie outside of the keys or end before it begins.
+inline Range given_range(const KeyRanges& ranges, int64_t batch, int64_t row) {
+  const int32_t* ends = ranges.data + batch * ranges.stride[0] + row * ranges.stride[2];
+  return {ends[0], ends[1]};
+}
+
+// One end of the ranges of consecutive rows, as a band has it: it rises by 1 from row to row, but for the rows at which
+// it lies beyond what there is. Of the other end all numbers are turned around.
+class RisingEnd {
+ public:
+  // `distance`: how far the end lies within what there is, 0 or less if it doesn't.
+  void add(int64_t row, int64_t distance) {
+    if (distance > 0) {
+      rises_ &= none_ || distance - row == distance_;
+      distance_ = distance - row, none_ = false;
+    } else {
+      beyond_ = row > beyond_ ? row : beyond_;
+    }
+  }
+  // Whether it is such an end; none: all rows lie beyond.
+  bool rises() const { return rises_ && (none_ || beyond_ + distance_ <= 0); }
+  bool none() const { return none_; }
+  int64_t at_row_0() const { return distance_; }
+
+ private:
+  int64_t distance_ = 0, beyond_ = -kUnbounded;
+  bool none_ = true, rises_ = true;
+};
+
+// The band's keys within [begin, end) that the ranges of a sequence's rows leave; false if no band does.
+inline bool band_of(const Attention& p, Sequence& s) {
+  const int64_t keys = s.keys.end - s.keys.begin;
+  RisingEnd begins, ends;  // the latter by rows counted backwards
+  for (int64_t i = 0; i < s.queries; ++i) {
+    const Range range = given_range(p.ranges, s.batch, s.query + i);
+    begins.add(i, range.begin - s.keys.begin);
+    ends.add(-i, s.keys.end - range.end);
+  }
+  const bool found = keys == 0 || (begins.rises() && ends.rises());
+  // As bounds of key - query.
+  const int64_t moved = p.band.offset + s.query - s.keys.begin;
+  int64_t low = p.band.left < kUnbounded ? moved - p.band.left : -kUnbounded;
+  int64_t high = p.band.right < kUnbounded ? moved + p.band.right : kUnbounded;
+  if (found && !begins.none()) low = max64(low, begins.at_row_0());
+  if (found && !ends.none()) high = min64(high, keys - ends.at_row_0() - 1);
+  if (high < kUnbounded) s.band = {low > -kUnbounded ? high - low : kUnbounded, 0, high};
+  else if (low > -kUnbounded) s.band = {0, kUnbounded, low};
+  else s.band = {};
+  return found;
+}
+
+// The sequences of a call, or none if it doesn't fall apart. Made once a call, by one look at each row's range.
+class Sequences {
+ public:
+  explicit Sequences(const Attention& p)
+      : list_(may_fall_apart(p) ? p.ranges.batch * p.seqlen_q : 0), ranges_(list_.data() == nullptr ? 0 : 2 * rows(p)) {
+    if (list_.data() == nullptr) return;
+    bool gains = false;
+    for (int64_t b = 0; b < p.ranges.batch; ++b) {
+      int64_t floor = 0;  // where the keys of the sequences before end
+      for (int64_t row = 0; row < p.seqlen_q;) {
+        Sequence& s = list_.data()[count_++];
+        s = {b, row, 1, range_of_row(p.ranges, b, 0, row, 0, {0, p.seqlen_k}), {}, false};
+        for (int64_t i = row + 1; i < p.seqlen_q; ++i, ++s.queries) {
+          const Range range = range_of_row(p.ranges, b, 0, i, 0, {0, p.seqlen_k});
+          if (range.begin >= s.keys.end && range.begin > s.keys.begin) break;
+          if (range.end <= range.begin) continue;
+          if (s.keys.end <= s.keys.begin) s.keys = range;
+          s.keys = {min64(s.keys.begin, range.begin), max64(s.keys.end, range.end)};
+        }
+        if (s.keys.begin < floor) {
+          if (s.keys.end > s.keys.begin) {  // keys of two sequences
+            count_ = 0;
+            return;
+          }
+          s.keys = {floor, floor};
+        }
+        floor = s.keys.end;
+        gains |= s.queries < p.seqlen_q;
+        s.has_ranges = !band_of(p, s);
+        gains |= !s.has_ranges;
+        if (s.has_ranges)
+          for (int64_t i = 0; i < s.queries; ++i) {
+            const Range range = range_of_row(p.ranges, b, 0, row + i, 0, s.keys);
+            int32_t* const moved = ranges_.data() + 2 * (b * p.seqlen_q + row + i);
+            moved[0] = static_cast<int32_t>(range.begin - s.keys.begin);
+            moved[1] = static_cast<int32_t>(range.end - s.keys.begin);
+          }
+        row += s.queries;
+      }
+    }
+    if (!gains) count_ = 0;
+  }
+
+  int64_t count() const { return count_; }
+  // Of a head, in entries of the batch of ranges.
+  int64_t scores() const {
+    int64_t scores = 0;
+    for (int64_t i = 0; i < count_; ++i) scores += list_.data()[i].scores();
+    return scores;
+  }
+  // Queries of the longest sequence, over all heads and entries that a call of it has.
+  int64_t most_numbers(const Attention& p) const {
+    int64_t longest = 0;
+    for (int64_t i = 0; i < count_; ++i) longest = max64(longest, list_.data()[i].queries);
+    return longest * p.heads_q * (p.ranges.batch == 1 ? p.batch : 1);
+  }
+  const Sequence& operator[](int64_t i) const { return list_.data()[i]; }
+  // The numbers of `KeyRanges` for a sequence: its keys counted from its first.
+  KeyRanges ranges_of(const Attention& p, const Sequence& s) const {
+    if (!s.has_ranges) return {};
+    return {ranges_.data() + 2 * (s.batch * p.seqlen_q + s.query), {0, 0, 2}, 1, 1, 1};
+  }
+
+ private:
+  // With a bias or dropout, entries count from the call's first query and key.
+  static bool may_fall_apart(const Attention& p) {
+    return p.ranges.data != nullptr && p.ranges.count == 1 && p.ranges.heads == 1 && p.ranges.stride[2] != 0 &&
+           p.seqlen_q > 1 && p.seqlen_k > 0 && p.heads_q > 0 && p.bias.data == nullptr && p.dropout_p == 0;
+  }
+  static int64_t rows(const Attention& p) { return p.ranges.batch * p.seqlen_q; }
+
+  Buffer<Sequence> list_;
+  Buffer<int32_t> ranges_;
+  int64_t count_ = 0;
+};
+
+// Some of the heads: KV groups of heads_of_kv_group() query heads each.
+struct Heads {
+  int64_t first_group, groups;
+};
+
+inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
+// What has rows of queries, of keys and of values.
+template <class Queries, class Keys, class Values>
+void for_views(Forward& p, const Queries& queries, const Keys& keys, const Values& values) {
+  queries(p.q), queries(p.out), keys(p.k), values(p.v);
+}
+template <class Queries, class Keys, class Values>
+void for_views(Backward& p, const Queries& queries, const Keys& keys, const Values& values) {
+  queries(p.q), queries(p.out), queries(p.grad_out), queries(p.dq);
+  keys(p.k), keys(p.dk), values(p.v), values(p.dv);
+}
+
+// A call of a sequence's rows, of some heads. Where all entries of the batch share their ranges, of all entries.
+template <class Problem>
+Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s, Heads heads) {
+  const int64_t size = heads_of_kv_group(p), group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
+  Problem call = p;
+  call.batch = p.ranges.batch == 1 ? p.batch : 1;
+  call.heads_q = heads.groups * size;
+  call.heads_k = call.heads_q / group_k, call.heads_v = call.heads_q / group_v;
+  call.seqlen_q = s.queries, call.seqlen_k = s.keys.end - s.keys.begin;
+  call.band = s.band;
+  call.ranges = sequences.ranges_of(p, s);
+  const int64_t head = heads.first_group * size;
+  const auto moves = [&](int64_t group, int64_t row) {
+    return [&p, &s, at = head / group, row](View& view) {
+      if (view.data != nullptr)
+        view.data = static_cast<char*>(view.data) +
+                    (s.batch * view.stride[0] + at * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype);
+    };
+  };
+  for_views(call, moves(1, s.query), moves(group_k, s.keys.begin), moves(group_v, s.keys.begin));
+  return call;
+}
+
+// Copies the numbers of a sequence's queries between a call of all rows and one of the sequence's: call_rows(pointer in
+// `all`, pointer in `part`, bytes) of each head.
+template <class Copy>
+void for_query_numbers(const Attention& p, const Attention& call, const Sequence& s, Heads heads, void* all, void* part,
+                       const Copy& copy) {
+  const int64_t size = p.dtype == DType::kFloat64 ? 8 : 4, head = heads.first_group * heads_of_kv_group(p);
+  for (int64_t b = 0; b < call.batch; ++b)
+    for (int64_t h = 0; h < call.heads_q; ++h)
+      copy(static_cast<char*>(all) + (((s.batch + b) * p.heads_q + head + h) * p.seqlen_q + s.query) * size,
+           static_cast<char*>(part) + (b * call.heads_q + h) * s.queries * size, static_cast<size_t>(s.queries * size));
+}
+
+// Runs body(sequence, heads, runtime, worker) for all sequences. One that would keep a thread busy when the others are
+// done is shared by all threads; the rest are tasks.
+template <class Body>
+void run_sequences(const Attention& p, const Sequences& sequences, const Runtime& runtime, const Body& body) {
+  const int64_t groups = p.heads_q / heads_of_kv_group(p), count = sequences.count(), scores = sequences.scores();
+  // Tasks of whole sequences, if there are enough: the heads of a row lie side by side.
+  const int64_t parts = count >= 8 * runtime.num_threads ? 1 : groups;
+  const auto is_shared = [&](const Sequence& s) {
+    return runtime.num_threads > 1 && s.scores() / parts * 4 * runtime.num_threads > scores;
+  };
+  for (int64_t i = 0; i < count; ++i)
+    if (is_shared(sequences[i])) body(sequences[i], Heads{0, groups}, runtime, 0);
+  run_tasks(p, runtime, count * parts, 0, [&](int64_t task, void*, int64_t worker) {
+    const Sequence& s = sequences[task / parts];
+    if (!is_shared(s)) body(s, Heads{task % parts * (groups / parts), groups / parts}, {1, runtime.parallel}, worker);
+  });
+}
+
+// The forward pass of all sequences by run(call, runtime).
+template <class Run>
+void forward_sequences(const Forward& p, const Sequences& sequences, const Runtime& runtime, const Run& run) {
+  const int64_t numbers = p.lse == nullptr ? 0 : sequences.most_numbers(p);
+  const Buffer<double> buffers(runtime.num_threads * numbers);
+  run_sequences(p, sequences, runtime, [&](const Sequence& s, Heads heads, const Runtime& threads, int64_t worker) {
+    Forward call = call_of(p, sequences, s, heads);
+    if (p.lse == nullptr) return run(call, threads);
+    call.lse = buffers.data() + worker * numbers;
+    run(call, threads);
+    for_query_numbers(p, call, s, heads, p.lse, call.lse,
+                      [](void* all, void* part, size_t bytes) { std::memcpy(all, part, bytes); });
+  });
+}
+
+// Zeros in rows [begin, end) of a gradient of keys or values.
+inline void clear_rows(const Attention& p, const View& view, int64_t batch, int64_t heads, Range rows,
+                       int64_t columns) {
+  if (view.data == nullptr) return;
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      std::memset(static_cast<char*>(view.data) +
+                      (batch * view.stride[0] + h * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype),
+                  0, static_cast<size_t>(columns * bytes_of(p.dtype)));
+}
+
+// The backward pass of all sequences by run(call, runtime).
+template <class Run>
+void backward_sequences(const Backward& p, const Sequences& sequences, const Runtime& runtime, const Run& run) {
+  const int64_t numbers = sequences.most_numbers(p);
+  const Buffer<double> buffers(runtime.num_threads * numbers * 2);
+  run_sequences(p, sequences, runtime, [&](const Sequence& s, Heads heads, const Runtime& threads, int64_t worker) {
+    Backward call = call_of(p, sequences, s, heads);
+    const auto gathered = [&](const void* all, double* part) {
+      for_query_numbers(p, call, s, heads, const_cast<void*>(all), part,
+                        [](void* from, void* to, size_t bytes) { std::memcpy(to, from, bytes); });
+      return part;
+    };
+    double* const buffer = buffers.data() + worker * numbers * 2;
+    call.lse = gathered(p.lse, buffer);
+    if (p.grad_lse != nullptr) call.grad_lse = gathered(p.grad_lse, buffer + numbers);
+    run(call, threads);
+  });
+  // Keys of no sequence.
+  for (int64_t i = 0, end = 0; i < sequences.count(); ++i) {
+    const Sequence& s = sequences[i];
+    const bool last = i + 1 == sequences.count() || sequences[i + 1].batch != s.batch;
+    for (int64_t b = s.batch; b < s.batch + (p.ranges.batch == 1 ? p.batch : 1); ++b)
+      for (const Range gap : {Range{end, s.keys.begin}, Range{last ? s.keys.end : p.seqlen_k, p.seqlen_k}}) {
+        clear_rows(p, p.dk, b, p.heads_k, gap, p.head_dim);
+        clear_rows(p, p.dv, b, p.heads_v, gap, p.head_dim_v);
+      }
+    end = last ? 0 : s.keys.end;
+  }
+}
+
+}  // namespace
+}  // namespace attnkern::cpu
