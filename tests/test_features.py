@@ -1,7 +1,7 @@
 """Every feature of torch with attnkern's functions: eager, traced by AOTAutograd, compiled by Inductor. Makes a table.
 
 A feature is a function of `compile`, which leaves a function as it is or compiles it, whole (fullgraph=True). It raises
-where results are wrong. The rows are those of docs/inside_torch.md, where each test looks for its own.
+where results are wrong. The rows are those of docs/compile.md, where each test looks for its own.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import attnkern
 from attnkern import testing
 
-PAGE = (Path(__file__).parent.parent / "docs" / "inside_torch.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "compile.md").read_text()
 sdpa, attention = attnkern.scaled_dot_product_attention, attnkern.attention
 
 
