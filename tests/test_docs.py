@@ -4,7 +4,9 @@ A block in ```python is run, by itself. What it prints stands in the ```text blo
 a comment. A block in ```py is shown only: it is of a library that need not be installed, or of several processes.
 """
 
+import csv
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +102,25 @@ def test_every_page_stands_in_the_navigation():
 def test_every_public_name_stands_in_the_reference():
     documented = {x.rpartition(".")[2] for page in ROOT.glob("docs/api*.md") for x in _anchors(page)}
     assert {*attnkern.__all__} - {"__version__", "nn"} | {"MultiheadAttention", "CrossAttention"} <= documented
+
+
+RATIOS = re.findall(
+    r"<!-- ratios:(\S+) -->\n(.*?)\n<!-- ratios:end -->", (ROOT / "docs" / "benchmarks.md").read_text(), re.DOTALL
+)
+
+
+@pytest.mark.parametrize(("name", "table"), RATIOS, ids=[name for name, _ in RATIOS])
+def test_the_benchmarks_are_those_of_the_results(name, table):
+    """F.sdpa's time over ours: how many rows, the least, the geometric mean, the most."""
+    with (ROOT / "bench" / "results" / f"{name}.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["provider"] == "cpu" and row["ratio"]]
+    dtypes = {"float32": "fp32", "bfloat16": "bf16"}
+    for line in table.splitlines()[2:]:
+        label, *cells = line.strip("| ").split(" | ")
+        dtype, direction = label.split(", ")
+        found = [float(x["ratio"]) for x in rows if x["dtype"] == dtypes[dtype] and x["pass"] == direction]
+        figures = min(found), statistics.geometric_mean(found), max(found)
+        assert cells == [str(len(found)), *(f"{x:.2f}" for x in figures)]
 
 
 @pytest.mark.slow
