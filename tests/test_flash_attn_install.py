@@ -193,7 +193,7 @@ def test_attnkern_does_not_import_it():
 
 def test_the_page_runs():
     """Its blocks, one after the other, print what stands behind the lines."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     names, printed = {"print": lambda *x: printed.append(" ".join(map(str, x)))}, []
     before, after, *others = blocks
     assert before.splitlines()[1:] == after.splitlines()[1:]  # another import is all

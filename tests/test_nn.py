@@ -1258,20 +1258,6 @@ def test_examples_are_all_tested():
         assert path.stem in tests, f"no test runs {path.name}"
 
 
-PAGE = (ROOT / "docs" / "inside_torch.md").read_text()
-SNIPPETS = re.findall(
-    r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", PAGE.split("\n## Modules")[1].split("\n## ")[0], re.M | re.S
-)
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_the_page_says_what_is_true(number, capsys):
-    assert len(SNIPPETS) == 3
-    code, output = SNIPPETS[number]
-    exec(compile(code, f"docs/inside_torch.md, Modules, {number}", "exec"), {})
-    assert capsys.readouterr().out == output
-
-
 def test_an_example_runs_as_the_docs_say():
     command = [sys.executable, "docs/examples/three_tokens.py"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -199,7 +199,7 @@ def test_only_what_passed_as_a_whole_is_proven(checkout):
 
 
 def test_a_change_touches_its_tests():
-    assert tiers.touched(["README.md"]) == ["tests/test_readme.py"]
+    assert tiers.touched(["README.md"]) == ["tests/test_docs.py", "tests/test_readme.py"]
     assert tiers.touched(["tests/test_rng.py"]) == ["tests/test_rng.py"]
     assert "tests/test_cuda_sm90.py" in tiers.touched(["csrc/cuda/forward_sm90.cu"])
     with pytest.raises(LookupError, match="nothing: no line of TOUCHES"):

@@ -84,7 +84,7 @@ def test_one_of_a_gpu_is_refused():
 
 def test_the_page():
     """Its program, with the commands typed at the prompt, shows what stands below it, but for where it stops."""
-    code, session = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE).groups()
+    code, session = re.search(r"^```py\n(.*?)^```\n\n```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE).groups()
     typed = re.findall(r"^\(Pdb\) (.*)$", session, re.MULTILINE)
     shown = [line for line in session.splitlines() if not line.startswith("(Pdb)")]
     command, given = [sys.executable, "-c", code], "\n".join(typed)

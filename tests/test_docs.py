@@ -1,0 +1,133 @@
+"""README and docs say what is true: examples, commands, links, names of functions, pages of the site.
+
+A block in ```python is run, by itself. What it prints stands in the ```text block behind it, or behind each `print` as
+a comment. A block in ```py is shown only: it is of a library that need not be installed, or of several processes.
+"""
+
+import csv
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnkern
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```\w*\n.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)  # prose may make what it likes
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+EXAMPLES = [(page, i, *found) for page in PAGES for i, found in enumerate(FENCE.findall(page.read_text()))]
+README = PAGES[0].read_text()
+MKDOCS = (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.fixture
+def own_switch(monkeypatch):
+    """The switch under F.sdpa is off afterwards, and its calls are counted for this test alone."""
+    monkeypatch.setattr(attnkern.integrations.sdpa.counter, "_all_calls", attnkern.SdpaCalls())
+    yield
+    if torch.nn.attention.current_flash_attention_impl() is not None:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize(
+    ("page", "number", "code", "output"), EXAMPLES, ids=[f"{page.stem}-{number}" for page, number, *_ in EXAMPLES]
+)
+def test_examples_run(page, number, code, output, own_switch, capsys):
+    exec(compile(code, f"{page.name}, example {number}", "exec"), {})
+    comments = "".join(f"{x}\n" for x in re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE))
+    assert capsys.readouterr().out == (output or comments)
+
+
+def test_the_readme_has_examples():
+    examples = [(code, output) for page, _, code, output in EXAMPLES if page == PAGES[0]]
+    assert len(examples) == README.count("```python\n") >= 5
+    assert sum(bool(output) for _, output in examples) == README.count("```text\n") >= 2
+    first = [line for line in examples[0][0].splitlines() if line]
+    assert len(first) <= 6
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_all_blocks_have_a_language(page):
+    opened = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
+    assert set(opened) <= {"python", "py", "text", "sh", "cpp"}
+
+
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    code = [code for page in PAGES for code in CODE.findall(page.read_text())]
+    targets = {name for text in code for name in re.findall(r"^`?make ([\w-]+)", text, re.MULTILINE)}
+    assert {"test", "bench"} <= targets
+    for name in targets:
+        assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"make {name}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them, and of the objects that an API page documents."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w -]", "", x).replace(" ", "-").lower() for x in headings}
+    return made | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_pictures_exist(page):
+    for link in LINK.findall(page.read_text()):
+        if not link.startswith("https://"):
+            file, _, heading = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.is_file(), f"{page.name} links to {link}, which is not there"
+            assert not heading or heading in _anchors(target), link
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda p: p.name)
+def test_names_are_where_the_docs_say(page):
+    """ "`name` in [file](link)" and "`name` and `other` in ...": that file has them."""
+    for names, link in re.findall(r"((?:`\w+`(?:\s+and\s+)?)+)\s+in\s+\[[^\]]+\]\(([^)]+)\)", page.read_text()):
+        text = (page.parent / link).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"\b{name}\b", text), f"{page.name}: {name} in {link}"
+
+
+def test_every_page_stands_in_the_navigation():
+    listed = re.findall(r"^ +- .*: (\w+\.md)$", MKDOCS, re.MULTILINE)
+    assert sorted(listed) == sorted({*listed}) == [page.name for page in PAGES[1:]]
+
+
+def test_every_public_name_stands_in_the_reference():
+    documented = {x.rpartition(".")[2] for page in ROOT.glob("docs/api*.md") for x in _anchors(page)}
+    assert {*attnkern.__all__} - {"__version__", "nn"} | {"MultiheadAttention", "CrossAttention"} <= documented
+
+
+RATIOS = re.findall(
+    r"<!-- ratios:(\S+) -->\n(.*?)\n<!-- ratios:end -->", (ROOT / "docs" / "benchmarks.md").read_text(), re.DOTALL
+)
+
+
+@pytest.mark.parametrize(("name", "table"), RATIOS, ids=[name for name, _ in RATIOS])
+def test_the_benchmarks_are_those_of_the_results(name, table):
+    """F.sdpa's time over ours: how many rows, the least, the geometric mean, the most."""
+    with (ROOT / "bench" / "results" / f"{name}.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["provider"] == "cpu" and row["ratio"]]
+    dtypes = {"float32": "fp32", "bfloat16": "bf16"}
+    for line in table.splitlines()[2:]:
+        label, *cells = line.strip("| ").split(" | ")
+        dtype, direction = label.split(", ")
+        found = [float(x["ratio"]) for x in rows if x["dtype"] == dtypes[dtype] and x["pass"] == direction]
+        figures = min(found), statistics.geometric_mean(found), max(found)
+        assert cells == [str(len(found)), *(f"{x:.2f}" for x in figures)]
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    index = (tmp_path / "api.html").read_text()
+    assert 'id="attnkern.attention"' in index
+    assert "fonts.googleapis" not in index  # nothing is fetched when a page is read
