@@ -24,7 +24,7 @@ from rich.table import Table
 import attnkern
 from attnkern.cases import CASES, Case, select
 
-from . import machine, options, plots, providers, record, report, sets, targets
+from . import machine, options, page, plots, providers, record, report, sets, targets
 from .record import Log, Row
 from .sweep import Runner
 from .timing import Sampling
@@ -88,7 +88,7 @@ def run(
     block: Annotated[float, typer.Option(min=0.0001, help="Seconds of calls of one provider in a round.")] = 0.02,
     budget: Annotated[float | None, typer.Option(min=0.0, help="Seconds for a case and pass.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="JSON Lines; CSV and plots go beside it. Default: in bench/.")
+        Path | None, typer.Option(help="JSON Lines; CSV, plots and a page go beside it. Default: in bench/.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the rows that the file already has.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print every row at the end.")] = False,
@@ -209,6 +209,12 @@ def _write_files(path: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]]
     if plot and rows:
         for drawn in plots.draw(rows, runs, path.with_suffix("")):
             console.print(f"plot   {drawn}", soft_wrap=True, highlight=False)
+        _write_page(path.with_suffix(""), rows, runs)
+
+
+def _write_page(stem: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> None:
+    written = page.write(stem.with_name(f"{stem.name}-report.html"), rows, runs)
+    console.print(f"page   {written}", soft_wrap=True, highlight=False)
 
 
 @app.command("list")
@@ -280,12 +286,13 @@ def plot(
     rows: Rows,
     out: Annotated[Path | None, typer.Option(help="How the pictures' paths begin. Default: the file's.")] = None,
 ) -> None:
-    """Draw a run again."""
+    """Draw a run again, and write its page."""
     found, runs = _parsed("ROWS", record.read, rows)
     stem = out or rows.with_suffix("")
     stem.parent.mkdir(parents=True, exist_ok=True)
     for path in plots.draw(list(found.values()), runs, stem):
         console.print(f"plot   {path}", soft_wrap=True, highlight=False)
+    _write_page(stem, list(found.values()), runs)
 
 
 if __name__ == "__main__":

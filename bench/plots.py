@@ -1,10 +1,12 @@
-"""PNG and SVG pictures of a run: speed and memory over sequence length, bars for the rest."""
+"""Pictures of a run: first the speed-up over F.sdpa, which noise moves least, then the share of the peak, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -12,11 +14,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
 from .providers import BASELINE, PASSES
 from .record import Row
-from .report import Family, Sizes, costs, curves, is_ours
+from .report import NOISY, Family, Sizes, costs, curves, is_ours, noisy
 
 # Colour-blind safe (Okabe and Ito); ours strong, torch's muted.
 STYLES: dict[str, tuple[str, str]] = {
@@ -56,47 +58,85 @@ LABELS = {
 
 MAX_BARS = 150
 TALL = 3.0  # times our call without the mask: what costs more is named at the top of the picture
+SHAPES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # a colour for each head size
+RIVAL = "#8A8A8A"
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DARK_PAGE = "#16181c"
+_DARK: dict[Any, Any] = dict.fromkeys(
+    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#dddddd"
+)
+_DARK |= dict.fromkeys(("figure.facecolor", "axes.facecolor"), DARK_PAGE)
 
 
-def draw(rows: Sequence[Row], runs: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
-    """Writes ``<stem>-speed``, ``-memory``, ``-live`` and ``-bars`` (.png and .svg) as the rows allow."""
-    footer = _footer(runs)
-    written: list[Path] = []
+class Picture(NamedTuple):
+    """``make(narrow, footer)`` draws it: narrow is one column of panels, for a telephone."""
+
+    kind: str
+    title: str
+    caption: str
+    make: Callable[[bool, str], Figure]
+
+
+class Panel(NamedTuple):
+    title: str
+    draw: Callable[[Axes], None]
+
+
+def pictures(rows: Sequence[Row]) -> list[Picture]:
+    """Those that the rows allow, in the order in which to look at them."""
     found = curves(rows)
-    if found:
-        written += _save(_curves(found, footer, "speed"), stem, "speed")
-        if any(row.get("memory") for byname in found.values() for curve in byname.values() for row in curve):
-            written += _save(_curves(found, footer, "memory"), stem, "memory")
+    made = []
+    for kind, (field, title, caption) in CURVES.items():
+        if any(row.get(field) for byname in found.values() for curve in byname.values() for row in curve):
+            made.append(Picture(kind, title, caption, partial(_curves, found, kind)))
     shares = {sizes: lines for sizes, lines in costs(rows).items() if any(len(line) > 1 for line in lines.values())}
     if shares:
-        written += _save(_live(shares, footer), stem, "live")
+        title = "Time over the share of the scores that the mask leaves"
+        made.append(
+            Picture("live", title, "On the dashed line a call costs what is live and no more.", partial(_live, shares))
+        )
     drawn = {id(row) for byname in found.values() for curve in byname.values() for row in curve}
     rest = [row for row in rows if id(row) not in drawn and row.get("ratio") is not None and "goal" not in row]
     if 0 < len(rest) <= MAX_BARS:
-        written += _save(_bars(rest, footer), stem, "bars")
+        made.append(Picture("bars", "Times faster than F.sdpa", f"Hollow: {NOISY}", partial(_bars, rest)))
+    return made
+
+
+def draw(rows: Sequence[Row], runs: Sequence[dict[str, Any]], stem: Path) -> list[Path]:
+    """Writes ``<stem>-<kind>`` (.png and .svg) for each picture."""
+    written: list[Path] = []
+    for picture in pictures(rows):
+        figure = picture.make(False, f"{picture.caption}\n{_footer(runs)}")
+        for suffix in ("png", "svg"):
+            written.append(stem.with_name(f"{stem.name}-{picture.kind}.{suffix}"))
+            figure.savefig(written[-1], dpi=130)
+        plt.close(figure)
     return written
 
 
+def themed(picture: Picture, *, narrow: bool, dark: bool) -> str:
+    """The picture as SVG for a page that has its caption and its machine as text."""
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "attnkern", **(_DARK if dark else {})}):
+        figure, text = picture.make(narrow, ""), io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        plt.close(figure)
+    return text.getvalue()
+
+
 def _footer(runs: Sequence[dict[str, Any]]) -> str:
-    if not runs:
-        return ""
-    run = runs[-1]
+    return "\n".join((machine_line(runs[-1]), str(runs[-1].get("command")))) if runs else ""
+
+
+def machine_line(run: dict[str, Any]) -> str:
+    """What ran it, on one line."""
     isa = f", {run['cpu_isa']}" if run.get("cpu_isa") else ""
     code = f"code {run.get('code')}"
     if run.get("git"):
         code = f"git {run['git']}{' + changes' * bool(run.get('dirty'))}"
     return (
         f"{run.get('device')}{isa}, {run.get('threads')} threads | torch {run.get('torch')}, "
-        f"attnkern {run.get('attnkern')}, {code} | {run.get('date')}\n{run.get('command')}"
+        f"attnkern {run.get('attnkern')}, {code} | {run.get('date')}"
     )
-
-
-def _save(figure: Figure, stem: Path, kind: str) -> list[Path]:
-    paths = [stem.with_name(f"{stem.name}-{kind}.{suffix}") for suffix in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return paths
 
 
 def _style(name: str) -> dict[str, Any]:
@@ -112,67 +152,117 @@ def _style(name: str) -> dict[str, Any]:
     }
 
 
-def _curves(found: dict[Family, dict[str, list[Row]]], footer: str, kind: str) -> Figure:
-    """A grid: a line of panels for each dtype and pass, a column for each head_dim and mask."""
-    lines = sorted({key[:2] for key in found}, key=lambda k: (k[0], PASSES.index(k[1])))
-    columns = sorted({key[2:] for key in found})
-    by_place = {(key[:2], key[2:]): byname for key, byname in found.items()}
-    width, height = max(6.5, 3.7 * len(columns) + 0.6), 2.75 * len(lines) + 1.7
-    figure = plt.figure(figsize=(width, height), layout="constrained")
-    grid = figure.subplots(len(lines), len(columns), sharex=True, sharey="row", squeeze=False)
-    for axes_line, line in zip(grid, lines, strict=True):
-        for axes, column in zip(axes_line, columns, strict=True):
-            byname = by_place.get((line, column))
-            if byname is None:
-                axes.set_axis_off()
-                continue
-            _panel(axes, byname, kind)
-            dim, causal, extras = column
-            parts = filter(None, (*line, f"head_dim {dim}", "causal" if causal else "full", extras))
-            axes.set_title(", ".join(parts), fontsize=9.5)
-        if kind == "speed":  # the line shares its scale
-            axes_line[0].set_ylim(0, axes_line[0].get_ylim()[1])
-        axes_line[0].set_ylabel("FLOP/s" if kind == "speed" else "peak memory growth", fontsize=9)
+def _grid(panels: Sequence[Panel], columns: int, narrow: bool, footer: str, *, x: str, y: str, share_y: bool) -> Figure:
+    """The panels line by line, a legend above them, the footer below."""
+    columns = 1 if narrow else columns
+    lines = -(-len(panels) // columns)
+    width, height = (4.2, 2.6) if narrow else (max(4.6 * columns, 7.0), 2.9)
+    figure = plt.figure(figsize=(width, height * lines + 1.2), layout="constrained")
+    grid = figure.subplots(lines, columns, sharex=True, sharey=share_y, squeeze=False)
+    for n, axes in enumerate(grid.flat):
+        if n >= len(panels):
+            axes.set_axis_off()
+            continue
+        panels[n].draw(axes)
+        axes.set_title(panels[n].title, fontsize=10, fontweight="bold", loc="left")
+        axes.tick_params(labelsize=8.5)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        if n % columns == 0:
+            axes.set_ylabel(y, fontsize=9)
     for axes in grid[-1]:
-        axes.set_xlabel("sequence length", fontsize=9)
+        axes.set_xlabel(x, fontsize=9)
     handles = {str(h.get_label()): h for axes in figure.axes for h in axes.get_legend_handles_labels()[0]}
-    legend: dict[str, Any] = {
-        "loc": "outside upper center",
-        "ncols": min(6, len(handles)),
-        "fontsize": 9,
-        "frameon": False,
-    }
-    figure.legend(list(handles.values()), list(handles), **legend)
-    figure.supxlabel(footer, fontsize=7.5, color="#555555")
+    ncols = min(2 if narrow else 3, len(handles))
+    style: dict[str, Any] = {"loc": "outside upper left", "ncols": ncols, "fontsize": 8.5, "frameon": False}
+    figure.legend(list(handles.values()), list(handles), **style)
+    if footer:
+        figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
     return figure
 
 
-def _panel(axes: Axes, byname: dict[str, list[Row]], kind: str) -> None:
-    for name, curve in byname.items():
-        points = [(row["seqlen_q"], row.get("flops_per_second" if kind == "speed" else "memory")) for row in curve]
-        points = [(n, v) for n, v in points if v]
-        if points:
-            axes.plot(*zip(*points, strict=True), **_style(name))
+# kind: (field of a row, title, caption)
+CURVES = {
+    "speedup": (
+        "ratio",
+        "Times faster than F.sdpa",
+        f"Each point is the median of the ratios within rounds, in which both were timed in turn; its bar spans the "
+        f"middle 60% of the rounds.\nHollow: {NOISY}",
+    ),
+    "share": (
+        "peak_share",
+        "Share of the machine's peak",
+        f"The peak is timed in the rounds of each row, not at another moment; grey is F.sdpa.\nHollow: {NOISY}",
+    ),
+    "memory": ("memory", "Memory that a call adds at its peak", "Results included; grey is F.sdpa."),
+}
+
+
+def _curves(found: dict[Family, dict[str, list[Row]]], kind: str, narrow: bool, footer: str) -> Figure:
+    """Over sequence length, a panel for each of our providers, pass and dtype, a line for each head size and mask."""
+    names = {name for byname in found.values() for name in byname} - {BASELINE}
+    names = {name for name in names if is_ours(name)} or names
+    places = {(name, key.pass_name, key.dtype) for key, byname in found.items() for name in byname if name in names}
+    order = sorted(places, key=lambda p: (p[0], PASSES.index(p[1]), list(DTYPES).index(p[2])))
+    shapes = sorted({(key.head_dim, key.extras) for key in found})
+    colours = {shape: SHAPES[n % len(SHAPES)] for n, shape in enumerate(shapes)}
+    panels = []
+    for name, pass_name, dtype in order:
+        parts = (LABELS.get(name, name) if len(names) > 1 else "", DTYPES[dtype], _pass_label(pass_name))
+        lines = {key: by for key, by in found.items() if key[:2] == (dtype, pass_name) and name in by}
+        panels.append(Panel(", ".join(filter(None, parts)), partial(_panel, lines, name, kind, colours)))
+    columns = len({dtype for *_, dtype in order})
+    labels = {"speedup": "times faster than F.sdpa", "share": f"share of {_peak(found)}", "memory": "memory"}
+    return _grid(panels, columns, narrow, footer, x="sequence length", y=labels[kind], share_y=True)
+
+
+def _peak(found: dict[Family, dict[str, list[Row]]]) -> str:
+    kinds = {row.get("peak") for byname in found.values() for curve in byname.values() for row in curve} - {None}
+    return f"the peak ({', '.join(sorted(map(str, kinds)))})" if kinds else "the peak"
+
+
+def _panel(
+    lines: dict[Family, dict[str, list[Row]]], name: str, kind: str, colours: dict[Any, str], axes: Axes
+) -> None:
+    field = CURVES[kind][0]
+    for key, byname in lines.items():
+        dash, colour = ("--" if key.causal else "-"), colours[key.head_dim, key.extras]
+        if kind != "speedup" and BASELINE in byname:
+            points = [(row["seqlen_q"], row[field]) for row in byname[BASELINE] if row.get(field)]
+            axes.plot(*zip(*points, strict=True), color=RIVAL, linestyle=dash, linewidth=1.1, zorder=2)
+        curve = [row for row in byname[name] if row.get(field)]
+        if not curve:
+            continue
+        lengths, values = [row["seqlen_q"] for row in curve], [row[field] for row in curve]
+        parts = (f"head size {key.head_dim}", "causal" if key.causal else "full", key.extras)
+        label = ", ".join(filter(None, parts))
+        marker = "s" if key.causal else "o"
+        axes.plot(lengths, values, color=colour, linestyle=dash, linewidth=1.7, zorder=3)
+        axes.plot([], [], color=colour, linestyle=dash, marker=marker, markersize=5, label=label)
+        for row in curve:
+            hollow = kind != "memory" and noisy(row)  # memory is counted, not timed
+            face = axes.get_facecolor() if hollow else colour
+            axes.plot(row["seqlen_q"], row[field], marker, markersize=5.5, color=colour, markerfacecolor=face, zorder=4)
+            if kind == "speedup" and row.get("ratio_p20"):
+                axes.plot([row["seqlen_q"]] * 2, [row["ratio_p20"], row["ratio_p80"]], color=colour, linewidth=1)
+    lengths = sorted({row["seqlen_q"] for byname in lines.values() for row in byname[name]})
     axes.set_xscale("log", base=2)
-    lengths = sorted({row["seqlen_q"] for curve in byname.values() for row in curve})
-    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
     axes.xaxis.set_minor_locator(NullLocator())
-    if kind == "speed":
-        sample = next(row for curve in byname.values() for row in curve)
-        if sample.get("peak_share"):
-            peak = sample["flops_per_second"] / sample["peak_share"]
-            axes.axhline(peak, color="#333333", linewidth=1, linestyle="--", label=f"measured peak ({sample['peak']})")
-        axes.yaxis.set_major_formatter(FuncFormatter(_flops))
+    if kind == "share":
+        axes.axhline(1.0, color=RIVAL, linewidth=1.2, linestyle=":", label="the peak")
+        axes.yaxis.set_major_locator(MultipleLocator(0.25))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.set_ylim(0, max(1.05, axes.get_ylim()[1]))
+        axes.plot([], [], color=RIVAL, linewidth=1.1, label="F.sdpa")
+    elif kind == "speedup":
+        axes.axhline(1.0, color=RIVAL, linewidth=1.6, label="F.sdpa = 1")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     else:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(_bytes))
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _flops(value: float, _position: object = None) -> str:
-    return f"{value / 1e12:g} T" if value >= 1e12 else f"{value / 1e9:g} G"
+        axes.plot([], [], color=RIVAL, linewidth=1.1, label="F.sdpa")
 
 
 def _bytes(value: float, _position: object = None) -> str:
@@ -182,62 +272,55 @@ def _bytes(value: float, _position: object = None) -> str:
     return f"{value / 2**10:g} KiB"
 
 
-def _live(found: dict[Sizes, dict[str, list[tuple[float, float]]]], footer: str) -> Figure:
-    """Time over the share of scores that is live: a line of panels for each pass, a column for each size and dtype."""
+def _live(found: dict[Sizes, dict[str, list[tuple[float, float]]]], narrow: bool, footer: str) -> Figure:
+    """Time over the share of scores that is live: a panel for each pass, size and dtype."""
     columns = list(dict.fromkeys(sizes[:-1] for sizes in found))
-    lines = sorted({sizes.pass_name for sizes in found}, key=PASSES.index)
-    figure = plt.figure(figsize=(max(6.5, 4.2 * len(columns) + 0.6), 3.2 * len(lines) + 1.7), layout="constrained")
-    grid = figure.subplots(len(lines), len(columns), sharex=True, squeeze=False)
-    for axes_line, pass_name in zip(grid, lines, strict=True):
-        for axes, column in zip(axes_line, columns, strict=True):
-            byname = found.get(Sizes(*column, pass_name))
-            if byname is None:
-                axes.set_axis_off()
-                continue
-            axes.plot([0, 1], [0, 1], color="#333333", linewidth=1, linestyle="--", label="what is live, and no more")
-            beyond = []
-            top = 1.0
-            for name, points in byname.items():
-                style, times = _style(name), [live * cost for live, cost in points]
-                lives = [live for live, _ in points]
-                axes.plot(lives, times, **{**style, "linewidth": 0.6 * style["linewidth"]})
-                if max(times) > TALL:
-                    beyond.append(f"{LABELS.get(name, name)}: up to {max(times):.1f}")
-                top = max(top, *times)
-            axes.set_ylim(0, 1.05 * min(top, TALL))
-            axes.set_xlim(0, 1.04)
-            if beyond:
-                axes.text(0.02, 0.98, "\n".join(beyond), transform=axes.transAxes, va="top", fontsize=7.5)
-            tags, *sizes = column
-            axes.set_title(", ".join((*tags, *sizes, _pass_label(pass_name))), fontsize=9.5)
-            axes.grid(alpha=0.25, linewidth=0.6)
-            axes.tick_params(labelsize=8)
-            axes.spines[["top", "right"]].set_visible(False)
-        axes_line[0].set_ylabel("time, ours without the mask = 1", fontsize=9)
-    for axes in grid[-1]:
-        axes.set_xlabel("share of scores that is live", fontsize=9)
-    handles = {str(h.get_label()): h for axes in figure.axes for h in axes.get_legend_handles_labels()[0]}
-    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=3, fontsize=9, frameon=False)
-    figure.supxlabel(footer, fontsize=7.5, color="#555555")
-    return figure
+    order = sorted(found, key=lambda sizes: (PASSES.index(sizes.pass_name), columns.index(sizes[:-1])))
+    panels = []
+    for sizes in order:
+        title = ", ".join((*sizes.tags, *sizes[1:-1], _pass_label(sizes.pass_name)))
+        panels.append(Panel(title, partial(_live_panel, found[sizes])))
+    x, y = "share of scores that is live", "time, ours without the mask = 1"
+    return _grid(panels, len(columns), narrow, footer, x=x, y=y, share_y=False)
+
+
+def _live_panel(byname: dict[str, list[tuple[float, float]]], axes: Axes) -> None:
+    axes.plot([0, 1], [0, 1], color=RIVAL, linewidth=1, linestyle="--", label="what is live, and no more")
+    beyond, top = [], 1.0
+    for name, points in byname.items():
+        style, times = _style(name), [live * cost for live, cost in points]
+        axes.plot([live for live, _ in points], times, **{**style, "linewidth": 0.6 * style["linewidth"]})
+        if max(times) > TALL:
+            beyond.append(f"{LABELS.get(name, name)}: up to {max(times):.1f}")
+        top = max(top, *times)
+    axes.set_ylim(0, 1.05 * min(top, TALL))
+    axes.set_xlim(0, 1.04)
+    if beyond:
+        axes.text(0.02, 0.98, "\n".join(beyond), transform=axes.transAxes, va="top", fontsize=7.5)
 
 
 def _pass_label(pass_name: str) -> str:
     return "training" if pass_name == "both" else pass_name
 
 
-def _bars(rows: Sequence[Row], footer: str) -> Figure:
+def _bars(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
     """Times faster than the baseline, a bar for every case, pass and provider."""
     groups = list(dict.fromkeys((row["case"], row["pass"]) for row in rows))
     names = [n for n in dict.fromkeys(row["provider"] for row in rows) if n != BASELINE]
-    ratios = {(row["case"], row["pass"], row["provider"]): row["ratio"] for row in rows}
-    figure, axes = plt.subplots(figsize=(9, 0.24 * len(groups) * max(1, len(names)) + 1.8), layout="constrained")
+    by_place = {(row["case"], row["pass"], row["provider"]): row for row in rows}
+    figure, axes = plt.subplots(
+        figsize=(5.2 if narrow else 9, 0.24 * len(groups) * max(1, len(names)) + 1.8), layout="constrained"
+    )
     thickness = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
         positions = [g + (i - (len(names) - 1) / 2) * thickness for g in range(len(groups))]
-        values = [ratios.get((*group, name), 0.0) for group in groups]
+        placed = [by_place.get((*group, name)) for group in groups]
+        values = [row["ratio"] if row else 0.0 for row in placed]
         style = _style(name)
         bars = axes.barh(positions, values, height=thickness * 0.9, color=style["color"], label=style["label"])
+        for bar, row in zip(bars, placed, strict=True):
+            if row and noisy(row):
+                bar.set(facecolor="none", edgecolor=style["color"])
         axes.bar_label(bars, [f"{v:.2f}" if v else "" for v in values], padding=2, fontsize=7)
     axes.axvline(1.0, color=STYLES[BASELINE][0], linewidth=1.4, linestyle="--", label=LABELS[BASELINE])
     axes.set_yticks(range(len(groups)), [f"{case}, {pass_name}" for case, pass_name in groups], fontsize=8)
@@ -246,6 +329,7 @@ def _bars(rows: Sequence[Row], footer: str) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
-    figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False)
-    figure.supxlabel(footer, fontsize=7.5, color="#555555")
+    figure.legend(loc="outside upper center", ncols=2 if narrow else 4, fontsize=9, frameon=False)
+    if footer:
+        figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
     return figure

@@ -17,6 +17,17 @@ from .providers import BASELINE
 from .record import Row
 
 FAILED = ("wrong", "error")
+SCATTER = 0.2
+NOISY = (
+    "a noisy row. Other processes took CPU time in nearly all of its rounds, "
+    f"or its ratio to F.sdpa differs by more than {SCATTER:.0%} among the middle 60% of them."
+)
+
+
+def noisy(row: Row) -> bool:
+    """Whether a row's figures are to be doubted, by the rule that `NOISY` states."""
+    low, high = row.get("ratio_p20"), row.get("ratio_p80")  # which rows of older runs lack
+    return not row.get("clean", True) or bool(low and high and high > (1 + SCATTER) * low)
 
 
 def is_ours(provider: str) -> bool:
@@ -57,7 +68,7 @@ def ratio(x: float | None, is_baseline: bool = False) -> str:
 def status(row: Row) -> str:
     """ok, with what to know about it, or why not."""
     if row["status"] == "ok":
-        return "" if row.get("clean", True) else "[yellow]noisy[/]"
+        return "[yellow]noisy[/]" if noisy(row) else ""
     colour = {"refused": "dim", "wrong": "bold red"}.get(row["status"], "red")
     return f"[{colour}]{row['status']}: {escape(row.get('message') or '')}[/]"
 
@@ -73,8 +84,11 @@ def group_line(rows: Sequence[Row]) -> str:
             parts.append(" ".join(filter(None, (name, duration(row["seconds"]), speed, note))))
         else:
             parts.append(f"{name} {status(row)}" if row["status"] in FAILED else f"[dim]{name} refused[/]")
-    noisy = any(row.get("clean") is False for row in rows)
-    return f"[bold]{escape(rows[0]['case'])}[/] {rows[0]['pass']}  " + "  ".join(parts) + "  [yellow]~[/]" * noisy
+    return (
+        f"[bold]{escape(rows[0]['case'])}[/] {rows[0]['pass']}  "
+        + "  ".join(parts)
+        + "  [yellow]~[/]" * any(map(noisy, rows))
+    )
 
 
 def row_table(rows: Iterable[Row], title: str = "") -> Table:
@@ -173,29 +187,45 @@ def curves(rows: Iterable[Row]) -> dict[Family, dict[str, list[Row]]]:
     return kept
 
 
+class SweepLine(NamedTuple):
+    """One provider's rows of a curve, by sequence length."""
+
+    key: Family
+    rows: dict[int, Row]
+
+    @property
+    def mask(self) -> str:
+        return ", ".join(filter(None, ("causal" if self.key.causal else "full", self.key.extras)))
+
+    @property
+    def best(self) -> float:
+        """The largest share of the peak."""
+        return max(row["peak_share"] for row in self.rows.values())
+
+
+def sweep_lines(found: dict[Family, dict[str, list[Row]]], provider: str) -> list[SweepLine]:
+    """Of the curves (see :func:`curves`) that the baseline has too."""
+    kept = [(key, byname[provider]) for key, byname in found.items() if provider in byname and BASELINE in byname]
+    kept.sort(key=lambda item: str(item[0]))
+    return [SweepLine(key, {row["seqlen_q"]: row for row in rows}) for key, rows in kept]
+
+
 def sweep_table(rows: Sequence[Row], provider: str) -> Table | None:
     """The provider's ratio to the baseline over sequence length, one line a curve."""
-    found = {key: byname for key, byname in curves(rows).items() if provider in byname and BASELINE in byname}
-    if not found:
+    lines = sweep_lines(curves(rows), provider)
+    if not lines:
         return None
-    lengths = sorted({row["seqlen_q"] for byname in found.values() for row in byname[provider]})
+    lengths = sorted({length for line in lines for length in line.rows})
     table = Table(title=f"{provider}: times faster than F.sdpa, by sequence length", title_justify="left")
     for column in ("dtype", "pass", "head_dim", "mask"):
         table.add_column(column)
     for length in lengths:
         table.add_column(str(length), justify="right")
     table.add_column("of peak", justify="right")
-    for key, byname in sorted(found.items(), key=lambda item: str(item[0])):
-        by_length = {row["seqlen_q"]: row for row in byname[provider]}
-        kind = ", ".join(filter(None, ("causal" if key.causal else "full", key.extras)))
-        cells = [
-            ratio(by_length[n].get("ratio")) + ("[yellow]~[/]" if not by_length[n]["clean"] else "")
-            if n in by_length
-            else ""
-            for n in lengths
-        ]
-        best = max(row["peak_share"] for row in byname[provider])
-        table.add_row(key.dtype, key.pass_name, str(key.head_dim), kind, *cells, f"{best:.0%}")
+    for line in lines:
+        points = [line.rows.get(n) for n in lengths]
+        cells = ["" if row is None else ratio(row.get("ratio")) + "[yellow]~[/]" * noisy(row) for row in points]
+        table.add_row(line.key.dtype, line.key.pass_name, str(line.key.head_dim), line.mask, *cells, f"{line.best:.0%}")
     return table
 
 
@@ -312,21 +342,26 @@ def summary(console: Console, rows: Sequence[Row], full: bool = False) -> None:
     refused = sum(row["status"] == "refused" for row in rows)
     if refused and not full:
         console.print(f"{refused} rows were refused by their provider (--full shows why)")
-    timed = [row for row in rows if row.get("ratio") is not None and is_ours(row["provider"])]
-    if timed:
-        ratios = sorted(row["ratio"] for row in timed)
-        middle = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        slower = sum(r < 1.0 for r in ratios)
-        console.print(
-            f"{len(timed)} rows against F.sdpa: {ratios[0]:.2f}x to {ratios[-1]:.2f}x, geometric mean {middle:.2f}x, "
-            f"{slower} slower than it"
-        )
-    noisy = sum(row["status"] == "ok" and not row.get("clean", True) for row in rows)
-    if noisy:
-        console.print(f"[yellow]{noisy} rows are noisy (~): other processes had the CPU in nearly every round[/]")
+    if text := verdict(rows):
+        console.print(text)
+    doubtful = sum(row["status"] == "ok" and noisy(row) for row in rows)
+    if doubtful:
+        console.print(f"[yellow]{doubtful} rows have a ~: {NOISY}[/]")
     for row in rows:
         if row["status"] in FAILED:
             console.print(f"{escape(row['case'])} {row['pass']} {row['provider']}: {status(row)}")
+
+
+def verdict(rows: Iterable[Row]) -> str:
+    """Our rows against F.sdpa in a sentence; empty where none has a ratio."""
+    ratios = sorted(row["ratio"] for row in rows if row.get("ratio") is not None and is_ours(row["provider"]))
+    if not ratios:
+        return ""
+    middle = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return (
+        f"{len(ratios)} rows against F.sdpa: {ratios[0]:.2f}x to {ratios[-1]:.2f}x, geometric mean {middle:.2f}x, "
+        f"{sum(r < 1.0 for r in ratios)} slower than it"
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .check import Checker, Error
 from .memory import peak_growth
 from .providers import BASELINE, Provider, Refused, Seen, results
 from .record import Row, row_key
-from .timing import Sampling, Timing, Work, measure
+from .timing import Sampling, Timing, Work, measure, quantile
 
 PEAK, READS = "the machine's peak", "the machine's memory"  # as competitors
 NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selection refuses
@@ -88,6 +88,9 @@ class Runner:
                 for name in works:
                     rows[name] |= _speed(run[name], pass_name, timings[name], timings, limits)
                     rows[name]["ratio"] = None if baseline is None else timings[name].ratio(baseline)
+                    if baseline is not None:
+                        ratios = timings[name].ratios(baseline)
+                        rows[name] |= {"ratio_p20": quantile(ratios, 0.2), "ratio_p80": quantile(ratios, 0.8)}
                     rows[name]["live"] = run[name].live_share
                     if plain is not None:
                         per_score = run[plain].live_share / run[name].live_share

@@ -11,7 +11,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,14 +66,22 @@ class Timing:
         return statistics.median(self.kept)
 
     def quantile(self, q: float) -> float:
-        ordered = sorted(self.kept)
-        return ordered[round(q * (len(ordered) - 1))]
+        return quantile(self.kept, q)
+
+    def ratios(self, baseline: Timing) -> list[float]:
+        """Times faster than the baseline in each round that both took part in."""
+        pairs = zip(baseline.seconds, self.seconds, strict=True)
+        return [b / s for b, s in pairs if b is not None and s is not None]
 
     def ratio(self, baseline: Timing) -> float:
-        """Times faster than the baseline: median over the rounds that both took part in."""
-        pairs = zip(baseline.seconds, self.seconds, strict=True)
-        ratios = [b / s for b, s in pairs if b is not None and s is not None]
+        """Times faster than the baseline: the median over the rounds."""
+        ratios = self.ratios(baseline)
         return statistics.median(ratios) if ratios else math.nan
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The value at a share q of the sorted ones; nan of none."""
+    return sorted(values)[round(q * (len(values) - 1))] if values else math.nan
 
 
 @dataclass(frozen=True)

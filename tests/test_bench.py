@@ -1,5 +1,6 @@
 """The benchmark's command line, its records, its error column and its targets, on problems of a millisecond."""
 
+import base64
 import dataclasses
 import json
 import math
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import attnkern
 from attnkern import testing
 from attnkern.cases import CASES, RANGES, Case, case, override, select
-from bench import check, machine, memory, options, plots, providers, record, report, sweep, targets, timing
+from bench import check, machine, memory, options, page, plots, providers, record, report, sweep, targets, timing
 from bench.__main__ import app
 
 pytestmark = pytest.mark.real_memory
@@ -274,7 +275,8 @@ def test_plot_draws_curves_over_length(tmp_path):
     path = write(tmp_path / "rows.jsonl", rows)
     bench("plot", path, "--out", tmp_path / "pictures" / "sweep")
     drawn = sorted(p.name for p in (tmp_path / "pictures").iterdir())
-    assert drawn == ["sweep-memory.png", "sweep-memory.svg", "sweep-speed.png", "sweep-speed.svg"]
+    pictures = [f"sweep-{kind}.{suffix}" for kind in ("memory", "share", "speedup") for suffix in ("png", "svg")]
+    assert drawn == sorted([*pictures, "sweep-report.html"])
     table = report.sweep_table(rows, "cpu")
     assert [str(c.header) for c in table.columns] == [
         "dtype",
@@ -287,7 +289,73 @@ def test_plot_draws_curves_over_length(tmp_path):
         "512",
         "of peak",
     ]
+    assert [picture.kind for picture in plots.pictures(rows)] == ["speedup", "share", "memory"]
     assert plots._footer([{"device": "a machine", "command": "bench run"}]).startswith("a machine")
+
+
+@pytest.mark.parametrize(
+    ("more", "noisy"),
+    [
+        ({"ratio_p20": 1.8, "ratio_p80": 2.1}, False),
+        ({"ratio_p20": 1.7, "ratio_p80": 2.1}, True),
+        ({"ratio_p20": 2.0, "ratio_p80": 2.0, "clean": False}, True),
+        ({}, False),  # a row of an older run
+        ({"clean": False}, True),
+    ],
+)
+def test_noisy_rows_are_hollow(more, noisy):
+    rows = [row(n, p, 2.0) for n in (64, 128, 256) for p in ("cpu", "sdpa")]
+    rows[2] |= more
+    assert [report.noisy(x) for x in rows] == [n == 2 and noisy for n in range(6)]
+    for picture in plots.pictures(rows)[:2]:  # of time
+        figure = picture.make(False, "")
+        (axes,) = figure.axes
+        points = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata()) == 1]
+        hollow = [line.get_markerfacecolor() == axes.get_facecolor() for line in points]
+        assert ([line.get_xdata()[0] for line in points], hollow) == ([64, 128, 256], [False, noisy, False])
+        assert report.NOISY in picture.caption
+        plots.plt.close(figure)
+
+
+def test_the_picture_shows_medians_of_ratios_within_rounds(monkeypatch):
+    """Whatever the times were: the second round took ten times as long for both, the third for one."""
+    ours, theirs = timing.Timing([1.0, 10.0, 1.0]), timing.Timing([2.0, 20.0, 25.0])
+    timings = {"cpu": ours, "sdpa": theirs, sweep.PEAK: timing.Timing([0.5, 5.0, 0.5])}
+    monkeypatch.setattr(sweep, "measure", lambda *_: timings)
+    loop = machine.Peak(1.0, "register-only loop", int, 1e6)
+    monkeypatch.setattr(machine, "peak", lambda *_: loop)
+    monkeypatch.setattr(machine, "read_bandwidth", lambda *_: loop)
+    problem = case("c", 8, heads=1)
+    runner = sweep.Runner(CPU, timing.Sampling())
+    got, _ = runner.run(problem, "forward", providers.choose("cpu,sdpa", CPU))
+    assert (got["ratio"], got["ratio_p20"], got["ratio_p80"]) == (2.0, 2.0, 25.0)
+    assert got["peak_share"] == 0.5 * problem.flops("forward") / 1e6
+    figure = plots.pictures(
+        [{**got, "seqlen_q": n, "seqlen_k": n, "provider": p} for n in (8, 16, 32) for p in timings]
+    )
+    lines = figure[0].make(False, "").axes[0].lines
+    assert [*lines[0].get_ydata()] == [2.0] * 3
+
+
+def test_the_page_holds_the_whole_run_and_fetches_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "CURVES", {"speedup": plots.CURVES["speedup"]})
+    rows = [row(n, p, 2.0, clean=n > 64) for n in (64, 128, 256) for p in ("cpu", "sdpa")]
+    rows.append(row(64, "sdpa-math", None, status="refused", message="<no> memory") | {"seconds": None})
+    found, runs = record.read(write(tmp_path / "rows.jsonl", rows))
+    text = page.write(tmp_path / "rows-report.html", [*found.values()], runs).read_text()
+    assert text.count("2.00~") == 1
+    for shown in ("a machine", "2 threads", "bench run", "fp32 forward, 64, full", "curve-128, forward, cpu"):
+        assert shown in text
+    assert "refused: &lt;no&gt; memory" in text
+    sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', text)
+    assert len(sources) == 4  # wide and narrow, light and dark
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert "prefers-color-scheme: dark" in text
+    assert "http" not in re.sub(r'"data:[^"]*"', "", text)
+    for source in sources:
+        svg = base64.b64decode(source.partition(",")[2]).decode()
+        assert "<image" not in svg
+        assert not re.search(r'href="(?!#)', svg)
 
 
 def test_the_cost_of_live_scores(tmp_path):
@@ -313,7 +381,7 @@ def test_the_cost_of_live_scores(tmp_path):
     assert report.cost_table([row()]) is None
     bench("plot", write(tmp_path / "rows.jsonl", rows))
     assert {p.name for p in tmp_path.glob("*.png")} == {"rows-live.png", "rows-bars.png"}
-    figure = plots._live(found, "")
+    figure = plots._live(found, False, "")
     (axes,) = figure.axes
     assert [list(line.get_ydata()) for line in axes.lines] == [[0, 1], [0.125, 0.5], [4.0, 4.0]]
     assert [text.get_text() for text in axes.texts] == ["F.sdpa (torch's choice): up to 4.0"]
