@@ -185,6 +185,9 @@ def _sweep(
     waiting = [group for group in groups if not all(map(log.finished, keys[group]))]
     if len(waiting) < len(groups):
         console.print(f"{len(groups) - len(waiting)} of {len(groups)} groups are in {log.path} already (--fresh: anew)")
+    if waiting:
+        about = report.minutes(runner.expected_seconds(waiting, len(rivals)))
+        console.print(f"{len(waiting)} groups, about {about} while nothing else runs, more beside other processes")
     interrupted = False
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:

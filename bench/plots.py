@@ -239,12 +239,15 @@ def _panel(
         marker = "s" if key.causal else "o"
         axes.plot(lengths, values, color=colour, linestyle=dash, linewidth=1.7, zorder=3)
         axes.plot([], [], color=colour, linestyle=dash, marker=marker, markersize=5, label=label)
-        for row in curve:
-            hollow = kind != "memory" and noisy(row)  # memory is counted, not timed
-            face = axes.get_facecolor() if hollow else colour
-            axes.plot(row["seqlen_q"], row[field], marker, markersize=5.5, color=colour, markerfacecolor=face, zorder=4)
-            if kind == "speedup" and row.get("ratio_p20"):
-                axes.plot([row["seqlen_q"]] * 2, [row["ratio_p20"], row["ratio_p80"]], color=colour, linewidth=1)
+        for hollow in (False, True):
+            points = [(row["seqlen_q"], row[field]) for row in curve if (kind != "memory" and noisy(row)) == hollow]
+            if points:  # memory is counted, not timed
+                face = axes.get_facecolor() if hollow else colour
+                x, y = zip(*points, strict=True)
+                axes.plot(x, y, marker, markersize=5.5, zorder=4, color=colour, markerfacecolor=face)
+        bars = [(row["seqlen_q"], row["ratio_p20"], row["ratio_p80"]) for row in curve if row.get("ratio_p20")]
+        if kind == "speedup" and bars:
+            axes.vlines(*zip(*bars, strict=True), color=colour, linewidth=1)
     lengths = sorted({row["seqlen_q"] for byname in lines.values() for row in byname[name]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])

@@ -42,6 +42,11 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def minutes(seconds: float) -> str:
+    """As one tells it beforehand: ``20 seconds``, ``2.5 minutes``."""
+    return f"{max(1, round(seconds))} seconds" if seconds < 60 else f"{seconds / 60:.1f} minutes"
+
+
 def rate(per_second: float, unit: str) -> str:
     for prefix, size in (("T", 1e12), ("G", 1e9)):
         if per_second >= size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,6 +23,9 @@ from .record import Row, row_key
 from .timing import Sampling, Timing, Work, measure, quantile
 
 PEAK, READS = "the machine's peak", "the machine's memory"  # as competitors
+USUAL_SHARE = 0.3  # of the peak, that a competitor reaches
+CALLS_BEFORE = 4  # of each competitor, checked and counted, before the rounds
+PREPARED = 0.2  # seconds for the tensors of a group and their float64 results
 NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selection refuses
 
 
@@ -50,6 +53,18 @@ class Runner:
     def key(self, case: Case, pass_name: str, provider: str) -> str:
         setting = (self._code, self._device, torch.get_num_threads(), self.clock, os.environ.get("ATTNKERN_CPU_ISA"))
         return row_key(case, pass_name, provider, repr(setting))
+
+    def expected_seconds(self, groups: Iterable[tuple[Case, str]], competitors: int) -> float:
+        """About how long the groups take while nothing else runs, from their FLOPs and this machine's peak."""
+        sampling, total = self.sampling, 0.0
+        for case, pass_name in groups:
+            peak = machine.peak(self.device, case.dtype, torch.get_num_threads(), sampling.cpu_time)
+            call = case.flops(pass_name) / (USUAL_SHARE * peak.rate)
+            rounds = max(
+                sampling.min_rounds * call, min(sampling.rounds * sampling.block, sampling.budget / competitors)
+            )
+            total += PREPARED + competitors * (CALLS_BEFORE * call + rounds)
+        return total
 
     def run(self, case: Case, pass_name: str, providers: Sequence[Provider]) -> list[Row]:
         """One row for every provider, in order. Never raises for what a provider does."""
