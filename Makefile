@@ -54,7 +54,7 @@ planted-bugs: build  ## plant bugs in the simulator's test kernels: which are ca
 fuzz: build  ## problems at random on every backend, simulated GPUs included: MINUTES=10; FUZZ_ARGS="--on cpu-avx2"
 	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m fuzz --minutes $(or $(MINUTES),10) $(FUZZ_ARGS)
 
-bench: build  ## sweep sequence length against torch: table, JSONL, plot; BENCH_ARGS for python -m bench run
+bench: build  ## sweep sequence length against torch: table, pictures, page; BENCH_ARGS for python -m bench run
 	@$(PY) -m bench run $(BENCH_ARGS)
 
 bench-masks: build  ## what masks cost, set by set (documents packed padding prefix streaming), against torch and FlexAttention

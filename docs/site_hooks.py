@@ -74,7 +74,7 @@ def _shown_as(target: str) -> str | None:
         return None
     if target == "README.md":
         return "index.md"
-    as_it_is = target.endswith((".md", ".csv"))
+    as_it_is = target.endswith((".md", ".csv", ".html"))
     return f"source/{target}" if as_it_is else f"source/{target}.md"
 
 
