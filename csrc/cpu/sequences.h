@@ -30,14 +30,15 @@ inline Range given_range(const KeyRanges& ranges, int64_t batch, int64_t row) {
 // it lies beyond what there is. Of the other end all numbers are turned around.
 class RisingEnd {
  public:
-  // `distance`: how far the end lies within what there is, 0 or less if it doesn't.
-  void add(int64_t row, int64_t distance) {
+  // `distance`: how far the end lies within what there is, 0 or less if it doesn't. False: it is no such end.
+  bool add(int64_t row, int64_t distance) {
     if (distance > 0) {
       rises_ &= none_ || distance - row == distance_;
       distance_ = distance - row, none_ = false;
     } else {
       beyond_ = row > beyond_ ? row : beyond_;
     }
+    return rises_;
   }
   // Whether it is such an end; none: all rows lie beyond.
   bool rises() const { return rises_ && (none_ || beyond_ + distance_ <= 0); }
@@ -55,8 +56,7 @@ inline bool band_of(const Attention& p, Sequence& s) {
   RisingEnd begins, ends;  // the latter by rows counted backwards
   for (int64_t i = 0; i < s.queries; ++i) {
     const Range range = given_range(p.ranges, s.batch, s.query + i);
-    begins.add(i, range.begin - s.keys.begin);
-    ends.add(-i, s.keys.end - range.end);
+    if (!begins.add(i, range.begin - s.keys.begin) || !ends.add(-i, s.keys.end - range.end)) break;
   }
   const bool found = keys == 0 || (begins.rises() && ends.rises());
   // As bounds of key - query.
@@ -75,43 +75,37 @@ inline bool band_of(const Attention& p, Sequence& s) {
 class Sequences {
  public:
   explicit Sequences(const Attention& p)
-      : list_(may_fall_apart(p) ? p.ranges.batch * p.seqlen_q : 0), ranges_(list_.data() == nullptr ? 0 : 2 * rows(p)) {
+      : list_(may_fall_apart(p) ? p.ranges.batch * p.seqlen_q : 0),
+        ranges_(list_.data() == nullptr ? 0 : 2 * p.ranges.batch * p.seqlen_q) {
     if (list_.data() == nullptr) return;
     bool gains = false;
     for (int64_t b = 0; b < p.ranges.batch; ++b) {
+      Sequence all{b, 0, p.seqlen_q, hull_of(p, b), {}, false};
+      if (band_of(p, all)) {  // a window of one key falls apart, too
+        gains = true;
+        list_.data()[count_++] = all;
+        continue;
+      }
       int64_t floor = 0;  // where the keys of the sequences before end
       for (int64_t row = 0; row < p.seqlen_q;) {
-        Sequence& s = list_.data()[count_++];
-        s = {b, row, 1, range_of_row(p.ranges, b, 0, row, 0, {0, p.seqlen_k}), {}, false};
-        for (int64_t i = row + 1; i < p.seqlen_q; ++i, ++s.queries) {
-          const Range range = range_of_row(p.ranges, b, 0, i, 0, {0, p.seqlen_k});
-          if (range.begin >= s.keys.end && range.begin > s.keys.begin) break;
-          if (range.end <= range.begin) continue;
-          if (s.keys.end <= s.keys.begin) s.keys = range;
-          s.keys = {min64(s.keys.begin, range.begin), max64(s.keys.end, range.end)};
-        }
-        if (s.keys.begin < floor) {
-          if (s.keys.end > s.keys.begin) {  // keys of two sequences
-            count_ = 0;
-            return;
-          }
-          s.keys = {floor, floor};
-        }
-        floor = s.keys.end;
-        gains |= s.queries < p.seqlen_q;
-        s.has_ranges = !band_of(p, s);
-        gains |= !s.has_ranges;
-        if (s.has_ranges)
-          for (int64_t i = 0; i < s.queries; ++i) {
-            const Range range = range_of_row(p.ranges, b, 0, row + i, 0, s.keys);
-            int32_t* const moved = ranges_.data() + 2 * (b * p.seqlen_q + row + i);
-            moved[0] = static_cast<int32_t>(range.begin - s.keys.begin);
-            moved[1] = static_cast<int32_t>(range.end - s.keys.begin);
-          }
+        Sequence s = sequence_from(p, b, row);
         row += s.queries;
+        if (s.keys.end <= s.keys.begin) {
+          s.keys = {floor, floor};
+        } else if (s.keys.begin < floor) {  // keys of two sequences
+          count_ = 0;
+          return;
+        }
+        finish(p, s);
+        gains |= s.queries < p.seqlen_q || !s.has_ranges;
+        floor = s.keys.end;
+        list_.data()[count_++] = s;
       }
     }
-    if (!gains) count_ = 0;
+    // A call costs as much as these scores. Where the heads of a row lie side by side, tiles of rows cost more, too.
+    constexpr int64_t kScores = 16;
+    const bool pays = scores() >= kScores * count_ || p.q.stride[1] < p.q.stride[2];
+    if (!gains || !pays) count_ = 0;
   }
 
   int64_t count() const { return count_; }
@@ -140,7 +134,41 @@ class Sequences {
     return p.ranges.data != nullptr && p.ranges.count == 1 && p.ranges.heads == 1 && p.ranges.stride[2] != 0 &&
            p.seqlen_q > 1 && p.seqlen_k > 0 && p.heads_q > 0 && p.bias.data == nullptr && p.dropout_p == 0;
   }
-  static int64_t rows(const Attention& p) { return p.ranges.batch * p.seqlen_q; }
+
+  // The keys between the first and the last that a row's range holds.
+  static Range hull_of(const Attention& p, int64_t batch) {
+    Range hull{p.seqlen_k, 0};
+    for (int64_t i = 0; i < p.seqlen_q; ++i) {
+      const Range range = range_of_row(p.ranges, batch, 0, i, 0, {0, p.seqlen_k});
+      if (range.end > range.begin) hull = {min64(hull.begin, range.begin), max64(hull.end, range.end)};
+    }
+    return hull.end > hull.begin ? hull : Range{0, 0};
+  }
+
+  // The rows from `row` on up to the first whose range begins behind those of all before.
+  static Sequence sequence_from(const Attention& p, int64_t batch, int64_t row) {
+    const Range all{0, p.seqlen_k};
+    Sequence s{batch, row, 1, range_of_row(p.ranges, batch, 0, row, 0, all), {}, false};
+    for (; row + s.queries < p.seqlen_q; ++s.queries) {
+      const Range range = range_of_row(p.ranges, batch, 0, row + s.queries, 0, all);
+      if (range.begin >= s.keys.end && range.begin > s.keys.begin) break;
+      if (range.end <= range.begin) continue;
+      if (s.keys.end <= s.keys.begin) s.keys = range;
+      s.keys = {min64(s.keys.begin, range.begin), max64(s.keys.end, range.end)};
+    }
+    return s;
+  }
+
+  // The band or the ranges of a sequence.
+  void finish(const Attention& p, Sequence& s) {
+    s.has_ranges = !band_of(p, s);
+    for (int64_t i = s.query; i < s.query + s.queries && s.has_ranges; ++i) {
+      const Range range = range_of_row(p.ranges, s.batch, 0, i, 0, s.keys);
+      int32_t* const moved = ranges_.data() + 2 * (s.batch * p.seqlen_q + i);
+      moved[0] = static_cast<int32_t>(range.begin - s.keys.begin);
+      moved[1] = static_cast<int32_t>(range.end - s.keys.begin);
+    }
+  }
 
   Buffer<Sequence> list_;
   Buffer<int32_t> ranges_;
