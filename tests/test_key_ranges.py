@@ -82,7 +82,7 @@ def test_beside_other_masks_and_features(target, kind, feature, mask, dtype):
 
 
 def sequences(lengths_q, lengths_k, *, gap=0, right=None, left=None):
-    """Ranges of sequences, `gap` keys before each; `right`, `left`: of a window, in which their last tokens are level."""
+    """Ranges of sequences, `gap` keys before each; `left`, `right`: of a window, whose last tokens are level."""
     rows, first = [], 0
     for queries, keys in zip(lengths_q, lengths_k, strict=True):
         first += gap
