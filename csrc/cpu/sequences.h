@@ -50,7 +50,8 @@ class RisingEnd {
   bool none_ = true, rises_ = true;
 };
 
-// The band's keys within [begin, end) that the ranges of a sequence's rows leave; false if no band does.
+// Makes the sequence's band: the call's and, if the rows' ranges are one within the sequence's keys, theirs. Whether
+// they are.
 inline bool band_of(const Attention& p, Sequence& s) {
   const int64_t keys = s.keys.end - s.keys.begin;
   RisingEnd begins, ends;  // the latter by rows counted backwards
@@ -71,7 +72,7 @@ inline bool band_of(const Attention& p, Sequence& s) {
   return found;
 }
 
-// The sequences of a call, or none if it doesn't fall apart. Made once a call, by one look at each row's range.
+// The sequences of a call, or none if it doesn't fall apart. Made once a call, from each row's range.
 class Sequences {
  public:
   explicit Sequences(const Attention& p)
@@ -109,7 +110,7 @@ class Sequences {
   }
 
   int64_t count() const { return count_; }
-  // Of a head, in entries of the batch of ranges.
+  // Of a head, in all entries of the ranges' batch.
   int64_t scores() const {
     int64_t scores = 0;
     for (int64_t i = 0; i < count_; ++i) scores += list_.data()[i].scores();
@@ -182,6 +183,12 @@ struct Heads {
 
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
+// As at<T>() for the type of the call's tensors.
+inline char* bytes_at(const Attention& p, const View& view, int64_t batch, int64_t head, int64_t row) {
+  return static_cast<char*>(view.data) +
+         (batch * view.stride[0] + head * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype);
+}
+
 // What has rows of queries, of keys and of values.
 template <class Queries, class Keys, class Values>
 void for_views(Forward& p, const Queries& queries, const Keys& keys, const Values& values) {
@@ -207,17 +214,15 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
   const int64_t head = heads.first_group * size;
   const auto moves = [&](int64_t group, int64_t row) {
     return [&p, &s, at = head / group, row](View& view) {
-      if (view.data != nullptr)
-        view.data = static_cast<char*>(view.data) +
-                    (s.batch * view.stride[0] + at * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype);
+      if (view.data != nullptr) view.data = bytes_at(p, view, s.batch, at, row);
     };
   };
   for_views(call, moves(1, s.query), moves(group_k, s.keys.begin), moves(group_v, s.keys.begin));
   return call;
 }
 
-// Copies the numbers of a sequence's queries between a call of all rows and one of the sequence's: call_rows(pointer in
-// `all`, pointer in `part`, bytes) of each head.
+// copy(numbers of all queries, those of the sequence's call, bytes) for each head of that call: where in `all`, one
+// number a query, and where in `part` the sequence's queries are.
 template <class Copy>
 void for_query_numbers(const Attention& p, const Attention& call, const Sequence& s, Heads heads, void* all, void* part,
                        const Copy& copy) {
@@ -267,9 +272,7 @@ inline void clear_rows(const Attention& p, const View& view, int64_t batch, int6
   if (view.data == nullptr) return;
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t row = rows.begin; row < rows.end; ++row)
-      std::memset(static_cast<char*>(view.data) +
-                      (batch * view.stride[0] + h * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype),
-                  0, static_cast<size_t>(columns * bytes_of(p.dtype)));
+      std::memset(bytes_at(p, view, batch, h, row), 0, static_cast<size_t>(columns * bytes_of(p.dtype)));
 }
 
 // The backward pass of all sequences by run(call, runtime).

@@ -10,7 +10,7 @@ namespace attnkern::cpu::ATTNKERN_ISA {
 namespace {
 
 // One thread for what it finishes before a second one has started: some microseconds of arithmetic, or of reading,
-// where an element of K or V counts as ten scores. `scores` of a head, all in all.
+// where an element of K or V counts as ten scores. `scores`: of a head of one entry of the batch.
 Runtime threads_for(const Forward& p, const Runtime& runtime, int64_t scores) {
   constexpr int64_t kSmall = 1 << 20;
   const int64_t reads = 10 * p.heads_k * p.seqlen_k;
@@ -34,7 +34,7 @@ void run_forward(const Forward& p, const Runtime& runtime) {
   };
   const Sequences sequences(p);
   if (sequences.count() == 0) return run(p, threads_for(p, runtime, p.seqlen_q * p.seqlen_k));
-  forward_sequences(p, sequences, threads_for(p, runtime, sequences.scores()), run);
+  forward_sequences(p, sequences, threads_for(p, runtime, sequences.scores() / p.ranges.batch), run);
 }
 
 void run_backward(const Backward& p, const Runtime& runtime) {
