@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -24,7 +25,10 @@ import attnkern
 from attnkern.cases import DTYPES
 
 from . import device as devices
+from .timing import Sampling, Work, measure
 
+LONGEST = 0.5  # seconds of one product that is tried for the peak
+CHANCE = 1.15  # how much faster one of two peaks may look within the same rounds though it isn't
 ROOT = Path(__file__).resolve().parent.parent
 # What bears on the speed of a kernel here.
 CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
@@ -91,23 +95,35 @@ class Peak:
 def peak(device: torch.device, dtype: str, threads: int, cpu_time: bool = False) -> Peak:
     """FLOP/s in a dtype, with the threads that torch uses now, by the wall clock or by CPU time.
 
-    The best of several large torch matmuls is a lower bound of what the machine can do. Where attnkern's library has
-    a register-only loop, that gives the peak. float16 has no arithmetic of its own on most CPUs: float32's counts.
+    It is that of attnkern's register-only loop. A large torch matmul is a lower bound of what the machine can do, and
+    takes the loop's place where there is none, or where it uses units that the loop doesn't (AMX). float16 has no
+    arithmetic of its own on most CPUs: float32's counts.
     """
     if devices.of(device).kind == "cuda":
-        return Peak(_best_matmul(DTYPES[dtype], device, False), "best matmul")
+        return _best_matmul(DTYPES[dtype], device, False)
     if dtype == "fp16":
         return peak(device, "fp32", threads, cpu_time)
-    best = Peak(_best_matmul(DTYPES[dtype], device, cpu_time), "best matmul")
-    op = getattr(torch.ops.attnkern, "cpu_peak_work", None)
-    if op is not None and dtype in ("fp32", "bf16"):
-        loop = partial(op, dtype)
-        work = loop()
-        rate = work / _fastest(loop, device, cpu_time)
-        best = max(best, Peak(rate, "register-only loop", loop, work), key=lambda p: p.rate)
+    matmul, op = _best_matmul(DTYPES[dtype], device, cpu_time), getattr(torch.ops.attnkern, "cpu_peak_work", None)
+    if op is None or dtype not in ("fp32", "bf16"):
+        return matmul
+    loop = partial(op, dtype)
+    work = loop()
+    best = _faster(
+        Peak(work / _fastest(loop, device, cpu_time), "register-only loop", loop, work), matmul, device, cpu_time
+    )
     if dtype == "bf16":  # without instructions for it, bfloat16 is computed in float32
-        best = max(best, peak(device, "fp32", threads, cpu_time), key=lambda p: p.rate)
+        best = _faster(best, peak(device, "fp32", threads, cpu_time), device, cpu_time)
     return best
+
+
+def _faster(first: Peak, other: Peak, device: torch.device, cpu_time: bool) -> Peak:
+    """The first, or the other where it is faster by more than chance. They race in the same rounds: on a busy machine
+    two rates of different moments tell nothing."""
+    assert first.loop is not None
+    assert other.loop is not None
+    race = {"first": Work(first.loop, nullcontext), "other": Work(other.loop, nullcontext)}
+    times = measure(race, Sampling(rounds=7, budget=0.5, cpu_time=cpu_time), device)
+    return other if other.work / first.work * times["other"].ratio(times["first"]) > CHANCE else first
 
 
 @functools.cache
@@ -128,17 +144,24 @@ def read_bandwidth(device: torch.device, threads: int, cpu_time: bool = False) -
     return max(peaks, key=lambda peak: peak.rate)
 
 
-def _best_matmul(dtype: torch.dtype, device: torch.device, cpu_time: bool) -> float:
-    best = 0.0
+def _best_matmul(dtype: torch.dtype, device: torch.device, cpu_time: bool) -> Peak:
+    """The fastest of several large ones. Only on a CPU is it timed beside each row as well."""
     linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     where = devices.of(device)
+    on_cpu = where.kind == "cpu"
+    peaks: list[Peak] = []
     for n in where.matmuls:
+        if peaks and 2 * n**3 > LONGEST * max(peak.rate for peak in peaks):
+            break  # bfloat16 without instructions for it: a product of this size takes a minute
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        best = max(best, 2 * n**3 / _fastest(partial(torch.mm, a, b), device, cpu_time))
-        if where.kind == "cpu" and dtype == torch.float32 and linear is not None:
+        ways: list[Callable[[], object]] = [partial(torch.mm, a, b)]
+        if on_cpu and dtype == torch.float32 and linear is not None:
             # oneDNN uses AVX-512 where MKL keeps to AVX2.
-            best = max(best, 2 * n**3 / _fastest(partial(linear, a, b, None, "none", [], ""), device, cpu_time))
-    return best
+            ways.append(partial(linear, a, b, None, "none", [], ""))
+        for way in ways:
+            rate = 2 * n**3 / _fastest(way, device, cpu_time)
+            peaks.append(Peak(rate, "best matmul", way if on_cpu else None, 2 * n**3))
+    return max(peaks, key=lambda peak: peak.rate)
 
 
 def _fastest(call: Callable[[], object], device: torch.device, cpu_time: bool) -> float:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import attnkern
 from attnkern import testing
 from attnkern.cases import CASES, RANGES, Case, case, override, select
-from bench import check, memory, options, plots, providers, record, report, sweep, targets, timing
+from bench import check, machine, memory, options, plots, providers, record, report, sweep, targets, timing
 from bench.__main__ import app
 
 pytestmark = pytest.mark.real_memory
@@ -615,6 +615,24 @@ def test_waiting_for_a_core_disturbs():
     assert timing.Load(1.0, 0.10, 0.01).disturbed_since(quiet)
     assert timing.Load(1.0, 0.01, 0.50).disturbed_since(quiet)
     assert not timing.Load(1.0, None, None).disturbed_since(quiet)
+
+
+@pytest.mark.parametrize(("gain", "label"), [(1.1, "register-only loop"), (2.0, "best matmul")])
+def test_the_peak_is_that_of_the_loop_unless_a_matmul_has_more_units(monkeypatch, gain, label):
+    """However slow the loop looked at its own moment."""
+    race = {"first": timing.Timing([gain] * 3), "other": timing.Timing([1.0] * 3)}
+    monkeypatch.setattr(machine, "measure", lambda works, *_: race)
+    loop, other = machine.Peak(1.0, "register-only loop", int, 1.0), machine.Peak(1e9, "best matmul", int, 1.0)
+    assert machine._faster(loop, other, CPU, False).label == label
+
+
+def test_no_matmul_takes_minutes(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(machine, "_fastest", lambda call, *_: sizes.append(len(call.args[0])) or 0.05)
+    found = machine._best_matmul(torch.bfloat16, CPU, False)
+    assert found.work == 2 * 256**3
+    assert found.loop is not None  # to be timed beside each row
+    assert sizes == [256]  # at whose rate 1024 would take three seconds
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
