@@ -70,13 +70,28 @@ def _ranges(
     if alignment == "bottom_right":
         level = level + lengths_k - lengths_q
     level, begin, end = token + level[sequence], first_k[sequence], (first_k + lengths_k)[sequence]
+    begin, end = within_window(begin, end, level, left, right)
+    if used_q is not None:
+        end = end.where(token - first_q[sequence] < lengths_q[sequence], begin)
+    return torch.stack([begin, end], -1).to(torch.int32).unsqueeze(1)
+
+
+def within_window(
+    begin: Tensor, end: Tensor, level: Tensor, left: int | None, right: int | None
+) -> tuple[Tensor, Tensor]:
+    """What of the keys [begin, end) of int64 lies within the window around `level`; left and right None: unbounded."""
     if left is not None:
         begin = torch.maximum(begin, level - min(left, UNBOUNDED))
     if right is not None:
         end = torch.minimum(end, level + (min(right, UNBOUNDED) + 1))
-    if used_q is not None:
-        end = end.where(token - first_q[sequence] < lengths_q[sequence], begin)
-    return torch.stack([begin, end], -1).to(torch.int32).unsqueeze(1)
+    return begin, end
+
+
+def places(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token its sequence (those behind the last: the number of sequences), and its place in that one."""
+    token = torch.arange(tokens, device=ends.device)
+    sequence = torch.searchsorted(ends[1:].to(torch.int64), token, right=True)
+    return sequence, token - ends[sequence]
 
 
 class Jagged(NamedTuple):

@@ -1,8 +1,12 @@
-"""Draws docs/images/tiles.svg, lanes.svg and masks.svg: python docs/make_pictures.py (needs matplotlib).
+"""Draws docs/images/*.svg and speed-light.png and speed-dark.png: python docs/make_pictures.py (needs matplotlib).
 
-With a folder as argument it writes PNG files there instead, to look at.
+With a folder as argument it writes PNG files there instead, to look at. The pictures of speed show bench/results, and
+hold a checksum of what they show.
 """
 
+import csv
+import hashlib
+import statistics
 import sys
 from pathlib import Path
 
@@ -18,6 +22,12 @@ from attnkern import masks as make
 INK, MUTED = "#222222", "#777777"
 FULL, PARTIAL, SKIPPED, MARK = "#9CC9E3", "#F2B872", "#F1F1F1", "#C0392B"
 plt.rcParams.update({"font.size": 10, "svg.hashsalt": "attnkern", "axes.edgecolor": MUTED, "text.color": INK})
+
+RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
+SWEEPS = {"Zen 5": "quick-sweep-cpu-2-threads", "Zen 4": "quick-sweep-cpu-2-threads-zen4"}
+MASKED = "models-masks-decode-cpu-2-threads-zen4"
+LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "muted": "#818b98", "ours": "#c2410c", "other": "#0969da"}
+DARK = {"paper": "#0d1117", "ink": "#e6edf3", "muted": "#8b949e", "ours": "#ff9b5e", "other": "#6cb6ff"}
 
 TILE, BLOCK, LENGTH = 64, 96, 384
 SEED = 34
@@ -188,12 +198,119 @@ def masks():
     return figure
 
 
+def rows_of(name):
+    with (RESULTS / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def checksum():
+    """Of what the pictures of speed show."""
+    return hashlib.sha256(
+        b"".join((RESULTS / f"{name}.csv").read_bytes() for name in (*SWEEPS.values(), MASKED))
+    ).hexdigest()
+
+
+def speed(colors):
+    """Four panels: how many times as fast as F.sdpa, forward and backward; memory; masks."""
+    paper, ink, muted = colors["paper"], colors["ink"], colors["muted"]
+    style = {"text.color": ink, "axes.edgecolor": muted, "axes.labelcolor": ink, "xtick.color": ink, "ytick.color": ink}
+    with plt.rc_context({**style, "axes.facecolor": paper, "figure.facecolor": paper, "savefig.facecolor": paper}):
+        figure = plt.figure(figsize=(8, 6.3), layout="constrained")
+        axes = np.stack([part.subplots(1, 2) for part in figure.subfigures(2, 1)])  # each row has margins of its own
+        for ax, direction in zip(axes[0], ("forward", "backward"), strict=True):
+            speedups(ax, direction, colors)
+        memory(axes[1][0], colors)
+        masked(axes[1][1], colors)
+        for ax in axes.flat:
+            ax.spines[["top", "right"]].set_visible(False)
+        for ax in (*axes[0], axes[1][0]):
+            ax.grid(color=muted, alpha=0.25, linewidth=0.6)
+            ax.set_xscale("log", base=2)
+            ax.set_xticks([128, 256, 512, 1024, 2048, 4096], ["128", "256", "512", "1k", "2k", "4k"])
+            ax.minorticks_off()
+            ax.set_xlabel("sequence length")
+    return figure
+
+
+def speedups(ax, direction, colors):
+    """A line for each machine and dtype: the geometric mean of head sizes 64 and 128, full and causal."""
+    for machine, name in SWEEPS.items():
+        for dtype, color in (("bf16", colors["ours"]), ("fp32", colors["other"])):
+            found = {}
+            for row in rows_of(name):
+                if (row["provider"], row["dtype"], row["pass"]) == ("cpu", dtype, direction):
+                    found.setdefault(int(row["seqlen_q"]), []).append(float(row["ratio"]))
+            means = [statistics.geometric_mean(found[n]) for n in sorted(found)]
+            look = {"linestyle": "-", "marker": "o"} if machine == "Zen 5" else {"linestyle": "--", "marker": "s"}
+            label = f"{machine}, {'bfloat16' if dtype == 'bf16' else 'float32'}"
+            ax.plot(sorted(found), means, color=color, markersize=4.5, linewidth=2, label=label, **look)
+    ax.axhline(1, color=colors["muted"], linewidth=1.4)
+    ax.text(4096, 1.06, "F.sdpa", ha="right", va="bottom", color=colors["muted"], fontsize=9.5)
+    ax.set_yscale("log", base=2)
+    ax.set_yticks([1, 2, 4, 8], ["1×", "2×", "4×", "8×"])
+    ax.set_ylim(0.9, 16)
+    ax.set_title(f"{direction}: times as fast as F.sdpa", fontsize=11)
+    if direction == "backward":
+        ax.legend(frameon=False, fontsize=9.5, loc="upper right", handlelength=2.6)
+
+
+def memory(ax, colors):
+    """What a backward call adds at most, of which the gradients are a part."""
+    names = {
+        "cpu": ("attnkern", colors["ours"], "o"),
+        "sdpa": ("F.sdpa", colors["other"], "s"),
+        "sdpa-math": ("F.sdpa, math kernel", colors["muted"], "^"),
+    }
+    for provider, (label, color, marker) in names.items():
+        points = sorted(
+            (int(row["seqlen_q"]), float(row["memory"]) / (int(row["batch"]) * int(row["heads_q"])))
+            for row in rows_of(SWEEPS["Zen 5"])
+            if (row["provider"], row["pass"]) == (provider, "backward")
+            and row["case"].startswith("sweep-bf16-d64-causal")
+        )
+        ax.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4.5, linewidth=2, label=label)
+    ax.set_yscale("log", base=2)
+    ax.set_yticks([2**16, 2**20, 2**24, 2**28], ["64 KiB", "1 MiB", "16 MiB", "256 MiB"])
+    ax.set_title("peak memory of backward, per head", fontsize=11)
+    ax.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def masked(ax, colors):
+    """Bars: what a mask excludes is skipped."""
+    names = {
+        "window-256": "window of 256, L 4096",
+        "mask-packed": "4 documents, L 1024",
+        "bottom-right": "512 new of 1024",
+        "mask-padding": "padding, L 1024",
+        "mask-bool": "bool mask, L 1024",
+        "mask-bias": "learnt bias, L 1024",
+    }
+    ratios = {
+        (r["case"], r["pass"]): float(r["ratio"]) for r in rows_of(MASKED) if r["provider"] == "cpu" and r["ratio"]
+    }
+    for n, direction in enumerate(("forward", "backward")):
+        values = [ratios[f"{case}-bf16", direction] for case in names]
+        at = [i + (n - 0.5) * 0.38 for i in range(len(names))]
+        bars = ax.barh(at, values, height=0.36, color=colors["ours"], alpha=1 - 0.45 * n, label=direction)
+        ax.bar_label(bars, [f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in values], padding=2, fontsize=8.5)
+    ax.set_xscale("log")
+    ax.set_xlim(1, 160)
+    ax.set_xticks([1, 10, 100], ["1×", "10×", "100×"])
+    ax.minorticks_off()
+    ax.set_yticks(range(len(names)), list(names.values()), fontsize=9.5)
+    ax.invert_yaxis()
+    ax.set_title("masks: times as fast (bfloat16, Zen 4)", fontsize=11, loc="right")
+    ax.legend(frameon=False, fontsize=9, loc="lower right")
+
+
 def main():
     folder, kind = (Path(sys.argv[1]), "png") if len(sys.argv) > 1 else (Path(__file__).parent / "images", "svg")
     folder.mkdir(exist_ok=True)
     for picture in (tiles, lanes, masks):
         metadata = {"Date": None} if kind == "svg" else None  # the same bytes every time
         picture().savefig(folder / f"{picture.__name__}.{kind}", dpi=110, metadata=metadata, bbox_inches="tight")
+    for name, colors in (("light", LIGHT), ("dark", DARK)):
+        speed(colors).savefig(folder / f"speed-{name}.png", dpi=200, metadata={"Source": checksum()})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Makes README's table of which backend takes what from the backends' own refusals.
+"""Makes the table of which backend takes what from the backends' own refusals.
 
-python docs/make_support_table.py              prints it
-python docs/make_support_table.py README.md    puts it between the file's support markers
+python docs/make_support_table.py                              prints it
+python docs/make_support_table.py docs/support.md README.md    puts it between the files' support markers, and the lines
+                                                               that are not "yes" throughout between exceptions markers
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from attnkern import testing
 from attnkern.backends import TABLE, explain
 from attnkern.problem import Problem
 
-BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
+MARKERS = {name: (f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in ("support", "exceptions")}
 
 
 class Feature(NamedTuple):
@@ -69,8 +69,11 @@ def features() -> list[Feature]:
     ]
 
 
-def table() -> str:
-    """The Markdown table: a line per feature, a column per device and backend, the backend used first to the left."""
+def table(*, exceptions: bool = False) -> str:
+    """The Markdown table: a line per feature, a column per device and backend, the backend used first to the left.
+
+    With `exceptions` it has only the lines that say something else than "yes".
+    """
     rows = [(device, [b.NAME for b in row]) for device, row in TABLE.items() if device != "meta"]
     columns = [(device, name) for device, names in rows for name in names]
     lines = [
@@ -79,6 +82,8 @@ def table() -> str:
     ]
     for feature in features():
         cells = {column: cell(feature, *column) for column in columns}
+        if exceptions and {*cells.values()} == {"yes"}:
+            continue
         lines.append(f"| {feature.name} | " + " | ".join(cells.values()) + " |")
     return "\n".join(lines)
 
@@ -111,18 +116,21 @@ def _like(x: Tensor, device: str, gradients: bool) -> Tensor:
 
 
 def replace(text: str) -> str:
-    """`text` with this table between its support markers. Raises ValueError where there are none."""
-    pattern = re.compile(f"{BEGIN}.*?{END}", re.DOTALL)
-    if not pattern.search(text):
-        raise ValueError(f"no {BEGIN} ... {END}")
-    return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
+    """`text` with the tables between its markers. Raises ValueError where there are none."""
+    found = [name for name, (begin, _) in MARKERS.items() if begin in text]
+    if not found:
+        raise ValueError(f"no {' and no '.join(begin for begin, _ in MARKERS.values())}")
+    for name in found:
+        begin, end = MARKERS[name]
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{table(exceptions=name == 'exceptions')}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        page = Path(sys.argv[1])
+    for page in map(Path, sys.argv[1:]):
         page.write_text(replace(page.read_text()))
-    else:
+    if len(sys.argv) == 1:
         print(table())
 
 

@@ -143,7 +143,7 @@ def drawn(place: str, seed: int) -> Problem:
     rng = random.Random(seed)
     if rng.random() < 0.1:
         inputs, options = testing.random_problem(seed, **{**kinds, "extreme": 0.0, "masks": False})
-        most = 18 if place.startswith(("cpu", "reference")) else 5  # GPU kernels: README, "Limits"
+        most = 18 if place.startswith(("cpu", "reference")) else 5  # GPU kernels: docs/limits.md
         options["scale"] = float(f"{rng.choice([-1, 1]) * 10.0 ** rng.uniform(4, most):.2g}")
         options.pop("softcap", None)
         return Problem(place, inputs.recipe, options, huge=True)

@@ -17,10 +17,11 @@ import torch
 import attnkern
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+SITE = sorted(ROOT.glob("docs/*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *SITE]
 FENCE = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```\w*\n.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)  # prose may make what it likes
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?:\]\(|(?:src|srcset)=\")([^)\s\"]+)[)\"]")
 EXAMPLES = [(page, i, *found) for page in PAGES for i, found in enumerate(FENCE.findall(page.read_text()))]
 README = PAGES[0].read_text()
 MKDOCS = (ROOT / "mkdocs.yml").read_text()
@@ -46,8 +47,8 @@ def test_examples_run(page, number, code, output, own_switch, capsys):
 
 def test_the_readme_has_examples():
     examples = [(code, output) for page, _, code, output in EXAMPLES if page == PAGES[0]]
-    assert len(examples) == README.count("```python\n") >= 5
-    assert sum(bool(output) for _, output in examples) == README.count("```text\n") >= 2
+    assert len(examples) == README.count("```python\n") >= 2
+    assert sum(bool(output) for _, output in examples) == README.count("```text\n") >= 1
     first = [line for line in examples[0][0].splitlines() if line]
     assert len(first) <= 6
 
@@ -85,7 +86,7 @@ def test_links_and_pictures_exist(page):
             assert not heading or heading in _anchors(target), link
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda p: p.name)
+@pytest.mark.parametrize("page", SITE, ids=lambda p: p.name)
 def test_names_are_where_the_docs_say(page):
     """ "`name` in [file](link)" and "`name` and `other` in ...": that file has them."""
     for names, link in re.findall(r"((?:`\w+`(?:\s+and\s+)?)+)\s+in\s+\[[^\]]+\]\(([^)]+)\)", page.read_text()):
@@ -96,7 +97,7 @@ def test_names_are_where_the_docs_say(page):
 
 def test_every_page_stands_in_the_navigation():
     listed = re.findall(r"^ +- .*: (\w+\.md)$", MKDOCS, re.MULTILINE)
-    assert sorted(listed) == sorted({*listed}) == [page.name for page in PAGES[1:]]
+    assert sorted(listed) == sorted({*listed}) == [page.name for page in SITE]
 
 
 def test_every_public_name_stands_in_the_reference():

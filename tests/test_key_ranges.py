@@ -81,6 +81,45 @@ def test_beside_other_masks_and_features(target, kind, feature, mask, dtype):
         target.check(inputs, key_ranges=KINDS[kind](*lengths).to(target.device), enable_gqa=True, **FEATURES[feature])
 
 
+def sequences(lengths_q, lengths_k, *, gap=0, right=None, left=None):
+    """Ranges of sequences, `gap` keys before each; `left`, `right`: of a window, whose last tokens are level."""
+    rows, first = [], 0
+    for queries, keys in zip(lengths_q, lengths_k, strict=True):
+        first += gap
+        level = first + keys - queries + torch.arange(queries)
+        begin, end = torch.full_like(level, first), torch.full_like(level, first + keys)
+        if right is not None:
+            end = end.minimum(level + right + 1)
+        if left is not None:
+            begin = begin.maximum(level - left)
+        rows.append(torch.stack([begin, end], -1))
+        first += keys
+    return torch.cat(rows).view(1, 1, -1, 1, 2)
+
+
+QUERIES, KEYS = [3, 1, 70, 20, 33], [40, 0, 65, 7, 90]
+IN_SEQUENCES = {
+    "whole": sequences(QUERIES, KEYS),
+    "causal": sequences(QUERIES, KEYS, right=0),
+    "window, and keys of none between": sequences(QUERIES, KEYS, gap=5, right=3, left=20),
+    "one query each": sequences([1] * 127, [2] * 100 + [1] * 27),
+    "few and many queries": sequences([1, 1, 120, 2, 1, 1, 1], [60, 1, 120, 30, 4, 4, 5]),
+    "of each entry its own": torch.cat([sequences([127], [200], right=0), sequences(QUERIES, KEYS)]),
+    "the last first": sequences(QUERIES, KEYS).flip(2),
+    "keys of two sequences": sequences(QUERIES, KEYS) - torch.tensor([3, 0]),
+    "a window": sequences([127], [227], right=0, left=9),
+    "queries of none": torch.cat([sequences([60, 40], [100, 100]), torch.zeros(1, 1, 27, 1, 2, dtype=torch.int64)], 2),
+}
+
+
+@pytest.mark.parametrize("band", [{}, {"is_causal": True}, {"window": (30, 50), "alignment": "bottom_right"}], ids=str)
+@pytest.mark.parametrize("kind", IN_SEQUENCES)
+def test_sequences(target, kind, band, dtype):
+    """Rows that fall apart into sequences: kernels may take each as a call of its own."""
+    inputs = target.inputs(2, 4, 127, 230, 16, heads_k=2, dtype=dtype)
+    target.check(inputs, key_ranges=IN_SEQUENCES[kind].to(target.device), enable_gqa=True, **band)
+
+
 @pytest.mark.parametrize("lengths", [(130, 150), (2, 150)], ids=str)
 @pytest.mark.parametrize("kind", ["documents", "window and sinks", "anything"])
 def test_with_dropout(target, kind, lengths, dtype):

@@ -1,8 +1,11 @@
-"""README's table of what each backend supports is the generated one, and true (test_docs.py has the rest)."""
+"""The tables of support are the generated ones, and true; README's figures and pictures are those of the results."""
 
+import csv
+import hashlib
 import importlib.util
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = ["README.md", "docs/support.md"]
 MAKE_TABLE = "docs/make_support_table.py"
 
 
@@ -25,8 +29,40 @@ def _support():
 support = _support()
 
 
-def test_the_support_table_is_the_generated_one():
-    assert support.replace(README) == README, "README.md: run `python docs/make_support_table.py README.md`"
+@pytest.mark.parametrize("page", PAGES)
+def test_the_support_table_is_the_generated_one(page):
+    text = (ROOT / page).read_text()
+    assert support.replace(text) == text, f"run `python docs/make_support_table.py {' '.join(PAGES)}`"
+
+
+def test_the_readme_is_one_to_read():
+    assert len(README.splitlines()) <= 150
+
+
+MACHINES = re.findall(r"^\| AMD EPYC, (Zen \d), .*?results/(\S+)\.csv\)\) \| (.*) \|$", README, re.MULTILINE)
+
+
+def test_the_readme_names_every_machine_of_the_sweep():
+    assert {name for _, name, _ in MACHINES} == {x.stem for x in (ROOT / "bench" / "results").glob("quick-sweep-*.csv")}
+
+
+@pytest.mark.parametrize(("name", "cells"), [x[1:] for x in MACHINES], ids=[name for _, name, _ in MACHINES])
+def test_the_speed_is_that_of_the_results(name, cells):
+    """F.sdpa's time over ours: the least, the geometric mean, the most."""
+    with (ROOT / "bench" / "results" / f"{name}.csv").open() as file:
+        ratios = [float(row["ratio"]) for row in csv.DictReader(file) if row["provider"] == "cpu"]
+    assert f"{len(ratios)} calls" in README
+    assert cells.split(" | ") == [f"{x:.1f}" for x in (min(ratios), statistics.geometric_mean(ratios), max(ratios))]
+
+
+@pytest.mark.parametrize("shade", ["light", "dark"])
+def test_the_pictures_show_the_results(shade):
+    """The checksum that docs/make_pictures.py writes into them."""
+    found = re.findall(r'(?:srcset|src)="([^"]*)"', README)
+    [name] = [x for x in found if x.endswith(f"-{shade}.png")]
+    names = ["quick-sweep-cpu-2-threads", "quick-sweep-cpu-2-threads-zen4", "models-masks-decode-cpu-2-threads-zen4"]
+    data = b"".join((ROOT / "bench" / "results" / f"{x}.csv").read_bytes() for x in names)
+    assert hashlib.sha256(data).hexdigest().encode() in (ROOT / name).read_bytes(), "run `python docs/make_pictures.py`"
 
 
 @pytest.mark.parametrize("feature", support.features(), ids=lambda f: f.name)
@@ -51,12 +87,18 @@ def test_the_support_table_holds(target, feature):
             assert grad.isfinite().all()
 
 
-def test_the_command_writes_the_table(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"above\n{support.BEGIN}\nstale\n{support.END}\nbelow\n")
+def test_the_command_writes_the_tables(tmp_path):
+    pages = [tmp_path / f"{name}.md" for name in support.MARKERS]
+    for page, (begin, end) in zip(pages, support.MARKERS.values(), strict=True):
+        page.write_text(f"above\n{begin}\nstale\n{end}\nbelow\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, MAKE_TABLE, page], check=True, cwd=ROOT, env=env)
-    assert page.read_text() == f"above\n{support.BEGIN}\n{support.table()}\n{support.END}\nbelow\n"
+    subprocess.run([sys.executable, MAKE_TABLE, *pages], check=True, cwd=ROOT, env=env)
+    for page, (begin, end) in zip(pages, support.MARKERS.values(), strict=True):
+        table = support.table(exceptions=page.stem == "exceptions")
+        assert page.read_text() == f"above\n{begin}\n{table}\n{end}\nbelow\n"
+    whole, exceptions = (page.read_text().splitlines() for page in pages)
+    features = [line for line in whole if line.endswith("| yes |") and "no: " not in line]
+    assert [line for line in whole[2:-2] if line not in features] == exceptions[2:-2]
     with pytest.raises(ValueError, match="support:begin"):
         support.replace("a page without markers")
 

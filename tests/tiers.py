@@ -73,8 +73,9 @@ TOUCHES = [
     ("bench/gpu/*", f"{GPU} docs readme"),
     ("bench/*", f"bench bench_regression {GPU} docs readme"),
     ("docs/triton_on_a_cpu.md", "docs readme triton_interpreted"),
+    ("docs/examples/* docs/make_notebook.py", "distributed docs examples nn"),
     ("docs/coming_from_flash_attn.md", "docs flash_attn_install"),
-    ("docs/* README.md CHANGELOG.md LICENSE mkdocs.yml", "docs readme"),
+    ("docs/* README.md CHANGELOG.md CONTRIBUTING.md LICENSE mkdocs.yml", "docs readme"),
     (
         "setup.py Makefile pyproject.toml MANIFEST.in requirements-dev.txt .ci/*",
         "build docs readme tiers triton_versions",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,34 +62,23 @@ def attend(
     S_dmask (B, H, L, S) holds the weights in q's dtype, negative where they are dropped; without dropout it is (0,).
     """
     bias = None if alibi is None else alibi.bias
+    options: dict[str, Any] = {
+        "scale": scale,
+        "enable_gqa": True,
+        "window": window,
+        "alignment": "bottom_right",
+        "softcap": softcap,
+        "key_ranges": ranges,
+    }
     if dropout_p == 0:
-        out, lse = attention(
-            *(q, k, v, bias, dropout_p),
-            scale=scale,
-            enable_gqa=True,
-            window=window,
-            alignment="bottom_right",
-            softcap=softcap,
-            key_ranges=ranges,
-            return_lse=True,
-        )
+        out, lse = attention(q, k, v, bias, dropout_p, return_lse=True, **options)
         s_dmask = q.new_empty(0)
     else:
-        problem = Problem.from_sdpa(
-            *(q, k, v, bias, dropout_p), False, scale, True, window, "bottom_right", softcap, ranges
-        )
+        problem = Problem.from_sdpa(q, k, v, bias, dropout_p, **options)
         seed = rng.seed_for(problem.q)
         out, lse = apply(problem, None, True, seed)
         with torch.no_grad():
-            weights = attention_weights(
-                *(q, k, bias),
-                scale=scale,
-                enable_gqa=True,
-                window=window,
-                alignment="bottom_right",
-                softcap=softcap,
-                key_ranges=ranges,
-            )
+            weights = attention_weights(q, k, bias, **options)
             s_dmask = torch.where(rng.keep_mask(seed, problem.params.dropout_p, *weights.shape), weights, -weights)
     if alibi is not None and alibi.too_much is not None:
         lse = lse - alibi.too_much

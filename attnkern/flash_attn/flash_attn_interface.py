@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attention
-from ..packed import check_ends, packed_ranges
+from ..packed import check_ends, packed_ranges, places
 from .arguments import (
     bounds,
     cap_of,
@@ -211,6 +211,77 @@ def flash_attn_varlen_func(
     """
     refuse_pages(block_table)
     check_tensors(q, k, v, packed=True)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    return _of_packed(q, k, v, *lengths, *options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """`flash_attn_varlen_func` of keys and values in one tensor kv (total_k, 2, nheads_k, headdim)."""
+    check_dims("kv", kv, "total_k, 2, nheads_k, headdim")
+    k, v = kv.unbind(1)
+    check_tensors(q, k, v, packed=True, names=("q", "kv", "kv"))
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    return _of_packed(q, k, v, *lengths, *options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
+    check_dims("qkv", qkv, "total, 3, nheads, headdim")
+    check_device("cu_seqlens", cu_seqlens, qkv.device)
+    check_ends("cu_seqlens", cu_seqlens, qkv)
+    q, k, v = qkv.unbind(1)
+    check_tensors(q, k, v, packed=True, names=("qkv", "qkv", "qkv"))
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    return _of_packed(q, k, v, *lengths, *options)
+
+
+def _of_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+) -> Results:
+    """`flash_attn_varlen_func` of tensors that fit."""
     check_device("cu_seqlens_q", cu_seqlens_q, q.device)
     check_device("cu_seqlens_k", cu_seqlens_k, q.device)
     left, right = bounds(causal, window_size)
@@ -240,76 +311,20 @@ def flash_attn_varlen_func(
     return result.squeeze(0).transpose(0, 1)
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Results:
-    """`flash_attn_varlen_func` of keys and values in one tensor kv (total_k, 2, nheads_k, headdim)."""
-    check_dims("kv", kv, "total_k, 2, nheads_k, headdim")
-    k, v = kv.unbind(1)
-    check_tensors(q, k, v, packed=True, names=("q", "kv", "kv"))
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    options: Any = dropout_p, softmax_scale, causal, window_size, softcap
-    others: Any = alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, k, v, *lengths, *options, *others)
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Results:
-    """`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
-    check_dims("qkv", qkv, "total, 3, nheads, headdim")
-    check_device("cu_seqlens", cu_seqlens, qkv.device)
-    check_ends("cu_seqlens", cu_seqlens, qkv)
-    q, k, v = qkv.unbind(1)
-    check_tensors(q, k, v, packed=True, names=("qkv", "qkv", "qkv"))
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    options: Any = dropout_p, softmax_scale, causal, window_size, softcap
-    others: Any = alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, k, v, *lengths, *options, *others)
-
-
 def _packed_alibi(
     slopes: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, right: int | None
 ) -> Alibi:
     """Places are counted from the first key of each sequence."""
     lengths_q, lengths_k = (F.pad(ends.to(torch.int64).diff(), (0, 1)) for ends in (cu_seqlens_q, cu_seqlens_k))
-    (of_q, places_q), (of_k, places_k) = (_places(x, ends) for x, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k)))
+    (of_q, places_q), (of_k, places_k) = (
+        places(x.shape[0], ends) for x, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k))
+    )
     places_q = places_q + (lengths_k - lengths_q)[of_q]
     if slopes.dim() == 1:
         slopes_q = slopes_k = slopes[:, None]
     else:
         slopes_q, slopes_k = (F.pad(slopes, (0, 0, 0, 1))[sequence].mT for sequence in (of_q, of_k))
     return Alibi.of(slopes_q[None], slopes_k[None], places_q, places_k, right, q.dtype)
-
-
-def _places(packed: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token its sequence (those behind the last: batch_size), and its place from that one's beginning."""
-    token = torch.arange(packed.shape[0], device=packed.device)
-    sequence = torch.searchsorted(ends[1:].to(torch.int64), token, right=True)
-    return sequence, token - ends[sequence]
 
 
 def _unpacked(weights: Tensor, ends_q: Tensor, ends_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import show
-from ..packed import may_look
-from ..params import UNBOUNDED, int_of_numpy
+from ..packed import may_look, within_window
+from ..params import int_of_numpy
 from .arguments import bounds, cap_of, check_dims, check_slopes, check_tensors, check_vector, refuse_pages, scale_of
 from .calls import Alibi, attend
 from .layers.rotary import apply_rotary_emb, check_angles
@@ -104,7 +104,8 @@ def flash_attn_with_kvcache(
     window, ranges = (None if left is right is None else (left, right)), None
     if not of_one or cache_leftpad is not None:
         begin = torch.zeros_like(ends) if cache_leftpad is None else cache_leftpad.to(torch.int64)[:, None]
-        ranges = _ranges(begin, ends, level, left, right)
+        inside = torch.broadcast_tensors(*within_window(begin, ends, level, left, right))
+        ranges = torch.stack(inside, -1)[:, None, :, None]
         window = None
     alibi = None
     if alibi_slopes is not None:
@@ -115,15 +116,6 @@ def flash_attn_with_kvcache(
     out, lse, _ = attend(q, keys, values, 0, scale, window, softcap, ranges, alibi)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
-
-
-def _ranges(begin: Tensor, ends: Tensor, level: Tensor, left: int | None, right: int | None) -> Tensor:
-    """The keys (batch_size, 1, Lq or 1, 1, 2) from begin to end of each sequence within the window around a query."""
-    if left is not None:
-        begin = torch.maximum(begin, level - min(left, UNBOUNDED))
-    if right is not None:
-        ends = torch.minimum(ends, level + (min(right, UNBOUNDED) + 1))
-    return torch.stack(torch.broadcast_tensors(begin, ends), -1)[:, None, :, None]
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: int | Tensor, rows: Tensor | None) -> None:

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "softmax.h"
+#include "tasks.h"
 
 namespace attnkern::cpu {
 namespace {
@@ -155,61 +156,6 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
 inline constexpr int64_t kDecodeRows = 16;
 inline bool decodes(const Attention& p) {
   return p.heads_k == p.heads_v && p.heads_k > 0 && p.heads_q / p.heads_k * p.seqlen_q <= kDecodeRows;
-}
-
-// Tasks 0 .. tasks - 1, taken one by one by whichever worker is free. Each worker begins with a run of neighbours of
-// its own, so that call after call the same core meets the same heads and has their rows, and those of the results, in
-// its caches; then it helps the next worker. `in_order`: one queue for all, for tasks of which the first are the
-// longest.
-class TaskQueue {
- public:
-  TaskQueue(int64_t tasks, int64_t workers, bool in_order) : shares_(in_order ? 1 : workers), share_(shares_) {
-    for (int64_t i = 0; i < shares_; ++i) share_.data()[i] = {tasks * i / shares_, tasks * (i + 1) / shares_};
-  }
-
-  // Runs body(task) until no task is left.
-  template <class Body>
-  void work(int64_t worker, const Body& body) const {
-    for (int64_t i = 0; i < shares_; ++i) {
-      Share& share = share_.data()[(worker + i) % shares_];
-      int64_t task;
-      while ((task = __atomic_fetch_add(&share.next, 1, __ATOMIC_RELAXED)) < share.end) body(task);
-    }
-  }
-
- private:
-  struct alignas(64) Share {
-    int64_t next, end;
-  };
-  int64_t shares_;
-  Buffer<Share> share_;
-};
-
-// Runs body(task, scratch, worker) for every task of problem p, on at most num_threads workers.
-template <class Problem, class Body>
-inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
-                      bool in_order = false) {
-  const int64_t workers = min64(runtime.num_threads, tasks);
-  if (workers <= 1) {
-    void* scratch = thread_scratch(static_cast<std::size_t>(scratch_bytes));
-    for (int64_t task = 0; task < tasks; ++task) body(task, scratch, 0);
-    return;
-  }
-  struct Context {
-    TaskQueue queue;
-    const Problem& problem;
-    int64_t scratch_bytes;
-    const Body& body;
-  } context{TaskQueue(tasks, workers, in_order), p, scratch_bytes, body};
-  const auto work = [](void* raw, int64_t worker) {
-    Context& shared = *static_cast<Context*>(raw);
-    // Another core has just written it: all of it at once, not miss after miss as the fields are read.
-    for (std::size_t byte = 0; byte < sizeof(Problem); byte += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(&shared.problem) + byte);
-    void* scratch = thread_scratch(static_cast<std::size_t>(shared.scratch_bytes));
-    shared.queue.work(worker, [&](int64_t task) { shared.body(task, scratch, worker); });
-  };
-  runtime.parallel(workers, work, &context);
 }
 
 template <class T, class Op>

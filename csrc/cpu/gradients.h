@@ -1,8 +1,6 @@
 // P and dS from two products, for one block of queries against a tile of keys; packed as the next products read them.
 #pragma once
 
-#include <numeric>
-
 #include "forward.h"
 
 namespace attnkern::cpu {
@@ -13,10 +11,6 @@ struct Wanted {
   explicit Wanted(const Backward& p) : dq(p.dq.data != nullptr), dk(p.dk.data != nullptr), dv(p.dv.data != nullptr) {}
   bool dq, dk, dv;
 };
-
-// A KV group: the query heads that share K and V heads. Where K and V have different numbers of heads, it is the
-// smallest set of query heads that shares neither with another.
-inline int64_t heads_of_kv_group(const Attention& p) { return std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v); }
 
 // How the gradient of a bias is computed. A bias with all queries and keys gets it in the main sweep: KV groups that
 // share their bias form a bias group, whose members add in turn to the sums of one task, or of several tasks with sums

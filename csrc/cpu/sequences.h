@@ -30,14 +30,15 @@ inline Range given_range(const KeyRanges& ranges, int64_t batch, int64_t row) {
 // it lies beyond what there is. Of the other end all numbers are turned around.
 class RisingEnd {
  public:
-  // `distance`: how far the end lies within what there is, 0 or less if it doesn't.
-  void add(int64_t row, int64_t distance) {
+  // `distance`: how far the end lies within what there is, 0 or less if it doesn't. False: it is no such end.
+  bool add(int64_t row, int64_t distance) {
     if (distance > 0) {
       rises_ &= none_ || distance - row == distance_;
       distance_ = distance - row, none_ = false;
     } else {
       beyond_ = row > beyond_ ? row : beyond_;
     }
+    return rises_;
   }
   // Whether it is such an end; none: all rows lie beyond.
   bool rises() const { return rises_ && (none_ || beyond_ + distance_ <= 0); }
@@ -49,14 +50,14 @@ class RisingEnd {
   bool none_ = true, rises_ = true;
 };
 
-// The band's keys within [begin, end) that the ranges of a sequence's rows leave; false if no band does.
+// Makes the sequence's band: the call's and, if the rows' ranges are one within the sequence's keys, theirs. Whether
+// they are.
 inline bool band_of(const Attention& p, Sequence& s) {
   const int64_t keys = s.keys.end - s.keys.begin;
   RisingEnd begins, ends;  // the latter by rows counted backwards
   for (int64_t i = 0; i < s.queries; ++i) {
     const Range range = given_range(p.ranges, s.batch, s.query + i);
-    begins.add(i, range.begin - s.keys.begin);
-    ends.add(-i, s.keys.end - range.end);
+    if (!begins.add(i, range.begin - s.keys.begin) || !ends.add(-i, s.keys.end - range.end)) break;
   }
   const bool found = keys == 0 || (begins.rises() && ends.rises());
   // As bounds of key - query.
@@ -71,51 +72,45 @@ inline bool band_of(const Attention& p, Sequence& s) {
   return found;
 }
 
-// The sequences of a call, or none if it doesn't fall apart. Made once a call, by one look at each row's range.
+// The sequences of a call, or none if it doesn't fall apart. Made once a call, from each row's range.
 class Sequences {
  public:
   explicit Sequences(const Attention& p)
-      : list_(may_fall_apart(p) ? p.ranges.batch * p.seqlen_q : 0), ranges_(list_.data() == nullptr ? 0 : 2 * rows(p)) {
+      : list_(may_fall_apart(p) ? p.ranges.batch * p.seqlen_q : 0),
+        ranges_(list_.data() == nullptr ? 0 : 2 * p.ranges.batch * p.seqlen_q) {
     if (list_.data() == nullptr) return;
     bool gains = false;
     for (int64_t b = 0; b < p.ranges.batch; ++b) {
+      Sequence all{b, 0, p.seqlen_q, hull_of(p, b), {}, false};
+      if (band_of(p, all)) {  // a window of one key falls apart, too
+        gains = true;
+        list_.data()[count_++] = all;
+        continue;
+      }
       int64_t floor = 0;  // where the keys of the sequences before end
       for (int64_t row = 0; row < p.seqlen_q;) {
-        Sequence& s = list_.data()[count_++];
-        s = {b, row, 1, range_of_row(p.ranges, b, 0, row, 0, {0, p.seqlen_k}), {}, false};
-        for (int64_t i = row + 1; i < p.seqlen_q; ++i, ++s.queries) {
-          const Range range = range_of_row(p.ranges, b, 0, i, 0, {0, p.seqlen_k});
-          if (range.begin >= s.keys.end && range.begin > s.keys.begin) break;
-          if (range.end <= range.begin) continue;
-          if (s.keys.end <= s.keys.begin) s.keys = range;
-          s.keys = {min64(s.keys.begin, range.begin), max64(s.keys.end, range.end)};
-        }
-        if (s.keys.begin < floor) {
-          if (s.keys.end > s.keys.begin) {  // keys of two sequences
-            count_ = 0;
-            return;
-          }
-          s.keys = {floor, floor};
-        }
-        floor = s.keys.end;
-        gains |= s.queries < p.seqlen_q;
-        s.has_ranges = !band_of(p, s);
-        gains |= !s.has_ranges;
-        if (s.has_ranges)
-          for (int64_t i = 0; i < s.queries; ++i) {
-            const Range range = range_of_row(p.ranges, b, 0, row + i, 0, s.keys);
-            int32_t* const moved = ranges_.data() + 2 * (b * p.seqlen_q + row + i);
-            moved[0] = static_cast<int32_t>(range.begin - s.keys.begin);
-            moved[1] = static_cast<int32_t>(range.end - s.keys.begin);
-          }
+        Sequence s = sequence_from(p, b, row);
         row += s.queries;
+        if (s.keys.end <= s.keys.begin) {
+          s.keys = {floor, floor};
+        } else if (s.keys.begin < floor) {  // keys of two sequences
+          count_ = 0;
+          return;
+        }
+        finish(p, s);
+        gains |= s.queries < p.seqlen_q || !s.has_ranges;
+        floor = s.keys.end;
+        list_.data()[count_++] = s;
       }
     }
-    if (!gains) count_ = 0;
+    // A call costs as much as these scores. Where the heads of a row lie side by side, tiles of rows cost more, too.
+    constexpr int64_t kScores = 16;
+    const bool pays = scores() >= kScores * count_ || p.q.stride[1] < p.q.stride[2];
+    if (!gains || !pays) count_ = 0;
   }
 
   int64_t count() const { return count_; }
-  // Of a head, in entries of the batch of ranges.
+  // Of a head, in all entries of the ranges' batch.
   int64_t scores() const {
     int64_t scores = 0;
     for (int64_t i = 0; i < count_; ++i) scores += list_.data()[i].scores();
@@ -140,7 +135,41 @@ class Sequences {
     return p.ranges.data != nullptr && p.ranges.count == 1 && p.ranges.heads == 1 && p.ranges.stride[2] != 0 &&
            p.seqlen_q > 1 && p.seqlen_k > 0 && p.heads_q > 0 && p.bias.data == nullptr && p.dropout_p == 0;
   }
-  static int64_t rows(const Attention& p) { return p.ranges.batch * p.seqlen_q; }
+
+  // The keys between the first and the last that a row's range holds.
+  static Range hull_of(const Attention& p, int64_t batch) {
+    Range hull{p.seqlen_k, 0};
+    for (int64_t i = 0; i < p.seqlen_q; ++i) {
+      const Range range = range_of_row(p.ranges, batch, 0, i, 0, {0, p.seqlen_k});
+      if (range.end > range.begin) hull = {min64(hull.begin, range.begin), max64(hull.end, range.end)};
+    }
+    return hull.end > hull.begin ? hull : Range{0, 0};
+  }
+
+  // The rows from `row` on up to the first whose range begins behind those of all before.
+  static Sequence sequence_from(const Attention& p, int64_t batch, int64_t row) {
+    const Range all{0, p.seqlen_k};
+    Sequence s{batch, row, 1, range_of_row(p.ranges, batch, 0, row, 0, all), {}, false};
+    for (; row + s.queries < p.seqlen_q; ++s.queries) {
+      const Range range = range_of_row(p.ranges, batch, 0, row + s.queries, 0, all);
+      if (range.begin >= s.keys.end && range.begin > s.keys.begin) break;
+      if (range.end <= range.begin) continue;
+      if (s.keys.end <= s.keys.begin) s.keys = range;
+      s.keys = {min64(s.keys.begin, range.begin), max64(s.keys.end, range.end)};
+    }
+    return s;
+  }
+
+  // The band or the ranges of a sequence.
+  void finish(const Attention& p, Sequence& s) {
+    s.has_ranges = !band_of(p, s);
+    for (int64_t i = s.query; i < s.query + s.queries && s.has_ranges; ++i) {
+      const Range range = range_of_row(p.ranges, s.batch, 0, i, 0, s.keys);
+      int32_t* const moved = ranges_.data() + 2 * (s.batch * p.seqlen_q + i);
+      moved[0] = static_cast<int32_t>(range.begin - s.keys.begin);
+      moved[1] = static_cast<int32_t>(range.end - s.keys.begin);
+    }
+  }
 
   Buffer<Sequence> list_;
   Buffer<int32_t> ranges_;
@@ -153,6 +182,12 @@ struct Heads {
 };
 
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
+// As at<T>() for the type of the call's tensors.
+inline char* bytes_at(const Attention& p, const View& view, int64_t batch, int64_t head, int64_t row) {
+  return static_cast<char*>(view.data) +
+         (batch * view.stride[0] + head * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype);
+}
 
 // What has rows of queries, of keys and of values.
 template <class Queries, class Keys, class Values>
@@ -179,17 +214,15 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
   const int64_t head = heads.first_group * size;
   const auto moves = [&](int64_t group, int64_t row) {
     return [&p, &s, at = head / group, row](View& view) {
-      if (view.data != nullptr)
-        view.data = static_cast<char*>(view.data) +
-                    (s.batch * view.stride[0] + at * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype);
+      if (view.data != nullptr) view.data = bytes_at(p, view, s.batch, at, row);
     };
   };
   for_views(call, moves(1, s.query), moves(group_k, s.keys.begin), moves(group_v, s.keys.begin));
   return call;
 }
 
-// Copies the numbers of a sequence's queries between a call of all rows and one of the sequence's: call_rows(pointer in
-// `all`, pointer in `part`, bytes) of each head.
+// copy(numbers of all queries, those of the sequence's call, bytes) for each head of that call: where in `all`, one
+// number a query, and where in `part` the sequence's queries are.
 template <class Copy>
 void for_query_numbers(const Attention& p, const Attention& call, const Sequence& s, Heads heads, void* all, void* part,
                        const Copy& copy) {
@@ -239,9 +272,7 @@ inline void clear_rows(const Attention& p, const View& view, int64_t batch, int6
   if (view.data == nullptr) return;
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t row = rows.begin; row < rows.end; ++row)
-      std::memset(static_cast<char*>(view.data) +
-                      (batch * view.stride[0] + h * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype),
-                  0, static_cast<size_t>(columns * bytes_of(p.dtype)));
+      std::memset(bytes_at(p, view, batch, h, row), 0, static_cast<size_t>(columns * bytes_of(p.dtype)));
 }
 
 // The backward pass of all sequences by run(call, runtime).

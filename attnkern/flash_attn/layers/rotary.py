@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...arguments import show
-from ...packed import check_ends, may_look
+from ...packed import check_ends, may_look, places
 from ...params import int_of_numpy
 from ..arguments import check_dims, check_vector
 
@@ -85,16 +85,12 @@ def _positions(x: Tensor, offsets: int | Tensor, ends: Tensor | None) -> Tensor:
         check_vector("seqlen_offsets", offsets, x.shape[0] if ends is None else ends.shape[0] - 1, x.device)
     elif isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
         raise TypeError(f"attnkern: argument 'seqlen_offsets' must be int or Tensor, not {type(offsets).__name__}")
-    token = torch.arange(x.shape[0] if ends is not None else x.shape[1], device=x.device)
     if ends is None:
+        token = torch.arange(x.shape[1], device=x.device)
         return token + (offsets[:, None] if isinstance(offsets, Tensor) else offsets)
-    sequence = torch.searchsorted(ends[1:].to(torch.int64), token, right=True)
-    place = token - ends[sequence]
-    if isinstance(offsets, Tensor):
-        place = place + torch.nn.functional.pad(offsets, (0, 1))[sequence]
-    else:
-        place = place + offsets
-    return place.masked_fill(token >= ends[-1], 0)
+    sequence, place = places(x.shape[0], ends)
+    place = place + (torch.nn.functional.pad(offsets, (0, 1))[sequence] if isinstance(offsets, Tensor) else offsets)
+    return place.masked_fill(sequence == ends.shape[0] - 1, 0)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -1,6 +1,7 @@
 // The table of one instruction set, and which pass a forward problem is for.
 #include "cpu/decode.h"
 #include "cpu/isa/isa.h"
+#include "cpu/sequences.h"
 
 #define ATTNKERN_NAME_OF(isa) #isa
 #define ATTNKERN_NAME(isa) ATTNKERN_NAME_OF(isa)
@@ -9,11 +10,11 @@ namespace attnkern::cpu::ATTNKERN_ISA {
 namespace {
 
 // One thread for what it finishes before a second one has started: some microseconds of arithmetic, or of reading,
-// where an element of K or V counts as ten scores.
-Runtime threads_for(const Forward& p, const Runtime& runtime) {
+// where an element of K or V counts as ten scores. `scores`: of a head of one entry of the batch.
+Runtime threads_for(const Forward& p, const Runtime& runtime, int64_t scores) {
   constexpr int64_t kSmall = 1 << 20;
-  const int64_t scores = p.heads_q * p.seqlen_q * p.seqlen_k, reads = 10 * p.heads_k * p.seqlen_k;
-  const bool small = p.batch * (scores + reads) * (p.head_dim + p.head_dim_v) < kSmall;
+  const int64_t reads = 10 * p.heads_k * p.seqlen_k;
+  const bool small = p.batch * (p.heads_q * scores + reads) * (p.head_dim + p.head_dim_v) < kSmall;
   return {small ? 1 : runtime.num_threads, runtime.parallel};
 }
 
@@ -28,12 +29,20 @@ const Kernels* others(DType dtype) {
 
 void run_forward(const Forward& p, const Runtime& runtime) {
   if (const Kernels* kernels = others(p.dtype)) return kernels->forward(p, runtime);
-  return decodes(p) ? decode(p, threads_for(p, runtime)) : forward(p, threads_for(p, runtime));
+  const auto run = [](const Forward& call, const Runtime& threads) {
+    return decodes(call) ? decode(call, threads) : forward(call, threads);
+  };
+  const Sequences sequences(p);
+  if (sequences.count() == 0) return run(p, threads_for(p, runtime, p.seqlen_q * p.seqlen_k));
+  forward_sequences(p, sequences, threads_for(p, runtime, sequences.scores() / p.ranges.batch), run);
 }
 
 void run_backward(const Backward& p, const Runtime& runtime) {
   if (const Kernels* kernels = others(p.dtype)) return kernels->backward(p, runtime);
-  return backward(p, runtime);
+  const Sequences sequences(p);
+  if (sequences.count() == 0) return backward(p, runtime);
+  backward_sequences(p, sequences, runtime,
+                     [](const Backward& call, const Runtime& threads) { return backward(call, threads); });
 }
 
 double peak_work(DType dtype, int64_t iterations) {
