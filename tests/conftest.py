@@ -1,6 +1,7 @@
 """Backends under test, seeds, poisoned memory, and the rule that a test is skipped only for want of a GPU."""
 
 import dataclasses
+import importlib
 import math
 import os
 import random
@@ -191,6 +192,7 @@ class _Torch:
 
 
 TORCH = _Torch()
+BACKENDS = importlib.import_module("attnkern.backends").TABLE  # attnkern.backends is a function
 
 
 @pytest.fixture(autouse=True)
@@ -216,8 +218,9 @@ def fresh_seed(request):
 
 @pytest.fixture(autouse=True)
 def surroundings(request):
-    """One thread (the machine may run several tests at once) and fresh memory full of NaN."""
-    threads = torch.get_num_threads()
+    """One thread (the machine may run several tests at once) and fresh memory full of NaN. A test that leaves the
+    table of backends changed fails: others after it would go wrong."""
+    threads, rows = torch.get_num_threads(), dict(BACKENDS)
     if not request.node.get_closest_marker("threads"):
         torch.set_num_threads(1)
     if request.node.get_closest_marker("real_memory"):
@@ -226,6 +229,7 @@ def surroundings(request):
         with testing.poisoned_memory():
             yield
     torch.set_num_threads(threads)
+    assert rows == BACKENDS
 
 
 @pytest.hookimpl(wrapper=True)

@@ -33,6 +33,7 @@ MAKE_TARGETS = [
     "gate",
     "fuzz",
     "bench",
+    "docs",
     "lint",
     "format",
     "typecheck",

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -390,12 +391,14 @@ def test_operators_go_on_where_a_kernel_of_a_later_pass_cannot_be_built(unbuilt,
 
 
 @pytest.mark.parametrize("name", [table.AT_RUN_TIME, table.FIRST["triton"]])
-def test_plain_torch_is_the_last_to_take_a_call_of_an_operator(unbuilt, monkeypatch, name):
+def test_plain_torch_is_the_last_to_take_a_call_of_an_operator(unbuilt, name):
     unbuilt()
-    monkeypatch.setitem(table.TABLE, "cpu", (triton, table.reference))
     q, k, v = (x.detach() for x in leaves())
     params = Problem.from_sdpa(q, k, v).params
-    with pytest.warns(attnkern.FallbackWarning, match=f"plain torch runs this attention.*{REASON}"):
+    with (
+        patch.dict(table.TABLE, cpu=(triton, table.reference)),  # undone before the routes: monkeypatch would be after
+        pytest.warns(attnkern.FallbackWarning, match=f"plain torch runs this attention.*{REASON}"),
+    ):
         out, lse = ops.route_forward(q, k, v, None, None, None, *params, True, name)
     assert torch.equal(out, plain.forward(q, k, v, None, None, None, params, True)[0])
     given = torch.ones_like(out), None, q, k, v, None, None, None, out, lse, *params, 7
