@@ -5,7 +5,7 @@
 //
 //     S  = Q K^T    dP = dO V^T               A = rows of Q, dO as they lie in memory;  B = K^T, V^T of the tile
 //     P  = exp(S - lse)    dS = P * (dP - delta)
-//     dV^T += dO^T P    dK^T += Q^T dS        A = rows of dO, Q again (unit rows);      B = P, dS
+//     dV += P^T dO    dK += dS^T Q            A = P, dS (unit rows);  B = rows of dO, Q, lanes over the head dimension
 //     dQ   += dS K                            A = dS;  B = rows of K, lanes over the head dimension
 //
 // with delta = rowsum(dO * O) - dLSE. dK and dV stay in the tile's own accumulators, dQ accumulates in float32 over the
@@ -54,9 +54,13 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   // With a bias, computing both products in registers pays off for pairs only.
   const bool biased = Op::kPack == 2 && score.has_bias && !score.capped() && !score.dropout;
   const bool prefetches_bias = biased && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
-  const bool prefetches = score.fast_path() && p.seqlen_q * (given_bytes + sums_bytes) >= kFarBytes;
-  C scale[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled
+  const int64_t far = is_window(p.band) ? kFarBytes / 4 : kFarBytes;
+  const bool prefetches = score.fast_path() && p.seqlen_q * (given_bytes + sums_bytes) >= far;
+  C scale[kTile<C>], ones[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled
   for (C& lane : scale) lane = score.signed_scale;
+  for (C& lane : ones) lane = C(1);
+  KeyGrad<T, Op> dk(p.dk, p.seqlen_k, p.head_dim, scale, scratch.dk),
+      dv(p.dv, p.seqlen_k, p.head_dim_v, ones, scratch.dv);
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
   const bool excludes = score.has_mask || score.has_ranges || p.band.left < kUnbounded || p.band.right < kUnbounded;
   // Excluded blocks are left out, unless the bias's gradient is stored: it would have to be set to 0 there.
@@ -66,7 +70,6 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
     const int64_t vectors = (keys + S::kLanes - 1) / S::kLanes;
     Rows<Scalar> k_rows{};
-    Epilogue dk_epilogue = Epilogue::kStore, dv_epilogue = dk_epilogue;  // until the first block
     for (int64_t h = head; h < head + heads; ++h) {
       const int64_t head_k = h / group_k, head_v = h / group_v;
       if (h == head || h % group_k == 0) {
@@ -82,11 +85,11 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           }
           if (excludes) k_rows = without_unattended_keys<T, Op>(p, scratch, batch, h, key, keys, k_rows);
         }
-        dk_epilogue = Epilogue::kStore;
+        dk.begin(batch, head_k, key, keys);
       }
       if (h == head || h % group_v == 0) {
         load_value_tile<T, Op>(p, scratch, batch, head_v, key, keys);
-        dv_epilogue = Epilogue::kStore;
+        dv.begin(batch, head_v, key, keys);
       }
 
       BandWalk<C> walk(p.band.transposed(), key, keys, visiting.of(batch, h, key / kTile<C>), kBlock<Op>);
@@ -112,8 +115,9 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           q_rows = copied_q(scratch.q_rows);
           grad_rows = copied_grad(scratch.grad_rows);
         } else {
-          q_rows = operand_rows<Op, T>(p.q, batch, h, block.row, block.rows, p.head_dim, scratch.q_rows);
-          grad_rows = operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
+          q_rows = operand_rows<Op, T>(p.q, batch, h, block.row, block.rows, p.head_dim, scratch.q_rows, dk.by_rows());
+          grad_rows = operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows,
+                                          dv.by_rows());
         }
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
         PrefetchStreams prefetch;
@@ -169,20 +173,17 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           ds_step = kTile<C> / 2;
         }
 
+        const bool last = walk.done();
         if (wanted.dv) {
           grad_sum = attended_rows<T, Op>(grad_sum, p.grad_out, batch, h, block, p.head_dim_v,
                                           Op::kPack == 2 ? scratch.grad_pairs : scratch.grad_rows);
-          gemm_over_block<typename Op::Product>(p.head_dim_v, vectors, block,
-                                                {grad_sum.data, grad_sum.step, probabilities, kTile<C>},
-                                                {scratch.dv, kTile<C>, dv_epilogue, nullptr});
+          dv.add(block, probabilities, grad_sum, p.band.transposed(), last && (h + 1) % group_v == 0);
         }
         if (wanted.dk) {
           q_sum = attended_rows<T, Op>(q_sum, p.q, batch, h, block, p.head_dim,
                                        Op::kPack == 2 ? scratch.q_pairs : scratch.q_rows);
-          gemm_over_block<typename Op::Product>(p.head_dim, vectors, block, {q_sum.data, q_sum.step, ds, kTile<C>},
-                                                {scratch.dk, kTile<C>, dk_epilogue, nullptr});
+          dk.add(block, ds, q_sum, p.band.transposed(), last && (h + 1) % group_k == 0);
         }
-        dk_epilogue = dv_epilogue = Epilogue::kAdd;
         for (int64_t s = 0; s < block.segments && wanted.dq; ++s) {
           const Segment& segment = block.segment[s];
           const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
@@ -204,14 +205,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         }
       }
 
-      // Keys that no query attends to.
-      if (dk_epilogue == Epilogue::kStore) std::memset(scratch.dk, 0, p.head_dim * kTile<C> * sizeof(C));
-      if (dv_epilogue == Epilogue::kStore) std::memset(scratch.dv, 0, p.head_dim_v * kTile<C> * sizeof(C));
-      if (wanted.dk && (h + 1) % group_k == 0)
-        store_transposed<C, T>(scratch.dk, keys, p.head_dim, scale, at<T>(p.dk, batch, head_k, key), p.dk.stride[2]);
-      if (wanted.dv && (h + 1) % group_v == 0)
-        store_transposed<C, T>(scratch.dv, keys, p.head_dim_v, nullptr, at<T>(p.dv, batch, head_v, key),
-                               p.dv.stride[2]);
+      if (wanted.dk && (h + 1) % group_k == 0) dk.end();
+      if (wanted.dv && (h + 1) % group_v == 0) dv.end();
     }
   }
 }

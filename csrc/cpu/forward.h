@@ -5,10 +5,12 @@
 //
 //     S^T = K Q^T          A = K rows as they lie in memory, broadcast;  B = Q^T, transposed once per task
 //     P^T = exp(S^T - m)   running maximum m, sum l and rescaling are all vertical: no sum across lanes anywhere
-//     O^T += V^T P^T       A = V rows as they lie in memory, broadcast;  B = P^T where S^T was
+//     O += P V             A = P^T where S^T was, broadcast;  B = V rows as they lie in memory, columns along the lanes
 //
-// so K and V are neither packed nor transposed, whatever their strides. Each block's O^T is summed from 0 and then
-// added to the rescaled total (one fma): the order of summation that loses least.
+// so K and V are neither packed nor transposed, whatever their strides, and O comes out as the user has it. Where that
+// would leave more lanes idle than the queries do, the second product is O^T += V^T P^T instead, with lanes as in the
+// first (sums_by_rows). Each block's sums begin at 0 and are then added to the rescaled total (one fma): the order of
+// summation that loses least.
 #pragma once
 
 #include "softmax.h"
@@ -36,22 +38,47 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     S::store(scratch.sum + v * S::kLanes, S::zero());
   }
 
+  // 1 / l, and the log-sum-exp where m was. A row that no key was left for: 0, so that its output is exactly 0,
+  // whatever V holds, and lse -inf. NaN in the sum stays NaN.
+  const auto finish_sums = [&] {
+    for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+      const V sum = S::load(scratch.sum + lane);
+      const auto dead = sum == S::zero();
+      S::store(scratch.inverse + lane, dead ? S::zero() : S::set1(C(1)) / sum);
+      if (p.lse == nullptr) continue;
+      const V largest = S::load(scratch.largest + lane), log2e = S::set1(kFastPath ? C(1) / kLog2E<C> : C(1));
+      S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>) : S::fma(largest, log2e, S::log(sum)));
+    }
+  };
+  const bool by_rows = sums_by_rows<C>(p.seqlen_q, p.head_dim_v);
+  RowSums<C, T> rows{scratch.out, round_up(p.head_dim_v, S::kLanes), false,           nullptr,
+                     nullptr,     at<T>(p.out, batch, head, query),  p.out.stride[2], p.head_dim_v};
   bool started = false, opening = true;
-  const auto accumulate = [&](const BlockPlan& block, const C* probabilities, bool rescale) {
+  const auto accumulate = [&](const BlockPlan& block, const C* probabilities, bool rescale, bool last) {
     Rows<Scalar> values;
     if constexpr (kConverts<T, Op> || Op::kPack == 2)
       values = packed_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
                                   scratch.rows, cache);
-    else values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows);
+    else values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows, by_rows);
     values = attended_rows<T, Op>(values, p.v, batch, head_v, block, p.head_dim_v, scratch.rows);
-    gemm_over_block<typename Op::Product>(
-        p.head_dim_v, vectors, block,
-        {values.data, values.step, reinterpret_cast<const Scalar*>(probabilities), kTile<C>},
-        {scratch.out, kTile<C>,
-         !started  ? Epilogue::kStore
-         : rescale ? Epilogue::kRescale
-                   : Epilogue::kAdd,
-         scratch.correction});
+    const auto* p_pairs = reinterpret_cast<const Scalar*>(probabilities);
+    if (by_rows) {
+      rows.started = started;
+      rows.correction = rescale ? scratch.correction : nullptr;
+      if (last) {
+        finish_sums();
+        rows.factor = scratch.inverse;
+      }
+      sum_rows<typename Op::Product, T>(queries, block, {p_pairs, kTile<C>, values.data, values.step}, p.band, query,
+                                        rows);
+    } else {
+      gemm_over_block<typename Op::Product>(p.head_dim_v, vectors, block, {values.data, values.step, p_pairs, kTile<C>},
+                                            {scratch.out, kTile<C>,
+                                             !started  ? Epilogue::kStore
+                                             : rescale ? Epilogue::kRescale
+                                                       : Epilogue::kAdd,
+                                             scratch.correction});
+    }
     started = true;
   };
 
@@ -62,12 +89,12 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   PairProbabilities<Op, kFastPath> probabilities;
   C* scores = scratch.scores;
   BlockPlan plans[2], *block = plans, *waiting = nullptr;
-  const auto finish_waiting = [&] {
+  const auto finish_waiting = [&](bool last) {
     if (waiting == nullptr) return;
     probabilities.finish(*waiting);
     for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes)
       S::store(scratch.sum + lane, S::load(scratch.sum + lane) + S::load(scratch.block_sum + lane));
-    accumulate(*waiting, probabilities.scores, true);
+    accumulate(*waiting, probabilities.scores, true, last);
   };
   const VisitedKeys visited(p, batch, head, 1, query, queries, {0, p.seqlen_k});
   BandWalk<C> walk(p.band, query, queries, visited.first(), kBlock<Op>, visited.second());
@@ -103,7 +130,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block->row, block->rows, query, queries, scores);
       store_scores<Op, kFastPath>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next,
                                   &probabilities);
-      finish_waiting();
+      finish_waiting(false);
       if (score.dropout) dropout_tile<C>(p, 3, batch, head, block->row, block->rows, query, queries, scratch.keep);
       auto small = S::zero() == S::zero();
       for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
@@ -129,23 +156,16 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     else
       probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys,
                                           mask, next);
-    accumulate(*block, scratch.scores, rescale);
+    accumulate(*block, scratch.scores, rescale, walk.done());
   }
-  finish_waiting();
+  finish_waiting(true);
 
-  // A row that no key was left for: exactly 0, whatever V holds, and lse -inf. NaN in the sum stays NaN.
-  for (int64_t v = 0; v < vectors; ++v) {
-    const int64_t lane = v * S::kLanes;
-    const V sum = S::load(scratch.sum + lane);
-    const auto dead = sum == S::zero();
-    S::store(scratch.correction + lane, dead ? S::zero() : S::set1(C(1)) / sum);
-    S::store(scratch.largest + lane,
-             dead ? S::set1(-kInfinity<C>)
-                  : S::fma(S::load(scratch.largest + lane), S::set1(kFastPath ? C(1) / kLog2E<C> : C(1)), S::log(sum)));
+  if (rows.factor == nullptr) {  // the last block was left out, or the lanes are queries
+    finish_sums();
+    rows.factor = scratch.inverse;
+    if (by_rows) rows.store(queries);
+    else store_transposed(scratch.out, queries, p.head_dim_v, scratch.inverse, rows.out, rows.out_step);
   }
-  if (!started) std::memset(scratch.out, 0, static_cast<size_t>(p.head_dim_v * kTile<C>) * sizeof(C));
-  store_transposed(scratch.out, queries, p.head_dim_v, scratch.correction, at<T>(p.out, batch, head, query),
-                   p.out.stride[2]);
   if (p.lse != nullptr)
     std::memcpy(static_cast<C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + query, scratch.largest,
                 static_cast<size_t>(queries) * sizeof(C));
@@ -167,7 +187,9 @@ void forward(const Forward& p, const Runtime& runtime) {
   while (tile > Simd<C>::kLanes && heads * ((p.seqlen_q + tile - 1) / tile) < runtime.num_threads) tile /= 2;
   tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
-  const int64_t far = tiles <= 4 ? kFarBytes / 4 : kFarBytes;  // few tiles hardly bring it nearer
+  // Few tiles hardly bring it nearer, nor do those of a window, which meet keys that none has met before.
+  const bool window = is_window(p.band);
+  const int64_t far = tiles <= 4 || window ? kFarBytes / 4 : kFarBytes;
   const bool prefetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
   const bool fast_path = ScoreParams<C>(p).fast_path();
   const ForwardScratch<Op> sizes(nullptr, p);
@@ -178,8 +200,9 @@ void forward(const Forward& p, const Runtime& runtime) {
                                                  (p.seqlen_k + Op::kPack - 1) / Op::kPack, columns);
   const auto body = [&](int64_t task, void* memory, int64_t worker) {
     const ForwardScratch<Op> scratch(memory, p);
-    // Last tiles first: under a causal mask they are the longest.
-    const int64_t head = task / tiles, query = (tiles - 1 - task % tiles) * tile;
+    // Last tiles first: under a causal mask they are the longest. First tiles first under a window: keys that no tile
+    // has met come last, so that they are prefetched, and packed, behind those that are there.
+    const int64_t head = task / tiles, query = (window ? task % tiles : tiles - 1 - task % tiles) * tile;
     const auto run = fast_path ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
     run(p, scratch, caches.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q, head % p.heads_q,
         query, min64(tile, p.seqlen_q - query), prefetches);

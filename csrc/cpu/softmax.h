@@ -22,7 +22,8 @@ struct ForwardScratch {
     const ScoreParams<C> score(p);
     bias = arena.take<C>(score.has_bias && score.capped() ? kBlock<Op> * kTile<C> : 0);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
-    out = arena.take<C>(p.head_dim_v * kTile<C>);
+    out = arena.take<C>(round_up(p.head_dim_v, Simd<C>::kLanes) * kTile<C>);
+    inverse = arena.take<C>(kTile<C>);
     largest = arena.take<C>(kTile<C>);
     sum = arena.take<C>(kTile<C>);
     block_largest = arena.take<C>(kTile<C>);
@@ -34,7 +35,8 @@ struct ForwardScratch {
 
   Scalar *query_tile, *rows;
   LaneBits* mask;
-  C *scores, *bias, *keep, *out, *largest, *sum, *block_largest, *correction, *shift, *block_sum;  // bias: of a cap
+  C *scores, *bias, *keep, *out, *inverse, *largest, *sum, *block_largest, *correction, *shift,
+      *block_sum;  // bias: of a cap
   int64_t bytes;
 };
 

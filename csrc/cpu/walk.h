@@ -44,6 +44,135 @@ inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& bloc
                        block.segments, target});
 }
 
+// Whether rows of a result are summed as the user has them: with the columns along the lanes, of which those past the
+// last are idle, and not the rows, of which it is those past the last, and beside the edges of the band.
+template <class C>
+inline bool sums_by_rows(int64_t rows, int64_t columns) {
+  return round_up(columns, Simd<C>::kLanes) * rows <= columns * round_up(rows, Simd<C>::kLanes);
+}
+
+// Rows of O, dK or dV in the making, in the user's layout: a row for each lane of the tile.
+template <class C, class T>
+struct RowSums {
+  using S = Simd<C>;
+  C* sums;              // rows of whole vectors,
+  int64_t step;         // so far apart
+  bool started;         // whether they hold the sums of earlier blocks,
+  const C* correction;  // which count so often, a factor for each row; null: once
+  // Set by the last block, which stores results: the sums times a factor for each row, and exactly 0 where that is 0,
+  // even for infinity and NaN.
+  const C* factor = nullptr;
+  T* out;
+  int64_t out_step, columns;
+
+  static typename S::V scaled(typename S::V sum, typename S::V scale) {
+    return scale == S::zero() ? S::zero() : sum * scale;
+  }
+  // The results, where the last block was not known to be.
+  void store(int64_t rows) const {
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t column = 0; column < columns; column += S::kLanes)
+        S::store_as(out + row * out_step + column, scaled(S::load(sums + row * step + column), S::set1(factor[row])),
+                    columns - column);
+  }
+};
+
+// A register tile of R = P^T V, where P is a block's and a row of P^T is a lane of the tile: the lanes are the columns
+// of V, so that rows are cut as finely as a register tile has them, at the edge of the band, too.
+template <class Op, class T>
+struct RowSumsTile {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  Factors<Op, true> factors;  // from row `begin` of the block on
+  const BlockPlan* block;
+  int64_t whole;  // steps of the sums, if all rows are one segment of all vectors; else 0
+  Band band;      // of the lanes
+  int64_t lane;   // of the tile's first row
+  int64_t first;  // row of this tile
+  RowSums<C, T> target;
+
+  template <int kRows, int kVectors>
+  void run(int64_t row, int64_t vector) const {
+    typename Op::V sum[kRows][kVectors] = {};
+    row += first;
+    const int64_t column = vector * S::kLanes;
+    const auto add = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+      ProductWalk<Op, true> walk(factors.from(begin), row, column);
+      for (int64_t k = begin; k < end; ++k) walk.step(sum);
+    };
+    if (whole > 0) add(0, whole);
+    else for_live_rows(row, kRows, add);
+
+    const RowSums<C, T> to = target;  // nothing that is stored can be part of it
+    C* const sums = to.sums + row * to.step + column;
+    if (to.started) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const auto scale = S::set1(to.correction == nullptr ? C(1) : to.correction[row + r]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          sum[r][v] = S::fma(S::load(sums + r * to.step + v * S::kLanes), scale, sum[r][v]);
+      }
+    }
+    if (to.factor == nullptr) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) S::store(sums + r * to.step + v * S::kLanes, sum[r][v]);
+    } else {
+      const bool whole_vectors = to.columns - column >= kVectors * S::kLanes;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const auto scale = S::set1(to.factor[row + r]);
+        T* const out = to.out + (row + r) * to.out_step + column;
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          if (whole_vectors) S::store_as(out + v * S::kLanes, to.scaled(sum[r][v], scale));
+          else S::store_as(out + v * S::kLanes, to.scaled(sum[r][v], scale), to.columns - column - v * S::kLanes);
+        }
+      }
+    }
+  }
+
+ private:
+  // add(begin, end) for the steps of the block that `rows` rows, which are lanes of one vector, meet.
+  template <class Add>
+  [[gnu::always_inline]] inline void for_live_rows(int64_t row, int64_t rows, const Add& add) const {
+    const int64_t vector = row / S::kLanes;
+    const auto alive = [&](const Segment& segment) { return vector >= segment.first && vector < segment.last; };
+    for (const Segment *segment = block->segment, *last = segment + block->segments; segment < last;) {
+      if (!alive(*segment)) {
+        ++segment;
+        continue;
+      }
+      Range steps{segment->row, segment->row};
+      for (; segment < last && segment->row == steps.end && alive(*segment); ++segment) steps.end += segment->rows;
+      const Range live = band.visited(lane + row, rows, steps);
+      if (live.end > live.begin)
+        add((live.begin - block->row) / Op::kPack, (live.end - block->row + Op::kPack - 1) / Op::kPack);
+    }
+  }
+};
+
+// R = P^T V, summed over the rows of a block, for `rows` lanes of its tile from `lane` on.
+template <class Op, class T>
+inline void sum_rows(int64_t rows, const BlockPlan& block, const Factors<Op, true>& factors, const Band& band,
+                     int64_t lane, const RowSums<typename Op::Compute, T>& target) {
+  static_assert(kBlockRows <= kLongestSum);
+  constexpr int64_t kLanes = Op::S::kLanes;
+  const Segment& first = block.segment[0];
+  const bool one = block.segments == 1 && !first.partial && first.row == block.row &&
+                   first.last - first.first == (rows + kLanes - 1) / kLanes;
+  const int64_t whole = one ? (first.rows + Op::kPack - 1) / Op::kPack : 0,
+                vectors = (target.columns + kLanes - 1) / kLanes;
+  for (int64_t row = 0, at_once = one ? rows : kLanes; row < rows; row += at_once)
+    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
+        min64(at_once, rows - row), vectors, RowSumsTile<Op, T>{factors, &block, whole, band, lane, row, target});
+}
+
+// Whether each tile meets but a part of the loop dimension, which moves on from tile to tile.
+inline bool is_window(const Band& band) { return band.left < kUnbounded && band.right < kUnbounded; }
+
 // Cuts the part of the loop dimension that the tile's lanes visit into blocks of at most `most` rows, evenly sized. The
 // full rows of a block are one segment. Where an edge of the band passes through, segments of kGroup rows hold their
 // live vectors only. An edge stays in one block if it fits, and segments begin an even number of rows from their block,
@@ -83,6 +212,9 @@ class BandWalk {
     next_ = end;
     return true;
   }
+
+  // Whether next() will find nothing more.
+  bool done() const { return next_ >= visited_.end && later_.end <= later_.begin; }
 
   // Lanes of the tile, relative to its first, that loop index `row` may meet; may lie outside of the tile.
   Range live_lanes(int64_t row) const {
