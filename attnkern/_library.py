@@ -24,6 +24,9 @@ def _load(name: str) -> str | None:
     if not path.exists():
         if name == "_cuda" and _ERRORS["_C"] is None:
             return f"attnkern was built without its CUDA library ({_build_record().get('cuda', 'unknown reason')})."
+        hidden = next((x for x in (Path(folder, "attnkern", path.name) for folder in sys.path) if x.exists()), None)
+        if hidden is not None:  # Python was started in a checkout
+            return f"{path} is missing, and hides {hidden}: start Python in another folder, or build it (`make build`)."
         return f"{path} is missing: build it with `make build` in a checkout, or reinstall attnkern."
     try:
         torch.ops.load_library(str(path))

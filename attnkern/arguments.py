@@ -90,11 +90,24 @@ def type_error(name: str, expected: str, x: object) -> TypeError:
     return TypeError(f"attnkern: argument '{name}' must be {expected}, not {type_name(x)}")
 
 
+def mask_type_error(attn_mask: object) -> TypeError:
+    """Of an attn_mask that is no mask, with what makes one of it."""
+    hint = ""
+    if hasattr(attn_mask, "mask_mod"):
+        hint = " (masks.from_mask_mod makes a Mask of its mask_mod)"
+    elif callable(attn_mask):
+        hint = " (masks.from_mask_mod makes a Mask of a mask_mod)"
+    elif isinstance(attn_mask, list | tuple) or hasattr(attn_mask, "__array__"):
+        hint = " (masks.from_bool makes a Mask of torch.tensor(attn_mask), masks.padding makes one of lengths)"
+    return TypeError(f"{type_error('attn_mask', 'Tensor, Mask or None', attn_mask)}{hint}")
+
+
 def type_name(x: object) -> str:
     if isinstance(x, Tensor):
         return f"Tensor of shape {show(x.shape)}{' that requires grad' if x.requires_grad else ''}"
     kind = type(x)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    ours = kind.__module__.partition(".")[0] in ("builtins", "attnkern")
+    return kind.__name__ if ours else f"{kind.__module__}.{kind.__name__}"
 
 
 def show(x: object) -> str:

@@ -196,8 +196,10 @@ class Mask:
         longest = max(self.seqlen_q, self.seqlen_k)
         if block is None:
             block = math.ceil(longest / _MAX_DRAWN)
-        if 0 in self.shape or block < 1:
-            raise ValueError(f"attnkern: a mask to be drawn must not be empty, and block >= 1; got {self}, {block}")
+        elif block < 1:
+            raise ValueError(f"attnkern: block must be >= 1, got {block}")
+        if 0 in self.shape:
+            raise ValueError(f"attnkern: a mask to be drawn must not be empty, got {self}")
         try:
             import matplotlib.pyplot as plt
             from matplotlib.colors import ListedColormap
@@ -329,8 +331,7 @@ def check_sizes(mask: Mask, *tensors: Tensor) -> None:
         sizes = [x.shape[-dim] for x in tensors if x.dim() >= dim]
         if n != 1 and n not in sizes:
             raise RuntimeError(
-                f"attnkern: attn_mask is a Mask of {mask.shape[0]} sequences and {mask.shape[1]} heads, query, key and "
-                f"value have {max(sizes, default=1)} {what}"
+                f"attnkern: attn_mask is a Mask of {n} {what}, query, key and value have {max(sizes, default=1)}"
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Window
+from .arguments import Window, show, type_error, type_name
 from .mask import Mask, check_not_traced
 from .packed import may_look, packed_ranges
 from .params import UNBOUNDED, check_alignment, int_of_numpy, shown
@@ -266,7 +266,8 @@ def from_mask_mod(
     from torch.nn.attention.flex_attention import create_mask  # imports Dynamo
 
     if not callable(mask_mod):
-        raise TypeError(f"attnkern: argument 'mask_mod' must be a function, not {type(mask_mod).__name__}")
+        hint = " (its mask_mod is one)" if hasattr(mask_mod, "mask_mod") else ""
+        raise TypeError(f"{type_error('mask_mod', 'a function', mask_mod)}{hint}")
     batch, heads = (1 if n is None else _size(name, n) for name, n in (("B", B), ("H", H)))
     seqlen_q, seqlen_k = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
     device = torch.get_default_device() if device is None else torch.device(device)
@@ -277,11 +278,11 @@ def from_mask_mod(
         def moved(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             allowed = mask_mod(b, h, i + rows.start, j)
             if not isinstance(allowed, Tensor):
-                raise TypeError(f"attnkern: mask_mod must give a bool tensor, got {type(allowed).__name__}")
+                raise TypeError(f"attnkern: mask_mod must give a bool tensor, not {type_name(allowed)}")
             if allowed.dtype != torch.bool or allowed.dim() != 0:
                 raise RuntimeError(
-                    "attnkern: mask_mod must give a bool tensor of 0 dimensions, "
-                    f"got {allowed.dtype} of {allowed.dim()}"
+                    "attnkern: mask_mod must give a bool tensor of shape (), "
+                    f"got {show(allowed.dtype)} of shape {show(allowed.shape)}"
                 )
             return allowed
 
@@ -309,7 +310,8 @@ def from_bool(mask: Tensor) -> Mask:
     _check_tensor("mask", mask, has_values=True)
     if mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         raise RuntimeError(
-            f"attnkern: mask must be bool of 2 to 4 dimensions (..., L, S), got {mask.dtype} of {tuple(mask.shape)}"
+            f"attnkern: mask must be bool of 2 to 4 dimensions (..., L, S), got {show(mask.dtype)} of shape "
+            f"{show(mask.shape)}"
         )
     seqlen_q, seqlen_k = mask.shape[-2:]
     mask = _as_stored(mask[(None,) * (4 - mask.dim())])
@@ -334,7 +336,7 @@ def from_ranges(ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
     _check_tensor("ranges", ranges)
     seqlen_q, seqlen_k = _size("seqlen_q", seqlen_q), _size("seqlen_k", seqlen_k)
     if ranges.dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"attnkern: ranges must be int32 or int64, got {ranges.dtype}")
+        raise RuntimeError(f"attnkern: ranges must be int32 or int64, got {show(ranges.dtype)}")
     shape = tuple(ranges.shape)
     if len(shape) != 5 or shape[2] not in (1, seqlen_q) or shape[3] == 0 or shape[4] != 2:
         raise RuntimeError(
@@ -345,7 +347,7 @@ def from_ranges(ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
 
 def _check_tensor(name: str, x: object, *, has_values: bool = False) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"attnkern: argument '{name}' must be Tensor, not {type(x).__name__}")
+        raise type_error(name, "Tensor", x)
     if has_values and (x.layout != torch.strided or x.is_meta):
         got = "a meta tensor, which has no values" if x.is_meta else f"layout {x.layout}"
         raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got {got}")
@@ -353,13 +355,13 @@ def _check_tensor(name: str, x: object, *, has_values: bool = False) -> None:
 
 def _check_bool(name: str, x: object) -> None:
     if not isinstance(x, bool):
-        raise TypeError(f"attnkern: argument '{name}' must be bool, not {type(x).__name__}")
+        raise type_error(name, "bool", x)
 
 
 def _size(name: str, x: Any) -> int:
     x = int_of_numpy(x)
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-        raise TypeError(f"attnkern: argument '{name}' must be int, not {type(x).__name__}")
+        raise type_error(name, "int", x)
     if x < 0:
         raise ValueError(f"attnkern: {name} must be >= 0, got {x}")
     return x  # type: ignore[return-value]
@@ -378,7 +380,8 @@ def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | s
         else:
             x = torch.tensor(x, dtype=torch.int64, device=device)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise RuntimeError(f"attnkern: {name} must have an integer dtype, got {x.dtype}")
+        hint = " (masks.from_bool makes a Mask of a bool tensor)" if x.dtype == torch.bool else ""
+        raise RuntimeError(f"attnkern: {name} must have an integer dtype, got {show(x.dtype)}{hint}")
     if x.dim() not in dims:
         wanted = " or ".join(map(str, dims))
         plural = "" if wanted == "1" else "s"

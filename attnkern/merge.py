@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd
+from .arguments import show, type_error, type_name
 from .backends import name_for_operators, select
 from .mask import Mask
 from .problem import Problem
@@ -43,10 +44,17 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return handle_torch_function(merge_attention, relevant, *parts)
     for n, part in enumerate(parts):
         if not isinstance(part, (tuple, list)) or len(part) != 2 or not all(isinstance(x, Tensor) for x in part):
-            raise TypeError(f"attnkern: part {n} must be a pair of tensors (out, lse), not {type(part).__name__}")
+            got, hint = type_name(part), ""
+            if isinstance(part, (tuple, list)):
+                got = f"({', '.join(type(x).__name__ for x in part[:3])}{', ...' * (len(part) > 3)})"
+                if all(isinstance(x, (tuple, list)) for x in part):
+                    hint = " (a list's parts are given as merge_attention(*parts))"
+            raise TypeError(f"attnkern: part {n} must be a pair of tensors (out, lse), not {got}{hint}")
         out, lse = part
         if not (out.is_floating_point() and lse.is_floating_point()):
-            raise RuntimeError(f"attnkern: part {n} must be floating point, got out {out.dtype} and lse {lse.dtype}")
+            raise RuntimeError(
+                f"attnkern: part {n} must be floating point, got out {show(out.dtype)} and lse {show(lse.dtype)}"
+            )
         if out.shape[:-1] != lse.shape:
             raise RuntimeError(
                 f"attnkern: part {n}'s lse must have out's shape without its last dimension, "
@@ -55,8 +63,8 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         for name, x, first in zip(("out", "lse"), part, parts[0], strict=True):
             if (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
                 raise RuntimeError(
-                    f"attnkern: part {n}'s {name} must match part 0's, {tuple(first.shape)} {first.dtype} "
-                    f"{first.device}, got {tuple(x.shape)} {x.dtype} {x.device}"
+                    f"attnkern: part {n}'s {name} must match part 0's, {show(first.shape)} {show(first.dtype)} "
+                    f"{first.device}, got {show(x.shape)} {show(x.dtype)} {x.device}"
                 )
 
     outs, lses = zip(*parts, strict=True)
@@ -129,11 +137,11 @@ def attention_backward(
             if given is None and name == "grad_lse":
                 continue
             if not isinstance(given, Tensor):
-                raise TypeError(f"attnkern: argument {name!r} must be Tensor, not {type(given).__name__}")
+                raise type_error(name, "Tensor", given)
             if given.shape != shape or given.dtype != dtype or given.device != query.device:
                 raise RuntimeError(
-                    f"attnkern: {name} must be {shape} {dtype} {query.device}, as attention() gives it for this query "
-                    f"and value, got {tuple(given.shape)} {given.dtype} {given.device}"
+                    f"attnkern: {name} must be {shape} {show(dtype)} {query.device}, as attention() gives it for this "
+                    f"query and value, got {show(given.shape)} {show(given.dtype)} {given.device}"
                 )
         # A backend without a backward pass refuses tensors that need gradients: a ring's own do not say so.
         q, k, v = (x.detach().requires_grad_() for x in problem[:3])

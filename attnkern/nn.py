@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from . import api, autograd, rng
+from .arguments import mask_type_error, show, type_error
 from .mask import Mask, span
 from .packed import is_jagged, may_look
 from .params import UNBOUNDED, Band, within_ranges
@@ -219,7 +220,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The types of torch's errors, one sentence each."""
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
-                raise TypeError(f"attnkern: argument '{name}' must be Tensor, not {type(x).__name__}")
+                raise type_error(name, "Tensor", x)
             if x.is_nested:
                 raise AssertionError(
                     f"attnkern: {name} must not be a nested tensor but of the jagged layout (layout=torch.jagged), or "
@@ -256,12 +257,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             if isinstance(mask, Mask) and name == "attn_mask":
                 _check_sizes(mask, (n, self.num_heads, seqlen_q, seqlen_k))
             elif mask is not None and not isinstance(mask, Tensor):
-                takes = "Tensor, Mask or None" if name == "attn_mask" else "Tensor or None (attn_mask takes a Mask)"
-                raise TypeError(f"attnkern: argument '{name}' must be {takes}, not {type(mask).__name__}")
+                raise _no_mask(name, mask)
             elif mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(
                     f"attnkern: {name} must be bool (True = not attended to) or floating point (added to the scores), "
-                    f"got {mask.dtype}"
+                    f"got {show(mask.dtype)}"
                 )
         if key_padding_mask is not None:
             shape = (seqlen_k,) if rank == 2 else (n, seqlen_k)
@@ -478,14 +478,17 @@ def _real(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tens
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
-        takes = "Tensor, Mask or None" if name == "attn_mask" else "Tensor or None (attn_mask takes a Mask)"
-        raise TypeError(f"attnkern: argument '{name}' must be {takes}, not {type(mask).__name__}")
+        raise _no_mask(name, mask)
     if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"attnkern: {name} must be bool or an integer type (1 = attended to), got {mask.dtype}")
+        raise TypeError(f"attnkern: {name} must be bool or an integer type (1 = attended to), got {show(mask.dtype)}")
     if tuple(mask.shape) not in shapes:
         wanted = " or ".join(str(s) for s in dict.fromkeys(shapes))
         raise RuntimeError(f"attnkern: {name} must have shape {wanted}, got {_show(mask)}")
     return mask if mask.dtype == torch.bool else mask != 0
+
+
+def _no_mask(name: str, x: object) -> TypeError:
+    return mask_type_error(x) if name == "attn_mask" else type_error(name, "Tensor or None (attn_mask takes a Mask)", x)
 
 
 def _show(x: Tensor) -> str:

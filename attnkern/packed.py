@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from .arguments import show, type_error
 from .params import UNBOUNDED
 
 
@@ -180,12 +181,12 @@ def may_look(*tensors: Tensor) -> bool:
 
 def _check_integers(name: str, x: Any, like: Tensor, size: int | None) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"attnkern: argument '{name}' must be Tensor, not {type(x).__name__}")
+        raise type_error(name, "Tensor", x)
     if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or (size is not None and x.shape[0] != size):
         expected = "(sequences + 1,)" if size is None else f"({size},)"
-        dtype = str(x.dtype).removeprefix("torch.")
         raise RuntimeError(
-            f"attnkern: {name} must be int32 or int64 with shape {expected}, got {dtype} with shape {tuple(x.shape)}"
+            f"attnkern: {name} must be int32 or int64 with shape {expected}, got {show(x.dtype)} with shape "
+            f"{show(x.shape)}"
         )
     if x.device != like.device:
         raise RuntimeError(f"attnkern: {name} must be on query's device {like.device}, got {x.device}")

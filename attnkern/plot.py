@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .arguments import show, type_error
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -37,11 +39,14 @@ def plot_attention(
         The matplotlib Figure; `figure.savefig("attention.png")` keeps it.
 
     Raises:
-        ImportError: matplotlib is missing. ValueError: weights of another rank, labels of another number.
+        ImportError: matplotlib is missing. TypeError: weights is no tensor. ValueError: weights of another rank, labels
+        of another number.
 
     All maps share the scale of colours, from 0 to the largest weight. Up to 12 x 12 cells show their number too, an
     exact 0 as "0".
     """
+    if not isinstance(weights, Tensor):
+        raise type_error("weights", "Tensor", weights)
     if weights.dim() not in (2, 3) or weights.numel() == 0:
         raise ValueError(
             "attnkern: weights must be (L, S) or (heads, L, S) and not empty (take one batch element), "
@@ -59,7 +64,9 @@ def plot_attention(
         ("head_labels", head_labels, heads),
     ):
         if labels is not None and len(labels) != n:
-            raise ValueError(f"attnkern: {name} must be {n}, as weights has, got {len(labels)}")
+            raise ValueError(
+                f"attnkern: {name} must hold {n} labels for weights {show(weights.shape)}, got {len(labels)}"
+            )
     try:
         import matplotlib.pyplot as plt
     except ImportError:

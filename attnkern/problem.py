@@ -28,6 +28,7 @@ from .arguments import (
     describe,
     is_causal_bias,
     is_usual_window,
+    mask_type_error,
     number,
     show,
     type_error,
@@ -304,7 +305,7 @@ def _normalise(
     seqlen_q, head_dim = q[-2:]
     seqlen_k, head_dim_v = v[-2:]
     if k[-1] != head_dim:
-        raise RuntimeError(f"attnkern: key's last size must be query's, {head_dim}, got {show(k)}")
+        raise RuntimeError(f"attnkern: key's last size must be query's, {head_dim}, got {k[-1]}")
     if k[-2] != seqlen_k:
         raise RuntimeError(
             f"attnkern: key and value must have the same length (dimension -2), got {show(k)} and {show(v)}"
@@ -319,13 +320,13 @@ def _normalise(
                 )
             if holds(n != heads, False) and (holds(n == 0, False) or holds(heads % n != 0, False)):
                 raise RuntimeError(
-                    f"attnkern: {name}'s heads (dimension -3) must divide query's {heads} with enable_gqa, got {n}"
+                    f"attnkern: {name}'s number of heads must divide query's {heads} with enable_gqa, got {n}"
                 )
     else:
-        (heads_qk,) = _broadcast("key's number of heads (dimension -3)", (heads_q,), (heads_k,))
-        (heads,) = _broadcast("value's number of heads (dimension -3)", (heads_qk,), (heads_v,))
-    batch_qk = _broadcast("key's batch dimensions", q[:-3], k[:-3])
-    batch = _broadcast("value's batch dimensions", batch_qk, v[:-3])
+        heads_qk = _shared_heads("key's number of heads must be 1 or query's", heads_q, heads_k)
+        heads = _shared_heads("value's number of heads must be 1 or query's and key's", heads_qk, heads_v)
+    batch_qk = _broadcast("key's batch dimensions must broadcast with query's", q[:-3], k[:-3])
+    batch = _broadcast("value's batch dimensions must broadcast with query's and key's", batch_qk, v[:-3])
 
     mask_view = ranges_view = None
     if mask is not None:
@@ -370,16 +371,7 @@ def _check_types(
         if not isinstance(x, Tensor):
             raise type_error(name, "Tensor", x)
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        hint = ""
-        if hasattr(attn_mask, "mask_mod"):
-            hint = " (masks.from_mask_mod makes a Mask of its mask_mod)"
-        elif callable(attn_mask):
-            hint = " (masks.from_mask_mod makes a Mask of a mask_mod)"
-        elif isinstance(attn_mask, list | tuple):
-            hint = " (torch.tensor makes a mask of nested lists, masks.padding a Mask of lengths)"
-        elif hasattr(attn_mask, "__array__"):
-            hint = " (torch.as_tensor makes a mask of an array)"
-        raise TypeError(f"{type_error('attn_mask', 'Tensor, Mask or None', attn_mask)}{hint}")
+        raise mask_type_error(attn_mask)
     if key_ranges is not None and not isinstance(key_ranges, Tensor):
         raise type_error("key_ranges", "Tensor or None", key_ranges)
     for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
@@ -415,11 +407,29 @@ def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
     if device != query[2]:
         raise RuntimeError(f"attnkern: attn_mask must be on query's device {query[2]}, got {device}")
     if dtype not in (torch.bool, torch.float32, query[1]):
-        raise RuntimeError(
-            f"attnkern: attn_mask must be bool, float32 or query's dtype {show(query[1])}, got {show(dtype)}"
-        )
+        allowed = "bool or query's dtype float32"
+        if query[1] != torch.float32:
+            allowed = f"bool, float32 or query's dtype {show(query[1])}"
+        hint = ""
+        if not dtype.is_floating_point and not dtype.is_complex:
+            hint = " (masks.padding makes a Mask of lengths)"
+            if len(shape) > 1:
+                hint = " (attn_mask.bool() attends where it is not 0)"
+        raise RuntimeError(f"attnkern: attn_mask must be {allowed}, got {show(dtype)}{hint}")
     if len(shape) > len(scores) or not _fit(shape, scores):
-        raise RuntimeError(f"attnkern: attn_mask must broadcast to the scores' shape {show(scores)}, got {show(shape)}")
+        raise RuntimeError(
+            f"attnkern: attn_mask must broadcast to the scores' shape {show(scores)}, got {show(shape)}"
+            f"{_batched_hint(shape, scores)}"
+        )
+
+
+def _batched_hint(shape: _Sizes, scores: _Sizes) -> str:
+    """What makes a mask of the batch, which lacks dimensions of the scores (B, Hq, L, S), one for all heads."""
+    if len(scores) == 4:
+        for kept, index in (((0, 3), "[:, None, None]"), ((0, 2, 3), "[:, None]")):
+            if _are(shape, tuple(scores[dim] for dim in kept)):
+                return f" (attn_mask{index} is for all heads{' and queries' * (len(kept) == 2)})"
+    return ""
 
 
 def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -433,7 +443,8 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
             raise type_error(name, "Tensor", x)
         if x.is_nested:
             raise ValueError(
-                "attnkern: attn_mask must be None beside nested tensors, got a Mask (is_causal and window go)"
+                "attnkern: attn_mask must be None beside jagged nested tensors (is_causal and window are within each "
+                "sequence)"
             )
         if x.dim() < 2:
             raise RuntimeError(
@@ -450,9 +461,9 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
     # The dimensions of batch and heads, as far as query and key have any.
     missing = 4 - max(2, min(4, max(query.dim(), key.dim())))
     if any(n != 1 for n in mask.shape[:missing]):
+        one = "sequence and head" if missing == 2 else "sequence"
         raise RuntimeError(
-            f"attnkern: attn_mask is a Mask of {mask.shape[0]} sequences and {mask.shape[1]} heads, and query has "
-            f"{query.dim()} dimensions"
+            f"attnkern: attn_mask must be a Mask of one {one} for query {show(query.shape)}, got {mask.shape}"
         )
     if mask.ranges is None:
         return mask.dense_of_bits()[(0,) * missing], None
@@ -515,13 +526,24 @@ def _bottom_right_ranges(
     return torch.stack([begin, end], -1)
 
 
-def _broadcast(what: str, a: _Sizes, b: _Sizes) -> _Sizes:
-    """a and b broadcast as torch does; `what` says in the error what b are."""
+def _shared_heads(rule: str, a: int, b: int) -> int:
+    """Numbers of heads a and b broadcast as torch does; `rule` says in the error what b must be."""
+    if holds(a == 1, False):
+        return b
+    if not _fit((b,), (a,)):
+        shared = holds(b != 0, True) and holds(a % b == 0, False)
+        hint = f" (enable_gqa=True has {a} share {b})" if shared else ""
+        raise RuntimeError(f"attnkern: {rule} {a}, got {b}{hint}")
+    return a
+
+
+def _broadcast(rule: str, a: _Sizes, b: _Sizes) -> _Sizes:
+    """a and b broadcast as torch does; `rule` says in the error what b must do."""
     rank = max(len(a), len(b))
     sizes = []
     for x, y in zip((1,) * (rank - len(a)) + tuple(a), (1,) * (rank - len(b)) + tuple(b), strict=True):
         if not _fit((y,), (x,)) and holds(x != 1, False):
-            raise RuntimeError(f"attnkern: {what} must broadcast with {show(a)}, got {show(b)}")
+            raise RuntimeError(f"attnkern: {rule} {show(a)}, got {show(b)}")
         sizes.append(y if holds(x == 1, False) else x)
     return tuple(sizes)
 

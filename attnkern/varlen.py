@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .api import attention
-from .arguments import Window, checked_window
+from .arguments import Window, checked_window, type_error
 from .packed import packed_ranges
-from .params import check_alignment
+from .params import check_alignment, holds
 
 
 def varlen_attention(
@@ -108,12 +108,14 @@ def check_packed(query: Any, key: Any, value: Any) -> None:
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise RuntimeError(f"attnkern: {name} must have the shape (tokens, {size}), got {got}")
+    if holds(key.shape[0] != value.shape[0], False):
+        raise RuntimeError(f"attnkern: value must have key's {key.shape[0]} tokens, got {value.shape[0]}")
 
 
 def check_packed_window(is_causal: Any, window: Any, alignment: Any) -> tuple[int | None, int | None]:
     """The window's bounds, causal or not, after checks."""
     if not isinstance(is_causal, bool):
-        raise TypeError(f"attnkern: argument 'is_causal' must be bool, not {type(is_causal).__name__}")
+        raise type_error("is_causal", "bool", is_causal)
     check_alignment(alignment)
     left, right = checked_window(window) or (None, None)
     return left, 0 if is_causal else right

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd
-from .arguments import is_causal_bias
+from .arguments import is_causal_bias, show, type_name
 from .mask import Mask
 from .packed import Jagged
+from .params import shown
 from .problem import Problem
 
 Selection = int | slice | Sequence[int] | Tensor | None
@@ -117,7 +118,7 @@ def attention_weights(
 
 def _checked_lse(lse: Any, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(lse, Tensor) or not lse.is_floating_point():
-        kind = lse.dtype if isinstance(lse, Tensor) else type(lse).__name__
+        kind = show(lse.dtype) if isinstance(lse, Tensor) else type_name(lse)
         raise TypeError(f"attnkern: lse must be a floating-point tensor or None, got {kind}")
     if tuple(lse.shape) != shape:
         raise RuntimeError(f"attnkern: lse must have the shape {shape} of the queries, got {tuple(lse.shape)}")
@@ -133,7 +134,8 @@ def _index(name: str, selection: Any, n: int, device: torch.device) -> slice | T
     if isinstance(selection, Tensor):
         if selection.dim() != 1 or selection.is_floating_point() or selection.dtype in (torch.bool, torch.complex64):
             raise TypeError(
-                f"attnkern: {name} must be a 1-D integer tensor, got {selection.dim()} dimensions of {selection.dtype}"
+                f"attnkern: {name} must be a 1-D integer tensor, got {show(selection.dtype)} of shape "
+                f"{show(selection.shape)}"
             )
         return selection.to(device, torch.int64)  # out of range: torch's indexing says so
     try:
@@ -142,7 +144,7 @@ def _index(name: str, selection: Any, n: int, device: torch.device) -> slice | T
     except TypeError:
         raise TypeError(
             f"attnkern: {name} must be None, an int, a slice, a sequence of ints or a 1-D integer tensor, "
-            f"got {selection!r}"
+            f"got {shown(selection)}"
         ) from None
     for x in wanted:
         if not -n <= x < n:

@@ -135,7 +135,7 @@ def machine_line(run: dict[str, Any]) -> str:
         code = f"git {run['git']}{' + changes' * bool(run.get('dirty'))}"
     return (
         f"{run.get('device')}{isa}, {run.get('threads')} threads | torch {run.get('torch')}, "
-        f"attnkern {run.get('attnkern')}, {code} | {run.get('date')}"
+        f"attnkern {run.get('attnkern')}, {code} | {str(run.get('date')).replace('T', ' ').replace('+00:00', ' UTC')}"
     )
 
 

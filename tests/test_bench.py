@@ -237,7 +237,14 @@ def row(length=128, provider="cpu", ratio=2.0, seconds=1e-3, **more):
 def write(path, rows):
     log = record.Log(path, fresh=True)
     log.start_run(
-        {"device": "a machine", "threads": 2, "torch": "2", "attnkern": "0", "command": "bench run", "date": "now"}
+        {
+            "device": "a machine",
+            "threads": 2,
+            "torch": "2",
+            "attnkern": "0",
+            "command": "bench run",
+            "date": "2026-11-22T00:45:52+00:00",
+        }
     )
     for each in rows:
         log.add(each)
@@ -364,7 +371,9 @@ def test_the_page_holds_the_whole_run_and_fetches_nothing(tmp_path, monkeypatch)
     found, runs = record.read(write(tmp_path / "rows.jsonl", rows))
     text = page.write(tmp_path / "rows-report.html", [*found.values()], runs).read_text()
     assert text.count("2.00~") == 1
-    for shown in ("a machine", "2 threads", "bench run", "fp32 forward, 64, full", "curve-128, forward, cpu"):
+    for shown in (" | 2026-11-22 00:45:52 UTC<", "pass, head size, mask", "fp32 forward, 64, full"):
+        assert shown in text
+    for shown in ("a machine", "2 threads", "bench run", "curve-128, forward, cpu"):
         assert shown in text
     assert "refused: &lt;no&gt; memory" in text
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', text)

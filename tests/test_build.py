@@ -268,6 +268,21 @@ def test_without_the_library_attnkern_imports_and_refuses_with_the_remedy(tmp_pa
     assert reason.rstrip(".") in lines["warned"]
 
 
+def test_a_checkout_that_hides_an_installed_attnkern_says_so(tmp_path):
+    """As after `pip install .`, where Python is started in the checkout."""
+    copy_checkout(tmp_path)
+    installed = tmp_path / "site" / "attnkern" / "_C.abi3.so"
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    code = (
+        f"import sys; sys.path.append({str(tmp_path / 'site')!r}); import attnkern._library as x; print(x.load_error())"
+    )
+    own = f"{tmp_path}/attnkern/_C.abi3.so"
+    assert python(code, tmp_path).strip() == (
+        f"{own} is missing, and hides {installed}: start Python in another folder, or build it (`make build`)."
+    )
+
+
 def test_a_library_that_does_not_load_is_a_reason_not_an_error(tmp_path):
     copy_checkout(tmp_path)
     (tmp_path / "attnkern" / "_C.abi3.so").write_bytes(b"not a library")

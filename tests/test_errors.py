@@ -33,9 +33,16 @@ BAD = {
     "value of no dimension": ([(5, 8), (5, 8), ()], ["value", "2 dim", "()"]),
     "batch that does not broadcast": ([Q, (3, 4, 7, 8), (3, 4, 7, 8)], ["key", "batch", "2", "3"]),
     "value's batch": ([Q, K, (3, 4, 7, 8)], ["value", "batch", "2", "3"]),
-    "heads that do not broadcast": ([Q, (2, 2, 7, 8), (2, 2, 7, 8)], ["key", "head", "4", "2"]),
+    "heads that could be shared": (
+        [Q, (2, 2, 7, 8), (2, 2, 7, 8)],
+        ["key's number of heads must be 1 or query's 4, got 2 (enable_gqa=True has 4 share 2)"],
+    ),
+    "heads that do not broadcast": (
+        [Q, (2, 3, 7, 8), (2, 3, 7, 8)],
+        ["key's number of heads must be 1 or query's 4, got 3"],
+    ),
     "value's heads": ([Q, K, (2, 3, 7, 8)], ["value", "head", "4", "3"]),
-    "head size of key": ([Q, (2, 4, 7, 9), K], ["key", "8", "(2, 4, 7, 9)"]),
+    "head size of key": ([Q, (2, 4, 7, 9), K], ["key's last size must be query's, 8, got 9"]),
     "length of value, longer": ([Q, K, (2, 4, 9, 8)], ["key", "value", "length", "7", "9"]),
     "length of value, shorter": ([Q, K, (2, 4, 6, 8)], ["key", "value", "length", "7", "6"]),
     "gqa, not divisible": ([Q, (2, 3, 7, 8), (2, 3, 7, 8)], ["key", "divide", "4", "3"]),
@@ -44,6 +51,14 @@ BAD = {
     "gqa, value heads": ([Q, K, (2, 3, 7, 8)], ["value", "divide", "4", "3"]),
     "gqa without heads": ([(5, 8), (7, 8), (7, 8)], ["head", "enable_gqa", "(5, 8)"]),
     "gqa, mask of key heads": ([Q, (2, 2, 7, 8), (2, 2, 7, 8), (2, 2, 5, 7)], ["attn_mask", "(2, 2, 5, 7)"]),
+    "mask of the batch's keys": (
+        [Q, K, K, (2, 7)],
+        ["(2, 4, 5, 7), got (2, 7) (attn_mask[:, None, None] is for all"],
+    ),
+    "mask of the batch": (
+        [Q, K, K, (2, 5, 7)],
+        ["(2, 4, 5, 7), got (2, 5, 7) (attn_mask[:, None] is for"],
+    ),
     "mask of another length": ([Q, K, K, (5, 6)], ["attn_mask", "(2, 4, 5, 7)", "(5, 6)"]),
     "mask that enlarges": ([(1, 4, 5, 8), (1, 4, 7, 8), (1, 4, 7, 8), (2, 1, 5, 7)], ["attn_mask", "(2, 1, 5, 7)"]),
     "mask of value's batch": ([(1, 4, 5, 8), (1, 4, 7, 8), K, (2, 1, 5, 7)], ["attn_mask", "(2, 1, 5, 7)"]),
@@ -126,7 +141,7 @@ def test_mask_dtypes(query_dtype, mask_dtype):
     q = t(2, 3, 5, 8, dtype=query_dtype)
     mask = t(5, 5, dtype=mask_dtype)
     names = [str(d).removeprefix("torch.") for d in (query_dtype, mask_dtype)]
-    with pytest.raises(RuntimeError, match=rf"attn_mask.*bool.*float32.*query's dtype {names[0]}, got {names[1]}"):
+    with pytest.raises(RuntimeError, match=rf"attn_mask must be bool.* query's dtype {names[0]}, got {names[1]}"):
         attnkern.scaled_dot_product_attention(q, q, q, mask)
     with pytest.raises(RuntimeError):
         F.scaled_dot_product_attention(q, q, q, mask)

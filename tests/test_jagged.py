@@ -265,7 +265,7 @@ STRIDED = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(3, 7, 8)
 BAD = {
     "attn_mask": ((X, X, X), {"attn_mask": torch.zeros(7, 7)}, ValueError, "attn_mask must be None beside jagged"),
     "key_ranges": ((X, X, X), {"key_ranges": torch.zeros(1, 1, 2).int()}, ValueError, "key_ranges must be None beside"),
-    "Mask": ((X, X, X), {"attn_mask": attnkern.masks.causal(7)}, ValueError, "attn_mask must be None beside nested"),
+    "Mask": ((X, X, X), {"attn_mask": attnkern.masks.causal(7)}, ValueError, "attn_mask must be None beside jagged"),
     "dense key": ((X, DENSE, DENSE), {}, ValueError, "must all be nested tensors of the jagged layout .* got key"),
     "dense query": ((DENSE, X, X), {}, ValueError, "must all be nested tensors of the jagged layout .* got query"),
     "strided": ((STRIDED, STRIDED, STRIDED), {}, RuntimeError, "supported in the jagged layout only"),

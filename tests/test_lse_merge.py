@@ -177,14 +177,19 @@ def test_bottom_right_causal_over_a_cache_is_a_merge(target):
     [
         ((), "part"),
         (((torch.zeros(1, 2, 3, 4),),), "out"),
-        ((torch.zeros(1, 2, 3, 4),), "out"),
+        ((torch.zeros(1, 2, 3, 4),), r"out, lse\), not Tensor of shape \(1, 2, 3, 4\)$"),
+        (((torch.zeros(1, 2, 3, 4), None),), r"part 0 must be a pair .*, not \(Tensor, NoneType\)$"),
+        (
+            ([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3))] * 4,),
+            r"not \(tuple, .*\.\.\.\) .*\(\*parts\)",
+        ),
         (((torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4)),), "lse"),
         (
             ((torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)), (torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5))),
             "part 1.*match",
         ),
     ],
-    ids=["no parts", "no lse", "no pair", "other lse shape", "other part shape"],
+    ids=["no parts", "no lse", "no pair", "no tensor", "a list", "other lse shape", "other part shape"],
 )
 def test_merge_refuses_what_it_cannot_merge(parts, message):
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
@@ -298,10 +303,10 @@ def test_backward_of_a_part_without_keys(target):
         (
             {"grad_out": torch.zeros(2, 2, 5, 9)},
             RuntimeError,
-            r"grad_out must be \(2, 2, 5, 8\) torch.float32 cpu.*got",
+            r"grad_out must be \(2, 2, 5, 8\) float32 cpu.*got",
         ),
-        ({"out": torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, RuntimeError, "out must be .* torch.float32 cpu"),
-        ({"lse": torch.zeros(2, 2, 5, 1)}, RuntimeError, r"lse must be \(2, 2, 5\) torch.float32"),
+        ({"out": torch.zeros(2, 2, 5, 8, dtype=torch.float64)}, RuntimeError, "out must be .* float32 cpu"),
+        ({"lse": torch.zeros(2, 2, 5, 1)}, RuntimeError, r"lse must be \(2, 2, 5\) float32"),
         ({"grad_lse": torch.zeros(2, 5)}, RuntimeError, "grad_lse must be"),
         ({"lse": None}, TypeError, "'lse' must be Tensor, not NoneType"),
         ({"query": torch.zeros(2, 5, 8)}, RuntimeError, "attention_backward takes 4-D tensors"),

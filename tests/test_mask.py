@@ -443,12 +443,12 @@ BAD = {
     "other batch": (
         lambda: attnkern.attention(Q, Q, Q, masks.padding([1] * 3, 5, 5)),
         RuntimeError,
-        "attn_mask is a Mask of 3 sequences and 1 heads, .* have 2 sequences",
+        "attn_mask is a Mask of 3 sequences, query, key and value have 2$",
     ),
     "other heads, bits": (
         lambda: attnkern.attention(Q, Q, Q, masks.from_bool(torch.arange(3 * 25).view(3, 5, 5) % 2 == 0)),
         RuntimeError,
-        "attn_mask is a Mask of 1 sequences and 3 heads, .* have 4 heads",
+        "attn_mask is a Mask of 3 heads, query, key and value have 4$",
     ),
     "BlockMask": (lambda: attnkern.attention(Q, Q, Q, BLOCK_MASK), TypeError, r"Mask or None, .*masks\.from_mask_mod"),
     "mask_mod": (
@@ -459,12 +459,12 @@ BAD = {
     "lists": (
         lambda: attnkern.attention(Q, Q, Q, [[True] * 5] * 5),
         TypeError,
-        r"Mask or None, not list \(torch\.tensor makes a mask of nested lists, masks\.padding a Mask of lengths\)",
+        r"Mask or None, not list \(masks\.from_bool makes a Mask of torch\.tensor\(attn_mask\), masks\.padding ",
     ),
     "array": (
         lambda: attnkern.attention(Q, Q, Q, torch.ones(5, 5).numpy()),
         TypeError,
-        r"Mask or None, not numpy\.ndarray \(torch\.as_tensor makes a mask of an array\)",
+        r"Mask or None, not numpy\.ndarray \(masks\.from_bool makes a Mask of torch\.tensor\(attn_mask\), ",
     ),
     "indexed": (lambda: masks.causal(4)[:, :, 1:2], TypeError, r"can't be indexed: .*masks\.from_ranges"),
     "tensor & mask": (lambda: torch.ones(4, 4).bool() & masks.causal(4), TypeError, r"not Tensor .*masks\.from_bool"),
@@ -475,7 +475,7 @@ BAD = {
     "mod of a vector": (
         lambda: masks.from_mask_mod(lambda b, h, q, k: torch.ones(4).bool(), None, None, 4, 4),
         RuntimeError,
-        "mask_mod must give a bool tensor of 0 dimensions, got torch.bool of 1",
+        r"mask_mod must give a bool tensor of shape \(\), got bool of shape \(4,\)",
     ),
     "sparse": (lambda: masks.from_bool(torch.ones(4, 4).bool().to_sparse()), RuntimeError, "mask must be a dense"),
     "meta": (lambda: masks.from_bool(torch.ones(4, 4, device="meta").bool()), RuntimeError, "got a meta tensor"),
@@ -489,7 +489,27 @@ BAD = {
     "no batch": (
         lambda: attnkern.attention(Q[0], Q[0], Q[0], masks.padding([1, 2], 5, 5)),
         RuntimeError,
-        "a Mask of 2",
+        r"attn_mask must be a Mask of one sequence for query \(4, 5, 8\), got \(2, 1, 5, 5\)",
+    ),
+    "no heads": (
+        lambda: attnkern.attention(Q[0, 0], Q[0, 0], Q[0, 0], masks.padding([1, 2], 5, 5)),
+        RuntimeError,
+        r"attn_mask must be a Mask of one sequence and head for query \(5, 8\), got \(2, 1, 5, 5\)",
+    ),
+    "mod of a BlockMask": (
+        lambda: masks.from_mask_mod(BLOCK_MASK, None, None, 5, 5),
+        TypeError,
+        r"'mask_mod' must be a function, not torch\..*BlockMask \(its mask_mod is one\)",
+    ),
+    "mod of a number": (
+        lambda: masks.from_mask_mod(lambda b, h, q, k: True, None, None, 4, 4),
+        TypeError,
+        "mask_mod must give a bool tensor, not bool",
+    ),
+    "bool lengths": (
+        lambda: masks.padding(torch.ones(2, 5).bool(), 5, 5),
+        RuntimeError,
+        r"lengths must have an integer dtype, got bool \(masks\.from_bool makes a Mask of a bool tensor\)",
     ),
     "device": (lambda: attnkern.attention(Q, Q, Q, masks.causal(5).to("meta")), RuntimeError, "on query's device cpu"),
     "ranges too": (

@@ -703,7 +703,7 @@ def test_a_mask_is_no_padding():
 def test_bad_mask_dtypes_and_dropout():
     _, ours = pair(batch_first=True)
     x = torch.randn(N, L, E)
-    with pytest.raises(RuntimeError, match="attn_mask must be bool, float32 or query's dtype"):
+    with pytest.raises(RuntimeError, match="attn_mask must be bool or query's dtype float32, got float64"):
         ours(x, x, x, attn_mask=torch.zeros(L, L, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"dropout_p must be between 0 and 1, got 1\.5"):
         MultiheadAttention(E, H, dropout=1.5)(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1))
@@ -1053,9 +1053,10 @@ def test_memory_is_that_of_the_result():
         (
             {"rows": torch.ones(5, dtype=torch.bool)},
             TypeError,
-            "rows must be a 1-D integer tensor, got 1 dimensions of",
+            r"rows must be a 1-D integer tensor, got bool of shape \(5,\)",
         ),
-        ({"rows": torch.tensor(1)}, TypeError, "rows must be a 1-D integer tensor, got 0 dimensions of"),
+        ({"rows": torch.tensor(1)}, TypeError, r"rows must be a 1-D integer tensor, got int64 of shape \(\)"),
+        ({"heads": ["a"] * 99}, TypeError, r"heads must be None, an int, .*, got \['a', .*\.\.\.$"),
         ({"lse": torch.randn(1, 2, 4)}, RuntimeError, r"lse must have the shape \(1, 2, 5\) of the queries, got"),
         ({"lse": torch.zeros(1, 2, 5, dtype=torch.int64)}, TypeError, "lse must be a floating-point tensor or None"),
         ({"key": torch.randn(1, 2, 7, 9)}, RuntimeError, "key's last size must be query's, 8"),
@@ -1123,9 +1124,11 @@ def test_a_picture_of_heads_and_of_many_keys(pyplot):
 
 
 def test_bad_pictures(pyplot, monkeypatch):
+    with pytest.raises(TypeError, match="attnkern: argument 'weights' must be Tensor, not list"):
+        attnkern.plot_attention([[1.0]])
     with pytest.raises(ValueError, match=r"attnkern: weights must be \(L, S\) or \(heads, L, S\).*got \(1, 2, 3, 4\)"):
         attnkern.plot_attention(torch.rand(1, 2, 3, 4))
-    with pytest.raises(ValueError, match="attnkern: key_labels must be 4, as weights has, got 3"):
+    with pytest.raises(ValueError, match=r"attnkern: key_labels must hold 4 labels for weights \(3, 4\), got 3"):
         attnkern.plot_attention(torch.rand(3, 4), range(3), range(3))
     with pytest.raises(ValueError, match=r"attnkern: ax takes one map \(L, S\), got \(1, 3, 4\)"):
         attnkern.plot_attention(torch.rand(1, 3, 4), ax=pyplot.gca())

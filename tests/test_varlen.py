@@ -224,6 +224,13 @@ Q = torch.zeros(10, 2, 8)
 CU = ends([4, 6])
 BAD = {
     "4-D": ((Q[None], Q, Q, CU), {}, RuntimeError, r"query must have the shape \(tokens, Hq, E\), got \(1, 10, 2, 8\)"),
+    "value's tokens": ((Q, Q, Q[:8], CU), {}, RuntimeError, "value must have key's 10 tokens, got 8"),
+    "heads": (
+        (Q, Q[:, :1].expand(-1, 3, -1), Q, CU),
+        {},
+        RuntimeError,
+        r"key's number of heads must be 1 or query's 2, got 3$",
+    ),
     "list": ((Q, Q, Q, [0, 10]), {}, TypeError, "'cu_seqlens_q' must be Tensor, not list"),
     "float": ((Q, Q, Q, CU.float()), {}, RuntimeError, "cu_seqlens_q must be int32 or int64 with shape .* got float32"),
     "2-D": ((Q, Q, Q, CU[None]), {}, RuntimeError, r"got int32 with shape \(1, 3\)"),

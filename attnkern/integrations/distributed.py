@@ -232,7 +232,9 @@ def _check_under_mask(sharded: Any, mesh: Any, buffers: Sequence[Tensor], dims: 
         raise TypeError(f"attnkern: argument 'attn_mask' must be Mask or ShardedMask, not {type(sharded).__name__}")
     ranks, of_mesh = (dist.get_process_group_ranks(group) for group in (sharded.group, mesh.get_group()))
     if ranks != of_mesh:
-        raise RuntimeError(f"attnkern: attn_mask must be sharded over the mesh's ranks {of_mesh}, got {ranks}")
+        raise RuntimeError(
+            f"attnkern: attn_mask must be sharded over the mesh's ranks {shown(of_mesh)}, got {shown(ranks)}"
+        )
     for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
         if x.shape[dim] != sharded.mask.seqlen_q:
             raise RuntimeError(

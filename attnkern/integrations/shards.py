@@ -333,7 +333,7 @@ def _check_same(mask: Mask, shards: Shards, group: Any) -> None:
     if others:
         raise RuntimeError(
             "attnkern: every rank of the group must bring the same mask and shards, "
-            f"those of {'ranks' if len(others) > 1 else 'rank'} {', '.join(map(str, others))} are not rank 0's"
+            f"those of {'ranks' if len(others) > 1 else 'rank'} {_shortened(others)} are not rank 0's"
         )
 
 
