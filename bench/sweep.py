@@ -25,7 +25,7 @@ from .timing import Sampling, Timing, Work, measure, quantile
 PEAK, READS = "the machine's peak", "the machine's memory"  # as competitors
 USUAL_SHARE = 0.3  # of the peak, that a competitor reaches
 CALLS_BEFORE = 4  # of each competitor, checked and counted, before the rounds
-PREPARED = 0.2  # seconds for the tensors of a group and their float64 results
+PREPARED = 0.7  # seconds for the tensors of a group and their float64 results
 NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selection refuses
 
 

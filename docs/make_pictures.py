@@ -25,7 +25,7 @@ plt.rcParams.update({"font.size": 10, "svg.hashsalt": "attnkern", "axes.edgecolo
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 SWEEPS = {"Zen 5": "quick-sweep-cpu-2-threads", "Zen 4": "quick-sweep-cpu-2-threads-zen4"}
-MASKED = "models-masks-decode-cpu-2-threads-zen4"
+MASKED = "models-masks-decode-cpu-2-threads"
 LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "muted": "#818b98", "ours": "#c2410c", "other": "#0969da"}
 DARK = {"paper": "#0d1117", "ink": "#e6edf3", "muted": "#8b949e", "ours": "#ff9b5e", "other": "#6cb6ff"}
 
@@ -299,7 +299,7 @@ def masked(ax, colors):
     ax.minorticks_off()
     ax.set_yticks(range(len(names)), list(names.values()), fontsize=9.5)
     ax.invert_yaxis()
-    ax.set_title("masks: times as fast (bfloat16, Zen 4)", fontsize=11, loc="right")
+    ax.set_title("masks: times as fast (bfloat16, Zen 5)", fontsize=11, loc="right")
     ax.legend(frameon=False, fontsize=9, loc="lower right")
 
 
