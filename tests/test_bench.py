@@ -80,7 +80,7 @@ def test_a_run_says_first_how_long_it_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.Runner, "run", stop)
     monkeypatch.setattr(machine, "peak", lambda *_: machine.Peak(1e9, "register-only loop"))
     printed = run(tmp_path / "rows.jsonl", "--no-plot", "--set", "seqlen=4096", code=130)
-    assert "1 groups, about 5 seconds while nothing else runs" in printed
+    assert "1 groups, about 6 seconds while nothing else runs" in printed
     small, large = select("smoke-fp32")[0], override(select("smoke-fp32")[0], seqlen_q=4096)
     runner = sweep.Runner(CPU, timing.Sampling(block=0.02, rounds=7, budget=0.6))
     share = sweep.PREPARED + 2 * 7 * 0.02  # a short call's rounds are blocks
