@@ -198,9 +198,8 @@ def apply(problem: Problem, backend: str | None, return_lse: bool, seed: Tensor 
     if chosen is reference:
         out, lse = reference.forward(problem, seed)
     else:
-        q, k, v, bias, ranges, params, _ = problem
         name = _backends.name_for_operators(chosen, problem, backend)
-        out, lse = autograd.attention(q, k, v, bias, ranges, seed, params, return_lse, name)
+        out, lse = autograd.attention(problem.inputs(seed), problem.params, return_lse, name)
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 

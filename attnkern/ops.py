@@ -27,15 +27,25 @@ from .params import (
     GRAD_BIAS,
     GRAD_GRAD_LSE,
     GRAD_GRAD_OUT,
-    GRAD_K,
-    GRAD_Q,
-    GRAD_V,
     SCHEMA,
     AttentionParams,
     empty_like_heads,
     ends_are_dense,
 )
 from .problem import Problem
+from .signatures import (
+    BACKWARD,
+    CUDA_BACKWARD,
+    CUDA_FORWARD,
+    FORWARD,
+    GRAD_BITS,
+    SECOND_BACKWARD,
+    SECOND_ORDER_BITS,
+    TANGENT,
+    Derivatives,
+    Inputs,
+    Signature,
+)
 
 
 def _define_library() -> torch.library.Library:
@@ -67,50 +77,10 @@ def _define(schema: str, **options: Any) -> None:
 # Any strides are right, but the output's follow the inputs': Inductor must not change them behind the fakes' back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-# lse has shape (0,) unless need_lse.
-_define(
-    f"forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges, Tensor? philox_seed, {SCHEMA},"
-    " bool need_lse, str backend)"
-    " -> (Tensor out, Tensor lse)",
-    tags=_TAGS,
-)
-# grad_mask: 1 q, 2 k, 4 v, 8 bias. A gradient not asked for has shape (0,).
-_define(
-    "backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges,"
-    f" Tensor? philox_seed, Tensor out, Tensor lse, {SCHEMA}, int grad_mask, str backend)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
-    tags=_TAGS,
-)
-
-# The tangents of what `forward` returns, for tangents of its inputs. A tangent that is None is zero.
-_define(
-    "tangent(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges, Tensor? philox_seed, Tensor? tq,"
-    f" Tensor? tk, Tensor? tv, Tensor? tbias, Tensor out, Tensor lse, {SCHEMA}, str backend)"
-    " -> (Tensor tout, Tensor tlse)",
-    tags=_TAGS,
-)
-# The gradient of <cot_dq, dq> + <cot_dk, dk> + <cot_dv, dv> + <cot_dbias, dbias>, with dq, dk, dv, dbias of `backward`.
-# A cotangent that is None is zero. grad_mask as in `backward`, and 16 grad_out, 32 grad_lse.
-_define(
-    "second_backward(Tensor? cot_dq, Tensor? cot_dk, Tensor? cot_dv, Tensor? cot_dbias, Tensor grad_out,"
-    " Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges, Tensor? philox_seed,"
-    f" Tensor out, Tensor lse, {SCHEMA}, int grad_mask, str backend)"
-    " -> (Tensor g_grad_out, Tensor g_grad_lse, Tensor gq, Tensor gk, Tensor gv, Tensor gbias)",
-    tags=_TAGS,
-)
-
-# Of csrc/cuda: `forward` and `backward` with the backend's own arguments. Where splits or schedule are given,
-# they replace the plan's (csrc/cuda/ops_cuda.cpp).
-_define(
-    f"cuda_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges, Tensor? philox_seed, {SCHEMA},"
-    " bool need_lse, bool tf32,"
-    " int? splits=None, int? schedule=None) -> (Tensor out, Tensor lse)"
-)
-_define(
-    "cuda_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? key_ranges,"
-    f" Tensor? philox_seed, Tensor out, Tensor lse, {SCHEMA}, int grad_mask, bool tf32, bool deterministic)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
-)
+for _signature in (FORWARD, BACKWARD, TANGENT, SECOND_BACKWARD):
+    _define(_signature.schema, tags=_TAGS)
+for _signature in (CUDA_FORWARD, CUDA_BACKWARD):
+    _define(_signature.schema)
 _define(
     f"cuda_plan(ScalarType dtype, int[] q, int[] k, int[] v, int[] bias, ScalarType bias_dtype, {SCHEMA},"
     " bool key_ranges, bool tf32, bool deterministic, int grad_mask, int[] chip) -> str"
@@ -141,39 +111,19 @@ class _Kind(NamedTuple):
     device: torch.device
 
 
-def _kind(x: Tensor) -> _Kind:
-    return tuple.__new__(_Kind, (x.shape, x.dtype, x.device))
-
-
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
-    params: Sequence[Any],
-) -> AttentionParams:
-    """Raises where the tensors don't make a problem; the operator's six numbers, normalised."""
-    kinds = _kind(q), _kind(k), _kind(v), None if bias is None else _kind(bias)
-    ranges = None if key_ranges is None else (_kind(key_ranges), key_ranges.dim() == 5 and ends_are_dense(key_ranges))
-    if philox_seed is None:
-        return _known(*kinds, ranges, None, False, *params)
-    return _known(*kinds, ranges, _kind(philox_seed), philox_seed.is_contiguous(), *params)
+def _checked(inputs: Inputs, params: Sequence[Any]) -> AttentionParams:
+    """Raises where the tensors don't make a problem; the operator's numbers, normalised."""
+    kinds = (None if x is None else tuple.__new__(_Kind, (x.shape, x.dtype, x.device)) for x in inputs)
+    ranges, seed = inputs.key_ranges, inputs.philox_seed
+    dense = ranges is not None and ranges.dim() == 5 and ends_are_dense(ranges)
+    return _known(Inputs(*kinds), dense, seed is not None and seed.is_contiguous(), *params)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(
-    q: _Kind,
-    k: _Kind,
-    v: _Kind,
-    bias: _Kind | None,
-    key_ranges: tuple[_Kind, bool] | None,
-    philox_seed: _Kind | None,
-    seed_is_contiguous: bool,
-    *params: Any,
-) -> AttentionParams:
-    _check_devices(q, k=k, v=v, bias=bias, philox_seed=philox_seed)
+def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *params: Any) -> AttentionParams:
+    """Of Inputs whose entries are a _Kind or None."""
+    _check_devices(**inputs._asdict())
+    q, k, v, bias, key_ranges, philox_seed = inputs
     _require(len(q.shape) == len(k.shape) == len(v.shape) == 4, "q, k and v must have 4 dimensions")
     _require(q.dtype in DTYPES and q.dtype == k.dtype == v.dtype, "q, k and v must have one floating dtype")
     (batch, heads, seqlen_q, head_dim), (_, heads_k, seqlen_k, _), heads_v = q.shape, k.shape, v.shape[1]
@@ -191,15 +141,14 @@ def _known(
         full = (batch, heads, seqlen_q, seqlen_k)
         _require(all(n in (1, m) for n, m in zip(bias.shape, full, strict=True)), "the sizes of bias do not fit")
     if key_ranges is not None:
-        kind, dense = key_ranges
-        _check_devices(q, key_ranges=kind)
+        shape = key_ranges.shape
         _require(
-            kind.dtype == torch.int32
-            and len(kind.shape) == 5
-            and all(n in (1, m) for n, m in zip(kind.shape, (batch, heads, seqlen_q), strict=False))
-            and kind.shape[3] in (1, 2)
-            and kind.shape[4] == 2
-            and dense,
+            key_ranges.dtype == torch.int32
+            and len(shape) == 5
+            and all(n in (1, m) for n, m in zip(shape, (batch, heads, seqlen_q), strict=False))
+            and shape[3] in (1, 2)
+            and shape[4] == 2
+            and ranges_are_dense,
             "key_ranges must be int32 (B or 1, Hq or 1, L or 1, 1 or 2, 2), contiguous in the last two dimensions",
         )
     normal = AttentionParams.of(q.dtype, params)
@@ -228,19 +177,23 @@ def _check_results(q: Tensor, v: Tensor, lse_of: dict[str, Tensor | None], **out
         _require(fits, f"{name} must have shape (batch, heads, seqlen_q) and be float32 (float64 for float64)")
 
 
-def _check_tangents(q: Tensor, of: Sequence[Tensor | None], **tangents: Tensor | None) -> None:
-    """Tangents of q, k, v and bias, or cotangents of their gradients, must look like these."""
-    _check_devices(q, **tangents)
-    for (name, x), like in zip(tangents.items(), of, strict=True):
+def _check_tangent_devices(inputs: Inputs, prefix: str, tangents: Derivatives) -> None:
+    _check_devices(inputs.q, **{f"{prefix}{name}": x for name, x in tangents._asdict().items()})
+
+
+def _check_tangents(inputs: Inputs, prefix: str, tangents: Derivatives) -> None:
+    """Tangents, or cotangents of gradients, must look like what they belong to."""
+    _check_tangent_devices(inputs, prefix, tangents)
+    for name, x, like in zip(Derivatives._fields, tangents, inputs.differentiable, strict=True):
         if x is not None:
             has_tangent = like is not None and like.dtype != torch.bool
-            _require(has_tangent, f"{name} must be None, since only a floating bias has a tangent")
-            assert like is not None
+            _require(has_tangent, f"{prefix}{name} must be None, since only a floating bias has a tangent")
             fits = x.shape == like.shape and x.dtype == like.dtype
-            _require(fits, f"{name} must have the shape and dtype of what it belongs to")
+            _require(fits, f"{prefix}{name} must have the shape and dtype of what it belongs to")
 
 
-def _check_grad_mask(grad_mask: int, most: int, bias: Tensor | None) -> None:
+def _check_grad_mask(grad_mask: int, bits: Sequence[int], bias: Tensor | None) -> None:
+    most = sum(bits)
     _require(0 <= grad_mask <= most, f"grad_mask must be from 0 to {most}, got {grad_mask}")
     _require(
         not grad_mask & GRAD_BIAS or (bias is not None and bias.dtype != torch.bool),
@@ -248,50 +201,61 @@ def _check_grad_mask(grad_mask: int, most: int, bias: Tensor | None) -> None:
     )
 
 
-@torch.library.register_fake("attnkern::forward", lib=library)
-def _forward_fake(q, k, v, bias, key_ranges, philox_seed, *others):
-    _check_devices(q, k=k, v=v, bias=bias, key_ranges=key_ranges, philox_seed=philox_seed)
-    *_, need_lse, _ = others
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty(q.shape[:3] if need_lse else (0,), dtype=lse_dtype)
-    return empty_like_heads(q, v.shape[-1]), lse
+def _fake(signature: Signature) -> Any:
+    """The results' shapes and strides, of a function of the operator's `arguments`."""
+
+    def register(made: Any) -> Any:
+        @torch.library.register_fake(f"attnkern::{signature.arguments.__name__}", lib=library)
+        def fake(*flat: Any) -> Any:
+            call = signature.of(flat)
+            tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+            _check_devices(**call.inputs._asdict(), **tensors)
+            return made(call)
+
+        return made
+
+    return register
 
 
-@torch.library.register_fake("attnkern::backward", lib=library)
-def _backward_fake(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *others):
-    _check_devices(q, k=k, v=v, bias=bias, key_ranges=key_ranges, philox_seed=philox_seed)
-    _check_devices(q, grad_out=grad_out, grad_lse=grad_lse, out=out, lse=lse)
-    *_, grad_mask, _ = others
-    return _empty_grads(q, k, v, bias, grad_mask)
+def _empty_lse(q: Tensor, needed: Any) -> Tensor:
+    return q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _empty_grads(q, k, v, bias, grad_mask):
-    grads = [
-        empty_like_heads(x, x.shape[-1]) if grad_mask & bit else x.new_empty(0)
-        for x, bit in ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V))
+def _empty_gradients(inputs: Inputs, grad_mask: int) -> list[Tensor]:
+    """New memory has the order of its input's; that of a bias is contiguous."""
+    return [
+        inputs.q.new_empty(0)
+        if not grad_mask & bit
+        else x.new_empty(x.shape)
+        if name == "bias"
+        else empty_like_heads(x, x.shape[-1])
+        for name, x, bit in zip(Derivatives._fields, inputs.differentiable, GRAD_BITS, strict=True)
     ]
-    dbias = bias.new_empty(bias.shape) if grad_mask & GRAD_BIAS else q.new_empty(0)
-    return *grads, dbias
 
 
-@torch.library.register_fake("attnkern::tangent", lib=library)
-def _tangent_fake(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, *params_and_backend):
-    _check_devices(q, k=k, v=v, bias=bias, key_ranges=key_ranges, philox_seed=philox_seed, out=out, lse=lse)
-    _check_devices(q, tq=tq, tk=tk, tv=tv, tbias=tbias)
-    return empty_like_heads(q, v.shape[-1]), lse.new_empty(q.shape[:3])
+@_fake(FORWARD)
+def _forward_fake(call):
+    return empty_like_heads(call.inputs.q, call.inputs.v.shape[-1]), _empty_lse(call.inputs.q, call.need_lse)
 
 
-@torch.library.register_fake("attnkern::second_backward", lib=library)
-def _second_backward_fake(
-    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *others
-):
-    _check_devices(q, k=k, v=v, bias=bias, key_ranges=key_ranges, philox_seed=philox_seed, out=out, lse=lse)
-    _check_devices(q, cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
-    _check_devices(q, grad_out=grad_out, grad_lse=grad_lse)
-    grad_mask = others[-2]
-    g_grad_out = empty_like_heads(q, v.shape[-1]) if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
-    g_grad_lse = lse.new_empty(q.shape[:3] if grad_mask & GRAD_GRAD_LSE else 0)
-    return g_grad_out, g_grad_lse, *_empty_grads(q, k, v, bias, grad_mask)
+@_fake(BACKWARD)
+def _backward_fake(call):
+    return tuple(_empty_gradients(call.inputs, call.grad_mask))
+
+
+@_fake(TANGENT)
+def _tangent_fake(call):
+    _check_tangent_devices(call.inputs, "t", call.tangents)
+    return empty_like_heads(call.inputs.q, call.inputs.v.shape[-1]), _empty_lse(call.inputs.q, True)
+
+
+@_fake(SECOND_BACKWARD)
+def _second_backward_fake(call):
+    q = call.inputs.q
+    _check_tangent_devices(call.inputs, "cot_d", call.cotangents)
+    g_grad_out = empty_like_heads(q, call.inputs.v.shape[-1]) if call.grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
+    g_grad_lse = _empty_lse(q, call.grad_mask & GRAD_GRAD_LSE)
+    return g_grad_out, g_grad_lse, *_empty_gradients(call.inputs, call.grad_mask)
 
 
 # CUDA devices have several backends: the operator's last argument says which, or leaves it to the call
@@ -327,23 +291,29 @@ def _has_second_order(backend: Any) -> bool:
     return getattr(backend, "has_second_order", bool)()
 
 
-def route_forward(q, k, v, bias, key_ranges, philox_seed, *rest):
+def route_forward(*flat):
     """`attnkern::forward` by the backend that is its last argument."""
-    *numbers, need_lse, backend = rest
-    params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
-    problem = Problem(q, k, v, bias, key_ranges, params, None)
-    return _run("forward", backend, problem, need_lse, q, k, v, bias, key_ranges, philox_seed, params, need_lse)
+    call = FORWARD.of(flat)
+    params = _checked(call.inputs, call.params)
+    problem = Problem.of_inputs(call.inputs, params)
+    return _run("forward", call.backend, problem, call.need_lse, *call.inputs, params, call.need_lse)
 
 
-def route_backward(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *rest):
+def _check_backward(call: Any, bits: Sequence[int]) -> AttentionParams:
+    """Of the arguments of backward, or second_backward."""
+    q, v = call.inputs.q, call.inputs.v
+    params = _checked(call.inputs, call.params)
+    _check_results(q, v, {"lse": call.lse, "grad_lse": call.grad_lse}, out=call.out, grad_out=call.grad_out)
+    _check_grad_mask(call.grad_mask, bits, call.inputs.bias)
+    return params
+
+
+def route_backward(*flat):
     """`attnkern::backward` by the backend that is its last argument."""
-    *numbers, grad_mask, backend = rest
-    params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
-    _check_results(q, v, {"lse": lse, "grad_lse": grad_lse}, out=out, grad_out=grad_out)
-    _check_grad_mask(grad_mask, 15, bias)
-    problem = Problem(q, k, v, bias, key_ranges, params, None)
-    given = grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse
-    return _run("backward", backend, problem, True, *given, params, grad_mask)
+    call = BACKWARD.of(flat)
+    params = _check_backward(call, GRAD_BITS)
+    problem = Problem.of_inputs(call.inputs, params)
+    return _run("backward", call.backend, problem, True, *flat[: BACKWARD.num_tensors], params, call.grad_mask)
 
 
 library.impl("forward", route_forward, "CUDA")
@@ -371,30 +341,24 @@ if backends.triton_interpreted.asked:
 # The other two have kernels in some backends only (`_function`).
 
 
-def route_tangent(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, *rest):
+def route_tangent(*flat):
     """`attnkern::tangent` by the backend that is its last argument."""
-    *numbers, backend = rest
-    params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
-    _check_results(q, v, {"lse": lse}, out=out)
-    _check_tangents(q, (q, k, v, bias), tq=tq, tk=tk, tv=tv, tbias=tbias)
-    problem = Problem(q, k, v, bias, key_ranges, params, None)
-    given = q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse
-    return _run("tangent", backend, problem, True, *given, params)
+    call = TANGENT.of(flat)
+    params = _checked(call.inputs, call.params)
+    _check_results(call.inputs.q, call.inputs.v, {"lse": call.lse}, out=call.out)
+    _check_tangents(call.inputs, "t", call.tangents)
+    problem = Problem.of_inputs(call.inputs, params)
+    return _run("tangent", call.backend, problem, True, *flat[: TANGENT.num_tensors], params)
 
 
-def route_second_backward(
-    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, *rest
-):
+def route_second_backward(*flat):
     """`attnkern::second_backward` by the backend that is its last argument."""
-    *numbers, grad_mask, backend = rest
-    params = _checked(q, k, v, bias, key_ranges, philox_seed, numbers)
-    _check_results(q, v, {"lse": lse, "grad_lse": grad_lse}, out=out, grad_out=grad_out)
-    cotangents = cot_dq, cot_dk, cot_dv, cot_dbias
-    _check_tangents(q, (q, k, v, bias), cot_dq=cot_dq, cot_dk=cot_dk, cot_dv=cot_dv, cot_dbias=cot_dbias)
-    _check_grad_mask(grad_mask, 63, bias)
-    problem = Problem(q, k, v, bias, key_ranges, params, None)
-    given = *cotangents, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse
-    return _run("second_backward", backend, problem, True, *given, params, grad_mask)
+    call = SECOND_BACKWARD.of(flat)
+    params = _check_backward(call, SECOND_ORDER_BITS)
+    _check_tangents(call.inputs, "cot_d", call.cotangents)
+    problem = Problem.of_inputs(call.inputs, params)
+    tensors = flat[: SECOND_BACKWARD.num_tensors]
+    return _run("second_backward", call.backend, problem, True, *tensors, params, call.grad_mask)
 
 
 library.impl("tangent", route_tangent, "CompositeExplicitAutograd")

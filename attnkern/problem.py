@@ -47,12 +47,16 @@ from .params import (
     ends_are_dense,
     holds,
 )
+from .signatures import NUM_INPUTS, Inputs
 
 _NUMBERS = frozenset((int, float))
 
 
 class Problem(NamedTuple):
-    """A validated attention call. (A tuple, not a dataclass: 0.1 us instead of 0.5 us to make, in every call.)"""
+    """A validated attention call. (A tuple, not a dataclass: 0.1 us instead of 0.5 us to make, in every call.)
+
+    Its tensors are the Inputs of the operators, but for the seed, which comes last.
+    """
 
     q: Tensor  # (B, Hq, L, E)
     k: Tensor  # (B, Hk, S, E)
@@ -62,6 +66,14 @@ class Problem(NamedTuple):
     params: AttentionParams
     # Leading dimensions of the caller's output; None: (B, Hq), as here; or the jagged tensor that it is to be like.
     lead: tuple[int, ...] | Jagged | None
+
+    @classmethod
+    def of_inputs(cls, inputs: Inputs, params: AttentionParams) -> Problem:
+        """Of an operator's arguments, which are validated."""
+        return cls(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.key_ranges, params, None)
+
+    def inputs(self, philox_seed: Tensor | None = None) -> Inputs:
+        return tuple.__new__(Inputs, (*self[: NUM_INPUTS - 1], philox_seed))
 
     @classmethod
     def from_sdpa(

@@ -13,7 +13,8 @@ import math
 import sys
 
 from . import ops
-from .params import GRAD_BIAS, GRAD_GRAD_LSE, GRAD_GRAD_OUT, GRAD_K, GRAD_Q, GRAD_V, UNBOUNDED, AttentionParams
+from .params import GRAD_GRAD_LSE, GRAD_GRAD_OUT, UNBOUNDED, AttentionParams
+from .signatures import BACKWARD, FORWARD, GRAD_BITS, SECOND_BACKWARD, Inputs
 
 _is_registered = False
 
@@ -37,31 +38,36 @@ def register() -> None:
 register._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a trace calls it, and has nothing to see
 
 
-def _params_and_mask(numbers) -> tuple[AttentionParams, int]:
-    """Of the arguments after the tensors: AttentionParams, grad_mask, backend."""
-    *params, grad_mask, _ = numbers
-    return AttentionParams(*params), grad_mask
-
-
-def _splits(q, k, v, bias, key_ranges, philox_seed, params) -> list[list]:
-    """Every way to run on one mesh dimension: the placements of the inputs, in this order, and of out and lse."""
+def _splits(inputs, params) -> list[tuple]:
+    """Every way to run on one mesh dimension: the placements of the inputs, and that of out and lse."""
     from torch.distributed.tensor import Replicate, Shard
 
-    def split(dim, seed=None):
-        cut, whole = Shard(dim), Replicate()
-        keys = [whole if dim == 2 or x.shape[dim] == 1 else cut for x in (k, v)]
-        masks = [None if x is None else cut if x.shape[dim] == q.shape[dim] else whole for x in (bias, key_ranges)]
-        return [cut, *keys, *masks, seed, cut]
+    q, k, v, seed = inputs.q, inputs.k, inputs.v, inputs.philox_seed
 
-    splits = [[None if x is None else Replicate() for x in (q, k, v, bias, key_ranges, philox_seed, q)]]
+    def split(dim, of_seed=None):
+        cut, whole = Shard(dim), Replicate()
+
+        def placed(name, x):
+            if name == "philox_seed":
+                return of_seed
+            if x is None:
+                return None
+            if name in ("k", "v"):
+                return whole if dim == 2 or x.shape[dim] == 1 else cut
+            return cut if x.shape[dim] == q.shape[dim] else whole
+
+        return Inputs(*(placed(name, x) for name, x in inputs._asdict().items())), cut
+
+    everywhere: list = [None if x is None else Replicate() for x in inputs]
+    splits = [(Inputs(*everywhere), Replicate())]
     # A single key counts batch elements and heads from the first one; a key for each batch element goes with it.
-    if philox_seed is None:
+    if seed is None:
         splits.append(split(0))
         if _heads_divide(q, k, v):
             splits.append(split(1))
         if params.window_left == params.window_right == UNBOUNDED:
             splits.append(split(2))
-    elif philox_seed.shape[0] == q.shape[0]:
+    elif seed.shape[0] == q.shape[0]:
         splits.append(split(0, Shard(0)))
     return splits
 
@@ -74,27 +80,32 @@ def _heads_divide(q, k, v) -> bool:
     return all(heads % size == 0 or size > heads for heads in fewer for size in sizes)
 
 
-def _forward_sharding(q, k, v, bias, ranges, seed, *others):
+def _rest(flat, signature) -> list[None]:
+    """The placements of what comes after the tensors."""
+    return [None] * (len(flat) - signature.num_tensors)
+
+
+def _forward_sharding(*flat):
     from torch.distributed.tensor import Replicate
 
-    *params, need_lse, _ = others
+    call = FORWARD.of(flat)
     return [
-        ([out, out if need_lse else Replicate()], [*inputs, *[None] * len(others)])
-        for *inputs, out in _splits(q, k, v, bias, ranges, seed, AttentionParams(*params))
+        ([rows, rows if call.need_lse else Replicate()], [*inputs, *_rest(flat, FORWARD)])
+        for inputs, rows in _splits(call.inputs, AttentionParams(*call.params))
     ]
 
 
-def _backward_sharding(grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse, *others):
-    params, grad_mask = _params_and_mask(others)
+def _backward_sharding(*flat):
+    call = BACKWARD.of(flat)
     rules = []
-    for *inputs, rows in _splits(q, k, v, bias, ranges, seed, params):
-        given = [rows, None if grad_lse is None else rows, *inputs, rows, rows]
-        rules.append((_placed_grads(inputs, rows, grad_mask), [*given, *[None] * len(others)]))
+    for inputs, rows in _splits(call.inputs, AttentionParams(*call.params)):
+        given = [rows, None if call.grad_lse is None else rows, *inputs, rows, rows]
+        rules.append((_placed_grads(inputs, rows, call.grad_mask), [*given, *_rest(flat, BACKWARD)]))
     return rules
 
 
 def _placed_grads(inputs, rows, grad_mask) -> list:
-    """The placements of the gradients of q, k, v, bias (their own are `inputs`): cut alike, or sums over the ranks."""
+    """The placements of the gradients of inputs (whose own are `inputs`): cut alike, or sums over the ranks."""
     from torch.distributed.tensor import Partial, Replicate
 
     def gradient(x, bit):
@@ -102,22 +113,21 @@ def _placed_grads(inputs, rows, grad_mask) -> list:
             return Replicate()
         return Partial() if x.is_replicate() else x
 
-    return [gradient(x, bit) for x, bit in zip(inputs[:4], (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS), strict=True)]
+    return [gradient(x, bit) for x, bit in zip(inputs.differentiable, GRAD_BITS, strict=True)]
 
 
-def _second_backward_sharding(
-    cot_dq, cot_dk, cot_dv, cot_dbias, grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse, *others
-):
+def _second_backward_sharding(*flat):
     from torch.distributed.tensor import Replicate
 
-    params, grad_mask = _params_and_mask(others)
+    call = SECOND_BACKWARD.of(flat)
     rules = []
-    for *inputs, rows in _splits(q, k, v, bias, ranges, seed, params):
-        cotangents = zip((cot_dq, cot_dk, cot_dv, cot_dbias), inputs[:4], strict=True)
+    for inputs, rows in _splits(call.inputs, AttentionParams(*call.params)):
+        cotangents = zip(call.cotangents, inputs.differentiable, strict=True)
         moved = [None if x is None else placement for x, placement in cotangents]
-        given = [*moved, rows, None if grad_lse is None else rows, *inputs, rows, rows]
-        of_rows = [rows if grad_mask & bit else Replicate() for bit in (GRAD_GRAD_OUT, GRAD_GRAD_LSE)]
-        rules.append(([*of_rows, *_placed_grads(inputs, rows, grad_mask)], [*given, *[None] * len(others)]))
+        given = [*moved, rows, None if call.grad_lse is None else rows, *inputs, rows, rows]
+        of_rows = [rows if call.grad_mask & bit else Replicate() for bit in (GRAD_GRAD_OUT, GRAD_GRAD_LSE)]
+        grads = _placed_grads(inputs, rows, call.grad_mask)
+        rules.append(([*of_rows, *grads], [*given, *_rest(flat, SECOND_BACKWARD)]))
     return rules
 
 

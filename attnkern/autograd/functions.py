@@ -20,11 +20,19 @@ from torch import Tensor
 
 from .. import ops, sharding
 from ..backends import cpu, reference
-from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
+from ..params import GRAD_K, GRAD_Q, GRAD_V
 from ..problem import Problem
-from .shared import (
-    NUM_PARAMS,
+from ..signatures import (
+    BACKWARD,
+    GRAD_BITS,
+    NUM_DERIVATIVES,
+    NUM_INPUTS,
+    SECOND_BACKWARD,
     SECOND_ORDER_BITS,
+    TANGENT,
+    Inputs,
+)
+from .shared import (
     WHOLE,
     batch_of,
     flatten,
@@ -47,38 +55,37 @@ from .shared import (
 )
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    ranges: Tensor | None,
-    seed: Tensor | None,
-    params: Sequence[Any],
-    need_lse: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def attention(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of a Problem, differentiable in the way that is active: autograd, forward mode or a transform.
 
     lse has shape (0,), or is None, where neither the caller nor a derivative needs it.
     """
-    if type(q) is not Tensor:
+    if type(inputs.q) is not Tensor:
         sharding.register()
     if transformed():
         function = _attention_jvp if goes_into_graph() else _AttentionJVP.apply
-        return function(q, k, v, savable(bias), savable(ranges), seed, *params, backend)
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        if not torch.compiler.is_compiling():
-            if bias is not None or ranges is not None:
-                bias, ranges = savable(bias), savable(ranges)
-            return _apply_eagerly(q, k, v, bias, ranges, seed, params, backend)
-        # Dynamo takes no tensor twice, as in attention(x, x, x).
-        k, v = k.view_as(k), v.view_as(v)
-        function = _Attention if need_lse else _AttentionOutOnly
-        return function.apply(q, k, v, bias, ranges, seed, *params, backend)
-    return _forward(q, k, v, bias, ranges, seed, *params, need_lse, backend)
+        return function(*_savable(inputs), *params, backend)
+    needs_grad = False
+    if torch.is_grad_enabled():
+        for x in inputs:  # in every call: half as long as any() takes
+            if x is not None and x.requires_grad:
+                needs_grad = True
+                break
+    if not needs_grad:
+        return _forward(*inputs, *params, need_lse, backend)
+    if not torch.compiler.is_compiling():
+        for x in inputs.masks:
+            if x is not None and x.is_inference():
+                inputs = _savable(inputs)
+        return _apply_eagerly(*inputs, params, backend)
+    # Dynamo takes no tensor twice, as in attention(x, x, x).
+    inputs = inputs._replace(k=inputs.k.view_as(inputs.k), v=inputs.v.view_as(inputs.v))
+    function = _Attention if need_lse else _AttentionOutOnly
+    return function.apply(*inputs, *params, backend)
+
+
+def _savable(inputs: Inputs) -> Inputs:
+    return Inputs(inputs.q, inputs.k, inputs.v, *map(savable, inputs.masks))
 
 
 def _forward(*args: Any) -> Any:
@@ -109,29 +116,37 @@ def part_backward(
     problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a problem that holds a part of the keys; `out` and `lse` are the results over all keys."""
-    q, k, v, bias, ranges, params, _ = problem
+    inputs, params = problem.inputs(), problem.params
     grad_mask = GRAD_Q | GRAD_K | GRAD_V
     if backend != reference.NAME:
-        if type(q) is not Tensor:
+        if type(inputs.q) is not Tensor:
             sharding.register()
-        given = grad_out, grad_lse, q, k, v, bias, ranges, None, out, lse
-        dq, dk, dv, _ = ops.backward(*given, *params, grad_mask, backend)
+        dq, dk, dv, _ = ops.backward(grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, backend)
         return dq, dk, dv
     # The reference normalises by the part's own sum. In the whole, by which it is merged, the part has this share:
-    dtype = q.dtype
-    grad_out, q, k, v, out = (x.to(lse.dtype) for x in (grad_out, q, k, v, out))
-    part_out, part_lse = reference.attention(q, k, v, bias, ranges, None, params)
+    dtype = inputs.q.dtype
+    grad_out, q, k, v, out = (x.to(lse.dtype) for x in (grad_out, inputs.q, inputs.k, inputs.v, out))
+    inputs = inputs._replace(q=q, k=k, v=v)
+    part_out, part_lse = reference.attention(*inputs, params)
     share = (part_lse - lse).exp().masked_fill(part_lse == -math.inf, 0.0)
     grad_share = (grad_out * (part_out - out)).sum(-1)
     if grad_lse is not None:
         grad_share = grad_share + grad_lse
-    of_part = reference_backward(ranges, None, params, grad_mask)
-    dq, dk, dv, _ = of_part(share.unsqueeze(-1) * grad_out, share * grad_share, q, k, v, bias)
+    of_part = reference_backward(inputs.constant, params, grad_mask)
+    dq, dk, dv, _ = of_part(share.unsqueeze(-1) * grad_out, share * grad_share, *inputs.differentiable)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
+# A Function's arguments are those of its operator (signatures.py), flat, since autograd sees tensors only there. Its
+# gradients are padded with None.
+
+
+def _padded(grads: Sequence[Tensor | None], length: int) -> tuple[Tensor | None, ...]:
+    return *grads, *(None,) * (length - len(grads))
+
+
 class _Attention(torch.autograd.Function):
-    """(q, k, v, bias, key_ranges, philox_seed, *params, backend) -> (out, lse)"""
+    """(*inputs, *params, backend) -> (out, lse)"""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -139,42 +154,47 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, bias, ranges, seed, *params, backend = inputs
-        ctx.save_for_backward(q, k, v, bias, ranges, seed, *output)
-        ctx.save_for_forward(q, k, v, bias, ranges, seed, *output)
-        ctx.params = params
-        ctx.backend = backend
+        tensors = inputs[:NUM_INPUTS]
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors, *output)
+        *ctx.params, ctx.backend = inputs[NUM_INPUTS:]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return *_input_grads(ctx, grad_out, grad_lse), *(None,) * (NUM_PARAMS + 3)
+        return _padded(_input_grads(ctx, grad_out, grad_lse), len(ctx.needs_input_grad))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, q, k, v, bias, ranges, seed, *params_and_backend):
+    def vmap(info: Any, in_dims: tuple, *args: Any):
         n = info.batch_size
-        *params, backend = params_and_backend
-        q, k, v = (stack(x, dim, n) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
+        dims: Any = Inputs(*in_dims[:NUM_INPUTS])
+        given, (*params, backend) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+        q, k, v = (stack(x, dim, n) for x, dim in ((given.q, dims.q), (given.k, dims.k), (given.v, dims.v)))
         batch = q.shape[1]
-        # A mask shared by all samples and batch elements stays shared.
-        if bias is not None and (in_dims[3] is not None or bias.shape[0] != 1):
-            bias = flatten(stack(bias, in_dims[3], n), batch)
-        if ranges is not None and (in_dims[4] is not None or ranges.shape[0] != 1):
-            ranges = flatten(stack(ranges, in_dims[4], n), batch)
+
+        def mask(x: Tensor | None, dim: int | None) -> Tensor | None:
+            """One shared by all samples and batch elements stays shared."""
+            if x is None or (dim is None and x.shape[0] == 1):
+                return x
+            return flatten(stack(x, dim, n), batch)
+
+        seed = given.philox_seed
         if seed is not None:
-            seed = stack(seed, in_dims[5], n).reshape(-1).contiguous()
-        out, lse = attention(flatten(q), flatten(k), flatten(v), bias, ranges, seed, params, True, backend)
+            seed = stack(seed, dims.philox_seed, n).reshape(-1).contiguous()
+        masks = mask(given.bias, dims.bias), mask(given.key_ranges, dims.key_ranges)
+        out, lse = attention(Inputs(flatten(q), flatten(k), flatten(v), *masks, seed), params, True, backend)
         return unflatten((out, lse), n, batch)
 
 
 class _EagerAttention(torch.autograd.Function):
-    """(q, k, v, bias, ranges, seed, params, backend) -> (out, lse) without transforms: `_Attention`, with less of
-    torch's Python around it."""
+    """(*inputs, params, backend) -> (out, lse) without transforms: `_Attention`, with less of torch's Python around
+    it."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, bias, ranges, seed, params, backend):
-        out, lse = _forward(q, k, v, bias, ranges, seed, *params, True, backend)
-        ctx.save_for_backward(q, k, v, bias, ranges, seed, out, lse)
+    def forward(ctx: Any, *args: Any):
+        *inputs, params, backend = args
+        out, lse = _forward(*inputs, *params, True, backend)
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.params = params
         ctx.backend = backend
         ctx.set_materialize_grads(False)
@@ -182,7 +202,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return *_input_grads(ctx, grad_out, grad_lse), None, None, None, None
+        return _padded(_input_grads(ctx, grad_out, grad_lse), len(ctx.needs_input_grad))
 
 
 class _AttentionOutOnly(_Attention):
@@ -190,57 +210,61 @@ class _AttentionOutOnly(_Attention):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return *_input_grads(ctx, grad_out, None), *(None,) * (NUM_PARAMS + 3)
+        return _padded(_input_grads(ctx, grad_out, None), len(ctx.needs_input_grad))
+
+
+def _asked_for(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    return [g if need else None for g, need in zip(grads, needed, strict=True)]
 
 
 def _input_grads(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Sequence[Tensor | None]:
-    """Gradients of q, k, v and bias, as far as they are needed."""
-    needed = ctx.needs_input_grad[:4]
-    grads: tuple[Tensor | None, ...] = (None,) * 4
-    if grad_out is not None or grad_lse is not None:
-        q, k, v, bias, ranges, seed, out, lse = ctx.saved_tensors
-        cotangents = materialized(grad_out, grad_lse, out)
-        mask = needed[0] * GRAD_Q + needed[1] * GRAD_K + needed[2] * GRAD_V + needed[3] * GRAD_BIAS
-        grads = _backward(*cotangents, q, k, v, bias, ranges, seed, out, lse, *ctx.params, mask, ctx.backend)
-    return [g if need else None for g, need in zip(grads, needed, strict=True)]
+    """Gradients of the differentiable inputs, as far as they are needed."""
+    needed = ctx.needs_input_grad[:NUM_DERIVATIVES]
+    if grad_out is None and grad_lse is None:
+        return [None] * NUM_DERIVATIVES
+    *inputs, out, lse = ctx.saved_tensors
+    cotangents = materialized(grad_out, grad_lse, out)
+    grads = _backward(*cotangents, *inputs, out, lse, *ctx.params, mask_of(needed, GRAD_BITS), ctx.backend)
+    return _asked_for(grads, needed)
 
 
 class _AttentionJVP(_Attention):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
-        q, k, v, bias, ranges, seed, out, lse = primals_of(ctx)
+        *inputs, out, lse = primals_of(ctx)
         # Detached: the tangents become part of out and lse, and would hold what they are part of.
         results = out.detach(), lse.detach()
         with outer_levels():
-            return _Tangent.apply(q, k, v, bias, ranges, seed, *tangents[:4], *results, *ctx.params, ctx.backend)
+            return _Tangent.apply(*inputs, *tangents[:NUM_DERIVATIVES], *results, *ctx.params, ctx.backend)
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """The arguments of `attnkern::backward` -> (dq, dk, dv, dbias), as a function of grad_out, grad_lse, q, k, v, bias.
+    """The arguments of `attnkern::backward` -> its results, as a function of grad_out, grad_lse and the inputs.
 
     out and lse are the forward's results for those inputs, not independent ones: they get no gradient.
     """
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(*args: Any) -> tuple[Tensor, ...]:
         return ops.backward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*inputs[:10])
-        ctx.save_for_forward(*inputs[:10])
-        *ctx.params, ctx.grad_mask, ctx.backend = inputs[10:]
+        tensors = inputs[: BACKWARD.num_tensors]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        *ctx.params, ctx.grad_mask, ctx.backend = inputs[BACKWARD.num_tensors :]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None):
-        needed = ctx.needs_input_grad[:6]
-        grads: Sequence[Tensor | None] = (None,) * 6
+        needed = ctx.needs_input_grad[: len(SECOND_ORDER_BITS)]
+        grads: Sequence[Tensor | None] = []
         if any(c is not None for c in cotangents):
             mask = mask_of(needed, SECOND_ORDER_BITS)
             results = _SecondBackward.apply(*cotangents, *ctx.saved_tensors, *ctx.params, mask, ctx.backend)
-            grads = [g if need else None for g, need in zip(results, needed, strict=True)]
-        return *grads, *(None,) * (len(ctx.needs_input_grad) - 6)
+            grads = _asked_for(results, needed)
+        return _padded(grads, len(ctx.needs_input_grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
@@ -249,29 +273,31 @@ class _AttentionBackward(torch.autograd.Function):
         And backward is linear in grad_out and grad_lse.
         """
         grad_out, grad_lse, *given = primals_of(ctx)
-        t_grad_out, t_grad_lse, *moved = tangents[:6]
+        t_grad_out, t_grad_lse, *moved = tangents[: len(SECOND_ORDER_BITS)]
         rest = *given, *ctx.params, ctx.grad_mask, ctx.backend
         with outer_levels():
             parts = []
             if any(t is not None for t in moved):
-                parts.append(_SecondBackward.apply(*moved, grad_out, grad_lse, *rest)[2:])
+                parts.append(_SecondBackward.apply(*moved, grad_out, grad_lse, *rest)[-NUM_DERIVATIVES:])
             if t_grad_out is not None or t_grad_lse is not None:
-                parts.append(_backward(*materialized(t_grad_out, t_grad_lse, given[-2]), *rest))
+                *_, out, _lse = given
+                parts.append(_backward(*materialized(t_grad_out, t_grad_lse, out), *rest))
             if len(parts) == 2:
                 return tuple(a + b for a, b in zip(*parts, strict=True))
             return tuple(parts[0])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse, *rest):
-        n, batch = info.batch_size, batch_of(q, in_dims[2])
-        tensors = (grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse)
+    def vmap(info: Any, in_dims: tuple, *args: Any):
+        given, dims = BACKWARD.of(args).inputs, BACKWARD.of(in_dims).inputs
+        tensors, rest = args[: BACKWARD.num_tensors], args[BACKWARD.num_tensors :]
+        n, batch = info.batch_size, batch_of(given.q, dims.q)
         grads = _backward(*flatten_all(tensors, in_dims, n, batch), *rest)
-        (dq, dk, dv, dbias), dims = unflatten(grads, n, batch)
-        return (dq, dk, dv, of_bias(dbias, bias, in_dims[5], batch)), dims
+        (*others, dbias), result_dims = unflatten(grads, n, batch)
+        return (*others, of_bias(dbias, given.bias, dims.bias, batch)), result_dims
 
 
 class _Tangent(torch.autograd.Function):
-    """The arguments of `attnkern::tangent` -> (tout, tlse), as a function of q, k, v, bias and their tangents."""
+    """The arguments of `attnkern::tangent` -> (tout, tlse), as a function of the inputs and their tangents."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -279,44 +305,49 @@ class _Tangent(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*inputs[:12])
-        ctx.save_for_forward(*inputs[:12])
-        *ctx.params, ctx.backend = inputs[12:]
+        tensors = inputs[: TANGENT.num_tensors]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        *ctx.params, ctx.backend = inputs[TANGENT.num_tensors :]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_tout: Tensor | None, grad_tlse: Tensor | None):
         """second_backward differentiates <grad, tangent>. It is linear in the tangents: their gradient is backward."""
-        *inputs, ranges, seed, tq, tk, tv, tbias, out, lse = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:4], ctx.needs_input_grad[6:10]
-        grads: list[tuple[Tensor | None, ...]] = [(None,) * 4, (None,) * 4]
+        call, needed = TANGENT.of((*ctx.saved_tensors, *ctx.params, ctx.backend)), TANGENT.of(ctx.needs_input_grad)
+        of_inputs: list[Tensor | None] = [None] * NUM_DERIVATIVES
+        of_tangents = of_inputs
         if grad_tout is not None or grad_tlse is not None:
-            rest = *materialized(grad_tout, grad_tlse, out), *inputs, ranges, seed, out, lse, *ctx.params
-            if any(needed[0]):
-                mask = mask_of((False, False, *needed[0]), SECOND_ORDER_BITS)
-                grads[0] = _SecondBackward.apply(tq, tk, tv, tbias, *rest, mask, ctx.backend)[2:]
-            if any(needed[1]):
-                grads[1] = _backward(*rest, mask_of(needed[1], SECOND_ORDER_BITS[2:]), ctx.backend)
-        (q, k, v, bias), tangents = (
-            (g if need else None for g, need in zip(*pair, strict=True)) for pair in zip(grads, needed, strict=True)
-        )
-        return q, k, v, bias, None, None, *tangents, *(None,) * (NUM_PARAMS + 3)
+            cotangents = materialized(grad_tout, grad_tlse, call.out)
+            rest = *cotangents, *call.inputs, call.out, call.lse, *call.params
+            if any(needed.inputs.differentiable):
+                mask = mask_of(needed.inputs.differentiable, GRAD_BITS)
+                results = _SecondBackward.apply(*call.tangents, *rest, mask, ctx.backend)[-NUM_DERIVATIVES:]
+                of_inputs = _asked_for(results, needed.inputs.differentiable)
+            if any(needed.tangents):
+                grads = _backward(*rest, mask_of(needed.tangents, GRAD_BITS), ctx.backend)
+                of_tangents = _asked_for(grads, needed.tangents)
+        return _padded([*_padded(of_inputs, NUM_INPUTS), *of_tangents], len(ctx.needs_input_grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
-        *inputs, ranges, seed, tq, tk, tv, tbias, _out, _lse = primals_of(ctx)
-        function = reference_tangent(ranges, seed, ctx.params)
-        return push_forward_here(function, (*inputs, tq, tk, tv, tbias), (*tangents[:4], *tangents[6:10]))
+        call, moved = TANGENT.of((*primals_of(ctx), *ctx.params, ctx.backend)), TANGENT.of(tangents)
+        function = reference_tangent(call.inputs.constant, ctx.params)
+        primals = *call.inputs.differentiable, *call.tangents
+        return push_forward_here(function, primals, (*moved.inputs.differentiable, *moved.tangents))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, q, k, v, bias, ranges, seed, tq, tk, tv, tbias, out, lse, *rest):
-        n, batch = info.batch_size, batch_of(q, in_dims[0])
-        tensors = (q, k, v, bias, ranges, seed, tq, tk, tv, tbias, out, lse)
+    def vmap(info: Any, in_dims: tuple, *args: Any):
+        tensors, rest = args[: TANGENT.num_tensors], args[TANGENT.num_tensors :]
+        n, batch = info.batch_size, batch_of(TANGENT.of(args).inputs.q, TANGENT.of(in_dims).inputs.q)
         return unflatten(_Tangent.apply(*flatten_all(tensors, in_dims, n, batch), *rest), n, batch)
 
 
 class _SecondBackward(torch.autograd.Function):
-    """The arguments of `attnkern::second_backward` -> its results, as a function of all tensors up to bias."""
+    """The arguments of `attnkern::second_backward` -> its results, as a function of all tensors up to the inputs."""
+
+    _PRIMALS = SECOND_BACKWARD.num_tensors - 2 - (NUM_INPUTS - NUM_DERIVATIVES)  # not out, lse, nor what is constant
+    _SAVED = SECOND_BACKWARD.num_tensors - 2
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
@@ -324,31 +355,37 @@ class _SecondBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*inputs[:12])
-        ctx.save_for_forward(*inputs[:12])
-        *ctx.params, ctx.grad_mask, _ = inputs[14:]
+        tensors = inputs[: _SecondBackward._SAVED]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        *ctx.params, ctx.grad_mask, _ = inputs[SECOND_BACKWARD.num_tensors :]
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    def _of(ctx: Any, saved: Sequence[Tensor | None]) -> tuple[Any, Sequence[Tensor | None]]:
+        """The function in plain torch, and where."""
+        primals, constants = saved[: _SecondBackward._PRIMALS], saved[_SecondBackward._PRIMALS :]
+        return reference_second_backward(constants, ctx.params, ctx.grad_mask), primals
+
+    @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None):
-        *primals, ranges, seed = ctx.saved_tensors
-        function = reference_second_backward(ranges, seed, ctx.params, ctx.grad_mask)
-        grads = pull_back(function, primals, cotangents, ctx.needs_input_grad[:10])
-        return *grads, *(None,) * (len(ctx.needs_input_grad) - 10)
+        function, primals = _SecondBackward._of(ctx, ctx.saved_tensors)
+        grads = pull_back(function, primals, cotangents, ctx.needs_input_grad[: len(primals)])
+        return _padded(grads, len(ctx.needs_input_grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
-        *primals, ranges, seed = primals_of(ctx)
-        function = reference_second_backward(ranges, seed, ctx.params, ctx.grad_mask)
-        return push_forward_here(function, primals, tangents[:10])
+        function, primals = _SecondBackward._of(ctx, primals_of(ctx))
+        return push_forward_here(function, primals, tangents[: len(primals)])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any):
-        tensors, rest = args[:14], args[14:]
-        n, batch = info.batch_size, batch_of(args[6], in_dims[6])
+        given, dims = SECOND_BACKWARD.of(args).inputs, SECOND_BACKWARD.of(in_dims).inputs
+        tensors, rest = args[: SECOND_BACKWARD.num_tensors], args[SECOND_BACKWARD.num_tensors :]
+        n, batch = info.batch_size, batch_of(given.q, dims.q)
         grads = _SecondBackward.apply(*flatten_all(tensors, in_dims, n, batch), *rest)
-        (*others, gbias), dims = unflatten(grads, n, batch)
-        return (*others, of_bias(gbias, args[9], in_dims[9], batch)), dims
+        (*others, gbias), result_dims = unflatten(grads, n, batch)
+        return (*others, of_bias(gbias, given.bias, dims.bias, batch)), result_dims
 
 
 # In eager mode, without transforms: Function.apply less 10-20 us of torch's Python for argument binding.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..backends import reference
-from ..params import GRAD_BIAS, GRAD_GRAD_LSE, GRAD_GRAD_OUT, GRAD_K, GRAD_Q, GRAD_V, AttentionParams
+from ..params import AttentionParams
+from ..signatures import GRAD_BITS, NUM_DERIVATIVES, SECOND_ORDER_BITS
 
 NUM_PARAMS = len(AttentionParams._fields)
 WHOLE: list[Callable] = []
@@ -47,16 +49,6 @@ def _put_in_graph_whole() -> None:
 _put_in_graph_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while Dynamo traces
 
 
-SECOND_ORDER_BITS = (
-    GRAD_GRAD_OUT,
-    GRAD_GRAD_LSE,
-    GRAD_Q,
-    GRAD_K,
-    GRAD_V,
-    GRAD_BIAS,
-)
-
-
 def savable(x: Tensor | None) -> Tensor | None:
     """A mask or key ranges as autograd can save them: a copy of what was made in inference mode.
 
@@ -68,7 +60,7 @@ def savable(x: Tensor | None) -> Tensor | None:
 
 
 def mask_of(needed: Sequence[bool], bits: Sequence[int]) -> int:
-    return sum(bit for bit, need in zip(bits, needed, strict=True) if need)
+    return sum(map(operator.mul, bits, needed))
 
 
 def materialized(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -133,40 +125,40 @@ def unflatten(results: Sequence[Tensor], n: int, batch: int) -> tuple[tuple[Tens
     return unflattened, tuple(0 if x.ndim > 1 else None for x in results)
 
 
-def reference_forward(ranges: Tensor | None, seed: Tensor | None, params: Sequence[Any]) -> Callable:
-    """(q, k, v, bias) -> (out, lse) in plain torch."""
-    return lambda q, k, v, bias: reference.attention(q, k, v, bias, ranges, seed, AttentionParams(*params))
+# `primals` are the differentiable inputs of a call, `constants` its others: together its Inputs.
 
 
-def reference_backward(ranges: Tensor | None, seed: Tensor | None, params: Sequence[Any], grad_mask: int) -> Callable:
-    """(grad_out, grad_lse, q, k, v, bias) -> (dq, dk, dv, dbias) in plain torch, as `attnkern::backward`."""
-    needed = [bool(grad_mask & bit) for bit in (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)]
+def reference_forward(constants: Sequence[Tensor | None], params: Sequence[Any]) -> Callable:
+    """(*primals) -> (out, lse) in plain torch."""
+    return lambda *primals: reference.attention(*(*primals, *constants, AttentionParams(*params)))
 
-    def backward(grad_out: Tensor, grad_lse: Tensor | None, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        grads = pull_back(reference_forward(ranges, seed, params), inputs, (grad_out, grad_lse), needed)
+
+def reference_backward(constants: Sequence[Tensor | None], params: Sequence[Any], grad_mask: int) -> Callable:
+    """(grad_out, grad_lse, *primals) -> their gradients in plain torch, as `attnkern::backward`."""
+    needed = [bool(grad_mask & bit) for bit in GRAD_BITS]
+
+    def backward(grad_out: Tensor, grad_lse: Tensor | None, *primals: Tensor | None) -> tuple[Tensor, ...]:
+        grads = pull_back(reference_forward(constants, params), primals, (grad_out, grad_lse), needed)
         return tuple(grad_out.new_empty(0) if g is None else g for g in grads)
 
     return backward
 
 
-def reference_tangent(ranges: Tensor | None, seed: Tensor | None, params: Sequence[Any]) -> Callable:
-    """(q, k, v, bias, tq, tk, tv, tbias) -> (tout, tlse) in plain torch, as `attnkern::tangent`."""
-    forward = reference_forward(ranges, seed, params)
-    return lambda *inputs: push_forward(forward, inputs[:4], inputs[4:])
+def reference_tangent(constants: Sequence[Tensor | None], params: Sequence[Any]) -> Callable:
+    """(*primals, *their tangents) -> (tout, tlse) in plain torch, as `attnkern::tangent`."""
+    forward = reference_forward(constants, params)
+    return lambda *given: push_forward(forward, given[:NUM_DERIVATIVES], given[NUM_DERIVATIVES:])
 
 
-def reference_second_backward(
-    ranges: Tensor | None, seed: Tensor | None, params: Sequence[Any], grad_mask: int
-) -> Callable:
-    """(cot_dq, ..., cot_dbias, grad_out, grad_lse, q, k, v, bias) -> as `attnkern::second_backward`, in plain torch."""
+def reference_second_backward(constants: Sequence[Tensor | None], params: Sequence[Any], grad_mask: int) -> Callable:
+    """(*cotangents, grad_out, grad_lse, *primals) -> as `attnkern::second_backward`, in plain torch."""
     needed = [bool(grad_mask & bit) for bit in SECOND_ORDER_BITS]
 
-    def second_backward(*inputs: Any) -> tuple[Tensor, ...]:
-        cotangents, primals = inputs[:4], inputs[4:]
-        bits = (GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)
-        backward = reference_backward(ranges, seed, params, mask_of([c is not None for c in cotangents], bits))
-        grads = pull_back(backward, primals, cotangents, needed)
-        return tuple(primals[0].new_empty(0) if g is None else g for g in grads)
+    def second_backward(*given: Any) -> tuple[Tensor, ...]:
+        cotangents, of_backward = given[:NUM_DERIVATIVES], given[NUM_DERIVATIVES:]
+        backward = reference_backward(constants, params, mask_of([c is not None for c in cotangents], GRAD_BITS))
+        grads = pull_back(backward, of_backward, cotangents, needed)
+        return tuple(of_backward[0].new_empty(0) if g is None else g for g in grads)
 
     return second_backward
 

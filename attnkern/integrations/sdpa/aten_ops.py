@@ -67,9 +67,8 @@ def _backend(problem: Problem) -> str:
 
 
 def _forward(backend: str, problem: Problem, need_lse: bool = True) -> tuple[Tensor, Tensor]:
-    q, k, v, bias, ranges, params, _ = problem
-    out, lse = ops.forward(q, k, v, bias, ranges, None, *params, need_lse, backend)
-    if bias is not None:
+    out, lse = ops.forward(*problem.inputs(), *problem.params, need_lse, backend)
+    if problem.bias is not None:
         # Of a row without a key, for torch's backward kernels: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
         lse.masked_fill_(lse == -math.inf, 0.0)
     return out, lse
@@ -78,9 +77,9 @@ def _forward(backend: str, problem: Problem, need_lse: bool = True) -> tuple[Ten
 def _backward(
     backend: str, problem: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, *, grad_bias: bool = False
 ) -> tuple[Tensor, ...]:
-    q, k, v, bias, ranges, params, _ = problem
     mask = GRAD_Q | GRAD_K | GRAD_V | (GRAD_BIAS if grad_bias else 0)
-    return ops.backward(grad_out, None, q, k, v, bias, ranges, None, out, lse.contiguous(), *params, mask, backend)
+    results = out, lse.contiguous()
+    return ops.backward(grad_out, None, *problem.inputs(), *results, *problem.params, mask, backend)
 
 
 def _cpu_flash(
@@ -267,8 +266,7 @@ def _bare_flash(
     window = window_size_left, window_size_right
     given = cum_seq_q, cum_seq_k, dropout_p, is_causal, scale, window, seqused_k
     backend, problem = _packed(query, key, value, *given)
-    q, k, v, bias, ranges, params, _ = problem
-    out, lse = ops.forward(q, k, v, bias, ranges, None, *params, True, backend)
+    out, lse = ops.forward(*problem.inputs(), *problem.params, True, backend)
     out = out.transpose(1, 2)
     if cum_seq_q is not None:
         out, lse = out.squeeze(0), lse.squeeze(0)

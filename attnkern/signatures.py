@@ -1,0 +1,197 @@
+"""What the operators take and give, declared once.
+
+Schemas, fakes, routes, autograd's Functions and the rules of sharding and of vmap are made of it, so that none of them
+counts arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+from torch import Tensor
+
+from .params import (
+    GRAD_BIAS,
+    GRAD_GRAD_LSE,
+    GRAD_GRAD_OUT,
+    GRAD_K,
+    GRAD_Q,
+    GRAD_V,
+    SCHEMA,
+    AttentionParams,
+)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call, as every operator takes them, in this order.
+
+    A new one becomes an argument of every operator, and stands in ATTNKERN_TENSORS of csrc/common/params.h, too. What
+    has a derivative comes first.
+    """
+
+    q: Tensor  # (B, Hq, L, E)
+    k: Tensor  # (B, Hk, S, E)
+    v: Tensor  # (B, Hv, S, Ev)
+    bias: Tensor | None  # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
+    key_ranges: Tensor | None  # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either
+    philox_seed: Tensor | None  # int64: a key for each of equal consecutive groups of the batch
+
+    @property
+    def differentiable(self) -> Derivatives:
+        return Derivatives(*self[:NUM_DERIVATIVES])
+
+    @property
+    def masks(self) -> tuple[Tensor | None, ...]:
+        """All but query, key and value."""
+        return self[3:]
+
+    @property
+    def constant(self) -> tuple[Tensor | None, ...]:
+        return self[NUM_DERIVATIVES:]
+
+
+class Derivatives(NamedTuple):
+    """Gradients, tangents or cotangents of those Inputs that have any, or what else there is one of for each."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+
+
+NUM_INPUTS, NUM_DERIVATIVES = len(Inputs._fields), len(Derivatives._fields)
+GRAD_BITS = Derivatives(GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)
+"""Bits of the argument grad_mask: which gradients are asked for. A gradient not asked for has shape (0,)."""
+SECOND_ORDER_BITS = (GRAD_GRAD_OUT, GRAD_GRAD_LSE, *GRAD_BITS)
+"""Those of second_backward, in the order of its results and of backward's differentiable arguments."""
+
+_TENSORS = ", ".join(f"Tensor{'' if kind is Tensor else '?'} {name}" for name, kind in get_type_hints(Inputs).items())
+
+
+class Signature:
+    """An operator's arguments, in groups: `fields` says of each what it is.
+
+    Inputs, or AttentionParams; "t" or another prefix and "*": Derivatives whose names begin with it, None where there
+    is none; or the type of a single argument in the schema. Tensors come first.
+    """
+
+    def __init__(self, name: str, fields: dict[str, Any], results: str) -> None:
+        self.arguments: Any = NamedTuple(name, [(field, Any) for field in fields])  # type: ignore[misc]
+        parts, at = [], 0
+        self.num_tensors = 0
+        self._groups: list[tuple[Any, slice | int]] = []
+        for field, kind in fields.items():
+            if kind is Inputs:
+                parts.append(_TENSORS)
+                kind, count = Inputs, NUM_INPUTS
+            elif kind is AttentionParams:
+                parts.append(SCHEMA)
+                kind, count = tuple, len(AttentionParams._fields)
+            elif kind.endswith("*"):
+                parts += [f"Tensor? {kind.removesuffix('*')}{x}" for x in Derivatives._fields]
+                kind, count = Derivatives, NUM_DERIVATIVES
+            else:
+                parts.append(f"{kind} {field}")
+                if kind.startswith("Tensor"):
+                    self.num_tensors += 1
+                self._groups.append((None, at))
+                at += 1
+                continue
+            self._groups.append((kind, slice(at, at + count)))
+            self.num_tensors += 0 if kind is tuple else count
+            at += count
+        self.schema = f"{name}({', '.join(parts)}) -> ({results})"
+
+    def of(self, flat: Sequence[Any]) -> Any:
+        """The arguments, or what there is one of for each argument, by their groups' names; params are a tuple."""
+        return self.arguments(
+            *(
+                flat[at] if kind is None else tuple(flat[at]) if kind is tuple else kind(*flat[at])
+                for kind, at in self._groups
+            )
+        )
+
+
+def _gradients(prefix: str) -> str:
+    return ", ".join(f"Tensor {prefix}{name}" for name in Derivatives._fields)
+
+
+FORWARD = Signature(
+    "forward",
+    {"inputs": Inputs, "params": AttentionParams, "need_lse": "bool", "backend": "str"},
+    "Tensor out, Tensor lse",
+)
+"""lse has shape (0,) unless need_lse."""
+BACKWARD = Signature(
+    "backward",
+    {
+        "grad_out": "Tensor",
+        "grad_lse": "Tensor?",
+        "inputs": Inputs,
+        "out": "Tensor",
+        "lse": "Tensor",
+        "params": AttentionParams,
+        "grad_mask": "int",
+        "backend": "str",
+    },
+    _gradients("d"),
+)
+TANGENT = Signature(
+    "tangent",
+    {
+        "inputs": Inputs,
+        "tangents": "t*",
+        "out": "Tensor",
+        "lse": "Tensor",
+        "params": AttentionParams,
+        "backend": "str",
+    },
+    "Tensor tout, Tensor tlse",
+)
+"""The tangents of what `forward` returns, for tangents of its inputs. A tangent that is None is zero."""
+SECOND_BACKWARD = Signature(
+    "second_backward",
+    {
+        "cotangents": "cot_d*",
+        "grad_out": "Tensor",
+        "grad_lse": "Tensor?",
+        "inputs": Inputs,
+        "out": "Tensor",
+        "lse": "Tensor",
+        "params": AttentionParams,
+        "grad_mask": "int",
+        "backend": "str",
+    },
+    f"Tensor g_grad_out, Tensor g_grad_lse, {_gradients('g')}",
+)
+"""The gradient of the sum of <cot_dx, dx> over the results dx of `backward`. A cotangent that is None is zero."""
+
+CUDA_FORWARD = Signature(
+    "cuda_forward",
+    {
+        "inputs": Inputs,
+        "params": AttentionParams,
+        "need_lse": "bool",
+        "tf32": "bool",
+        "splits": "int?",
+        "schedule": "int?",
+    },
+    "Tensor out, Tensor lse",
+)
+"""Of csrc/cuda: with the backend's own arguments. Splits or a schedule that are given replace the plan's."""
+CUDA_BACKWARD = Signature(
+    "cuda_backward",
+    {
+        "grad_out": "Tensor",
+        "grad_lse": "Tensor?",
+        "inputs": Inputs,
+        "out": "Tensor",
+        "lse": "Tensor",
+        "params": AttentionParams,
+        "grad_mask": "int",
+        "tf32": "bool",
+        "deterministic": "bool",
+    },
+    _gradients("d"),
+)
