@@ -91,12 +91,13 @@ def operand(x0, x1, t0, t1, b, h, strides, tangent_strides, length, TANGENT: tl.
 
 @triton.jit
 def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.constexpr, DIMS: tl.constexpr,
-              TMA: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+              TMA: tl.constexpr, TAIL: tl.constexpr, reached=None):  # fmt: skip
     """Rows [first, first + ROWS) and DIMS columns of one head's (length, dims) matrix, zero past its ends.
 
     `source` is a descriptor of (batch, heads, length, dims) if TMA, else a pointer to the head's first row, with
-    `stride` elements from row to row. TAIL: the rows may run past the end. `dims` known at compile time spares the mask
-    of columns where there is nothing to mask.
+    `stride` elements from row to row. TAIL: the rows may run past the end. `reached`, [ROWS], with a pointer: of the
+    other rows nothing is loaded, they are zero. `dims` known at compile time spares the mask of columns where there is
+    nothing to mask.
     """
     if TMA:
         return tl.reshape(source.load([b, h, first, first_dim]), [ROWS, DIMS])
@@ -107,22 +108,26 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
         mask = d[None, :] < dims
         if TAIL:
             mask = mask & (first + rows[:, None] < length)
+        if reached is not None:
+            mask = mask & reached[:, None]
         return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _load_part(
     rows, first, PART: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
-    TANGENT: tl.constexpr = False,
+    TANGENT: tl.constexpr = False, reached=None,
 ):  # fmt: skip
     """The first tile (PART 0) or the second of ROWS rows of an `Operand`, or of its tangent."""
     x0 = rows.t0 if TANGENT else rows.x0
     x1 = rows.t1 if TANGENT else rows.x1
     stride = rows.tangent_stride if TANGENT else rows.stride
     if PART == 0:
-        return load_tile(x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL)
+        return load_tile(x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached)
     else:
-        return load_tile(x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL)
+        return load_tile(
+            x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL, reached
+        )
 
 
 @triton.jit
@@ -246,21 +251,37 @@ def add_product(
 
 
 @triton.jit
+def _cleared(b, held):
+    """b with zeros in the rows that `held` doesn't have. By bits: the mask of a row's two neighbours of 16 bits is one
+    register, where selecting would take two predicates."""
+    BITS: tl.constexpr = tl.int32 if b.dtype.primitive_bitwidth == 32 else tl.int16
+    return (b.to(BITS, bitcast=True) & -held.to(BITS)[:, None]).to(b.dtype, bitcast=True)
+
+
+@triton.jit
 def add_rows(
     acc, factor, a, rows, first, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr,
-    TAIL: tl.constexpr, TANGENT: tl.constexpr = False,
+    TAIL: tl.constexpr, TANGENT: tl.constexpr = False, reached=None, held=None,
 ):  # fmt: skip
     """acc, every row times its factor (None: 1), + a b, with a in b's dtype: b are ROWS rows of an `Operand`, or of its
-    tangent, from `first` on, each tile of which is loaded when it is multiplied."""
+    tangent, from `first` on, each tile of which is loaded when it is multiplied.
+
+    A weight of 0 times NaN is NaN: `reached` and `held`, [ROWS], say which rows of b any weight may meet, and the others
+    are zero. What `reached` leaves out isn't loaded (with pointers); `held`, which may be known later, clears it then.
+    """
     acc0 = acc[0]
     acc1 = acc[1]
-    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, TANGENT)
+    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, TANGENT, reached)
+    if held is not None:
+        b = _cleared(b, held)
     a = a.to(b.dtype)
     if factor is not None:
         acc0 = acc0 * factor[:, None]
     acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
-        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, TANGENT)
+        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, TANGENT, reached)
+        if held is not None:
+            b = _cleared(b, held)
         if factor is not None:
             acc1 = acc1 * factor[:, None]
         acc1 = tl.dot(a, b, acc1, input_precision=C.PRECISION)

@@ -1,0 +1,31 @@
+"""What no query attends to never enters a sum of the Triton kernels, whatever it holds; in the simulator, hazards
+checked."""
+
+import math
+
+import pytest
+
+from test_triton import BF16, FP16, FP32, Simulated, routed
+from test_unattended import MASKS, make
+
+# Of few queries and many keys: keys, head size, heads of keys; dtype; what leaves keys out.
+DECODED = {
+    "slots in front of a window": ((3, 700, 64, 2), BF16, {"window": (530, 9), "alignment": "bottom_right"}),
+    "slots behind one": ((3, 700, 40, 2), FP32, {"window": (None, 550)}),
+    "a window beside a bias": ((3, 700, 64, 2), FP16, {"mask": ("float", "BHLS"), "window": (None, 550)}),
+    "bool of keys": ((3, 700, 64, 1), BF16, MASKS["bool of keys"]),
+    "bool, float32": ((3, 520, 80, 2), FP32, MASKS["bool"]),
+    "bool above 256, float32": ((1, 520, 264, 2), FP32, MASKS["bool of keys"]),
+    "ranges": ((3, 700, 128, 1), BF16, MASKS["ranges"]),
+    "ranges above 256": ((2, 700, 264, 2), FP16, MASKS["ranges of a batch"]),
+    "ranges beside a bias, float32": ((3, 700, 160, 2), FP32, MASKS["float and ranges"]),
+}
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_decoding(kind):
+    sizes, dtype, masks = DECODED[kind]
+    inputs, options = make(sizes, dtype, poison=math.nan, **masks)
+    with routed(80) as launched:
+        Simulated("triton", "cpu").check(inputs, gradients=False, **options)
+    assert [kernel.function.__name__ for kernel in launched] == ["decode_kernel", "combine_kernel"]
