@@ -29,3 +29,23 @@ def test_decoding(kind):
     with routed(80) as launched:
         Simulated("triton", "cpu").check(inputs, gradients=False, **options)
     assert [kernel.function.__name__ for kernel in launched] == ["decode_kernel", "combine_kernel"]
+
+
+BANDS = {
+    "keys behind a causal mask": (100, 190, {"is_causal": True}),
+    "keys in front of a window and behind it": (100, 300, {"window": (40, 30), "alignment": "bottom_right"}),
+    "keys behind a window": (100, 190, {"window": (40, 30)}),
+    "queries in front of a causal mask": (190, 100, {"is_causal": True, "alignment": "bottom_right"}),
+    "queries behind a window": (190, 100, {"window": (40, 30)}),
+}
+
+
+@pytest.mark.parametrize("gpu", [80, 90])
+@pytest.mark.parametrize("band", BANDS)
+def test_bands(band, gpu):
+    """Output, log-sum-exp and gradients, on rows read by pointers and by TMA."""
+    queries, keys, options = BANDS[band]
+    sizes = (queries, keys, 64, 2)
+    inputs, options = make(sizes, BF16, poison=math.nan, **options)
+    with routed(gpu):
+        Simulated("triton", "cpu", gpu).check(inputs, **options)

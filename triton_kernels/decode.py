@@ -93,7 +93,7 @@ def _decode_blocks(
                 )
                 qk = tl.dot(x, tl.trans(tile), qk, input_precision=C.PRECISION)
         else:
-            q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0)
+            q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0, 0)
             qk, _, _ = products(q_tiles, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, False, True)
         s, _ = scores(qk, rows[:, None], cols[None, :], bias, bias_strides, ends, call, C, True)
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True, C.NATURAL)
@@ -135,8 +135,8 @@ def decode_kernel(
     rows = tl.where(live, r // group, 0)
     heads = hk * group + r % group
     q += b * strides.q.b + heads[:, None] * strides.q.h + rows[:, None].to(tl.int64) * strides.q.row
-    k = operand(k, k, k, k, b, hk, strides.k, strides.k, seqlen_k, False, False)
-    v = operand(v, v, v, v, b, hk, strides.v, strides.v, seqlen_k, False, False)
+    k = operand(k, k, k, k, b, hk, strides.k, strides.k, 0, seqlen_k, False, False)
+    v = operand(v, v, v, v, b, hk, strides.v, strides.v, 0, seqlen_k, False, False)
     q0 = q
     if C.CHUNK == 0:
         q0 = _load_rows(q, live, 0, C.QK.dims, C.QK.first)

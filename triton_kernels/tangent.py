@@ -99,9 +99,22 @@ def tangent_kernel(
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
     hk, hv = h // call.group_k, h // call.group_v
     given = strides.inputs
-    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call.seqlen_q, C.TQ, False)
-    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.seqlen_k, C.TK, C.TMA)
-    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.seqlen_k, C.TV, C.TMA)
+    q = operand(
+        queries.q,
+        queries.q,
+        queries.tq,
+        queries.tq,
+        b,
+        h,
+        given.q,
+        given.tq,
+        call.queries_begin,
+        call.queries_end,
+        C.TQ,
+        False,
+    )
+    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.keys_begin, call.keys_end, C.TK, C.TMA)
+    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.keys_begin, call.keys_end, C.TV, C.TMA)
     head_masks = masks_of(masks, b, h, given, C)
     q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
     rows = first_row + tl.arange(0, C.BLOCK_M)
