@@ -4,9 +4,10 @@ checked."""
 import math
 
 import pytest
+import torch
 
 from test_triton import BF16, FP16, FP32, Simulated, routed
-from test_unattended import MASKS, make
+from test_unattended import MASKS, derivatives, make
 
 # Of few queries and many keys: keys, head size, heads of keys; dtype; what leaves keys out.
 DECODED = {
@@ -45,7 +46,26 @@ BANDS = {
 def test_bands(band, gpu):
     """Output, log-sum-exp and gradients, on rows read by pointers and by TMA."""
     queries, keys, options = BANDS[band]
-    sizes = (queries, keys, 64, 2)
-    inputs, options = make(sizes, BF16, poison=math.nan, **options)
+    inputs, options = make((queries, keys, 64, 2), BF16, poison=math.nan, **options)
     with routed(gpu):
         Simulated("triton", "cpu", gpu).check(inputs, **options)
+
+
+@pytest.mark.parametrize("band", list(BANDS)[1::3])
+def test_bands_where_columns_come_in_chunks(band):
+    queries, keys, options = BANDS[band]
+    inputs, options = make((queries, keys, 40, 2), FP32, poison=math.nan, **options)
+    with routed(80) as launched:
+        Simulated("triton", "cpu").check(inputs, **options)
+    assert all(kernel.constants["CHUNK"] for kernel in launched if "CHUNK" in kernel.constants)
+
+
+@pytest.mark.parametrize(("band", "gpu"), [(list(BANDS)[1], 90), (list(BANDS)[4], 80)])
+def test_derivatives_of_second_order_and_forward_mode(band, gpu):
+    queries, keys, options = BANDS[band]
+    inputs, options = make((queries, keys, 64, 2), BF16, poison=math.nan, **options)
+    with routed(gpu):
+        target = Simulated("triton", "cpu", gpu)
+        got, want = (derivatives(target, inputs, poison, options) for poison in (math.nan, None))
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)

@@ -39,7 +39,7 @@ class Call(NamedTuple):
     seqlen_k: Any
     band_low: Any
     band_high: Any
-    # What lies outside of the band for all: keys and queries that loads take for zero.
+    # With HULL: between which keys and queries all lie that are within the band; loads take the others for zero.
     keys_begin: Any
     keys_end: Any
     queries_begin: Any

@@ -184,8 +184,8 @@ def dkdv_kernel(
     first_head = ho * kv_group
     hk, hv = first_head // call.group_k, first_head // call.group_v
     given = strides.inputs
-    k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, given.k, given.tk, call.keys_begin, call.keys_end, C.TK, False)
-    v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, given.v, given.tv, call.keys_begin, call.keys_end, C.TV, False)
+    k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, given.k, given.tk, call, True, C.TK, False)
+    v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, given.v, given.tv, call, True, C.TV, False)
     k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, C.TK, False, True)
     v_tiles = load_tiles(v, first_col, C.V, C.BLOCK_N, C, C.TV, False, True)
     sums = zeros(C.BLOCK_N, C.QK), zeros(C.BLOCK_N, C.V)
@@ -193,21 +193,8 @@ def dkdv_kernel(
     # Keys past the end need no mask: each adds to its own row of dk and dv alone, which isn't stored.
     for h in range(first_head, first_head + kv_group):
         philox = philox_of(seed, call, b, h, C)
-        q = operand(q0, q1, tq0, tq1, b, h, given.q, given.tq, call.queries_begin, call.queries_end, C.TQ, C.TMA)
-        g = operand(
-            grad_out0,
-            grad_out1,
-            None,
-            None,
-            b,
-            h,
-            given.grad_out,
-            given.grad_out,
-            call.queries_begin,
-            call.queries_end,
-            False,
-            C.TMA,
-        )
+        q = operand(q0, q1, tq0, tq1, b, h, given.q, given.tq, call, False, C.TQ, C.TMA)
+        g = operand(grad_out0, grad_out1, None, None, b, h, given.grad_out, given.grad_out, call, False, False, C.TMA)
         head_masks = masks_of(masks, b, h, given, C)
         row_offset = (b.to(tl.int64) * call.heads + h) * call.seqlen_q
         if C.RANGES > 0:
@@ -303,24 +290,11 @@ def dq_kernel(
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
     hk, hv = h // call.group_k, h // call.group_v
     given = strides.inputs
-    q = operand(
-        queries.q,
-        queries.q,
-        queries.tq,
-        queries.tq,
-        b,
-        h,
-        given.q,
-        given.tq,
-        call.queries_begin,
-        call.queries_end,
-        C.TQ,
-        False,
-    )
+    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call, False, C.TQ, False)
     g = queries.grad_out
-    g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call.queries_begin, call.queries_end, False, False)
-    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.keys_begin, call.keys_end, C.TK, C.TMA)
-    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.keys_begin, call.keys_end, C.TV, C.TMA)
+    g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call, False, False, False)
+    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call, True, C.TK, C.TMA)
+    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call, True, C.TV, C.TMA)
     head_masks = masks_of(masks, b, h, given, C)
     dbias = grads.dbias
     if C.DBIAS:

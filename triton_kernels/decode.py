@@ -135,8 +135,8 @@ def decode_kernel(
     rows = tl.where(live, r // group, 0)
     heads = hk * group + r % group
     q += b * strides.q.b + heads[:, None] * strides.q.h + rows[:, None].to(tl.int64) * strides.q.row
-    k = operand(k, k, k, k, b, hk, strides.k, strides.k, 0, seqlen_k, False, False)
-    v = operand(v, v, v, v, b, hk, strides.v, strides.v, 0, seqlen_k, False, False)
+    k = operand(k, k, k, k, b, hk, strides.k, strides.k, call, True, False, False)
+    v = operand(v, v, v, v, b, hk, strides.v, strides.v, call, True, False, False)
     q0 = q
     if C.CHUNK == 0:
         q0 = _load_rows(q, live, 0, C.QK.dims, C.QK.first)

@@ -29,6 +29,7 @@ Sizes = tuple[int, ...]
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "u8"}
 DELTA = Config(64, 0, 4, 1)
 VISITS = Config(VISIT.value, VISIT.value, 4, 1)
+_HULL = ("keys_begin", "keys_end", "queries_begin", "queries_end")
 _BY_QUERY = ("q", "tq", "grad_out")
 _LOADED = (*_BY_QUERY, "k", "v", "tk", "tv")
 _HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of head size head_dim_v
@@ -270,8 +271,7 @@ class _Builder:
         keys = band_hull(seqlen_q, seqlen_k, low, high)
         queries = band_hull(seqlen_k, seqlen_q, -high, -low)
         self.hulls = {name: queries if name in _BY_QUERY else keys for name in _LOADED}
-        self.numbers |= {"keys_begin": keys[0], "keys_end": keys[1]}
-        self.numbers |= {"queries_begin": queries[0], "queries_end": queries[1]}
+        self.numbers |= dict(zip(_HULL, (*keys, *queries), strict=True))
         self.constants: dict[str, Any] = {
             "QK": _columns(head_dim),
             "V": _columns(head_dim_v),
@@ -283,7 +283,7 @@ class _Builder:
             # A bound that excludes no entry is none, such as that of a bottom-right causal band of one query.
             "HAS_LOW": seqlen_q - 1 + low > 0,
             "HAS_HIGH": high < seqlen_k - 1,
-            "LATE": keys[0] > 0 or queries[0] > 0,
+            "HULL": keys != (0, seqlen_k) or queries != (0, seqlen_q),
             "PRECISION": "ieee" if problem.dtype != torch.float32 else "tf32" if problem.tf32 else "tf32x3",
             "TANGENT": False,
             **dict.fromkeys(("TQ", "TK", "TV", "TBIAS"), 0),
@@ -353,6 +353,8 @@ class _Builder:
         }
         if self.numbers.get("kv_group") == 1:
             numbers["kv_group"] = Leaf("constexpr", 1)  # no loop over heads: 30 registers
+        if not constants.get("HULL"):
+            numbers |= dict.fromkeys(_HULL, NOTHING)
         given = {**self.tensors, **numbers, **(described or {})}
         return launch.variant(function, given, self.strides, constants, config)
 
@@ -503,7 +505,8 @@ class _Builder:
         self.tensors |= {"part_out": Leaf("*fp32", None, 16), "part_lse": Leaf("*fp32")}
         tiles = -(-heads // heads_k * seqlen_q // config.block_m)
         chunk = configs.chunk(problem.q.shape[3], dims, problem.dtype.itemsize, True)
-        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk}
+        # HULL: decode_kernel knows better what a tile reaches.
+        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk, "HULL": False}
         kernel, rest = self.variant(decode_kernel, config, {**self.constants, **own})
         first = Step(kernel, splits * tiles * batch * heads_k, rest, None, ())
         # Two sizes, not one for each number of splits: the number follows the length, and a variant takes compiling.

@@ -76,9 +76,16 @@ def masks_of(masks, b, h, strides, C: tl.constexpr):
 
 
 @triton.jit
-def operand(x0, x1, t0, t1, b, h, strides, tangent_strides, begin, length, TANGENT: tl.constexpr, TMA: tl.constexpr):
-    """The `Operand` of a head of a tensor, given as two descriptors if TMA, else as a pointer in x0; likewise its
-    tangent if TANGENT. `begin` and `length` as in `load_tile`."""
+def operand(
+    x0, x1, t0, t1, b, h, strides, tangent_strides, call, KEYS: tl.constexpr, TANGENT: tl.constexpr, TMA: tl.constexpr
+):
+    """The `Operand` of a head of a tensor with a row for each key (KEYS) or query, given as two descriptors if TMA,
+    else as a pointer in x0; likewise its tangent if TANGENT."""
+    first = 0
+    length = call.seqlen_k if KEYS else call.seqlen_q
+    if call.keys_begin is not None:
+        first = call.keys_begin if KEYS else call.queries_begin
+        length = call.keys_end if KEYS else call.queries_end
     if not TMA:
         x0 = head_of(x0, b, h, strides)
         x1 = x0
@@ -86,25 +93,25 @@ def operand(x0, x1, t0, t1, b, h, strides, tangent_strides, begin, length, TANGE
         if not TMA:
             t0 = head_of(t0, b, h, tangent_strides)
             t1 = t0
-        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, begin, length)
+        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, first, length)
     else:
-        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, begin, length)
+        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, first, length)
 
 
 @triton.jit
 def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.constexpr, DIMS: tl.constexpr,
-              TMA: tl.constexpr, TAIL: tl.constexpr, reached=None, begin=0, LATE: tl.constexpr = False):  # fmt: skip
+              TMA: tl.constexpr, TAIL: tl.constexpr, reached=None, begin=0, HULL: tl.constexpr = False):  # fmt: skip
     """Rows [first, first + ROWS) and DIMS columns of one head's (length, dims) matrix, zero past its ends.
 
     `source` is a descriptor of (batch, heads, length, dims) if TMA, else a pointer to the head's first row, with
-    `stride` elements from row to row. TAIL: the rows may run past an end. LATE: the matrix starts with row `begin`,
+    `stride` elements from row to row. TAIL: the rows may run past an end. HULL: the matrix starts with row `begin`,
     those before are zero; a descriptor is then one of (batch, heads, length - begin, dims). `reached`, [ROWS], with a
     pointer: of the other rows nothing is loaded, they are zero. `dims` known at compile time spares the mask of columns
     where there is nothing to mask.
     """
     if TMA:
         row = first
-        if LATE:
+        if HULL:
             row -= begin
         return tl.reshape(source.load([b, h, row, first_dim]), [ROWS, DIMS])
     else:
@@ -114,7 +121,7 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
         mask = d[None, :] < dims
         if TAIL:
             mask = mask & (first + rows[:, None] < length)
-            if LATE:
+            if HULL:
                 mask = mask & (first + rows[:, None] >= begin)
         if reached is not None:
             mask = mask & reached[:, None]
@@ -124,7 +131,7 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
 @triton.jit
 def _load_part(
     rows, first, PART: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
-    LATE: tl.constexpr, TANGENT: tl.constexpr = False, reached=None,
+    HULL: tl.constexpr, TANGENT: tl.constexpr = False, reached=None,
 ):  # fmt: skip
     """The first tile (PART 0) or the second of ROWS rows of an `Operand`, or of its tangent."""
     x0 = rows.t0 if TANGENT else rows.x0
@@ -133,12 +140,12 @@ def _load_part(
     if PART == 0:
         return load_tile(
             x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached, rows.begin,
-            LATE,
+            HULL,
         )  # fmt: skip
     else:
         return load_tile(
             x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL, reached,
-            rows.begin, LATE,
+            rows.begin, HULL,
         )  # fmt: skip
 
 
@@ -153,17 +160,17 @@ def load_tiles(
     t0 = rows.t0
     t1 = rows.t1
     if C.CHUNK == 0:
-        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.LATE)
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
         x1 = x0
         if W.rest > 0:
-            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.LATE)
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
         t0 = x0
         t1 = x1
         if TANGENT:
-            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.LATE, True)
+            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, True)
             t1 = t0
             if W.rest > 0:
-                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.LATE, True)
+                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, True)
     return Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.begin, rows.length)
 
 
@@ -171,7 +178,7 @@ def load_tiles(
 def _load_chunk(pointer, rows, first, stride, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
     """Of an `Operand` or `Tiles` of pointers."""
     return load_tile(
-        pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True, None, rows.begin, C.LATE
+        pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True, None, rows.begin, C.HULL
     )
 
 
@@ -218,18 +225,18 @@ def products(
                 yt = _load_chunk(t0, rows, first, rows.tangent_stride, dim, W, ROWS, C)
             total, tangent = _times_transposed(total, tangent, x, xt, y, yt, C, A_TANGENT, TANGENT)
     else:
-        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.LATE)
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
         t0 = x0
         if TANGENT:
-            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.LATE, True)
+            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, True)
         total, tangent = _times_transposed(total, tangent, a.x0, a.t0, x0, t0, C, A_TANGENT, TANGENT)
         x1 = x0
         t1 = t0
         if W.rest > 0:
-            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.LATE)
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
             t1 = x1
             if TANGENT:
-                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.LATE, True)
+                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, True)
             total, tangent = _times_transposed(total, tangent, a.x1, a.t1, x1, t1, C, A_TANGENT, TANGENT)
     tiles = Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.begin, rows.length)
     if A_TANGENT or TANGENT:
@@ -257,12 +264,12 @@ def add_product(
     stride = b.tangent_stride if TANGENT else b.stride
     if C.CHUNK > 0:
         b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL, None, b.begin,
-                       C.LATE)  # fmt: skip
+                       C.HULL)  # fmt: skip
     acc0 = tl.dot(a.to(b0.dtype), b0, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
         if C.CHUNK > 0:
             b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL, None,
-                           b.begin, C.LATE)  # fmt: skip
+                           b.begin, C.HULL)  # fmt: skip
         acc1 = tl.dot(a.to(b1.dtype), b1, acc1, input_precision=C.PRECISION)
     return acc0, acc1
 
@@ -288,7 +295,7 @@ def add_rows(
     """
     acc0 = acc[0]
     acc1 = acc[1]
-    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.LATE, TANGENT, reached)
+    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, TANGENT, reached)
     if held is not None:
         b = _cleared(b, held)
     a = a.to(b.dtype)
@@ -296,7 +303,7 @@ def add_rows(
         acc0 = acc0 * factor[:, None]
     acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
-        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.LATE, TANGENT, reached)
+        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, TANGENT, reached)
         if held is not None:
             b = _cleared(b, held)
         if factor is not None:
@@ -318,12 +325,12 @@ def add_rows_and_products(
         acc0, acc1 = add_rows(acc, None, a, rows, first, W, ROWS, C, TMA, TAIL)
         total, _, _ = products(c, rows, first, W, C_ROWS, ROWS, C, TMA, TAIL)
     else:
-        b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.LATE)
+        b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
         a = a.to(b.dtype)
         acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
         total = tl.dot(c.x0, tl.trans(b), input_precision=C.PRECISION)
         if W.rest > 0:
-            b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.LATE)
+            b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
             acc1 = tl.dot(a, b, acc1, input_precision=C.PRECISION)
             total = tl.dot(c.x1, tl.trans(b), total, input_precision=C.PRECISION)
     return (acc0, acc1), total
