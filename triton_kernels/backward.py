@@ -107,22 +107,23 @@ def delta_kernel(grad_out, out, lse, grad_lse, delta, strides: DeltaStrides, hea
     b, h = batch_head // heads, batch_head % heads
     grad_out = head_of(grad_out, b, h, strides.grad_out)
     out = head_of(out, b, h, strides.out)
+    rows = first_row + tl.arange(0, C.BLOCK_M)
+    at = batch_head.to(tl.int64) * seqlen_q + rows
+    live = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf")) != float("-inf")
     # Lanes add up sums, not products: fused with the first addition between lanes, a product gives each of them another
     # last bit, and the lanes of a row store what should be one value.
     products = tl.zeros([C.BLOCK_M, C.DIMS], tl.float32)
     for dim in range(0, C.V.dims, C.DIMS):
         g = load_tile(
-            grad_out, 0, 0, first_row, strides.grad_out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, True
-        )
+            grad_out, 0, 0, first_row, strides.grad_out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, False,
+            live,
+        )  # fmt: skip
         o = load_tile(out, 0, 0, first_row, strides.out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, True)
         products += g.to(tl.float32) * o.to(tl.float32)
     total = tl.sum(products, 1)
-    rows = first_row + tl.arange(0, C.BLOCK_M)
-    at = batch_head.to(tl.int64) * seqlen_q + rows
     if C.HAS_GRAD_LSE:
-        total -= tl.load(grad_lse + at, mask=rows < seqlen_q, other=0.0)
-    empty = tl.load(lse + at, mask=rows < seqlen_q, other=0.0) == float("-inf")
-    tl.store(delta + at, tl.where(empty, 0.0, total), mask=rows < seqlen_q)
+        total -= tl.load(grad_lse + at, mask=live, other=0.0)
+    tl.store(delta + at, total, mask=rows < seqlen_q)
 
 
 @triton.jit
