@@ -39,6 +39,11 @@ class Call(NamedTuple):
     seqlen_k: Any
     band_low: Any
     band_high: Any
+    # With HULL: between which keys and queries all lie that are within the band; loads take the others for zero.
+    keys_begin: Any
+    keys_end: Any
+    queries_begin: Any
+    queries_end: Any
 
 
 FLOATS = ("softmax_scale", "score_scale", "softcap", "dropout_scale")
@@ -59,6 +64,13 @@ def score_numbers(params: AttentionParams) -> dict[str, Any]:
         "band_low": low,
         "band_high": high,
     }
+
+
+def band_hull(count: int, size: int, low: int, high: int) -> tuple[int, int]:
+    """Between which of `size` columns all lie that `count` rows attend to, row i to those from i + low to i + high; if
+    there are none, the ends of all."""
+    begin, end = max(low, 0), min(count + high, size)
+    return (begin, end) if begin < end else (0, size)
 
 
 def score_constants(params: AttentionParams) -> dict[str, Any]:

@@ -95,8 +95,9 @@ class QueryGrads(NamedTuple):
 
 
 @triton.jit
-def delta_kernel(grad_out, out, grad_lse, delta, strides: DeltaStrides, heads, seqlen_q, C: tl.constexpr):
-    """delta = rowsum(grad_out * out) - grad_lse, (batch, heads, seqlen_q) contiguous in fp32 like grad_lse.
+def delta_kernel(grad_out, out, lse, grad_lse, delta, strides: DeltaStrides, heads, seqlen_q, C: tl.constexpr):
+    """delta = rowsum(grad_out * out) - grad_lse, (batch, heads, seqlen_q) contiguous in fp32 like lse and grad_lse; 0
+    of a row without a key, whatever its gradients hold.
 
     Grid: (blocks of queries * batch * heads).
     """
@@ -106,20 +107,22 @@ def delta_kernel(grad_out, out, grad_lse, delta, strides: DeltaStrides, heads, s
     b, h = batch_head // heads, batch_head % heads
     grad_out = head_of(grad_out, b, h, strides.grad_out)
     out = head_of(out, b, h, strides.out)
+    rows = first_row + tl.arange(0, C.BLOCK_M)
+    at = batch_head.to(tl.int64) * seqlen_q + rows
+    live = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf")) != float("-inf")
     # Lanes add up sums, not products: fused with the first addition between lanes, a product gives each of them another
     # last bit, and the lanes of a row store what should be one value.
     products = tl.zeros([C.BLOCK_M, C.DIMS], tl.float32)
     for dim in range(0, C.V.dims, C.DIMS):
         g = load_tile(
-            grad_out, 0, 0, first_row, strides.grad_out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, True
-        )
+            grad_out, 0, 0, first_row, strides.grad_out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, False,
+            live,
+        )  # fmt: skip
         o = load_tile(out, 0, 0, first_row, strides.out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, True)
         products += g.to(tl.float32) * o.to(tl.float32)
     total = tl.sum(products, 1)
-    rows = first_row + tl.arange(0, C.BLOCK_M)
-    at = batch_head.to(tl.int64) * seqlen_q + rows
     if C.HAS_GRAD_LSE:
-        total -= tl.load(grad_lse + at, mask=rows < seqlen_q, other=0.0)
+        total -= tl.load(grad_lse + at, mask=live, other=0.0)
     tl.store(delta + at, total, mask=rows < seqlen_q)
 
 
@@ -182,8 +185,8 @@ def dkdv_kernel(
     first_head = ho * kv_group
     hk, hv = first_head // call.group_k, first_head // call.group_v
     given = strides.inputs
-    k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, given.k, given.tk, call.seqlen_k, C.TK, False)
-    v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, given.v, given.tv, call.seqlen_k, C.TV, False)
+    k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, given.k, given.tk, call, True, C.TK, False)
+    v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, given.v, given.tv, call, True, C.TV, False)
     k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, C.TK, False, True)
     v_tiles = load_tiles(v, first_col, C.V, C.BLOCK_N, C, C.TV, False, True)
     sums = zeros(C.BLOCK_N, C.QK), zeros(C.BLOCK_N, C.V)
@@ -191,8 +194,8 @@ def dkdv_kernel(
     # Keys past the end need no mask: each adds to its own row of dk and dv alone, which isn't stored.
     for h in range(first_head, first_head + kv_group):
         philox = philox_of(seed, call, b, h, C)
-        q = operand(q0, q1, tq0, tq1, b, h, given.q, given.tq, call.seqlen_q, C.TQ, C.TMA)
-        g = operand(grad_out0, grad_out1, None, None, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, C.TMA)
+        q = operand(q0, q1, tq0, tq1, b, h, given.q, given.tq, call, False, C.TQ, C.TMA)
+        g = operand(grad_out0, grad_out1, None, None, b, h, given.grad_out, given.grad_out, call, False, False, C.TMA)
         head_masks = masks_of(masks, b, h, given, C)
         row_offset = (b.to(tl.int64) * call.heads + h) * call.seqlen_q
         if C.RANGES > 0:
@@ -288,11 +291,11 @@ def dq_kernel(
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
     hk, hv = h // call.group_k, h // call.group_v
     given = strides.inputs
-    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call.seqlen_q, C.TQ, False)
+    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call, False, C.TQ, False)
     g = queries.grad_out
-    g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call.seqlen_q, False, False)
-    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.seqlen_k, C.TK, C.TMA)
-    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.seqlen_k, C.TV, C.TMA)
+    g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call, False, False, False)
+    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call, True, C.TK, C.TMA)
+    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call, True, C.TV, C.TMA)
     head_masks = masks_of(masks, b, h, given, C)
     dbias = grads.dbias
     if C.DBIAS:

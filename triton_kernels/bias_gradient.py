@@ -101,11 +101,11 @@ def bias_gradient_kernel(
         h = own_h + n % h_count
         hk, hv = h // call.group_k, h // call.group_v
         q = queries.q
-        q = operand(q, q, queries.tq, queries.tq, b, h, strides.q, strides.tq, call.seqlen_q, C.TQ, False)
+        q = operand(q, q, queries.tq, queries.tq, b, h, strides.q, strides.tq, call, False, C.TQ, False)
         g = queries.grad_out
-        g = operand(g, g, g, g, b, h, strides.grad_out, strides.grad_out, call.seqlen_q, False, False)
-        k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, strides.k, strides.tk, call.seqlen_k, C.TK, False)
-        v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, strides.v, strides.tv, call.seqlen_k, C.TV, False)
+        g = operand(g, g, g, g, b, h, strides.grad_out, strides.grad_out, call, False, False, False)
+        k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, strides.k, strides.tk, call, True, C.TK, False)
+        v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, strides.v, strides.tv, call, True, C.TV, False)
         head_masks = masks_of(masks, b, h, strides, C)
         row_offset = (b.to(tl.int64) * call.heads + h) * call.seqlen_q
         philox = philox_of(seed, call, b, h, C)

@@ -43,22 +43,25 @@ def _store_rows(pointers, tile, live, first_dim, dims, DIMS: tl.constexpr):
 
 @triton.jit
 def _share(row_tile, group, split, splits, call, C: tl.constexpr):
-    """A split's part of the keys that some row of a tile reaches, in whole blocks, dealt out evenly."""
+    """A split's part of the keys that some row of a tile reaches, in whole blocks, dealt out evenly; and the first of
+    these keys."""
     seqlen_q = call.seqlen_q
     seqlen_k = call.seqlen_k
     first_row = row_tile * C.BLOCK_M // group
     last_row = tl.minimum((row_tile * C.BLOCK_M + C.BLOCK_M - 1) // group, seqlen_q - 1)
+    first_live = 0
     begin = 0
     end = seqlen_k
     if C.HAS_LOW:
-        begin = tl.minimum(tl.maximum(first_row + call.band_low, 0), seqlen_k) // C.BLOCK_N * C.BLOCK_N
+        first_live = tl.minimum(tl.maximum(first_row + call.band_low, 0), seqlen_k)
+        begin = first_live // C.BLOCK_N * C.BLOCK_N
     if C.HAS_HIGH:
         end = tl.minimum(tl.maximum(last_row + 1 + call.band_high, 0), seqlen_k)
     blocks = (tl.maximum(end - begin, 0) + C.BLOCK_N - 1) // C.BLOCK_N
     each = (blocks + splits - 1) // splits
     begin += split * each * C.BLOCK_N
     end = tl.minimum(end, begin + each * C.BLOCK_N)
-    return begin, end
+    return begin, end, first_live
 
 
 @triton.jit
@@ -75,9 +78,10 @@ def _visited_blocks(ends, live, call, C: tl.constexpr):
 
 @triton.jit
 def _decode_blocks(
-    acc, row_max, row_sum, q, live, k, v, bias, bias_strides, rows, ends, begin, end, call, C: tl.constexpr
+    acc, row_max, row_sum, q, live, k, v, bias, bias_strides, rows, ends, first_live, begin, end, call, C: tl.constexpr
 ):
-    """The online softmax over the columns [begin, end). q: pointers to the rows, and their two tiles."""
+    """The online softmax over the columns [begin, end). q: pointers to the rows, and their two tiles. Without ranges no
+    row reaches a column before first_live."""
     for first_col in range(begin, end, C.BLOCK_N):
         cols = first_col + tl.arange(0, C.BLOCK_N)
         if C.CHUNK > 0:
@@ -89,11 +93,22 @@ def _decode_blocks(
                 )
                 qk = tl.dot(x, tl.trans(tile), qk, input_precision=C.PRECISION)
         else:
-            q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0)
+            q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0, 0)
             qk, _, _ = products(q_tiles, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, False, True)
         s, _ = scores(qk, rows[:, None], cols[None, :], bias, bias_strides, ends, call, C, True)
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True, C.NATURAL)
-        acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, False, True)
+        # Slots of a cache that no row attends to may never have been written.
+        reached = None
+        held = None
+        if C.RANGES > 0 or (C.BIAS > 0 and not C.NATURAL):
+            live_cols = tl.max(s, 0) > float("-inf")
+            if C.CHUNK > 0:  # v is loaded now
+                reached = live_cols
+            else:  # v is under way
+                held = live_cols
+        elif C.HAS_LOW or C.HAS_HIGH:
+            reached = (cols >= first_live) & (cols < end)
+        acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, False, True, False, reached, held)
     return acc, row_max, row_sum
 
 
@@ -120,8 +135,8 @@ def decode_kernel(
     rows = tl.where(live, r // group, 0)
     heads = hk * group + r % group
     q += b * strides.q.b + heads[:, None] * strides.q.h + rows[:, None].to(tl.int64) * strides.q.row
-    k = operand(k, k, k, k, b, hk, strides.k, strides.k, seqlen_k, False, False)
-    v = operand(v, v, v, v, b, hk, strides.v, strides.v, seqlen_k, False, False)
+    k = operand(k, k, k, k, b, hk, strides.k, strides.k, call, True, False, False)
+    v = operand(v, v, v, v, b, hk, strides.v, strides.v, call, True, False, False)
     q0 = q
     if C.CHUNK == 0:
         q0 = _load_rows(q, live, 0, C.QK.dims, C.QK.first)
@@ -153,13 +168,13 @@ def decode_kernel(
             left -= taken
             begin += skipped * C.BLOCK_N
             acc, row_max, row_sum = _decode_blocks(
-                acc, row_max, row_sum, q_tiles, live, k, v, bias, strides.bias, rows, ends, begin,
+                acc, row_max, row_sum, q_tiles, live, k, v, bias, strides.bias, rows, ends, 0, begin,
                 begin + taken * C.BLOCK_N, call, C,
             )  # fmt: skip
     else:
-        begin, end = _share(row_tile, group, split, splits, call, C)
+        begin, end, first_live = _share(row_tile, group, split, splits, call, C)
         acc, row_max, row_sum = _decode_blocks(
-            acc, row_max, row_sum, q_tiles, live, k, v, bias, strides.bias, rows, None, begin, end, call, C
+            acc, row_max, row_sum, q_tiles, live, k, v, bias, strides.bias, rows, None, first_live, begin, end, call, C
         )
 
     empty = row_sum == 0.0

@@ -59,9 +59,9 @@ def forward_kernel(
     """
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
     hk, hv = h // call.group_k, h // call.group_v
-    rows_of_q = operand(q, q, q, q, b, h, strides.q, strides.q, call.seqlen_q, False, False)
-    k = operand(k0, k1, k0, k1, b, hk, strides.k, strides.k, call.seqlen_k, False, C.TMA)
-    v = operand(v0, v1, v0, v1, b, hv, strides.v, strides.v, call.seqlen_k, False, C.TMA)
+    rows_of_q = operand(q, q, q, q, b, h, strides.q, strides.q, call, False, False, False)
+    k = operand(k0, k1, k0, k1, b, hk, strides.k, strides.k, call, True, False, C.TMA)
+    v = operand(v0, v1, v0, v1, b, hv, strides.v, strides.v, call, True, False, C.TMA)
     head_masks = masks_of(masks, b, h, strides, C)
     q_tiles = load_tiles(rows_of_q, first_row, C.QK, C.BLOCK_M, C, False, False, True)
     acc = zeros(C.BLOCK_M, C.V)

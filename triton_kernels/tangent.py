@@ -99,9 +99,9 @@ def tangent_kernel(
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
     hk, hv = h // call.group_k, h // call.group_v
     given = strides.inputs
-    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call.seqlen_q, C.TQ, False)
-    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call.seqlen_k, C.TK, C.TMA)
-    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call.seqlen_k, C.TV, C.TMA)
+    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call, False, C.TQ, False)
+    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call, True, C.TK, C.TMA)
+    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call, True, C.TV, C.TMA)
     head_masks = masks_of(masks, b, h, given, C)
     q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
     rows = first_row + tl.arange(0, C.BLOCK_M)
@@ -149,4 +149,5 @@ def tangent_kernel(
             C.V.rest,
         )  # fmt: skip
     if C.NU:
-        tl.store(tangents.nu + first_of_head + rows, sums, mask=inside)
+        # Whatever came as the gradient of a row without a key.
+        tl.store(tangents.nu + first_of_head + rows, tl.where(total == 0.0, 0.0, sums), mask=inside)

@@ -25,6 +25,7 @@ class Operand(NamedTuple):
     h: Any
     stride: Any
     tangent_stride: Any
+    begin: Any
     length: Any
 
 
@@ -39,6 +40,7 @@ class Tiles(NamedTuple):
     first: Any
     stride: Any
     tangent_stride: Any
+    begin: Any
     length: Any
 
 
@@ -74,9 +76,16 @@ def masks_of(masks, b, h, strides, C: tl.constexpr):
 
 
 @triton.jit
-def operand(x0, x1, t0, t1, b, h, strides, tangent_strides, length, TANGENT: tl.constexpr, TMA: tl.constexpr):
-    """The `Operand` of a head of a tensor, given as two descriptors if TMA, else as a pointer in x0; likewise its
-    tangent if TANGENT."""
+def operand(
+    x0, x1, t0, t1, b, h, strides, tangent_strides, call, KEYS: tl.constexpr, TANGENT: tl.constexpr, TMA: tl.constexpr
+):
+    """The `Operand` of a head of a tensor with a row for each key (KEYS) or query, given as two descriptors if TMA,
+    else as a pointer in x0; likewise its tangent if TANGENT."""
+    first = 0
+    length = call.seqlen_k if KEYS else call.seqlen_q
+    if call.keys_begin is not None:
+        first = call.keys_begin if KEYS else call.queries_begin
+        length = call.keys_end if KEYS else call.queries_end
     if not TMA:
         x0 = head_of(x0, b, h, strides)
         x1 = x0
@@ -84,22 +93,27 @@ def operand(x0, x1, t0, t1, b, h, strides, tangent_strides, length, TANGENT: tl.
         if not TMA:
             t0 = head_of(t0, b, h, tangent_strides)
             t1 = t0
-        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, length)
+        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, first, length)
     else:
-        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, length)
+        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, first, length)
 
 
 @triton.jit
 def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.constexpr, DIMS: tl.constexpr,
-              TMA: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
+              TMA: tl.constexpr, TAIL: tl.constexpr, reached=None, begin=0, HULL: tl.constexpr = False):  # fmt: skip
     """Rows [first, first + ROWS) and DIMS columns of one head's (length, dims) matrix, zero past its ends.
 
     `source` is a descriptor of (batch, heads, length, dims) if TMA, else a pointer to the head's first row, with
-    `stride` elements from row to row. TAIL: the rows may run past the end. `dims` known at compile time spares the mask
-    of columns where there is nothing to mask.
+    `stride` elements from row to row. TAIL: the rows may run past an end. HULL: the matrix starts with row `begin`,
+    those before are zero; a descriptor is then one of (batch, heads, length - begin, dims). `reached`, [ROWS], with a
+    pointer: of the other rows nothing is loaded, they are zero. `dims` known at compile time spares the mask of columns
+    where there is nothing to mask.
     """
     if TMA:
-        return tl.reshape(source.load([b, h, first, first_dim]), [ROWS, DIMS])
+        row = first
+        if HULL:
+            row -= begin
+        return tl.reshape(source.load([b, h, row, first_dim]), [ROWS, DIMS])
     else:
         rows = tl.arange(0, ROWS)
         d = first_dim + tl.arange(0, DIMS)
@@ -107,22 +121,32 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
         mask = d[None, :] < dims
         if TAIL:
             mask = mask & (first + rows[:, None] < length)
+            if HULL:
+                mask = mask & (first + rows[:, None] >= begin)
+        if reached is not None:
+            mask = mask & reached[:, None]
         return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _load_part(
     rows, first, PART: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
-    TANGENT: tl.constexpr = False,
+    HULL: tl.constexpr, TANGENT: tl.constexpr = False, reached=None,
 ):  # fmt: skip
     """The first tile (PART 0) or the second of ROWS rows of an `Operand`, or of its tangent."""
     x0 = rows.t0 if TANGENT else rows.x0
     x1 = rows.t1 if TANGENT else rows.x1
     stride = rows.tangent_stride if TANGENT else rows.stride
     if PART == 0:
-        return load_tile(x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL)
+        return load_tile(
+            x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached, rows.begin,
+            HULL,
+        )  # fmt: skip
     else:
-        return load_tile(x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL)
+        return load_tile(
+            x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL, reached,
+            rows.begin, HULL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -136,23 +160,26 @@ def load_tiles(
     t0 = rows.t0
     t1 = rows.t1
     if C.CHUNK == 0:
-        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
         x1 = x0
         if W.rest > 0:
-            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
         t0 = x0
         t1 = x1
         if TANGENT:
-            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, True)
+            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, True)
             t1 = t0
             if W.rest > 0:
-                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, True)
-    return Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.length)
+                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, True)
+    return Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.begin, rows.length)
 
 
 @triton.jit
-def _load_chunk(pointer, first, stride, length, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
-    return load_tile(pointer, 0, 0, first, stride, length, dim, W.dims, ROWS, C.CHUNK, False, True)
+def _load_chunk(pointer, rows, first, stride, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
+    """Of an `Operand` or `Tiles` of pointers."""
+    return load_tile(
+        pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True, None, rows.begin, C.HULL
+    )
 
 
 @triton.jit
@@ -188,30 +215,30 @@ def products(
         total = tl.zeros([A_ROWS, ROWS], tl.float32)
         tangent = tl.zeros([A_ROWS, ROWS], tl.float32)
         for dim in range(0, W.dims, C.CHUNK):
-            x = _load_chunk(a.x0, a.first, a.stride, a.length, dim, W, A_ROWS, C)
-            y = _load_chunk(x0, first, rows.stride, rows.length, dim, W, ROWS, C)
+            x = _load_chunk(a.x0, a, a.first, a.stride, dim, W, A_ROWS, C)
+            y = _load_chunk(x0, rows, first, rows.stride, dim, W, ROWS, C)
             xt = x
             yt = y
             if A_TANGENT:
-                xt = _load_chunk(a.t0, a.first, a.tangent_stride, a.length, dim, W, A_ROWS, C)
+                xt = _load_chunk(a.t0, a, a.first, a.tangent_stride, dim, W, A_ROWS, C)
             if TANGENT:
-                yt = _load_chunk(t0, first, rows.tangent_stride, rows.length, dim, W, ROWS, C)
+                yt = _load_chunk(t0, rows, first, rows.tangent_stride, dim, W, ROWS, C)
             total, tangent = _times_transposed(total, tangent, x, xt, y, yt, C, A_TANGENT, TANGENT)
     else:
-        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
         t0 = x0
         if TANGENT:
-            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, True)
+            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, True)
         total, tangent = _times_transposed(total, tangent, a.x0, a.t0, x0, t0, C, A_TANGENT, TANGENT)
         x1 = x0
         t1 = t0
         if W.rest > 0:
-            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
             t1 = x1
             if TANGENT:
-                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, True)
+                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, True)
             total, tangent = _times_transposed(total, tangent, a.x1, a.t1, x1, t1, C, A_TANGENT, TANGENT)
-    tiles = Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.length)
+    tiles = Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.begin, rows.length)
     if A_TANGENT or TANGENT:
         return total, tangent, tiles
     else:
@@ -236,31 +263,49 @@ def add_product(
     b1 = b.t1 if TANGENT else b.x1
     stride = b.tangent_stride if TANGENT else b.stride
     if C.CHUNK > 0:
-        b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL)
+        b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL, None, b.begin,
+                       C.HULL)  # fmt: skip
     acc0 = tl.dot(a.to(b0.dtype), b0, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
         if C.CHUNK > 0:
-            b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL)
+            b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL, None,
+                           b.begin, C.HULL)  # fmt: skip
         acc1 = tl.dot(a.to(b1.dtype), b1, acc1, input_precision=C.PRECISION)
     return acc0, acc1
 
 
 @triton.jit
+def _cleared(b, held):
+    """b with zeros in the rows that `held` doesn't have. By bits: the mask of a row's two neighbours of 16 bits is one
+    register, where selecting would take two predicates."""
+    BITS: tl.constexpr = tl.int32 if b.dtype.primitive_bitwidth == 32 else tl.int16
+    return (b.to(BITS, bitcast=True) & -held.to(BITS)[:, None]).to(b.dtype, bitcast=True)
+
+
+@triton.jit
 def add_rows(
     acc, factor, a, rows, first, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr,
-    TAIL: tl.constexpr, TANGENT: tl.constexpr = False,
+    TAIL: tl.constexpr, TANGENT: tl.constexpr = False, reached=None, held=None,
 ):  # fmt: skip
     """acc, every row times its factor (None: 1), + a b, with a in b's dtype: b are ROWS rows of an `Operand`, or of its
-    tangent, from `first` on, each tile of which is loaded when it is multiplied."""
+    tangent, from `first` on, each tile of which is loaded when it is multiplied.
+
+    A weight of 0 times NaN is NaN: `reached` and `held`, [ROWS], say which rows of b weights may meet, and the others
+    are zero. What `reached` leaves out isn't loaded (with pointers); `held`, which may be known later, clears it then.
+    """
     acc0 = acc[0]
     acc1 = acc[1]
-    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, TANGENT)
+    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, TANGENT, reached)
+    if held is not None:
+        b = _cleared(b, held)
     a = a.to(b.dtype)
     if factor is not None:
         acc0 = acc0 * factor[:, None]
     acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
-        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, TANGENT)
+        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, TANGENT, reached)
+        if held is not None:
+            b = _cleared(b, held)
         if factor is not None:
             acc1 = acc1 * factor[:, None]
         acc1 = tl.dot(a, b, acc1, input_precision=C.PRECISION)
@@ -280,12 +325,12 @@ def add_rows_and_products(
         acc0, acc1 = add_rows(acc, None, a, rows, first, W, ROWS, C, TMA, TAIL)
         total, _, _ = products(c, rows, first, W, C_ROWS, ROWS, C, TMA, TAIL)
     else:
-        b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
+        b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
         a = a.to(b.dtype)
         acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
         total = tl.dot(c.x0, tl.trans(b), input_precision=C.PRECISION)
         if W.rest > 0:
-            b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
+            b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
             acc1 = tl.dot(a, b, acc1, input_precision=C.PRECISION)
             total = tl.dot(c.x1, tl.trans(b), total, input_precision=C.PRECISION)
     return (acc0, acc1), total

@@ -209,7 +209,7 @@ def backward(
         return *grads, dbias
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     index, run = q.get_device(), plans.launch.run
-    run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
+    run(plan.delta.kernel, plan.delta.grid, (grad_out, out, lse, grad_lse, delta, *plan.delta.rest), index)
     inputs = (q, k, v, grad_out, bias, key_ranges, philox_seed)
     _gradients(plans, plan, inputs, (None, None, None, None), (lse, delta, None, None), grads, dbias)
     return *grads, dbias
@@ -286,7 +286,7 @@ def second_backward(
     inputs = (q, k, v, grad_out, bias, key_ranges, philox_seed)
     if (step := first.step) is not None:
         _move(plans, step, inputs, moves, (out, lse), (tout, mu, nu))
-        run(plan.delta.kernel, plan.delta.grid, (grad_out, out, grad_lse, delta, *plan.delta.rest), index)
+        run(plan.delta.kernel, plan.delta.grid, (grad_out, out, lse, grad_lse, delta, *plan.delta.rest), index)
     else:
         tout.zero_()
         mu.zero_()

@@ -65,6 +65,7 @@ _RANGES: dict[tuple[int, str, int], dict[str, tuple[int, str]]] = {
     (90, "dkdv", 128): {"90a": (76, _ENDS)},
 }
 DECODE_BUDGET = (8, _FEW)
+_DECODE_RANGES = {(4, 64): {"120a": (32, _ENDS)}, (4, 512): {"90a": (24, _ENDS)}}
 # Architectures whose code is sm_80's with other registers to spare: of them .ci/run has what models run most.
 _SELDOM = "86 120a"
 BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}
@@ -135,6 +136,7 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
             bias=bias,
             bias_dtype=None if bias is None else torch.bool if feature == "mask" else problem.dtype,
             params=problem.params._replace(band_offset=keys - rows),  # causal, aligned to the last key
+            ranges=plan.TensorSpec((1, 1, rows, 1), (0, 0, 0, 0), True).like(2).spec() if feature == "ranges" else None,
         )
         forward = plan.forward_plan(problem, True, 132)
         assert forward.step is not None
@@ -145,13 +147,15 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
         hmma = (size + (constants["CHUNK"] or size)) * scores // 2048 * (1 if itemsize == 2 else 6)
         counts = {"HMMA": hmma, **({"LDGSTS": 1} if options["num_stages"] > 1 else {})}
         name = f"triton decode {of} {constants['BLOCK_M']} rows {feature}"
-        found.setdefault(name, _case(name, kernel, archs, {archs: counts}, spills, seldom))
+        own = _DECODE_RANGES.get((itemsize, size), {}) if feature == "ranges" else {}
+        budgets = {arch: own.get(arch, DECODE_BUDGET) for arch in archs.split()}
+        found.setdefault(name, _case(name, kernel, archs, {archs: counts}, budgets, seldom))
         name = f"triton combine {of} {combine.constants['SPLITS']} parts"
         found.setdefault(name, _case(name, combine, archs, {archs: {"LDG": 1}}, spills, seldom))
     return list(found.values())
 
 
-_DECODED = ("tile", "mask", "mods")
+_DECODED = ("tile", "mask", "mods", "ranges")
 
 
 def _problem(capability: int, size: int, itemsize: int, feature: str) -> plan.PlanKey:
