@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops  # noqa: F401 (defines the operators)
+from . import (
+    ops,  # noqa: F401 (defines the operators)
+    signatures,
+)
 from .mask import Mask
 
 
@@ -64,18 +67,22 @@ def with_flop_counter(function: Callable[[ModuleType], None]) -> Callable[[], No
 _FORMULAS: dict[Any, Callable[..., int]] = {}
 
 
-def _counts(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    def keep(formula: Callable[..., int]) -> Callable[..., int]:
-        _FORMULAS[operator] = formula
+def _counts(signature: signatures.Signature) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
+    """Of an operator, by a function of its grouped arguments."""
+
+    def keep(formula: Callable[[Any], int]) -> Callable[[Any], int]:
+        operator = getattr(torch.ops.attnkern, signature.arguments.__name__)
+        _FORMULAS[operator] = lambda *flat, **_: formula(signature.of(flat))
         return formula
 
     return keep
 
 
-def _scores(q: Tensor, k: Tensor, key_ranges: Tensor | None) -> int:
+def _scores(inputs: signatures.Inputs) -> int:
     """How many count. Waits for the device that key ranges are on."""
-    batch, heads, seqlen_q, _ = q.shape
-    seqlen_k = k.shape[2]
+    key_ranges = inputs.key_ranges
+    batch, heads, seqlen_q, _ = inputs.q.shape
+    seqlen_k = inputs.k.shape[2]
     # No subclass, whose values another may hold (FakeTensor) or that holds a part of them (DTensor).
     if key_ranges is None or type(key_ranges) is not Tensor or key_ranges.is_meta:
         return batch * heads * seqlen_q * seqlen_k
@@ -84,36 +91,38 @@ def _scores(q: Tensor, k: Tensor, key_ranges: Tensor | None) -> int:
     return int(mask.live) * alike[0] * alike[1]
 
 
-@_counts(torch.ops.attnkern.forward)
-def _forward_flops(q, k, v, bias, key_ranges, *args, **kwargs) -> int:
+@_counts(signatures.FORWARD)
+def _forward_flops(call: Any) -> int:
     """Q K^T and P V."""
-    return 2 * _scores(q, k, key_ranges) * (q.shape[3] + v.shape[3])
+    q, v = call.inputs.q, call.inputs.v
+    return 2 * _scores(call.inputs) * (q.shape[3] + v.shape[3])
 
 
-@_counts(torch.ops.attnkern.backward)
-def _backward_flops(grad, grad_lse, q, k, v, bias, key_ranges, *args, **kwargs) -> int:
+@_counts(signatures.BACKWARD)
+def _backward_flops(call: Any) -> int:
     """Q K^T again, dO V^T, P^T dO, dS K, dS^T Q."""
-    return 2 * _scores(q, k, key_ranges) * (3 * q.shape[3] + 2 * v.shape[3])
+    q, v = call.inputs.q, call.inputs.v
+    return 2 * _scores(call.inputs) * (3 * q.shape[3] + 2 * v.shape[3])
 
 
-@_counts(torch.ops.attnkern.tangent)
-def _tangent_flops(q, k, v, bias, key_ranges, seed, tq, tk, tv, tbias, *args, **kwargs) -> int:
+@_counts(signatures.TANGENT)
+def _tangent_flops(call: Any) -> int:
     """Q K^T again, the scores' tangents by those of Q and K, the output's by those of the scores and of V."""
-    return 2 * _scores(q, k, key_ranges) * _tangent_size(q, v, tq, tk, tv, tbias)
+    return 2 * _scores(call.inputs) * _tangent_size(call.inputs, call.tangents)
 
 
-@_counts(torch.ops.attnkern.second_backward)
-def _second_backward_flops(
-    cot_dq, cot_dk, cot_dv, cot_dbias, grad, grad_lse, q, k, v, bias, key_ranges, *args, **kwargs
-) -> int:
+@_counts(signatures.SECOND_BACKWARD)
+def _second_backward_flops(call: Any) -> int:
     """The tangent with its products, dO V^T, dO cot_dv^T, P'^T dO, dS' K, dS'^T Q, dS cot_dk, dS^T cot_dq."""
-    scores_move = _given(cot_dq, cot_dk, cot_dbias) > 0
-    size = q.shape[3] * (2 + _given(cot_dq, cot_dk)) + v.shape[3] * (1 + scores_move + _given(cot_dv))
-    return 2 * _scores(q, k, key_ranges) * (size + _tangent_size(q, v, cot_dq, cot_dk, cot_dv, cot_dbias))
+    q, v, moved = call.inputs.q, call.inputs.v, call.cotangents
+    scores_move = _given(moved.q, moved.k, moved.bias) > 0
+    size = q.shape[3] * (2 + _given(moved.q, moved.k)) + v.shape[3] * (1 + scores_move + _given(moved.v))
+    return 2 * _scores(call.inputs) * (size + _tangent_size(call.inputs, moved))
 
 
-def _tangent_size(q, v, tq, tk, tv, tbias) -> int:
-    return q.shape[3] * (1 + _given(tq, tk)) + v.shape[3] * ((_given(tq, tk, tbias) > 0) + _given(tv))
+def _tangent_size(inputs: signatures.Inputs, moved: signatures.Derivatives) -> int:
+    scores_move = _given(moved.q, moved.k, moved.bias) > 0
+    return inputs.q.shape[3] * (1 + _given(moved.q, moved.k)) + inputs.v.shape[3] * (scores_move + _given(moved.v))
 
 
 def _given(*tensors) -> int:

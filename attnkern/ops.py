@@ -296,7 +296,7 @@ def route_forward(*flat):
     call = FORWARD.of(flat)
     params = _checked(call.inputs, call.params)
     problem = Problem.of_inputs(call.inputs, params)
-    return _run("forward", call.backend, problem, call.need_lse, *call.inputs, params, call.need_lse)
+    return _run("forward", call.backend, problem, call.need_lse, call.inputs, params, call.need_lse)
 
 
 def _check_backward(call: Any, bits: Sequence[int]) -> AttentionParams:
@@ -313,7 +313,8 @@ def route_backward(*flat):
     call = BACKWARD.of(flat)
     params = _check_backward(call, GRAD_BITS)
     problem = Problem.of_inputs(call.inputs, params)
-    return _run("backward", call.backend, problem, True, *flat[: BACKWARD.num_tensors], params, call.grad_mask)
+    given = call.grad_out, call.grad_lse, call.inputs, call.out, call.lse
+    return _run("backward", call.backend, problem, True, *given, params, call.grad_mask)
 
 
 library.impl("forward", route_forward, "CUDA")
@@ -348,7 +349,7 @@ def route_tangent(*flat):
     _check_results(call.inputs.q, call.inputs.v, {"lse": call.lse}, out=call.out)
     _check_tangents(call.inputs, "t", call.tangents)
     problem = Problem.of_inputs(call.inputs, params)
-    return _run("tangent", call.backend, problem, True, *flat[: TANGENT.num_tensors], params)
+    return _run("tangent", call.backend, problem, True, call.inputs, call.tangents, call.out, call.lse, params)
 
 
 def route_second_backward(*flat):
@@ -357,8 +358,8 @@ def route_second_backward(*flat):
     params = _check_backward(call, SECOND_ORDER_BITS)
     _check_tangents(call.inputs, "cot_d", call.cotangents)
     problem = Problem.of_inputs(call.inputs, params)
-    tensors = flat[: SECOND_BACKWARD.num_tensors]
-    return _run("second_backward", call.backend, problem, True, *tensors, params, call.grad_mask)
+    given = call.cotangents, call.grad_out, call.grad_lse, call.inputs, call.out, call.lse
+    return _run("second_backward", call.backend, problem, True, *given, params, call.grad_mask)
 
 
 library.impl("tangent", route_tangent, "CompositeExplicitAutograd")

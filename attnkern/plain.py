@@ -14,43 +14,31 @@ from .backends import reference
 from .params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, empty_like_heads
 from .problem import Problem, autocasts
 from .second_order import second_backward, tangent
+from .signatures import Inputs
 
 __all__ = ["backward", "forward", "second_backward", "tangent"]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
-    params: AttentionParams,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, params: AttentionParams, need_lse: bool) -> tuple[Tensor, Tensor]:
     """`attnkern::forward` (ops.py)."""
-    out, lse = reference.forward(Problem(q, k, v, bias, key_ranges, params, None), philox_seed)
+    out, lse = reference.forward(Problem.of_inputs(inputs, params), inputs.philox_seed)
     return out, lse if need_lse else lse.new_empty(0)
 
 
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::backward` (ops.py). Keys and values may be a part of those that `out` and `lse` are the results of."""
+    q, k, v, bias, key_ranges, philox_seed = inputs
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return backward(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, params, grad_mask)
+            return backward(grad_out, grad_lse, inputs, out, lse, params, grad_mask)
     batch, heads, seqlen_q, _ = q.shape
     exact, seqlen_k = lse.dtype, k.shape[2]
     none = (lse == -math.inf).unsqueeze(-1)

@@ -44,33 +44,27 @@ from .params import (
     AttentionParams,
     empty_like_heads,
 )
+from .signatures import Derivatives, Inputs
 
 _FEWEST_ROWS = 32
 """Rows of a tile, were there ever so many keys: for fewer, reading the keys takes longer than the products."""
 
 
 def tangent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
-    tq: Tensor | None,
-    tk: Tensor | None,
-    tv: Tensor | None,
-    tbias: Tensor | None,
+    inputs: Inputs,
+    tangents: Derivatives,
     out: Tensor,
     lse: Tensor,
     params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
     """`attnkern::tangent` (ops.py) on any device."""
+    q, v = inputs.q, inputs.v
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return tangent(q, k, v, bias, key_ranges, philox_seed, tq, tk, tv, tbias, out, lse, params)
+            return tangent(inputs, tangents, out, lse, params)
     tout = empty_like_heads(q, v.shape[-1])
     tlse = lse.new_empty(q.shape[:3])
-    for tile in _tiles(q, k, v, bias, key_ranges, philox_seed, (tq, tk, tv, tbias), params, lse.dtype):
+    for tile in _tiles(inputs, tangents, params, lse.dtype):
         tout[tile.at] = tile.tout()
         tlse[tile.at] = tile.tlse
         del tile  # before the next one is made
@@ -78,30 +72,20 @@ def tangent(
 
 
 def second_backward(
-    cot_dq: Tensor | None,
-    cot_dk: Tensor | None,
-    cot_dv: Tensor | None,
-    cot_dbias: Tensor | None,
+    cotangents: Derivatives,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::second_backward` (ops.py) on any device."""
-    cotangents = (cot_dq, cot_dk, cot_dv, cot_dbias)
+    q, k, v, bias, *_ = inputs
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return second_backward(
-                *cotangents, grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out, lse, params, grad_mask
-            )
+            return second_backward(cotangents, grad_out, grad_lse, inputs, out, lse, params, grad_mask)
     dtype = lse.dtype
 
     def wanted(bit: int) -> bool:
@@ -116,7 +100,7 @@ def second_backward(
         for x, bit in ((k, GRAD_K), (v, GRAD_V))
     )
     gbias = bias.new_zeros(bias.shape, dtype=dtype) if bias is not None and wanted(GRAD_BIAS) else None
-    for tile in _tiles(q, k, v, bias, key_ranges, philox_seed, cotangents, params, dtype):
+    for tile in _tiles(inputs, cotangents, params, dtype):
         rows_grad = grad_out[tile.at].to(dtype).masked_fill(tile.dead, 0.0)
         if wanted(GRAD_GRAD_OUT):
             g_grad_out[tile.at] = tile.tout()
@@ -192,18 +176,9 @@ class _Tile(NamedTuple):
         return w.mul_(self.params.softmax_scale), dx.mul_(self.params.softmax_scale)
 
 
-def _tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
-    tangents: tuple[Tensor | None, ...],
-    params: AttentionParams,
-    dtype: torch.dtype,
-) -> Iterator[_Tile]:
+def _tiles(inputs: Inputs, tangents: Derivatives, params: AttentionParams, dtype: torch.dtype) -> Iterator[_Tile]:
     """Every row of every head once."""
+    q, k, v, bias, key_ranges, philox_seed = inputs
     batch, num_heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[-2]
     tq, tk, tv, tbias = tangents

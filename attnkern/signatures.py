@@ -33,9 +33,11 @@ class Inputs(NamedTuple):
     q: Tensor  # (B, Hq, L, E)
     k: Tensor  # (B, Hk, S, E)
     v: Tensor  # (B, Hv, S, Ev)
-    bias: Tensor | None  # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
-    key_ranges: Tensor | None  # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either
-    philox_seed: Tensor | None  # int64: a key for each of equal consecutive groups of the batch
+    # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
+    bias: Tensor | None = None
+    # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
+    key_ranges: Tensor | None = None
+    philox_seed: Tensor | None = None  # int64: a key for each of equal consecutive groups of the batch
 
     @property
     def differentiable(self) -> Derivatives:

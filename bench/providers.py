@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkern
+from attnkern import signatures
 from attnkern.cases import Case
 from attnkern.params import AttentionParams
 from attnkern.problem import Problem
@@ -221,10 +222,10 @@ def _triton_operator(case: Case, inputs: Inputs) -> Attend:
     from attnkern.backends import triton
 
     _refuse_other_than_launches(case)
-    rest: Any = (None, None, _params(case, inputs), False)
+    params = _params(case, inputs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return triton.forward(query, key, value, mask, *rest)[0]
+        return triton.forward(signatures.Inputs(query, key, value, mask), params, False)[0]
 
     return attend
 
@@ -237,7 +238,7 @@ def _triton_launch(case: Case, inputs: Inputs) -> Attend:
 
     _refuse_other_than_launches(case)
     launched: list[tuple[Any, ...]] = []
-    arguments: Any = (*_tensors(inputs), None, None, _params(case, inputs), False)
+    arguments = signatures.Inputs(*_tensors(inputs)), _params(case, inputs), False
     with _without_driver():
         run, launch.run = launch.run, lambda *arguments: launched.append(arguments)
         try:

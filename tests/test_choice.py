@@ -15,6 +15,7 @@ import routes
 from attnkern import ops, plain, testing
 from attnkern.backends import choice, cuda, triton
 from attnkern.problem import Problem
+from attnkern.signatures import Inputs
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 KIB = 1024
@@ -400,7 +401,7 @@ def test_plain_torch_is_the_last_to_take_a_call_of_an_operator(unbuilt, name):
         pytest.warns(attnkern.FallbackWarning, match=f"plain torch runs this attention.*{REASON}"),
     ):
         out, lse = ops.route_forward(q, k, v, None, None, None, *params, True, name)
-    assert torch.equal(out, plain.forward(q, k, v, None, None, None, params, True)[0])
+    assert torch.equal(out, plain.forward(Inputs(q, k, v), params, True)[0])
     given = torch.ones_like(out), None, q, k, v, None, None, None, out, lse, *params, 7
     with pytest.warns(attnkern.FallbackWarning, match="delta_kernel"):
         grads = ops.route_backward(*given, name)
@@ -420,14 +421,13 @@ def test_the_backward_operator_in_plain_torch_is_that_of_the_kernels(options, ma
     inputs = testing.make_inputs(2, 4, 60, 70, 32, heads_k=2, mask=mask, seed=3)
     ranges = None if ranges is None else torch.tensor(ranges, dtype=torch.int32).expand(60 // 2, 2, 1, 2).flatten(0, 1)
     problem = Problem.from_sdpa(**inputs.tensors, **options, dropout_p=p, enable_gqa=True, key_ranges=ranges)
-    q, k, v, bias, ranges, params, _ = problem
-    seed = torch.tensor([5]) if p else None
-    out, lse = ops.forward(q, k, v, bias, ranges, seed, *params, True, "cpu")
+    given, params = problem.inputs(torch.tensor([5]) if p else None), problem.params
+    out, lse = ops.forward(*given, *params, True, "cpu")
     generator = torch.Generator().manual_seed(1)
     grad_out, grad_lse = (torch.randn(x.shape, generator=generator) for x in (out, lse))
-    grad_mask = 15 if bias is not None and bias.is_floating_point() else 7
-    given = grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse
-    want = ops.backward(*given, *params, grad_mask, "cpu")
-    for a, b in zip(plain.backward(*given, params, grad_mask), want, strict=True):
+    grad_mask = 15 if given.bias is not None and given.bias.is_floating_point() else 7
+    want = ops.backward(grad_out, grad_lse, *given, out, lse, *params, grad_mask, "cpu")
+    made = plain.backward(grad_out, grad_lse, given, out, lse, params, grad_mask)
+    for a, b in zip(made, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
         assert a.stride() == b.stride()

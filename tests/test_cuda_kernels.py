@@ -12,6 +12,7 @@ import ptxsim
 import routes
 from attnkern import testing
 from attnkern.problem import Problem
+from attnkern.signatures import Inputs
 from conftest import Target
 from matrix import call, tagged
 from ptxsim import SHARED_LIMIT
@@ -209,7 +210,7 @@ def test_splits_change_nothing_but_rounding(simulated, dtype, size):
     want = testing.expected(q, k, v)
     params = Problem.from_sdpa(q, k, v, None, 0.0).params
     for splits in (1, 3, 128):
-        out, lse = cuda.forward(q, k, v, None, None, None, params, True, splits=splits)
+        out, lse = cuda.forward(Inputs(q, k, v), params, True, splits=splits)
         for name, actual in (("out", out), ("lse", lse)):
             want[name].check(actual, name=f"{name} of {splits} splits")
 
@@ -225,9 +226,9 @@ def test_operators_without_a_head(simulated):
     bias, rows = torch.ones(1, 1, 5, 7, dtype=BF16), torch.ones(2, 0, 5)
     params = Problem.from_sdpa(q, q, q, None, 0.0).params
     for splits in (None, 0, 3):
-        out, lse = cuda.forward(q, k, k, bias, None, None, params, True, splits=splits)
+        out, lse = cuda.forward(Inputs(q, k, k, bias), params, True, splits=splits)
         assert (out.shape, lse.shape) == (q.shape, rows.shape)
-    grads = cuda.backward(q, None, q, k, k, bias, None, None, q, rows, params, 15)
+    grads = cuda.backward(q, None, Inputs(q, k, k, bias), q, rows, params, 15)
     for grad, x in zip(grads, (q, k, k, bias), strict=True):
         assert grad.shape == x.shape
         assert (grad == 0).all()

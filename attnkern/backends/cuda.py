@@ -14,6 +14,7 @@ from torch import Tensor
 from .._library import load_error
 from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
+from ..signatures import Inputs
 from . import disabled
 
 NAME = "cuda"
@@ -194,12 +195,7 @@ def is_for_hopper(problem: Problem) -> bool:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
+    inputs: Inputs,
     params: AttentionParams,
     need_lse: bool,
     splits: int | None = None,
@@ -208,25 +204,19 @@ def forward(
     """`attnkern::forward` (ops.py) on a CUDA device. splits and schedule replace the plan's: for timing."""
     tf32, _ = _modes()
     operator = torch.ops.attnkern.cuda_forward
-    return _run(operator, q, k, v, bias, key_ranges, philox_seed, *params, need_lse, tf32, splits, schedule)
+    return _run(operator, *inputs, *params, need_lse, tf32, splits, schedule)
 
 
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
-    inputs = q, k, v, bias, key_ranges, philox_seed
     operator = torch.ops.attnkern.cuda_backward
     return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
 

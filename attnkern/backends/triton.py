@@ -23,6 +23,7 @@ from ..params import (
     AttentionParams,
 )
 from ..problem import Problem
+from ..signatures import Derivatives, Inputs
 from . import disabled, triton_interpreted
 
 NAME = "triton"
@@ -148,21 +149,12 @@ def _line(name: str, step: Any, splits: int) -> str:
     return f"{name}: {', '.join(tile)}"
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
-    params: AttentionParams,
-    need_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, params: AttentionParams, need_lse: bool) -> tuple[Tensor, Tensor]:
     """`attnkern::forward` (ops.py) on a CUDA device."""
-    plans = _plans()
-    q, k, v, bias = _rows(q), _rows(k), _rows(v), _narrow(bias)
+    plans, inputs = _plans(), _as_read(inputs)
+    q, k, v, bias, key_ranges, philox_seed = inputs
     index, run = q.get_device(), plans.launch.run
-    problem = _problem(plans, q, k, v, bias, key_ranges, philox_seed, params)
+    problem = _problem(plans, inputs, params)
     plan = plans.forward_plan(problem, need_lse, _processors(plans, index))
     masks = (bias, None, key_ranges, None)
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
@@ -185,24 +177,19 @@ def forward(
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
-    plans = _plans()
-    q, k, v, grad_out, out = _rows(q), _rows(k), _rows(v), _rows(grad_out), _rows(out)
-    lse, bias = lse.contiguous(), _narrow(bias)
+    plans, inputs = _plans(), _as_read(inputs)
+    q, bias = inputs.q, inputs.bias
+    grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    problem = _problem(plans, q, k, v, bias, key_ranges, philox_seed, params)
+    problem = _problem(plans, inputs, params)
     plan = plans.backward_plan(problem, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask)
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     if plan.delta is None:
@@ -210,8 +197,8 @@ def backward(
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     index, run = q.get_device(), plans.launch.run
     run(plan.delta.kernel, plan.delta.grid, (grad_out, out, lse, grad_lse, delta, *plan.delta.rest), index)
-    inputs = (q, k, v, grad_out, bias, key_ranges, philox_seed)
-    _gradients(plans, plan, inputs, (None, None, None, None), (lse, delta, None, None), grads, dbias)
+    none = Derivatives(None, None, None, None)
+    _gradients(plans, plan, inputs, grad_out, none, (lse, delta, None, None), grads, dbias)
     return *grads, dbias
 
 
@@ -221,61 +208,41 @@ def has_second_order() -> bool:
 
 
 def tangent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
-    tq: Tensor | None,
-    tk: Tensor | None,
-    tv: Tensor | None,
-    tbias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    params: AttentionParams,
+    inputs: Inputs, tangents: Derivatives, out: Tensor, lse: Tensor, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """`attnkern::tangent` (ops.py) on a CUDA device."""
-    plans = _plans()
-    q, k, v, out, lse, bias = _rows(q), _rows(k), _rows(v), _rows(out), lse.contiguous(), _narrow(bias)
-    moves, direction = _direction(plans, tq, tk, tv, tbias)
-    problem = _problem(plans, q, k, v, bias, key_ranges, philox_seed, params)
+    plans, inputs = _plans(), _as_read(inputs)
+    q, out, lse = inputs.q, _rows(out), lse.contiguous()
+    moves, direction = _direction(plans, tangents)
+    problem = _problem(plans, inputs, params)
     plan = plans.tangent_plan(problem, direction, _spec(plans, out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if (step := plan.step) is None:
         return tout.zero_(), tlse.zero_()
-    _move(plans, step, (q, k, v, None, bias, key_ranges, philox_seed), moves, (out, lse), (tout, tlse, None))
+    _move(plans, step, inputs, None, moves, (out, lse), (tout, tlse, None))
     return tout, tlse
 
 
 def second_backward(
-    cot_dq: Tensor | None,
-    cot_dk: Tensor | None,
-    cot_dv: Tensor | None,
-    cot_dbias: Tensor | None,
+    cotangents: Derivatives,
     grad_out: Tensor,
     grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::second_backward` (ops.py) on a CUDA device."""
-    plans = _plans()
-    q, k, v, grad_out, out = _rows(q), _rows(k), _rows(v), _rows(grad_out), _rows(out)
-    lse, bias = lse.contiguous(), _narrow(bias)
+    plans, inputs = _plans(), _as_read(inputs)
+    q, bias = inputs.q, inputs.bias
+    grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     # The cotangents are the direction in which the forward pass moves: see triton_kernels/backward.py.
-    moves, direction = _direction(plans, cot_dq, cot_dk, cot_dv, cot_dbias)
-    problem = _problem(plans, q, k, v, bias, key_ranges, philox_seed, params)
+    moves, direction = _direction(plans, cotangents)
+    problem = _problem(plans, inputs, params)
     first, plan = plans.second_backward_plan(
         problem, direction, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask
     )
@@ -283,30 +250,35 @@ def second_backward(
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     tout = torch.empty_strided(*first.tout, dtype=q.dtype, device=device)
     mu, nu, delta = torch.empty((3, *q.shape[:3]), dtype=torch.float32, device=device)
-    inputs = (q, k, v, grad_out, bias, key_ranges, philox_seed)
     if (step := first.step) is not None:
-        _move(plans, step, inputs, moves, (out, lse), (tout, mu, nu))
+        _move(plans, step, inputs, grad_out, moves, (out, lse), (tout, mu, nu))
         run(plan.delta.kernel, plan.delta.grid, (grad_out, out, lse, grad_lse, delta, *plan.delta.rest), index)
     else:
         tout.zero_()
         mu.zero_()
-    _gradients(plans, plan, inputs, moves, (lse, delta, mu, nu), grads, dbias)
+    _gradients(plans, plan, inputs, grad_out, moves, (lse, delta, mu, nu), grads, dbias)
     g_grad_out = tout if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
     g_grad_lse = mu if grad_mask & GRAD_GRAD_LSE else lse.new_empty(0)
     return g_grad_out, g_grad_lse, *grads, dbias
 
 
-def _direction(
-    plans: Any, tq: Tensor | None, tk: Tensor | None, tv: Tensor | None, tbias: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], Any]:
-    """The tangents of q, k, v and bias as kernels read them, and what a plan knows of them."""
-    moves = *(None if x is None else _rows(x) for x in (tq, tk, tv)), _narrow(tbias)
+def _as_read(inputs: Inputs) -> Inputs:
+    """The inputs as kernels read them."""
+    return inputs._replace(q=_rows(inputs.q), k=_rows(inputs.k), v=_rows(inputs.v), bias=_narrow(inputs.bias))
+
+
+def _direction(plans: Any, tangents: Derivatives) -> tuple[Derivatives, Any]:
+    """The tangents as kernels read them, and what a plan knows of them."""
+    tq, tk, tv = (None if x is None else _rows(x) for x in (tangents.q, tangents.k, tangents.v))
+    moves = Derivatives(tq, tk, tv, _narrow(tangents.bias))
     return moves, plans.Direction(*(None if x is None else _spec(plans, x) for x in moves))
 
 
-def _move(plans: Any, step: Any, inputs: tuple, moves: tuple, saved: tuple, tangents: tuple) -> None:
+def _move(
+    plans: Any, step: Any, inputs: Inputs, grad_out: Tensor | None, moves: Derivatives, saved: tuple, tangents: tuple
+) -> None:
     """Launches the tangent kernel. saved: out, lse; tangents, the results: tout, tlse, and nu or None."""
-    q, k, v, grad_out, bias, key_ranges, philox_seed = inputs
+    q, k, v, bias, key_ranges, philox_seed = inputs
     tq, tk, tv, tbias = moves
     masks = (bias, tbias, key_ranges, None)
     args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), masks, philox_seed, saved, tangents, *step.rest)
@@ -316,14 +288,15 @@ def _move(plans: Any, step: Any, inputs: tuple, moves: tuple, saved: tuple, tang
 def _gradients(
     plans: Any,
     plan: Any,
-    inputs: tuple,
-    moves: tuple,
+    inputs: Inputs,
+    grad_out: Tensor,
+    moves: Derivatives,
     terms: tuple,
     grads: tuple[Tensor, Tensor, Tensor],
     dbias: Tensor,
 ) -> None:
     """Launches the kernels of a `Backward` after delta. terms: lse, delta, mu, nu."""
-    q, k, v, grad_out, bias, key_ranges, philox_seed = inputs
+    q, k, v, bias, key_ranges, philox_seed = inputs
     tq, tk, tv, tbias = moves
     queries, keys = (q, tq, grad_out), (k, v, tk, tv)
     index, run = q.get_device(), plans.launch.run
@@ -400,17 +373,9 @@ def _processors(plans: Any, index: int) -> int:
     return 0 if disabled.reason("triton-decode") is not None else plans.launch.processors(index)
 
 
-def _problem(
-    plans: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    ranges: Tensor | None,
-    seed: Tensor | None,
-    params: AttentionParams,
-) -> Any:
+def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
     """The key of a plan. (A tuple by position: names would cost a third of a short launch.)"""
+    q, k, v, bias, ranges, seed = inputs
     return plans.PlanKey(
         plans.launch.capability(q.get_device()),
         q.dtype,

@@ -16,6 +16,7 @@ from typing import Any
 from attnkern.backends import cuda
 from attnkern.cases import Case, case
 from attnkern.params import UNBOUNDED, AttentionParams
+from attnkern.signatures import Inputs
 
 from .device import Gpu
 
@@ -57,8 +58,8 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     block = device.block()
 
     def call_of(schedule: int) -> Any:
-        tensors = inputs.query, inputs.key, inputs.value
-        return lambda: cuda.forward(*tensors, None, None, None, params, False, schedule=schedule)
+        tensors = Inputs(inputs.query, inputs.key, inputs.value)
+        return lambda: cuda.forward(tensors, params, False, schedule=schedule)
 
     calls = {name: call_of(schedule) for schedule, name in enumerate(SCHEDULES)}
     for call in calls.values():
