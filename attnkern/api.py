@@ -75,8 +75,11 @@ def scaled_dot_product_attention(
         if result is not NotImplemented:
             return result
     elif attn_mask is None or is_causal is not True:
-        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, None, False, backend
-        result = cpu.call(query, key, value, attn_mask, *options)
+        mask, ranges = attn_mask, None
+        if attn_mask is not None:
+            mask, ranges = _as_ranges(attn_mask, None, query, key)
+        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges, False, backend
+        result = cpu.call(query, key, value, mask, *options)
         if result is not None:
             return result
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
@@ -151,12 +154,26 @@ def attention(
         if result is not NotImplemented:
             return result
     else:
-        result = cpu.call(query, key, value, attn_mask, *options, return_lse, backend)
+        if attn_mask is None:
+            result = cpu.call(query, key, value, None, *options, return_lse, backend)
+        else:
+            mask, ranges = _as_ranges(attn_mask, key_ranges, query, key)
+            result = cpu.call(query, key, value, mask, *options[:-1], ranges, return_lse, backend)
         if result is not None:
             return result
     problem = Problem.from_sdpa(query, key, value, attn_mask, *options)
     out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out
+
+
+def _as_ranges(attn_mask: Any, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any]:
+    """attn_mask and key_ranges as `cpu.call` reads them: of a Mask that has ranges, these."""
+    if type(attn_mask) is not Mask or attn_mask.ranges is None or key_ranges is not None:
+        return attn_mask, key_ranges
+    fits = type(query) is type(key) is Tensor and query.dim() >= 2 <= key.dim()
+    if not fits or query.shape[-2] != attn_mask.seqlen_q or key.shape[-2] != attn_mask.seqlen_k:
+        return attn_mask, key_ranges
+    return None, attn_mask.ranges
 
 
 def explain(

@@ -180,6 +180,7 @@ class Tensor {
   Owned owned_;
 };
 using OptionalTensor = std::optional<Tensor>;
+using Inputs = attnkern::Inputs<Tensor>;
 
 struct Python {
   using Tensor = ::Tensor;
@@ -226,6 +227,13 @@ class Arguments {
     next();
     return {};
   }
+  Inputs inputs() {
+    Inputs read;
+#define READ(type, name) read_tensor(read.name);
+    ATTNKERN_TENSORS(READ)
+#undef READ
+    return read;
+  }
   int64_t integer() { return PyLong_AsLongLong(next()); }
   AttentionParams params() {
     AttentionParams read;
@@ -242,6 +250,8 @@ class Arguments {
 
  private:
   PyObject* next() { return *next_++; }
+  void read_tensor(Tensor& x) { x = tensor(); }
+  void read_tensor(OptionalTensor& x) { x = optional_tensor(); }
   void read_number(double& x) { x = PyFloat_AsDouble(next()); }
   void read_number(int64_t& x) { x = PyLong_AsLongLong(next()); }
 
@@ -272,32 +282,33 @@ PyObject* or_none(Function&& function) {
 
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 8 + attnkern::kParamCount || any_answers_true(python.listeners)) return nullptr;
+    constexpr int kOthers = 2;  // need_lse, backend
+    if (count != attnkern::kTensorCount + attnkern::kParamCount + kOthers || any_answers_true(python.listeners))
+      return nullptr;
     Arguments a(arguments, count);
-    const Tensor q = a.tensor(), k = a.tensor(), v = a.tensor();
-    const OptionalTensor bias = a.optional_tensor(), ranges = a.optional_tensor(), seed = a.optional_tensor();
+    const Inputs inputs = a.inputs();
     const AttentionParams params = a.params();
     const bool need_lse = a.truth();
     if (!a.plain_for_cpu()) return nullptr;
-    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, ranges, seed, params, need_lse);
+    auto [out, lse] = attnkern::cpu::forward<Python>(inputs, params, need_lse);
     return tuple_of(out, lse);
   });
 }
 
 PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 12 + attnkern::kParamCount || any_answers_true(python.listeners)) return nullptr;
+    constexpr int kOthers = 6;  // grad_out, grad_lse; out, lse; grad_mask, backend
+    if (count != attnkern::kTensorCount + attnkern::kParamCount + kOthers || any_answers_true(python.listeners))
+      return nullptr;
     Arguments a(arguments, count);
     const Tensor grad_out = a.tensor();
     const OptionalTensor grad_lse = a.optional_tensor();
-    const Tensor q = a.tensor(), k = a.tensor(), v = a.tensor();
-    const OptionalTensor bias = a.optional_tensor(), ranges = a.optional_tensor(), seed = a.optional_tensor();
+    const Inputs inputs = a.inputs();
     const Tensor out = a.tensor(), lse = a.tensor();
     const AttentionParams params = a.params();
     const int64_t grad_mask = a.integer();
     if (!a.plain_for_cpu()) return nullptr;
-    auto [dq, dk, dv, dbias] =
-        attnkern::cpu::backward<Python>(grad_out, grad_lse, q, k, v, bias, ranges, seed, out, lse, params, grad_mask);
+    auto [dq, dk, dv, dbias] = attnkern::cpu::backward<Python>(grad_out, grad_lse, inputs, out, lse, params, grad_mask);
     return tuple_of(dq, dk, dv, dbias);
   });
 }
@@ -336,8 +347,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         if (!is_type(arguments[i], python.tensor) || has(arguments[i], python.requires_grad)) return nullptr;
     if (any_answers_true(python.listeners) || any_answers_true(python.for_the_caller)) return nullptr;
 
-    Tensor q, k, v;
-    OptionalTensor bias, ranges;
+    Inputs inputs;
+    auto& [q, k, v, bias, ranges, seed] = inputs;
     if (!q.read(arguments[0]) || !k.read(arguments[1]) || !v.read(arguments[2])) return nullptr;
     if (mask != kNone && !bias.emplace().read(mask)) return nullptr;
     if (key_ranges != kNone && !ranges.emplace().read(key_ranges)) return nullptr;
@@ -353,7 +364,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (is_causal == &_Py_TrueStruct) params.window_right = 0;  // bounds are not negative: this is the tighter one
     params.band_offset = bottom_right ? k.size(2) - q.size(2) : 0;
     const bool need_lse = return_lse == &_Py_TrueStruct;
-    auto [out, lse] = attnkern::cpu::forward<Python>(q, k, v, bias, ranges, {}, params, need_lse);
+    auto [out, lse] = attnkern::cpu::forward<Python>(inputs, params, need_lse);
     return need_lse ? tuple_of(out, lse) : out.release();
   });
 }

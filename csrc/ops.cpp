@@ -1,5 +1,5 @@
 // The operators on CPU tensors, registered straight on the dispatcher (a hop through Python would cost more than a
-// short attention). The schemas are in attnkern/ops.py. Only torch's stable C ABI is used.
+// short attention). The schemas are in attnkern/signatures.py. Only torch's stable C ABI is used.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -17,28 +17,28 @@ namespace {
 using attnkern::AttentionParams, attnkern::Dispatcher, attnkern::DType, attnkern::OptionalTensor;
 using attnkern::cpu::kernels, attnkern::cpu::runtime;
 using torch::stable::Tensor;
+using Inputs = attnkern::Inputs<Tensor>;
 
 void check_backend(const std::string& backend) {
   STD_TORCH_CHECK(backend == "cpu", "attnkern: on CPU tensors this operator has the backend 'cpu' only, got '", backend,
                   "'");
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor key_ranges,
-                                   OptionalTensor philox_seed ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool need_lse,
-                                   std::string backend) {
+std::tuple<Tensor, Tensor> forward(Tensor q ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_AS_ARGUMENT)
+                                       ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
+                                   bool need_lse, std::string backend) {
   check_backend(backend);
-  return attnkern::cpu::forward<Dispatcher>(q, k, v, bias, key_ranges, philox_seed,
+  return attnkern::cpu::forward<Dispatcher>(Inputs{ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)},
                                             AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, need_lse);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k,
-                                                    Tensor v, OptionalTensor bias, OptionalTensor key_ranges,
-                                                    OptionalTensor philox_seed, Tensor out,
-                                                    Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), int64_t grad_mask,
-                                                    std::string backend) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out,
+                                                    OptionalTensor grad_lse ATTNKERN_TENSORS(ATTNKERN_AS_ARGUMENT),
+                                                    Tensor out, Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
+                                                    int64_t grad_mask, std::string backend) {
   check_backend(backend);
   if (grad_lse.has_value()) grad_lse = attnkern::dense(*grad_lse);
-  return attnkern::cpu::backward<Dispatcher>(grad_out, grad_lse, q, k, v, bias, key_ranges, philox_seed, out,
+  return attnkern::cpu::backward<Dispatcher>(grad_out, grad_lse, Inputs{ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, out,
                                              attnkern::dense(lse), AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)},
                                              grad_mask);
 }

@@ -141,6 +141,40 @@ def test_plain_calls_are_direct(options, operators):
     assert_same(*((results, expected) if "return_lse" in options else ([results], [expected])))
 
 
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (attnkern.masks.causal(9, 12), {}),
+        (attnkern.masks.padding([5, 12], seqlen_q=9, seqlen_k=12), {}),
+        (attnkern.masks.padding([5, 12], seqlen_q=9, seqlen_k=12), {"is_causal": True}),
+    ],
+)
+def test_a_mask_of_ranges_is_direct_and_to_the_bit(mask, options, monkeypatch, operators):
+    q, k, v = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 12, 8), torch.randn(2, 2, 12, 8)
+    with operators():
+        want = attnkern.attention(q, k, v, mask, **options)
+    monkeypatch.setattr(Problem, "from_sdpa", None)
+    assert torch.equal(attnkern.attention(q, k, v, mask, **options), want)
+    if not options:
+        assert torch.equal(sdpa(q, k, v, mask), want)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((2, 2, 8, 12), "attn_mask is a Mask for 9 queries and 12 keys"),
+        ((2, 2, 9, 11), "attn_mask is a Mask for 9 queries and 12 keys"),
+        ((3, 2, 9, 12), "attn_mask is a Mask of 2 sequences"),
+    ],
+)
+def test_a_mask_for_other_sizes_is_an_error(sizes, said):
+    batch, heads, seqlen_q, seqlen_k = sizes
+    mask = attnkern.masks.padding([5, 12], seqlen_q=9, seqlen_k=12)
+    q, k = torch.randn(batch, heads, seqlen_q, 8), torch.randn(batch, heads, seqlen_k, 8)
+    with pytest.raises((RuntimeError, ValueError), match=said):
+        attnkern.attention(q, k, k, mask)
+
+
 def test_calls_are_direct_under_grad_mode_and_inference_mode():
     q, k, v = testing.make_inputs(2, 2, 5).tensors.values()
     assert torch.is_grad_enabled()

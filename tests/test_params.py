@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from attnkern import ops, params
 from attnkern.params import AttentionParams
+from attnkern.signatures import Derivatives, Inputs
 
 HEADER = (Path(__file__).parents[1] / "csrc/common/params.h").read_text().replace("int64_t{1}", "1")
 TYPES = {"double": float, "int64_t": int}
@@ -25,6 +26,27 @@ def test_the_numbers_of_a_call():
     (listed,) = re.findall(r"#define ATTNKERN_PARAMS\(X\)((?:[^\n]*\\\n)*[^\n]*\n)", HEADER)
     fields = [(name, TYPES[kind]) for kind, name in re.findall(r"X\((\w+), (\w+)\)", listed)]
     assert fields == list(params.get_type_hints(AttentionParams).items())
+
+
+def test_the_tensors_of_a_call():
+    listed = re.findall(r"#define ATTNKERN_TENSORS(?:_AFTER_Q)?\(X\)((?:[^\n]*\\\n)*[^\n]*\n)", HEADER)
+    found = [re.findall(r"X\((\w+), (\w+)\)", x) for x in reversed(listed)]
+    hints = params.get_type_hints(Inputs)
+    want = [("Tensor" if kind is torch.Tensor else "OptionalTensor", name) for name, kind in hints.items()]
+    assert [x for part in found for x in part] == want
+    assert Derivatives._fields == Inputs._fields[: len(Derivatives._fields)]
+
+
+def test_few_places_spell_the_tensors_out():
+    """A new one is to touch few files: those that give it a meaning."""
+    spelled = re.compile(r"\bbias\b[^\n]{0,40}\b(key_)?ranges\b[^\n]{0,40}\b(philox_)?seed\b")
+    package = Path(ops.__file__).parent
+    places = {str(p.relative_to(package)): len(spelled.findall(p.read_text())) for p in package.rglob("*.py")}
+    found = {name: count for name, count in places.items() if count}
+    assert sum(found.values()) <= 9, found
+    sources = package.parent / "csrc"
+    files = [p for p in sources.rglob("*") if p.suffix in (".h", ".cpp", ".cuh", ".cu")]
+    assert {p.name for p in files if spelled.search(p.read_text())} <= {"params.h", "unpack.h", "direct.cpp"}
 
 
 def test_dtypes_bits_and_limits():
@@ -48,8 +70,10 @@ def arguments_of(name):
 def test_every_operator_takes_them_in_order(name):
     """They are declared once; schemas follow."""
     arguments = arguments_of(name)
-    first = arguments.index(AttentionParams._fields[0])
-    assert arguments[first : first + len(AttentionParams._fields)] == list(AttentionParams._fields)
+    for fields in (AttentionParams._fields, Inputs._fields):
+        if name != "cuda_plan" or fields is AttentionParams._fields:
+            first = arguments.index(fields[0])
+            assert arguments[first : first + len(fields)] == list(fields)
 
 
 def test_no_import_goes_round():
@@ -58,6 +82,7 @@ def test_no_import_goes_round():
     below = [
         "params",
         "problem",
+        "signatures",
         "rng",
         "tiles",
         "second_order",

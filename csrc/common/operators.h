@@ -141,8 +141,8 @@ struct Gradients {
 // Allocates the gradients that grad_mask asks for and puts them into p; the others are Host::nothing. Zeros where there
 // is no score.
 template <class Host, class Tensor = typename Host::Tensor>
-Gradients<Tensor> make_gradients(Backward& p, const Tensor& q, const Tensor& k, const Tensor& v,
-                                 const std::optional<Tensor>& bias, int64_t grad_mask) {
+Gradients<Tensor> make_gradients(Backward& p, const Inputs<Tensor>& inputs, int64_t grad_mask) {
+  const Tensor& q = inputs.q;
   const auto finished = [&](Tensor&& grad, View& view) {
     if (has_no_score(p) && grad.numel() > 0) Host::zero(grad);
     view = output_view(grad);
@@ -156,11 +156,13 @@ Gradients<Tensor> make_gradients(Backward& p, const Tensor& q, const Tensor& k, 
   const auto gradient_of_bias = [&] {
     p.dbias = {};
     if (!(grad_mask & kGradBias)) return Host::nothing(q, q.scalar_type());
-    STD_TORCH_CHECK(bias.has_value() && p.bias_dtype != DType::kBool, "attnkern: only a floating bias has a gradient");
+    STD_TORCH_CHECK(inputs.bias.has_value() && p.bias_dtype != DType::kBool,
+                    "attnkern: only a floating bias has a gradient");
     const int64_t* n = p.bias_size;
     return finished(empty<Host, 4>(q, {n[0], n[1], n[2], n[3]}, scalar_type_of(p.bias_dtype)), p.dbias);
   };
-  return {gradient(kGradQ, q, p.dq), gradient(kGradK, k, p.dk), gradient(kGradV, v, p.dv), gradient_of_bias()};
+  return {gradient(kGradQ, q, p.dq), gradient(kGradK, inputs.k, p.dk), gradient(kGradV, inputs.v, p.dv),
+          gradient_of_bias()};
 }
 
 }  // namespace attnkern

@@ -24,6 +24,13 @@ struct AttentionParams {
 };
 #define ATTNKERN_AS_ONE(type, name) +1
 constexpr int kParamCount = 0 ATTNKERN_PARAMS(ATTNKERN_AS_ONE);
+
+// The tensors of a call, as every operator takes them, in this order: as Inputs in attnkern/signatures.py. Where the
+// macros above make arguments, Tensor and OptionalTensor must be types.
+#define ATTNKERN_TENSORS_AFTER_Q(X) \
+  X(Tensor, k) X(Tensor, v) X(OptionalTensor, bias) X(OptionalTensor, key_ranges) X(OptionalTensor, philox_seed)
+#define ATTNKERN_TENSORS(X) X(Tensor, q) ATTNKERN_TENSORS_AFTER_Q(X)
+constexpr int kTensorCount = 0 ATTNKERN_TENSORS(ATTNKERN_AS_ONE);
 #undef ATTNKERN_AS_ONE
 
 // Bits of grad_mask: which gradients a backward operator is asked for.

@@ -20,6 +20,13 @@ namespace attnkern {
 
 using OptionalTensor = std::optional<torch::stable::Tensor>;
 
+// The tensors of a call.
+template <class Tensor>
+struct Inputs {
+  using OptionalTensor = std::optional<Tensor>;
+  ATTNKERN_TENSORS(ATTNKERN_AS_FIELD)
+};
+
 inline DType dtype_of(torch::headeronly::ScalarType type) {
   switch (type) {
     case torch::headeronly::ScalarType::Float: return DType::kFloat32;
@@ -56,6 +63,10 @@ template <class Tensor>
 void check_device(const Tensor& x, const Tensor& q, const char* name) {
   STD_TORCH_CHECK(x.device() == q.device(), "attnkern: ", name, " must be on q's device");
 }
+template <class Tensor>
+void check_device(const std::optional<Tensor>& x, const Tensor& q, const char* name) {
+  if (x.has_value()) check_device(*x, q, name);
+}
 
 // The band of any three numbers, by numbers that Band may add up: what lies beyond kUnbounded is out of reach of every
 // index, as kUnbounded is.
@@ -70,13 +81,11 @@ inline Band band_of(int64_t left, int64_t right, int64_t offset) {
 }
 
 template <class Tensor>
-void fill(Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
-          const std::optional<Tensor>& key_ranges, const std::optional<Tensor>& philox_seed,
-          const AttentionParams& params) {
-  check_device(k, q, "k"), check_device(v, q, "v");
-  if (bias.has_value()) check_device(*bias, q, "bias");
-  if (key_ranges.has_value()) check_device(*key_ranges, q, "key_ranges");
-  if (philox_seed.has_value()) check_device(*philox_seed, q, "philox_seed");
+void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& params) {
+#define ATTNKERN_CHECK_DEVICE(type, name) check_device(inputs.name, inputs.q, #name);
+  ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_CHECK_DEVICE)
+#undef ATTNKERN_CHECK_DEVICE
+  const auto& [q, k, v, bias, key_ranges, philox_seed] = inputs;
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
   p.dtype = dtype_of(q);
   STD_TORCH_CHECK(p.dtype != DType::kBool && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),

@@ -39,12 +39,10 @@ inline Runtime runtime() {
 
 // out and lse; lse is Host::nothing unless it is needed.
 template <class Host, class Tensor = typename Host::Tensor>
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
-                                   const std::optional<Tensor>& key_ranges, const std::optional<Tensor>& philox_seed,
-                                   const AttentionParams& params, bool need_lse) {
+std::tuple<Tensor, Tensor> forward(const Inputs<Tensor>& inputs, const AttentionParams& params, bool need_lse) {
   Forward p;
-  fill(p, q, k, v, bias, key_ranges, philox_seed, params);
-  auto [out, lse] = make_results<Host>(p, q, need_lse);
+  fill(p, inputs, params);
+  auto [out, lse] = make_results<Host>(p, inputs.q, need_lse);
   {
     [[maybe_unused]] const typename Host::WhileKernelsRun running;
     kernels().forward(p, runtime());
@@ -55,16 +53,12 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
 // dq, dk, dv, dbias; what grad_mask does not ask for is Host::nothing. lse and grad_lse must be contiguous.
 template <class Host, class Tensor = typename Host::Tensor>
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                                                    const Tensor& q, const Tensor& k, const Tensor& v,
-                                                    const std::optional<Tensor>& bias,
-                                                    const std::optional<Tensor>& key_ranges,
-                                                    const std::optional<Tensor>& philox_seed, const Tensor& out,
-                                                    const Tensor& lse, const AttentionParams& params,
-                                                    int64_t grad_mask) {
+                                                    const Inputs<Tensor>& inputs, const Tensor& out, const Tensor& lse,
+                                                    const AttentionParams& params, int64_t grad_mask) {
   Backward p;
-  fill(p, q, k, v, bias, key_ranges, philox_seed, params);
-  fill_backward(p, grad_out, grad_lse, q, out, lse);
-  auto [dq, dk, dv, dbias] = make_gradients<Host>(p, q, k, v, bias, grad_mask);
+  fill(p, inputs, params);
+  fill_backward(p, grad_out, grad_lse, inputs.q, out, lse);
+  auto [dq, dk, dv, dbias] = make_gradients<Host>(p, inputs, grad_mask);
   if (!has_no_score(p)) {
     [[maybe_unused]] const typename Host::WhileKernelsRun running;
     kernels().backward(p, runtime());

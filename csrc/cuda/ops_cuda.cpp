@@ -1,6 +1,6 @@
 // The operators on CUDA tensors, one for each pass: described, allocated and launched here. Compiled by the host
 // compiler against torch's stable ABI. It needs no CUDA header and no symbol of a CUDA torch, so the library loads
-// beside any torch, with or without a driver. The schemas are in attnkern/ops.py.
+// beside any torch, with or without a driver. The schemas are in attnkern/signatures.py.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -24,6 +24,7 @@ namespace {
 using attnkern::AttentionParams, attnkern::Dispatcher, attnkern::DType, attnkern::OptionalTensor, attnkern::View;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Inputs = attnkern::Inputs<Tensor>;
 
 void* current_stream(int32_t device_index) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "attnkern: this torch was built without CUDA");
@@ -65,10 +66,8 @@ struct Device {
   }
 };
 
-void fill_inputs(attnkern::Attention& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
-                 const OptionalTensor& key_ranges, const OptionalTensor& philox_seed, const AttentionParams& params,
-                 bool tf32) {
-  attnkern::fill(p, q, k, v, bias, key_ranges, philox_seed, params);
+void fill_inputs(attnkern::Attention& p, const Inputs& inputs, const AttentionParams& params, bool tf32) {
+  attnkern::fill(p, inputs, params);
   p.tf32 = tf32;
   STD_TORCH_CHECK(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16 || p.dtype == DType::kFloat32,
                   "attnkern: these kernels take bfloat16, float16 and float32");
@@ -105,11 +104,12 @@ int forward_by_schedule(const attnkern::Forward& p, attnkern::cuda::ForwardSm90P
 
 // out and lse; lse has shape (0,) unless need_lse. splits and schedule replace those of the plan: for timing and tests.
 // Any number of splits from 1 on (0: not the kernels for few queries) and any Schedule of the fast path is right.
-std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor key_ranges,
-                                   OptionalTensor philox_seed ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool need_lse,
-                                   bool tf32, std::optional<int64_t> splits, std::optional<int64_t> schedule) {
+std::tuple<Tensor, Tensor> forward(Tensor q ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_AS_ARGUMENT)
+                                       ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
+                                   bool need_lse, bool tf32, std::optional<int64_t> splits,
+                                   std::optional<int64_t> schedule) {
   attnkern::Forward p{};
-  fill_inputs(p, q, k, v, bias, key_ranges, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
+  fill_inputs(p, {ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
   const Device device(q);
   auto [out, lse] = attnkern::make_results<Dispatcher>(p, q, need_lse);
   if (p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0) return {out, lse};
@@ -155,18 +155,17 @@ void add_up(const std::optional<Tensor>& parts, Tensor& grad) {
 }
 
 // dq, dk, dv, dbias; what grad_mask does not ask for has shape (0,). deterministic: the same bits in every run.
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out, OptionalTensor grad_lse, Tensor q, Tensor k,
-                                                    Tensor v, OptionalTensor bias, OptionalTensor key_ranges,
-                                                    OptionalTensor philox_seed, Tensor out,
-                                                    Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), int64_t grad_mask,
-                                                    bool tf32, bool deterministic) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out,
+                                                    OptionalTensor grad_lse ATTNKERN_TENSORS(ATTNKERN_AS_ARGUMENT),
+                                                    Tensor out, Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
+                                                    int64_t grad_mask, bool tf32, bool deterministic) {
   attnkern::cuda::BackwardCall p{};
-  fill_inputs(p, q, k, v, bias, key_ranges, philox_seed, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
+  fill_inputs(p, {ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
   grad_out = dense_rows(grad_out), out = dense_rows(out), lse = attnkern::dense(lse);
   if (grad_lse) grad_lse = attnkern::dense(*grad_lse);
   attnkern::fill_backward(p, grad_out, grad_lse, q, out, lse);
   const Device device(q);
-  auto [dq, dk, dv, dbias] = attnkern::make_gradients<Dispatcher>(p, q, k, v, bias, grad_mask);
+  auto [dq, dk, dv, dbias] = attnkern::make_gradients<Dispatcher>(p, {ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, grad_mask);
   if (attnkern::has_no_score(p)) return {dq, dk, dv, dbias};
   void* stream = device.stream();
   p.heads_out = attnkern::cuda::heads_out_of(p);
