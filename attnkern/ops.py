@@ -123,7 +123,8 @@ def _checked(inputs: Inputs, params: Sequence[Any]) -> AttentionParams:
 def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *params: Any) -> AttentionParams:
     """Of Inputs whose entries are a _Kind or None."""
     _check_devices(**inputs._asdict())
-    q, k, v, bias, key_ranges, philox_seed = inputs
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
+    key_ranges, philox_seed = inputs.key_ranges, inputs.philox_seed
     _require(len(q.shape) == len(k.shape) == len(v.shape) == 4, "q, k and v must have 4 dimensions")
     _require(q.dtype in DTYPES and q.dtype == k.dtype == v.dtype, "q, k and v must have one floating dtype")
     (batch, heads, seqlen_q, head_dim), (_, heads_k, seqlen_k, _), heads_v = q.shape, k.shape, v.shape[1]

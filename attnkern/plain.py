@@ -35,7 +35,7 @@ def backward(
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::backward` (ops.py). Keys and values may be a part of those that `out` and `lse` are the results of."""
-    q, k, v, bias, key_ranges, philox_seed = inputs
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return backward(grad_out, grad_lse, inputs, out, lse, params, grad_mask)
@@ -44,7 +44,7 @@ def backward(
     none = (lse == -math.inf).unsqueeze(-1)
     queries = [x.to(exact).masked_fill(none, 0.0) for x in (q, grad_out, out)]
     keys = [reference.per_query_head(x, heads).to(exact) for x in (k, v)]
-    live = reference.may_attend(seqlen_q, seqlen_k, bias, key_ranges, params, q.device)
+    live = reference.may_attend(seqlen_q, seqlen_k, bias, inputs.key_ranges, params, q.device)
     query, grad, result, key, value = reference.attended(live, queries, keys)
     capped = reference.products(query, key, params)
     scores, dead = reference.alive(reference.masked(capped, bias, live))
@@ -52,8 +52,8 @@ def backward(
     share = (scores.logsumexp(-1, keepdim=True) - lse.masked_fill(none.squeeze(-1), 0.0).unsqueeze(-1)).exp()
     p = scores.softmax(-1).mul(share).masked_fill(dead | none, 0.0)
     dropped, dp = p, grad @ value.mT
-    if philox_seed is not None:
-        keep = rng.keep_mask(philox_seed, params.dropout_p, batch, heads, seqlen_q, seqlen_k)
+    if inputs.philox_seed is not None:
+        keep = rng.keep_mask(inputs.philox_seed, params.dropout_p, batch, heads, seqlen_q, seqlen_k)
         dropped, dp = (reference.drop(x, keep, params.dropout_p) for x in (p, dp))
     dv = dropped.mT @ grad
     rest = -(grad * result).sum(-1, keepdim=True)

@@ -82,7 +82,7 @@ def second_backward(
     grad_mask: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attnkern::second_backward` (ops.py) on any device."""
-    q, k, v, bias, *_ = inputs
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return second_backward(cotangents, grad_out, grad_lse, inputs, out, lse, params, grad_mask)
@@ -178,7 +178,7 @@ class _Tile(NamedTuple):
 
 def _tiles(inputs: Inputs, tangents: Derivatives, params: AttentionParams, dtype: torch.dtype) -> Iterator[_Tile]:
     """Every row of every head once."""
-    q, k, v, bias, key_ranges, philox_seed = inputs
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     batch, num_heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[-2]
     tq, tk, tv, tbias = tangents
@@ -194,13 +194,13 @@ def _tiles(inputs: Inputs, tangents: Derivatives, params: AttentionParams, dtype
                 return tiles.heads_of(x if x.shape[0] == 1 else x[batches], heads, num_heads)  # noqa: B023
 
             block = [None if x is None else of_heads(x).to(dtype) for x in (q, k, v, tq, tk, tv)]
-            masks = of_heads(bias), of_heads(tbias), of_heads(key_ranges)
+            masks = of_heads(bias), of_heads(tbias), of_heads(inputs.key_ranges)
             for rows in tiles.slices(seqlen_q, rows_at_a_time):
                 keys = _seen(rows, seqlen_k, params)
                 keep = None
-                if philox_seed is not None:
+                if inputs.philox_seed is not None:
                     sizes = batch, num_heads, seqlen_q, seqlen_k
-                    keep = rng.keep_mask(philox_seed, params.dropout_p, *sizes, heads, rows, batches)[..., keys]
+                    keep = rng.keep_mask(inputs.philox_seed, params.dropout_p, *sizes, heads, rows, batches)[..., keys]
                 yield _tile((batches, heads, rows), keys, num_heads, block, masks, keep, params)
 
 

@@ -348,10 +348,10 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (any_answers_true(python.listeners) || any_answers_true(python.for_the_caller)) return nullptr;
 
     Inputs inputs;
-    auto& [q, k, v, bias, ranges, seed] = inputs;
+    Tensor &q = inputs.q, &k = inputs.k, &v = inputs.v;
     if (!q.read(arguments[0]) || !k.read(arguments[1]) || !v.read(arguments[2])) return nullptr;
-    if (mask != kNone && !bias.emplace().read(mask)) return nullptr;
-    if (key_ranges != kNone && !ranges.emplace().read(key_ranges)) return nullptr;
+    if (mask != kNone && !inputs.bias.emplace().read(mask)) return nullptr;
+    if (key_ranges != kNone && !inputs.key_ranges.emplace().read(key_ranges)) return nullptr;
     if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;
     const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };
     if (enable_gqa == &_Py_FalseStruct && !(same_heads(k) && same_heads(v))) return nullptr;

@@ -127,7 +127,7 @@ def part_backward(
     dtype = inputs.q.dtype
     grad_out, q, k, v, out = (x.to(lse.dtype) for x in (grad_out, inputs.q, inputs.k, inputs.v, out))
     inputs = inputs._replace(q=q, k=k, v=v)
-    part_out, part_lse = reference.attention(*inputs, params)
+    part_out, part_lse = reference.attention(inputs, params)
     share = (part_lse - lse).exp().masked_fill(part_lse == -math.inf, 0.0)
     grad_share = (grad_out * (part_out - out)).sum(-1)
     if grad_lse is not None:

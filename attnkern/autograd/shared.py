@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from ..backends import reference
 from ..params import AttentionParams
-from ..signatures import GRAD_BITS, NUM_DERIVATIVES, SECOND_ORDER_BITS
+from ..signatures import GRAD_BITS, NUM_DERIVATIVES, SECOND_ORDER_BITS, Inputs
 
 NUM_PARAMS = len(AttentionParams._fields)
 WHOLE: list[Callable] = []
@@ -130,7 +130,7 @@ def unflatten(results: Sequence[Tensor], n: int, batch: int) -> tuple[tuple[Tens
 
 def reference_forward(constants: Sequence[Tensor | None], params: Sequence[Any]) -> Callable:
     """(*primals) -> (out, lse) in plain torch."""
-    return lambda *primals: reference.attention(*(*primals, *constants, AttentionParams(*params)))
+    return lambda *primals: reference.attention(Inputs(*primals, *constants), AttentionParams(*params))
 
 
 def reference_backward(constants: Sequence[Tensor | None], params: Sequence[Any], grad_mask: int) -> Callable:

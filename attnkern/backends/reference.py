@@ -28,6 +28,7 @@ from .. import rng
 from ..arguments import autocasts
 from ..params import AttentionParams, is_length_major, within_ranges
 from ..problem import Problem
+from ..signatures import Inputs
 
 NAME = "reference"
 
@@ -44,28 +45,20 @@ def unavailable() -> str | None:
 
 def forward(problem: Problem, philox_seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (B, Hq, L, Ev) in q's dtype and lse (B, Hq, L) in float32 (float64 for float64)."""
-    q, k, v, bias, ranges, params, _ = problem
-    out, lse = attention(q, k, v, bias, ranges, philox_seed, params)
-    if is_length_major(q.shape, q.stride()):
+    out, lse = attention(problem.inputs(philox_seed), problem.params)
+    if is_length_major(problem.q.shape, problem.q.stride()):
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, lse
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    key_ranges: Tensor | None,
-    philox_seed: Tensor | None,
-    params: AttentionParams,
-) -> tuple[Tensor, Tensor]:
+def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:
+    q, k, v, bias, philox_seed = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.philox_seed
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
-            return attention(q, k, v, bias, key_ranges, philox_seed, params)
+            return attention(inputs, params)
     batch, num_heads, seqlen_q, _ = q.shape
     k, v = per_query_head(k, num_heads), per_query_head(v, num_heads)
-    live = may_attend(seqlen_q, k.shape[-2], bias, key_ranges, params, q.device)
+    live = may_attend(seqlen_q, k.shape[-2], bias, inputs.key_ranges, params, q.device)
     q, k, v = attended(live, [q], [k, v])
     x, dead = alive(masked(products(q, k, params), bias, live))
     lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)

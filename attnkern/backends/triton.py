@@ -152,11 +152,11 @@ def _line(name: str, step: Any, splits: int) -> str:
 def forward(inputs: Inputs, params: AttentionParams, need_lse: bool) -> tuple[Tensor, Tensor]:
     """`attnkern::forward` (ops.py) on a CUDA device."""
     plans, inputs = _plans(), _as_read(inputs)
-    q, k, v, bias, key_ranges, philox_seed = inputs
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     index, run = q.get_device(), plans.launch.run
     problem = _problem(plans, inputs, params)
     plan = plans.forward_plan(problem, need_lse, _processors(plans, index))
-    masks = (bias, None, key_ranges, None)
+    masks = (bias, None, inputs.key_ranges, None)
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     if (step := plan.step) is not None and (combine := plan.combine) is not None:
@@ -166,7 +166,7 @@ def forward(inputs: Inputs, params: AttentionParams, need_lse: bool) -> tuple[Te
         run(combine.kernel, combine.grid, (part_out, part_lse, out, lse if need_lse else None, *combine.rest), index)
     elif step is not None:
         tiles = step.tiles(k, v)
-        args = (q, *tiles, masks, philox_seed, out, lse if need_lse else None, *step.rest)
+        args = (q, *tiles, masks, inputs.philox_seed, out, lse if need_lse else None, *step.rest)
         run(step.kernel, step.grid, args, index)
     else:
         out.zero_()
@@ -278,10 +278,10 @@ def _move(
     plans: Any, step: Any, inputs: Inputs, grad_out: Tensor | None, moves: Derivatives, saved: tuple, tangents: tuple
 ) -> None:
     """Launches the tangent kernel. saved: out, lse; tangents, the results: tout, tlse, and nu or None."""
-    q, k, v, bias, key_ranges, philox_seed = inputs
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     tq, tk, tv, tbias = moves
-    masks = (bias, tbias, key_ranges, None)
-    args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), masks, philox_seed, saved, tangents, *step.rest)
+    masks = (bias, tbias, inputs.key_ranges, None)
+    args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), masks, inputs.philox_seed, saved, tangents, *step.rest)
     plans.launch.run(step.kernel, step.grid, args, q.get_device())
 
 
@@ -296,26 +296,26 @@ def _gradients(
     dbias: Tensor,
 ) -> None:
     """Launches the kernels of a `Backward` after delta. terms: lse, delta, mu, nu."""
-    q, k, v, bias, key_ranges, philox_seed = inputs
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     tq, tk, tv, tbias = moves
     queries, keys = (q, tq, grad_out), (k, v, tk, tv)
     index, run = q.get_device(), plans.launch.run
     visits = None
     if (step := plan.visits) is not None:
         visits = torch.zeros(plan.visits_shape, dtype=torch.int32, device=q.device)
-        run(step.kernel, step.grid, (key_ranges, visits, *step.rest), index)
-    masks = (bias, tbias, key_ranges, visits)
+        run(step.kernel, step.grid, (inputs.key_ranges, visits, *step.rest), index)
+    masks = (bias, tbias, inputs.key_ranges, visits)
     if (step := plan.dkdv) is not None:
         parts = _parts(plan, grads, q)
         tiles = step.tiles(q, tq, grad_out)
-        run(step.kernel, step.grid, (*tiles, keys, masks, philox_seed, terms, parts, *step.rest), index)
+        run(step.kernel, step.grid, (*tiles, keys, masks, inputs.philox_seed, terms, parts, *step.rest), index)
         _reduce_kv_grads(grads[1:], parts)
     if (step := plan.dq) is not None:
         targets = _targets(plan, grads, dbias, q)
         tiles = step.tiles(k, v, tk, tv)
-        run(step.kernel, step.grid, (*tiles, queries, masks, philox_seed, terms, targets, *step.rest), index)
+        run(step.kernel, step.grid, (*tiles, queries, masks, inputs.philox_seed, terms, targets, *step.rest), index)
     if (step := plan.dbias) is not None:
-        run(step.kernel, step.grid, (queries, keys, masks, philox_seed, terms, dbias, *step.rest), index)
+        run(step.kernel, step.grid, (queries, keys, masks, inputs.philox_seed, terms, dbias, *step.rest), index)
 
 
 def _empty(layout: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -375,7 +375,7 @@ def _processors(plans: Any, index: int) -> int:
 
 def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
     """The key of a plan. (A tuple by position: names would cost a third of a short launch.)"""
-    q, k, v, bias, ranges, seed = inputs
+    q, k, v, bias, ranges, seed = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.key_ranges, inputs.philox_seed
     return plans.PlanKey(
         plans.launch.capability(q.get_device()),
         q.dtype,

@@ -85,7 +85,8 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
 #define ATTNKERN_CHECK_DEVICE(type, name) check_device(inputs.name, inputs.q, #name);
   ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_CHECK_DEVICE)
 #undef ATTNKERN_CHECK_DEVICE
-  const auto& [q, k, v, bias, key_ranges, philox_seed] = inputs;
+  const Tensor &q = inputs.q, &k = inputs.k, &v = inputs.v;
+  const std::optional<Tensor>&bias = inputs.bias, &key_ranges = inputs.key_ranges, &philox_seed = inputs.philox_seed;
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
   p.dtype = dtype_of(q);
   STD_TORCH_CHECK(p.dtype != DType::kBool && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
