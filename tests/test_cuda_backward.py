@@ -9,6 +9,7 @@ import torch
 
 from attnkern import testing
 from attnkern.problem import Problem
+from attnkern.signatures import Inputs
 from gate import cuda_backward as gate_cases
 from matrix import call, tagged
 from ptxsim import SHARED_LIMIT
@@ -134,7 +135,7 @@ def test_delta_is_the_row_sum_of_grad_out_times_out_less_grad_lse(simulated, lay
         lse, grad_lse = torch.zeros(sizes[:3]), torch.randn(2, 37, 3).transpose(1, 2)
         exact = (grad_out.double() * out.double()).sum(-1) - (grad_lse if with_lse else 0)
         params = Problem.from_sdpa(q, k, v).params
-        cuda.backward(grad_out, grad_lse if with_lse else None, q, k, v, None, None, None, out, lse, params, 1)
+        cuda.backward(grad_out, grad_lse if with_lse else None, Inputs(q, k, v), out, lse, params, 1)
         (delta,) = (x for x in simulated.recorder.tensors if x.shape == (exact.numel(),))
         # The sum of head_dim products, each rounded, in any order: head_dim * eps of their magnitudes' sum at most.
         bound = (grad_out.double() * out.double()).abs().sum(-1) + exact.abs()

@@ -20,6 +20,7 @@ import launches
 import ptxsim
 from attnkern import testing
 from attnkern.params import AttentionParams
+from attnkern.signatures import Inputs
 from gate import compilers
 from matrix import LAST, call, tagged
 from ptxsim import mutate
@@ -107,7 +108,7 @@ def test_a_tensor_map_that_the_driver_refuses(hopper, number, request):
     (text,) = [text for x in told if "tensor map" in (text := str(x.message))]
     assert text.startswith(f"attnkern: the driver refuses a tensor map: {name} (CUresult {number}); the kernels for ")
     with pytest.raises(RuntimeError, match=re.escape(f"attnkern: the driver refuses a tensor map: {name}")):
-        cuda.forward(*inputs.tensors.values(), None, None, None, PLAIN, False, schedule=0)
+        cuda.forward(Inputs(*inputs.tensors.values()), PLAIN, False, schedule=0)
 
 
 @pytest.mark.parametrize("source", ["forward", "backward"])
@@ -136,7 +137,7 @@ def test_broadcast_tensors(forward, which, shared):
 def test_without_lse(forward):
     """A call that needs no gradient writes none."""
     q = torch.randn(1, 1, 70, 64, dtype=BF16)
-    out, lse = cuda.forward(q, q, q, None, None, None, PLAIN, False)
+    out, lse = cuda.forward(Inputs(q, q, q), PLAIN, False)
     assert lse.shape == (0,)
     assert KERNEL.search(forward.recorder.launches[0].name)
     want = testing.expected(q, q, q)["out"]
@@ -151,7 +152,7 @@ def test_schedules(forward, schedule, sizes):
     q, k = (torch.randn(1, 3, length, sizes[0], dtype=BF16) for length in (130, 300))
     v = torch.randn(1, 3, 300, sizes[1], dtype=BF16)
     forward.recorder.multiprocessors, forward.recorder.seed = 2, schedule
-    out, _ = cuda.forward(q, k, v, None, None, None, AttentionParams(sizes[0] ** -0.5), False, schedule=schedule)
+    out, _ = cuda.forward(Inputs(q, k, v), AttentionParams(sizes[0] ** -0.5), False, schedule=schedule)
     (launch,) = forward.recorder.launches
     assert f"8ScheduleE{schedule}" in launch.name
     want = testing.expected(q, k, v)["out"]
@@ -164,13 +165,14 @@ def test_a_library_with_one_schedule_refuses_the_others():
         import torch, launches, routes
         from attnkern.backends import cuda
         from attnkern.params import AttentionParams
+        from attnkern.signatures import Inputs
         parts = launches.parts
         launches.parts = lambda: ({x: y for x, y in parts()[0].items() if "schedules" not in x.name}, parts()[1])
         q = torch.ones(1, 1, 70, 64, dtype=torch.bfloat16)
         with routes.cuda(90) as recorder:
             recorder.simulate = False
             for schedule in (2, 1):  # its own, another
-                cuda.forward(q, q, q, None, None, None, AttentionParams(0.125), False, schedule=schedule)
+                cuda.forward(Inputs(q, q, q), AttentionParams(0.125), False, schedule=schedule)
                 print(len(recorder.launches))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
@@ -291,7 +293,7 @@ def test_planted_bugs_are_found(forward, kind):
     q, k, v = (torch.randn(1, 1, length, 64, dtype=BF16) for length in (600, 700, 700))
     forward.recorder.multiprocessors, forward.recorder.simulate = 2, False
     params = AttentionParams(0.125, window_right=0)
-    out, lse = cuda.forward(q, k, v, None, None, None, params, True, splits=0)
+    out, lse = cuda.forward(Inputs(q, k, v), params, True, splits=0)
     (launch,) = forward.recorder.launches
     (taken,) = [x for x in forward.recorder.tensors if x.dtype == torch.int32]
     want = testing.expected(q, k, v, is_causal=True)

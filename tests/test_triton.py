@@ -17,6 +17,7 @@ from attnkern import ops, rng, testing
 from attnkern.backends import disabled
 from attnkern.backends.failed import CannotBuild
 from attnkern.problem import Problem
+from attnkern.signatures import Inputs
 from conftest import Target
 from matrix import call, on_gpus, tagged
 
@@ -351,7 +352,7 @@ def test_tf32_only_where_torch_allows_it(set_precision, allowed, used):
     set_precision(allowed)
     x = torch.zeros(1, 1, 16, 64)
     with routed(80):
-        key = triton._problem(plan, x, x, x, None, None, None, Problem.from_sdpa(x, x, x).params)
+        key = triton._problem(plan, Inputs(x, x, x), Problem.from_sdpa(x, x, x).params)
         assert plan.forward_plan(key, True).step.kernel.constants["PRECISION"] == used
 
 
@@ -360,7 +361,7 @@ def test_a_sequence_length_makes_no_new_kernel():
 
     def kernels(seqlen_q, seqlen_k):
         q, k = (testing.make_inputs(1, 2, n, n, 64, dtype=BF16).query for n in (seqlen_q, seqlen_k))
-        key = triton._problem(plan, q, k, k, None, None, None, Problem.from_sdpa(q, k, k).params)
+        key = triton._problem(plan, Inputs(q, k, k), Problem.from_sdpa(q, k, k).params)
         backward = plan.backward_plan(key, key.q, key.q, False, 7)
         return [plan.forward_plan(key, True).step.kernel, backward.dkdv.kernel, backward.dq.kernel]
 
@@ -372,7 +373,7 @@ def test_strides_beyond_32_bits():
     """More than 2^31 elements: only the steps from row to row, within a tile, are 32 bits wide."""
     small = torch.zeros(1, 1, 1, 64, dtype=BF16)
     with routed(80):
-        key = triton._problem(plan, small, small, small, None, None, None, problem().params)
+        key = triton._problem(plan, Inputs(small, small, small), problem().params)
         far = plan.TensorSpec((2, 2, 4, 64), (2**40, 2**33, 64, 1), True)
         step = plan.forward_plan(key._replace(q=far, k=far, v=far), True).step
     strides = step.kernel.signature["strides"]

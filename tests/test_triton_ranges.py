@@ -18,6 +18,7 @@ import routes
 import test_triton_second_order as second_order
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
+from attnkern.signatures import Inputs
 from matrix import in_turn, tagged
 from test_key_ranges import FEATURES, KINDS, anything, documents, padding, window_and_sinks
 from test_triton import BF16, FP16, FP32, Simulated, routed, table
@@ -264,7 +265,7 @@ def walked(function, ranges, seqlen_q, seqlen_k, block_m, block_n, band):
     found = torch.zeros(rows, cols, dtype=torch.int32)
     steps = torch.zeros(rows if function is walk_keys else cols, dtype=torch.int32)
     with routed(80):
-        build = plan._Builder(table.triton._problem(plan, q, k, v, None, ranges, None, params))
+        build = plan._Builder(table.triton._problem(plan, Inputs(q, k, v, None, ranges), params))
         visits = None
         if function is walk_queries:
             step, shape = build.visits()
@@ -432,6 +433,6 @@ def test_lengths_and_ranges_make_no_new_kernel():
         x = torch.zeros(1, 1, length, 64, dtype=BF16)
         ranges = torch.zeros(1, 1, 1, count, 2, dtype=torch.int32)
         with routed(80):
-            key = table.triton._problem(plan, x, x, x, None, ranges, None, Problem.from_sdpa(x, x, x).params)
+            key = table.triton._problem(plan, Inputs(x, x, x, None, ranges), Problem.from_sdpa(x, x, x).params)
             kernels.add(plan.forward_plan(key, True).step.kernel)
     assert len(kernels) == 2  # for one range and for two

@@ -17,6 +17,7 @@ import torch
 from attnkern.triton_kernels import configs, launch, plan
 from attnkern.triton_kernels.configs import Config, Row
 
+from attnkern import signatures
 from attnkern.backends import triton as backend
 from attnkern.cases import Case, case
 from attnkern.params import GRAD_K, GRAD_Q, GRAD_V, AttentionParams
@@ -89,26 +90,22 @@ def problem(row: Row, size: int) -> Case:
 def launches(row: Row, config: Config, size: int, given: Inputs, launched: list) -> tuple[Any, ...]:
     """The arguments of `launch.run` for this row's kernel with `config`."""
     plan.use_table({**configs.TABLE, row: {size: config}})
-    inputs, bias = (given.query, given.key, given.value), given.attn_mask
+    inputs = signatures.Inputs(given.query, given.key, given.value, given.attn_mask)
     params = AttentionParams(size**-0.5, 30.0 if row.feature == "mods" else 0.0, window_right=0)
     launched.clear()
     if row.kernel == "forward":
-        arguments: Any = (*inputs, bias, None, None, params, True)
-        backend.forward(*arguments)
+        backend.forward(inputs, params, True)
         return launched[-1]
-    q = inputs[0]
+    q = inputs.q
     lse = torch.zeros(q.shape[:3], device=q.device)
     if row.kernel == "tangent":
-        arguments = (*inputs, bias, None, None, *inputs, bias, q, lse, params)
-        backend.tangent(*arguments)
+        backend.tangent(inputs, inputs.differentiable, q, lse, params)
         return launched[-1]
     wanted = GRAD_Q if row.kernel.endswith("dq") else GRAD_K | GRAD_V
     if row.kernel.startswith("second"):
-        arguments = (*inputs, bias, q, None, *inputs, bias, None, None, q, lse, params, wanted)
-        backend.second_backward(*arguments)
+        backend.second_backward(inputs.differentiable, q, None, inputs, q, lse, params, wanted)
         return launched[-1]
-    arguments = (q, None, *inputs, bias, None, None, q, lse, params, wanted)
-    backend.backward(*arguments)
+    backend.backward(q, None, inputs, q, lse, params, wanted)
     return launched[-1]
 
 
