@@ -421,6 +421,28 @@ def test_one_graph_serves_all_lengths():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+def test_one_graph_serves_all_totals_of_tokens(alibi):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def compiled(q, k, v, cu_seqlens, max_seqlen, slopes):
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True, alibi_slopes=slopes
+        )
+
+    slopes = torch.rand(2) if alibi else None
+    for lengths in ([5, 7, 8], [1, 30, 19], [20, 40, 2], [3, 4, 5]):
+        q, k, v = (torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3))
+        cu = ends(lengths)
+        out = compiled(q, k, v, cu, max(lengths), slopes)
+        want = flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), causal=True, alibi_slopes=slopes)
+        torch.testing.assert_close(out, want)
+        grads, wants = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want))
+        torch.testing.assert_close(grads, wants)
+    assert counter.frame_count == 1
+
+
 def test_one_graph_of_batches():
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend=counter)
