@@ -84,25 +84,23 @@ class Signature:
         self.num_tensors = 0
         self._groups: list[tuple[Any, slice | int]] = []
         for field, kind in fields.items():
+            group, count = kind, 1
             if kind is Inputs:
                 parts.append(_TENSORS)
-                kind, count = Inputs, NUM_INPUTS
+                count = NUM_INPUTS
             elif kind is AttentionParams:
                 parts.append(SCHEMA)
-                kind, count = tuple, len(AttentionParams._fields)
+                group, count = tuple, len(AttentionParams._fields)
             elif kind.endswith("*"):
                 parts += [f"Tensor? {kind.removesuffix('*')}{x}" for x in Derivatives._fields]
-                kind, count = Derivatives, NUM_DERIVATIVES
+                group, count = Derivatives, NUM_DERIVATIVES
             else:
                 parts.append(f"{kind} {field}")
-                if kind.startswith("Tensor"):
-                    self.num_tensors += 1
-                self._groups.append((None, at))
-                at += 1
-                continue
-            self._groups.append((kind, slice(at, at + count)))
-            self.num_tensors += 0 if kind is tuple else count
+                group = None
+            self._groups.append((group, at if group is None else slice(at, at + count)))
             at += count
+            if group in (Inputs, Derivatives) or (group is None and kind.startswith("Tensor")):
+                self.num_tensors = at  # they come first
         self.schema = f"{name}({', '.join(parts)}) -> ({results})"
 
     def of(self, flat: Sequence[Any]) -> Any:
