@@ -134,7 +134,7 @@ def attention(
 
     Source of soft-capping: Gemma Team, "Gemma 2", 2024; of windows: I. Beltagy et al., "Longformer", 2020.
     """
-    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
     if has_torch_function_variadic(query, key, value, attn_mask, key_ranges) or torch.compiler.is_compiling():
         result = _override(
             attention,
@@ -154,14 +154,13 @@ def attention(
         if result is not NotImplemented:
             return result
     else:
-        if attn_mask is None:
-            result = cpu.call(query, key, value, None, *options, return_lse, backend)
-        else:
+        mask, ranges = attn_mask, key_ranges
+        if attn_mask is not None:
             mask, ranges = _as_ranges(attn_mask, key_ranges, query, key)
-            result = cpu.call(query, key, value, mask, *options[:-1], ranges, return_lse, backend)
+        result = cpu.call(query, key, value, mask, *options, ranges, return_lse, backend)
         if result is not None:
             return result
-    problem = Problem.from_sdpa(query, key, value, attn_mask, *options)
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges)
     out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out
 

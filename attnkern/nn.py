@@ -228,19 +228,21 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
         rank = query.dim()
         if rank not in (2, 3):
-            raise AssertionError(f"attnkern: query must have 2 (unbatched) or 3 dimensions, got {_show(query)}")
+            raise AssertionError(f"attnkern: query must have 2 (unbatched) or 3 dimensions, got {show(query.shape)}")
         for name, x in (("key", key), ("value", value)):
             if x.dim() != rank:
-                raise AssertionError(f"attnkern: {name} must have query's {rank} dimensions, got {_show(x)}")
+                raise AssertionError(f"attnkern: {name} must have query's {rank} dimensions, got {show(x.shape)}")
         if query.shape[-1] != self.embed_dim:
-            raise AssertionError(f"attnkern: query's last size must be embed_dim={self.embed_dim}, got {_show(query)}")
+            raise AssertionError(
+                f"attnkern: query's last size must be embed_dim={self.embed_dim}, got {show(query.shape)}"
+            )
         if key.shape[:-1] != value.shape[:-1]:
             raise AssertionError(
-                f"attnkern: value must have key's sequence and batch sizes, {_show(key)}, got {_show(value)}"
+                f"attnkern: value must have key's sequence and batch sizes, {show(key.shape)}, got {show(value.shape)}"
             )
         for name, x, option, width in (("key", key, "kdim", self.kdim), ("value", value, "vdim", self.vdim)):
             if x.shape[-1] != width:
-                raise AssertionError(f"attnkern: {name}'s last size must be {option}={width}, got {_show(x)}")
+                raise AssertionError(f"attnkern: {name}'s last size must be {option}={width}, got {show(x.shape)}")
         batch, sequence = (0, 1) if self.batch_first else (1, 0)
         n, seqlen_q, seqlen_k = (
             (1, query.shape[0], key.shape[0])
@@ -250,7 +252,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if rank == 3 and key.shape[batch] != n:
             raise RuntimeError(
                 f"attnkern: key's batch size (dimension {batch} with batch_first={self.batch_first}) must be query's "
-                f"{n}, got {_show(key)}"
+                f"{n}, got {show(key.shape)}"
             )
         masks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
         for name, mask in masks.items():
@@ -267,14 +269,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             shape = (seqlen_k,) if rank == 2 else (n, seqlen_k)
             if tuple(key_padding_mask.shape) != shape:
                 raise AssertionError(
-                    f"attnkern: key_padding_mask must have key's shape {shape}, got {_show(key_padding_mask)}"
+                    f"attnkern: key_padding_mask must have key's shape {shape}, got {show(key_padding_mask.shape)}"
                 )
         if attn_mask is not None and not isinstance(attn_mask, Mask):
             flat, heads = (seqlen_q, seqlen_k), (n * self.num_heads, seqlen_q, seqlen_k)
             if tuple(attn_mask.shape) not in (flat, heads):
                 # torch tells a wrong rank (and any shape without a batch in 3-D) from a wrong size.
                 error = RuntimeError if attn_mask.dim() == 2 or (attn_mask.dim() == rank == 3) else AssertionError
-                raise error(f"attnkern: attn_mask must have shape {flat} or {heads}, got {_show(attn_mask)}")
+                raise error(f"attnkern: attn_mask must have shape {flat} or {heads}, got {show(attn_mask.shape)}")
 
 
 class CrossAttention(nn.Module):
@@ -367,15 +369,17 @@ class CrossAttention(nn.Module):
         context = x if context is None else context
         rank = x.dim()
         if rank not in (2, 3):
-            raise RuntimeError(f"attnkern: x must have 2 (unbatched) or 3 dimensions, got {_show(x)}")
+            raise RuntimeError(f"attnkern: x must have 2 (unbatched) or 3 dimensions, got {show(x.shape)}")
         if context.dim() != rank or context.shape[:-2] != x.shape[:-2]:
-            raise RuntimeError(f"attnkern: context must have x's rank and batch size, {_show(x)}, got {_show(context)}")
+            raise RuntimeError(
+                f"attnkern: context must have x's rank and batch size, {show(x.shape)}, got {show(context.shape)}"
+            )
         for name, tensor, width in (
             ("x", x, self.q_proj.in_features),
             ("context", context, self.k_proj.in_features),
         ):
             if tensor.shape[-1] != width:
-                raise RuntimeError(f"attnkern: {name}'s last size must be {width}, got {_show(tensor)}")
+                raise RuntimeError(f"attnkern: {name}'s last size must be {width}, got {show(tensor.shape)}")
         lead, seqlen_q, seqlen_k = tuple(x.shape[:-2]), x.shape[-2], context.shape[-2]
         mask, ranges, pairs = None, None, (seqlen_q, seqlen_k)
         if isinstance(attn_mask, Mask):
@@ -483,13 +487,9 @@ def _real(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tens
         raise TypeError(f"attnkern: {name} must be bool or an integer type (1 = attended to), got {show(mask.dtype)}")
     if tuple(mask.shape) not in shapes:
         wanted = " or ".join(str(s) for s in dict.fromkeys(shapes))
-        raise RuntimeError(f"attnkern: {name} must have shape {wanted}, got {_show(mask)}")
+        raise RuntimeError(f"attnkern: {name} must have shape {wanted}, got {show(mask.shape)}")
     return mask if mask.dtype == torch.bool else mask != 0
 
 
 def _no_mask(name: str, x: object) -> TypeError:
     return mask_type_error(x) if name == "attn_mask" else type_error(name, "Tensor or None (attn_mask takes a Mask)", x)
-
-
-def _show(x: Tensor) -> str:
-    return str(tuple(x.shape))

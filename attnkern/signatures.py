@@ -117,26 +117,21 @@ def _gradients(prefix: str) -> str:
     return ", ".join(f"Tensor {prefix}{name}" for name in Derivatives._fields)
 
 
-FORWARD = Signature(
-    "forward",
-    {"inputs": Inputs, "params": AttentionParams, "need_lse": "bool", "backend": "str"},
-    "Tensor out, Tensor lse",
-)
+_OF_FORWARD = {"inputs": Inputs, "params": AttentionParams, "need_lse": "bool"}
+_OF_BACKWARD = {
+    "grad_out": "Tensor",
+    "grad_lse": "Tensor?",
+    "inputs": Inputs,
+    "out": "Tensor",
+    "lse": "Tensor",
+    "params": AttentionParams,
+    "grad_mask": "int",
+}
+_OUT, _GRADIENTS = "Tensor out, Tensor lse", _gradients("d")
+
+FORWARD = Signature("forward", {**_OF_FORWARD, "backend": "str"}, _OUT)
 """lse has shape (0,) unless need_lse."""
-BACKWARD = Signature(
-    "backward",
-    {
-        "grad_out": "Tensor",
-        "grad_lse": "Tensor?",
-        "inputs": Inputs,
-        "out": "Tensor",
-        "lse": "Tensor",
-        "params": AttentionParams,
-        "grad_mask": "int",
-        "backend": "str",
-    },
-    _gradients("d"),
-)
+BACKWARD = Signature("backward", {**_OF_BACKWARD, "backend": "str"}, _GRADIENTS)
 TANGENT = Signature(
     "tangent",
     {
@@ -152,46 +147,11 @@ TANGENT = Signature(
 """The tangents of what `forward` returns, for tangents of its inputs. A tangent that is None is zero."""
 SECOND_BACKWARD = Signature(
     "second_backward",
-    {
-        "cotangents": "cot_d*",
-        "grad_out": "Tensor",
-        "grad_lse": "Tensor?",
-        "inputs": Inputs,
-        "out": "Tensor",
-        "lse": "Tensor",
-        "params": AttentionParams,
-        "grad_mask": "int",
-        "backend": "str",
-    },
+    {"cotangents": "cot_d*", **_OF_BACKWARD, "backend": "str"},
     f"Tensor g_grad_out, Tensor g_grad_lse, {_gradients('g')}",
 )
 """The gradient of the sum of <cot_dx, dx> over the results dx of `backward`. A cotangent that is None is zero."""
 
-CUDA_FORWARD = Signature(
-    "cuda_forward",
-    {
-        "inputs": Inputs,
-        "params": AttentionParams,
-        "need_lse": "bool",
-        "tf32": "bool",
-        "splits": "int?",
-        "schedule": "int?",
-    },
-    "Tensor out, Tensor lse",
-)
+CUDA_FORWARD = Signature("cuda_forward", {**_OF_FORWARD, "tf32": "bool", "splits": "int?", "schedule": "int?"}, _OUT)
 """Of csrc/cuda: with the backend's own arguments. Splits or a schedule that are given replace the plan's."""
-CUDA_BACKWARD = Signature(
-    "cuda_backward",
-    {
-        "grad_out": "Tensor",
-        "grad_lse": "Tensor?",
-        "inputs": Inputs,
-        "out": "Tensor",
-        "lse": "Tensor",
-        "params": AttentionParams,
-        "grad_mask": "int",
-        "tf32": "bool",
-        "deterministic": "bool",
-    },
-    _gradients("d"),
-)
+CUDA_BACKWARD = Signature("cuda_backward", {**_OF_BACKWARD, "tf32": "bool", "deterministic": "bool"}, _GRADIENTS)

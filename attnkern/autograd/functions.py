@@ -37,11 +37,13 @@ from .shared import (
     batch_of,
     flatten,
     flatten_all,
+    flatten_shared,
     goes_into_graph,
     mask_of,
     materialized,
     of_bias,
     outer_levels,
+    padded,
     primals_of,
     pull_back,
     push_forward_here,
@@ -77,6 +79,7 @@ def attention(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: st
         for x in inputs.masks:
             if x is not None and x.is_inference():
                 inputs = _savable(inputs)
+                break
         return _apply_eagerly(*inputs, params, backend)
     # Dynamo takes no tensor twice, as in attention(x, x, x).
     inputs = inputs._replace(k=inputs.k.view_as(inputs.k), v=inputs.v.view_as(inputs.v))
@@ -137,12 +140,7 @@ def part_backward(
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-# A Function's arguments are those of its operator (signatures.py), flat, since autograd sees tensors only there. Its
-# gradients are padded with None.
-
-
-def _padded(grads: Sequence[Tensor | None], length: int) -> tuple[Tensor | None, ...]:
-    return *grads, *(None,) * (length - len(grads))
+# A Function's arguments are those of its operator (signatures.py), flat, since autograd sees tensors only there.
 
 
 class _Attention(torch.autograd.Function):
@@ -162,7 +160,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return _padded(_input_grads(ctx, grad_out, grad_lse), len(ctx.needs_input_grad))
+        return padded(_input_grads(ctx, grad_out, grad_lse), len(ctx.needs_input_grad))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any):
@@ -171,18 +169,12 @@ class _Attention(torch.autograd.Function):
         given, (*params, backend) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
         q, k, v = (stack(x, dim, n) for x, dim in ((given.q, dims.q), (given.k, dims.k), (given.v, dims.v)))
         batch = q.shape[1]
-
-        def mask(x: Tensor | None, dim: int | None) -> Tensor | None:
-            """One shared by all samples and batch elements stays shared."""
-            if x is None or (dim is None and x.shape[0] == 1):
-                return x
-            return flatten(stack(x, dim, n), batch)
-
         seed = given.philox_seed
         if seed is not None:
             seed = stack(seed, dims.philox_seed, n).reshape(-1).contiguous()
-        masks = mask(given.bias, dims.bias), mask(given.key_ranges, dims.key_ranges)
-        out, lse = attention(Inputs(flatten(q), flatten(k), flatten(v), *masks, seed), params, True, backend)
+        bias = flatten_shared(given.bias, dims.bias, n, batch)
+        ranges = flatten_shared(given.key_ranges, dims.key_ranges, n, batch)
+        out, lse = attention(Inputs(flatten(q), flatten(k), flatten(v), bias, ranges, seed), params, True, backend)
         return unflatten((out, lse), n, batch)
 
 
@@ -202,7 +194,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return _padded(_input_grads(ctx, grad_out, grad_lse), len(ctx.needs_input_grad))
+        return padded(_input_grads(ctx, grad_out, grad_lse), len(ctx.needs_input_grad))
 
 
 class _AttentionOutOnly(_Attention):
@@ -210,7 +202,7 @@ class _AttentionOutOnly(_Attention):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return _padded(_input_grads(ctx, grad_out, None), len(ctx.needs_input_grad))
+        return padded(_input_grads(ctx, grad_out, None), len(ctx.needs_input_grad))
 
 
 def _asked_for(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -264,7 +256,7 @@ class _AttentionBackward(torch.autograd.Function):
             mask = mask_of(needed, SECOND_ORDER_BITS)
             results = _SecondBackward.apply(*cotangents, *ctx.saved_tensors, *ctx.params, mask, ctx.backend)
             grads = _asked_for(results, needed)
-        return _padded(grads, len(ctx.needs_input_grad))
+        return padded(grads, len(ctx.needs_input_grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
@@ -327,7 +319,7 @@ class _Tangent(torch.autograd.Function):
             if any(needed.tangents):
                 grads = _backward(*rest, mask_of(needed.tangents, GRAD_BITS), ctx.backend)
                 of_tangents = _asked_for(grads, needed.tangents)
-        return _padded([*_padded(of_inputs, NUM_INPUTS), *of_tangents], len(ctx.needs_input_grad))
+        return padded([*padded(of_inputs, NUM_INPUTS), *of_tangents], len(ctx.needs_input_grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
@@ -371,7 +363,7 @@ class _SecondBackward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None):
         function, primals = _SecondBackward._of(ctx, ctx.saved_tensors)
         grads = pull_back(function, primals, cotangents, ctx.needs_input_grad[: len(primals)])
-        return _padded(grads, len(ctx.needs_input_grad))
+        return padded(grads, len(ctx.needs_input_grad))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):

@@ -13,10 +13,11 @@ from .. import tiles
 from ..params import AttentionParams, within_ranges
 from ..problem import Problem
 from .shared import (
-    NUM_PARAMS,
     WHOLE,
     flatten,
+    flatten_shared,
     goes_into_graph,
+    padded,
     primals_of,
     pull_back,
     push_forward_here,
@@ -82,8 +83,8 @@ class _Weights(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         num_heads, count = q.shape[1], 1
         if num_heads == 0:
-            nothing = (torch.zeros_like(x) if need else None for x, need in zip((q, k, bias), needed, strict=True))
-            return *nothing, *(None,) * (NUM_PARAMS + 4)
+            nothing = [torch.zeros_like(x) if need else None for x, need in zip((q, k, bias), needed, strict=True)]
+            return padded(nothing, len(ctx.needs_input_grad))
         if ctx.average:
             grad = grad.unsqueeze(1) / num_heads
         if not torch.compiler.is_compiling():
@@ -95,8 +96,8 @@ class _Weights(torch.autograd.Function):
             tile = grad.expand(-1, heads.stop - heads.start, -1, -1) if ctx.average else grad[:, heads]
             parts.append(pull_back(function, primals, (tile,), needed))
         inputs = zip((q, k, bias), zip(*parts, strict=True), needed, strict=True)
-        grads = (_gather_heads(pieces, x, num_heads) if need else None for x, pieces, need in inputs)
-        return *grads, *(None,) * (NUM_PARAMS + 4)
+        grads = [_gather_heads(pieces, x, num_heads) if need else None for x, pieces, need in inputs]
+        return padded(grads, len(ctx.needs_input_grad))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, q, k, bias, lse, seed, rows, *params_and_average):
@@ -104,8 +105,7 @@ class _Weights(torch.autograd.Function):
         *params, average = params_and_average
         q, k = (stack(x, dim, n) for x, dim in zip((q, k), in_dims[:2], strict=True))
         batch = q.shape[1]
-        if bias is not None and (in_dims[2] is not None or bias.shape[0] != 1):
-            bias = flatten(stack(bias, in_dims[2], n), batch)
+        bias = flatten_shared(bias, in_dims[2], n, batch)
         if lse is not None:
             lse = flatten(stack(lse, in_dims[3], n))
         if seed is not None:

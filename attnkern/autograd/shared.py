@@ -14,7 +14,6 @@ from ..backends import reference
 from ..params import AttentionParams
 from ..signatures import GRAD_BITS, NUM_DERIVATIVES, SECOND_ORDER_BITS, Inputs
 
-NUM_PARAMS = len(AttentionParams._fields)
 WHOLE: list[Callable] = []
 """Functions that go into a graph as a whole, for what traces it afterwards: those with a jvp."""
 
@@ -63,6 +62,11 @@ def mask_of(needed: Sequence[bool], bits: Sequence[int]) -> int:
     return sum(map(operator.mul, bits, needed))
 
 
+def padded(grads: Sequence[Tensor | None], length: int) -> tuple[Tensor | None, ...]:
+    """A Function's gradients: None for the arguments after those that have any."""
+    return *grads, *(None,) * (length - len(grads))
+
+
 def materialized(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of out and lse as the operators take them: that of out is never None."""
     if grad_out is None:
@@ -90,6 +94,13 @@ def flatten(x: Tensor, batch: int | None = None) -> Tensor:
     if batch is not None:
         x = x.expand(x.shape[0], batch, *x.shape[2:])
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def flatten_shared(x: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
+    """A mask with the samples in the batch; one that all samples and batch elements share stays shared."""
+    if x is None or (dim is None and x.shape[0] == 1):
+        return x
+    return flatten(stack(x, dim, n), batch)
 
 
 def batch_of(q: Tensor, dim: int | None) -> int:

@@ -59,8 +59,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   C scale[kTile<C>], ones[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled
   for (C& lane : scale) lane = score.signed_scale;
   for (C& lane : ones) lane = C(1);
-  KeyGrad<T, Op> dk(p.dk, p.seqlen_k, p.head_dim, scale, scratch.dk),
-      dv(p.dv, p.seqlen_k, p.head_dim_v, ones, scratch.dv);
+  Result<T, Op> dk(p.dk, p.seqlen_k, p.head_dim, scratch.dk), dv(p.dv, p.seqlen_k, p.head_dim_v, scratch.dv);
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
   const bool excludes = score.has_mask || score.has_ranges || p.band.left < kUnbounded || p.band.right < kUnbounded;
   // Excluded blocks are left out, unless the bias's gradient is stored: it would have to be set to 0 there.
@@ -177,12 +176,13 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         if (wanted.dv) {
           grad_sum = attended_rows<T, Op>(grad_sum, p.grad_out, batch, h, block, p.head_dim_v,
                                           Op::kPack == 2 ? scratch.grad_pairs : scratch.grad_rows);
-          dv.add(block, probabilities, grad_sum, p.band.transposed(), last && (h + 1) % group_v == 0);
+          dv.add(block, probabilities, grad_sum, p.band.transposed(), nullptr,
+                 last && (h + 1) % group_v == 0 ? ones : nullptr);
         }
         if (wanted.dk) {
           q_sum = attended_rows<T, Op>(q_sum, p.q, batch, h, block, p.head_dim,
                                        Op::kPack == 2 ? scratch.q_pairs : scratch.q_rows);
-          dk.add(block, ds, q_sum, p.band.transposed(), last && (h + 1) % group_k == 0);
+          dk.add(block, ds, q_sum, p.band.transposed(), nullptr, last && (h + 1) % group_k == 0 ? scale : nullptr);
         }
         for (int64_t s = 0; s < block.segments && wanted.dq; ++s) {
           const Segment& segment = block.segment[s];
@@ -205,8 +205,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         }
       }
 
-      if (wanted.dk && (h + 1) % group_k == 0) dk.end();
-      if (wanted.dv && (h + 1) % group_v == 0) dv.end();
+      if (wanted.dk && (h + 1) % group_k == 0) dk.end(scale);
+      if (wanted.dv && (h + 1) % group_v == 0) dv.end(ones);
     }
   }
 }

@@ -50,36 +50,22 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>) : S::fma(largest, log2e, S::log(sum)));
     }
   };
-  const bool by_rows = sums_by_rows<C>(p.seqlen_q, p.head_dim_v);
-  RowSums<C, T> rows{scratch.out, round_up(p.head_dim_v, S::kLanes), false,           nullptr,
-                     nullptr,     at<T>(p.out, batch, head, query),  p.out.stride[2], p.head_dim_v};
-  bool started = false, opening = true;
+  Result<T, Op> out(p.out, p.seqlen_q, p.head_dim_v, scratch.out);
+  out.begin(batch, head, query, queries);
+  bool opening = true;
   const auto accumulate = [&](const BlockPlan& block, const C* probabilities, bool rescale, bool last) {
     Rows<Scalar> values;
     if constexpr (kConverts<T, Op> || Op::kPack == 2)
       values = packed_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
                                   scratch.rows, cache);
-    else values = operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows, by_rows);
+    else
+      values =
+          operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows, out.by_rows());
     values = attended_rows<T, Op>(values, p.v, batch, head_v, block, p.head_dim_v, scratch.rows);
-    const auto* p_pairs = reinterpret_cast<const Scalar*>(probabilities);
-    if (by_rows) {
-      rows.started = started;
-      rows.correction = rescale ? scratch.correction : nullptr;
-      if (last) {
-        finish_sums();
-        rows.factor = scratch.inverse;
-      }
-      sum_rows<typename Op::Product, T>(queries, block, {p_pairs, kTile<C>, values.data, values.step}, p.band, query,
-                                        rows);
-    } else {
-      gemm_over_block<typename Op::Product>(p.head_dim_v, vectors, block, {values.data, values.step, p_pairs, kTile<C>},
-                                            {scratch.out, kTile<C>,
-                                             !started  ? Epilogue::kStore
-                                             : rescale ? Epilogue::kRescale
-                                                       : Epilogue::kAdd,
-                                             scratch.correction});
-    }
-    started = true;
+    const bool stores = last && out.by_rows();
+    if (stores) finish_sums();
+    out.add(block, reinterpret_cast<const Scalar*>(probabilities), values, p.band,
+            rescale ? scratch.correction : nullptr, stores ? scratch.inverse : nullptr);
   };
 
   // Probabilities that are rounded to bfloat16 lose least if the largest is 1: scores in pairs wait for their block's
@@ -160,11 +146,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   }
   finish_waiting(true);
 
-  if (rows.factor == nullptr) {  // the last block was left out, or the lanes are queries
+  if (!out.stored()) {  // the last block was left out, or the lanes are queries
     finish_sums();
-    rows.factor = scratch.inverse;
-    if (by_rows) rows.store(queries);
-    else store_transposed(scratch.out, queries, p.head_dim_v, scratch.inverse, rows.out, rows.out_step);
+    out.end(scratch.inverse);
   }
   if (p.lse != nullptr)
     std::memcpy(static_cast<C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + query, scratch.largest,

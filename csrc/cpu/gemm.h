@@ -2,8 +2,9 @@
 //
 //     C[r][lane] = sum_k A(r, k) * B[k][lane]
 //
-// A is read one scalar at a time and broadcast, so it stays in the user's layout (rows of K, V, Q or grad_out with any
-// row stride); B and C run along the lanes. A register tile holds kTileRows x kTileVectors accumulators.
+// A is read one scalar at a time and broadcast, so it is read where it lies: rows of the user's K, Q or grad_out with
+// any row stride, or probabilities where they were made. B and C run along the lanes. A register tile holds kTileRows x
+// kTileVectors accumulators.
 #pragma once
 
 #include "simd.h"
@@ -249,7 +250,7 @@ struct Target {
   C* c;
   int64_t c_step;
   Epilogue epilogue;
-  C* aux;
+  const C* aux;
 
   template <int kRows, int kVectors>
   [[gnu::always_inline]] inline void take(const V (&sum)[kRows][kVectors], int64_t row, int64_t vector) const {

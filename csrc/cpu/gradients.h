@@ -100,57 +100,6 @@ struct BackwardScratch {
   int64_t bytes;
 };
 
-// dK or dV of a tile of keys, in the making: summed over the blocks of queries of all heads that share the key head.
-template <class T, class Op>
-class KeyGrad {
- public:
-  using C = typename Op::Compute;
-  using Scalar = typename Op::Scalar;
-  // scale: of each lane.
-  KeyGrad(const View& view, int64_t keys, int64_t columns, const C* scale, C* sums)
-      : view_(view), by_rows_(sums_by_rows<C>(keys, columns)), scale_(scale) {
-    rows_ = {sums, round_up(columns, Simd<C>::kLanes), false, nullptr, nullptr, nullptr, view.stride[2], columns};
-  }
-  bool by_rows() const { return by_rows_; }
-
-  void begin(int64_t batch, int64_t head, int64_t key, int64_t keys) {
-    key_ = key;
-    keys_ = keys;
-    rows_.out = view_.data == nullptr ? nullptr : at<T>(view_, batch, head, key);
-    rows_.started = false;
-    rows_.factor = nullptr;
-  }
-  // Adds the sum over a block's rows, in which `factors` are P or dS, and `rows` dO or Q. `last`: nothing follows.
-  void add(const BlockPlan& block, const Scalar* factors, Rows<Scalar> rows, const Band& band, bool last) {
-    if (by_rows_) {
-      rows_.factor = last ? scale_ : nullptr;
-      sum_rows<typename Op::Product, T>(keys_, block, {factors, kTile<C>, rows.data, rows.step}, band, key_, rows_);
-    } else {
-      gemm_over_block<typename Op::Product>(
-          rows_.columns, (keys_ + Simd<C>::kLanes - 1) / Simd<C>::kLanes, block,
-          {rows.data, rows.step, factors, kTile<C>},
-          {rows_.sums, kTile<C>, rows_.started ? Epilogue::kAdd : Epilogue::kStore, nullptr});
-    }
-    rows_.started = true;
-  }
-  // Stores what the last block has not.
-  void end() {
-    if (rows_.factor != nullptr) return;
-    rows_.factor = scale_;
-    if (!rows_.started)  // no query attends to these keys
-      std::memset(rows_.sums, 0, static_cast<size_t>(rows_.step * kTile<C>) * sizeof(C));
-    if (by_rows_) rows_.store(keys_);
-    else store_transposed(rows_.sums, keys_, rows_.columns, scale_, rows_.out, rows_.out_step);
-  }
-
- private:
-  const View& view_;
-  bool by_rows_;
-  const C* scale_;
-  int64_t key_ = 0, keys_ = 0;
-  RowSums<C, T> rows_;
-};
-
 // What a row of scores needs: P = norm * exp(S + shift), dS = P * (dP - delta).
 template <class C>
 struct RowTerms {

@@ -44,26 +44,27 @@ inline void gemm_over_block(int64_t rows, int64_t vectors, const BlockPlan& bloc
                        block.segments, target});
 }
 
-// Whether rows of a result are summed as the user has them: with the columns along the lanes, of which those past the
-// last are idle, and not the rows, of which it is those past the last, and beside the edges of the band.
+// Whether a result of so many rows and columns is summed with its columns along the lanes, in the user's layout, and
+// not with its rows. The last vector of what lies along the lanes is partly idle: where fewer are, decides.
 template <class C>
 inline bool sums_by_rows(int64_t rows, int64_t columns) {
   return round_up(columns, Simd<C>::kLanes) * rows <= columns * round_up(rows, Simd<C>::kLanes);
 }
 
-// Rows of O, dK or dV in the making, in the user's layout: a row for each lane of the tile.
+// The sums of a result whose columns lie along the lanes, and the user's rows that they become. A factor for each row
+// is an array of the tile's length.
 template <class C, class T>
 struct RowSums {
   using S = Simd<C>;
-  C* sums;              // rows of whole vectors,
-  int64_t step;         // so far apart
-  bool started;         // whether they hold the sums of earlier blocks,
-  const C* correction;  // which count so often, a factor for each row; null: once
-  // Set by the last block, which stores results: the sums times a factor for each row, and exactly 0 where that is 0,
-  // even for infinity and NaN.
-  const C* factor = nullptr;
+  C* sums;       // rows of whole vectors
+  int64_t step;  // from row to row
   T* out;
   int64_t out_step, columns;
+  bool started = false;           // sums hold those of earlier blocks
+  const C* correction = nullptr;  // the factor of these; null: 1
+  // The factor of the results; set for the last block, which stores them. They are exactly 0 where it is 0, even for
+  // infinity and NaN.
+  const C* factor = nullptr;
 
   static typename S::V scaled(typename S::V sum, typename S::V scale) {
     return scale == S::zero() ? S::zero() : sum * scale;
@@ -83,7 +84,7 @@ template <class Op, class T>
 struct RowSumsTile {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  Factors<Op, true> factors;  // from row `begin` of the block on
+  Factors<Op, true> factors;  // from the block's first row on
   const BlockPlan* block;
   int64_t whole;  // steps of the sums, if all rows are one segment of all vectors; else 0
   Band band;      // of the lanes
@@ -169,6 +170,65 @@ inline void sum_rows(int64_t rows, const BlockPlan& block, const Factors<Op, tru
     for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
         min64(at_once, rows - row), vectors, RowSumsTile<Op, T>{factors, &block, whole, band, lane, row, target});
 }
+
+// O, dK or dV of a tile, in the making: a row for each of the tile's lanes, summed over the blocks of all that it
+// meets.
+template <class T, class Op>
+class Result {
+ public:
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+  // Of a tensor with `rows` rows a head; `sums` has room for kTile rows of whole vectors.
+  Result(const View& view, int64_t rows, int64_t columns, C* sums)
+      : view_(view),
+        by_rows_(sums_by_rows<C>(rows, columns)),
+        rows_{sums, round_up(columns, Simd<C>::kLanes), nullptr, view.stride[2], columns} {}
+  // Then `rows` of add() must be padded to whole vectors.
+  bool by_rows() const { return by_rows_; }
+  bool stored() const { return rows_.factor != nullptr; }
+
+  void begin(int64_t batch, int64_t head, int64_t lane, int64_t lanes) {
+    lane_ = lane;
+    lanes_ = lanes;
+    rows_.out = view_.data == nullptr ? nullptr : at<T>(view_, batch, head, lane);
+    rows_.started = false;
+    rows_.factor = nullptr;
+  }
+  // Adds the sum over a block's rows of `factors`, transposed, times `rows`; what was summed before counts `correction`
+  // times, if that isn't null. If `factor` isn't null nothing follows, and results by rows are stored.
+  void add(const BlockPlan& block, const Scalar* factors, Rows<Scalar> rows, const Band& band, const C* correction,
+           const C* factor) {
+    if (by_rows_) {
+      rows_.correction = correction;
+      rows_.factor = factor;
+      sum_rows<typename Op::Product, T>(lanes_, block, {factors, kTile<C>, rows.data, rows.step}, band, lane_, rows_);
+    } else {
+      gemm_over_block<typename Op::Product>(rows_.columns, (lanes_ + Simd<C>::kLanes - 1) / Simd<C>::kLanes, block,
+                                            {rows.data, rows.step, factors, kTile<C>},
+                                            {rows_.sums, kTile<C>,
+                                             !rows_.started          ? Epilogue::kStore
+                                             : correction != nullptr ? Epilogue::kRescale
+                                                                     : Epilogue::kAdd,
+                                             correction});
+    }
+    rows_.started = true;
+  }
+  // Stores what the last block has not.
+  void end(const C* factor) {
+    if (stored()) return;
+    rows_.factor = factor;
+    if (!rows_.started)  // the lanes met no block
+      std::memset(rows_.sums, 0, static_cast<size_t>(rows_.step * kTile<C>) * sizeof(C));
+    if (by_rows_) rows_.store(lanes_);
+    else store_transposed(rows_.sums, lanes_, rows_.columns, factor, rows_.out, rows_.out_step);
+  }
+
+ private:
+  const View& view_;
+  bool by_rows_;
+  int64_t lane_ = 0, lanes_ = 0;
+  RowSums<C, T> rows_;
+};
 
 // Whether each tile meets but a part of the loop dimension, which moves on from tile to tile.
 inline bool is_window(const Band& band) { return band.left < kUnbounded && band.right < kUnbounded; }
