@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
         mask, ranges = attn_mask, None
         if attn_mask is not None:
             mask, ranges = _as_ranges(attn_mask, None, query, key)
-        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges, False, backend
+        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges, None, False, backend
         result = cpu.call(query, key, value, mask, *options)
         if result is not None:
             return result
@@ -102,6 +102,7 @@ def attention(
     alignment: str = "top_left",
     softcap: float | None = None,
     key_ranges: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -122,20 +123,23 @@ def attention(
             as far as attn_mask, is_causal and window let it. Ends beyond the keys are clamped, an empty range has
             end <= begin. What lies outside costs nothing where the ranges of some 64 successive rows lie together: a
             tile of rows visits all keys from the first to the last of any of their ranges. Not differentiable.
+        sinks: (Hq,) or (..., Hq), float32 or query's dtype: a logit of each head that takes part in the softmax of its
+            rows and has no value, so that a row's weights sum to less than 1. Differentiable.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         out (..., L, Ev) in query's dtype; with return_lse (out, lse), lse (..., L) in float32 (float64 for float64
-        inputs), natural logarithm, -inf where no key is attended. Both are differentiable. `merge_attention` joins
-        such pairs.
+        inputs), natural logarithm, -inf where no key is attended. With sinks the sink counts as a key does. Both are
+        differentiable. `merge_attention` joins such pairs.
 
     Raises:
         As `scaled_dot_product_attention`; ValueError also for a negative window, an unknown alignment, a bad softcap.
 
-    Source of soft-capping: Gemma Team, "Gemma 2", 2024; of windows: I. Beltagy et al., "Longformer", 2020.
+    Source of soft-capping: Gemma Team, "Gemma 2", 2024; of windows: I. Beltagy et al., "Longformer", 2020; of sinks as
+    parameters: OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025.
     """
     options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
-    if has_torch_function_variadic(query, key, value, attn_mask, key_ranges) or torch.compiler.is_compiling():
+    if has_torch_function_variadic(query, key, value, attn_mask, key_ranges, sinks) or torch.compiler.is_compiling():
         result = _override(
             attention,
             (query, key, value),
@@ -148,6 +152,7 @@ def attention(
             alignment=alignment,
             softcap=softcap,
             key_ranges=key_ranges,
+            sinks=sinks,
             return_lse=return_lse,
             backend=backend,
         )
@@ -157,10 +162,10 @@ def attention(
         mask, ranges = attn_mask, key_ranges
         if attn_mask is not None:
             mask, ranges = _as_ranges(attn_mask, key_ranges, query, key)
-        result = cpu.call(query, key, value, mask, *options, ranges, return_lse, backend)
+        result = cpu.call(query, key, value, mask, *options, ranges, sinks, return_lse, backend)
         if result is not None:
             return result
-    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges)
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, sinks)
     out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out
 
@@ -189,6 +194,7 @@ def explain(
     alignment: str = "top_left",
     softcap: float | None = None,
     key_ranges: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Explanation:
@@ -198,7 +204,7 @@ def explain(
     the backends), `.notes` (extra work, such as copies) and `.plan` (how its kernels cut the call). Invalid arguments
     raise what the call raises; a named backend that refuses gives chosen=None and the text of the call's error.
     """
-    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges, sinks
     problem = Problem.from_sdpa(query, key, value, attn_mask, *options)
     return _backends.explain(problem, backend)
 

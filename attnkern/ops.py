@@ -27,6 +27,7 @@ from .params import (
     GRAD_BIAS,
     GRAD_GRAD_LSE,
     GRAD_GRAD_OUT,
+    GRAD_SINKS,
     SCHEMA,
     AttentionParams,
     empty_like_heads,
@@ -141,6 +142,10 @@ def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *param
         _require(bias.dtype in (torch.bool, torch.float32, q.dtype), "bias must be bool, float32 or of q's dtype")
         full = (batch, heads, seqlen_q, seqlen_k)
         _require(all(n in (1, m) for n, m in zip(bias.shape, full, strict=True)), "the sizes of bias do not fit")
+    if (sinks := inputs.sinks) is not None:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        fits = len(sinks.shape) == 2 and sinks.shape[0] in (1, batch) and sinks.shape[1] == heads
+        _require(fits and sinks.dtype == exact, "sinks must be (B or 1, Hq) and float32 (float64 for float64)")
     if key_ranges is not None:
         shape = key_ranges.shape
         _require(
@@ -188,18 +193,20 @@ def _check_tangents(inputs: Inputs, prefix: str, tangents: Derivatives) -> None:
     for name, x, like in zip(Derivatives._fields, tangents, inputs.differentiable, strict=True):
         if x is not None:
             has_tangent = like is not None and like.dtype != torch.bool
-            _require(has_tangent, f"{prefix}{name} must be None, since only a floating bias has a tangent")
+            _require(has_tangent, f"{prefix}{name} must be None, since only a floating bias, and sinks, have a tangent")
             fits = x.shape == like.shape and x.dtype == like.dtype
             _require(fits, f"{prefix}{name} must have the shape and dtype of what it belongs to")
 
 
-def _check_grad_mask(grad_mask: int, bits: Sequence[int], bias: Tensor | None) -> None:
+def _check_grad_mask(grad_mask: int, bits: Sequence[int], inputs: Inputs) -> None:
     most = sum(bits)
     _require(0 <= grad_mask <= most, f"grad_mask must be from 0 to {most}, got {grad_mask}")
+    bias = inputs.bias
     _require(
         not grad_mask & GRAD_BIAS or (bias is not None and bias.dtype != torch.bool),
         "only a floating bias has a gradient",
     )
+    _require(not grad_mask & GRAD_SINKS or inputs.sinks is not None, "sinks that aren't given have no gradient")
 
 
 def _fake(signature: Signature) -> Any:
@@ -223,15 +230,14 @@ def _empty_lse(q: Tensor, needed: Any) -> Tensor:
 
 
 def _empty_gradients(inputs: Inputs, grad_mask: int) -> list[Tensor]:
-    """New memory has the order of its input's; that of a bias is contiguous."""
-    return [
-        inputs.q.new_empty(0)
-        if not grad_mask & bit
-        else x.new_empty(x.shape)
-        if name == "bias"
-        else empty_like_heads(x, x.shape[-1])
-        for name, x, bit in zip(Derivatives._fields, inputs.differentiable, GRAD_BITS, strict=True)
-    ]
+    """New memory has the order of its input's; that of a bias and of sinks is contiguous."""
+
+    def gradient(name: str, x: Tensor, bit: int) -> Tensor:
+        if not grad_mask & bit:
+            return _empty_lse(inputs.q, False) if name == "sinks" else inputs.q.new_empty(0)
+        return x.new_empty(x.shape) if name in ("bias", "sinks") else empty_like_heads(x, x.shape[-1])
+
+    return [gradient(*of) for of in zip(Derivatives._fields, inputs.differentiable, GRAD_BITS, strict=True)]
 
 
 @_fake(FORWARD)
@@ -305,7 +311,7 @@ def _check_backward(call: Any, bits: Sequence[int]) -> AttentionParams:
     q, v = call.inputs.q, call.inputs.v
     params = _checked(call.inputs, call.params)
     _check_results(q, v, {"lse": call.lse, "grad_lse": call.grad_lse}, out=call.out, grad_out=call.grad_out)
-    _check_grad_mask(call.grad_mask, bits, call.inputs.bias)
+    _check_grad_mask(call.grad_mask, bits, call.inputs)
     return params
 
 

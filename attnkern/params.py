@@ -20,7 +20,7 @@ UNBOUNDED = 2**62
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # in the order of csrc/common/params.h
 
-GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_GRAD_OUT, GRAD_GRAD_LSE = 1, 2, 4, 8, 16, 32
+GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_SINKS, GRAD_GRAD_OUT, GRAD_GRAD_LSE = 1, 2, 4, 8, 16, 32, 64
 """The bits of an operator's grad_mask: which gradients are asked for. (The last two: of the second backward pass.)"""
 
 MAX_HEAD_DIM = 512

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import rng
+from . import rng, sinks
 from .backends import reference
-from .params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, empty_like_heads
+from .params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_SINKS, GRAD_V, AttentionParams, empty_like_heads
 from .problem import Problem, autocasts
 from .second_order import second_backward, tangent
 from .signatures import Inputs
@@ -33,7 +33,7 @@ def backward(
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py). Keys and values may be a part of those that `out` and `lse` are the results of."""
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     if autocasts(q.device):
@@ -67,6 +67,12 @@ def backward(
         else x.new_empty(0)
         for x, made, bit in ((q, dz @ key, GRAD_Q), (k, dz.mT @ query, GRAD_K), (v, dv, GRAD_V))
     ]
-    if bias is None or not grad_mask & GRAD_BIAS:
-        return *grads, q.new_empty(0)
-    return *grads, dx.sum_to_size(bias.shape).to(bias.dtype)
+    if bias is not None and grad_mask & GRAD_BIAS:
+        grads.append(dx.sum_to_size(bias.shape).to(bias.dtype))
+    else:
+        grads.append(q.new_empty(0))
+    if inputs.sinks is not None and grad_mask & GRAD_SINKS:
+        grads.append(sinks.gradient(lse, -rest.squeeze(-1), inputs.sinks))
+    else:
+        grads.append(lse.new_empty(0))
+    return tuple(grads)

@@ -50,6 +50,7 @@ from .params import (
 from .signatures import Inputs
 
 _NUMBERS = frozenset((int, float))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class Problem(NamedTuple):
@@ -59,6 +60,7 @@ class Problem(NamedTuple):
     k: Tensor  # (B, Hk, S, E)
     v: Tensor  # (B, Hv, S, Ev)
     bias: Tensor | None  # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
+    sinks: Tensor | None  # (B|1, Hq), of the log-sum-exp's dtype
     ranges: Tensor | None  # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
     params: AttentionParams
     # Leading dimensions of the caller's output; None: (B, Hq), as here; or the jagged tensor that it is to be like.
@@ -67,10 +69,10 @@ class Problem(NamedTuple):
     @classmethod
     def of_inputs(cls, inputs: Inputs, params: AttentionParams) -> Problem:
         """Of an operator's arguments, which are validated."""
-        return cls(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.key_ranges, params, None)
+        return cls(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks, inputs.key_ranges, params, None)
 
     def inputs(self, philox_seed: Tensor | None = None) -> Inputs:
-        return Inputs(self.q, self.k, self.v, self.bias, self.ranges, philox_seed)
+        return Inputs(self.q, self.k, self.v, self.bias, self.sinks, self.ranges, philox_seed)
 
     @classmethod
     def from_sdpa(
@@ -87,6 +89,7 @@ class Problem(NamedTuple):
         alignment: str = "top_left",
         softcap: float | None = None,
         key_ranges: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         given = attn_mask
@@ -96,6 +99,8 @@ class Problem(NamedTuple):
                 attn_mask = replicated(attn_mask, query)
         if key_ranges is not None and type(query) is not Tensor:
             key_ranges = replicated(key_ranges, query)
+        if sinks is not None and not isinstance(sinks, Tensor):
+            raise type_error("sinks", "Tensor or None", sinks)
         usual = (
             not torch.compiler.is_compiling()
             # Under a transform a tensor that looks ordinary may wrap one with symbolic sizes.
@@ -103,6 +108,7 @@ class Problem(NamedTuple):
             and type(query) is type(key) is type(value) is Tensor
             and (attn_mask is None or type(attn_mask) is Tensor)
             and (key_ranges is None or type(key_ranges) is Tensor)
+            and (sinks is None or type(sinks) in _PLAIN)
             and type(is_causal) is type(enable_gqa) is bool
             and type(dropout_p) in _NUMBERS
             and (scale is None or type(scale) in _NUMBERS)
@@ -129,9 +135,9 @@ class Problem(NamedTuple):
             if any(x.is_nested for x in (query, key, value)):
                 return cls._of_jagged(
                     *(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa),
-                    *(window, alignment, softcap, key_ranges),
+                    *(window, alignment, softcap, key_ranges, sinks),
                 )
-            _check_not_nested(mask, key_ranges)
+            _check_not_nested(mask, key_ranges, sinks)
         if autocasts(query.device):
             query, key, value, mask = autocast(query, key, value, mask)
         if alignment == "bottom_right" and torch.jit.is_tracing():
@@ -144,6 +150,7 @@ class Problem(NamedTuple):
                 (key.shape, key.dtype, key.device, key.layout),
                 (value.shape, value.dtype, value.device, value.layout),
                 None if mask is None else (mask.shape, mask.dtype, mask.device, mask.layout),
+                None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
                 None
                 if key_ranges is None
                 else (key_ranges.shape, key_ranges.dtype, key_ranges.device, key_ranges.layout),
@@ -173,11 +180,15 @@ class Problem(NamedTuple):
             value = normal.value.of(value)
         if normal.mask is not None:
             mask = normal.mask.of(mask)
+        if sinks is not None:
+            if normal.sinks is not None:
+                sinks = normal.sinks.of(sinks)
+            sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
         if key_ranges is not None:
             key_ranges = _narrowed(key_ranges, key.shape[2])
             if normal.ranges is not None:
                 key_ranges = normal.ranges.of(key_ranges)
-        return tuple.__new__(cls, (query, key, value, mask, key_ranges, normal.params, normal.lead))
+        return tuple.__new__(cls, (query, key, value, mask, sinks, key_ranges, normal.params, normal.lead))
 
     @classmethod
     def _of_jagged(
@@ -194,6 +205,7 @@ class Problem(NamedTuple):
         alignment: str,
         softcap: float | None,
         key_ranges: Tensor | None,
+        sinks: Tensor | None,
     ) -> Problem:
         """`from_sdpa` of jagged nested tensors: that of their values, packed one after the other."""
         _check_not_nested(query, key, value)
@@ -208,7 +220,7 @@ class Problem(NamedTuple):
         q, k, v, ranges = of_jagged(query, key, value, left, 0 if is_causal else right, alignment)
         if ranges is not None:
             is_causal, window = False, None
-        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, ranges
+        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, ranges, sinks
         problem = cls.from_sdpa(q, k, v, None, *options)
         assert not isinstance(problem.lead, Jagged)
         return problem._replace(lead=Jagged(query, problem.lead))
@@ -227,6 +239,8 @@ class Problem(NamedTuple):
             parts.append(describe("mask", self.bias))
         if self.ranges is not None:
             parts.append(describe("key_ranges", self.ranges))
+        if self.sinks is not None:
+            parts.append(describe("sinks", self.sinks))
         params = self.params
         if params.window_left != UNBOUNDED or params.window_right != UNBOUNDED:
             left, right = ("unbounded" if x == UNBOUNDED else str(x) for x in (params.window_left, params.window_right))
@@ -262,12 +276,12 @@ class _View(NamedTuple):
         return cls(None if _are(padded, broadcast) else broadcast, (flat, *tail))
 
     @classmethod
-    def of_mask(cls, shape: _Sizes, kept: int, batch: _Sizes) -> _View | None:
-        """The same for a mask, whose last `kept` dimensions stay, whose batch may be 1, and which may lack the first
-        dimensions."""
+    def of_mask(cls, shape: _Sizes, kept: int, batch: _Sizes, tail: _Sizes | None = None) -> _View | None:
+        """The same for a mask, whose last `kept` dimensions stay (or become `tail`), whose batch may be 1, and which
+        may lack the first dimensions."""
         padded = (1,) * (len(batch) + kept - len(shape)) + tuple(shape)
         shared = all(holds(n == 1, False) for n in padded[:-kept])
-        return cls.to(padded[:-kept] if shared else batch, padded[-kept:], shape)
+        return cls.to(padded[:-kept] if shared else batch, padded[-kept:] if tail is None else tail, shape)
 
     def of(self, x: Tensor) -> Tensor:
         if self.broadcast is not None:
@@ -282,6 +296,7 @@ class _Normal(NamedTuple):
     key: _View | None
     value: _View | None
     mask: _View | None
+    sinks: _View | None
     ranges: _View | None
     params: AttentionParams
     lead: _Sizes | None
@@ -292,6 +307,7 @@ def _normalise(
     key: _TensorSpec,
     value: _TensorSpec,
     mask: _TensorSpec | None,
+    sinks: _TensorSpec | None,
     key_ranges: _TensorSpec | None,
     dropout_p: float,
     is_causal: bool,
@@ -337,13 +353,16 @@ def _normalise(
     batch_qk = _broadcast("key's batch dimensions must broadcast with query's", q[:-3], k[:-3])
     batch = _broadcast("value's batch dimensions must broadcast with query's and key's", batch_qk, v[:-3])
 
-    mask_view = ranges_view = None
+    mask_view = sinks_view = ranges_view = None
     if mask is not None:
         # Of 3-D tensors a mask may be 4-D: torch 2.15 takes it so, earlier ones refuse.
         batch_of_mask = batch_qk if len(q) > 3 or len(k) > 3 else (1,)
         scores = (seqlen_q, seqlen_k) if len(q) == len(k) == 2 else (*batch_of_mask, heads_qk, seqlen_q, seqlen_k)
         _check_mask(mask, query, scores)
         mask_view = _View.of_mask(mask[0], 3, batch)
+    if sinks is not None:
+        _check_sinks(sinks, query, (*batch, heads))
+        sinks_view = _View.of_mask(sinks[0], 1, batch, (heads,))
     if key_ranges is not None:
         rows = (seqlen_q,) if max(len(q), len(k), len(v)) == 2 else (*(batch or (1,)), heads, seqlen_q)
         _check_ranges(key_ranges, query, rows)
@@ -358,6 +377,7 @@ def _normalise(
         key=_View.to(batch, (heads_k, seqlen_k, head_dim), k),
         value=_View.to(batch, (heads_v, seqlen_k, head_dim_v), v),
         mask=mask_view,
+        sinks=sinks_view,
         ranges=ranges_view,
         params=AttentionParams(
             float(scale),
@@ -429,6 +449,22 @@ def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
         raise RuntimeError(
             f"attnkern: attn_mask must broadcast to the scores' shape {show(scores)}, got {show(shape)}"
             f"{_batched_hint(shape, scores)}"
+        )
+
+
+def _check_sinks(sinks: _TensorSpec, query: _TensorSpec, heads: _Sizes) -> None:
+    shape, dtype, device, layout = sinks
+    if layout != torch.strided:
+        raise RuntimeError(f"attnkern: sinks must be a dense (strided) tensor, got layout {layout}")
+    if device != query[2]:
+        raise RuntimeError(f"attnkern: sinks must be on query's device {query[2]}, got {device}")
+    if dtype not in (torch.float32, query[1]):
+        allowed = "float32" if query[1] == torch.float32 else f"float32 or query's dtype {show(query[1])}"
+        raise RuntimeError(f"attnkern: sinks must be {allowed}, got {show(dtype)}")
+    if not 0 < len(shape) <= len(heads) or not _fit(shape, heads):
+        raise RuntimeError(
+            f"attnkern: sinks must have one number for each of query's heads, {show(heads[-1:])} or {show(heads)}, got "
+            f"{show(shape)}"
         )
 
 

@@ -18,6 +18,7 @@ derivatives. With the cotangents as tangents, dp = D(grad_out v^T) and d = dp - 
     gz         = x'(z) w + x''(z) (x's tangent before x') dx
     gq         = softmax_scale * (gz k + x'(z) dx tk),  gk = softmax_scale * (gz^T q + (x'(z) dx)^T tq)
 
+With sinks, p and its row sums include the sink, an entry with x = the sink, T = tsinks and dp = 0, whose w is gsinks.
 (tau and d have mean zero under p: what all entries of a row share cancels before it is rounded.) A row without keys has
 p = 0 everywhere, and so every derivative. Rows are independent, so a tile that holds whole rows needs no saved lse.
 """
@@ -39,6 +40,7 @@ from .params import (
     GRAD_GRAD_OUT,
     GRAD_K,
     GRAD_Q,
+    GRAD_SINKS,
     GRAD_V,
     UNBOUNDED,
     AttentionParams,
@@ -80,7 +82,7 @@ def second_backward(
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`attnkern::second_backward` (ops.py) on any device."""
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     if autocasts(q.device):
@@ -100,6 +102,9 @@ def second_backward(
         for x, bit in ((k, GRAD_K), (v, GRAD_V))
     )
     gbias = bias.new_zeros(bias.shape, dtype=dtype) if bias is not None and wanted(GRAD_BIAS) else None
+    gsinks = lse.new_empty(0)
+    if inputs.sinks is not None and wanted(GRAD_SINKS):
+        gsinks = torch.zeros_like(inputs.sinks)
     for tile in _tiles(inputs, cotangents, params, dtype):
         rows_grad = grad_out[tile.at].to(dtype).masked_fill(tile.dead, 0.0)
         if wanted(GRAD_GRAD_OUT):
@@ -108,8 +113,12 @@ def second_backward(
             g_grad_lse[tile.at] = tile.tlse
         if wanted(GRAD_V) and tile.tau is not None:
             _add_to_heads(gv, tile, tile.drop(tile.p * tile.tau).mT @ rows_grad)
-        if wanted(GRAD_Q | GRAD_K | GRAD_BIAS):
-            w, dx = tile.second_derivatives(rows_grad, None if grad_lse is None else grad_lse[tile.at].to(dtype))
+        if wanted(GRAD_Q | GRAD_K | GRAD_BIAS | GRAD_SINKS):
+            rows_grad_lse = None if grad_lse is None else grad_lse[tile.at].to(dtype)
+            w, dx, of_sink = tile.second_derivatives(rows_grad, rows_grad_lse)
+            if gsinks.numel():
+                at = _of_heads(tile.at, gsinks)
+                gsinks[at] += of_sink.sum(-1).sum_to_size(gsinks[at].shape)
             if gbias is not None:
                 _add_to_bias(gbias, tile, w)
             w, dx = tile.of_products(w, dx)
@@ -122,7 +131,8 @@ def second_backward(
     if gbias is not None:
         assert bias is not None
         gbias = gbias.to(bias.dtype)
-    return g_grad_out, g_grad_lse, gq, gk.to(k.dtype), gv.to(v.dtype), q.new_empty(0) if gbias is None else gbias
+    gbias = q.new_empty(0) if gbias is None else gbias
+    return g_grad_out, g_grad_lse, gq, gk.to(k.dtype), gv.to(v.dtype), gbias, gsinks
 
 
 class _Tile(NamedTuple):
@@ -146,6 +156,8 @@ class _Tile(NamedTuple):
     dead: Tensor  # rows without keys
     tau: Tensor | None  # None: 0
     tlse: Tensor
+    p_sink: Tensor | None  # as tlse
+    t_sink: Tensor | None  # without rows
 
     def drop(self, x: Tensor) -> Tensor:
         return x if self.keep is None else reference.drop(x, self.keep, self.params.dropout_p)
@@ -154,17 +166,25 @@ class _Tile(NamedTuple):
         moved = self.q.new_zeros(()) if self.tau is None else self.drop(self.p * self.tau) @ self.v
         return moved if self.tv is None else moved + self.drop(self.p) @ self.tv
 
-    def second_derivatives(self, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """w and dx"""
+    def second_derivatives(self, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """w and dx; the sink's w (0 without one)."""
         p = self.p
         d = self.drop(grad_out @ self.v.mT)
-        d.sub_((p * d).sum(-1, keepdim=True))
+        rest = -(p * d).sum(-1, keepdim=True)
         if grad_lse is not None:
-            d.add_(grad_lse.unsqueeze(-1))
+            rest += grad_lse.unsqueeze(-1)
+        d.add_(rest)
         g = torch.zeros_like(d) if self.tau is None else self.tau * d
         if self.tv is not None:
             g.add_(self.drop(grad_out @ self.tv.mT))
-        return g.sub_((p * g).sum(-1, keepdim=True)).mul_(p), d.mul_(p)
+        mean = (p * g).sum(-1, keepdim=True)
+        of_sink = p.new_zeros(())
+        if self.p_sink is not None:
+            moved = -self.tlse if self.t_sink is None else self.t_sink.unsqueeze(-1) - self.tlse
+            of_sink = self.p_sink * (moved * rest.squeeze(-1))
+            mean += of_sink.unsqueeze(-1)
+            of_sink = of_sink - self.p_sink * mean.squeeze(-1)
+        return g.sub_(mean).mul_(p), d.mul_(p), of_sink
 
     def of_products(self, w: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
         """The factors of gq and gk beside k and q, and beside tk and tq, from w and dx (which it overwrites)."""
@@ -181,7 +201,7 @@ def _tiles(inputs: Inputs, tangents: Derivatives, params: AttentionParams, dtype
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     batch, num_heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[-2]
-    tq, tk, tv, tbias = tangents
+    tq, tk, tv, tbias, tsinks = tangents
     rows_at_a_time = max(_FEWEST_ROWS, tiles.at_a_time(seqlen_k, q.device))
     heads_at_a_time = tiles.at_a_time(seqlen_q * seqlen_k, q.device)
     batches_at_a_time = tiles.at_a_time(num_heads * seqlen_q * seqlen_k, q.device)
@@ -195,13 +215,14 @@ def _tiles(inputs: Inputs, tangents: Derivatives, params: AttentionParams, dtype
 
             block = [None if x is None else of_heads(x).to(dtype) for x in (q, k, v, tq, tk, tv)]
             masks = of_heads(bias), of_heads(tbias), of_heads(inputs.key_ranges)
+            of_sinks = [None if x is None else x[_of_heads((batches, heads), x)] for x in (inputs.sinks, tsinks)]
             for rows in tiles.slices(seqlen_q, rows_at_a_time):
                 keys = _seen(rows, seqlen_k, params)
                 keep = None
                 if inputs.philox_seed is not None:
                     sizes = batch, num_heads, seqlen_q, seqlen_k
                     keep = rng.keep_mask(inputs.philox_seed, params.dropout_p, *sizes, heads, rows, batches)[..., keys]
-                yield _tile((batches, heads, rows), keys, num_heads, block, masks, keep, params)
+                yield _tile((batches, heads, rows), keys, num_heads, block, masks, of_sinks, keep, params)
 
 
 def _tile(
@@ -210,10 +231,12 @@ def _tile(
     num_heads: int,
     block: list[Any],
     masks: tuple[Tensor | None, Tensor | None, Tensor | None],
+    of_sinks: list[Tensor | None],
     keep: Tensor | None,
     params: AttentionParams,
 ) -> _Tile:
-    """A tile of the heads whose q, k, v, tq, tk, tv are `block` and whose bias, tbias and key_ranges are `masks`."""
+    """A tile of the heads whose q, k, v, tq, tk, tv are `block`, bias, tbias and key_ranges `masks`, and sinks and
+    tsinks `of_sinks`."""
     rows = at[2]
     parts: list[Any] = [None if x is None else x[:, :, rows] for x in block[::3]]
     q, tq = parts
@@ -238,15 +261,28 @@ def _tile(
         slope = 1.0 - tanh.square()
         x = params.softcap * tanh
         moved = None if tz is None else tz * slope
-    x, dead = reference.alive(reference.masked(x, bias, live))
-    p = x.softmax(-1).masked_fill_(dead, 0.0)
+    sinks, t_sink = of_sinks
+    x, dead = reference.alive(reference.with_sinks(reference.masked(x, bias, live), sinks))
+    p, p_sink = x.softmax(-1).masked_fill_(dead, 0.0), None
+    if sinks is not None:
+        p, p_sink = p[..., :-1], p[..., -1]
 
     moved = _sum(moved, None if tbias is None else tbias.to(p.dtype).expand(p.shape))
     tau, tlse = None, p.new_zeros(p.shape[:-1])
     if moved is not None:
-        mean = (p * moved).sum(-1, keepdim=True)
-        tau, tlse = moved - mean, mean.squeeze(-1)
-    return _Tile(at, keys, num_heads, params, q, k, v, tq, tk, tv, keep, tanh, slope, tz, p, dead, tau, tlse)
+        tlse = (p * moved).sum(-1)
+    if p_sink is not None and t_sink is not None:
+        tlse = tlse + p_sink * t_sink.unsqueeze(-1)
+        moved = p.new_zeros(p.shape) if moved is None else moved
+    if moved is not None:
+        tau = moved - tlse.unsqueeze(-1)
+    moves = tq, tk, tv, keep, tanh, slope, tz, p, dead, tau, tlse, p_sink, t_sink
+    return _Tile(at, keys, num_heads, params, q, k, v, *moves)
+
+
+def _of_heads(at: tuple[slice, ...], x: Tensor) -> tuple[slice, slice]:
+    """Where in x (B|1, H) the batch elements and heads of a tile are."""
+    return at[0] if x.shape[0] != 1 else slice(1), at[1]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -54,7 +54,7 @@ def _splits(inputs, params) -> list[tuple]:
                 return None
             if name in ("k", "v"):
                 return whole if dim == 2 or x.shape[dim] == 1 else cut
-            return cut if x.shape[dim] == q.shape[dim] else whole
+            return cut if dim < x.ndim and x.shape[dim] == q.shape[dim] else whole
 
         return Inputs(*(placed(name, x) for name, x in inputs._asdict().items())), cut
 

@@ -17,6 +17,7 @@ from .params import (
     GRAD_GRAD_OUT,
     GRAD_K,
     GRAD_Q,
+    GRAD_SINKS,
     GRAD_V,
     SCHEMA,
     AttentionParams,
@@ -35,6 +36,8 @@ class Inputs(NamedTuple):
     v: Tensor  # (B, Hv, S, Ev)
     # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
     bias: Tensor | None = None
+    # (B|1, Hq) of the log-sum-exp's dtype: a logit of each head that takes part in the softmax and has no value
+    sinks: Tensor | None = None
     # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
     key_ranges: Tensor | None = None
     philox_seed: Tensor | None = None  # int64: a key for each of equal consecutive groups of the batch
@@ -56,14 +59,15 @@ class Inputs(NamedTuple):
 class Derivatives(NamedTuple):
     """Gradients, tangents or cotangents of those Inputs that have any, or what else there is one of for each."""
 
-    q: Any
-    k: Any
-    v: Any
-    bias: Any
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    bias: Any = None
+    sinks: Any = None
 
 
 NUM_INPUTS, NUM_DERIVATIVES = len(Inputs._fields), len(Derivatives._fields)
-GRAD_BITS = Derivatives(GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS)
+GRAD_BITS = Derivatives(GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_SINKS)
 """Bits of the argument grad_mask: which gradients are asked for. A gradient not asked for has shape (0,)."""
 SECOND_ORDER_BITS = (GRAD_GRAD_OUT, GRAD_GRAD_LSE, *GRAD_BITS)
 """Those of second_backward, in the order of its results and of backward's differentiable arguments."""

@@ -27,6 +27,7 @@ def varlen_attention(
     alignment: str = "bottom_right",
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -47,7 +48,7 @@ def varlen_attention(
             0 and the sequence's length they count as these.
         is_causal, window, alignment: as in `attention`, within each sequence; by default its last query is level with
             the last of its keys that there are.
-        scale, softcap, dropout_p, enable_gqa, backend: as in `attention`.
+        scale, softcap, dropout_p, enable_gqa, backend: as in `attention`; sinks likewise, (Hq,).
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -61,7 +62,7 @@ def varlen_attention(
 
     Source: packed sequences are those of T. Dao's flash_attn_varlen_func (FlashAttention-2, 2023).
     """
-    relevant = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k
+    relevant = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks
     if not torch.compiler.is_compiling() and has_torch_function(relevant):
         return handle_torch_function(
             varlen_attention,
@@ -73,6 +74,7 @@ def varlen_attention(
             alignment=alignment,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
             dropout_p=dropout_p,
             enable_gqa=enable_gqa,
             return_lse=return_lse,
@@ -92,6 +94,7 @@ def varlen_attention(
         scale=scale,
         enable_gqa=enable_gqa,
         softcap=softcap,
+        sinks=sinks,
         key_ranges=ranges,
         return_lse=return_lse,
         backend=backend,

@@ -85,7 +85,7 @@ def attention_weights(
         )
     options = 0, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
     problem = Problem.from_sdpa(query, key, key, attn_mask, *options)
-    q, k, v, bias, ranges, params, lead = problem
+    q, k, v, bias, _, ranges, params, lead = problem
     if isinstance(lead, Jagged):
         raise ValueError("attnkern: attention_weights takes dense tensors: give it one sequence of query.unbind()")
     batch, num_heads, seqlen_q, _ = q.shape
@@ -109,7 +109,7 @@ def attention_weights(
             k = k[:, torch.arange(num_heads, device=q.device)[index] // group]
         bias, ranges = (x if x is None or x.shape[1] == 1 else x[:, index] for x in (bias, ranges))
         lse = None if lse is None else lse[:, index]
-    weights = autograd.weights(Problem(q, k, v, bias, ranges, params, None), lse, None, positions, average_heads)
+    weights = autograd.weights(Problem(q, k, v, bias, None, ranges, params, None), lse, None, positions, average_heads)
     if lead is None:
         return weights
     lead = lead[:-1] if average_heads or not lead else (*lead[:-1], q.shape[1])

@@ -308,8 +308,9 @@ PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const AttentionParams params = a.params();
     const int64_t grad_mask = a.integer();
     if (!a.plain_for_cpu()) return nullptr;
-    auto [dq, dk, dv, dbias] = attnkern::cpu::backward<Python>(grad_out, grad_lse, inputs, out, lse, params, grad_mask);
-    return tuple_of(dq, dk, dv, dbias);
+    auto [dq, dk, dv, dbias, dsinks] =
+        attnkern::cpu::backward<Python>(grad_out, grad_lse, inputs, out, lse, params, grad_mask);
+    return tuple_of(dq, dk, dv, dbias, dsinks);
   });
 }
 
@@ -324,11 +325,11 @@ int64_t bound_of(PyObject* x) {
 // those here and in fill(). 4-D tensors of one batch, no gradient, no dropout.
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 14) return nullptr;
+    if (count != 15) return nullptr;
     PyObject *const mask = arguments[3], *const dropout_p = arguments[4], *const is_causal = arguments[5],
                     *const scale = arguments[6], *const enable_gqa = arguments[7], *const window = arguments[8],
                     *const alignment = arguments[9], *const softcap = arguments[10], *const key_ranges = arguments[11],
-                    *const return_lse = arguments[12], *const backend = arguments[13];
+                    *const sinks = arguments[12], *const return_lse = arguments[13], *const backend = arguments[14];
     // First of all: a GPU's users are not to wait for the rest.
     const auto has = [](PyObject* x, PyObject* attribute) {
       return Owned(PyObject_GetAttr(x, attribute)).get() == &_Py_TrueStruct;
@@ -341,16 +342,16 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         !(softcap == kNone || is_number(softcap)) ||
         !(window == kNone || (is_type(window, &PyTuple_Type) && PyTuple_Size(window) == 2)))
       return nullptr;
-    const int tensors = mask == kNone ? 3 : 4;
     if (answers_true(python.is_grad_enabled))
-      for (int i = 0; i < tensors; ++i)
-        if (!is_type(arguments[i], python.tensor) || has(arguments[i], python.requires_grad)) return nullptr;
+      for (PyObject* x : {arguments[0], arguments[1], arguments[2], mask, sinks})
+        if (x != kNone && (!is_type(x, python.tensor) || has(x, python.requires_grad))) return nullptr;
     if (any_answers_true(python.listeners) || any_answers_true(python.for_the_caller)) return nullptr;
 
     Inputs inputs;
     Tensor &q = inputs.q, &k = inputs.k, &v = inputs.v;
     if (!q.read(arguments[0]) || !k.read(arguments[1]) || !v.read(arguments[2])) return nullptr;
     if (mask != kNone && !inputs.bias.emplace().read(mask)) return nullptr;
+    if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
     if (key_ranges != kNone && !inputs.key_ranges.emplace().read(key_ranges)) return nullptr;
     if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;
     const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };

@@ -32,15 +32,15 @@ std::tuple<Tensor, Tensor> forward(Tensor q ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_AS
                                             AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, need_lse);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out,
-                                                    OptionalTensor grad_lse ATTNKERN_TENSORS(ATTNKERN_AS_ARGUMENT),
-                                                    Tensor out, Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
-                                                    int64_t grad_mask, std::string backend) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor grad_out, OptionalTensor grad_lse ATTNKERN_TENSORS(ATTNKERN_AS_ARGUMENT), Tensor out,
+    Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), int64_t grad_mask, std::string backend) {
   check_backend(backend);
   if (grad_lse.has_value()) grad_lse = attnkern::dense(*grad_lse);
-  return attnkern::cpu::backward<Dispatcher>(grad_out, grad_lse, Inputs{ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, out,
-                                             attnkern::dense(lse), AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)},
-                                             grad_mask);
+  auto [dq, dk, dv, dbias, dsinks] = attnkern::cpu::backward<Dispatcher>(
+      grad_out, grad_lse, Inputs{ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, out, attnkern::dense(lse),
+      AttentionParams{ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, grad_mask);
+  return {dq, dk, dv, dbias, dsinks};
 }
 
 // The kernels' multiply-adds on registers alone, for some milliseconds on every thread: the FLOPs of it. Timed, it is

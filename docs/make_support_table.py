@@ -64,6 +64,7 @@ def features() -> list[Feature]:
         feature("`key_ranges`, packed sequences", options={"key_ranges": torch.tensor([[0, 2]])}),
         feature("`scale`, also 0 and negative", options={"scale": -0.5}),
         feature("`softcap`", options={"softcap": 30.0}),
+        feature("`sinks`, and their gradient", options={"sinks": torch.zeros(2)}),
         feature("`dropout_p`", options={"dropout_p": 0.1}),
         feature("`return_lse`, and its gradient", options={"return_lse": True}),
     ]

@@ -30,6 +30,7 @@ class Call(Case):
     heads_v: int | None = None  # None: as many as heads_k
     score: float = 0.0  # what the scores lie around
     ranges: str = ""  # kind, shape and number of random key ranges, as `testing.Inputs.with_ranges` takes them
+    sinks: str = ""  # "H" or "BH", as `testing.Inputs.with_sinks` takes it: float32, or float64
     gpus: tuple[int, ...] = (80, 90)  # compute capabilities that Triton's kernels are compiled for
 
     def __post_init__(self) -> None:
@@ -54,6 +55,9 @@ class Call(Case):
         if self.ranges:
             kind, shape, count = self.ranges.split()
             inputs = inputs.with_ranges(kind, shape, int(count), torch.int32, seed or 0)
+        if self.sinks:
+            exact = torch.promote_types(inputs.query.dtype, torch.float32)
+            inputs = inputs.with_sinks(self.sinks, exact, int(torch.randint(2**31, ())) if seed is None else seed)
         return inputs
 
     def _moved(self, inputs: testing.Inputs) -> testing.Inputs:
@@ -299,6 +303,26 @@ CALLS: tuple[Call, ...] = (
     call("dropout", "sm90-backward-refused", (1, 2, 40, 40, 64), dropout=0.5),
     call("heads shared differently", "sm90-backward-refused", (1, (4, 1, 2), 40, 40, 64)),
     call("unaligned rows", "sm90-backward-refused", (1, 2, 40, 40, 68)),
+    # Sinks: every way that a forward pass has to its end.
+    call("full", "sinks sinks-gpu", (2, 2, 70, 90, 64), sinks="H"),
+    call("causal, shared keys", "sinks sinks-gpu", (2, (4, 2), 131, 131, 64), causal=True, sinks="BH"),
+    call("one query", "sinks sinks-gpu", (1, 2, 1, 600, 64), sinks="H"),
+    call("few queries, shared keys", "sinks sinks-gpu", (2, (4, 1), 3, 600, 64), sinks="BH", **LAST),
+    call("window, softcap", "sinks", (1, 2, 100, 100, 40), window=(30, 5), softcap=3.0, sinks="H"),
+    call("rows without keys", "sinks sinks-gpu", (1, 2, 90, 40, 64), sinks="BH", **LAST),
+    call("bool mask", "sinks", (2, 2, 70, 90, 24), mask="bool BHLS", sinks="H"),
+    call("bias", "sinks sinks-gpu", (2, 2, 70, 90, 64), mask="float 1HLS", sinks="BH"),
+    call("documents", "sinks sinks-gpu", (2, (4, 2), 150, 150, 64), causal=True, ranges="documents B1L 1", sinks="H"),
+    call("two ranges, few queries", "sinks", (2, 2, 3, 300, 64), ranges="anything BHL 2", sinks="BH"),
+    call("one key", "sinks", (1, 2, 40, 1, 8), sinks="H"),
+    call("head sizes 192 and 128", "sinks sinks-gpu", (1, 2, 70, 150, 192, 128), causal=True, sinks="H"),
+    call("head size 320", "sinks sinks-gpu", (1, 1, 40, 70, 320), sinks="H"),
+    call("float32", "sinks-gpu", (1, 2, 70, 90, 64), dtype="fp32", causal=True, sinks="H"),
+    call("sinks", "second-order", (2, 2, 7, 9, 8), sinks="H"),
+    call(
+        "sinks of the batch, bias, causal", "second-order", (2, 2, 7, 9, 8), causal=True, mask="float 1HLS", sinks="BH"
+    ),
+    call("sinks, rows without keys, softcap", "second-order", (1, 2, 9, 4, 8), softcap=2.0, sinks="H", **LAST),
     # Forward kernels of CUDA: more queries than the kernels of decode.cu take.
     call("plain", "cuda-forward", (1, 2, 100, 70, 64)),
     call("fp16", "cuda-forward", (1, 1, 100, 70, 64), dtype="fp16"),

@@ -23,6 +23,7 @@ from attnkern import ops, testing
 from attnkern.backends import cpu
 from attnkern.params import DTYPES, UNBOUNDED
 from attnkern.problem import Problem
+from attnkern.signatures import Inputs
 
 sdpa = attnkern.scaled_dot_product_attention
 
@@ -66,9 +67,8 @@ def assert_same(direct, by_operator):
 def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
     for _ in range(25):
         inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
-        q, k, v, bias, ranges, params, _ = Problem.from_sdpa(**inputs.tensors, dropout_p=dropout_p, **options)
-        seed = torch.randint(2**62, (1,)) if dropout_p else None
-        given = q, k, v, bias, ranges, seed
+        problem = Problem.from_sdpa(**inputs.tensors, dropout_p=dropout_p, **options)
+        params, given = problem.params, problem.inputs(torch.randint(2**62, (1,)) if dropout_p else None)
         with testing.unmodified(*(x for x in given if x is not None)):
             for need_lse in (False, True):
                 results = cpu.forward(*given, *params, need_lse, "cpu")
@@ -78,8 +78,10 @@ def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
             grad_out = torch.randn(out.shape).to(out.dtype)
             grad_lse = torch.randn_like(lse) if part % 2 else None
             mask = int(torch.randint(8, ()))
-            if bias is not None and bias.is_floating_point():
+            if given.bias is not None and given.bias.is_floating_point():
                 mask += ops.GRAD_BIAS
+            if given.sinks is not None:
+                mask += ops.GRAD_SINKS
             rest = out, lse, *params, mask, "cpu"
             grads = cpu.backward(grad_out, grad_lse, *given, *rest)
             assert grads is not None, inputs.recipe
@@ -193,6 +195,7 @@ def changed(position, change):
     return tensors
 
 
+WINDOWS = "top_left", None, None  # alignment, softcap, key_ranges
 NOT_PLAIN = {
     "not a tensor": changed(0, lambda x: x.tolist()),
     "key not a tensor": changed(1, lambda x: x.tolist()),
@@ -219,8 +222,36 @@ NOT_PLAIN = {
     "scale not finite": [*changed(0, torch.clone), None, 0, False, float("nan")],
     "scale too large": [*changed(0, torch.clone), None, 0, False, 10**400],
     "enable_gqa no bool": [*changed(0, torch.clone), None, 0, False, None, None],
-    "another backend": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", None, False, "triton"],
-    "a backend no string": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", None, False, 3],
+    "another backend": [
+        *changed(0, torch.clone),
+        None,
+        0,
+        False,
+        None,
+        False,
+        None,
+        "top_left",
+        None,
+        None,
+        None,
+        False,
+        "triton",
+    ],
+    "a backend no string": [
+        *changed(0, torch.clone),
+        None,
+        0,
+        False,
+        None,
+        False,
+        None,
+        "top_left",
+        None,
+        None,
+        None,
+        False,
+        3,
+    ],
     **{
         f"window {window}": [*changed(0, torch.clone), None, 0, False, None, False, window]
         for window in [(1,), (1, 2, 3), [1, 2], (-1, 0), (0, 1.0), (True, 0), (2**70, 0), 3]
@@ -229,7 +260,33 @@ NOT_PLAIN = {
     "alignment no string": [*changed(0, torch.clone), None, 0, False, None, False, None, None],
     "negative softcap": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", -1.0],
     "infinite softcap": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", float("inf")],
-    "return_lse no bool": [*changed(0, torch.clone), None, 0, False, None, False, None, "top_left", None, 1],
+    "return_lse no bool": [
+        *changed(0, torch.clone),
+        None,
+        0,
+        False,
+        None,
+        False,
+        None,
+        "top_left",
+        None,
+        None,
+        None,
+        1,
+    ],
+    "sinks of another size": [*changed(0, torch.clone), None, 0, False, None, False, None, *WINDOWS, torch.zeros(3)],
+    "sinks of another dtype": [
+        *changed(0, torch.clone),
+        None,
+        0,
+        False,
+        None,
+        False,
+        None,
+        *WINDOWS,
+        torch.zeros(4).half(),
+    ],
+    "sinks no tensor": [*changed(0, torch.clone), None, 0, False, None, False, None, *WINDOWS, 0.0],
     "negative by a bit": changed(0, torch._neg_view),
     "functional": changed(0, torch._to_functional_tensor),
     "zeros without memory": changed(0, lambda x: torch._efficientzerotensor(x.shape)),
@@ -277,11 +334,11 @@ LISTENERS = {
 def test_nothing_is_direct_where_operators_are_seen(listener):
     q, k, v = changed(0, torch.clone)
     params = (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
-    out, lse = cpu.forward(q, k, v, None, None, None, *params, True, "cpu")
+    out, lse = cpu.forward(*Inputs(q, k, v), *params, True, "cpu")
     with listener():
         assert call(q, k, v) is None
-        assert cpu.forward(q, k, v, None, None, None, *params, True, "cpu") is None
-        assert cpu.backward(out, None, q, k, v, None, None, None, out, lse, *params, 7, "cpu") is None
+        assert cpu.forward(*Inputs(q, k, v), *params, True, "cpu") is None
+        assert cpu.backward(out, None, *Inputs(q, k, v), out, lse, *params, 7, "cpu") is None
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -345,9 +402,9 @@ def test_references_are_kept_right():
     def all_of_them():
         call(*tensors, 1.0)
         call(*tensors)
-        out, lse = cpu.forward(*tensors, None, None, None, *params, True, "cpu")
-        cpu.forward(*tensors, None, None, None, *params, False, "cuda")
-        cpu.backward(out, lse, *tensors, None, None, out, lse, *params, 5, "cpu")
+        out, lse = cpu.forward(*Inputs(*tensors), *params, True, "cpu")
+        cpu.forward(*Inputs(*tensors), *params, False, "cuda")
+        cpu.backward(out, lse, *Inputs(*tensors), out, lse, *params, 5, "cpu")
         sdpa(*leaves).sum().backward()
 
     def counts():

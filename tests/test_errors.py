@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import attnkern
 from attnkern import ops, testing
 from attnkern.params import UNBOUNDED
+from attnkern.signatures import Derivatives, Inputs
 
 contract = pytest.mark.contract
 x = torch.randn(2, 3, 5, 8)
@@ -263,6 +264,7 @@ def arguments_of(operator):
     given = {
         **dict(zip("qkv", (t(2, 4, 5, 8), t(2, 2, 7, 8), t(2, 2, 7, 6)), strict=True)),
         "bias": t(1, 4, 5, 7),
+        "sinks": t(2, 4),
         "key_ranges": torch.tensor([[0, 7]], dtype=torch.int32).expand(2, 1, 5, 1, 2),
         "philox_seed": None,
         **SCORE,
@@ -271,11 +273,11 @@ def arguments_of(operator):
         "lse": t(2, 4, 5),
         "grad_lse": t(2, 4, 5),
         "need_lse": True,
-        "grad_mask": 15,
+        "grad_mask": 31,
         "backend": "cpu",
     }
-    for name, x in (("q", "q"), ("k", "k"), ("v", "v"), ("bias", "bias")):
-        given |= {f"t{name}": torch.zeros_like(given[x]), f"cot_d{name}": torch.zeros_like(given[x])}
+    for name in Derivatives._fields:
+        given |= {f"t{name}": torch.zeros_like(given[name]), f"cot_d{name}": torch.zeros_like(given[name])}
     names = [a.name for a in getattr(torch.ops.attnkern, operator).default._schema.arguments]
     return {name: given[name] for name in names}
 
@@ -369,6 +371,11 @@ RAW = {
     "tbias without a bias": (OPERATORS[2:3], {"bias": None}, "tbias must be None"),
     "cot_dv of another size": (OPERATORS[3:], {"cot_dv": t(2, 2, 7, 8)}, "cot_dv must have the shape"),
     "cot_dbias without a bias": (OPERATORS[3:], {"bias": None, "grad_mask": 7}, "cot_dbias must be None"),
+    "sinks of another dtype": (OPERATORS, {"sinks": t(2, 4).double()}, "sinks must be"),
+    "sinks of another size": (OPERATORS, {"sinks": t(2, 3)}, "sinks must be"),
+    "sinks without a head": (OPERATORS, {"sinks": t(2, 4, 1)}, "sinks must be"),
+    "gradient of no sinks": (OPERATORS[1::2], {"sinks": None, "cot_dsinks": None}, "sinks .* have no gradient"),
+    "tsinks without sinks": (OPERATORS[2:3], {"sinks": None}, "tsinks must be None"),
 }
 
 
@@ -411,16 +418,17 @@ def test_bands_of_any_numbers(operator):
         keep = torch.tensor([[within(i, j) for j in range(seqlen_k)] for i in range(seqlen_q)])
         params = 0.5, 0.0, left, right, offset, 0.0
         if operator == "forward":
-            weights, _ = torch.ops.attnkern.forward(q, k, v, None, None, None, *params, True, "cpu")
+            weights, _ = torch.ops.attnkern.forward(*Inputs(q, k, v), *params, True, "cpu")
         else:  # along V = 1 the output moves by the weights
             zeros = torch.zeros_like(v)
-            moves = None, None, v, None
-            weights, _ = torch.ops.attnkern.tangent(q, k, zeros, None, None, None, *moves, out, lse, *params, "cpu")
+            moves = Derivatives(v=v)
+            weights, _ = torch.ops.attnkern.tangent(*Inputs(q, k, zeros), *moves, out, lse, *params, "cpu")
         assert torch.equal(weights[0, 0] != 0, keep), (left, right, offset)
 
 
 OUT_OF_MEMORY = """
 import resource, torch, attnkern
+from attnkern.signatures import Inputs
 
 torch.set_num_threads({threads})
 one = torch.zeros((), dtype=torch.{dtype})
@@ -436,7 +444,7 @@ calls = {{
     "forward": lambda: attnkern.attention(wide, wide, small),
     "decode": lambda: attnkern.attention(rows, wide, small),
     "backward": lambda: torch.ops.attnkern.backward(
-        row[0], None, wide, wide, small, None, None, None, *row, *params, 4, "cpu"),
+        row[0], None, *Inputs(wide, wide, small), *row, *params, 4, "cpu"),
 }}
 for name, call in calls.items():
     try:

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attnkern
 from attnkern import masks, testing
+from attnkern.params import GRAD_GRAD_LSE, GRAD_GRAD_OUT
+from attnkern.signatures import GRAD_BITS, Inputs
 
 contract = pytest.mark.contract
 OPTIONS = [{}, {"is_causal": True}, {"enable_gqa": True}]
@@ -850,26 +852,29 @@ def operator_samples(target):
     unbounded = 2**62
     for dtype, heads_k, mask, options in [
         (torch.float32, 4, None, {}),
-        (torch.float32, 2, ("float", "1HLS"), {"right": 0}),
+        (torch.float32, 2, ("float", "1HLS"), {"right": 0, "sinks": 2}),
         (torch.bfloat16, 4, ("bool", "B11S"), {"left": 3}),
         (torch.float64, 1, ("float", "B1L1"), {"dropout_p": 0.4}),
     ]:
-        q, k, v, *rest = target.inputs(2, 4, 5, 7, 8, 6, heads_k=heads_k, dtype=dtype, mask=mask).tensors.values()
-        bias = rest[0] if rest else None
+        drawn = target.inputs(2, 4, 5, 7, 8, 6, heads_k=heads_k, dtype=dtype, mask=mask)
+        bias = drawn.attn_mask
         dropout_p = options.get("dropout_p", 0.0)
         seed = torch.tensor([7], device=target.device) if dropout_p else None
         params = (0.3, 0.0, options.get("left", unbounded), options.get("right", unbounded), 0, dropout_p)
-        forward = (q, k, v, bias, None, seed, *params, True, target.backend)
+        sinks = torch.zeros(options["sinks"], 4, device=target.device) if "sinks" in options else None
+        inputs = Inputs(drawn.query, drawn.key, drawn.value, bias, sinks, None, seed)
+        forward = (*inputs, *params, True, target.backend)
         out, lse = torch.ops.attnkern.forward(*forward)
-        bits = 15 if bias is not None and bias.is_floating_point() else 7
+        has_gradient = [x is not None and x.is_floating_point() for x in inputs.differentiable]
+        bits = sum(bit for bit, has in zip(GRAD_BITS, has_gradient, strict=True) if has)
         grads = torch.randn_like(out), torch.randn_like(lse)
         yield "forward", forward
-        yield "backward", (*grads, q, k, v, bias, None, seed, out, lse, *params, bits, target.backend)
-        moves = [torch.randn_like(x) for x in (q, k, v)]
-        moves.append(torch.randn_like(bias) if bits & 8 else None)
-        yield "tangent", (q, k, v, bias, None, seed, *moves, out, lse, *params, target.backend)
-        for mask in (16 + 32 + bits, 5):
-            second = (*moves, grads[0], grads[1] if mask != 5 else None, q, k, v, bias, None, seed, out, lse)
+        yield "backward", (*grads, *inputs, out, lse, *params, bits, target.backend)
+        each = zip(inputs.differentiable, has_gradient, strict=True)
+        moves = [torch.randn_like(x) if has else None for x, has in each]
+        yield "tangent", (*inputs, *moves, out, lse, *params, target.backend)
+        for mask in (GRAD_GRAD_OUT + GRAD_GRAD_LSE + bits, 5):
+            second = (*moves, grads[0], grads[1] if mask != 5 else None, *inputs, out, lse)
             yield "second_backward", (*second, *params, mask, target.backend)
 
 

@@ -18,7 +18,7 @@ import routes
 import test_triton_second_order as second_order
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
-from attnkern.signatures import Inputs
+from attnkern.signatures import Derivatives, Inputs
 from matrix import in_turn, tagged
 from test_key_ranges import FEATURES, KINDS, anything, documents, padding, window_and_sinks
 from test_triton import BF16, FP16, FP32, Simulated, routed, table
@@ -260,12 +260,12 @@ def walk_queries(masks: Masks, found, steps, strides: BackwardStrides, columns, 
 def walked(function, ranges, seqlen_q, seqlen_k, block_m, block_n, band):
     """found and steps of a walk over one head."""
     q, k = (torch.zeros(1, 1, n, 64, dtype=BF16) for n in (seqlen_q, seqlen_k))
-    q, k, v, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges, **band)
+    q, k, v, _, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges, **band)
     rows, cols = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
     found = torch.zeros(rows, cols, dtype=torch.int32)
     steps = torch.zeros(rows if function is walk_keys else cols, dtype=torch.int32)
     with routed(80):
-        build = plan._Builder(table.triton._problem(plan, Inputs(q, k, v, None, ranges), params))
+        build = plan._Builder(table.triton._problem(plan, Inputs(q, k, v, key_ranges=ranges), params))
         visits = None
         if function is walk_queries:
             step, shape = build.visits()
@@ -338,24 +338,26 @@ def test_no_other_block_is_read(kind):
     gpu = GPUS[READ.index(kind) % 2]
     ranges = PLACES[kind](300, 700).to(torch.int32)
     q, k = torch.randn(2, 2, 300, 64, dtype=BF16), torch.randn(2, 2, 700, 64, dtype=BF16)
-    q, k, _, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges)
+    q, k, _, _, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges)
     mask = live(ranges, 300, 700).expand(2, 2, 300, 700)
     with routed(gpu) as launched:
         v = torch.randn_like(k)
-        out, lse = ops.forward(q, k, v, None, ranges, None, *params, True, "triton")
+        out, lse = ops.forward(*Inputs(q, k, v, key_ranges=ranges), *params, True, "triton")
         rows, cols = (launched[-1].constants[name] for name in ("BLOCK_M", "BLOCK_N"))
-        poisoned, _ = ops.forward(q, k, marked(k.shape, cols), None, ranges, None, *params, False, "triton")
+        poisoned, _ = ops.forward(*Inputs(q, k, marked(k.shape, cols), key_ranges=ranges), *params, False, "triton")
         assert_visited(poisoned.isnan(), mask, rows, cols)
 
-        tangents = torch.randn_like(q), None, None, None
-        ops.tangent(q, k, v, None, ranges, None, *tangents, out, lse, *params, "triton")
+        tangents = Derivatives(torch.randn_like(q))
+        ops.tangent(*Inputs(q, k, v, key_ranges=ranges), *tangents, out, lse, *params, "triton")
         rows, cols = (launched[-1].constants[name] for name in ("BLOCK_M", "BLOCK_N"))
         bad = marked(k.shape, cols)
-        tout, _ = ops.tangent(q, k, bad, None, ranges, None, *tangents, out, lse, *params, "triton")
+        tout, _ = ops.tangent(*Inputs(q, k, bad, key_ranges=ranges), *tangents, out, lse, *params, "triton")
         assert_visited(tout.isnan(), mask, rows, cols)
 
         def backward(grad_out, v, which):
-            found = ops.backward(grad_out, None, q, k, v, None, ranges, None, out, lse, *params, which, "triton")
+            found = ops.backward(
+                grad_out, None, *Inputs(q, k, v, key_ranges=ranges), out, lse, *params, which, "triton"
+            )
             return found[which // 2], launched[-1].constants  # dq of 1, dv of 4
 
         _, constants = backward(out, v, 4)
@@ -379,13 +381,14 @@ def test_the_bias_gradient_reads_no_other_block(shape):
     inputs = testing.make_inputs(1, 2, 300, 700, 64, dtype=BF16, mask=("float", shape))
     ranges = PLACES["documents of 200" if shape == "1HL1" else "jumping"](300, 700).to(torch.int32)
     tensors = (x.detach() for x in inputs.tensors.values())
-    q, k, v, bias, ranges, params, _ = Problem.from_sdpa(*tensors, key_ranges=ranges)
+    q, k, v, bias, _, ranges, params, _ = Problem.from_sdpa(*tensors, key_ranges=ranges)
     mask = live(ranges, 300, 700).expand(1, 2, 300, 700)
     with routed(80) as launched:
-        out, lse = ops.forward(q, k, v, bias, ranges, None, *params, True, "triton")
+        out, lse = ops.forward(*Inputs(q, k, v, bias, key_ranges=ranges), *params, True, "triton")
         bad = v.clone()
         bad[:, :, 210:320] = math.nan  # a document and no other; where they jump, two of them
-        dbias = ops.backward(out, None, q, k, bad, bias, ranges, None, out, lse, *params, 8, "triton")[3]
+        given = Inputs(q, k, bad, bias, key_ranges=ranges)
+        dbias = ops.backward(out, None, *given, out, lse, *params, 8, "triton")[3]
     constants = launched[-1].constants
     rows, cols = constants["BLOCK_M"], constants["BLOCK_N"]
     tiles, _ = in_tiles(mask, rows, cols)
@@ -403,11 +406,11 @@ def test_the_bias_gradient_reads_no_other_block(shape):
 def test_decode_reads_no_other_block(kind):
     ranges = PLACES[kind](2, 1100).to(torch.int32)
     q, k = torch.randn(2, 4, 2, 64, dtype=BF16), torch.randn(2, 2, 1100, 64, dtype=BF16)
-    q, k, _, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges, enable_gqa=True)
+    q, k, _, _, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges, enable_gqa=True)
     with routed(80) as launched:
-        ops.forward(q, k, torch.randn_like(k), None, ranges, None, *params, False, "triton")
+        ops.forward(*Inputs(q, k, torch.randn_like(k), key_ranges=ranges), *params, False, "triton")
         block = launched[0].constants["BLOCK_N"]
-        out, _ = ops.forward(q, k, marked(k.shape, block), None, ranges, None, *params, False, "triton")
+        out, _ = ops.forward(*Inputs(q, k, marked(k.shape, block), key_ranges=ranges), *params, False, "triton")
     assert launched[0].function.__name__ == "decode_kernel"
     rows = live(ranges, 2, 1100).expand(2, 4, 2, 1100).unflatten(1, (2, 2)).flatten(2, 3)  # of a key head: one tile
     tiles, _ = in_tiles(rows, 4, block)
@@ -433,6 +436,6 @@ def test_lengths_and_ranges_make_no_new_kernel():
         x = torch.zeros(1, 1, length, 64, dtype=BF16)
         ranges = torch.zeros(1, 1, 1, count, 2, dtype=torch.int32)
         with routed(80):
-            key = table.triton._problem(plan, Inputs(x, x, x, None, ranges), Problem.from_sdpa(x, x, x).params)
+            key = table.triton._problem(plan, Inputs(x, x, x, key_ranges=ranges), Problem.from_sdpa(x, x, x).params)
             kernels.add(plan.forward_plan(key, True).step.kernel)
     assert len(kernels) == 2  # for one range and for two

@@ -8,7 +8,9 @@ import torch
 
 import attnkern
 from attnkern import ops, rng, testing
+from attnkern.params import GRAD_BIAS, GRAD_GRAD_LSE, GRAD_GRAD_OUT, GRAD_K, GRAD_Q, GRAD_SINKS, GRAD_V
 from attnkern.problem import Problem
+from attnkern.signatures import SECOND_ORDER_BITS, Derivatives, Inputs
 from matrix import on_gpus, tagged
 from test_triton import BF16, routed
 
@@ -32,26 +34,28 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
     """Both operators against float64, on the inputs' device if gpu is None; gives the names of the kernels launched in
     the simulator of a gpu. `moving` names the inputs that have a tangent, or a cotangent of their gradient."""
     tensors = {name: x.detach() for name, x in inputs.tensors.items()}
-    q, k, v, bias, ranges, params, _ = Problem.from_sdpa(*tensors.values(), **options)
-    seed = keep = None
+    problem = Problem.from_sdpa(**tensors, **options)
+    params, seed, keep = problem.params, None, None
     if params.dropout_p:
-        seed = rng.draw_seed(q.device)
-        keep = rng.keep_mask(seed, params.dropout_p, *q.shape[:3], k.shape[2])
+        seed = rng.draw_seed(problem.q.device)
+        keep = rng.keep_mask(seed, params.dropout_p, *problem.q.shape[:3], problem.k.shape[2])
     direction = along(inputs, moving)
-    given = [direction.get(name) for name in EVERYTHING]
+    given = Derivatives(*(direction.get(name) for name in EVERYTHING))
     with routed(gpu) if gpu else contextlib.nullcontext([]) as launched:
-        out, lse = ops.forward(q, k, v, bias, ranges, seed, *params, True, "triton")
+        call = problem.inputs(seed)
+        out, lse = ops.forward(*call, *params, True, "triton")
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse) * has_grad_lse
         launched.clear()
-        tout, tlse = ops.tangent(q, k, v, bias, ranges, seed, *given, out, lse, *params, "triton")
-        mask = 55 if bias is None or bias.dtype == torch.bool else 63
+        tout, tlse = ops.tangent(*call, *given, out, lse, *params, "triton")
+        has_gradient = call.bias is not None and call.bias.is_floating_point()
+        mask = sum(SECOND_ORDER_BITS) - GRAD_SINKS - (0 if has_gradient else GRAD_BIAS)
         grads = (grad_out, grad_lse if has_grad_lse else None)
-        second = ops.second_backward(*given, *grads, q, k, v, bias, ranges, seed, out, lse, *params, mask, "triton")
+        second = ops.second_backward(*given, *grads, *call, out, lse, *params, mask, "triton")
     want = testing.expected_second_order(
         **tensors, tangents=direction, grad_out=grad_out, grad_lse=grad_lse, keep=keep, **options
     )
     assert_derivatives({"tout": tout, "tlse": tlse}, want, inputs.recipe)
-    found = dict(zip(("tout", "tlse", *EVERYTHING), second, strict=True))
+    found = dict(zip(("tout", "tlse", *EVERYTHING), second[:-1], strict=True))
     assert_derivatives({name: x for name, x in found.items() if name in want}, want, inputs.recipe)
     return [name_of(kernel) for kernel in launched]
 
@@ -88,13 +92,14 @@ def test_a_direction_that_is_zero_elsewhere(moving):
 def test_what_is_not_asked_for_is_not_launched():
     x = torch.randn(1, 2, 20, 16, dtype=BF16)
     params = Problem.from_sdpa(x, x, x).params
-    given = (x, None, None, None, x, None, x, x, x, None, None, None, x, torch.zeros(1, 2, 20), *params)
-    kernels = {1: "second_dq_kernel", 2: "second_dkdv_kernel", 4: "second_dkdv_kernel", 16: None, 32: None}
+    given = (*Derivatives(x), x, None, *Inputs(x, x, x), x, torch.zeros(1, 2, 20), *params)
+    kernels = {GRAD_Q: "second_dq_kernel", GRAD_K: "second_dkdv_kernel", GRAD_V: "second_dkdv_kernel"}
+    kernels |= {GRAD_GRAD_OUT: None, GRAD_GRAD_LSE: None}
     with routed(80) as launched:
         for bit, kernel in kernels.items():
             launched.clear()
             results = ops.second_backward(*given, bit, "triton")
-            assert [r.ndim > 1 for r in results] == [bit == 16, bit == 32, bit == 1, bit == 2, bit == 4, False]
+            assert [r.ndim > 1 for r in results] == [bit == each for each in SECOND_ORDER_BITS]
             names = {name_of(kernel) for kernel in launched} - {"tangent_kernel", "delta_kernel"}
             assert names == ({kernel} if kernel else set())
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import Call, Masks, Strides
 from .ranges import load_ends, span_of_keys
-from .score import log_sum_exp, scores, softmax_step
+from .score import log_sum_exp, scores, softmax_step, with_sink
 from .tiles import Tiles, add_rows, head_of, load_tile, operand, products, zeros
 
 
@@ -188,8 +188,11 @@ def decode_kernel(
 
 
 @triton.jit
-def combine_kernel(part_out, part_lse, out, lse, strides: CombineStrides, heads, seqlen_q, splits, C: tl.constexpr):
-    """out and lse of one query of one head from its parts: weights exp(lse of the part - their common lse).
+def combine_kernel(
+    part_out, part_lse, sinks, out, lse, strides: CombineStrides, heads, seqlen_q, splits, C: tl.constexpr
+):
+    """out and lse of one query of one head from its parts: weights exp(lse of the part - their common lse), in
+    which the sink of the head counts, if sinks (batch, heads) are given.
 
     SPLITS and DIMS: powers of two, at least splits and head_dim_v. Grid: seqlen_q * batch * heads.
     """
@@ -207,8 +210,12 @@ def combine_kernel(part_out, part_lse, out, lse, strides: CombineStrides, heads,
     total = tl.where(empty, 1.0, total)
     tile = part_out + (at * splits + s[:, None]) * C.V.dims + d[None, :]
     tile = tl.load(tile, mask=(s[:, None] < splits) & (d[None, :] < C.V.dims), other=0.0)
-    result = tl.sum(tile * (weights / total)[:, None], 0)
+    value = tl.where(empty, float("-inf"), base + tl.log(total))
+    share = 1.0
+    if sinks is not None:
+        value, share = with_sink(value, tl.load(sinks + at // seqlen_q))
+    result = tl.sum(tile * (weights / total)[:, None], 0) * share
     pointer = head_of(out, b, h, strides.out) + row * strides.out.row + d
     tl.store(pointer, result.to(out.dtype.element_ty), mask=d < C.V.dims)
     if C.WRITE_LSE:
-        tl.store(lse + at, tl.where(empty, float("-inf"), base + tl.log(total)))
+        tl.store(lse + at, value)

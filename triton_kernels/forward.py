@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import Call, Masks, Strides
 from .ranges import next_keys, row_ends
-from .score import dropout_keep, log_sum_exp, program_rows, scores, softmax_step, visited_keys
+from .score import dropout_keep, log_sum_exp, program_rows, scores, softmax_step, visited_keys, with_sink
 from .tiles import add_rows, head_of, load_tiles, masks_of, operand, products, store_tiles, zeros
 
 
@@ -48,13 +48,14 @@ def _forward_blocks(
 
 @triton.jit
 def forward_kernel(
-    q, k0, k1, v0, v1, masks: Masks, seed, out, lse, strides: ForwardStrides, call: Call, C: tl.constexpr
+    q, k0, k1, v0, v1, masks: Masks, seed, sinks, out, lse, strides: ForwardStrides, call: Call, C: tl.constexpr
 ):
     """out = softmax(scores) v and lse for one block of BLOCK_M queries of one head.
 
     q (batch, heads, seqlen_q, head_dim), k, v: pointers, or descriptors if TMA (k0, v0 for the columns of the first
     tile, k1, v1 for the rest); masks: pointers with broadcast strides 0; seed: int64 Philox keys, one per seeded_batch
-    batch elements; out like q; lse (batch, heads, seqlen_q) contiguous, fp32, natural logarithm.
+    batch elements; sinks (batch, heads) and lse (batch, heads, seqlen_q) contiguous, fp32, natural logarithms; out like
+    q.
     Grid: blocks of queries * batch * heads.
     """
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
@@ -91,11 +92,14 @@ def forward_kernel(
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
+    factor = 1.0 / row_sum
+    value = tl.where(empty, float("-inf"), log_sum_exp(row_max, row_sum, C.NATURAL))
+    if sinks is not None:
+        value, share = with_sink(value, tl.load(sinks + batch_head))
+        factor *= share
     if C.WRITE_LSE:
         rows = first_row + tl.arange(0, C.BLOCK_M)
-        value = tl.where(empty, float("-inf"), log_sum_exp(row_max, row_sum, C.NATURAL))
         tl.store(lse + batch_head.to(tl.int64) * call.seqlen_q + rows, value, mask=rows < call.seqlen_q)
-    factor = 1.0 / row_sum
     if C.DROPOUT:
         factor *= call.dropout_scale
     out = head_of(out, b, h, strides.out)

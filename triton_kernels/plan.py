@@ -108,6 +108,7 @@ class PlanKey(NamedTuple):
     params: AttentionParams
     tf32: bool  # products of float32 may be rounded to tf32
     ranges: TensorSpec | None = None
+    sinks: bool = False
 
 
 class Direction(NamedTuple):
@@ -292,6 +293,7 @@ class _Builder:
             **dict.fromkeys(("bias", "tq", "tk", "tv", "tbias", "ranges", "visits", "grad_out", "mu", "nu"), NOTHING),
             **{f"{name}{n}": NOTHING for name in ("tq", "tk", "tv") for n in (0, 1)},
             "seed": Leaf("*i64") if problem.seeds else NOTHING,
+            "sinks": Leaf("*fp32") if problem.sinks else NOTHING,
             "lse": Leaf("*fp32"),
             "delta": Leaf("*fp32"),
         }

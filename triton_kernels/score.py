@@ -140,6 +140,18 @@ def log_sum_exp(row_max, row_sum, NATURAL: tl.constexpr):
 
 
 @triton.jit
+def with_sink(lse, sink):
+    """The log-sum-exp of rows with their sink, and the share that is left for their keys."""
+    most = tl.maximum(lse, sink)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    keys = tl.exp(lse - base)
+    total = keys + tl.exp(sink - base)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    return tl.where(empty, float("-inf"), base + tl.log(total)), keys / total
+
+
+@triton.jit
 def softmax_step(s, row_max, row_sum, MAY_BE_EMPTY: tl.constexpr, NATURAL: tl.constexpr):
     """One block of the online softmax: probabilities relative to the new maximum, the factor for what was summed
     before, and the new maximum and sum. A row that has seen no key yet keeps -inf and 0. Domains as in `scores`."""

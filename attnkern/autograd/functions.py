@@ -41,7 +41,7 @@ from .shared import (
     goes_into_graph,
     mask_of,
     materialized,
-    of_bias,
+    of_masks,
     outer_levels,
     padded,
     primals_of,
@@ -124,7 +124,7 @@ def part_backward(
     if backend != reference.NAME:
         if type(inputs.q) is not Tensor:
             sharding.register()
-        dq, dk, dv, _ = ops.backward(grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, backend)
+        dq, dk, dv, *_ = ops.backward(grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, backend)
         return dq, dk, dv
     # The reference normalises by the part's own sum. In the whole, by which it is merged, the part has this share:
     dtype = inputs.q.dtype
@@ -136,7 +136,7 @@ def part_backward(
     if grad_lse is not None:
         grad_share = grad_share + grad_lse
     of_part = reference_backward(inputs.constant, params, grad_mask)
-    dq, dk, dv, _ = of_part(share.unsqueeze(-1) * grad_out, share * grad_share, *inputs.differentiable)
+    dq, dk, dv, *_ = of_part(share.unsqueeze(-1) * grad_out, share * grad_share, *inputs.differentiable)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
@@ -173,8 +173,10 @@ class _Attention(torch.autograd.Function):
         if seed is not None:
             seed = stack(seed, dims.philox_seed, n).reshape(-1).contiguous()
         bias = flatten_shared(given.bias, dims.bias, n, batch)
+        sinks = flatten_shared(given.sinks, dims.sinks, n, batch)
         ranges = flatten_shared(given.key_ranges, dims.key_ranges, n, batch)
-        out, lse = attention(Inputs(flatten(q), flatten(k), flatten(v), bias, ranges, seed), params, True, backend)
+        inputs = Inputs(flatten(q), flatten(k), flatten(v), bias, sinks, ranges, seed)
+        out, lse = attention(inputs, params, True, backend)
         return unflatten((out, lse), n, batch)
 
 
@@ -284,8 +286,7 @@ class _AttentionBackward(torch.autograd.Function):
         tensors, rest = args[: BACKWARD.num_tensors], args[BACKWARD.num_tensors :]
         n, batch = info.batch_size, batch_of(given.q, dims.q)
         grads = _backward(*flatten_all(tensors, in_dims, n, batch), *rest)
-        (*others, dbias), result_dims = unflatten(grads, n, batch)
-        return (*others, of_bias(dbias, given.bias, dims.bias, batch)), result_dims
+        return of_masks(unflatten(grads, n, batch), given, dims, batch)
 
 
 class _Tangent(torch.autograd.Function):
@@ -376,8 +377,7 @@ class _SecondBackward(torch.autograd.Function):
         tensors, rest = args[: SECOND_BACKWARD.num_tensors], args[SECOND_BACKWARD.num_tensors :]
         n, batch = info.batch_size, batch_of(given.q, dims.q)
         grads = _SecondBackward.apply(*flatten_all(tensors, in_dims, n, batch), *rest)
-        (*others, gbias), result_dims = unflatten(grads, n, batch)
-        return (*others, of_bias(gbias, given.bias, dims.bias, batch)), result_dims
+        return of_masks(unflatten(grads, n, batch), given, dims, batch)
 
 
 # In eager mode, without transforms: Function.apply less 10-20 us of torch's Python for argument binding.

@@ -111,7 +111,7 @@ def batch_of(q: Tensor, dim: int | None) -> int:
 def flatten_all(tensors: Sequence[Any], in_dims: Sequence[int | None], n: int, batch: int) -> list[Tensor | None]:
     """An operator's tensors with the samples in the batch; a seed becomes one for each.
 
-    So does a bias, for its gradient and its tangent are each sample's own.
+    So do a bias and sinks, for their gradients and their tangents are each sample's own.
     """
 
     def flat(x: Tensor | None, dim: int | None) -> Tensor | None:
@@ -123,11 +123,18 @@ def flatten_all(tensors: Sequence[Any], in_dims: Sequence[int | None], n: int, b
     return [flat(x, dim) for x, dim in zip(tensors, in_dims, strict=False)]
 
 
-def of_bias(grad: Tensor, bias: Tensor | None, dim: int | None, batch: int) -> Tensor:
-    """The gradient of a bias from that of each batch element, under vmap, where the batch shared it."""
-    if grad.ndim == 1 or bias is None or batch_of(bias, dim) == batch:
-        return grad
-    return grad.sum(1, keepdim=True)
+def of_masks(results: tuple[tuple[Tensor, ...], Any], given: Inputs, dims: Any, batch: int) -> tuple:
+    """Results under vmap, the last ones the gradients of Inputs: those of a bias or sinks that the batch shares are
+    added up over its elements."""
+
+    def whole(grad: Tensor, x: Tensor | None, dim: int | None) -> Tensor:
+        if grad.ndim == 1 or x is None or batch_of(x, dim) == batch:
+            return grad
+        return grad.sum(1, keepdim=True)
+
+    grads, result_dims = results
+    *others, dbias, dsinks = grads
+    return (*others, whole(dbias, given.bias, dims.bias), whole(dsinks, given.sinks, dims.sinks)), result_dims
 
 
 def unflatten(results: Sequence[Tensor], n: int, batch: int) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:

@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 def call_of(problem: Problem, capability: int, training: bool | None = None) -> Call:
     """A CUDA call as rules see it. training: whether a backward pass follows; None: that is seen of the inputs."""
-    q, k, v, bias, _, params, _ = problem
+    q, k, v, bias, _, _, params, _ = problem
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
     if training is None:
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -5,13 +5,13 @@
     x    = x + bias, or -inf where a bool bias is False
     x    = -inf outside the band                          keep (i, j) iff -left <= j - i - offset <= right
     x    = -inf outside the row's key ranges              keep (i, j) iff begin <= j < end of one of them
-    lse  = log sum_j exp(x)                               natural logarithm
+    lse  = log (exp(sink) + sum_j exp(x))                 natural logarithm; without sinks there is no exp(sink)
     p    = exp(x - lse), dropped out, survivors divided by (1 - dropout_p)
     out  = p v
 
-A row whose every x is -inf has lse = -inf, out = 0 and gradients 0. What no query attends to, by a bool bias, the band
-and the ranges, counts as 0, whatever it holds. Inputs of 16 bits are computed in float32, others in their own dtype.
-Differentiable any number of times, under every torch.func transform; holds all scores in memory.
+A row whose every x is -inf has lse = -inf (or its sink), out = 0 and gradients 0. What no query attends to, by a bool
+bias, the band and the ranges, counts as 0, whatever it holds. Inputs of 16 bits are computed in float32, others in
+their own dtype. Differentiable any number of times, under every torch.func transform; holds all scores in memory.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:
     k, v = per_query_head(k, num_heads), per_query_head(v, num_heads)
     live = may_attend(seqlen_q, k.shape[-2], bias, inputs.key_ranges, params, q.device)
     q, k, v = attended(live, [q], [k, v])
-    x, dead = alive(masked(products(q, k, params), bias, live))
+    x, dead = alive(with_sinks(masked(products(q, k, params), bias, live), inputs.sinks))
     lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
-    p = x.softmax(-1).masked_fill(dead, 0.0)
+    p = x.softmax(-1)[..., : k.shape[-2]].masked_fill(dead, 0.0)
     if philox_seed is not None:
         keep = rng.keep_mask(philox_seed, params.dropout_p, batch, num_heads, seqlen_q, k.shape[-2])
         p = drop(p, keep, params.dropout_p)
@@ -98,6 +98,13 @@ def masked(x: Tensor, bias: Tensor | None, live: Tensor | None) -> Tensor:
     if bias is not None and bias.dtype != torch.bool:
         x = x + bias.to(x.dtype)
     return x if live is None else x.masked_fill(~live, -math.inf)
+
+
+def with_sinks(x: Tensor, sinks: Tensor | None) -> Tensor:
+    """The scores with a column more, of the sinks (B|1, H), if there are any."""
+    if sinks is None:
+        return x
+    return torch.cat([x, sinks[..., None, None].expand(*x.shape[:-1], 1)], -1)
 
 
 def may_attend(

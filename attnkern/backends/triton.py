@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import sinks
 from ..params import (
     GRAD_BIAS,
     GRAD_GRAD_LSE,
     GRAD_GRAD_OUT,
     GRAD_K,
     GRAD_Q,
+    GRAD_SINKS,
     GRAD_V,
     MAX_HEAD_DIM,
     MAX_LENGTH,
@@ -99,7 +101,7 @@ def plan(problem: Problem) -> list[str]:
 def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     """Name and `Step` of the launches of a call, in order; and how many splits of the keys there are, if any."""
     plans = _plans()
-    q, k, v, bias, ranges, params, _ = problem
+    q, k, v, bias, of_heads, ranges, params, _ = problem
     index = q.get_device()
 
     def spec(x: Tensor, as_it_is: bool) -> Any:
@@ -120,6 +122,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         params,
         _tf32(q),
         None if ranges is None else spec(ranges, True),
+        of_heads is not None,
     )
     wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
@@ -157,20 +160,27 @@ def forward(inputs: Inputs, params: AttentionParams, need_lse: bool) -> tuple[Te
     problem = _problem(plans, inputs, params)
     plan = plans.forward_plan(problem, need_lse, _processors(plans, index))
     masks = (bias, None, inputs.key_ranges, None)
+    of_heads = None if inputs.sinks is None else inputs.sinks.expand(q.shape[:2]).contiguous()
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     if (step := plan.step) is not None and (combine := plan.combine) is not None:
         part_out = torch.empty(plan.parts, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(plan.parts[:-1], dtype=torch.float32, device=q.device)
         run(step.kernel, step.grid, (q, k, v, masks, part_out, part_lse, *step.rest), index)
-        run(combine.kernel, combine.grid, (part_out, part_lse, out, lse if need_lse else None, *combine.rest), index)
+        run(
+            combine.kernel,
+            combine.grid,
+            (part_out, part_lse, of_heads, out, lse if need_lse else None, *combine.rest),
+            index,
+        )
     elif step is not None:
         tiles = step.tiles(k, v)
-        args = (q, *tiles, masks, inputs.philox_seed, out, lse if need_lse else None, *step.rest)
+        args = (q, *tiles, masks, inputs.philox_seed, of_heads, out, lse if need_lse else None, *step.rest)
         run(step.kernel, step.grid, args, index)
     else:
         out.zero_()
-        lse.fill_(-math.inf)
+        if need_lse:
+            lse.copy_(torch.full_like(lse, -math.inf) if of_heads is None else of_heads.unsqueeze(-1).expand(lse.shape))
     return out, lse
 
 
@@ -182,7 +192,7 @@ def backward(
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
     plans, inputs = _plans(), _as_read(inputs)
     q, bias = inputs.q, inputs.bias
@@ -193,13 +203,19 @@ def backward(
     plan = plans.backward_plan(problem, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask)
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     if plan.delta is None:
-        return *grads, dbias
+        delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse
+        return *grads, dbias, _sinks_gradient(inputs, lse, delta, grad_mask)
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     index, run = q.get_device(), plans.launch.run
     run(plan.delta.kernel, plan.delta.grid, (grad_out, out, lse, grad_lse, delta, *plan.delta.rest), index)
-    none = Derivatives(None, None, None, None)
-    _gradients(plans, plan, inputs, grad_out, none, (lse, delta, None, None), grads, dbias)
-    return *grads, dbias
+    _gradients(plans, plan, inputs, grad_out, Derivatives(), (lse, delta, None, None), grads, dbias)
+    return *grads, dbias, _sinks_gradient(inputs, lse, delta, grad_mask)
+
+
+def _sinks_gradient(inputs: Inputs, lse: Tensor, delta: Tensor, grad_mask: int) -> Tensor:
+    if inputs.sinks is None or not grad_mask & GRAD_SINKS:
+        return lse.new_empty(0)
+    return sinks.gradient(lse, delta, inputs.sinks)
 
 
 def has_second_order() -> bool:
@@ -218,9 +234,13 @@ def tangent(
     plan = plans.tangent_plan(problem, direction, _spec(plans, out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if (step := plan.step) is None:
-        return tout.zero_(), tlse.zero_()
-    _move(plans, step, inputs, None, moves, (out, lse), (tout, tlse, None))
+    if (step := plan.step) is not None:
+        _move(plans, step, inputs, None, moves, (out, lse), (tout, tlse, None))
+    else:
+        tout.zero_()
+        tlse.zero_()
+    if inputs.sinks is not None:
+        sinks.count_in_tangent(lse, out, inputs.sinks, tangents.sinks, tout, tlse)
     return tout, tlse
 
 
@@ -233,7 +253,7 @@ def second_backward(
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`attnkern::second_backward` (ops.py) on a CUDA device."""
     plans, inputs = _plans(), _as_read(inputs)
     q, bias = inputs.q, inputs.bias
@@ -254,12 +274,22 @@ def second_backward(
         _move(plans, step, inputs, grad_out, moves, (out, lse), (tout, mu, nu))
         run(plan.delta.kernel, plan.delta.grid, (grad_out, out, lse, grad_lse, delta, *plan.delta.rest), index)
     else:
-        tout.zero_()
-        mu.zero_()
+        for x in (tout, mu, nu, delta):
+            x.zero_()
+        if grad_lse is not None:
+            delta.sub_(grad_lse)
+    gsinks = lse.new_empty(0)
+    if inputs.sinks is not None:
+        moved = sinks.count_in_tangent(lse, out, inputs.sinks, cotangents.sinks, tout, mu)
+        nu.mul_(sinks.share(lse, inputs.sinks))
+        if moved is not None:
+            nu.sub_(moved * (delta if grad_lse is None else delta + grad_lse))
+        if grad_mask & GRAD_SINKS:
+            gsinks = sinks.second_gradient(lse, delta, mu, nu, inputs.sinks, cotangents.sinks)
     _gradients(plans, plan, inputs, grad_out, moves, (lse, delta, mu, nu), grads, dbias)
     g_grad_out = tout if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
     g_grad_lse = mu if grad_mask & GRAD_GRAD_LSE else lse.new_empty(0)
-    return g_grad_out, g_grad_lse, *grads, dbias
+    return g_grad_out, g_grad_lse, *grads, dbias, gsinks
 
 
 def _as_read(inputs: Inputs) -> Inputs:
@@ -271,7 +301,7 @@ def _direction(plans: Any, tangents: Derivatives) -> tuple[Derivatives, Any]:
     """The tangents as kernels read them, and what a plan knows of them."""
     tq, tk, tv = (None if x is None else _rows(x) for x in (tangents.q, tangents.k, tangents.v))
     moves = Derivatives(tq, tk, tv, _narrow(tangents.bias))
-    return moves, plans.Direction(*(None if x is None else _spec(plans, x) for x in moves))
+    return moves, plans.Direction(*(None if x is None else _spec(plans, x) for x in moves[:4]))
 
 
 def _move(
@@ -279,7 +309,7 @@ def _move(
 ) -> None:
     """Launches the tangent kernel. saved: out, lse; tangents, the results: tout, tlse, and nu or None."""
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
-    tq, tk, tv, tbias = moves
+    tq, tk, tv, tbias, _ = moves
     masks = (bias, tbias, inputs.key_ranges, None)
     args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), masks, inputs.philox_seed, saved, tangents, *step.rest)
     plans.launch.run(step.kernel, step.grid, args, q.get_device())
@@ -297,7 +327,7 @@ def _gradients(
 ) -> None:
     """Launches the kernels of a `Backward` after delta. terms: lse, delta, mu, nu."""
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
-    tq, tk, tv, tbias = moves
+    tq, tk, tv, tbias, _ = moves
     queries, keys = (q, tq, grad_out), (k, v, tk, tv)
     index, run = q.get_device(), plans.launch.run
     visits = None
@@ -388,6 +418,7 @@ def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
         params,
         _tf32(q),
         None if ranges is None else plans.TensorSpec(ranges.shape, ranges.stride(), True),
+        inputs.sinks is not None,
     )
 
 

@@ -426,12 +426,9 @@ def attention_forward(
             mask = position_bias + mask
     out: Any
     options |= {"scale": scaling, "softcap": softcap, "enable_gqa": key.shape[1] != query.shape[1]}
-    if s_aux is None:
-        out = attention(query, key, value, mask, dropout, **options)
-    else:
-        # The sink takes exp(s_aux) / (exp(lse) + exp(s_aux)) of every row's weight.
-        out, lse = attention(query, key, value, mask, dropout, return_lse=True, **options)
-        out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
+    if s_aux is not None:
+        options["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
+    out = attention(query, key, value, mask, dropout, **options)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -55,6 +55,7 @@ def expected(
     value: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    sinks: Tensor | None = None,
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
     keep: Tensor | None = None,
@@ -68,15 +69,18 @@ def expected(
     inputs = {"query": query, "key": key, "value": value}
     if attn_mask is not None and attn_mask.is_floating_point():
         inputs["attn_mask"] = attn_mask
+    if sinks is not None:
+        inputs["sinks"] = sinks
 
     def run(
         compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0, exact: bool = False
     ) -> dict[str, Tensor]:
         leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in inputs.items()}
         mask = leaves.get("attn_mask", attn_mask)
+        added: dict[str, Any] = {"keep": keep, "sinks": leaves.get("sinks")}
         with torch.enable_grad():
             q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
-            out, lse = naive_attention(q, k, v, mask, keep=keep, split_scale=split_scale, exact=exact, **options)
+            out, lse = naive_attention(q, k, v, mask, split_scale=split_scale, exact=exact, **added, **options)
             out = out / stretch
             results = {"out": out.detach(), "lse": lse.detach()}
             if grad_out is not None:
@@ -103,6 +107,7 @@ def expected_second_order(
     value: Tensor,
     attn_mask: Tensor | None = None,
     *,
+    sinks: Tensor | None = None,
     tangents: dict[str, Tensor],
     grad_out: Tensor,
     grad_lse: Tensor,
@@ -120,6 +125,8 @@ def expected_second_order(
     inputs = {"query": query, "key": key, "value": value}
     if attn_mask is not None and attn_mask.is_floating_point():
         inputs["attn_mask"] = attn_mask
+    if sinks is not None:
+        inputs["sinks"] = sinks
 
     def run(compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0) -> dict[str, Tensor]:
         tensors = inputs | {"tout": grad_out, "tlse": grad_lse}  # <grad, tangent> by grad is the tangent
@@ -127,7 +134,8 @@ def expected_second_order(
         with torch.enable_grad():
             q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
             mask = leaves.get("attn_mask", attn_mask)
-            out, lse = naive_attention(q, k, v, mask, keep=keep, split_scale=split_scale, **options)
+            added: dict[str, Any] = {"keep": keep, "sinks": leaves.get("sinks")}
+            out, lse = naive_attention(q, k, v, mask, split_scale=split_scale, **added, **options)
             differentiated = [leaves[n] for n in tangents]
             seeds = [leaves["tout"], leaves["tlse"]]
             first = torch.autograd.grad((out / stretch, lse), differentiated, seeds, create_graph=True)
@@ -140,7 +148,8 @@ def expected_second_order(
     dtypes = {n: x.dtype for n, x in inputs.items()} | {"tout": dtype, "tlse": _accumulate_dtype(dtype)}
     mask = None if attn_mask is None else attn_mask.detach()
     q, k, v = (x.detach().double() for x in (query, key, value))
-    out, _ = naive_attention(q, k, v, mask, keep=keep, **options)
+    exact_sinks = None if sinks is None else sinks.detach().double()
+    out, _ = naive_attention(q, k, v, mask, keep=keep, sinks=exact_sinks, **options)
     units = _second_order_units(inputs, attn_mask, exact, out, tangents, grad_out, grad_lse, keep, options)
     return {n: Expected(exact[n], computed[n].to(dtypes[n]), units[n]) for n in exact}
 
@@ -157,6 +166,8 @@ class _Rounding(NamedTuple):
     lse_unit: Tensor
     survive: Tensor  # dropout's factor
     additions: float  # scores for each entry of the mask
+    sink: Tensor  # its weight, as `weights`: (..., L, 1); 0 without sinks
+    sink_condition: Tensor
 
 
 def _rounding(
@@ -176,6 +187,8 @@ def _rounding(
             x = x.repeat_interleave(inputs["query"].size(-3) // x.size(-3), -3)
         if name == "attn_mask":
             return x.expand(*out.shape[:-1], inputs["key"].size(-2))
+        if name == "sinks":
+            return x[..., None, None].expand(*out.shape[:-1], 1)
         return x.expand(*out.shape[:-2], *x.shape[-2:])
 
     def reduce(name: str, squares: Tensor) -> Tensor:
@@ -198,7 +211,9 @@ def _rounding(
         device=q.device,
     )
     mask = None if attn_mask is None else attn_mask.detach()
-    weights, lse = _weights(q, k, mask, scale=scale, softcap=options.get("softcap"), band=band, split_scale=False)
+    sinks = inputs["sinks"].detach().double() if "sinks" in inputs else None
+    given: dict[str, Any] = {"scale": scale, "softcap": options.get("softcap"), "band": band, "sinks": sinks}
+    weights, lse = _weights(q, k, mask, split_scale=False, **given)
 
     # A score is rounded in the accumulation dtype, and so is the row's log-sum-exp: either moves a weight by that much
     # relative to 1. Twice, as sums round too. Only numbers that leave something of a weight count: a mask of finfo.min
@@ -211,6 +226,10 @@ def _rounding(
     if mask is not None and mask.dtype != torch.bool:
         condition = condition + torch.where(weights > 0, rounded(mask.double()), 0.0)
     condition = 2.0 * condition
+    sink = sink_condition = torch.zeros_like(lse)[..., None]
+    if sinks is not None:
+        sink = (full("sinks", sinks) - lse[..., None]).exp()
+        sink_condition = 2.0 * (1.0 + rounded(full("sinks", sinks)) + rounded(lse)[..., None])
     survive = torch.ones_like(weights) if keep is None else keep.double() / max(1.0 - dropout_p, 1e-30)
     if dropout_p == 1:
         survive = survive * 0
@@ -229,9 +248,11 @@ def _rounding(
         scale,
         weights,
         eps_accumulate / eps * condition,
-        (weights * condition).sum(-1),
+        (weights * condition).sum(-1) + (sink * sink_condition).squeeze(-1),
         survive,
         weights.numel() / max(inputs["attn_mask"].numel(), 1) if "attn_mask" in inputs else 0.0,
+        sink,
+        eps_accumulate / eps * sink_condition,
     )
 
 
@@ -247,7 +268,7 @@ def _units(
     """The rule's unit for every result: one rounding in the dtype carried through the terms that are added up."""
     dtype = inputs["query"].dtype
     eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
-    full, reduce, unit, scale, weights, condition, lse_unit, survive, additions = _rounding(
+    full, reduce, unit, scale, weights, condition, lse_unit, survive, additions, sink, sink_condition = _rounding(
         inputs, attn_mask, exact, exact["out"], keep, options
     )
     q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
@@ -255,7 +276,8 @@ def _units(
     # A score's rounding changes the output by the value's distance from it: by nothing where one weight is 1.
     moved2 = (weights * condition).square()
     apart2 = (moved2 * survive.square()) @ v.square() - 2.0 * exact["out"] * ((moved2 * survive) @ v)
-    apart2 = (apart2 + exact["out"].square() * moved2.sum(-1, keepdim=True)).clamp(min=0.0)
+    moved2 = moved2.sum(-1, keepdim=True) + (sink * sink_condition).square()  # a sink's value is 0
+    apart2 = (apart2 + exact["out"].square() * moved2).clamp(min=0.0)
     units = {
         "out": unit("out", ((weights * survive).square() @ v.square() + apart2).sqrt()),
         "lse": eps_accumulate * (exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0) + lse_unit),
@@ -288,6 +310,12 @@ def _units(
         # torch adds up what the mask was broadcast to in pairs, a kernel one after the other.
         one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
         units["attn_mask"] = unit("attn_mask", reduce("attn_mask", dx2) + one_by_one)
+    if "sinks" in inputs:
+        delta = (do * exact["out"]).sum(-1, keepdim=True) - (0.0 if grad_lse is None else dlse)
+        of_rows = (sink * (1.0 + sink_condition)).square() * (delta2 + delta.square())
+        rows_of_one = sink.numel() / max(1, inputs["sinks"].numel())
+        one_by_one = eps_accumulate / eps * math.sqrt(rows_of_one) * exact["sinks"].abs()
+        units["sinks"] = unit("sinks", reduce("sinks", of_rows) + one_by_one)
     return units
 
 
@@ -305,7 +333,7 @@ def _second_order_units(
     """As `_units`. Squares of terms end in 2: `t` is the scores' tangent, `dx` their gradient, `w` its tangent."""
     dtype = inputs["query"].dtype
     eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
-    full, reduce, unit, scale, weights, condition, _, survive, additions = _rounding(
+    full, reduce, unit, scale, weights, condition, _, survive, additions, sink, sink_condition = _rounding(
         inputs, attn_mask, exact, out, keep, options
     )
     zeros = {"attn_mask": out.new_zeros(1, 1)} | {n: torch.zeros_like(x) for n, x in inputs.items()}
@@ -328,12 +356,15 @@ def _second_order_units(
     w2 = p2 * survive.square()
     t = slope * tz + tbias
     t2 = slope.square() * tz2 + (curvature * (1.0 + condition)).square() * tz2 + tbias.square()
-    mean = rows(weights * t)
-    mean2 = rows(p2 * t2) + mean.square()
+    t_sink = full("sinks", tangents["sinks"].detach().double()) if "sinks" in tangents else torch.zeros_like(sink)
+    sink2 = (sink * (1.0 + sink_condition)).square()
+    mean = rows(weights * t) + sink * t_sink
+    mean2 = rows(p2 * t2) + sink2 * t_sink.square() + mean.square()
     tau2, tlse2 = t2 + mean2, (1.0 + eps / eps_accumulate * condition).square() * t2
+    of_sink = (sink * (1.0 + eps / eps_accumulate * sink_condition) * t_sink.abs()).squeeze(-1)
     units = {
         "tout": unit("tout", ((w2 * tau2) @ v.square() + w2 @ tv.square() + mean2 * out.square()).sqrt()),
-        "tlse": eps_accumulate * (exact["tlse"].abs() + (weights.square() * tlse2).sum(-1).sqrt()),
+        "tlse": eps_accumulate * (exact["tlse"].abs() + (weights.square() * tlse2).sum(-1).sqrt() + of_sink),
         "value": unit("value", reduce("value", (w2 * tau2).mT @ do.square())),
     }
     dp = (do @ v.mT) * survive
@@ -343,7 +374,8 @@ def _second_order_units(
     u2 = ((do.square() @ tv.square().mT) + (do @ tv.mT).square()) * survive.square()
     dx2 = p2 * (dp2 + delta2 + (dp - delta).square())
     g2 = tau2 * (dp2 + delta2 + (dp - delta).square()) + u2
-    gamma2 = rows(p2 * g2) + rows((do * exact["tout"]).square()) + delta2 * mean2
+    g_sink2 = (t_sink.square() + mean2) * (delta2 + delta.square())
+    gamma2 = rows(p2 * g2) + sink2 * g_sink2 + rows((do * exact["tout"]).square()) + delta2 * mean2
     ddx2 = p2 * (g2 + gamma2)
     # What is one rounded number for the whole row reaches the query through a coherent sum over the keys.
     coherent = gamma2 * (weights @ k).square() + delta2 * (
@@ -356,4 +388,6 @@ def _second_order_units(
     if "attn_mask" in inputs:
         one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
         units["attn_mask"] = unit("attn_mask", reduce("attn_mask", ddx2) + one_by_one)
+    if "sinks" in inputs:
+        units["sinks"] = unit("sinks", reduce("sinks", sink2 * (g_sink2 + gamma2)))
     return units

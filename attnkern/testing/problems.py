@@ -17,7 +17,7 @@ from .layouts import LAYOUTS, with_layout
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """query, key, value, a mask and key ranges, with the call that makes them again.
+    """query, key, value, a mask, sinks and key ranges, with the call that makes them again.
 
     `poison`, if any, is what a check puts in place of all that no query attends to.
     """
@@ -28,15 +28,23 @@ class Inputs:
     attn_mask: Tensor | None
     recipe: str
     key_ranges: Tensor | None = None
+    sinks: Tensor | None = None
     poison: float | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        found = {n: getattr(self, n) for n in ("query", "key", "value", "attn_mask", "key_ranges")}
+        found = {n: getattr(self, n) for n in ("query", "key", "value", "attn_mask", "sinks", "key_ranges")}
         return {n: x for n, x in found.items() if x is not None}
 
     def with_poison(self, value: float) -> Inputs:
         return dataclasses.replace(self, poison=value, recipe=f"{self.recipe}.with_poison({value})")
+
+    def with_sinks(self, shape: str, dtype: torch.dtype, seed: int) -> Inputs:
+        """The same with random sinks, `shape` "H" or "BH", about a row's log-sum-exp of scores about 0."""
+        sizes = self.query.shape[2 - len(shape) : 2]
+        drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        sinks = (2.0 * drawn + math.log(max(1, self.key.shape[-2]))).to(self.query.device, dtype)
+        return dataclasses.replace(self, sinks=sinks, recipe=f"{self.recipe}.with_sinks({shape!r}, {dtype}, {seed})")
 
     def with_ranges(self, kind: str, shape: str, count: int, dtype: torch.dtype, seed: int) -> Inputs:
         """The same with random key ranges (..., count, 2); `shape` spells the rest: "BHL", "1H1", ...

@@ -57,6 +57,7 @@ def unattended(
     value: Tensor,
     attn_mask: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Of 4-D tensors, which rows no score counts of: bool (B, Hq, L, 1), (B, Hk, S, 1) and (B, Hv, S, 1), by name.
@@ -126,8 +127,12 @@ def _weights(
     band: Tensor | None,
     split_scale: bool,
     exact: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax weights and log-sum-exp, dead rows as zeros and -inf, from already repeated key heads."""
+    """Softmax weights and log-sum-exp, dead rows as zeros and -inf, from already repeated key heads.
+
+    With sinks (..., H) the scores have a column more, whose weight is left out.
+    """
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1)) if query.size(-1) else 1.0
     rest = None  # of the scores: what float64 rounds off
@@ -155,6 +160,10 @@ def _weights(
             scores = scores + mask
     if band is not None:
         scores = torch.where(band, scores, -math.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[..., None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+        rest = None if rest is None else torch.cat([rest, torch.zeros_like(column)], -1)
     dead = (scores == -math.inf).all(-1, keepdim=True)
     alive, largest = torch.where(dead, 0.0, scores), torch.zeros(())
     if rest is not None and alive.size(-1):
@@ -162,7 +171,7 @@ def _weights(
         alive = alive - largest + rest  # the difference is small where it matters
     weights = torch.where(dead, 0.0, alive.softmax(-1))
     lse = torch.where(dead.squeeze(-1), -math.inf, (alive.logsumexp(-1, keepdim=True) + largest).squeeze(-1))
-    return weights, lse
+    return weights if sinks is None else weights[..., :-1], lse
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,6 +228,7 @@ def naive_attention(
     alignment: str = "top_left",
     softcap: float | None = None,
     key_ranges: Tensor | None = None,
+    sinks: Tensor | None = None,
     keep: Tensor | None = None,
     split_scale: bool = False,
     exact: bool = False,
@@ -235,7 +245,7 @@ def naive_attention(
     where: dict[str, Any] = {"is_causal": is_causal, "window": window, "alignment": alignment, "key_ranges": key_ranges}
     band = band_mask(query.size(-2), key.size(-2), **where, device=query.device)
     rounding = {"split_scale": split_scale, "exact": exact}
-    weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, **rounding)
+    weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, sinks=sinks, **rounding)
     if keep is not None:
         dropout_p = round(dropout_p * 65536) / 65536  # what `philox_keep` drops
         weights = weights * keep.to(weights.dtype) / (1.0 - dropout_p) if dropout_p < 1 else weights * 0.0

@@ -93,11 +93,6 @@ typename Host::Tensor empty_like_heads(const typename Host::Tensor& like, int64_
   return empty<Host, 4>(like, {b, h, l, width}, like.scalar_type());
 }
 
-// Whether there is no score: then kernels have nothing to do, and may divide by a count that is 0.
-inline bool has_no_score(const Attention& p) {
-  return p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0;
-}
-
 // Allocates out and lse and puts them into p. lse is Host::nothing unless it is needed.
 template <class Host, class Tensor = typename Host::Tensor>
 std::pair<Tensor, Tensor> make_results(Forward& p, const Tensor& q, bool need_lse) {
@@ -135,7 +130,7 @@ void fill_backward(Backward& p, const Tensor& grad_out, const std::optional<Tens
 
 template <class Tensor>
 struct Gradients {
-  Tensor dq, dk, dv, dbias;
+  Tensor dq, dk, dv, dbias, dsinks;
 };
 
 // Allocates the gradients that grad_mask asks for and puts them into p; the others are Host::nothing. Zeros where there
@@ -161,8 +156,16 @@ Gradients<Tensor> make_gradients(Backward& p, const Inputs<Tensor>& inputs, int6
     const int64_t* n = p.bias_size;
     return finished(empty<Host, 4>(q, {n[0], n[1], n[2], n[3]}, scalar_type_of(p.bias_dtype)), p.dbias);
   };
+  const auto gradient_of_sinks = [&] {
+    p.dsinks = nullptr;
+    if (!(grad_mask & kGradSinks)) return Host::nothing(q, lse_type(p));
+    STD_TORCH_CHECK(inputs.sinks.has_value(), "attnkern: sinks that aren't given have no gradient");
+    Tensor grad = empty<Host, 2>(q, {p.sinks.batch, p.heads_q}, lse_type(p));
+    p.dsinks = grad.data_ptr();
+    return grad;
+  };
   return {gradient(kGradQ, q, p.dq), gradient(kGradK, inputs.k, p.dk), gradient(kGradV, inputs.v, p.dv),
-          gradient_of_bias()};
+          gradient_of_bias(), gradient_of_sinks()};
 }
 
 }  // namespace attnkern

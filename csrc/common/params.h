@@ -28,13 +28,15 @@ constexpr int kParamCount = 0 ATTNKERN_PARAMS(ATTNKERN_AS_ONE);
 // The tensors of a call, as every operator takes them, in this order: as Inputs in attnkern/signatures.py. Where the
 // macros above make arguments, Tensor and OptionalTensor must be types.
 #define ATTNKERN_TENSORS_AFTER_Q(X) \
-  X(Tensor, k) X(Tensor, v) X(OptionalTensor, bias) X(OptionalTensor, key_ranges) X(OptionalTensor, philox_seed)
+  X(Tensor, k)                      \
+  X(Tensor, v)                      \
+  X(OptionalTensor, bias) X(OptionalTensor, sinks) X(OptionalTensor, key_ranges) X(OptionalTensor, philox_seed)
 #define ATTNKERN_TENSORS(X) X(Tensor, q) ATTNKERN_TENSORS_AFTER_Q(X)
 constexpr int kTensorCount = 0 ATTNKERN_TENSORS(ATTNKERN_AS_ONE);
 #undef ATTNKERN_AS_ONE
 
 // Bits of grad_mask: which gradients a backward operator is asked for.
-enum GradBit : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradBias = 8 };
+enum GradBit : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradBias = 8, kGradSinks = 16 };
 
 // What GPU kernels take: head sizes up to the first; lengths, and batch * heads, up to the second.
 constexpr int64_t kMaxHeadDim = 512, kMaxLength = (int64_t{1} << 30) - 1;
@@ -46,6 +48,13 @@ constexpr int64_t kDecodeMaxRows = 64;
 struct View {
   void* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};
+};
+
+// A logit of each head that takes part in the softmax of its rows and has no value.
+struct Sinks {
+  const void* data = nullptr;  // float (double for kFloat64); null: none
+  int64_t stride[2] = {0, 0};  // of batch and head, in numbers
+  int64_t batch = 1;           // entries of the batch for which they differ
 };
 
 // Which keys a row attends to, besides the band: those of one range or of two, [begin, end) of int32 side by side.
@@ -64,12 +73,18 @@ struct Attention : AttentionParams {  // with dropout_p as entries are drawn
   View bias;     // (B|1, Hq|1, L|1, S|1), data null if there is none; bool: true = attend
   DType bias_dtype;
   int64_t bias_size[4];
+  Sinks sinks;           // (B|1, Hq)
   KeyRanges ranges;      // (B|1, Hq|1, L|1, 1|2, 2)
   Band band;             // of its window
   const int64_t* seeds;  // seed_count keys for equal consecutive groups of the batch
   int64_t seed_count;
   bool tf32;  // GPU kernels for kFloat32: whether products may round their factors to tf32
 };
+
+// Whether there is no score: then kernels have nothing to do, and may divide by a count that is 0.
+inline bool has_no_score(const Attention& p) {
+  return p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0;
+}
 
 struct Forward : Attention {
   View out;   // (B, Hq, L, Ev), column stride 1
@@ -82,6 +97,7 @@ struct Backward : Attention {
   const void* grad_lse;  // (B, Hq, L) contiguous or null
   View dq, dk, dv;       // column stride 1; data null if not wanted
   View dbias;            // contiguous, shape bias_size, bias's dtype; data null if not wanted
+  void* dsinks;          // (sinks.batch, Hq) contiguous, the type of sinks; null if not wanted
 };
 
 }  // namespace attnkern

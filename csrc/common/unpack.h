@@ -80,13 +80,18 @@ inline Band band_of(int64_t left, int64_t right, int64_t offset) {
           right >= kUnbounded ? kUnbounded : within(Wide{right} + offset), 0};
 }
 
+inline torch::headeronly::ScalarType lse_type(const Attention& p) {
+  return p.dtype == DType::kFloat64 ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
+}
+
 template <class Tensor>
 void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& params) {
 #define ATTNKERN_CHECK_DEVICE(type, name) check_device(inputs.name, inputs.q, #name);
   ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_CHECK_DEVICE)
 #undef ATTNKERN_CHECK_DEVICE
   const Tensor &q = inputs.q, &k = inputs.k, &v = inputs.v;
-  const std::optional<Tensor>&bias = inputs.bias, &key_ranges = inputs.key_ranges, &philox_seed = inputs.philox_seed;
+  const std::optional<Tensor>&bias = inputs.bias, &sinks = inputs.sinks, &key_ranges = inputs.key_ranges,
+        &philox_seed = inputs.philox_seed;
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "attnkern: q, k and v must have 4 dimensions");
   p.dtype = dtype_of(q);
   STD_TORCH_CHECK(p.dtype != DType::kBool && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
@@ -114,6 +119,15 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
       STD_TORCH_CHECK(p.bias_size[dim] == full[dim] || p.bias_size[dim] == 1, "attnkern: the sizes of bias do not fit");
     }
     p.bias = view_of(*bias);
+  }
+  p.sinks = {};
+  if (sinks.has_value()) {
+    const int64_t dims = sinks->dim();  // (without a batch only past the dispatcher: csrc/direct.cpp)
+    STD_TORCH_CHECK((dims == 1 || (dims == 2 && (sinks->size(0) == p.batch || sinks->size(0) == 1))) &&
+                        sinks->size(dims - 1) == p.heads_q && sinks->scalar_type() == lse_type(p),
+                    "attnkern: sinks must be (B or 1, Hq) and float32 (float64 for float64)");
+    const bool by_batch = dims == 2 && sinks->size(0) > 1;
+    p.sinks = {sinks->data_ptr(), {by_batch ? sinks->stride(0) : 0, sinks->stride(dims - 1)}, by_batch ? p.batch : 1};
   }
   p.ranges = {};
   if (key_ranges.has_value()) {
@@ -156,10 +170,6 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
     p.seeds = static_cast<const int64_t*>(philox_seed->data_ptr());
     p.seed_count = philox_seed->numel();
   }
-}
-
-inline torch::headeronly::ScalarType lse_type(const Attention& p) {
-  return p.dtype == DType::kFloat64 ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
 }
 
 }  // namespace attnkern

@@ -510,7 +510,8 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       return decode_attended<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, begin, end);
 }
 
-// Merges the parts of one row and writes output and log-sum-exp. A part is [out..., largest, sum], `step` apart.
+// Merges the parts of one row with its sink and writes output and log-sum-exp. A part is [out..., largest, sum], `step`
+// apart.
 template <class T, class C>
 inline void decode_finish(const Forward& p, int64_t batch, int64_t head, int64_t row, const C* part, int64_t parts,
                           int64_t step, C* merged) {
@@ -518,10 +519,11 @@ inline void decode_finish(const Forward& p, int64_t batch, int64_t head, int64_t
   const int64_t width = round_up(p.head_dim_v, S::kLanes);
   const auto largest_of = [&](int64_t i) { return part[i * step + step - 2]; };
   const auto sum_of = [&](int64_t i) { return part[i * step + step - 1]; };
-  C m = -kInfinity<C>;
+  const C sink = sink_of<C>(p, batch, head);
+  C m = sink;
   for (int64_t i = 0; i < parts; ++i) m = largest_of(i) > m ? largest_of(i) : m;
   const C shift = m == -kInfinity<C> ? C(0) : m;
-  C sum = C(0);
+  C sum = std::exp(sink - shift);
   for (int64_t d = 0; d < width; d += S::kLanes) S::store(merged + d, S::zero());
   for (int64_t i = 0; i < parts; ++i) {
     const C weight = std::exp(largest_of(i) - shift);

@@ -39,15 +39,23 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   }
 
   // 1 / l, and the log-sum-exp where m was. A row that no key was left for: 0, so that its output is exactly 0,
-  // whatever V holds, and lse -inf. NaN in the sum stays NaN.
+  // whatever V holds, and lse -inf, or the sink. NaN in the sum stays NaN.
   const auto finish_sums = [&] {
+    const V sink = S::set1(sink_of<C>(p, batch, head)), log2e = S::set1(kLog2E<C>);
     for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
-      const V sum = S::load(scratch.sum + lane);
+      V sum = S::load(scratch.sum + lane), largest = S::load(scratch.largest + lane);
+      V share = S::set1(C(1)), to_natural = S::set1(kFastPath ? C(1) / kLog2E<C> : C(1));
+      if (p.sinks.data != nullptr) {
+        largest *= to_natural;
+        const V m = S::max(largest, sink), shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
+        share = S::exp2((largest - shift) * log2e);
+        sum = S::fma(sum, share, S::exp2((sink - shift) * log2e));
+        largest = m, to_natural = S::set1(C(1));
+      }
       const auto dead = sum == S::zero();
-      S::store(scratch.inverse + lane, dead ? S::zero() : S::set1(C(1)) / sum);
+      S::store(scratch.inverse + lane, dead ? S::zero() : share / sum);
       if (p.lse == nullptr) continue;
-      const V largest = S::load(scratch.largest + lane), log2e = S::set1(kFastPath ? C(1) / kLog2E<C> : C(1));
-      S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>) : S::fma(largest, log2e, S::log(sum)));
+      S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>) : S::fma(largest, to_natural, S::log(sum)));
     }
   };
   Result<T, Op> out(p.out, p.seqlen_q, p.head_dim_v, scratch.out);

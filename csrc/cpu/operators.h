@@ -50,20 +50,19 @@ std::tuple<Tensor, Tensor> forward(const Inputs<Tensor>& inputs, const Attention
   return {std::move(out), std::move(lse)};
 }
 
-// dq, dk, dv, dbias; what grad_mask does not ask for is Host::nothing. lse and grad_lse must be contiguous.
+// What grad_mask does not ask for is Host::nothing. lse and grad_lse must be contiguous.
 template <class Host, class Tensor = typename Host::Tensor>
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse,
-                                                    const Inputs<Tensor>& inputs, const Tensor& out, const Tensor& lse,
-                                                    const AttentionParams& params, int64_t grad_mask) {
+Gradients<Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Inputs<Tensor>& inputs,
+                           const Tensor& out, const Tensor& lse, const AttentionParams& params, int64_t grad_mask) {
   Backward p;
   fill(p, inputs, params);
   fill_backward(p, grad_out, grad_lse, inputs.q, out, lse);
-  auto [dq, dk, dv, dbias] = make_gradients<Host>(p, inputs, grad_mask);
-  if (!has_no_score(p)) {
+  auto gradients = make_gradients<Host>(p, inputs, grad_mask);
+  {
     [[maybe_unused]] const typename Host::WhileKernelsRun running;
     kernels().backward(p, runtime());
   }
-  return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias)};
+  return gradients;
 }
 
 }  // namespace attnkern::cpu

@@ -22,6 +22,25 @@ inline typename Simd<C>::V product_of_rows(const T* a, int64_t a_stride, const T
   return product;
 }
 
+// Numbers of `count` rows, at most a vector of them, of which `vector` has one for each row of the call.
+template <class C>
+inline typename Simd<C>::V numbers_of_rows(const Attention& p, const void* vector, int64_t batch, int64_t head,
+                                           int64_t row, int64_t count) {
+  return Simd<C>::load_as(static_cast<const C*>(vector) + (batch * p.heads_q + head) * p.seqlen_q + row, count);
+}
+
+// delta of as many rows.
+template <class T, class C>
+inline typename Simd<C>::V delta_of_rows(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t count) {
+  using S = Simd<C>;
+  typename S::V product[S::kLanes] = {};
+  for (int64_t r = 0; r < count; ++r)
+    product[r] = product_of_rows<T, C>(at<T>(p.grad_out, batch, head, row + r), p.grad_out.stride[3],
+                                       at<T>(p.out, batch, head, row + r), p.out.stride[3], p.head_dim_v);
+  const auto given = p.grad_lse == nullptr ? S::zero() : numbers_of_rows<C>(p, p.grad_lse, batch, head, row, count);
+  return S::sum_each(product) - given;
+}
+
 // delta and shift of `rows` rows of a head, a vector of rows at a time.
 template <class T, class C>
 inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int64_t head, int64_t row, int64_t rows,
@@ -31,15 +50,9 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
   const int64_t base = (batch * p.heads_q + head) * p.seqlen_q, end = row + rows;
   for (; row < end; row += S::kLanes) {
     const int64_t count = min64(S::kLanes, end - row);
-    V product[S::kLanes] = {};
-    for (int64_t r = 0; r < count; ++r)
-      product[r] = product_of_rows<T, C>(at<T>(p.grad_out, batch, head, row + r), p.grad_out.stride[3],
-                                         at<T>(p.out, batch, head, row + r), p.out.stride[3], p.head_dim_v);
-    const auto given = [&](const void* vector) {
-      return S::load_as(static_cast<const C*>(vector) + base + row, count);
-    };
-    const V lse = given(p.lse), scaled = lse * S::set1(fast_path ? -kLog2E<C> : C(-1));
-    const V delta = S::sum_each(product) - (p.grad_lse == nullptr ? S::zero() : given(p.grad_lse));
+    const V lse = numbers_of_rows<C>(p, p.lse, batch, head, row, count);
+    const V scaled = lse * S::set1(fast_path ? -kLog2E<C> : C(-1)),
+            delta = delta_of_rows<T, C>(p, batch, head, row, count);
     S::store_as(terms.shift + base + row, lse == S::set1(-kInfinity<C>) ? lse : scaled, count);
     S::store_as(terms.delta + base + row, delta, count);
   }

@@ -94,6 +94,13 @@ inline typename Simd<C>::V finish_score(const ScoreParams<C>& score, typename Si
   return score.has_bias ? x + S::load(bias) : x;
 }
 
+// The sink of a head; -inf, which counts for nothing, where there is none.
+template <class C>
+inline C sink_of(const Attention& p, int64_t batch, int64_t head) {
+  if (p.sinks.data == nullptr) return -kInfinity<C>;
+  return static_cast<const C*>(p.sinks.data)[batch * p.sinks.stride[0] + head * p.sinks.stride[1]];
+}
+
 // Which lanes of one vector of a tile are alive, row after row: the band moves by one lane per row.
 template <class C>
 class LaneMask {

@@ -181,6 +181,8 @@ struct Heads {
   int64_t first_group, groups;
 };
 
+// Of a log-sum-exp, or a sink.
+inline int64_t bytes_of_numbers(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // As at<T>() for the type of the call's tensors.
@@ -212,6 +214,9 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
   call.band = s.band;
   call.ranges = sequences.ranges_of(p, s);
   const int64_t head = heads.first_group * size;
+  if (p.sinks.data != nullptr)
+    call.sinks.data = static_cast<const char*>(p.sinks.data) +
+                      (s.batch * p.sinks.stride[0] + head * p.sinks.stride[1]) * bytes_of_numbers(p.dtype);
   const auto moves = [&](int64_t group, int64_t row) {
     return [&p, &s, at = head / group, row](View& view) {
       if (view.data != nullptr) view.data = bytes_at(p, view, s.batch, at, row);
@@ -226,7 +231,7 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
 template <class Copy>
 void for_query_numbers(const Attention& p, const Attention& call, const Sequence& s, Heads heads, void* all, void* part,
                        const Copy& copy) {
-  const int64_t size = p.dtype == DType::kFloat64 ? 8 : 4, head = heads.first_group * heads_of_kv_group(p);
+  const int64_t size = bytes_of_numbers(p.dtype), head = heads.first_group * heads_of_kv_group(p);
   for (int64_t b = 0; b < call.batch; ++b)
     for (int64_t h = 0; h < call.heads_q; ++h)
       copy(static_cast<char*>(all) + (((s.batch + b) * p.heads_q + head + h) * p.seqlen_q + s.query) * size,

@@ -57,7 +57,44 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaArgs p) {
   }
 }
 
+struct SinksArgs {
+  const float *sinks, *lse, *delta;
+  float* grads;  // (batch, heads)
+  int64_t stride[2];
+  int64_t heads, seqlen;
+};
+
+// The gradient of the sinks: -sum over the rows of exp(sink - lse) delta. A block for each head of a batch element.
+__global__ void __launch_bounds__(kThreads) sinks_kernel(SinksArgs p) {
+  __shared__ float sums[kThreads / 32];
+  const int64_t b = blockIdx.x / p.heads, h = blockIdx.x % p.heads, first = int64_t{blockIdx.x} * p.seqlen;
+  const float sink = p.sinks[b * p.stride[0] + h * p.stride[1]];
+  float sum = 0.f;
+  // A sink of -inf counts for nothing, even where nothing else is.
+  for (int64_t i = threadIdx.x; i < p.seqlen && sink != -kInfinity; i += kThreads)
+    sum += ptx::ex2((sink - p.lse[first + i]) * kLog2E) * p.delta[first + i];
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int warp = 1; warp < kThreads / 32; ++warp) sum += sums[warp];
+  p.grads[blockIdx.x] = -sum;
+}
+
 }  // namespace
+
+int backward_sinks(const Backward& p, const float* delta, float* grads, void* stream) {
+  const SinksArgs a{static_cast<const float*>(p.sinks.data),
+                    static_cast<const float*>(p.lse),
+                    delta,
+                    grads,
+                    {p.sinks.stride[0], p.sinks.stride[1]},
+                    p.heads_q,
+                    p.seqlen_q};
+  return launch_kernel(sinks_kernel, p.batch * p.heads_q, kThreads, 0, a, stream);
+}
 
 int delta(const Backward& p, float* delta, void* stream) {
   DeltaArgs a{p.grad_out.data,

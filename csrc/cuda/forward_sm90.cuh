@@ -454,11 +454,11 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(state.sum[half]);
       inverse[half] = sum > 0.f ? 1.f / sum : 0.f;
+      float lse = log_sum_exp<true>(score, state.max[half], sum);
+      count_sink(score, work.batch, work.head, inverse[half], lse);
       const int i = first_row + warp * 16 + half * 8 + lane / 4;
-      if (p.lse != nullptr && lane % 4 == 0 && i < p.score.seqlen_q) {
-        p.lse[static_cast<int64_t>(work.batch_head) * p.score.seqlen_q + i] =
-            log_sum_exp<true>(score, state.max[half], sum);
-      }
+      if (p.lse != nullptr && lane % 4 == 0 && i < p.score.seqlen_q)
+        p.lse[static_cast<int64_t>(work.batch_head) * p.score.seqlen_q + i] = lse;
     }
     const uint32_t tile = shared.q(consumer);
     ptx::barrier_sync(kStored + consumer, kWarpgroup);

@@ -382,8 +382,9 @@ __device__ __forceinline__ void store_output(const SplitParams& p, const typenam
       if (p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
       const int head = first_head + r % p.pack, query = r / p.pack;
       const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + query;
+      float lse = exact_log_sum_exp(state[m].max[half], sum);
+      if (p.splits == 1) count_sink(p.score, batch, head, inverse, lse);
       if (part == 0 && lane % 4 == 0) {
-        const float lse = exact_log_sum_exp(state[m].max[half], sum);
         if (p.splits > 1) {
           p.part_lse[at * p.splits + split] = lse;
         } else if (p.lse != nullptr) {

@@ -15,6 +15,8 @@ namespace attnkern::cuda {
 // delta = rowsum(grad_out * out) - grad_lse, the row constant of the softmax's gradient: dS = P * (dP - delta). The
 // columns of grad_out and out lie side by side; delta is (batch, heads_q, seqlen_q), contiguous.
 int delta(const Backward& params, float* delta, void* stream);
+// The gradient of the sinks by each batch element, (batch, heads_q), contiguous.
+int backward_sinks(const Backward& params, const float* delta, float* grads, void* stream);
 
 // How a forward problem is cut: a function of the problem alone.
 struct ForwardPlan {

@@ -154,25 +154,40 @@ void add_up(const std::optional<Tensor>& parts, Tensor& grad) {
   torch::stable::copy_(grad, torch::stable::sum(grouped, torch::headeronly::IntHeaderOnlyArrayRef(over, 1)));
 }
 
-// dq, dk, dv, dbias; what grad_mask does not ask for has shape (0,). deterministic: the same bits in every run.
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out,
-                                                    OptionalTensor grad_lse ATTNKERN_TENSORS(ATTNKERN_AS_ARGUMENT),
-                                                    Tensor out, Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT),
-                                                    int64_t grad_mask, bool tf32, bool deterministic) {
+// Adds up what batch elements that share their sinks have made of the sinks' gradient.
+void add_up_batch(const Tensor& parts, Tensor& grad) {
+  const int64_t over[] = {0};
+  const Tensor sum = torch::stable::sum(parts, torch::headeronly::IntHeaderOnlyArrayRef(over, 1));
+  torch::stable::copy_(grad, torch::stable::view(sum, {1, grad.size(1)}));
+}
+
+// dq, dk, dv, dbias, dsinks; what grad_mask does not ask for has shape (0,). deterministic: the same bits in every run.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor grad_out, OptionalTensor grad_lse ATTNKERN_TENSORS(ATTNKERN_AS_ARGUMENT), Tensor out,
+    Tensor lse ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), int64_t grad_mask, bool tf32, bool deterministic) {
   attnkern::cuda::BackwardCall p{};
   fill_inputs(p, {ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
   grad_out = dense_rows(grad_out), out = dense_rows(out), lse = attnkern::dense(lse);
   if (grad_lse) grad_lse = attnkern::dense(*grad_lse);
   attnkern::fill_backward(p, grad_out, grad_lse, q, out, lse);
   const Device device(q);
-  auto [dq, dk, dv, dbias] = attnkern::make_gradients<Dispatcher>(p, {ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, grad_mask);
-  if (attnkern::has_no_score(p)) return {dq, dk, dv, dbias};
+  auto [dq, dk, dv, dbias, dsinks] =
+      attnkern::make_gradients<Dispatcher>(p, {ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, grad_mask);
+  if (p.dsinks != nullptr && p.batch * p.seqlen_q == 0) Dispatcher::zero(dsinks);
+  if (p.batch * p.heads_q * p.seqlen_q == 0) return {dq, dk, dv, dbias, dsinks};
   void* stream = device.stream();
   p.heads_out = attnkern::cuda::heads_out_of(p);
   const auto parts_k = parts_of(p, dk, p.dk), parts_v = parts_of(p, dv, p.dv);
   const Tensor delta = floats(q, p.batch * p.heads_q * p.seqlen_q);
   p.row_delta = data_of(delta);
   device.check(attnkern::cuda::delta(p, data_of(delta), stream));
+  if (p.dsinks != nullptr) {
+    const bool shared = p.sinks.batch < p.batch;
+    const Tensor parts = shared ? attnkern::empty<Dispatcher, 2>(q, {p.batch, p.heads_q}, ScalarType::Float) : dsinks;
+    device.check(attnkern::cuda::backward_sinks(p, data_of(delta), data_of(parts), stream));
+    if (shared) add_up_batch(parts, dsinks);
+  }
+  if (attnkern::has_no_score(p)) return {dq, dk, dv, dbias, dsinks};
   const Tensor summary = attnkern::empty<Dispatcher, 1>(q, {attnkern::cuda::summary_size(p)}, ScalarType::Int);
   p.range_summary = static_cast<const int32_t*>(summary.data_ptr());
   device.check(attnkern::cuda::summarise_ranges(p, static_cast<int32_t*>(summary.data_ptr()), stream));
@@ -185,7 +200,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor grad_out,
         return attnkern::cuda::backward(p, attnkern::cuda::plan_backward(p, device.chip.shared_per_block), stream);
       });
   add_up(parts_k, dk), add_up(parts_v, dv);
-  return {dq, dk, dv, dbias};
+  return {dq, dk, dv, dbias, dsinks};
 }
 
 }  // namespace

@@ -81,4 +81,14 @@ __device__ __forceinline__ float log_sum_exp_of(const Score& p, float max, float
   return log_sum_exp<kFastPath>(p, max, sum);
 }
 
+// The sink of a head, if there are any, counts: in what multiplies a row of the output, and in the log-sum-exp.
+__device__ __forceinline__ void count_sink(const Score& p, int64_t batch, int head, float& inverse, float& lse) {
+  if (p.sinks == nullptr) return;
+  const float sink = p.sinks[batch * p.sink_stride[0] + head * p.sink_stride[1]], largest = fmaxf(lse, sink);
+  if (largest == -kInfinity) return;
+  const float keys = ptx::ex2((lse - largest) * kLog2E), sum = keys + ptx::ex2((sink - largest) * kLog2E);
+  inverse *= keys / sum;
+  lse = largest + logf(sum);
+}
+
 }  // namespace attnkern::cuda

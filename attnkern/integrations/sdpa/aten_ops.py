@@ -356,7 +356,7 @@ def _efficient_backward(
     )
     grad_bias = attn_bias is not None and bool(grad_input_mask[3])
     lse = logsumexp[..., : query.shape[2]]
-    dq, dk, dv, dbias = _backward(backend, problem, grad_out_, out, lse, grad_bias=grad_bias)
+    dq, dk, dv, dbias, _ = _backward(backend, problem, grad_out_, out, lse, grad_bias=grad_bias)
     if attn_bias is not None and grad_bias:
         last = dbias.shape[3]  # in rows of a multiple of 16
         dbias = torch.nn.functional.pad(dbias.reshape(attn_bias.shape), (0, -last % 16))[..., :last]

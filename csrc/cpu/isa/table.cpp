@@ -39,6 +39,8 @@ void run_forward(const Forward& p, const Runtime& runtime) {
 
 void run_backward(const Backward& p, const Runtime& runtime) {
   if (const Kernels* kernels = others(p.dtype)) return kernels->backward(p, runtime);
+  if (p.dsinks != nullptr) backward_sinks(p, runtime);
+  if (has_no_score(p)) return;
   const Sequences sequences(p);
   if (sequences.count() == 0) return backward(p, runtime);
   backward_sequences(p, sequences, runtime,
