@@ -247,3 +247,37 @@ def test_the_simulators_wgmma_kernel_waits_before_its_exponentials():
     claims = Case("planted", given.source, "90a", loop={"90a": {"HGMMA.64x128x16": 16}}, order={"90a": BETWEEN})
     (line,) = rules.broken(claims, "90a", planted)
     assert "WARPGROUP.DEPBAR gsb0, 0x1, 1 WARPGROUP.DEPBAR gsb0, 0x0, 66 MUFU.EX2; it should pass" in line
+
+
+# ------------------------------------------------------------------------------------------------ registers handed over
+
+SPECIALISED = """
+    MOV R167, R1
+    @P0 BRA {consumer}
+    USETMAXREG.DEALLOC.CTAPOOL 0x18
+    BRA {producer}
+    consumer:
+    USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0
+    IMAD.WIDE.U32 R238, R3, 0x10, R4
+    @P1 BRA {consumer}
+    EXIT
+    producer:
+    LDG.E R23, desc[UR44][R22.64]
+    LDG.E.128 R20, desc[UR44][R2.64]
+    EXIT
+"""
+
+
+def test_registers_behind_setmaxnreg_are_held_to_what_it_leaves():
+    """Whatever can be reached from it, wherever the compiler put that; pairs and fours by their last one."""
+    planted = kernel(SPECIALISED, USETMAXREG=2)
+    assert sorted(sass.setmaxnreg(planted)) == [(24, 24), (240, 240)]
+    assert rules.broken(case(), "90a", planted) == []
+    for old, new, used, left in (
+        ("E R23, ", "E R24, ", 25, 24),
+        ("R22.64", "R23.64", 25, 24),
+        ("R20, ", "R21, ", 25, 24),
+        ("R238, ", "R239, ", 241, 240),
+    ):
+        (line,) = rules.broken(case(), "90a", kernel(SPECIALISED.replace(old, new), USETMAXREG=2))
+        assert line == f"kernel planted on sm_90a: {used} registers behind a USETMAXREG that leaves {left}"

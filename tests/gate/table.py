@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ptxsim import SHARED_LIMIT
 
-from . import cache, compilers, cycles, rules
+from . import cache, compilers, cycles, rules, sass
 from .binary import GateError, Kernel
 from .case import KIB, Case, capability
 from .cases import all_cases, unclaimed
@@ -64,9 +64,10 @@ def table_of(rows, plain: bool) -> Table:
     table.add_column("kernel", no_wrap=plain)
     for name in ("arch", "regs", "threads", "block's regs", "stack", "spilled", "loaded", "shared KiB", "of"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("instructions, required", no_wrap=plain)
+    table.add_column("instructions, required; registers behind setmaxnreg", no_wrap=plain)
     for case, arch, kernel, broken in rows:
         counts = [f"{kernel.count(op)} {op} ≥ {least}" for op, least in case.required(arch).items()]
+        counts += [f"{used} of {left} registers" for used, left in sass.setmaxnreg(kernel)]
         figures = (
             f"sm_{arch}",
             kernel.registers,
