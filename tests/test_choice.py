@@ -195,6 +195,14 @@ def fake(*shape, gradient=False, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=gradient)
 
 
+@pytest.mark.parametrize(("capability", "kind"), [(80, "generic"), (90, "fast path"), (120, "generic")])
+def test_key_ranges_are_a_feature_but_for_hoppers_kernels(capability, kind):
+    ranges = torch.zeros(1, 1, 256, 1, 2, dtype=torch.int32)
+    call = problem(1, 2, 256, 64)
+    assert choice.call_of(call, capability).kind == "fast path"
+    assert choice.call_of(call._replace(ranges=ranges), capability).kind == kind
+
+
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_select_and_explain_follow_the_rules(on, capability):
     on(capability)
@@ -207,7 +215,7 @@ def test_select_and_explain_follow_the_rules(on, capability):
             hopper = cuda.is_for_hopper(call)
             first = next(name for name in rule.order if hopper or name != "cuda-sm90")
             assert explanation.chosen == table.select(call).NAME == first.removesuffix("-sm90")
-            assert f"{explanation.chosen}: chosen by model, not measured ({rule.because})" in str(explanation)
+            assert f"{explanation.chosen}: chosen by structure, not measured ({rule.because})" in str(explanation)
             order = [name for name in explanation.refusals if name != "cpu"]
             assert sorted(order) == ["cuda", "reference", "triton"]
             assert order[-1] == "reference"

@@ -87,7 +87,7 @@ TOUCHES = [
     ("tests/fuzz*", "fuzz"),
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
     ("tests/matrix.py", MATRIX),
-    ("tests/triton_variants.py", "triton_versions"),
+    ("tests/triton_launches.py tests/triton_variants.py", "triton_versions"),
     ("tests/interpreted.py", "triton_interpreted"),
     ("tests/cpp/*", "build"),
     ("tests/cuda/*", "cuda_tiles gate tile_order"),

@@ -1,7 +1,7 @@
 """Which backend a CUDA call gets first, as data: `RULES`, the first that matches a call counts.
 
-Until somebody measures, the order follows a model, and `explain` says so. Measured rules are kept as JSON (`dump`,
-`load`) and put to use by `use_rules(load(path))`, like tables of tiles. `make gpu` measures.
+Until somebody measures, the order follows from how the kernels are made, and `explain` says so. Measured rules are kept
+as JSON (`dump`, `load`) and put to use by `use_rules(load(path))`, like tables of tiles. `make gpu` measures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..problem import Problem
 PASSES = ("forward", "training")
 KINDS = ("fast path", "generic", "decode")
 
-MODEL = "by model, not measured"
+UNMEASURED = "by structure, not measured"
 
 
 class Rule(NamedTuple):
@@ -32,7 +32,9 @@ class Rule(NamedTuple):
 
     capabilities: tuple[int, ...]  # compute capability times 10
     passes: tuple[str, ...]  # forward: nothing requires a gradient; training: something does
-    kinds: tuple[str, ...]  # decode: few queries of many keys; generic: bias, softcap or dropout; fast path: the rest
+    # decode: few queries of many keys; generic: bias, softcap, dropout or, but for Hopper's kernels, key ranges; fast
+    # path: the rest
+    kinds: tuple[str, ...]
     head_dims: tuple[int, int]  # the larger of both head sizes is in this range, both ends included
     order: tuple[str, ...]
     because: str
@@ -41,9 +43,10 @@ class Rule(NamedTuple):
 ANY = (0, 2**30)
 # As measured; `python -m bench.gpu --apply` writes them.
 MEASURED: tuple[Rule, ...] = ()
-# The model: docs/cuda_kernels.md (what the inner loops allow, from their SASS), for kernels as they are here.
+# Of kernels as they are here (docs/cuda_kernels.md).
 RULES: tuple[Rule, ...] = (
     *MEASURED,
+    Rule((), (), ("decode",), ANY, ("triton", "cuda"), "kernels that hold no feature but the call's"),
     Rule(
         (90,),
         (),
@@ -57,7 +60,7 @@ RULES: tuple[Rule, ...] = (
     Rule((), (), (), ANY, ("triton", "cuda"), "kernels that hold no feature but the call's"),
 )
 _rules: tuple[Rule, ...] = RULES
-_source = MODEL
+_source = UNMEASURED
 
 
 class Call(NamedTuple):
@@ -71,13 +74,13 @@ class Call(NamedTuple):
 
 def call_of(problem: Problem, capability: int, training: bool | None = None) -> Call:
     """A CUDA call as rules see it. training: whether a backward pass follows; None: that is seen of the inputs."""
-    q, k, v, bias, _, _, params, _ = problem
-    tensors = (q, k, v) if bias is None else (q, k, v, bias)
+    q, k, v, bias, sinks, ranges, params, _ = problem
+    tensors = [x for x in (q, k, v, bias, sinks) if x is not None]
     if training is None:
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= DECODE_MAX_ROWS < k.shape[2]:
         kind = "decode"
-    elif bias is not None or params.softcap or params.dropout_p:
+    elif bias is not None or params.softcap or params.dropout_p or (ranges is not None and capability != 90):
         kind = "generic"
     else:
         kind = "fast path"
@@ -100,7 +103,7 @@ _known_match = functools.cache(_first_match)
 
 
 def source() -> str:
-    """Where the rules in use come from: "by model, not measured", or what their file says of itself."""
+    """Where the rules in use come from: "by structure, not measured", or what their file says of itself."""
     return _source
 
 
@@ -109,7 +112,7 @@ def told(rule: Rule) -> str:
     return f"{'as measured' if rule in MEASURED else _source} ({rule.because})"
 
 
-def use_rules(rules: Sequence[Rule], source: str = MODEL) -> None:
+def use_rules(rules: Sequence[Rule], source: str = UNMEASURED) -> None:
     """Makes `rules` (a result of `load`, or `RULES`) those of this process. Those of `RULES` follow them."""
     global _rules, _source
     _rules, _source = (*rules, *RULES), source

@@ -74,6 +74,9 @@ def broken(case: Case, arch: str, kernel: Kernel) -> list[str]:
         lines.append(f"{count} threads claimed, launch bounds of {kernel.threads}")
     if (used := block_registers(case, kernel)) > REGISTERS:
         lines.append(f"{kernel.registers} registers × {count} threads take {used}, the chip has {REGISTERS}")
+    for used, left in sass.setmaxnreg(kernel):
+        if used > left:
+            lines.append(f"{used} registers behind a USETMAXREG that leaves {left}")
     lines += [f"ptxas: {note}" for note in kernel.notes if is_fatal(note)]
     for opcode, least in case.required(arch).items():
         if (found := kernel.count(opcode)) < least:

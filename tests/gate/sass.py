@@ -99,6 +99,39 @@ def _main_loop(packed: str) -> Loop:
     return min(innermost, key=lambda loop: (-loop.count(*TENSOR), len(loop.flat())))
 
 
+def setmaxnreg(kernel: Kernel) -> list[tuple[int, int]]:
+    """Of every USETMAXREG: the registers used by the code that can be reached from it, and those it leaves."""
+    return _setmaxnreg(kernel.packed) if kernel.count("USETMAXREG") else []
+
+
+@functools.lru_cache(64)
+def _setmaxnreg(packed: str) -> list[tuple[int, int]]:
+    blocks, successors = control_flow(parse(unpack(packed)))
+    found = []
+    for start, block in blocks.items():
+        for n, x in enumerate(block):
+            if x.is_a("USETMAXREG"):
+                used, seen, todo = registers(block[n + 1 :]), {start}, [*successors[start]]
+                while todo:
+                    if (at := todo.pop()) not in seen:
+                        seen.add(at)
+                        todo += successors[at]
+                        used = max(used, registers(blocks[at]))
+                found.append((used, int(x.operands.split()[-1], 16)))
+    return found
+
+
+def registers(instructions: Iterable[Instruction]) -> int:
+    """One more than the highest that they name or, where they take pairs or fours, may mean. What is filled by more at
+    a time, as accumulators are, counts where it is read by name."""
+    most = -1
+    for x in instructions:
+        wide = 4 if ".128" in x.name else 2 if ".64" in x.name or ".WIDE" in x.name else 1
+        for number, pair in re.findall(r"\bR(\d+)(\.64)?", x.operands):
+            most = max(most, int(number) + (1 if pair else wide - 1))
+    return most + 1
+
+
 def order(loop: Loop, steps: Sequence[str | tuple[str, int]]) -> str | None:
     """Whether a turn of the loop, begun at some place, passes these steps one after the other: None, or what it
     passes instead. A step is reached when its instruction has come so often, before that of the next step comes."""

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ptxsim import SHARED_LIMIT
 
-from . import cache, compilers, cycles, rules
+from . import cache, compilers, cycles, rules, sass
 from .binary import GateError, Kernel
 from .case import KIB, Case, capability
 from .cases import all_cases, unclaimed
@@ -64,9 +64,10 @@ def table_of(rows, plain: bool) -> Table:
     table.add_column("kernel", no_wrap=plain)
     for name in ("arch", "regs", "threads", "block's regs", "stack", "spilled", "loaded", "shared KiB", "of"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("instructions, required", no_wrap=plain)
+    table.add_column("instructions, required; registers behind setmaxnreg", no_wrap=plain)
     for case, arch, kernel, broken in rows:
         counts = [f"{kernel.count(op)} {op} ≥ {least}" for op, least in case.required(arch).items()]
+        counts += [f"{used} of {left} registers" for used, left in sass.setmaxnreg(kernel)]
         figures = (
             f"sm_{arch}",
             kernel.registers,
@@ -84,34 +85,21 @@ def table_of(rows, plain: bool) -> Table:
 
 
 def print_cycles(cases: list[Case], console: Console) -> int:
-    """The model of cycles.py: a row per kernel and chip, then one per pass; status 1 where a kernel has no figures."""
+    """The counts of cycles.py: a row per kernel and chip; status 1 where a kernel has no figures."""
     attention = [case for case in cases if cycles.pass_of(case)]
     compile_missing(attention, {capability(chip.arch) for chip in cycles.CHIPS})
     found, lines = cycles.table(attention)
-    console.print(
-        "A model of the inner loops, from their SASS: cycles of a partition for a turn of one warp. Not measured."
-    )
+    console.print("Of the inner loops, from their SASS: cycles that a turn of one warp takes each unit. Not a speed.")
     plain = not console.is_terminal
     table = Table(box=None, pad_edge=False) if plain else Table()
     table.add_column("kernel", no_wrap=True)
-    for name in ("chip", "arch", "blocks", "warps", *UNITS, "limit", "TFLOP/s", "with these warps"):
+    for name in ("chip", "arch", "blocks", "warps", *UNITS, "busiest"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in found:
         units = [f"{one.turn.cycles[unit]:.0f}" for unit in UNITS]
         held = (str(one.resident.blocks), f"{one.resident.warps:g}")
         chip = (one.chip.name, f"sm_{one.chip.arch}")
-        speeds = f"{one.most:.0f}", f"{one.with_these_warps:.0f}"
-        table.add_row(one.case.name, *chip, *held, *units, one.turn.limit, *speeds)
-    console.print(table)
-    console.print(
-        "Passes, by the warps that are resident; FLOPs as papers count them. Published figures are measurements."
-    )
-    table = Table(box=None, pad_edge=False) if plain else Table()
-    for name in ("chip", "kernels", "pass", "head size", "TFLOP/s", "of published"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in cycles.wholes(found):
-        ratios = ", ".join(f"{ratio:.2f} {name}" for name, ratio in row.published.items())
-        table.add_row(row.chip, row.family, row.what, str(row.head_dim), f"{row.tflops:.0f}", ratios)
+        table.add_row(one.case.name, *chip, *held, *units, one.turn.busiest)
     console.print(table)
     for line in lines:
         console.print(escape(line), style="bold red", soft_wrap=True)
@@ -121,7 +109,7 @@ def print_cycles(cases: list[Case], console: Console) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make gate", description=__doc__.split("\n")[0])
     parser.add_argument("-k", metavar="TEXT", default="", help="only cases whose name holds it")
-    parser.add_argument("--cycles", action="store_true", help="what the inner loops of the attention kernels allow")
+    parser.add_argument("--cycles", action="store_true", help="what keeps the units busy in inner loops")
     options = parser.parse_args(arguments)
     text = options.k
     console = Console(highlight=False)
