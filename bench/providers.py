@@ -193,7 +193,7 @@ def _attnkern_op(case: Case, inputs: Inputs) -> Attend:
     op, params = torch.ops.attnkern.forward.default, _params(case, inputs)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return op(query, key, value, mask, None, None, *params, False, "cpu")[0]
+        return op(*signatures.Inputs(query, key, value, mask), *params, False, "cpu")[0]
 
     return attend
 
@@ -204,10 +204,10 @@ class _AttnkernOperator(_OperatorProvider):
     def backward(self, case: Case, inputs: Inputs, grad_out: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         q, k, v, mask = _tensors(inputs)
         params = _params(case, inputs)
-        out, lse = torch.ops.attnkern.forward.default(q, k, v, mask, None, None, *params, True, "cpu")
+        out, lse = torch.ops.attnkern.forward.default(*signatures.Inputs(q, k, v, mask), *params, True, "cpu")
         wanted = 7 + 8 * (case.mask == "bias")
         op = torch.ops.attnkern.backward.default
-        return partial(op, grad_out, None, q, k, v, mask, None, None, out, lse, *params, wanted, "cpu")
+        return partial(op, grad_out, None, *signatures.Inputs(q, k, v, mask), out, lse, *params, wanted, "cpu")
 
 
 class _TritonOperator(_OperatorProvider):

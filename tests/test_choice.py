@@ -15,7 +15,7 @@ import routes
 from attnkern import ops, plain, testing
 from attnkern.backends import choice, cuda, triton
 from attnkern.problem import Problem
-from attnkern.signatures import Inputs
+from attnkern.signatures import Derivatives, Inputs
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 KIB = 1024
@@ -298,10 +298,10 @@ def test_an_operator_that_chooses_at_run_time():
     with routes.cuda(90) as recorder:
         results = {}
         for name in ("cuda", table.AT_RUN_TIME):
-            out, lse = ops.route_forward(q, k, v, None, None, None, *params, True, name)
-            grads = ops.route_backward(grad_out, None, q, k, v, None, None, None, out, lse, *params, 7, name)
+            out, lse = ops.route_forward(*Inputs(q, k, v), *params, True, name)
+            grads = ops.route_backward(grad_out, None, *Inputs(q, k, v), out, lse, *params, 7, name)
             second = ops.route_second_backward(
-                *grads[:3], None, grad_out, None, q, k, v, None, None, None, out, lse, *params, 7, name
+                *Derivatives(*grads[:3]), grad_out, None, *Inputs(q, k, v), out, lse, *params, 7, name
             )
             results[name] = (out, lse, *grads, *second)
         half = len(recorder.launches) // 2
@@ -392,8 +392,8 @@ def test_operators_go_on_where_a_kernel_of_a_later_pass_cannot_be_built(unbuilt,
     q, k, v = (x.detach() for x in leaves())
     params = Problem.from_sdpa(q, k, v).params
     choice.use_rules([choice.Rule((), (), (), choice.ANY, ("triton", "cuda"), "tried here")])
-    out, lse = ops.route_forward(q, k, v, None, None, None, *params, True, name)
-    given = torch.ones_like(out), None, q, k, v, None, None, None, out, lse, *params, 7
+    out, lse = ops.route_forward(*Inputs(q, k, v), *params, True, name)
+    given = torch.ones_like(out), None, *Inputs(q, k, v), out, lse, *params, 7
     with pytest.warns(attnkern.FallbackWarning, match="cuda runs .*delta_kernel"):
         grads = ops.route_backward(*given, name)
     assert all(map(torch.equal, grads, ops.route_backward(*given, "cuda")))
@@ -408,9 +408,9 @@ def test_plain_torch_is_the_last_to_take_a_call_of_an_operator(unbuilt, name):
         patch.dict(table.TABLE, cpu=(triton, table.reference)),  # undone before the routes: monkeypatch would be after
         pytest.warns(attnkern.FallbackWarning, match=f"plain torch runs this attention.*{REASON}"),
     ):
-        out, lse = ops.route_forward(q, k, v, None, None, None, *params, True, name)
+        out, lse = ops.route_forward(*Inputs(q, k, v), *params, True, name)
     assert torch.equal(out, plain.forward(Inputs(q, k, v), params, True)[0])
-    given = torch.ones_like(out), None, q, k, v, None, None, None, out, lse, *params, 7
+    given = torch.ones_like(out), None, *Inputs(q, k, v), out, lse, *params, 7
     with pytest.warns(attnkern.FallbackWarning, match="delta_kernel"):
         grads = ops.route_backward(*given, name)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape, (0,)]

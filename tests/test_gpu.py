@@ -6,6 +6,7 @@ import torch
 import attnkern
 import gpu_kernels
 from attnkern import testing
+from attnkern.signatures import Inputs
 
 contract = pytest.mark.contract
 pytestmark = pytest.mark.gpu
@@ -122,9 +123,9 @@ def test_compiled_whole(backend):
 def test_the_operators_are_what_their_schemas_say(backend):
     q, k, v = (x.detach() for x in leaves())
     params = (0.125, 0.0, 2**62, 0, 0, 0.0)
-    torch.library.opcheck(torch.ops.attnkern.forward.default, (q, k, v, None, None, None, *params, True, backend))
-    out, lse = torch.ops.attnkern.forward(q, k, v, None, None, None, *params, True, backend)
-    backward = (torch.ones_like(out), None, q, k, v, None, None, None, out, lse, *params, 7, backend)
+    torch.library.opcheck(torch.ops.attnkern.forward.default, (*Inputs(q, k, v), *params, True, backend))
+    out, lse = torch.ops.attnkern.forward(*Inputs(q, k, v), *params, True, backend)
+    backward = (torch.ones_like(out), None, *Inputs(q, k, v), out, lse, *params, 7, backend)
     torch.library.opcheck(torch.ops.attnkern.backward.default, backward)
 
 

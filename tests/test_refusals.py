@@ -8,6 +8,7 @@ import torch
 
 import attnkern
 from attnkern import testing
+from attnkern.signatures import Inputs
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 
@@ -164,7 +165,7 @@ def test_the_operator_refuses_another_backends_name():
     q, k, v = inputs()
     params = (0.5, 0.0, 2**62, 2**62, 0, 0.0)
     with pytest.raises(RuntimeError, match="backend"):
-        torch.ops.attnkern.forward(q, k, v, None, None, None, *params, True, "triton")
+        torch.ops.attnkern.forward(*Inputs(q, k, v), *params, True, "triton")
 
 
 def test_build_info_is_plain_data():

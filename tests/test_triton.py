@@ -108,7 +108,8 @@ def test_dropout_of_samples_with_keys_of_their_own(target):
     seeds = torch.vmap(lambda _: rng.draw_seed(torch.device("cpu")), randomness="different")(torch.zeros(3))
     params = Problem.from_sdpa(q, k, v, None, 0.4).params
     for n in range(3):
-        alone, _ = ops.forward(q[n : n + 1], k[n : n + 1], v[n : n + 1], None, None, seeds[n], *params, False, "triton")
+        of_one = Inputs(q[n : n + 1], k[n : n + 1], v[n : n + 1], philox_seed=seeds[n])
+        alone, _ = ops.forward(*of_one, *params, False, "triton")
         assert torch.equal(together[n], alone)
 
 

@@ -85,7 +85,9 @@ def test_vmap(mapped):
         for n in range(3):
             one = slice(n, n + 1)
             own = ranges[one] if mapped else ranges
-            alone, _ = ops.forward(q[one], k[one], v[one], None, own, seeds[n], *params, False, "triton")
+            alone, _ = ops.forward(
+                *Inputs(q[one], k[one], v[one], key_ranges=own, philox_seed=seeds[n]), *params, False, "triton"
+            )
             assert torch.equal(together[n], alone)
 
 
