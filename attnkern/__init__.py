@@ -9,6 +9,7 @@ from .integrations.sdpa import SdpaCalls, sdpa_calls, use_as_sdpa
 from .mask import Mask
 from .merge import attention_backward, merge_attention
 from .plot import plot_attention
+from .relative import alibi, t5_relative_bias
 from .varlen import varlen_attention
 from .weights import attention_weights
 
@@ -19,6 +20,7 @@ __all__ = [
     "Mask",
     "SdpaCalls",
     "__version__",
+    "alibi",
     "attention",
     "attention_backward",
     "attention_weights",
@@ -31,6 +33,7 @@ __all__ = [
     "plot_attention",
     "scaled_dot_product_attention",
     "sdpa_calls",
+    "t5_relative_bias",
     "use_as_sdpa",
     "varlen_attention",
 ]

@@ -103,6 +103,8 @@ def attention(
     softcap: float | None = None,
     key_ranges: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_bias_center: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -125,6 +127,11 @@ def attention(
             tile of rows visits all keys from the first to the last of any of their ranges. Not differentiable.
         sinks: (Hq,) or (..., Hq), float32 or query's dtype: a logit of each head that takes part in the softmax of its
             rows and has no value, so that a row's weights sum to less than 1. Differentiable.
+        relative_bias: (R,), (1 or Hq, R) or (1 or B, 1 or Hq, R), float32 or query's dtype: query i adds number j - i
+            + relative_bias_center of its head to its scaled score with key j, the first or last one where there is no
+            such number. Differentiable. `alibi` and `t5_relative_bias` make it. Beside an attn_mask that is no Mask of
+            ranges the two become one dense bias.
+        relative_bias_center: an index into relative_bias: where the distance 0 stands; None: L - 1.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -139,7 +146,9 @@ def attention(
     parameters: OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025.
     """
     options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
-    if has_torch_function_variadic(query, key, value, attn_mask, key_ranges, sinks) or torch.compiler.is_compiling():
+    biases = sinks, relative_bias, relative_bias_center
+    overridable = query, key, value, attn_mask, key_ranges, sinks, relative_bias
+    if has_torch_function_variadic(*overridable) or torch.compiler.is_compiling():
         result = _override(
             attention,
             (query, key, value),
@@ -153,19 +162,21 @@ def attention(
             softcap=softcap,
             key_ranges=key_ranges,
             sinks=sinks,
+            relative_bias=relative_bias,
+            relative_bias_center=relative_bias_center,
             return_lse=return_lse,
             backend=backend,
         )
         if result is not NotImplemented:
             return result
-    else:
+    elif relative_bias is None and relative_bias_center is None:
         mask, ranges = attn_mask, key_ranges
         if attn_mask is not None:
             mask, ranges = _as_ranges(attn_mask, key_ranges, query, key)
         result = cpu.call(query, key, value, mask, *options, ranges, sinks, return_lse, backend)
         if result is not None:
             return result
-    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, sinks)
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, *biases)
     out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out
 
@@ -195,6 +206,8 @@ def explain(
     softcap: float | None = None,
     key_ranges: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_bias_center: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Explanation:
@@ -204,8 +217,9 @@ def explain(
     the backends), `.notes` (extra work, such as copies) and `.plan` (how its kernels cut the call). Invalid arguments
     raise what the call raises; a named backend that refuses gives chosen=None and the text of the call's error.
     """
-    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges, sinks
-    problem = Problem.from_sdpa(query, key, value, attn_mask, *options)
+    options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+    biases = sinks, relative_bias, relative_bias_center
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, *biases)
     return _backends.explain(problem, backend)
 
 

@@ -138,10 +138,20 @@ def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *param
         "the heads of k and v must divide those of q",
     )
     if bias is not None:
-        _require(len(bias.shape) == 4, "bias must have 4 dimensions")
+        by_distance = len(bias.shape) == 3
+        _require(by_distance or len(bias.shape) == 4, "bias must have 4 dimensions (3 as a table of distances)")
         _require(bias.dtype in (torch.bool, torch.float32, q.dtype), "bias must be bool, float32 or of q's dtype")
         full = (batch, heads, seqlen_q, seqlen_k)
-        _require(all(n in (1, m) for n, m in zip(bias.shape, full, strict=True)), "the sizes of bias do not fit")
+        if by_distance:
+            _require(
+                bias.dtype != torch.bool
+                and bias.shape[2] == max(0, seqlen_q + seqlen_k - 1)
+                and all(n in (1, m) for n, m in zip(bias.shape[:2], full, strict=False)),
+                "a bias of 3 dimensions must be floating point, (B or 1, Hq or 1, L + S - 1), and dense in the last "
+                "one",
+            )
+        else:
+            _require(all(n in (1, m) for n, m in zip(bias.shape, full, strict=True)), "the sizes of bias do not fit")
     if (sinks := inputs.sinks) is not None:
         exact = torch.promote_types(q.dtype, torch.float32)
         fits = len(sinks.shape) == 2 and sinks.shape[0] in (1, batch) and sinks.shape[1] == heads

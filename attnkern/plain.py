@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import rng, sinks
+from . import relative, rng, sinks
 from .backends import reference
 from .params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_SINKS, GRAD_V, AttentionParams, empty_like_heads
 from .problem import Problem, autocasts
@@ -68,7 +68,12 @@ def backward(
         for x, made, bit in ((q, dz @ key, GRAD_Q), (k, dz.mT @ query, GRAD_K), (v, dv, GRAD_V))
     ]
     if bias is not None and grad_mask & GRAD_BIAS:
-        grads.append(dx.sum_to_size(bias.shape).to(bias.dtype))
+        if relative.by_distance(bias):
+            total = dx.new_zeros(bias.shape)
+            relative.add_diagonals(total, dx.sum_to_size(*bias.shape[:2], seqlen_q, seqlen_k), 0, 0, seqlen_q)
+        else:
+            total = dx.sum_to_size(bias.shape)
+        grads.append(total.to(bias.dtype))
     else:
         grads.append(q.new_empty(0))
     if inputs.sinks is not None and grad_mask & GRAD_SINKS:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import rng
+from . import relative, rng
 from .arguments import (
     Window,
     autocast,
@@ -59,7 +59,9 @@ class Problem(NamedTuple):
     q: Tensor  # (B, Hq, L, E)
     k: Tensor  # (B, Hk, S, E)
     v: Tensor  # (B, Hv, S, Ev)
-    bias: Tensor | None  # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores)
+    # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores); or a table
+    # (B|1, Hq|1, L + S - 1) of what each distance adds
+    bias: Tensor | None
     sinks: Tensor | None  # (B|1, Hq), of the log-sum-exp's dtype
     ranges: Tensor | None  # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
     params: AttentionParams
@@ -90,6 +92,8 @@ class Problem(NamedTuple):
         softcap: float | None = None,
         key_ranges: Tensor | None = None,
         sinks: Tensor | None = None,
+        relative_bias: Tensor | None = None,
+        relative_bias_center: int | None = None,
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         given = attn_mask
@@ -135,7 +139,7 @@ class Problem(NamedTuple):
             if any(x.is_nested for x in (query, key, value)):
                 return cls._of_jagged(
                     *(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa),
-                    *(window, alignment, softcap, key_ranges, sinks),
+                    *(window, alignment, softcap, key_ranges, sinks, relative_bias, relative_bias_center),
                 )
             _check_not_nested(mask, key_ranges, sinks)
         if autocasts(query.device):
@@ -188,6 +192,11 @@ class Problem(NamedTuple):
             key_ranges = _narrowed(key_ranges, key.shape[2])
             if normal.ranges is not None:
                 key_ranges = normal.ranges.of(key_ranges)
+        if relative_bias is None:
+            if relative_bias_center is not None:
+                raise ValueError("attnkern: relative_bias_center needs relative_bias")
+        else:
+            mask = _with_relative(mask, relative_bias, relative_bias_center, query, key)
         return tuple.__new__(cls, (query, key, value, mask, sinks, key_ranges, normal.params, normal.lead))
 
     @classmethod
@@ -206,6 +215,8 @@ class Problem(NamedTuple):
         softcap: float | None,
         key_ranges: Tensor | None,
         sinks: Tensor | None,
+        relative_bias: Tensor | None,
+        relative_bias_center: int | None,
     ) -> Problem:
         """`from_sdpa` of jagged nested tensors: that of their values, packed one after the other."""
         _check_not_nested(query, key, value)
@@ -220,8 +231,14 @@ class Problem(NamedTuple):
         q, k, v, ranges = of_jagged(query, key, value, left, 0 if is_causal else right, alignment)
         if ranges is not None:
             is_causal, window = False, None
-        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, ranges, sinks
-        problem = cls.from_sdpa(q, k, v, None, *options)
+        offsets: Any = [x.offsets() for x in (query, key)]  # type: ignore[attr-defined]
+        if relative_bias is not None and offsets[0] is not offsets[1]:
+            raise ValueError(
+                "attnkern: relative_bias must be None beside jagged nested tensors of other offsets: key's must be "
+                "query's"
+            )
+        options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, ranges, sinks, relative_bias
+        problem = cls.from_sdpa(q, k, v, None, *options, relative_bias_center)
         assert not isinstance(problem.lead, Jagged)
         return problem._replace(lead=Jagged(query, problem.lead))
 
@@ -236,7 +253,7 @@ class Problem(NamedTuple):
         """One line that says what was asked for: used by `explain` and in errors."""
         parts = [describe(name, x) for name, x in (("query", self.q), ("key", self.k), ("value", self.v))]
         if self.bias is not None:
-            parts.append(describe("mask", self.bias))
+            parts.append(describe("relative bias" if relative.by_distance(self.bias) else "mask", self.bias))
         if self.ranges is not None:
             parts.append(describe("key_ranges", self.ranges))
         if self.sinks is not None:
@@ -450,6 +467,41 @@ def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
             f"attnkern: attn_mask must broadcast to the scores' shape {show(scores)}, got {show(shape)}"
             f"{_batched_hint(shape, scores)}"
         )
+
+
+def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, key: Tensor) -> Tensor:
+    """A table of distances for these 4-D tensors; beside a mask, the sum of both, dense."""
+    if not isinstance(given, Tensor):
+        raise type_error("relative_bias", "Tensor or None", given)
+    batch, heads, seqlen_q, _ = query.shape
+    seqlen_k = key.shape[2]
+    if not 0 < given.dim() <= 3 or not _fit(given.shape[:-1], (batch, heads)) or given.shape[-1] == 0:
+        raise RuntimeError(
+            "attnkern: relative_bias must hold numbers by distance, (R,), (1 or heads, R) or (1 or batch, 1 or heads, "
+            f"R) with {heads} heads in a batch of {batch}, got {show(given.shape)}"
+        )
+    if given.device != query.device:
+        raise RuntimeError(f"attnkern: relative_bias must be on query's device {query.device}, got {given.device}")
+    if given.dtype not in (torch.float32, query.dtype):
+        allowed = "float32" if query.dtype == torch.float32 else f"float32 or query's dtype {show(query.dtype)}"
+        raise RuntimeError(f"attnkern: relative_bias must be {allowed}, got {show(given.dtype)}")
+    if center is None:
+        center = seqlen_q - 1
+    elif isinstance(center, bool) or not isinstance(center, (int, torch.SymInt)):
+        raise type_error("relative_bias_center", "int or None", center)
+    elif not 0 <= center < given.shape[-1]:
+        raise ValueError(
+            f"attnkern: relative_bias_center must be an index into the {given.shape[-1]} numbers of relative_bias, got "
+            f"{center}"
+        )
+    bias = relative.table(given, center, seqlen_q, seqlen_k)
+    if mask is None:
+        return bias
+    bias = relative.dense(bias, seqlen_q, seqlen_k)
+    if mask.dtype == torch.bool:
+        return bias.where(mask, -math.inf)
+    exact = torch.promote_types(query.dtype, torch.float32)
+    return bias.to(exact) + mask.to(exact)
 
 
 def _check_sinks(sinks: _TensorSpec, query: _TensorSpec, heads: _Sizes) -> None:

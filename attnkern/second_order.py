@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import rng, tiles
+from . import relative, rng, tiles
 from .arguments import autocasts
 from .backends import reference
 from .params import (
@@ -120,7 +120,7 @@ def second_backward(
                 at = _of_heads(tile.at, gsinks)
                 gsinks[at] += of_sink.sum(-1).sum_to_size(gsinks[at].shape)
             if gbias is not None:
-                _add_to_bias(gbias, tile, w)
+                _add_to_bias(gbias, tile, w, q.shape[2])
             w, dx = tile.of_products(w, dx)
             if wanted(GRAD_Q):
                 gq[tile.at] = w @ tile.k if tile.tk is None else w @ tile.k + dx @ tile.tk
@@ -133,6 +133,23 @@ def second_backward(
         gbias = gbias.to(bias.dtype)
     gbias = q.new_empty(0) if gbias is None else gbias
     return g_grad_out, g_grad_lse, gq, gk.to(k.dtype), gv.to(v.dtype), gbias, gsinks
+
+
+def bias_gradient(
+    grad_out: Tensor, grad_lse: Tensor | None, inputs: Inputs, lse: Tensor, params: AttentionParams
+) -> Tensor:
+    """That of `attnkern::backward` alone, where a backend has no kernel for it."""
+    assert inputs.bias is not None
+    if autocasts(inputs.q.device):
+        with torch.autocast(inputs.q.device.type, enabled=False):
+            return bias_gradient(grad_out, grad_lse, inputs, lse, params)
+    gbias = torch.zeros_like(inputs.bias, dtype=lse.dtype)
+    for tile in _tiles(inputs, Derivatives(), params, lse.dtype):
+        rows_grad = grad_out[tile.at].to(lse.dtype).masked_fill(tile.dead, 0.0)
+        _, dx, _ = tile.second_derivatives(rows_grad, None if grad_lse is None else grad_lse[tile.at].to(lse.dtype))
+        _add_to_bias(gbias, tile, dx, inputs.q.shape[2])
+        del tile, dx  # before the next one is made
+    return gbias.to(inputs.bias.dtype)
 
 
 class _Tile(NamedTuple):
@@ -201,6 +218,7 @@ def _tiles(inputs: Inputs, tangents: Derivatives, params: AttentionParams, dtype
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     batch, num_heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[-2]
+    sizes = seqlen_q, seqlen_k
     tq, tk, tv, tbias, tsinks = tangents
     rows_at_a_time = max(_FEWEST_ROWS, tiles.at_a_time(seqlen_k, q.device))
     heads_at_a_time = tiles.at_a_time(seqlen_q * seqlen_k, q.device)
@@ -220,15 +238,16 @@ def _tiles(inputs: Inputs, tangents: Derivatives, params: AttentionParams, dtype
                 keys = _seen(rows, seqlen_k, params)
                 keep = None
                 if inputs.philox_seed is not None:
-                    sizes = batch, num_heads, seqlen_q, seqlen_k
-                    keep = rng.keep_mask(inputs.philox_seed, params.dropout_p, *sizes, heads, rows, batches)[..., keys]
-                yield _tile((batches, heads, rows), keys, num_heads, block, masks, of_sinks, keep, params)
+                    of_all = batch, num_heads, *sizes
+                    keep = rng.keep_mask(inputs.philox_seed, params.dropout_p, *of_all, heads, rows, batches)[..., keys]
+                yield _tile((batches, heads, rows), keys, num_heads, sizes, block, masks, of_sinks, keep, params)
 
 
 def _tile(
     at: tuple[slice, slice, slice],
     keys: slice,
     num_heads: int,
+    sizes: tuple[int, int],
     block: list[Any],
     masks: tuple[Tensor | None, Tensor | None, Tensor | None],
     of_sinks: list[Tensor | None],
@@ -242,10 +261,7 @@ def _tile(
     q, tq = parts
     parts = [None if x is None else x[:, :, keys] for x in (*block[1:3], *block[4:])]
     k, v, tk, tv = parts
-    bias, tbias = (
-        None if x is None else x[:, :, rows if x.shape[2] != 1 else slice(1), keys if x.shape[3] != 1 else slice(1)]
-        for x in masks[:2]
-    )
+    bias, tbias = (None if x is None else _of_tile(x, rows, keys, sizes) for x in masks[:2])
     if (ranges := masks[2]) is not None:
         ranges = (ranges if ranges.shape[2] == 1 else ranges[:, :, rows]) - keys.start
     positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=q.device)
@@ -280,6 +296,13 @@ def _tile(
     return _Tile(at, keys, num_heads, params, q, k, v, *moves)
 
 
+def _of_tile(x: Tensor, rows: slice, keys: slice, sizes: tuple[int, int]) -> Tensor:
+    """The part of a bias, or of its tangent, of a tile of `sizes` scores."""
+    if relative.by_distance(x):
+        return relative.dense(x, *sizes, rows)[..., keys]
+    return x[:, :, rows if x.shape[2] != 1 else slice(1), keys if x.shape[3] != 1 else slice(1)]
+
+
 def _of_heads(at: tuple[slice, ...], x: Tensor) -> tuple[slice, slice]:
     """Where in x (B|1, H) the batch elements and heads of a tile are."""
     return at[0] if x.shape[0] != 1 else slice(1), at[1]
@@ -311,8 +334,15 @@ def _add_to_heads(grad: Tensor, tile: _Tile, part: Tensor) -> None:
         grad[batches, head // group, tile.keys] += part[:, i]
 
 
-def _add_to_bias(grad: Tensor, tile: _Tile, part: Tensor) -> None:
+def _add_to_bias(grad: Tensor, tile: _Tile, part: Tensor, seqlen_q: int) -> None:
     """Adds a tile of the gradient of the scores to that of the bias, summed where the bias was broadcast."""
+    if relative.by_distance(grad):
+        heads = tuple(slice(None) if n == 1 else index for n, index in zip(grad.shape[:2], tile.at[:2], strict=True))
+        part = part.sum_to_size(
+            *(n if n == 1 else m for n, m in zip(grad.shape[:2], part.shape[:2], strict=True)), *part.shape[2:]
+        )
+        relative.add_diagonals(grad[heads], part, tile.at[2].start, tile.keys.start, seqlen_q)
+        return
     whole = (*tile.at, tile.keys)
     at = tuple(slice(None) if n == 1 else index for n, index in zip(grad.shape, whole, strict=True))
     grad[at] += part.sum([i for i, n in enumerate(grad.shape) if n == 1], keepdim=True) if 1 in grad.shape else part

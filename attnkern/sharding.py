@@ -14,6 +14,7 @@ import sys
 
 from . import ops
 from .params import GRAD_GRAD_LSE, GRAD_GRAD_OUT, UNBOUNDED, AttentionParams
+from .relative import by_distance
 from .signatures import BACKWARD, FORWARD, GRAD_BITS, SECOND_BACKWARD, Inputs
 
 _is_registered = False
@@ -65,7 +66,7 @@ def _splits(inputs, params) -> list[tuple]:
         splits.append(split(0))
         if _heads_divide(q, k, v):
             splits.append(split(1))
-        if params.window_left == params.window_right == UNBOUNDED:
+        if params.window_left == params.window_right == UNBOUNDED and not by_distance(inputs.bias):
             splits.append(split(2))
     elif seed.shape[0] == q.shape[0]:
         splits.append(split(0, Shard(0)))

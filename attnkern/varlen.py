@@ -28,6 +28,8 @@ def varlen_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_bias_center: int | None = None,
     dropout_p: float = 0,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -49,6 +51,8 @@ def varlen_attention(
         is_causal, window, alignment: as in `attention`, within each sequence; by default its last query is level with
             the last of its keys that there are.
         scale, softcap, dropout_p, enable_gqa, backend: as in `attention`; sinks likewise, (Hq,).
+        relative_bias, relative_bias_center: as in `attention`, within each sequence; they need cu_seqlens_k=None. By
+            default the center is the middle of the R numbers, (R - 1) // 2.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -62,7 +66,7 @@ def varlen_attention(
 
     Source: packed sequences are those of T. Dao's flash_attn_varlen_func (FlashAttention-2, 2023).
     """
-    relevant = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks
+    relevant = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks, relative_bias
     if not torch.compiler.is_compiling() and has_torch_function(relevant):
         return handle_torch_function(
             varlen_attention,
@@ -75,12 +79,19 @@ def varlen_attention(
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            relative_bias=relative_bias,
+            relative_bias_center=relative_bias_center,
             dropout_p=dropout_p,
             enable_gqa=enable_gqa,
             return_lse=return_lse,
             backend=backend,
         )
     check_packed(query, key, value)
+    if relative_bias is not None:
+        if cu_seqlens_k is not None:
+            raise ValueError("attnkern: relative_bias needs cu_seqlens_k=None: queries and keys of the same places")
+        if relative_bias_center is None and isinstance(relative_bias, Tensor) and relative_bias.dim() > 0:
+            relative_bias_center = (relative_bias.shape[-1] - 1) // 2
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     left, right = check_packed_window(is_causal, window, alignment)
@@ -95,6 +106,8 @@ def varlen_attention(
         enable_gqa=enable_gqa,
         softcap=softcap,
         sinks=sinks,
+        relative_bias=relative_bias,
+        relative_bias_center=relative_bias_center,
         key_ranges=ranges,
         return_lse=return_lse,
         backend=backend,

@@ -65,6 +65,7 @@ def features() -> list[Feature]:
         feature("`scale`, also 0 and negative", options={"scale": -0.5}),
         feature("`softcap`", options={"softcap": 30.0}),
         feature("`sinks`, and their gradient", options={"sinks": torch.zeros(2)}),
+        feature("`relative_bias`, and its gradient", options={"relative_bias": torch.zeros(2, 9)}),
         feature("`dropout_p`", options={"dropout_p": 0.1}),
         feature("`return_lse`, and its gradient", options={"return_lse": True}),
     ]

@@ -31,6 +31,7 @@ class Call(Case):
     score: float = 0.0  # what the scores lie around
     ranges: str = ""  # kind, shape and number of random key ranges, as `testing.Inputs.with_ranges` takes them
     sinks: str = ""  # "H" or "BH", as `testing.Inputs.with_sinks` takes it: float32, or float64
+    relative: str = ""  # "H" or "1", and how many numbers by distance ("": L + S - 1)
     gpus: tuple[int, ...] = (80, 90)  # compute capabilities that Triton's kernels are compiled for
 
     def __post_init__(self) -> None:
@@ -55,6 +56,11 @@ class Call(Case):
         if self.ranges:
             kind, shape, count = self.ranges.split()
             inputs = inputs.with_ranges(kind, shape, int(count), torch.int32, seed or 0)
+        if self.relative:
+            heads, *entries = self.relative.split()
+            count = int(entries[0]) if entries else self.seqlen_q + self.seqlen_k - 1
+            drawn = int(torch.randint(2**31, ())) if seed is None else seed
+            inputs = inputs.with_relative_bias(self.heads_q if heads == "H" else 1, count, inputs.query.dtype, drawn)
         if self.sinks:
             exact = torch.promote_types(inputs.query.dtype, torch.float32)
             inputs = inputs.with_sinks(self.sinks, exact, int(torch.randint(2**31, ())) if seed is None else seed)
@@ -323,6 +329,34 @@ CALLS: tuple[Call, ...] = (
         "sinks of the batch, bias, causal", "second-order", (2, 2, 7, 9, 8), causal=True, mask="float 1HLS", sinks="BH"
     ),
     call("sinks, rows without keys, softcap", "second-order", (1, 2, 9, 4, 8), softcap=2.0, sinks="H", **LAST),
+    # Relative bias.
+    call("table", "relative relative-gpu", (2, 2, 70, 90, 64), relative="H"),
+    call(
+        "one table for all heads, causal", "relative relative-gpu", (2, (4, 2), 150, 150, 64), causal=True, relative="1"
+    ),
+    call("few numbers", "relative", (2, 2, 90, 70, 24), relative="H 9"),
+    call("one query", "relative relative-gpu", (2, 4, 1, 600, 64), relative="H"),
+    call("few queries, shared keys", "relative relative-gpu", (2, (4, 1), 3, 600, 64), relative="H", **LAST),
+    call(
+        "window, softcap, sinks", "relative", (1, 2, 131, 131, 40), window=(40, 9), softcap=3.0, relative="H", sinks="H"
+    ),
+    call("bool mask of keys", "relative", (2, 2, 70, 90, 24), mask="bool B11S", relative="H"),
+    call("float mask", "relative", (2, 2, 70, 90, 24), mask="float 11LS", relative="1"),
+    call(
+        "documents",
+        "relative relative-gpu",
+        (2, (4, 2), 150, 150, 64),
+        causal=True,
+        ranges="documents B1L 1",
+        relative="H",
+    ),
+    call("two ranges", "relative", (2, 2, 70, 300, 32), ranges="anything BHL 2", relative="H"),
+    call("rows without keys", "relative", (1, 2, 90, 40, 64), relative="H", **LAST),
+    call("one key", "relative", (1, 2, 40, 1, 8), relative="H"),
+    call("head size 192", "relative relative-gpu", (1, 2, 70, 150, 192, 128), relative="H"),
+    call("head size 320, float32", "relative relative-gpu", (1, 1, 40, 70, 320), dtype="fp32", relative="H"),
+    call("relative bias", "second-order", (2, 2, 7, 9, 8), relative="H"),
+    call("relative bias, sinks, softcap", "second-order", (2, (4, 2), 9, 5, 8), softcap=2.0, relative="1", sinks="H"),
     # Forward kernels of CUDA: more queries than the kernels of decode.cu take.
     call("plain", "cuda-forward", (1, 2, 100, 70, 64)),
     call("fp16", "cuda-forward", (1, 1, 100, 70, 64), dtype="fp16"),

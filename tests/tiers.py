@@ -34,19 +34,20 @@ UNKNOWN = 0.3  # seconds of a case that was never timed
 LONG = 0.1  # of one that durations.json names; the others of its file take `brief`
 
 CALLS = "band clients decode direct dropout errors extremes gqa gradients key_ranges lse_merge mask masks"
-CALLS += " properties refusals sdpa_parity sinks unattended"
+CALLS += " properties refusals relative sdpa_parity sinks unattended"
 TORCH = "distributed features flash_attn flash_attn_install flash_attn_refusals jagged memory nn overrides"
 TORCH += " sdpa_provider second_order threads transformers transforms varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
-CUDA += " cuda_unattended cycles fuzz gate sinks_gpu tile_order"
+CUDA += " cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
 # What runs kernels of all passes.
-WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate sinks_gpu tile_order"
+WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
 TRITON = "choice fuzz gate triton triton_decode triton_interpreted triton_ranges triton_second_order triton_suite"
-TRITON += " sinks_gpu triton_unattended triton_versions"
+TRITON += " relative_gpu sinks_gpu triton_unattended triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
 MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward gradients sdpa_provider"
-MATRIX += " second_order sinks sinks_gpu threads triton triton_decode triton_interpreted triton_second_order"
+MATRIX += " relative relative_gpu second_order sinks sinks_gpu threads triton triton_decode triton_interpreted"
+MATRIX += " triton_second_order"
 # Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
 TOUCHES = [
     ("csrc/cuda/*sm90*", f"choice cuda_sm90 cuda_sm90_backward cuda_tiles {WITH_ALL_CUDA}"),

@@ -92,14 +92,16 @@ def forward_kernel(
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
+    if C.WRITE_LSE or sinks is not None:
+        value = tl.where(empty, float("-inf"), log_sum_exp(row_max, row_sum, C.NATURAL))
+        if sinks is not None:
+            value, share = with_sink(value, tl.load(sinks + batch_head))
+        if C.WRITE_LSE:
+            rows = first_row + tl.arange(0, C.BLOCK_M)
+            tl.store(lse + batch_head.to(tl.int64) * call.seqlen_q + rows, value, mask=rows < call.seqlen_q)
     factor = 1.0 / row_sum
-    value = tl.where(empty, float("-inf"), log_sum_exp(row_max, row_sum, C.NATURAL))
     if sinks is not None:
-        value, share = with_sink(value, tl.load(sinks + batch_head))
         factor *= share
-    if C.WRITE_LSE:
-        rows = first_row + tl.arange(0, C.BLOCK_M)
-        tl.store(lse + batch_head.to(tl.int64) * call.seqlen_q + rows, value, mask=rows < call.seqlen_q)
     if C.DROPOUT:
         factor *= call.dropout_scale
     out = head_of(out, b, h, strides.out)

@@ -14,6 +14,8 @@ from torch import Tensor
 from .._library import load_error
 from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
+from ..relative import by_distance
+from ..second_order import bias_gradient
 from ..signatures import Inputs
 from . import disabled
 
@@ -128,6 +130,13 @@ class _Described(NamedTuple):
         # Storages start at multiples of 16 bytes; a fake tensor has no address.
         return cls(x.shape, x.stride(), int(x.storage_offset()) * x.element_size() % 16)
 
+    @classmethod
+    def of_bias(cls, bias: Tensor, seqlen_q: int, seqlen_k: int) -> _Described:
+        """A table of distances is a bias whose rows begin one entry before the row above."""
+        if not by_distance(bias):
+            return cls.of(bias)
+        return cls((*bias.shape[:2], seqlen_q, seqlen_k), (*bias.stride()[:2], -1, 1), 0)
+
 
 def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
     """How the library cuts a call. It depends on shapes, strides, alignment, options and the chip.
@@ -144,7 +153,7 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
         _Described.of(q),
         _Described.of(k),
         _Described.of(v),
-        None if bias is None else _Described.of(bias),
+        None if bias is None else _Described.of_bias(bias, q.shape[2], k.shape[2]),
         torch.bool if bias is None else bias.dtype,
         problem.params,
         problem.ranges is not None,
@@ -215,9 +224,12 @@ def backward(
     lse: Tensor,
     params: AttentionParams,
     grad_mask: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
     operator = torch.ops.attnkern.cuda_backward
+    if grad_mask & GRAD_BIAS and by_distance(inputs.bias):
+        dq, dk, dv, _, dsinks = backward(grad_out, grad_lse, inputs, out, lse, params, grad_mask - GRAD_BIAS)
+        return dq, dk, dv, bias_gradient(grad_out, grad_lse, inputs, lse, params), dsinks
     return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import rng
+from .. import relative, rng
 from ..arguments import autocasts
 from ..params import AttentionParams, is_length_major, within_ranges
 from ..problem import Problem
@@ -96,6 +96,8 @@ def products(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
 def masked(x: Tensor, bias: Tensor | None, live: Tensor | None) -> Tensor:
     """The scores x with a floating bias, -inf where they don't count."""
     if bias is not None and bias.dtype != torch.bool:
+        if relative.by_distance(bias):
+            bias = relative.dense(bias, *x.shape[-2:])
         x = x + bias.to(x.dtype)
     return x if live is None else x.masked_fill(~live, -math.inf)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import sinks
+from .. import second_order, sinks
 from ..params import (
     GRAD_BIAS,
     GRAD_GRAD_LSE,
@@ -25,6 +25,7 @@ from ..params import (
     AttentionParams,
 )
 from ..problem import Problem
+from ..relative import by_distance
 from ..signatures import Derivatives, Inputs
 from . import disabled, triton_interpreted
 
@@ -116,7 +117,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         plans.launch.capability(index),
         q.dtype,
         *specs,
-        None if bias is None else spec(bias, _narrow_enough(bias)),
+        None if bias is None else _table_spec(plans, bias, q, k) or spec(bias, _narrow_enough(bias)),
         None if bias is None else bias.dtype,
         int(params.dropout_p > 0),
         params,
@@ -194,6 +195,9 @@ def backward(
     grad_mask: int,
 ) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
+    if grad_mask & GRAD_BIAS and by_distance(inputs.bias):
+        dq, dk, dv, _, dsinks = backward(grad_out, grad_lse, inputs, out, lse, params, grad_mask - GRAD_BIAS)
+        return dq, dk, dv, second_order.bias_gradient(grad_out, grad_lse, inputs, lse, params), dsinks
     plans, inputs = _plans(), _as_read(inputs)
     q, bias = inputs.q, inputs.bias
     grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
@@ -229,7 +233,7 @@ def tangent(
     """`attnkern::tangent` (ops.py) on a CUDA device."""
     plans, inputs = _plans(), _as_read(inputs)
     q, out, lse = inputs.q, _rows(out), lse.contiguous()
-    moves, direction = _direction(plans, tangents)
+    moves, direction = _direction(plans, tangents, inputs)
     problem = _problem(plans, inputs, params)
     plan = plans.tangent_plan(problem, direction, _spec(plans, out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
@@ -255,13 +259,17 @@ def second_backward(
     grad_mask: int,
 ) -> tuple[Tensor, ...]:
     """`attnkern::second_backward` (ops.py) on a CUDA device."""
+    if grad_mask & GRAD_BIAS and by_distance(inputs.bias):
+        given = cotangents, grad_out, grad_lse, inputs, out, lse, params
+        *others, _, gsinks = second_backward(*given, grad_mask - GRAD_BIAS)
+        return *others, second_order.second_backward(*given, GRAD_BIAS)[-2], gsinks
     plans, inputs = _plans(), _as_read(inputs)
     q, bias = inputs.q, inputs.bias
     grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     # The cotangents are the direction in which the forward pass moves: see triton_kernels/backward.py.
-    moves, direction = _direction(plans, cotangents)
+    moves, direction = _direction(plans, cotangents, inputs)
     problem = _problem(plans, inputs, params)
     first, plan = plans.second_backward_plan(
         problem, direction, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask
@@ -294,14 +302,18 @@ def second_backward(
 
 def _as_read(inputs: Inputs) -> Inputs:
     """The inputs as kernels read them."""
-    return inputs._replace(q=_rows(inputs.q), k=_rows(inputs.k), v=_rows(inputs.v), bias=_narrow(inputs.bias))
+    q, k, v = (_rows(x) for x in (inputs.q, inputs.k, inputs.v))
+    return inputs._replace(q=q, k=k, v=v, bias=_bias_as_read(inputs.bias, q))
 
 
-def _direction(plans: Any, tangents: Derivatives) -> tuple[Derivatives, Any]:
+def _direction(plans: Any, tangents: Derivatives, inputs: Inputs) -> tuple[Derivatives, Any]:
     """The tangents as kernels read them, and what a plan knows of them."""
     tq, tk, tv = (None if x is None else _rows(x) for x in (tangents.q, tangents.k, tangents.v))
-    moves = Derivatives(tq, tk, tv, _narrow(tangents.bias))
-    return moves, plans.Direction(*(None if x is None else _spec(plans, x) for x in moves[:4]))
+    q, k = inputs.q, inputs.k
+    tbias = _bias_as_read(tangents.bias, q)
+    of_bias = None if tbias is None else _table_spec(plans, tbias, q, k) or _spec(plans, tbias)
+    specs = (None if x is None else _spec(plans, x) for x in (tq, tk, tv))
+    return Derivatives(tq, tk, tv, tbias), plans.Direction(*specs, of_bias)
 
 
 def _move(
@@ -412,7 +424,7 @@ def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
         _spec(plans, q),
         _spec(plans, k),
         _spec(plans, v),
-        None if bias is None else _spec(plans, bias),
+        None if bias is None else _table_spec(plans, bias, q, k) or _spec(plans, bias),
         None if bias is None else bias.dtype,
         0 if seed is None else seed.shape[0],
         params,
@@ -420,6 +432,13 @@ def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
         None if ranges is None else plans.TensorSpec(ranges.shape, ranges.stride(), True),
         inputs.sinks is not None,
     )
+
+
+def _table_spec(plans: Any, bias: Tensor, q: Tensor, k: Tensor) -> Any:
+    """Of a table of distances: a bias whose rows begin one entry before the row above; None for any other."""
+    if not by_distance(bias):
+        return None
+    return plans.TensorSpec((*bias.shape[:2], q.shape[2], k.shape[2]), (*bias.stride()[:2], -1, 1), False)
 
 
 def _spec(plans: Any, x: Tensor) -> Any:
@@ -441,8 +460,11 @@ def _has_rows(x: Tensor) -> bool:
     return (last == 1 or size <= 1) and (row <= MAX_ROW_STRIDE or length <= 1)
 
 
-def _narrow(bias: Tensor | None) -> Tensor | None:
-    """The bias, copied if the strides of its rows and columns need more than 32 bits."""
+def _bias_as_read(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """The bias, copied if the strides of its rows and columns need more than 32 bits; a table from the entry of the
+    first query and key on."""
+    if bias is not None and by_distance(bias):
+        return bias[..., max(0, q.shape[2] - 1) :]
     return bias if bias is None or _narrow_enough(bias) else bias.contiguous()
 
 

@@ -20,7 +20,7 @@ from .checks import check_attention, check_packed, poisoned_memory, unmodified
 from .expectations import Expected, expected, expected_second_order
 from .layouts import LAYOUTS, odd_strides_on_size_one, packed_qkv, with_layout
 from .problems import LENGTHS, Inputs, Packed, far_key, make_inputs, make_mask, random_packed, random_problem
-from .reference import band_mask, naive_attention, philox_keep, philox_words, ranges_mask, unattended
+from .reference import band_mask, by_distance, naive_attention, philox_keep, philox_words, ranges_mask, unattended
 from .tolerance import (
     FORWARD_FACTOR,
     GRADIENT_FACTOR,
@@ -43,6 +43,7 @@ __all__ = [
     "Packed",
     "assert_within_rule",
     "band_mask",
+    "by_distance",
     "check_attention",
     "check_packed",
     "error_ratio",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .reference import _weights, band_mask, naive_attention
+from .reference import _weights, band_mask, by_distance, naive_attention
 from .tolerance import assert_within_rule, farthest
 
 _INPUTS = ("query", "key", "value", "attn_mask")
@@ -56,6 +56,7 @@ def expected(
     attn_mask: Tensor | None = None,
     *,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     grad_out: Tensor | None = None,
     grad_lse: Tensor | None = None,
     keep: Tensor | None = None,
@@ -66,18 +67,14 @@ def expected(
     `options` are those of `naive_attention`. A mask gets a gradient where it is floating.
     """
     dtype = query.dtype
-    inputs = {"query": query, "key": key, "value": value}
-    if attn_mask is not None and attn_mask.is_floating_point():
-        inputs["attn_mask"] = attn_mask
-    if sinks is not None:
-        inputs["sinks"] = sinks
+    inputs = _differentiable(query, key, value, attn_mask, sinks, relative_bias)
 
     def run(
         compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0, exact: bool = False
     ) -> dict[str, Tensor]:
         leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in inputs.items()}
         mask = leaves.get("attn_mask", attn_mask)
-        added: dict[str, Any] = {"keep": keep, "sinks": leaves.get("sinks")}
+        added: dict[str, Any] = {"keep": keep, **{n: leaves.get(n) for n in ("sinks", "relative_bias")}}
         with torch.enable_grad():
             q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
             out, lse = naive_attention(q, k, v, mask, split_scale=split_scale, exact=exact, **added, **options)
@@ -108,6 +105,7 @@ def expected_second_order(
     attn_mask: Tensor | None = None,
     *,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     tangents: dict[str, Tensor],
     grad_out: Tensor,
     grad_lse: Tensor,
@@ -122,11 +120,7 @@ def expected_second_order(
     <grad_lse, tlse>: what double backward has to give where the tangents are the gradients' cotangents.
     """
     dtype = query.dtype
-    inputs = {"query": query, "key": key, "value": value}
-    if attn_mask is not None and attn_mask.is_floating_point():
-        inputs["attn_mask"] = attn_mask
-    if sinks is not None:
-        inputs["sinks"] = sinks
+    inputs = _differentiable(query, key, value, attn_mask, sinks, relative_bias)
 
     def run(compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0) -> dict[str, Tensor]:
         tensors = inputs | {"tout": grad_out, "tlse": grad_lse}  # <grad, tangent> by grad is the tangent
@@ -134,7 +128,7 @@ def expected_second_order(
         with torch.enable_grad():
             q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
             mask = leaves.get("attn_mask", attn_mask)
-            added: dict[str, Any] = {"keep": keep, "sinks": leaves.get("sinks")}
+            added: dict[str, Any] = {"keep": keep, **{n: leaves.get(n) for n in ("sinks", "relative_bias")}}
             out, lse = naive_attention(q, k, v, mask, split_scale=split_scale, **added, **options)
             differentiated = [leaves[n] for n in tangents]
             seeds = [leaves["tout"], leaves["tlse"]]
@@ -148,10 +142,19 @@ def expected_second_order(
     dtypes = {n: x.dtype for n, x in inputs.items()} | {"tout": dtype, "tlse": _accumulate_dtype(dtype)}
     mask = None if attn_mask is None else attn_mask.detach()
     q, k, v = (x.detach().double() for x in (query, key, value))
-    exact_sinks = None if sinks is None else sinks.detach().double()
-    out, _ = naive_attention(q, k, v, mask, keep=keep, sinks=exact_sinks, **options)
+    added: dict[str, Any] = {n: inputs[n].detach().double() for n in ("sinks", "relative_bias") if n in inputs}
+    out, _ = naive_attention(q, k, v, mask, keep=keep, **added, **options)
     units = _second_order_units(inputs, attn_mask, exact, out, tangents, grad_out, grad_lse, keep, options)
     return {n: Expected(exact[n], computed[n].to(dtypes[n]), units[n]) for n in exact}
+
+
+def _differentiable(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *others: Tensor | None
+) -> dict[str, Tensor]:
+    """The inputs that have a gradient, by name; `others` are sinks and relative_bias."""
+    bias = attn_mask if attn_mask is not None and attn_mask.is_floating_point() else None
+    given = zip((*_INPUTS, "sinks", "relative_bias"), (query, key, value, bias, *others), strict=True)
+    return {name: x for name, x in given if x is not None}
 
 
 class _Rounding(NamedTuple):
@@ -165,7 +168,7 @@ class _Rounding(NamedTuple):
     condition: Tensor  # what a rounded score does to a weight, relative to it and to eps
     lse_unit: Tensor
     survive: Tensor  # dropout's factor
-    additions: float  # scores for each entry of the mask
+    additions: dict[str, float]  # scores for each entry of a bias
     sink: Tensor  # its weight, as `weights`: (..., L, 1); 0 without sinks
     sink_condition: Tensor
 
@@ -187,6 +190,9 @@ def _rounding(
             x = x.repeat_interleave(inputs["query"].size(-3) // x.size(-3), -3)
         if name == "attn_mask":
             return x.expand(*out.shape[:-1], inputs["key"].size(-2))
+        if name == "relative_bias":
+            sizes = out.size(-2), inputs["key"].size(-2)
+            return by_distance(x, options.get("relative_bias_center"), *sizes).expand(*out.shape[:-1], sizes[1])
         if name == "sinks":
             return x[..., None, None].expand(*out.shape[:-1], 1)
         return x.expand(*out.shape[:-2], *x.shape[-2:])
@@ -211,6 +217,9 @@ def _rounding(
         device=q.device,
     )
     mask = None if attn_mask is None else attn_mask.detach()
+    if "relative_bias" in inputs:
+        bias = full("relative_bias", inputs["relative_bias"].detach().double())
+        mask = bias if mask is None else bias.where(mask, -math.inf) if mask.dtype == torch.bool else bias + mask
     sinks = inputs["sinks"].detach().double() if "sinks" in inputs else None
     given: dict[str, Any] = {"scale": scale, "softcap": options.get("softcap"), "band": band, "sinks": sinks}
     weights, lse = _weights(q, k, mask, split_scale=False, **given)
@@ -250,7 +259,7 @@ def _rounding(
         eps_accumulate / eps * condition,
         (weights * condition).sum(-1) + (sink * sink_condition).squeeze(-1),
         survive,
-        weights.numel() / max(inputs["attn_mask"].numel(), 1) if "attn_mask" in inputs else 0.0,
+        {n: weights.numel() / max(inputs[n].numel(), 1) for n in ("attn_mask", "relative_bias") if n in inputs},
         sink,
         eps_accumulate / eps * sink_condition,
     )
@@ -306,10 +315,10 @@ def _units(
     coherent = delta2 * (weights @ k).square()
     units["query"] = unit("query", abs(scale) * reduce("query", ds2 @ k.square() + coherent))
     units["key"] = unit("key", abs(scale) * reduce("key", ds2.mT @ q.square()))
-    if "attn_mask" in inputs:
-        # torch adds up what the mask was broadcast to in pairs, a kernel one after the other.
-        one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
-        units["attn_mask"] = unit("attn_mask", reduce("attn_mask", dx2) + one_by_one)
+    for name, count in additions.items():
+        # torch adds up what the bias was broadcast to in pairs, a kernel one after the other.
+        one_by_one = eps_accumulate / eps * math.sqrt(count) * exact[name].abs()
+        units[name] = unit(name, reduce(name, dx2) + one_by_one)
     if "sinks" in inputs:
         delta = (do * exact["out"]).sum(-1, keepdim=True) - (0.0 if grad_lse is None else dlse)
         of_rows = (sink * (1.0 + sink_condition)).square() * (delta2 + delta.square())
@@ -339,6 +348,8 @@ def _second_order_units(
     zeros = {"attn_mask": out.new_zeros(1, 1)} | {n: torch.zeros_like(x) for n, x in inputs.items()}
     q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
     tq, tk, tv, tbias = (full(n, (zeros | tangents)[n].detach().double()) for n in _INPUTS)
+    if "relative_bias" in tangents:
+        tbias = tbias + full("relative_bias", tangents["relative_bias"].detach().double())
     do, dlse = grad_out.detach().double(), grad_lse.detach().double().expand(out.shape[:-1])[..., None]
 
     def rows(x: Tensor) -> Tensor:
@@ -385,9 +396,9 @@ def _second_order_units(
     dt2 = slope.square() * dx2
     units["query"] = unit("query", abs(scale) * reduce("query", dz2 @ k.square() + dt2 @ tk.square() + coherent))
     units["key"] = unit("key", abs(scale) * reduce("key", dz2.mT @ q.square() + dt2.mT @ tq.square()))
-    if "attn_mask" in inputs:
-        one_by_one = eps_accumulate / eps * math.sqrt(additions) * exact["attn_mask"].abs()
-        units["attn_mask"] = unit("attn_mask", reduce("attn_mask", ddx2) + one_by_one)
+    for name, count in additions.items():
+        one_by_one = eps_accumulate / eps * math.sqrt(count) * exact[name].abs()
+        units[name] = unit(name, reduce(name, ddx2) + one_by_one)
     if "sinks" in inputs:
         units["sinks"] = unit("sinks", reduce("sinks", sink2 * (g_sink2 + gamma2)))
     return units

@@ -17,7 +17,7 @@ from .layouts import LAYOUTS, with_layout
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """query, key, value, a mask, sinks and key ranges, with the call that makes them again.
+    """query, key, value, a mask, sinks, a relative bias and key ranges, with the call that makes them again.
 
     `poison`, if any, is what a check puts in place of all that no query attends to.
     """
@@ -29,11 +29,14 @@ class Inputs:
     recipe: str
     key_ranges: Tensor | None = None
     sinks: Tensor | None = None
+    relative_bias: Tensor | None = None
     poison: float | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        found = {n: getattr(self, n) for n in ("query", "key", "value", "attn_mask", "sinks", "key_ranges")}
+        found = {
+            n: getattr(self, n) for n in ("query", "key", "value", "attn_mask", "sinks", "relative_bias", "key_ranges")
+        }
         return {n: x for n, x in found.items() if x is not None}
 
     def with_poison(self, value: float) -> Inputs:
@@ -45,6 +48,12 @@ class Inputs:
         drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         sinks = (2.0 * drawn + math.log(max(1, self.key.shape[-2]))).to(self.query.device, dtype)
         return dataclasses.replace(self, sinks=sinks, recipe=f"{self.recipe}.with_sinks({shape!r}, {dtype}, {seed})")
+
+    def with_relative_bias(self, heads: int, entries: int, dtype: torch.dtype, seed: int) -> Inputs:
+        """The same with a random table (heads, entries) by distance."""
+        drawn = torch.randn(heads, entries, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        recipe = f"{self.recipe}.with_relative_bias({heads}, {entries}, {dtype}, {seed})"
+        return dataclasses.replace(self, relative_bias=drawn.to(self.query.device, dtype), recipe=recipe)
 
     def with_ranges(self, kind: str, shape: str, count: int, dtype: torch.dtype, seed: int) -> Inputs:
         """The same with random key ranges (..., count, 2); `shape` spells the rest: "BHL", "1H1", ...

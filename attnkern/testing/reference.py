@@ -58,6 +58,8 @@ def unattended(
     attn_mask: Tensor | None = None,
     key_ranges: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_bias_center: int | None = None,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Of 4-D tensors, which rows no score counts of: bool (B, Hq, L, 1), (B, Hk, S, 1) and (B, Hv, S, 1), by name.
@@ -107,6 +109,13 @@ def band_mask(
     if right is not None:
         keep &= distance <= min(right, far)
     return keep
+
+
+def by_distance(table: Tensor, center: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The bias (..., L, S) of a table (..., R): entry j - i + center, the first or last one beyond; None: L - 1."""
+    distance = torch.arange(seqlen_k, device=table.device) - torch.arange(seqlen_q, device=table.device)[:, None]
+    at = distance + (seqlen_q - 1 if center is None else center)
+    return table[..., at.clamp(0, table.size(-1) - 1)]
 
 
 def ranges_mask(key_ranges: Tensor, seqlen_k: int) -> Tensor:
@@ -229,6 +238,8 @@ def naive_attention(
     softcap: float | None = None,
     key_ranges: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_bias_center: int | None = None,
     keep: Tensor | None = None,
     split_scale: bool = False,
     exact: bool = False,
@@ -244,6 +255,11 @@ def naive_attention(
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     where: dict[str, Any] = {"is_causal": is_causal, "window": window, "alignment": alignment, "key_ranges": key_ranges}
     band = band_mask(query.size(-2), key.size(-2), **where, device=query.device)
+    if relative_bias is not None:
+        bias = by_distance(relative_bias, relative_bias_center, query.size(-2), key.size(-2))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            bias = torch.where(attn_mask, bias, -math.inf)
+        attn_mask = bias if attn_mask is None or attn_mask.dtype == torch.bool else bias + attn_mask.to(bias.dtype)
     rounding = {"split_scale": split_scale, "exact": exact}
     weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, sinks=sinks, **rounding)
     if keep is not None:

@@ -154,6 +154,12 @@ Gradients<Tensor> make_gradients(Backward& p, const Inputs<Tensor>& inputs, int6
     STD_TORCH_CHECK(inputs.bias.has_value() && p.bias_dtype != DType::kBool,
                     "attnkern: only a floating bias has a gradient");
     const int64_t* n = p.bias_size;
+    if (p.relative) {
+      Tensor grad = empty<Host, 3>(q, {n[0], n[1], inputs.bias->size(2)}, scalar_type_of(p.bias_dtype));
+      if (has_no_score(p) && grad.numel() > 0) Host::zero(grad);
+      p.dbias.data = grad.data_ptr();
+      return grad;
+    }
     return finished(empty<Host, 4>(q, {n[0], n[1], n[2], n[3]}, scalar_type_of(p.bias_dtype)), p.dbias);
   };
   const auto gradient_of_sinks = [&] {

@@ -73,9 +73,10 @@ struct Attention : AttentionParams {  // with dropout_p as entries are drawn
   View bias;     // (B|1, Hq|1, L|1, S|1), data null if there is none; bool: true = attend
   DType bias_dtype;
   int64_t bias_size[4];
-  Sinks sinks;           // (B|1, Hq)
-  KeyRanges ranges;      // (B|1, Hq|1, L|1, 1|2, 2)
-  Band band;             // of its window
+  bool relative;     // the bias is a table (B|1, Hq|1, L + S - 1) by j - i: its view has row stride -1, column stride 1
+  Sinks sinks;       // (B|1, Hq)
+  KeyRanges ranges;  // (B|1, Hq|1, L|1, 1|2, 2)
+  Band band;         // of its window
   const int64_t* seeds;  // seed_count keys for equal consecutive groups of the batch
   int64_t seed_count;
   bool tf32;  // GPU kernels for kFloat32: whether products may round their factors to tf32
@@ -96,7 +97,7 @@ struct Backward : Attention {
   const void* lse;
   const void* grad_lse;  // (B, Hq, L) contiguous or null
   View dq, dk, dv;       // column stride 1; data null if not wanted
-  View dbias;            // contiguous, shape bias_size, bias's dtype; data null if not wanted
+  View dbias;            // contiguous, the bias's shape and dtype; data null if not wanted
   void* dsinks;          // (sinks.batch, Hq) contiguous, the type of sinks; null if not wanted
 };
 

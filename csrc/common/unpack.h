@@ -105,20 +105,34 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
       "attnkern: the heads of k and v must divide those of q");
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v);
   p.bias = {};
+  p.relative = false;
   p.bias_dtype = DType::kBool;
   if (bias.has_value()) {
-    STD_TORCH_CHECK(bias->dim() == 4, "attnkern: bias must have 4 dimensions");
+    p.relative = bias->dim() == 3;
+    STD_TORCH_CHECK(p.relative || bias->dim() == 4,
+                    "attnkern: bias must have 4 dimensions (3 as a table of distances)");
     const auto type = bias->scalar_type();
     STD_TORCH_CHECK(type == torch::headeronly::ScalarType::Bool || type == torch::headeronly::ScalarType::Float ||
                         type == q.scalar_type(),
                     "attnkern: bias must be bool, float32 or of q's dtype");
     p.bias_dtype = dtype_of(type);
-    const int64_t full[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
+    const int64_t full[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k}, distances = p.seqlen_q + p.seqlen_k - 1;
     for (int dim = 0; dim < 4; ++dim) {
-      p.bias_size[dim] = bias->size(dim);
+      p.bias_size[dim] = p.relative && dim > 1 ? full[dim] : bias->size(dim);
       STD_TORCH_CHECK(p.bias_size[dim] == full[dim] || p.bias_size[dim] == 1, "attnkern: the sizes of bias do not fit");
     }
-    p.bias = view_of(*bias);
+    if (p.relative) {
+      STD_TORCH_CHECK(
+          p.bias_dtype != DType::kBool && bias->size(2) == (distances < 0 ? 0 : distances) &&
+              (bias->stride(2) == 1 || bias->size(2) <= 1),
+          "attnkern: a bias of 3 dimensions must be floating point, (B or 1, Hq or 1, L + S - 1), and dense "
+          "in the last one");
+      const auto between = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
+      const int64_t bytes = p.bias_dtype == DType::kFloat64 ? 8 : p.bias_dtype == DType::kFloat32 ? 4 : 2;
+      p.bias = {static_cast<char*>(bias->data_ptr()) + (p.seqlen_q - 1) * bytes, {between(0), between(1), -1, 1}};
+    } else {
+      p.bias = view_of(*bias);
+    }
   }
   p.sinks = {};
   if (sinks.has_value()) {

@@ -53,7 +53,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
   // With a bias, computing both products in registers pays off for pairs only.
   const bool biased = Op::kPack == 2 && score.has_bias && !score.capped() && !score.dropout;
-  const bool prefetches_bias = biased && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
+  const bool prefetches_bias =
+      biased && !p.relative && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
   const int64_t far = is_window(p.band) ? kFarBytes / 4 : kFarBytes;
   const bool prefetches = score.fast_path() && p.seqlen_q * (given_bytes + sums_bytes) >= far;
   C scale[kTile<C>], ones[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled
@@ -128,7 +129,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           prefetch = queries_to_prefetch<T, Op>(p, block, batch, h, vectors, sums);
         }
         const int64_t bias_head = p.bias_size[1] == p.heads_q ? h - head : 0;
-        C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + bias_head * p.seqlen_q * p.seqlen_k;
+        const int64_t bias_entries = p.relative ? distances(p) : p.seqlen_q * p.seqlen_k;
+        C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + bias_head * bias_entries;
         const auto by_tiles = [&]<bool kBias>() {
           gradients_in_registers<Op, kBias>(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms,
                                             q_rows, grad_rows, mask, bias_grad,
@@ -258,6 +260,24 @@ void add_query_parts(const Backward& p, const Runtime& runtime, C* parts, const 
   });
 }
 
+// d(table) from the sums of all tasks, `size` for each: those of whole groups, then those of the split ones.
+template <class T, class C>
+void add_tables(const Backward& p, const C* sums, int64_t size, const SplitGroups& split) {
+  const int64_t entries = distances(p), tables = p.bias_size[0] * p.bias_size[1], groups = split.first + split.count;
+  const Buffer<C> total(tables * entries);
+  std::memset(total.data(), 0, static_cast<size_t>(tables * entries) * sizeof(C));
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t batch = group * split.kv_group / p.heads_q, head = group * split.kv_group % p.heads_q;
+    const int64_t table = (p.bias_size[0] == 1 ? 0 : batch) * p.bias_size[1] + (p.bias_size[1] == 1 ? 0 : head);
+    C* const target = total.data() + table * entries;
+    for (int64_t part = 0; part < (group < split.first ? 1 : split.chunks); ++part, sums += size)
+      for (int64_t i = 0; i < size; ++i) target[i] += sums[i];
+  }
+  with_bias_grad<T>(p, [&]<class Bias>(Bias* dbias) {
+    for (int64_t i = 0; i < tables * entries; ++i) dbias[i] = from_compute<Bias>(total.data()[i]);
+  });
+}
+
 template <class T, class Op>
 void backward(const Backward& p, const Runtime& runtime) {
   using C = typename Op::Compute;
@@ -292,7 +312,8 @@ void backward(const Backward& p, const Runtime& runtime) {
   if (bias_plan.way == bias_plan.kStored &&
       (p.band.left < kUnbounded || p.band.right < kUnbounded || p.ranges.data != nullptr))
     clear_bias_grad<T>(p, runtime);  // the tiles leave out what lies outside the band and the ranges
-  if (!wanted.dq && !wanted.dk && !wanted.dv) return;
+  const bool by_task = bias_plan.way == bias_plan.kByTask;
+  if (!wanted.dq && !wanted.dk && !wanted.dv && !by_task) return;
 
   const VisitingQueries<C> visiting(p);
   const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
@@ -311,9 +332,8 @@ void backward(const Backward& p, const Runtime& runtime) {
   const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * kv_group * large_step : 0);
   const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * kv_group * head_step : 0);
 
-  const Buffer<C> bias_grads(bias_sums && !bias_plan.in_output() ? bias_plan.groups * bias_plan.tasks * bias_plan.size
-                                                                 : 0);
   const int64_t tasks = bias_sums ? bias_plan.groups * bias_plan.tasks : whole + left * chunks;
+  const Buffer<C> bias_grads(by_task || (bias_sums && !bias_plan.in_output()) ? tasks * bias_plan.size : 0);
   // Of q and of grad_out, where the queries are walked more than once.
   const int64_t copies = tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * kv_group : 0;
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
@@ -343,7 +363,7 @@ void backward(const Backward& p, const Runtime& runtime) {
           std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
     backward_heads<T, Op>(p, scratch, batch, head, kv_group, chunk, is_whole ? 1 : chunks, terms, visiting, dq,
-                          bias_sums || bias_plan.way == bias_plan.kStored, grads_of_bias,
+                          bias_sums || by_task || bias_plan.way == bias_plan.kStored, grads_of_bias,
                           caches.of(worker, cache_memory));
     if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < kv_group; ++h) {
@@ -354,6 +374,11 @@ void backward(const Backward& p, const Runtime& runtime) {
       }
   };
   run_tasks(p, runtime, tasks, scratch_bytes, [&](int64_t task, void* memory, int64_t worker) {
+    if (by_task) {
+      C* const grads = bias_grads.data() + task * bias_plan.size;
+      std::memset(grads, 0, static_cast<size_t>(bias_plan.size) * sizeof(C));
+      return body(task, memory, worker, grads);
+    }
     if (!bias_sums) return body(task, memory, worker, nullptr);
     const int64_t group = task / bias_plan.tasks, part = task % bias_plan.tasks;
     C* grads = bias_plan.in_output() ? static_cast<C*>(p.dbias.data) + group * bias_plan.size
@@ -363,7 +388,8 @@ void backward(const Backward& p, const Runtime& runtime) {
     for (int64_t member = bias_plan.members * part / bias_plan.tasks; member < end; ++member)
       body(bias_plan.kv_group(group, member), memory, worker, grads);
   });
-  if (bias_grads.data() != nullptr) add_bias_grads<T>(p, runtime, bias_plan, bias_grads.data());
+  if (by_task) add_tables<T>(p, bias_grads.data(), bias_plan.size, SplitGroups{whole, left, kv_group, chunks});
+  else if (bias_grads.data() != nullptr) add_bias_grads<T>(p, runtime, bias_plan, bias_grads.data());
 
   if (wanted.dq && left > 0 && !split_direct)
     add_query_parts<T>(p, runtime, parts.data(), SplitGroups{whole, left, kv_group, chunks}, step);

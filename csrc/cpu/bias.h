@@ -57,6 +57,17 @@ inline void bias_tile_of(const T* source, int64_t loop_stride, int64_t lane_stri
       for (int64_t v = 0; v < vectors; ++v)
         S::store(tile + i * kTile<C> + v * kLanes,
                  load_bias<C>(source + i * loop_stride + v * kLanes, lanes - v * kLanes));
+  } else if (lane_stride == -1) {
+    for (int64_t i = 0; i < loops; ++i)
+      for (int64_t v = 0; v < vectors; ++v) {
+        const T* first = source + i * loop_stride - v * kLanes;
+        C* target = tile + i * kTile<C> + v * kLanes;
+        if (const int64_t count = lanes - v * kLanes; count >= kLanes)
+          S::store(target, S::reverse(load_bias<C>(first - (kLanes - 1), kLanes)));
+        else
+          for (int64_t lane = 0; lane < kLanes; ++lane)
+            target[lane] = lane < count ? bias_value<C>(first[-lane]) : C(0);
+      }
   } else if (loop_stride == 1) {
     for (int64_t v = 0; v < vectors; ++v)
       for (int64_t i = 0; i < loops; i += kLanes) {
@@ -88,7 +99,7 @@ inline int64_t bias_bytes(const Attention& p) {
 }
 
 // Whether a bias has a row for each query, whose keys lie side by side.
-inline bool has_bias_rows(const Attention& p) { return p.bias.stride[2] != 0 && p.bias.stride[3] == 1; }
+inline bool has_bias_rows(const Attention& p) { return p.bias.stride[2] != 0 && p.bias.stride[3] == 1 && !p.relative; }
 
 // Such rows, to be prefetched: `keys` of them from `key` on.
 template <class T>

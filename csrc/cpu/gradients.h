@@ -12,22 +12,32 @@ struct Wanted {
   bool dq, dk, dv;
 };
 
+// The entries of a head in a table of distances.
+inline int64_t distances(const Attention& p) { return p.seqlen_q + p.seqlen_k - 1; }
+
 // How the gradient of a bias is computed. A bias with all queries and keys gets it in the main sweep: KV groups that
 // share their bias form a bias group, whose members add in turn to the sums of one task, or of several tasks with sums
 // of their own. A bias that is broadcast along queries or keys takes a sweep of its own (backward_bias), and so does
-// one whose sums are too large to go through memory for every member or would keep threads idle.
+// one whose sums are too large to go through memory for every member or would keep threads idle. A table of distances
+// is small: every task has sums of its own.
 template <class C>
 struct BiasGradPlan {
   enum Way {
     kNone,
     kStored,  // in the main sweep: every entry has one score
     kAdded,   // in the main sweep, to sums
+    kByTask,  // in the main sweep, to sums of each task's own: a table of distances
     kApart,   // in a sweep of its own
   };
   static constexpr int64_t kMostBytes = 8 << 20;  // of a group
 
   BiasGradPlan(const Backward& p, int64_t threads, bool same_type) {
     if (p.dbias.data == nullptr) return;
+    if (p.relative) {
+      way = kByTask;
+      size = (p.bias_size[1] == p.heads_q ? heads_of_kv_group(p) : 1) * distances(p);
+      return;
+    }
     way = kApart;
     const Wanted wanted(p);
     if (p.bias_size[2] != p.seqlen_q || p.bias_size[3] != p.seqlen_k || !(wanted.dq || wanted.dk || wanted.dv)) return;
@@ -60,7 +70,7 @@ struct BiasGradPlan {
   Way way = kNone;
   int64_t groups = 0, members = 1;
   int64_t tasks = 1;                       // of a group
-  int64_t size = 0;                        // entries of a group
+  int64_t size = 0;                        // entries of a group, or of a task
   bool output_adds = false;                // the bias has the compute type
   int64_t across = 1, members_across = 1;  // of one entry of the batch
 };
@@ -407,7 +417,7 @@ inline void store_bias_grad(const Backward& p, const BlockPlan& block, int64_t b
     for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)
       for (int64_t v = segment.first; v < segment.last; ++v) {
         const int64_t lane = v * S::kLanes;
-        const int64_t index = i * p.seqlen_k + key + lane,
+        const int64_t index = p.relative ? p.seqlen_q - 1 - i + key + lane : i * p.seqlen_k + key + lane,
                       of_head = (batch * p.heads_q + head) * p.seqlen_q * p.seqlen_k;
         const auto value = S::load(tile + (i - block.row) * kTile<C> + lane);
         if (sums != nullptr) S::store_as(sums + index, S::load_as(sums + index, keys - lane) + value, keys - lane);

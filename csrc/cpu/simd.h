@@ -474,6 +474,9 @@ struct Simd {
     return x[0];
   }
 
+  // The last lane first.
+  static V reverse(V x) { return reversed(x, std::make_integer_sequence<int, kLanes>{}); }
+
   // The largest lane, in all lanes.
   static V max_all(V x) {
     max_round<kLanes / 2>(x);
@@ -489,6 +492,10 @@ struct Simd {
   }
 
  private:
+  template <int... kLane>
+  static V reversed(V x, std::integer_sequence<int, kLane...>) {
+    return __builtin_shufflevector(x, x, (kLanes - 1 - kLane)...);
+  }
   template <int kStep>
   static void max_round(V& x) {
     if constexpr (kStep > 0) {

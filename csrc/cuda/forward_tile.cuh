@@ -167,12 +167,18 @@ __device__ __forceinline__ void store_output(const ForwardParams& p, const Forwa
       const float sum = quad_sum(state[m].sum[half]);
       float inverse = sum > 0.f ? 1.f / sum : 0.f;
       if (!kFastPath && p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
-      float lse = log_sum_exp_of<T, kFastPath>(p.score, state[m].max[half], sum);
-      count_sink(p.score, at.batch, at.head, inverse, lse);
       const int tile_row = warp_row + m * 16 + half * 8 + lane / 4, i = first_row + tile_row;
+      const auto store_lse = [&](float lse) {
+        if (p.lse != nullptr && lane % 4 == 0 && i < seqlen_q)
+          p.lse[static_cast<int64_t>(at.batch_head) * seqlen_q + i] = lse;
+      };
+      if (p.score.sinks != nullptr) {
+        float lse = log_sum_exp_of<T, kFastPath>(p.score, state[m].max[half], sum);
+        count_sink(p.score, at.batch, at.head, inverse, lse);
+        store_lse(lse);
+      }
       Config::store_row(q_tile, warp_row + m * 16, out[m], half, inverse);
-      if (p.lse != nullptr && lane % 4 == 0 && i < seqlen_q)
-        p.lse[static_cast<int64_t>(at.batch_head) * seqlen_q + i] = lse;
+      if (p.score.sinks == nullptr) store_lse(log_sum_exp_of<T, kFastPath>(p.score, state[m].max[half], sum));
     }
   }
   __syncwarp();
