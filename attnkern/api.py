@@ -130,7 +130,7 @@ def attention(
         relative_bias: (R,), (1 or Hq, R) or (1 or B, 1 or Hq, R), float32 or query's dtype: query i adds number j - i
             + relative_bias_center of its head to its scaled score with key j, the first or last one where there is no
             such number. Differentiable. `alibi` and `t5_relative_bias` make it. Beside an attn_mask that is no Mask of
-            ranges the two become one dense bias.
+            ranges the two become one dense bias (a bool mask's False is -inf, then).
         relative_bias_center: an index into relative_bias: where the distance 0 stands; None: L - 1.
         return_lse: also return the log-sum-exp of the scores.
 

@@ -123,7 +123,7 @@ def table(given: Tensor, center: int, seqlen_q: int, seqlen_k: int) -> Tensor:
 def dense(bias: Tensor, seqlen_q: int, seqlen_k: int, rows: slice | None = None) -> Tensor:
     """(..., L, S) of a table (..., L + S - 1), or some rows of it."""
     if seqlen_q == 0 or seqlen_k == 0:
-        return bias.new_zeros(*bias.shape[:-1], seqlen_q, seqlen_k)
+        return bias.sum(-1)[..., None, None].expand(*bias.shape[:-1], seqlen_q, seqlen_k)  # a function of it, too
     first, last = (0, seqlen_q) if rows is None else (rows.start, rows.stop)
     part, n = bias[..., seqlen_q - last : seqlen_q - first + seqlen_k - 1], last - first
     # Copies of `part`, one after the other, in rows that are longer by one: each begins one entry after the row above.

@@ -190,6 +190,8 @@ def test_the_public_names():
         "attention_backward",
         "attention_weights",
         "varlen_attention",
+        "alibi",
+        "t5_relative_bias",
         "Mask",
         "masks",
         "plot_attention",

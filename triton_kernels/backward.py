@@ -119,7 +119,8 @@ def delta_kernel(grad_out, out, lse, grad_lse, delta, strides: DeltaStrides, hea
             live,
         )  # fmt: skip
         o = load_tile(out, 0, 0, first_row, strides.out.row, seqlen_q, dim, C.V.dims, C.BLOCK_M, C.DIMS, False, True)
-        products += g.to(tl.float32) * o.to(tl.float32)
+        # A 0 counts for nothing, whatever lies beside it: it may be the output of a row without keys.
+        products += tl.where(o == 0, 0.0, g.to(tl.float32)) * o.to(tl.float32)
     total = tl.sum(products, 1)
     if C.HAS_GRAD_LSE:
         total -= tl.load(grad_lse + at, mask=live, other=0.0)

@@ -60,14 +60,16 @@ def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:
     k, v = per_query_head(k, num_heads), per_query_head(v, num_heads)
     live = may_attend(seqlen_q, k.shape[-2], bias, inputs.key_ranges, params, q.device)
     q, k, v = attended(live, [q], [k, v])
-    x, dead = alive(with_sinks(masked(products(q, k, params), bias, live), inputs.sinks))
+    x = masked(products(q, k, params), bias, live)
+    without_keys = (x == -math.inf).all(-1, keepdim=True)
+    x, dead = alive(with_sinks(x, inputs.sinks))
     lse = x.logsumexp(-1).masked_fill(dead.squeeze(-1), -math.inf)
-    p = x.softmax(-1)[..., : k.shape[-2]].masked_fill(dead, 0.0)
+    p = x.softmax(-1)[..., : k.shape[-2]].masked_fill(without_keys, 0.0)
     if philox_seed is not None:
         keep = rng.keep_mask(philox_seed, params.dropout_p, batch, num_heads, seqlen_q, k.shape[-2])
         p = drop(p, keep, params.dropout_p)
-    # (Dead rows are 0 already. Their gradient is to be, too, where it meets p.)
-    return (p @ v.to(p.dtype)).masked_fill(dead, 0.0).to(q.dtype), lse
+    # (Rows without keys are 0 already. Their gradient is to be, too, where it meets p.)
+    return (p @ v.to(p.dtype)).masked_fill(without_keys, 0.0).to(q.dtype), lse
 
 
 def scores(

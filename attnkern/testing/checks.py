@@ -106,7 +106,9 @@ def check_attention(
                 grad_lse = (0.25 * torch.randn(results["lse"].shape, dtype=torch.float64)).to(results["lse"])
                 grad_lse = grad_lse.masked_fill(results["lse"].detach() == -math.inf, 0.0)
                 targets.append(results["lse"])
-                seeds.append(poisoned(grad_lse.unsqueeze(-1), "query").squeeze(-1))
+                # Where a query attends to nothing, the log-sum-exp is its sink, if there is one.
+                given = grad_lse.unsqueeze(-1)
+                seeds.append((given if inputs.sinks is not None else poisoned(given, "query")).squeeze(-1))
             wanted = {n: x for n, x in leaves.items() if x.requires_grad}
             results |= dict(zip(wanted, torch.autograd.grad(targets, list(wanted.values()), seeds), strict=True))
     want = expected(**clean, **options, grad_out=grad_out, grad_lse=grad_lse, keep=keep)

@@ -192,6 +192,7 @@ def random_problem(
     groups: Sequence[int] = (1, 1, 2, 4),
     masks: bool = True,
     ranges: bool = True,
+    biases: bool = True,
     poison: bool = False,
     extreme: float = 0.5,
 ) -> tuple[Inputs, dict[str, Any]]:
@@ -199,8 +200,8 @@ def random_problem(
 
     A share of `extreme` of the problems is extreme in one way or several: amplitudes from 1e-3 to 1e3, scales of either
     sign from 1e-3 to 1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments say
-    what is drawn from: sizes, the query heads of a key head, and whether there may be a mask, key ranges, and poison
-    where no query attends to.
+    what is drawn from: sizes, the query heads of a key head, and whether there may be a mask, key ranges, sinks and
+    relative biases, and poison where no query attends to.
     """
     rng = random.Random(seed)
 
@@ -282,7 +283,17 @@ def random_problem(
     if ranges and rng.random() < 0.3:
         kind, shape = rng.choice(["anything", "documents", "near", "few"]), "".join(rng.choice([c, "1"]) for c in "BHL")
         inputs = inputs.with_ranges(kind, shape, rng.choice([1, 2]), rng.choice([torch.int32, torch.int64]), seed)
-    if poison and rng.random() < 0.4:
+    added = random.Random(f"added {seed}")  # apart from what the rest draws
+    if biases and added.random() < 0.15:
+        inputs = inputs.with_sinks(added.choice(["H", "BH"]), torch.promote_types(dtype, torch.float32), seed)
+    if biases and added.random() < 0.15 and seqlen_q + seqlen_k > 1:
+        entries = added.choice([1, 9, seqlen_q + seqlen_k - 1, 2 * seqlen_q + 70])
+        exact = torch.promote_types(dtype, torch.float32)
+        tables, of = added.choice([1, heads_k * group]), added.choice([dtype, exact])
+        inputs = inputs.with_relative_bias(tables, entries, of, seed)
+        options["relative_bias_center"] = added.choice([None, added.randrange(entries)])
+    # (Beside a relative bias a bool mask is one of -inf, which hides no poison.)
+    if poison and rng.random() < 0.4 and (inputs.relative_bias is None or inputs.attn_mask is None):
         inputs = inputs.with_poison(rng.choice([math.nan, math.inf, -math.inf]))
     return inputs, options
 

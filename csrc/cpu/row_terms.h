@@ -8,16 +8,21 @@
 namespace attnkern::cpu {
 namespace {
 
-// The lanes' parts of a product of two rows.
+// The lanes' parts of a product of two rows. Beside a 0 of b counts nothing, whatever a holds: b may be the output of a row
+// without keys.
 template <class T, class C>
 inline typename Simd<C>::V product_of_rows(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t size) {
   using S = Simd<C>;
   typename S::V product = S::zero();
   if (a_stride == 1 && b_stride == 1) {
-    for (int64_t d = 0; d < size; d += S::kLanes)
-      product = S::fma(S::load_as(a + d, size - d), S::load_as(b + d, size - d), product);
+    for (int64_t d = 0; d < size; d += S::kLanes) {
+      const auto factor = S::load_as(b + d, size - d);
+      product = S::fma(factor == S::zero() ? S::zero() : S::load_as(a + d, size - d), factor, product);
+    }
   } else {
-    for (int64_t d = 0; d < size; ++d) product[0] += to_compute<C>(a[d * a_stride]) * to_compute<C>(b[d * b_stride]);
+    for (int64_t d = 0; d < size; ++d)
+      if (const C factor = to_compute<C>(b[d * b_stride]); factor != C(0))
+        product[0] += to_compute<C>(a[d * a_stride]) * factor;
   }
   return product;
 }
@@ -182,11 +187,13 @@ template <class T, class Op, class C = typename Op::Compute>
     }
   }
   const V to_log2 = S::set1(score.fast_path() ? C(1) : kLog2E<C>);
+  const V sink = S::set1(sink_of<C>(p, batch, head) * (score.fast_path() ? kLog2E<C> : C(1)));  // a key as any other
   const C* lse = static_cast<const C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + row;
   for (int64_t i = 0; i < rows; ++i) {
-    const V of_lanes = S::load(sums.largest + i * S::kLanes), m = S::max_all(of_lanes);
+    const V of_lanes = S::load(sums.largest + i * S::kLanes), m = S::max(S::max_all(of_lanes), sink);
     const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
-    const C total = S::sum(S::load(sums.sum + i * S::kLanes) * S::exp2((of_lanes - shift) * to_log2));
+    const V of_keys = S::load(sums.sum + i * S::kLanes) * S::exp2((of_lanes - shift) * to_log2);
+    const C total = S::sum(of_keys) + S::exp2((sink - shift) * to_log2)[0];
     const C length = S::max_all(S::load(sums.length + i * S::kLanes))[0];
     const C query_length = length_of<T, C>(p.q, batch, head, row + i, p.head_dim);
     const double natural = static_cast<double>(m[0]) / (score.fast_path() ? static_cast<double>(kLog2E<C>) : 1.);

@@ -205,9 +205,10 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
       sum += factor * sums[w * kRows + row];
       total += factor * outputs[(w * kRows + row) * kHeadDim + d];
     }
-    if (p.splits == 1) sum += sink_term<false>(p.score, batch, head, largest);
+    const int64_t batch_head = static_cast<int64_t>(batch) * p.score.heads + head;
+    if (p.splits == 1) sum += sink_term<false>(p.score, batch_head, largest);
     total = sum > 0.f ? total / sum : 0.f;
-    const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + r / p.pack;
+    const int64_t at = batch_head * seqlen_q + r / p.pack;
     if (p.splits > 1) {
       p.part_out[(at * p.splits + split) * p.v.width + d] = total;
       if (d == 0) p.part_lse[at * p.splits + split] = exact_log_sum_exp(largest, sum);
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
       T* target = const_cast<T*>(head_of<T>(p.out, batch, head));
       target[r / p.pack * p.out.stride[2] + d] = static_cast<T>(total);
       if (d == 0 && p.lse != nullptr)
-        p.lse[at] = log_sum_exp_with_sink<float, false>(p.score, batch, head, largest, sum);
+        p.lse[at] = log_sum_exp_with_sink<float, false>(p.score, batch_head, largest, sum);
     }
   }
 }
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   }
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-  sum += sink_term<false>(p.score, batch, head, largest);
+  sum += sink_term<false>(p.score, at / seqlen_q, largest);
   const float inverse = sum > 0.f ? 1.f / sum : 0.f;
   T* target = const_cast<T*>(head_of<T>(p.out, static_cast<int>(batch), head)) + i * p.out.stride[2];
   const bool live = d < p.v.width;
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   }
   if (live) target[d] = static_cast<T>(total * inverse);
   if (chunk == 0 && lane == 0 && p.lse != nullptr)
-    p.lse[at] = log_sum_exp_with_sink<float, false>(p.score, batch, head, largest, sum);
+    p.lse[at] = log_sum_exp_with_sink<float, false>(p.score, at / seqlen_q, largest, sum);
 }
 
 }  // namespace

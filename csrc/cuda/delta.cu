@@ -45,7 +45,11 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaArgs p) {
       const auto g = *reinterpret_cast<const Vector<T, kVector>*>(grad_out + d);
       const auto o = *reinterpret_cast<const Vector<T, kVector>*>(out + d);
 #pragma unroll
-      for (int n = 0; n < kVector; ++n) sum += to_float(g.x[n]) * to_float(o.x[n]);
+      for (int n = 0; n < kVector; ++n) {
+        // A 0 counts for nothing, whatever lies beside it: it may be the output of a row without keys.
+        const float factor = to_float(o.x[n]);
+        sum += factor == 0.f ? 0.f : to_float(g.x[n]) * factor;
+      }
     }
   }
 #pragma unroll
@@ -60,15 +64,14 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(DeltaArgs p) {
 struct SinksArgs {
   const float *sinks, *lse, *delta;
   float* grads;  // (batch, heads)
-  int64_t stride[2];
-  int64_t heads, seqlen;
+  int64_t seqlen;
 };
 
 // The gradient of the sinks: -sum over the rows of exp(sink - lse) delta. A block for each head of a batch element.
 __global__ void __launch_bounds__(kThreads) sinks_kernel(SinksArgs p) {
   __shared__ float sums[kThreads / 32];
-  const int64_t b = blockIdx.x / p.heads, h = blockIdx.x % p.heads, first = int64_t{blockIdx.x} * p.seqlen;
-  const float sink = p.sinks[b * p.stride[0] + h * p.stride[1]];
+  const int64_t first = int64_t{blockIdx.x} * p.seqlen;
+  const float sink = p.sinks[blockIdx.x];
   float sum = 0.f;
   // A sink of -inf counts for nothing, even where nothing else is.
   for (int64_t i = threadIdx.x; i < p.seqlen && sink != -kInfinity; i += kThreads)
@@ -86,12 +89,7 @@ __global__ void __launch_bounds__(kThreads) sinks_kernel(SinksArgs p) {
 }  // namespace
 
 int backward_sinks(const Backward& p, const float* delta, float* grads, void* stream) {
-  const SinksArgs a{static_cast<const float*>(p.sinks.data),
-                    static_cast<const float*>(p.lse),
-                    delta,
-                    grads,
-                    {p.sinks.stride[0], p.sinks.stride[1]},
-                    p.heads_q,
+  const SinksArgs a{static_cast<const float*>(p.sinks.data), static_cast<const float*>(p.lse), delta, grads,
                     p.seqlen_q};
   return launch_kernel(sinks_kernel, p.batch * p.heads_q, kThreads, 0, a, stream);
 }

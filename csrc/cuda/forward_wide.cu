@@ -379,12 +379,12 @@ __device__ __forceinline__ void store_output(const SplitParams& p, const typenam
 #pragma unroll
       for (int other = 0; other < kParts; ++other) sum += row_values[other * kRows + tile_row];
       const int head = first_head + r % p.pack, query = r / p.pack;
-      if (p.splits == 1) sum += sink_term<false>(p.score, batch, head, state[m].max[half]);
+      const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + query;
+      if (p.splits == 1) sum += sink_term<false>(p.score, at / seqlen_q, state[m].max[half]);
       float inverse = sum > 0.f ? 1.f / sum : 0.f;
       if (p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
-      const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + query;
       if (part == 0 && lane % 4 == 0) {
-        const float lse = log_sum_exp_with_sink<float, false>(p.score, batch, head, state[m].max[half], sum);
+        const float lse = log_sum_exp_with_sink<float, false>(p.score, at / seqlen_q, state[m].max[half], sum);
         if (p.splits > 1) {
           p.part_lse[at * p.splits + split] = lse;
         } else if (p.lse != nullptr) {

@@ -78,6 +78,18 @@ void fill_inputs(attnkern::Attention& p, const Inputs& inputs, const AttentionPa
                   ", and lengths and batch * heads up to ", attnkern::kMaxLength);
 }
 
+// The sinks of all heads and batch elements, one after the other, as kernels read them; puts them into p.
+OptionalTensor dense_sinks(attnkern::Attention& p, const Tensor& q, const OptionalTensor& sinks) {
+  if (!sinks) return {};
+  Tensor dense = *sinks;
+  if (p.sinks.batch < p.batch || !dense.is_contiguous()) {
+    dense = attnkern::empty<Dispatcher, 2>(q, {p.batch, p.heads_q}, ScalarType::Float);
+    torch::stable::copy_(dense, *sinks);
+  }
+  p.sinks.data = dense.data_ptr();
+  return dense;
+}
+
 // x itself if the columns of its rows lie side by side, else a copy.
 Tensor dense_rows(const Tensor& x) {
   const bool dense = x.dim() == 4 && (x.stride(3) == 1 || x.size(3) <= 1);
@@ -112,6 +124,7 @@ std::tuple<Tensor, Tensor> forward(Tensor q ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_AS
   fill_inputs(p, {ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)}, tf32);
   const Device device(q);
   auto [out, lse] = attnkern::make_results<Dispatcher>(p, q, need_lse);
+  const OptionalTensor all_sinks = dense_sinks(p, q, sinks);
   if (p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0) return {out, lse};
   void* stream = device.stream();
   const int parts = schedule ? 0
@@ -173,6 +186,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Device device(q);
   auto [dq, dk, dv, dbias, dsinks] =
       attnkern::make_gradients<Dispatcher>(p, {ATTNKERN_TENSORS(ATTNKERN_AS_VALUE)}, grad_mask);
+  const OptionalTensor all_sinks = dense_sinks(p, q, sinks);
   if (p.dsinks != nullptr && p.batch * p.seqlen_q == 0) Dispatcher::zero(dsinks);
   if (p.batch * p.heads_q * p.seqlen_q == 0) return {dq, dk, dv, dbias, dsinks};
   void* stream = device.stream();

@@ -36,10 +36,9 @@ struct Score {
   uint32_t dropout_threshold;  // 0: no dropout
   float dropout_scale;         // of what is kept
   const int64_t* seeds;
-  int32_t seeded_batch;  // batch elements per seed
-  int32_t heads;         // of queries
-  const float* sinks;    // null: none
-  int64_t sink_stride[2];
+  int32_t seeded_batch;   // batch elements per seed
+  int32_t heads;          // of queries
+  const float* sinks;     // (batch, heads), contiguous; null: none
   const int32_t* ranges;  // of keys, common/params.h; null: all keys
   int64_t range_stride[3];
   int32_t range_count;
@@ -83,7 +82,6 @@ inline Score score_of(const Attention& p, bool fast_path) {
   s.seeded_batch = static_cast<int32_t>(p.seed_count > 0 ? p.batch / p.seed_count : p.batch);
   s.heads = static_cast<int32_t>(p.heads_q);
   s.sinks = static_cast<const float*>(p.sinks.data);
-  for (int n = 0; n < 2; ++n) s.sink_stride[n] = p.sinks.stride[n];
   s.ranges = p.ranges.data;
   for (int n = 0; n < 3; ++n) s.range_stride[n] = p.ranges.stride[n];
   s.range_count = static_cast<int32_t>(p.ranges.count);

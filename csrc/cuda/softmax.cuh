@@ -81,24 +81,20 @@ __device__ __forceinline__ float log_sum_exp_of(const Score& p, float max, float
   return log_sum_exp<kFastPath>(p, max, sum);
 }
 
-__device__ __forceinline__ float sink_of(const Score& p, int64_t batch, int head) {
-  return p.sinks[batch * p.sink_stride[0] + head * p.sink_stride[1]];
-}
-
 // What the sink of a row's head, if there are any, adds to the row's sum, of which max is the reference: infinity where
 // it lies far above the row's scores, or where the row has none.
 template <bool kFastPath>
-__device__ __forceinline__ float sink_term(const Score& p, int64_t batch, int head, float max) {
+__device__ __forceinline__ float sink_term(const Score& p, int64_t batch_head, float max) {
   if (p.sinks == nullptr) return 0.f;
-  const float sink = sink_of(p, batch, head);
+  const float sink = p.sinks[batch_head];
   if (sink == -kInfinity) return 0.f;
   return kFastPath ? ptx::ex2(fmaf(sink, kLog2E, -max * p.scale)) : ptx::ex2((sink - max) * kLog2E);
 }
 
 // The log-sum-exp of a row by a sum that has the sink's term: beside one of infinity nothing else counts.
 template <typename T, bool kFastPath>
-__device__ __forceinline__ float log_sum_exp_with_sink(const Score& p, int64_t batch, int head, float max, float sum) {
-  if (p.sinks != nullptr && sum == kInfinity) return sink_of(p, batch, head);
+__device__ __forceinline__ float log_sum_exp_with_sink(const Score& p, int64_t batch_head, float max, float sum) {
+  if (p.sinks != nullptr && sum == kInfinity) return p.sinks[batch_head];
   return log_sum_exp_of<T, kFastPath>(p, max, sum);
 }
 

@@ -9,8 +9,9 @@ FULL = "output and scores take 192 of 255 registers; at most 4 loads from L1 per
 SPILLS = {  # by kind, head size and variant
     ("forward", 128, "fast path"): {"80": Budget(12, FULL), "90a 100": Budget(16, FULL)},
     ("forward", 32, "generic"): {
-        "90a 120": Budget(12, "3 words of the walk over blocks, for four blocks of threads"),
-        "100": Budget(20, "5 words of the walk over blocks, for four blocks of threads"),
+        "120": Budget(12, "3 words of the walk over blocks, for four blocks of threads"),
+        "90a": Budget(16, "3 words of the walk over blocks, one read twice, for four blocks of threads"),
+        "100": Budget(24, "5 words of the walk over blocks, one read twice, for four blocks of threads"),
     },
 }
 
