@@ -32,7 +32,7 @@ PARAMETERS = [x for x in inspect.signature(attnkern.attention).parameters.values
 
 
 def call(*given, **options):
-    """`cpu.call`, which takes the arguments of `attention` but for a relative bias, in their order, with its defaults."""
+    """`cpu.call`: the arguments of `attention` in their order, but for a relative bias, with its defaults."""
     rest = PARAMETERS[len(given) :]
     assert options.keys() <= {x.name for x in rest}
     return cpu.call(*given, *(options.get(x.name, x.default) for x in rest))

@@ -865,7 +865,9 @@ def test_weights_of_random_problems(target, number, fresh_seed):
     Where lse is given, its own rounding is a relative error of every weight.
     """
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-    inputs, options = testing.random_problem(fresh_seed + number, device=target.device, dtypes=dtypes, ranges=False, biases=False)
+    inputs, options = testing.random_problem(
+        fresh_seed + number, device=target.device, dtypes=dtypes, ranges=False, biases=False
+    )
     q, k, mask = inputs.query, inputs.key, inputs.attn_mask
     identity = torch.eye(k.size(-2), dtype=q.dtype, device=q.device).expand(*k.shape[:-1], -1)
     leaves = [x.detach().requires_grad_() for x in (q, k, mask) if x is not None and x.is_floating_point()]

@@ -8,8 +8,8 @@
 namespace attnkern::cpu {
 namespace {
 
-// The lanes' parts of a product of two rows. Beside a 0 of b counts nothing, whatever a holds: b may be the output of a row
-// without keys.
+// The lanes' parts of a product of two rows. Beside a 0 of b counts nothing, whatever a holds: b may be the output of a
+// row without keys.
 template <class T, class C>
 inline typename Simd<C>::V product_of_rows(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t size) {
   using S = Simd<C>;
