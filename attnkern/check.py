@@ -48,10 +48,15 @@ class Call(NamedTuple):
     gradients: bool = True
     second_order: bool = False
     ranges: tuple[str, str, int] | None = None  # random key ranges: kind, shape and number, of `Inputs.with_ranges`
+    biases: bool = False  # sinks and a relative bias
 
     def made(self, device: str) -> testing.Inputs:
         """Its tensors, alike on all devices."""
         inputs = testing.make_inputs(*self.sizes, **self.inputs, device=device, seed=1)
+        if self.biases:
+            _, heads, seqlen_q, _ = inputs.query.shape
+            entries = seqlen_q + inputs.key.shape[2] - 1
+            inputs = inputs.with_sinks("H", FP32, 1).with_relative_bias(heads, entries, FP32, 1)
         return inputs if self.ranges is None else inputs.with_ranges(*self.ranges, torch.int32, 1)
 
 
@@ -77,12 +82,14 @@ FEATURES = (
     Call("float mask and its gradient", (2, 2, 70, 150, 64), {"dtype": FP32, "mask": ("float", "1HLS")}),
     Call("grouped heads, softcap", (1, 4, 70, 150, 64), {"heads_k": 2}, {"enable_gqa": True, "softcap": 5.0}),
     Call("dropout", (2, 2, 70, 150, 64), {"dtype": FP32}, {"dropout_p": 0.3}),
+    Call("sinks and a relative bias, causal", SMALL, {"dtype": BF16}, {"is_causal": True}, biases=True),
     Call("key ranges, causal", SMALL, {"dtype": BF16}, {"is_causal": True}, ranges=("documents", "B1L", 1)),
     Call("two key ranges", (2, 2, 70, 150, 64), {"dtype": FP16}, ranges=("anything", "BHL", 2)),
 )
 _DECODING = (
     Call("decoding", DECODE, {"dtype": BF16, "heads_k": 2}, {"enable_gqa": True}, gradients=False),
     Call("decoding, key ranges", DECODE, {"dtype": BF16}, gradients=False, ranges=("anything", "B11", 1)),
+    Call("decoding, sinks and a relative bias", DECODE, {"dtype": BF16}, gradients=False, biases=True),
 )
 _HOPPER = tuple(
     Call(f"{kind}, head size {size}", (1, 4, 200, 300, size), {"dtype": dtype, "heads_k": 2}, options)

@@ -133,6 +133,10 @@ def _on_gpus() -> Iterator[Call]:
     yield call("bias of all elements", "gpu", (2, 2, 90, 70, 128), mask="float 1HLS fp32")
     yield call("dropout", "gpu", (1, 2, 90, 70, 64), dropout=0.25)
     yield call("columns apart", "gpu", (1, 2, 90, 70, 24), layout="stepped")
+    yield call("sinks", "gpu", (1, (4, 2), 200, 200, 64), causal=True, sinks="H")
+    yield call("sinks, softcap, d128", "gpu", (2, 2, 70, 150, 128), softcap=5.0, sinks="BH")
+    yield call("sinks, few queries", "gpu", (2, (4, 2), 2, 700, 128), sinks="BH")
+    yield call("relative bias", "gpu", (1, 2, 150, 150, 64), causal=True, relative="H")
     yield from _ranges_on_gpus()
     # More tiles than any chip has multiprocessors, twice: blocks that go from one tile to the next.
     yield call("many tiles", "gpu", (2, 40, 1100, 1100, 128))

@@ -187,7 +187,10 @@ template <class T, class Op, class C = typename Op::Compute>
     }
   }
   const V to_log2 = S::set1(score.fast_path() ? C(1) : kLog2E<C>);
-  const V sink = S::set1(sink_of<C>(p, batch, head) * (score.fast_path() ? kLog2E<C> : C(1)));  // a key as any other
+  const C of_head = sink_of<C>(p, batch, head), most = std::numeric_limits<C>::max();
+  C scaled = score.fast_path() ? of_head * kLog2E<C> : of_head;
+  if (of_head <= most && scaled > most) scaled = most;  // beside it nothing else counts, as it is
+  const V sink = S::set1(scaled);
   const C* lse = static_cast<const C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + row;
   for (int64_t i = 0; i < rows; ++i) {
     const V of_lanes = S::load(sums.largest + i * S::kLanes), m = S::max(S::max_all(of_lanes), sink);
