@@ -146,9 +146,10 @@ def attention(
     parameters: OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025.
     """
     options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
-    biases = sinks, relative_bias, relative_bias_center
-    overridable = query, key, value, attn_mask, key_ranges, sinks, relative_bias
-    if has_torch_function_variadic(*overridable) or torch.compiler.is_compiling():
+    if (
+        has_torch_function_variadic(query, key, value, attn_mask, key_ranges, sinks, relative_bias)
+        or torch.compiler.is_compiling()
+    ):
         result = _override(
             attention,
             (query, key, value),
@@ -169,14 +170,15 @@ def attention(
         )
         if result is not NotImplemented:
             return result
-    elif relative_bias is None and relative_bias_center is None:
+    elif relative_bias is None is relative_bias_center:
         mask, ranges = attn_mask, key_ranges
         if attn_mask is not None:
             mask, ranges = _as_ranges(attn_mask, key_ranges, query, key)
         result = cpu.call(query, key, value, mask, *options, ranges, sinks, return_lse, backend)
         if result is not None:
             return result
-    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, *biases)
+    relative = relative_bias, relative_bias_center
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, sinks, *relative)
     out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out
 
