@@ -57,7 +57,7 @@ fuzz: build  ## problems at random on every backend, simulated GPUs included: MI
 bench: build  ## sweep sequence length against torch: table, pictures, page; BENCH_ARGS for python -m bench run
 	@$(PY) -m bench run $(BENCH_ARGS)
 
-bench-masks: build  ## what masks cost, set by set (documents packed padding prefix streaming), against torch and FlexAttention
+bench-masks: build  ## what masks cost, set by set (documents packed padding prefix streaming; SETS=relative: biases by distance), against torch and FlexAttention
 	@for set in $(or $(SETS),documents packed padding prefix streaming); do \
 	  $(PY) -m bench run --cases $$set $(BENCH_ARGS) || exit; done
 

@@ -21,10 +21,13 @@ import torch
 
 from . import masks, testing
 from .mask import Mask
+from .relative import alibi
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MASKS = ("none", "bool", "padding", "packed", "cache", "float", "bias")
+MASKS = ("none", "bool", "padding", "packed", "cache", "float", "bias", "relative", "alibi")
 BLOCKS = ("padding", "packed", "cache")  # of these masks kernels can leave out whole blocks
+BY_DISTANCE = ("relative", "alibi")  # a table, given as relative_bias
+LEARNED = ("bias", "relative")  # backward gives their gradient
 RANGES = {  # masks with numbers, which attnkern is told as ranges of keys
     "documents": r":[1-9]\d*",
     "prefix": r":\d+",
@@ -41,7 +44,8 @@ class Case:
     ``mask`` is one of MASKS: "bool" (1, 1, L, S) with a third of the entries hidden, "padding" (B, 1, 1, S) bool, the
     first half to all of the keys, "packed" (1, 1, L, S) bool, four causal sequences side by side, "cache" (1, 1, 1, S)
     bool, the first eighth of the keys, as in a cache of fixed size, "float" (1, 1, L, S) additive, "bias"
-    (1, Hq, L, S) additive and learned (backward gives its gradient).
+    (1, Hq, L, S) additive and learned (backward gives its gradient), "relative" a learned table (Hq, L + S - 1) by
+    distance, as T5's, "alibi" such a table of ALiBi's slopes.
     Or it is a kind in RANGES with numbers, and there is no tensor: "documents:700", documents of so many tokens side by
     side; "prefix:512", so many keys for all, and beyond them those up to the query's own place; "padding:50", sequences
     of different lengths, which are so many percent of the keys on average; "streaming:256+4", the query's own key, 255
@@ -146,6 +150,16 @@ class Case:
         return ", ".join(words)
 
     @property
+    def distances(self) -> int:
+        """From a query to a key, how many there are."""
+        return self.seqlen_q + self.seqlen_k - 1
+
+    @property
+    def slopes(self) -> torch.Tensor:
+        """ALiBi's, (Hq,) in float64: 2^(-8 / Hq) and its powers."""
+        return 2.0 ** (torch.arange(1, self.heads_q + 1, dtype=torch.float64) * (-8 / self.heads_q))
+
+    @property
     def grouped(self) -> bool:
         """Query heads share key or value heads."""
         return self.heads_q != self.heads_k
@@ -219,6 +233,8 @@ class Case:
             needed = self.heads_k * sum(self.lengths)
         dims = self.head_dim + self.head_dim_v
         mask = {"float": 1, "bias": self.heads_q}.get(self.mask, 0) * self.seqlen_q * self.seqlen_k
+        if self.mask in BY_DISTANCE:
+            mask = self.heads_q * self.distances
         forward = (query + needed) * dims + mask
         backward = query * 2 * (self.head_dim + self.head_dim_v) + (needed + key) * dims + 2 * mask
         return self.torch_dtype.itemsize * _of_pass(pass_name, forward, backward)
@@ -258,7 +274,15 @@ class Case:
         inputs = self.drawn(dtype=self.torch_dtype, device=device, layout=layout, mask=mask, seed=seed)
         if self.mask in BLOCKS:
             inputs = replace(inputs, attn_mask=self.block_mask().to(device))
+        if self.mask == "relative":
+            inputs = inputs.with_relative_bias(self.heads_q, self.distances, self.torch_dtype, seed)
+        if self.mask == "alibi":
+            inputs = replace(inputs, relative_bias=self.alibi_table(device))
         return inputs
+
+    def alibi_table(self, device: str | torch.device) -> torch.Tensor:
+        """(Hq, L + S - 1) in the case's dtype, as a model of that dtype adds it to its scores."""
+        return alibi(self.slopes, self.seqlen_q, self.seqlen_k).to(device, self.torch_dtype)
 
     def drawn(self, **kinds: Any) -> testing.Inputs:
         """:func:`attnkern.testing.make_inputs` of these sizes."""
@@ -393,6 +417,13 @@ def sweep(
                     )
 
 
+def _relative() -> Iterable[Case]:
+    more: dict[str, Any] = {"tags": ("relative",)}
+    for dtype in ("fp32", "bf16"):
+        yield case(f"relative-t5-{dtype}", 2048, mask="relative", dtype=dtype, **more)
+        yield case(f"relative-alibi-{dtype}", 4096, mask="alibi", causal=True, dtype=dtype, **more)
+
+
 def _sweeps() -> Iterable[Case]:
     yield from sweep("sweep", [2**n for n in range(7, 13)], ("quick-sweep",), tokens=8192)
     yield from sweep("long", [8192, 16384, 32768], ("long-sweep",), tokens=32768)
@@ -434,7 +465,7 @@ def _sweeps() -> Iterable[Case]:
         yield case(f"smoke-{dtype}", 33, 47, heads=(4, 2), dim=24, dtype=dtype, causal=True, tags=("smoke",))
 
 
-CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_ranges(), *_sweeps())
+CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_ranges(), *_relative(), *_sweeps())
 
 
 def select(pattern: str, cases: Sequence[Case] = CASES) -> list[Case]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkern import rng, testing
-from attnkern.cases import Case
+from attnkern.cases import LEARNED, Case
 
 MAX_ENTRIES = 1 << 19  # scores that the float64 reference holds at once
 
@@ -44,7 +44,7 @@ class Checker:
         group = case.heads_q // case.heads_k
         entries = group * case.seqlen_q * case.seqlen_k
         fit = max(1, MAX_ENTRIES // entries)
-        if case.mask == "bias":  # its gradient sums over the batch
+        if case.mask in LEARNED:  # its gradient sums over the batch
             batch, heads = case.batch, min(case.heads_k, max(1, fit // case.batch))
         else:
             heads = min(case.heads_k, fit)
@@ -52,7 +52,10 @@ class Checker:
         self.batch = _index(pick, case.batch, batch)
         self.heads_k = _index(pick, case.heads_k, heads)
         self.heads_q = (self.heads_k[:, None] * group + torch.arange(group)).flatten()
-        self.rows = _index(pick, case.seqlen_q, max(16, MAX_ENTRIES // (group * case.seqlen_k)))
+        rows = max(16, MAX_ENTRIES // (group * case.seqlen_k))
+        if case.mask == "relative":  # some rows alone are no problem by distance
+            rows = case.seqlen_q
+        self.rows = _index(pick, case.seqlen_q, rows)
         device = inputs.query.device
         generator = torch.Generator(device).manual_seed(seed + 1)
         shape = (case.batch, case.heads_q, case.seqlen_q, case.head_dim_v)
@@ -67,6 +70,8 @@ class Checker:
 
     def _sample(self, name: str, x: Tensor) -> Tensor:
         """The sampled part of a tensor with the named one's shape."""
+        if name == "relative_bias":
+            return x.index_select(0, self.heads_q.to(x.device))
         heads = self.heads_k if name in ("key", "value") else self.heads_q
         for dim, index in ((0, self.batch), (1, heads), (2, None if name in ("key", "value") else self.rows)):
             if index is not None and x.size(dim) > 1 and len(index) < x.size(dim):
@@ -79,6 +84,10 @@ class Checker:
         if key not in self._expected:
             case, inputs = self.case, self.inputs
             mask = None if inputs.attn_mask is None else self._sample("attn_mask", inputs.attn_mask)
+            table = None if inputs.relative_bias is None else self._sample("relative_bias", inputs.relative_bias)
+            if table is not None and case.mask == "alibi":
+                mask = testing.by_distance(table, None, case.seqlen_q, case.seqlen_k)[None, :, self.rows]
+                table = None
             band = case.keep_mask(self.rows, inputs.query.device)
             if mask is not None and band is not None:
                 if mask.dtype == torch.bool:
@@ -99,6 +108,7 @@ class Checker:
                 scale=case.scale,
                 enable_gqa=case.heads_q != case.heads_k,
                 softcap=case.softcap or None,
+                relative_bias=table,
             )
             self._expected[key] = result
         return self._expected[key]

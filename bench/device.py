@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkern.cases import BLOCKS, Case
+from attnkern.cases import BLOCKS, BY_DISTANCE, LEARNED, Case
 from attnkern.testing import Inputs
 
 Block = Callable[[Callable[[], object], int], float]  # (call, how often): seconds for each
@@ -137,15 +137,18 @@ class Cuda(Device):
         query = rows(case.heads_q, case.seqlen_q, case.head_dim)
         key = rows(case.heads_k, case.seqlen_k, case.head_dim)
         value = rows(case.heads_k, case.seqlen_k, case.head_dim_v)
-        mask = None
-        if case.mask in BLOCKS:
+        mask = table = None
+        if case.mask in BY_DISTANCE:
+            table = draw(case.heads_q, case.distances) if case.mask in LEARNED else case.alibi_table(self.torch)
+        elif case.mask in BLOCKS:
             mask = case.block_mask().to(self.torch)
         elif case.mask != "none" and not case.ranged_kind:
             mask = draw(1, case.heads_q if case.mask == "bias" else 1, case.seqlen_q, case.seqlen_k)
             if case.mask == "bool":
                 mask = mask > -0.43  # a third is hidden
                 mask[..., 0] = True
-        return Inputs(query, key, value, mask, f"{case.name}, drawn on {self.torch} with seed {seed}")
+        recipe = f"{case.name}, drawn on {self.torch} with seed {seed}"
+        return Inputs(query, key, value, mask, recipe, relative_bias=table)
 
     def free_memory(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch)[0]

@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkern
-from attnkern import signatures
-from attnkern.cases import Case
+from attnkern import relative, signatures
+from attnkern.cases import BY_DISTANCE, LEARNED, Case
 from attnkern.params import AttentionParams
 from attnkern.problem import Problem
 from attnkern.testing import Inputs
@@ -58,14 +58,14 @@ class Provider:
     def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
         """The call of one pass. It returns the output, then the gradients of query, key, value and a learned mask."""
         if self.instead is not None:
-            case, inputs = self.instead(case), replace(inputs, attn_mask=None)
+            case, inputs = self.instead(case), replace(inputs, attn_mask=None, relative_bias=None)
         with self.context():
             attend = self.bind(case, inputs)
             if pass_name == "forward":
                 return Work(partial(attend, *_tensors(inputs)), self.context)
-            query, key, value = leaves = [x.detach().requires_grad_() for x in _tensors(inputs)[:3]]
-            mask = inputs.attn_mask
-            if case.mask == "bias" and mask is not None:
+            *tensors, mask = _tensors(inputs)
+            query, key, value = leaves = [x.detach().requires_grad_() for x in tensors]
+            if case.mask in LEARNED and mask is not None:
                 mask = mask.detach().requires_grad_()
                 leaves.append(mask)
             if pass_name == "forward-grad":
@@ -82,17 +82,22 @@ class Provider:
 
 
 def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    return inputs.query, inputs.key, inputs.value, inputs.attn_mask
+    """query, key, value and the mask, or the table (Hq, L + S - 1) of a relative bias."""
+    mask = inputs.attn_mask if inputs.relative_bias is None else inputs.relative_bias
+    return inputs.query, inputs.key, inputs.value, mask
 
 
-def results(pass_name: str, returned: object, restore: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+def results(
+    pass_name: str, returned: object, restore: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+) -> dict[str, Tensor]:
     """What a Work's call returned, by the names of attnkern.testing.expected."""
     tensors = returned if isinstance(returned, tuple) else (returned,)
-    names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", "attn_mask")
+    bias = "relative_bias" if tensors[-1].dim() == 2 else "attn_mask"
+    names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", bias)
     if pass_name == "both":
         names = ("out", *names)
     found = {name: x.detach() for name, x in zip(names, tensors, strict=False) if x.numel()}
-    return found if restore is None else {name: restore(x) for name, x in found.items()}
+    return found if restore is None else restore(found)
 
 
 # --- attnkern ---------------------------------------------------------------------------------------------------------
@@ -115,15 +120,23 @@ def _extended(case: Case) -> dict[str, Any]:
 def _attnkern(backend: str, case: Case, inputs: Inputs) -> Attend:
     if case.ranged_kind:
         return _attnkern_with_ranges(backend, case, inputs)
-    query, key, value, mask = _tensors(inputs)
-    explanation = attnkern.explain(query, key, value, mask, **_extended(case), backend=backend)
+    query, key, value, _ = _tensors(inputs)
+    options = {**_extended(case), "backend": backend}
+    given: dict[str, Any] = {"attn_mask": inputs.attn_mask, "relative_bias": inputs.relative_bias}
+    explanation = attnkern.explain(query, key, value, **given, **options)
     if explanation.chosen != backend:
         raise Refused("; ".join(explanation.refusals[backend]))
+    if case.mask in BY_DISTANCE:
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Any:
+            return attnkern.attention(query, key, value, relative_bias=table, **options)
+
+        return attend
     drop_in = case.window is None and case.alignment == "top_left" and not case.softcap
     if drop_in and not (case.causal and case.mask != "none"):
         return partial(attnkern.scaled_dot_product_attention, **_options(case), backend=backend)
     function: Callable[..., Any] = attnkern.attention  # gives the output alone unless asked for more
-    return partial(function, **_extended(case), backend=backend)
+    return partial(function, **options)
 
 
 def _attnkern_with_ranges(backend: str, case: Case, inputs: Inputs, dense: bool = False) -> Attend:
@@ -155,7 +168,9 @@ def _attnkern_with_ranges(backend: str, case: Case, inputs: Inputs, dense: bool 
 
 
 def _without_mask(case: Case) -> Case:
-    """The same sizes, all scores; of a window with sinks, the window alone."""
+    """The same sizes, all scores; of a window with sinks, the window alone; of a bias by distance, with its band."""
+    if case.mask in BY_DISTANCE:
+        return replace(case, mask="none")
     if case.ranged_kind == "packed" or (case.mask == "none" and case.band is None):
         raise Refused("there is no call of these sizes without the mask")
     plain = replace(case, mask="none", causal=False, window=None, alignment="top_left")
@@ -185,6 +200,8 @@ def _params(case: Case, inputs: Inputs) -> AttentionParams:
         raise Refused("the bare operator is timed without ranges only")
     if case.dropout:
         raise Refused("the bare operator is timed without dropout only")
+    if case.mask in BY_DISTANCE:
+        raise Refused("the bare operator is timed without a relative bias only")
     query, key, value, mask = _tensors(inputs)
     return Problem.from_sdpa(query, key, value, mask, **_extended(case)).params
 
@@ -315,9 +332,16 @@ def _sdpa(case: Case, inputs: Inputs) -> Attend:
 
 
 class _Sdpa(Provider):
-    """Of packed sequences it gets the padded batch, whose making and unmaking is off the clock."""
+    """Of packed sequences it gets the padded batch, whose making and unmaking is off the clock. So are a dense bias in
+    place of a table, and the sums along the diagonals of its gradient."""
 
     def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
+        if inputs.relative_bias is not None:
+            sizes = case.seqlen_q, case.seqlen_k
+            bias = relative.dense(inputs.relative_bias, *sizes)[None]
+            dense = replace(inputs, attn_mask=bias, relative_bias=None)
+            same = replace(case, mask="bias" if case.mask in LEARNED else "float")
+            return replace(super().work(same, dense, grad_out, pass_name), restore=_by_distance)
         if case.ranged_kind != "packed":
             return super().work(case, inputs, grad_out, pass_name)
         lengths = case.lengths
@@ -334,7 +358,22 @@ class _Sdpa(Provider):
         # Right of a causal sequence the padding is out of sight anyway.
         mask = None if case.causal else _key_padding(lengths, query.device)
         batch = replace(inputs, query=query, key=key, value=value, attn_mask=mask)
-        return replace(super().work(case, batch, padded(grad_out), pass_name), restore=packed)
+
+        def restore(found: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: packed(x) for name, x in found.items()}
+
+        return replace(super().work(case, batch, padded(grad_out), pass_name), restore=restore)
+
+
+def _by_distance(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A gradient (1, Hq, L, S) of a dense bias as that of the table (Hq, L + S - 1) it was made from."""
+    if "attn_mask" not in found:
+        return found
+    grad = found.pop("attn_mask")[0]
+    seqlen_q, seqlen_k = grad.shape[1:]
+    total = grad.new_zeros(grad.shape[0], seqlen_q + seqlen_k - 1, dtype=torch.float64)
+    relative.add_diagonals(total, grad.double(), 0, 0, seqlen_q)
+    return {**found, "relative_bias": total.to(grad.dtype)}
 
 
 def _key_padding(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -357,7 +396,8 @@ class _Flex(Provider):
 def _flex(case: Case, inputs: Inputs) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if (case.mask != "none" and not case.ranged_kind) or case.dropout or case.softcap:
+    known = case.mask == "none" or case.ranged_kind or case.mask in BY_DISTANCE
+    if not known or case.dropout or case.softcap:
         raise Refused("FlexAttention is timed with masks that it can be told as functions")
     torch._dynamo.reset()  # so that no case is one recompilation too many
     device, make = inputs.query.device, create_block_mask
@@ -367,12 +407,19 @@ def _flex(case: Case, inputs: Inputs) -> Attend:
             make = torch.compile(create_block_mask)
         batch = case.batch if case.ranged_kind == "padding" else None
         block_mask = make(mask_mod, batch, None, case.seqlen_q, case.seqlen_k, device=device)
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    whole: Any = flex_attention
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Any:
-        return compiled(query, key, value, block_mask=block_mask, scale=case.scale, enable_gqa=case.grouped)
+    def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Any:
+        def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            assert table is not None
+            return score + table[h, j - i + case.seqlen_q - 1]
 
-    return attend
+        score_mod = add if case.mask in BY_DISTANCE else None
+        options = {"block_mask": block_mask, "scale": case.scale, "enable_gqa": case.grouped}
+        return whole(query, key, value, score_mod=score_mod, **options)
+
+    compiled: Attend = torch.compile(attend, dynamic=False)
+    return compiled
 
 
 def _mask_mod(case: Case, device: torch.device) -> Callable[[Any, Any, Any, Any], Any] | None:

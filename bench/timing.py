@@ -30,12 +30,12 @@ TICK = 0.01
 class Work:
     """A call to be timed, and the context (a choice of backend, say) to be entered around a block of calls.
 
-    `restore` brings each tensor that it returns to the case's layout, off the clock.
+    `restore` brings the tensors that it returns, by name, to the case's layout, off the clock.
     """
 
     call: Callable[[], object]
     context: Callable[[], AbstractContextManager]
-    restore: Callable[[torch.Tensor], torch.Tensor] | None = None
+    restore: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)

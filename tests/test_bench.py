@@ -195,7 +195,7 @@ def test_list_names_sets_cases_and_providers():
         (["--set", "seqlen=-5"], "--set", "no positive number"),
         (["--set", "window=7"], "--set", "no window"),
         (["--set", "heads_k=3"], "--set", "no multiple"),
-        (["--set", "mask=alibi"], "--set", "mask='alibi' is not one of"),
+        (["--set", "mask=nothing"], "--set", "mask='nothing' is not one of"),
         (["--cpu-time"], "--cpu-time", "--threads 1"),
         (["--device", "tpu"], "--device", "neither cpu nor cuda"),
         (["--threads", "0"], "--threads", "equal to 1"),
@@ -545,7 +545,27 @@ def test_the_sets_of_masks_run(tmp_path, kind):
     assert "both" in defaults
 
 
+def test_the_set_of_relative_biases_runs(tmp_path):
+    """Every case, at a small size, forward and as training, with the table's gradient where it is learned."""
+    path = tmp_path / "rows.jsonl"
+    names = "cpu,cpu-plain,cpu-bool,cpu-op,sdpa,sdpa-math"
+    sizes = "--set", "seqlen=70", "--set", "heads=2"
+    run(path, *sizes, "--no-plot", "--providers", names, cases="relative", passes="forward,both")
+    rows = rows_of(path)
+    assert len(rows) == 4 * 2 * 6
+    assert all((row["status"] == "refused") == (row["provider"] in ("cpu-bool", "cpu-op")) for row in rows)
+    rows = [row for row in rows if row["status"] != "refused"]
+    assert all(row["status"] == "ok" and row["cost"] > 0 for row in rows)
+    for row in rows:
+        if row["provider"] != "cpu-plain":
+            assert ("relative_bias" in row["rms"]) == (row["mask"] == "relative" and row["pass"] == "both")
+    defaults = bench("run", "--dry-run", "--cases", "relative", "--device", "cpu")
+    assert "each: cpu, cpu-plain, sdpa, flex" in defaults
+
+
 def test_what_a_mask_is_held_against():
+    biased = case("c", 24, mask="alibi", causal=True)
+    assert providers._without_mask(biased) == case("c", 24, causal=True)
     alone = providers._without_mask(case("c", 24, mask="streaming:4+2"))
     assert (alone.mask, alone.band) == ("none", (3, 0, 0))
     whole = providers._without_mask(case("c", 24, mask="documents:5", causal=True))
@@ -556,7 +576,7 @@ def test_what_a_mask_is_held_against():
             providers._without_mask(problem)
 
 
-@pytest.mark.parametrize("name", ["documents-256-fp32", "padding-50-fp32"])
+@pytest.mark.parametrize("name", ["documents-256-fp32", "padding-50-fp32", "relative-t5-fp32", "relative-alibi-fp32"])
 def test_flex_attention_is_a_rival(name):
     problem = override(select(name)[0], seqlen_q=130, heads_q=1, batch=2)
     inputs = problem.inputs()
@@ -616,7 +636,12 @@ def test_overrides():
 # --- error, memory, time ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["smoke-fp32", "swin-window", "bert-base-dropout", "whisper-cross", "gemma2-softcap"])
+RELATIVE = ["relative-t5-fp32", "relative-alibi-bf16"]
+
+
+@pytest.mark.parametrize(
+    "name", ["smoke-fp32", "swin-window", "bert-base-dropout", "whisper-cross", "gemma2-softcap", *RELATIVE]
+)
 @pytest.mark.parametrize("entries", [1 << 19, 3000])
 def test_the_error_holds_on_a_sample_of_a_problem(monkeypatch, name, entries):
     monkeypatch.setattr(check, "MAX_ENTRIES", entries)
@@ -627,13 +652,13 @@ def test_the_error_holds_on_a_sample_of_a_problem(monkeypatch, name, entries):
     (cpu,) = providers.choose("cpu", CPU)
     checker.seed_call()
     results = providers.results("both", cpu.work(problem, inputs, checker.grad_out, "both").call())
-    assert ("attn_mask" in results) == (problem.mask == "bias")
+    assert ("attn_mask" in results, "relative_bias" in results) == (problem.mask == "bias", problem.mask == "relative")
     error = checker.error(results, "cpu")
     assert error.ok
     assert set(error.rms) == set(results)
     for tensor in results:
         spoilt = {n: x.clone() for n, x in results.items()}
-        spoilt[tensor][0, 0, 0, 0] += 0.5  # the first is always in the sample
+        spoilt[tensor][(0,) * spoilt[tensor].dim()] += 0.5  # the first is always in the sample
         assert not checker.error(spoilt, "cpu").ok, tensor
 
 

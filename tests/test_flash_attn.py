@@ -3,12 +3,13 @@
 import inspect
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import attnkern
 from attnkern import flash_attn
 from attnkern.flash_attn import (
     flash_attn_func,
@@ -387,17 +388,40 @@ def test_slopes_get_no_gradient():
     assert not flash_attn_func(q.half(), q.half(), q.half(), causal=True, alibi_slopes=slopes).requires_grad
 
 
-def test_slopes_of_causal_calls_take_no_square(monkeypatch):
-    """Of 16 bits."""
-    seen = []
-    whole = attnkern.flash_attn.flash_attn_interface.attention
-    module = attnkern.flash_attn.flash_attn_interface
-    monkeypatch.setattr(module, "attention", lambda *a, **b: (seen.append(a[3].shape), whole(*a, **b))[1])
-    q = torch.randn(2, 9, 4, 8, dtype=torch.bfloat16)
-    flash_attn_func(q, q, q, causal=True, alibi_slopes=torch.rand(4))
-    flash_attn_func(q, q, q, window_size=(3, 0), alibi_slopes=torch.rand(2, 4))
-    flash_attn_func(q, q, q, alibi_slopes=torch.rand(4))
-    assert seen == [(1, 4, 1, 9), (2, 4, 1, 9), (1, 4, 9, 9)]
+@pytest.mark.parametrize(
+    "call",
+    [
+        "flash_attn_func(q, k, v, alibi_slopes=slopes)",
+        "flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes[None])",
+        "flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), window_size=(99, 9), alibi_slopes=slopes)",
+        "flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 2)[0], cu, 0, alibi_slopes=slopes)",
+        "flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 0, 0, causal=True, alibi_slopes=slopes)",
+        "flash_attn_with_kvcache(q.detach(), k, v, cache_seqlens=k.shape[1], causal=True, alibi_slopes=slopes)",
+        # No table: of slopes of each, causal and of 16 bits, one row.
+        "flash_attn_varlen_func(*(x[0].bfloat16() for x in (q, k, v)), cu, cu, 0, 0, causal=True, alibi_slopes=each)",
+    ],
+)
+def test_slopes_take_no_square(call):
+    """Neither pass holds an Lq x Lk."""
+    code = f"""
+import resource, torch
+from attnkern.flash_attn import *
+torch.set_num_threads(1)
+slopes, each = torch.rand(2), torch.rand(2, 2)
+def run(n):
+    q, k, v = (torch.randn(1, n, 2, 16).requires_grad_() for _ in range(3))
+    cu = torch.tensor([0, n // 3, n], dtype=torch.int32)
+    out = {call}
+    if out.requires_grad:
+        out.sum().backward()
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+run(64)
+before = peak()
+run(8192)
+print(peak() - before)
+"""
+    used = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert used < 32e6  # 2 x 8192 x 8192 numbers are 537e6 bytes
 
 
 def test_one_graph_serves_all_lengths():

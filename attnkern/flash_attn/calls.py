@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import rng
+from .. import relative, rng
 from ..api import apply, attention
 from ..arguments import Window
 from ..problem import Problem
@@ -17,8 +17,22 @@ from ..weights import attention_weights
 class Alibi(NamedTuple):
     """-slope * |distance of query and key|, to be added to the scores."""
 
-    bias: Tensor  # (B|1, H, L|1, S), float32 (float64 for float64 queries)
+    bias: Tensor  # a table (B|1, H, L + S - 1), or (B|1, H, L|1, S); float32 (float64 for float64 queries)
     too_much: Tensor | None  # (B|1, H, L): what the bias adds to a row's log-sum-exp beyond that
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `attnkern.attention`."""
+        return {"relative_bias" if relative.by_distance(self.bias) else "attn_mask": self.bias}
+
+    @classmethod
+    def by_distance(cls, slopes: Tensor, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Alibi | None:
+        """Of slopes (H,) or (B, H), where the last query stands beside the last key; None where there are no scores."""
+        if seqlen_q == 0 or seqlen_k == 0:
+            return None
+        slopes = slopes.detach().to(torch.promote_types(dtype, torch.float32))
+        table = relative.alibi(slopes.reshape(-1), seqlen_q, seqlen_k)
+        return cls(table.view(-1, slopes.shape[-1], table.shape[-1]), None)
 
     @classmethod
     def of(
@@ -61,7 +75,7 @@ def attend(
 
     S_dmask (B, H, L, S) holds the weights in q's dtype, negative where they are dropped; without dropout it is (0,).
     """
-    bias = None if alibi is None else alibi.bias
+    biases = {} if alibi is None else alibi.options
     options: dict[str, Any] = {
         "scale": scale,
         "enable_gqa": True,
@@ -71,13 +85,16 @@ def attend(
         "key_ranges": ranges,
     }
     if dropout_p == 0:
-        out, lse = attention(q, k, v, bias, dropout_p, return_lse=True, **options)
+        out, lse = attention(q, k, v, dropout_p=dropout_p, return_lse=True, **biases, **options)
         s_dmask = q.new_empty(0)
     else:
-        problem = Problem.from_sdpa(q, k, v, bias, dropout_p, **options)
+        problem = Problem.from_sdpa(q, k, v, dropout_p=dropout_p, **biases, **options)
         seed = rng.seed_for(problem.q)
         out, lse = apply(problem, None, True, seed)
         with torch.no_grad():
+            bias = biases.get("attn_mask")
+            if "relative_bias" in biases:  # S_dmask has an entry for each score anyway
+                bias = relative.dense(biases["relative_bias"], q.shape[2], k.shape[2])
             weights = attention_weights(q, k, bias, **options)
             s_dmask = torch.where(rng.keep_mask(seed, problem.params.dropout_p, *weights.shape), weights, -weights)
     if alibi is not None and alibi.too_much is not None:

@@ -65,8 +65,8 @@ def flash_attn_func(
             causal makes right 0.
         softcap: c > 0 replaces the scaled scores x by c * tanh(x / c).
         alibi_slopes: float32 (nheads,) or (batch_size, nheads): -slope * |i + Lk - Lq - j| is added to the score of
-            query i and key j. They get no gradient. Unless causal and of 16 bits, a call holds 4 * nheads * Lq * Lk
-            bytes, for each batch element if there are slopes of each.
+            query i and key j. They get no gradient. A call holds 4 * nheads * (Lq + Lk) bytes for it, for each batch
+            element if there are slopes of each.
         deterministic: not read: torch.use_deterministic_algorithms rules this.
         return_attn_probs: also return softmax_lse and S_dmask.
 
@@ -143,9 +143,7 @@ def _of_batch(
     if alibi_slopes is not None:
         (batch, seqlen_q, heads, _), seqlen_k = q.shape, k.shape[1]
         check_slopes(alibi_slopes, batch, heads, q.device)
-        slopes = alibi_slopes.reshape(-1, heads, 1)
-        places = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=q.device), torch.arange(seqlen_k, device=q.device)
-        alibi = Alibi.of(slopes, slopes, places[0], places[1], right, q.dtype)
+        alibi = Alibi.by_distance(alibi_slopes, seqlen_q, seqlen_k, q.dtype)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if return_attn_probs:
         out, lse, s_dmask = attend(q, k, v, dropout_p, scale, window, softcap, None, alibi)
@@ -154,8 +152,8 @@ def _of_batch(
         q,
         k,
         v,
-        None if alibi is None else alibi.bias,
-        dropout_p,
+        dropout_p=dropout_p,
+        **({} if alibi is None else alibi.options),
         scale=scale,
         enable_gqa=True,
         window=window,
@@ -193,8 +191,9 @@ def flash_attn_varlen_func(
             cu_seqlens_q[s + 1]; the first is 0, the last total_q or less. Queries behind the last attend to nothing.
         cu_seqlens_k: the same of the keys.
         max_seqlen_q, max_seqlen_k: not read, but as the sizes of S_dmask.
-        alibi_slopes: float32 (nheads,) or (batch_size, nheads). Unless causal and of 16 bits, a call holds
-            4 * nheads * total_q * total_k bytes.
+        alibi_slopes: float32 (nheads,) or (batch_size, nheads). Of (nheads,), where cu_seqlens_k is cu_seqlens_q, one
+            tensor, a call holds 4 * nheads * (total_q + total_k) bytes for it; elsewhere, unless causal and of 16 bits,
+            4 * nheads * total_q * total_k.
         block_table: None.
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as in
             `flash_attn_func`, within each sequence.
@@ -301,8 +300,8 @@ def _of_packed(
         q,
         k,
         v,
-        None if alibi is None else alibi.bias,
-        dropout_p,
+        dropout_p=dropout_p,
+        **({} if alibi is None else alibi.options),
         scale=scale,
         enable_gqa=True,
         softcap=softcap,
@@ -313,8 +312,10 @@ def _of_packed(
 
 def _packed_alibi(
     slopes: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, right: int | None
-) -> Alibi:
+) -> Alibi | None:
     """Places are counted from the first key of each sequence."""
+    if slopes.dim() == 1 and cu_seqlens_q is cu_seqlens_k and q.shape[0] == k.shape[0]:
+        return Alibi.by_distance(slopes, q.shape[0], k.shape[0], q.dtype)
     lengths_q, lengths_k = (F.pad(ends.to(torch.int64).diff(), (0, 1)) for ends in (cu_seqlens_q, cu_seqlens_k))
     (of_q, places_q), (of_k, places_k) = (
         places(x.shape[0], ends) for x, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k))

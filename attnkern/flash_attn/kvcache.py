@@ -57,7 +57,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 or int64 (batch_size,): where each sequence begins in its row; None: 0.
         block_table: None.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`, the last query level with
-            the last key that the cache then holds.
+            the last key that the cache then holds. Where cache_seqlens is a tensor, slopes make a bias of
+            4 * batch_size * nheads * Lq * seqlen_cache bytes, unless causal and of 16 bits.
         rotary_interleaved: as in `attnkern.flash_attn.layers.rotary.apply_rotary_emb`.
         num_splits: not read.
         return_softmax_lse: also return the log-sum-exp.
@@ -108,7 +109,9 @@ def flash_attn_with_kvcache(
         ranges = torch.stack(inside, -1)[:, None, :, None]
         window = None
     alibi = None
-    if alibi_slopes is not None:
+    if alibi_slopes is not None and of_one:
+        alibi = Alibi.by_distance(alibi_slopes, seqlen_q, seqlen_k, q.dtype)
+    elif alibi_slopes is not None:
         slopes = alibi_slopes.reshape(-1, heads, 1)
         places = torch.arange(seqlen_k, device=q.device)
         alibi = Alibi.of(slopes, slopes, level[:, None], places, right, q.dtype)
