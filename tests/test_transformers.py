@@ -86,6 +86,15 @@ DECODERS = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, **GQA, **alternating(), num_local_experts=2, num_experts_per_tok=2
     ),
+    "mimo_v2_flash": lambda: transformers.MiMoV2FlashConfig(  # sinks in the layers with a window only
+        **SIZES,
+        **{**GQA, "num_key_value_heads": 1},
+        **alternating(),
+        v_head_dim=6,
+        n_routed_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    ),
 }
 ENCODER_DECODERS = {
     "t5": lambda: transformers.T5Config(
@@ -194,7 +203,8 @@ def calls(monkeypatch):
     seen = []
 
     def spy(query, key, value, mask, dropout, **options):
-        seen.append({"query": query, "key": key, "value": value, "mask": mask, "dropout": dropout, **options})
+        given = {"query": query, "key": key, "value": value, "mask": mask, "dropout": dropout, "sinks": None}
+        seen.append({**given, **options})
         return attnkern.attention(query, key, value, mask, dropout, **options)
 
     monkeypatch.setattr(integration, "attention", spy)
@@ -229,14 +239,32 @@ def test_outputs_and_gradients_are_those_of_eager(family, padding, calls):
     assert len(calls) == 3 * NUM_CALLS.get(family, 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "t5"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mimo_v2_flash", "t5"])
 def test_outputs_and_gradients_in_bfloat16(family):
     check(family, True, torch.bfloat16)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
+def test_sinks_and_their_gradient(family, calls):
+    """A few of the many numbers above, looked at by themselves. MiMo-V2 has sinks in its layers with a window only."""
+    variant = make(family, torch.float64)
+    arguments, counts = inputs(family, True)
+    weights = torch.randn(100_000, dtype=torch.float64)
+    models = variant("eager"), variant("attnkern")
+    grads = []
+    for model in models:
+        run(model, arguments, counts, weights)
+        grads.append([p.grad for name, p in model.named_parameters() if name.endswith("sinks")])
+    assert [call["sinks"] is not None for call in calls] == [True, family == "gpt_oss"]
+    assert len(grads[0]) == (2 if family == "gpt_oss" else 1)
+    for actual, expected in zip(*grads[::-1], strict=True):
+        assert expected.abs().min() > 0
+        torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("family", ["mistral", "bart"])
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart"])
 def test_training_with_gradient_checkpointing(family, reentrant):
     variant = make(family)
     arguments, counts = inputs(family, False)
@@ -308,7 +336,7 @@ def test_generated_tokens_are_those_of_eager(family, padding, calls):
 @pytest.mark.parametrize(
     "options", [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}], ids=str
 )
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma2", "gpt_oss", "mimo_v2_flash"])
 def test_other_ways_to_generate(family, options):
     """In float64, in which two candidates are as good as each other to rounding in less than 1 of 1e10 runs."""
     if "cache_implementation" in options:
@@ -319,7 +347,7 @@ def test_other_ways_to_generate(family, options):
     assert torch.equal(generate(variant("attnkern", torch.float64), arguments, **options)[0], expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "mimo_v2_flash"])
 def test_a_prompt_in_pieces(family, calls):
     """Several queries at once against a cache: the last one is level with the last key."""
     model = make(family)("attnkern")
@@ -673,7 +701,7 @@ def long_model(family):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"])
 def test_no_mask_is_made(family, kind):
     model, arguments = long_model(family), long_inputs(kind)
     with NoMask():
@@ -681,7 +709,7 @@ def test_no_mask_is_made(family, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "mimo_v2_flash"])
 def test_no_mask_is_in_a_graph(family, kind):
     """One graph, forward and backward; what it gives is what the model gives uncompiled."""
     model, arguments = long_model(family), long_inputs(kind)
@@ -711,7 +739,7 @@ def test_no_mask_is_in_a_graph(family, kind):
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"])
 def test_no_mask_is_made_to_generate(family, options):
     model, arguments = long_model(family), long_inputs("padded")
     with NoMask():

@@ -396,7 +396,7 @@ def attention_forward(
         attention_mask: what `attention_mask` makes, or bool (True = attend) or float (added), broadcast to
             (B, H, L, S); it may be longer than S. The model's `sliding_window` is in it already.
         position_bias: added to the scores, broadcast to (B, H, L, S), with its gradient (T5).
-        s_aux: (H,), one more score in every row's softmax, without a value: attention sinks (gpt-oss).
+        s_aux: (H,), one more score in every row's softmax, without a value: attention sinks (gpt-oss, MiMo-V2).
         dropout, scaling, softcap: as dropout_p, scale and softcap of `attnkern.attention`.
         others: cu_seq_lens_q and cu_seq_lens_k, where sequences packed into the rows of the batch, one after the
             other, begin and end (B * L and B * S tokens): a query sees its own only. The rest is for other
