@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import Call, Masks, Strides
 from .ranges import next_keys, row_ends
-from .score import dropout_keep, log_sum_exp, program_rows, scores, softmax_step, visited_keys, with_sink
+from .score import dropout_keep, held_columns, log_sum_exp, program_rows, scores, softmax_step, visited_keys, with_sink
 from .tiles import add_rows, head_of, load_tiles, masks_of, operand, products, store_tiles, zeros
 
 
@@ -38,11 +38,18 @@ def _forward_blocks(
         cols = first_col + tl.arange(0, C.BLOCK_N)
         qk, _, _ = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED)
         s, _ = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
+        held = None
+        reached = None
+        if C.TMA or C.V.rest == 0 or C.V.first != 128 or C.CHUNK > 0:  # else registers spill
+            held = held_columns(s, C, MASKED)
+            if C.CHUNK > 32:  # of 16 bits: v isn't under way yet
+                reached = held
+                held = None
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, MASKED or C.BIAS > 0, C.NATURAL)
         if C.DROPOUT:
             keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
             p = tl.where(keep, p, 0.0)
-        acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED)
+        acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED, False, reached, held)
     return acc, row_max, row_sum
 
 

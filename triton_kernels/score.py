@@ -127,6 +127,22 @@ def scores(qk, rows, cols, bias, strides, ends, call, C: tl.constexpr, MASKED: t
     return s, t
 
 
+@triton.constexpr_function
+def leaves_out(C, MASKED):
+    """Whether key ranges or a bool mask may leave entries out of a tile: what they hold may be NaN, and no weight of 0
+    may meet it."""
+    return bool((MASKED and C.RANGES > 0) or C.BIAS in (2, 4))
+
+
+@triton.jit
+def held_columns(s, C: tl.constexpr, MASKED: tl.constexpr):
+    """Which columns of a tile of scores some row attends to; None where none is left out."""
+    held = None
+    if leaves_out(C, MASKED):
+        held = tl.max(s, 0) > float("-inf")
+    return held
+
+
 @triton.jit
 def probabilities(s, base, NATURAL: tl.constexpr):
     """exp(s - base), of scores in either domain."""
