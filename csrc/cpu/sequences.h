@@ -130,10 +130,12 @@ class Sequences {
   }
 
  private:
-  // With a bias or dropout, entries count from the call's first query and key.
+  // With a bias or dropout, entries count from the call's first query and key. A table of distances can be read from
+  // anywhere.
   static bool may_fall_apart(const Attention& p) {
     return p.ranges.data != nullptr && p.ranges.count == 1 && p.ranges.heads == 1 && p.ranges.stride[2] != 0 &&
-           p.seqlen_q > 1 && p.seqlen_k > 0 && p.heads_q > 0 && p.bias.data == nullptr && p.dropout_p == 0;
+           p.seqlen_q > 1 && p.seqlen_k > 0 && p.heads_q > 0 && (p.bias.data == nullptr || p.relative) &&
+           p.dropout_p == 0;
   }
 
   // The keys between the first and the last that a row's range holds.
@@ -217,6 +219,13 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
   if (p.sinks.data != nullptr)
     call.sinks.data = static_cast<const char*>(p.sinks.data) +
                       (s.batch * p.sinks.stride[0] + head * p.sinks.stride[1]) * bytes_of_numbers(p.dtype);
+  if (p.relative) {
+    const bool own_batch = p.bias_size[0] > 1, own_heads = p.bias_size[1] > 1;
+    const int64_t entry = s.batch * p.bias.stride[0] + head * p.bias.stride[1] + s.keys.begin - s.query;
+    call.bias.data = static_cast<char*>(p.bias.data) + entry * bytes_of(p.bias_dtype);
+    call.bias_size[0] = own_batch ? call.batch : 1, call.bias_size[1] = own_heads ? call.heads_q : 1;
+    call.bias_size[2] = call.seqlen_q, call.bias_size[3] = call.seqlen_k;
+  }
   const auto moves = [&](int64_t group, int64_t row) {
     return [&p, &s, at = head / group, row](View& view) {
       if (view.data != nullptr) view.data = bytes_at(p, view, s.batch, at, row);

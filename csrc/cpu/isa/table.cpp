@@ -41,6 +41,8 @@ void run_backward(const Backward& p, const Runtime& runtime) {
   if (const Kernels* kernels = others(p.dtype)) return kernels->backward(p, runtime);
   if (p.dsinks != nullptr) backward_sinks(p, runtime);
   if (has_no_score(p)) return;
+  // (The gradient of a table is that of all sequences.)
+  if (p.relative && p.dbias.data != nullptr) return backward(p, runtime);
   const Sequences sequences(p);
   if (sequences.count() == 0) return backward(p, runtime);
   backward_sequences(p, sequences, runtime,
