@@ -862,24 +862,29 @@ def test_weights_without_a_head_have_gradients():
 def test_weights_of_random_problems(target, number, fresh_seed):
     """Attention to the identity matrix has the weights as its output: so the rule's reference knows what is right.
 
-    Where lse is given, its own rounding is a relative error of every weight.
+    Where lse is given, its own rounding is a relative error of every weight. Every third problem has sinks.
     """
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
     inputs, options = testing.random_problem(fresh_seed + number, device=target.device, dtypes=dtypes, ranges=False)
+    if number % 3 == 0:
+        dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+        inputs = inputs.with_sinks(["H", "BH"][number % 2], dtype, fresh_seed + number)
     q, k, mask = inputs.query, inputs.key, inputs.attn_mask
     identity = torch.eye(k.size(-2), dtype=q.dtype, device=q.device).expand(*k.shape[:-1], -1)
-    leaves = [x.detach().requires_grad_() for x in (q, k, mask) if x is not None and x.is_floating_point()]
-    floating_mask = leaves[2] if len(leaves) == 3 else mask
+    tensors = {n: x for n, x in inputs.tensors.items() if n != "value"}
+    leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
+    call = {**tensors, **leaves}
+    options["sinks"] = inputs.sinks
     _, lse = target.attention(q, k, inputs.value, mask, **options, return_lse=True)
     of_lse = testing.expected(q, k, inputs.value, mask, **options)["lse"].unit.unsqueeze(-1)
     want = None
     for given in (lse, None):
-        weights = attnkern.attention_weights(*leaves[:2], floating_mask, lse=given, **options)
+        weights = attnkern.attention_weights(lse=given, **{**options, **call})
         grad = torch.randn(weights.shape, dtype=torch.float64).to(weights)
-        grads = torch.autograd.grad(weights, leaves, grad)
+        grads = torch.autograd.grad(weights, list(leaves.values()), grad)
         want = testing.expected(q, k, identity, mask, grad_out=grad, **options)
-        for name, x in zip(["out", "query", "key", "attn_mask"], (weights, *grads), strict=False):
-            assert x.dtype == (q.dtype if name != "attn_mask" else mask.dtype)
+        for name, x in zip(["out", *leaves], (weights, *grads), strict=True):
+            assert x.dtype == (q if name == "out" else leaves[name]).dtype
             e = want[name]
             unit = e.unit if name != "out" or given is None else e.unit + e.exact * of_lse
             testing.assert_within_rule(
@@ -916,8 +921,8 @@ def test_chosen_rows_and_heads(rows, heads):
     q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 11, 8)
     options = {"enable_gqa": True, "window": (3, 1), "alignment": "bottom_right"}
     of_heads = torch.arange(4)[slice(None) if heads is None else [1] if heads == 1 else heads]
-    for shape in ((2, 1, 9, 11), (4, 1, 11), (1, 11)):
-        mask = torch.randn(shape)
+    for shape, sinks in (((2, 1, 9, 11), None), ((4, 1, 11), torch.randn(4)), ((1, 11), torch.randn(2, 4))):
+        mask, options["sinks"] = torch.randn(shape), sinks
         _, lse = attnkern.attention(q, k, k, mask, **options, return_lse=True)
         full = attnkern.attention_weights(q, k, mask, **options)[:, of_heads][:, :, index]
         for given in (lse, None):
@@ -957,9 +962,9 @@ def test_rows_without_keys_have_no_weights_and_no_gradient():
     mask = torch.ones(5, 3, dtype=torch.bool)
     mask[2] = False
     for allowed in (mask, torch.zeros(5, 3).masked_fill(~mask, -math.inf)):
-        _, lse = attnkern.attention(q, k, k, allowed, return_lse=True)
-        for given in (lse, None):
-            weights = attnkern.attention_weights(q, k, allowed, lse=given)
+        for sinks, with_lse in itertools.product((None, torch.randn(2)), (True, False)):
+            _, lse = attnkern.attention(q, k, k, allowed, sinks=sinks, return_lse=True)
+            weights = attnkern.attention_weights(q, k, allowed, lse=lse if with_lse else None, sinks=sinks)
             assert torch.equal(weights[:, :, 2], torch.zeros(1, 2, 3))
             grads = torch.autograd.grad(weights.square().sum(), (q, k))
             assert torch.equal(grads[0][:, :, 2], torch.zeros(1, 2, 8))
@@ -968,44 +973,45 @@ def test_rows_without_keys_have_no_weights_and_no_gradient():
 
 @pytest.mark.parametrize("average", [False, True])
 def test_derivatives_of_weights(average):
-    """First and second ones, forward mode; with fewer key heads, a mask for all heads, and soft-capping."""
+    """First and second ones, forward mode; with fewer key heads, a mask for all heads, soft-capping and sinks."""
     q = torch.randn(2, 4, 3, 4, dtype=torch.float64, requires_grad=True)
     k = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(2, 1, 3, 5, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     options = {"enable_gqa": True, "softcap": 2.0, "window": (1, 2), "average_heads": average}
 
-    def call(q, k, mask, lse=None):
-        return attnkern.attention_weights(q, k, mask, lse=lse, **options)
-
-    assert torch.autograd.gradcheck(call, (q, k, mask), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, (q, k, mask))
-    per_sample = [attnkern.attention_weights(a, b, c, **options) for a, b, c in zip(q, k, mask, strict=True)]
-    torch.testing.assert_close(torch.vmap(call)(q, k, mask), torch.stack(per_sample))
-    shared = torch.stack([attnkern.attention_weights(a, k[0], mask[0], **options) for a in q])
-    torch.testing.assert_close(torch.vmap(call, (0, None, None))(q, k[0], mask[0]), shared)
+    def call(q, k, mask, sinks=None, lse=None):
+        return attnkern.attention_weights(q, k, mask, sinks=sinks, lse=lse, **options)
 
     def loss(*inputs):
         return call(*inputs).square().sum()
 
-    of_samples = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, mask)
-    torch.testing.assert_close(of_samples, torch.autograd.grad(loss(q, k, mask), (q, k, mask)))
+    for inputs in ((q, k, mask), (q, k, mask, sinks), (q, k, mask, sinks[0].detach().requires_grad_())):
+        assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(call, inputs)
+    for inputs in ((q, k, mask), (q, k, mask, sinks)):
+        per_sample = [call(*sample) for sample in zip(*inputs, strict=True)]
+        torch.testing.assert_close(torch.vmap(call)(*inputs), torch.stack(per_sample))
+        one, dims = [x[0] for x in inputs[1:]], [0] + [None] * (len(inputs) - 1)
+        torch.testing.assert_close(torch.vmap(call, tuple(dims))(q, *one), torch.stack([call(a, *one) for a in q]))
+        of_samples = torch.vmap(torch.func.grad(loss, argnums=tuple(range(len(inputs)))))(*inputs)
+        torch.testing.assert_close(of_samples, torch.autograd.grad(loss(*inputs), inputs))
 
 
 def test_heads_in_several_tiles(monkeypatch):
     """Tiles of a few rows or of one head, forward and backward, dropout included, are those of one large tile."""
     q, k = torch.randn(2, 4, 9, 8, requires_grad=True), torch.randn(2, 2, 11, 8, requires_grad=True)
-    mask = torch.randn(4, 9, 11, requires_grad=True)
+    mask, sinks = torch.randn(4, 9, 11, requires_grad=True), torch.randn(4, requires_grad=True)
+    options = {"enable_gqa": True, "window": (3, 3), "sinks": sinks}
     module = MultiheadAttention(E, H, dropout=0.3, batch_first=True)
     x = torch.randn(2, 9, E)
     results = []
     for size in (2**18, 1, 3 * 22, 2 * 9 * 22):
         monkeypatch.setattr(tiles, "TILE", {"cpu": size})
         for average in (False, True):
-            _, lse = attnkern.attention(q, k, k, mask, enable_gqa=True, window=(3, 3), return_lse=True)
-            weights = attnkern.attention_weights(
-                q, k, mask, lse=lse, enable_gqa=True, window=(3, 3), average_heads=average
-            )
-            grads = torch.autograd.grad(weights.square().sum(), (q, k, mask))
+            _, lse = attnkern.attention(q, k, k, mask, **options, return_lse=True)
+            weights = attnkern.attention_weights(q, k, mask, lse=lse, **options, average_heads=average)
+            grads = torch.autograd.grad(weights.square().sum(), (q, k, mask, sinks))
             torch.manual_seed(1)
             results.append([weights, *grads, *module(x, x, x, average_attn_weights=average)])
     for other in range(2, len(results)):
@@ -1061,6 +1067,7 @@ def test_memory_is_that_of_the_result():
         ({"lse": torch.zeros(1, 2, 5, dtype=torch.int64)}, TypeError, "lse must be a floating-point tensor or None"),
         ({"key": torch.randn(1, 2, 7, 9)}, RuntimeError, "key's last size must be query's, 8"),
         ({"window": (-1, 0)}, ValueError, "window's bounds must be >= 0"),
+        ({"sinks": torch.zeros(3)}, RuntimeError, r"sinks must have one number for each of query's heads, \(2,\) or"),
         ({"query": torch.randn(5, 8), "key": torch.randn(7, 8), "heads": 0}, RuntimeError, "heads needs a head dim"),
     ],
 )
