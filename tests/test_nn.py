@@ -235,6 +235,85 @@ def test_the_constructor_is_torchs():
         assert all(torch.equal(states[0][name], x) for name, x in states[1].items())
 
 
+class WithSinks(torch.nn.MultiheadAttention):
+    """torch's module, without a bias, and a key of zeros more, onto whose scores a mask adds the sinks."""
+
+    def __init__(self, *sizes, **build):
+        super().__init__(*sizes, **build)
+        self.sinks = torch.nn.Parameter(torch.zeros(H))
+
+    def forward(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal):
+        batch, sequence = (0, 1) if self.batch_first and query.dim() == 3 else (1, 0)
+        n, length, keys = (query.size(batch) if query.dim() == 3 else 1), query.size(sequence), key.size(sequence)
+        key, value = (torch.cat([x, torch.zeros_like(x.narrow(sequence, 0, 1))], sequence) for x in (key, value))
+        if key_padding_mask is not None:
+            key_padding_mask = torch.cat([key_padding_mask, torch.zeros_like(key_padding_mask[..., :1])], -1)
+        if attn_mask is None:
+            attn_mask = query.new_zeros(length, keys)
+        elif attn_mask.dtype == torch.bool:
+            attn_mask = query.new_zeros(attn_mask.shape).masked_fill(attn_mask, -math.inf)
+        column = self.sinks.repeat(n)[:, None, None].expand(-1, length, 1)
+        mask = torch.cat([attn_mask.expand(n * H, -1, -1), column], -1)
+        given = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        out, weights = super().forward(query, key, value, key_padding_mask, attn_mask=mask, **given)
+        if weights is not None:
+            weights = torch.cat([weights[..., :keys], weights[..., keys + 1 :]], -1)
+        return out, weights
+
+
+@pytest.mark.parametrize("build", [build for build in BUILDS if not build["bias"]], ids=named)
+def test_sinks(build):
+    """Output, weights and gradients, the sinks' too, for forward's options, dealt out over the constructor's."""
+    for call in CALLS[BUILDS.index(build) % 7 :: 7]:
+        theirs = WithSinks(E, H, **build)
+        torch.nn.init.normal_(theirs.sinks)
+        ours = MultiheadAttention(E, H, **build, sinks=True)
+        assert not ours.sinks.any()
+        ours.load_state_dict(theirs.state_dict())
+        tensors, options = draw(call, build)
+        compare(theirs, ours, tensors, options, torch.float32, f"{named(build)} {call}")
+
+
+def test_sinks_of_a_module_in_other_dtypes():
+    """And under autocast to another one than the module's."""
+    ours = MultiheadAttention(E, H, sinks=True)
+    torch.nn.init.normal_(ours.sinks)
+    x = torch.randn(S, N, E)
+    want = ours(x, x, x)
+    for dtype in (torch.float64, torch.bfloat16):
+        module = copy.deepcopy(ours).to(dtype)
+        for got, exact in zip(module(*[x.to(dtype)] * 3), want, strict=True):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.float(), exact, rtol=0, atol=0.03 if dtype == torch.bfloat16 else 1e-5)
+    for cast_to in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", cast_to):
+            results = *module(x, x, x), *module(x, x, x, need_weights=False)[:1]
+        for got, exact in zip(results, (*want, want[0]), strict=True):
+            assert got.dtype == cast_to
+            torch.testing.assert_close(got.float(), exact, rtol=0, atol=0.03)
+
+
+def test_sinks_stay_with_the_module():
+    modules = MultiheadAttention(E, H, sinks=True), CrossAttention(E, num_heads=H, sinks=True)
+    for module in modules:
+        assert module.state_dict()["sinks"].shape == (H,)
+        torch.nn.init.normal_(module.sinks)
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert torch.equal(other.sinks, module.sinks)
+    modules[0]._reset_parameters()
+    assert not modules[0].sinks.any()
+    assert "sinks=True" in repr(modules[1])
+    for module in (MultiheadAttention(E, H), CrossAttention(E, num_heads=H)):
+        assert module.sinks is None
+        assert "sinks" not in module.state_dict()
+
+
+def test_sinks_that_are_no_switch():
+    for cls in (MultiheadAttention, CrossAttention):
+        with pytest.raises(TypeError, match=r"attnkern: argument 'sinks' must be bool, not Tensor"):
+            cls(E, num_heads=H, sinks=torch.zeros(H))
+
+
 @pytest.mark.parametrize("build", [{}, {"kdim": 6, "vdim": 10, "add_bias_kv": True}], ids=named)
 def test_states_go_both_ways(build):
     _, ours = pair(**build)
@@ -423,15 +502,16 @@ def test_nested_tensors_are_refused_in_one_sentence():
         assert later(x, src_key_padding_mask=padding).isfinite().all()
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize(("dynamic", "average"), [(False, False), (True, True)])
-def test_compiled(dynamic, average):
+def test_compiled(dynamic, average, sinks):
     """One graph, outputs, weights and gradients, also for sizes that change. Each input is one tensor in several roles.
 
     (In training mode Dynamo makes it twice at first, the second time with the dropout rate as a constant.)
     """
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    module = pair(batch_first=True)[1].eval()
+    module = MultiheadAttention(E, H, batch_first=True, sinks=sinks).eval()
 
     def call(x, padding):
         out, weights = module(x, x, x, padding, average_attn_weights=average)
@@ -732,7 +812,9 @@ def naive_cross(module, x, context, allowed=None):
     scores = q @ k.mT / math.sqrt(q.size(-1))
     for mask in (allowed, band):
         scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
+    if module.sinks is not None:
+        scores = torch.cat([scores, module.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : context.size(-2)]
     return module.out_proj((weights @ v).transpose(-2, -3).flatten(-2)), weights
 
 
@@ -745,6 +827,8 @@ CROSS = {
     "edges of each head": {"attn_mask": "NHLS"},
     "padding and edges": {"padding_mask": "bool", "attn_mask": "NLS"},
     "window": {"window": (2, 1)},
+    "sinks": {"sinks": True},
+    "sinks, padding and edges of each head": {"sinks": True, "padding_mask": "bool", "attn_mask": "NHLS"},
     "window at the end": {"window": (1, 0), "alignment": "bottom_right", "padding_mask": "int"},
 }
 
@@ -754,8 +838,10 @@ CROSS = {
 def test_cross_attention(case, batched):
     """Output, weights and gradients as those of the formula in float64; 1 or True in a mask is attended to."""
     given = dict(CROSS[case])
-    options = {n: given.pop(n) for n in ("window", "alignment") if n in given}
+    options = {n: given.pop(n) for n in ("window", "alignment", "sinks") if n in given}
     module = CrossAttention(12, 20, 4, k_dim=8, v_dim=24, out_dim=5, **options)
+    if module.sinks is not None:
+        torch.nn.init.normal_(module.sinks)
     exact = copy.deepcopy(module).double()
     lead = (N,) if batched else ()
     x, context = torch.randn(*lead, L, 12, requires_grad=True), torch.randn(*lead, S, 20, requires_grad=True)
