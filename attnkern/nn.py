@@ -33,7 +33,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     - A query with every key masked gives 0 (before out_proj), and weights of 0; torch gives NaN with need_weights.
     - is_causal=True needs no attn_mask. Given one, torch's rule holds: it is the hint that the mask is causal.
     - Two masks of different types (one bool, one float) go together without a warning.
-    - `window`.
+    - `window` and `sinks`.
     - attn_mask may be an `attnkern.Mask` (L, S), in which attended keys count, as in functions. A key must pass it,
       is_causal, window and key_padding_mask.
     - With batch_first, query, key and value may be nested tensors of the jagged layout, without masks and weights; so
@@ -43,6 +43,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
             torch. dropout acts in training mode only.
         window: (left, right), each an int >= 0 or None: query i sees keys i - left to i + right only.
+        sinks: whether there is a parameter `sinks` (num_heads,), 0 at first: a learned score of each head that stands
+            among those of every row and has no value. A row's weights then sum to less than 1.
 
     forward(query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True,
     is_causal=False) takes query (L, N, embed_dim), key (S, N, kdim), value (S, N, vdim); (N, L, ...) with batch_first;
@@ -55,12 +57,14 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Raises what torch raises: AssertionError for ranks, widths, a key_padding_mask that does not fit and masks of
     integers; RuntimeError for an attn_mask or batch sizes that do not fit; ValueError for sizes that are not positive,
-    or a negative window; TypeError for another window than (left, right).
+    or a negative window; TypeError for another window than (left, right), and sinks that aren't bool.
 
     In nn.TransformerEncoderLayer, evaluation without gradients uses this module as well, not torch's own fast path.
 
     Source: A. Vaswani et al., "Attention is all you need", NeurIPS 2017.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -77,12 +81,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         window: Window = None,
+        sinks: bool = False,
     ) -> None:
         _check_band(window, "top_left")
+        _check_sinks(sinks)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self.window = window
+        self.register_parameter("sinks", _sinks(num_heads, device, dtype) if sinks else None)
         self.__module__ = _LEAF
         # torch's transformer layers ask it before they take their fast path, which goes past this module's forward.
         self._qkv_same_embed_dim = False
@@ -97,6 +104,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         for bias in (self.bias_k, self.bias_v):
             if bias is not None:
                 xavier_normal_(bias)
+        if (sinks := getattr(self, "sinks", None)) is not None:  # torch's constructor comes here before there are any
+            constant_(sinks, 0.0)
 
     def forward(
         self,
@@ -141,7 +150,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).permute(batch, 2, sequence, 3) for x in (q, k, v))
         dropout_p = self.dropout if self.training else 0
-        out, weights = _attend(q, k, v, mask, ranges, dropout_p, is_causal, window, need_weights, average_attn_weights)
+        out, weights = _attend(
+            *(q, k, v, mask, ranges, self.sinks, dropout_p, is_causal, window, need_weights, average_attn_weights)
+        )
         out = out.permute(2, 0, 1, 3) if batch == 1 else out.permute(0, 2, 1, 3)
         out = self.out_proj(out.flatten(-2))
         if not batched:
@@ -179,7 +190,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (
             x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in self._project(query, key, value)
         )
-        out = api.attention(q, k, v, None, self.dropout if self.training else 0, is_causal, window=self.window)
+        dropout_p, sinks = self.dropout if self.training else 0, _wide(self.sinks)
+        out = api.attention(q, k, v, None, dropout_p, is_causal, window=self.window, sinks=sinks)
         assert isinstance(out, Tensor)
         return self.out_proj(out.transpose(1, 2).flatten(-2))
 
@@ -293,10 +305,13 @@ class CrossAttention(nn.Module):
         dropout: probability with which a weight is dropped in training mode.
         bias: whether the four projections have one.
         window, alignment: as in `attnkern.attention`: position i of x sees positions i - left to i + right of context.
+        sinks: as in `MultiheadAttention`.
 
     Raises ValueError for sizes that are not positive, heads that do not divide k_dim or v_dim, a negative window or an
-    unknown alignment; TypeError for another window than (left, right).
+    unknown alignment; TypeError for another window than (left, right), and sinks that aren't bool.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -311,10 +326,12 @@ class CrossAttention(nn.Module):
         bias: bool = True,
         window: Window = None,
         alignment: str = "top_left",
+        sinks: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_band(window, alignment)
+        _check_sinks(sinks)
         super().__init__()
         self.__module__ = _LEAF
         context_dim = query_dim if context_dim is None else context_dim
@@ -334,10 +351,12 @@ class CrossAttention(nn.Module):
         self.k_proj = nn.Linear(context_dim, k_dim, bias, device, dtype)
         self.v_proj = nn.Linear(context_dim, v_dim, bias, device, dtype)
         self.out_proj = nn.Linear(v_dim, out_dim, bias, device, dtype)
+        self.register_parameter("sinks", _sinks(num_heads, device, dtype) if sinks else None)
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}, alignment={self.alignment!r}"
-        return f"num_heads={self.num_heads}, dropout={self.dropout}{window}"
+        sinks = "" if self.sinks is None else ", sinks=True"
+        return f"num_heads={self.num_heads}, dropout={self.dropout}{window}{sinks}"
 
     def forward(
         self,
@@ -399,7 +418,7 @@ class CrossAttention(nn.Module):
             for projection, tensor in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
         )
         out, weights = _attend(
-            *(q, k, v, mask, ranges, self.dropout if self.training else 0, is_causal),
+            *(q, k, v, mask, ranges, self.sinks, self.dropout if self.training else 0, is_causal),
             *(self.window, need_weights, average_attn_weights, self.alignment),
         )
         out = self.out_proj(out.transpose(-2, -3).flatten(-2))
@@ -412,12 +431,27 @@ def _check_band(window: Any, alignment: Any) -> None:
     Problem.from_sdpa(x, x, x, window=window, alignment=alignment)
 
 
+def _check_sinks(sinks: Any) -> None:
+    if not isinstance(sinks, bool):
+        raise type_error("sinks", "bool", sinks)
+
+
+def _sinks(num_heads: int, device: Any, dtype: torch.dtype | None) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
+
+
+def _wide(sinks: Tensor | None) -> Tensor | None:
+    """Sinks as any query takes them: under autocast it may be of another 16-bit dtype than the module."""
+    return None if sinks is None else sinks.to(torch.promote_types(sinks.dtype, torch.float32))
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
     ranges: Tensor | None,
+    sinks: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     window: Window,
@@ -426,7 +460,8 @@ def _attend(
     alignment: str = "top_left",
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of q (..., H, L, E), and its weights (..., H, L, S) or, averaged, (..., L, S)."""
-    options: dict[str, Any] = {"window": window, "alignment": alignment, "key_ranges": ranges}
+    sinks = _wide(sinks)
+    options: dict[str, Any] = {"window": window, "alignment": alignment, "key_ranges": ranges, "sinks": sinks}
     if not need_weights:
         out = api.attention(q, k, v, mask, dropout_p, is_causal, **options)
         assert isinstance(out, Tensor)

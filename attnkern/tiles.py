@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import rng
-from .backends.reference import alive, drop, scores
+from .backends.reference import alive, drop, scores, with_sinks
 from .params import AttentionParams
+from .sinks import probability
 
 TILE = {"cpu": 2**18, "cuda": 2**22}
 """Scores that `weights` holds at a time, a few times over: a cache's worth, or enough to keep a GPU busy."""
@@ -25,6 +26,7 @@ def weights(
     q: Tensor,
     k: Tensor,
     bias: Tensor | None,
+    sinks: Tensor | None,
     lse: Tensor | None,
     philox_seed: Tensor | None,
     rows: Tensor | None,
@@ -50,7 +52,7 @@ def weights(
     for part in row_tiles:
         total: Tensor | None = None
         for heads in head_tiles:
-            tile = _tile(q, k, bias, lse, philox_seed, rows, params, heads, part)
+            tile = _tile(q, k, bias, sinks, lse, philox_seed, rows, params, heads, part)
             if not average:
                 out[:, heads, part] = tile
             else:
@@ -65,15 +67,16 @@ def weights_of_heads(
     q: Tensor,
     k: Tensor,
     bias: Tensor | None,
+    sinks: Tensor | None,
     philox_seed: Tensor | None,
     rows: Tensor | None,
     params: AttentionParams,
     num_heads: int,
     heads: slice,
 ) -> Tensor:
-    """p of some of `num_heads` heads as one differentiable expression of q, k and bias, which `heads_of` has taken."""
-    x, dead = alive(scores(q, k, bias, None, params, rows))
-    p = x.softmax(-1).masked_fill(dead, 0.0)
+    """p of some of `num_heads` heads as one differentiable expression of the tensors that `heads_of` has taken."""
+    x, dead = alive(with_sinks(scores(q, k, bias, None, params, rows), sinks))
+    p = x.softmax(-1)[..., : k.shape[-2]].masked_fill(dead, 0.0)
     if philox_seed is not None:
         batch, _, seqlen_q, seqlen_k = p.shape
         keep = rng.keep_mask(philox_seed, params.dropout_p, batch, num_heads, seqlen_q, seqlen_k, heads)
@@ -85,6 +88,7 @@ def _tile(
     q: Tensor,
     k: Tensor,
     bias: Tensor | None,
+    sinks: Tensor | None,
     lse: Tensor | None,
     philox_seed: Tensor | None,
     rows: Tensor | None,
@@ -107,15 +111,18 @@ def _tile(
         params,
         None if rows is None else rows[part],
     )
+    tile_sinks = None if sinks is None else sinks[:, heads]
     if lse is None:
-        x, dead = alive(x)
-        p = x.softmax(-1).masked_fill_(dead, 0.0)
+        x, dead = alive(with_sinks(x, tile_sinks))
+        p = x.softmax(-1)[..., : k.shape[-2]].masked_fill_(dead, 0.0)
     else:
         tile_lse = lse[:, heads, part, None].to(x.dtype)
         p = x.sub_(tile_lse.masked_fill(tile_lse == -math.inf, 0.0)).exp_()
         if bias is not None and bias.dtype != torch.bool:
             # Beside a large number (finfo.min, -1e9 in a whole row) lse has no room for log S: the row's sum has.
             total = p.sum(-1, keepdim=True)
+            if tile_sinks is not None:
+                total = total + probability(tile_lse.squeeze(-1), tile_sinks).unsqueeze(-1)
             p /= torch.where((tile_lse.abs() > _LARGE_LSE) & (total > 0), total, 1.0)
     if philox_seed is not None:
         keep = rng.keep_mask(philox_seed, params.dropout_p, batch, num_heads, seqlen_q, k.shape[-2], heads, part)

@@ -37,6 +37,7 @@ def attention_weights(
     alignment: str = "top_left",
     softcap: float | None = None,
     key_ranges: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The weights that `attention` gives the values, for chosen queries and heads; to be looked at, or trained on.
 
@@ -44,18 +45,21 @@ def attention_weights(
     result's, L' * S entries for each batch element and head, and a few MiB.
 
     Args:
-        query, key, attn_mask, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges: as in `attention`.
+        query, key, attn_mask, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges, sinks: as in
+            `attention`.
         lse: what `attention(..., return_lse=True)` gave for the same arguments, (..., L). The weights are then
             exp(score - lse), and no softmax is computed again. From a call over more keys (`merge_attention`) it
-            gives these keys' share.
+            gives these keys' share. The gradient is that of the softmax over these keys and `sinks`: give the sinks of
+            the call beside its lse.
         rows: which queries (an int, a slice, a sequence of ints or a 1-D integer tensor); None: all L. Their order is
             kept, negative ones count from the end. The masks see each at its own place.
         heads: which of query's heads, likewise.
         average_heads: the mean over the (chosen) heads, whose dimension goes.
 
     Returns:
-        (..., H', L', S), with average_heads (..., L', S), in query's dtype. A row sums to 1; one with no key to attend
-        to is 0. Differentiable in query, key and attn_mask, any number of times.
+        (..., H', L', S), with average_heads (..., L', S), in query's dtype. A row sums to 1, with sinks to 1 less the
+        sink's own weight; one with no key to attend to is 0. Differentiable in query, key, attn_mask and sinks, any
+        number of times.
 
     Raises:
         As `attention`; IndexError: rows or heads out of range; TypeError: rows or heads of another type;
@@ -63,7 +67,7 @@ def attention_weights(
 
     Source of the weights from the saved log-sum-exp: the backward pass of T. Dao et al., "FlashAttention", 2022.
     """
-    relevant = (query, key, None if is_causal_bias(attn_mask) else attn_mask, lse, key_ranges)
+    relevant = (query, key, None if is_causal_bias(attn_mask) else attn_mask, lse, key_ranges, sinks)
     if has_torch_function(relevant):
         return handle_torch_function(
             attention_weights,
@@ -82,10 +86,11 @@ def attention_weights(
             alignment=alignment,
             softcap=softcap,
             key_ranges=key_ranges,
+            sinks=sinks,
         )
-    options = 0, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+    options = 0, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges, sinks
     problem = Problem.from_sdpa(query, key, key, attn_mask, *options)
-    q, k, v, bias, _, ranges, params, lead = problem
+    q, k, v, bias, sinks, ranges, params, lead = problem
     if isinstance(lead, Jagged):
         raise ValueError("attnkern: attention_weights takes dense tensors: give it one sequence of query.unbind()")
     batch, num_heads, seqlen_q, _ = q.shape
@@ -108,8 +113,9 @@ def attention_weights(
             group = num_heads // k.shape[1] if num_heads else 1
             k = k[:, torch.arange(num_heads, device=q.device)[index] // group]
         bias, ranges = (x if x is None or x.shape[1] == 1 else x[:, index] for x in (bias, ranges))
-        lse = None if lse is None else lse[:, index]
-    weights = autograd.weights(Problem(q, k, v, bias, None, ranges, params, None), lse, None, positions, average_heads)
+        sinks, lse = (x if x is None else x[:, index] for x in (sinks, lse))
+    chosen = Problem(q, k, v, bias, sinks, ranges, params, None)
+    weights = autograd.weights(chosen, lse, None, positions, average_heads)
     if lead is None:
         return weights
     lead = lead[:-1] if average_heads or not lead else (*lead[:-1], q.shape[1])

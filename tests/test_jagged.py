@@ -423,8 +423,9 @@ def test_torchs_encoder_compiles():
 
 
 def test_the_module_attends_across():
-    """Queries and keys of different lengths and widths, causal, in a window."""
-    module = attnkern.nn.MultiheadAttention(E, H, batch_first=True, kdim=24, vdim=40, window=(5, None))
+    """Queries and keys of different lengths and widths, causal, in a window, with sinks."""
+    module = attnkern.nn.MultiheadAttention(E, H, batch_first=True, kdim=24, vdim=40, window=(5, None), sinks=True)
+    nn.init.normal_(module.sinks)
     lengths_q, lengths_k = [3, 8], [6, 2]
     q, k, v = torch.randn(11, E), torch.randn(8, 24), torch.randn(8, 40)
     parts = (q, lengths_q), (k, lengths_k), (v, lengths_k)

@@ -235,6 +235,85 @@ def test_the_constructor_is_torchs():
         assert all(torch.equal(states[0][name], x) for name, x in states[1].items())
 
 
+class WithSinks(torch.nn.MultiheadAttention):
+    """torch's module, without a bias, and a key of zeros more, onto whose scores a mask adds the sinks."""
+
+    def __init__(self, *sizes, **build):
+        super().__init__(*sizes, **build)
+        self.sinks = torch.nn.Parameter(torch.zeros(H))
+
+    def forward(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal):
+        batch, sequence = (0, 1) if self.batch_first and query.dim() == 3 else (1, 0)
+        n, length, keys = (query.size(batch) if query.dim() == 3 else 1), query.size(sequence), key.size(sequence)
+        key, value = (torch.cat([x, torch.zeros_like(x.narrow(sequence, 0, 1))], sequence) for x in (key, value))
+        if key_padding_mask is not None:
+            key_padding_mask = torch.cat([key_padding_mask, torch.zeros_like(key_padding_mask[..., :1])], -1)
+        if attn_mask is None:
+            attn_mask = query.new_zeros(length, keys)
+        elif attn_mask.dtype == torch.bool:
+            attn_mask = query.new_zeros(attn_mask.shape).masked_fill(attn_mask, -math.inf)
+        column = self.sinks.repeat(n)[:, None, None].expand(-1, length, 1)
+        mask = torch.cat([attn_mask.expand(n * H, -1, -1), column], -1)
+        given = {"need_weights": need_weights, "average_attn_weights": average_attn_weights}
+        out, weights = super().forward(query, key, value, key_padding_mask, attn_mask=mask, **given)
+        if weights is not None:
+            weights = torch.cat([weights[..., :keys], weights[..., keys + 1 :]], -1)
+        return out, weights
+
+
+@pytest.mark.parametrize("build", [build for build in BUILDS if not build["bias"]], ids=named)
+def test_sinks(build):
+    """Output, weights and gradients, the sinks' too, for forward's options, dealt out over the constructor's."""
+    for call in CALLS[BUILDS.index(build) % 7 :: 7]:
+        theirs = WithSinks(E, H, **build)
+        torch.nn.init.normal_(theirs.sinks)
+        ours = MultiheadAttention(E, H, **build, sinks=True)
+        assert not ours.sinks.any()
+        ours.load_state_dict(theirs.state_dict())
+        tensors, options = draw(call, build)
+        compare(theirs, ours, tensors, options, torch.float32, f"{named(build)} {call}")
+
+
+def test_sinks_of_a_module_in_other_dtypes():
+    """And under autocast to another one than the module's."""
+    ours = MultiheadAttention(E, H, sinks=True)
+    torch.nn.init.normal_(ours.sinks)
+    x = torch.randn(S, N, E)
+    want = ours(x, x, x)
+    for dtype in (torch.float64, torch.bfloat16):
+        module = copy.deepcopy(ours).to(dtype)
+        for got, exact in zip(module(*[x.to(dtype)] * 3), want, strict=True):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got.float(), exact, rtol=0, atol=0.03 if dtype == torch.bfloat16 else 1e-5)
+    for cast_to in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", cast_to):
+            results = *module(x, x, x), *module(x, x, x, need_weights=False)[:1]
+        for got, exact in zip(results, (*want, want[0]), strict=True):
+            assert got.dtype == cast_to
+            torch.testing.assert_close(got.float(), exact, rtol=0, atol=0.03)
+
+
+def test_sinks_stay_with_the_module():
+    modules = MultiheadAttention(E, H, sinks=True), CrossAttention(E, num_heads=H, sinks=True)
+    for module in modules:
+        assert module.state_dict()["sinks"].shape == (H,)
+        torch.nn.init.normal_(module.sinks)
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert torch.equal(other.sinks, module.sinks)
+    modules[0]._reset_parameters()
+    assert not modules[0].sinks.any()
+    assert "sinks=True" in repr(modules[1])
+    for module in (MultiheadAttention(E, H), CrossAttention(E, num_heads=H)):
+        assert module.sinks is None
+        assert "sinks" not in module.state_dict()
+
+
+def test_sinks_that_are_no_switch():
+    for cls in (MultiheadAttention, CrossAttention):
+        with pytest.raises(TypeError, match=r"attnkern: argument 'sinks' must be bool, not Tensor"):
+            cls(E, num_heads=H, sinks=torch.zeros(H))
+
+
 @pytest.mark.parametrize("build", [{}, {"kdim": 6, "vdim": 10, "add_bias_kv": True}], ids=named)
 def test_states_go_both_ways(build):
     _, ours = pair(**build)
@@ -423,15 +502,16 @@ def test_nested_tensors_are_refused_in_one_sentence():
         assert later(x, src_key_padding_mask=padding).isfinite().all()
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize(("dynamic", "average"), [(False, False), (True, True)])
-def test_compiled(dynamic, average):
+def test_compiled(dynamic, average, sinks):
     """One graph, outputs, weights and gradients, also for sizes that change. Each input is one tensor in several roles.
 
     (In training mode Dynamo makes it twice at first, the second time with the dropout rate as a constant.)
     """
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    module = pair(batch_first=True)[1].eval()
+    module = MultiheadAttention(E, H, batch_first=True, sinks=sinks).eval()
 
     def call(x, padding):
         out, weights = module(x, x, x, padding, average_attn_weights=average)
@@ -732,7 +812,9 @@ def naive_cross(module, x, context, allowed=None):
     scores = q @ k.mT / math.sqrt(q.size(-1))
     for mask in (allowed, band):
         scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
+    if module.sinks is not None:
+        scores = torch.cat([scores, module.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : context.size(-2)]
     return module.out_proj((weights @ v).transpose(-2, -3).flatten(-2)), weights
 
 
@@ -745,6 +827,8 @@ CROSS = {
     "edges of each head": {"attn_mask": "NHLS"},
     "padding and edges": {"padding_mask": "bool", "attn_mask": "NLS"},
     "window": {"window": (2, 1)},
+    "sinks": {"sinks": True},
+    "sinks, padding and edges of each head": {"sinks": True, "padding_mask": "bool", "attn_mask": "NHLS"},
     "window at the end": {"window": (1, 0), "alignment": "bottom_right", "padding_mask": "int"},
 }
 
@@ -754,8 +838,10 @@ CROSS = {
 def test_cross_attention(case, batched):
     """Output, weights and gradients as those of the formula in float64; 1 or True in a mask is attended to."""
     given = dict(CROSS[case])
-    options = {n: given.pop(n) for n in ("window", "alignment") if n in given}
+    options = {n: given.pop(n) for n in ("window", "alignment", "sinks") if n in given}
     module = CrossAttention(12, 20, 4, k_dim=8, v_dim=24, out_dim=5, **options)
+    if module.sinks is not None:
+        torch.nn.init.normal_(module.sinks)
     exact = copy.deepcopy(module).double()
     lead = (N,) if batched else ()
     x, context = torch.randn(*lead, L, 12, requires_grad=True), torch.randn(*lead, S, 20, requires_grad=True)
@@ -862,26 +948,31 @@ def test_weights_without_a_head_have_gradients():
 def test_weights_of_random_problems(target, number, fresh_seed):
     """Attention to the identity matrix has the weights as its output: so the rule's reference knows what is right.
 
-    Where lse is given, its own rounding is a relative error of every weight.
+    Where lse is given, its own rounding is a relative error of every weight. Every third problem has sinks.
     """
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
     inputs, options = testing.random_problem(
         fresh_seed + number, device=target.device, dtypes=dtypes, ranges=False, biases=False
     )
+    if number % 3 == 0:
+        dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+        inputs = inputs.with_sinks(["H", "BH"][number % 2], dtype, fresh_seed + number)
     q, k, mask = inputs.query, inputs.key, inputs.attn_mask
     identity = torch.eye(k.size(-2), dtype=q.dtype, device=q.device).expand(*k.shape[:-1], -1)
-    leaves = [x.detach().requires_grad_() for x in (q, k, mask) if x is not None and x.is_floating_point()]
-    floating_mask = leaves[2] if len(leaves) == 3 else mask
+    tensors = {n: x for n, x in inputs.tensors.items() if n != "value"}
+    leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
+    call = {**tensors, **leaves}
+    options["sinks"] = inputs.sinks
     _, lse = target.attention(q, k, inputs.value, mask, **options, return_lse=True)
     of_lse = testing.expected(q, k, inputs.value, mask, **options)["lse"].unit.unsqueeze(-1)
     want = None
     for given in (lse, None):
-        weights = attnkern.attention_weights(*leaves[:2], floating_mask, lse=given, **options)
+        weights = attnkern.attention_weights(lse=given, **{**options, **call})
         grad = torch.randn(weights.shape, dtype=torch.float64).to(weights)
-        grads = torch.autograd.grad(weights, leaves, grad)
+        grads = torch.autograd.grad(weights, list(leaves.values()), grad)
         want = testing.expected(q, k, identity, mask, grad_out=grad, **options)
-        for name, x in zip(["out", "query", "key", "attn_mask"], (weights, *grads), strict=False):
-            assert x.dtype == (q.dtype if name != "attn_mask" else mask.dtype)
+        for name, x in zip(["out", *leaves], (weights, *grads), strict=True):
+            assert x.dtype == (q if name == "out" else leaves[name]).dtype
             e = want[name]
             unit = e.unit if name != "out" or given is None else e.unit + e.exact * of_lse
             testing.assert_within_rule(
@@ -918,8 +1009,8 @@ def test_chosen_rows_and_heads(rows, heads):
     q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 11, 8)
     options = {"enable_gqa": True, "window": (3, 1), "alignment": "bottom_right"}
     of_heads = torch.arange(4)[slice(None) if heads is None else [1] if heads == 1 else heads]
-    for shape in ((2, 1, 9, 11), (4, 1, 11), (1, 11)):
-        mask = torch.randn(shape)
+    for shape, sinks in (((2, 1, 9, 11), None), ((4, 1, 11), torch.randn(4)), ((1, 11), torch.randn(2, 4))):
+        mask, options["sinks"] = torch.randn(shape), sinks
         _, lse = attnkern.attention(q, k, k, mask, **options, return_lse=True)
         full = attnkern.attention_weights(q, k, mask, **options)[:, of_heads][:, :, index]
         for given in (lse, None):
@@ -959,9 +1050,9 @@ def test_rows_without_keys_have_no_weights_and_no_gradient():
     mask = torch.ones(5, 3, dtype=torch.bool)
     mask[2] = False
     for allowed in (mask, torch.zeros(5, 3).masked_fill(~mask, -math.inf)):
-        _, lse = attnkern.attention(q, k, k, allowed, return_lse=True)
-        for given in (lse, None):
-            weights = attnkern.attention_weights(q, k, allowed, lse=given)
+        for sinks, with_lse in itertools.product((None, torch.randn(2)), (True, False)):
+            _, lse = attnkern.attention(q, k, k, allowed, sinks=sinks, return_lse=True)
+            weights = attnkern.attention_weights(q, k, allowed, lse=lse if with_lse else None, sinks=sinks)
             assert torch.equal(weights[:, :, 2], torch.zeros(1, 2, 3))
             grads = torch.autograd.grad(weights.square().sum(), (q, k))
             assert torch.equal(grads[0][:, :, 2], torch.zeros(1, 2, 8))
@@ -970,44 +1061,45 @@ def test_rows_without_keys_have_no_weights_and_no_gradient():
 
 @pytest.mark.parametrize("average", [False, True])
 def test_derivatives_of_weights(average):
-    """First and second ones, forward mode; with fewer key heads, a mask for all heads, and soft-capping."""
+    """First and second ones, forward mode; with fewer key heads, a mask for all heads, soft-capping and sinks."""
     q = torch.randn(2, 4, 3, 4, dtype=torch.float64, requires_grad=True)
     k = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(2, 1, 3, 5, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     options = {"enable_gqa": True, "softcap": 2.0, "window": (1, 2), "average_heads": average}
 
-    def call(q, k, mask, lse=None):
-        return attnkern.attention_weights(q, k, mask, lse=lse, **options)
-
-    assert torch.autograd.gradcheck(call, (q, k, mask), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, (q, k, mask))
-    per_sample = [attnkern.attention_weights(a, b, c, **options) for a, b, c in zip(q, k, mask, strict=True)]
-    torch.testing.assert_close(torch.vmap(call)(q, k, mask), torch.stack(per_sample))
-    shared = torch.stack([attnkern.attention_weights(a, k[0], mask[0], **options) for a in q])
-    torch.testing.assert_close(torch.vmap(call, (0, None, None))(q, k[0], mask[0]), shared)
+    def call(q, k, mask, sinks=None, lse=None):
+        return attnkern.attention_weights(q, k, mask, sinks=sinks, lse=lse, **options)
 
     def loss(*inputs):
         return call(*inputs).square().sum()
 
-    of_samples = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, mask)
-    torch.testing.assert_close(of_samples, torch.autograd.grad(loss(q, k, mask), (q, k, mask)))
+    for inputs in ((q, k, mask), (q, k, mask, sinks), (q, k, mask, sinks[0].detach().requires_grad_())):
+        assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(call, inputs)
+    for inputs in ((q, k, mask), (q, k, mask, sinks)):
+        per_sample = [call(*sample) for sample in zip(*inputs, strict=True)]
+        torch.testing.assert_close(torch.vmap(call)(*inputs), torch.stack(per_sample))
+        one, dims = [x[0] for x in inputs[1:]], [0] + [None] * (len(inputs) - 1)
+        torch.testing.assert_close(torch.vmap(call, tuple(dims))(q, *one), torch.stack([call(a, *one) for a in q]))
+        of_samples = torch.vmap(torch.func.grad(loss, argnums=tuple(range(len(inputs)))))(*inputs)
+        torch.testing.assert_close(of_samples, torch.autograd.grad(loss(*inputs), inputs))
 
 
 def test_heads_in_several_tiles(monkeypatch):
     """Tiles of a few rows or of one head, forward and backward, dropout included, are those of one large tile."""
     q, k = torch.randn(2, 4, 9, 8, requires_grad=True), torch.randn(2, 2, 11, 8, requires_grad=True)
-    mask = torch.randn(4, 9, 11, requires_grad=True)
+    mask, sinks = torch.randn(4, 9, 11, requires_grad=True), torch.randn(4, requires_grad=True)
+    options = {"enable_gqa": True, "window": (3, 3), "sinks": sinks}
     module = MultiheadAttention(E, H, dropout=0.3, batch_first=True)
     x = torch.randn(2, 9, E)
     results = []
     for size in (2**18, 1, 3 * 22, 2 * 9 * 22):
         monkeypatch.setattr(tiles, "TILE", {"cpu": size})
         for average in (False, True):
-            _, lse = attnkern.attention(q, k, k, mask, enable_gqa=True, window=(3, 3), return_lse=True)
-            weights = attnkern.attention_weights(
-                q, k, mask, lse=lse, enable_gqa=True, window=(3, 3), average_heads=average
-            )
-            grads = torch.autograd.grad(weights.square().sum(), (q, k, mask))
+            _, lse = attnkern.attention(q, k, k, mask, **options, return_lse=True)
+            weights = attnkern.attention_weights(q, k, mask, lse=lse, **options, average_heads=average)
+            grads = torch.autograd.grad(weights.square().sum(), (q, k, mask, sinks))
             torch.manual_seed(1)
             results.append([weights, *grads, *module(x, x, x, average_attn_weights=average)])
     for other in range(2, len(results)):
@@ -1063,6 +1155,7 @@ def test_memory_is_that_of_the_result():
         ({"lse": torch.zeros(1, 2, 5, dtype=torch.int64)}, TypeError, "lse must be a floating-point tensor or None"),
         ({"key": torch.randn(1, 2, 7, 9)}, RuntimeError, "key's last size must be query's, 8"),
         ({"window": (-1, 0)}, ValueError, "window's bounds must be >= 0"),
+        ({"sinks": torch.zeros(3)}, RuntimeError, r"sinks must have one number for each of query's heads, \(2,\) or"),
         ({"query": torch.randn(5, 8), "key": torch.randn(7, 8), "heads": 0}, RuntimeError, "heads needs a head dim"),
     ],
 )

@@ -113,6 +113,54 @@ def test_parts_of_which_one_has_the_sinks(target):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [None, [2, 0]], ids=str)
+@pytest.mark.parametrize("ranges", [False, True], ids=["", "ranges"])
+def test_weights_sum_to_less_than_one(target, heads, ranges):
+    """By what the sink takes; times the values they are the output, with and without the call's log-sum-exp."""
+    inputs = target.inputs(2, 4, 33, 50, 16, heads_k=2)
+    inputs = inputs.with_ranges("anything", "B1L", 2, torch.int32, 1) if ranges else inputs
+    q, k, v = inputs.query, inputs.key, inputs.value
+    sinks = target.randn(2, 4)
+    options = {"enable_gqa": True, "is_causal": not ranges, "key_ranges": inputs.key_ranges, "sinks": sinks}
+    out, lse = target.attention(q, k, v, return_lse=True, **options)
+    chosen = slice(None) if heads is None else heads
+    out, left = out[:, chosen], 1.0 - (sinks.unsqueeze(-1) - lse).exp()[:, chosen]
+    values = v.repeat_interleave(2, 1)[:, chosen]
+    for given in (lse, None):
+        weights = attnkern.attention_weights(q, k, lse=given, heads=heads, **options)
+        torch.testing.assert_close(weights @ values, out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights.sum(-1), left, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_lse", [False, True], ids=["", "lse"])
+def test_gradients_through_weights_are_those_of_the_call(target, with_lse):
+    leaves = [x.requires_grad_() for x in (*target.inputs(2, 4, 20, 31, 16).tensors.values(), target.randn(4))]
+    q, k, v, sinks = leaves
+    out, lse = target.attention(q, k, v, sinks=sinks, return_lse=True)
+    weights = attnkern.attention_weights(q, k, sinks=sinks, lse=lse if with_lse else None)
+    grad = torch.randn_like(out)
+    for x, y in zip(*(torch.autograd.grad(o, leaves, grad) for o in (weights @ v, out)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("sink", [-math.inf, LOWEST, -1e30, 2e4, 3e38])
+@pytest.mark.parametrize("level", [LOWEST, 2e4])
+def test_weights_beside_large_numbers(level, sink):
+    """A row whose scores are all one large number, beside which its log-sum-exp has no room for their mean."""
+    q, k, bias = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 7, 8), torch.randn(5, 7)
+    q[:, :, 2], bias[2] = 0.0, level
+    sinks = torch.tensor([sink])
+    scores = q.double() @ k.double().mT / math.sqrt(8) + bias
+    exact = torch.cat([scores, sinks.double().expand(1, 1, 5, 1)], -1).softmax(-1)[..., :-1]
+    _, lse = attnkern.attention(q, k, k, bias, sinks=sinks, return_lse=True)
+    for given in (lse, None):
+        weights = attnkern.attention_weights(q, k, bias, lse=given, sinks=sinks)
+        torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (9, 0)}], ids=str)
 def test_packed_sequences(target, options):
     lengths = [20, 1, 33, 0, 7]
