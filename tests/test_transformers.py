@@ -87,22 +87,25 @@ DECODERS = {
         **SIZES, **GQA, **alternating(), num_local_experts=2, num_experts_per_tok=2
     ),
 }
+T5 = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "initializer_factor": 1.0,
+    "relative_attention_num_buckets": 8,
+    "feed_forward_proj": "gated-gelu",  # where ReLU turns, a rounding is a jump of the gradient
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "decoder_start_token_id": 1,
+}
 ENCODER_DECODERS = {
-    "t5": lambda: transformers.T5Config(
-        vocab_size=97,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        initializer_factor=1.0,
-        relative_attention_num_buckets=8,
-        feed_forward_proj="gated-gelu",  # where ReLU turns, a rounding is a jump of the gradient
-        pad_token_id=0,
-        eos_token_id=None,
-        decoder_start_token_id=1,
-    ),
+    "t5": lambda: transformers.T5Config(**T5),
+    "mt5": lambda: transformers.MT5Config(**T5),
+    "umt5": lambda: transformers.UMT5Config(**T5),  # each layer has positions of its own
     "bart": lambda: transformers.BartConfig(**ENCODER_DECODER),
     "whisper": lambda: transformers.WhisperConfig(
         **ENCODER_DECODER, num_mel_bins=8, max_source_positions=15, max_target_positions=40, suppress_tokens=None
@@ -201,7 +204,7 @@ def calls(monkeypatch):
     return seen
 
 
-NUM_CALLS = {"t5": 6, "bart": 6, "whisper": 6}  # encoder, decoder, and the decoder's look at the encoder
+NUM_CALLS = dict.fromkeys(ENCODER_DECODERS, 6)  # encoder, decoder, and the decoder's look at the encoder
 
 
 def check(family, padding, dtype=torch.float32):
@@ -364,6 +367,53 @@ def test_relative_positions_need_no_dense_mask_of_their_own(calls):
     decoder = [call for call in calls if call.get("is_causal")]
     assert len(decoder) == 2
     assert all(tuple(call["mask"].shape) == (1, 4, 7, 7) for call in decoder)
+
+
+THEIR_OWN = {
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=97, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+    ),
+    "mpt": lambda: transformers.MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+}
+
+
+@pytest.mark.filterwarnings("ignore::attnkern.backends.FallbackWarning")
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", THEIR_OWN)
+def test_models_that_compute_attention_themselves_are_those_of_eager(family, padding, calls):
+    """Their code adds the mask to the scores (ALiBi's are among these), so that it must be one to be added."""
+    models = []
+    for attention in ("eager", "attnkern"):
+        torch.manual_seed(1)
+        config = THEIR_OWN[family]()
+        config.initializer_range, config.pad_token_id, config.eos_token_id = 0.2, 0, None
+        models.append(transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
+        assert models[-1].config._attn_implementation == attention
+    arguments, counts = inputs("llama", padding)
+    weights = torch.randn(100_000, dtype=torch.float64)
+    for x, y in zip(*(run(model, arguments, counts, weights) for model in models), strict=True):
+        assert torch.equal(x, y)
+        assert x.abs().max() > 0.1
+    for x, y in zip(*(generate(model, arguments) for model in models), strict=True):
+        assert torch.equal(x, y)
+    compiled = torch.compile(models[1], backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        out, expected = (m(arguments["input_ids"], use_cache=False).logits for m in (compiled, models[0]))
+    torch.testing.assert_close(out, expected)
+    assert calls == []
+
+
+def test_models_that_compute_attention_themselves_are_told_of(monkeypatch):
+    monkeypatch.setattr(integration, "_COMPUTE_THEMSELVES", {type(None): False})
+    config = THEIR_OWN["bloom"]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern")
+    ids = torch.randint(2, 97, (1, 5))
+    with pytest.warns(attnkern.FallbackWarning, match="BloomModel computes attention in its own code"):
+        model(ids)
+    with warnings.catch_warnings(action="error", category=attnkern.FallbackWarning):
+        model(ids)
+    found = {family: integration._computes_itself(type(config())) for family, config in FAMILIES.items()}
+    assert not any(found.values()), found
 
 
 def test_a_mask_of_ones_own():

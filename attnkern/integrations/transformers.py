@@ -222,9 +222,12 @@ class Ranges(NamedTuple):
 
 def attention_mask(**arguments: Any) -> Tensor | None:
     """transformers' mask function: None, or the mask (B, 1, L, S) as a `CompactMask`, or as `Ranges.packed` where it
-    goes through a compiled graph. A pattern that isn't ranges of keys is dense, made by transformers' `sdpa_mask`."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+    goes through a compiled graph. A pattern that isn't ranges of keys is dense, made by transformers' `sdpa_mask`; the
+    mask of a model whose own code computes attention is that of "eager", which such code adds to its scores."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
+    if _computes_itself(type(arguments.get("config"))):
+        return eager_mask(**arguments)
     q_length, q_offset = arguments.get("q_length"), arguments.get("q_offset")
     if torch.jit.is_tracing() or q_length is None or q_offset is None:
         return sdpa_mask(**arguments)  # 5.0 says in other words where the queries are
@@ -250,6 +253,31 @@ def attention_mask(**arguments: Any) -> Tensor | None:
         return dense()
     ranges = _ranges(function, shape, q_offset, arguments.get("kv_offset", 0), padding, arguments.get("device"))
     return ranges.packed(shape[0]) if compiled else CompactMask.of(shape, arguments.get("device"), ranges, dense)
+
+
+def _computes_itself(config: type) -> bool:
+    """Whether the model of this configuration's class is one of transformers' that never call AttentionInterface."""
+    if config not in _COMPUTE_THEMSELVES:
+        from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+        found: Any = MODEL_MAPPING.get(config, None) or ()
+        models = found if isinstance(found, tuple) else (found,)
+        own = [model.__name__ for model in models if not model._can_set_attn_implementation()]
+        _COMPUTE_THEMSELVES[config] = bool(own)
+        if own:
+            warnings.warn(
+                f"attnkern: {own[0]} computes attention in its own code, without attn_implementation: the "
+                "kernels are not used",
+                FallbackWarning,
+                stacklevel=4,
+            )
+    return _COMPUTE_THEMSELVES[config]
+
+
+_COMPUTE_THEMSELVES: dict[type, bool] = {type(None): False}
+"""By the class of the configuration."""
+# A compiled graph takes the answer for a constant. (As by torch.compiler.assume_constant_result, which imports Dynamo.)
+_computes_itself._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_whole(padding: Tensor | None) -> bool:
