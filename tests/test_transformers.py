@@ -239,7 +239,7 @@ def test_outputs_and_gradients_in_bfloat16(family):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("family", ["mistral", "bart"])
+@pytest.mark.parametrize("family", ["mistral", "bart", "t5"])
 def test_training_with_gradient_checkpointing(family, reentrant):
     variant = make(family)
     arguments, counts = inputs(family, False)
@@ -358,15 +358,21 @@ def test_few_heads_stay_few_and_windows_stay_bands(family, padding, calls):
     assert {call["softcap"] for call in calls} == {2.0 if family == "gemma2" else None}
 
 
-def test_relative_positions_need_no_dense_mask_of_their_own(calls):
-    """T5's bias is the mask; where it is causal, the band joins it."""
-    model = make("t5")("attnkern")
-    arguments, _ = inputs("t5", False)
+@pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
+def test_relative_positions_are_a_table(family, calls):
+    """The numbers of T5's bias that differ, beside the causal band or ranges of keys; of cross-attention they are 0."""
+    model = make(family)("attnkern")
+    arguments, _ = inputs(family, False)
+    arguments["attention_mask"][1, 8:] = 0
     model(**arguments)
-    assert [tuple(call["mask"].shape) for call in calls[:2]] == [(1, 4, 11, 11)] * 2
-    decoder = [call for call in calls if call.get("is_causal")]
-    assert len(decoder) == 2
-    assert all(tuple(call["mask"].shape) == (1, 4, 7, 7) for call in decoder)
+    assert [call["mask"] for call in calls] == [None] * 6
+    kinds = {"encoder": calls[:2], "decoder": calls[2::2], "cross": calls[3::2]}
+    sizes = {"encoder": (11, 11), "decoder": (7, 7), "cross": (7, 11)}
+    for kind, (seqlen_q, seqlen_k) in sizes.items():
+        for call in kinds[kind]:
+            assert tuple(call["relative_bias"].shape) == (1, 4, seqlen_q + seqlen_k - 1)
+            assert call.get("is_causal", False) == (kind == "decoder")
+            assert bool(call["relative_bias"].any()) == (kind != "cross")
 
 
 THEIR_OWN = {

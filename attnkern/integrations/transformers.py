@@ -445,7 +445,12 @@ def attention_forward(
     packed = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     key, value, mask, options = _with_mask(query, key, value, attention_mask, causal, packed)
     if position_bias is not None:
-        position_bias = position_bias[..., : key.shape[2]].to(query.dtype)
+        if mask is None and query.shape[2] > 1 and _is_by_distance(module):
+            options["relative_bias"] = _table(position_bias, key.shape[2]).to(query.dtype)
+            position_bias = None
+        else:
+            position_bias = position_bias[..., : key.shape[2]].to(query.dtype)
+    if position_bias is not None:
         if mask is None:
             mask = position_bias
         elif mask.dtype == torch.bool:
@@ -458,6 +463,24 @@ def attention_forward(
         options["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
     out = attention(query, key, value, mask, dropout, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+_BY_DISTANCE = frozenset(
+    f"transformers.models.{n.lower()}.modeling_{n.lower()}.{n}Attention" for n in ("T5", "MT5", "UMT5")
+)
+"""Layers whose position_bias depends on the distance from query to key alone: on its bucket, or it is 0."""
+
+
+def _is_by_distance(module: torch.nn.Module) -> bool:
+    return f"{type(module).__module__}.{type(module).__qualname__}" in _BY_DISTANCE
+
+
+def _table(bias: Tensor, seqlen_k: int) -> Tensor:
+    """Of a bias by distance (1, H, L, S), its numbers for the first keys as a table (1, H, L + seqlen_k - 1): the first
+    column from below, and the first row. All the gradient goes to these: a bucket's weight sums over its entries."""
+    distance = torch.arange(1 - bias.shape[2], seqlen_k, device=bias.device)
+    at = torch.where(distance < 0, -distance * bias.shape[3], distance)
+    return bias.flatten(2).index_select(-1, at)
 
 
 def _with_mask(
