@@ -96,22 +96,25 @@ DECODERS = {
         moe_intermediate_size=24,
     ),
 }
+T5 = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "initializer_factor": 1.0,
+    "relative_attention_num_buckets": 8,
+    "feed_forward_proj": "gated-gelu",  # where ReLU turns, a rounding is a jump of the gradient
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "decoder_start_token_id": 1,
+}
 ENCODER_DECODERS = {
-    "t5": lambda: transformers.T5Config(
-        vocab_size=97,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        initializer_factor=1.0,
-        relative_attention_num_buckets=8,
-        feed_forward_proj="gated-gelu",  # where ReLU turns, a rounding is a jump of the gradient
-        pad_token_id=0,
-        eos_token_id=None,
-        decoder_start_token_id=1,
-    ),
+    "t5": lambda: transformers.T5Config(**T5),
+    "mt5": lambda: transformers.MT5Config(**T5),
+    "umt5": lambda: transformers.UMT5Config(**T5),  # each layer has positions of its own
     "bart": lambda: transformers.BartConfig(**ENCODER_DECODER),
     "whisper": lambda: transformers.WhisperConfig(
         **ENCODER_DECODER, num_mel_bins=8, max_source_positions=15, max_target_positions=40, suppress_tokens=None
@@ -211,7 +214,7 @@ def calls(monkeypatch):
     return seen
 
 
-NUM_CALLS = {"t5": 6, "bart": 6, "whisper": 6}  # encoder, decoder, and the decoder's look at the encoder
+NUM_CALLS = dict.fromkeys(ENCODER_DECODERS, 6)  # encoder, decoder, and the decoder's look at the encoder
 
 
 def check(family, padding, dtype=torch.float32):
@@ -264,7 +267,7 @@ def test_sinks_and_their_gradient(family, calls):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart"])
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart", "t5"])
 def test_training_with_gradient_checkpointing(family, reentrant):
     variant = make(family)
     arguments, counts = inputs(family, False)
@@ -383,15 +386,68 @@ def test_few_heads_stay_few_and_windows_stay_bands(family, padding, calls):
     assert {call["softcap"] for call in calls} == {2.0 if family == "gemma2" else None}
 
 
-def test_relative_positions_need_no_dense_mask_of_their_own(calls):
-    """T5's bias is the mask; where it is causal, the band joins it."""
-    model = make("t5")("attnkern")
-    arguments, _ = inputs("t5", False)
+@pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
+def test_relative_positions_are_a_table(family, calls):
+    """The numbers of T5's bias that differ, beside the causal band or ranges of keys; of cross-attention they are 0."""
+    model = make(family)("attnkern")
+    arguments, _ = inputs(family, False)
+    arguments["attention_mask"][1, 8:] = 0
     model(**arguments)
-    assert [tuple(call["mask"].shape) for call in calls[:2]] == [(1, 4, 11, 11)] * 2
-    decoder = [call for call in calls if call.get("is_causal")]
-    assert len(decoder) == 2
-    assert all(tuple(call["mask"].shape) == (1, 4, 7, 7) for call in decoder)
+    assert [call["mask"] for call in calls] == [None] * 6
+    kinds = {"encoder": calls[:2], "decoder": calls[2::2], "cross": calls[3::2]}
+    sizes = {"encoder": (11, 11), "decoder": (7, 7), "cross": (7, 11)}
+    for kind, (seqlen_q, seqlen_k) in sizes.items():
+        for call in kinds[kind]:
+            assert tuple(call["relative_bias"].shape) == (1, 4, seqlen_q + seqlen_k - 1)
+            assert call.get("is_causal", False) == (kind == "decoder")
+            assert bool(call["relative_bias"].any()) == (kind != "cross")
+
+
+THEIR_OWN = {
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=97, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+    ),
+    "mpt": lambda: transformers.MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+}
+
+
+@pytest.mark.filterwarnings("ignore::attnkern.backends.FallbackWarning")
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", THEIR_OWN)
+def test_models_that_compute_attention_themselves_are_those_of_eager(family, padding, calls):
+    """Their code adds the mask to the scores (ALiBi's are among these), so that it must be one to be added."""
+    models = []
+    for attention in ("eager", "attnkern"):
+        torch.manual_seed(1)
+        config = THEIR_OWN[family]()
+        config.initializer_range, config.pad_token_id, config.eos_token_id = 0.2, 0, None
+        models.append(transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
+        assert models[-1].config._attn_implementation == attention
+    arguments, counts = inputs("llama", padding)
+    weights = torch.randn(100_000, dtype=torch.float64)
+    for x, y in zip(*(run(model, arguments, counts, weights) for model in models), strict=True):
+        assert torch.equal(x, y)
+        assert x.abs().max() > 0.1
+    for x, y in zip(*(generate(model, arguments) for model in models), strict=True):
+        assert torch.equal(x, y)
+    compiled = torch.compile(models[1], backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        out, expected = (m(arguments["input_ids"], use_cache=False).logits for m in (compiled, models[0]))
+    torch.testing.assert_close(out, expected)
+    assert calls == []
+
+
+def test_models_that_compute_attention_themselves_are_told_of(monkeypatch):
+    monkeypatch.setattr(integration, "_COMPUTE_THEMSELVES", {type(None): False})
+    config = THEIR_OWN["bloom"]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern")
+    ids = torch.randint(2, 97, (1, 5))
+    with pytest.warns(attnkern.FallbackWarning, match="BloomModel computes attention in its own code"):
+        model(ids)
+    with warnings.catch_warnings(action="error", category=attnkern.FallbackWarning):
+        model(ids)
+    found = {family: integration._computes_itself(type(config())) for family, config in FAMILIES.items()}
+    assert not any(found.values()), found
 
 
 def test_a_mask_of_ones_own():

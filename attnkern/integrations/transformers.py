@@ -222,9 +222,12 @@ class Ranges(NamedTuple):
 
 def attention_mask(**arguments: Any) -> Tensor | None:
     """transformers' mask function: None, or the mask (B, 1, L, S) as a `CompactMask`, or as `Ranges.packed` where it
-    goes through a compiled graph. A pattern that isn't ranges of keys is dense, made by transformers' `sdpa_mask`."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+    goes through a compiled graph. A pattern that isn't ranges of keys is dense, made by transformers' `sdpa_mask`; the
+    mask of a model whose own code computes attention is that of "eager", which such code adds to its scores."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
+    if _computes_itself(type(arguments.get("config"))):
+        return eager_mask(**arguments)
     q_length, q_offset = arguments.get("q_length"), arguments.get("q_offset")
     if torch.jit.is_tracing() or q_length is None or q_offset is None:
         return sdpa_mask(**arguments)  # 5.0 says in other words where the queries are
@@ -250,6 +253,31 @@ def attention_mask(**arguments: Any) -> Tensor | None:
         return dense()
     ranges = _ranges(function, shape, q_offset, arguments.get("kv_offset", 0), padding, arguments.get("device"))
     return ranges.packed(shape[0]) if compiled else CompactMask.of(shape, arguments.get("device"), ranges, dense)
+
+
+def _computes_itself(config: type) -> bool:
+    """Whether the model of this configuration's class is one of transformers' that never call AttentionInterface."""
+    if config not in _COMPUTE_THEMSELVES:
+        from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+        found: Any = MODEL_MAPPING.get(config, None) or ()
+        models = found if isinstance(found, tuple) else (found,)
+        own = [model.__name__ for model in models if not model._can_set_attn_implementation()]
+        _COMPUTE_THEMSELVES[config] = bool(own)
+        if own:
+            warnings.warn(
+                f"attnkern: {own[0]} computes attention in its own code, without attn_implementation: the "
+                "kernels are not used",
+                FallbackWarning,
+                stacklevel=4,
+            )
+    return _COMPUTE_THEMSELVES[config]
+
+
+_COMPUTE_THEMSELVES: dict[type, bool] = {type(None): False}
+"""By the class of the configuration."""
+# A compiled graph takes the answer for a constant. (As by torch.compiler.assume_constant_result, which imports Dynamo.)
+_computes_itself._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_whole(padding: Tensor | None) -> bool:
@@ -417,7 +445,12 @@ def attention_forward(
     packed = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     key, value, mask, options = _with_mask(query, key, value, attention_mask, causal, packed)
     if position_bias is not None:
-        position_bias = position_bias[..., : key.shape[2]].to(query.dtype)
+        if mask is None and query.shape[2] > 1 and _is_by_distance(module):
+            options["relative_bias"] = _table(position_bias, key.shape[2]).to(query.dtype)
+            position_bias = None
+        else:
+            position_bias = position_bias[..., : key.shape[2]].to(query.dtype)
+    if position_bias is not None:
         if mask is None:
             mask = position_bias
         elif mask.dtype == torch.bool:
@@ -430,6 +463,24 @@ def attention_forward(
         options["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
     out = attention(query, key, value, mask, dropout, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+_BY_DISTANCE = frozenset(
+    f"transformers.models.{n.lower()}.modeling_{n.lower()}.{n}Attention" for n in ("T5", "MT5", "UMT5")
+)
+"""Layers whose position_bias depends on the distance from query to key alone: on its bucket, or it is 0."""
+
+
+def _is_by_distance(module: torch.nn.Module) -> bool:
+    return f"{type(module).__module__}.{type(module).__qualname__}" in _BY_DISTANCE
+
+
+def _table(bias: Tensor, seqlen_k: int) -> Tensor:
+    """Of a bias by distance (1, H, L, S), its numbers for the first keys as a table (1, H, L + seqlen_k - 1): the first
+    column from below, and the first row. All the gradient goes to these: a bucket's weight sums over its entries."""
+    distance = torch.arange(1 - bias.shape[2], seqlen_k, device=bias.device)
+    at = torch.where(distance < 0, -distance * bias.shape[3], distance)
+    return bias.flatten(2).index_select(-1, at)
 
 
 def _with_mask(
