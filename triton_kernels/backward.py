@@ -28,6 +28,8 @@ from .arguments import Call, Keys, Masks, Queries, RowTerms, Strides
 from .ranges import next_keys, next_queries, row_ends, visiting
 from .score import (
     dropout_keep,
+    held_columns,
+    leaves_out,
     load_row_terms,
     philox_of,
     probabilities,
@@ -146,6 +148,9 @@ def _dkdv_blocks(
             ends = row_ends(masks, strides, rows, call, C)
         s, t = scores(qk, rows[None, :], cols[:, None], masks.bias, strides.bias, ends, call, C, MASKED)
         p = probabilities(s, base[None, :], C.NATURAL)
+        held = None
+        if leaves_out(C, MASKED) and not C.TANGENT:
+            held = base < float("inf")  # queries that have a key at all
         keep = p > 0.0
         kept = p
         if C.DROPOUT:
@@ -160,9 +165,11 @@ def _dkdv_blocks(
             )
             dv = add_product(dv, kept, g_tiles, C.V, C.BLOCK_M, C, TAIL)
         else:
-            dv, dp = add_rows_and_products(dv, kept, v, grad_out, first_row, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL)
-            _, ds = score_gradient(p, dp, delta[None, :], t, keep, call, C)
-        dk = add_product(dk, ds, q_tiles, C.QK, C.BLOCK_M, C, TAIL)
+            dv, dp = add_rows_and_products(
+                dv, kept, v, grad_out, first_row, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL, held
+            )
+            _, ds = score_gradient(p, dp, delta[None, :], t, keep, call, C, MASKED)
+        dk = add_product(dk, ds, q_tiles, C.QK, C.BLOCK_M, C, TAIL, False, held)
         if C.TQ:
             dk = add_product(dk, tangent, q_tiles, C.QK, C.BLOCK_M, C, TAIL, True)
     return dk, dv
@@ -232,11 +239,15 @@ def score_gradients(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of scores: the gradients of the scores, of the products q k^T before scale, with a TANGENT of these
-    products' tangent; and the tiles of k. terms: of `load_row_terms`; ends as in `scores`."""
+    products' tangent; the tiles of k; and which of these some row attends to, where some may be left out. terms: of
+    `load_row_terms`; ends as in `scores`."""
     base, delta, mu, nu = terms
     cols = first_col + tl.arange(0, C.BLOCK_N)
     qk, x, k_tiles = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, C.TQ, C.TK)
     s, t = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
+    held = 0
+    if leaves_out(C, MASKED) and not C.TANGENT:
+        held = held_columns(s, C, MASKED)
     p = probabilities(s, base[:, None], C.NATURAL)
     dp, u, _ = products(grad_out, v, first_col, C.V, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, False, C.TV)
     keep = p > 0.0
@@ -247,10 +258,10 @@ def score_gradients(
         ds, raw, tangent, _ = second_gradient(
             p, ts, product, dp, u, delta[:, None], mu[:, None], nu[:, None], t, keep, call, C
         )
-        return ds, raw, tangent, k_tiles
+        return ds, raw, tangent, k_tiles, held
     else:
-        ds, raw = score_gradient(p, dp, delta[:, None], t, keep, call, C)
-        return ds, raw, raw, k_tiles
+        ds, raw = score_gradient(p, dp, delta[:, None], t, keep, call, C, MASKED)
+        return ds, raw, raw, k_tiles, held
 
 
 @triton.jit
@@ -264,15 +275,17 @@ def _dq_blocks(
     if MASKED and C.RANGES > 0:
         ends = row_ends(masks, strides.inputs, rows, call, C)
     for first_col in range(begin, end, C.BLOCK_N):
-        ds, raw, tangent, k_tiles = score_gradients(
+        ds, raw, tangent, k_tiles, held = score_gradients(
             q, grad_out, terms, k, v, masks, strides.inputs, philox, rows, ends, first_col, call, C, MASKED
         )
+        if not leaves_out(C, MASKED) or C.TANGENT:
+            held = None
         if C.DBIAS:
             cols = first_col + tl.arange(0, C.BLOCK_N)
             at = rows[:, None].to(tl.int64) * strides.dbias.row + cols[None, :]
             inside = (rows[:, None] < call.seqlen_q) & (cols[None, :] < call.seqlen_k)
             tl.store(dbias + at, ds.to(dbias.dtype.element_ty), mask=inside)
-        dq = add_product(dq, raw, k_tiles, C.QK, C.BLOCK_N, C, MASKED)
+        dq = add_product(dq, raw, k_tiles, C.QK, C.BLOCK_N, C, MASKED, False, held)
         if C.TK:
             dq = add_product(dq, tangent, k_tiles, C.QK, C.BLOCK_N, C, MASKED, True)
     return dq

@@ -75,7 +75,7 @@ def _add_blocks(acc, q, grad_out, terms, k, v, masks, strides, philox, first_row
     if C.RANGES > 0:
         ends = row_ends(masks, strides, rows, call, C)
     for first_col in range(begin, end, C.BLOCK_N):
-        ds, _, _, _ = score_gradients(
+        ds, _, _, _, _ = score_gradients(
             q, grad_out, terms, k, v, masks, strides, philox, rows, ends, first_col, call, C, True
         )
         acc += ds

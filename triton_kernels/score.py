@@ -231,17 +231,23 @@ def load_row_terms(terms, offset, rows, seqlen_q, C: tl.constexpr):
 
 
 @triton.jit
-def score_gradient(p, dp, delta, t, keep, call, C: tl.constexpr):
+def score_gradient(p, dp, delta, t, keep, call, C: tl.constexpr, MASKED: tl.constexpr):
     """dS = P (dP - delta) of the scores after bias and before the softmax; and of the scaled products, before softcap.
 
-    p: probabilities before dropout; dp: dO V^T; delta: broadcast along its rows; t: tanh from `scores`.
+    p: probabilities before dropout; dp: dO V^T; delta: broadcast along its rows; t: tanh from `scores`. What masks
+    leave out is 0 in both, whatever dp, delta and t are made of.
     """
     if C.DROPOUT:
         dp = tl.where(keep, dp * call.dropout_scale, 0.0)
     ds = p * (dp - delta)
+    if leaves_out(C, MASKED):
+        ds = tl.where(p > 0.0, ds, 0.0)
     raw = ds
     if C.SOFTCAP:
-        raw = ds * (1.0 - t * t)
+        slope = 1.0 - t * t
+        if leaves_out(C, MASKED):
+            slope = tl.where(p > 0.0, slope, 0.0)
+        raw = ds * slope
     return ds, raw
 
 

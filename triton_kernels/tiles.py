@@ -252,34 +252,39 @@ def zeros(ROWS: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def _cleared(b, held):
+    """b with zeros in the rows that `held` doesn't have. By bits: the mask of a row's two neighbours of 16 bits is one
+    register, where selecting would take two predicates."""
+    BITS: tl.constexpr = tl.int32 if b.dtype.primitive_bitwidth == 32 else tl.int16
+    return (b.to(BITS, bitcast=True) & -held.to(BITS)[:, None]).to(b.dtype, bitcast=True)
+
+
+@triton.jit
 def add_product(
-    acc, a, b, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TAIL: tl.constexpr, TANGENT: tl.constexpr = False
-):
+    acc, a, b, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, TAIL: tl.constexpr, TANGENT: tl.constexpr = False,
+    held=None,
+):  # fmt: skip
     """acc + a b, with a in b's dtype: b's two tiles, or those of its tangent if TANGENT; loaded here if b holds
-    pointers. TAIL as in `load_tile`."""
+    pointers. TAIL as in `load_tile`, held as in `add_rows`."""
     acc0 = acc[0]
     acc1 = acc[1]
     b0 = b.t0 if TANGENT else b.x0
     b1 = b.t1 if TANGENT else b.x1
     stride = b.tangent_stride if TANGENT else b.stride
     if C.CHUNK > 0:
-        b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL, None, b.begin,
+        b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL, held, b.begin,
                        C.HULL)  # fmt: skip
+    elif held is not None:
+        b0 = _cleared(b0, held)
     acc0 = tl.dot(a.to(b0.dtype), b0, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
         if C.CHUNK > 0:
-            b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL, None,
+            b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL, held,
                            b.begin, C.HULL)  # fmt: skip
+        elif held is not None:
+            b1 = _cleared(b1, held)
         acc1 = tl.dot(a.to(b1.dtype), b1, acc1, input_precision=C.PRECISION)
     return acc0, acc1
-
-
-@triton.jit
-def _cleared(b, held):
-    """b with zeros in the rows that `held` doesn't have. By bits: the mask of a row's two neighbours of 16 bits is one
-    register, where selecting would take two predicates."""
-    BITS: tl.constexpr = tl.int32 if b.dtype.primitive_bitwidth == 32 else tl.int16
-    return (b.to(BITS, bitcast=True) & -held.to(BITS)[:, None]).to(b.dtype, bitcast=True)
 
 
 @triton.jit
@@ -315,23 +320,29 @@ def add_rows(
 @triton.jit
 def add_rows_and_products(
     acc, a, c, rows, first, W: tl.constexpr, C_ROWS: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr,
-    TMA: tl.constexpr, TAIL: tl.constexpr,
+    TMA: tl.constexpr, TAIL: tl.constexpr, held=None,
 ):  # fmt: skip
     """acc + a b, as `add_rows` has it, and c b^T, as `products` has it, with b loaded once but where it comes in chunks
-    of columns."""
+    of columns. What isn't `held` is zero in the first alone."""
     acc0 = acc[0]
     acc1 = acc[1]
     if C.CHUNK > 0:
-        acc0, acc1 = add_rows(acc, None, a, rows, first, W, ROWS, C, TMA, TAIL)
+        acc0, acc1 = add_rows(acc, None, a, rows, first, W, ROWS, C, TMA, TAIL, False, held)
         total, _, _ = products(c, rows, first, W, C_ROWS, ROWS, C, TMA, TAIL)
     else:
         b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
         a = a.to(b.dtype)
-        acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
+        x = b
+        if held is not None:
+            x = _cleared(b, held)
+        acc0 = tl.dot(a, x, acc0, input_precision=C.PRECISION)
         total = tl.dot(c.x0, tl.trans(b), input_precision=C.PRECISION)
         if W.rest > 0:
             b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
-            acc1 = tl.dot(a, b, acc1, input_precision=C.PRECISION)
+            x = b
+            if held is not None:
+                x = _cleared(b, held)
+            acc1 = tl.dot(a, x, acc1, input_precision=C.PRECISION)
             total = tl.dot(c.x1, tl.trans(b), total, input_precision=C.PRECISION)
     return (acc0, acc1), total
 
