@@ -51,6 +51,24 @@ def test_bands(band, gpu):
         Simulated("triton", "cpu", gpu).check(inputs, **options)
 
 
+EXCLUDED = {
+    "bool of keys": MASKS["bool of keys"],
+    "bool of queries": {"mask": ("bool", "B1L1")},
+    "ranges": {"ranges": ("anything", "B11", 1)},
+}
+
+
+@pytest.mark.parametrize("gpu", [80, 90])
+@pytest.mark.parametrize("kind", EXCLUDED)
+def test_masks(kind, gpu):
+    """Output, log-sum-exp and gradients, on rows read by pointers and by TMA."""
+    size = 128 if (kind, gpu) == ("ranges", 80) else 64  # forward_kernel has no registers for it there
+    inputs, options = make((70, 100, size, 2), BF16, poison=math.nan, **EXCLUDED[kind])
+    with routed(gpu) as launched:
+        Simulated("triton", "cpu", gpu).check(inputs, **options)
+    assert {"forward_kernel", "dkdv_kernel", "dq_kernel"} <= {kernel.function.__name__ for kernel in launched}
+
+
 @pytest.mark.parametrize("band", list(BANDS)[1::3])
 def test_bands_where_columns_come_in_chunks(band):
     queries, keys, options = BANDS[band]

@@ -149,7 +149,7 @@ def _dkdv_blocks(
         s, t = scores(qk, rows[None, :], cols[:, None], masks.bias, strides.bias, ends, call, C, MASKED)
         p = probabilities(s, base[None, :], C.NATURAL)
         held = None
-        if leaves_out(C, MASKED) and not C.TANGENT:
+        if leaves_out(C, MASKED) and C.RANGES == 0 and not C.TANGENT:  # beside ranges it spills
             held = base < float("inf")  # queries that have a key at all
         keep = p > 0.0
         kept = p

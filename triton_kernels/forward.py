@@ -40,7 +40,8 @@ def _forward_blocks(
         s, _ = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
         held = None
         reached = None
-        if C.TMA or C.V.rest == 0 or C.V.first != 128 or C.CHUNK > 0:  # else registers spill
+        spills: tl.constexpr = (C.V.first == 128 and C.V.rest > 0) or (C.V.dims == 64 and C.RANGES > 0)
+        if C.TMA or C.CHUNK > 0 or not spills:
             held = held_columns(s, C, MASKED)
             if C.CHUNK > 32:  # of 16 bits: v isn't under way yet
                 reached = held
