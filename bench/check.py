@@ -44,7 +44,7 @@ class Checker:
         group = case.heads_q // case.heads_k
         entries = group * case.seqlen_q * case.seqlen_k
         fit = max(1, MAX_ENTRIES // entries)
-        if case.mask == "bias":  # its gradient sums over the batch
+        if case.learned:  # whose gradient sums over the batch
             batch, heads = case.batch, min(case.heads_k, max(1, fit // case.batch))
         else:
             heads = min(case.heads_k, fit)
@@ -68,6 +68,8 @@ class Checker:
     def _sample(self, name: str, x: Tensor) -> Tensor:
         """The sampled part of a tensor with the named one's shape."""
         heads = self.heads_k if name in ("key", "value") else self.heads_q
+        if name == "sinks":
+            return x[heads.to(x.device)]
         for dim, index in ((0, self.batch), (1, heads), (2, None if name in ("key", "value") else self.rows)):
             if index is not None and x.size(dim) > 1 and len(index) < x.size(dim):
                 x = x.index_select(dim, index.to(x.device))
@@ -93,6 +95,7 @@ class Checker:
                 self._sample("key", inputs.key),
                 self._sample("value", inputs.value),
                 mask,
+                sinks=None if inputs.sinks is None else self._sample("sinks", inputs.sinks),
                 grad_out=self._sample("out", self.grad_out) if gradients else None,
                 keep=keep,
                 dropout_p=case.dropout,

@@ -56,18 +56,18 @@ class Provider:
     instead: Callable[[Case], Case] | None = None  # it runs another case of these sizes, by which a mask's cost is told
 
     def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
-        """The call of one pass. It returns the output, then the gradients of query, key, value and a learned mask."""
+        """The call of one pass. It returns the output, then the gradients of query, key, value and what is learned."""
         if self.instead is not None:
-            case, inputs = self.instead(case), replace(inputs, attn_mask=None)
+            case, inputs = self.instead(case), replace(inputs, attn_mask=None, sinks=None)
         with self.context():
-            attend = self.bind(case, inputs)
             if pass_name == "forward":
-                return Work(partial(attend, *_tensors(inputs)), self.context)
+                return Work(partial(self.bind(case, inputs), *_tensors(inputs)), self.context)
+            learned = {name: getattr(inputs, name).detach().requires_grad_() for name in case.learned}
+            inputs = replace(inputs, **learned)
+            attend = self.bind(case, inputs)
             query, key, value = leaves = [x.detach().requires_grad_() for x in _tensors(inputs)[:3]]
             mask = inputs.attn_mask
-            if case.mask == "bias" and mask is not None:
-                mask = mask.detach().requires_grad_()
-                leaves.append(mask)
+            leaves += learned.values()
             if pass_name == "forward-grad":
                 return Work(partial(attend, query, key, value, mask), self.context)
             if pass_name == "backward":
@@ -85,10 +85,12 @@ def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return inputs.query, inputs.key, inputs.value, inputs.attn_mask
 
 
-def results(pass_name: str, returned: object, restore: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+def results(
+    case: Case, pass_name: str, returned: object, restore: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, Tensor]:
     """What a Work's call returned, by the names of attnkern.testing.expected."""
     tensors = returned if isinstance(returned, tuple) else (returned,)
-    names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", "attn_mask")
+    names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", *case.learned)
     if pass_name == "both":
         names = ("out", *names)
     found = {name: x.detach() for name, x in zip(names, tensors, strict=False) if x.numel()}
@@ -116,14 +118,15 @@ def _attnkern(backend: str, case: Case, inputs: Inputs) -> Attend:
     if case.ranged_kind:
         return _attnkern_with_ranges(backend, case, inputs)
     query, key, value, mask = _tensors(inputs)
-    explanation = attnkern.explain(query, key, value, mask, **_extended(case), backend=backend)
+    sinks = inputs.sinks
+    explanation = attnkern.explain(query, key, value, mask, **_extended(case), sinks=sinks, backend=backend)
     if explanation.chosen != backend:
         raise Refused("; ".join(explanation.refusals[backend]))
-    drop_in = case.window is None and case.alignment == "top_left" and not case.softcap
+    drop_in = sinks is None and case.window is None and case.alignment == "top_left" and not case.softcap
     if drop_in and not (case.causal and case.mask != "none"):
         return partial(attnkern.scaled_dot_product_attention, **_options(case), backend=backend)
     function: Callable[..., Any] = attnkern.attention  # gives the output alone unless asked for more
-    return partial(function, **_extended(case), backend=backend)
+    return partial(function, **_extended(case), sinks=sinks, backend=backend)
 
 
 def _attnkern_with_ranges(backend: str, case: Case, inputs: Inputs, dense: bool = False) -> Attend:
@@ -155,7 +158,9 @@ def _attnkern_with_ranges(backend: str, case: Case, inputs: Inputs, dense: bool 
 
 
 def _without_mask(case: Case) -> Case:
-    """The same sizes, all scores; of a window with sinks, the window alone."""
+    """The same sizes, all scores; of a window and the first keys, the window alone; of learned sinks, all but them."""
+    if case.sinks:
+        return replace(case, sinks=False)
     if case.ranged_kind == "packed" or (case.mask == "none" and case.band is None):
         raise Refused("there is no call of these sizes without the mask")
     plain = replace(case, mask="none", causal=False, window=None, alignment="top_left")
@@ -183,8 +188,8 @@ def _params(case: Case, inputs: Inputs) -> AttentionParams:
     """The operator's arguments from softmax_scale to dropout_p."""
     if case.ranged_kind:
         raise Refused("the bare operator is timed without ranges only")
-    if case.dropout:
-        raise Refused("the bare operator is timed without dropout only")
+    if case.dropout or case.sinks:
+        raise Refused("the bare operator is timed without dropout and sinks only")
     query, key, value, mask = _tensors(inputs)
     return Problem.from_sdpa(query, key, value, mask, **_extended(case)).params
 
@@ -289,6 +294,8 @@ def _sdpa(case: Case, inputs: Inputs) -> Attend:
     if case.softcap:
         raise Refused("F.scaled_dot_product_attention has no softcap")
     options = _options(case)
+    if case.sinks:
+        return _sdpa_with_a_key_more(case, inputs)
     if case.ranged_kind == "packed":
         return partial(F.scaled_dot_product_attention, **options)  # of the padded batch
     band_is_causal = case.window is None and (case.alignment == "top_left" or case.seqlen_q == case.seqlen_k)
@@ -310,6 +317,30 @@ def _sdpa(case: Case, inputs: Inputs) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, dense, **options)
+
+    return attend
+
+
+def _sdpa_with_a_key_more(case: Case, inputs: Inputs) -> Attend:
+    """The sinks as the scores of a key of zeros, whose value is 0: a mask adds them. It is made before the clock starts
+    where they aren't trained."""
+    query, sinks = inputs.query, inputs.sinks
+    assert sinks is not None
+    keep = case.keep_mask(device=query.device)
+    scores = query.new_zeros(1, case.heads_q, case.seqlen_q, case.seqlen_k)
+    scores = scores if keep is None else scores.masked_fill(~keep, float("-inf"))
+    options = {**_options(case), "is_causal": False}
+
+    def with_column() -> Tensor:
+        column = sinks.to(query.dtype)[None, :, None, None].expand(-1, -1, case.seqlen_q, 1)
+        return torch.cat([scores, column], -1)
+
+    made = None if sinks.requires_grad else with_column()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Tensor:
+        mask = with_column() if made is None else made
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)
 
     return attend
 
@@ -357,7 +388,7 @@ class _Flex(Provider):
 def _flex(case: Case, inputs: Inputs) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if (case.mask != "none" and not case.ranged_kind) or case.dropout or case.softcap:
+    if (case.mask != "none" and not case.ranged_kind) or case.dropout or case.softcap or case.sinks:
         raise Refused("FlexAttention is timed with masks that it can be told as functions")
     torch._dynamo.reset()  # so that no case is one recompilation too many
     device, make = inputs.query.device, create_block_mask
@@ -438,6 +469,7 @@ def _refuse_unknown_to_torch_op(case: Case) -> None:
         case.ranged_kind
         or case.dropout
         or case.softcap
+        or case.sinks
         or case.window
         or case.alignment != "top_left"
         or case.head_dim != case.head_dim_v
@@ -487,7 +519,7 @@ def all_providers(device: torch.device) -> list[Provider]:
                 found.append(Provider(f"{info.name}-bool", about, (kind,), bind, default=False))
                 bind, about = (
                     partial(_attnkern, info.name),
-                    "the same without the case's mask (with the window, not the sinks)",
+                    "the same without the case's mask (of a window with its first keys, with the window) or its sinks",
                 )
                 plain: dict[str, Any] = {"default": False, "checked": False, "instead": _without_mask}
                 found.append(Provider(f"{info.name}-plain", about, (kind,), bind, **plain))

@@ -27,6 +27,7 @@ DEFAULTS = {
         ("forward", "forward-grad", "both"), "cpu,cpu-op,triton,triton-host,triton-launch,cuda,sdpa,sdpa-op", 4.0, 31
     ),
     "smoke": Defaults(budget=0.3, rounds=3),
+    "sinks": Defaults(("forward", "both"), "cpu,triton,cuda,cpu-plain,cuda-plain,sdpa", 4.0, 15),
     **dict.fromkeys(("documents", "packed", "padding", "streaming", "prefix"), MASKED),
 }
 
