@@ -27,7 +27,6 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 MASKS = ("none", "bool", "padding", "packed", "cache", "float", "bias", "relative", "alibi")
 BLOCKS = ("padding", "packed", "cache")  # of these masks kernels can leave out whole blocks
 BY_DISTANCE = ("relative", "alibi")  # a table, given as relative_bias
-LEARNED = ("bias", "relative")  # backward gives their gradient
 RANGES = {  # masks with numbers, which attnkern is told as ranges of keys
     "documents": r":[1-9]\d*",
     "prefix": r":\d+",
@@ -51,7 +50,7 @@ class Case:
     of different lengths, which are so many percent of the keys on average; "streaming:256+4", the query's own key, 255
     to its left and the first 4; "packed:20-50", sequences of such lengths, drawn at random, in place of a padded batch.
     ``layout`` "bhld" is contiguous, "blhd" gives transposed views of (B, L, H, D) memory, as a projection leaves them.
-    ``window`` and ``alignment`` are those of :func:`attnkern.attention`.
+    ``window`` and ``alignment`` are those of :func:`attnkern.attention`. ``sinks``: whether it has any, learned.
     """
 
     name: str
@@ -69,6 +68,7 @@ class Case:
     mask: str = "none"
     dropout: float = 0.0
     softcap: float = 0.0
+    sinks: bool = False
     scale: float | None = None
     layout: str = "bhld"
     forward_only: bool = False
@@ -90,6 +90,8 @@ class Case:
                 raise ValueError(f"case {self.name}: {field}={value!r} is not one of {', '.join(allowed)}")
         if self.ranged_kind and (self.seqlen_q != self.seqlen_k or self.window is not None):
             raise ValueError(f"case {self.name}: mask={self.mask!r} needs as many keys as queries, and no window")
+        if self.sinks and self.mask != "none":
+            raise ValueError(f"case {self.name}: sinks need mask='none', got {self.mask!r}")
 
     @property
     def ranged_kind(self) -> str:
@@ -147,6 +149,7 @@ class Case:
         words += [self.alignment.replace("_", "-")] * (self.alignment != "top_left")
         words += [f"{self.mask} mask"] * (self.mask != "none") + [self.layout] * (self.layout != "bhld")
         words += [f"dropout {self.dropout:g}"] * bool(self.dropout) + [f"softcap {self.softcap:g}"] * bool(self.softcap)
+        words += ["sinks"] * self.sinks
         return ", ".join(words)
 
     @property
@@ -163,6 +166,12 @@ class Case:
     def grouped(self) -> bool:
         """Query heads share key or value heads."""
         return self.heads_q != self.heads_k
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Inputs beside query, key and value that have a gradient."""
+        bias = {"bias": ("attn_mask",), "relative": ("relative_bias",)}.get(self.mask, ())
+        return bias + ("sinks",) * self.sinks
 
     @property
     def options(self) -> dict[str, Any]:
@@ -278,6 +287,8 @@ class Case:
             inputs = inputs.with_relative_bias(self.heads_q, self.distances, self.torch_dtype, seed)
         if self.mask == "alibi":
             inputs = replace(inputs, relative_bias=self.alibi_table(device))
+        if self.sinks:
+            inputs = inputs.with_sinks("H", torch.promote_types(self.torch_dtype, torch.float32), seed)
         return inputs
 
     def alibi_table(self, device: str | torch.device) -> torch.Tensor:
@@ -365,6 +376,16 @@ def _masks() -> Iterable[Case]:
             yield case(f"mask-{mask}-{dtype}", 1024, mask=mask, **more)
         yield case(f"window-256-{dtype}", 4096, **{**more, "heads": 1}, causal=True, window=(255, 0))
         yield case(f"bottom-right-{dtype}", 512, 1024, causal=True, alignment="bottom_right", **more)
+
+
+def _sinks() -> Iterable[Case]:
+    """gpt-oss's layers, whole and with a window in turns."""
+    for dtype in ("fp32", "bf16"):
+        more: dict[str, Any] = {"heads": (64, 8), "sinks": True, "dtype": dtype, "tags": ("sinks",)}
+        for length in (512, 2048):
+            yield case(f"sinks-causal-{length}-{dtype}", length, causal=True, **more)
+            yield case(f"sinks-window-128-{length}-{dtype}", length, causal=True, window=(127, 0), **more)
+        yield case(f"sinks-decode-4k-{dtype}", 1, 4096, forward_only=True, **more)
 
 
 def _ranges() -> Iterable[Case]:
@@ -465,7 +486,7 @@ def _sweeps() -> Iterable[Case]:
         yield case(f"smoke-{dtype}", 33, 47, heads=(4, 2), dim=24, dtype=dtype, causal=True, tags=("smoke",))
 
 
-CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_ranges(), *_relative(), *_sweeps())
+CASES: tuple[Case, ...] = (*_models(), *_decode(), *_masks(), *_sinks(), *_ranges(), *_relative(), *_sweeps())
 
 
 def select(pattern: str, cases: Sequence[Case] = CASES) -> list[Case]:

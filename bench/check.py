@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkern import rng, testing
-from attnkern.cases import LEARNED, Case
+from attnkern.cases import Case
 
 MAX_ENTRIES = 1 << 19  # scores that the float64 reference holds at once
 
@@ -44,7 +44,7 @@ class Checker:
         group = case.heads_q // case.heads_k
         entries = group * case.seqlen_q * case.seqlen_k
         fit = max(1, MAX_ENTRIES // entries)
-        if case.mask in LEARNED:  # its gradient sums over the batch
+        if case.learned:  # whose gradient sums over the batch
             batch, heads = case.batch, min(case.heads_k, max(1, fit // case.batch))
         else:
             heads = min(case.heads_k, fit)
@@ -73,6 +73,8 @@ class Checker:
         if name == "relative_bias":
             return x.index_select(0, self.heads_q.to(x.device))
         heads = self.heads_k if name in ("key", "value") else self.heads_q
+        if name == "sinks":
+            return x[heads.to(x.device)]
         for dim, index in ((0, self.batch), (1, heads), (2, None if name in ("key", "value") else self.rows)):
             if index is not None and x.size(dim) > 1 and len(index) < x.size(dim):
                 x = x.index_select(dim, index.to(x.device))
@@ -102,6 +104,7 @@ class Checker:
                 self._sample("key", inputs.key),
                 self._sample("value", inputs.value),
                 mask,
+                sinks=None if inputs.sinks is None else self._sample("sinks", inputs.sinks),
                 grad_out=self._sample("out", self.grad_out) if gradients else None,
                 keep=keep,
                 dropout_p=case.dropout,

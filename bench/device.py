@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkern.cases import BLOCKS, BY_DISTANCE, LEARNED, Case
+from attnkern.cases import BLOCKS, BY_DISTANCE, Case
 from attnkern.testing import Inputs
 
 Block = Callable[[Callable[[], object], int], float]  # (call, how often): seconds for each
@@ -139,7 +139,7 @@ class Cuda(Device):
         value = rows(case.heads_k, case.seqlen_k, case.head_dim_v)
         mask = table = None
         if case.mask in BY_DISTANCE:
-            table = draw(case.heads_q, case.distances) if case.mask in LEARNED else case.alibi_table(self.torch)
+            table = draw(case.heads_q, case.distances) if case.learned else case.alibi_table(self.torch)
         elif case.mask in BLOCKS:
             mask = case.block_mask().to(self.torch)
         elif case.mask != "none" and not case.ranged_kind:

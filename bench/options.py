@@ -89,6 +89,7 @@ FIELDS: dict[str, tuple[str, Callable[[str], Sequence[Any]]]] = {
     "dtype": ("dtype", lambda text: names(text, DTYPE_NAMES)),
     **{name: (name, _words) for name in ("mask", "layout", "alignment")},
     "causal": ("causal", _booleans),
+    "sinks": ("sinks", _booleans),
     "window": ("window", _windows),
 }
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkern
 from attnkern import relative, signatures
-from attnkern.cases import BY_DISTANCE, LEARNED, Case
+from attnkern.cases import BY_DISTANCE, Case
 from attnkern.params import AttentionParams
 from attnkern.problem import Problem
 from attnkern.testing import Inputs
@@ -56,18 +56,19 @@ class Provider:
     instead: Callable[[Case], Case] | None = None  # it runs another case of these sizes, by which a mask's cost is told
 
     def work(self, case: Case, inputs: Inputs, grad_out: Tensor, pass_name: str) -> Work:
-        """The call of one pass. It returns the output, then the gradients of query, key, value and a learned mask."""
+        """The call of one pass. It returns the output, then the gradients of query, key, value and what is learned."""
         if self.instead is not None:
-            case, inputs = self.instead(case), replace(inputs, attn_mask=None, relative_bias=None)
+            case = self.instead(case)
+            inputs = replace(inputs, attn_mask=None, relative_bias=None, sinks=None)
         with self.context():
-            attend = self.bind(case, inputs)
             if pass_name == "forward":
-                return Work(partial(attend, *_tensors(inputs)), self.context)
+                return Work(partial(self.bind(case, inputs), *_tensors(inputs)), self.context)
+            learned = {name: getattr(inputs, name).detach().requires_grad_() for name in case.learned}
+            inputs = replace(inputs, **learned)
+            attend = self.bind(case, inputs)
             *tensors, mask = _tensors(inputs)
             query, key, value = leaves = [x.detach().requires_grad_() for x in tensors]
-            if case.mask in LEARNED and mask is not None:
-                mask = mask.detach().requires_grad_()
-                leaves.append(mask)
+            leaves += learned.values()
             if pass_name == "forward-grad":
                 return Work(partial(attend, query, key, value, mask), self.context)
             if pass_name == "backward":
@@ -88,12 +89,16 @@ def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 
 def results(
-    pass_name: str, returned: object, restore: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    case: Case,
+    pass_name: str,
+    returned: object,
+    restore: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """What a Work's call returned, by the names of attnkern.testing.expected."""
     tensors = returned if isinstance(returned, tuple) else (returned,)
-    bias = "relative_bias" if tensors[-1].dim() == 2 else "attn_mask"
-    names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", bias)
+    dense = tensors[-1].dim() == 4  # of a rival, in place of a table
+    learned = ("attn_mask" if name == "relative_bias" and dense else name for name in case.learned)
+    names = ("out",) if pass_name.startswith("forward") else ("query", "key", "value", *learned)
     if pass_name == "both":
         names = ("out", *names)
     found = {name: x.detach() for name, x in zip(names, tensors, strict=False) if x.numel()}
@@ -121,7 +126,7 @@ def _attnkern(backend: str, case: Case, inputs: Inputs) -> Attend:
     if case.ranged_kind:
         return _attnkern_with_ranges(backend, case, inputs)
     query, key, value, _ = _tensors(inputs)
-    options = {**_extended(case), "backend": backend}
+    options = {**_extended(case), "sinks": inputs.sinks, "backend": backend}
     given: dict[str, Any] = {"attn_mask": inputs.attn_mask, "relative_bias": inputs.relative_bias}
     explanation = attnkern.explain(query, key, value, **given, **options)
     if explanation.chosen != backend:
@@ -132,7 +137,7 @@ def _attnkern(backend: str, case: Case, inputs: Inputs) -> Attend:
             return attnkern.attention(query, key, value, relative_bias=table, **options)
 
         return attend
-    drop_in = case.window is None and case.alignment == "top_left" and not case.softcap
+    drop_in = inputs.sinks is None and case.window is None and case.alignment == "top_left" and not case.softcap
     if drop_in and not (case.causal and case.mask != "none"):
         return partial(attnkern.scaled_dot_product_attention, **_options(case), backend=backend)
     function: Callable[..., Any] = attnkern.attention  # gives the output alone unless asked for more
@@ -168,7 +173,10 @@ def _attnkern_with_ranges(backend: str, case: Case, inputs: Inputs, dense: bool 
 
 
 def _without_mask(case: Case) -> Case:
-    """The same sizes, all scores; of a window with sinks, the window alone; of a bias by distance, with its band."""
+    """The same sizes, all scores; of a window and the first keys, the window alone; of learned sinks and of a bias by
+    distance, all but them."""
+    if case.sinks:
+        return replace(case, sinks=False)
     if case.mask in BY_DISTANCE:
         return replace(case, mask="none")
     if case.ranged_kind == "packed" or (case.mask == "none" and case.band is None):
@@ -198,10 +206,8 @@ def _params(case: Case, inputs: Inputs) -> AttentionParams:
     """The operator's arguments from softmax_scale to dropout_p."""
     if case.ranged_kind:
         raise Refused("the bare operator is timed without ranges only")
-    if case.dropout:
-        raise Refused("the bare operator is timed without dropout only")
-    if case.mask in BY_DISTANCE:
-        raise Refused("the bare operator is timed without a relative bias only")
+    if case.dropout or case.sinks or case.mask in BY_DISTANCE:
+        raise Refused("the bare operator is timed without dropout, sinks and relative biases only")
     query, key, value, mask = _tensors(inputs)
     return Problem.from_sdpa(query, key, value, mask, **_extended(case)).params
 
@@ -306,6 +312,8 @@ def _sdpa(case: Case, inputs: Inputs) -> Attend:
     if case.softcap:
         raise Refused("F.scaled_dot_product_attention has no softcap")
     options = _options(case)
+    if case.sinks:
+        return _sdpa_with_a_key_more(case, inputs)
     if case.ranged_kind == "packed":
         return partial(F.scaled_dot_product_attention, **options)  # of the padded batch
     band_is_causal = case.window is None and (case.alignment == "top_left" or case.seqlen_q == case.seqlen_k)
@@ -331,6 +339,30 @@ def _sdpa(case: Case, inputs: Inputs) -> Attend:
     return attend
 
 
+def _sdpa_with_a_key_more(case: Case, inputs: Inputs) -> Attend:
+    """The sinks as the scores of a key of zeros, whose value is 0: a mask adds them. It is made before the clock starts
+    where they aren't trained."""
+    query, sinks = inputs.query, inputs.sinks
+    assert sinks is not None
+    keep = case.keep_mask(device=query.device)
+    scores = query.new_zeros(1, case.heads_q, case.seqlen_q, case.seqlen_k)
+    scores = scores if keep is None else scores.masked_fill(~keep, float("-inf"))
+    options = {**_options(case), "is_causal": False}
+
+    def with_column() -> Tensor:
+        column = sinks.to(query.dtype)[None, :, None, None].expand(-1, -1, case.seqlen_q, 1)
+        return torch.cat([scores, column], -1)
+
+    made = None if sinks.requires_grad else with_column()
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None) -> Tensor:
+        mask = with_column() if made is None else made
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)
+
+    return attend
+
+
 class _Sdpa(Provider):
     """Of packed sequences it gets the padded batch, whose making and unmaking is off the clock. So are a dense bias in
     place of a table, and the sums along the diagonals of its gradient."""
@@ -340,7 +372,7 @@ class _Sdpa(Provider):
             sizes = case.seqlen_q, case.seqlen_k
             bias = relative.dense(inputs.relative_bias, *sizes)[None]
             dense = replace(inputs, attn_mask=bias, relative_bias=None)
-            same = replace(case, mask="bias" if case.mask in LEARNED else "float")
+            same = replace(case, mask="bias" if case.learned else "float")
             return replace(super().work(same, dense, grad_out, pass_name), restore=_by_distance)
         if case.ranged_kind != "packed":
             return super().work(case, inputs, grad_out, pass_name)
@@ -397,7 +429,7 @@ def _flex(case: Case, inputs: Inputs) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     known = case.mask == "none" or case.ranged_kind or case.mask in BY_DISTANCE
-    if not known or case.dropout or case.softcap:
+    if not known or case.dropout or case.softcap or case.sinks:
         raise Refused("FlexAttention is timed with masks that it can be told as functions")
     torch._dynamo.reset()  # so that no case is one recompilation too many
     device, make = inputs.query.device, create_block_mask
@@ -485,6 +517,7 @@ def _refuse_unknown_to_torch_op(case: Case) -> None:
         case.ranged_kind
         or case.dropout
         or case.softcap
+        or case.sinks
         or case.window
         or case.alignment != "top_left"
         or case.head_dim != case.head_dim_v
@@ -534,7 +567,7 @@ def all_providers(device: torch.device) -> list[Provider]:
                 found.append(Provider(f"{info.name}-bool", about, (kind,), bind, default=False))
                 bind, about = (
                     partial(_attnkern, info.name),
-                    "the same without the case's mask (with the window, not the sinks)",
+                    "the same without the case's mask (of a window with its first keys, with the window) or its sinks",
                 )
                 plain: dict[str, Any] = {"default": False, "checked": False, "instead": _without_mask}
                 found.append(Provider(f"{info.name}-plain", about, (kind,), bind, **plain))

@@ -563,6 +563,39 @@ def test_the_set_of_relative_biases_runs(tmp_path):
     assert "each: cpu, cpu-plain, sdpa, flex" in defaults
 
 
+def test_the_set_of_sinks_runs(tmp_path):
+    """Every case, at a small size: outputs and gradients, those of the sinks too, are held to the rule."""
+    path = tmp_path / "rows.jsonl"
+    sizes = [x for size in ("seqlen_q=70", "seqlen_k=80", "heads_q=8", "heads_k=2") for x in ("--set", size)]
+    names = "cpu,cpu-plain,reference,sdpa,flex,cpu-op,sdpa-op"
+    run(path, *sizes, "--no-plot", "--providers", names, cases="sinks", passes="forward,both")
+    rows = rows_of(path)
+    able = [row for row in rows if row["provider"] in ("cpu", "cpu-plain", "reference", "sdpa")]
+    assert {row["status"] for row in able} == {"ok"}
+    assert {row["status"] for row in rows if row not in able} == {"refused"}
+    assert len(able) == 4 * 2 * len(select("sinks"))
+    assert all(row["sinks"] and row["cost"] for row in able)
+    measured = [row for row in able if row["pass"] == "both" and row["provider"] != "cpu-plain"]
+    assert all("sinks" in row["rms"] for row in measured)
+    assert "each: cpu, cpu-plain, sdpa" in bench("run", "--dry-run", "--cases", "sinks", "--device", "cpu")
+    with pytest.raises(ValueError, match="sinks need mask='none', got 'bias'"):
+        case("c", 24, sinks=True, mask="bias")
+
+
+@pytest.mark.parametrize("entries", [1 << 19, 3000])
+def test_a_wrong_gradient_of_sinks_is_caught(monkeypatch, entries):
+    """Also where the check sees some of the heads and rows only."""
+    monkeypatch.setattr(check, "MAX_ENTRIES", entries)
+    problem = case("c", 60, batch=2, heads=(8, 4), causal=True, sinks=True)
+    inputs = problem.inputs()
+    checker = check.Checker(problem, inputs)
+    (cpu,) = providers.choose("cpu", torch.device("cpu"))
+    results = providers.results(problem, "both", cpu.work(problem, inputs, checker.grad_out, "both").call())
+    assert checker.error(results, "cpu").ok
+    error = checker.error({**results, "sinks": results["sinks"] * 1.001}, "cpu")
+    assert (error.ok, error.worst) == (False, "sinks")
+
+
 def test_what_a_mask_is_held_against():
     biased = case("c", 24, mask="alibi", causal=True)
     assert providers._without_mask(biased) == case("c", 24, causal=True)
@@ -571,6 +604,7 @@ def test_what_a_mask_is_held_against():
     whole = providers._without_mask(case("c", 24, mask="documents:5", causal=True))
     assert (whole.mask, whole.band, whole.live_share) == ("none", None, 1)
     assert providers._without_mask(case("c", 24, window=(3, 3))) == case("c", 24)
+    assert providers._without_mask(case("c", 24, window=(3, 3), sinks=True)) == case("c", 24, window=(3, 3))
     for problem in (case("c", 24), case("c", 24, mask="packed:3-5")):
         with pytest.raises(providers.Refused, match="no call of these sizes without the mask"):
             providers._without_mask(problem)
@@ -583,7 +617,7 @@ def test_flex_attention_is_a_rival(name):
     checker = check.Checker(problem, inputs)
     (flex,) = providers.choose("flex", CPU)
     work = flex.work(problem, inputs, checker.grad_out, "forward")
-    assert checker.error(providers.results("forward", work.call()), "flex").ok
+    assert checker.error(providers.results(problem, "forward", work.call()), "flex").ok
     with pytest.raises(providers.Refused, match="no backward pass on a CPU"):
         flex.work(problem, inputs, checker.grad_out, "both")
     with pytest.raises(providers.Refused, match="masks that it can be told as functions"):
@@ -651,7 +685,7 @@ def test_the_error_holds_on_a_sample_of_a_problem(monkeypatch, name, entries):
     checker = check.Checker(problem, inputs)
     (cpu,) = providers.choose("cpu", CPU)
     checker.seed_call()
-    results = providers.results("both", cpu.work(problem, inputs, checker.grad_out, "both").call())
+    results = providers.results(problem, "both", cpu.work(problem, inputs, checker.grad_out, "both").call())
     assert ("attn_mask" in results, "relative_bias" in results) == (problem.mask == "bias", problem.mask == "relative")
     error = checker.error(results, "cpu")
     assert error.ok

@@ -48,5 +48,5 @@ def test_speed(timer, problem, pass_name, provider):
     work = provider.work(problem, inputs, grad_out, pass_name)
     timer.group = f"{problem.name}, {pass_name}"
     result = timer.pedantic(work.call, rounds=20, iterations=5, warmup_rounds=2)
-    for tensor in providers.results(pass_name, result).values():
+    for tensor in providers.results(problem, pass_name, result).values():
         assert tensor.isfinite().all()
