@@ -241,12 +241,12 @@ def score_gradient(p, dp, delta, t, keep, call, C: tl.constexpr, MASKED: tl.cons
         dp = tl.where(keep, dp * call.dropout_scale, 0.0)
     ds = p * (dp - delta)
     if leaves_out(C, MASKED):
-        ds = tl.where(p > 0.0, ds, 0.0)
+        ds = tl.where(p == 0.0, 0.0, ds)
     raw = ds
     if C.SOFTCAP:
         slope = 1.0 - t * t
         if leaves_out(C, MASKED):
-            slope = tl.where(p > 0.0, slope, 0.0)
+            slope = tl.where(p == 0.0, 0.0, slope)
         raw = ds * slope
     return ds, raw
 

@@ -24,6 +24,7 @@ ALL = "80 90a 100 120"
 
 CUDA = [
     Case("delta", Cuda("csrc/cuda/delta.cu", "delta_kernel<*, 1>"), ALL, require={ALL: {"LDG": 2, "SHFL": 3}}),
+    Case("gradient of sinks", Cuda("csrc/cuda/delta.cu", "sinks_kernel"), ALL, require={ALL: {"LDG": 3, "SHFL": 5}}),
     Case(
         "summary of key ranges",
         Cuda("csrc/cuda/ranges.cu", "summarise_ranges_kernel"),
