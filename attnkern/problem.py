@@ -47,6 +47,7 @@ from .params import (
     ends_are_dense,
     holds,
 )
+from .shapes import Sizes, View, broadcast_sizes, equal, fit, shared_heads
 from .signatures import Inputs
 
 _NUMBERS = frozenset((int, float))
@@ -271,52 +272,23 @@ class Problem(NamedTuple):
 
 
 _TensorSpec = tuple[torch.Size, torch.dtype, torch.device, torch.layout]
-_Sizes = tuple[int, ...]
 
 
-class _View(NamedTuple):
-    """How a tensor becomes 4-D: broadcast to one shape (None: not needed), then reshaped to another."""
-
-    broadcast: _Sizes | None
-    shape: _Sizes
-
-    @classmethod
-    def to(cls, batch: _Sizes, tail: _Sizes, shape: _Sizes) -> _View | None:
-        """The view of a tensor of `shape` as (product of batch, *tail); None: it is that already."""
-        flat = 1
-        for n in batch:
-            flat = flat * n
-        if _are(shape, (flat, *tail)):
-            return None
-        broadcast = (*batch, *tail)
-        padded = (1,) * (len(broadcast) - len(shape)) + tuple(shape)
-        return cls(None if _are(padded, broadcast) else broadcast, (flat, *tail))
-
-    @classmethod
-    def of_mask(cls, shape: _Sizes, kept: int, batch: _Sizes, tail: _Sizes | None = None) -> _View | None:
-        """The same for a mask, whose last `kept` dimensions stay (or become `tail`), whose batch may be 1, and which
-        may lack the first dimensions."""
-        padded = (1,) * (len(batch) + kept - len(shape)) + tuple(shape)
-        shared = all(holds(n == 1, False) for n in padded[:-kept])
-        return cls.to(padded[:-kept] if shared else batch, padded[-kept:] if tail is None else tail, shape)
-
-    def of(self, x: Tensor) -> Tensor:
-        if self.broadcast is not None:
-            x = x.expand(self.broadcast)
-        return x.reshape(self.shape)
+def _spec_of(x: Tensor) -> _TensorSpec:
+    return x.shape, x.dtype, x.device, x.layout
 
 
 class _Normal(NamedTuple):
     """The views that bring a call's tensors to 4-D, and its numbers."""
 
-    query: _View | None  # None: as it is
-    key: _View | None
-    value: _View | None
-    mask: _View | None
-    sinks: _View | None
-    ranges: _View | None
+    query: View | None  # None: as it is
+    key: View | None
+    value: View | None
+    mask: View | None
+    sinks: View | None
+    ranges: View | None
     params: AttentionParams
-    lead: _Sizes | None
+    lead: Sizes | None
 
 
 def _normalise(
@@ -365,10 +337,10 @@ def _normalise(
                     f"attnkern: {name}'s number of heads must divide query's {heads} with enable_gqa, got {n}"
                 )
     else:
-        heads_qk = _shared_heads("key's number of heads must be 1 or query's", heads_q, heads_k)
-        heads = _shared_heads("value's number of heads must be 1 or query's and key's", heads_qk, heads_v)
-    batch_qk = _broadcast("key's batch dimensions must broadcast with query's", q[:-3], k[:-3])
-    batch = _broadcast("value's batch dimensions must broadcast with query's and key's", batch_qk, v[:-3])
+        heads_qk = shared_heads("key's number of heads must be 1 or query's", heads_q, heads_k)
+        heads = shared_heads("value's number of heads must be 1 or query's and key's", heads_qk, heads_v)
+    batch_qk = broadcast_sizes("key's batch dimensions must broadcast with query's", q[:-3], k[:-3])
+    batch = broadcast_sizes("value's batch dimensions must broadcast with query's and key's", batch_qk, v[:-3])
 
     mask_view = sinks_view = ranges_view = None
     if mask is not None:
@@ -376,23 +348,23 @@ def _normalise(
         batch_of_mask = batch_qk if len(q) > 3 or len(k) > 3 else (1,)
         scores = (seqlen_q, seqlen_k) if len(q) == len(k) == 2 else (*batch_of_mask, heads_qk, seqlen_q, seqlen_k)
         _check_mask(mask, query, scores)
-        mask_view = _View.of_mask(mask[0], 3, batch)
+        mask_view = View.of_mask(mask[0], 3, batch)
     if sinks is not None:
         _check_sinks(sinks, query, (*batch, heads))
-        sinks_view = _View.of_mask(sinks[0], 1, batch, (heads,))
+        sinks_view = View.of_mask(sinks[0], 1, batch, (heads,))
     if key_ranges is not None:
         rows = (seqlen_q,) if max(len(q), len(k), len(v)) == 2 else (*(batch or (1,)), heads, seqlen_q)
         _check_ranges(key_ranges, query, rows)
-        ranges_view = _View.of_mask(key_ranges[0], 4, batch)
+        ranges_view = View.of_mask(key_ranges[0], 4, batch)
 
     if scale is None:
         # With no features every score is 0 whatever the scale: any finite one gives the plain mean.
         scale = 1.0 / math.sqrt(constant(head_dim)) if head_dim != 0 else 1.0
     rank = max(len(q), len(k), len(v))
     return _Normal(
-        query=_View.to(batch, (heads, seqlen_q, head_dim), q),
-        key=_View.to(batch, (heads_k, seqlen_k, head_dim), k),
-        value=_View.to(batch, (heads_v, seqlen_k, head_dim_v), v),
+        query=View.to(batch, (heads, seqlen_q, head_dim), q),
+        key=View.to(batch, (heads_k, seqlen_k, head_dim), k),
+        value=View.to(batch, (heads_v, seqlen_k, head_dim_v), v),
         mask=mask_view,
         sinks=sinks_view,
         ranges=ranges_view,
@@ -446,12 +418,24 @@ def _check_spec(name: str, spec: _TensorSpec, query: _TensorSpec) -> None:
         raise error(f"attnkern: {name} must be float32, float64, bfloat16 or float16, got {show(dtype)}")
 
 
-def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
-    shape, dtype, device, layout = mask
+def _check_place(name: str, spec: _TensorSpec, query: _TensorSpec) -> None:
+    _, _, device, layout = spec
     if layout != torch.strided:
-        raise RuntimeError(f"attnkern: attn_mask must be a dense (strided) tensor, got layout {layout}")
+        raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
     if device != query[2]:
-        raise RuntimeError(f"attnkern: attn_mask must be on query's device {query[2]}, got {device}")
+        raise RuntimeError(f"attnkern: {name} must be on query's device {query[2]}, got {device}")
+
+
+def _check_added(name: str, dtype: torch.dtype, of_query: torch.dtype) -> None:
+    """The dtype of what is floating point and counts beside the scores."""
+    if dtype not in (torch.float32, of_query):
+        allowed = "float32" if of_query == torch.float32 else f"float32 or query's dtype {show(of_query)}"
+        raise RuntimeError(f"attnkern: {name} must be {allowed}, got {show(dtype)}")
+
+
+def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: Sizes) -> None:
+    shape, dtype, *_ = mask
+    _check_place("attn_mask", mask, query)
     if dtype not in (torch.bool, torch.float32, query[1]):
         allowed = "bool or query's dtype float32"
         if query[1] != torch.float32:
@@ -462,7 +446,7 @@ def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: _Sizes) -> None:
             if len(shape) > 1:
                 hint = " (attn_mask.bool() attends where it is not 0)"
         raise RuntimeError(f"attnkern: attn_mask must be {allowed}, got {show(dtype)}{hint}")
-    if len(shape) > len(scores) or not _fit(shape, scores):
+    if len(shape) > len(scores) or not fit(shape, scores):
         raise RuntimeError(
             f"attnkern: attn_mask must broadcast to the scores' shape {show(scores)}, got {show(shape)}"
             f"{_batched_hint(shape, scores)}"
@@ -475,16 +459,13 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
         raise type_error("relative_bias", "Tensor or None", given)
     batch, heads, seqlen_q, _ = query.shape
     seqlen_k = key.shape[2]
-    if not 0 < given.dim() <= 3 or not _fit(given.shape[:-1], (batch, heads)) or given.shape[-1] == 0:
+    if not 0 < given.dim() <= 3 or not fit(given.shape[:-1], (batch, heads)) or given.shape[-1] == 0:
         raise RuntimeError(
             "attnkern: relative_bias must hold numbers by distance, (R,), (1 or heads, R) or (1 or batch, 1 or heads, "
             f"R) with {heads} heads in a batch of {batch}, got {show(given.shape)}"
         )
-    if given.device != query.device:
-        raise RuntimeError(f"attnkern: relative_bias must be on query's device {query.device}, got {given.device}")
-    if given.dtype not in (torch.float32, query.dtype):
-        allowed = "float32" if query.dtype == torch.float32 else f"float32 or query's dtype {show(query.dtype)}"
-        raise RuntimeError(f"attnkern: relative_bias must be {allowed}, got {show(given.dtype)}")
+    _check_place("relative_bias", _spec_of(given), _spec_of(query))
+    _check_added("relative_bias", given.dtype, query.dtype)
     if center is None:
         center = seqlen_q - 1
     elif isinstance(center, bool) or not isinstance(center, (int, torch.SymInt)):
@@ -504,27 +485,22 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
     return bias.to(exact) + mask.to(exact)
 
 
-def _check_sinks(sinks: _TensorSpec, query: _TensorSpec, heads: _Sizes) -> None:
-    shape, dtype, device, layout = sinks
-    if layout != torch.strided:
-        raise RuntimeError(f"attnkern: sinks must be a dense (strided) tensor, got layout {layout}")
-    if device != query[2]:
-        raise RuntimeError(f"attnkern: sinks must be on query's device {query[2]}, got {device}")
-    if dtype not in (torch.float32, query[1]):
-        allowed = "float32" if query[1] == torch.float32 else f"float32 or query's dtype {show(query[1])}"
-        raise RuntimeError(f"attnkern: sinks must be {allowed}, got {show(dtype)}")
-    if not 0 < len(shape) <= len(heads) or not _fit(shape, heads):
+def _check_sinks(sinks: _TensorSpec, query: _TensorSpec, heads: Sizes) -> None:
+    shape, dtype, *_ = sinks
+    _check_place("sinks", sinks, query)
+    _check_added("sinks", dtype, query[1])
+    if not 0 < len(shape) <= len(heads) or not fit(shape, heads):
         raise RuntimeError(
             f"attnkern: sinks must have one number for each of query's heads, {show(heads[-1:])} or {show(heads)}, got "
             f"{show(shape)}"
         )
 
 
-def _batched_hint(shape: _Sizes, scores: _Sizes) -> str:
+def _batched_hint(shape: Sizes, scores: Sizes) -> str:
     """What makes a mask of the batch, which lacks dimensions of the scores (B, Hq, L, S), one for all heads."""
     if len(scores) == 4:
         for kept, index in (((0, 3), "[:, None, None]"), ((0, 2, 3), "[:, None]")):
-            if _are(shape, tuple(scores[dim] for dim in kept)):
+            if equal(shape, tuple(scores[dim] for dim in kept)):
                 return f" (attn_mask{index} is for all heads{' and queries' * (len(kept) == 2)})"
     return ""
 
@@ -567,12 +543,9 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
     return None, mask.ranges[(0,) * missing]
 
 
-def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: _Sizes) -> None:
-    shape, dtype, device, layout = ranges
-    if layout != torch.strided:
-        raise RuntimeError(f"attnkern: key_ranges must be a dense (strided) tensor, got layout {layout}")
-    if device != query[2]:
-        raise RuntimeError(f"attnkern: key_ranges must be on query's device {query[2]}, got {device}")
+def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: Sizes) -> None:
+    shape, dtype, *_ = ranges
+    _check_place("key_ranges", ranges, query)
     if dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"attnkern: key_ranges must be int32 or int64, got {show(dtype)}")
     if len(shape) < 2 or shape[-1] != 2 or shape[-2] not in (1, 2):
@@ -580,7 +553,7 @@ def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: _Sizes) -> None
             f"attnkern: key_ranges must have the shape (..., 1 or 2 ranges, 2: begin and end), got {show(shape)}"
         )
     given = shape[:-2]
-    if len(given) > len(rows) or not _fit(given, rows):
+    if len(given) > len(rows) or not fit(given, rows):
         raise RuntimeError(
             f"attnkern: key_ranges, less its last two dimensions, must broadcast to the rows of scores {show(rows)}, "
             f"got {show(shape)}"
@@ -621,35 +594,3 @@ def _bottom_right_ranges(
     if key_ranges is not None:
         begin, end = begin.maximum(key_ranges[..., 0]), end.minimum(key_ranges[..., 1])
     return torch.stack([begin, end], -1)
-
-
-def _shared_heads(rule: str, a: int, b: int) -> int:
-    """Numbers of heads a and b broadcast as torch does; `rule` says in the error what b must be."""
-    if holds(a == 1, False):
-        return b
-    if not _fit((b,), (a,)):
-        shared = holds(b != 0, True) and holds(a % b == 0, False)
-        hint = f" (enable_gqa=True has {a} share {b})" if shared else ""
-        raise RuntimeError(f"attnkern: {rule} {a}, got {b}{hint}")
-    return a
-
-
-def _broadcast(rule: str, a: _Sizes, b: _Sizes) -> _Sizes:
-    """a and b broadcast as torch does; `rule` says in the error what b must do."""
-    rank = max(len(a), len(b))
-    sizes = []
-    for x, y in zip((1,) * (rank - len(a)) + tuple(a), (1,) * (rank - len(b)) + tuple(b), strict=True):
-        if not _fit((y,), (x,)) and holds(x != 1, False):
-            raise RuntimeError(f"attnkern: {rule} {show(a)}, got {show(b)}")
-        sizes.append(y if holds(x == 1, False) else x)
-    return tuple(sizes)
-
-
-def _fit(sizes: _Sizes, full: _Sizes) -> bool:
-    """Whether sizes, from the last on, are 1 or those of `full`. What depends on data does: kernels look again."""
-    return not any(holds(m != 1, False) and holds(m != n, False) for m, n in zip(sizes[::-1], full[::-1], strict=False))
-
-
-def _are(sizes: _Sizes, others: _Sizes) -> bool:
-    """Whether sizes are the others, and this is known."""
-    return len(sizes) == len(others) and all(holds(m == n, False) for m, n in zip(sizes, others, strict=True))

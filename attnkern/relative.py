@@ -120,6 +120,12 @@ def table(given: Tensor, center: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     return given.contiguous()[(None,) * (3 - given.dim())]
 
 
+def as_scores(table: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides by which kernels read a table, from the entry L - 1 on: each row begins one entry before the
+    row above."""
+    return (*table.shape[:2], seqlen_q, seqlen_k), (*table.stride()[:2], -1, 1)
+
+
 def dense(bias: Tensor, seqlen_q: int, seqlen_k: int, rows: slice | None = None) -> Tensor:
     """(..., L, S) of a table (..., L + S - 1), or some rows of it."""
     if seqlen_q == 0 or seqlen_k == 0:

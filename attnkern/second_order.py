@@ -336,13 +336,12 @@ def _add_to_heads(grad: Tensor, tile: _Tile, part: Tensor) -> None:
 
 def _add_to_bias(grad: Tensor, tile: _Tile, part: Tensor, seqlen_q: int) -> None:
     """Adds a tile of the gradient of the scores to that of the bias, summed where the bias was broadcast."""
-    if relative.by_distance(grad):
-        heads = tuple(slice(None) if n == 1 else index for n, index in zip(grad.shape[:2], tile.at[:2], strict=True))
-        part = part.sum_to_size(
-            *(n if n == 1 else m for n, m in zip(grad.shape[:2], part.shape[:2], strict=True)), *part.shape[2:]
-        )
-        relative.add_diagonals(grad[heads], part, tile.at[2].start, tile.keys.start, seqlen_q)
-        return
-    whole = (*tile.at, tile.keys)
-    at = tuple(slice(None) if n == 1 else index for n, index in zip(grad.shape, whole, strict=True))
-    grad[at] += part.sum([i for i, n in enumerate(grad.shape) if n == 1], keepdim=True) if 1 in grad.shape else part
+    table = relative.by_distance(grad)
+    sizes = grad.shape[:2] if table else grad.shape
+    at = tuple(slice(None) if n == 1 else index for n, index in zip(sizes, (*tile.at, tile.keys), strict=False))
+    if 1 in sizes:
+        part = part.sum([i for i, n in enumerate(sizes) if n == 1], keepdim=True)
+    if table:
+        relative.add_diagonals(grad[at], part, tile.at[2].start, tile.keys.start, seqlen_q)
+    else:
+        grad[at] += part

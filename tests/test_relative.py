@@ -1,6 +1,8 @@
 """Relative bias: a number for each distance from a query to a key, in O(L) memory."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -69,8 +71,6 @@ def test_a_gradient_alone(target, only):
 
 def test_memory_is_that_of_the_table():
     """Neither pass holds an L x S."""
-    import tracemalloc  # noqa: F401  (torch's own counter is for GPUs: the peak is read from the kernel)
-
     code = """
 import resource, torch, attnkern
 torch.set_num_threads(1)
@@ -83,9 +83,6 @@ before = peak()
 attnkern.attention(q, k, v, relative_bias=table).sum().backward()
 print(peak() - before)
 """
-    import subprocess
-    import sys
-
     used = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert used < 16e6  # 2 x 4096 x 4096 numbers are 134e6 bytes
 
@@ -233,6 +230,7 @@ BAD = {
         "relative_bias must be float32, got float64",
     ),
     "bools": ({"relative_bias": torch.zeros(7) > 0}, RuntimeError, "relative_bias must be float32, got bool"),
+    "a sparse one": ({"relative_bias": torch.zeros(7).to_sparse()}, RuntimeError, "relative_bias must be a dense"),
     "another device": ({"relative_bias": torch.zeros(7, device="meta")}, RuntimeError, "must be on query's device cpu"),
     "a center outside": (
         {"relative_bias": torch.zeros(7), "relative_bias_center": 7},

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._library import load_error
 from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
-from ..relative import by_distance
+from ..relative import as_scores, by_distance
 from ..second_order import bias_gradient
 from ..signatures import Inputs
 from . import disabled
@@ -132,10 +132,7 @@ class _Described(NamedTuple):
 
     @classmethod
     def of_bias(cls, bias: Tensor, seqlen_q: int, seqlen_k: int) -> _Described:
-        """A table of distances is a bias whose rows begin one entry before the row above."""
-        if not by_distance(bias):
-            return cls.of(bias)
-        return cls((*bias.shape[:2], seqlen_q, seqlen_k), (*bias.stride()[:2], -1, 1), 0)
+        return cls(*as_scores(bias, seqlen_q, seqlen_k), 0) if by_distance(bias) else cls.of(bias)
 
 
 def plan_of(problem: Problem, on: Chip | None = None) -> Plan:

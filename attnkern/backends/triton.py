@@ -25,7 +25,7 @@ from ..params import (
     AttentionParams,
 )
 from ..problem import Problem
-from ..relative import by_distance
+from ..relative import as_scores, by_distance
 from ..signatures import Derivatives, Inputs
 from . import disabled, triton_interpreted
 
@@ -435,10 +435,8 @@ def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
 
 
 def _table_spec(plans: Any, bias: Tensor, q: Tensor, k: Tensor) -> Any:
-    """Of a table of distances: a bias whose rows begin one entry before the row above; None for any other."""
-    if not by_distance(bias):
-        return None
-    return plans.TensorSpec((*bias.shape[:2], q.shape[2], k.shape[2]), (*bias.stride()[:2], -1, 1), False)
+    """Of a table of distances; None for any other bias."""
+    return plans.TensorSpec(*as_scores(bias, q.shape[2], k.shape[2]), False) if by_distance(bias) else None
 
 
 def _spec(plans: Any, x: Tensor) -> Any:

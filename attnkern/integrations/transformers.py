@@ -444,13 +444,10 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     packed = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     key, value, mask, options = _with_mask(query, key, value, attention_mask, causal, packed)
-    if position_bias is not None:
-        if mask is None and query.shape[2] > 1 and _is_by_distance(module):
-            options["relative_bias"] = _table(position_bias, key.shape[2]).to(query.dtype)
-            position_bias = None
-        else:
-            position_bias = position_bias[..., : key.shape[2]].to(query.dtype)
-    if position_bias is not None:
+    if position_bias is not None and mask is None and query.shape[2] > 1 and _is_by_distance(module):
+        options["relative_bias"] = _table(position_bias, key.shape[2]).to(query.dtype)
+    elif position_bias is not None:
+        position_bias = position_bias[..., : key.shape[2]].to(query.dtype)
         if mask is None:
             mask = position_bias
         elif mask.dtype == torch.bool:

@@ -9,6 +9,9 @@ namespace attnkern {
 
 enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16, kBool };
 
+// Of a floating-point type.
+inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
 // The numbers that make a probability of a score: what an operator takes of them, in its order, as AttentionParams in
 // attnkern/params.py. ATTNKERN_PARAMS(X) is X(type, name) of each; AS_ARGUMENT and AS_VALUE make a function's
 // parameters of them, after others, and a value of those again.

@@ -128,8 +128,8 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
           "attnkern: a bias of 3 dimensions must be floating point, (B or 1, Hq or 1, L + S - 1), and dense "
           "in the last one");
       const auto between = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
-      const int64_t bytes = p.bias_dtype == DType::kFloat64 ? 8 : p.bias_dtype == DType::kFloat32 ? 4 : 2;
-      p.bias = {static_cast<char*>(bias->data_ptr()) + (p.seqlen_q - 1) * bytes, {between(0), between(1), -1, 1}};
+      p.bias = {static_cast<char*>(bias->data_ptr()) + (p.seqlen_q - 1) * bytes_of(p.bias_dtype),
+                {between(0), between(1), -1, 1}};
     } else {
       p.bias = view_of(*bias);
     }

@@ -185,7 +185,6 @@ struct Heads {
 
 // Of a log-sum-exp, or a sink.
 inline int64_t bytes_of_numbers(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
-inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // As at<T>() for the type of the call's tensors.
 inline char* bytes_at(const Attention& p, const View& view, int64_t batch, int64_t head, int64_t row) {
