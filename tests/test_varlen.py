@@ -88,6 +88,27 @@ def test_the_rule_holds_for_each_sequence(target, dtype):
     testing.expected(a, b, c, is_causal=True)["out"].check(out.detach()[40:130].transpose(0, 1)[None])
 
 
+OWN_CALLS = {
+    "decoding": ([1] * 20, [100] * 20),
+    "decoding beside a prompt": ([1, 1, 120, 2, 1, 1, 1], [60, 1, 120, 30, 4, 4, 5]),
+    "prompts": ([3, 1, 70, 20, 33], [40, 5, 65, 7, 90]),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", OWN_CALLS)
+def test_the_cpu_computes_what_the_calls_compute(lengths, is_causal, dtype):
+    """To the bit: a sequence's tiles walk no keys of others, and a few queries are decoded. So it costs no more."""
+    lengths_q, lengths_k = OWN_CALLS[lengths]
+    q, k, v = packed(torch, lengths_q, lengths_k, dtype)
+    given = {"is_causal": is_causal, "alignment": "bottom_right", "return_lse": True, "backend": "cpu"}
+    own = attnkern.varlen_attention(q, k, v, ends(lengths_q), ends(lengths_k), enable_gqa=True, **given)
+    calls = one_by_one(attnkern, q, k, v, lengths_q, lengths_k, **given)
+    grad = torch.randn_like(own[0])
+    results, want = ((*x, *torch.autograd.grad(x[0], (q, k, v), grad)) for x in (own, calls))
+    assert all(torch.equal(x, y) for x, y in zip(results, want, strict=True))
+
+
 BOUNDS = [2**31 - 2, 2**31 - 1, 2**32, 2**40, 2**62, 2**63 - 2, 2**63 - 1, 2**63, 2**100]
 
 
