@@ -536,8 +536,9 @@ def test_what_is_refused_says_why():
     with attnkern.use_as_sdpa():
         with pytest.raises(RuntimeError, match="value's head size differs from query's, 4 and 8"):
             torch.ops.aten._flash_attention_forward(x, x, x[..., :4], None, None, 8, 8, 0.0, False, False)
-        with pytest.raises(RuntimeError, match="dropout in an aten op"):
-            torch.ops.aten._flash_attention_forward(x, x, x, ends([8]), ends([8]), 8, 8, 0.5, False, False)
+        for dropout_p in (0.5, -0.5, float("nan")):
+            with pytest.raises(RuntimeError, match="dropout in an aten op"):
+                torch.ops.aten._flash_attention_forward(x, x, x, ends([8]), ends([8]), 8, 8, dropout_p, False, False)
         with pytest.raises(RuntimeError, match="cu_seqlens_q must begin with 0"):
             torch.ops.aten._flash_attention_forward(x, x, x, ends([9]), ends([8]), 8, 8, 0.0, False, False)
 
