@@ -116,7 +116,7 @@ def _checked(inputs: Inputs, params: Sequence[Any]) -> AttentionParams:
     """Raises where the tensors don't make a problem; the operator's numbers, normalised."""
     kinds = (None if x is None else tuple.__new__(_Kind, (x.shape, x.dtype, x.device)) for x in inputs)
     ranges, seed = inputs.key_ranges, inputs.philox_seed
-    dense = ranges is not None and ends_are_dense(ranges)
+    dense = ranges is not None and ranges.dim() == 5 and ends_are_dense(ranges)
     return _known(Inputs(*kinds), dense, seed is not None and seed.is_contiguous(), *params)  # type: ignore[arg-type]
 
 

@@ -325,6 +325,7 @@ RAW = {
         for p in (float("nan"), -0.25, 2.0, 1e300)
     },
     "dropout without a seed": (OPERATORS, {"dropout_p": 0.5}, "dropout needs philox_seed"),
+    "dropout with a seed of no entry": (OPERATORS, {"dropout_p": 0.5, "philox_seed": SEED[:0]}, "philox_seed.*divides"),
     "three seeds for two": (
         OPERATORS,
         {"dropout_p": 0.5, "philox_seed": SEED.expand(3).clone()},
