@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import math
 import warnings
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ import routes
 from attnkern import ops, plain, testing
 from attnkern.backends import choice, cuda, triton
 from attnkern.problem import Problem
+from attnkern.second_order import bias_gradient
 from attnkern.signatures import Derivatives, Inputs
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
@@ -422,20 +424,28 @@ def test_plain_torch_is_the_last_to_take_a_call_of_an_operator(unbuilt, name):
         ({"is_causal": True}, None, None),
         ({"softcap": 2.0, "window": (30, 3)}, ("float", "1HLS"), None),
         ({"is_causal": True}, ("bool", "B1LS"), [[[3, 20]], [[5, 5]]]),
+        ({"is_causal": True}, ("float", "1HLS"), [[[3, 20]], [[5, 5]]]),
     ],
 )
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_the_backward_operator_in_plain_torch_is_that_of_the_kernels(options, mask, ranges, p):
+    """Whatever lies where no query attends."""
     inputs = testing.make_inputs(2, 4, 60, 70, 32, heads_k=2, mask=mask, seed=3)
     ranges = None if ranges is None else torch.tensor(ranges, dtype=torch.int32).expand(60 // 2, 2, 1, 2).flatten(0, 1)
-    problem = Problem.from_sdpa(**inputs.tensors, **options, dropout_p=p, enable_gqa=True, key_ranges=ranges)
+    dead = testing.unattended(**inputs.tensors, **options, key_ranges=ranges)
+    tensors = {n: x.masked_fill(dead[n], math.nan) if n in dead else x for n, x in inputs.tensors.items()}
+    problem = Problem.from_sdpa(**tensors, **options, dropout_p=p, enable_gqa=True, key_ranges=ranges)
     given, params = problem.inputs(torch.tensor([5]) if p else None), problem.params
     out, lse = ops.forward(*given, *params, True, "cpu")
     generator = torch.Generator().manual_seed(1)
     grad_out, grad_lse = (torch.randn(x.shape, generator=generator) for x in (out, lse))
+    grad_out = grad_out.masked_fill(dead["query"], math.nan)
     grad_mask = 15 if given.bias is not None and given.bias.is_floating_point() else 7
     want = ops.backward(grad_out, grad_lse, *given, out, lse, *params, grad_mask, "cpu")
     made = plain.backward(grad_out, grad_lse, given, out, lse, params, grad_mask)
     for a, b in zip(made, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
         assert a.stride() == b.stride()
+    if grad_mask == 15:
+        bias = bias_gradient(grad_out, grad_lse, given, lse, params)
+        torch.testing.assert_close(bias, want[3], rtol=2e-5, atol=2e-5)
