@@ -228,7 +228,7 @@ def _input_grads(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> 
     cotangents = materialized(grad_out, grad_lse, out)
     grads = _backward(*cotangents, *inputs, out, lse, *ctx.params, mask_of(needed, GRAD_BITS), ctx.backend)
     grads = _asked_for(grads, needed)
-    if (dsinks := grads[SINKS]) is not None and inputs[SINKS].dim() == 1:
+    if (dsinks := grads[SINKS]) is not None and inputs[SINKS].dim() < dsinks.dim():  # an operator's
         grads[SINKS] = dsinks.squeeze(0)
     return grads
 
