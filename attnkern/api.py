@@ -237,7 +237,7 @@ def apply(problem: Problem, backend: str | None, return_lse: bool, seed: Tensor 
         out, lse = reference.forward(problem, seed)
     else:
         name = _backends.name_for_operators(chosen, problem, backend)
-        out, lse = autograd.attention(problem.inputs(seed), problem.params, return_lse, name)
+        out, lse = autograd.attention(problem.given(seed), problem.params, return_lse, name)
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 

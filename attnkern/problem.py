@@ -48,7 +48,7 @@ from .params import (
     holds,
 )
 from .shapes import Sizes, View, broadcast_sizes, equal, fit, shared_heads
-from .signatures import Inputs
+from .signatures import Inputs, for_operators
 
 _NUMBERS = frozenset((int, float))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -63,7 +63,7 @@ class Problem(NamedTuple):
     # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores); or a table
     # (B|1, Hq|1, L + S - 1) of what each distance adds
     bias: Tensor | None
-    sinks: Tensor | None  # (B|1, Hq), of the log-sum-exp's dtype
+    sinks: Tensor | None  # (Hq,), as most calls give them, or (B|1, Hq); of the log-sum-exp's dtype
     ranges: Tensor | None  # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
     params: AttentionParams
     # Leading dimensions of the caller's output; None: (B, Hq), as here; or the jagged tensor that it is to be like.
@@ -75,6 +75,11 @@ class Problem(NamedTuple):
         return cls(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks, inputs.key_ranges, params, None)
 
     def inputs(self, philox_seed: Tensor | None = None) -> Inputs:
+        """An operator's arguments."""
+        return Inputs(*for_operators(self.given(philox_seed)))
+
+    def given(self, philox_seed: Tensor | None = None) -> Inputs:
+        """The same, but for sinks (Hq,): `autograd.attention` takes them as they are."""
         return Inputs(self.q, self.k, self.v, self.bias, self.sinks, self.ranges, philox_seed)
 
     @classmethod
@@ -188,7 +193,8 @@ class Problem(NamedTuple):
         if sinks is not None:
             if normal.sinks is not None:
                 sinks = normal.sinks.of(sinks)
-            sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
+            if sinks.dtype != torch.float32 or query.dtype == torch.float64:  # in half the time of `to`
+                sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
         if key_ranges is not None:
             key_ranges = _narrowed(key_ranges, key.shape[2])
             if normal.ranges is not None:
@@ -351,7 +357,8 @@ def _normalise(
         mask_view = View.of_mask(mask[0], 3, batch)
     if sinks is not None:
         _check_sinks(sinks, query, (*batch, heads))
-        sinks_view = View.of_mask(sinks[0], 1, batch, (heads,))
+        if not equal(sinks[0], (heads,)):
+            sinks_view = View.of_mask(sinks[0], 1, batch, (heads,))
     if key_ranges is not None:
         rows = (seqlen_q,) if max(len(q), len(k), len(v)) == 2 else (*(batch or (1,)), heads, seqlen_q)
         _check_ranges(key_ranges, query, rows)

@@ -67,7 +67,20 @@ class Derivatives(NamedTuple):
     sinks: Any = None
 
 
+SINKS = Inputs._fields.index("sinks")
 NUM_INPUTS, NUM_DERIVATIVES = len(Inputs._fields), len(Derivatives._fields)
+
+
+def for_operators(arguments: tuple[Any, ...], first: int = 0) -> tuple[Any, ...]:
+    """An operator's arguments, of which the inputs begin at `first`, where the sinks may be (Hq,), as a call gives
+    them."""
+    at = first + SINKS
+    sinks = arguments[at]
+    if sinks is None or sinks.dim() == 2:
+        return arguments
+    return *arguments[:at], sinks.unsqueeze(0), *arguments[at + 1 :]
+
+
 GRAD_BITS = Derivatives(GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_SINKS)
 """Bits of the argument grad_mask: which gradients are asked for. A gradient not asked for has shape (0,)."""
 SECOND_ORDER_BITS = (GRAD_GRAD_OUT, GRAD_GRAD_LSE, *GRAD_BITS)

@@ -46,9 +46,11 @@ PYTHON void* PyCapsule_GetPointer(PyObject*, const char* name);
 PYTHON double PyFloat_AsDouble(PyObject*);
 PYTHON long long PyLong_AsLongLong(PyObject*);
 PYTHON PyObject* PyLong_FromLongLong(long long);
+PYTHON PyObject* PyImport_ImportModule(const char* name);
 PYTHON PyObject* PyObject_CallNoArgs(PyObject*);
 PYTHON PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
 PYTHON PyObject* PyObject_GetAttr(PyObject*, PyObject* name);
+PYTHON PyObject* PyObject_GetAttrString(PyObject*, const char* name);
 PYTHON int PyObject_IsTrue(PyObject*);
 PYTHON PyObject* PyObject_Type(PyObject*);
 PYTHON PyObject* PyTuple_GetItem(PyObject*, Py_ssize_t);
@@ -74,8 +76,8 @@ PyObject* none() {
 // What `connect` was given; see attnkern/backends/cpu.py.
 struct {
   const DLPackExchangeAPI* dlpack = nullptr;
-  PyObject *tensor, *is_neg, *empty_strided, *dtypes, *listeners, *for_the_caller, *is_grad_enabled, *requires_grad,
-      *is_cpu;
+  PyObject *tensor, *parameter, *is_neg, *empty_strided, *dtypes, *listeners, *for_the_caller, *is_grad_enabled,
+      *requires_grad, *is_cpu;
 } python;
 
 // A reference of our own.
@@ -98,6 +100,12 @@ class Owned {
 };
 
 bool is_type(PyObject* object, const PyObject* type) { return Owned(PyObject_Type(object)).get() == type; }
+
+// A tensor of torch's own, with no methods that say otherwise.
+bool is_tensor(PyObject* object) {
+  const Owned type(PyObject_Type(object));
+  return type.get() == python.tensor || type.get() == python.parameter;
+}
 
 // Whether a call of `function` gives something true, or fails.
 bool answers_true(PyObject* function) {
@@ -144,8 +152,7 @@ class Tensor {
   }
   // False if the object is no plain CPU tensor.
   bool read(PyObject* object) {
-    if (!is_type(object, python.tensor) || python.dlpack->dltensor_from_py_object_no_sync(object, &view_) != 0)
-      return false;
+    if (!is_tensor(object) || python.dlpack->dltensor_from_py_object_no_sync(object, &view_) != 0) return false;
     scalar_type_ = scalar_type_of(view_.dtype);
     if (view_.device.device_type != kDLCPU || scalar_type_ == ScalarType::Undefined) return false;
     if (view_.data == nullptr && numel() > 0) return false;  // a wrapper of torch's own that holds no elements
@@ -344,7 +351,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       return nullptr;
     if (answers_true(python.is_grad_enabled))
       for (PyObject* x : {arguments[0], arguments[1], arguments[2], mask, sinks})
-        if (x != kNone && (!is_type(x, python.tensor) || has(x, python.requires_grad))) return nullptr;
+        if (x != kNone && (!is_tensor(x) || has(x, python.requires_grad))) return nullptr;
     if (any_answers_true(python.listeners) || any_answers_true(python.for_the_caller)) return nullptr;
 
     Inputs inputs;
@@ -380,6 +387,9 @@ PyObject* connect(PyObject*, PyObject* const* arguments, Py_ssize_t) {
     return none();
   PyObject** const kept[] = {&python.tensor,    &python.is_neg,         &python.empty_strided,  &python.dtypes,
                              &python.listeners, &python.for_the_caller, &python.is_grad_enabled};
+  const Owned module(PyImport_ImportModule("torch.nn.parameter"));
+  if (module.get() != nullptr) python.parameter = PyObject_GetAttrString(module.get(), "Parameter");
+  if (python.parameter == nullptr) PyErr_Clear();
   for (PyObject** place : kept) Py_IncRef(*place = *++arguments);
   python.requires_grad = PyUnicode_InternFromString("requires_grad");
   python.is_cpu = PyUnicode_InternFromString("is_cpu");

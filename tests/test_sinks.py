@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import attnkern
-from attnkern import testing
+from attnkern import ops, testing
+from attnkern.params import GRAD_SINKS
+from attnkern.problem import Problem
+from attnkern.signatures import SINKS
 from matrix import tagged
 
 CALLS = tagged("sinks")
@@ -180,6 +183,68 @@ def test_packed_sequences(target, options):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture
+def with_threads():
+    """with_threads(3) sets torch's number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("mask", [None, (2, 3, 600, 300), (1, 3, 1, 300)], ids=str)
+def test_gradient_is_the_same_beside_any_others_and_for_any_threads(mask, with_threads):
+    """To the bit: of sinks alone, with that of q, of a mask, or all of them."""
+    q, k, v = testing.make_inputs(2, 3, 600, 300, 16).tensors.values()
+    bias = None if mask is None else torch.randn(mask)
+    sinks, grad, results = torch.nn.Parameter(torch.randn(3)), torch.randn(2, 3, 600, 16), []
+    for threads in (1, 2, 7):
+        with_threads(threads)
+        for chosen in ((), (q,), (bias,), (q, k, v, bias)):
+            others = [x.requires_grad_() for x in chosen if x is not None]
+            out = attnkern.attention(q, k, v, bias, sinks=sinks, backend="cpu")
+            results.append(torch.autograd.grad(out, [sinks, *others], grad)[0])
+            for x in others:
+                x.requires_grad_(False)
+    assert results[0].any()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_gradient_over_sequences_is_the_same_for_any_threads(shape, with_threads):
+    """To the bit, whether a thread has whole sequences or all share one."""
+    q, k, v = testing.make_inputs(2, 4, 1100, 200, 16, heads_k=2).tensors.values()
+    begins = torch.arange(1100, dtype=torch.int32) // 275 * 50
+    ranges = torch.stack([begins, begins + 50], -1)[None, None, :, None]
+    problem = Problem.from_sdpa(q, k, v, enable_gqa=True, sinks=torch.randn(shape), key_ranges=ranges)
+    inputs, params, grads = problem.inputs(), problem.params, []
+    out, lse = ops.forward(*inputs, *params, True, "cpu")
+    cotangents = torch.randn_like(out), torch.randn_like(lse)
+    for threads in (1, 2, 3, 8):
+        with_threads(threads)
+        grads.append(ops.backward(*cotangents, *inputs, out, lse, *params, GRAD_SINKS, "cpu")[SINKS])
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["ranges of each entry", "shared ranges"])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_ranges_that_fall_apart(target, shape, shared):
+    """Each sequence has a share of the gradient, one without keys too: there the log-sum-exp is the sink."""
+    q, k, v = target.inputs(2, 4, 60, 50, 16, heads_k=2).tensors.values()
+    leaves = [x.requires_grad_() for x in (q, k, v, target.randn(*shape))]
+    *_, sinks = leaves
+    ends = [(0, 0)] * 5 + [(3, 20)] * 15 + [(20, 41)] * 40, [(0, 7)] * 31 + [(9, 50)] * 29
+    ranges = torch.tensor(ends[: 1 if shared else 2], device=target.device)[:, None, :, None]
+    keys = torch.arange(50, device=target.device)
+    mask = (keys >= ranges[..., 0]) & (keys < ranges[..., 1])
+    grads = []
+    for given in ({"key_ranges": ranges}, {"attn_mask": mask}):
+        results = target.attention(q, k, v, sinks=sinks, enable_gqa=True, return_lse=True, **given)
+        torch.manual_seed(0)
+        grads.append(torch.autograd.grad(results, leaves, [torch.randn_like(x) for x in results]))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_transforms():
     """Of sinks alone and of all inputs, by every way to get there."""
     q, k, v = (x.requires_grad_() for x in testing.make_inputs(2, 2, 4, 5, 3, dtype=torch.float64).tensors.values())
@@ -226,12 +291,34 @@ def test_a_float_parameter_needs_no_copy_and_no_detour():
 
     q, k = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 100, 64)
     options = 0, False, None, False, None, "top_left", None, None
-    for sinks in (torch.randn(4), torch.randn(1, 4)):
+    for sinks in (torch.randn(4), torch.randn(1, 4), torch.nn.Parameter(torch.randn(4), requires_grad=False)):
         out = cpu.call(q, k, k, None, *options, sinks, False, None)
         assert out is not None
         assert torch.equal(out, attnkern.attention(q, k, k, sinks=sinks))
     assert cpu.call(q, k, k, None, *options, torch.randn(4).requires_grad_(), False, None) is None
     assert cpu.call(q, k, k, None, *options, torch.randn(3), False, None) is None
+
+
+def test_training_takes_a_parameter_as_it_is():
+    """Past the dispatcher, and without a view that autograd would go back through."""
+    from attnkern.backends import cpu
+
+    q, k, v = testing.make_inputs(2, 4, 9, 9, 8).tensors.values()
+    sinks = torch.nn.Parameter(torch.randn(4))
+    node = attnkern.attention(q, k, v, sinks=sinks).grad_fn
+    assert [edge.variable is sinks for edge, _ in node.next_functions if edge is not None] == [True]
+
+    problem = Problem.from_sdpa(q, k, v, sinks=sinks.detach())
+    given, inputs, params = problem.given(), problem.inputs(), problem.params
+    assert [tuple(x.sinks.shape) for x in (given, inputs)] == [(4,), (1, 4)]
+    grads, rest = [], (*params, GRAD_SINKS, "cpu")
+    for tensors, call in ((given._replace(sinks=sinks), cpu), (inputs, cpu), (inputs, ops)):
+        with torch.no_grad():
+            out, lse = call.forward(*tensors, *params, True, "cpu")
+            grads.append(call.backward(torch.ones_like(out), None, *tensors, out, lse, *rest)[-1])
+    assert [tuple(x.shape) for x in grads] == [(4,), (1, 4), (1, 4)]
+    assert torch.equal(grads[0], grads[1][0])
+    assert torch.equal(grads[1], grads[2])
 
 
 BAD = {

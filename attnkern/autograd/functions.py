@@ -29,8 +29,10 @@ from ..signatures import (
     NUM_INPUTS,
     SECOND_BACKWARD,
     SECOND_ORDER_BITS,
+    SINKS,
     TANGENT,
     Inputs,
+    for_operators,
 )
 from .shared import (
     WHOLE,
@@ -60,13 +62,15 @@ from .shared import (
 def attention(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of a Problem, differentiable in the way that is active: autograd, forward mode or a transform.
 
+    The sinks may be (Hq,): the CPU's kernels take them so, and a view would cost a short call as much as they do.
+
     lse has shape (0,), or is None, where neither the caller nor a derivative needs it.
     """
     if type(inputs.q) is not Tensor:
         sharding.register()
     if transformed():
         function = _attention_jvp if goes_into_graph() else _AttentionJVP.apply
-        return function(*_savable(inputs), *params, backend)
+        return function(*for_operators(_savable(inputs)), *params, backend)
     needs_grad = False
     if torch.is_grad_enabled():
         for x in inputs:  # in every call: half as long as any() takes
@@ -84,7 +88,10 @@ def attention(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: st
     # Dynamo takes no tensor twice, as in attention(x, x, x).
     inputs = inputs._replace(k=inputs.k.view_as(inputs.k), v=inputs.v.view_as(inputs.v))
     function = _Attention if need_lse else _AttentionOutOnly
-    return function.apply(*inputs, *params, backend)
+    return function.apply(*for_operators(inputs), *params, backend)
+
+
+_BACKWARD_INPUTS = 2  # of the arguments of `attnkern::backward`: after grad_out and grad_lse
 
 
 def _savable(inputs: Inputs) -> Inputs:
@@ -94,18 +101,19 @@ def _savable(inputs: Inputs) -> Inputs:
 def _forward(*args: Any) -> Any:
     """`attnkern::forward`; past the dispatcher where that makes no difference."""
     results = None if torch.compiler.is_compiling() else cpu.forward(*args)
-    return ops.forward(*args) if results is None else results
+    return ops.forward(*for_operators(args)) if results is None else results
 
 
 def _backward(*args: Any) -> Any:
+    """`attnkern::backward`, in the way that is active."""
     if transformed():
-        return _AttentionBackward.apply(*args)
+        return _AttentionBackward.apply(*for_operators(args, _BACKWARD_INPUTS))
     if torch.compiler.is_compiling():
-        return ops.backward(*args)
+        return ops.backward(*for_operators(args, _BACKWARD_INPUTS))
     if torch.is_grad_enabled():
-        return _apply_backward(*args)
+        return _apply_backward(*for_operators(args, _BACKWARD_INPUTS))
     results = cpu.backward(*args)
-    return ops.backward(*args) if results is None else results
+    return ops.backward(*for_operators(args, _BACKWARD_INPUTS)) if results is None else results
 
 
 def _attention_jvp(*args: Any) -> tuple[Tensor, Tensor]:
@@ -219,7 +227,10 @@ def _input_grads(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> 
     *inputs, out, lse = ctx.saved_tensors
     cotangents = materialized(grad_out, grad_lse, out)
     grads = _backward(*cotangents, *inputs, out, lse, *ctx.params, mask_of(needed, GRAD_BITS), ctx.backend)
-    return _asked_for(grads, needed)
+    grads = _asked_for(grads, needed)
+    if (dsinks := grads[SINKS]) is not None and inputs[SINKS].dim() < dsinks.dim():  # an operator's
+        grads[SINKS] = dsinks.squeeze(0)
+    return grads
 
 
 class _AttentionJVP(_Attention):

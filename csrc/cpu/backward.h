@@ -14,6 +14,7 @@
 #pragma once
 
 #include "bias_gradient.h"
+#include "sinks.h"
 
 namespace attnkern::cpu {
 namespace {
@@ -226,9 +227,6 @@ inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int
   }
 }
 
-// Rows of a head that are one task, where rows need nothing of each other.
-inline constexpr int64_t kTaskRows = 512;
-
 // Zeros for the gradient of a bias that has an entry per score.
 template <class T>
 void clear_bias_grad(const Backward& p, const Runtime& runtime) {
@@ -247,7 +245,7 @@ struct SplitGroups {
 template <class T, class C>
 void add_query_parts(const Backward& p, const Runtime& runtime, C* parts, const SplitGroups& split, int64_t step) {
   using S = Simd<C>;
-  const int64_t head_step = p.seqlen_q * step, pieces = (p.seqlen_q + kTaskRows - 1) / kTaskRows;
+  const int64_t head_step = p.seqlen_q * step, pieces = task_pieces(p.seqlen_q);
   run_tasks(p, runtime, split.count * split.kv_group * pieces, 0, [&](int64_t task, void*, int64_t) {
     const int64_t piece = task % pieces, h = task / pieces % split.kv_group, index = task / pieces / split.kv_group;
     const int64_t row = piece * kTaskRows, rows = min64(kTaskRows, p.seqlen_q - row);
@@ -279,7 +277,7 @@ void add_tables(const Backward& p, const C* sums, int64_t size, const SplitGroup
 }
 
 template <class T, class Op>
-void backward(const Backward& p, const Runtime& runtime) {
+void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typename Op::Compute>& sinks) {
   using C = typename Op::Compute;
   const Wanted wanted(p);
   const int64_t all_heads = p.batch * p.heads_q;
@@ -295,25 +293,31 @@ void backward(const Backward& p, const Runtime& runtime) {
   const BiasGradPlan<C> bias_plan(p, runtime.num_threads, bias_has_compute_type);
   const bool bias_apart = bias_plan.way == bias_plan.kApart;
   const bool bias_sums = bias_plan.way == bias_plan.kAdded;
+  const bool by_task = bias_plan.way == bias_plan.kByTask;
+  const bool sweeps = wanted.dq || wanted.dk || wanted.dv || by_task;
   // Whole KV groups as long as every thread gets one; the remaining groups are split by key tiles.
   const int64_t left = tiles == 1 || bias_sums ? 0 : kv_groups % runtime.num_threads, whole = kv_groups - left;
   const int64_t chunks = left == 0 ? 1 : min64(tiles, (runtime.num_threads + left - 1) / left);
 
   // A task that has a whole KV group computes its row terms itself; those of split groups are computed first.
-  const int64_t pieces = (p.seqlen_q + kTaskRows - 1) / kTaskRows;
-  const int64_t first_head = bias_apart ? 0 : whole * kv_group;
+  const auto terms_of = [&](const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t row,
+                            int64_t rows) {
+    make_terms<T>(p, scratch, batch, head, row, rows, terms);
+    sinks.add(batch, head, row, rows, terms.delta);
+  };
+  const bool terms_first = bias_apart || !sweeps;  // of all heads
+  const int64_t pieces = task_pieces(p.seqlen_q), first_head = terms_first ? 0 : whole * kv_group;
   const int64_t terms_bytes = norm.data() == nullptr ? 0 : sizes.bytes;
   run_tasks(p, runtime, (all_heads - first_head) * pieces, terms_bytes, [&](int64_t task, void* memory, int64_t) {
     const BackwardScratch<Op> scratch(memory, p);
     const int64_t head = first_head + task / pieces, row = task % pieces * kTaskRows;
-    make_terms<T>(p, scratch, head / p.heads_q, head % p.heads_q, row, min64(kTaskRows, p.seqlen_q - row), terms);
+    terms_of(scratch, head / p.heads_q, head % p.heads_q, row, min64(kTaskRows, p.seqlen_q - row));
   });
   if (bias_apart) backward_bias<T, Op>(p, runtime, terms);
   if (bias_plan.way == bias_plan.kStored &&
       (p.band.left < kUnbounded || p.band.right < kUnbounded || p.ranges.data != nullptr))
     clear_bias_grad<T>(p, runtime);  // the tiles leave out what lies outside the band and the ranges
-  const bool by_task = bias_plan.way == bias_plan.kByTask;
-  if (!wanted.dq && !wanted.dk && !wanted.dv && !by_task) return;
+  if (!sweeps) return;
 
   const VisitingQueries<C> visiting(p);
   const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
@@ -349,7 +353,7 @@ void backward(const Backward& p, const Runtime& runtime) {
     const int64_t batch = index * kv_group / p.heads_q, head = index * kv_group % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
     if (is_whole && !bias_apart)
-      for (int64_t h = head; h < head + kv_group; ++h) make_terms<T>(p, scratch, batch, h, 0, p.seqlen_q, terms);
+      for (int64_t h = head; h < head + kv_group; ++h) terms_of(scratch, batch, h, 0, p.seqlen_q);
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq && p.head_dim > 0) {
       C* output = reinterpret_cast<C*>(at<T>(p.dq, batch, head));

@@ -50,14 +50,20 @@ std::tuple<Tensor, Tensor> forward(const Inputs<Tensor>& inputs, const Attention
   return {std::move(out), std::move(lse)};
 }
 
-// What grad_mask does not ask for is Host::nothing. lse and grad_lse must be contiguous.
+// What grad_mask does not ask for is Host::nothing. Sinks (Hq,) have a gradient (Hq,). lse and grad_lse must be
+// contiguous.
 template <class Host, class Tensor = typename Host::Tensor>
 Gradients<Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Inputs<Tensor>& inputs,
                            const Tensor& out, const Tensor& lse, const AttentionParams& params, int64_t grad_mask) {
   Backward p;
   fill(p, inputs, params);
   fill_backward(p, grad_out, grad_lse, inputs.q, out, lse);
-  auto gradients = make_gradients<Host>(p, inputs, grad_mask);
+  const bool flat_sinks = grad_mask & kGradSinks && inputs.sinks.has_value() && inputs.sinks->dim() == 1;
+  auto gradients = make_gradients<Host>(p, inputs, flat_sinks ? grad_mask - kGradSinks : grad_mask);
+  if (flat_sinks) {
+    gradients.dsinks = empty<Host, 1>(inputs.q, {p.heads_q}, lse_type(p));
+    p.dsinks = gradients.dsinks.data_ptr();
+  }
   {
     [[maybe_unused]] const typename Host::WhileKernelsRun running;
     kernels().backward(p, runtime());

@@ -215,6 +215,7 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
   call.band = s.band;
   call.ranges = sequences.ranges_of(p, s);
   const int64_t head = heads.first_group * size;
+  call.sinks.batch = min64(p.sinks.batch, call.batch);
   if (p.sinks.data != nullptr)
     call.sinks.data = static_cast<const char*>(p.sinks.data) +
                       (s.batch * p.sinks.stride[0] + head * p.sinks.stride[1]) * bytes_of_numbers(p.dtype);
@@ -288,11 +289,25 @@ inline void clear_rows(const Attention& p, const View& view, int64_t batch, int6
       std::memset(bytes_at(p, view, batch, h, row), 0, static_cast<size_t>(columns * bytes_of(p.dtype)));
 }
 
+// Sums up what the calls of the sequences have made of the gradient of the sinks, (sequences, entries, Hq).
+template <class C>
+void add_sinks(const Backward& p, const Sequences& sequences, int64_t entries, const C* parts) {
+  C* const dsinks = static_cast<C*>(p.dsinks);
+  for (int64_t i = 0; i < p.sinks.batch * p.heads_q; ++i) dsinks[i] = C(0);
+  for (int64_t i = 0; i < sequences.count(); ++i) {
+    C* const target = dsinks + (p.sinks.batch > 1 ? sequences[i].batch * p.heads_q : 0);
+    for (int64_t number = 0; number < entries * p.heads_q; ++number) target[number] += *parts++;
+  }
+}
+
 // The backward pass of all sequences by run(call, runtime).
 template <class Run>
 void backward_sequences(const Backward& p, const Sequences& sequences, const Runtime& runtime, const Run& run) {
   const int64_t numbers = sequences.most_numbers(p);
-  const Buffer<double> buffers(runtime.num_threads * numbers * 2);
+  const int64_t entries = p.ranges.batch == 1 ? p.sinks.batch : 1,
+                sinks = p.dsinks == nullptr ? 0 : entries * p.heads_q;
+  const int64_t of_worker = numbers * 2 + sinks;
+  const Buffer<double> buffers(runtime.num_threads * of_worker), sinks_parts(sequences.count() * sinks);
   run_sequences(p, sequences, runtime, [&](const Sequence& s, Heads heads, const Runtime& threads, int64_t worker) {
     Backward call = call_of(p, sequences, s, heads);
     const auto gathered = [&](const void* all, double* part) {
@@ -300,11 +315,21 @@ void backward_sequences(const Backward& p, const Sequences& sequences, const Run
                         [](void* from, void* to, size_t bytes) { std::memcpy(to, from, bytes); });
       return part;
     };
-    double* const buffer = buffers.data() + worker * numbers * 2;
+    double* const buffer = buffers.data() + worker * of_worker;
     call.lse = gathered(p.lse, buffer);
     if (p.grad_lse != nullptr) call.grad_lse = gathered(p.grad_lse, buffer + numbers);
+    if (sinks == 0) return run(call, threads);
+    call.dsinks = buffer + numbers * 2;
     run(call, threads);
+    const int64_t size = bytes_of_numbers(p.dtype), head = heads.first_group * heads_of_kv_group(p);
+    for (int64_t b = 0; b < entries; ++b)
+      std::memcpy(reinterpret_cast<char*>(sinks_parts.data()) +
+                      (((&s - &sequences[0]) * entries + b) * p.heads_q + head) * size,
+                  static_cast<const char*>(call.dsinks) + b * call.heads_q * size,
+                  static_cast<size_t>(call.heads_q * size));
   });
+  if (sinks > 0 && p.dtype == DType::kFloat64) add_sinks(p, sequences, entries, sinks_parts.data());
+  else if (sinks > 0) add_sinks(p, sequences, entries, reinterpret_cast<const float*>(sinks_parts.data()));
   // Keys of no sequence.
   for (int64_t i = 0, end = 0; i < sequences.count(); ++i) {
     const Sequence& s = sequences[i];

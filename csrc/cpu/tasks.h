@@ -12,6 +12,10 @@ namespace {
 // smallest set of query heads that shares neither with another.
 inline int64_t heads_of_kv_group(const Attention& p) { return std::lcm(p.heads_q / p.heads_k, p.heads_q / p.heads_v); }
 
+// Rows of a head that are one task, where rows need nothing of each other; and how many such tasks `rows` make.
+inline constexpr int64_t kTaskRows = 512;
+inline int64_t task_pieces(int64_t rows) { return (rows + kTaskRows - 1) / kTaskRows; }
+
 // Tasks 0 .. tasks - 1, taken one by one by whichever worker is free. Each worker begins with a run of neighbours of
 // its own, so that call after call the same core meets the same heads and has their rows, and those of the results, in
 // its caches; then it helps the next worker. `in_order`: one queue for all, for tasks of which the first are the

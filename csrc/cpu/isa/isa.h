@@ -12,7 +12,6 @@ namespace attnkern::cpu::ATTNKERN_ISA {
 void forward(const Forward&, const Runtime&);
 void decode(const Forward&, const Runtime&);
 void backward(const Backward&, const Runtime&);
-void backward_sinks(const Backward&, const Runtime&);  // the gradient of the sinks alone
 
 namespace {
 

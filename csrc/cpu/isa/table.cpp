@@ -39,8 +39,12 @@ void run_forward(const Forward& p, const Runtime& runtime) {
 
 void run_backward(const Backward& p, const Runtime& runtime) {
   if (const Kernels* kernels = others(p.dtype)) return kernels->backward(p, runtime);
-  if (p.dsinks != nullptr) backward_sinks(p, runtime);
-  if (has_no_score(p)) return;
+  if (has_no_score(p)) {  // the caller has filled the gradients with zeros, but for that of the sinks
+    if (p.dsinks == nullptr) return;
+    Backward of_sinks = p;
+    of_sinks.dq.data = of_sinks.dk.data = of_sinks.dv.data = of_sinks.dbias.data = nullptr;
+    return backward(of_sinks, runtime);
+  }
   // (The gradient of a table is that of all sequences.)
   if (p.relative && p.dbias.data != nullptr) return backward(p, runtime);
   const Sequences sequences(p);
