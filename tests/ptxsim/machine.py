@@ -735,8 +735,11 @@ def _conflicts(address: np.ndarray, size: int, lanes: np.ndarray) -> int:
     word = ((address.view(np.int64) >> 2)[:, None] + np.arange(count)).reshape(-1)
     least = int(word.min())
     word -= least - least % 32
-    key = np.unique((np.repeat(part, count) * 32 + word % 32) * (int(word.max()) + 1) + word)
-    bank, turns = np.unique(key // (int(word.max()) + 1), return_counts=True)
+    words = int(word.max()) + 1
+    key = np.sort((np.repeat(part, count) * 32 + word % 32) * words + word)
+    bank = key[np.diff(key, prepend=-1) != 0] // words  # lanes at one word count once
+    begins = np.flatnonzero(np.diff(bank, prepend=-1))
+    bank, turns = bank[begins], np.diff(begins, append=len(bank))
     first = np.flatnonzero(np.diff(bank // 32, prepend=-1))
     return int((np.maximum.reduceat(turns, first) - 1).sum())
 
