@@ -109,22 +109,21 @@ class Checker:
     def _tick(self, lanes):
         self.known[lanes, self.own[lanes]] = self.m.step
 
-    def join(self, arrived: np.ndarray, released: np.ndarray, *, full: bool = False):
-        """A barrier within a block: what the arrived lanes did is known to the released ones."""
-        if not len(released):
-            return
-        self._tick(arrived)
+    def join_blocks(self, blocks: np.ndarray):
+        """A barrier of all threads of each of these blocks (there is nothing `foreign`): what one of them did is known
+        to all of its block."""
+        t, step = self.threads, self.m.step
         for clocks in (self.known, self.proxied):
-            if clocks is not None:
-                row = clocks[arrived].max(0)
-                clocks[released] = row if full else np.maximum(clocks[released], row)
-        if full:
-            self.last_full_barrier[self.m.block_of[arrived[0]]] = self.m.step
-        if self.foreign:
-            merged = self._merge_foreign([self.foreign[int(u)] for u in arrived if int(u) in self.foreign])
-            if merged:
-                for u in released:
-                    self.foreign[int(u)] = self._merge_foreign([merged, self.foreign.get(int(u), {})])
+            if clocks is None:
+                continue
+            rows = clocks.reshape(self.m.blocks, t, -1)
+            here = _rows(blocks)
+            if clocks is self.known:  # every thread's own clock now stands at this step
+                rows[here, :, t:] = rows[here, :, t:].max(1, keepdims=True)
+                rows[here, :, :t] = step
+            else:
+                rows[here] = rows[here].max(1, keepdims=True)
+        self.last_full_barrier[blocks] = step
 
     def warp_sync(self, members: np.ndarray):
         """bar.warp.sync: `members` is a mask of lanes, each warp's synchronise with one another."""
@@ -174,15 +173,15 @@ class Checker:
         foreign = Checker._merge_foreign([a.foreign, b.foreign])
         return SimpleNamespace(known=longest(a.known, b.known), proxied=longest(a.proxied, b.proxied), foreign=foreign)
 
-    def acquire(self, lanes: np.ndarray, clock: SimpleNamespace | None):
-        """The lanes (of the clock's block) learn what the clock holds."""
+    def acquire(self, lanes: np.ndarray, clock: SimpleNamespace | None, *, gathered: bool = False):
+        """The lanes (of the clock's block) learn what the clock holds; `gathered`: what each of them knows is in it."""
         if clock is None or not len(lanes):
             return
         here = _rows(lanes)
         for mine, theirs in ((self.known, clock.known), (self.proxied, clock.proxied)):
             if mine is not None and theirs is not None:
                 width = len(theirs)
-                mine[here, :width] = np.maximum(mine[here, :width], theirs)
+                mine[here, :width] = theirs if gathered else np.maximum(mine[here, :width], theirs)
         if clock.foreign:
             for u in lanes:
                 self.foreign[int(u)] = self._merge_foreign([clock.foreign, self.foreign.get(int(u), {})])

@@ -127,7 +127,7 @@ class Machine:
     def enter(self, mask: np.ndarray):
         """Makes `mask` the active threads; returns what `leave` needs to go back."""
         outer = (self.mask, self.full, self._lanes, self._warps, self.whole)
-        self.mask, self.full, self._lanes, self._warps, self.whole = mask, bool(mask.all()), None, None, 0
+        self.mask, self.full, self._lanes, self._warps, self.whole = mask, np.count_nonzero(mask) == self.n, None, None, 0
         return outer
 
     def leave(self, outer):
@@ -160,15 +160,14 @@ class Machine:
 
     def put(self, index: int, value):
         """Writes a register of the active threads."""
-        if np.ndim(value) == 0:
-            value = np.full(self.n, value)
         if self.full:
-            self.regs[index] = value
+            self.regs[index] = value if value.ndim else np.full(self.n, value)
         else:
-            old = self.regs[index]
-            if old.dtype is not value.dtype:
-                old = old.view(value.dtype)
-            self.regs[index] = np.where(self.mask, value, old)
+            new = self.regs[index].copy()
+            if new.dtype is not value.dtype:
+                new = new.view(value.dtype)
+            np.copyto(new, value, where=self.mask)
+            self.regs[index] = new
 
     def put_lanes(self, index: int, values: np.ndarray):
         """The same from one value per active lane, in the order of `lanes`."""
