@@ -271,7 +271,7 @@ def _guarded(ins: Instruction, step: Step) -> Step:
     def run(m):
         predicate = m.regs[index]
         mask = m.mask & ~predicate if negated else m.mask & predicate
-        if not mask.any():
+        if not np.count_nonzero(mask):
             return
         outer = m.enter(mask)
         step(m)
@@ -286,10 +286,10 @@ def _guarded_control(ins: Instruction, step: Step) -> Step:
     def run(m):
         predicate = m.regs[index]
         mask = m.mask & ~predicate if negated else m.mask & predicate
-        if not mask.any():
+        if not np.count_nonzero(mask):
             return following
         rest = m.mask & ~mask
-        if rest.any():
+        if np.count_nonzero(rest):
             m.resume(rest, following)
             m.enter(mask)
         following_or_none = step(m)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -55,7 +56,14 @@ class Compiled:
 
 @functools.lru_cache(maxsize=16)  # tens of megabytes each
 def _decoded(text: str, name: str, target: int) -> Program:
-    return Program(ptx.parse(text, name).kernel(name), target)
+    # Hundreds of thousands of objects, all of which stay: the collector would look through them again and again.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return Program(ptx.parse(text, name).kernel(name), target)
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass

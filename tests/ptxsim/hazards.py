@@ -30,9 +30,16 @@ from .ptx import TYPE_BYTES, Kernel
 from .spaces import Pool, Segment
 
 GENERIC, CP_ASYNC, ASYNC_PROXY, STRONG, REDUCE, MBARRIER = range(6)
+NOTED_READS = 64  # threads' reads that are noted before they are entered in the table of each location's last reads
 AGENT_SLOTS = 16  # places for reads by asynchronous agents that every location of shared memory keeps
 _KIND = {GENERIC: "a store", CP_ASYNC: "the write", ASYNC_PROXY: "the write", STRONG: "an atomic or strong store"}
 _KIND |= {REDUCE: "a bulk reduction", MBARRIER: "an mbarrier instruction"}
+
+
+def _rows(lanes: np.ndarray):
+    """An index of these rows (`lanes` ascends): a slice where they follow one another, which copies nothing."""
+    first, last = int(lanes[0]), int(lanes[-1])
+    return slice(first, last + 1) if last - first == len(lanes) - 1 else lanes
 
 
 def granule_bytes(kernel: Kernel) -> dict[str, int]:
@@ -102,22 +109,21 @@ class Checker:
     def _tick(self, lanes):
         self.known[lanes, self.own[lanes]] = self.m.step
 
-    def join(self, arrived: np.ndarray, released: np.ndarray, *, full: bool = False):
-        """A barrier within a block: what the arrived lanes did is known to the released ones."""
-        if not len(released):
-            return
-        self._tick(arrived)
+    def join_blocks(self, blocks: np.ndarray):
+        """A barrier of all threads of each of these blocks (there is nothing `foreign`): what one of them did is known
+        to all of its block."""
+        t, step = self.threads, self.m.step
         for clocks in (self.known, self.proxied):
-            if clocks is not None:
-                row = clocks[arrived].max(0)
-                clocks[released] = row if full else np.maximum(clocks[released], row)
-        if full:
-            self.last_full_barrier[self.m.block_of[arrived[0]]] = self.m.step
-        if self.foreign:
-            merged = self._merge_foreign([self.foreign[int(u)] for u in arrived if int(u) in self.foreign])
-            if merged:
-                for u in released:
-                    self.foreign[int(u)] = self._merge_foreign([merged, self.foreign.get(int(u), {})])
+            if clocks is None:
+                continue
+            rows = clocks.reshape(self.m.blocks, t, -1)
+            here = _rows(blocks)
+            if clocks is self.known:  # every thread's own clock now stands at this step
+                rows[here, :, t:] = rows[here, :, t:].max(1, keepdims=True)
+                rows[here, :, :t] = step
+            else:
+                rows[here] = rows[here].max(1, keepdims=True)
+        self.last_full_barrier[blocks] = step
 
     def warp_sync(self, members: np.ndarray):
         """bar.warp.sync: `members` is a mask of lanes, each warp's synchronise with one another."""
@@ -145,7 +151,8 @@ class Checker:
     def snapshot(self, lanes: np.ndarray) -> SimpleNamespace:
         """What these lanes (of one block) know together: the clock that an mbarrier's phase gathers."""
         self._tick(lanes)
-        rows = [None if c is None else c[lanes].max(0) for c in (self.known, self.proxied)]
+        here = _rows(lanes)
+        rows = [None if c is None else c[here].max(0) for c in (self.known, self.proxied)]
         foreign = self._merge_foreign([self.foreign[int(u)] for u in lanes if int(u) in self.foreign])
         return SimpleNamespace(known=rows[0], proxied=rows[1], foreign=foreign)
 
@@ -166,14 +173,15 @@ class Checker:
         foreign = Checker._merge_foreign([a.foreign, b.foreign])
         return SimpleNamespace(known=longest(a.known, b.known), proxied=longest(a.proxied, b.proxied), foreign=foreign)
 
-    def acquire(self, lanes: np.ndarray, clock: SimpleNamespace | None):
-        """The lanes (of the clock's block) learn what the clock holds."""
-        if clock is None:
+    def acquire(self, lanes: np.ndarray, clock: SimpleNamespace | None, *, gathered: bool = False):
+        """The lanes (of the clock's block) learn what the clock holds; `gathered`: what each of them knows is in it."""
+        if clock is None or not len(lanes):
             return
+        here = _rows(lanes)
         for mine, theirs in ((self.known, clock.known), (self.proxied, clock.proxied)):
             if mine is not None and theirs is not None:
                 width = len(theirs)
-                mine[lanes, :width] = np.maximum(mine[lanes, :width], theirs)
+                mine[here, :width] = theirs if gathered else np.maximum(mine[here, :width], theirs)
         if clock.foreign:
             for u in lanes:
                 self.foreign[int(u)] = self._merge_foreign([clock.foreign, self.foreign.get(int(u), {})])
@@ -195,7 +203,8 @@ class Checker:
         """fence.proxy.async: what the lanes know holds for the asynchronous proxy too."""
         if self.proxied is not None:
             self._tick(lanes)
-            self.proxied[lanes] = np.maximum(self.proxied[lanes], self.known[lanes])
+            here = _rows(lanes)
+            self.proxied[here] = np.maximum(self.proxied[here], self.known[here])
 
     # -- release and acquire through memory
 
@@ -288,9 +297,33 @@ class Checker:
                 s.count = count
                 s.read_any = np.zeros(count, np.int32)
                 s.read_agent = np.zeros(count, bool)
-                s.read_step = np.zeros(self.slots * count, np.int32)
-                s.read_column = np.zeros(self.slots * count, np.int16)
+                s.read_step = s.read_column = None  # of every slot and granule: `_last_reads`
+                s.noted = []  # (step, granules, lanes, columns) of threads' reads that aren't in there yet
         return s
+
+    def _note_read(self, s, g, lanes, columns):
+        """Most reads are behind a full barrier before a write comes to where they were, so that nobody will ask for
+        them: only those that aren't are entered in the table."""
+        s.noted.append((self.m.step, g, lanes, columns))
+        if len(s.noted) == NOTED_READS:
+            barriers = self.last_full_barrier
+            s.noted = [n for n in s.noted if n[0] > barriers[self.m.block_of[n[2]]].min()]
+            if len(s.noted) > NOTED_READS // 2:
+                self._enter_noted(s)
+
+    def _enter_noted(self, s):
+        steps, columns = self._last_reads(s)
+        for step, g, _, of in s.noted:
+            flat = self._slot(of) * s.count + g
+            steps[flat], columns[flat] = step, of
+        s.noted = []
+
+    def _last_reads(self, s):
+        """Step and column of the last read in each slot, by slot * s.count + granule."""
+        if s.read_step is None:
+            s.read_step = np.zeros(self.slots * s.count, np.int32)
+            s.read_column = np.zeros(self.slots * s.count, np.int16)
+        return s.read_step, s.read_column
 
     def _granules(self, pool: Pool, offset: np.ndarray, size: int) -> np.ndarray:
         """[granules per access, lanes]"""
@@ -402,8 +435,8 @@ class Checker:
             clocks = self.known if (self.known[who, c] < step[first]).any() else self.proxied
             lane = who[int(clocks[who, c].argmin())]
             self._report_write(pool, s, g[first, None, None], np.ones((1, 1), bool), [lane], "reads", ASYNC_PROXY)
-        s.read_step[made.slot] = self.m.step
-        s.read_column[made.slot] = made.column
+        steps, columns = self._last_reads(s)
+        steps[made.slot], columns[made.slot] = self.m.step, made.column
         s.read_agent[g] = True
         s.read_any[g] = self.m.step
 
@@ -412,9 +445,10 @@ class Checker:
         t = self.threads
         return np.where(columns < t, columns >> 5, self.m.warps + columns % AGENT_SLOTS).astype(np.int64)
 
-    def _unordered_writes(self, s, g, lanes, kind) -> np.ndarray:
-        """Which of these granules' last writes are not ordered before what the lanes (or their agents) do now."""
-        step, column = s.write_step[g], s.write_column[g]
+    def _unordered_writes(self, s, g, step, lanes, kind) -> np.ndarray:
+        """Which of these granules' last writes, at `step`, are not ordered before what the lanes (or their agents) do
+        now."""
+        column = s.write_column.take(g)
         if kind == ASYNC_PROXY:
             suspect = step > 0
         else:
@@ -436,30 +470,29 @@ class Checker:
         g = self._granules(pool, offset, size)
         if columns is None:
             columns = self.own[lanes]
-        step = s.write_step[g]
+        step = s.write_step.take(g)
         if not step.all():
             k, i = (int(x[0]) for x in np.nonzero(step == 0))
             self._report(pool, lanes[i], g[k, i], "reads", "which was never written")
-        bad = self._unordered_writes(s, g, lanes, kind)
+        bad = self._unordered_writes(s, g, step, lanes, kind)
         if strong is not None and bad.any():
             bad &= s.write_kind[g] != STRONG
         if bad.any():
             self._report_write(pool, s, g, bad, lanes, "reads", kind)
-        agent = bool((columns >= self.threads).any())
-        flat = self._slot(columns) * s.count + g
-        s.read_step[flat] = self.m.step
-        s.read_column[flat] = columns
-        if agent:
+        self._note_read(s, g, lanes, columns)
+        if (columns >= self.threads).any():
+            self._enter_noted(s)  # a full barrier says nothing of agents
             s.read_agent[g] = True
         s.read_any[g] = self.m.step
 
     def _shared_write(self, pool, lanes, offset, size, columns, kind, *, uninitialised=False, repeats=None):
         s = self._shadow(pool)
         g = self._granules(pool, offset, size)
-        if uninitialised and not s.write_step[g].all():
-            k, i = (int(x[0]) for x in np.nonzero(s.write_step[g] == 0))
+        step = s.write_step.take(g)
+        if uninitialised and not step.all():
+            k, i = (int(x[0]) for x in np.nonzero(step == 0))
             self._report(pool, lanes[i], g[k, i], "reads and writes", "which was never written")
-        bad = self._unordered_writes(s, g, lanes, kind)
+        bad = self._unordered_writes(s, g, step, lanes, kind)
         if kind == STRONG and bad.any():
             bad &= s.write_kind[g] != STRONG
         if bad.any() and repeats is not None:
@@ -467,16 +500,17 @@ class Checker:
         if bad.any():
             self._report_write(pool, s, g, bad, lanes, "writes", kind)
         barrier = self.last_full_barrier[self.m.block_of[lanes]]
-        suspect = (s.read_any[g] > barrier) | s.read_agent[g]
+        suspect = (s.read_any.take(g) > barrier) | s.read_agent.take(g)
         if suspect.any():
             k, i = np.nonzero(suspect)
             where, who = g[k, i], lanes[i]
             own = self.own[who]
+            self._enter_noted(s)
             for slot in range(self.slots):
-                at = s.read_step[slot * s.count + where]
+                at = s.read_step.take(slot * s.count + where)
                 if not at.any():
                     continue
-                column = s.read_column[slot * s.count + where]
+                column = s.read_column.take(slot * s.count + where)
                 late = (at > 0) & (self.known[who, column] < at) & (column != own)
                 if late.any():
                     first = int(np.flatnonzero(late)[0])

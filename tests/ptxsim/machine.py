@@ -127,7 +127,7 @@ class Machine:
     def enter(self, mask: np.ndarray):
         """Makes `mask` the active threads; returns what `leave` needs to go back."""
         outer = (self.mask, self.full, self._lanes, self._warps, self.whole)
-        self.mask, self.full, self._lanes, self._warps, self.whole = mask, bool(mask.all()), None, None, 0
+        self.mask, self.full, self._lanes, self._warps, self.whole = mask, np.count_nonzero(mask) == self.n, None, None, 0
         return outer
 
     def leave(self, outer):
@@ -160,15 +160,14 @@ class Machine:
 
     def put(self, index: int, value):
         """Writes a register of the active threads."""
-        if np.ndim(value) == 0:
-            value = np.full(self.n, value)
         if self.full:
-            self.regs[index] = value
+            self.regs[index] = value if value.ndim else np.full(self.n, value)
         else:
-            old = self.regs[index]
-            if old.dtype is not value.dtype:
-                old = old.view(value.dtype)
-            self.regs[index] = np.where(self.mask, value, old)
+            new = self.regs[index].copy()
+            if new.dtype is not value.dtype:
+                new = new.view(value.dtype)
+            np.copyto(new, value, where=self.mask)
+            self.regs[index] = new
 
     def put_lanes(self, index: int, values: np.ndarray):
         """The same from one value per active lane, in the order of `lanes`."""
@@ -735,8 +734,11 @@ def _conflicts(address: np.ndarray, size: int, lanes: np.ndarray) -> int:
     word = ((address.view(np.int64) >> 2)[:, None] + np.arange(count)).reshape(-1)
     least = int(word.min())
     word -= least - least % 32
-    key = np.unique((np.repeat(part, count) * 32 + word % 32) * (int(word.max()) + 1) + word)
-    bank, turns = np.unique(key // (int(word.max()) + 1), return_counts=True)
+    words = int(word.max()) + 1
+    key = np.sort((np.repeat(part, count) * 32 + word % 32) * words + word)
+    bank = key[np.diff(key, prepend=-1) != 0] // words  # lanes at one word count once
+    begins = np.flatnonzero(np.diff(bank, prepend=-1))
+    bank, turns = bank[begins], np.diff(begins, append=len(bank))
     first = np.flatnonzero(np.diff(bank // 32, prepend=-1))
     return int((np.maximum.reduceat(turns, first) - 1).sum())
 

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import array
 import bisect
 import dataclasses
+import functools
 import re
 import struct
 from dataclasses import dataclass, field
@@ -171,6 +173,9 @@ class Module:
 
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_SPACE = re.compile(r"\s*")
+_BRACE = re.compile(r"[{}]")
+_BRANCH_TARGETS = re.compile(r"\s*\.branchtargets\b")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)[^\n]*")
 _LINE_DIRECTIVE = re.compile(r"\.(version|target|address_size|file)\b([^\n;]*);?")
@@ -200,12 +205,19 @@ def parse(text: str, only: str | None = None) -> Module:
     return _Parser(text, only).module
 
 
+@functools.lru_cache(maxsize=16)
+def _prepared(text: str) -> tuple[str, array.array, dict[int, int]]:
+    """The text without comments, where its lines end, and where the functions end that `skip_body` has passed: kept,
+    for a module of many kernels is read once for each."""
+    # Comments go, their newlines stay, so that positions still count lines.
+    text = _COMMENT.sub(lambda m: "\n" * m[0].count("\n") or " ", text)
+    return text, array.array("q", (m.start() for m in re.finditer("\n", text))), {}
+
+
 class _Parser:
     def __init__(self, text: str, only: str | None):
         self.module, self.only = Module(text), only
-        # Comments go, their newlines stay, so that positions still count lines.
-        self.text = _COMMENT.sub(lambda m: "\n" * m[0].count("\n") or " ", text)
-        self.newlines = [m.start() for m in re.finditer("\n", self.text)]
+        self.text, self.newlines, self.ends = _prepared(text)
         self.position = 0
         self.read_module()
 
@@ -216,11 +228,8 @@ class _Parser:
         raise PtxError(f"PTX line {self.line(position)}: {message}")
 
     def skip_space(self) -> bool:
-        text, p = self.text, self.position
-        while p < len(text) and text[p].isspace():
-            p += 1
-        self.position = p
-        return p < len(text)
+        self.position = _SPACE.match(self.text, self.position).end()
+        return self.position < len(self.text)
 
     def until(self, end: str) -> str:
         stop = self.text.find(end, self.position)
@@ -333,46 +342,58 @@ class _Parser:
         self.module.kernels[name] = kernel
 
     def skip_body(self):
-        depth = 1
-        for m in re.compile(r"[{}]").finditer(self.text, self.position):
-            depth += 1 if m[0] == "{" else -1
-            if not depth:
-                self.position = m.end()
-                return
-        self.fail("no '}' ends this function")
+        start = self.position
+        if start not in self.ends:
+            depth = 1
+            for m in _BRACE.finditer(self.text, start):
+                depth += 1 if m[0] == "{" else -1
+                if not depth:
+                    self.ends[start] = m.end()
+                    break
+            else:
+                self.fail("no '}' ends this function")
+        self.position = self.ends[start]
+
+
+class _Scope:
+    """The names between two braces: they hide the same names of `outer`."""
+
+    def __init__(self, outer: _Scope | None = None):
+        self.outer = outer
+        self.registers: dict[str, Reg] = {}
+        self.ranges: list[tuple[str, str, int]] = []  # %r<445>: prefix, type, count
+        self.labels: dict[str, int] = {}
+        self.operands: dict[str, object] = {}  # what the texts read before stand for
+
+    def outwards(self):
+        scope = self
+        while scope is not None:
+            yield scope
+            scope = scope.outer
 
 
 class _Body:
-    """A kernel's statements. Scopes nest: registers and labels of an inner one hide the outer's of the same name."""
+    """A kernel's statements."""
 
     def __init__(self, parser: _Parser, kernel: Kernel):
         self.parser, self.kernel = parser, kernel
-        self.registers: list[dict[str, Reg]] = [{}]
-        self.labels: list[dict[str, int]] = [{}]
-        self.ranges: list[list[tuple[str, str, int]]] = [[]]  # %r<445>: prefix, type, count
-        self.pending: list[tuple[str | None, str | None, str, int, list, list]] = []
+        self.outermost = self.scope = _Scope()
+        self.pending: list[tuple[Instruction, list[str], _Scope]] = []  # operands are read when all labels are known
         self.source: tuple[int, int] | None = None
 
     def read(self):
         parser, text = self.parser, self.parser.text
-        scopes = 1
         while parser.skip_space():
             start = parser.position
             c = text[start]
             if c == "{":
                 parser.position += 1
-                scopes += 1
-                self.registers.append({})
-                self.labels.append({})
-                self.ranges.append([])
+                self.scope = _Scope(self.scope)
             elif c == "}":
                 parser.position += 1
-                scopes -= 1
-                if not scopes:
+                if self.scope is self.outermost:
                     break
-                self.registers.pop()
-                self.labels.pop()
-                self.ranges.pop()
+                self.scope = self.scope.outer
             elif c == ";":
                 parser.position += 1
             elif m := _LOC.match(text, start):
@@ -380,8 +401,8 @@ class _Body:
                 self.source = (int(m[1]), int(m[2]))
             elif m := _LABEL.match(text, start):
                 parser.position = m.end()
-                self.labels[-1][m[1]] = len(self.kernel.instructions)
-                following = re.compile(r"\s*\.branchtargets\b").match(text, parser.position)
+                self.scope.labels[m[1]] = len(self.kernel.instructions)
+                following = _BRANCH_TARGETS.match(text, parser.position)
                 if following:
                     parser.position = following.end()
                     names = [n.strip() for n in parser.until(";").split(",")]
@@ -393,10 +414,10 @@ class _Body:
         dynamic = {n: dataclasses.replace(v) for n, v in module.items() if v.space == "shared" and v.extern}
         self.kernel.variables |= dynamic
         _lay_out(self.kernel.variables.values(), [v for n, v in module.items() if n not in dynamic])
-        for instruction, texts, registers, labels in self.pending:
-            instruction.operands = tuple(self.operand(t, registers, labels, instruction.line) for t in texts)
+        for instruction, texts, scope in self.pending:
+            instruction.operands = tuple([self.operand(t, scope, instruction.line) for t in texts])
         for name, targets in self.kernel.branch_targets.items():
-            self.kernel.branch_targets[name] = [self.labels[0].get(t, -1) for t in targets]
+            self.kernel.branch_targets[name] = [self.outermost.labels.get(t, -1) for t in targets]
         last = len(self.kernel.instructions)
         if not last or self.kernel.instructions[-1].opcode not in ("ret", "exit", "bra", "trap"):
             line = self.parser.line()
@@ -422,14 +443,13 @@ class _Body:
         guard = None
         line = parser.line(start)
         if m[2]:
-            guard = self.register(m[2], list(self.registers), list(self.ranges), line)
+            guard = self.register(m[2], self.scope, line)
             guard = Reg(guard.index, guard.type, guard.name, m[1] == "!")
         opcode, *modifiers = m[3].split(".")
         text = " ".join(chunk.split())
         instruction = Instruction(opcode, tuple(modifiers), (), guard, line, text, self.source)
         self.kernel.instructions.append(instruction)
-        scope = (list(self.registers), list(self.ranges))
-        self.pending.append((instruction, _split(m[4]), scope, list(self.labels)))
+        self.pending.append((instruction, _split(m[4]), self.scope))
 
     def declare_registers(self, chunk: str, start: int):
         m = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", chunk, re.S)
@@ -437,38 +457,48 @@ class _Body:
             self.parser.fail(f"can't read the register declaration {chunk[:60]!r}", start)
         for name in (n.strip() for n in m[2].split(",")):
             if r := re.match(r"([\w$%]+)<(\d+)>$", name):
-                self.ranges[-1].append((r[1], m[1], int(r[2])))
+                self.scope.ranges.append((r[1], m[1], int(r[2])))
             else:
-                self.registers[-1][name] = self.new_register(name, m[1])
+                self.scope.registers[name] = self.new_register(name, m[1])
 
     def new_register(self, name: str, kind: str) -> Reg:
         reg = Reg(len(self.kernel.registers), kind, name)
         self.kernel.registers.append(reg)
         return reg
 
-    def find_register(self, name: str, scopes: list, ranges: list) -> Reg | None:
-        for scope, declared in zip(reversed(scopes), reversed(ranges), strict=True):
-            if name in scope:
-                return scope[name]
-            for prefix, kind, count in declared:
-                number = name[len(prefix) :]
-                if name.startswith(prefix) and number.isdigit() and int(number) < count:
-                    scope[name] = self.new_register(name, kind)
-                    return scope[name]
+    def find_register(self, name: str, innermost: _Scope) -> Reg | None:
+        for scope in innermost.outwards():
+            if name in scope.registers:
+                return scope.registers[name]
+            for prefix, kind, count in scope.ranges:
+                if name.startswith(prefix):
+                    number = name[len(prefix) :]
+                    if number.isdigit() and int(number) < count:
+                        scope.registers[name] = self.new_register(name, kind)
+                        return scope.registers[name]
         return None
 
-    def register(self, name: str, scopes: list, ranges: list, line: int) -> Reg:
-        reg = self.find_register(name, scopes, ranges)
+    def register(self, name: str, scope: _Scope, line: int) -> Reg:
+        reg = self.find_register(name, scope)
         if reg is None:
             raise PtxError(f"PTX line {line}: register {name} was not declared")
         return reg
 
-    def operand(self, text: str, scope: tuple, labels: list, line: int):
+    def operand(self, text: str, scope: _Scope, line: int):
         text = text.strip()
+        operand = scope.operands.get(text)
+        if operand is None:
+            operand = scope.operands[text] = self.read_operand(text, scope, line)
+        return operand
+
+    def read_operand(self, text: str, scope: _Scope, line: int):
+        reg = self.find_register(text, scope)
+        if reg is not None:
+            return reg
         if text == "_":
             return Sink()
         if text.startswith("{"):
-            return Vec(tuple(self.operand(t, scope, labels, line) for t in _split(text[1:-1])))
+            return Vec(tuple(self.operand(t, scope, line) for t in _split(text[1:-1])))
         if text.startswith("["):
             base, *more = (part.strip() for part in _split(text[1:-1]))
             offset = 0
@@ -477,15 +507,15 @@ class _Body:
             elif m := re.match(r"([\w$%.]+)\s*(-\s*\d+)$", base):
                 base, offset = m[1], int(m[2].replace(" ", ""))
             return Mem(
-                self.operand(base, scope, labels, line),
+                self.operand(base, scope, line),
                 offset,
-                tuple(self.operand(t, scope, labels, line) for t in more),
+                tuple(self.operand(t, scope, line) for t in more),
             )
         if "|" in text:
-            first, second = (self.operand(t, scope, labels, line) for t in text.split("|"))
+            first, second = (self.operand(t, scope, line) for t in text.split("|"))
             return Pair(first, second)
         if text.startswith("!"):
-            reg = self.register(text[1:].strip(), *scope, line)
+            reg = self.register(text[1:].strip(), scope, line)
             return Reg(reg.index, reg.type, reg.name, True)
         if _INTEGER.match(text):
             sign = -1 if text[0] == "-" else 1
@@ -498,16 +528,13 @@ class _Body:
             return Imm(-value if m[1] else value, text)
         if re.match(r"-?\d+\.\d*([eE][-+]?\d+)?$", text):
             return Imm(float(text), text)
-        reg = self.find_register(text, *scope)
-        if reg is not None:
-            return reg
         if text.startswith("%") and text[1:].split(".")[0] in _SPECIAL:
             return Special(text[1:])
         if text == "WARP_SZ":
             return Imm(32, text)
-        for inner in reversed(labels):
-            if text in inner:
-                return Label(inner[text], text)
+        for inner in scope.outwards():
+            if text in inner.labels:
+                return Label(inner.labels[text], text)
         if text in self.kernel.branch_targets:
             return Symbol(text)
         if m := re.match(r"([\w$%.]+)\s*\+\s*(-?\d+)$", text):
@@ -521,6 +548,9 @@ class _Body:
 
 def _split(text: str) -> list[str]:
     """At the commas that no bracket encloses."""
+    if "{" not in text and "[" not in text and "(" not in text:
+        parts = text.split(",")
+        return parts if parts[-1].strip() else parts[:-1]
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         if c in "{[(":

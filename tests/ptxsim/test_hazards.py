@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ptxsim import Fault, Hazard, SimulationError, snippets
+from ptxsim.hazards import NOTED_READS
 
 SHARED = ".shared .align 16 .b8 buffer[4096];"
 ADDRESSES = """
@@ -212,6 +213,19 @@ def test_an_atomic_and_a_plain_access_race():
 )
 def test_bad_accesses(body, words):
     assert words in message(body, Fault)
+
+
+@pytest.mark.parametrize("after", [0, 1, NOTED_READS - 1, NOTED_READS, 3 * NOTED_READS])
+@pytest.mark.parametrize("before", [0, 1, NOTED_READS // 2, NOTED_READS, 3 * NOTED_READS])
+def test_no_read_is_forgotten(before, after):
+    """However many there were, and whether some of them are behind a barrier."""
+    read = "ld.shared.u32 %r11, [%r4];"
+    body = f"st.shared.u32 [%r2], %tid; bar.sync 0; {read * before} bar.sync 0; {read * after}"
+    run(body + "bar.sync 0; st.shared.u32 [%r2], %r0;", blocks=2)
+    if after:
+        assert "while nothing orders it after the read by thread" in message(body + "st.shared.u32 [%r2], %r0;", Hazard)
+    else:
+        run(body + "st.shared.u32 [%r2], %r0;", blocks=2)
 
 
 def test_bank_conflicts_are_counted():

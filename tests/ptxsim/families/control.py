@@ -42,10 +42,10 @@ def bra(d: Decoder):
     def branch(m):
         predicate = m.regs[index]
         taken = m.mask & ~predicate if negated else m.mask & predicate
-        if not taken.any():
+        if not np.count_nonzero(taken):
             return following
         rest = m.mask & ~taken
-        if not rest.any():
+        if not np.count_nonzero(rest):
             return jump(m)
         if polls:
             m.poll(taken, target)
@@ -74,7 +74,7 @@ def brx(d: Decoder):
             raise Fault(f"brx.idx: index beyond its {len(targets)} targets")
         for n, target in enumerate(targets):
             taken = m.mask & (value == n)
-            if taken.any():
+            if np.count_nonzero(taken):
                 m.resume(taken, target)
         return STOP
 
