@@ -11,7 +11,7 @@ import triton.language as tl
 from .arguments import Call, Keys, Masks, Queries, RowTerms
 from .backward import BackwardStrides, score_gradients
 from .ranges import next_keys, row_ends, visiting
-from .score import load_row_terms, philox_of
+from .score import clearing, has_nan, load_row_terms, philox_of
 from .tiles import load_tiles, masks_of, operand
 
 
@@ -83,18 +83,9 @@ def _add_blocks(acc, q, grad_out, terms, k, v, masks, strides, philox, first_row
 
 
 @triton.jit
-def bias_gradient_kernel(
-    queries: Queries, keys: Keys, masks: Masks, seed, terms: RowTerms, dbias, strides: BackwardStrides, bias_batch,
-    bias_heads, call: Call, C: tl.constexpr,
-):  # fmt: skip
-    """dbias (bias_batch, bias_heads, seqlen_q or 1, seqlen_k or 1), contiguous; bias_batch, bias_heads are 1 or batch
-    and heads. ROWS_SHARED, COLS_SHARED: the third, the fourth size is 1. With a TANGENT gbias.
-
-    Grid: blocks of keys (1 if COLS_SHARED) * blocks of queries (1 if ROWS_SHARED) * bias_batch * bias_heads.
-    """
-    row_begin, row_end, col_begin, col_end, own, own_b, own_h, b_count, h_count = _shared_tile(
-        call, bias_batch, bias_heads, C
-    )
+def _shared_sums(queries, keys, masks, seed, terms, strides, tile, call, C: tl.constexpr):
+    """The sums of a `_shared_tile`."""
+    row_begin, row_end, col_begin, col_end, own_b, own_h, b_count, h_count = tile
     acc = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
     for n in range(b_count * h_count):
         b = own_b + n // h_count
@@ -142,4 +133,25 @@ def bias_gradient_kernel(
                         acc, q_tiles, g_tiles, row_terms, k, v, head_masks, strides, philox, first_row, begin, end,
                         call, C,
                     )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def bias_gradient_kernel(
+    queries: Queries, keys: Keys, masks: Masks, seed, terms: RowTerms, dbias, strides: BackwardStrides, bias_batch,
+    bias_heads, call: Call, C: tl.constexpr,
+):  # fmt: skip
+    """dbias (bias_batch, bias_heads, seqlen_q or 1, seqlen_k or 1), contiguous; bias_batch, bias_heads are 1 or batch
+    and heads. ROWS_SHARED, COLS_SHARED: the third, the fourth size is 1. With a TANGENT gbias.
+
+    Grid: blocks of keys (1 if COLS_SHARED) * blocks of queries (1 if ROWS_SHARED) * bias_batch * bias_heads.
+    """
+    row_begin, row_end, col_begin, col_end, own, own_b, own_h, b_count, h_count = _shared_tile(
+        call, bias_batch, bias_heads, C
+    )
+    tile = row_begin, row_end, col_begin, col_end, own_b, own_h, b_count, h_count
+    acc = _shared_sums(queries, keys, masks, seed, terms, strides, tile, call, C)
+    if C.UNATTENDED:
+        if has_nan((acc, acc), C):
+            acc = _shared_sums(queries, keys, masks, seed, terms, strides, tile, call, clearing(C))
     _store_shared(dbias, acc, own, row_begin, col_begin, call, C)

@@ -14,7 +14,7 @@ import torch
 
 from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, is_length_major
 from . import configs, launch
-from .arguments import FLOATS, Constants, Strides, band_hull, score_constants, score_numbers
+from .arguments import FLOATS, Constants, Strides, reaches_all, score_constants, score_numbers
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
 from .bias_gradient import bias_gradient_kernel
 from .configs import Config
@@ -29,9 +29,6 @@ Sizes = tuple[int, ...]
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "u8"}
 DELTA = Config(64, 0, 4, 1)
 VISITS = Config(VISIT.value, VISIT.value, 4, 1)
-_HULL = ("keys_begin", "keys_end", "queries_begin", "queries_end")
-_BY_QUERY = ("q", "tq", "grad_out")
-_LOADED = (*_BY_QUERY, "k", "v", "tk", "tv")
 _HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of head size head_dim_v
 table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
 
@@ -122,15 +119,13 @@ class Direction(NamedTuple):
 
 class Step(NamedTuple):
     """A launch. `rest` are the arguments after the tensors, `descriptors` two for each of those that load tiles; `pads`
-    says of each tensor so loaded to a multiple of how many elements its rows must be copied, 0: not at all; `starts`
-    from which row on it is described."""
+    says of each tensor so loaded to a multiple of how many elements its rows must be copied, 0: not at all."""
 
     kernel: launch.Kernel
     grid: int
     rest: tuple
     descriptors: tuple[tuple[dict[str, Any], dict[str, Any]], ...] | None
     pads: tuple[int, ...]
-    starts: tuple[int, ...] = ()
 
     def tiles(self, *tensors: torch.Tensor | None) -> list[Any]:
         """Each tensor as two arguments: for its first columns and for the rest. None, where there is none, stays."""
@@ -138,16 +133,14 @@ class Step(NamedTuple):
             return [argument for x in tensors for argument in (x, x)]
         make = launch.descriptor
         arguments: list[Any] = []
-        each = zip(self.descriptors, self.pads, self.starts, strict=True)
+        each = zip(self.descriptors, self.pads, strict=True)
         for x in tensors:
             if x is None:
                 arguments += (None, None)
                 continue
-            (first, rest), unit, start = next(each)
+            (first, rest), unit = next(each)
             if unit:
                 x = padded(x, unit)
-            if start:
-                x = x[:, :, start:]
             arguments += (make(first, x), make(rest, x))
         return arguments
 
@@ -269,10 +262,6 @@ class _Builder:
             "seqlen_k": seqlen_k,
         }
         low, high = self.numbers["band_low"], self.numbers["band_high"]
-        keys = band_hull(seqlen_q, seqlen_k, low, high)
-        queries = band_hull(seqlen_k, seqlen_q, -high, -low)
-        self.hulls = {name: queries if name in _BY_QUERY else keys for name in _LOADED}
-        self.numbers |= dict(zip(_HULL, (*keys, *queries), strict=True))
         self.constants: dict[str, Any] = {
             "QK": _columns(head_dim),
             "V": _columns(head_dim_v),
@@ -284,7 +273,8 @@ class _Builder:
             # A bound that excludes no entry is none, such as that of a bottom-right causal band of one query.
             "HAS_LOW": seqlen_q - 1 + low > 0,
             "HAS_HIGH": high < seqlen_k - 1,
-            "HULL": keys != (0, seqlen_k) or queries != (0, seqlen_q),
+            "UNATTENDED": problem.ranges is not None or not reaches_all(seqlen_q, seqlen_k, low, high),
+            "CLEAR": False,
             "PRECISION": "ieee" if problem.dtype != torch.float32 else "tf32" if problem.tf32 else "tf32x3",
             "TANGENT": False,
             **dict.fromkeys(("TQ", "TK", "TV", "TBIAS"), 0),
@@ -307,6 +297,7 @@ class _Builder:
         if problem.ranges is not None:
             self._integers("ranges", problem.ranges)
         self.constants["NATURAL"] = self.constants["BIAS"] % 2 == 1
+        self.constants["UNATTENDED"] |= problem.bias_dtype == torch.bool
 
     def tensor(self, name: str, x: TensorSpec, dtype: torch.dtype) -> None:
         """A tensor (batch, heads, length, size): its pointer, its strides, and what is known of their alignment."""
@@ -355,8 +346,6 @@ class _Builder:
         }
         if self.numbers.get("kv_group") == 1:
             numbers["kv_group"] = Leaf("constexpr", 1)  # no loop over heads: 30 registers
-        if not constants.get("HULL"):
-            numbers |= dict.fromkeys(_HULL, NOTHING)
         given = {**self.tensors, **numbers, **(described or {})}
         return launch.variant(function, given, self.strides, constants, config)
 
@@ -385,25 +374,19 @@ class _Builder:
         if name.endswith("dbias") and has_tma:
             config = config._replace(num_stages=1)  # no cp.async: see above
         constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma, "CHUNK": chunk}
-        blocks, descriptors, pads, starts = {}, [], [], []
+        blocks, descriptors, pads = {}, [], []
         if tma:
             rows = config.block_m if name.endswith("dkdv") else config.block_n
             for tensor, x in loaded.items():
                 pads.append(0 if x.describable(unit) else unit)
                 described = x.padded(unit) if pads[-1] else x
-                begin, end = self.hulls[tensor]
-                starts.append(begin)
-                batch, heads, _, size = x.shape
-                described = described._replace(shape=(batch, heads, end - begin, size))
                 widths = configs.chunks(sizes[tensor in _HEAD_DIM_V])
                 boxes = [(1, 1, rows, width or 16) for width in widths]
                 for n, box in enumerate(boxes):
                     blocks[f"{tensor}{n}"] = Leaf(launch.block(ELEMENTS[problem.dtype], box))
                 descriptors.append(tuple(_descriptor_fields(described, box, unit) for box in boxes))
         kernel, rest = self.variant(function, config, constants, blocks)
-        return Step(
-            kernel, self._grid(name, config, constants), rest, tuple(descriptors) or None, tuple(pads), tuple(starts)
-        )
+        return Step(kernel, self._grid(name, config, constants), rest, tuple(descriptors) or None, tuple(pads))
 
     def delta(self, grad_out: TensorSpec, out: TensorSpec, has_grad_lse: bool) -> Step:
         problem = self.problem
@@ -507,8 +490,7 @@ class _Builder:
         self.tensors |= {"part_out": Leaf("*fp32", None, 16), "part_lse": Leaf("*fp32")}
         tiles = -(-heads // heads_k * seqlen_q // config.block_m)
         chunk = configs.chunk(problem.q.shape[3], dims, problem.dtype.itemsize, True)
-        # HULL: decode_kernel knows better what a tile reaches.
-        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk, "HULL": False}
+        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk}
         kernel, rest = self.variant(decode_kernel, config, {**self.constants, **own})
         first = Step(kernel, splits * tiles * batch * heads_k, rest, None, ())
         # Two sizes, not one for each number of splits: the number follows the length, and a variant takes compiling.
