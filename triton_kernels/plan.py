@@ -490,7 +490,7 @@ class _Builder:
         self.tensors |= {"part_out": Leaf("*fp32", None, 16), "part_lse": Leaf("*fp32")}
         tiles = -(-heads // heads_k * seqlen_q // config.block_m)
         chunk = configs.chunk(problem.q.shape[3], dims, problem.dtype.itemsize, True)
-        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk}
+        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk, "UNATTENDED": False}
         kernel, rest = self.variant(decode_kernel, config, {**self.constants, **own})
         first = Step(kernel, splits * tiles * batch * heads_k, rest, None, ())
         # Two sizes, not one for each number of splits: the number follows the length, and a variant takes compiling.
