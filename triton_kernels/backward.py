@@ -240,12 +240,11 @@ def dkdv_kernel(
     dk, dv = _dkdv_columns(
         q0, q1, tq0, tq1, g0, g1, keys, masks, seed, terms, given, first_col, b, first_head, kv_group, call, C
     )
-    if C.UNATTENDED:
-        if has_nan(dk, C) | has_nan(dv, C):
-            dk, dv = _dkdv_columns(
-                q0, q1, tq0, tq1, g0, g1, keys, masks, seed, terms, given, afresh(first_col), afresh(b),
-                afresh(first_head), kv_group, call, clearing(C),
-            )  # fmt: skip
+    if C.UNATTENDED and has_nan(dk, C) | has_nan(dv, C):
+        dk, dv = _dkdv_columns(
+            q0, q1, tq0, tq1, g0, g1, keys, masks, seed, terms, given, afresh(first_col), afresh(b),
+            afresh(first_head), kv_group, call, clearing(C),
+        )  # fmt: skip
     to_dk = head_of(grads.dk, b, ho, strides.dk)
     to_dv = head_of(grads.dv, b, ho, strides.dv)
     store_tiles(to_dk, dk, call.softmax_scale, first_col, strides.dk.row, call.seqlen_k, C.QK, C.BLOCK_N)
@@ -365,15 +364,15 @@ def dq_kernel(
     tq, tk, tv have the shapes of q, k, v, tbias broadcasts to the scores; each may be None for zero. Pointers and
     descriptors as in forward_kernel. Grid: blocks of queries * batch * heads.
     """
-    first_row, batch_head, b, h, philox = program_rows(seed, call, C)
+    first_row, _, b, h, philox = program_rows(seed, call, C)
     dq = _dq_rows(
-        k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, grads.dbias, terms, philox, strides, first_row, b, h, call, C
-    )
-    if C.UNATTENDED:
-        if has_nan(dq, C):
-            dq = _dq_rows(
-                k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, grads.dbias, terms, philox, strides,
-                afresh(first_row), afresh(b), afresh(h), call, clearing(C),
-            )  # fmt: skip
+        k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, grads.dbias, terms, philox, strides, first_row, b, h, call,
+        C,
+    )  # fmt: skip
+    if C.UNATTENDED and has_nan(dq, C):
+        dq = _dq_rows(
+            k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, grads.dbias, terms, philox, strides,
+            afresh(first_row), afresh(b), afresh(h), call, clearing(C),
+        )  # fmt: skip
     to_dq = head_of(grads.dq, b, h, strides.dq)
     store_tiles(to_dq, dq, call.softmax_scale, first_row, strides.dq.row, call.seqlen_q, C.QK, C.BLOCK_M)

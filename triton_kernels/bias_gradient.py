@@ -151,7 +151,6 @@ def bias_gradient_kernel(
     )
     tile = row_begin, row_end, col_begin, col_end, own_b, own_h, b_count, h_count
     acc = _shared_sums(queries, keys, masks, seed, terms, strides, tile, call, C)
-    if C.UNATTENDED:
-        if has_nan((acc, acc), C):
-            acc = _shared_sums(queries, keys, masks, seed, terms, strides, tile, call, clearing(C))
+    if C.UNATTENDED and has_nan((acc, acc), C):
+        acc = _shared_sums(queries, keys, masks, seed, terms, strides, tile, call, clearing(C))
     _store_shared(dbias, acc, own, row_begin, col_begin, call, C)

@@ -113,11 +113,10 @@ def forward_kernel(
     """
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
     acc, row_max, row_sum = _forward_rows(q, k0, k1, v0, v1, masks, strides, philox, first_row, b, h, call, C)
-    if C.UNATTENDED:
-        if has_nan(acc, C):
-            acc, row_max, row_sum = _forward_rows(
-                q, k0, k1, v0, v1, masks, strides, philox, afresh(first_row), afresh(b), afresh(h), call, clearing(C)
-            )
+    if C.UNATTENDED and has_nan(acc, C):
+        acc, row_max, row_sum = _forward_rows(
+            q, k0, k1, v0, v1, masks, strides, philox, afresh(first_row), afresh(b), afresh(h), call, clearing(C)
+        )
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)

@@ -127,8 +127,8 @@ def span_of_keys(ends, live, at, C: tl.constexpr):
 
 @triton.jit
 def fenced(at, C: tl.constexpr):
-    """`at`, an integer, after which TMA may write where reductions have left their numbers. Triton gives both the same shared
-    memory and puts a barrier between them, but no fence between the threads' writes and TMA's."""
+    """`at`, an integer, after which TMA may write where reductions have left their numbers. Triton gives both the same
+    shared memory and puts a barrier between them, but no fence between the threads' writes and TMA's."""
     if C.TMA:
         at = tl.inline_asm_elementwise(
             "fence.proxy.async.shared::cta; mov.b32 $0, $1;", "=r,r", [at], tl.int32, is_pure=False, pack=1

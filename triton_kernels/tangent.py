@@ -155,12 +155,11 @@ def tangent_kernel(
     acc, mu, total = _tangent_rows(
         k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, saved.lse, philox, given, first_row, b, h, call, C
     )
-    if C.UNATTENDED:
-        if has_nan(acc, C):
-            acc, mu, total = _tangent_rows(
-                k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, saved.lse, philox, given, afresh(first_row),
-                afresh(b), afresh(h), call, clearing(C),
-            )  # fmt: skip
+    if C.UNATTENDED and has_nan(acc, C):
+        acc, mu, total = _tangent_rows(
+            k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, saved.lse, philox, given, afresh(first_row),
+            afresh(b), afresh(h), call, clearing(C),
+        )  # fmt: skip
 
     # The probabilities add up to 1 but for the rounding of lse, which is thus taken out again.
     factor = 1.0 / tl.where(total == 0.0, 1.0, total)

@@ -126,9 +126,7 @@ def _load_part(
     x1 = rows.t1 if TANGENT else rows.x1
     stride = rows.tangent_stride if TANGENT else rows.stride
     if PART == 0:
-        return load_tile(
-            x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached
-        )
+        return load_tile(x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached)
     else:
         return load_tile(
             x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL, reached
@@ -163,9 +161,7 @@ def load_tiles(
 @triton.jit
 def _load_chunk(pointer, rows, first, stride, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
     """Of an `Operand` or `Tiles` of pointers."""
-    return load_tile(
-        pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True
-    )
+    return load_tile(pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True)
 
 
 @triton.jit
