@@ -399,7 +399,9 @@ class _Builder:
         if name.endswith("dbias") and has_tma:
             config = config._replace(num_stages=1)  # no cp.async: see above
         if function is table_gradient_kernel:
-            # It loads tiles of queries in its loop too, for which shared memory has no second stage.
+            if not constants["TANGENT"]:
+                config = configs.bands(*sizes, problem.dtype.itemsize)
+            # Tiles of queries are loaded in the loop too, for which shared memory has no second stage.
             config = config._replace(block_n=min(config.block_m, config.block_n), num_stages=1)
             self._cut_in_bands(config)
         constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma, "CHUNK": chunk}
