@@ -5,8 +5,10 @@ import re
 
 import pytest
 import torch
-from attnkern.triton_kernels import configs, plan
+from attnkern.triton_kernels import configs, launch, plan
 
+import attnkern
+from attnkern.backends.failed import CannotBuild
 from attnkern.params import GRAD_BIAS, UNBOUNDED, AttentionParams
 from matrix import in_turn, on_gpus, tagged
 from test_cuda_kernels import simulated  # noqa: F401
@@ -33,6 +35,28 @@ def test_triton_second_order(name, dtype):
     call = SECOND_ORDER[name]
     with routed(80):
         check_second_order(Simulated("triton", "cpu"), call.inputs("cpu", dtype=dtype), **call.options)
+
+
+@pytest.mark.parametrize("name", ["one table for all heads, causal", "documents"])
+def test_cuda_asks_triton_for_the_gradient(name, simulated):  # noqa: F811
+    call = CALLS[name]
+    leaf = call.inputs("cpu").relative_bias.requires_grad_()
+    with routed(80) as launched:
+        simulated.check_call(call)
+        names = [kernel.function.__name__ for kernel in launched]
+        inputs = dataclasses.replace(call.inputs("cpu"), relative_bias=leaf)
+        told = attnkern.explain(**inputs.tensors, **call.options, backend="cuda")
+    assert names == ["delta_kernel", "table_gradient_kernel"]
+    assert "backward bias: by distance, by the triton backend" in str(told)
+
+
+def test_cuda_without_triton(simulated, monkeypatch):  # noqa: F811
+    """Nor where its kernel cannot be built: plain torch."""
+    call = CALLS["one key"]
+    with routed(80) as launched:
+        monkeypatch.setattr(launch, "run", lambda *_: (_ for _ in ()).throw(CannotBuild("no compiler")))
+        simulated.check_call(call)
+    assert not launched
 
 
 def test_triton_with_a_table_of_each_batch_element():

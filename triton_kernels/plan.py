@@ -482,7 +482,8 @@ class _Builder:
         self.numbers |= {"heads_out": heads_out, "kv_group": kv_group}
         dkdv = dq = dbias = visits = bands = None
         visits_shape: Sizes = ()
-        if problem.ranges is not None and grad_mask & (GRAD_K | GRAD_V | GRAD_BIAS):
+        by_keys = GRAD_K | GRAD_V | (GRAD_BIAS if bias is not None and not bias.is_table() else 0)
+        if problem.ranges is not None and grad_mask & by_keys:
             visits, visits_shape = self.visits()
         parts = []
         if grad_mask & (GRAD_K | GRAD_V):
