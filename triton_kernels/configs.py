@@ -126,6 +126,23 @@ SPLIT_KEYS = 256  # the fewest that a split is worth
 MAX_SPLITS = 128
 
 
+# Of table_gradient_kernel, whose tiles are best square: it loads queries as often as keys. For every chip, and in one
+# stage. (Its derivative takes the tiles of second_dq.)
+BANDS: dict[int, dict[int, tuple[int, int, int, int]]] = {
+    2: {64: (64, 64, 4, 1), 128: (64, 64, 8, 1), 512: (32, 32, 8, 1)},
+    4: {64: (64, 32, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+}
+
+
+def bands(head_dim: int, head_dim_v: int, itemsize: int) -> Config:
+    """The configuration of table_gradient_kernel. LookupError above head size 512."""
+    size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))
+    for limit, config in BANDS[itemsize].items():
+        if size <= limit:
+            return Config(*config)
+    raise LookupError(f"no configuration for head sizes {head_dim} and {head_dim_v}")
+
+
 def decode(rows: int, head_dim: int, head_dim_v: int, itemsize: int) -> Config:
     """The configuration of decode_kernel for `rows` queries of one key head. LookupError above head size 512."""
     size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))

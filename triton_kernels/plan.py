@@ -16,7 +16,7 @@ from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, Attenti
 from . import configs, launch
 from .arguments import FLOATS, Constants, Strides, reaches_all, score_constants, score_numbers
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
-from .bias_gradient import bias_gradient_kernel
+from .bias_gradient import bias_gradient_kernel, table_gradient_kernel
 from .configs import Config
 from .decode import combine_kernel, decode_kernel
 from .forward import forward_kernel
@@ -29,6 +29,7 @@ Sizes = tuple[int, ...]
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "u8"}
 DELTA = Config(64, 0, 4, 1)
 VISITS = Config(VISIT.value, VISIT.value, 4, 1)
+TABLE_PROGRAMS = 1024  # of table_gradient_kernel: up to so many its bands are cut into walks, several for a processor
 _HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of head size head_dim_v
 table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
 
@@ -52,6 +53,10 @@ class TensorSpec(NamedTuple):
     def strides(self) -> Sizes:
         """0 where a dimension has one entry: whatever torch says there means nothing."""
         return tuple(0 if n <= 1 else s for n, s in zip(self.shape, self.stride, strict=True))
+
+    def is_table(self) -> bool:
+        """Whether it is a bias by distance (attnkern.relative.as_scores)."""
+        return self.stride[2] < 0
 
     def vectors(self, unit: int) -> bool:
         """Whether 16 bytes, `unit` elements, can be loaded at a time."""
@@ -153,6 +158,14 @@ class Forward(NamedTuple):
     parts: Sizes = ()  # (batch, heads, seqlen_q, splits, head_dim_v)
 
 
+class Bands(NamedTuple):
+    """What table_gradient_kernel writes: sums by distance of each band of tiles."""
+
+    shape: Sizes  # (batch, heads, walks, bands, BLOCK_M + BLOCK_N)
+    apart: int  # distances from a band's first to the next one's, BLOCK_N
+    first: int  # the first band's first distance
+
+
 class Backward(NamedTuple):
     """None for a step: nothing asks for it, or there is nothing to add up."""
 
@@ -164,9 +177,10 @@ class Backward(NamedTuple):
     dbias: Step | None
     parts: tuple[tuple[Layout, torch.dtype], ...]  # dk and dv as dkdv_kernel writes them: of as many heads or more
     bias_falls_off: bool  # dq_kernel stores the bias' gradient too,
-    zero_bias: bool  # but for what the band and the key ranges exclude
+    zero_bias: bool  # but for what the band and the key ranges exclude; a table, to which `bands` are added
     visits: Step | None = None  # before dkdv and dbias, where these ask which queries visit their keys: writes
     visits_shape: Sizes = ()  # what this is the shape of, zeros before
+    bands: Bands | None = None  # of a table: what dbias writes
 
 
 class Tangent(NamedTuple):
@@ -373,6 +387,12 @@ class _Builder:
         config = configs.choose(row, *sizes, table)
         if name.endswith("dbias") and has_tma:
             config = config._replace(num_stages=1)  # no cp.async: see above
+        if function is table_gradient_kernel:
+            if not constants["TANGENT"]:
+                config = configs.bands(*sizes, problem.dtype.itemsize)
+            # Tiles of queries are loaded in the loop too, for which shared memory has no second stage.
+            config = config._replace(block_n=min(config.block_m, config.block_n), num_stages=1)
+            self._cut_in_bands(config)
         constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma, "CHUNK": chunk}
         blocks, descriptors, pads = {}, [], []
         if tma:
@@ -387,6 +407,19 @@ class _Builder:
                 descriptors.append(tuple(_descriptor_fields(described, box, unit) for box in boxes))
         kernel, rest = self.variant(function, config, constants, blocks)
         return Step(kernel, self._grid(name, config, constants), rest, tuple(descriptors) or None, tuple(pads))
+
+    def _cut_in_bands(self, config: Config) -> None:
+        """The numbers of table_gradient_kernel: of the bands in which some query may see a key."""
+        numbers = self.numbers
+        size, step = config.block_m, config.block_n
+        lowest = max(1 - numbers["seqlen_q"], numbers["band_low"])
+        highest = min(numbers["seqlen_k"] - 1, numbers["band_high"])
+        first = lowest // step
+        bands = max((highest + size - 1) // step - first + 1, 0) if lowest <= highest else 0
+        programs = bands * numbers["batch"] * numbers["heads"]
+        tiles = -(-min(numbers["seqlen_q"], numbers["seqlen_k"]) // size)
+        walks = max(min(TABLE_PROGRAMS // max(programs, 1), tiles // 2), 1)
+        self.numbers |= {"first_band": first, "bands": bands, "walks": walks}
 
     def delta(self, grad_out: TensorSpec, out: TensorSpec, has_grad_lse: bool) -> Step:
         problem = self.problem
@@ -430,9 +463,10 @@ class _Builder:
         kv_group = math.gcd(self.numbers["group_k"], self.numbers["group_v"])
         heads_out = q.shape[1] // kv_group
         self.numbers |= {"heads_out": heads_out, "kv_group": kv_group}
-        dkdv = dq = dbias = visits = None
+        dkdv = dq = dbias = visits = bands = None
         visits_shape: Sizes = ()
-        if problem.ranges is not None and grad_mask & (GRAD_K | GRAD_V | GRAD_BIAS):
+        by_keys = GRAD_K | GRAD_V | (GRAD_BIAS if bias is not None and not bias.is_table() else 0)
+        if problem.ranges is not None and grad_mask & by_keys:
             visits, visits_shape = self.visits()
         parts = []
         if grad_mask & (GRAD_K | GRAD_V):
@@ -449,10 +483,15 @@ class _Builder:
         if grad_mask & GRAD_BIAS:
             assert bias is not None
             assert problem.bias_dtype is not None
-            falls_off = bias.shape == (*q.shape[:3], k.shape[2])
+            falls_off = bias.shape == (*q.shape[:3], k.shape[2]) and not bias.is_table()
             dense = TensorSpec(bias.shape, (0, 0, 0, 0), True).like(bias.shape[3]).spec()
             self.tensor("dbias", dense, problem.bias_dtype)
-            if not falls_off:
+            if bias.is_table():
+                self.tensors["parts"] = Leaf("*fp32")
+                dbias = self.step(table_gradient_kernel, f"{order}dbias", {})
+                bands = self._bands(dbias)
+                dbias = dbias if dbias.grid else None
+            elif not falls_off:
                 self.numbers |= {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
                 shared = {"ROWS_SHARED": bias.shape[2] == 1, "COLS_SHARED": bias.shape[3] == 1}
                 dbias = self.step(bias_gradient_kernel, f"{order}dbias", {}, **shared)
@@ -464,7 +503,15 @@ class _Builder:
             loaded = {"k": k, "v": v, "tk": tk, "tv": tv}
             dq = self.step(dq_kernel, f"{order}dq", _given(loaded), DBIAS=falls_off)
         zero = falls_off and any(self.constants[name] for name in ("HAS_LOW", "HAS_HIGH", "RANGES"))
-        return dkdv, dq, dbias, tuple(parts), falls_off, zero, visits, visits_shape
+        zero = zero or bands is not None
+        return dkdv, dq, dbias, tuple(parts), falls_off, zero, visits, visits_shape, bands
+
+    def _bands(self, dbias: Step) -> Bands:
+        """What the launch of table_gradient_kernel writes."""
+        numbers, constants = self.numbers, dbias.kernel.constants
+        size, step = constants["BLOCK_M"], constants["BLOCK_N"]
+        shape = (*(numbers[name] for name in ("batch", "heads", "walks", "bands")), size + step)
+        return Bands(shape, step, numbers["first_band"] * step - (size - 1))
 
     def splits(self, processors: int) -> tuple[int, Config] | None:
         """How many parts decode_kernel cuts the keys into, and its configuration; None where forward_kernel serves
@@ -508,6 +555,8 @@ class _Builder:
         )
         if name.endswith("dkdv"):
             return blocks_n * numbers["batch"] * numbers["heads_out"]
+        if name.endswith("dbias") and "ROWS_SHARED" not in constants:
+            return numbers["walks"] * numbers["bands"] * numbers["batch"] * numbers["heads"]
         if name.endswith("dbias"):
             tiles = (1 if constants["ROWS_SHARED"] else blocks_m) * (1 if constants["COLS_SHARED"] else blocks_n)
             return tiles * numbers["bias_batch"] * numbers["bias_heads"]

@@ -51,6 +51,13 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "second_dbias", 4, "tile", 64): {"80": (40, _FEW), "86": (32, _FEW)},
     (90, "second_dbias", 2, "tile", 256): {"90a": (44, _FEW)},
     (90, "second_dbias", 4, "tile", 64): {"90a": (24, _FEW)},
+    (80, "table", 2, "tile", 128): {"86": (16, _FEW), "120a": (52, _SM120)},
+    (80, "second_table", 2, "tile", 64): {"120a": (8, _SM120)},
+    (80, "second_table", 2, "tile", 256): {"80 86": (92, _FEW)},
+    (90, "table", 2, "tile", 256): {"90a": (16, _FEW)},
+    (90, "table", 2, "tile", 512): {"90a": (12, _FEW)},
+    (90, "second_table", 2, "tile", 256): {"90a": (64, _FEW)},
+    (90, "second_table", 4, "tile", 64): {"90a": (16, _FEW)},
     (80, "second_dkdv", 4, "plain", 512): {"80": (228, _FP32), "120a": (336, _FP32)},
     (90, "forward", 2, "plain", 512): {"90a": (16, _FEW)},
     (90, "tangent", 2, "plain", 128): {"90a": (8, _FEW), "100a": (32, _TWO)},
@@ -91,7 +98,7 @@ def cases() -> list[Case]:
     for itemsize, by_size in configs.DECODE.items():
         for size in by_size:
             found += _decode_cases(size, itemsize)
-    return [*found, *_cases_of_masks()]
+    return [*found, *_cases_of_masks(), *_cases_of_tables()]
 
 
 def _cases_of_masks() -> list[Case]:
@@ -108,6 +115,26 @@ def _cases_of_masks() -> list[Case]:
                 about = f"triton {name} bf16 d{size} with {_MASKS[feature]} sm_{capability}"
                 budget = _MASKED.get((capability, name, size, feature), {})
                 found.append(_case(about, step.kernel, archs, {archs: {"LDG": 1}}, budget, f"{_SELDOM} 100a"))
+    return found
+
+
+def _cases_of_tables() -> list[Case]:
+    """The gradient of a bias by distance, and its derivative."""
+    found = []
+    for capability, archs in ((80, "80 86 120a"), (90, "90a 100a")):
+        for itemsize, size in itertools.product((2, 4), (64, 128, 256, 512)):
+            problem = _problem(capability, size, itemsize, "tile")
+            assert problem.bias is not None
+            table = problem.bias._replace(stride=(0, 2047, -1, 1), aligned=False)
+            problem = problem._replace(bias=table)
+            first = plan.backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
+            direction = plan.Direction(problem.q, problem.k, problem.v, table)
+            _, second = plan.second_backward_plan(problem, direction, problem.q, problem.q, True, GRAD_BIAS)
+            for name, step in (("table", first.dbias), ("second_table", second.dbias)):
+                assert step is not None
+                about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size} sm_{capability}"
+                row = Row(capability, name, itemsize, "tile")
+                found.append(_case(about, step.kernel, archs, {archs: {"LDG": 1}}, BUDGETS.get((row, size), {})))
     return found
 
 
