@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import show, type_error
+from .params import AttentionParams
 
 
 def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -146,3 +147,20 @@ def add_diagonals(total: Tensor, part: Tensor, first_row: int, first_key: int, s
     moved = F.pad(part.flip(-2), (0, n)).flatten(-2)[..., : n * (n + m - 1)].unflatten(-1, (n, n + m - 1))
     begin = first_key - (first_row + n - 1) + seqlen_q - 1
     total[..., begin : begin + n + m - 1] += moved.sum(-2)
+
+
+def add_bands(total: Tensor, parts: Tensor, apart: int, first: int, seqlen_q: int, params: AttentionParams) -> None:
+    """Adds to the table `total` (B|1, H|1, L + S - 1) what a GPU kernel leaves of its gradient: `parts` (B, H, walks,
+    bands, n) in float32, of which each band has the sums at n distances (j - i) in a row, the first one from `first`
+    on, each of the others from `apart` after the one before; n is a multiple of `apart`. In a fixed order."""
+    shared = [i for i, n in enumerate(total.shape[:2]) if n == 1]
+    parts = parts.sum([*shared, 2], keepdim=True).squeeze(2).unflatten(-1, (-1, apart))
+    bands, pieces = parts.shape[2:4]
+    sums = parts.new_zeros(*total.shape[:2], (bands + pieces - 1) * apart)
+    for n in range(pieces):
+        sums[..., n * apart : (n + bands) * apart] += parts[..., n, :].flatten(2)
+    # A band's tiles have distances that no score has, or that the window leaves out.
+    seqlen_k = total.shape[2] - seqlen_q + 1
+    begin = max(1 - seqlen_q, params.band_offset - params.window_left)
+    end = min(seqlen_k, params.band_offset + params.window_right + 1)
+    total[..., begin + seqlen_q - 1 : end + seqlen_q - 1] += sums[..., begin - first : end - first]

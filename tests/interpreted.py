@@ -51,6 +51,7 @@ def _calls() -> dict[str, Callable[[], object]]:
 
     found = {f"{tag}: {name}": check(tiny(each)) for tag, every in SHARES.items() for name, each in _some(tag, every)}
     found |= {f"ranges: {name}": check(tiny(tagged("gpu")[name])) for name in RANGES}
+    found |= {f"relative: {name}": check(tiny(each)) for name, each in _some("relative-gpu", 4)}
     found |= {f"dropout: {name}": check(each) for name, each in DROPOUT.items()}
     for name, each in _some("triton-decode", 4):  # keys enough for splits, which `tiny` wouldn't leave
         found[f"decode: {name}"] = check(dataclasses.replace(each, dtype=tiny(each).dtype), gradients=False)

@@ -172,5 +172,7 @@ def test_every_row_of_the_triton_table_runs():
             dtype = torch.bfloat16 if row.itemsize == 2 else torch.float32
             mask = ("float", "1HLS") if row.feature == "tile" else None
             inputs = testing.make_inputs(1, 2, 130, 200, size, dtype=dtype, device="cuda", mask=mask)
+            if row.feature == "ranges":
+                inputs = inputs.with_ranges("few", "BHL", 2, torch.int32, 1)
             softcap = 5.0 if row.feature == "mods" else None
             testing.check_attention(inputs, backend="triton", is_causal=True, softcap=softcap)

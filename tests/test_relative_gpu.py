@@ -1,7 +1,15 @@
 """Relative bias in the GPU kernels, in the simulator: they read a table by the strides of a bias."""
 
-import pytest
+import dataclasses
+import re
 
+import pytest
+import torch
+from attnkern.triton_kernels import configs, launch, plan
+
+import attnkern
+from attnkern.backends.failed import CannotBuild
+from attnkern.params import GRAD_BIAS, UNBOUNDED, AttentionParams
 from matrix import in_turn, on_gpus, tagged
 from test_cuda_kernels import simulated  # noqa: F401
 from test_second_order import CALLS as SECOND_ORDER
@@ -27,3 +35,71 @@ def test_triton_second_order(name, dtype):
     call = SECOND_ORDER[name]
     with routed(80):
         check_second_order(Simulated("triton", "cpu"), call.inputs("cpu", dtype=dtype), **call.options)
+
+
+@pytest.mark.parametrize("name", ["one table for all heads, causal", "documents"])
+def test_cuda_asks_triton_for_the_gradient(name, simulated):  # noqa: F811
+    call = CALLS[name]
+    leaf = call.inputs("cpu").relative_bias.requires_grad_()
+    with routed(80) as launched:
+        simulated.check_call(call)
+        names = [kernel.function.__name__ for kernel in launched]
+        inputs = dataclasses.replace(call.inputs("cpu"), relative_bias=leaf)
+        told = attnkern.explain(**inputs.tensors, **call.options, backend="cuda")
+    assert names == ["delta_kernel", "table_gradient_kernel"]
+    assert "backward bias: by distance, by the triton backend" in str(told)
+
+
+def test_cuda_without_triton(simulated, monkeypatch):  # noqa: F811
+    """Nor where its kernel cannot be built: plain torch."""
+    call = CALLS["one key"]
+    with routed(80) as launched:
+        monkeypatch.setattr(launch, "run", lambda *_: (_ for _ in ()).throw(CannotBuild("no compiler")))
+        simulated.check_call(call)
+    assert not launched
+
+
+def test_triton_with_a_table_of_each_batch_element():
+    inputs = CALLS["table"].inputs(seed=0)
+    inputs = dataclasses.replace(inputs, relative_bias=torch.randn(2, 1, 159).to(BF16))
+    with routed(80):
+        Simulated("triton", "cpu").check(inputs)
+
+
+def _steps(seqlen_q, seqlen_k, size, heads, band=(UNBOUNDED, UNBOUNDED), dtype=BF16, capability=80):
+    """The plan of the gradient of a table."""
+    entries = seqlen_q + seqlen_k - 1
+    q, k = (plan.TensorSpec((1, heads, n, size), (0, 0, 0, 0), True).like(size).spec() for n in (seqlen_q, seqlen_k))
+    table = plan.TensorSpec((1, heads, seqlen_q, seqlen_k), (heads * entries, entries, -1, 1), False)
+    key = plan.PlanKey(capability, dtype, q, k, k, table, dtype, 0, AttentionParams(1.0, 0.0, *band), False)
+    return plan.backward_plan(key, q, q, False, GRAD_BIAS)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_order_of_sums_is_fixed(capability):
+    """No program adds to what another one adds to."""
+    ptx = _steps(500, 500, 64, 2, capability=capability).dbias.kernel.compile(capability).asm["ptx"]
+    assert re.search(r"\bst\.global", ptx)
+    assert not re.search(r"\b(atom|red)\.", ptx)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(d, s) for d in configs.BANDS for s in configs.BANDS[d]])
+def test_memory_beside_the_table(dtype, size):
+    """O(L + S), or a fixed size where bands are cut into walks; less beside a window."""
+    sizes = (1, 1), (3, 700), (5000, 5000), (2**17, 2**17)
+    for heads, (queries, keys) in [(h, s) for h in (1, 40) for s in sizes]:
+        shape = _steps(queries, keys, size, heads, dtype={2: BF16, 4: FP32}[dtype]).bands.shape
+        *_, walks, bands, width = shape
+        of_one_walk = 3 * (queries + keys) + 5 * width
+        assert bands * width <= of_one_walk
+        assert walks == 1 or heads * walks * bands <= plan.TABLE_PROGRAMS
+    window = _steps(2**17, 2**17, size, 1, band=(100, 0), dtype={2: BF16, 4: FP32}[dtype]).bands
+    assert window.shape[3] <= 12
+    assert window.shape[2] > 64  # few bands, of which each is long
+
+
+def test_nothing_to_see_launches_nothing():
+    """A window beyond all keys."""
+    steps = _steps(50, 40, 64, 2, band=(UNBOUNDED, -60))
+    assert steps.dbias is None
+    assert steps.zero_bias

@@ -167,6 +167,8 @@ def calls() -> None:
         sdpa(q, k[:, :, :70], v[:, :, :70], attn_mask=documents, enable_gqa=True, backend="triton"),
     ):
         out.backward(torch.ones_like(out))
+    out = attnkern.attention(q, k, v, enable_gqa=True, relative_bias=leaf(4, 159), backend="triton")
+    out.backward(torch.ones_like(out))
     with torch.no_grad():
         sdpa(leaf(1, 4, 1, 64), leaf(1, 4, 2000, 64), leaf(1, 4, 2000, 64), backend="triton")
 

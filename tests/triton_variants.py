@@ -26,6 +26,7 @@ BIASES = {
     "bias of keys": (2, 1, 1, 1024),
     "mask": (1, 4, 1024, 1024),
     "padding": (2, 1, 1, 1024),
+    "bias by distance": (1, 4, 1024, 1024),
 }
 
 
@@ -48,6 +49,8 @@ class Problem(NamedTuple):
         if self.bias:
             batch, heads, rows, keys = BIASES[self.bias]
             bias = _dense(batch, heads, min(rows, self.queries), keys)
+            if self.bias.endswith("by distance"):
+                bias = plan.TensorSpec(bias.shape, (*bias.stride[:2], -1, 1), False)
             bias_dtype = self.dtype if self.bias.startswith("bias") else torch.bool
         if self.ranges:
             row = 2 * self.ranges
@@ -66,6 +69,7 @@ PROBLEMS = {
         Problem(128, "forward dq tangent", bias="mask", dropout=True, band=WINDOW),
         Problem(128, "dkdv visits", ranges=2, softcap=30.0, dtype=FP16),
         Problem(64, "forward second_dq", dtype=FP32),
+        Problem(64, "dbias second_dbias", bias="bias by distance", ranges=2, dropout=True),
         Problem(64, "decode combine", queries=4),
         Problem(64, "decode", queries=4, ranges=2, bias="bias", softcap=30.0),
     ],
@@ -75,12 +79,14 @@ PROBLEMS = {
         Problem(64, "dkdv tangent second_dq", ranges=2, bias="padding", band=WINDOW),
         Problem(128, "forward dq", bias="bias", dropout=True),
         Problem(64, "dkdv", bias="mask", softcap=30.0, dtype=FP32),
+        Problem(64, "dbias", bias="bias by distance", band=CAUSAL),
         Problem(128, "decode", queries=4, ranges=1, dtype=FP32),
     ],
     100: [
         Problem(128, "forward dkdv dq", band=CAUSAL),
         Problem(64, "forward dq", ranges=2, dropout=True),
         Problem(64, "forward dkdv dbias", bias="bias of keys", softcap=30.0),
+        Problem(128, "dbias", bias="bias by distance", band=CAUSAL),
         Problem(128, "second_dkdv", bias="mask"),
     ],
 }

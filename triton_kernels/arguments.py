@@ -39,11 +39,6 @@ class Call(NamedTuple):
     seqlen_k: Any
     band_low: Any
     band_high: Any
-    # With HULL: between which keys and queries all lie that are within the band; loads take the others for zero.
-    keys_begin: Any
-    keys_end: Any
-    queries_begin: Any
-    queries_end: Any
 
 
 FLOATS = ("softmax_scale", "score_scale", "softcap", "dropout_scale")
@@ -66,11 +61,10 @@ def score_numbers(params: AttentionParams) -> dict[str, Any]:
     }
 
 
-def band_hull(count: int, size: int, low: int, high: int) -> tuple[int, int]:
-    """Between which of `size` columns all lie that `count` rows attend to, row i to those from i + low to i + high; if
-    there are none, the ends of all."""
-    begin, end = max(low, 0), min(count + high, size)
-    return (begin, end) if begin < end else (0, size)
+def reaches_all(count: int, size: int, low: int, high: int) -> bool:
+    """Whether each of `count` rows attends to one of `size` columns, row i to those from i + low to i + high, and each
+    column has a row that attends to it."""
+    return low <= min(0, size - count) and high >= max(0, size - count)
 
 
 def score_constants(params: AttentionParams) -> dict[str, Any]:

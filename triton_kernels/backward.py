@@ -27,9 +27,12 @@ import triton.language as tl
 from .arguments import Call, Keys, Masks, Queries, RowTerms, Strides
 from .ranges import next_keys, next_queries, row_ends, visiting
 from .score import (
+    afresh,
+    clearing,
+    clears,
     dropout_keep,
+    has_nan,
     held_columns,
-    leaves_out,
     load_row_terms,
     philox_of,
     probabilities,
@@ -148,9 +151,7 @@ def _dkdv_blocks(
             ends = row_ends(masks, strides, rows, call, C)
         s, t = scores(qk, rows[None, :], cols[:, None], masks.bias, strides.bias, ends, call, C, MASKED)
         p = probabilities(s, base[None, :], C.NATURAL)
-        held = None
-        if leaves_out(C, MASKED) and C.RANGES == 0 and not C.TANGENT:  # beside ranges it spills
-            held = base < float("inf")  # queries that have a key at all
+        held = held_columns(s, C, MASKED)
         keep = p > 0.0
         kept = p
         if C.DROPOUT:
@@ -161,9 +162,9 @@ def _dkdv_blocks(
             dp, u, g_tiles = products(v, grad_out, first_row, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL, C.TV)
             ts, product = score_tangent(x, t, rows[None, :], cols[:, None], masks.tbias, strides.tbias, call, C)
             _, ds, tangent, kept = second_gradient(
-                p, ts, product, dp, u, delta[None, :], mu[None, :], nu[None, :], t, keep, call, C
+                p, ts, product, dp, u, delta[None, :], mu[None, :], nu[None, :], t, keep, call, C, MASKED
             )
-            dv = add_product(dv, kept, g_tiles, C.V, C.BLOCK_M, C, TAIL)
+            dv = add_product(dv, kept, g_tiles, C.V, C.BLOCK_M, C, TAIL, False, held)
         else:
             dv, dp = add_rows_and_products(
                 dv, kept, v, grad_out, first_row, C.V, C.BLOCK_N, C.BLOCK_M, C, C.TMA, TAIL, held
@@ -171,28 +172,17 @@ def _dkdv_blocks(
             _, ds = score_gradient(p, dp, delta[None, :], t, keep, call, C, MASKED)
         dk = add_product(dk, ds, q_tiles, C.QK, C.BLOCK_M, C, TAIL, False, held)
         if C.TQ:
-            dk = add_product(dk, tangent, q_tiles, C.QK, C.BLOCK_M, C, TAIL, True)
+            dk = add_product(dk, tangent, q_tiles, C.QK, C.BLOCK_M, C, TAIL, True, held)
     return dk, dv
 
 
 @triton.jit
-def dkdv_kernel(
-    q0, q1, tq0, tq1, grad_out0, grad_out1, keys: Keys, masks: Masks, seed, terms: RowTerms, grads: KeyGrads,
-    strides: DkdvStrides, heads_out, kv_group, call: Call, C: tl.constexpr,
+def _dkdv_columns(
+    q0, q1, tq0, tq1, grad_out0, grad_out1, keys, masks, seed, terms, given, first_col, b, first_head, kv_group, call,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of BLOCK_N keys of one head of `heads_out`, summed over the kv_group query heads that
-    share it (heads_out * kv_group = heads; kv_group divides group_k and group_v). With a TANGENT gk and gv in place
-    of dk and dv.
-
-    q, tq and grad_out: pointers, or descriptors if TMA. Grid: blocks of keys * batch * heads_out.
-    """
-    # Longest first, over all heads: with a causal band the first keys are reached by the most queries.
-    first_col = tl.program_id(0) // (call.batch * heads_out) * C.BLOCK_N
-    batch_head = tl.program_id(0) % (call.batch * heads_out)
-    b, ho = batch_head // heads_out, batch_head % heads_out
-    first_head = ho * kv_group
+    """The sums over all queries that attend to a block of keys, of kv_group heads from `first_head` on."""
     hk, hv = first_head // call.group_k, first_head // call.group_v
-    given = strides.inputs
     k = operand(keys.k, keys.k, keys.tk, keys.tk, b, hk, given.k, given.tk, call, True, C.TK, False)
     v = operand(keys.v, keys.v, keys.tv, keys.tv, b, hv, given.v, given.tv, call, True, C.TV, False)
     k_tiles = load_tiles(k, first_col, C.QK, C.BLOCK_N, C, C.TK, False, True)
@@ -225,8 +215,36 @@ def dkdv_kernel(
                     sums, k_tiles, v_tiles, q, g, terms, row_offset, head_masks, given, philox, first_col,
                     bounds[part], bounds[part + 1], call, C, part != 1,
                 )  # fmt: skip
+    return sums
 
-    dk, dv = sums
+
+@triton.jit
+def dkdv_kernel(
+    q0, q1, tq0, tq1, grad_out0, grad_out1, keys: Keys, masks: Masks, seed, terms: RowTerms, grads: KeyGrads,
+    strides: DkdvStrides, heads_out, kv_group, call: Call, C: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of BLOCK_N keys of one head of `heads_out`, summed over the kv_group query heads that
+    share it (heads_out * kv_group = heads; kv_group divides group_k and group_v). With a TANGENT gk and gv in place
+    of dk and dv.
+
+    q, tq and grad_out: pointers, or descriptors if TMA. Grid: blocks of keys * batch * heads_out.
+    """
+    # Longest first, over all heads: with a causal band the first keys are reached by the most queries.
+    first_col = tl.program_id(0) // (call.batch * heads_out) * C.BLOCK_N
+    batch_head = tl.program_id(0) % (call.batch * heads_out)
+    b, ho = batch_head // heads_out, batch_head % heads_out
+    first_head = ho * kv_group
+    g0 = grad_out0
+    g1 = grad_out1
+    given = strides.inputs
+    dk, dv = _dkdv_columns(
+        q0, q1, tq0, tq1, g0, g1, keys, masks, seed, terms, given, first_col, b, first_head, kv_group, call, C
+    )
+    if C.UNATTENDED and has_nan(dk, C) | has_nan(dv, C):
+        dk, dv = _dkdv_columns(
+            q0, q1, tq0, tq1, g0, g1, keys, masks, seed, terms, given, afresh(first_col), afresh(b),
+            afresh(first_head), kv_group, call, clearing(C),
+        )  # fmt: skip
     to_dk = head_of(grads.dk, b, ho, strides.dk)
     to_dv = head_of(grads.dv, b, ho, strides.dv)
     store_tiles(to_dk, dk, call.softmax_scale, first_col, strides.dk.row, call.seqlen_k, C.QK, C.BLOCK_N)
@@ -239,14 +257,14 @@ def score_gradients(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of scores: the gradients of the scores, of the products q k^T before scale, with a TANGENT of these
-    products' tangent; the tiles of k; and which of these some row attends to, where some may be left out. terms: of
+    products' tangent; the tiles of k; and which of these some row attends to, where others are cleared. terms: of
     `load_row_terms`; ends as in `scores`."""
     base, delta, mu, nu = terms
     cols = first_col + tl.arange(0, C.BLOCK_N)
     qk, x, k_tiles = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, C.TQ, C.TK)
     s, t = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
-    held = 0
-    if leaves_out(C, MASKED) and not C.TANGENT:
+    held = 0  # (No None: see `masks_of`.)
+    if clears(C, MASKED):
         held = held_columns(s, C, MASKED)
     p = probabilities(s, base[:, None], C.NATURAL)
     dp, u, _ = products(grad_out, v, first_col, C.V, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, False, C.TV)
@@ -256,7 +274,7 @@ def score_gradients(
     if C.TANGENT:
         ts, product = score_tangent(x, t, rows[:, None], cols[None, :], masks.tbias, strides.tbias, call, C)
         ds, raw, tangent, _ = second_gradient(
-            p, ts, product, dp, u, delta[:, None], mu[:, None], nu[:, None], t, keep, call, C
+            p, ts, product, dp, u, delta[:, None], mu[:, None], nu[:, None], t, keep, call, C, MASKED
         )
         return ds, raw, tangent, k_tiles, held
     else:
@@ -278,7 +296,7 @@ def _dq_blocks(
         ds, raw, tangent, k_tiles, held = score_gradients(
             q, grad_out, terms, k, v, masks, strides.inputs, philox, rows, ends, first_col, call, C, MASKED
         )
-        if not leaves_out(C, MASKED) or C.TANGENT:
+        if not clears(C, MASKED):
             held = None
         if C.DBIAS:
             cols = first_col + tl.arange(0, C.BLOCK_N)
@@ -287,7 +305,51 @@ def _dq_blocks(
             tl.store(dbias + at, ds.to(dbias.dtype.element_ty), mask=inside)
         dq = add_product(dq, raw, k_tiles, C.QK, C.BLOCK_N, C, MASKED, False, held)
         if C.TK:
-            dq = add_product(dq, tangent, k_tiles, C.QK, C.BLOCK_N, C, MASKED, True)
+            dq = add_product(dq, tangent, k_tiles, C.QK, C.BLOCK_N, C, MASKED, True, held)
+    return dq
+
+
+@triton.jit
+def _dq_rows(
+    k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, dbias, terms, philox, strides, first_row, b, h, call,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The sum over all keys that a block of queries attends to; with DBIAS also stores the gradients of the scores."""
+    hk, hv = h // call.group_k, h // call.group_v
+    given = strides.inputs
+    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call, False, C.TQ, False)
+    g = queries.grad_out
+    g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call, False, False, False)
+    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call, True, C.TK, C.TMA)
+    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call, True, C.TV, C.TMA)
+    masks = masks_of(masks, b, h, given, C)
+    if C.DBIAS:
+        dbias = head_of(dbias, b, h, strides.dbias)
+    q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
+    g_tiles = load_tiles(g, first_row, C.V, C.BLOCK_M, C, False, False, True)
+    rows = first_row + tl.arange(0, C.BLOCK_M)
+    row_terms = load_row_terms(terms, (b * call.heads + h).to(tl.int64) * call.seqlen_q, rows, call.seqlen_q, C)
+    dq = zeros(C.BLOCK_M, C.QK)
+    if C.RANGES > 0:
+        at = 0
+        while at < call.seqlen_k:
+            begin, middle, end = next_keys(masks, given, first_row, at, call, C)
+            dq = _dq_blocks(
+                dq, q_tiles, g_tiles, row_terms, k, v, masks, dbias, strides, philox, first_row, begin, middle,
+                call, C, True,
+            )  # fmt: skip
+            dq = _dq_blocks(
+                dq, q_tiles, g_tiles, row_terms, k, v, masks, dbias, strides, philox, first_row, middle, end,
+                call, C, False,
+            )  # fmt: skip
+            at = end
+    else:
+        bounds = visited_keys(first_row, call, C)
+        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
+            dq = _dq_blocks(
+                dq, q_tiles, g_tiles, row_terms, k, v, masks, dbias, strides, philox, first_row,
+                bounds[part], bounds[part + 1], call, C, part != 1,
+            )  # fmt: skip
     return dq
 
 
@@ -302,42 +364,15 @@ def dq_kernel(
     tq, tk, tv have the shapes of q, k, v, tbias broadcasts to the scores; each may be None for zero. Pointers and
     descriptors as in forward_kernel. Grid: blocks of queries * batch * heads.
     """
-    first_row, batch_head, b, h, philox = program_rows(seed, call, C)
-    hk, hv = h // call.group_k, h // call.group_v
-    given = strides.inputs
-    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call, False, C.TQ, False)
-    g = queries.grad_out
-    g = operand(g, g, g, g, b, h, given.grad_out, given.grad_out, call, False, False, False)
-    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call, True, C.TK, C.TMA)
-    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call, True, C.TV, C.TMA)
-    head_masks = masks_of(masks, b, h, given, C)
-    dbias = grads.dbias
-    if C.DBIAS:
-        dbias = head_of(dbias, b, h, strides.dbias)
-    q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
-    g_tiles = load_tiles(g, first_row, C.V, C.BLOCK_M, C, False, False, True)
-    rows = first_row + tl.arange(0, C.BLOCK_M)
-    row_terms = load_row_terms(terms, batch_head.to(tl.int64) * call.seqlen_q, rows, call.seqlen_q, C)
-    dq = zeros(C.BLOCK_M, C.QK)
-    if C.RANGES > 0:
-        at = 0
-        while at < call.seqlen_k:
-            begin, middle, end = next_keys(head_masks, given, first_row, at, call, C)
-            dq = _dq_blocks(
-                dq, q_tiles, g_tiles, row_terms, k, v, head_masks, dbias, strides, philox, first_row, begin, middle,
-                call, C, True,
-            )  # fmt: skip
-            dq = _dq_blocks(
-                dq, q_tiles, g_tiles, row_terms, k, v, head_masks, dbias, strides, philox, first_row, middle, end,
-                call, C, False,
-            )  # fmt: skip
-            at = end
-    else:
-        bounds = visited_keys(first_row, call, C)
-        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
-            dq = _dq_blocks(
-                dq, q_tiles, g_tiles, row_terms, k, v, head_masks, dbias, strides, philox, first_row,
-                bounds[part], bounds[part + 1], call, C, part != 1,
-            )  # fmt: skip
+    first_row, _, b, h, philox = program_rows(seed, call, C)
+    dq = _dq_rows(
+        k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, grads.dbias, terms, philox, strides, first_row, b, h, call,
+        C,
+    )  # fmt: skip
+    if C.UNATTENDED and has_nan(dq, C):
+        dq = _dq_rows(
+            k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, grads.dbias, terms, philox, strides,
+            afresh(first_row), afresh(b), afresh(h), call, clearing(C),
+        )  # fmt: skip
     to_dq = head_of(grads.dq, b, h, strides.dq)
     store_tiles(to_dq, dq, call.softmax_scale, first_row, strides.dq.row, call.seqlen_q, C.QK, C.BLOCK_M)

@@ -39,7 +39,8 @@ KERNELS = ("forward", "dkdv", "dq", "tangent", "second_dkdv", "second_dq")
 # after the wgmma.fence that has to order it. With descriptors they have 2 stages: with one, TMA writes a tile where a
 # store was, without the proxy fence between. (The simulator reports both.)
 MMA_SYNC = ("tangent", "second_dkdv", "second_dq")
-FEATURES = ("plain", "mods", "tile")
+FEATURES = ("plain", "mods", "tile", "ranges")
+_INSTEAD = {"ranges": "tile"}  # of a feature without a row, before "plain"
 
 # BLOCK_M, BLOCK_N, warps, stages. A chip or feature without a row takes that of 80 or of "plain"; so the rows of 80
 # keep to the 99 KiB of shared memory that 86 has.
@@ -52,6 +53,7 @@ _ROWS: dict[tuple[int, str, int, str], dict[int, tuple[int, int, int, int]]] = {
         512: (64, 32, 8, 1),
     },
     (80, "forward", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+    (80, "forward", 2, "ranges"): {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
     (80, "forward", 4, "plain"): {64: (128, 32, 8, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)},
     (80, "dkdv", 2, "plain"): {
         64: (64, 128, 8, 2),
@@ -93,6 +95,7 @@ _ROWS: dict[tuple[int, str, int, str], dict[int, tuple[int, int, int, int]]] = {
     },
     (90, "forward", 2, "mods"): {128: (128, 64, 8, 3)},
     (90, "forward", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+    (90, "forward", 2, "ranges"): {64: (128, 128, 8, 2), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
     (90, "forward", 4, "plain"): {64: (128, 64, 8, 2), 256: (32, 32, 8, 2), 512: (32, 16, 8, 2)},
     (90, "dkdv", 2, "plain"): {
         64: (64, 128, 8, 2),
@@ -101,10 +104,11 @@ _ROWS: dict[tuple[int, str, int, str], dict[int, tuple[int, int, int, int]]] = {
         256: (32, 64, 8, 2),
         512: (32, 32, 8, 1),
     },
-    (90, "dkdv", 2, "tile"): {64: (64, 128, 8, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
+    (90, "dkdv", 2, "tile"): {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
     (90, "dkdv", 4, "plain"): {64: (32, 64, 8, 1), 256: (32, 32, 8, 2), 512: (16, 16, 8, 2)},
     (90, "dq", 2, "plain"): {64: (128, 128, 8, 2), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2), 512: (32, 32, 8, 1)},
-    (90, "dq", 2, "tile"): {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+    (90, "dq", 2, "tile"): {64: (128, 64, 8, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2)},
+    (90, "dq", 2, "ranges"): {64: (128, 128, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
     (90, "dq", 4, "plain"): {64: (64, 32, 8, 1), 256: (32, 32, 8, 2), 512: (32, 16, 8, 2)},
 }
 TABLE: dict[Row, dict[int, Config]] = {
@@ -120,6 +124,23 @@ DECODE: dict[int, dict[int, tuple[int, int, int, int]]] = {
 }
 SPLIT_KEYS = 256  # the fewest that a split is worth
 MAX_SPLITS = 128
+
+
+# Of table_gradient_kernel, whose tiles are best square: it loads queries as often as keys. For every chip, and in one
+# stage. (Its derivative takes the tiles of second_dq.)
+BANDS: dict[int, dict[int, tuple[int, int, int, int]]] = {
+    2: {64: (64, 64, 4, 1), 128: (64, 64, 8, 1), 512: (32, 32, 8, 1)},
+    4: {64: (64, 32, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+}
+
+
+def bands(head_dim: int, head_dim_v: int, itemsize: int) -> Config:
+    """The configuration of table_gradient_kernel. LookupError above head size 512."""
+    size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))
+    for limit, config in BANDS[itemsize].items():
+        if size <= limit:
+            return Config(*config)
+    raise LookupError(f"no configuration for head sizes {head_dim} and {head_dim_v}")
 
 
 def decode(rows: int, head_dim: int, head_dim_v: int, itemsize: int) -> Config:
@@ -156,8 +177,9 @@ def has_tma(capability: int) -> bool:
 
 
 def feature_class(bias: int, ranges: int, softcap: bool, dropout: bool) -> str:
-    """ "tile": more than the scores is held of a tile; "mods": there is only arithmetic more."""
-    return "tile" if bias or ranges or dropout else "mods" if softcap else "plain"
+    """ "tile": more than the scores is held of a tile; "ranges": only the ends of its rows' key ranges are; "mods":
+    there is only arithmetic more."""
+    return "tile" if bias or dropout else "ranges" if ranges else "mods" if softcap else "plain"
 
 
 def chunks(size: int) -> tuple[int, int]:
@@ -181,7 +203,7 @@ def choose(row: Row, head_dim: int, head_dim_v: int, table: Table = TABLE) -> Co
     """The configuration of a row for two head sizes. LookupError above its largest, 512."""
     size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))
     for arch in dict.fromkeys((row.arch, 80)):
-        for feature in dict.fromkeys((row.feature, "plain")):
+        for feature in dict.fromkeys((row.feature, _INSTEAD.get(row.feature, "plain"), "plain")):
             by_size = table.get(row._replace(arch=arch, feature=feature), {})
             for limit in sorted(by_size):
                 if size <= limit:

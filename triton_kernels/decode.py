@@ -93,7 +93,7 @@ def _decode_blocks(
                 )
                 qk = tl.dot(x, tl.trans(tile), qk, input_precision=C.PRECISION)
         else:
-            q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0, 0)
+            q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0)
             qk, _, _ = products(q_tiles, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, False, True)
         s, _ = scores(qk, rows[:, None], cols[None, :], bias, bias_strides, ends, call, C, True)
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True, C.NATURAL)

@@ -11,7 +11,19 @@ import triton.language as tl
 
 from .arguments import Call, Masks, Strides
 from .ranges import next_keys, row_ends
-from .score import dropout_keep, held_columns, log_sum_exp, program_rows, scores, softmax_step, visited_keys, with_sink
+from .score import (
+    afresh,
+    clearing,
+    dropout_keep,
+    has_nan,
+    held_columns,
+    log_sum_exp,
+    program_rows,
+    scores,
+    softmax_step,
+    visited_keys,
+    with_sink,
+)
 from .tiles import add_rows, head_of, load_tiles, masks_of, operand, products, store_tiles, zeros
 
 
@@ -38,19 +50,52 @@ def _forward_blocks(
         cols = first_col + tl.arange(0, C.BLOCK_N)
         qk, _, _ = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED)
         s, _ = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
-        held = None
+        held = held_columns(s, C, MASKED)
         reached = None
-        spills: tl.constexpr = (C.V.first == 128 and C.V.rest > 0) or (C.V.dims == 64 and C.RANGES > 0)
-        if C.TMA or C.CHUNK > 0 or not spills:
-            held = held_columns(s, C, MASKED)
-            if C.CHUNK > 32:  # of 16 bits: v isn't under way yet
-                reached = held
-                held = None
+        if C.CHUNK > 32:  # of 16 bits: v isn't under way yet
+            reached = held
+            held = None
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, MASKED or C.BIAS > 0, C.NATURAL)
         if C.DROPOUT:
             keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
             p = tl.where(keep, p, 0.0)
         acc = add_rows(acc, factor, p, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED, False, reached, held)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _forward_rows(q, k0, k1, v0, v1, masks, strides, philox, first_row, b, h, call, C: tl.constexpr):
+    """The online softmax over all keys that a block of queries attends to."""
+    hk, hv = h // call.group_k, h // call.group_v
+    q = operand(q, q, q, q, b, h, strides.q, strides.q, call, False, False, False)
+    k = operand(k0, k1, k0, k1, b, hk, strides.k, strides.k, call, True, False, C.TMA)
+    v = operand(v0, v1, v0, v1, b, hv, strides.v, strides.v, call, True, False, C.TMA)
+    masks = masks_of(masks, b, h, strides, C)
+    q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, False, False, True)
+    acc = zeros(C.BLOCK_M, C.V)
+    row_max = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([C.BLOCK_M], tl.float32)
+
+    if C.RANGES > 0:
+        at = 0
+        while at < call.seqlen_k:
+            begin, middle, end = next_keys(masks, strides, first_row, at, call, C)
+            acc, row_max, row_sum = _forward_blocks(
+                acc, row_max, row_sum, q_tiles, k, v, masks, strides, philox, first_row, begin, middle, call, C,
+                True,
+            )  # fmt: skip
+            acc, row_max, row_sum = _forward_blocks(
+                acc, row_max, row_sum, q_tiles, k, v, masks, strides, philox, first_row, middle, end, call, C,
+                False,
+            )  # fmt: skip
+            at = end
+    else:
+        bounds = visited_keys(first_row, call, C)
+        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
+            acc, row_max, row_sum = _forward_blocks(
+                acc, row_max, row_sum, q_tiles, k, v, masks, strides, philox, first_row, bounds[part],
+                bounds[part + 1], call, C, part != 1,
+            )  # fmt: skip
     return acc, row_max, row_sum
 
 
@@ -67,36 +112,11 @@ def forward_kernel(
     Grid: blocks of queries * batch * heads.
     """
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
-    hk, hv = h // call.group_k, h // call.group_v
-    rows_of_q = operand(q, q, q, q, b, h, strides.q, strides.q, call, False, False, False)
-    k = operand(k0, k1, k0, k1, b, hk, strides.k, strides.k, call, True, False, C.TMA)
-    v = operand(v0, v1, v0, v1, b, hv, strides.v, strides.v, call, True, False, C.TMA)
-    head_masks = masks_of(masks, b, h, strides, C)
-    q_tiles = load_tiles(rows_of_q, first_row, C.QK, C.BLOCK_M, C, False, False, True)
-    acc = zeros(C.BLOCK_M, C.V)
-    row_max = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([C.BLOCK_M], tl.float32)
-
-    if C.RANGES > 0:
-        at = 0
-        while at < call.seqlen_k:
-            begin, middle, end = next_keys(head_masks, strides, first_row, at, call, C)
-            acc, row_max, row_sum = _forward_blocks(
-                acc, row_max, row_sum, q_tiles, k, v, head_masks, strides, philox, first_row, begin, middle, call, C,
-                True,
-            )  # fmt: skip
-            acc, row_max, row_sum = _forward_blocks(
-                acc, row_max, row_sum, q_tiles, k, v, head_masks, strides, philox, first_row, middle, end, call, C,
-                False,
-            )  # fmt: skip
-            at = end
-    else:
-        bounds = visited_keys(first_row, call, C)
-        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
-            acc, row_max, row_sum = _forward_blocks(
-                acc, row_max, row_sum, q_tiles, k, v, head_masks, strides, philox, first_row, bounds[part],
-                bounds[part + 1], call, C, part != 1,
-            )  # fmt: skip
+    acc, row_max, row_sum = _forward_rows(q, k0, k1, v0, v1, masks, strides, philox, first_row, b, h, call, C)
+    if C.UNATTENDED and has_nan(acc, C):
+        acc, row_max, row_sum = _forward_rows(
+            q, k0, k1, v0, v1, masks, strides, philox, afresh(first_row), afresh(b), afresh(h), call, clearing(C)
+        )
 
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)

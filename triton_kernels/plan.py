@@ -14,9 +14,9 @@ import torch
 
 from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, is_length_major
 from . import configs, launch
-from .arguments import FLOATS, Constants, Strides, band_hull, score_constants, score_numbers
+from .arguments import FLOATS, Constants, Strides, reaches_all, score_constants, score_numbers
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
-from .bias_gradient import bias_gradient_kernel
+from .bias_gradient import bias_gradient_kernel, table_gradient_kernel
 from .configs import Config
 from .decode import combine_kernel, decode_kernel
 from .forward import forward_kernel
@@ -29,9 +29,7 @@ Sizes = tuple[int, ...]
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "u8"}
 DELTA = Config(64, 0, 4, 1)
 VISITS = Config(VISIT.value, VISIT.value, 4, 1)
-_HULL = ("keys_begin", "keys_end", "queries_begin", "queries_end")
-_BY_QUERY = ("q", "tq", "grad_out")
-_LOADED = (*_BY_QUERY, "k", "v", "tk", "tv")
+TABLE_PROGRAMS = 1024  # of table_gradient_kernel: up to so many its bands are cut into walks, several for a processor
 _HEAD_DIM_V = ("v", "tv", "grad_out")  # of the tensors that are loaded by tiles, those of head size head_dim_v
 table: configs.Table = configs.TABLE  # a device's own, if `use_table` was called
 
@@ -55,6 +53,10 @@ class TensorSpec(NamedTuple):
     def strides(self) -> Sizes:
         """0 where a dimension has one entry: whatever torch says there means nothing."""
         return tuple(0 if n <= 1 else s for n, s in zip(self.shape, self.stride, strict=True))
+
+    def is_table(self) -> bool:
+        """Whether it is a bias by distance (attnkern.relative.as_scores)."""
+        return self.stride[2] < 0
 
     def vectors(self, unit: int) -> bool:
         """Whether 16 bytes, `unit` elements, can be loaded at a time."""
@@ -122,15 +124,13 @@ class Direction(NamedTuple):
 
 class Step(NamedTuple):
     """A launch. `rest` are the arguments after the tensors, `descriptors` two for each of those that load tiles; `pads`
-    says of each tensor so loaded to a multiple of how many elements its rows must be copied, 0: not at all; `starts`
-    from which row on it is described."""
+    says of each tensor so loaded to a multiple of how many elements its rows must be copied, 0: not at all."""
 
     kernel: launch.Kernel
     grid: int
     rest: tuple
     descriptors: tuple[tuple[dict[str, Any], dict[str, Any]], ...] | None
     pads: tuple[int, ...]
-    starts: tuple[int, ...] = ()
 
     def tiles(self, *tensors: torch.Tensor | None) -> list[Any]:
         """Each tensor as two arguments: for its first columns and for the rest. None, where there is none, stays."""
@@ -138,16 +138,14 @@ class Step(NamedTuple):
             return [argument for x in tensors for argument in (x, x)]
         make = launch.descriptor
         arguments: list[Any] = []
-        each = zip(self.descriptors, self.pads, self.starts, strict=True)
+        each = zip(self.descriptors, self.pads, strict=True)
         for x in tensors:
             if x is None:
                 arguments += (None, None)
                 continue
-            (first, rest), unit, start = next(each)
+            (first, rest), unit = next(each)
             if unit:
                 x = padded(x, unit)
-            if start:
-                x = x[:, :, start:]
             arguments += (make(first, x), make(rest, x))
         return arguments
 
@@ -158,6 +156,14 @@ class Forward(NamedTuple):
     step: Step | None  # None: there is nothing to add up
     combine: Step | None = None  # after `step` where that splits the keys: puts the parts together,
     parts: Sizes = ()  # (batch, heads, seqlen_q, splits, head_dim_v)
+
+
+class Bands(NamedTuple):
+    """What table_gradient_kernel writes: sums by distance of each band of tiles."""
+
+    shape: Sizes  # (batch, heads, walks, bands, BLOCK_M + BLOCK_N)
+    apart: int  # distances from a band's first to the next one's, BLOCK_N
+    first: int  # the first band's first distance
 
 
 class Backward(NamedTuple):
@@ -171,9 +177,10 @@ class Backward(NamedTuple):
     dbias: Step | None
     parts: tuple[tuple[Layout, torch.dtype], ...]  # dk and dv as dkdv_kernel writes them: of as many heads or more
     bias_falls_off: bool  # dq_kernel stores the bias' gradient too,
-    zero_bias: bool  # but for what the band and the key ranges exclude
+    zero_bias: bool  # but for what the band and the key ranges exclude; a table, to which `bands` are added
     visits: Step | None = None  # before dkdv and dbias, where these ask which queries visit their keys: writes
     visits_shape: Sizes = ()  # what this is the shape of, zeros before
+    bands: Bands | None = None  # of a table: what dbias writes
 
 
 class Tangent(NamedTuple):
@@ -269,10 +276,6 @@ class _Builder:
             "seqlen_k": seqlen_k,
         }
         low, high = self.numbers["band_low"], self.numbers["band_high"]
-        keys = band_hull(seqlen_q, seqlen_k, low, high)
-        queries = band_hull(seqlen_k, seqlen_q, -high, -low)
-        self.hulls = {name: queries if name in _BY_QUERY else keys for name in _LOADED}
-        self.numbers |= dict(zip(_HULL, (*keys, *queries), strict=True))
         self.constants: dict[str, Any] = {
             "QK": _columns(head_dim),
             "V": _columns(head_dim_v),
@@ -284,7 +287,8 @@ class _Builder:
             # A bound that excludes no entry is none, such as that of a bottom-right causal band of one query.
             "HAS_LOW": seqlen_q - 1 + low > 0,
             "HAS_HIGH": high < seqlen_k - 1,
-            "HULL": keys != (0, seqlen_k) or queries != (0, seqlen_q),
+            "UNATTENDED": problem.ranges is not None or not reaches_all(seqlen_q, seqlen_k, low, high),
+            "CLEAR": False,
             "PRECISION": "ieee" if problem.dtype != torch.float32 else "tf32" if problem.tf32 else "tf32x3",
             "TANGENT": False,
             **dict.fromkeys(("TQ", "TK", "TV", "TBIAS"), 0),
@@ -307,6 +311,7 @@ class _Builder:
         if problem.ranges is not None:
             self._integers("ranges", problem.ranges)
         self.constants["NATURAL"] = self.constants["BIAS"] % 2 == 1
+        self.constants["UNATTENDED"] |= problem.bias_dtype == torch.bool
 
     def tensor(self, name: str, x: TensorSpec, dtype: torch.dtype) -> None:
         """A tensor (batch, heads, length, size): its pointer, its strides, and what is known of their alignment."""
@@ -355,8 +360,6 @@ class _Builder:
         }
         if self.numbers.get("kv_group") == 1:
             numbers["kv_group"] = Leaf("constexpr", 1)  # no loop over heads: 30 registers
-        if not constants.get("HULL"):
-            numbers |= dict.fromkeys(_HULL, NOTHING)
         given = {**self.tensors, **numbers, **(described or {})}
         return launch.variant(function, given, self.strides, constants, config)
 
@@ -384,26 +387,39 @@ class _Builder:
         config = configs.choose(row, *sizes, table)
         if name.endswith("dbias") and has_tma:
             config = config._replace(num_stages=1)  # no cp.async: see above
+        if function is table_gradient_kernel:
+            if not constants["TANGENT"]:
+                config = configs.bands(*sizes, problem.dtype.itemsize)
+            # Tiles of queries are loaded in the loop too, for which shared memory has no second stage.
+            config = config._replace(block_n=min(config.block_m, config.block_n), num_stages=1)
+            self._cut_in_bands(config)
         constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma, "CHUNK": chunk}
-        blocks, descriptors, pads, starts = {}, [], [], []
+        blocks, descriptors, pads = {}, [], []
         if tma:
             rows = config.block_m if name.endswith("dkdv") else config.block_n
             for tensor, x in loaded.items():
                 pads.append(0 if x.describable(unit) else unit)
                 described = x.padded(unit) if pads[-1] else x
-                begin, end = self.hulls[tensor]
-                starts.append(begin)
-                batch, heads, _, size = x.shape
-                described = described._replace(shape=(batch, heads, end - begin, size))
                 widths = configs.chunks(sizes[tensor in _HEAD_DIM_V])
                 boxes = [(1, 1, rows, width or 16) for width in widths]
                 for n, box in enumerate(boxes):
                     blocks[f"{tensor}{n}"] = Leaf(launch.block(ELEMENTS[problem.dtype], box))
                 descriptors.append(tuple(_descriptor_fields(described, box, unit) for box in boxes))
         kernel, rest = self.variant(function, config, constants, blocks)
-        return Step(
-            kernel, self._grid(name, config, constants), rest, tuple(descriptors) or None, tuple(pads), tuple(starts)
-        )
+        return Step(kernel, self._grid(name, config, constants), rest, tuple(descriptors) or None, tuple(pads))
+
+    def _cut_in_bands(self, config: Config) -> None:
+        """The numbers of table_gradient_kernel: of the bands in which some query may see a key."""
+        numbers = self.numbers
+        size, step = config.block_m, config.block_n
+        lowest = max(1 - numbers["seqlen_q"], numbers["band_low"])
+        highest = min(numbers["seqlen_k"] - 1, numbers["band_high"])
+        first = lowest // step
+        bands = max((highest + size - 1) // step - first + 1, 0) if lowest <= highest else 0
+        programs = bands * numbers["batch"] * numbers["heads"]
+        tiles = -(-min(numbers["seqlen_q"], numbers["seqlen_k"]) // size)
+        walks = max(min(TABLE_PROGRAMS // max(programs, 1), tiles // 2), 1)
+        self.numbers |= {"first_band": first, "bands": bands, "walks": walks}
 
     def delta(self, grad_out: TensorSpec, out: TensorSpec, has_grad_lse: bool) -> Step:
         problem = self.problem
@@ -447,9 +463,10 @@ class _Builder:
         kv_group = math.gcd(self.numbers["group_k"], self.numbers["group_v"])
         heads_out = q.shape[1] // kv_group
         self.numbers |= {"heads_out": heads_out, "kv_group": kv_group}
-        dkdv = dq = dbias = visits = None
+        dkdv = dq = dbias = visits = bands = None
         visits_shape: Sizes = ()
-        if problem.ranges is not None and grad_mask & (GRAD_K | GRAD_V | GRAD_BIAS):
+        by_keys = GRAD_K | GRAD_V | (GRAD_BIAS if bias is not None and not bias.is_table() else 0)
+        if problem.ranges is not None and grad_mask & by_keys:
             visits, visits_shape = self.visits()
         parts = []
         if grad_mask & (GRAD_K | GRAD_V):
@@ -466,10 +483,15 @@ class _Builder:
         if grad_mask & GRAD_BIAS:
             assert bias is not None
             assert problem.bias_dtype is not None
-            falls_off = bias.shape == (*q.shape[:3], k.shape[2])
+            falls_off = bias.shape == (*q.shape[:3], k.shape[2]) and not bias.is_table()
             dense = TensorSpec(bias.shape, (0, 0, 0, 0), True).like(bias.shape[3]).spec()
             self.tensor("dbias", dense, problem.bias_dtype)
-            if not falls_off:
+            if bias.is_table():
+                self.tensors["parts"] = Leaf("*fp32")
+                dbias = self.step(table_gradient_kernel, f"{order}dbias", {})
+                bands = self._bands(dbias)
+                dbias = dbias if dbias.grid else None
+            elif not falls_off:
                 self.numbers |= {"bias_batch": bias.shape[0], "bias_heads": bias.shape[1]}
                 shared = {"ROWS_SHARED": bias.shape[2] == 1, "COLS_SHARED": bias.shape[3] == 1}
                 dbias = self.step(bias_gradient_kernel, f"{order}dbias", {}, **shared)
@@ -481,7 +503,15 @@ class _Builder:
             loaded = {"k": k, "v": v, "tk": tk, "tv": tv}
             dq = self.step(dq_kernel, f"{order}dq", _given(loaded), DBIAS=falls_off)
         zero = falls_off and any(self.constants[name] for name in ("HAS_LOW", "HAS_HIGH", "RANGES"))
-        return dkdv, dq, dbias, tuple(parts), falls_off, zero, visits, visits_shape
+        zero = zero or bands is not None
+        return dkdv, dq, dbias, tuple(parts), falls_off, zero, visits, visits_shape, bands
+
+    def _bands(self, dbias: Step) -> Bands:
+        """What the launch of table_gradient_kernel writes."""
+        numbers, constants = self.numbers, dbias.kernel.constants
+        size, step = constants["BLOCK_M"], constants["BLOCK_N"]
+        shape = (*(numbers[name] for name in ("batch", "heads", "walks", "bands")), size + step)
+        return Bands(shape, step, numbers["first_band"] * step - (size - 1))
 
     def splits(self, processors: int) -> tuple[int, Config] | None:
         """How many parts decode_kernel cuts the keys into, and its configuration; None where forward_kernel serves
@@ -507,8 +537,7 @@ class _Builder:
         self.tensors |= {"part_out": Leaf("*fp32", None, 16), "part_lse": Leaf("*fp32")}
         tiles = -(-heads // heads_k * seqlen_q // config.block_m)
         chunk = configs.chunk(problem.q.shape[3], dims, problem.dtype.itemsize, True)
-        # HULL: decode_kernel knows better what a tile reaches.
-        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk, "HULL": False}
+        own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk, "UNATTENDED": False}
         kernel, rest = self.variant(decode_kernel, config, {**self.constants, **own})
         first = Step(kernel, splits * tiles * batch * heads_k, rest, None, ())
         # Two sizes, not one for each number of splits: the number follows the length, and a variant takes compiling.
@@ -526,6 +555,8 @@ class _Builder:
         )
         if name.endswith("dkdv"):
             return blocks_n * numbers["batch"] * numbers["heads_out"]
+        if name.endswith("dbias") and "ROWS_SHARED" not in constants:
+            return numbers["walks"] * numbers["bands"] * numbers["batch"] * numbers["heads"]
         if name.endswith("dbias"):
             tiles = (1 if constants["ROWS_SHARED"] else blocks_m) * (1 if constants["COLS_SHARED"] else blocks_n)
             return tiles * numbers["bias_batch"] * numbers["bias_heads"]

@@ -126,9 +126,9 @@ def span_of_keys(ends, live, at, C: tl.constexpr):
 
 
 @triton.jit
-def _fenced(at, C: tl.constexpr):
-    """`at`, after which TMA may write where reductions have left their numbers. Triton gives both the same shared
-    memory and puts a barrier between them, but no fence between the threads' writes and TMA's."""
+def fenced(at, C: tl.constexpr):
+    """`at`, an integer, after which TMA may write where reductions have left their numbers. Triton gives both the same
+    shared memory and puts a barrier between them, but no fence between the threads' writes and TMA's."""
     if C.TMA:
         at = tl.inline_asm_elementwise(
             "fence.proxy.async.shared::cta; mov.b32 $0, $1;", "=r,r", [at], tl.int32, is_pure=False, pack=1
@@ -141,7 +141,7 @@ def next_keys(masks, strides, first_row, at, call, C: tl.constexpr):
     """`span_of_keys` for a block of queries of the head that `masks` is of. (Loaded each time, not kept: registers.)"""
     rows = first_row + tl.arange(0, C.BLOCK_M)
     begin, middle, end = span_of_keys(row_ends(masks, strides, rows, call, C), rows < call.seqlen_q, at, C)
-    return begin, middle, _fenced(end, C)
+    return begin, middle, fenced(end, C)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def next_queries(masks, strides, first_col, at, call, C: tl.constexpr):
     begin = tl.min(tl.where(visited, block, BLOCKS))
     middle = tl.min(tl.where((block >= begin) & (full | (visited == 0)), block, BLOCKS))
     end = tl.min(tl.where((block >= middle) & (full == 0), block, BLOCKS))
-    return at + begin * C.BLOCK_M, at + middle * C.BLOCK_M, _fenced(at + end * C.BLOCK_M, C)
+    return at + begin * C.BLOCK_M, at + middle * C.BLOCK_M, fenced(at + end * C.BLOCK_M, C)
 
 
 @triton.jit

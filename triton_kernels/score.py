@@ -14,7 +14,8 @@ constant of the kernel's variant (`C`): what a kernel doesn't use isn't there.
 import triton
 import triton.language as tl
 
-from .ranges import inside
+from .arguments import Constants
+from .ranges import fenced, inside
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -128,19 +129,52 @@ def scores(qk, rows, cols, bias, strides, ends, call, C: tl.constexpr, MASKED: t
 
 
 @triton.constexpr_function
-def leaves_out(C, MASKED):
-    """Whether key ranges or a bool mask may leave entries out of a tile: what they hold may be NaN, and no weight of 0
-    may meet it."""
-    return bool((MASKED and C.RANGES > 0) or C.BIAS in (2, 4))
+def clearing(C):
+    """The variant of a second walk, which clears what nobody attends to.
+
+    A weight of 0 times NaN or infinity is NaN. So keys and queries that a band, key ranges or a bool mask leave out
+    (UNATTENDED: there may be some) must not meet a weight, whatever they hold: slots of a cache may never have been
+    written. But to find and clear them costs registers and, where products read shared memory, a way back to it. They
+    hold numbers as a rule: the first walk takes them as they are. Only where its sums hold a NaN, it is done again.
+    """
+    return Constants(**{**C.__dict__, "CLEAR": True})
+
+
+@triton.jit
+def afresh(x):
+    """x, an integer, of which the compiler doesn't know that it is x: what a second walk computes from it isn't kept in
+    registers from the first walk on."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def has_nan(sums, C: tl.constexpr):
+    """Whether the two tiles of sums (`tiles.zeros`) hold one."""
+    found = tl.max((sums[0] != sums[0]).to(tl.int32)) | tl.max((sums[1] != sums[1]).to(tl.int32))
+    return fenced(found, C) > 0
+
+
+@triton.constexpr_function
+def clears(C, MASKED):
+    """Whether entries of a tile may be left out, and must be cleared."""
+    return bool(C.CLEAR and (MASKED or C.BIAS in (2, 4)))
 
 
 @triton.jit
 def held_columns(s, C: tl.constexpr, MASKED: tl.constexpr):
-    """Which columns of a tile of scores some row attends to; None where none is left out."""
+    """Which columns of a tile of scores some row attends to; None where none is cleared."""
     held = None
-    if leaves_out(C, MASKED):
+    if clears(C, MASKED):
         held = tl.max(s, 0) > float("-inf")
     return held
+
+
+@triton.jit
+def weighted(p, x, C: tl.constexpr, MASKED: tl.constexpr):
+    """x, which is a multiple of the weights p; 0 where these are, whatever else x is made of, if that is cleared."""
+    if clears(C, MASKED):
+        x = tl.where(p == 0.0, 0.0, x)
+    return x
 
 
 @triton.jit
@@ -234,20 +268,14 @@ def load_row_terms(terms, offset, rows, seqlen_q, C: tl.constexpr):
 def score_gradient(p, dp, delta, t, keep, call, C: tl.constexpr, MASKED: tl.constexpr):
     """dS = P (dP - delta) of the scores after bias and before the softmax; and of the scaled products, before softcap.
 
-    p: probabilities before dropout; dp: dO V^T; delta: broadcast along its rows; t: tanh from `scores`. What masks
-    leave out is 0 in both, whatever dp, delta and t are made of.
+    p: probabilities before dropout; dp: dO V^T; delta: broadcast along its rows; t: tanh from `scores`.
     """
     if C.DROPOUT:
         dp = tl.where(keep, dp * call.dropout_scale, 0.0)
-    ds = p * (dp - delta)
-    if leaves_out(C, MASKED):
-        ds = tl.where(p == 0.0, 0.0, ds)
+    ds = weighted(p, p * (dp - delta), C, MASKED)
     raw = ds
     if C.SOFTCAP:
-        slope = 1.0 - t * t
-        if leaves_out(C, MASKED):
-            slope = tl.where(p == 0.0, 0.0, slope)
-        raw = ds * slope
+        raw = weighted(p, ds * (1.0 - t * t), C, MASKED)
     return ds, raw
 
 
@@ -293,7 +321,7 @@ def score_tangent(x, t, rows, cols, tbias, strides, call, C: tl.constexpr):
 
 
 @triton.jit
-def second_gradient(p, ts, product, dp, u, delta, mu, nu, t, keep, call, C: tl.constexpr):
+def second_gradient(p, ts, product, dp, u, delta, mu, nu, t, keep, call, C: tl.constexpr, MASKED: tl.constexpr):
     """Derivatives of rowsum(dS T) + rowsum(P U), which is what the gradients weigh in the direction T of the scores:
 
         c = T - mu    dS = P (dP - delta)    W = dS c + P (U - nu)
@@ -322,4 +350,9 @@ def second_gradient(p, ts, product, dp, u, delta, mu, nu, t, keep, call, C: tl.c
         slope = 1.0 - t * t
         raw = w * slope - ds * product * t * (2.0 / call.softcap)
         ds = ds * slope
-    return w, raw, ds, kept
+    return (
+        weighted(p, w, C, MASKED),
+        weighted(p, raw, C, MASKED),
+        weighted(p, ds, C, MASKED),
+        weighted(p, kept, C, MASKED),
+    )

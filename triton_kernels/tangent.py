@@ -17,7 +17,20 @@ import triton.language as tl
 from .arguments import Call, Masks, Queries, Strides
 from .backward import BackwardStrides
 from .ranges import next_keys, row_ends
-from .score import dropout_keep, load_row_base, probabilities, program_rows, score_tangent, scores, visited_keys
+from .score import (
+    afresh,
+    clearing,
+    dropout_keep,
+    has_nan,
+    held_columns,
+    load_row_base,
+    probabilities,
+    program_rows,
+    score_tangent,
+    scores,
+    visited_keys,
+    weighted,
+)
 from .tiles import add_rows, head_of, load_tile, load_tiles, masks_of, operand, products, store_tile, zeros
 
 
@@ -56,16 +69,54 @@ def _tangent_blocks(
         s, t = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
         p = probabilities(s, base[:, None], C.NATURAL)
         ts, _ = score_tangent(x, t, rows[:, None], cols[None, :], masks.tbias, strides.tbias, call, C)
-        weighted = p * ts
-        mu += tl.sum(weighted, 1)
+        weights = weighted(p, p * ts, C, MASKED)
+        held = held_columns(s, C, MASKED)
+        mu += tl.sum(weights, 1)
         total += tl.sum(p, 1)
         if C.DROPOUT:
             keep = dropout_keep(philox[0], philox[1], rows, first_col, call.dropout_threshold, C.BLOCK_M, C.BLOCK_N)
             p = tl.where(keep, p * call.dropout_scale, 0.0)
-            weighted = tl.where(keep, weighted * call.dropout_scale, 0.0)
-        acc = add_rows(acc, None, weighted, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED)
+            weights = tl.where(keep, weights * call.dropout_scale, 0.0)
+        acc = add_rows(acc, None, weights, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED, False, None, held)
         if C.TV:
-            acc = add_rows(acc, None, p, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED, True)
+            acc = add_rows(acc, None, p, v, first_col, C.V, C.BLOCK_N, C, C.TMA, MASKED, True, None, held)
+    return acc, mu, total
+
+
+@triton.jit
+def _tangent_rows(
+    k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, lse, philox, strides, first_row, b, h, call, C: tl.constexpr
+):
+    """The sums over all keys that a block of queries attends to."""
+    hk, hv = h // call.group_k, h // call.group_v
+    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, strides.q, strides.tq, call, False, C.TQ, False)
+    k = operand(k0, k1, tk0, tk1, b, hk, strides.k, strides.tk, call, True, C.TK, C.TMA)
+    v = operand(v0, v1, tv0, tv1, b, hv, strides.v, strides.tv, call, True, C.TV, C.TMA)
+    masks = masks_of(masks, b, h, strides, C)
+    q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
+    rows = first_row + tl.arange(0, C.BLOCK_M)
+    base = load_row_base(lse + (b * call.heads + h).to(tl.int64) * call.seqlen_q, rows, call.seqlen_q, C.NATURAL)
+    acc = zeros(C.BLOCK_M, C.V)
+    mu = tl.zeros([C.BLOCK_M], tl.float32)
+    total = tl.zeros([C.BLOCK_M], tl.float32)
+    if C.RANGES > 0:
+        at = 0
+        while at < call.seqlen_k:
+            begin, middle, end = next_keys(masks, strides, first_row, at, call, C)
+            acc, mu, total = _tangent_blocks(
+                acc, mu, total, q_tiles, base, k, v, masks, strides, philox, first_row, begin, middle, call, C, True
+            )
+            acc, mu, total = _tangent_blocks(
+                acc, mu, total, q_tiles, base, k, v, masks, strides, philox, first_row, middle, end, call, C, False
+            )
+            at = end
+    else:
+        bounds = visited_keys(first_row, call, C)
+        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
+            acc, mu, total = _tangent_blocks(
+                acc, mu, total, q_tiles, base, k, v, masks, strides, philox, first_row, bounds[part],
+                bounds[part + 1], call, C, part != 1,
+            )  # fmt: skip
     return acc, mu, total
 
 
@@ -97,38 +148,18 @@ def tangent_kernel(
     Pointers and descriptors as in forward_kernel. Grid: blocks of queries * batch * heads.
     """
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
-    hk, hv = h // call.group_k, h // call.group_v
     given = strides.inputs
-    q = operand(queries.q, queries.q, queries.tq, queries.tq, b, h, given.q, given.tq, call, False, C.TQ, False)
-    k = operand(k0, k1, tk0, tk1, b, hk, given.k, given.tk, call, True, C.TK, C.TMA)
-    v = operand(v0, v1, tv0, tv1, b, hv, given.v, given.tv, call, True, C.TV, C.TMA)
-    head_masks = masks_of(masks, b, h, given, C)
-    q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
     rows = first_row + tl.arange(0, C.BLOCK_M)
     inside = rows < call.seqlen_q
     first_of_head = batch_head.to(tl.int64) * call.seqlen_q
-    base = load_row_base(saved.lse + first_of_head, rows, call.seqlen_q, C.NATURAL)
-    acc = zeros(C.BLOCK_M, C.V)
-    mu = tl.zeros([C.BLOCK_M], tl.float32)
-    total = tl.zeros([C.BLOCK_M], tl.float32)
-    if C.RANGES > 0:
-        at = 0
-        while at < call.seqlen_k:
-            begin, middle, end = next_keys(head_masks, given, first_row, at, call, C)
-            acc, mu, total = _tangent_blocks(
-                acc, mu, total, q_tiles, base, k, v, head_masks, given, philox, first_row, begin, middle, call, C, True
-            )
-            acc, mu, total = _tangent_blocks(
-                acc, mu, total, q_tiles, base, k, v, head_masks, given, philox, first_row, middle, end, call, C, False
-            )
-            at = end
-    else:
-        bounds = visited_keys(first_row, call, C)
-        for part in tl.static_range(0 if C.HAS_LOW else 1, 3):
-            acc, mu, total = _tangent_blocks(
-                acc, mu, total, q_tiles, base, k, v, head_masks, given, philox, first_row, bounds[part],
-                bounds[part + 1], call, C, part != 1,
-            )  # fmt: skip
+    acc, mu, total = _tangent_rows(
+        k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, saved.lse, philox, given, first_row, b, h, call, C
+    )
+    if C.UNATTENDED and has_nan(acc, C):
+        acc, mu, total = _tangent_rows(
+            k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, saved.lse, philox, given, afresh(first_row),
+            afresh(b), afresh(h), call, clearing(C),
+        )  # fmt: skip
 
     # The probabilities add up to 1 but for the rounding of lse, which is thus taken out again.
     factor = 1.0 / tl.where(total == 0.0, 1.0, total)

@@ -25,7 +25,6 @@ class Operand(NamedTuple):
     h: Any
     stride: Any
     tangent_stride: Any
-    begin: Any
     length: Any
 
 
@@ -40,7 +39,6 @@ class Tiles(NamedTuple):
     first: Any
     stride: Any
     tangent_stride: Any
-    begin: Any
     length: Any
 
 
@@ -81,11 +79,7 @@ def operand(
 ):
     """The `Operand` of a head of a tensor with a row for each key (KEYS) or query, given as two descriptors if TMA,
     else as a pointer in x0; likewise its tangent if TANGENT."""
-    first = 0
     length = call.seqlen_k if KEYS else call.seqlen_q
-    if call.keys_begin is not None:
-        first = call.keys_begin if KEYS else call.queries_begin
-        length = call.keys_end if KEYS else call.queries_end
     if not TMA:
         x0 = head_of(x0, b, h, strides)
         x1 = x0
@@ -93,27 +87,23 @@ def operand(
         if not TMA:
             t0 = head_of(t0, b, h, tangent_strides)
             t1 = t0
-        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, first, length)
+        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, length)
     else:
-        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, first, length)
+        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, length)
 
 
 @triton.jit
 def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.constexpr, DIMS: tl.constexpr,
-              TMA: tl.constexpr, TAIL: tl.constexpr, reached=None, begin=0, HULL: tl.constexpr = False):  # fmt: skip
+              TMA: tl.constexpr, TAIL: tl.constexpr, reached=None):  # fmt: skip
     """Rows [first, first + ROWS) and DIMS columns of one head's (length, dims) matrix, zero past its ends.
 
     `source` is a descriptor of (batch, heads, length, dims) if TMA, else a pointer to the head's first row, with
-    `stride` elements from row to row. TAIL: the rows may run past an end. HULL: the matrix starts with row `begin`,
-    those before are zero; a descriptor is then one of (batch, heads, length - begin, dims). `reached`, [ROWS], with a
-    pointer: of the other rows nothing is loaded, they are zero. `dims` known at compile time spares the mask of columns
-    where there is nothing to mask.
+    `stride` elements from row to row. TAIL: the rows may run past the end. `reached`, [ROWS], with a pointer: of the
+    other rows nothing is loaded, they are zero. `dims` known at compile time spares the mask of columns where there is
+    nothing to mask.
     """
     if TMA:
-        row = first
-        if HULL:
-            row -= begin
-        return tl.reshape(source.load([b, h, row, first_dim]), [ROWS, DIMS])
+        return tl.reshape(source.load([b, h, first, first_dim]), [ROWS, DIMS])
     else:
         rows = tl.arange(0, ROWS)
         d = first_dim + tl.arange(0, DIMS)
@@ -121,8 +111,6 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
         mask = d[None, :] < dims
         if TAIL:
             mask = mask & (first + rows[:, None] < length)
-            if HULL:
-                mask = mask & (first + rows[:, None] >= begin)
         if reached is not None:
             mask = mask & reached[:, None]
         return tl.load(pointers, mask=mask, other=0.0)
@@ -131,22 +119,18 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
 @triton.jit
 def _load_part(
     rows, first, PART: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
-    HULL: tl.constexpr, TANGENT: tl.constexpr = False, reached=None,
+    TANGENT: tl.constexpr = False, reached=None,
 ):  # fmt: skip
     """The first tile (PART 0) or the second of ROWS rows of an `Operand`, or of its tangent."""
     x0 = rows.t0 if TANGENT else rows.x0
     x1 = rows.t1 if TANGENT else rows.x1
     stride = rows.tangent_stride if TANGENT else rows.stride
     if PART == 0:
-        return load_tile(
-            x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached, rows.begin,
-            HULL,
-        )  # fmt: skip
+        return load_tile(x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached)
     else:
         return load_tile(
-            x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL, reached,
-            rows.begin, HULL,
-        )  # fmt: skip
+            x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL, reached
+        )
 
 
 @triton.jit
@@ -160,26 +144,24 @@ def load_tiles(
     t0 = rows.t0
     t1 = rows.t1
     if C.CHUNK == 0:
-        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
         x1 = x0
         if W.rest > 0:
-            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
         t0 = x0
         t1 = x1
         if TANGENT:
-            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, True)
+            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, True)
             t1 = t0
             if W.rest > 0:
-                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, True)
-    return Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.begin, rows.length)
+                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, True)
+    return Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.length)
 
 
 @triton.jit
 def _load_chunk(pointer, rows, first, stride, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
     """Of an `Operand` or `Tiles` of pointers."""
-    return load_tile(
-        pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True, None, rows.begin, C.HULL
-    )
+    return load_tile(pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True)
 
 
 @triton.jit
@@ -225,20 +207,20 @@ def products(
                 yt = _load_chunk(t0, rows, first, rows.tangent_stride, dim, W, ROWS, C)
             total, tangent = _times_transposed(total, tangent, x, xt, y, yt, C, A_TANGENT, TANGENT)
     else:
-        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
         t0 = x0
         if TANGENT:
-            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, True)
+            t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, True)
         total, tangent = _times_transposed(total, tangent, a.x0, a.t0, x0, t0, C, A_TANGENT, TANGENT)
         x1 = x0
         t1 = t0
         if W.rest > 0:
-            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
             t1 = x1
             if TANGENT:
-                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, True)
+                t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, True)
             total, tangent = _times_transposed(total, tangent, a.x1, a.t1, x1, t1, C, A_TANGENT, TANGENT)
-    tiles = Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.begin, rows.length)
+    tiles = Tiles(x0, x1, t0, t1, first, rows.stride, rows.tangent_stride, rows.length)
     if A_TANGENT or TANGENT:
         return total, tangent, tiles
     else:
@@ -272,15 +254,14 @@ def add_product(
     b1 = b.t1 if TANGENT else b.x1
     stride = b.tangent_stride if TANGENT else b.stride
     if C.CHUNK > 0:
-        b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL, held, b.begin,
-                       C.HULL)  # fmt: skip
+        b0 = load_tile(b0, 0, 0, b.first, stride, b.length, 0, W.dims, ROWS, W.first, False, TAIL, held)
     elif held is not None:
         b0 = _cleared(b0, held)
     acc0 = tl.dot(a.to(b0.dtype), b0, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
         if C.CHUNK > 0:
-            b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL, held,
-                           b.begin, C.HULL)  # fmt: skip
+            b1 = load_tile(b1, 0, 0, b.first, stride, b.length, W.first, W.dims, ROWS, W.rest, False, TAIL,
+                           held)  # fmt: skip
         elif held is not None:
             b1 = _cleared(b1, held)
         acc1 = tl.dot(a.to(b1.dtype), b1, acc1, input_precision=C.PRECISION)
@@ -300,7 +281,7 @@ def add_rows(
     """
     acc0 = acc[0]
     acc1 = acc[1]
-    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL, TANGENT, reached)
+    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, TANGENT, reached)
     if held is not None:
         b = _cleared(b, held)
     a = a.to(b.dtype)
@@ -308,7 +289,7 @@ def add_rows(
         acc0 = acc0 * factor[:, None]
     acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
-        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL, TANGENT, reached)
+        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, TANGENT, reached)
         if held is not None:
             b = _cleared(b, held)
         if factor is not None:
@@ -330,7 +311,7 @@ def add_rows_and_products(
         acc0, acc1 = add_rows(acc, None, a, rows, first, W, ROWS, C, TMA, TAIL, False, held)
         total, _, _ = products(c, rows, first, W, C_ROWS, ROWS, C, TMA, TAIL)
     else:
-        b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, C.HULL)
+        b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
         a = a.to(b.dtype)
         x = b
         if held is not None:
@@ -338,7 +319,7 @@ def add_rows_and_products(
         acc0 = tl.dot(a, x, acc0, input_precision=C.PRECISION)
         total = tl.dot(c.x0, tl.trans(b), input_precision=C.PRECISION)
         if W.rest > 0:
-            b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, C.HULL)
+            b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
             x = b
             if held is not None:
                 x = _cleared(b, held)

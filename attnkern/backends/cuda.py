@@ -4,6 +4,7 @@ pass, which allocates, plans and launches (csrc/cuda/ops_cuda.cpp); and its plan
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ from ..problem import Problem
 from ..relative import as_scores, by_distance
 from ..second_order import bias_gradient
 from ..signatures import Inputs
-from . import disabled
+from . import disabled, triton, triton_interpreted
+from .failed import CannotBuild
 
 NAME = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -143,7 +145,7 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
     q, k, v, bias = problem[:4]
     if 0 in (*q.shape, *k.shape, *v.shape):
         return Plan((), ())
-    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
+    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (None if by_distance(bias) else bias, GRAD_BIAS))
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
     return _plan(
         q.dtype,
@@ -191,6 +193,8 @@ def plan(problem: Problem, on: Chip | None = None) -> list[str]:
     lines = [str(launch) for launch in launches] or ["no kernel: a dimension is empty"]
     if any(launch.kernel.startswith("backward") for launch in launches):
         lines.insert(1, "backward, any chip: delta = rowsum(grad_out * out) first")
+    if (bias := problem.bias) is not None and by_distance(bias) and bias.requires_grad and torch.is_grad_enabled():
+        lines.append(f"backward bias: by distance, {'by the triton backend' if _has_triton() else 'in plain torch'}")
     return lines
 
 
@@ -225,9 +229,25 @@ def backward(
     """`attnkern::backward` (ops.py) on a CUDA device."""
     operator = torch.ops.attnkern.cuda_backward
     if grad_mask & GRAD_BIAS and by_distance(inputs.bias):
-        dq, dk, dv, _, dsinks = backward(grad_out, grad_lse, inputs, out, lse, params, grad_mask - GRAD_BIAS)
-        return dq, dk, dv, bias_gradient(grad_out, grad_lse, inputs, lse, params), dsinks
+        given = grad_out, grad_lse, inputs, out, lse, params
+        dq, dk, dv, _, dsinks = backward(*given, grad_mask - GRAD_BIAS)
+        return dq, dk, dv, _table_gradient(*given), dsinks
     return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
+
+
+def _has_triton() -> bool:
+    """Whether Triton's kernels can be asked for what there is none of here."""
+    return triton.unavailable() is None and not triton_interpreted.asked
+
+
+def _table_gradient(
+    grad_out: Tensor, grad_lse: Tensor | None, inputs: Inputs, out: Tensor, lse: Tensor, params: AttentionParams
+) -> Tensor:
+    """The gradient of a relative bias, of which there is no kernel here: by Triton's, without which in plain torch."""
+    if _has_triton():
+        with contextlib.suppress(CannotBuild):
+            return triton.backward(grad_out, grad_lse, inputs, out, lse, params, GRAD_BIAS)[3]
+    return bias_gradient(grad_out, grad_lse, inputs, lse, params)
 
 
 def _run(operator: Any, *arguments: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import second_order, sinks
+from .. import sinks
 from ..params import (
     GRAD_BIAS,
     GRAD_GRAD_LSE,
@@ -25,7 +25,7 @@ from ..params import (
     AttentionParams,
 )
 from ..problem import Problem
-from ..relative import as_scores, by_distance
+from ..relative import add_bands, as_scores, by_distance
 from ..signatures import Derivatives, Inputs
 from . import disabled, triton_interpreted
 
@@ -195,11 +195,8 @@ def backward(
     grad_mask: int,
 ) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
-    if grad_mask & GRAD_BIAS and by_distance(inputs.bias):
-        dq, dk, dv, _, dsinks = backward(grad_out, grad_lse, inputs, out, lse, params, grad_mask - GRAD_BIAS)
-        return dq, dk, dv, second_order.bias_gradient(grad_out, grad_lse, inputs, lse, params), dsinks
-    plans, inputs = _plans(), _as_read(inputs)
-    q, bias = inputs.q, inputs.bias
+    plans, bias, inputs = _plans(), inputs.bias, _as_read(inputs)
+    q = inputs.q
     grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -212,7 +209,7 @@ def backward(
     delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     index, run = q.get_device(), plans.launch.run
     run(plan.delta.kernel, plan.delta.grid, (grad_out, out, lse, grad_lse, delta, *plan.delta.rest), index)
-    _gradients(plans, plan, inputs, grad_out, Derivatives(), (lse, delta, None, None), grads, dbias)
+    _gradients(plans, plan, inputs, grad_out, Derivatives(), (lse, delta, None, None), grads, dbias, params)
     return *grads, dbias, _sinks_gradient(inputs, lse, delta, grad_mask)
 
 
@@ -259,12 +256,8 @@ def second_backward(
     grad_mask: int,
 ) -> tuple[Tensor, ...]:
     """`attnkern::second_backward` (ops.py) on a CUDA device."""
-    if grad_mask & GRAD_BIAS and by_distance(inputs.bias):
-        given = cotangents, grad_out, grad_lse, inputs, out, lse, params
-        *others, _, gsinks = second_backward(*given, grad_mask - GRAD_BIAS)
-        return *others, second_order.second_backward(*given, GRAD_BIAS)[-2], gsinks
-    plans, inputs = _plans(), _as_read(inputs)
-    q, bias = inputs.q, inputs.bias
+    plans, bias, inputs = _plans(), inputs.bias, _as_read(inputs)
+    q = inputs.q
     grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -294,7 +287,7 @@ def second_backward(
             nu.sub_(moved * (delta if grad_lse is None else delta + grad_lse))
         if grad_mask & GRAD_SINKS:
             gsinks = sinks.second_gradient(lse, delta, mu, nu, inputs.sinks, cotangents.sinks)
-    _gradients(plans, plan, inputs, grad_out, moves, (lse, delta, mu, nu), grads, dbias)
+    _gradients(plans, plan, inputs, grad_out, moves, (lse, delta, mu, nu), grads, dbias, params)
     g_grad_out = tout if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
     g_grad_lse = mu if grad_mask & GRAD_GRAD_LSE else lse.new_empty(0)
     return g_grad_out, g_grad_lse, *grads, dbias, gsinks
@@ -336,6 +329,7 @@ def _gradients(
     terms: tuple,
     grads: tuple[Tensor, Tensor, Tensor],
     dbias: Tensor,
+    params: AttentionParams,
 ) -> None:
     """Launches the kernels of a `Backward` after delta. terms: lse, delta, mu, nu."""
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
@@ -357,7 +351,10 @@ def _gradients(
         tiles = step.tiles(k, v, tk, tv)
         run(step.kernel, step.grid, (*tiles, queries, masks, inputs.philox_seed, terms, targets, *step.rest), index)
     if (step := plan.dbias) is not None:
-        run(step.kernel, step.grid, (queries, keys, masks, inputs.philox_seed, terms, dbias, *step.rest), index)
+        to = dbias if plan.bands is None else torch.empty(plan.bands.shape, dtype=torch.float32, device=q.device)
+        run(step.kernel, step.grid, (queries, keys, masks, inputs.philox_seed, terms, to, *step.rest), index)
+        if plan.bands is not None:
+            add_bands(dbias, to, plan.bands.apart, plan.bands.first, q.shape[2], params)
 
 
 def _empty(layout: Any, q: Tensor, dtype: torch.dtype) -> Tensor:

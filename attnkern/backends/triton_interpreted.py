@@ -54,6 +54,7 @@ def use(plans: ModuleType) -> None:
     launch, configs = plans.launch, plans.configs
     launch.run, launch.capability, launch.processors = run, lambda index: CAPABILITY, lambda index: PROCESSORS
     plans.use_table({row: {512: configs.Config(BLOCK_M, BLOCK_N, 4, 1)} for row in configs.TABLE})
+    configs.BANDS = {itemsize: {512: (BLOCK_M, BLOCK_M, 4, 1)} for itemsize in configs.BANDS}
     for name in ("backward", "bias_gradient", "decode", "forward", "ranges", "score", "tangent", "tiles"):
         vars(importlib.import_module(f"{plans.__package__}.{name}"))["range"] = _range
 

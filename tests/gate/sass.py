@@ -99,6 +99,44 @@ def _main_loop(packed: str) -> Loop:
     return min(innermost, key=lambda loop: (-loop.count(*TENSOR), len(loop.flat())))
 
 
+def spilled_in_loops(kernel: Kernel) -> tuple[int, int]:
+    """Bytes that the inner loops with tensor-core instructions store to local memory and load from it, of the first of
+    a kernel's two walks over its blocks."""
+    return _spilled_in_loops(kernel.packed)
+
+
+@functools.lru_cache(64)
+def _spilled_in_loops(packed: str) -> tuple[int, int]:
+    program = parse(unpack(packed))
+    blocks, successors = control_flow(program)
+    found = [loop for loop in loops(program) if loop.count(*TENSOR)]
+    innermost = [loop for loop in found if not any(other.blocks < loop.blocks for other in found)]
+
+    def followers(loop: Loop) -> int:
+        seen, todo = set(), [loop.header]
+        while todo:
+            if (at := todo.pop()) not in seen:
+                seen.add(at)
+                todo += successors[at]
+        return sum(other.header in seen for other in innermost)
+
+    if not innermost or len(innermost) % 2:
+        raise GateError(f"{len(innermost)} inner loops with tensor-core instructions; two walks have an even number")
+    first = sorted(innermost, key=followers, reverse=True)[: len(innermost) // 2]
+    every = [x for loop in first for at in loop.blocks for x in blocks[at]]
+    return _local_bytes(every, "STL"), _local_bytes(every, "LDL")
+
+
+def _local_bytes(instructions: Iterable[Instruction], opcode: str) -> int:
+    """The width is a modifier: none for 4 bytes."""
+    widths = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    return sum(
+        next((widths[part] for part in x.name.split(".")[1:] if part in widths), 4)
+        for x in instructions
+        if x.is_a(opcode)
+    )
+
+
 def setmaxnreg(kernel: Kernel) -> list[tuple[int, int]]:
     """Of every USETMAXREG: the registers used by the code that can be reached from it, and those it leaves."""
     return _setmaxnreg(kernel.packed) if kernel.count("USETMAXREG") else []

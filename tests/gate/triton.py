@@ -20,6 +20,7 @@ _SM120 = (
     "sm_80 spills nothing here, ptxas has fewer registers to spare for sm_120; a tile of its own awaits measurement"
 )
 _TWO = "a few words of 128 registers, to which ptxas keeps so that two blocks fit onto a multiprocessor"
+_ENDS = "the ends of each row's ranges, held beside the tile"
 _FP32 = "tf32x3 splits every operand in two: of the tiles from 16 x 16 on, each spills, and this one least"
 _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "forward", 2, "plain", 192): {"120a": (148, _SM120)},
@@ -30,6 +31,7 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "forward", 2, "plain", 512): {"120a": (56, _SM120)},
     (80, "dkdv", 2, "plain", 512): {"80": (12, _FEW), "120a": (44, _SM120)},
     (80, "dq", 2, "plain", 512): {"120a": (96, _SM120)},
+    (80, "forward", 2, "ranges", 128): {"120a": (16, _SM120)},
     (80, "dkdv", 2, "tile", 64): {"120a": (16, _SM120)},
     (80, "dkdv", 2, "tile", 128): {"120a": (44, _SM120)},
     (80, "dq", 2, "tile", 128): {"120a": (8, _SM120)},
@@ -49,20 +51,28 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "second_dbias", 4, "tile", 64): {"80": (40, _FEW), "86": (32, _FEW)},
     (90, "second_dbias", 2, "tile", 256): {"90a": (44, _FEW)},
     (90, "second_dbias", 4, "tile", 64): {"90a": (24, _FEW)},
+    (80, "table", 2, "tile", 128): {"86": (16, _FEW), "120a": (52, _SM120)},
+    (80, "second_table", 2, "tile", 64): {"120a": (8, _SM120)},
+    (80, "second_table", 2, "tile", 256): {"80 86": (92, _FEW)},
+    (90, "table", 2, "tile", 256): {"90a": (16, _FEW)},
+    (90, "table", 2, "tile", 512): {"90a": (12, _FEW)},
+    (90, "second_table", 2, "tile", 256): {"90a": (64, _FEW)},
+    (90, "second_table", 4, "tile", 64): {"90a": (16, _FEW)},
     (80, "second_dkdv", 4, "plain", 512): {"80": (228, _FP32), "120a": (336, _FP32)},
     (90, "forward", 2, "plain", 512): {"90a": (16, _FEW)},
     (90, "tangent", 2, "plain", 128): {"90a": (8, _FEW), "100a": (32, _TWO)},
     (90, "dkdv", 4, "plain", 256): {"90a": (48, _FEW)},
+    (90, "forward", 2, "ranges", 128): {"100a": (64, _ENDS)},
     (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},
 }
-_ENDS = "the ends of each row's ranges, held beside the tile"
-_RANGES: dict[tuple[int, str, int], dict[str, tuple[int, str]]] = {
-    (80, "forward", 64): {"80 86": (8, _ENDS), "120a": (32, _ENDS)},
-    (80, "forward", 128): {"120a": (16, _ENDS)},
-    (80, "dq", 64): {"80 86": (8, _ENDS)},
-    (80, "dq", 128): {"120a": (24, _ENDS)},
-    (80, "dkdv", 128): {"120a": (8, _ENDS)},
-    (90, "dkdv", 128): {"90a": (76, _ENDS)},
+_MASKS = {"ranges": "key ranges", "mask": "a bool mask"}
+_MASKED: dict[tuple[int, str, int, str], dict[str, tuple[int, str]]] = {
+    (80, "dkdv", 64, "ranges"): {"120a": (48, _ENDS)},
+    (80, "forward", 128, "mask"): {"80": (28, _FEW), "86": (8, _FEW), "120a": (20, _SM120)},
+    (80, "dkdv", 64, "mask"): {"120a": (52, _SM120)},
+    (90, "dkdv", 64, "ranges"): {"100a": (208, _ENDS)},
+    (90, "dkdv", 128, "ranges"): {"90a": (32, _ENDS)},
+    (90, "dkdv", 128, "mask"): {"90a": (8, _FEW)},
 }
 DECODE_BUDGET = (8, _FEW)
 _DECODE_RANGES = {(4, 64): {"120a": (32, _ENDS)}, (4, 512): {"90a": (24, _ENDS)}}
@@ -88,25 +98,43 @@ def cases() -> list[Case]:
     for itemsize, by_size in configs.DECODE.items():
         for size in by_size:
             found += _decode_cases(size, itemsize)
-    return [*found, *_cases_with_ranges()]
+    return [*found, *_cases_of_masks(), *_cases_of_tables()]
 
 
-def _cases_with_ranges() -> list[Case]:
-    """Two key ranges for each row: every pass, at the head sizes of most models."""
+def _cases_of_masks() -> list[Case]:
+    """Key ranges and bool masks: every pass, at the head sizes of most models."""
     found = []
-    for capability, archs in ((80, "80 86 120a"), (90, "90a")):
-        for size in (64, 128):
-            problem = _problem(capability, size, 2, "plain")
-            ranges = plan.TensorSpec((1, 1, 1024, 2), (0, 0, 0, 0), True).like(2).spec()
-            problem = problem._replace(ranges=ranges)
-            steps = {name: _step(problem, name) for name in ("forward", "dkdv", "dq", "tangent")}
-            backward = plan.backward_plan(problem, problem.q, problem.q, False, GRAD_Q | GRAD_K | GRAD_V)
-            for name, step in (steps | {"visits": backward.visits}).items():
+    kinds = {"ranges": ("dkdv", "dq", "tangent", "visits"), "mask": ("forward", "dkdv", "dq")}
+    for capability, archs in ((80, "80 86 120a"), (90, "90a 100a")):
+        for size, (feature, names) in itertools.product((64, 128), kinds.items()):
+            problem = _problem(capability, size, 2, feature)
+            visits = plan.backward_plan(problem, problem.q, problem.q, False, GRAD_Q | GRAD_K | GRAD_V).visits
+            for name in names:
+                step = visits if name == "visits" else _step(problem, name)
                 assert step is not None
-                about = f"triton {name} bf16 d{size} with key ranges sm_{capability}"
-                found.append(
-                    _case(about, step.kernel, archs, {archs: {"LDG": 1}}, _RANGES.get((capability, name, size), {}))
-                )
+                about = f"triton {name} bf16 d{size} with {_MASKS[feature]} sm_{capability}"
+                budget = _MASKED.get((capability, name, size, feature), {})
+                found.append(_case(about, step.kernel, archs, {archs: {"LDG": 1}}, budget, f"{_SELDOM} 100a"))
+    return found
+
+
+def _cases_of_tables() -> list[Case]:
+    """The gradient of a bias by distance, and its derivative."""
+    found = []
+    for capability, archs in ((80, "80 86 120a"), (90, "90a 100a")):
+        for itemsize, size in itertools.product((2, 4), (64, 128, 256, 512)):
+            problem = _problem(capability, size, itemsize, "tile")
+            assert problem.bias is not None
+            table = problem.bias._replace(stride=(0, 2047, -1, 1), aligned=False)
+            problem = problem._replace(bias=table)
+            first = plan.backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
+            direction = plan.Direction(problem.q, problem.k, problem.v, table)
+            _, second = plan.second_backward_plan(problem, direction, problem.q, problem.q, True, GRAD_BIAS)
+            for name, step in (("table", first.dbias), ("second_table", second.dbias)):
+                assert step is not None
+                about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size} sm_{capability}"
+                row = Row(capability, name, itemsize, "tile")
+                found.append(_case(about, step.kernel, archs, {archs: {"LDG": 1}}, BUDGETS.get((row, size), {})))
     return found
 
 
@@ -159,16 +187,19 @@ _DECODED = ("tile", "mask", "mods", "ranges")
 
 
 def _problem(capability: int, size: int, itemsize: int, feature: str) -> plan.PlanKey:
-    """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch."""
+    """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch, "mask": a bool mask so
+    shared, "ranges": two key ranges of each row."""
 
     def spec(*shape: int) -> plan.TensorSpec:
         return plan.TensorSpec(shape, (0, 0, 0, 0), True).like(shape[3]).spec()
 
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     x = spec(2, 4, 1024, size)
-    bias = spec(1, 4, 1024, 1024) if feature == "tile" else None
+    bias = spec(1, 4, 1024, 1024) if feature in ("tile", "mask") else None
+    bias_dtype = torch.bool if feature == "mask" else dtype if bias else None
+    ranges = plan.TensorSpec((1, 1, 1024, 2), (0, 0, 0, 0), True).like(2).spec() if feature == "ranges" else None
     params = AttentionParams(size**-0.5, 30.0 if feature == "mods" else 0.0, window_right=0)
-    return plan.PlanKey(capability, dtype, x, x, x, bias, dtype if bias else None, 0, params, False)
+    return plan.PlanKey(capability, dtype, x, x, x, bias, bias_dtype, 0, params, False, ranges)
 
 
 def _step(problem: plan.PlanKey, kernel: str) -> plan.Step | None:
@@ -188,7 +219,7 @@ def _case_of_row(row: Row, size: int) -> Case:
     problem = _problem(row.arch, size, row.itemsize, row.feature)
     step = _step(problem, row.kernel)
     assert step is not None
-    common = row.itemsize == 2 and row.feature == "plain" and size <= 128
+    common = row.itemsize == 2 and row.feature in ("plain", "ranges") and size <= 128
     if row.arch == 90:
         archs = "90a 100a" if common else "90a"
     elif row.arch == 86:
@@ -233,4 +264,5 @@ def _case(
     aligned = tuple(path for path in kernel.divisors if not types[path].startswith("*"))
     source = Triton(kernel.function, passed, fixed, kernel.options, aligned)
     budgets = {x: Budget(*budget) for x, budget in spills.items()}
-    return Case(name, source, archs, require=require, spills=budgets, seldom=seldom)
+    again = bool(kernel.constants.get("UNATTENDED"))
+    return Case(name, source, archs, require=require, spills=budgets, seldom=seldom, walks_again=again)
