@@ -129,7 +129,7 @@ MAX_SPLITS = 128
 # Of table_gradient_kernel, whose tiles are best square: it loads queries as often as keys. For every chip, and in one
 # stage. (Its derivative takes the tiles of second_dq.)
 BANDS: dict[int, dict[int, tuple[int, int, int, int]]] = {
-    2: {64: (64, 64, 4, 1), 128: (64, 64, 8, 1), 512: (32, 32, 8, 1)},
+    2: {64: (64, 64, 4, 1), 128: (64, 64, 8, 1), 256: (32, 32, 8, 1), 512: (32, 32, 4, 1)},
     4: {64: (64, 32, 8, 1), 256: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
 }
 

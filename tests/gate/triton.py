@@ -55,7 +55,6 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (80, "second_table", 2, "tile", 64): {"120a": (8, _SM120)},
     (80, "second_table", 2, "tile", 256): {"80 86": (92, _FEW)},
     (90, "table", 2, "tile", 256): {"90a": (16, _FEW)},
-    (90, "table", 2, "tile", 512): {"90a": (12, _FEW)},
     (90, "second_table", 2, "tile", 256): {"90a": (64, _FEW)},
     (90, "second_table", 4, "tile", 64): {"90a": (16, _FEW)},
     (80, "second_dkdv", 4, "plain", 512): {"80": (228, _FP32), "120a": (336, _FP32)},
