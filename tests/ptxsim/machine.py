@@ -127,7 +127,8 @@ class Machine:
     def enter(self, mask: np.ndarray):
         """Makes `mask` the active threads; returns what `leave` needs to go back."""
         outer = (self.mask, self.full, self._lanes, self._warps, self.whole)
-        self.mask, self.full, self._lanes, self._warps, self.whole = mask, np.count_nonzero(mask) == self.n, None, None, 0
+        self.mask, self.full = mask, np.count_nonzero(mask) == self.n
+        self._lanes, self._warps, self.whole = None, None, 0
         return outer
 
     def leave(self, outer):
