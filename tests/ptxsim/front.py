@@ -10,6 +10,7 @@ structures of pointers made by host code work as they are. Bounds are those of t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -54,16 +55,29 @@ class Compiled:
         return replace(self, text=text)
 
 
-@functools.lru_cache(maxsize=16)  # tens of megabytes each
-def _decoded(text: str, name: str, target: int) -> Program:
-    # Hundreds of thousands of objects, all of which stay: the collector would look through them again and again.
+@contextlib.contextmanager
+def _uncollected():
+    """Without the collector: hundreds of thousands of objects are made, all of which stay, and it would look through
+    them again and again."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        return Program(ptx.parse(text, name).kernel(name), target)
+        yield
     finally:
         if collects:
             gc.enable()
+
+
+@functools.lru_cache(maxsize=32)  # eight megabytes each, both together
+def _decoded(text: str, name: str, target: int) -> Program:
+    with _uncollected():
+        return Program(_parsed(text, name), target)
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(text: str, name: str) -> ptx.Kernel:
+    """What all targets have in common."""
+    return ptx.parse(text, name).kernel(name)
 
 
 @dataclass

@@ -127,8 +127,8 @@ class Machine:
     def enter(self, mask: np.ndarray):
         """Makes `mask` the active threads; returns what `leave` needs to go back."""
         outer = (self.mask, self.full, self._lanes, self._warps, self.whole)
-        self.mask, self.full = mask, np.count_nonzero(mask) == self.n
-        self._lanes, self._warps, self.whole = None, None, 0
+        full = np.count_nonzero(mask) == self.n
+        self.mask, self.full, self._lanes, self._warps, self.whole = mask, full, None, None, 0
         return outer
 
     def leave(self, outer):
@@ -167,7 +167,7 @@ class Machine:
             new = self.regs[index].copy()
             if new.dtype is not value.dtype:
                 new = new.view(value.dtype)
-            np.copyto(new, value, where=self.mask)
+            np.copyto(new, value, where=self.mask)  # by runs of the mask, which most often holds whole warps
             self.regs[index] = new
 
     def put_lanes(self, index: int, values: np.ndarray):

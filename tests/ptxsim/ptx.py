@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import array
-import bisect
 import dataclasses
 import functools
 import re
@@ -179,7 +177,10 @@ _BRANCH_TARGETS = re.compile(r"\s*\.branchtargets\b")
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)[^\n]*")
 _LINE_DIRECTIVE = re.compile(r"\.(version|target|address_size|file)\b([^\n;]*);?")
-_INSTRUCTION = re.compile(r"(?:@(!?)\s*([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
+# What isn't an instruction doesn't match: a label has one colon behind its name, all else begins with no small letter.
+_INSTRUCTION = re.compile(
+    r"\s*((?:@(!?)\s*([\w$%]+)\s+)?([a-z][\w.]*(?:::[\w.]*)*)(?![\w$%.:])(?!\s*:)\s*([^;]*));", re.S
+)
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 _NAME = re.compile(r"[A-Za-z_$%.][\w$]*(\.[xyzw])?$")
 _VARIABLE = re.compile(
@@ -206,23 +207,32 @@ def parse(text: str, only: str | None = None) -> Module:
 
 
 @functools.lru_cache(maxsize=16)
-def _prepared(text: str) -> tuple[str, array.array, dict[int, int]]:
-    """The text without comments, where its lines end, and where the functions end that `skip_body` has passed: kept,
-    for a module of many kernels is read once for each."""
+def _prepared(text: str) -> tuple[str, dict[int, int]]:
+    """The text without comments, and where the functions end that `skip_body` has passed: kept, for a module of many
+    kernels is read once for each."""
     # Comments go, their newlines stay, so that positions still count lines.
-    text = _COMMENT.sub(lambda m: "\n" * m[0].count("\n") or " ", text)
-    return text, array.array("q", (m.start() for m in re.finditer("\n", text))), {}
+    if "/*" in text:
+        text = _COMMENT.sub(lambda m: "\n" * m[0].count("\n") or " ", text)
+    else:
+        text = _COMMENT.sub(" ", text)
+    return text, {}
 
 
 class _Parser:
     def __init__(self, text: str, only: str | None):
         self.module, self.only = Module(text), only
-        self.text, self.newlines, self.ends = _prepared(text)
+        self.text, self.ends = _prepared(text)
         self.position = 0
+        self.counted, self.lines = 0, 1  # a position, and the line that it is in
         self.read_module()
 
     def line(self, position: int | None = None) -> int:
-        return bisect.bisect_left(self.newlines, self.position if position is None else position) + 1
+        position = self.position if position is None else position
+        if position < self.counted:
+            return self.text.count("\n", 0, position) + 1
+        self.lines += self.text.count("\n", self.counted, position)
+        self.counted = position
+        return self.lines
 
     def fail(self, message: str, position: int | None = None):
         raise PtxError(f"PTX line {self.line(position)}: {message}")
@@ -383,7 +393,12 @@ class _Body:
 
     def read(self):
         parser, text = self.parser, self.parser.text
-        while parser.skip_space():
+        while True:
+            while m := _INSTRUCTION.match(text, parser.position):
+                self.instruction(m)
+                parser.position = m.end()
+            if not parser.skip_space():
+                break
             start = parser.position
             c = text[start]
             if c == "{":
@@ -415,7 +430,8 @@ class _Body:
         self.kernel.variables |= dynamic
         _lay_out(self.kernel.variables.values(), [v for n, v in module.items() if n not in dynamic])
         for instruction, texts, scope in self.pending:
-            instruction.operands = tuple([self.operand(t, scope, instruction.line) for t in texts])
+            known = scope.operands.get
+            instruction.operands = tuple([known(t) or self.operand(t, scope, instruction.line) for t in texts])
         for name, targets in self.kernel.branch_targets.items():
             self.kernel.branch_targets[name] = [self.outermost.labels.get(t, -1) for t in targets]
         last = len(self.kernel.instructions)
@@ -437,19 +453,19 @@ class _Body:
             if variable is not None and variable.space not in ("shared", "local", "param", "const", "global"):
                 parser.fail(f"variable {variable.name} in state space .{variable.space}", start)
             return
-        m = _INSTRUCTION.match(chunk)
-        if not m:
-            parser.fail(f"can't read the instruction {chunk[:60]!r}", start)
-        guard = None
-        line = parser.line(start)
-        if m[2]:
-            guard = self.register(m[2], self.scope, line)
-            guard = Reg(guard.index, guard.type, guard.name, m[1] == "!")
-        opcode, *modifiers = m[3].split(".")
+        parser.fail(f"can't read the instruction {chunk[:60]!r}", start)
+
+    def instruction(self, m: re.Match):
+        chunk, negated, guard, name, operands = m.groups()
+        line = self.parser.line(m.start(1))
+        if guard:
+            guard = self.register(guard, self.scope, line)
+            guard = Reg(guard.index, guard.type, guard.name, negated == "!")
+        opcode, modifiers = _name_parts(name)
         text = " ".join(chunk.split())
-        instruction = Instruction(opcode, tuple(modifiers), (), guard, line, text, self.source)
+        instruction = Instruction(opcode, modifiers, (), guard, line, text, self.source)
         self.kernel.instructions.append(instruction)
-        self.pending.append((instruction, _split(m[4]), self.scope))
+        self.pending.append((instruction, _split(operands), self.scope))
 
     def declare_registers(self, chunk: str, start: int):
         m = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", chunk, re.S)
@@ -485,16 +501,12 @@ class _Body:
         return reg
 
     def operand(self, text: str, scope: _Scope, line: int):
-        text = text.strip()
         operand = scope.operands.get(text)
         if operand is None:
-            operand = scope.operands[text] = self.read_operand(text, scope, line)
+            operand = scope.operands[text] = self.read_operand(text.strip(), scope, line)
         return operand
 
     def read_operand(self, text: str, scope: _Scope, line: int):
-        reg = self.find_register(text, scope)
-        if reg is not None:
-            return reg
         if text == "_":
             return Sink()
         if text.startswith("{"):
@@ -517,6 +529,9 @@ class _Body:
         if text.startswith("!"):
             reg = self.register(text[1:].strip(), scope, line)
             return Reg(reg.index, reg.type, reg.name, True)
+        reg = self.find_register(text, scope)
+        if reg is not None:
+            return reg
         if _INTEGER.match(text):
             sign = -1 if text[0] == "-" else 1
             body = text.lstrip("-").rstrip("U")
@@ -544,6 +559,12 @@ class _Body:
                 raise PtxError(f"PTX line {line}: {text} is neither a declared register nor a special one")
             return Symbol(text)
         raise PtxError(f"PTX line {line}: can't read the operand {text!r}")
+
+
+@functools.cache
+def _name_parts(name: str) -> tuple[str, tuple[str, ...]]:
+    opcode, *modifiers = name.split(".")
+    return opcode, tuple(modifiers)
 
 
 def _split(text: str) -> list[str]:
