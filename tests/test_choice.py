@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import attnkern
 import routes
 from attnkern import ops, plain, testing
-from attnkern.backends import choice, cuda, triton
+from attnkern.backends import choice, cuda, failed, triton
 from attnkern.problem import Problem
 from attnkern.second_order import bias_gradient
 from attnkern.signatures import Derivatives, Inputs
@@ -323,7 +323,7 @@ def unbuilt(monkeypatch):
     monkeypatch.setattr(launch, "_variants", {})
     for plan in ("forward_plan", "backward_plan", "tangent_plan", "second_backward_plan"):
         getattr(triton._plans(), plan).cache_clear()
-    monkeypatch.setattr(table, "_warned", set())
+    monkeypatch.setattr(failed, "_warned", set())
 
     def name(backend, call, asked):  # as of CUDA tensors
         return table.FIRST[backend.NAME] if asked is None else backend.NAME

@@ -8,6 +8,7 @@ import torch
 
 import attnkern
 from attnkern import testing
+from attnkern.backends import failed
 from attnkern.signatures import Inputs
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
@@ -20,7 +21,7 @@ def without_library(monkeypatch):
     monkeypatch.setattr(table.cpu, "load_error", lambda *_: reason)
     for name, function in zip(("call", "forward", "backward"), table.cpu._direct(), strict=True):
         monkeypatch.setattr(table.cpu, name, function)
-    monkeypatch.setattr(table, "_warned", set())
+    monkeypatch.setattr(failed, "_warned", set())
     return reason
 
 

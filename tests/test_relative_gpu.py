@@ -8,6 +8,7 @@ import torch
 from attnkern.triton_kernels import configs, launch, plan
 
 import attnkern
+from attnkern.backends import failed
 from attnkern.backends.failed import CannotBuild
 from attnkern.params import GRAD_BIAS, UNBOUNDED, AttentionParams
 from matrix import in_turn, on_gpus, tagged
@@ -55,7 +56,9 @@ def test_cuda_without_triton(simulated, monkeypatch):  # noqa: F811
     call = CALLS["one key"]
     with routed(80) as launched:
         monkeypatch.setattr(launch, "run", lambda *_: (_ for _ in ()).throw(CannotBuild("no compiler")))
-        simulated.check_call(call)
+        monkeypatch.setattr(failed, "_warned", set())
+        with pytest.warns(attnkern.FallbackWarning, match=r"gradient of relative_bias, slowly \(triton: no compiler\)"):
+            simulated.check_call(call)
     assert not launched
 
 

@@ -14,7 +14,6 @@ and its line in `TABLE`. All but `reference` are reached through the operators o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,7 +24,7 @@ import torch
 from ..params import shown
 from ..problem import Problem
 from . import choice, cpu, cuda, disabled, reference, triton, triton_interpreted
-from .failed import CannotBuild
+from .failed import CannotBuild, FallbackWarning, warn_once
 
 # Best first; on CUDA devices choice.py orders them. The reference runs on every device, alone on one without a line,
 # and takes every call: nothing after it is ever chosen, it has to be asked for.
@@ -37,11 +36,6 @@ TABLE: dict[str, tuple[ModuleType, ...]] = {
 if triton_interpreted.asked:
     TABLE |= {"cpu": (cpu, reference, triton), "cuda": (cuda, reference)}
 _BY_NAME = {backend.NAME: backend for row in TABLE.values() for backend in row}
-
-
-class FallbackWarning(UserWarning):
-    """Another backend than the best runs a call: plain torch where there is no kernel for it, right, but slow, and
-    holding all scores in memory; or the next one where a kernel cannot be built on this machine."""
 
 
 class BackendInfo(NamedTuple):
@@ -162,7 +156,7 @@ def after(failed: Sequence[ModuleType], problem: Problem, training: bool | None,
     if chosen is reference:
         _warn_fallback("; ".join([told, *(f"{b.NAME}: {why}" for b in row for why in b.refusals(problem))]))
     else:
-        _warn(told, f"attnkern: {chosen.NAME} runs this attention in place of another backend ({told})")
+        warn_once(told, f"attnkern: {chosen.NAME} runs this attention in place of another backend ({told})")
     return chosen
 
 
@@ -205,18 +199,8 @@ def _fallback_reasons(problem: Problem) -> str:
     return "; ".join(reasons) or f"no backend has kernels for {problem.q.device.type} tensors"
 
 
-_warned: set[str] = set()
-
-
 def _warn_fallback(reasons: str) -> None:
-    _warn(reasons, f"attnkern: plain torch runs this attention, slowly and with memory for all scores ({reasons})")
-
-
-def _warn(reasons: str, message: str) -> None:
-    """Once for the same reasons."""
-    if reasons not in _warned:
-        _warned.add(reasons)
-        warnings.warn(message, FallbackWarning, stacklevel=6)
+    warn_once(reasons, f"attnkern: plain torch runs this attention, slowly and with memory for all scores ({reasons})")
 
 
 # A trace warns once, when it is made: torch.compiler.assume_constant_result, which does just this but first imports

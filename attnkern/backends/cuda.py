@@ -4,7 +4,6 @@ pass, which allocates, plans and launches (csrc/cuda/ops_cuda.cpp); and its plan
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from ..relative import as_scores, by_distance
 from ..second_order import bias_gradient
 from ..signatures import Inputs
 from . import disabled, triton, triton_interpreted
-from .failed import CannotBuild
+from .failed import CannotBuild, warn_once
 
 NAME = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -245,8 +244,11 @@ def _table_gradient(
 ) -> Tensor:
     """The gradient of a relative bias, of which there is no kernel here: by Triton's, without which in plain torch."""
     if _has_triton():
-        with contextlib.suppress(CannotBuild):
+        try:
             return triton.backward(grad_out, grad_lse, inputs, out, lse, params, GRAD_BIAS)[3]
+        except CannotBuild as error:
+            told = f"triton: {error}"
+            warn_once(told, f"attnkern: plain torch computes this gradient of relative_bias, slowly ({told})")
     return bias_gradient(grad_out, grad_lse, inputs, lse, params)
 
 

@@ -1,6 +1,23 @@
-"""Kernels that cannot be built on this machine, which only the first call of them shows."""
+"""Kernels that cannot be built on this machine, which only the first call of them shows; and the warning that something
+slower runs in their place."""
 
 from __future__ import annotations
+
+import warnings
+
+_warned: set[str] = set()
+
+
+class FallbackWarning(UserWarning):
+    """Another backend than the best runs a call: plain torch where there is no kernel for it, right, but slow, and
+    holding all scores in memory; or the next one where a kernel cannot be built on this machine."""
+
+
+def warn_once(reasons: str, message: str) -> None:
+    """A FallbackWarning, once for the same reasons."""
+    if reasons not in _warned:
+        _warned.add(reasons)
+        warnings.warn(message, FallbackWarning, stacklevel=6)
 
 
 class CannotBuild(RuntimeError):
