@@ -3,7 +3,8 @@
 from . import masks, nn
 from ._library import build_info
 from .api import attention, explain, scaled_dot_product_attention
-from .backends import FallbackWarning, backends
+from .backends import backends
+from .backends.failed import FallbackWarning
 from .integrations import sdpa as _sdpa
 from .integrations.sdpa import SdpaCalls, sdpa_calls, use_as_sdpa
 from .mask import Mask

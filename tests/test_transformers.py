@@ -411,7 +411,7 @@ THEIR_OWN = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::attnkern.backends.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::attnkern.FallbackWarning")
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", THEIR_OWN)
 def test_models_that_compute_attention_themselves_are_those_of_eager(family, padding, calls):

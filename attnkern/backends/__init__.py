@@ -24,7 +24,7 @@ import torch
 from ..params import shown
 from ..problem import Problem
 from . import choice, cpu, cuda, disabled, reference, triton, triton_interpreted
-from .failed import CannotBuild, FallbackWarning, warn_once
+from .failed import CannotBuild, warn_once
 
 # Best first; on CUDA devices choice.py orders them. The reference runs on every device, alone on one without a line,
 # and takes every call: nothing after it is ever chosen, it has to be asked for.

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..api import attention
-from ..backends import FallbackWarning
+from ..backends.failed import FallbackWarning
 from ..mask import span
 from ..packed import packed_ranges
 
