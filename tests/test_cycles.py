@@ -1,12 +1,13 @@
 """Loops as they are read from SASS, their order, and what they take each unit: counted by hand."""
 
 import textwrap
+from dataclasses import replace
 
 import pytest
 
 from gate import cases, cycles, rules, sass
 from gate.binary import GateError, Kernel, pack, unpack
-from gate.case import KIB, Case, Cuda
+from gate.case import KIB, Budget, Case, Cuda
 from gate.cycles import CHIPS
 
 A100, H100, RTX4090, RTX5090 = CHIPS
@@ -244,3 +245,35 @@ def test_registers_behind_setmaxnreg_are_held_to_what_it_leaves():
     ):
         (line,) = rules.broken(case(), "90a", kernel(SPECIALISED.replace(old, new), USETMAXREG=2))
         assert line == f"kernel planted on sm_90a: {used} registers behind a USETMAXREG that leaves {left}"
+
+
+# ------------------------------------------------------------------------------------------------------- a second walk
+
+# The second walk's loop stands first: what is run after what counts.
+TWICE = """
+    STL.64 [R1], R2
+    BRA {first}
+    again:
+    LDL.64 R2, [R1]
+    STL.128 [R1+0x10], R4
+    HMMA.16816.F32.BF16 R8, R4, R12, R8
+    @P1 BRA {again}
+    BRA {end}
+    first:
+    LDL R6, [R1+0x8]
+    HMMA.16816.F32.BF16 R8, R4, R12, R8
+    @P0 BRA {first}
+    @P2 BRA {again}
+    end:
+    EXIT
+"""
+
+
+def test_of_two_walks_the_loops_of_the_first_are_held_to_a_budget():
+    planted = replace(kernel(TWICE), stack=48)
+    assert sass.spilled_in_loops(planted) == (0, 4)
+    (line,) = rules.broken(case(walks_again=True), "90a", planted)
+    assert line == "kernel planted on sm_90a: 4 bytes of spill loads in the loops of the first walk, budget 0"
+    assert rules.broken(case(walks_again=True, spills={"90a": Budget(4, "one word")}), "90a", planted) == []
+    (line,) = rules.broken(case(walks_again=True), "90a", replace(planted, packed=kernel(LOOP).packed))
+    assert line.endswith("1 inner loops with tensor-core instructions; two walks have an even number")

@@ -56,9 +56,12 @@ def broken(case: Case, arch: str, kernel: Kernel) -> list[str]:
     """One line for each rule that the kernel breaks."""
     lines = []
     budget = case.budget(arch)
-    for what, found, most in _spilled(case, kernel, budget):
-        if found > most:
-            lines.append(f"{found} bytes {what}, budget {most}")
+    try:
+        for what, found, most in _spilled(case, kernel, budget):
+            if found > most:
+                lines.append(f"{found} bytes {what}, budget {most}")
+    except GateError as error:
+        lines.append(str(error))
     limit = SHARED_LIMIT[capability(arch)]
     if (used := shared(case, kernel)) > limit:
         lines.append(f"{used} bytes of shared memory, the chip has {limit}")
