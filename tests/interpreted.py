@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import json
+import math
 import re
 import sys
 import traceback
@@ -28,6 +30,7 @@ from attnkern.__main__ import show
 from attnkern.problem import Problem
 from conftest import Target
 from matrix import Call, call, tagged
+from test_unattended import MASKS, make
 
 TARGET = Target("triton", "cpu")
 RANGES = ("documents, d64", "gaps", "intervals, bias")
@@ -45,6 +48,11 @@ def tiny(call: Call) -> Call:
     return dataclasses.replace(call, **lengths, window=window, dtype=call.dtype.replace("bf16", "fp16"))
 
 
+def _nobody_attends(kind: str) -> None:
+    inputs, options = make((20, 35, 16, 2), torch.float32, poison=math.nan, **MASKS[kind])
+    TARGET.check(inputs, **options)
+
+
 def _calls() -> dict[str, Callable[[], object]]:
     def check(call: Call, **options: object) -> Callable[[], object]:
         return lambda: TARGET.check_call(call, **options)
@@ -55,6 +63,8 @@ def _calls() -> dict[str, Callable[[], object]]:
     found |= {f"dropout: {name}": check(each) for name, each in DROPOUT.items()}
     for name, each in _some("triton-decode", 4):  # keys enough for splits, which `tiny` wouldn't leave
         found[f"decode: {name}"] = check(dataclasses.replace(each, dtype=tiny(each).dtype), gradients=False)
+    for kind in ("bool of keys", "ranges", "causal"):
+        found[f"nobody attends: {kind}"] = functools.partial(_nobody_attends, kind)
     family = checks.FAMILIES["triton-second-order"]
     found |= {f"second order: {each.name}": _second_order(family, each) for each in family.calls}
     return found | {f.__name__[1:].replace("_", " "): f for f in (_in_a_graph, _asked_for_by_name, _what_is_told)}

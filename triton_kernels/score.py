@@ -14,7 +14,6 @@ constant of the kernel's variant (`C`): what a kernel doesn't use isn't there.
 import triton
 import triton.language as tl
 
-from .arguments import Constants
 from .ranges import fenced, inside
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -137,7 +136,7 @@ def clearing(C):
     written. But to find and clear them costs registers and, where products read shared memory, a way back to it. They
     hold numbers as a rule: the first walk takes them as they are. Only where its sums hold a NaN, it is done again.
     """
-    return Constants(**{**C.__dict__, "CLEAR": True})
+    return type(C)(**{**C.__dict__, "CLEAR": True})
 
 
 @triton.jit
