@@ -95,7 +95,7 @@ def _tangent_rows(
     masks = masks_of(masks, b, h, strides, C)
     q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, C.TQ, False, True)
     rows = first_row + tl.arange(0, C.BLOCK_M)
-    base = load_row_base(lse + (b * call.heads + h).to(tl.int64) * call.seqlen_q, rows, call.seqlen_q, C.NATURAL)
+    base = load_row_base(lse, rows, call.seqlen_q, C.NATURAL)
     acc = zeros(C.BLOCK_M, C.V)
     mu = tl.zeros([C.BLOCK_M], tl.float32)
     total = tl.zeros([C.BLOCK_M], tl.float32)
@@ -152,12 +152,13 @@ def tangent_kernel(
     rows = first_row + tl.arange(0, C.BLOCK_M)
     inside = rows < call.seqlen_q
     first_of_head = batch_head.to(tl.int64) * call.seqlen_q
+    lse = saved.lse + first_of_head
     acc, mu, total = _tangent_rows(
-        k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, saved.lse, philox, given, first_row, b, h, call, C
+        k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, lse, philox, given, first_row, b, h, call, C
     )
     if C.UNATTENDED and has_nan(acc, C):
         acc, mu, total = _tangent_rows(
-            k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, saved.lse, philox, given, afresh(first_row),
+            k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries, masks, lse, philox, given, afresh(first_row),
             afresh(b), afresh(h), call, clearing(C),
         )  # fmt: skip
 
