@@ -194,7 +194,8 @@ def test_full_sized_problems_are_valid():
         shapes = (case.heads_q, case.seqlen_q, case.head_dim), (case.heads_k, case.seqlen_k, case.head_dim)
         shapes = (*shapes, (case.heads_k, case.seqlen_k, case.head_dim_v))
         q, k, v = (torch.empty(case.batch, *s, dtype=case.torch_dtype, device="meta") for s in shapes)
-        assert Problem.from_sdpa(q, k, v, **case.options)
+        options = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in case.options.items()}
+        assert Problem.from_sdpa(q, k, v, **options)
         assert 0 < case.flops("forward") < 1e14
     for trial in choose.trials():
         case = trial.case()
