@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,12 +88,10 @@ def problem(row: Row, size: int) -> Case:
     return case(name_of(row, size), LENGTH, batch=TOKENS // LENGTH, heads=max(1, WIDTH // size), dim=size, **more)
 
 
-def launches(
-    row: Row, config: Config, size: int, given: Inputs, ranges: torch.Tensor | None, launched: list
-) -> tuple[Any, ...]:
+def launches(row: Row, config: Config, size: int, given: Inputs, launched: list) -> tuple[Any, ...]:
     """The arguments of `launch.run` for this row's kernel with `config`."""
     plan.use_table({**configs.TABLE, row: {size: config}})
-    inputs = signatures.Inputs(given.query, given.key, given.value, given.attn_mask, None, ranges)
+    inputs = signatures.Inputs(given.query, given.key, given.value, given.attn_mask, key_ranges=given.key_ranges)
     params = AttentionParams(size**-0.5, 30.0 if row.feature == "mods" else 0.0, window_right=0)
     launched.clear()
     if row.kernel == "forward":
@@ -120,7 +119,8 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     about = {**row._asdict(), "head_dim": size}
     shrunk = device.shrunk(problem(row, size))
     inputs = device.inputs(shrunk)
-    ranges = None if shrunk.ranged is None else shrunk.ranged.to(device.torch).ranges
+    if shrunk.ranged is not None:
+        inputs = replace(inputs, key_ranges=shrunk.ranged.to(device.torch).ranges)
     launched: list[tuple[Any, ...]] = []
     run, launch.run = launch.run, lambda *arguments: launched.append(arguments)
     timed: dict[Config, float] = {}
@@ -129,7 +129,7 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     try:
         for config in device.while_time(every, SECONDS):
             try:
-                kernel, *arguments = launches(row, config, size, inputs, ranges, launched)
+                kernel, *arguments = launches(row, config, size, inputs, launched)
                 compiled = kernel.compile(capability)
                 if compiled.metadata.shared > SHARED.get(capability, 99) * 1024:
                     failures[str(tuple(config))] = f"{compiled.metadata.shared // 1024} KiB of shared memory"
