@@ -234,15 +234,14 @@ def dkdv_kernel(
     batch_head = tl.program_id(0) % (call.batch * heads_out)
     b, ho = batch_head // heads_out, batch_head % heads_out
     first_head = ho * kv_group
-    g0 = grad_out0
-    g1 = grad_out1
     given = strides.inputs
     dk, dv = _dkdv_columns(
-        q0, q1, tq0, tq1, g0, g1, keys, masks, seed, terms, given, first_col, b, first_head, kv_group, call, C
-    )
+        q0, q1, tq0, tq1, grad_out0, grad_out1, keys, masks, seed, terms, given, first_col, b, first_head, kv_group,
+        call, C,
+    )  # fmt: skip
     if C.UNATTENDED and has_nan(dk, C) | has_nan(dv, C):
         dk, dv = _dkdv_columns(
-            q0, q1, tq0, tq1, g0, g1, keys, masks, seed, terms, given, afresh(first_col), afresh(b),
+            q0, q1, tq0, tq1, grad_out0, grad_out1, keys, masks, seed, terms, given, afresh(first_col), afresh(b),
             afresh(first_head), kv_group, call, clearing(C),
         )  # fmt: skip
     to_dk = head_of(grads.dk, b, ho, strides.dk)
