@@ -384,11 +384,10 @@ __device__ __forceinline__ void store_output(const SplitParams& p, const typenam
       float inverse = sum > 0.f ? 1.f / sum : 0.f;
       if (p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
       if (part == 0 && lane % 4 == 0) {
-        const float lse = log_sum_exp_with_sink<float, false>(p.score, at / seqlen_q, state[m].max[half], sum);
         if (p.splits > 1) {
-          p.part_lse[at * p.splits + split] = lse;
+          p.part_lse[at * p.splits + split] = exact_log_sum_exp(state[m].max[half], sum);
         } else if (p.lse != nullptr) {
-          p.lse[at] = lse;
+          p.lse[at] = log_sum_exp_with_sink<float, false>(p.score, at / seqlen_q, state[m].max[half], sum);
         }
       }
       float* partial = p.part_out + (at * p.splits + split) * p.v.width;

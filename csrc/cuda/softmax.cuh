@@ -91,11 +91,15 @@ __device__ __forceinline__ float sink_term(const Score& p, int64_t batch_head, f
   return kFastPath ? ptx::ex2(fmaf(sink, kLog2E, -max * p.scale)) : ptx::ex2((sink - max) * kLog2E);
 }
 
-// The log-sum-exp of a row by a sum that has the sink's term: beside one of infinity nothing else counts.
+// The log-sum-exp of a row by a sum that has the sink's term. Where the sink is the largest, it is the reference: a
+// maximum far below would take digits from the logarithm of a large sum, and beside a term of infinity nothing else
+// counts.
 template <typename T, bool kFastPath>
 __device__ __forceinline__ float log_sum_exp_with_sink(const Score& p, int64_t batch_head, float max, float sum) {
-  if (p.sinks != nullptr && sum == kInfinity) return p.sinks[batch_head];
-  return log_sum_exp_of<T, kFastPath>(p, max, sum);
+  const float term = sink_term<kFastPath>(p, batch_head, max);
+  if (term <= 1.f) return log_sum_exp_of<T, kFastPath>(p, max, sum);
+  const float ratio = sum == kInfinity ? 1.f : sum / term;
+  return p.sinks[batch_head] + (std::is_same_v<T, float> ? logf(ratio) : ptx::lg2(ratio) * kLn2);
 }
 
 }  // namespace attnkern::cuda
