@@ -63,7 +63,6 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   for (C& lane : ones) lane = C(1);
   Result<T, Op> dk(p.dk, p.seqlen_k, p.head_dim, scratch.dk), dv(p.dv, p.seqlen_k, p.head_dim_v, scratch.dv);
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
-  const bool excludes = score.has_mask || score.has_ranges || p.band.left < kUnbounded || p.band.right < kUnbounded;
   // Excluded blocks are left out, unless the bias's gradient is stored: it would have to be set to 0 there.
   const bool leaves_out = score.has_bias && !(bias_grad && bias_grads == nullptr);
 
@@ -84,7 +83,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                             scratch.k_rows, step);
             k_rows = {scratch.k_rows, step};
           }
-          if (excludes) k_rows = without_unattended_keys<T, Op>(p, scratch, batch, h, key, keys, k_rows);
+          k_rows = without_unattended_keys<T, Op>(p, scratch, batch, h, key, keys, k_rows);
         }
         dk.begin(batch, head_k, key, keys);
       }

@@ -505,9 +505,9 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     decode_keys<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, keys.begin, keys.end, full);
   }
   if (p.ranges.data == nullptr && !(p.bias.data != nullptr && p.bias_dtype == DType::kBool)) return;
-  for (int64_t r = 0; r < rows; ++r)
-    if (holds_non_numbers(scratch.out + r * scratch.out_step, 1, p.head_dim_v))
-      return decode_attended<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, begin, end);
+  NonNumbers<typename Op::Compute> sums;
+  for (int64_t r = 0; r < rows; ++r) sums.add(scratch.out + r * scratch.out_step, 1, p.head_dim_v);
+  if (sums.found()) decode_attended<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, begin, end);
 }
 
 // Merges the parts of one row with its sink and writes output and log-sum-exp. A part is [out..., largest, sum], `step`

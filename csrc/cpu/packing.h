@@ -108,36 +108,52 @@ inline Rows<typename Op::Scalar> packed_rows(const View& view, int64_t heads, in
   return {cache->memory + row / Op::kPack * step, step};
 }
 
-// The bits of the exponent that infinities and NaN have set.
-template <class T>
-inline constexpr auto kExponentBits = uint32_t{0x7f800000};
-template <>
-inline constexpr auto kExponentBits<double> = uint64_t{0x7ff0000000000000};
-template <>
-inline constexpr auto kExponentBits<BFloat16> = uint16_t{0x7f80};
-template <>
-inline constexpr auto kExponentBits<Float16> = uint16_t{0x7c00};
+// Whether rows hold infinities or NaN: times 0 such a number is NaN, and NaN is a sum that it enters.
+template <class C>
+class NonNumbers {
+  using S = Simd<C>;
+  static constexpr int64_t kSums = 4;  // of their own, since an addition waits for the one before
 
-// Whether a row holds infinities or NaN.
-template <class T>
-inline bool holds_non_numbers(const T* row, int64_t stride, int64_t columns) {
-  constexpr auto kBits = kExponentBits<T>;
-  using Bits = std::remove_const_t<decltype(kBits)>;
-  bool found = false;
-  if (stride == 1)
-    for (int64_t c = 0; c < columns; ++c) found |= (std::bit_cast<Bits>(row[c]) & kBits) == kBits;
-  else
-    for (int64_t c = 0; c < columns; ++c) found |= (std::bit_cast<Bits>(row[c * stride]) & kBits) == kBits;
-  return found;
-}
+ public:
+  template <class T>
+  void add(const T* row, int64_t stride, int64_t columns) {
+    int64_t c = 0;
+    if (stride != 1) {
+      C sum = C(0);
+      for (; c < columns; ++c) sum += to_compute<C>(row[c * stride]) * C(0);
+      sums_[0] += S::set1(sum);
+      return;
+    }
+    for (; c + kSums * S::kLanes <= columns; c += kSums * S::kLanes)
+      for (int64_t n = 0; n < kSums; ++n) sums_[n] = S::fma(S::load_as(row + c + n * S::kLanes), S::zero(), sums_[n]);
+    for (; c < columns; c += S::kLanes) sums_[0] = S::fma(S::load_as(row + c, columns - c), S::zero(), sums_[0]);
+  }
+  bool found() const {
+    auto numbers = sums_[0] == sums_[0];
+    for (int64_t n = 1; n < kSums; ++n) numbers &= sums_[n] == sums_[n];
+    return !S::all(numbers);
+  }
 
-// Which of a head's rows, counted from `row`, hold infinities or NaN, of those that are `asked` for.
-template <class T>
+ private:
+  typename S::V sums_[kSums] = {S::zero(), S::zero(), S::zero(), S::zero()};
+};
+
+// Which of a head's rows, counted from `row`, hold infinities or NaN, of those that are `asked` for. Mostly none does,
+// which is found out about all of them at once.
+template <class T, class C>
 inline RowBits rows_of_non_numbers(const View& view, int64_t batch, int64_t head, int64_t row, int64_t columns,
                                    const RowBits& asked) {
+  const auto add = [&](NonNumbers<C>& numbers, int64_t i) {
+    numbers.add(at<T>(view, batch, head, row + i), columns <= 1 ? 1 : view.stride[3], columns);
+  };
   RowBits found;
+  NonNumbers<C> all;
+  asked.for_each([&](int64_t i) { add(all, i); });
+  if (!all.found()) return found;
   asked.for_each([&](int64_t i) {
-    if (holds_non_numbers(at<T>(view, batch, head, row + i), columns <= 1 ? 1 : view.stride[3], columns)) found.add(i);
+    NonNumbers<C> own;
+    add(own, i);
+    if (own.found()) found.add(i);
   });
   return found;
 }
@@ -171,7 +187,8 @@ inline Rows<typename Op::Scalar> attended_rows(Rows<typename Op::Scalar> rows, c
                                                int64_t head, const BlockPlan& block, int64_t columns,
                                                typename Op::Scalar* copy) {
   if (!block.unattended.any()) return rows;
-  const RowBits cleared = rows_of_non_numbers<T>(view, batch, head, block.row, columns, block.unattended);
+  const RowBits cleared =
+      rows_of_non_numbers<T, typename Op::Compute>(view, batch, head, block.row, columns, block.unattended);
   return cleared.any() ? with_zeros<Op>(rows, block.rows, columns, cleared, copy) : rows;
 }
 

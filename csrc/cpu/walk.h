@@ -343,16 +343,29 @@ inline bool apply_mask(const Attention& p, const BandWalk<C>& walk, int loop_dim
       else segment[block.segments++] = {block.row + row, count, first, last, false};
     }
   }
+  const LaneBits within = bits_between({0, lanes});
+  // Of a row of a segment, the lanes that it reaches.
+  const auto live_of = [&](const Segment& of_rows, int64_t row) {
+    const LaneBits live = rows[row - block.row] & within;
+    return of_rows.partial ? live & bits_between(walk.live_lanes(row)) : live;
+  };
   LaneBits all = ~LaneBits{0};
+  bool unattended = false;
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& of_rows = block.segment[s];
-    for (int64_t row = of_rows.row; row < of_rows.row + of_rows.rows; ++row) {
-      const LaneBits live = rows[row - block.row];
-      all &= live;
-      const LaneBits reached = of_rows.partial ? bits_between(walk.live_lanes(row)) : ~LaneBits{0};
-      block.unattended.add(row - block.row, (live & reached & bits_between({0, lanes})) == 0);
-    }
+    const int64_t first = of_rows.row - block.row;
+    for (int64_t i = first; i < first + of_rows.rows; ++i) all &= rows[i];
+    if (of_rows.partial)
+      for (int64_t i = 0; i < of_rows.rows; ++i) unattended |= live_of(of_rows, of_rows.row + i) == 0;
+    else
+      for (int64_t i = first; i < first + of_rows.rows; ++i) unattended |= (rows[i] & within) == 0;
   }
+  if (unattended)
+    for (int64_t s = 0; s < block.segments; ++s) {
+      const Segment& of_rows = block.segment[s];
+      for (int64_t row = of_rows.row; row < of_rows.row + of_rows.rows; ++row)
+        block.unattended.add(row - block.row, live_of(of_rows, row) == 0);
+    }
   mask = all == ~LaneBits{0} ? nullptr : rows;
   return true;
 }
