@@ -96,6 +96,45 @@ DECODERS = {
         moe_intermediate_size=24,
     ),
 }
+FALCON = {n: x for n, x in SIZES.items() if n not in ("intermediate_size", "max_position_embeddings")}
+DECODERS |= {
+    "bloom": lambda: transformers.BloomConfig(
+        **{**FALCON, "num_attention_heads": 4}, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+    ),
+    "mpt": lambda: transformers.MptConfig(
+        vocab_size=97,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=64,
+        use_cache=True,
+        initializer_range=0.1,
+        attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3},
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    ),
+    "falcon": lambda: transformers.FalconConfig(**FALCON),  # one key and value head, rotary positions
+    "falcon_40b": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_alibi": lambda: transformers.FalconConfig(**FALCON, alibi=True, multi_query=False, bias=True),
+    "gptj": lambda: transformers.GPTJConfig(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        rotary_dim=4,
+        n_positions=64,
+        initializer_range=0.1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    ),
+}
+OWN_LAYERS = ["bloom", "mpt", "falcon", "falcon_40b", "falcon_alibi", "gptj"]
+"""Families whose layers compute attention themselves, which transformers lets nobody change once a model is made."""
 T5 = {
     "vocab_size": 97,
     "d_model": 32,
@@ -153,6 +192,13 @@ def make(family, dtype=torch.float32):
     model = model.to(dtype)
 
     def variant(attention, dtype=dtype):
+        if family in OWN_LAYERS:
+            if (family, attention) == ("falcon_alibi", "eager"):
+                attention = "sdpa"  # transformers' eager adds the bias twice, to the scores and in the mask
+            twin = build.from_config(copy.deepcopy(config), attn_implementation=attention).eval().to(dtype)
+            twin.load_state_dict(model.state_dict())
+            assert twin.config._attn_implementation == attention
+            return twin
         twin = copy.deepcopy(model).to(dtype)
         twin.set_attn_implementation(attention)
         assert twin.config._attn_implementation == attention
@@ -242,7 +288,7 @@ def test_outputs_and_gradients_are_those_of_eager(family, padding, calls):
     assert len(calls) == 3 * NUM_CALLS.get(family, 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mimo_v2_flash", "t5"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mimo_v2_flash", "t5", *OWN_LAYERS])
 def test_outputs_and_gradients_in_bfloat16(family):
     check(family, True, torch.bfloat16)
 
@@ -267,7 +313,7 @@ def test_sinks_and_their_gradient(family, calls):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart", "t5"])
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart", "t5", *OWN_LAYERS])
 def test_training_with_gradient_checkpointing(family, reentrant):
     variant = make(family)
     arguments, counts = inputs(family, False)
@@ -336,10 +382,20 @@ def test_generated_tokens_are_those_of_eager(family, padding, calls):
     assert sum(call["query"].shape[2] == 1 for call in calls) >= 11 * 2
 
 
+WAYS = [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}]
+
+
+@pytest.mark.filterwarnings("ignore:attnkern. MptModel:attnkern.FallbackWarning")  # of static caches
 @pytest.mark.parametrize(
-    "options", [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}], ids=str
+    ("family", "options"),
+    [
+        (family, options)
+        for family in ("llama", "mistral", "qwen2", "gemma2", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS)
+        for options in WAYS
+        if family != "falcon_alibi" or options is not WAYS[0]  # transformers' own Falcon has no static cache with it
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma2", "gpt_oss", "mimo_v2_flash"])
 def test_other_ways_to_generate(family, options):
     """In float64, in which two candidates are as good as each other to rounding in less than 1 of 1e10 runs."""
     if "cache_implementation" in options:
@@ -350,7 +406,7 @@ def test_other_ways_to_generate(family, options):
     assert torch.equal(generate(variant("attnkern", torch.float64), arguments, **options)[0], expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS])
 def test_a_prompt_in_pieces(family, calls):
     """Several queries at once against a cache: the last one is level with the last key."""
     model = make(family)("attnkern")
@@ -364,7 +420,7 @@ def test_a_prompt_in_pieces(family, calls):
             cache = result.past_key_values
             pieces.append(result.logits)
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
-    assert all(call["mask"] is None for call in calls)
+    assert all(call["mask"] is None or call["mask"].shape[2] == 1 for call in calls)
 
 
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
@@ -404,10 +460,12 @@ def test_relative_positions_are_a_table(family, calls):
 
 
 THEIR_OWN = {
-    "bloom": lambda: transformers.BloomConfig(
-        vocab_size=97, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+    "codegen": lambda: transformers.CodeGenConfig(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0
     ),
-    "mpt": lambda: transformers.MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    "xglm": lambda: transformers.XGLMConfig(
+        vocab_size=97, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, dropout=0.0, attention_dropout=0.0
+    ),
 }
 
 
@@ -415,7 +473,7 @@ THEIR_OWN = {
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", THEIR_OWN)
 def test_models_that_compute_attention_themselves_are_those_of_eager(family, padding, calls):
-    """Their code adds the mask to the scores (ALiBi's are among these), so that it must be one to be added."""
+    """Their code adds the mask to the scores, so that it must be one to be added."""
     models = []
     for attention in ("eager", "attnkern"):
         torch.manual_seed(1)
@@ -439,14 +497,15 @@ def test_models_that_compute_attention_themselves_are_those_of_eager(family, pad
 
 def test_models_that_compute_attention_themselves_are_told_of(monkeypatch):
     monkeypatch.setattr(integration, "_COMPUTE_THEMSELVES", {type(None): False})
-    config = THEIR_OWN["bloom"]()
+    config = THEIR_OWN["codegen"]()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern")
     ids = torch.randint(2, 97, (1, 5))
-    with pytest.warns(attnkern.FallbackWarning, match="BloomModel computes attention in its own code"):
+    with pytest.warns(attnkern.FallbackWarning, match="CodeGenModel computes attention in its own code"):
         model(ids)
     with warnings.catch_warnings(action="error", category=attnkern.FallbackWarning):
         model(ids)
-    found = {family: integration._computes_itself(type(config())) for family, config in FAMILIES.items()}
+    configs = {family: type(config()) for family, config in FAMILIES.items() if family not in OWN_LAYERS}
+    found = {family: integration._computes_itself(config) for family, config in configs.items()}
     assert not any(found.values()), found
 
 
@@ -732,6 +791,8 @@ class NoMask(TorchDispatchMode):
 
 def long_inputs(kind):
     ids = torch.randint(2, 97, (2, LENGTH))
+    if kind == "whole":
+        return {"input_ids": ids}
     if kind == "padded":
         mask = torch.ones(2, LENGTH, dtype=torch.int64)
         mask[1, :200] = 0
@@ -751,21 +812,27 @@ KINDS = ["padded", "holes", "packed", "cu_seq_lens"]
 
 def long_model(family):
     config = FAMILIES[family]()
-    config.max_position_embeddings = LENGTH + 8
+    setattr(config, "max_seq_len" if family == "mpt" else "max_position_embeddings", LENGTH + 8)
     config.tie_word_embeddings = False
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern").eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(f, k) for f in ("llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash") for k in KINDS]
+    + [(f, k) for f in OWN_LAYERS for k in ("whole", "padded", "holes")],
+)
 def test_no_mask_is_made(family, kind):
     model, arguments = long_model(family), long_inputs(kind)
     with NoMask():
         model(**arguments, use_cache=False).logits.sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(f, k) for f in ("llama", "mistral", "gpt_oss", "mimo_v2_flash") for k in KINDS]
+    + [(f, k) for f in OWN_LAYERS if f != "mpt" for k in ("whole", "padded")],
+)
 def test_no_mask_is_in_a_graph(family, kind):
     """One graph, forward and backward; what it gives is what the model gives uncompiled."""
     model, arguments = long_model(family), long_inputs(kind)
@@ -794,8 +861,16 @@ def test_no_mask_is_in_a_graph(family, kind):
     torch.testing.assert_close(grad, want_grad)
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (family, options)
+        for family in ("llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS)
+        for options in ({}, {"cache_implementation": "static", "disable_compile": True})
+        if not options or family not in ("mpt", "falcon_alibi")
+    ],
+    ids=str,
+)
 def test_no_mask_is_made_to_generate(family, options):
     model, arguments = long_model(family), long_inputs("padded")
     with NoMask():
