@@ -27,7 +27,9 @@ from transformers import masking_utils
 
 import attnkern
 from attnkern import testing
+from attnkern.backends import failed
 from attnkern.integrations import transformers as integration
+from attnkern.integrations import transformers_layers
 
 integration.register()
 
@@ -459,6 +461,197 @@ def test_relative_positions_are_a_table(family, calls):
             assert bool(call["relative_bias"].any()) == (kind != "cross")
 
 
+def own_model(family, attention="attnkern", **changes):
+    torch.manual_seed(3)
+    config = FAMILIES[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize("padding", ["right", "holes", "one sequence"])
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_padding_anywhere_in_layers_that_compute_attention_themselves(family, padding, calls):
+    """With holes, the distance of ALiBi is counted in real tokens. In float64, where theirs is exact."""
+    mask = {"right": [[1] * 9 + [0] * 4], "holes": [[1, 0, 0] * 4 + [1]], "one sequence": [[0] * 13]}[padding]
+    mask = torch.tensor([*mask, [1] * 13])
+    variant = make(family, torch.float64)
+    ids, weights = torch.randint(2, 97, (2, 13)), torch.randn(100_000, dtype=torch.float64)
+    arguments = {"input_ids": ids, "attention_mask": mask}
+    expected, actual = (run(variant(name), arguments, mask.bool(), weights) for name in ("eager", "attnkern"))
+    assert len(calls) == 2
+    assert expected[1].abs().max() > 0.1
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_what_layers_that_compute_attention_themselves_ask_for(family, padding, calls):
+    """ALiBi is a row of numbers for all queries; key and value heads are as few as the model has."""
+    model = make(family)("attnkern")
+    arguments, _ = inputs(family, padding)
+    model(**arguments)
+    assert len(calls) == 2
+    for call in calls:
+        has_alibi = family in ("bloom", "mpt", "falcon_alibi")
+        assert (call["mask"] is not None) == has_alibi
+        assert not has_alibi or tuple(call["mask"].shape) == (1 if family == "mpt" else 3, 4, 1, 11)
+        assert call["key"].shape[1] == call["value"].shape[1] == {"falcon": 1, "falcon_40b": 2}.get(family, 4)
+        assert call["scale"] == (0.3 if family == "mpt" else None)
+        if padding:
+            assert call["key_ranges"].shape == (3, 1, 11, 1, 2)
+        else:
+            assert call["is_causal"]
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "falcon_alibi", "gptj"])
+def test_caches_of_layers_that_compute_attention_themselves(family):
+    """Numbers lie in them where the model's own code puts them, so that either goes on with the other's."""
+    variant = make(family, torch.float64)
+    ids = torch.randint(2, 97, (2, 9))
+    cache, own = (variant(name)(ids, use_cache=True).past_key_values for name in ("attnkern", "eager"))
+    for ours, theirs in zip(cache.layers, own.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        torch.testing.assert_close(ours.values, theirs.values)
+
+
+DROPOUTS = {  # the names of the dropout of weights and of the others in their configurations
+    "bloom": ("attention_dropout", "hidden_dropout"),
+    "falcon": ("attention_dropout", "hidden_dropout"),
+    "falcon_alibi": ("attention_dropout", "hidden_dropout"),
+    "gptj": ("attn_pdrop", "resid_pdrop"),
+}
+
+
+@pytest.mark.parametrize("family", [*DROPOUTS, "mpt"])
+def test_dropout_in_layers_that_compute_attention_themselves(family, calls):
+    """Falcon's own layers drop no weights with rotary positions."""
+    if family == "mpt":
+        given = {"attn_config": transformers.models.mpt.configuration_mpt.MptAttentionConfig(attn_pdrop=1)}
+    else:
+        given = dict(zip(DROPOUTS[family], (0.5, 0.25), strict=True))
+    model = own_model(family, **given).train()
+    model(torch.randint(2, 97, (2, 9)))
+    assert [call["dropout"] for call in calls] == [{"mpt": 1, "falcon": 0}.get(family, 0.5)] * 2
+    model.eval()(torch.randint(2, 97, (2, 9)))
+    assert [call["dropout"] for call in calls[2:]] == [0, 0]
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj"])
+def test_dropout_behind_attention(family):
+    """That of the layer's output: all of it is dropped, so that attention adds nothing, in theirs as in ours."""
+    given = {DROPOUTS[family][1]: 1.0}
+    ids, results = torch.randint(2, 97, (2, 9)), []
+    for attention in ("eager", "attnkern"):
+        model = own_model(family, attention, **given).train()
+        results.append(model(ids).logits)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_attention_weights_of_layers_that_compute_attention_themselves_are_refused(family):
+    ids = torch.randint(2, 97, (2, 9))
+    with pytest.raises(ValueError, match=r"attnkern: output_attentions needs attn_implementation='eager'"):
+        own_model(family)(ids, output_attentions=True)
+    assert own_model(family, "eager")(ids, output_attentions=True).attentions[1].shape == (2, 4, 9, 9)
+
+
+@pytest.mark.parametrize("family", ["falcon", "falcon_40b", "gptj", "mpt"])
+def test_a_mask_of_ones_own_in_layers_that_compute_attention_themselves(family, calls, monkeypatch):
+    """MPT takes one for keys to leave out and makes it bool, so that its own code must read it."""
+    monkeypatch.setattr(failed, "_warned", set())
+    ids = torch.randint(2, 97, (2, 9))
+    keep = torch.rand(2, 1, 9, 9) > 0.4
+    keep |= torch.eye(9, dtype=torch.bool)
+    bias = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    model, expected = own_model(family), own_model(family, "eager")(ids, attention_mask=bias).logits
+    if family == "mpt":
+        with pytest.warns(attnkern.FallbackWarning, match="MptModel takes an attention_mask of 4 dimensions"):
+            actual = model(ids, attention_mask=bias).logits
+    else:
+        actual = model(ids, attention_mask=bias).logits
+        torch.testing.assert_close(model(ids, attention_mask=keep).logits, expected)
+    torch.testing.assert_close(actual, expected)
+    assert len(calls) == (0 if family == "mpt" else 4)
+
+
+def test_mpt_beyond_its_positions():
+    with pytest.raises(RuntimeError, match=r"MptModel has positions for 64 keys \(max_seq_len\), got 65 keys"):
+        own_model("mpt")(torch.randint(2, 97, (1, 65)))
+
+
+def test_bloom_that_cuts_its_output_projection(calls, monkeypatch):
+    monkeypatch.setattr(failed, "_warned", set())
+    changes, ids = {"pretraining_tp": 2, "slow_but_exact": True}, torch.randint(2, 97, (2, 9))
+    with pytest.warns(attnkern.FallbackWarning, match=r"BloomModel cuts its output projection .* \(slow_but_exact\)"):
+        actual = own_model("bloom", **changes)(ids).logits
+    assert torch.equal(actual, own_model("bloom", "eager", **changes)(ids).logits)
+    assert calls == []
+
+
+def test_mpt_in_a_compiled_graph(calls):
+    """There its mask is dense, and its own code computes attention."""
+    model, (arguments, counts) = own_model("mpt"), inputs("mpt", True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        actual = compiled(**arguments, use_cache=False).logits[counts]
+        assert calls == []
+        torch.testing.assert_close(actual, model(**arguments, use_cache=False).logits[counts])
+
+
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_other_implementations_compute_as_before(family, calls):
+    """To the bit: the forward that was there runs, though `register` came before."""
+    config = FAMILIES[family]()
+    ids = torch.randint(2, 97, (2, 9))
+    names = ["eager", "sdpa"] if family.startswith("falcon") else ["eager"]
+    for name in names:
+        model = own_model(family, name)
+        cls = type(next(m for n, m in model.named_modules() if n.endswith(("attention", "attn"))))
+        expected = model(ids).logits
+        changed = cls.forward
+        cls.forward = changed.__wrapped__
+        try:
+            assert torch.equal(model(ids).logits, expected)
+        finally:
+            cls.forward = changed
+    assert transformers_layers.taken_over(config) is not None
+    assert calls == []
+
+
+@pytest.mark.parametrize("layer", transformers_layers.LAYERS, ids=lambda layer: layer.module)
+def test_a_layer_that_is_not_as_expected_stays_as_it_is(layer, monkeypatch):
+    """Of other parameters, or without a name that ours relies on. A second `register` changes nothing."""
+    name = f"transformers.models.{layer.module}.modeling_{layer.module}"
+    module = sys.modules[name]
+    cls = getattr(module, f"{layer.name}Attention")
+    changed, model = cls.forward, getattr(module, f"{layer.name}Model")
+    integration.register()
+    assert cls.forward is changed
+    theirs = changed.__wrapped__
+
+    def other(self, hidden_states, attention_mask=None):
+        return hidden_states
+
+    monkeypatch.setattr(model, "forward", model.forward)
+    taken = dict(transformers_layers._TAKEN)
+    del taken[getattr(module, f"{layer.name}Config")]
+    monkeypatch.setattr(transformers_layers, "_TAKEN", taken)
+    for forward, layers in (
+        (other, [layer]),
+        (theirs, [layer._replace(reads=layer.reads + " a_name_of_later")]),
+        (theirs, [layer._replace(module="not_there")]),
+    ):
+        monkeypatch.setattr(cls, "forward", forward)
+        monkeypatch.setattr(transformers_layers, "LAYERS", layers)
+        integration.register()
+        assert cls.forward is forward
+        assert taken == transformers_layers._TAKEN
+    monkeypatch.setattr(transformers_layers, "LAYERS", [layer])
+    integration.register()
+    assert cls.forward.__wrapped__ is theirs
+
+
 THEIR_OWN = {
     "codegen": lambda: transformers.CodeGenConfig(
         vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0
@@ -820,7 +1013,8 @@ def long_model(family):
 @pytest.mark.parametrize(
     ("family", "kind"),
     [(f, k) for f in ("llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash") for k in KINDS]
-    + [(f, k) for f in OWN_LAYERS for k in ("whole", "padded", "holes")],
+    + [(f, k) for f in OWN_LAYERS for k in ("whole", "padded", "holes")]
+    + [("gptj", "packed")],
 )
 def test_no_mask_is_made(family, kind):
     model, arguments = long_model(family), long_inputs(kind)
@@ -892,8 +1086,13 @@ def test_generate_with_a_compiled_static_cache(family):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens", "both"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "by"),
+    [
+        *itertools.product(["llama", "mistral"], ["position_ids", "cu_seq_lens", "both"]),
+        ("gptj", "position_ids"),  # which passes on nothing else
+    ],
+)
 def test_packed_sequences_are_apart(family, by, compiled):
     """As each one alone. Two rows of a batch, in either of which sequences are packed."""
     model = make(family)("attnkern")

@@ -53,7 +53,7 @@ def _mpt(
     hidden_states: Tensor,
     position_bias: Tensor | None,
     past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     qkv = self.Wqkv(hidden_states)
@@ -62,8 +62,10 @@ def _mpt(
     query, key, value = qkv.unflatten(-1, (3, self.n_heads, -1)).unbind(-3)
     bias = None
     if position_bias is not None:  # (H, 1, max_seq_len), of which the last key has the last number
-        seqlen_k = key.shape[1] + (0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx))
-        bias = position_bias[None, :, :, max(0, position_bias.shape[-1] - seqlen_k) :]
+        most, seqlen_k = position_bias.shape[-1], attention_mask.shape[-1]
+        if seqlen_k > most:
+            raise RuntimeError(f"attnkern: MptModel has positions for {most} keys (max_seq_len), got {seqlen_k} keys")
+        bias = position_bias[None, :, :, most - seqlen_k :]
     out = _attend(
         self, query, key, value, attention_mask, past_key_values, self.attn_dropout_p, self.softmax_scale, bias
     )
@@ -182,7 +184,7 @@ class Layer(NamedTuple):
     module: str
     name: str
     reads: str
-    """The names in their forward that ours relies on: without one of them it is another layer than we know."""
+    """Names in their code that ours relies on: without one of them it is another layer than we know."""
     forward: Callable[..., tuple[Tensor, None]]
 
 
@@ -190,23 +192,23 @@ LAYERS = (
     Layer(
         "bloom",
         "Bloom",
-        "query_key_value num_heads head_dim layer_idx inv_norm_factor attention_dropout hidden_dropout dense "
-        "baddbmm dropout_add pretraining_tp slow_but_exact",
+        "query_key_value num_heads layer_idx inv_norm_factor attention_dropout hidden_dropout dense baddbmm "
+        "pretraining_tp slow_but_exact",
         _bloom,
     ),
-    Layer("mpt", "Mpt", "Wqkv clip_qkv n_heads head_dim layer_idx softmax_scale attn_dropout_p out_proj", _mpt),
+    Layer("mpt", "Mpt", "Wqkv clip_qkv n_heads layer_idx softmax_scale attn_dropout_p out_proj", _mpt),
     Layer(
         "falcon",
         "Falcon",
-        "query_key_value new_decoder_architecture num_heads num_kv_heads head_dim layer_idx apply_rotary_pos_emb "
-        "inv_norm_factor attention_dropout dense",
+        "query_key_value new_decoder_architecture multi_query num_heads num_kv_heads head_dim layer_idx "
+        "apply_rotary_pos_emb inv_norm_factor attention_dropout dense",
         _falcon,
     ),
     Layer(
         "gptj",
         "GPTJ",
-        "q_proj k_proj v_proj num_attention_heads head_dim layer_idx rotary_dim apply_rotary_pos_emb out_proj "
-        "resid_dropout",
+        "q_proj k_proj v_proj num_attention_heads embed_positions layer_idx rotary_dim apply_rotary_pos_emb "
+        "scale_attn attn_dropout out_proj resid_dropout",
         _gptj,
     ),
 )
@@ -232,7 +234,7 @@ def take_over() -> None:
             model = getattr(module, f"{layer.name}Model")
         except (ImportError, AttributeError):
             continue
-        if config in _TAKEN or not _is_as_expected(cls.forward, layer):
+        if config in _TAKEN or not _is_as_expected(cls, layer):
             continue
         cls.forward = _either(cls.forward, layer.forward)
         if layer.name == "Mpt":
@@ -243,14 +245,11 @@ def take_over() -> None:
         _TAKEN[config] = layer.name
 
 
-def _is_as_expected(theirs: Callable, layer: Layer) -> bool:
-    parameters = inspect.signature(theirs).parameters
-    code = getattr(theirs, "__code__", None)
-    return (
-        list(parameters) == list(inspect.signature(layer.forward).parameters)
-        and code is not None
-        and set(layer.reads.split()) <= set(code.co_names)
-    )
+def _is_as_expected(theirs: type, layer: Layer) -> bool:
+    parts = [inspect.unwrap(getattr(theirs, name)) for name in ("__init__", "forward")]
+    names = {name for part in parts if inspect.isfunction(part) for name in part.__code__.co_names}
+    parameters = [list(inspect.signature(function).parameters) for function in (parts[1], layer.forward)]
+    return parameters[0] == parameters[1] and names.issuperset(layer.reads.split())
 
 
 def _either(theirs: Callable, ours: Callable) -> Callable:
