@@ -575,6 +575,19 @@ def test_a_mask_of_ones_own_in_layers_that_compute_attention_themselves(family, 
     assert len(calls) == (0 if family == "mpt" else 4)
 
 
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_dense_masks_in_layers_that_compute_attention_themselves(family, calls, monkeypatch):
+    """As while torch.jit traces. Falcon lays such a mask over ALiBi, which must count once."""
+    variant = make(family, torch.float64)
+    arguments, counts = inputs(family, True)
+    weights = torch.randn(100_000, dtype=torch.float64)
+    expected = run(variant("eager"), arguments, counts, weights)
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    torch.testing.assert_close(run(variant("attnkern"), arguments, counts, weights), expected)
+    assert len(calls) == (0 if family in ("bloom", "mpt") else 2)
+    assert all(call["mask"].shape[2] == 11 for call in calls)
+
+
 def test_mpt_beyond_its_positions():
     with pytest.raises(RuntimeError, match=r"MptModel has positions for 64 keys \(max_seq_len\), got 65 keys"):
         own_model("mpt")(torch.randint(2, 97, (1, 65)))

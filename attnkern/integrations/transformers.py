@@ -488,6 +488,7 @@ def attention_forward(
 
 
 def no_weights() -> ValueError:
+    """What output_attentions gets."""
     return ValueError(
         "attnkern: output_attentions needs attn_implementation='eager': the weights are never held in memory here "
         "(attnkern.attention_weights computes those of chosen layers)"

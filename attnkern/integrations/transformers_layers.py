@@ -1,8 +1,9 @@
 """Attention layers of transformers' models that never call its AttentionInterface: BLOOM, MPT, Falcon and GPT-J.
 
 Their layers compute attention in their own `forward`. `take_over` puts one before it that computes projections,
-positions and cache as theirs and leaves the rest to `attention_forward`. It runs where the mask is one that attnkern's
-mask function has made, which transformers asks for the models of that name alone; any other mask goes to their own.
+positions and cache as theirs and leaves the rest to `attention_forward`. It runs in models of attnkern's name. Layers
+of BLOOM and MPT don't know the name: there it runs where the mask is one that attnkern's mask function has made, which
+transformers asks for such models alone; any other mask goes to their own.
 
 ALiBi is what the model makes of it: one row of numbers per head, slope * key, (B|1, H, 1, S). The slope * query that
 the distance lacks is the same for all keys of a row, which softmax doesn't see; so is what padding on the left shifts
@@ -99,6 +100,7 @@ def _falcon(
         query, key = (_turn(*x.chunk(2, -1), cos=cos, sin=sin, dim=-2) for x in (query, key))
     else:
         p = self.attention_dropout.p
+    if alibi is not None and attention_mask.dim() == 3:  # a dense one holds ALiBi already
         # Falcon scales the bias along with the scores.
         bias = (alibi.float() if alibi.dtype != torch.float64 else alibi).unflatten(0, (-1, self.num_heads))
         bias = bias * self.inv_norm_factor
@@ -223,7 +225,7 @@ def taken_over(config: Any) -> str | None:
 
 
 def take_over() -> None:
-    """Puts `Layer.forward` before that of transformers' layers, for masks that attnkern has made.
+    """Puts `Layer.forward` before that of transformers' layers, for models with attnkern's name.
 
     A layer that isn't as expected stays as it is. May be repeated.
     """
@@ -256,12 +258,12 @@ def _either(theirs: Callable, ours: Callable) -> Callable:
     @functools.wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
-        if isinstance(mask, CompactMask) or (isinstance(mask, Tensor) and mask.dtype == torch.int32):
-            return ours(self, *args, **kwargs)
         config = getattr(self, "config", None)
-        if config is not None and config._attn_implementation == NAME and kwargs.get("alibi") is None:
-            return ours(self, *args, **kwargs)  # Falcon and GPT-J, with a mask of the user's
-        return theirs(self, *args, **kwargs)
+        if config is None:  # BLOOM and MPT, which never have int32 of anyone else
+            is_ours = isinstance(mask, Tensor) and mask.dtype == torch.int32
+        else:
+            is_ours = config._attn_implementation == NAME
+        return (ours if is_ours or isinstance(mask, CompactMask) else theirs)(self, *args, **kwargs)
 
     return forward
 
