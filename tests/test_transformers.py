@@ -27,7 +27,9 @@ from transformers import masking_utils
 
 import attnkern
 from attnkern import testing
+from attnkern.backends import failed
 from attnkern.integrations import transformers as integration
+from attnkern.integrations import transformers_layers
 
 integration.register()
 
@@ -96,6 +98,45 @@ DECODERS = {
         moe_intermediate_size=24,
     ),
 }
+FALCON = {n: x for n, x in SIZES.items() if n not in ("intermediate_size", "max_position_embeddings")}
+DECODERS |= {
+    "bloom": lambda: transformers.BloomConfig(
+        **{**FALCON, "num_attention_heads": 4}, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+    ),
+    "mpt": lambda: transformers.MptConfig(
+        vocab_size=97,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=64,
+        use_cache=True,
+        initializer_range=0.1,
+        attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3},
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    ),
+    "falcon": lambda: transformers.FalconConfig(**FALCON),  # one key and value head, rotary positions
+    "falcon_40b": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_alibi": lambda: transformers.FalconConfig(**FALCON, alibi=True, multi_query=False, bias=True),
+    "gptj": lambda: transformers.GPTJConfig(
+        vocab_size=97,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        rotary_dim=4,
+        n_positions=64,
+        initializer_range=0.1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    ),
+}
+OWN_LAYERS = ["bloom", "mpt", "falcon", "falcon_40b", "falcon_alibi", "gptj"]
+"""Families whose layers compute attention themselves, which transformers lets nobody change once a model is made."""
 T5 = {
     "vocab_size": 97,
     "d_model": 32,
@@ -153,6 +194,13 @@ def make(family, dtype=torch.float32):
     model = model.to(dtype)
 
     def variant(attention, dtype=dtype):
+        if family in OWN_LAYERS:
+            if (family, attention) == ("falcon_alibi", "eager"):
+                attention = "sdpa"  # transformers' eager adds the bias twice, to the scores and in the mask
+            twin = build.from_config(copy.deepcopy(config), attn_implementation=attention).eval().to(dtype)
+            twin.load_state_dict(model.state_dict())
+            assert twin.config._attn_implementation == attention
+            return twin
         twin = copy.deepcopy(model).to(dtype)
         twin.set_attn_implementation(attention)
         assert twin.config._attn_implementation == attention
@@ -242,7 +290,7 @@ def test_outputs_and_gradients_are_those_of_eager(family, padding, calls):
     assert len(calls) == 3 * NUM_CALLS.get(family, 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mimo_v2_flash", "t5"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mimo_v2_flash", "t5", *OWN_LAYERS])
 def test_outputs_and_gradients_in_bfloat16(family):
     check(family, True, torch.bfloat16)
 
@@ -267,7 +315,7 @@ def test_sinks_and_their_gradient(family, calls):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart", "t5"])
+@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart", "t5", *OWN_LAYERS])
 def test_training_with_gradient_checkpointing(family, reentrant):
     variant = make(family)
     arguments, counts = inputs(family, False)
@@ -336,10 +384,20 @@ def test_generated_tokens_are_those_of_eager(family, padding, calls):
     assert sum(call["query"].shape[2] == 1 for call in calls) >= 11 * 2
 
 
+WAYS = [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}]
+
+
+@pytest.mark.filterwarnings("ignore:attnkern. MptModel:attnkern.FallbackWarning")  # of static caches
 @pytest.mark.parametrize(
-    "options", [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}], ids=str
+    ("family", "options"),
+    [
+        (family, options)
+        for family in ("llama", "mistral", "qwen2", "gemma2", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS)
+        for options in WAYS
+        if family != "falcon_alibi" or options is not WAYS[0]  # transformers' own Falcon has no static cache with it
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma2", "gpt_oss", "mimo_v2_flash"])
 def test_other_ways_to_generate(family, options):
     """In float64, in which two candidates are as good as each other to rounding in less than 1 of 1e10 runs."""
     if "cache_implementation" in options:
@@ -350,7 +408,7 @@ def test_other_ways_to_generate(family, options):
     assert torch.equal(generate(variant("attnkern", torch.float64), arguments, **options)[0], expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS])
 def test_a_prompt_in_pieces(family, calls):
     """Several queries at once against a cache: the last one is level with the last key."""
     model = make(family)("attnkern")
@@ -364,7 +422,7 @@ def test_a_prompt_in_pieces(family, calls):
             cache = result.past_key_values
             pieces.append(result.logits)
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
-    assert all(call["mask"] is None for call in calls)
+    assert all(call["mask"] is None or call["mask"].shape[2] == 1 for call in calls)
 
 
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
@@ -403,11 +461,217 @@ def test_relative_positions_are_a_table(family, calls):
             assert bool(call["relative_bias"].any()) == (kind != "cross")
 
 
+def own_model(family, attention="attnkern", **changes):
+    torch.manual_seed(3)
+    config = FAMILIES[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize("padding", ["right", "holes", "one sequence"])
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_padding_anywhere_in_layers_that_compute_attention_themselves(family, padding, calls):
+    """With holes, the distance of ALiBi is counted in real tokens. In float64, where theirs is exact."""
+    mask = {"right": [[1] * 9 + [0] * 4], "holes": [[1, 0, 0] * 4 + [1]], "one sequence": [[0] * 13]}[padding]
+    mask = torch.tensor([*mask, [1] * 13])
+    variant = make(family, torch.float64)
+    ids, weights = torch.randint(2, 97, (2, 13)), torch.randn(100_000, dtype=torch.float64)
+    arguments = {"input_ids": ids, "attention_mask": mask}
+    expected, actual = (run(variant(name), arguments, mask.bool(), weights) for name in ("eager", "attnkern"))
+    assert len(calls) == 2
+    assert expected[1].abs().max() > 0.1
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_what_layers_that_compute_attention_themselves_ask_for(family, padding, calls):
+    """ALiBi is a row of numbers for all queries; key and value heads are as few as the model has."""
+    model = make(family)("attnkern")
+    arguments, _ = inputs(family, padding)
+    model(**arguments)
+    assert len(calls) == 2
+    for call in calls:
+        has_alibi = family in ("bloom", "mpt", "falcon_alibi")
+        assert (call["mask"] is not None) == has_alibi
+        assert not has_alibi or tuple(call["mask"].shape) == (1 if family == "mpt" else 3, 4, 1, 11)
+        assert call["key"].shape[1] == call["value"].shape[1] == {"falcon": 1, "falcon_40b": 2}.get(family, 4)
+        assert call["scale"] == (0.3 if family == "mpt" else None)
+        if padding:
+            assert call["key_ranges"].shape == (3, 1, 11, 1, 2)
+        else:
+            assert call["is_causal"]
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "falcon_alibi", "gptj"])
+def test_caches_of_layers_that_compute_attention_themselves(family):
+    """Numbers lie in them where the model's own code puts them, so that either goes on with the other's."""
+    variant = make(family, torch.float64)
+    ids = torch.randint(2, 97, (2, 9))
+    cache, own = (variant(name)(ids, use_cache=True).past_key_values for name in ("attnkern", "eager"))
+    for ours, theirs in zip(cache.layers, own.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        torch.testing.assert_close(ours.values, theirs.values)
+
+
+DROPOUTS = {  # the names of the dropout of weights and of the others in their configurations
+    "bloom": ("attention_dropout", "hidden_dropout"),
+    "falcon": ("attention_dropout", "hidden_dropout"),
+    "falcon_alibi": ("attention_dropout", "hidden_dropout"),
+    "gptj": ("attn_pdrop", "resid_pdrop"),
+}
+
+
+@pytest.mark.parametrize("family", [*DROPOUTS, "mpt"])
+def test_dropout_in_layers_that_compute_attention_themselves(family, calls):
+    """Falcon's own layers drop no weights with rotary positions."""
+    if family == "mpt":
+        given = {"attn_config": transformers.models.mpt.configuration_mpt.MptAttentionConfig(attn_pdrop=1)}
+    else:
+        given = dict(zip(DROPOUTS[family], (0.5, 0.25), strict=True))
+    model = own_model(family, **given).train()
+    model(torch.randint(2, 97, (2, 9)))
+    assert [call["dropout"] for call in calls] == [{"mpt": 1, "falcon": 0}.get(family, 0.5)] * 2
+    model.eval()(torch.randint(2, 97, (2, 9)))
+    assert [call["dropout"] for call in calls[2:]] == [0, 0]
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj"])
+def test_dropout_behind_attention(family):
+    """That of the layer's output: all of it is dropped, so that attention adds nothing, in theirs as in ours."""
+    given = {DROPOUTS[family][1]: 1.0}
+    ids, results = torch.randint(2, 97, (2, 9)), []
+    for attention in ("eager", "attnkern"):
+        model = own_model(family, attention, **given).train()
+        results.append(model(ids).logits)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_attention_weights_of_layers_that_compute_attention_themselves_are_refused(family):
+    ids = torch.randint(2, 97, (2, 9))
+    with pytest.raises(ValueError, match=r"attnkern: output_attentions needs attn_implementation='eager'"):
+        own_model(family)(ids, output_attentions=True)
+    assert own_model(family, "eager")(ids, output_attentions=True).attentions[1].shape == (2, 4, 9, 9)
+
+
+@pytest.mark.parametrize("family", ["falcon", "falcon_40b", "gptj", "mpt"])
+def test_a_mask_of_ones_own_in_layers_that_compute_attention_themselves(family, calls, monkeypatch):
+    """MPT takes one for keys to leave out and makes it bool, so that its own code must read it."""
+    monkeypatch.setattr(failed, "_warned", set())
+    ids = torch.randint(2, 97, (2, 9))
+    keep = torch.rand(2, 1, 9, 9) > 0.4
+    keep |= torch.eye(9, dtype=torch.bool)
+    bias = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    model, expected = own_model(family), own_model(family, "eager")(ids, attention_mask=bias).logits
+    if family == "mpt":
+        with pytest.warns(attnkern.FallbackWarning, match="MptModel takes an attention_mask of 4 dimensions"):
+            actual = model(ids, attention_mask=bias).logits
+    else:
+        actual = model(ids, attention_mask=bias).logits
+        torch.testing.assert_close(model(ids, attention_mask=keep).logits, expected)
+    torch.testing.assert_close(actual, expected)
+    assert len(calls) == (0 if family == "mpt" else 4)
+
+
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_dense_masks_in_layers_that_compute_attention_themselves(family, calls, monkeypatch):
+    """As while torch.jit traces. Falcon lays such a mask over ALiBi, which must count once."""
+    variant = make(family, torch.float64)
+    arguments, counts = inputs(family, True)
+    weights = torch.randn(100_000, dtype=torch.float64)
+    expected = run(variant("eager"), arguments, counts, weights)
+    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    torch.testing.assert_close(run(variant("attnkern"), arguments, counts, weights), expected)
+    assert len(calls) == (0 if family in ("bloom", "mpt") else 2)
+    assert all(call["mask"].shape[2] == 11 for call in calls)
+
+
+def test_mpt_beyond_its_positions():
+    with pytest.raises(RuntimeError, match=r"MptModel has positions for 64 keys \(max_seq_len\), got 65 keys"):
+        own_model("mpt")(torch.randint(2, 97, (1, 65)))
+
+
+def test_bloom_that_cuts_its_output_projection(calls, monkeypatch):
+    monkeypatch.setattr(failed, "_warned", set())
+    changes, ids = {"pretraining_tp": 2, "slow_but_exact": True}, torch.randint(2, 97, (2, 9))
+    with pytest.warns(attnkern.FallbackWarning, match=r"BloomModel cuts its output projection .* \(slow_but_exact\)"):
+        actual = own_model("bloom", **changes)(ids).logits
+    assert torch.equal(actual, own_model("bloom", "eager", **changes)(ids).logits)
+    assert calls == []
+
+
+def test_mpt_in_a_compiled_graph(calls):
+    """There its mask is dense, and its own code computes attention."""
+    model, (arguments, counts) = own_model("mpt"), inputs("mpt", True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        actual = compiled(**arguments, use_cache=False).logits[counts]
+        assert calls == []
+        torch.testing.assert_close(actual, model(**arguments, use_cache=False).logits[counts])
+
+
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_other_implementations_compute_as_before(family, calls):
+    """To the bit: the forward that was there runs, though `register` came before."""
+    config = FAMILIES[family]()
+    ids = torch.randint(2, 97, (2, 9))
+    names = ["eager", "sdpa"] if family.startswith("falcon") else ["eager"]
+    for name in names:
+        model = own_model(family, name)
+        cls = type(next(m for n, m in model.named_modules() if n.endswith(("attention", "attn"))))
+        expected = model(ids).logits
+        changed = cls.forward
+        cls.forward = changed.__wrapped__
+        try:
+            assert torch.equal(model(ids).logits, expected)
+        finally:
+            cls.forward = changed
+    assert transformers_layers.taken_over(config) is not None
+    assert calls == []
+
+
+@pytest.mark.parametrize("layer", transformers_layers.LAYERS, ids=lambda layer: layer.module)
+def test_a_layer_that_is_not_as_expected_stays_as_it_is(layer, monkeypatch):
+    """Of other parameters, or without a name that ours relies on. A second `register` changes nothing."""
+    name = f"transformers.models.{layer.module}.modeling_{layer.module}"
+    module = sys.modules[name]
+    cls = getattr(module, f"{layer.name}Attention")
+    changed, model = cls.forward, getattr(module, f"{layer.name}Model")
+    integration.register()
+    assert cls.forward is changed
+    theirs = changed.__wrapped__
+
+    def other(self, hidden_states, attention_mask=None):
+        return hidden_states
+
+    monkeypatch.setattr(model, "forward", model.forward)
+    taken = dict(transformers_layers._TAKEN)
+    del taken[getattr(module, f"{layer.name}Config")]
+    monkeypatch.setattr(transformers_layers, "_TAKEN", taken)
+    for forward, layers in (
+        (other, [layer]),
+        (theirs, [layer._replace(reads=layer.reads + " a_name_of_later")]),
+        (theirs, [layer._replace(module="not_there")]),
+    ):
+        monkeypatch.setattr(cls, "forward", forward)
+        monkeypatch.setattr(transformers_layers, "LAYERS", layers)
+        integration.register()
+        assert cls.forward is forward
+        assert taken == transformers_layers._TAKEN
+    monkeypatch.setattr(transformers_layers, "LAYERS", [layer])
+    integration.register()
+    assert cls.forward.__wrapped__ is theirs
+
+
 THEIR_OWN = {
-    "bloom": lambda: transformers.BloomConfig(
-        vocab_size=97, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+    "codegen": lambda: transformers.CodeGenConfig(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0
     ),
-    "mpt": lambda: transformers.MptConfig(vocab_size=97, d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    "xglm": lambda: transformers.XGLMConfig(
+        vocab_size=97, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, dropout=0.0, attention_dropout=0.0
+    ),
 }
 
 
@@ -415,7 +679,7 @@ THEIR_OWN = {
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", THEIR_OWN)
 def test_models_that_compute_attention_themselves_are_those_of_eager(family, padding, calls):
-    """Their code adds the mask to the scores (ALiBi's are among these), so that it must be one to be added."""
+    """Their code adds the mask to the scores, so that it must be one to be added."""
     models = []
     for attention in ("eager", "attnkern"):
         torch.manual_seed(1)
@@ -439,14 +703,15 @@ def test_models_that_compute_attention_themselves_are_those_of_eager(family, pad
 
 def test_models_that_compute_attention_themselves_are_told_of(monkeypatch):
     monkeypatch.setattr(integration, "_COMPUTE_THEMSELVES", {type(None): False})
-    config = THEIR_OWN["bloom"]()
+    config = THEIR_OWN["codegen"]()
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern")
     ids = torch.randint(2, 97, (1, 5))
-    with pytest.warns(attnkern.FallbackWarning, match="BloomModel computes attention in its own code"):
+    with pytest.warns(attnkern.FallbackWarning, match="CodeGenModel computes attention in its own code"):
         model(ids)
     with warnings.catch_warnings(action="error", category=attnkern.FallbackWarning):
         model(ids)
-    found = {family: integration._computes_itself(type(config())) for family, config in FAMILIES.items()}
+    configs = {family: type(config()) for family, config in FAMILIES.items() if family not in OWN_LAYERS}
+    found = {family: integration._computes_itself(config) for family, config in configs.items()}
     assert not any(found.values()), found
 
 
@@ -732,6 +997,8 @@ class NoMask(TorchDispatchMode):
 
 def long_inputs(kind):
     ids = torch.randint(2, 97, (2, LENGTH))
+    if kind == "whole":
+        return {"input_ids": ids}
     if kind == "padded":
         mask = torch.ones(2, LENGTH, dtype=torch.int64)
         mask[1, :200] = 0
@@ -751,21 +1018,28 @@ KINDS = ["padded", "holes", "packed", "cu_seq_lens"]
 
 def long_model(family):
     config = FAMILIES[family]()
-    config.max_position_embeddings = LENGTH + 8
+    setattr(config, "max_seq_len" if family == "mpt" else "max_position_embeddings", LENGTH + 8)
     config.tie_word_embeddings = False
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern").eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(f, k) for f in ("llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash") for k in KINDS]
+    + [(f, k) for f in OWN_LAYERS for k in ("whole", "padded", "holes")]
+    + [("gptj", "packed")],
+)
 def test_no_mask_is_made(family, kind):
     model, arguments = long_model(family), long_inputs(kind)
     with NoMask():
         model(**arguments, use_cache=False).logits.sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [(f, k) for f in ("llama", "mistral", "gpt_oss", "mimo_v2_flash") for k in KINDS]
+    + [(f, k) for f in OWN_LAYERS if f != "mpt" for k in ("whole", "padded")],
+)
 def test_no_mask_is_in_a_graph(family, kind):
     """One graph, forward and backward; what it gives is what the model gives uncompiled."""
     model, arguments = long_model(family), long_inputs(kind)
@@ -794,8 +1068,16 @@ def test_no_mask_is_in_a_graph(family, kind):
     torch.testing.assert_close(grad, want_grad)
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (family, options)
+        for family in ("llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS)
+        for options in ({}, {"cache_implementation": "static", "disable_compile": True})
+        if not options or family not in ("mpt", "falcon_alibi")
+    ],
+    ids=str,
+)
 def test_no_mask_is_made_to_generate(family, options):
     model, arguments = long_model(family), long_inputs("padded")
     with NoMask():
@@ -817,8 +1099,13 @@ def test_generate_with_a_compiled_static_cache(family):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens", "both"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "by"),
+    [
+        *itertools.product(["llama", "mistral"], ["position_ids", "cu_seq_lens", "both"]),
+        ("gptj", "position_ids"),  # which passes on nothing else
+    ],
+)
 def test_packed_sequences_are_apart(family, by, compiled):
     """As each one alone. Two rows of a batch, in either of which sequences are packed."""
     model = make(family)("attnkern")

@@ -58,7 +58,7 @@ TOUCHES = [
     ("csrc/common/*", f"{CALLS} {CUDA} isa params rng"),
     ("csrc/*", f"{CALLS} {TORCH} build isa"),
     ("triton_kernels/*", TRITON),
-    ("attnkern/integrations/transformers.py", "docs transformers"),
+    ("attnkern/integrations/transformers.py attnkern/integrations/transformers_layers.py", "docs transformers"),
     ("attnkern/integrations/distributed.py attnkern/integrations/shards.py", "distributed docs"),
     ("attnkern/integrations/*", "contract_coverage jagged sdpa_provider transformers"),
     ("attnkern/backends/*", f"{CALLS} {CUDA} {TRITON} check features"),

@@ -20,7 +20,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,10 @@ MINIMUM = (5, 0)
 
 
 def register() -> None:
-    """Make `attn_implementation="attnkern"` known to transformers (>= 5.0). Changes nothing else; may be repeated.
+    """Make `attn_implementation="attnkern"` known to transformers (>= 5.0). May be repeated.
+
+    It changes nothing for models of other implementations. (BLOOM, MPT, Falcon and GPT-J compute attention in their
+    own code; their layers look at the mask now, whether attnkern made it.)
 
     Raises:
         ImportError: transformers is not installed, or older.
@@ -55,6 +58,9 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    from . import transformers_layers
+
+    transformers_layers.take_over()
 
 
 class CompactMask(Tensor):
@@ -226,17 +232,34 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     mask of a model whose own code computes attention is that of "eager", which such code adds to its scores."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
-    if _computes_itself(type(arguments.get("config"))):
+    from .transformers_layers import needs_eager_mask, taken_over
+
+    config: Any = arguments.get("config")
+    own = taken_over(config)
+    if own is None and _computes_itself(type(config)):
         return eager_mask(**arguments)
     q_length, q_offset = arguments.get("q_length"), arguments.get("q_offset")
+    if own is not None and needs_eager_mask(config, q_length, arguments["kv_length"], q_offset):
+        return eager_mask(**arguments)
+    as_dense = sdpa_mask if own is None else eager_mask
     if torch.jit.is_tracing() or q_length is None or q_offset is None:
-        return sdpa_mask(**arguments)  # 5.0 says in other words where the queries are
+        return as_dense(**arguments)  # 5.0 says in other words where the queries are
+    if own is not None:
+        # Falcon asks for a mask that it can lay over ALiBi, MPT for one that isn't None; neither looks inside then.
+        arguments = {**arguments, "allow_is_causal_skip": True, "allow_is_bidirectional_skip": False}
     function, padding = arguments.get("mask_function", causal_mask_function), arguments.get("attention_mask")
     skip_causal, skip_all = (arguments.get(f"allow_is_{n}_skip", n == "causal") for n in ("causal", "bidirectional"))
     shape = arguments["batch_size"], 1, q_length, arguments["kv_length"]
 
     def dense() -> Tensor | None:
         return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+    def compact(content: Band | Ranges) -> CompactMask:
+        device = arguments.get("device")
+        if own == "Falcon" and config.alibi:
+            # Of 4 dimensions, it would be made dense and joined with ALiBi, (B, H, L, S) for all layers.
+            return CompactMask.of((shape[0], *shape[2:]), device, content, lambda: cast(Tensor, dense()).squeeze(1))
+        return CompactMask.of(shape, device, content, dense)
 
     if skip_all and function is bidirectional_mask_function and _is_whole(padding):
         return None
@@ -246,13 +269,16 @@ def attention_mask(**arguments: Any) -> Tensor | None:
         if not (skip_causal or skip_all or q_length == 1) and (padding is not None or function is causal_mask_function):
             return dense()
     elif (band := _band(**arguments)) is not None:
-        return CompactMask.of(shape, arguments.get("device"), band, dense)
+        return compact(band)
     if (unknown := _unknown(function, arguments.get("use_vmap", False))) is not None:
         if not torch.compiler.is_compiling():
             _tell(unknown)
-        return dense()
+        return dense() if own is None else eager_mask(**arguments)
     ranges = _ranges(function, shape, q_offset, arguments.get("kv_offset", 0), padding, arguments.get("device"))
-    return ranges.packed(shape[0]) if compiled else CompactMask.of(shape, arguments.get("device"), ranges, dense)
+    if not compiled:
+        return compact(ranges)
+    packed = ranges.packed(shape[0])
+    return packed.squeeze(-1) if own == "Falcon" and config.alibi else packed
 
 
 def _computes_itself(config: type) -> bool:
@@ -423,7 +449,7 @@ def attention_forward(
         query: (B, H, L, E). key, value: (B, Hk, S, E or Ev), Hk dividing H.
         attention_mask: what `attention_mask` makes, or bool (True = attend) or float (added), broadcast to
             (B, H, L, S); it may be longer than S. The model's `sliding_window` is in it already.
-        position_bias: added to the scores, broadcast to (B, H, L, S), with its gradient (T5).
+        position_bias: added to the scores, broadcast to (B, H, L, S), with its gradient (T5, ALiBi).
         s_aux: (H,), one more score in every row's softmax, without a value: attention sinks (gpt-oss, MiMo-V2).
         dropout, scaling, softcap: as dropout_p, scale and softcap of `attnkern.attention`.
         others: cu_seq_lens_q and cu_seq_lens_k, where sequences packed into the rows of the batch, one after the
@@ -437,17 +463,16 @@ def attention_forward(
         ValueError: output_attentions. Otherwise as `attnkern.attention`.
     """
     if others.get("output_attentions"):
-        raise ValueError(
-            "attnkern: output_attentions needs attn_implementation='eager': the weights are never held in memory here "
-            "(attnkern.attention_weights computes those of chosen layers)"
-        )
+        raise no_weights()
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     packed = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     key, value, mask, options = _with_mask(query, key, value, attention_mask, causal, packed)
     if position_bias is not None and mask is None and query.shape[2] > 1 and _is_by_distance(module):
         options["relative_bias"] = _table(position_bias, key.shape[2]).to(query.dtype)
     elif position_bias is not None:
-        position_bias = position_bias[..., : key.shape[2]].to(query.dtype)
+        position_bias = position_bias[..., : key.shape[2]]
+        if position_bias.dtype != torch.float32:
+            position_bias = position_bias.to(query.dtype)
         if mask is None:
             mask = position_bias
         elif mask.dtype == torch.bool:
@@ -460,6 +485,14 @@ def attention_forward(
         options["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
     out = attention(query, key, value, mask, dropout, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def no_weights() -> ValueError:
+    """What output_attentions gets."""
+    return ValueError(
+        "attnkern: output_attentions needs attn_implementation='eager': the weights are never held in memory here "
+        "(attnkern.attention_weights computes those of chosen layers)"
+    )
 
 
 _BY_DISTANCE = frozenset(
