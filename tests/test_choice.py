@@ -160,6 +160,25 @@ def test_hoppers_backward_adds_up_dq_unless_results_must_repeat(monkeypatch):
     assert [line.split(",")[0] for line in cuda.plan(call, H100)[2:]] == ["backward dk dv", "backward dq"]
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_hoppers_gradients_are_computed_again_where_a_call_excludes_something(monkeypatch, deterministic):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    own = 2 if deterministic else 1
+    whole = {"is_causal": True, "alignment": "bottom_right"}
+    for queries, keys, options in ((300, 300, {"is_causal": True}), (300, 500, whole), (300, 300, {"window": (9, 0)})):
+        assert len(cuda.plan(problem(1, 2, queries, 128, keys=keys, gradient=True, **options), H100)[2:]) == own
+    ranges = torch.tensor([0, 300], dtype=torch.int32).expand(300, 1, 2)
+    excluding = (300, 500, {"is_causal": True}), (500, 300, whole), (300, 300, {"key_ranges": ranges})
+    for queries, keys, options in excluding:
+        call = problem(1, 2, queries, 128, keys=keys, gradient=True, **options)
+        lines = cuda.plan(call, H100)[2:]
+        assert len(lines) == own + 2
+        for line, kernel in zip(lines[own:], ("backward dk dv, sm_80: ", "backward dq, sm_80: "), strict=True):
+            assert line.startswith(kernel)
+            assert line.endswith(", again, for tiles that hold NaN alone")
+        assert not any("again" in line for line in cuda.plan(call, A100))
+
+
 def test_a_backward_plan_has_what_the_call_asks_for():
     x = torch.zeros(1, 2, 300, 64, dtype=torch.bfloat16)
     mask = torch.zeros(300, dtype=torch.bfloat16, requires_grad=True)

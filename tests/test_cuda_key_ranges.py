@@ -9,7 +9,7 @@ from attnkern import testing
 from attnkern.problem import Problem
 from matrix import LAST, call, in_turn
 from test_cuda_kernels import BF16, cuda, simulated  # noqa: F401
-from test_cuda_sm90_backward import any_order, launched
+from test_cuda_sm90_backward import AGAIN, any_order, launched
 from test_key_ranges import KINDS
 
 # What has kernels of its own: sizes (batch, heads, queries, keys, head size), and the rest of the call.
@@ -67,11 +67,12 @@ def test_hopper(simulated, name, kind):  # noqa: F811
     this = HOPPER[name]
     ranges = KINDS[kind](this.seqlen_q, this.seqlen_k)
     simulated.check_call(this, key_ranges=ranges)
-    assert launched(simulated.recorder) == ["forward_sm90", "delta", "summarise_ranges", "dkdv_sm90", "dq_sm90"]
+    kernels = ["forward_sm90", "delta", "summarise_ranges", "dkdv_sm90", "dq_sm90", *AGAIN]
+    assert launched(simulated.recorder) == kernels
     if name == "d128":
         with any_order():
             simulated.check_call(this, key_ranges=ranges)
-        assert launched(simulated.recorder)[-2:] == ["fused_sm90", "round_dq_sm90"]
+        assert launched(simulated.recorder)[-4:] == ["fused_sm90", "round_dq_sm90", *AGAIN]
     assert simulated.bank_conflicts() == 0
 
 
@@ -161,7 +162,8 @@ def test_blocks_visited_are_the_least_possible(simulated, name, kind):  # noqa: 
     leaves = [x.requires_grad_() for x in inputs.tensors.values()]
     problem = Problem.from_sdpa(*(*leaves, None)[:4], 0.0, **this.options, key_ranges=every)
     limit = launches.SHARED_LIMIT[target]
-    plan = list(cuda.plan_of(problem, cuda.Chip(target, 8, limit + 1024, limit)).launches)
+    plan = cuda.plan_of(problem, cuda.Chip(target, 8, limit + 1024, limit)).launches
+    plan = [launch for launch in plan if "again" not in launch.words]  # no tile holds NaN
     plan.sort(key=lambda launch: launch.kernel.startswith("backward") + (launch.kernel != "backward bias"))
     for launch, all_products, products in zip(plan, *found, strict=True):
         of_all, of_these = (visits_of(launch, this, attends(this, x)) for x in (every, some))

@@ -38,6 +38,7 @@ BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
   a.group_k = static_cast<int32_t>(p.heads_q / p.heads_k), a.group_v = static_cast<int32_t>(p.heads_q / p.heads_v);
   a.kv_group = static_cast<int32_t>(p.heads_q / p.heads_out);
   a.dk_float = p.heads_out > p.heads_k, a.dv_float = p.heads_out > p.heads_v;
+  a.again = plan.again;
   return a;
 }
 
@@ -45,9 +46,11 @@ BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
 void plan_tiles(const BackwardCall& p, int shared_limit, bool bias_by_rows, BackwardPlan& plan) {
   plan.head_class = head_class(p.head_dim, p.head_dim_v);
   const auto vector = [](const View& view, int64_t width) { return rows_of(view, width).vector; };
-  plan.fast_path = is_fast_path(p) && p.heads_out == p.heads_k && p.heads_out == p.heads_v && vector(p.q, p.head_dim) &&
-                   vector(p.k, p.head_dim) && vector(p.v, p.head_dim_v) && vector(p.grad_out, p.head_dim_v) &&
-                   vector(p.dq, p.head_dim) && vector(p.dk, p.head_dim) && vector(p.dv, p.head_dim_v);
+  // Again: by the generic kernels alone, so that the others needn't look.
+  plan.fast_path = !plan.again && is_fast_path(p) && p.heads_out == p.heads_k && p.heads_out == p.heads_v &&
+                   vector(p.q, p.head_dim) && vector(p.k, p.head_dim) && vector(p.v, p.head_dim_v) &&
+                   vector(p.grad_out, p.head_dim_v) && vector(p.dq, p.head_dim) && vector(p.dk, p.head_dim) &&
+                   vector(p.dv, p.head_dim_v);
   plan.wide = plan.fast_path && plan.head_class >= 128 && shared_limit >= kWideShared;
   if (p.dk.data != nullptr || p.dv.data != nullptr) plan.dkdv = plan_dkdv(plan, p.seqlen_k, p.batch * p.heads_out);
   if (p.dq.data != nullptr || bias_by_rows) plan.dq = plan_dq(plan, p.seqlen_q, p.batch * p.heads_q);
@@ -55,8 +58,9 @@ void plan_tiles(const BackwardCall& p, int shared_limit, bool bias_by_rows, Back
 
 }  // namespace
 
-BackwardPlan plan_backward(const BackwardCall& p, int shared_limit) {
+BackwardPlan plan_backward(const BackwardCall& p, int shared_limit, bool again) {
   BackwardPlan plan{};
+  plan.again = again;
   if (p.batch * p.heads_q == 0) return plan;
   const bool bias_by_rows = p.dbias.data != nullptr && is_full_size(p);
   if (p.dtype == DType::kFloat32 || std::max(p.head_dim, p.head_dim_v) > kMostHead) {

@@ -454,6 +454,16 @@ int round_dq(const BackwardCall& p, const BackwardLaunch& launch, void* stream) 
   return launch_kernel(round_dq_sm90_kernel<T>, launch.blocks, launch.threads, launch.shared_bytes, a, stream);
 }
 
+// Whether there may be a key that no query attends to, or a query without a key.
+bool excludes(const Attention& p) {
+  const auto reaches_all = [](const Band& band, int64_t rows, int64_t columns) {
+    const Range reached = band.visited(0, rows, {0, columns});
+    return reached.begin == 0 && reached.end == columns;
+  };
+  return p.ranges.data != nullptr || !reaches_all(p.band, p.seqlen_q, p.seqlen_k) ||
+         !reaches_all(p.band.transposed(), p.seqlen_k, p.seqlen_q);
+}
+
 // One walk over the scores makes five products where two walks make seven. For head sizes that fill its tile.
 bool can_fuse(const BackwardCall& p) {
   const int64_t size = std::max(p.head_dim, p.head_dim_v);
@@ -468,6 +478,7 @@ BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip, boo
   plan.refusal = why_not(p, chip);
   if (plan.refusal != nullptr) return plan;
   plan.fast_path = p.softcap == 0 && p.ranges.data == nullptr;
+  if (excludes(p)) plan.again = plan_backward(p, chip.shared_per_block, true);
   if (!deterministic && !(left_out & kNoSm90Fused) && can_fuse(p)) {
     plan.dq_sums = p.batch * p.heads_q * ceil_div(p.seqlen_q, kSumRows) * (kHalves * kSumBytes / 4);
     using S = FusedShape<__half, true>;
@@ -503,7 +514,7 @@ int backward_sm90(const BackwardCall& p, const BackwardSm90Plan& plan, void* str
 #ifdef ATTNKERN_NO_SM90
   return cudaErrorNoKernelImageForDevice;
 #else
-  return by_element(p.dtype, [&](auto element) {
+  const int error = by_element(p.dtype, [&](auto element) {
     using T = decltype(element);
     if (plan.fused.blocks > 0) {
       int error = cudaMemsetAsync(p.dq_sums, 0, plan.dq_sums * sizeof(float), static_cast<cudaStream_t>(stream));
@@ -523,6 +534,7 @@ int backward_sm90(const BackwardCall& p, const BackwardSm90Plan& plan, void* str
       return plan.fast_path ? launch(std::true_type{}) : launch(std::false_type{});
     });
   });
+  return error != cudaSuccess || !plan.again.again ? error : backward(p, plan.again, stream);
 #endif
 }
 

@@ -120,6 +120,13 @@ class FoundColumns {
   bool masked_ = false;
 };
 
+// Whether kernels for Hopper may have stored gradients before: not in code for sm_100 and up, which Hopper doesn't run.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kMayFollowHopper = false;
+#else
+constexpr bool kMayFollowHopper = true;
+#endif
+
 // What a block works on: its rows of one head (of dk and dv, or of dq), and this warp's part of them. Grid: blocks of
 // rows
 // * batch * heads, heads fastest.
@@ -183,6 +190,26 @@ struct BackwardBlock {
       return FoundColumns(KeyBlocks<S::kRows, S::kCols>(p.score, batch, head, first_row, count, {0, seqlen_cols}),
                           head);
     }
+  }
+
+  // Whether its rows of the gradients hold NaN, as earlier kernels have stored them; or may, where they aren't whole
+  // chunks.
+  __device__ __forceinline__ bool stored_nan() const {
+    bool found = false;
+    const auto look = [&](const Rows& grad) {
+      if (grad.data == nullptr) return;
+      const T* rows = head_of<T>(grad, batch, head);
+      constexpr int kChunks = kHeadDim / 8;
+#pragma unroll 4
+      for (int i = threadIdx.x; i < S::kRows * kChunks; i += S::kThreads) {
+        const int row = first_row + i / kChunks, column = i % kChunks * 8;
+        if (row >= seqlen_rows || column >= grad.width) continue;
+        found |= !grad.vector || holds_nan<T>(*reinterpret_cast<const uint4*>(rows + row * grad.stride[2] + column));
+      }
+    };
+    look(kKeyRows ? p.dk : p.dq);
+    if constexpr (kKeyRows) look(p.dv);
+    return __syncthreads_or(found) != 0;
   }
 
   // K and V of the first of these query heads, or Q and dO.
@@ -411,6 +438,9 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
   const int first_head = kKeyRows ? block.head * p.kv_group : block.head;  // of queries
   const int kv_group = kKeyRows ? p.kv_group : 1;
 
+  if constexpr (!kFastPath && kMayFollowHopper) {
+    if (p.again && !block.stored_nan()) return;
+  }
   const int count = min(S::kRows, block.seqlen_rows - block.first_row);
   if constexpr (!kKeyRows && !kFastPath) {
     if (p.dbias != nullptr)

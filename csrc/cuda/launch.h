@@ -116,10 +116,11 @@ struct BackwardPlan {
   bool fast_path;     // without softcap, bias, key ranges, dropout, unaligned rows and heads to be added up
   bool wide;          // tiles for chips with 163 KiB of shared memory per block
   bool chunked;       // the kernels that read the head dimension by chunks: float32, and head sizes above 256
+  bool again;         // tiles alone of which a gradient, as it is, holds NaN; the others stay. Not chunked
   BackwardLaunch dv;  // of these: dV alone, where a block can't hold it and dK; dkdv then is dK alone
   BackwardLaunch dkdv, dq, dbias;
 };
-BackwardPlan plan_backward(const BackwardCall& params, int shared_limit);
+BackwardPlan plan_backward(const BackwardCall& params, int shared_limit, bool again = false);
 int backward(const BackwardCall& params, const BackwardPlan& plan, void* stream);
 
 // The same for Hopper, by TMA and wgmma (backward_sm90.cu), for bfloat16 and float16 with any band and softcap.
@@ -130,6 +131,9 @@ struct BackwardSm90Plan {
   BackwardLaunch dkdv, dq;         // without dq_sums
   BackwardLaunch fused, round_dq;  // with them
   int64_t dq_sums;                 // floats in which dq is added up, in any order; 0: none
+  // What follows them: the kernels for every chip, on tiles that hold NaN. These kernels multiply queries and keys by
+  // a weight of 0 too, and 0 * infinity is NaN; those clear what is excluded. Without blocks where nothing is.
+  BackwardPlan again;
 };
 // deterministic: the same bits in every run.
 BackwardSm90Plan plan_backward_sm90(const BackwardCall& params, const Chip& chip, bool deterministic);

@@ -98,6 +98,9 @@ void plan_backward(Launches& launches, const attnkern::cuda::BackwardCall& p, co
         words + ", dq added up in " + text(4 * hopper.dq_sums) + " bytes in any order");
     add("dk dv", "sm_90a", hopper.head_class, hopper.dkdv, words);
     add("dq", "sm_90a", hopper.head_class, hopper.dq, words);
+    const std::string again = "generic, narrow, again, for tiles that hold NaN alone";
+    add("dk dv", "sm_80", hopper.again.head_class, hopper.again.dkdv, again);
+    add("dq", "sm_80", hopper.again.head_class, hopper.again.dq, again);
     return;
   }
   const auto plan = attnkern::cuda::plan_backward(p, chip.shared_per_block);

@@ -11,6 +11,16 @@
 
 namespace attnkern::cuda {
 
+// Whether one of eight 16-bit numbers is NaN.
+template <typename T>
+__device__ __forceinline__ bool holds_nan(const uint4& numbers) {
+  constexpr uint32_t kInfinityBits = std::is_same_v<T, __half> ? 0x7c00 : 0x7f80;
+  const auto either = [](uint32_t pair) {
+    return (pair & 0x7fff) > kInfinityBits || (pair & 0x7fff0000) > (kInfinityBits << 16 | 0xffff);
+  };
+  return either(numbers.x) || either(numbers.y) || either(numbers.z) || either(numbers.w);
+}
+
 // Whether a score of a block may be excluded: what isn't masked may be by a bool mask.
 template <bool kFastPath>
 __device__ __forceinline__ bool may_hide(const Score& p, bool masked) {
