@@ -87,3 +87,14 @@ def test_tiles_without_nan_stay_as_they_are(simulated):  # noqa: F811
     simulated.check(inputs, **options)
     assert launched(simulated.recorder)[-2:] == AGAIN
     assert not any(report.statistics["products"] for report in simulated.recorder.reports[-2:])
+
+
+@pytest.mark.parametrize(
+    ("simulated", "sizes", "dtype"),
+    [(80, (150, 140, 64, 2), BF16), (80, (90, 70, 40, 2), FP32), (90, (150, 140, 96, 1), FP16)],
+    indirect=["simulated"],
+)
+def test_queries_without_a_key_beside_a_sink(simulated, sizes, dtype):  # noqa: F811
+    """Their log-sum-exp is that of the sink, and tells nothing of keys."""
+    inputs, options = make(sizes, dtype, poison=math.nan, ranges=("few", "BHL", 2))
+    simulated.check(inputs.with_sinks("H", FP32, 1), **options)

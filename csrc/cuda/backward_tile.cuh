@@ -260,25 +260,30 @@ struct BackwardBlock {
   }
 
   // The columns' tiles that gradients are summed over, without those that attend to nothing or that no row attends to.
-  // Queries are known by their lse, before the scores; keys by the scores, before the gradients.
+  // Queries are known by their lse, before the scores; keys, and queries whose lse is their sink, by the scores, before
+  // the gradients.
   __device__ __forceinline__ void clear_queries([[maybe_unused]] int stage) const {
     if constexpr (kKeyRows && !kFastPath) {
+      if (p.score.sinks != nullptr) return;
 #pragma unroll
       for (int which = 0; which < 2; ++which) {
         clear_idle_queries<Tile<kHeadDim>, S::kCols, S::kThreads / 32>(col_tile(stage, which), constants(stage, 0));
       }
     }
   }
-  __device__ __forceinline__ void clear_keys([[maybe_unused]] int stage, [[maybe_unused]] bool masked,
-                                             [[maybe_unused]] uint32_t attended) const {
-    if constexpr (!kKeyRows && !kFastPath) {
-      if (!may_hide<kFastPath>(p.score, masked)) return;
+  __device__ __forceinline__ void clear_columns([[maybe_unused]] int stage, [[maybe_unused]] bool masked,
+                                                [[maybe_unused]] uint32_t attended) const {
+    if constexpr (!kFastPath) {
+      if (!may_hide<kFastPath>(p.score, masked) || (kKeyRows && p.score.sinks == nullptr)) return;
       constexpr int kWarps = S::kThreads / 32;
       __shared__ uint32_t words[kWarps * 4];
       const AttendedByWarps<kWarps> of_warps{ptx::shared_address(words)};
       of_warps.tell((attended & all_columns<kColTiles>()) << part * kColTiles, threadIdx.x / 32);
       __syncthreads();
-      clear_unattended<Tile<kHeadDim>, S::kCols / 8, kWarps>(col_tile(stage, 0), of_warps.all());
+#pragma unroll
+      for (int which = 0; which < (kKeyRows ? 2 : 1); ++which) {
+        clear_unattended<Tile<kHeadDim>, S::kCols / 8, kWarps>(col_tile(stage, which), of_warps.all());
+      }
     }
   }
 
@@ -483,7 +488,7 @@ __device__ __forceinline__ void backward_block(const BackwardArgs& p) {
                                                           block.col_tile(stage, 1), block.own_col, 0);
     const uint32_t attended =
         block.differentiate_scores(s, dp, stage, cols.head, cols.first, cols.masked(), lse, delta);
-    block.clear_keys(stage, cols.masked(), attended);
+    block.clear_columns(stage, cols.masked(), attended);
     block.add_gradients(grad0, grad1, s, dp, stage);
     if constexpr (S::kStages == 1) {
       __syncthreads();
