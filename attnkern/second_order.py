@@ -135,23 +135,6 @@ def second_backward(
     return g_grad_out, g_grad_lse, gq, gk.to(k.dtype), gv.to(v.dtype), gbias, gsinks
 
 
-def bias_gradient(
-    grad_out: Tensor, grad_lse: Tensor | None, inputs: Inputs, lse: Tensor, params: AttentionParams
-) -> Tensor:
-    """That of `attnkern::backward` alone, where a backend has no kernel for it."""
-    assert inputs.bias is not None
-    if autocasts(inputs.q.device):
-        with torch.autocast(inputs.q.device.type, enabled=False):
-            return bias_gradient(grad_out, grad_lse, inputs, lse, params)
-    gbias = torch.zeros_like(inputs.bias, dtype=lse.dtype)
-    for tile in _tiles(inputs, Derivatives(), params, lse.dtype):
-        rows_grad = grad_out[tile.at].to(lse.dtype).masked_fill(tile.dead, 0.0)
-        _, dx, _ = tile.second_derivatives(rows_grad, None if grad_lse is None else grad_lse[tile.at].to(lse.dtype))
-        _add_to_bias(gbias, tile, dx, inputs.q.shape[2])
-        del tile, dx  # before the next one is made
-    return gbias.to(inputs.bias.dtype)
-
-
 class _Tile(NamedTuple):
     """A range of rows with all the keys that they attend to, of some heads of some batch elements."""
 

@@ -1,15 +1,14 @@
 """Relative bias in the GPU kernels, in the simulator: they read a table by the strides of a bias."""
 
 import dataclasses
+import json
 import re
 
 import pytest
 import torch
-from attnkern.triton_kernels import configs, launch, plan
+from attnkern.triton_kernels import configs, plan
 
 import attnkern
-from attnkern.backends import failed
-from attnkern.backends.failed import CannotBuild
 from attnkern.params import GRAD_BIAS, UNBOUNDED, AttentionParams
 from matrix import in_turn, on_gpus, tagged
 from test_cuda_kernels import simulated  # noqa: F401
@@ -39,27 +38,50 @@ def test_triton_second_order(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["one table for all heads, causal", "documents"])
-def test_cuda_asks_triton_for_the_gradient(name, simulated):  # noqa: F811
+def test_cuda_has_kernels_for_the_gradient(name, simulated):  # noqa: F811
     call = CALLS[name]
-    leaf = call.inputs("cpu").relative_bias.requires_grad_()
-    with routed(80) as launched:
-        simulated.check_call(call)
-        names = [kernel.function.__name__ for kernel in launched]
-        inputs = dataclasses.replace(call.inputs("cpu"), relative_bias=leaf)
-        told = attnkern.explain(**inputs.tensors, **call.options, backend="cuda")
-    assert names == ["delta_kernel", "table_gradient_kernel"]
-    assert "backward bias: by distance, by the triton backend" in str(told)
+    inputs = dataclasses.replace(call.inputs("cpu"), relative_bias=call.inputs("cpu").relative_bias.requires_grad_())
+    out = simulated.attention(**inputs.tensors, **call.options)
+    before = len(simulated.recorder.launches)
+    torch.autograd.grad(out.sum(), inputs.relative_bias)
+    launched = [re.search(r"([a-z_]*)_kernel", launch.name)[1] for launch in simulated.recorder.launches[before:]]
+    expected = ["delta", *(["summarise_ranges"] if call.options.get("key_ranges") is not None else [])]
+    assert [name.lstrip("_") for name in launched] == [*expected, "table_sums", "table_gradient"]
+    told = str(attnkern.explain(**inputs.tensors, **call.options, backend="cuda"))
+    assert "backward bias, sm_80: 64 x 64 queries and keys" in told
+    assert "by distance, " in told
 
 
-def test_cuda_without_triton(simulated, monkeypatch):  # noqa: F811
-    """Nor where its kernel cannot be built: plain torch."""
-    call = CALLS["one key"]
-    with routed(80) as launched:
-        monkeypatch.setattr(launch, "run", lambda *_: (_ for _ in ()).throw(CannotBuild("no compiler")))
-        monkeypatch.setattr(failed, "_warned", set())
-        with pytest.warns(attnkern.FallbackWarning, match=r"gradient of relative_bias, slowly \(triton: no compiler\)"):
-            simulated.check_call(call)
-    assert not launched
+def test_cuda_with_a_table_of_each_batch_element(simulated):  # noqa: F811
+    inputs = CALLS["table"].inputs(seed=0)
+    simulated.check(dataclasses.replace(inputs, relative_bias=torch.randn(2, 1, 159).to(BF16)))
+
+
+def _bias_launch(seqlen_q, seqlen_k, heads, left=UNBOUNDED, right=UNBOUNDED):
+    """CUDA's plan of the gradient of a table: bands, walks and bytes of their sums."""
+    entries = seqlen_q + seqlen_k - 1
+    shape = [1, heads, seqlen_q, 64, heads * seqlen_q * 64, seqlen_q * 64, 64, 1, 0]
+    keys = [1, heads, seqlen_k, 64, heads * seqlen_k * 64, seqlen_k * 64, 64, 1, 0]
+    table = [1, heads, seqlen_q, seqlen_k, heads * entries, entries, -1, 1, 0]
+    params = AttentionParams(1.0, 0.0, left, right)
+    asked = (BF16, shape, keys, keys, table, BF16, *params, False, False, True, GRAD_BIAS, [80, 108, 167936, 166912])
+    launches = json.loads(torch.ops.attnkern.cuda_plan(*asked))["launches"]
+    (words,) = [launch["words"] for launch in launches if launch["kernel"] == "backward bias"] or [None]
+    return words and tuple(map(int, re.findall(r"\d+", words)))
+
+
+def test_memory_beside_the_table_of_cuda():
+    """As of Triton's kernel, below."""
+    for heads in (1, 40):
+        for queries, keys in ((1, 1), (3, 700), (5000, 5000), (2**17, 2**17)):
+            bands, walks, size = _bias_launch(queries, keys, heads)
+            assert bands == -(-queries // 64) + -(-keys // 64) - 1
+            assert size == heads * walks * bands * 128 * 4
+            assert walks == 1 or heads * walks * bands <= 1024
+    bands, walks, _ = _bias_launch(2**17, 2**17, 1, left=100, right=0)
+    assert bands == 3
+    assert walks > 64
+    assert _bias_launch(50, 40, 2, right=-60) is None
 
 
 def test_triton_with_a_table_of_each_batch_element():

@@ -15,10 +15,8 @@ from .._library import load_error
 from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
 from ..relative import as_scores, by_distance
-from ..second_order import bias_gradient
 from ..signatures import Inputs
-from . import disabled, triton, triton_interpreted
-from .failed import CannotBuild, warn_once
+from . import disabled
 
 NAME = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -144,7 +142,7 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
     q, k, v, bias = problem[:4]
     if 0 in (*q.shape, *k.shape, *v.shape):
         return Plan((), ())
-    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (None if by_distance(bias) else bias, GRAD_BIAS))
+    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
     return _plan(
         q.dtype,
@@ -192,8 +190,6 @@ def plan(problem: Problem, on: Chip | None = None) -> list[str]:
     lines = [str(launch) for launch in launches] or ["no kernel: a dimension is empty"]
     if any(launch.kernel.startswith("backward") for launch in launches):
         lines.insert(1, "backward, any chip: delta = rowsum(grad_out * out) first")
-    if (bias := problem.bias) is not None and by_distance(bias) and bias.requires_grad and torch.is_grad_enabled():
-        lines.append(f"backward bias: by distance, {'by the triton backend' if _has_triton() else 'in plain torch'}")
     return lines
 
 
@@ -227,29 +223,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
     operator = torch.ops.attnkern.cuda_backward
-    if grad_mask & GRAD_BIAS and by_distance(inputs.bias):
-        given = grad_out, grad_lse, inputs, out, lse, params
-        dq, dk, dv, _, dsinks = backward(*given, grad_mask - GRAD_BIAS)
-        return dq, dk, dv, _table_gradient(*given), dsinks
     return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
-
-
-def _has_triton() -> bool:
-    """Whether Triton's kernels can be asked for what there is none of here."""
-    return triton.unavailable() is None and not triton_interpreted.asked
-
-
-def _table_gradient(
-    grad_out: Tensor, grad_lse: Tensor | None, inputs: Inputs, out: Tensor, lse: Tensor, params: AttentionParams
-) -> Tensor:
-    """The gradient of a relative bias, of which there is no kernel here: by Triton's, without which in plain torch."""
-    if _has_triton():
-        try:
-            return triton.backward(grad_out, grad_lse, inputs, out, lse, params, GRAD_BIAS)[3]
-        except CannotBuild as error:
-            told = f"triton: {error}"
-            warn_once(told, f"attnkern: plain torch computes this gradient of relative_bias, slowly ({told})")
-    return bias_gradient(grad_out, grad_lse, inputs, lse, params)
 
 
 def _run(operator: Any, *arguments: Any) -> Any:

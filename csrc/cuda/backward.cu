@@ -12,7 +12,7 @@ namespace attnkern::cuda {
 namespace {
 
 bool is_full_size(const Backward& p) {
-  return p.bias_size[0] == p.batch && p.bias_size[1] == p.heads_q && p.bias_size[2] == p.seqlen_q &&
+  return !p.relative && p.bias_size[0] == p.batch && p.bias_size[1] == p.heads_q && p.bias_size[2] == p.seqlen_q &&
          p.bias_size[3] == p.seqlen_k;
 }
 
@@ -29,6 +29,7 @@ BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
   a.delta = p.row_delta;
   a.dbias = p.dbias.data;
   for (int n = 0; n < 4; ++n) a.dbias_size[n] = static_cast<int32_t>(p.bias_size[n]);
+  a.table = {p.table_sums, plan.table.first, plan.table.bands, plan.table.walks};
   a.dbias_stride[0] = p.bias_size[1] * p.bias_size[2] * p.bias_size[3];
   a.dbias_stride[1] = p.bias_size[2] * p.bias_size[3];
   a.dbias_stride[2] = p.bias_size[3];
@@ -69,7 +70,7 @@ BackwardPlan plan_backward(const BackwardCall& p, int shared_limit, bool again) 
     plan_tiles(p, shared_limit, bias_by_rows, plan);
   }
   if (plan.head_class == 0) return plan;
-  if (p.dbias.data != nullptr && !bias_by_rows) plan.dbias = plan_bias_gradient(p);
+  if (p.dbias.data != nullptr && !bias_by_rows) plan_bias_gradient(p, plan);
   return plan;
 }
 
@@ -77,7 +78,7 @@ int backward(const BackwardCall& p, const BackwardPlan& plan, void* stream) {
   if (p.batch * p.heads_q == 0) return cudaSuccess;
   if (plan.head_class == 0) return cudaErrorInvalidValue;
   BackwardArgs args = arguments(p, plan);
-  if (plan.dbias.blocks > 0) {
+  if (plan.dbias.threads > 0) {
     if (const int error = launch_bias_gradient(p, plan, args, stream); error != cudaSuccess) return error;
     args.dbias = nullptr;  // not dq_kernel's business
   }

@@ -11,6 +11,12 @@
 
 namespace attnkern::cuda {
 
+// A table's gradient is added up in bands of tiles (backward_bias.cu).
+struct TableBands {
+  float* sums;  // (batch, heads, walks, count, 128), contiguous
+  int32_t first, count, walks;
+};
+
 struct BackwardArgs {
   Score score;
   Rows q, k, v, grad_out;
@@ -20,6 +26,7 @@ struct BackwardArgs {
   void* dbias;         // contiguous, of the bias' dtype; null: not wanted
   int64_t dbias_stride[3];
   int32_t dbias_size[4];
+  TableBands table;
   float softmax_scale;
   int32_t batch, heads_out;            // of dk and dv
   int32_t group_k, group_v, kv_group;  // query heads per head of k, of v, of dk and dv
@@ -33,7 +40,8 @@ BackwardLaunch plan_dkdv(const BackwardPlan& plan, int64_t rows, int64_t heads);
 int launch_dkdv(DType dtype, const BackwardPlan& plan, const BackwardArgs& args, void* stream);
 BackwardLaunch plan_dq(const BackwardPlan& plan, int64_t rows, int64_t heads);
 int launch_dq(DType dtype, const BackwardPlan& plan, const BackwardArgs& args, void* stream);
-BackwardLaunch plan_bias_gradient(const Backward& p);
+// Of one that several scores share.
+void plan_bias_gradient(const Backward& p, BackwardPlan& plan);
 int launch_bias_gradient(const Backward& p, const BackwardPlan& plan, const BackwardArgs& args, void* stream);
 // float32, and head sizes above 256.
 void plan_chunked(const BackwardCall& p, int shared_limit, bool bias_by_rows, BackwardPlan& plan);

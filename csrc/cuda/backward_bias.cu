@@ -1,4 +1,5 @@
-// The gradient of a bias that several scores share, by its own tiles. backward.cu says what is computed.
+// The gradient of a bias that several scores share: of one that is broadcast by its own tiles, of a table of distances
+// by bands of tiles. backward.cu says what is computed.
 #include "cuda/backward.cuh"
 #include "cuda/launch.cuh"
 
@@ -11,6 +12,10 @@ constexpr int kBiasTile = 64, kBiasThreads = kBiasTile / 16 * 32;
 constexpr int kBiasWidth = 64;  // of a chunk of the head dimension, in units of 2 bytes
 constexpr uint32_t kBiasTileBytes = kBiasTile * kBiasWidth * 2;
 constexpr uint32_t kBiasSharedBytes = 4 * kBiasTileBytes;
+// Of a band of tiles: its distances, and one more. Bands are cut into walks up to so many blocks, several for a
+// multiprocessor.
+constexpr int kBandWidth = 2 * kBiasTile;
+constexpr int64_t kTableBlocks = 1024;
 
 // A block's sums -> its tile of the gradient, `own` the head and batch element of the bias; queries or keys that share
 // an entry are added up first. shared: where warps meet.
@@ -69,17 +74,78 @@ __device__ __forceinline__ void store_sums(const BackwardArgs& p, uint8_t* share
   }
 }
 
+// Adds the score gradients of a tile of 64 queries and 64 keys of one head to `sum`.
+// Registers of a thread: the sums, S and dP, 32 each. Shared memory: chunks of two tiles, Q and K or dO and V, twice.
+template <class Math>
+__device__ __forceinline__ void add_tile(const BackwardArgs& p, uint32_t shared, int batch, int head, int first_row,
+                                         int first_col, float (&sum)[kBiasTile / 8][4]) {
+  using T = typename Math::Element;
+  constexpr int kTiles = kBiasTile / 8, kBiasChunk = kBiasWidth * 2 / static_cast<int>(sizeof(T));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int seqlen_q = p.score.seqlen_q;
+  const int q_chunks = max(1, (p.q.width + kBiasChunk - 1) / kBiasChunk);
+  const int chunks = q_chunks + max(1, (p.v.width + kBiasChunk - 1) / kBiasChunk);
+  const HeadScore h = head_score(p.score, batch, head);
+  const int64_t query_row = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q;
+  float lse[1][2], delta[1][2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = first_row + warp * 16 + half * 8 + lane / 4;
+    lse[0][half] = i < seqlen_q ? finite_or_far(p.lse[query_row + i]) : kInfinity;
+    delta[0][half] = i < seqlen_q ? p.delta[query_row + i] : 0.f;
+  }
+  // Chunks of Q and K, then of dO and V.
+  const auto load = [&](int chunk) {
+    const bool scores = chunk < q_chunks;
+    const int first = (scores ? chunk : chunk - q_chunks) * kBiasChunk;
+    const auto tile = [&](int which, Rows rows, int of_head, int from, int end) {
+      rows.width -= first;
+      load_tile<T, kBiasChunk, kBiasTile, kBiasThreads, false>(
+          shared + (chunk % 2 * 2 + which) * kBiasTileBytes, rows,
+          head_of<T>(rows, batch, of_head) + first * rows.stride[3], from, end);
+    };
+    tile(0, scores ? p.q : p.grad_out, head, first_row, seqlen_q);
+    tile(1, scores ? p.k : p.v, head / (scores ? p.group_k : p.group_v), first_col, p.score.seqlen_k);
+  };
+  float s[1][kTiles][4], dp[1][kTiles][4] = {};
+  __syncthreads();  // the tiles of the call before were read
+  load(0);
+  ptx::cp_async_commit();
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if (chunk + 1 < chunks) load(chunk + 1);
+    ptx::cp_async_commit();
+    const uint32_t tile = shared + chunk % 2 * 2 * kBiasTileBytes;
+    if (chunk == q_chunks) {  // q k^T is whole: now dO v^T
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
+      }
+    }
+    Math::template scores<kBiasWidth, kBiasWidth / 16>(dp, tile, warp * 16, tile + kBiasTileBytes, 0, 0);
+  }
+  const int thread_row = first_row + warp * 16 + lane / 4, thread_col = first_col + lane % 4 * 2;
+  uint32_t keep[1][1] = {};
+  if (p.score.seeds != nullptr) dropout_bits<false, 1, kTiles>(p.score, h, thread_row, thread_col, keep);
+  to_gradients<T, false, false>(p.score, h, s[0], dp[0], lse, delta, keep[0], thread_row, thread_col, true,
+                                [&](const float (&ds)[kTiles][4]) {
+#pragma unroll
+                                  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+                                    for (int e = 0; e < 4; ++e) sum[t][e] += ds[t][e];
+                                  }
+                                });
+}
+
 // The gradient of a bias that several scores share: broadcast over batch elements, heads, queries or keys. A block owns
 // one tile of it and adds up the score gradients of everything that shares it.
-// Registers of a thread: the sums, S and dP, 32 each. Shared memory: chunks of two tiles, Q and K or dO and V, twice.
 // Grid: tiles of keys (1 if they share) * tiles of queries (1 if they share) * heads of bias * batch elements of bias.
 template <class Math>
 __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __grid_constant__ BackwardArgs p) {
-  using T = typename Math::Element;
-  constexpr int kTiles = kBiasTile / 8, kBiasChunk = kBiasWidth * 2 / static_cast<int>(sizeof(T));
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t base = ptx::shared_address(shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
   const bool rows_share = p.dbias_size[2] == 1, cols_share = p.dbias_size[3] == 1;
   const int row_blocks = (p.dbias_size[2] + kBiasTile - 1) / kBiasTile;
@@ -91,88 +157,137 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
   const int row_end = rows_share ? seqlen_q : min(own_row + kBiasTile, seqlen_q);
   const int col_end = cols_share ? seqlen_k : min(own_col + kBiasTile, seqlen_k);
   const int batches = p.dbias_size[0] == 1 ? p.batch : 1, heads = p.dbias_size[1] == 1 ? p.score.heads : 1;
-  const int q_chunks = max(1, (p.q.width + kBiasChunk - 1) / kBiasChunk);
-  const int chunks = q_chunks + max(1, (p.v.width + kBiasChunk - 1) / kBiasChunk);
 
-  float sum[kTiles][4] = {};
+  float sum[kBiasTile / 8][4] = {};
   for (int n = 0; n < batches * heads; ++n) {
     const int batch = own_batch + n / heads, head = own_head + n % heads;
-    const HeadScore h = head_score(p.score, batch, head);
-    const int64_t query_row = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q;
     for (int first_row = own_row; first_row < row_end; first_row += kBiasTile) {
       const int count = min(kBiasTile, seqlen_q - first_row);
       KeyBlocks<kBiasTile, kBiasTile> cols(p.score, batch, head, first_row, count, {own_col, col_end});
-      float lse[1][2], delta[1][2];
+      for (; !cols.done(); cols.advance()) add_tile<Math>(p, base, batch, head, first_row, cols.first(), sum);
+    }
+  }
+  store_sums<typename Math::Element>(p, shared, sum, own, own_row, own_col, rows_share, cols_share);
+}
+
+// The gradient of a table of distances: its sums by bands, of which each has the tiles whose first key is equally far
+// from their first query. What is at the same place of a band's tiles adds up as it is; along the diagonals it adds up
+// once, at the end. A band's tiles are dealt out to so many walks.
+// Grid: walks * heads * batch * bands, the last bands first: with a causal band they have the most tiles.
+template <class Math>
+__global__ void __launch_bounds__(kBiasThreads, 1) table_sums_kernel(const __grid_constant__ BackwardArgs p) {
+  constexpr int kTiles = kBiasTile / 8;
+  constexpr int kStep = kBiasTile + 1;  // in shared memory, where neighbouring rows are in other banks
+  static_assert(kBiasTile * kStep * 4 <= kBiasSharedBytes && kBandWidth == kBiasThreads);
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t base = ptx::shared_address(shared);
+  const TableBands& bands = p.table;
+  const int walk = blockIdx.x % bands.walks, batch_head = blockIdx.x / bands.walks % (p.batch * p.score.heads);
+  const int band = bands.count - 1 - blockIdx.x / (bands.walks * p.batch * p.score.heads);
+  const int batch = batch_head / p.score.heads, head = batch_head % p.score.heads;
+  const int ahead = (bands.first + band) * kBiasTile, seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
+  const int end = min(seqlen_q, seqlen_k - ahead);
+
+  float sum[kTiles][4] = {};
+#pragma unroll 1
+  for (int row = max(-ahead, 0) + walk * kBiasTile; row < end; row += bands.walks * kBiasTile) {
+    const int col = row + ahead;
+    const Range tile = {col, min(col + kBiasTile, seqlen_k)};
+    const KeyBlocks<kBiasTile, kBiasTile> cols(p.score, batch, head, row, min(kBiasTile, seqlen_q - row), tile);
+    if (!cols.done()) add_tile<Math>(p, base, batch, head, row, col, sum);
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* sums = reinterpret_cast<float*>(shared);
+  __syncthreads();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = first_row + warp * 16 + half * 8 + lane / 4;
-        lse[0][half] = i < seqlen_q ? finite_or_far(p.lse[query_row + i]) : kInfinity;
-        delta[0][half] = i < seqlen_q ? p.delta[query_row + i] : 0.f;
-      }
-      for (; !cols.done(); cols.advance()) {
-        const int first_col = cols.first();
-        // Chunks of Q and K, then of dO and V.
-        const auto load = [&](int chunk) {
-          const bool scores = chunk < q_chunks;
-          const int first = (scores ? chunk : chunk - q_chunks) * kBiasChunk;
-          const auto tile = [&](int which, Rows rows, int of_head, int from, int end) {
-            rows.width -= first;
-            load_tile<T, kBiasChunk, kBiasTile, kBiasThreads, false>(
-                base + (chunk % 2 * 2 + which) * kBiasTileBytes, rows,
-                head_of<T>(rows, batch, of_head) + first * rows.stride[3], from, end);
-          };
-          tile(0, scores ? p.q : p.grad_out, head, first_row, seqlen_q);
-          tile(1, scores ? p.k : p.v, head / (scores ? p.group_k : p.group_v), first_col, seqlen_k);
-        };
-        float s[1][kTiles][4], dp[1][kTiles][4] = {};
-        __syncthreads();  // the tiles of the round before were read
-        load(0);
-        ptx::cp_async_commit();
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-          ptx::cp_async_wait<0>();
-          __syncthreads();
-          if (chunk + 1 < chunks) load(chunk + 1);
-          ptx::cp_async_commit();
-          const uint32_t tile = base + chunk % 2 * 2 * kBiasTileBytes;
-          if (chunk == q_chunks) {  // q k^T is whole: now dO v^T
+  for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
-            }
-          }
-          Math::template scores<kBiasWidth, kBiasWidth / 16>(dp, tile, warp * 16, tile + kBiasTileBytes, 0, 0);
-        }
-        const int thread_row = first_row + warp * 16 + lane / 4, thread_col = first_col + lane % 4 * 2;
-        uint32_t keep[1][1] = {};
-        if (p.score.seeds != nullptr) dropout_bits<false, 1, kTiles>(p.score, h, thread_row, thread_col, keep);
-        to_gradients<T, false, false>(p.score, h, s[0], dp[0], lse, delta, keep[0], thread_row, thread_col, true,
-                                      [&](const float (&ds)[kTiles][4]) {
-#pragma unroll
-                                        for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-                                          for (int e = 0; e < 4; ++e) sum[t][e] += ds[t][e];
-                                        }
-                                      });
+    for (int e = 0; e < 4; ++e) {
+      sums[(warp * 16 + e / 2 * 8 + lane / 4) * kStep + t * 8 + lane % 4 * 2 + e % 2] = sum[t][e];
+    }
+  }
+  __syncthreads();
+  // A thread per diagonal, from the last query and the first key on.
+  const int distance = static_cast<int>(threadIdx.x) - (kBiasTile - 1);
+  float total = 0.f;
+  for (int row = max(-distance, 0); row < min(kBiasTile - distance, kBiasTile); ++row) {
+    total += sums[row * kStep + row + distance];
+  }
+  bands
+      .sums[((static_cast<int64_t>(batch_head) * bands.walks + walk) * bands.count + band) * kBandWidth + threadIdx.x] =
+      total;
+}
+
+// The sums of the bands -> the table's gradient. A thread per entry, which adds up the two bands that have its
+// distance, over all walks and what shares the table, in a fixed order. Grid: entries * heads * batch elements of the
+// table.
+template <typename T>
+__global__ void __launch_bounds__(kBiasThreads) table_gradient_kernel(const __grid_constant__ BackwardArgs p) {
+  const TableBands& bands = p.table;
+  const int entries = p.score.seqlen_q + p.score.seqlen_k - 1, chunks = (entries + kBiasThreads - 1) / kBiasThreads;
+  const int entry = blockIdx.x % chunks * kBiasThreads + threadIdx.x, own = blockIdx.x / chunks;
+  if (entry >= entries) return;
+  const int own_batch = own / p.dbias_size[1], own_head = own % p.dbias_size[1];
+  const int batches = p.dbias_size[0] == 1 ? p.batch : 1, heads = p.dbias_size[1] == 1 ? p.score.heads : 1;
+  // Of the first band that may have it.
+  const int distance = entry - (p.score.seqlen_q - 1), last = (distance & kBiasTile - 1) + kBiasTile - 1;
+  const int band = (distance - (distance & kBiasTile - 1)) / kBiasTile - bands.first;
+  float total = 0.f;
+  for (int n = 0; n < batches * heads; ++n) {
+    const int64_t batch_head = static_cast<int64_t>(own_batch + n / heads) * p.score.heads + own_head + n % heads;
+    for (int walk = 0; walk < bands.walks; ++walk) {
+      const float* sums = bands.sums + (batch_head * bands.walks + walk) * bands.count * kBandWidth;
+      if (band >= 0 && band < bands.count) total += sums[band * kBandWidth + last];
+      if (last >= kBiasTile && band + 1 >= 0 && band + 1 < bands.count) {
+        total += sums[(band + 1) * kBandWidth + last - kBiasTile];
       }
     }
   }
-
-  store_sums<T>(p, shared, sum, own, own_row, own_col, rows_share, cols_share);
+  store_bias_gradient<T>(p, static_cast<int64_t>(own) * entries + entry, total);
 }
 
 }  // namespace
 
-BackwardLaunch plan_bias_gradient(const Backward& p) {
-  const int64_t blocks =
-      ceil_div(p.bias_size[2], kBiasTile) * ceil_div(p.bias_size[3], kBiasTile) * p.bias_size[0] * p.bias_size[1];
-  return {kBiasTile, kBiasTile, kBiasThreads, static_cast<int>(kBiasSharedBytes), blocks};
+void plan_bias_gradient(const Backward& p, BackwardPlan& plan) {
+  plan.dbias = {kBiasTile, kBiasTile, kBiasThreads, static_cast<int>(kBiasSharedBytes), 0};
+  if (!p.relative) {
+    plan.dbias.blocks =
+        ceil_div(p.bias_size[2], kBiasTile) * ceil_div(p.bias_size[3], kBiasTile) * p.bias_size[0] * p.bias_size[1];
+    return;
+  }
+  // The distances at which some query may see a key are the keys that the first query would see, before the first key
+  // as well.
+  const Range seen = p.band.visited(0, 1, {1 - p.seqlen_q, p.seqlen_k});
+  const auto band_of = [](int64_t distance) {
+    const int64_t within = (distance % kBiasTile + kBiasTile) % kBiasTile;
+    return static_cast<int>((distance - within) / kBiasTile);
+  };
+  TablePlan& table = plan.table;
+  table.bands = 0, table.walks = 1;
+  if (seen.begin < seen.end) {
+    table.first = band_of(seen.begin);
+    table.bands = band_of(seen.end - 1 + kBiasTile - 1) - table.first + 1;
+    const int64_t heads = p.batch * p.heads_q * table.bands;
+    const int64_t tiles = ceil_div(std::min(p.seqlen_q, p.seqlen_k), kBiasTile);
+    table.walks = static_cast<int>(std::max<int64_t>(1, std::min(kTableBlocks / heads, tiles / 2)));
+  }
+  plan.dbias.blocks = p.batch * p.heads_q * table.bands * table.walks;
+  table.sums = plan.dbias.blocks * kBandWidth;
+  table.add_up = ceil_div(p.seqlen_q + p.seqlen_k - 1, kBiasThreads) * p.bias_size[0] * p.bias_size[1];
 }
 
 int launch_bias_gradient(const Backward& p, const BackwardPlan& plan, const BackwardArgs& args, void* stream) {
   return by_math(p, [&](auto math) {
-    return launch_kernel(bias_gradient_kernel<decltype(math)>, plan.dbias.blocks, plan.dbias.threads,
-                         plan.dbias.shared_bytes, args, stream);
+    using Math = decltype(math);
+    const auto launch = [&](auto kernel) {
+      return launch_kernel(kernel, plan.dbias.blocks, plan.dbias.threads, plan.dbias.shared_bytes, args, stream);
+    };
+    if (!p.relative) return launch(bias_gradient_kernel<Math>);
+    if (plan.dbias.blocks > 0) {
+      if (const int error = launch(table_sums_kernel<Math>); error != cudaSuccess) return error;
+    }
+    return launch_kernel(table_gradient_kernel<typename Math::Element>, plan.table.add_up, kBiasThreads, 0, args,
+                         stream);
   });
 }
 

@@ -96,7 +96,8 @@ struct BackwardCall : Backward {
   const float* row_delta;
   const int32_t* range_summary;  // what `summarise_ranges` made; null without key ranges
   int64_t heads_out;
-  float* dq_sums;  // memory for as many as the plan for Hopper says
+  float* dq_sums;     // memory for as many as the plan for Hopper says
+  float* table_sums;  // memory for as many as the other plan says
 };
 // How many heads of dk and dv the kernels write: each has one key head and one value head.
 inline int64_t heads_out_of(const Attention& p) {
@@ -109,6 +110,13 @@ struct BackwardLaunch {
   int threads, shared_bytes;
   int64_t blocks;
 };
+// The gradient of a table of distances: the bands of tiles in which it is added up, each in so many walks, and then the
+// blocks that put them together.
+struct TablePlan {
+  int first, bands, walks;
+  int64_t sums;  // floats of all bands; 0: the bias isn't a table, or nothing is seen
+  int64_t add_up;
+};
 // How a backward problem is cut: a function of the problem and of the bytes of shared memory that a block may have
 // (cudaDevAttrMaxSharedMemoryPerBlockOptin), at least 99 KiB.
 struct BackwardPlan {
@@ -119,6 +127,7 @@ struct BackwardPlan {
   bool again;         // tiles alone of which a gradient, as it is, holds NaN; the others stay. Not chunked
   BackwardLaunch dv;  // of these: dV alone, where a block can't hold it and dK; dkdv then is dK alone
   BackwardLaunch dkdv, dq, dbias;
+  TablePlan table;
 };
 BackwardPlan plan_backward(const BackwardCall& params, int shared_limit, bool again = false);
 int backward(const BackwardCall& params, const BackwardPlan& plan, void* stream);

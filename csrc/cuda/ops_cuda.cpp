@@ -211,7 +211,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   device.launch(
       plan.refusal == nullptr, [&] { return attnkern::cuda::backward_sm90(p, plan, stream); },
       [&] {
-        return attnkern::cuda::backward(p, attnkern::cuda::plan_backward(p, device.chip.shared_per_block), stream);
+        const auto plain = attnkern::cuda::plan_backward(p, device.chip.shared_per_block);
+        const Tensor of_table = floats(q, plain.table.sums);
+        p.table_sums = data_of(of_table);
+        return attnkern::cuda::backward(p, plain, stream);
       });
   add_up(parts_k, dk), add_up(parts_v, dv);
   return {dq, dk, dv, dbias, dsinks};

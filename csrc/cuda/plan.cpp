@@ -110,7 +110,12 @@ void plan_backward(Launches& launches, const attnkern::cuda::BackwardCall& p, co
   add("dv", "sm_80", plan.head_class, plan.dv, words);
   add(plan.dv.blocks > 0 ? "dk" : "dk dv", "sm_80", plan.head_class, plan.dkdv, words);
   add("dq", "sm_80", plan.head_class, plan.dq, words);
-  add("bias", "sm_80", plan.head_class, plan.dbias, "");
+  std::string by_distance;
+  if (p.relative) {
+    by_distance = "by distance, " + text(plan.table.bands) + " bands in " + text(plan.table.walks) +
+                  " walks, added up from " + text(4 * plan.table.sums) + " bytes";
+  }
+  add("bias", "sm_80", plan.head_class, plan.dbias, by_distance);
 }
 
 // chip: compute capability times 10, multiprocessors, bytes of shared memory of a multiprocessor and of a block.
@@ -127,6 +132,7 @@ std::string cuda_plan(ScalarType dtype, Numbers q, Numbers k, Numbers v, Numbers
     p.bias = view_of(bias, "bias");
     p.bias_dtype = attnkern::dtype_of(bias_dtype);
     for (int n = 0; n < 4; ++n) p.bias_size[n] = bias[n];
+    p.relative = bias[6] < 0;  // as kernels read a table of distances; no tensor has a stride below 0
   }
   static_cast<attnkern::AttentionParams&>(p) = {ATTNKERN_PARAMS(ATTNKERN_AS_VALUE)};
   p.band = attnkern::band_of(window_left, window_right, band_offset);

@@ -77,8 +77,12 @@ def cases() -> list[Case]:
         source = Cuda(BIAS, f"bias_gradient_kernel<*{math}*>", shared=32768)
         called = f"backward bias {name}"
         found.append(Case(called, source, ALL, require={ALL: least}, spills=SPILLS.get(called, {})))
+        called = f"backward table {name}"
+        source = Cuda(BIAS, f"table_sums_kernel<*{math}*>", shared=32768)
+        found.append(Case(called, source, ALL, require={ALL: least}, spills=SPILLS.get(called, {})))
         for archs in ("80", "120", "90a 100"):
             found += [_chunked(name, kind, key_rows, archs) for kind, key_rows in (("dkdv", "true"), ("dq", "false"))]
+    found.append(Case("backward table added up", Cuda(BIAS, "table_gradient_kernel<*>"), ALL))
     for kind, shapes, gradients in (("dkdv", DKDV, 2), ("dq", DQ, 1)):
         for (head_dim, fast_path, wide), (rows, columns, row_tiles, split, stages) in shapes.items():
             flags = "true" if fast_path else "false"
