@@ -21,6 +21,12 @@
 namespace attnkern::cuda {
 namespace {
 
+// Beside the fast path they are under way before it is known whether they are needed.
+template <class S>
+__device__ __forceinline__ void wait_for_first_rows(const Block<S>& block, const Shared<S>& shared) {
+  if (block.any || !S::kFastPath) ptx::mbarrier_wait(shared.rows_full(0), 0);
+}
+
 template <class S>
 __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared,
                                              int consumer) {
@@ -30,8 +36,8 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
   const uint32_t k_tile = shared.rows(0, consumer), v_tile = shared.rows(1, consumer);
 
   float dk[S::kHeadDim / 8][4] = {}, dv[S::kHeadDim / 8][4] = {};
+  wait_for_first_rows<S>(block, shared);
   if (block.any) {
-    ptx::mbarrier_wait(shared.rows_full(0), 0);
     ptx::mbarrier_wait(shared.rows_full(1), 0);
   }
   PipelineState<S::kSlots> at;
@@ -85,7 +91,7 @@ __device__ __forceinline__ void consume_dv(const BackwardSm90Args& p, const Bloc
   const int thread_row = block.first_row + warp * 16 + lane / 4;
   const uint32_t k_tile = shared.rows(0, 0);
   float dv[S::kHeadDim / 8][4] = {};
-  if (block.any) ptx::mbarrier_wait(shared.rows_full(0), 0);
+  wait_for_first_rows<S>(block, shared);
   PipelineState<S::kSlots> at;
   Columns<S> columns(p, block);
 #pragma unroll 1
@@ -179,8 +185,8 @@ __device__ __forceinline__ void consume_dq(const BackwardSm90Args& p, const Bloc
   }
 
   float dq[S::kHeadDim / 8][4] = {};
+  wait_for_first_rows<S>(block, shared);
   if (block.any) {
-    ptx::mbarrier_wait(shared.rows_full(0), 0);
     ptx::mbarrier_wait(shared.rows_full(1), 0);
     ptx::mbarrier_wait(shared.full(0), 0);
   }
@@ -249,25 +255,23 @@ __device__ __forceinline__ void backward_block(const BackwardSm90Args& p) {
       ptx::mbarrier_init(shared.empty(slot), kConsumers * kWarpgroup / 32);  // one arrival per warp
     }
     ptx::fence_mbarrier_init();
+    // Where the columns have to be looked for, the rows come meanwhile.
+    if constexpr (!S::kFastPath) load_rows<S>(p, block, shared, 0);
   }
   // The same for all lanes, and known as such to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if constexpr (!S::kFastPath) {
-    if (warp == 0) {
-      const bool any = !block.columns(p).done();
-      if (ptx::elect_one()) ptx::store_shared(shared.any_info(), any);
-    }
-  }
+  // By every warp, which spares telling the others what one has found.
+  const auto tiles = block.columns(p);
+  if constexpr (!S::kFastPath) block.any = !tiles.done();
   __syncthreads();
-  if constexpr (!S::kFastPath) block.any = ptx::load_shared_word(shared.any_info()) != 0;
 
   if (warp < kWarpgroup / 32) {
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (!block.any) return;
     if (warp == 0) {
-      if (!S::kFastPath || ptx::elect_one()) load_tiles<S>(p, block, shared);
+      if (!S::kFastPath || ptx::elect_one()) load_tiles<S>(p, block, shared, tiles);
     } else if constexpr (S::kKeyRows) {
-      if (warp <= 2) load_constants<S>(p, block, shared, warp - 1);
+      if (warp <= 2) load_constants<S>(p, block, shared, warp - 1, tiles);
     }
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();

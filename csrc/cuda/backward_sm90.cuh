@@ -62,14 +62,14 @@ struct Shape {
   using ColTile = SlabTile<T, kCols, kHeadDim>;
   // Shared memory: rows, as [of rows[0] or rows[1]][row tile]; the pipeline of columns; what the first warpgroup hands
   // to the second; lse or delta of each slot's columns, if those are queries; barriers; beside the fast path what the
-  // producer tells of the columns of each slot, their head, and whether there are any; and the keys of the queries of
-  // each step, if those are columns.
+  // producer tells of the columns of each slot, and their head; and the keys of the queries of each step, if those are
+  // columns.
   static constexpr uint32_t kRing = 2 * kRowTiles * RowTile::kBytes;
   static constexpr uint32_t kHanded = kRing + kSlots * ColTile::kBytes;
   static constexpr uint32_t kConstants = kHanded + (kSplit ? kGroupRows * kCols * 4 : 0);
   static constexpr uint32_t kBarriers = kConstants + (kKeyRows ? kSlots * kCols * 4 : 0);
   static constexpr uint32_t kInfo = kBarriers + (2 + 2 * kSlots + (kSplit ? 2 : 0)) * 8;
-  static constexpr uint32_t kOwnKeys = (kInfo + (2 * kSlots + 1) * 4 + 15) / 16 * 16;
+  static constexpr uint32_t kOwnKeys = (kInfo + 2 * kSlots * 4 + 15) / 16 * 16;
   static constexpr uint32_t kBytes = kFastPath ? kInfo : kOwnKeys + (kKeyRows ? kSlots / 2 * kCols * 16 : 0);
   static_assert(!kKeyRows || kSlots % 2 == 0, "every second slot has queries");
 };
@@ -104,7 +104,6 @@ struct Shared {
   __device__ __forceinline__ uint32_t info(int slot) const { return base + S::kInfo + 4 * slot; }
   __device__ __forceinline__ uint32_t head_info(int slot) const { return info(S::kSlots + slot); }
   __device__ __forceinline__ uint32_t own_keys(int slot) const { return base + S::kOwnKeys + slot / 2 * S::kCols * 16; }
-  __device__ __forceinline__ uint32_t any_info() const { return info(2 * S::kSlots); }
   __device__ __forceinline__ uint32_t handed_full() const { return barrier(2 + 2 * S::kSlots); }
   __device__ __forceinline__ uint32_t handed_empty() const { return barrier(3 + 2 * S::kSlots); }
 };
@@ -158,10 +157,10 @@ struct Block {
     } else if constexpr (S::kFastPath) {
       return BandBlocksOfHeads<S::kCols>(band, first_row, count, p.score.seqlen_k, head / p.group, 1);
     } else if constexpr (S::kKeyRows) {
-      return QueryBlocks<S::kCols>(p.score, batch, first_head, p.group, first_row, count);
+      return QueryBlocks<S::kCols, (S::kCols + 31) / 32>(p.score, batch, first_head, p.group, first_row, count);
     } else {
       const Range all = {0, p.score.seqlen_k};
-      return KeyBlocks<S::kRows, S::kCols>(p.score, batch, head, first_row, count, all);
+      return KeyBlocks<S::kRows, S::kCols, S::kRows / 32>(p.score, batch, head, first_row, count, all);
     }
   }
   // Keys past the end are rows of zeros: their scores are 0, so where the scores of all others are low their
@@ -229,23 +228,26 @@ class Columns {
   std::conditional_t<S::kFastPath, Counted, Told> tiles_;
 };
 
-// One thread on the fast path, else a whole warp, of which one thread copies: all tiles into shared memory, in the
-// order of use.
+// One thread: K or V, or Q or dO.
 template <class S>
-__device__ __forceinline__ void load_tiles(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared) {
-  const bool copies = S::kFastPath || ptx::elect_one();
-  const auto load_rows = [&](int which) {
-    if (!copies) return;
-    const Source& source = p.rows[which];
-    ptx::mbarrier_arrive_expect_tx(shared.rows_full(which), S::kRowTiles * S::RowTile::kBytes);
+__device__ __forceinline__ void load_rows(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared,
+                                          int which) {
+  const Source& source = p.rows[which];
+  ptx::mbarrier_arrive_expect_tx(shared.rows_full(which), S::kRowTiles * S::RowTile::kBytes);
 #pragma unroll
-    for (int n = 0; n < S::kRowTiles; ++n) {
-      S::RowTile::load(shared.rows(which, n), source.map, shared.rows_full(which), block.first_row + n * kGroupRows,
-                       block.head * source.head_step, block.batch * source.batch_step);
-    }
-  };
+  for (int n = 0; n < S::kRowTiles; ++n) {
+    S::RowTile::load(shared.rows(which, n), source.map, shared.rows_full(which), block.first_row + n * kGroupRows,
+                     block.head * source.head_step, block.batch * source.batch_step);
+  }
+}
+
+// One thread on the fast path, else a whole warp, of which one thread copies: all tiles into shared memory, in the
+// order of use. Beside the fast path the first rows are under way.
+template <class S, class Tiles>
+__device__ __forceinline__ void load_tiles(const BackwardSm90Args& p, const Block<S>& block, const Shared<S>& shared,
+                                           Tiles tiles) {
+  const bool copies = S::kFastPath || ptx::elect_one();
   PipelineState<S::kSlots> at;
-  auto tiles = block.columns(p);
   BlockInfo info{};
   int query_head = 0;
   // With the first tile of a step.
@@ -265,7 +267,7 @@ __device__ __forceinline__ void load_tiles(const BackwardSm90Args& p, const Bloc
     }
     at.advance();
   };
-  load_rows(0);
+  if constexpr (S::kFastPath) load_rows<S>(p, block, shared, 0);
   for (bool first = true; !tiles.done(); first = false) {
     info.first = tiles.first();
     int head = block.head / p.group;
@@ -274,7 +276,7 @@ __device__ __forceinline__ void load_tiles(const BackwardSm90Args& p, const Bloc
     tiles.advance();
     info.last = tiles.done();
     load_cols(0, head, info.first);
-    if (first) load_rows(1);
+    if (first && copies) load_rows<S>(p, block, shared, 1);
     load_cols(1, head, info.first);
   }
 }
@@ -287,14 +289,13 @@ __device__ __forceinline__ float exponent_constant(float lse, bool live) {
 
 // One warp: the constants of the queries that pass by, of every second slot from `which` on; with those of the first
 // slots the keys that the queries attend to.
-template <class S>
+template <class S, class Tiles>
 __device__ __forceinline__ void load_constants(const BackwardSm90Args& p, const Block<S>& block,
-                                               const Shared<S>& shared, int which) {
+                                               const Shared<S>& shared, int which, Tiles tiles) {
   constexpr int kEach = (S::kCols + 31) / 32;
   const int lane = threadIdx.x % 32;
   const float* source = which == 0 ? p.lse : p.delta;
   const int64_t first_head = static_cast<int64_t>(block.batch) * p.heads * p.group;
-  auto tiles = block.columns(p);
   float next[kEach];
   int col = 0, head = 0;
   const auto load = [&] {

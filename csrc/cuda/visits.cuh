@@ -76,8 +76,9 @@ class BandBlocksOfHeads : public BandBlocks<kBlock, true> {
 };
 
 // The blocks of keys that a tile of at most kRows queries of one head visits, by the band and the key ranges. For whole
-// warps.
-template <int kRows, int kBlock>
+// warps. kAhead: the first blocks are found with the ranges of so many rows of a lane under way at a time, in as many
+// registers more.
+template <int kRows, int kBlock, int kAhead = 1>
 class KeyBlocks {
  public:
   // Blocks begin at `columns.begin`; keys past `columns.end` aren't looked at.
@@ -89,21 +90,33 @@ class KeyBlocks {
         rows_(rows),
         begin_(static_cast<int>(columns.begin)),
         end_(static_cast<int>(columns.end)) {
-    look(0);
+    look<kAhead>(0);
   }
   __device__ __forceinline__ bool done() const { return visited_ == 0; }
   __device__ __forceinline__ int first() const { return begin_ + (window_ + __ffs(visited_) - 1) * kBlock; }
   __device__ __forceinline__ bool masked() const { return (full_ & visited_ & -visited_) == 0; }
   __device__ __forceinline__ void advance() {
     visited_ &= visited_ - 1;
-    if (visited_ == 0) look(window_ + 32);
+    if (visited_ == 0) look<1>(window_ + 32);
   }
 
  private:
+  // run(own) for the keys of every 32nd row from the lane's on; past the last row for those of the last once more.
+  template <int kAtOnce, typename Run>
+  __device__ __forceinline__ void each_row(Run run) const {
+    const int32_t* ranges = ranges_of(p_, batch_, head_);
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < rows_; row += 32 * kAtOnce) {
+      OwnKeys own[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) own[n] = own_keys(p_, ranges, first_row_ + min(row + n * 32, rows_ - 1));
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) run(own[n]);
+    }
+  }
   // run(begin, end) for the two intervals of keys of a row.
   template <typename Run>
-  __device__ __forceinline__ void each_interval(int row, Run run) const {
-    const OwnKeys own = own_keys(p_, ranges_of(p_, batch_, head_), first_row_ + row);
+  __device__ __forceinline__ void each_interval(const OwnKeys& own, Run run) const {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
       const int begin = max(own.begin[which], begin_) - begin_, end = min(own.end[which], end_) - begin_;
@@ -112,6 +125,7 @@ class KeyBlocks {
   }
 
   // The first block from number `from` on that is visited, and the 31 behind it.
+  template <int kAtOnce>
   __device__ __forceinline__ void look(int from) {
     visited_ = full_ = 0;
     if (p_.ranges == nullptr) {
@@ -124,26 +138,23 @@ class KeyBlocks {
                            static_cast<int>(full.end - begin_) / kBlock - window_);
       return;
     }
-    const int lane = threadIdx.x % 32;
     int nearest = kNoBlock;
-#pragma unroll 1
-    for (int row = lane; row < rows_; row += 32) {
-      each_interval(row, [&](int begin, int end) {
+    each_row<kAtOnce>([&](const OwnKeys& own) {
+      each_interval(own, [&](int begin, int end) {
         if ((end - 1) / kBlock >= from) nearest = min(nearest, max(begin / kBlock, from));
       });
-    }
+    });
     window_ = __reduce_min_sync(0xffffffffu, nearest);
     if (window_ == kNoBlock) return;
     uint32_t seen = 0, full = ~0u;
-#pragma unroll 1
-    for (int row = lane; row < rows_; row += 32) {
-      uint32_t own = 0;
-      each_interval(row, [&](int begin, int end) {
+    each_row<kAtOnce>([&](const OwnKeys& own) {
+      uint32_t covered = 0;
+      each_interval(own, [&](int begin, int end) {
         seen |= bits_between(begin / kBlock - window_, (end + kBlock - 1) / kBlock - window_);
-        own |= bits_between((begin + kBlock - 1) / kBlock - window_, end / kBlock - window_);
+        covered |= bits_between((begin + kBlock - 1) / kBlock - window_, end / kBlock - window_);
       });
-      full &= own;
-    }
+      full &= covered;
+    });
     visited_ = __reduce_or_sync(0xffffffffu, seen);
     full_ = __reduce_and_sync(0xffffffffu, full);
   }
@@ -156,8 +167,8 @@ class KeyBlocks {
 
 // The same with rows that are keys: the blocks of kBlock queries, of so many heads one after the other, by which a tile
 // of at most kRows keys is visited. Which queries may visit it is read from the summary of the ranges (ranges.cu), and
-// then asked of the queries themselves.
-template <int kBlock>
+// then asked of the queries themselves. kAhead: of the first block so many of a lane's queries at a time.
+template <int kBlock, int kAhead = 1>
 class QueryBlocks {
  public:
   __device__ __forceinline__ QueryBlocks(const Score& p, int batch, int first_head, int heads, int first_row, int rows)
@@ -167,76 +178,82 @@ class QueryBlocks {
         end_head_(first_head + heads),
         begin_(first_row),
         end_(first_row + rows) {
-    if (first_block() >= end_block()) head_ = end_head_;
-    window_ = first_block() - 32, candidates_ = 0;
-    advance();
+    const Range range = visiting();
+    if (range.begin >= range.end) head_ = end_head_;
+    begin_head();
+    find<kAhead>();
   }
   __device__ __forceinline__ bool done() const { return head_ >= end_head_; }
   __device__ __forceinline__ int head() const { return head_; }
   __device__ __forceinline__ int first() const { return first_; }
   __device__ __forceinline__ bool masked() const { return masked_; }
 
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance() { find<1>(); }
+
+ private:
+  static constexpr int kGranules = kBlock / kGranule;  // of a block
+  static_assert(kBlock % kGranule == 0);
+
+  template <int kAtOnce>
+  __device__ __forceinline__ void find() {
     while (head_ < end_head_) {
       if (candidates_ == 0) {
-        look(window_ + 32);
+        look();
         continue;
       }
-      first_ = (window_ + __ffs(candidates_) - 1) * kBlock;
-      candidates_ &= candidates_ - 1;
-      if (meets()) return;
+      first_ = (group_ * 32 + __ffs(candidates_) - 1) / kGranules * kBlock;
+      candidates_ &= ~bits_between(0, next_granule() - group_ * 32);
+      if (meets<kAtOnce>()) return;
     }
   }
 
- private:
   // That the band leaves. Found anew whenever they are asked for, which is seldom.
   __device__ __forceinline__ Range visiting() const {
     return p_.band.transposed().visited(begin_, end_ - begin_, {0, p_.seqlen_q});
   }
-  __device__ __forceinline__ int first_block() const { return static_cast<int>(visiting().begin) / kBlock; }
-  __device__ __forceinline__ int end_block() const {
-    const Range range = visiting();
-    return range.begin < range.end ? static_cast<int>(range.end + kBlock - 1) / kBlock : 0;
+  // The first granule behind the block.
+  __device__ __forceinline__ int next_granule() const { return first_ / kGranule + kGranules; }
+  __device__ __forceinline__ void begin_head() {
+    group_ = static_cast<int>(visiting().begin) / kSummaryRows - 1;
+    first_ = -kBlock;
+    candidates_ = 0;
   }
 
-  // The blocks from number `from` on that may visit, 32 of them, or the next head.
-  __device__ __forceinline__ void look(int from) {
-    window_ = from;
-    const int end_block = this->end_block();
-    if (from >= end_block) {
+  // The next group of which some granule may visit, or the next head. A lane reads one entry of the summary, so that
+  // none waits for more loads than two.
+  __device__ __forceinline__ void look() {
+    ++group_;
+    const Range range = visiting();
+    if (group_ * kSummaryRows >= range.end) {
       ++head_;
-      window_ = first_block() - 32;
-    } else if (p_.ranges == nullptr) {
-      candidates_ = bits_between(0, end_block - from);
-    } else {
-      const int lane = threadIdx.x % 32;
+      begin_head();
+      return;
+    }
+    uint32_t visits = ~0u;
+    if (p_.ranges != nullptr) {
+      const int lane = threadIdx.x % 32, groups = (p_.seqlen_q + kSummaryRows - 1) / kSummaryRows;
       const int4* summary = p_.summary + batch_ * p_.summary_stride[0] + head_ * p_.summary_stride[1];
       const auto may_visit = [&](const int4& hull) {
         return (hull.x < end_ && hull.y > begin_) || (hull.z < end_ && hull.w > begin_);
       };
       // Whole groups that don't.
-      const int group = from * kBlock / kSummaryRows, groups = (p_.seqlen_q + kSummaryRows - 1) / kSummaryRows;
-      const bool live = group + lane < groups && may_visit(summary[(group + lane) * kSummarySize]);
+      const bool live = group_ + lane < groups && may_visit(summary[(group_ + lane) * kSummarySize]);
       const uint32_t found = __ballot_sync(0xffffffffu, live);
       if (found == 0) {
-        window_ = (group + 32) * kSummaryRows / kBlock - 32;
+        group_ += 31;
         return;
       }
-      window_ = max(from, (group + __ffs(found) - 1) * kSummaryRows / kBlock);
-      bool visits = false;
-      const int block = window_ + lane;
-      if (block < end_block) {
-#pragma unroll 1
-        for (int n = block * (kBlock / kGranule); n < (block + 1) * (kBlock / kGranule); ++n) {
-          if (n * kGranule >= p_.seqlen_q) break;
-          visits |= may_visit(summary[n / 32 * kSummarySize + 1 + n % 32]);
-        }
-      }
-      candidates_ = __ballot_sync(0xffffffffu, visits);
+      group_ += __ffs(found) - 1;
+      visits = __ballot_sync(0xffffffffu, may_visit(summary[group_ * kSummarySize + 1 + lane]));
     }
+    // Those that the band leaves, and no block that has begun in the group before.
+    const int first = max(static_cast<int>(range.begin) / kGranule, next_granule());
+    const int end = static_cast<int>(range.end + kGranule - 1) / kGranule;
+    candidates_ = visits & bits_between(first - group_ * 32, end - group_ * 32);
   }
 
   // Whether some query of the block attends to some key of the tile; and whether not every one does to every key.
+  template <int kAtOnce>
   __device__ __forceinline__ bool meets() {
     if (p_.ranges == nullptr) {
       masked_ = first_ + kBlock > p_.seqlen_q || begin_ - (first_ + kBlock - 1) < p_.low || end_ - 1 - first_ > p_.high;
@@ -245,15 +262,20 @@ class QueryBlocks {
     const int32_t* ranges = ranges_of(p_, batch_, head_);
     bool some = false, all = true;
 #pragma unroll 1
-    for (int n = threadIdx.x % 32; n < kBlock; n += 32) {
-      const OwnKeys own = own_keys(p_, ranges, first_ + n);
-      bool covers = false;
+    for (int first = threadIdx.x % 32; first < kBlock; first += 32 * kAtOnce) {
+      OwnKeys own[kAtOnce];
 #pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        some |= max(own.begin[which], begin_) < min(own.end[which], end_);
-        covers |= own.begin[which] <= begin_ && own.end[which] >= end_;
+      for (int n = 0; n < kAtOnce; ++n) own[n] = own_keys(p_, ranges, first_ + min(first + n * 32, kBlock - 1));
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        bool covers = false;
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+          some |= max(own[n].begin[which], begin_) < min(own[n].end[which], end_);
+          covers |= own[n].begin[which] <= begin_ && own[n].end[which] >= end_;
+        }
+        all &= covers;
       }
-      all &= covers;
     }
     masked_ = !__all_sync(0xffffffffu, all);
     return __any_sync(0xffffffffu, some);
@@ -261,9 +283,9 @@ class QueryBlocks {
 
   const Score& p_;
   int batch_, head_, end_head_, begin_, end_;  // the keys
-  int window_;                                 // the first of 32 blocks,
-  uint32_t candidates_;                        // of which a bit says whether it is still to be looked at
-  int first_ = 0;
+  int group_;                                  // of kSummaryRows queries,
+  uint32_t candidates_;                        // of whose granules a bit says whether it is still to be looked at
+  int first_;
   bool masked_ = false;
 };
 
