@@ -260,16 +260,17 @@ void plan_bias_gradient(const Backward& p, BackwardPlan& plan) {
   const Range seen = p.band.visited(0, 1, {1 - p.seqlen_q, p.seqlen_k});
   const auto band_of = [](int64_t distance) {
     const int64_t within = (distance % kBiasTile + kBiasTile) % kBiasTile;
-    return static_cast<int>((distance - within) / kBiasTile);
+    return (distance - within) / kBiasTile;
   };
   TablePlan& table = plan.table;
   table.bands = 0, table.walks = 1;
   if (seen.begin < seen.end) {
-    table.first = band_of(seen.begin);
-    table.bands = band_of(seen.end - 1 + kBiasTile - 1) - table.first + 1;
-    const int64_t heads = p.batch * p.heads_q * table.bands;
-    const int64_t tiles = ceil_div(std::min(p.seqlen_q, p.seqlen_k), kBiasTile);
-    table.walks = static_cast<int>(std::max<int64_t>(1, std::min(kTableBlocks / heads, tiles / 2)));
+    const int64_t rows = ceil_div(p.seqlen_q, kBiasTile), columns = ceil_div(p.seqlen_k, kBiasTile);
+    const int64_t first = std::max(band_of(seen.begin), 1 - rows);
+    const int64_t last = std::min(band_of(seen.end - 1 + kBiasTile - 1), columns - 1);
+    const int64_t most = kTableBlocks / (p.batch * p.heads_q * (last - first + 1));
+    table.first = static_cast<int>(first), table.bands = static_cast<int>(last - first + 1);
+    table.walks = static_cast<int>(std::max<int64_t>(1, std::min(most, std::min(rows, columns) / 2)));
   }
   plan.dbias.blocks = p.batch * p.heads_q * table.bands * table.walks;
   table.sums = plan.dbias.blocks * kBandWidth;
