@@ -49,7 +49,7 @@ BEGUN, FAILED, ENDED = "begun: ", "failed: ", "ended"  # what a process tells of
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 # What simulated kernels are drawn from: as small as crosses a tile of keys and one of queries.
 SHORT = {"lengths": (33, 64, 65, 100, 129, 160), "batches": (1, 1, 2), "heads": (1, 1, 2), "groups": (1, 1, 2)}
-SMALL: dict[str, Any] = {**SHORT, "extreme": 0.8, "dims_v": ()}
+SMALL: dict[str, Any] = {**SHORT, "extreme": 0.8, "dims_v": (), "poison": True}
 HOPPER = {**SMALL, "dtypes": (BF16, FP16), "masks": False, "layouts": ("contiguous", "blhd", "packed")}
 EVERY_SIZE = (1, 2, 3, 8, 16, 17, 32, 40, 64, 72, 129, 192, 256)
 DRAWN: dict[str, dict[str, Any]] = {

@@ -74,69 +74,92 @@ __device__ __forceinline__ void store_sums(const BackwardArgs& p, uint8_t* share
   }
 }
 
-// Adds the score gradients of a tile of 64 queries and 64 keys of one head to `sum`.
+// The tiles whose score gradients a block adds up: of these heads, from one row to another, of some keys.
+struct OwnTiles {
+  int batch, batches, head, heads;
+  int row, row_end, row_step;
+  int col, col_end;
+  __device__ __forceinline__ Range keys(int) const { return {col, col_end}; }
+};
+// Those of a band, each as many keys behind the one before as it is queries.
+struct BandTiles : OwnTiles {
+  __device__ __forceinline__ Range keys(int first_row) const {
+    return {first_row + col, min(first_row + col + kBiasTile, col_end)};
+  }
+};
+
 // Registers of a thread: the sums, S and dP, 32 each. Shared memory: chunks of two tiles, Q and K or dO and V, twice.
-template <class Math>
-__device__ __forceinline__ void add_tile(const BackwardArgs& p, uint32_t shared, int batch, int head, int first_row,
-                                         int first_col, float (&sum)[kBiasTile / 8][4]) {
+template <class Math, class Tiles>
+__device__ __forceinline__ void add_tiles(const BackwardArgs& p, uint32_t shared, const Tiles& tiles,
+                                          float (&sum)[kBiasTile / 8][4]) {
   using T = typename Math::Element;
   constexpr int kTiles = kBiasTile / 8, kBiasChunk = kBiasWidth * 2 / static_cast<int>(sizeof(T));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int seqlen_q = p.score.seqlen_q;
+  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
   const int q_chunks = max(1, (p.q.width + kBiasChunk - 1) / kBiasChunk);
   const int chunks = q_chunks + max(1, (p.v.width + kBiasChunk - 1) / kBiasChunk);
-  const HeadScore h = head_score(p.score, batch, head);
-  const int64_t query_row = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q;
-  float lse[1][2], delta[1][2];
+  for (int n = 0; n < tiles.batches * tiles.heads; ++n) {
+    const int batch = tiles.batch + n / tiles.heads, head = tiles.head + n % tiles.heads;
+    const HeadScore h = head_score(p.score, batch, head);
+    const int64_t query_row = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q;
+    for (int first_row = tiles.row; first_row < tiles.row_end; first_row += tiles.row_step) {
+      const int count = min(kBiasTile, seqlen_q - first_row);
+      KeyBlocks<kBiasTile, kBiasTile> cols(p.score, batch, head, first_row, count, tiles.keys(first_row));
+      float lse[1][2], delta[1][2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = first_row + warp * 16 + half * 8 + lane / 4;
-    lse[0][half] = i < seqlen_q ? finite_or_far(p.lse[query_row + i]) : kInfinity;
-    delta[0][half] = i < seqlen_q ? p.delta[query_row + i] : 0.f;
-  }
-  // Chunks of Q and K, then of dO and V.
-  const auto load = [&](int chunk) {
-    const bool scores = chunk < q_chunks;
-    const int first = (scores ? chunk : chunk - q_chunks) * kBiasChunk;
-    const auto tile = [&](int which, Rows rows, int of_head, int from, int end) {
-      rows.width -= first;
-      load_tile<T, kBiasChunk, kBiasTile, kBiasThreads, false>(
-          shared + (chunk % 2 * 2 + which) * kBiasTileBytes, rows,
-          head_of<T>(rows, batch, of_head) + first * rows.stride[3], from, end);
-    };
-    tile(0, scores ? p.q : p.grad_out, head, first_row, seqlen_q);
-    tile(1, scores ? p.k : p.v, head / (scores ? p.group_k : p.group_v), first_col, p.score.seqlen_k);
-  };
-  float s[1][kTiles][4], dp[1][kTiles][4] = {};
-  __syncthreads();  // the tiles of the call before were read
-  load(0);
-  ptx::cp_async_commit();
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    if (chunk + 1 < chunks) load(chunk + 1);
-    ptx::cp_async_commit();
-    const uint32_t tile = shared + chunk % 2 * 2 * kBiasTileBytes;
-    if (chunk == q_chunks) {  // q k^T is whole: now dO v^T
+      for (int half = 0; half < 2; ++half) {
+        const int i = first_row + warp * 16 + half * 8 + lane / 4;
+        lse[0][half] = i < seqlen_q ? finite_or_far(p.lse[query_row + i]) : kInfinity;
+        delta[0][half] = i < seqlen_q ? p.delta[query_row + i] : 0.f;
+      }
+      for (; !cols.done(); cols.advance()) {
+        const int first_col = cols.first();
+        // Chunks of Q and K, then of dO and V.
+        const auto load = [&](int chunk) {
+          const bool scores = chunk < q_chunks;
+          const int first = (scores ? chunk : chunk - q_chunks) * kBiasChunk;
+          const auto tile = [&](int which, Rows rows, int of_head, int from, int end) {
+            rows.width -= first;
+            load_tile<T, kBiasChunk, kBiasTile, kBiasThreads, false>(
+                shared + (chunk % 2 * 2 + which) * kBiasTileBytes, rows,
+                head_of<T>(rows, batch, of_head) + first * rows.stride[3], from, end);
+          };
+          tile(0, scores ? p.q : p.grad_out, head, first_row, seqlen_q);
+          tile(1, scores ? p.k : p.v, head / (scores ? p.group_k : p.group_v), first_col, seqlen_k);
+        };
+        float s[1][kTiles][4], dp[1][kTiles][4] = {};
+        __syncthreads();  // the tiles of the round before were read
+        load(0);
+        ptx::cp_async_commit();
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+          ptx::cp_async_wait<0>();
+          __syncthreads();
+          if (chunk + 1 < chunks) load(chunk + 1);
+          ptx::cp_async_commit();
+          const uint32_t tile = shared + chunk % 2 * 2 * kBiasTileBytes;
+          if (chunk == q_chunks) {  // q k^T is whole: now dO v^T
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
+            for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
+              for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
+            }
+          }
+          Math::template scores<kBiasWidth, kBiasWidth / 16>(dp, tile, warp * 16, tile + kBiasTileBytes, 0, 0);
+        }
+        const int thread_row = first_row + warp * 16 + lane / 4, thread_col = first_col + lane % 4 * 2;
+        uint32_t keep[1][1] = {};
+        if (p.score.seeds != nullptr) dropout_bits<false, 1, kTiles>(p.score, h, thread_row, thread_col, keep);
+        to_gradients<T, false, false>(p.score, h, s[0], dp[0], lse, delta, keep[0], thread_row, thread_col, true,
+                                      [&](const float (&ds)[kTiles][4]) {
+#pragma unroll
+                                        for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+                                          for (int e = 0; e < 4; ++e) sum[t][e] += ds[t][e];
+                                        }
+                                      });
       }
     }
-    Math::template scores<kBiasWidth, kBiasWidth / 16>(dp, tile, warp * 16, tile + kBiasTileBytes, 0, 0);
   }
-  const int thread_row = first_row + warp * 16 + lane / 4, thread_col = first_col + lane % 4 * 2;
-  uint32_t keep[1][1] = {};
-  if (p.score.seeds != nullptr) dropout_bits<false, 1, kTiles>(p.score, h, thread_row, thread_col, keep);
-  to_gradients<T, false, false>(p.score, h, s[0], dp[0], lse, delta, keep[0], thread_row, thread_col, true,
-                                [&](const float (&ds)[kTiles][4]) {
-#pragma unroll
-                                  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-                                    for (int e = 0; e < 4; ++e) sum[t][e] += ds[t][e];
-                                  }
-                                });
 }
 
 // The gradient of a bias that several scores share: broadcast over batch elements, heads, queries or keys. A block owns
@@ -145,7 +168,6 @@ __device__ __forceinline__ void add_tile(const BackwardArgs& p, uint32_t shared,
 template <class Math>
 __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __grid_constant__ BackwardArgs p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t base = ptx::shared_address(shared);
   const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
   const bool rows_share = p.dbias_size[2] == 1, cols_share = p.dbias_size[3] == 1;
   const int row_blocks = (p.dbias_size[2] + kBiasTile - 1) / kBiasTile;
@@ -153,20 +175,15 @@ __global__ void __launch_bounds__(kBiasThreads, 1) bias_gradient_kernel(const __
   const int own_row = blockIdx.x / col_blocks % row_blocks * kBiasTile;
   const int own_col = blockIdx.x % col_blocks * kBiasTile;
   const int own = blockIdx.x / (row_blocks * col_blocks);
-  const int own_batch = own / p.dbias_size[1], own_head = own % p.dbias_size[1];
-  const int row_end = rows_share ? seqlen_q : min(own_row + kBiasTile, seqlen_q);
-  const int col_end = cols_share ? seqlen_k : min(own_col + kBiasTile, seqlen_k);
-  const int batches = p.dbias_size[0] == 1 ? p.batch : 1, heads = p.dbias_size[1] == 1 ? p.score.heads : 1;
+  OwnTiles tiles;
+  tiles.batch = own / p.dbias_size[1], tiles.batches = p.dbias_size[0] == 1 ? p.batch : 1;
+  tiles.head = own % p.dbias_size[1], tiles.heads = p.dbias_size[1] == 1 ? p.score.heads : 1;
+  tiles.row = own_row, tiles.row_end = rows_share ? seqlen_q : min(own_row + kBiasTile, seqlen_q);
+  tiles.row_step = kBiasTile;
+  tiles.col = own_col, tiles.col_end = cols_share ? seqlen_k : min(own_col + kBiasTile, seqlen_k);
 
   float sum[kBiasTile / 8][4] = {};
-  for (int n = 0; n < batches * heads; ++n) {
-    const int batch = own_batch + n / heads, head = own_head + n % heads;
-    for (int first_row = own_row; first_row < row_end; first_row += kBiasTile) {
-      const int count = min(kBiasTile, seqlen_q - first_row);
-      KeyBlocks<kBiasTile, kBiasTile> cols(p.score, batch, head, first_row, count, {own_col, col_end});
-      for (; !cols.done(); cols.advance()) add_tile<Math>(p, base, batch, head, first_row, cols.first(), sum);
-    }
-  }
+  add_tiles<Math>(p, ptx::shared_address(shared), tiles, sum);
   store_sums<typename Math::Element>(p, shared, sum, own, own_row, own_col, rows_share, cols_share);
 }
 
@@ -180,22 +197,19 @@ __global__ void __launch_bounds__(kBiasThreads, 1) table_sums_kernel(const __gri
   constexpr int kStep = kBiasTile + 1;  // in shared memory, where neighbouring rows are in other banks
   static_assert(kBiasTile * kStep * 4 <= kBiasSharedBytes && kBandWidth == kBiasThreads);
   extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t base = ptx::shared_address(shared);
   const TableBands& bands = p.table;
   const int walk = blockIdx.x % bands.walks, batch_head = blockIdx.x / bands.walks % (p.batch * p.score.heads);
   const int band = bands.count - 1 - blockIdx.x / (bands.walks * p.batch * p.score.heads);
-  const int batch = batch_head / p.score.heads, head = batch_head % p.score.heads;
-  const int ahead = (bands.first + band) * kBiasTile, seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
-  const int end = min(seqlen_q, seqlen_k - ahead);
+  const int ahead = (bands.first + band) * kBiasTile;
+  BandTiles tiles;
+  tiles.batch = batch_head / p.score.heads, tiles.batches = 1;
+  tiles.head = batch_head % p.score.heads, tiles.heads = 1;
+  tiles.row = max(-ahead, 0) + walk * kBiasTile;
+  tiles.row_end = min(p.score.seqlen_q, p.score.seqlen_k - ahead), tiles.row_step = bands.walks * kBiasTile;
+  tiles.col = ahead, tiles.col_end = p.score.seqlen_k;
 
   float sum[kTiles][4] = {};
-#pragma unroll 1
-  for (int row = max(-ahead, 0) + walk * kBiasTile; row < end; row += bands.walks * kBiasTile) {
-    const int col = row + ahead;
-    const Range tile = {col, min(col + kBiasTile, seqlen_k)};
-    const KeyBlocks<kBiasTile, kBiasTile> cols(p.score, batch, head, row, min(kBiasTile, seqlen_q - row), tile);
-    if (!cols.done()) add_tile<Math>(p, base, batch, head, row, col, sum);
-  }
+  add_tiles<Math>(p, ptx::shared_address(shared), tiles, sum);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* sums = reinterpret_cast<float*>(shared);
   __syncthreads();

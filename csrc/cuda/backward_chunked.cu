@@ -319,8 +319,11 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   constexpr int kWarps = kThreads / 32;
   __shared__ uint32_t words[kWarps * 4];
   const AttendedByWarps<kWarps> of_warps{ptx::shared_address(words)};
-  // Queries are known by their lse, unless that is their sink.
-  const bool clears_by_scores = !kKeyRows || p.score.sinks != nullptr;
+  // Whether the columns that attend to nothing, or that no row attends to, are found by the scores. Queries are known
+  // by their lse, unless that is their sink.
+  const auto found_by_scores = [&](bool masked) {
+    return kKeyRows ? p.score.sinks != nullptr : may_hide<false>(p.score, masked);
+  };
   float grad[C::kSlots][C::kRowTiles][C::kDimTiles][4] = {};
   float s[1][kScoreTiles][4], dp[1][kScoreTiles][4] = {};
   int stage = 0, query_head = 0, col = 0;
@@ -369,7 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
         const uint32_t attended = differentiate_scores<Math, kKeyRows>(
             p, s, dp, batch, head, query_head, tiles.query_row(head), shared + (tiles.constants(step % 2, 0) - base),
             thread_row, own_col, col + own_col + lane % 4 * 2, masked);
-        if (clears_by_scores && may_hide<false>(p.score, masked)) {
+        if (found_by_scores(masked)) {
           of_warps.tell((attended & all_columns<kScoreTiles>()) << warp % 2 * kScoreTiles, warp);
         }
         if (p.made1 > 0) {
@@ -384,11 +387,10 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
         hand_over<Math>(handed_over, own_row, own_col, dp[0]);
         __syncthreads();
       }
-      // The columns that attend to nothing, or that no row attends to.
-      if (!clears_by_scores) {
-        clear_idle_queries<Tile<kWidth>, kCols, kWarps>(col_tile, tiles.constants(step % 2, 0));
-      } else if (may_hide<false>(p.score, masked)) {
+      if (found_by_scores(masked)) {
         clear_unattended<Tile<kWidth>, kCols / 8, kWarps>(col_tile, of_warps.all());
+      } else if constexpr (kKeyRows) {
+        clear_idle_queries<Tile<kWidth>, kCols, kWarps>(col_tile, tiles.constants(step % 2, 0));
       }
 #pragma unroll
       for (int of = 0; of < C::kSlots; ++of) {

@@ -109,7 +109,8 @@ class KeyBlocks {
     for (int row = threadIdx.x % 32; row < rows_; row += 32 * kAtOnce) {
       OwnKeys own[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) own[n] = own_keys(p_, ranges, first_row_ + min(row + n * 32, rows_ - 1));
+      for (int n = 0; n < kAtOnce; ++n)
+        own[n] = own_keys(p_, ranges, first_row_ + (n == 0 ? row : min(row + n * 32, rows_ - 1)));
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) run(own[n]);
     }
@@ -265,7 +266,8 @@ class QueryBlocks {
     for (int first = threadIdx.x % 32; first < kBlock; first += 32 * kAtOnce) {
       OwnKeys own[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) own[n] = own_keys(p_, ranges, first_ + min(first + n * 32, kBlock - 1));
+      for (int n = 0; n < kAtOnce; ++n)
+        own[n] = own_keys(p_, ranges, first_ + (n == 0 ? first : min(first + n * 32, kBlock - 1)));
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         bool covers = false;

@@ -60,8 +60,15 @@ SPILLS = {
         "80 120": Budget(8, "2 words, beside 96 mma of a tile"),
         "90a": Budget(36, f"6 {WALK} 96 mma of a tile"),
     },
+    "backward table 3xtf32": {
+        "80": Budget(16, f"2 {WALK} 96 mma of a tile"),
+        "90a": Budget(32, f"4 {WALK} 96 mma of a tile"),
+        "100": Budget(12, f"3 {WALK} 96 mma of a tile"),
+        "120": Budget(40, f"7 {WALK} 96 mma of a tile"),
+    },
     "backward chunked dkdv tf32": {
-        "80": Budget(72, f"14 {WALK} 32 mma of a round, most once in a step of many rounds"),
+        "80": Budget(76, f"15 {WALK} 32 mma of a round, most once in a step of many rounds"),
+        "90a": Budget(8, f"1 {WALK} 32 mma of a round"),
     },
     "backward chunked dkdv 3xtf32": {
         "80": Budget(8, f"1 {WALK} 96 mma of a round"),
