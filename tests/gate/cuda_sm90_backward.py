@@ -50,7 +50,7 @@ def _case(kind: str, head_dim: int, fast_path: bool) -> Case:
     barriers = 2 + 2 * slots + (2 if split else 0)
     shared = tiles + handed + constants + 8 * barriers
     if not fast_path:  # what the producer tells the consumers, and the keys of the queries
-        told = shared + (2 * slots + 1) * 4
+        told = shared + 2 * slots * 4
         shared = -(-told // 16) * 16 + slots // 2 * columns * 16 if dkdv else -(-told // 16) * 16
     counts = {
         "USETMAXREG": 2,
