@@ -387,13 +387,17 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
     C* row = scratch.scores + r * kKeysOfBlock;
     const V shift = S::set1(shifts[r]), factor = on_fast_path(r) ? scale : S::set1(1);
     V total = S::zero();
-    for (int64_t j = 0; j < keys; j += S::kLanes) {
-      // The product as the maximum has it: of a large score, the rounding alone would be a large exponent.
-      V probability = S::template exp2<Op::kSums>((S::product(S::load(row + j), factor) + shift) * log2e);
-      total += probability;
-      if (score.dropout) probability *= S::load(scratch.keep + in_tiles<C>(r, rows, j));
-      if (rounded) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);
-      else S::store(row + j, probability);
+    for (int64_t begin = 0; begin < keys; begin += kEqualSum * S::kLanes) {
+      V part = S::zero();
+      for (int64_t j = begin; j < min64(keys, begin + kEqualSum * S::kLanes); j += S::kLanes) {
+        // The product as the maximum has it: of a large score, the rounding alone would be a large exponent.
+        V probability = S::template exp2<Op::kSums>((S::product(S::load(row + j), factor) + shift) * log2e);
+        part += probability;
+        if (score.dropout) probability *= S::load(scratch.keep + in_tiles<C>(r, rows, j));
+        if (rounded) S::store_as(reinterpret_cast<BFloat16*>(row) + j, probability);
+        else S::store(row + j, probability);
+      }
+      total += part;
     }
     S::store(scratch.sums + r * S::kLanes, S::load(scratch.sums + r * S::kLanes) + total);
   }

@@ -207,6 +207,8 @@ template <class Op, int kRows, int kVectors, class Prefetch>
 
 // How many terms are added up one after the other. More of them would lose digits: a longer sum is made of such parts.
 inline constexpr int64_t kLongestSum = 128;
+// And of probabilities: where many are the same (a saturated softcap), so are their rounding errors.
+inline constexpr int64_t kEqualSum = 16;
 
 // Adds the terms from step k on to all sums of a tile, which are in memory: registers hold those of a part. A function
 // of its own: where a tile's sums may go to memory, the compiler doesn't keep them in registers anywhere.

@@ -65,12 +65,9 @@ inline void exponentiate(int64_t rows, typename Op::Compute factor, const typena
   const Exponential<Op, kFastPath, Op::kSums> exponential(factor);
   V total[kVectors], part[kVectors];
   for (int v = 0; v < kVectors; ++v) total[v] = S::zero();  // a sum of its own for each block: long rows lose less
-  // And for every kPart keys: where many probabilities are the same (a saturated softcap), so are their rounding
-  // errors.
-  constexpr int64_t kPart = 16;
-  for (int64_t begin = 0; begin < rows; begin += kPart) {
+  for (int64_t begin = 0; begin < rows; begin += kEqualSum) {
     for (int v = 0; v < kVectors; ++v) part[v] = S::zero();
-    for (int64_t j = begin; j < min64(rows, begin + kPart); j += Op::kPack) {
+    for (int64_t j = begin; j < min64(rows, begin + kEqualSum); j += Op::kPack) {
       for (int v = 0; v < kVectors; ++v) {
         V p[Op::kPack];
         for (int half = 0; half < Op::kPack; ++half) {
