@@ -112,8 +112,8 @@ def attention(
 
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend: as in
-            `scaled_dot_product_attention`, except that attn_mask may come with is_causal and window: a key must then
-            pass all of them.
+            `scaled_dot_product_attention`, except that attn_mask may come with is_causal, window and key_ranges: a key
+            must then pass all of them.
         window: (left, right), each an int >= 0 or None (unbounded): query i attends to keys j with
             -left <= j - i - offset <= right. is_causal makes right 0.
         alignment: "top_left" (offset 0) or "bottom_right" (offset S - L: the last query is level with the last key),

@@ -234,9 +234,7 @@ class Mask:
         like = self._like(other)
         if self.ranges is None or other.ranges is None:
             return Mask.of_tiles(lambda rows: self._rows(rows) & other._rows(rows), like, self.seqlen_q, self.seqlen_k)
-        mine, theirs = self.ranges.unsqueeze(-2), other.ranges.unsqueeze(-3)  # every one with every one
-        begin, end = mine[..., 0].maximum(theirs[..., 0]), mine[..., 1].minimum(theirs[..., 1])
-        return Mask.of_ranges(torch.stack([begin, end], -1).flatten(-3, -2), self.seqlen_q, self.seqlen_k)
+        return Mask.of_ranges(intersection_of_ranges(self.ranges, other.ranges), self.seqlen_q, self.seqlen_k)
 
     def __or__(self, other: Mask) -> Mask:
         _check_is_mask(other)
@@ -342,6 +340,13 @@ def replicated(x: Any, query: Any) -> Any:
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(x, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
+
+
+def intersection_of_ranges(these: Tensor, those: Tensor) -> Tensor:
+    """(..., n * m, 2) of (..., n, 2) and (..., m, 2): every range with every other. One may end before it begins."""
+    mine, theirs = these.unsqueeze(-2), those.unsqueeze(-3)
+    begin, end = mine[..., 0].maximum(theirs[..., 0]), mine[..., 1].minimum(theirs[..., 1])
+    return torch.stack([begin, end], -1).flatten(-3, -2)
 
 
 def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:

@@ -71,6 +71,12 @@ def fit(sizes: Sizes, full: Sizes) -> bool:
     return not any(holds(m != 1, False) and holds(m != n, False) for m, n in zip(sizes[::-1], full[::-1], strict=False))
 
 
+def broadcast(sizes: Sizes, others: Sizes) -> bool:
+    """Whether sizes and others, from the last on, are equal or 1, and this is known."""
+    pairs = zip(sizes[::-1], others[::-1], strict=False)
+    return all(any(holds(x, False) for x in (m == 1, n == 1, m == n)) for m, n in pairs)
+
+
 def equal(sizes: Sizes, others: Sizes) -> bool:
     """Whether sizes are the others, and this is known."""
     return len(sizes) == len(others) and all(holds(m == n, False) for m, n in zip(sizes, others, strict=True))

@@ -273,6 +273,32 @@ def test_calls_take_it(target):
             torch.testing.assert_close(got, want)
 
 
+BESIDE_RANGES = {
+    "one range": lambda: masks.padding(torch.tensor([50, 90]), 70, 90),
+    "two ranges": lambda: masks.sliding_window(5, 5, 70, 90) | masks.prefix_lm(4, 70, 90) & masks.padding([4], 70, 90),
+    "bits": lambda: masks.from_mask_mod(lambda b, h, q, k: (q + k) % 3 == 0, None, None, 70, 90),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", BESIDE_RANGES)
+def test_beside_key_ranges_both_count(kind, count, target):
+    """Also where the two together leave more than two ranges to a row, and beyond the keys."""
+    mask = BESIDE_RANGES[kind]()
+    begin = torch.randint(0, 60, (4, 70, count), generator=torch.Generator().manual_seed(0))
+    ranges = torch.stack([begin, begin + 25], -1)
+    ranges[:, 5] = torch.tensor([80, 2**40])
+    inputs = target.inputs(2, 4, 70, 90, 16, dtype=torch.float32)
+    allowed = testing.ranges_mask(ranges[None], 90) & mask.to_dense()
+    tensors = {n: x.requires_grad_() for n, x in inputs.tensors.items()}
+    results = []
+    for options in ({"attn_mask": mask, "key_ranges": ranges}, {"attn_mask": allowed}):
+        out, lse = attnkern.attention(**tensors, **options, return_lse=True, backend=target.backend)
+        grads = torch.autograd.grad(out.square().sum() + lse[lse.isfinite()].sum(), list(tensors.values()))
+        results.append((out, lse, *grads))
+    torch.testing.assert_close(*results)
+
+
 def test_inputs_of_fewer_dimensions(target):
     x = target.randn(3, 40, 8)
     mask = masks.causal(40).to(target.device)
@@ -512,10 +538,15 @@ BAD = {
         r"lengths must have an integer dtype, got bool \(masks\.from_bool makes a Mask of a bool tensor\)",
     ),
     "device": (lambda: attnkern.attention(Q, Q, Q, masks.causal(5).to("meta")), RuntimeError, "on query's device cpu"),
-    "ranges too": (
-        lambda: attnkern.attention(Q, Q, Q, masks.causal(5), key_ranges=torch.zeros(1, 2).int()),
-        ValueError,
-        "key_ranges must not be set",
+    "ranges of another length": (
+        lambda: attnkern.attention(Q, Q, Q, masks.causal(5), key_ranges=torch.zeros(4, 1, 2).int()),
+        RuntimeError,
+        "key_ranges, less its last two dimensions, must broadcast to the rows of scores",
+    ),
+    "floating ranges": (
+        lambda: attnkern.attention(Q, Q, Q, masks.causal(5), key_ranges=torch.zeros(1, 1, 2)),
+        RuntimeError,
+        "key_ranges must be int32 or int64, got float32",
     ),
     "causal sdpa": (
         lambda: attnkern.scaled_dot_product_attention(Q, Q, Q, masks.causal(5), is_causal=True),
