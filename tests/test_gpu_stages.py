@@ -20,9 +20,9 @@ import attnkern
 import gpu_kernels
 import matrix
 from attnkern.backends import choice, cuda
-from attnkern.cases import select
 from attnkern.problem import Problem
 from bench import providers, sweep, timing
+from bench.cases import select
 from bench.gpu import __main__ as gpu
 from bench.gpu import apply, choose, device, orders, stages, summary, tune, whole, workers
 
