@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton")
 import torch
 from attnkern.triton_kernels import configs, launch
 
