@@ -12,7 +12,7 @@ compute_80 is always added), ATTNKERN_CPU_ISAS (which instruction sets the CPU l
 avx512"; generic is always among them, and "generic" alone is the fastest build; "native": what this machine runs and no
 more; default: all of the machine's architecture), ATTNKERN_SCHEDULES=all (Hopper's forward kernels also by the
 schedules that are not their own, for timing), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME,
-MAX_JOBS.
+MAX_JOBS. A CXX for another machine cross-compiles, the CPU library only.
 """
 
 import fcntl
@@ -26,7 +26,6 @@ import subprocess
 import sys
 import sysconfig
 from importlib.machinery import PathFinder
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import ClassVar
 
@@ -83,24 +82,26 @@ def find_compiler():
 
 
 def find_torch():
-    """The folder of the installed torch and its version, without the two seconds of importing it.
+    """The folder of the installed torch, without the two seconds of importing it.
 
     pip's isolated build hides what is installed beside the interpreter, where attnkern will run: any torch does to
     build against, and that one saves fetching another.
     """
-    found, path = importlib.util.find_spec("torch"), sys.path
-    if found is None or found.origin is None:
-        path = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-        found = PathFinder.find_spec("torch", path)
+    hidden = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    found = importlib.util.find_spec("torch") or PathFinder.find_spec("torch", hidden)
     if found is None or found.origin is None:
         raise SystemExit(
             "attnkern is compiled against the installed torch, and this Python has none: install torch first, "
             "then build with `pip install --no-build-isolation .`, which needs ninja and setuptools >= 77."
         )
-    torch = next(iter(distributions(name="torch", path=path))).version
-    if tuple(map(int, re.findall(r"\d+", torch)[:2])) < (2, 11):
-        raise SystemExit(f"attnkern needs torch >= 2.11, found {torch}.")
-    return Path(found.origin).parent, torch
+    torch = Path(found.origin).parent
+    if tuple(map(int, re.findall(r"\d+", version_of(torch))[:2])) < (2, 11):
+        raise SystemExit(f"attnkern needs torch >= 2.11, found {version_of(torch)}.")
+    return torch
+
+
+def version_of(torch):
+    return re.findall(r"^__version__ = '(.*)'", (torch / "version.py").read_text(), re.M)[0]
 
 
 def stand_in_for_torch(torch, cxx, folder):
@@ -257,7 +258,7 @@ class BuildLibraries(build_ext):
     """Both libraries, straight to their destination: this folder (--inplace) or the wheel's tree."""
 
     def run(self):
-        (cxx, machine), (torch, torch_version) = find_compiler(), find_torch()
+        (cxx, machine), torch = find_compiler(), find_torch()
         nvcc, why_not = find_nvcc(machine)
         package = Path("." if self.inplace else self.build_lib) / "attnkern"
         flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
@@ -275,7 +276,7 @@ class BuildLibraries(build_ext):
             "compiler": first_line(*cxx.split(), "--version"),
             "flags": flags,
             "isa": {isa: ISA[isa][1] for isa in cpu_isas(machine)},
-            "torch": torch_version,
+            "torch": version_of(torch),
             "cuda": why_not,
         }
         if nvcc:
