@@ -87,6 +87,7 @@ TOUCHES = [
     ("tests/launches/* tests/routes.py", f"{CUDA} {TRITON} gpu_stages"),
     ("tests/fuzz*", "fuzz"),
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
+    ("tests/wheels.py", "build"),
     ("tests/random_problems.py", "direct extremes fuzz isa nn properties refusals testing triton_suite"),
     ("tests/matrix.py", MATRIX),
     ("tests/triton_launches.py tests/triton_variants.py", "triton_versions"),
