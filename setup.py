@@ -12,27 +12,31 @@ compute_80 is always added), ATTNKERN_CPU_ISAS (which instruction sets the CPU l
 avx512"; generic is always among them, and "generic" alone is the fastest build; "native": what this machine runs and no
 more; default: all of the machine's architecture), ATTNKERN_SCHEDULES=all (Hopper's forward kernels also by the
 schedules that are not their own, for timing), ATTNKERN_SKIP_EXT=1 (Python files only), CXX, CXXFLAGS, CUDA_HOME,
-MAX_JOBS.
+MAX_JOBS. A CXX for another machine cross-compiles, the CPU library only.
 """
 
 import fcntl
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
+import sysconfig
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import ClassVar
 
 from setuptools import Command, Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)  # relative paths throughout: the binaries don't name the machine
 BUILD = Path("build/ninja")
+HERE = platform.machine()
 X86, ARM, ANY = ("x86_64",), ("aarch64",), ("x86_64", "aarch64")
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512"
 ISA = {  # best first: the machines it is compiled on, its own flags for csrc/cpu/isa/*.cpp
@@ -78,25 +82,54 @@ def find_compiler():
 
 
 def find_torch():
-    """The folder of the installed torch, without the two seconds of importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
+    """The folder of the installed torch, without the two seconds of importing it.
+
+    pip's isolated build hides what is installed beside the interpreter, where attnkern will run: any torch does to
+    build against, and that one saves fetching another.
+    """
+    hidden = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    found = importlib.util.find_spec("torch") or PathFinder.find_spec("torch", hidden)
+    if found is None or found.origin is None:
         raise SystemExit(
             "attnkern is compiled against the installed torch, and this Python has none: install torch first, "
-            "then build with `pip install --no-build-isolation`."
+            "then build with `pip install --no-build-isolation .`, which needs ninja and setuptools >= 77."
         )
-    if tuple(map(int, re.findall(r"\d+", version("torch"))[:2])) < (2, 11):
-        raise SystemExit(f"attnkern needs torch >= 2.11, found {version('torch')}.")
-    return Path(spec.origin).parent
+    torch = Path(found.origin).parent
+    if tuple(map(int, re.findall(r"\d+", version_of(torch))[:2])) < (2, 11):
+        raise SystemExit(f"attnkern needs torch >= 2.11, found {version_of(torch)}.")
+    return torch
 
 
-def find_nvcc():
-    """nvcc's path, or None and the reason why the CUDA library isn't built."""
+def version_of(torch):
+    return re.findall(r"^__version__ = '(.*)'", (torch / "version.py").read_text(), re.M)[0]
+
+
+def stand_in_for_torch(torch, cxx, folder):
+    """For another machine, whose torch isn't here: an empty libtorch_cpu.so with the names of this one's C interface.
+
+    -z defs then refuses what torch doesn't have, as it does where torch itself is linked against.
+    """
+    command = ("nm", "-D", "--defined-only", torch / "lib" / "libtorch_cpu.so")
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    names = sorted({name for name in listed if name.startswith(("aoti_torch_", "torch_"))})
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "torch.c"
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in names))
+    flags = ("-x", "c", "-w", "-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so")
+    subprocess.run([*cxx.split(), *flags, source, "-o", folder / "libtorch_cpu.so"], check=True)
+
+
+def find_nvcc(machine=HERE):
+    """nvcc's path, or None and the reason why the CUDA library isn't built for a machine."""
     wanted, home = os.environ.get("ATTNKERN_CUDA", "auto"), os.environ.get("CUDA_HOME")
     if wanted not in ("auto", "0", "1"):
         raise SystemExit(f"ATTNKERN_CUDA must be auto, 0 or 1, got {wanted!r}.")
     if wanted == "0":
         return None, "ATTNKERN_CUDA=0"
+    if machine != HERE:
+        if wanted == "1":
+            raise SystemExit(f"ATTNKERN_CUDA=1, but the compiler is one for {machine}: build the CUDA library there.")
+        return None, f"compiled for {machine} on {HERE}"
     nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     if nvcc is None and wanted == "1":
         raise SystemExit(f"ATTNKERN_CUDA=1, but nvcc was not found in {f'{home}/bin' if home else 'PATH'}.")
@@ -225,19 +258,25 @@ class BuildLibraries(build_ext):
     """Both libraries, straight to their destination: this folder (--inplace) or the wheel's tree."""
 
     def run(self):
-        (cxx, machine), torch, (nvcc, why_not) = find_compiler(), find_torch(), find_nvcc()
+        (cxx, machine), torch = find_compiler(), find_torch()
+        nvcc, why_not = find_nvcc(machine)
         package = Path("." if self.inplace else self.build_lib) / "attnkern"
         flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
         torch_flags = f"{flags} -isystem {torch}/include"
-        ninja = Ninja("release")
+        # Another machine's objects have a folder of their own: these stay.
+        ninja = Ninja("release" if machine == HERE else f"release-{machine}")
+        libraries = torch / "lib"
+        if machine != HERE:
+            libraries = ninja.folder
+            stand_in_for_torch(torch, cxx, libraries)
         objects = ninja.compile(sorted(Path("csrc").glob("*.cpp")), cxx, torch_flags)
         objects += ninja.compile_kernels(machine, cxx, flags)
-        ninja.add("link", package / "_C.abi3.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
+        ninja.add("link", package / "_C.abi3.so", objects, cxx, f"{LDFLAGS} -L{libraries} -ltorch_cpu")
         record = {
             "compiler": first_line(*cxx.split(), "--version"),
             "flags": flags,
             "isa": {isa: ISA[isa][1] for isa in cpu_isas(machine)},
-            "torch": version("torch"),
+            "torch": version_of(torch),
             "cuda": why_not,
         }
         if nvcc:
@@ -250,7 +289,7 @@ class BuildLibraries(build_ext):
             objects += ninja.compile(others, nvcc, nvcc_flags)
             objects += ninja.compile(hopper, nvcc, hopper_flags(archs))
             # -ltorch: a CUDA torch's needs libtorch_cuda, where the one weak CUDA symbol of ops_cuda.cpp then resolves.
-            link_flags = f"{LDFLAGS} -cudart static -cudadevrt none -L{torch}/lib -ltorch -ltorch_cpu"
+            link_flags = f"{LDFLAGS} -cudart static -cudadevrt none -L{libraries} -ltorch -ltorch_cpu"
             ninja.add("link", package / "_cuda.abi3.so", objects, nvcc, link_flags)
             compiler = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
             record["cuda"] = {"compiler": compiler.splitlines()[-2], "archs": archs, "flags": nvcc_flags}
@@ -264,6 +303,18 @@ class BuildLibraries(build_ext):
     def get_outputs(self):
         package = Path(self.build_lib, "attnkern")
         return [str(package / name) for name in ("_C.abi3.so", "_cuda.abi3.so", "_build.json")]
+
+
+class BuildWheel(bdist_wheel):
+    """A wheel for every CPython from 3.10 on and for the machine that is compiled for."""
+
+    plat_name: str | None
+
+    def finalize_options(self):
+        if self.distribution.has_ext_modules():
+            self.py_limited_api = "cp310"
+            self.plat_name = self.plat_name or f"linux_{find_compiler()[1]}"
+        super().finalize_options()
 
 
 class BuildSchedules(Command):
@@ -306,9 +357,9 @@ if __name__ == "__main__":  # tests/gate imports this module for its flags
         },  # never top-level: that name is another distribution's
         ext_modules=extensions,
         cmdclass={
+            "bdist_wheel": BuildWheel,
             "build_ext": BuildLibraries,
             "build_schedules": BuildSchedules,
             "build_sanitized": BuildSanitized,
         },
-        options={"bdist_wheel": {"py_limited_api": "cp310"}} if extensions else {},
     )

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 
 import attnkern
-from attnkern.cases import CASES, Case, select
+from bench.cases import CASES, Case, select
 
 from . import machine, options, page, plots, providers, record, report, sets, targets
 from .record import Log, Row

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnkern import rng, testing
-from attnkern.cases import Case
+from bench.cases import Case
 
 MAX_ENTRIES = 1 << 19  # scores that the float64 reference holds at once
 

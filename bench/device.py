@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnkern.cases import BLOCKS, BY_DISTANCE, Case
 from attnkern.testing import Inputs
+from bench.cases import BLOCKS, BY_DISTANCE, Case
 
 Block = Callable[[Callable[[], object], int], float]  # (call, how often): seconds for each
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import attnkern
-from attnkern.cases import DTYPES
+from bench.cases import DTYPES
 
 from . import device as devices
 from .timing import Sampling, Work, measure
@@ -46,8 +46,12 @@ def code_fingerprint() -> str:
     """A hash of what is measured (Python, kernels, compiled libraries): rows of other code are measured anew."""
     package = Path(attnkern.__file__).parent
     digest = hashlib.sha256(torch.__version__.encode())
-    for folder in (package, package.parent / "triton_kernels"):
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".so", ".json")):
+    for folder, pattern in (
+        (package, "*"),
+        (package.parent / "triton_kernels", "*"),
+        (Path(__file__).parent, "cases.py"),
+    ):
+        for path in sorted(p for p in folder.rglob(pattern) if p.suffix in (".py", ".so", ".json")):
             digest.update(path.relative_to(folder).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

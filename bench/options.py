@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attnkern.cases import DTYPES, Case, override
+from bench.cases import DTYPES, Case, override
 
 from .providers import PASSES
 
@@ -95,7 +95,7 @@ FIELDS: dict[str, tuple[str, Callable[[str], Sequence[Any]]]] = {
 
 
 def overrides(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Every combination of ``field=values`` items, as keyword arguments of :func:`attnkern.cases.override`."""
+    """Every combination of ``field=values`` items, as keyword arguments of :func:`bench.cases.override`."""
     axes: list[list[tuple[str, Any]]] = []
     for text in texts:
         field, equals, values = text.partition("=")

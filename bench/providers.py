@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkern
 from attnkern import relative, signatures
-from attnkern.cases import BY_DISTANCE, Case
 from attnkern.params import AttentionParams
 from attnkern.problem import Problem
 from attnkern.testing import Inputs
+from bench.cases import BY_DISTANCE, Case
 
 from . import device as devices
 from .timing import Work

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from attnkern.cases import Case
+from bench.cases import Case
 
 Row = dict[str, Any]
 FINISHED = ("ok", "refused")  # what a resumed run needn't measure again

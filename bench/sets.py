@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnkern.cases import CASES, Case
+from bench.cases import CASES, Case
 
 
 @dataclass(frozen=True)

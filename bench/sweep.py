@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attnkern import testing
-from attnkern.cases import Case
+from bench.cases import Case
 
 from . import device as devices
 from . import machine

@@ -25,8 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from attnkern.cases import Case, case
 from attnkern.testing import Inputs
+from bench.cases import Case, case
 
 from . import machine, providers, record, report
 from .providers import Provider

@@ -31,6 +31,7 @@ import torch
 
 import attnkern
 from attnkern import testing
+from random_problems import random_packed, random_problem
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = Path(__file__).with_name("fuzz_found.jsonl")
@@ -142,15 +143,15 @@ def drawn(place: str, seed: int) -> Problem:
     kinds = DRAWN.get(place, DRAWN["cpu"])
     rng = random.Random(seed)
     if rng.random() < 0.1:
-        inputs, options = testing.random_problem(seed, **{**kinds, "extreme": 0.0, "masks": False, "biases": False})
+        inputs, options = random_problem(seed, **{**kinds, "extreme": 0.0, "masks": False, "biases": False})
         most = 18 if place.startswith(("cpu", "reference")) else 5  # GPU kernels: docs/limits.md
         options["scale"] = float(f"{rng.choice([-1, 1]) * 10.0 ** rng.uniform(4, most):.2g}")
         options.pop("softcap", None)
         return Problem(place, inputs.recipe, options, huge=True)
     if kinds.get("ranges", True) and random.Random(f"packed {seed}").random() < 0.15:  # apart from what the rest draws
-        inputs, options, packed = testing.random_packed(seed, **kinds)
+        inputs, options, packed = random_packed(seed, **kinds)
         return Problem(place, inputs.recipe, options, packed=dataclasses.asdict(packed))
-    inputs, options = testing.random_problem(seed, **kinds)
+    inputs, options = random_problem(seed, **kinds)
     return Problem(place, inputs.recipe, options)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attnkern import testing
-from attnkern.cases import DTYPES, Case
+from bench.cases import DTYPES, Case
 
 ALL = (80, 90, 120)
 LAST: dict[str, Any] = {"causal": True, "alignment": "bottom_right"}

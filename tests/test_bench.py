@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import attnkern
 from attnkern import testing
-from attnkern.cases import CASES, RANGES, Case, case, override, select
 from bench import check, machine, memory, options, page, plots, providers, record, report, sweep, targets, timing
 from bench.__main__ import app
+from bench.cases import CASES, RANGES, Case, case, override, select
 
 pytestmark = pytest.mark.real_memory
 

@@ -7,8 +7,8 @@ pytest-benchmark isn't installed, the calls run and their results are looked at,
 import pytest
 import torch
 
-from attnkern.cases import case
 from bench import providers
+from bench.cases import case
 
 CASES = [
     (case("short call", 64, heads=1), "forward"),

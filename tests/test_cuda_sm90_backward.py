@@ -11,7 +11,7 @@ import torch
 import launches
 import ptxsim
 from attnkern import testing
-from attnkern.cases import override
+from bench.cases import override
 from gate import cuda_sm90_backward as gate_cases
 from matrix import call, tagged
 from ptxsim import mutate, planted_bugs

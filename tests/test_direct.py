@@ -24,6 +24,7 @@ from attnkern.backends import cpu
 from attnkern.params import DTYPES, UNBOUNDED
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
+from random_problems import random_problem
 
 sdpa = attnkern.scaled_dot_product_attention
 
@@ -66,7 +67,7 @@ def assert_same(direct, by_operator):
 @pytest.mark.parametrize("part", range(8))
 def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
     for _ in range(25):
-        inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
+        inputs, options = random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES)
         problem = Problem.from_sdpa(**inputs.tensors, dropout_p=dropout_p, **options)
         params, given = problem.params, problem.inputs(torch.randint(2**62, (1,)) if dropout_p else None)
         with testing.unmodified(*(x for x in given if x is not None)):
@@ -94,7 +95,7 @@ def test_a_direct_call_is_the_call(part, return_lse, operators):
     """The chance that half of the problems are without a query is 4e-13, at one of 15 lengths each."""
     taken = 0
     for _ in range(40):
-        inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES, biases=False)
+        inputs, options = random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES, biases=False)
         if "window" in options:  # larger ones are not C's integers
             options["window"] = tuple(None if x is None else min(x, 2**63 - 1) for x in options["window"])
         tensors = inputs.query, inputs.key, inputs.value, inputs.attn_mask

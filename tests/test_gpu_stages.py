@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton")
 import torch
 from attnkern.triton_kernels import configs, launch
 
@@ -20,9 +22,9 @@ import attnkern
 import gpu_kernels
 import matrix
 from attnkern.backends import choice, cuda
-from attnkern.cases import select
 from attnkern.problem import Problem
 from bench import providers, sweep, timing
+from bench.cases import select
 from bench.gpu import __main__ as gpu
 from bench.gpu import apply, choose, device, orders, stages, summary, tune, whole, workers
 

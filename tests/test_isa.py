@@ -15,6 +15,7 @@ MATRIX = """
 import itertools, torch
 import attnkern
 from attnkern import testing
+from random_problems import far_key, random_packed, random_problem
 
 torch.set_num_threads(1)
 torch.manual_seed({seed})
@@ -51,14 +52,14 @@ with testing.poisoned_memory():
             check(2, 6, 19, 70, 16, heads_k=2, dtype=dtype, options=options)
         # Scores that lie far apart, and a maximum that comes late: what an exponential overflows at, and does not.
         for gap, place in itertools.product((60, 88, 90, 128, 178, 250, 300, 709, 720, 1000, 5000), (0, 40, -1)):
-            check_inputs(testing.far_key(gap, place, dtype=dtype))
+            check_inputs(far_key(gap, place, dtype=dtype))
         for length, keys in [(1, 160), (2, 160), (3, 97), (16, 320), (33, 97), (130, 257)]:
             for scale in (-3.0, 0.0, 1e-3, 3.0, 100.0):
                 check(1, 2, length, keys, 64, dtype=dtype, options={{"scale": scale}})
             for product in (-8e3, -800.0, 800.0, 8e3):  # a log-sum-exp up to 1e3
                 check(1, 2, length, keys, 64, dtype=dtype, product=product)
         for seed in range(40):
-            inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=[dtype])
+            inputs, options = random_problem(int(torch.randint(2**31, ())), dtypes=[dtype])
             testing.check_attention(inputs, backend="cpu", **options)
             count += 1
         # Dropout: the same bits whatever the width of a vector.
@@ -70,9 +71,9 @@ with testing.poisoned_memory():
             testing.check_attention(inputs, backend="cpu", dropout_p=0.3, keep=keep)
     for dtype in dtypes:
         for seed in range(10):
-            inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=[dtype], poison=True)
+            inputs, options = random_problem(int(torch.randint(2**31, ())), dtypes=[dtype], poison=True)
             testing.check_attention(inputs, backend="cpu", **options)
-            inputs, options, packed = testing.random_packed(int(torch.randint(2**31, ())), dtypes=[dtype], poison=True)
+            inputs, options, packed = random_packed(int(torch.randint(2**31, ())), dtypes=[dtype], poison=True)
             testing.check_packed(inputs, packed, backend="cpu", **options)
             count += 1
         for size, amplitude in itertools.product((129, 256), (10, 100)):
@@ -90,7 +91,7 @@ print("checked", count)
 def forced(isa, code):
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "ATTNKERN_CPU_ISA": isa},
+        env={**os.environ, "ATTNKERN_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnkern
 from attnkern import testing, tiles
 from attnkern.nn import CrossAttention, MultiheadAttention
+from random_problems import random_problem
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")  # torch's module, of two masks
@@ -951,7 +952,7 @@ def test_weights_of_random_problems(target, number, fresh_seed):
     Where lse is given, its own rounding is a relative error of every weight. Every third problem has sinks.
     """
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
-    inputs, options = testing.random_problem(
+    inputs, options = random_problem(
         fresh_seed + number, device=target.device, dtypes=dtypes, ranges=False, biases=False
     )
     if number % 3 == 0:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from attnkern import testing
+from random_problems import random_packed, random_problem
 
 contract = pytest.mark.contract
 
@@ -96,7 +97,7 @@ def test_any_broadcast(target, data, rank, seqlen_q, seqlen_k):
 def test_random_problems(target, round):
     """A wider net than hypothesis casts in the same time; the message names the problem's seed."""
     for _ in range(25):
-        inputs, options = testing.random_problem(
+        inputs, options = random_problem(
             int(torch.randint(2**31, ())),
             device=target.device,
             dtypes=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
@@ -108,7 +109,7 @@ def test_random_problems(target, round):
 @pytest.mark.parametrize("round", range(2))
 def test_random_packed_sequences(target, round):
     for _ in range(25):
-        inputs, options, packed = testing.random_packed(int(torch.randint(2**31, ())), poison=True)
+        inputs, options, packed = random_packed(int(torch.randint(2**31, ())), poison=True)
         testing.check_packed(inputs, packed, backend=target.backend, **options)
 
 

@@ -10,6 +10,7 @@ import attnkern
 from attnkern import testing
 from attnkern.backends import failed
 from attnkern.signatures import Inputs
+from random_problems import random_problem
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 
@@ -147,9 +148,7 @@ def test_meta_tensors_do_not_warn():
 def test_every_option_is_taken_by_the_kernels():
     """The cpu backend refuses nothing that a valid call can hold: a refusal added later needs its text tested here."""
     for seed in range(200):
-        problem, options = testing.random_problem(
-            seed, dtypes=[torch.float32, torch.float64, torch.bfloat16, torch.float16]
-        )
+        problem, options = random_problem(seed, dtypes=[torch.float32, torch.float64, torch.bfloat16, torch.float16])
         explanation = attnkern.explain(**problem.tensors, **options)
         assert explanation.chosen == "cpu", str(explanation)
 

@@ -5,6 +5,8 @@ import json
 import re
 
 import pytest
+
+pytest.importorskip("triton")
 import torch
 from attnkern.triton_kernels import configs, plan
 

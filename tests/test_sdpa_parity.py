@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnkern
-from attnkern import cases, testing
+from attnkern import testing
+from bench import cases
 
 contract = pytest.mark.contract
 

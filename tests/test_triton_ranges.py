@@ -5,6 +5,8 @@ import itertools
 import math
 
 import pytest
+
+pytest.importorskip("triton")
 import torch
 import triton
 import triton.language as tl

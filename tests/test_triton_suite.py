@@ -18,7 +18,7 @@ import test_gradients
 import test_lse_merge
 import test_masks
 import test_sdpa_parity
-from attnkern import testing
+from random_problems import random_problem
 from test_triton import BF16, FP16, FP32, Simulated, routed
 
 FILES = (test_masks, test_band, test_gqa, test_gradients, test_dropout, test_lse_merge, test_sdpa_parity, test_decode)
@@ -101,7 +101,7 @@ def test_behaviour(function, arguments, gpu, record_property):
 @pytest.mark.parametrize("gpu", [80, 90])
 @pytest.mark.parametrize("round", range(3))  # each of kernels that no other run has compiled
 def test_random_problems(gpu, round, record_property):
-    inputs, options = testing.random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES, ranges=False)
+    inputs, options = random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES, ranges=False)
     with routed(gpu):
         Simulated("triton", "cpu", gpu).check(inputs, **options)
     record_property("triton", ("random problems", f"sm_{gpu} {str(inputs.query.dtype).removeprefix('torch.')}"))

@@ -11,6 +11,8 @@ import sys
 from collections import Counter
 
 import pytest
+
+pytest.importorskip("triton")
 import triton
 
 import triton_variants

@@ -89,6 +89,8 @@ def select(problem: Problem, name: str | None = None, training: bool | None = No
                 return backend
     elif not _refusals(_named(name), problem):
         return _named(name)
+    elif (reason := _named(name).unavailable()) == triton.NOT_INSTALLED:  # whatever else there is against the call
+        raise RuntimeError(f"attnkern: backend {name!r} cannot run this call: {reason}")
     raise RuntimeError(f"attnkern: backend {name!r} cannot run this call\n{explain(problem, name)}")
 
 

@@ -30,6 +30,7 @@ from ..signatures import Derivatives, Inputs
 from . import disabled, triton_interpreted
 
 NAME = "triton"
+NOT_INSTALLED = 'Triton is not installed: pip install "attnkern[triton]"'
 MAX_ROW_STRIDE = 2**22  # the rows of a tile add up within 32 bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,7 +41,7 @@ def unavailable() -> str | None:
     if (reason := disabled.reason(NAME)) is not None:
         return reason
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+        return NOT_INSTALLED
     if triton_interpreted.asked:
         return triton_interpreted.unavailable()
     if torch.version.cuda is None or not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What the tests, the benchmark and a new backend share: tolerance rule, float64 reference, problems, memory layouts.
+"""What `python -m attnkern check`, the tests and the benchmark share: tolerance rule, float64 reference, inputs.
 
 The rule, the only one in the project. Let `exact` be float64 maths and `baseline` torch's own maths in the dtype at
 hand (matmul, softmax, matmul; float16 and bfloat16 computed in float32 and rounded once, as torch's MATH backend
@@ -19,7 +19,7 @@ Nothing in this module needs pytest or hypothesis.
 from .checks import check_attention, check_packed, poisoned_memory, unmodified
 from .expectations import Expected, expected, expected_second_order
 from .layouts import LAYOUTS, odd_strides_on_size_one, packed_qkv, with_layout
-from .problems import LENGTHS, Inputs, Packed, far_key, make_inputs, make_mask, random_packed, random_problem
+from .problems import Inputs, Packed, make_inputs, make_mask
 from .reference import band_mask, by_distance, naive_attention, philox_keep, philox_words, ranges_mask, unattended
 from .tolerance import (
     FORWARD_FACTOR,
@@ -36,7 +36,6 @@ __all__ = [
     "FORWARD_FACTOR",
     "GRADIENT_FACTOR",
     "LAYOUTS",
-    "LENGTHS",
     "Errors",
     "Expected",
     "Inputs",
@@ -50,7 +49,6 @@ __all__ = [
     "errors",
     "expected",
     "expected_second_order",
-    "far_key",
     "farthest",
     "make_inputs",
     "make_mask",
@@ -60,8 +58,6 @@ __all__ = [
     "philox_keep",
     "philox_words",
     "poisoned_memory",
-    "random_packed",
-    "random_problem",
     "ranges_mask",
     "rounding_unit",
     "unattended",

@@ -14,8 +14,8 @@ import torch
 
 import attnkern
 from attnkern.backends import choice
-from attnkern.cases import Case, case
 from attnkern.testing import Inputs
+from bench.cases import Case, case
 
 from .device import Gpu
 

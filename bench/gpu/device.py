@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attnkern.cases import Case
+from bench.cases import Case
 
 from .. import device as devices
 from .. import machine

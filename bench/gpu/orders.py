@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnkern.backends import cuda
-from attnkern.cases import Case, case
 from attnkern.params import UNBOUNDED, AttentionParams
 from attnkern.signatures import Inputs
+from bench.cases import Case, case
 
 from .device import Gpu
 

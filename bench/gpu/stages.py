@@ -106,7 +106,7 @@ def _speed_rows(pattern: str, rivals: Sequence[str]) -> Callable[[Gpu], list[str
     """A row for each case, pass and rival; a rival that refuses a case says so in its row."""
 
     def rows(device: Gpu) -> list[str]:
-        from attnkern.cases import select
+        from bench.cases import select
 
         passes = [(c, p) for c in select(pattern) for p in ("forward", "backward")[: 1 if c.forward_only else 2]]
         return [f"{case.name} {pass_name} {rival}" for case, pass_name in passes for rival in rivals]
@@ -119,7 +119,7 @@ _runner: Any = None  # of this process: it keeps the last case's tensors and flo
 
 def _speed(device: Gpu, row: str) -> Found:
     """One rival's time, error and memory for one case and pass (bench.sweep)."""
-    from attnkern.cases import select
+    from bench.cases import select
 
     from .. import providers
     from ..sweep import Runner

@@ -20,9 +20,9 @@ from attnkern.triton_kernels.configs import Config, Row
 
 from attnkern import signatures
 from attnkern.backends import triton as backend
-from attnkern.cases import Case, case
 from attnkern.params import GRAD_K, GRAD_Q, GRAD_V, AttentionParams
 from attnkern.testing import Inputs
+from bench.cases import Case, case
 
 from .device import Gpu
 

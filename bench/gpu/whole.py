@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnkern
 from attnkern import testing
-from attnkern.cases import select
+from bench.cases import select
 
 from .device import Gpu
 

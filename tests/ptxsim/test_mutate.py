@@ -5,6 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton")
 import triton
 
 from ptxsim import mutate

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from . import masks, testing
-from .mask import Mask
-from .relative import alibi
+from attnkern import masks, testing
+from attnkern.mask import Mask
+from attnkern.relative import alibi
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASKS = ("none", "bool", "padding", "packed", "cache", "float", "bias", "relative", "alibi")
