@@ -123,8 +123,8 @@ BUGS = {
     ("forward generic", "takes a block that is begun for a full one"): (
         LATE_RANGE,
         "visits.cuh",
-        "own |= bits_between((begin + kBlock - 1) / kBlock",
-        "own |= bits_between(begin / kBlock",
+        "covered |= bits_between((begin + kBlock - 1) / kBlock",
+        "covered |= bits_between(begin / kBlock",
     ),
     ("forward generic", "passes over a block that ranges end in"): (
         RANGES,
