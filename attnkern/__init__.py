@@ -14,7 +14,7 @@ from .relative import alibi, t5_relative_bias
 from .varlen import varlen_attention
 from .weights import attention_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FallbackWarning",

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.cases import DTYPES, Case, override
 
-from .providers import PASSES
+from .provider import PASSES
 
 PASS_NAMES = {"fwd": "forward", "bwd": "backward", **{p: p for p in PASSES}}
 DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", **{d: d for d in DTYPES}}

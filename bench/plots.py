@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
-from .providers import BASELINE, PASSES
+from .provider import BASELINE, PASSES
 from .record import Row
 from .report import NOISY, Family, Sizes, costs, curves, is_ours, noisy
 

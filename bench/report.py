@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .providers import BASELINE
+from .provider import BASELINE
 from .record import Row
 
 FAILED = ("wrong", "error")

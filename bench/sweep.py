@@ -18,8 +18,9 @@ from . import device as devices
 from . import machine
 from .check import Checker, Error
 from .memory import peak_growth
-from .providers import BASELINE, Provider, Refused, Seen, results
+from .provider import BASELINE, Provider, Refused, results
 from .record import Row, row_key
+from .rivals import Seen
 from .timing import Sampling, Timing, Work, measure, quantile
 
 PEAK, READS = "the machine's peak", "the machine's memory"  # as competitors

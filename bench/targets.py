@@ -29,7 +29,7 @@ from attnkern.testing import Inputs
 from bench.cases import Case, case
 
 from . import machine, providers, record, report
-from .providers import Provider
+from .provider import BASELINE, Provider
 from .record import Log, Row
 from .sweep import Runner, bound_by_reading
 from .timing import Work
@@ -58,7 +58,7 @@ class Target:
     memory: float | None = None
     above: float | None = None
     provider: str = "cpu"
-    rival: str = providers.BASELINE
+    rival: str = BASELINE
     rival_case: Case | None = None
     isa: str | None = None
     stretch_ratio: float | None = None
@@ -134,7 +134,7 @@ def _main() -> Iterator[Target]:
                         rms=RMS.get((dtype, pass_name), 1.0),
                         memory=1.0 if long else None,
                         provider="cpu-op" if short else "cpu",
-                        rival="sdpa-op" if short else providers.BASELINE,
+                        rival="sdpa-op" if short else BASELINE,
                         stretch_ratio=1.15 * ratio if causal and length <= 128 else None,
                         stretch_share=0.90 if long and forward_bf16 else None,
                     )

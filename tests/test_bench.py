@@ -1,10 +1,14 @@
 """The benchmark's command line, its records, its error column and its targets, on problems of a millisecond."""
 
 import base64
+import contextlib
 import dataclasses
 import json
 import math
 import re
+import sys
+import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -13,7 +17,22 @@ from typer.testing import CliRunner
 
 import attnkern
 from attnkern import testing
-from bench import check, machine, memory, options, page, plots, providers, record, report, sweep, targets, timing
+from bench import (
+    check,
+    machine,
+    memory,
+    options,
+    page,
+    plots,
+    provider,
+    providers,
+    record,
+    report,
+    rivals,
+    sweep,
+    targets,
+    timing,
+)
 from bench.__main__ import app
 from bench.cases import CASES, RANGES, Case, case, override, select
 
@@ -40,7 +59,7 @@ def rows_of(path):
 
 def fake(name, attend):
     """A provider whose call is `attend(query, key, value, mask)`."""
-    return providers.Provider(name, "a test's", ("cpu",), lambda case, inputs: attend)
+    return provider.Provider(name, "a test's", ("cpu",), lambda case, inputs: attend)
 
 
 def with_provider(monkeypatch, *more):
@@ -133,7 +152,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path, monkeypatch):
     "spoil", [lambda x: x + 0.01, lambda x: x * math.nan, lambda x: x.index_fill(2, torch.tensor([5]), 0.0)]
 )
 def test_a_wrong_row_is_recorded_and_fails_the_run(tmp_path, monkeypatch, spoil):
-    sdpa = providers._sdpa(select("smoke-fp32")[0], select("smoke-fp32")[0].inputs())
+    sdpa = rivals._sdpa(select("smoke-fp32")[0], select("smoke-fp32")[0].inputs())
     with_provider(monkeypatch, fake("spoilt", lambda *tensors: spoil(sdpa(*tensors))))
     path = tmp_path / "rows.jsonl"
     printed = run(path, "--no-plot", code=1)
@@ -145,7 +164,7 @@ def test_a_wrong_row_is_recorded_and_fails_the_run(tmp_path, monkeypatch, spoil)
 
 
 def test_a_wrong_gradient_is_caught(tmp_path, monkeypatch):
-    sdpa = providers._sdpa(select("smoke-fp32")[0], select("smoke-fp32")[0].inputs())
+    sdpa = rivals._sdpa(select("smoke-fp32")[0], select("smoke-fp32")[0].inputs())
     with_provider(monkeypatch, fake("no dk", lambda q, k, v, m: sdpa(q, k.detach() + 0 * k, v, m)))
     path = tmp_path / "rows.jsonl"
     run(path, "--no-plot", passes="backward", code=1)
@@ -158,9 +177,9 @@ def test_a_provider_that_raises_or_refuses_stops_nobody_else(tmp_path, monkeypat
         raise torch.OutOfMemoryError("out of memory")
 
     def refuse(case, inputs):
-        raise providers.Refused("odd sizes")
+        raise provider.Refused("odd sizes")
 
-    refusing = providers.Provider("refusing", "", ("cpu",), refuse)
+    refusing = provider.Provider("refusing", "", ("cpu",), refuse)
     with_provider(monkeypatch, fake("raising", out_of_memory), refusing)
     path = tmp_path / "rows.jsonl"
     run(path, "--no-plot", code=1)
@@ -501,7 +520,7 @@ def test_a_mask_with_numbers_is_ranges(mask, causal):
     assert problem.flops("forward") == 4 * 2 * want.sum() * 8
     if mask.startswith("padding"):
         assert problem.bytes_moved("forward") == 4 * 2 * (2 * 2 * 24 + 2 * sum(problem.lengths)) * 8
-    mask_mod = providers._mask_mod(problem, CPU)
+    mask_mod = rivals._mask_mod(problem, CPU)
     assert torch.equal(create_mask(mask_mod, problem.batch, 1, 24, 24, "cpu"), want)
     testing.check_attention(problem.inputs(), **problem.options)
 
@@ -590,7 +609,7 @@ def test_a_wrong_gradient_of_sinks_is_caught(monkeypatch, entries):
     inputs = problem.inputs()
     checker = check.Checker(problem, inputs)
     (cpu,) = providers.choose("cpu", torch.device("cpu"))
-    results = providers.results(problem, "both", cpu.work(problem, inputs, checker.grad_out, "both").call())
+    results = provider.results(problem, "both", cpu.work(problem, inputs, checker.grad_out, "both").call())
     assert checker.error(results, "cpu").ok
     error = checker.error({**results, "sinks": results["sinks"] * 1.001}, "cpu")
     assert (error.ok, error.worst) == (False, "sinks")
@@ -606,7 +625,7 @@ def test_what_a_mask_is_held_against():
     assert providers._without_mask(case("c", 24, window=(3, 3))) == case("c", 24)
     assert providers._without_mask(case("c", 24, window=(3, 3), sinks=True)) == case("c", 24, window=(3, 3))
     for problem in (case("c", 24), case("c", 24, mask="packed:3-5")):
-        with pytest.raises(providers.Refused, match="no call of these sizes without the mask"):
+        with pytest.raises(provider.Refused, match="no call of these sizes without the mask"):
             providers._without_mask(problem)
 
 
@@ -617,10 +636,10 @@ def test_flex_attention_is_a_rival(name):
     checker = check.Checker(problem, inputs)
     (flex,) = providers.choose("flex", CPU)
     work = flex.work(problem, inputs, checker.grad_out, "forward")
-    assert checker.error(providers.results(problem, "forward", work.call()), "flex").ok
-    with pytest.raises(providers.Refused, match="no backward pass on a CPU"):
+    assert checker.error(provider.results(problem, "forward", work.call()), "flex").ok
+    with pytest.raises(provider.Refused, match="no backward pass on a CPU"):
         flex.work(problem, inputs, checker.grad_out, "both")
-    with pytest.raises(providers.Refused, match="masks that it can be told as functions"):
+    with pytest.raises(provider.Refused, match="masks that it can be told as functions"):
         flex.work(case("c", 8, mask="bool"), inputs, checker.grad_out, "forward")
 
 
@@ -631,12 +650,80 @@ def test_torchs_varlen_is_a_rival(name):
     inputs = problem.inputs()
     checker = check.Checker(problem, inputs)
     with attnkern.use_as_sdpa():
-        out = providers._torch_varlen(problem, inputs)(*providers._tensors(inputs))
+        out = rivals._torch_varlen(problem, inputs)(*provider.tensors_of(inputs))
     assert checker.error({"out": out}, "torch-varlen").ok
-    with pytest.raises(providers.Refused, match="documents and packed"):
-        providers._torch_varlen(override(problem, mask="prefix:3"), inputs)
+    with pytest.raises(provider.Refused, match="documents and packed"):
+        rivals._torch_varlen(override(problem, mask="prefix:3"), inputs)
     with pytest.raises(ValueError, match="'torch-varlen' is no provider on cpu"):
         providers.choose("torch-varlen", CPU)
+
+
+def test_a_rival_that_is_not_installed_is_a_line(tmp_path, monkeypatch):
+    found = rivals.importlib.util.find_spec
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None if name == "zentorch" else found(name))
+    path = tmp_path / "rows.jsonl"
+    run(path, "--no-plot", "--providers", "cpu,zentorch")
+    rows = [row for row in rows_of(path) if row["provider"] == "zentorch"]
+    assert [row["status"] for row in rows] == ["refused"] * len(rows) != []
+    assert rows[0]["message"].startswith("zentorch isn't installed: pip install zentorch")
+
+
+@pytest.fixture
+def zentorch(monkeypatch):
+    """A stand-in: zentorch 2.13's schema, and what it refuses."""
+    schema = "zentorch_sdpa(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+    schema += "Tensor? attn_mask=None, float? scale=None, str zentorch_op_name='') -> (Tensor, Tensor)"
+
+    def zentorch_sdpa(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None, **_name):
+        assert attn_mask is None or (attn_mask.dtype == query.dtype and attn_mask.dim() in (2, 4))
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return op(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+
+    module = types.ModuleType("zentorch")
+    module.__spec__ = ModuleSpec("zentorch", None)
+    monkeypatch.setitem(sys.modules, "zentorch", module)
+    monkeypatch.setattr(rivals.devices, "cpu_info", lambda: {"flags": ["avx512f"]})
+    with torch.library._scoped_library("zentorch", "FRAGMENT") as library:
+        library.define(schema)
+        library.impl("zentorch_sdpa", zentorch_sdpa, "CPU")
+        yield
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"causal": True, "scale": 0.3},
+        {"mask": "bool"},
+        {"mask": "float", "heads_k": 1},
+        {"mask": "padding:5", "causal": True},
+        {"window": (5, 2)},
+        {"seqlen_k": 50, "causal": True, "alignment": "bottom_right"},
+    ],
+    ids=str,
+)
+def test_zentorch_is_a_rival(zentorch, features):
+    problem = override(case("c", 40, heads=2, dim=16, batch=2), **features)
+    inputs = problem.inputs()
+    checker = check.Checker(problem, inputs)
+    (rival,) = providers.choose("zentorch", CPU)
+    work = rival.work(problem, inputs, checker.grad_out, "forward")
+    assert checker.error(provider.results(problem, "forward", work.call()), "zentorch").ok
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"softcap": 5.0}, "knows causal and a mask only"),
+        ({"dropout": 0.5}, "knows causal and a mask only"),
+        ({"dtype": "bf16"}, "calls torch's operator for bf16 on this CPU"),
+    ],
+)
+def test_zentorch_refuses(zentorch, features, message):
+    problem = override(case("c", 8), **features)
+    with pytest.raises(provider.Refused, match=message):
+        rivals._zentorch(problem, problem.inputs())
+    with pytest.raises(provider.Refused, match="no backward pass"):
+        providers.choose("zentorch", CPU)[0].work(problem, problem.inputs(), torch.empty(0), "backward")
 
 
 def test_case_names_are_unique_and_selectable():
@@ -685,7 +772,7 @@ def test_the_error_holds_on_a_sample_of_a_problem(monkeypatch, name, entries):
     checker = check.Checker(problem, inputs)
     (cpu,) = providers.choose("cpu", CPU)
     checker.seed_call()
-    results = providers.results(problem, "both", cpu.work(problem, inputs, checker.grad_out, "both").call())
+    results = provider.results(problem, "both", cpu.work(problem, inputs, checker.grad_out, "both").call())
     assert ("attn_mask" in results, "relative_bias" in results) == (problem.mask == "bias", problem.mask == "relative")
     error = checker.error(results, "cpu")
     assert error.ok
@@ -701,7 +788,7 @@ def test_a_row_outside_the_sample_must_be_finite(monkeypatch):
     problem = case("c", 200, heads=1)
     checker = check.Checker(problem, problem.inputs())
     assert len(checker.rows) < 200
-    out = providers._sdpa(problem, problem.inputs())(*providers._tensors(problem.inputs()))
+    out = rivals._sdpa(problem, problem.inputs())(*provider.tensors_of(problem.inputs()))
     outside = next(i for i in range(200) if i not in checker.rows)
     assert checker.error({"out": out}, "sdpa").ok
     out[0, 0, outside, 0] = math.nan
@@ -732,12 +819,12 @@ def test_memory_growth_counts_what_a_call_holds_at_once():
 
 
 def test_math_is_refused_where_its_scores_do_not_fit():
-    with pytest.raises(providers.Refused, match="score matrices need"):
+    with pytest.raises(provider.Refused, match="score matrices need"):
         sweep._refuse_without_memory(case("c", 1 << 20), "forward", CPU)
 
 
 def work(call):
-    return timing.Work(call, providers.nullcontext)
+    return timing.Work(call, contextlib.nullcontext)
 
 
 def test_ratios_are_medians_of_rounds_and_order_rotates(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 
 from bench import providers
 from bench.cases import case
+from bench.provider import results
 
 CASES = [
     (case("short call", 64, heads=1), "forward"),
@@ -48,5 +49,5 @@ def test_speed(timer, problem, pass_name, provider):
     work = provider.work(problem, inputs, grad_out, pass_name)
     timer.group = f"{problem.name}, {pass_name}"
     result = timer.pedantic(work.call, rounds=20, iterations=5, warmup_rounds=2)
-    for tensor in providers.results(problem, pass_name, result).values():
+    for tensor in results(problem, pass_name, result).values():
         assert tensor.isfinite().all()
