@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
 from .providers import BASELINE, PASSES
@@ -345,7 +346,7 @@ def _bars(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
 
 
 def _models(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
-    """The time of whole models, F.sdpa's = 1: attention, dark, behind all the rest. A panel for each dtype."""
+    """The time of whole models, F.sdpa's = 1: all the rest, then attention in colour. A panel for each dtype."""
     by_place = {(row["dtype"], row["model"], row["pass"], row["provider"]): row for row in rows}
     groups = list(dict.fromkeys((row["model"], row["pass"]) for row in rows))
     dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
@@ -353,31 +354,35 @@ def _models(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
     figure = plt.figure(figsize=(5.2 if narrow else 4.9 * len(dtypes) + 1.6, height), layout="constrained")
     lines = len(dtypes) if narrow else 1
     grid = figure.subplots(lines, len(dtypes) // lines, sharex=True, sharey=True, squeeze=False)
-    handles: dict[str, Any] = {}
     for axes, dtype in zip(grid.flat, dtypes, strict=True):
-        for n, group in enumerate(groups):
+        for n, (model, pass_name) in enumerate(groups):
             for offset, name in ((-0.2, BASELINE), (0.2, "attnkern")):
-                row = by_place.get((dtype, *group, name))
-                if row is None or not row.get("ratio"):
+                row = by_place.get((dtype, model, pass_name, name))
+                if row is None:
                     continue
                 whole, colour = 1 / row["ratio"], _style(name)["color"]
                 share = max(0.0, row["attention_share"]) * whole
                 face = "none" if noisy(row) else colour
                 axes.barh(n + offset, whole - share, height=0.36, facecolor=RIVAL, alpha=0.35)
-                (bar,) = axes.barh(n + offset, share, left=whole - share, height=0.36, facecolor=face, edgecolor=colour)
-                handles.setdefault(f"attention, {'F.sdpa' if name == BASELINE else name}", bar)
+                axes.barh(n + offset, share, left=whole - share, height=0.36, facecolor=face, edgecolor=colour)
                 if name != BASELINE:
-                    most = by_place.get((dtype, *group, BASELINE), row)["limit"]
-                    axes.text(1.02, n, f"{row['ratio']:.2f} of {most:.2f}", va="center", fontsize=7.5)
+                    most = by_place[dtype, model, pass_name, BASELINE]["limit"]
+                    axes.text(max(1, whole) + 0.02, n, f"{row['ratio']:.2f} of {most:.2f}", va="center", fontsize=7.5)
         axes.set_title(DTYPES[dtype], fontsize=10, fontweight="bold", loc="left")
         axes.set_yticks(range(len(groups)), [f"{model}, {pass_name}" for model, pass_name in groups], fontsize=8)
-        axes.set_xlim(0, 1.28)
+        axes.set_xlim(0, max(1.0, *(1 / row["ratio"] for row in rows)) + 0.28)
         axes.spines[["top", "right"]].set_visible(False)
     grid[0][0].invert_yaxis()
     for axes in grid[-1]:
         axes.set_xlabel("time, F.sdpa = 1", fontsize=9)
-    handles["all else"] = plt.Rectangle((0, 0), 1, 1, facecolor=RIVAL, alpha=0.35)
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, fontsize=9, frameon=False)
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor=RIVAL, alpha=0.35, label="all but attention"),
+        *(
+            Rectangle((0, 0), 1, 1, facecolor=_style(name)["color"], label=f"attention, {label}")
+            for name, label in ((BASELINE, "F.sdpa"), ("attnkern", "attnkern"))
+        ),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     if footer:
         figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
     return figure
