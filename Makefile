@@ -38,7 +38,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test test-changed prove fuzz gate planted-bugs bench bench-goals bench-masks docs lint format typecheck gpu rehearse-bare wheel wheel-test sanitize clean
+.PHONY: help build test test-changed prove fuzz gate planted-bugs bench bench-goals bench-masks bench-models docs lint format typecheck gpu rehearse-bare wheel wheel-test sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -74,6 +74,9 @@ bench-masks: build  ## what masks cost, set by set (documents packed padding pre
 
 bench-goals: build  ## the CPU kernels against their targets, into bench/results/
 	@$(PY) -m bench run --cases cpu-goals $(BENCH_ARGS)
+
+bench-models: build  ## whole models of transformers, "sdpa" against "attnkern", in 12 minutes on two cores; BENCH_ARGS="--models gpt2"
+	@$(PY) -m bench models $(BENCH_ARGS)
 
 docs: $(READY)  ## the documentation's site, into build/site
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict

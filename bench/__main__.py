@@ -1,4 +1,4 @@
-"""``python -m bench``: list what there is, run it, compare two runs, draw one."""
+"""``python -m bench``: list what there is, run it or whole models, compare two runs, draw one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,6 +26,7 @@ import attnkern
 from bench.cases import CASES, Case, select
 
 from . import machine, options, page, plots, providers, record, report, sets, targets
+from . import models as whole
 from .record import Log, Row
 from .sweep import Runner
 from .timing import Sampling
@@ -40,6 +42,7 @@ if not console.is_terminal:  # a log has no width; its lines must not be cut
     console = Console(width=160)
 T = TypeVar("T")
 INTERRUPTED = 130
+INTERRUPTION = "[yellow]interrupted: what had finished is kept, the same command goes on from here[/]"
 
 Cases = Annotated[str, typer.Option("--cases", help="Names, tags and globs, comma-separated (see `list`).")]
 Device = Annotated[
@@ -156,7 +159,7 @@ def run(
         report.summary(console, rows, full)
     _write_files(path, rows, log.runs, plot_)
     if interrupted:
-        console.print("[yellow]interrupted: what had finished is kept, the same command goes on from here[/]")
+        console.print(INTERRUPTION)
         raise typer.Exit(INTERRUPTED)
     if failed:
         raise typer.Exit(1)
@@ -178,7 +181,7 @@ def _group_table(groups: Sequence[tuple[Case, str]], rivals: Sequence[providers.
 
 
 def _sweep(
-    groups: Sequence[tuple[Case, str]], rivals: Sequence[providers.Provider], runner: Runner, log: Log
+    groups: Sequence[tuple[Any, str]], rivals: Sequence[providers.Provider], runner: Runner, log: Log
 ) -> tuple[list[Row], bool]:
     """Runs the groups that the log lacks; (all rows of the selection in order, interrupted?)."""
     keys = {group: [runner.key(*group, p.name) for p in rivals] for group in groups}
@@ -205,9 +208,15 @@ def _sweep(
     return [log.rows[key] for group in groups for key in keys[group] if key in log.rows], interrupted
 
 
-def _write_files(path: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]], plot: bool) -> None:
+def _write_files(
+    path: Path,
+    rows: Sequence[Row],
+    runs: Sequence[dict[str, Any]],
+    plot: bool,
+    columns: Sequence[str] = record.COLUMNS,
+) -> None:
     table = path.with_suffix(".csv")
-    record.write_csv(table, rows)
+    record.write_csv(table, rows, columns)
     console.print(f"rows   {path}\ntable  {table}", soft_wrap=True, highlight=False)
     if plot and rows:
         for drawn in plots.draw(rows, runs, path.with_suffix("")):
@@ -218,6 +227,73 @@ def _write_files(path: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]]
 def _write_page(stem: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> None:
     written = page.write(stem.with_name(f"{stem.name}-report.html"), rows, runs)
     console.print(f"page   {written}", soft_wrap=True, highlight=False)
+
+
+@app.command("models")
+def models_(
+    models: Annotated[
+        str, typer.Option("--models", help="Comma-separated: bert, gpt2, vit, whisper, t5, llama; or all.")
+    ] = "all",
+    dtypes: Annotated[str, typer.Option("--dtypes", help="fp32, bf16.")] = "fp32,bf16",
+    passes: Annotated[str, typer.Option(help="training, prefill, decode.")] = "training,prefill,decode",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds at most.")] = 7,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.0, help="For the rounds of a model, dtype and pass.")
+    ] = 8,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Two small layers in place of each model's own, for a try.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON Lines; Markdown, CSV and plots go beside it. Default: in bench/runs.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the rows that the file already has.")] = False,
+    plot_: Annotated[bool, typer.Option("--plot/--no-plot")] = True,
+    seed: Annotated[int, typer.Option(help="Of the weights and inputs.")] = 0,
+) -> None:
+    """Time whole models of transformers on the CPU: "sdpa" against "attnkern", and what attention takes of it.
+
+    Weights are random, nothing is downloaded. Rows go to a file as they finish; the same command later goes on where it
+    stopped. Exit code 1: a wrong or failed row.
+    """
+    labels = {model.name: model.name for model in whole.MODELS}
+    names = list(labels) if models == "all" else _parsed("--models", options.names, models, labels)
+    kinds = _parsed(
+        "--dtypes", options.names, dtypes, {n: d for n, d in options.DTYPE_NAMES.items() if d in whole.ALLOWED}
+    )
+    pass_names = _parsed("--passes", options.names, passes, {p: p for p in whole.PASSES})
+    try:
+        chosen = whole.workloads(names, kinds, pass_names, tiny)
+    except ImportError as error:
+        console.print(f"[red]{error}[/]", soft_wrap=True)
+        raise typer.Exit(2) from None
+    if not chosen:
+        raise typer.BadParameter(f"{models} has none of {passes}", param_hint="--passes")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    where, sampling = torch.device("cpu"), Sampling(0.2, rounds, min(3, rounds), seconds)
+    pattern = f"whole-models{'-tiny' * tiny}"
+    path = out or machine.ROOT / "bench" / "runs" / f"{_slug(pattern, where, sampling)}.jsonl"
+    log = _parsed("--out", Log, path, fresh)
+    log.start_run(machine.provenance(where))
+    try:
+        groups = [(workload, workload.pass_name) for workload in chosen]
+        rows, interrupted = _sweep(groups, whole.sides(), whole.ModelRunner(where, sampling, seed), log)
+    finally:
+        log.close()
+    table = Table(title="What a model gains", title_justify="left")
+    for column in whole.HEAD:
+        table.add_column(column)
+    for cells in whole.lines(rows):
+        table.add_row(*map(escape, cells))
+    console.print(table)
+    path.with_suffix(".md").write_text(whole.markdown(rows, log.runs), encoding="utf-8")
+    _write_files(path, rows, log.runs, plot_, whole.CSV)
+    if interrupted:
+        console.print(INTERRUPTION)
+        raise typer.Exit(INTERRUPTED)
+    if any(row["status"] in report.FAILED for row in rows):
+        raise typer.Exit(1)
 
 
 @app.command("list")

@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
 from .provider import BASELINE, PASSES
@@ -34,6 +35,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "flex": ("#009E73", "X"),
     "torch-varlen": ("#56B4E9", "^"),
     "reference": ("#8C6D5A", "x"),
+    "attnkern": ("#D55E00", "o"),
     BASELINE: ("#0072B2", "s"),
     "sdpa-flash": ("#56B4E9", "^"),
     "sdpa-efficient": ("#009E73", "<"),
@@ -95,7 +97,12 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         made.append(
             Picture("live", title, "On the dashed line a call costs what is live and no more.", partial(_live, shares))
         )
+    whole = [row for row in rows if row.get("attention_share") is not None]
+    if whole:
+        title, caption = "What a model gains", "At the right: times faster, and how much it would be without attention."
+        made.append(Picture("models", title, f"{caption} Hollow: {NOISY}", partial(_models, whole)))
     drawn = {id(row) for byname in found.values() for curve in byname.values() for row in curve}
+    drawn |= {id(row) for row in whole}
     rest = [row for row in rows if id(row) not in drawn and row.get("ratio") is not None and "goal" not in row]
     if 0 < len(rest) <= MAX_BARS:
         made.append(Picture("bars", "Times faster than F.sdpa", f"Hollow: {NOISY}", partial(_bars, rest)))
@@ -333,6 +340,49 @@ def _bars(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     figure.legend(loc="outside upper center", ncols=2 if narrow else 4, fontsize=9, frameon=False)
+    if footer:
+        figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
+    return figure
+
+
+def _models(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
+    """The time of whole models, F.sdpa's = 1: all the rest, then attention in colour. A panel for each dtype."""
+    by_place = {(row["dtype"], row["model"], row["pass"], row["provider"]): row for row in rows}
+    groups = list(dict.fromkeys((row["model"], row["pass"]) for row in rows))
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    height = 0.42 * len(groups) * (len(dtypes) if narrow else 1) + 1.8
+    figure = plt.figure(figsize=(5.2 if narrow else 4.9 * len(dtypes) + 1.6, height), layout="constrained")
+    lines = len(dtypes) if narrow else 1
+    grid = figure.subplots(lines, len(dtypes) // lines, sharex=True, sharey=True, squeeze=False)
+    for axes, dtype in zip(grid.flat, dtypes, strict=True):
+        for n, (model, pass_name) in enumerate(groups):
+            for offset, name in ((-0.2, BASELINE), (0.2, "attnkern")):
+                row = by_place.get((dtype, model, pass_name, name))
+                if row is None:
+                    continue
+                whole, colour = 1 / row["ratio"], _style(name)["color"]
+                share = max(0.0, row["attention_share"]) * whole
+                face = "none" if noisy(row) else colour
+                axes.barh(n + offset, whole - share, height=0.36, facecolor=RIVAL, alpha=0.35)
+                axes.barh(n + offset, share, left=whole - share, height=0.36, facecolor=face, edgecolor=colour)
+                if name != BASELINE:
+                    most = by_place[dtype, model, pass_name, BASELINE]["limit"]
+                    axes.text(max(1, whole) + 0.02, n, f"{row['ratio']:.2f} of {most:.2f}", va="center", fontsize=7.5)
+        axes.set_title(DTYPES[dtype], fontsize=10, fontweight="bold", loc="left")
+        axes.set_yticks(range(len(groups)), [f"{model}, {pass_name}" for model, pass_name in groups], fontsize=8)
+        axes.set_xlim(0, max(1.0, *(1 / row["ratio"] for row in rows)) + 0.28)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].invert_yaxis()
+    for axes in grid[-1]:
+        axes.set_xlabel("time, F.sdpa = 1", fontsize=9)
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor=RIVAL, alpha=0.35, label="all but attention"),
+        *(
+            Rectangle((0, 0), 1, 1, facecolor=_style(name)["color"], label=f"attention, {label}")
+            for name, label in ((BASELINE, "F.sdpa"), ("attnkern", "attnkern"))
+        ),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
     if footer:
         figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
     return figure

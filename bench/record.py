@@ -11,14 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.cases import Case
-
 Row = dict[str, Any]
 FINISHED = ("ok", "refused")  # what a resumed run needn't measure again
 
 
-def row_key(case: Case, pass_name: str, provider: str, setting: str) -> str:
-    """What makes two measurements the same: problem, pass, provider and ``setting`` (code, device, threads, clock)."""
+def row_key(case: Any, pass_name: str, provider: str, setting: str) -> str:
+    """What makes two measurements the same: problem, pass, provider and ``setting`` (code, device, threads, clock).
+
+    ``case``: a Case, or another dataclass."""
     problem = {k: v for k, v in asdict(case).items() if k != "tags"}
     text = json.dumps([problem, pass_name, provider, setting], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

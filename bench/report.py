@@ -175,7 +175,8 @@ def curves(rows: Iterable[Row]) -> dict[Family, dict[str, list[Row]]]:
     """Self-attention rows that differ in length: {family: {provider: rows by length}}, three lengths at least."""
     found: dict[Family, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row.get("seconds") is not None and row["seqlen_q"] == row["seqlen_k"]:
+        # Rows of whole models are no points of a curve.
+        if row.get("seconds") is not None and "seqlen_q" in row and row["seqlen_q"] == row["seqlen_k"]:
             found[family(row)][row["provider"]].append(row)
     kept = {}
     for key, providers in found.items():

@@ -51,7 +51,7 @@ class Runner:
     def clock(self) -> str:
         return "cpu time" if self.sampling.cpu_time else devices.of(self.device).clock
 
-    def key(self, case: Case, pass_name: str, provider: str) -> str:
+    def key(self, case: Any, pass_name: str, provider: str) -> str:
         setting = (self._code, self._device, torch.get_num_threads(), self.clock, os.environ.get("ATTNKERN_CPU_ISA"))
         return row_key(case, pass_name, provider, repr(setting))
 
