@@ -38,7 +38,8 @@ from .timing import Timing, Work, measure, quantile
 OURS = integration.NAME
 LEFT_OUT = "attention-left-out"
 PASSES = ("training", "prefill", "decode")
-# Of all numbers together: |ours - theirs| / |theirs|. Both round to the dtype in every layer: a few of its ulps.
+# Of all numbers together: |ours - theirs| / |theirs|. Both round to the dtype in every layer. After Llama's 22 in bf16
+# each is 4 % from float32, and as far from the other; T5's gradients in float32 differ by 5e-5.
 ALLOWED = {"fp32": 1e-4, "bf16": 5e-2}
 USUAL_SHARE = 0.4  # of the peak, that a model reaches
 CALLS_BEFORE = 2  # of each competitor, before the rounds
