@@ -112,7 +112,7 @@ def test_no_test_hides_behind_a_namesake():
 
 
 def test_nothing_is_skipped_but_for_a_gpu():
-    """And, of what is about Triton, where that isn't installed: it is an extra, which the tests' own requirements pin."""
+    """And, of what is about Triton, where that extra isn't installed: the tests' own requirements pin it."""
     assert re.search(r"^triton==", (HERE.parent / "requirements-dev.txt").read_text(), re.M)
     for path in HERE.glob("**/test_*.py"):
         text = path.read_text().replace('pytest.importorskip("triton")', "")

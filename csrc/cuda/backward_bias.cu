@@ -227,9 +227,8 @@ __global__ void __launch_bounds__(kBiasThreads, 1) table_sums_kernel(const __gri
   for (int row = max(-distance, 0); row < min(kBiasTile - distance, kBiasTile); ++row) {
     total += sums[row * kStep + row + distance];
   }
-  bands
-      .sums[((static_cast<int64_t>(batch_head) * bands.walks + walk) * bands.count + band) * kBandWidth + threadIdx.x] =
-      total;
+  const int64_t number = (static_cast<int64_t>(batch_head) * bands.walks + walk) * bands.count + band;
+  bands.sums[number * kBandWidth + threadIdx.x] = total;
 }
 
 // The sums of the bands -> the table's gradient. A thread per entry, which adds up the two bands that have its
