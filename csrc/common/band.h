@@ -36,6 +36,12 @@ struct Band {
     return clip(row + offset - left, row + rows + offset + right, all);
   }
 
+  // Keys within `all` that at least one query of [0, rows) attends to, so that no other one counts. `visited` joins the
+  // queries of a band without width, of which none attends to any.
+  ATTNKERN_HOST_DEVICE Range reached(int64_t rows, Range all) const {
+    return right < -left ? Range{all.begin, all.begin} : visited(0, rows, all);
+  }
+
   // Keys within `all` that every query of [row, row + rows) may attend to.
   ATTNKERN_HOST_DEVICE Range full(int64_t row, int64_t rows, Range all) const {
     return clip(row + rows - 1 + offset - left, row + 1 + offset + right, all);

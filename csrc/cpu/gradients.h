@@ -394,7 +394,7 @@ inline Rows<typename Op::Scalar> without_unattended_keys(const Backward& p, cons
                                                          Rows<typename Op::Scalar> k_rows) {
   const int64_t group = p.heads_q / p.heads_k;
   const bool by_band_alone = p.ranges.data == nullptr && (p.bias.data == nullptr || p.bias_dtype != DType::kBool);
-  const Range reached = p.band.right < -p.band.left ? Range{0, 0} : p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
+  const Range reached = p.band.reached(p.seqlen_q, {0, p.seqlen_k});
   if (by_band_alone && key >= reached.begin && key + keys <= reached.end) return k_rows;
   RowBits cleared{{bits_between({0, keys})}};
   cleared = rows_of_non_numbers<T, typename Op::Compute>(p.k, batch, head / group, key, p.head_dim, cleared);

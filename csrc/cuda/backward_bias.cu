@@ -81,7 +81,7 @@ struct OwnTiles {
   int col, col_end;
   __device__ __forceinline__ Range keys(int) const { return {col, col_end}; }
 };
-// Those of a band, each as many keys behind the one before as it is queries.
+// Those of a band: from one to the next, the first key moves as far as the first query.
 struct BandTiles : OwnTiles {
   __device__ __forceinline__ Range keys(int first_row) const {
     return {first_row + col, min(first_row + col + kBiasTile, col_end)};

@@ -21,7 +21,8 @@
 namespace attnkern::cuda {
 namespace {
 
-// Beside the fast path they are under way before it is known whether they are needed.
+// Beside the fast path the first rows are under way before it is known whether they are needed: then they are waited
+// for in any case, since shared memory must not be written meanwhile.
 template <class S>
 __device__ __forceinline__ void wait_for_first_rows(const Block<S>& block, const Shared<S>& shared) {
   if (block.any || !S::kFastPath) ptx::mbarrier_wait(shared.rows_full(0), 0);
@@ -461,7 +462,7 @@ int round_dq(const BackwardCall& p, const BackwardLaunch& launch, void* stream) 
 // Whether there may be a key that no query attends to, or a query without a key.
 bool excludes(const Attention& p) {
   const auto reaches_all = [](const Band& band, int64_t rows, int64_t columns) {
-    const Range reached = band.visited(0, rows, {0, columns});
+    const Range reached = band.reached(rows, {0, columns});
     return reached.begin == 0 && reached.end == columns;
   };
   return p.ranges.data != nullptr || !reaches_all(p.band, p.seqlen_q, p.seqlen_k) ||

@@ -75,6 +75,22 @@ class BandBlocksOfHeads : public BandBlocks<kBlock, true> {
   int begin_, head_, end_head_;
 };
 
+// run(own) for the keys of every 32nd of so many queries, from the lane's on: kAtOnce of them are read before one is
+// looked at. Past the last query, the last one's come again.
+template <int kAtOnce, typename Run>
+__device__ __forceinline__ void each_own_keys(const Score& p, const int32_t* ranges, int first, int count, Run run) {
+#pragma unroll 1
+  for (int row = threadIdx.x % 32; row < count; row += 32 * kAtOnce) {
+    OwnKeys own[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      own[n] = own_keys(p, ranges, first + (n == 0 ? row : min(row + n * 32, count - 1)));
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) run(own[n]);
+  }
+}
+
 // The blocks of keys that a tile of at most kRows queries of one head visits, by the band and the key ranges. For whole
 // warps. kAhead: the first blocks are found with the ranges of so many rows of a lane under way at a time, in as many
 // registers more.
@@ -101,20 +117,6 @@ class KeyBlocks {
   }
 
  private:
-  // run(own) for the keys of every 32nd row from the lane's on; past the last row for those of the last once more.
-  template <int kAtOnce, typename Run>
-  __device__ __forceinline__ void each_row(Run run) const {
-    const int32_t* ranges = ranges_of(p_, batch_, head_);
-#pragma unroll 1
-    for (int row = threadIdx.x % 32; row < rows_; row += 32 * kAtOnce) {
-      OwnKeys own[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n)
-        own[n] = own_keys(p_, ranges, first_row_ + (n == 0 ? row : min(row + n * 32, rows_ - 1)));
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) run(own[n]);
-    }
-  }
   // run(begin, end) for the two intervals of keys of a row.
   template <typename Run>
   __device__ __forceinline__ void each_interval(const OwnKeys& own, Run run) const {
@@ -139,8 +141,11 @@ class KeyBlocks {
                            static_cast<int>(full.end - begin_) / kBlock - window_);
       return;
     }
+    const auto each_row = [&](auto run) {
+      each_own_keys<kAtOnce>(p_, ranges_of(p_, batch_, head_), first_row_, rows_, run);
+    };
     int nearest = kNoBlock;
-    each_row<kAtOnce>([&](const OwnKeys& own) {
+    each_row([&](const OwnKeys& own) {
       each_interval(own, [&](int begin, int end) {
         if ((end - 1) / kBlock >= from) nearest = min(nearest, max(begin / kBlock, from));
       });
@@ -148,7 +153,7 @@ class KeyBlocks {
     window_ = __reduce_min_sync(0xffffffffu, nearest);
     if (window_ == kNoBlock) return;
     uint32_t seen = 0, full = ~0u;
-    each_row<kAtOnce>([&](const OwnKeys& own) {
+    each_row([&](const OwnKeys& own) {
       uint32_t covered = 0;
       each_interval(own, [&](int begin, int end) {
         seen |= bits_between(begin / kBlock - window_, (end + kBlock - 1) / kBlock - window_);
@@ -260,25 +265,16 @@ class QueryBlocks {
       masked_ = first_ + kBlock > p_.seqlen_q || begin_ - (first_ + kBlock - 1) < p_.low || end_ - 1 - first_ > p_.high;
       return true;
     }
-    const int32_t* ranges = ranges_of(p_, batch_, head_);
     bool some = false, all = true;
-#pragma unroll 1
-    for (int first = threadIdx.x % 32; first < kBlock; first += 32 * kAtOnce) {
-      OwnKeys own[kAtOnce];
+    each_own_keys<kAtOnce>(p_, ranges_of(p_, batch_, head_), first_, kBlock, [&](const OwnKeys& own) {
+      bool covers = false;
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n)
-        own[n] = own_keys(p_, ranges, first_ + (n == 0 ? first : min(first + n * 32, kBlock - 1)));
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        bool covers = false;
-#pragma unroll
-        for (int which = 0; which < 2; ++which) {
-          some |= max(own[n].begin[which], begin_) < min(own[n].end[which], end_);
-          covers |= own[n].begin[which] <= begin_ && own[n].end[which] >= end_;
-        }
-        all &= covers;
+      for (int which = 0; which < 2; ++which) {
+        some |= max(own.begin[which], begin_) < min(own.end[which], end_);
+        covers |= own.begin[which] <= begin_ && own.end[which] >= end_;
       }
-    }
+      all &= covers;
+    });
     masked_ = !__all_sync(0xffffffffu, all);
     return __any_sync(0xffffffffu, some);
   }
