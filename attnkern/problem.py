@@ -33,7 +33,7 @@ from .arguments import (
     show,
     type_error,
 )
-from .mask import Mask, check_sizes, intersection_of_ranges, replicated
+from .mask import Mask, check_sizes, replicated
 from .packed import Jagged, of_jagged
 from .params import (
     DTYPES,
@@ -47,7 +47,7 @@ from .params import (
     ends_are_dense,
     holds,
 )
-from .shapes import Sizes, View, broadcast, broadcast_sizes, equal, fit, shared_heads
+from .shapes import Sizes, View, broadcast_sizes, equal, fit, shared_heads
 from .signatures import Inputs, for_operators
 
 _NUMBERS = frozenset((int, float))
@@ -541,23 +541,7 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor 
         raise RuntimeError(
             f"attnkern: attn_mask must be a Mask of one {one} for query {show(query.shape)}, got {mask.shape}"
         )
-    if mask.ranges is None:
-        return mask.dense_of_bits()[(0,) * missing], key_ranges
-    ranges = mask.ranges[(0,) * missing]
-    if key_ranges is None:
-        return None, ranges
-    # Both: two ranges per row at most, or else the mask as bools. (What key_ranges must not be is said later.)
-    if (
-        type(key_ranges) is Tensor
-        and key_ranges.dim() >= 2
-        and key_ranges.shape[-1] == 2
-        and key_ranges.shape[-2] * ranges.shape[-2] <= 2
-        and key_ranges.dtype in (torch.int32, torch.int64)
-        and key_ranges.device == ranges.device
-        and broadcast(key_ranges.shape[:-2], ranges.shape[:-2])
-    ):
-        return None, intersection_of_ranges(ranges, key_ranges)
-    return mask.to_dense()[(0,) * missing], key_ranges
+    return mask.as_arguments((0,) * missing, key_ranges)
 
 
 def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: Sizes) -> None:

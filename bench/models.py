@@ -460,12 +460,7 @@ def _speed(timing: Timing, timings: dict[str, Timing]) -> Row:
     ratios = timing.ratios(baseline)
     limit = timings[LEFT_OUT].ratio(timing)
     return {
-        "seconds": timing.median,
-        "p20": timing.quantile(0.2),
-        "p80": timing.quantile(0.8),
-        "rounds": len(timing.kept),
-        "dropped": timing.dropped,
-        "clean": timing.clean,
+        **timing.row(),
         "ratio": timing.ratio(baseline),
         "ratio_p20": quantile(ratios, 0.2),
         "ratio_p80": quantile(ratios, 0.8),

@@ -188,12 +188,7 @@ def _speed(
 
     flops, moved = case.flops(pass_name), case.bytes_moved(pass_name)
     return {
-        "seconds": timing.median,
-        "p20": timing.quantile(0.2),
-        "p80": timing.quantile(0.8),
-        "rounds": len(timing.kept),
-        "dropped": timing.dropped,
-        "clean": timing.clean,
+        **timing.row(),
         "flops_per_second": flops / timing.median,
         "peak_share": share(flops, PEAK),
         "peak": limits[PEAK].label,

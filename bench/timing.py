@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +68,17 @@ class Timing:
 
     def quantile(self, q: float) -> float:
         return quantile(self.kept, q)
+
+    def row(self) -> dict[str, Any]:
+        """What every row of a run says of its times."""
+        return {
+            "seconds": self.median,
+            "p20": self.quantile(0.2),
+            "p80": self.quantile(0.8),
+            "rounds": len(self.kept),
+            "dropped": self.dropped,
+            "clean": self.clean,
+        }
 
     def ratios(self, baseline: Timing) -> list[float]:
         """Times faster than the baseline in each round that both took part in."""

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("triton")
-
 from gate import cases, cycles, rules, sass
 from gate.binary import GateError, Kernel, pack, unpack
 from gate.case import KIB, Budget, Case, Cuda

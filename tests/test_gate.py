@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("triton")
 import triton
 import triton.language as tl
 

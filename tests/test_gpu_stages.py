@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("triton")
 import torch
 from attnkern.triton_kernels import configs, launch
 

@@ -5,8 +5,6 @@ import json
 import re
 
 import pytest
-
-pytest.importorskip("triton")
 import torch
 from attnkern.triton_kernels import configs, plan
 

@@ -8,8 +8,6 @@ import math
 import subprocess
 
 import pytest
-
-pytest.importorskip("triton")
 import torch
 from attnkern.triton_kernels import configs, launch, plan
 

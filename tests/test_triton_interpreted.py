@@ -9,8 +9,6 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("triton")
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -5,8 +5,6 @@ import itertools
 import math
 
 import pytest
-
-pytest.importorskip("triton")
 import torch
 import triton
 import triton.language as tl

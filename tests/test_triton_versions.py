@@ -11,8 +11,6 @@ import sys
 from collections import Counter
 
 import pytest
-
-pytest.importorskip("triton")
 import triton
 
 import triton_variants

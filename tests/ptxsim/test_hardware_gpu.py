@@ -2,8 +2,6 @@
 ISA promises a result, by the tolerance rule for the flash kernels. Skipped without a GPU of the kernel's generation."""
 
 import pytest
-
-pytest.importorskip("triton")
 import torch
 
 from ptxsim import hardware

@@ -4,8 +4,6 @@ Which of them notice what when they are broken is test_planted_bugs.py's matter.
 """
 
 import pytest
-
-pytest.importorskip("triton")
 import torch
 
 from ptxsim.kernels import references, triton_cases

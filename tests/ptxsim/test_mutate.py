@@ -5,8 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("triton")
 import triton
 
 from ptxsim import mutate

@@ -4,8 +4,6 @@ import re
 
 import pytest
 
-pytest.importorskip("triton")
-
 from ptxsim import planted_bugs
 
 SUBJECTS = {subject.name: subject for subject in planted_bugs.subjects()}

@@ -4,8 +4,6 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("triton")
-
 from ptxsim.kernels import references, triton_cases
 
 FORWARD = {"heads": 2, "group": 1, "seqlen_q": 256, "seqlen_k": 256}

@@ -4,8 +4,6 @@ ISA independently, and whose kernels run on hardware."""
 import re
 
 import pytest
-
-pytest.importorskip("triton")
 import torch
 import triton
 import triton.language as tl
