@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
         mask, ranges = attn_mask, None
         if attn_mask is not None:
             mask, ranges = _as_ranges(attn_mask, None, query, key)
-        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges, None, False, backend
+        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges, None, None, False, backend
         result = cpu.call(query, key, value, mask, *options)
         if result is not None:
             return result
@@ -105,6 +105,7 @@ def attention(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     relative_bias_center: int | None = None,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -132,6 +133,11 @@ def attention(
             such number. Differentiable. `alibi` and `t5_relative_bias` make it. Beside an attn_mask that is no Mask of
             ranges the two become one dense bias (a bool mask's False is -inf, then).
         relative_bias_center: an index into relative_bias: where the distance 0 stands; None: L - 1.
+        block_table: (B, pages of a sequence), int32 or int64: key and value are pools of pages then, (pages, Hk, size,
+            E) and (pages, Hv, size, Ev), with a power of two from 16 on as size and any strides, and key j of sequence
+            b is row j % size of page block_table[b, j // size], S is pages of a sequence * size. key_ranges say which
+            keys there are; numbers of pages that no query attends to are not looked at. query is (B, Hq, L, E). Not
+            differentiable, nor are the other arguments beside it. `attnkern.PagedCache` keeps pages.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -147,7 +153,7 @@ def attention(
     """
     options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap
     if (
-        has_torch_function_variadic(query, key, value, attn_mask, key_ranges, sinks, relative_bias)
+        has_torch_function_variadic(query, key, value, attn_mask, key_ranges, sinks, relative_bias, block_table)
         or torch.compiler.is_compiling()
     ):
         result = _override(
@@ -165,6 +171,7 @@ def attention(
             sinks=sinks,
             relative_bias=relative_bias,
             relative_bias_center=relative_bias_center,
+            block_table=block_table,
             return_lse=return_lse,
             backend=backend,
         )
@@ -172,13 +179,13 @@ def attention(
             return result
     elif relative_bias is None is relative_bias_center:
         mask, ranges = attn_mask, key_ranges
-        if attn_mask is not None:
+        if attn_mask is not None and block_table is None:
             mask, ranges = _as_ranges(attn_mask, key_ranges, query, key)
-        result = cpu.call(query, key, value, mask, *options, ranges, sinks, return_lse, backend)
+        result = cpu.call(query, key, value, mask, *options, ranges, sinks, block_table, return_lse, backend)
         if result is not None:
             return result
     relative = relative_bias, relative_bias_center
-    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, sinks, *relative)
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, sinks, *relative, block_table)
     out, lse = apply(problem, backend, return_lse)
     return (out, lse) if return_lse else out
 
@@ -210,6 +217,7 @@ def explain(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     relative_bias_center: int | None = None,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Explanation:
@@ -221,7 +229,7 @@ def explain(
     """
     options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
     biases = sinks, relative_bias, relative_bias_center
-    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, *biases)
+    problem = Problem.from_sdpa(query, key, value, attn_mask, *options, *biases, block_table)
     return _backends.explain(problem, backend)
 
 

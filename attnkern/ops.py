@@ -28,6 +28,7 @@ from .params import (
     GRAD_GRAD_LSE,
     GRAD_GRAD_OUT,
     GRAD_SINKS,
+    LEAST_PAGE,
     SCHEMA,
     AttentionParams,
     empty_like_heads,
@@ -129,10 +130,24 @@ def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *param
     _require(len(q.shape) == len(k.shape) == len(v.shape) == 4, "q, k and v must have 4 dimensions")
     _require(q.dtype in DTYPES and q.dtype == k.dtype == v.dtype, "q, k and v must have one floating dtype")
     (batch, heads, seqlen_q, head_dim), (_, heads_k, seqlen_k, _), heads_v = q.shape, k.shape, v.shape[1]
+    table = inputs.block_table
     _require(
-        k.shape[0] == v.shape[0] == batch and k.shape[3] == head_dim and v.shape[2] == seqlen_k,
+        k.shape[0] == v.shape[0]
+        and k.shape[3] == head_dim
+        and v.shape[2] == seqlen_k
+        and (table is not None or k.shape[0] == batch),
         "the sizes of q, k and v do not fit",
     )
+    if table is not None:
+        _require(
+            table.dtype == torch.int32 and len(table.shape) == 2 and table.shape[0] == batch,
+            "block_table must be int32 (B, pages of a sequence)",
+        )
+        _require(
+            seqlen_k >= LEAST_PAGE and seqlen_k & (seqlen_k - 1) == 0 and (k.shape[0] > 0 or table.shape[1] == 0),
+            f"the rows of a page must be a power of two from {LEAST_PAGE} on",
+        )
+        seqlen_k *= table.shape[1]
     _require(
         heads == 0 or (heads_k > 0 and heads_v > 0 and heads % heads_k == 0 and heads % heads_v == 0),
         "the heads of k and v must divide those of q",
@@ -191,6 +206,10 @@ def _check_results(q: Tensor, v: Tensor, lse_of: dict[str, Tensor | None], **out
     for name, x in lse_of.items():
         fits = x is None or (x.shape == q.shape[:3] and x.dtype == exact)
         _require(fits, f"{name} must have shape (batch, heads, seqlen_q) and be float32 (float64 for float64)")
+
+
+def _check_not_in_pages(inputs: Inputs) -> None:
+    _require(inputs.block_table is None, "there is no gradient of keys and values in pages")
 
 
 def _check_tangent_devices(inputs: Inputs, prefix: str, tangents: Derivatives) -> None:
@@ -320,6 +339,7 @@ def _check_backward(call: Any, bits: Sequence[int]) -> AttentionParams:
     """Of the arguments of backward, or second_backward."""
     q, v = call.inputs.q, call.inputs.v
     params = _checked(call.inputs, call.params)
+    _check_not_in_pages(call.inputs)
     _check_results(q, v, {"lse": call.lse, "grad_lse": call.grad_lse}, out=call.out, grad_out=call.grad_out)
     _check_grad_mask(call.grad_mask, bits, call.inputs)
     return params
@@ -363,6 +383,7 @@ def route_tangent(*flat):
     """`attnkern::tangent` by the backend that is its last argument."""
     call = TANGENT.of(flat)
     params = _checked(call.inputs, call.params)
+    _check_not_in_pages(call.inputs)
     _check_results(call.inputs.q, call.inputs.v, {"lse": call.lse}, out=call.out)
     _check_tangents(call.inputs, "t", call.tangents)
     problem = Problem.of_inputs(call.inputs, params)

@@ -27,6 +27,8 @@ MAX_HEAD_DIM = 512
 """The largest head size that GPU kernels take,"""
 MAX_LENGTH = 2**30 - 1
 """the longest sequence (a row and a bound of the band add up within 32 bits),"""
+LEAST_PAGE = 16
+"""the least rows of a page of keys and values,"""
 DECODE_MAX_ROWS = 64
 """and the most rows of queries, over the query heads that share a key head, that are decoding: kernels of its own."""
 

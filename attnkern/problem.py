@@ -35,6 +35,7 @@ from .arguments import (
 )
 from .mask import Mask, check_sizes, replicated
 from .packed import Jagged, of_jagged
+from .pages import Pages, pages_of
 from .params import (
     DTYPES,
     UNBOUNDED,
@@ -68,11 +69,17 @@ class Problem(NamedTuple):
     params: AttentionParams
     # Leading dimensions of the caller's output; None: (B, Hq), as here; or the jagged tensor that it is to be like.
     lead: tuple[int, ...] | Jagged | None
+    # Where keys and values lie in pages; k and v are then views of the right sizes, which hold others.
+    pages: Pages | None = None
 
     @classmethod
     def of_inputs(cls, inputs: Inputs, params: AttentionParams) -> Problem:
         """Of an operator's arguments, which are validated."""
-        return cls(inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks, inputs.key_ranges, params, None)
+        k, v, pages = inputs.k, inputs.v, None
+        if inputs.block_table is not None:
+            pages = Pages(k, v, inputs.block_table)
+            k, v = pages.views()
+        return cls(inputs.q, k, v, inputs.bias, inputs.sinks, inputs.key_ranges, params, None, pages)
 
     def inputs(self, philox_seed: Tensor | None = None) -> Inputs:
         """An operator's arguments."""
@@ -80,7 +87,8 @@ class Problem(NamedTuple):
 
     def given(self, philox_seed: Tensor | None = None) -> Inputs:
         """The same, but for sinks (Hq,): `autograd.attention` takes them as they are."""
-        return Inputs(self.q, self.k, self.v, self.bias, self.sinks, self.ranges, philox_seed)
+        k, v, table = (self.k, self.v, None) if self.pages is None else self.pages
+        return Inputs(self.q, k, v, self.bias, self.sinks, self.ranges, philox_seed, table)
 
     @classmethod
     def from_sdpa(
@@ -100,8 +108,16 @@ class Problem(NamedTuple):
         sinks: Tensor | None = None,
         relative_bias: Tensor | None = None,
         relative_bias_center: int | None = None,
+        block_table: Tensor | None = None,
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
+        if block_table is not None:
+            pages = pages_of(query, key, value, block_table)
+            options: Any = attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
+            key, value = pages.views()
+            biases: Any = sinks, relative_bias, relative_bias_center
+            problem = cls.from_sdpa(query, key, value, *(*options, *biases))
+            return problem._replace(pages=pages)
         given = attn_mask
         if isinstance(attn_mask, Mask):
             attn_mask, key_ranges = _of_mask(attn_mask, key_ranges, query, key)
@@ -204,7 +220,7 @@ class Problem(NamedTuple):
                 raise ValueError("attnkern: relative_bias_center needs relative_bias")
         else:
             mask = _with_relative(mask, relative_bias, relative_bias_center, query, key)
-        return tuple.__new__(cls, (query, key, value, mask, sinks, key_ranges, normal.params, normal.lead))
+        return tuple.__new__(cls, (query, key, value, mask, sinks, key_ranges, normal.params, normal.lead, None))
 
     @classmethod
     def _of_jagged(
@@ -259,6 +275,8 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         """One line that says what was asked for: used by `explain` and in errors."""
         parts = [describe(name, x) for name, x in (("query", self.q), ("key", self.k), ("value", self.v))]
+        if self.pages is not None:
+            parts.append(f"in {self.pages.key.shape[0]} pages of {self.pages.key.shape[2]}")
         if self.bias is not None:
             parts.append(describe("relative bias" if relative.by_distance(self.bias) else "mask", self.bias))
         if self.ranges is not None:

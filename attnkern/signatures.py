@@ -42,6 +42,9 @@ class Inputs(NamedTuple):
     # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
     key_ranges: Tensor | None = None
     philox_seed: Tensor | None = None  # int64: a key for each of equal consecutive groups of the batch
+    # int32 (B, pages of a sequence): k is (pages, Hk, size, E), v (pages, Hv, size, Ev), and key j of a sequence is row
+    # j % size of page block_table[sequence, j // size]. Forward only
+    block_table: Tensor | None = None
 
     @property
     def differentiable(self) -> Derivatives:

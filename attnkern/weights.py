@@ -90,7 +90,7 @@ def attention_weights(
         )
     options = 0, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges, sinks
     problem = Problem.from_sdpa(query, key, key, attn_mask, *options)
-    q, k, v, bias, _, ranges, params, lead = problem
+    q, k, v, bias, _, ranges, params, lead, _ = problem
     sinks = problem.inputs().sinks
     if isinstance(lead, Jagged):
         raise ValueError("attnkern: attention_weights takes dense tensors: give it one sequence of query.unbind()")

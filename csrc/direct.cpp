@@ -332,11 +332,12 @@ int64_t bound_of(PyObject* x) {
 // those here and in fill(). 4-D tensors of one batch, no gradient, no dropout.
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 15) return nullptr;
+    if (count != 16) return nullptr;
     PyObject *const mask = arguments[3], *const dropout_p = arguments[4], *const is_causal = arguments[5],
                     *const scale = arguments[6], *const enable_gqa = arguments[7], *const window = arguments[8],
                     *const alignment = arguments[9], *const softcap = arguments[10], *const key_ranges = arguments[11],
-                    *const sinks = arguments[12], *const return_lse = arguments[13], *const backend = arguments[14];
+                    *const sinks = arguments[12], *const block_table = arguments[13], *const return_lse = arguments[14],
+                    *const backend = arguments[15];
     // First of all: a GPU's users are not to wait for the rest.
     const auto has = [](PyObject* x, PyObject* attribute) {
       return Owned(PyObject_GetAttr(x, attribute)).get() == &_Py_TrueStruct;
@@ -360,6 +361,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (mask != kNone && !inputs.bias.emplace().read(mask)) return nullptr;
     if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
     if (key_ranges != kNone && !inputs.key_ranges.emplace().read(key_ranges)) return nullptr;
+    if (block_table != kNone && !inputs.block_table.emplace().read(block_table)) return nullptr;
     if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;
     const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };
     if (enable_gqa == &_Py_FalseStruct && !(same_heads(k) && same_heads(v))) return nullptr;
@@ -370,7 +372,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     params.window_right = window == kNone ? kUnbounded : bound_of(PyTuple_GetItem(window, 1));
     if (params.window_left < 0 || params.window_right < 0 || PyErr_Occurred() != nullptr) return nullptr;
     if (is_causal == &_Py_TrueStruct) params.window_right = 0;  // bounds are not negative: this is the tighter one
-    params.band_offset = bottom_right ? k.size(2) - q.size(2) : 0;
+    const int64_t pages = block_table == kNone ? 1 : inputs.block_table->dim() == 2 ? inputs.block_table->size(1) : 0;
+    params.band_offset = bottom_right ? pages * k.size(2) - q.size(2) : 0;
     const bool need_lse = return_lse == &_Py_TrueStruct;
     auto [out, lse] = attnkern::cpu::forward<Python>(inputs, params, need_lse);
     return need_lse ? tuple_of(out, lse) : out.release();

@@ -186,3 +186,19 @@ def random_packed(seed: int, **kinds: Any) -> tuple[Inputs, dict[str, Any], Pack
     if kinds.get("poison") and rng.random() < 0.5:
         inputs = inputs.with_poison(rng.choice([math.nan, math.inf]))
     return inputs, options, Packed(ends_q, ends_k, used)
+
+
+def in_pages(size, *tensors, pages=None):
+    """Keys and values (B, H, S, D) in pools (pages, H, size, D) of pages in any order, and the int32 block_table. What
+    no sequence has is NaN."""
+    batch, _, length, _ = tensors[0].shape
+    each = -(-length // size)
+    pages = batch * each + 3 if pages is None else pages
+    places = torch.randperm(pages)[: batch * each].view(batch, each).to(tensors[0].device)
+    pools = []
+    for x in tensors:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, each * size - length), value=math.nan)
+        pool = torch.full((pages, x.shape[1], size, x.shape[3]), math.nan, dtype=x.dtype, device=x.device)
+        pool[places] = padded.unflatten(2, (each, size)).transpose(1, 2)
+        pools.append(pool)
+    return pools, places.int()

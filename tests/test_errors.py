@@ -267,6 +267,7 @@ def arguments_of(operator):
         "sinks": t(2, 4),
         "key_ranges": torch.tensor([[0, 7]], dtype=torch.int32).expand(2, 1, 5, 1, 2),
         "philox_seed": None,
+        "block_table": None,
         **SCORE,
         "out": t(2, 4, 5, 6),
         "grad_out": t(2, 4, 5, 6),
@@ -376,6 +377,10 @@ RAW = {
     "sinks of another size": (OPERATORS, {"sinks": t(2, 3)}, "sinks must be"),
     "sinks without a head": (OPERATORS, {"sinks": t(2, 4, 1)}, "sinks must be"),
     "gradient of no sinks": (OPERATORS[1::2], {"sinks": None, "cot_dsinks": None}, "sinks .* have no gradient"),
+    "pages of another dtype": (OPERATORS[:1], {"block_table": t(2, 1).long()}, "block_table must be int32"),
+    "pages of another batch": (OPERATORS[:1], {"block_table": t(1, 1).int()}, "block_table must be int32"),
+    "small pages": (OPERATORS[:1], {"block_table": t(2, 1).int()}, "rows of a page must be a power of two from 16"),
+    "pages beside a gradient": (OPERATORS[1:2], {"block_table": t(2, 1).int()}, "rows of a page must be a power"),
     "tsinks without sinks": (OPERATORS[2:3], {"sinks": None}, "tsinks must be None"),
 }
 

@@ -58,6 +58,7 @@ def test_dtypes_bits_and_limits():
     assert constant("kMaxHeadDim") == params.MAX_HEAD_DIM
     assert constant("kMaxLength") == params.MAX_LENGTH
     assert constant("kDecodeMaxRows") == params.DECODE_MAX_ROWS
+    assert constant("kLeastPage") == params.LEAST_PAGE
 
 
 def arguments_of(name):

@@ -177,6 +177,8 @@ class _Attention(torch.autograd.Function):
         given, (*params, backend) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
         q, k, v = (stack(x, dim, n) for x, dim in ((given.q, dims.q), (given.k, dims.k), (given.v, dims.v)))
         batch = q.shape[1]
+        if given.block_table is not None:
+            raise NotImplementedError("attnkern: vmap takes no block_table: give the call a larger batch")
         seed = given.philox_seed
         if seed is not None:
             seed = stack(seed, dims.philox_seed, n).reshape(-1).contiguous()

@@ -34,7 +34,7 @@ def weights(
 
     That loses nothing: backward differentiates the softmax, of which lse is an intermediate result.
     """
-    q, k, _, bias, sinks, ranges, _ = problem.inputs()
+    q, k, _, bias, sinks, ranges, *_ = problem.inputs()
     params = problem.params
     if ranges is not None:  # the weights are as large as any mask
         keep = within_ranges(ranges, slice(0, k.shape[2]))

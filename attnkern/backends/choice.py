@@ -74,7 +74,7 @@ class Call(NamedTuple):
 
 def call_of(problem: Problem, capability: int, training: bool | None = None) -> Call:
     """A CUDA call as rules see it. training: whether a backward pass follows; None: that is seen of the inputs."""
-    q, k, v, bias, sinks, ranges, params, _ = problem
+    q, k, v, bias, sinks, ranges, params, *_ = problem
     tensors = [x for x in (q, k, v, bias, sinks) if x is not None]
     if training is None:
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -75,6 +75,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
     if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
+    if problem.pages is not None:
+        reasons.append("keys and values lie in pages")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
         reasons.append(f"length {length} is above {MAX_LENGTH}")
     return reasons

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from .. import relative, rng
 from ..arguments import autocasts
+from ..packed import may_look
+from ..pages import Pages, check_table
 from ..params import AttentionParams, is_length_major, within_ranges
 from ..problem import Problem
 from ..signatures import Inputs
@@ -45,7 +47,12 @@ def unavailable() -> str | None:
 
 def forward(problem: Problem, philox_seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (B, Hq, L, Ev) in q's dtype and lse (B, Hq, L) in float32 (float64 for float64)."""
-    out, lse = attention(problem.inputs(philox_seed), problem.params)
+    inputs = problem.inputs(philox_seed)
+    if problem.pages is not None and may_look(problem.pages.table):
+        seqlen_q, seqlen_k = problem.q.shape[2], problem.k.shape[2]
+        used = may_attend(seqlen_q, seqlen_k, None, problem.ranges, problem.params, problem.q.device)
+        check_table(problem.pages, None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape))
+    out, lse = attention(inputs, problem.params)
     if is_length_major(problem.q.shape, problem.q.stride()):
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, lse
@@ -56,6 +63,8 @@ def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return attention(inputs, params)
+    if inputs.block_table is not None:
+        k, v = Pages(k, v, inputs.block_table).gathered()
     batch, num_heads, seqlen_q, _ = q.shape
     k, v = per_query_head(k, num_heads), per_query_head(v, num_heads)
     live = may_attend(seqlen_q, k.shape[-2], bias, inputs.key_ranges, params, q.device)

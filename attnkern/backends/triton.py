@@ -63,6 +63,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
     if 0 in (q.shape[3], v.shape[3]):
         reasons.append("head size is 0")
+    if problem.pages is not None:
+        reasons.append("keys and values lie in pages")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
         reasons.append(f"length {length} is above {MAX_LENGTH}")
     if triton_interpreted.asked:
@@ -103,7 +105,7 @@ def plan(problem: Problem) -> list[str]:
 def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     """Name and `Step` of the launches of a call, in order; and how many splits of the keys there are, if any."""
     plans = _plans()
-    q, k, v, bias, of_heads, ranges, params, _ = problem
+    q, k, v, bias, of_heads, ranges, params, *_ = problem
     index = q.get_device()
 
     def spec(x: Tensor, as_it_is: bool) -> Any:

@@ -33,7 +33,9 @@ constexpr int kParamCount = 0 ATTNKERN_PARAMS(ATTNKERN_AS_ONE);
 #define ATTNKERN_TENSORS_AFTER_Q(X) \
   X(Tensor, k)                      \
   X(Tensor, v)                      \
-  X(OptionalTensor, bias) X(OptionalTensor, sinks) X(OptionalTensor, key_ranges) X(OptionalTensor, philox_seed)
+  X(OptionalTensor, bias)           \
+  X(OptionalTensor, sinks)          \
+  X(OptionalTensor, key_ranges) X(OptionalTensor, philox_seed) X(OptionalTensor, block_table)
 #define ATTNKERN_TENSORS(X) X(Tensor, q) ATTNKERN_TENSORS_AFTER_Q(X)
 constexpr int kTensorCount = 0 ATTNKERN_TENSORS(ATTNKERN_AS_ONE);
 #undef ATTNKERN_AS_ONE
@@ -67,12 +69,24 @@ struct KeyRanges {
   int64_t count = 0, batch = 1, heads = 1;  // ranges of a row; for how many entries of the batch and heads they differ
 };
 
+// Where keys and values lie that come in pages: row `key` of entry b of the batch is row `key % size` of page
+// table[b][key / size]. The pages of a pool have one size, a power of two that is kLeastPage or more.
+struct Pages {
+  const int32_t* table = nullptr;  // null: there are none
+  int64_t stride = 0;              // of the batch, in numbers
+  int64_t count = 0;               // pages of the pool; a number that isn't one of a page counts as 0
+  int64_t first = 0;               // which row of the table is the call's key 0
+  int32_t shift = 0;               // log2 of the rows of a page
+};
+constexpr int64_t kLeastPage = 16;
+
 // softmax(cap(scale * q k^T) + bias within the band and the ranges) v, for the shapes below.
 // Query head h reads key head h / (heads_q / heads_k) and value head h / (heads_q / heads_v).
 struct Attention : AttentionParams {  // with dropout_p as entries are drawn
   DType dtype;
   int64_t batch, heads_q, heads_k, heads_v, seqlen_q, seqlen_k, head_dim, head_dim_v;
   View q, k, v;  // (B, Hq, L, E), (B, Hk, S, E), (B, Hv, S, Ev): any strides
+  Pages pages;   // if there are any, k is (pages, Hk, size, E) and v (pages, Hv, size, Ev); forward pass only
   View bias;     // (B|1, Hq|1, L|1, S|1), data null if there is none; bool: true = attend
   DType bias_dtype;
   int64_t bias_size[4];

@@ -98,8 +98,23 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
                   "attnkern: q, k and v must have one floating dtype");
   p.batch = q.size(0), p.heads_q = q.size(1), p.seqlen_q = q.size(2), p.head_dim = q.size(3);
   p.heads_k = k.size(1), p.seqlen_k = k.size(2), p.heads_v = v.size(1), p.head_dim_v = v.size(3);
-  STD_TORCH_CHECK(k.size(0) == p.batch && v.size(0) == p.batch && k.size(3) == p.head_dim && v.size(2) == p.seqlen_k,
+  const bool in_pages = inputs.block_table.has_value();
+  STD_TORCH_CHECK(k.size(0) == v.size(0) && k.size(3) == p.head_dim && v.size(2) == p.seqlen_k &&
+                      (in_pages || k.size(0) == p.batch),
                   "attnkern: the sizes of q, k and v do not fit");
+  p.pages = {};
+  if (in_pages) {
+    const Tensor& table = *inputs.block_table;
+    const int64_t size = k.size(2), count = k.size(0), each = table.dim() == 2 ? table.size(1) : 0;
+    STD_TORCH_CHECK(table.scalar_type() == torch::headeronly::ScalarType::Int && table.dim() == 2 &&
+                        table.size(0) == p.batch && (each <= 1 || table.stride(1) == 1) && (count > 0 || each == 0),
+                    "attnkern: block_table must be int32 (B, pages of a sequence), dense in the last dimension");
+    STD_TORCH_CHECK(size >= kLeastPage && (size & (size - 1)) == 0,
+                    "attnkern: the rows of a page must be a power of two from ", kLeastPage, " on, got ", size);
+    p.pages = {static_cast<const int32_t*>(table.data_ptr()), table.size(0) == 1 ? 0 : table.stride(0), count, 0,
+               static_cast<int32_t>(__builtin_ctzll(static_cast<unsigned long long>(size)))};
+    p.seqlen_k = each * size;
+  }
   STD_TORCH_CHECK(
       p.heads_q == 0 || (p.heads_k > 0 && p.heads_v > 0 && p.heads_q % p.heads_k == 0 && p.heads_q % p.heads_v == 0),
       "attnkern: the heads of k and v must divide those of q");

@@ -65,6 +65,38 @@ inline T* at(const View& view, int64_t batch, int64_t head, int64_t row = 0, int
          column * view.stride[3];
 }
 
+// Rows of keys or of values, which may lie in pages.
+struct KeyRows : View {
+  KeyRows(const View& view, const Pages& given) : View(view), pages(given) {}
+  Pages pages;
+};
+
+template <class T>
+inline T* at(const KeyRows& rows, int64_t batch, int64_t head, int64_t row, int64_t column = 0) {
+  const Pages& pages = rows.pages;
+  if (pages.table == nullptr) return at<T>(static_cast<const View&>(rows), batch, head, row, column);
+  const int64_t place = pages.first + row, given = pages.table[batch * pages.stride + (place >> pages.shift)];
+  const int64_t page = given >= 0 && given < pages.count ? given : 0;
+  return at<T>(static_cast<const View&>(rows), page, head, place & ((int64_t{1} << pages.shift) - 1), column);
+}
+
+// How many rows from `row` on lie one after the other.
+inline int64_t rows_together(const View&, int64_t) { return kUnbounded; }
+inline int64_t rows_together(const KeyRows& rows, int64_t row) {
+  if (rows.pages.table == nullptr) return kUnbounded;
+  const int64_t size = int64_t{1} << rows.pages.shift;
+  return size - ((rows.pages.first + row) & (size - 1));
+}
+
+// body(first row, number of rows) for each run of rows that lie one after the other.
+template <class AnyRows, class Body>
+inline void for_runs(const AnyRows& view, int64_t row, int64_t rows, const Body& body) {
+  for (int64_t i = 0, now; i < rows; i += now) {
+    now = min64(rows - i, rows_together(view, row + i));
+    body(i, now);
+  }
+}
+
 // Whether rows are read as they lie in memory.
 inline bool reads_in_place(const View& view, int64_t columns) { return view.stride[3] == 1 || columns <= 1; }
 
@@ -79,6 +111,21 @@ inline PrefetchRows rows_to_prefetch(const View& view, int64_t batch, int64_t he
   const int64_t count = reads_in_place(view, columns) ? max64(0, min64(rows, end - row)) : 0;
   return {reinterpret_cast<const char*>(at<T>(view, batch, head, row)), view.stride[2] * kBytes, count,
           columns * kBytes};
+}
+template <class T>
+inline PrefetchRows rows_to_prefetch(const KeyRows& rows, int64_t batch, int64_t head, int64_t row, int64_t count,
+                                     int64_t end, int64_t columns) {
+  const Pages& pages = rows.pages;
+  const View& pool = rows;
+  if (pages.table == nullptr) return rows_to_prefetch<T>(pool, batch, head, row, count, end, columns);
+  if (row >= end) return {};
+  PrefetchRows found = rows_to_prefetch<T>(pool, 0, head, 0, count, end - row, columns);
+  found.pages = found.row;
+  found.row = reinterpret_cast<const char*>(at<T>(rows, batch, head, row));
+  found.in_page = rows_together(rows, row);
+  found.next_page = pages.table + batch * pages.stride + ((pages.first + row) >> pages.shift) + 1;
+  found.page_step = pool.stride[0] * static_cast<int64_t>(sizeof(T)), found.page_rows = int64_t{1} << pages.shift;
+  return found;
 }
 
 // Rows of operands with column stride 1: the user's own memory where it will do, else a converted copy.
@@ -110,33 +157,36 @@ inline int64_t row_scalars(int64_t columns) {
 }
 
 // Rows of a block as operand A (or, padded = true, as operand B: whole vectors may be read from every row).
-template <class Op, class T>
-inline Rows<typename Op::Scalar> operand_rows(const View& view, int64_t batch, int64_t head, int64_t row, int64_t rows,
-                                              int64_t columns, typename Op::Scalar* scratch, bool padded = false) {
+template <class Op, class T, class AnyRows>
+inline Rows<typename Op::Scalar> operand_rows(const AnyRows& view, int64_t batch, int64_t head, int64_t row,
+                                              int64_t rows, int64_t columns, typename Op::Scalar* scratch,
+                                              bool padded = false) {
   using Scalar = typename Op::Scalar;
-  const T* source = at<T>(view, batch, head, row);
-  const int64_t row_stride = view.stride[2], column_stride = view.stride[3];
-  const bool unit = column_stride == 1 || columns <= 1;
+  const int64_t row_stride = view.stride[2], column_stride = view.stride[3], step = row_scalars<Op>(columns);
+  const bool unit = column_stride == 1 || columns <= 1, together = rows <= rows_together(view, row);
   if constexpr (Op::kPack == 1) {
     if constexpr (std::is_same_v<T, Scalar>)
-      if (unit && !(padded && columns % Op::S::kLanes != 0)) return {source, row_stride};
-    const int64_t step = row_scalars<Op>(columns);
-    convert_rows<Scalar>(source, row_stride, unit ? 1 : column_stride, rows, columns, scratch, step);
-    return {scratch, step};
+      if (unit && together && !(padded && columns % Op::S::kLanes != 0))
+        return {at<T>(view, batch, head, row), row_stride};
+    for_runs(view, row, rows, [&](int64_t first, int64_t count) {
+      convert_rows<Scalar>(at<T>(view, batch, head, row + first), row_stride, unit ? 1 : column_stride, count, columns,
+                           scratch + first * step, step);
+    });
   } else {
-    if (unit && columns % 2 == 0 && row_stride % 2 == 0)
-      return {reinterpret_cast<const Scalar*>(source), row_stride / 2};
-    const int64_t step = row_scalars<Op>(columns);
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* from = source + r * row_stride;
-      T* to = reinterpret_cast<T*>(scratch + r * step);
-      if (unit) std::memcpy(to, from, static_cast<size_t>(columns) * sizeof(T));
-      else
-        for (int64_t c = 0; c < columns; ++c) to[c] = from[c * column_stride];
-      if (columns % 2 != 0) to[columns] = T{};
-    }
-    return {scratch, step};
+    if (unit && together && columns % 2 == 0 && row_stride % 2 == 0)
+      return {reinterpret_cast<const Scalar*>(at<T>(view, batch, head, row)), row_stride / 2};
+    for_runs(view, row, rows, [&](int64_t first, int64_t count) {
+      const T* from = at<T>(view, batch, head, row + first);
+      for (int64_t r = first; r < first + count; ++r, from += row_stride) {
+        T* to = reinterpret_cast<T*>(scratch + r * step);
+        if (unit) std::memcpy(to, from, static_cast<size_t>(columns) * sizeof(T));
+        else
+          for (int64_t c = 0; c < columns; ++c) to[c] = from[c * column_stride];
+        if (columns % 2 != 0) to[columns] = T{};
+      }
+    });
   }
+  return {scratch, step};
 }
 
 // One vector of each of kLanes rows: load(row), one row after the other.

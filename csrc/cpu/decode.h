@@ -80,9 +80,25 @@ template <class T, class Op, int kRows, int kDim>
   using Query = typename Dot::Query;
   constexpr int kLanes = S::kLanes, kGroup = kLanes / kRows, kVectors = kDim / kLanes;
   constexpr int64_t kAhead = 4096 / (kDim * sizeof(T));  // rows; as measured
-  const T* k = at<T>(p.k, batch, head_k, key);
-  const T* v = at<T>(p.v, batch, head_k, key);
-  const int64_t k_stride = p.k.stride[2], v_stride = p.v.stride[2];
+  const KeyRows k_rows(p.k, p.pages), v_rows(p.v, p.pages);
+  const bool in_pages = p.pages.table != nullptr;
+  // A turn's rows, copied where they lie in two pages; and how far away those are that are prefetched meanwhile.
+  alignas(64) T copy[kLanes * kDim];
+  int64_t step = 0, ahead = 0;
+  const auto turn = [&](const KeyRows& rows, int64_t j) {
+    step = rows.stride[2], ahead = kAhead * step;
+    const T* first = at<T>(rows, batch, head_k, key + j);
+    if (!in_pages) return first;
+    const int64_t next = j + round_up(kAhead, kLanes);
+    ahead = next < keys ? at<T>(rows, batch, head_k, key + next) - first : 0;
+    if (rows_together(rows, key + j) >= kLanes) return first;
+    for_runs(rows, key + j, kLanes, [&](int64_t from, int64_t count) {
+      const T* source = at<T>(rows, batch, head_k, key + j + from);
+      for (int64_t i = 0; i < count; ++i) std::memcpy(copy + (from + i) * kDim, source + i * step, kDim * sizeof(T));
+    });
+    step = kDim, ahead = 0;
+    return static_cast<const T*>(copy);
+  };
   const ScoreParams<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
   const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
@@ -94,8 +110,8 @@ template <class T, class Op, int kRows, int kDim>
     for (int group = 0; group < kRows; ++group) {
       V sum[kLanes] = {};
 #pragma GCC unroll 16
-      for (int i = 0; i < kGroup; ++i, row += k_stride) {
-        prefetch_row(row + kAhead * k_stride, kDim);
+      for (int i = 0; i < kGroup; ++i, row += step) {
+        prefetch_row(row + ahead, kDim);
 #pragma GCC unroll 16
         for (int c = 0; c < kDim; c += Dot::kWidth) {
           const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
@@ -125,7 +141,7 @@ template <class T, class Op, int kRows, int kDim>
     }
   };
 
-  score_turn(k);
+  score_turn(turn(k_rows, 0));
   for (int64_t j = 0; j < keys; j += kLanes) {
     if (j % kDecodeKeys == 0) {
       add_recent();
@@ -156,10 +172,11 @@ template <class T, class Op, int kRows, int kDim>
       sums[r] += probability;
       S::store(probabilities[r], probability);
     }
-    if (j + kLanes < keys) score_turn(k + (j + kLanes) * k_stride);
+    if (j + kLanes < keys) score_turn(turn(k_rows, j + kLanes));
+    const T* v = turn(v_rows, j);
 #pragma GCC unroll 4
-    for (int i = 0; i < kLanes; ++i, v += v_stride) {
-      prefetch_row(v + kAhead * v_stride, kDim);
+    for (int i = 0; i < kLanes; ++i, v += step) {
+      prefetch_row(v + ahead, kDim);
 #pragma GCC unroll 16
       for (int c = 0; c < kVectors; ++c) {
         const V value = S::load_as(v + c * kLanes);
@@ -210,6 +227,7 @@ template <class T, class Op>
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
   constexpr int64_t kPortionBytes = 16384;
+  const KeyRows k_rows(p.k, p.pages);
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
   const auto* q = reinterpret_cast<const Scalar*>(Op::kPack == 2 ? scratch.q_as_given : scratch.q);
   // What is transposed is to lie in the first-level cache with what comes.
@@ -218,13 +236,13 @@ template <class T, class Op>
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
     const auto k =
-        operand_rows<Op, T>(p.k, batch, head_k, key + j, now, p.head_dim, reinterpret_cast<Scalar*>(scratch.block));
+        operand_rows<Op, T>(k_rows, batch, head_k, key + j, now, p.head_dim, reinterpret_cast<Scalar*>(scratch.block));
     transpose_tile<Op>(k, now, depth, 1, scratch.key_tile);
     gemm_prefetching<typename Op::Product>(
         rows, (now + Op::S::kLanes - 1) / Op::S::kLanes, depth,
         {q, scratch.q_step / Op::kPack, scratch.key_tile, kTile<C>},
         {scratch.scores + j, kDecodeKeys, Epilogue::kStore, nullptr},
-        rows_to_prefetch<T>(p.k, batch, head_k, key + j + portion, now, end, p.head_dim));
+        rows_to_prefetch<T>(k_rows, batch, head_k, key + j + portion, now, end, p.head_dim));
   }
 }
 
@@ -242,11 +260,13 @@ template <int64_t kKeysOfBlock, class T, class Op>
       S::store(out, S::load(out) * S::set1(scratch.factor[r]));
     }
   const auto* probabilities = reinterpret_cast<const Scalar*>(scratch.scores);
+  const KeyRows v_rows(p.v, p.pages);
   // What several runs of rows read again and again is to stay in the first-level cache.
   const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    const PrefetchRows prefetch = rows_to_prefetch<T>(p.v, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
+    const PrefetchRows prefetch =
+        rows_to_prefetch<T>(v_rows, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
     if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)
       const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;
@@ -254,11 +274,11 @@ template <int64_t kKeysOfBlock, class T, class Op>
       PrefetchByRow next(prefetch, prefetch_calls_of_pass<kTileRows * 2, 2>(rows, wide, pairs));
       for_tiles<kTileRows * 2, 2, 1>(
           rows, wide,
-          ValuePairsTile<kKeysOfBlock>{probabilities + j / 2, at<T>(p.v, batch, head_v, key + j), p.v.stride[2], now,
-                                       p.head_dim_v, scratch.out, scratch.out_step, &next});
+          ValuePairsTile<kKeysOfBlock>{probabilities + j / 2, rows_in_place<T>(v_rows, batch, head_v, key + j, now),
+                                       now, p.head_dim_v, scratch.out, scratch.out_step, &next});
 #endif
     } else {
-      const auto values = operand_rows<Op, T>(p.v, batch, head_v, key + j, now, p.head_dim_v, scratch.block, true);
+      const auto values = operand_rows<Op, T>(v_rows, batch, head_v, key + j, now, p.head_dim_v, scratch.block, true);
       gemm_prefetching<typename Op::Product>(rows, vectors, now,
                                              {probabilities + j, kKeysOfBlock, values.data, values.step},
                                              {scratch.out, scratch.out_step, Epilogue::kAdd, nullptr}, prefetch);
@@ -288,25 +308,25 @@ void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batc
 // decode_scores for any number of rows.
 template <class C, class T, int64_t kKeysOfBlock>
 inline void score_rows(const typename RowDot<C, T>::Query* q, int64_t q_step, int64_t rows, const T* k,
-                       int64_t k_stride, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
+                       int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetched, int64_t ahead, C* scores) {
   for_row_runs(rows, [&]<int kRuns>(int64_t r) {
     constexpr int kRows = kRuns < Simd<C>::kLanes ? kRuns : Simd<C>::kLanes;
     for (int64_t first = r; first < r + kRuns; first += kRows)
       decode_scores<C, T, kRows, kKeysOfBlock>(q + first * q_step, q_step, k, k_stride, keys, columns,
-                                               first == 0 ? prefetch : PrefetchAhead{}, scores + first * kKeysOfBlock);
+                                               first == 0 ? prefetched : 0, ahead, scores + first * kKeysOfBlock);
   });
 }
 
 // decode_values for any number of rows and columns.
 template <class C, class T, int64_t kKeysOfBlock>
-inline void add_values(const C* p, int64_t rows, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
+inline void add_values(const C* p, int64_t rows, const BlockRows<T>& values, int64_t keys, int64_t columns,
                        PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
   constexpr int64_t kLanes = Simd<C>::kLanes;
   int64_t c = 0;
   const auto pass = [&]<int kVectors, int kMostRows>() {
     for_row_runs(rows, [&]<int kRows>(int64_t r) {
       if constexpr (kRows <= kMostRows)
-        decode_values<C, T, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, v + c, v_stride, keys, columns - c,
+        decode_values<C, T, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, values, c, keys, columns - c,
                                                            r == 0 ? prefetch : PrefetchAhead{}, factor + r,
                                                            out + r * out_step + c, out_step);
     });
@@ -418,6 +438,7 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   // All rows meet as many keys as are prefetched meanwhile, then the next. One row alone has so little to do with wide
   // elements that the processor itself looks far enough ahead.
   const int64_t portion = keys_of_portion<T>(p.head_dim);
+  const KeyRows k_rows(p.k, p.pages), v_rows(p.v, p.pages);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
   const auto stream = stream_for<T, Op>(p, rows);
   Range streamed = full;
@@ -444,24 +465,24 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     if (by_score_tiles) score_tiles<T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
     else
       with_rows<C, T>(
-          p.k, batch, head_k, key, keys, p.head_dim, scratch.block, [&](auto* k, int64_t stride, bool in_place) {
-            using Key = std::remove_cvref_t<decltype(*k)>;
+          k_rows, batch, head_k, key, keys, p.head_dim, scratch.block,
+          [&]<class Key>(const BlockRows<Key>& k, bool in_place) {
             using Query = typename RowDot<C, Key>::Query;
             const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
-            for (int64_t j = 0; j < keys; j += portion) {
-              const int64_t now = min64(portion, keys - j);
-              const PrefetchAhead some{max64(0, min64(now, prefetch.keys - j)), portion};
-              score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, k + j * stride, stride, now, p.head_dim,
-                                               in_place ? some : PrefetchAhead{}, scratch.scores + j);
+            for (int64_t j = 0, now; j < keys; j += now) {
+              const Key* row = k.row(j);
+              now = min64(min64(portion, keys - j), k.together(j));
+              const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
+              score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, row, k.stride, now, p.head_dim, prefetched,
+                                               prefetched > 0 ? k.row(j + portion) - row : 0, scratch.scores + j);
             }
           });
     block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
     if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
     else
-      with_rows<C, T>(p.v, batch, head_k, key, keys, p.head_dim_v, scratch.block,
-                      [&](auto* v, int64_t stride, bool in_place) {
-                        using Value = std::remove_cvref_t<decltype(*v)>;
-                        add_values<C, Value, kKeysOfBlock>(scratch.scores, rows, v, stride, keys, p.head_dim_v,
+      with_rows<C, T>(v_rows, batch, head_k, key, keys, p.head_dim_v, scratch.block,
+                      [&]<class Value>(const BlockRows<Value>& v, bool in_place) {
+                        add_values<C, Value, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v,
                                                            in_place ? prefetch : PrefetchAhead{}, scratch.factor,
                                                            scratch.out, scratch.out_step);
                       });

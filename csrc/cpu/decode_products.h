@@ -27,6 +27,18 @@ struct PrefetchAhead {
   int64_t keys, ahead;
 };
 
+// A block's rows of keys or values from its first on: `stride` apart, or those of `paged` from row `key` of a head on.
+template <class T>
+struct BlockRows {
+  const T* first;
+  int64_t stride;
+  const KeyRows* paged = nullptr;
+  int64_t batch = 0, head = 0, key = 0;
+
+  const T* row(int64_t i) const { return paged == nullptr ? first + i * stride : at<T>(*paged, batch, head, key + i); }
+  int64_t together(int64_t i) const { return paged == nullptr ? kUnbounded : rows_together(*paged, key + i); }
+};
+
 template <class T>
 inline void prefetch_row(const T* row, int64_t columns) {
   for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
@@ -59,11 +71,11 @@ struct RowDot<float, BFloat16> {
 };
 #endif
 
-// scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time. Here as
-// below, a row of scores has room for a block's keys.
+// scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time; what is
+// prefetched lies `ahead` elements behind. Here as below, a row of scores has room for a block's keys.
 template <class C, class T, int kRows, int64_t kKeysOfBlock>
 [[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
-                                     int64_t k_stride, int64_t keys, int64_t columns, PrefetchAhead prefetch,
+                                     int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetched, int64_t ahead,
                                      C* scores) {
   using S = Simd<C>;
   using V = typename S::V;
@@ -74,8 +86,7 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
     V sum[S::kLanes];
 #pragma GCC unroll 16
     for (int t = 0; t < S::kLanes; ++t) sum[t] = S::zero();
-    const bool prefetches = j < prefetch.keys;
-    const int64_t ahead = prefetch.ahead * k_stride;
+    const bool prefetches = j < prefetched;
     const T* row[kKeys];
     for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
     const auto step = [&](int64_t c, int64_t width) {
@@ -101,17 +112,20 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
 // out[row] = out[row] * factor[row] + sum_key p[row][key] V[key] for kVectors vectors of the head dimension. One alone
 // may be incomplete: `columns` are left.
 template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
-[[gnu::noinline]] void decode_values(const C* p, const T* v, int64_t v_stride, int64_t keys, int64_t columns,
-                                     PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
+[[gnu::noinline]] void decode_values(const C* p, const BlockRows<T>& values, int64_t column, int64_t keys,
+                                     int64_t columns, PrefetchAhead prefetch, const C* factor, C* out,
+                                     int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
   // Sums of longer runs of keys would lose digits.
   for (int64_t first = 0; first < keys; first += kDecodeKeys) {
     const int64_t last = min64(keys, first + kDecodeKeys);
     V sum[kRows][kVectors] = {};
+    int64_t j = first, end, ahead = 0, prefetched = 0;
+    const T* v;
     const auto accumulate = [&](auto load) {
-      for (int64_t j = first; j < last; ++j, v += v_stride) {
-        if (j < prefetch.keys) prefetch_row(v + prefetch.ahead * v_stride, min64(columns, kVectors * S::kLanes));
+      for (; j < end; ++j, v += values.stride) {
+        if (j < prefetched) prefetch_row(v + ahead, min64(columns, kVectors * S::kLanes));
         V value[kVectors];
 #pragma GCC unroll 8
         for (int c = 0; c < kVectors; ++c) value[c] = load(c);
@@ -123,8 +137,14 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
         }
       }
     };
-    if (columns >= kVectors * S::kLanes) accumulate([&](int c) { return S::load_as(v + c * S::kLanes); });
-    else accumulate([&](int) { return S::load_as(v, columns); });
+    while (j < last) {
+      v = values.row(j) + column;
+      end = min64(last, j + values.together(j));
+      prefetched = min64(end, prefetch.keys);
+      if (j < prefetched) ahead = values.row(j + prefetch.ahead) + column - v;
+      if (columns >= kVectors * S::kLanes) accumulate([&](int c) { return S::load_as(v + c * S::kLanes); });
+      else accumulate([&](int) { return S::load_as(v, columns); });
+    }
     for (int r = 0; r < kRows; ++r)
       for (int c = 0; c < kVectors; ++c) {
         C* total = out + r * out_step + c * S::kLanes;
@@ -176,8 +196,8 @@ inline void gemm_prefetching(int64_t rows, int64_t vectors, int64_t depth, const
 template <int64_t kKeysOfBlock>
 struct ValuePairsTile {
   const uint32_t* p;  // pairs of probabilities
-  const BFloat16* v;
-  int64_t v_stride, keys, columns;
+  BlockRows<BFloat16> v;
+  int64_t keys, columns;
   float* out;
   int64_t out_step;
   PrefetchByRow* prefetch;
@@ -190,7 +210,8 @@ struct ValuePairsTile {
       mask[c] = static_cast<__mmask32>((uint64_t{1} << min64(32, columns - (vector + c) * 32)) - 1);
     S::V sum[kRows][2 * kVectors] = {};
     const uint32_t* probabilities = p + row * kKeysOfBlock;
-    const BFloat16* source = v + vector * 32;
+    const BFloat16* source;
+    int64_t second;  // how far away the other row of a pair lies
     PrefetchByRow next = *prefetch;
     const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
       __m512i value[2 * kVectors];
@@ -198,7 +219,7 @@ struct ValuePairsTile {
       for (int c = 0; c < kVectors; ++c) {
         const __m512i low = _mm512_maskz_loadu_epi16(mask[c], source + c * 32);
         const __m512i high =
-            kBoth ? _mm512_maskz_loadu_epi16(mask[c], source + v_stride + c * 32) : _mm512_setzero_si512();
+            kBoth ? _mm512_maskz_loadu_epi16(mask[c], source + second + c * 32) : _mm512_setzero_si512();
         value[2 * c] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end
         value[2 * c + 1] = _mm512_unpackhi_epi16(low, high);
       }
@@ -208,14 +229,21 @@ struct ValuePairsTile {
 #pragma GCC unroll 4
         for (int c = 0; c < 2 * kVectors; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], pair, value[c]);
       }
-      source += 2 * v_stride;
+      source += 2 * v.stride;
       ++probabilities;
     };
     for (int64_t j = 0; j < keys / 2;) {
-      for (const int64_t end = min64(keys / 2, j + kPrefetchSteps); j < end; ++j) step.template operator()<true>();
+      const int64_t together = v.together(2 * j);
+      source = v.row(2 * j) + vector * 32;
+      second = together > 1 ? v.stride : v.row(2 * j + 1) + vector * 32 - source;
+      for (const int64_t end = min64(keys / 2, j + max64(1, min64(kPrefetchSteps, together / 2))); j < end; ++j)
+        step.template operator()<true>();
       next.prefetch();
     }
-    if (keys % 2 != 0) step.template operator()<false>();
+    if (keys % 2 != 0) {
+      source = v.row(keys - 1) + vector * 32;
+      step.template operator()<false>();
+    }
     *prefetch = next;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
@@ -249,15 +277,24 @@ inline void for_row_runs(int64_t n, const Body& body) {
   for (; r < n; ++r) body.template operator()<1>(r);
 }
 
+// A block of K or V as it lies in memory.
+template <class T>
+inline BlockRows<T> rows_in_place(const KeyRows& view, int64_t batch, int64_t head, int64_t key, int64_t keys) {
+  const bool together = keys <= rows_together(view, key);
+  return {at<T>(view, batch, head, key), view.stride[2], together ? nullptr : &view, batch, head, key};
+}
+
 // A block of K or V: the user's rows, or a converted copy.
 template <class C, class T, class Body>
-inline void with_rows(const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns,
+inline void with_rows(const KeyRows& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns,
                       C* copy, const Body& body) {
-  const T* source = at<T>(view, batch, head, key);
-  if (reads_in_place(view, columns)) return body(source, view.stride[2], true);
+  if (reads_in_place(view, columns)) return body(rows_in_place<T>(view, batch, head, key, keys), true);
   const int64_t step = round_up(columns, Simd<C>::kLanes);
-  convert_rows<C>(source, view.stride[2], view.stride[3], keys, columns, copy, step);
-  body(static_cast<const C*>(copy), step, false);
+  for_runs(view, key, keys, [&](int64_t first, int64_t count) {
+    convert_rows<C>(at<T>(view, batch, head, key + first), view.stride[2], view.stride[3], count, columns,
+                    copy + first * step, step);
+  });
+  body(BlockRows<C>{copy, step}, false);
 }
 
 }  // namespace

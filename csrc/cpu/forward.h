@@ -28,6 +28,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   using Scalar = typename Op::Scalar;
   const ScoreParams<C> score(p);
   const int64_t head_k = head / (p.heads_q / p.heads_k), head_v = head / (p.heads_q / p.heads_v);
+  const KeyRows k_rows(p.k, p.pages), v_rows(p.v, p.pages);
+  // Rows that lie in several pages are copied once for all tiles of a head.
+  const bool copies = Op::kPack == 1 && p.pages.table != nullptr && cache != nullptr;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
 
@@ -63,13 +66,13 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   bool opening = true;
   const auto accumulate = [&](const BlockPlan& block, const C* probabilities, bool rescale, bool last) {
     Rows<Scalar> values;
-    if constexpr (kConverts<T, Op> || Op::kPack == 2)
-      values = packed_rows<T, Op>(p.v, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
+    if (kConverts<T, Op> || Op::kPack == 2 || copies)
+      values = packed_rows<T, Op>(v_rows, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
                                   scratch.rows, cache);
     else
       values =
-          operand_rows<Op, T>(p.v, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows, out.by_rows());
-    values = attended_rows<T, Op>(values, p.v, batch, head_v, block, p.head_dim_v, scratch.rows);
+          operand_rows<Op, T>(v_rows, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows, out.by_rows());
+    values = attended_rows<T, Op>(values, v_rows, batch, head_v, block, p.head_dim_v, scratch.rows);
     const bool stores = last && out.by_rows();
     if (stores) finish_sums();
     out.add(block, reinterpret_cast<const Scalar*>(probabilities), values, p.band,
@@ -102,18 +105,19 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
         !apply_mask<C>(p, walk, 3, batch, head, query, queries, scratch.mask, *block, mask))
       continue;
     Rows<Scalar> keys;
-    if constexpr (kConverts<T, Op>)
-      keys = packed_rows<T, Op>(p.k, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
+    if (kConverts<T, Op> || copies)
+      keys = packed_rows<T, Op>(k_rows, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
                                 scratch.rows, cache == nullptr ? nullptr : cache + 1);
-    else keys = operand_rows<Op, T>(p.k, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
+    else keys = operand_rows<Op, T>(k_rows, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
     PrefetchStreams prefetch, *next = nullptr;  // of the next block K, V and the mask or bias
     if (prefetches || prefetches_bias) {
       const int64_t row = block->row + block->rows, steps = probabilities.pace(block->rows, depth);
       const int64_t calls =
           max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
       if (prefetches) {
-        prefetch.first = {rows_to_prefetch<T>(p.k, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls};
-        prefetch.second = {rows_to_prefetch<T>(p.v, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v), calls};
+        prefetch.first = {rows_to_prefetch<T>(k_rows, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls};
+        prefetch.second = {rows_to_prefetch<T>(v_rows, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v),
+                           calls};
       }
       if (prefetches_bias)
         prefetch.third = {
@@ -185,8 +189,8 @@ void forward(const Forward& p, const Runtime& runtime) {
   const bool prefetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
   const bool fast_path = ScoreParams<C>(p).fast_path();
   const ForwardScratch<Op> sizes(nullptr, p);
-  // Values in pairs, or values and keys converted, where a head has more tiles than one.
-  const int64_t copies = tiles <= 1 ? 0 : kConverts<T, Op> ? 2 : Op::kPack == 2 ? 1 : 0;
+  // Values in pairs, or values and keys converted or gathered, where a head has more tiles than one.
+  const int64_t copies = tiles <= 1 ? 0 : Op::kPack == 2 ? 1 : kConverts<T, Op> || p.pages.table != nullptr ? 2 : 0;
   const int64_t columns = round_up(copies == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes);
   const PackedCaches<typename Op::Scalar> caches(min64(runtime.num_threads, heads * tiles), copies,
                                                  (p.seqlen_k + Op::kPack - 1) / Op::kPack, columns);

@@ -140,6 +140,16 @@ class ProductWalk {
 struct PrefetchRows {
   const char* row = nullptr;
   int64_t step = 0, rows = 0, bytes = 0;  // from row to row; how many; of a row
+  // Where they lie in pages: how many are left in this one, which is the next, and where pages and their rows are.
+  int64_t in_page = INT64_MAX;
+  const int32_t* next_page = nullptr;
+  const char* pages = nullptr;
+  int64_t page_step = 0, page_rows = 0;
+
+  void advance() {
+    row += step;
+    if (--rows > 0 && --in_page == 0) row = pages + *next_page++ * page_step, in_page = page_rows;
+  }
 };
 
 // Prefetches all rows in so many calls of prefetch(), whole rows at a time: for loops so short that finer steps would
@@ -148,7 +158,7 @@ class PrefetchByRow {
  public:
   PrefetchByRow(const PrefetchRows& rows, int64_t calls) : rows_(rows), at_once_((rows.rows + calls - 1) / calls) {}
   void prefetch() {
-    for (int64_t row = 0; row < at_once_ && rows_.rows > 0; ++row, --rows_.rows, rows_.row += rows_.step)
+    for (int64_t row = 0; row < at_once_ && rows_.rows > 0; ++row, rows_.advance())
       for (int64_t byte = 0; byte < rows_.bytes; byte += 64) __builtin_prefetch(rows_.row + byte);
   }
 
@@ -170,8 +180,7 @@ class PrefetchByLine {
       for (; next_ < end; next_ += 64) __builtin_prefetch(rows_.row + next_);
       if (end < rows_.bytes) return;
       next_ = 0;
-      --rows_.rows;
-      rows_.row += rows_.step;
+      rows_.advance();
     }
   }
 

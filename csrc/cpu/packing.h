@@ -80,16 +80,26 @@ template <class T>
 
 // Rows of a view, converted or in pairs, with the columns padded to whole vectors: in the head's packed cache, to which
 // missing rows are added, or in `scratch` where the cache has no room for them.
-template <class T, class Op>
-inline Rows<typename Op::Scalar> packed_rows(const View& view, int64_t heads, int64_t batch, int64_t head, int64_t row,
-                                             int64_t rows, int64_t last_row, int64_t columns,
+template <class T, class Op, class AnyRows>
+inline Rows<typename Op::Scalar> packed_rows(const AnyRows& view, int64_t heads, int64_t batch, int64_t head,
+                                             int64_t row, int64_t rows, int64_t last_row, int64_t columns,
                                              typename Op::Scalar* scratch, PackedCache<typename Op::Scalar>* cache) {
   const int64_t step = round_up(columns, Op::S::kLanes);
-  const auto copy = [&](int64_t first, int64_t end, typename Op::Scalar* target) {
-    const T* source = at<T>(view, batch, head, first);
-    if constexpr (Op::kPack == 2)
-      interleave_rows(source, view.stride[2], view.stride[3], end - first, columns, target, step);
-    else convert_rows(source, view.stride[2], columns <= 1 ? 1 : view.stride[3], end - first, columns, target, step);
+  const auto copy = [&](int64_t begin, int64_t end, typename Op::Scalar* target) {
+    for (int64_t next = begin, count; next < end; next += count, target += count / Op::kPack * step) {
+      const T* source = at<T>(view, batch, head, next);
+      count = min64(end - next, rows_together(view, next));
+      if constexpr (Op::kPack == 2) {
+        int64_t row_stride = view.stride[2];
+        if (count % 2 != 0 && next + count < end) {  // a pair of rows that lie apart
+          if (count == 1) row_stride = at<T>(view, batch, head, next + 1) - source;
+          count = max64(2, count - 1);
+        }
+        interleave_rows(source, row_stride, view.stride[3], count, columns, target, step);
+      } else {
+        convert_rows(source, view.stride[2], columns <= 1 ? 1 : view.stride[3], count, columns, target, step);
+      }
+    }
   };
   const int64_t end = row + rows;
   const bool room = cache != nullptr && (end + Op::kPack - 1) / Op::kPack <= cache->room;
@@ -140,8 +150,8 @@ class NonNumbers {
 
 // Which of a head's rows, counted from `row`, hold infinities or NaN, of those that are `asked` for. Mostly none does,
 // which is found out about all of them at once.
-template <class T, class C>
-inline RowBits rows_of_non_numbers(const View& view, int64_t batch, int64_t head, int64_t row, int64_t columns,
+template <class T, class C, class AnyRows>
+inline RowBits rows_of_non_numbers(const AnyRows& view, int64_t batch, int64_t head, int64_t row, int64_t columns,
                                    const RowBits& asked) {
   const auto add = [&](NonNumbers<C>& numbers, int64_t i) {
     numbers.add(at<T>(view, batch, head, row + i), columns <= 1 ? 1 : view.stride[3], columns);
@@ -182,8 +192,8 @@ template <class Op>
 
 // The rows of a block that a sum over them reads, without what lies in rows that no lane attends to: 0 times infinity
 // or NaN would be NaN. `rows` itself where all such rows hold numbers; else a copy.
-template <class T, class Op>
-inline Rows<typename Op::Scalar> attended_rows(Rows<typename Op::Scalar> rows, const View& view, int64_t batch,
+template <class T, class Op, class AnyRows>
+inline Rows<typename Op::Scalar> attended_rows(Rows<typename Op::Scalar> rows, const AnyRows& view, int64_t batch,
                                                int64_t head, const BlockPlan& block, int64_t columns,
                                                typename Op::Scalar* copy) {
   if (!block.unattended.any()) return rows;

@@ -226,12 +226,16 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
     call.bias_size[0] = own_batch ? call.batch : 1, call.bias_size[1] = own_heads ? call.heads_q : 1;
     call.bias_size[2] = call.seqlen_q, call.bias_size[3] = call.seqlen_k;
   }
-  const auto moves = [&](int64_t group, int64_t row) {
-    return [&p, &s, at = head / group, row](View& view) {
-      if (view.data != nullptr) view.data = bytes_at(p, view, s.batch, at, row);
+  const auto moves = [&](int64_t group, int64_t batch, int64_t row) {
+    return [&p, at = head / group, batch, row](View& view) {
+      if (view.data != nullptr) view.data = bytes_at(p, view, batch, at, row);
     };
   };
-  for_views(call, moves(1, s.query), moves(group_k, s.keys.begin), moves(group_v, s.keys.begin));
+  // What lies in pages is found by the table.
+  const bool in_pages = p.pages.table != nullptr;
+  if (in_pages) call.pages.table += s.batch * p.pages.stride, call.pages.first += s.keys.begin;
+  const int64_t entry = in_pages ? 0 : s.batch, key = in_pages ? 0 : s.keys.begin;
+  for_views(call, moves(1, s.batch, s.query), moves(group_k, entry, key), moves(group_v, entry, key));
   return call;
 }
 

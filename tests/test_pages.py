@@ -1,0 +1,205 @@
+"""Keys and values in pages: the same numbers as without pages, bit for bit, wherever the pages lie."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import attnkern
+from attnkern.params import AttentionParams
+from attnkern.signatures import Inputs
+from random_problems import in_pages
+
+LENGTHS = [320, 17, 0, 128]
+
+
+def problem(target, queries, dtype, heads=(4, 2), sizes=(64, 64)):
+    """query, key, value, and key_ranges of LENGTHS: the last query is level with the last key."""
+    batch, longest = len(LENGTHS), max(LENGTHS)
+    q = target.randn(batch, heads[0], queries, sizes[0], dtype=dtype)
+    k, v = (target.randn(batch, heads[1], longest, size, dtype=dtype) for size in sizes)
+    lengths = torch.tensor(LENGTHS, device=target.device)
+    return q, k, v, torch.stack([torch.zeros_like(lengths), lengths], -1)[:, None, None, None]
+
+
+def same(got, want):
+    return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("queries", [1, 2, 5, 8, 70, 200])
+def test_same_bits_as_contiguous(target, dtype, queries, size):
+    q, k, v, ranges = problem(target, queries, dtype)
+    (key, value), table = in_pages(size, k, v)
+    options = {"enable_gqa": True, "key_ranges": ranges, "return_lse": True}
+    for more in ({}, {"is_causal": True}, {"window": (20, 3), "alignment": "bottom_right"}):
+        want = target.attention(q, k, v, **options, **more)
+        assert same(target.attention(q, key, value, block_table=table, **options, **more), want)
+
+
+OPTIONS = {
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "relative bias": {"relative_bias": torch.linspace(-2, 2, 90)},
+    "scale": {"scale": -0.3},
+    "bool mask": {"attn_mask": torch.arange(320).expand(4, 1, 1, 320) % 3 > 0},
+    "bias": {"attn_mask": torch.linspace(-1, 1, 320).expand(4, 4, 1, 320)},
+}
+
+
+@pytest.mark.parametrize("queries", [1, 33])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(target, name, queries):
+    options = {n: x.to(target.device) if isinstance(x, torch.Tensor) else x for n, x in OPTIONS[name].items()}
+    q, k, v, ranges = problem(target, queries, torch.float32)
+    (key, value), table = in_pages(64, k, v)
+    mask = options.pop("attn_mask", None)
+    options |= {"enable_gqa": True, "key_ranges": ranges, "return_lse": True}
+    want = target.attention(q, k, v, mask, **options)
+    assert same(target.attention(q, key, value, mask, block_table=table, **options), want)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (20, 2), (6, 6)], ids=str)
+@pytest.mark.parametrize("sizes", [(128, 128), (40, 80), (33, 1), (576, 512)], ids=str)
+def test_heads_and_sizes(target, heads, sizes):
+    """Few rows and many, whole vectors and parts of them; rows of two parities in bfloat16."""
+    for dtype, queries in ((torch.bfloat16, 1), (torch.bfloat16, 3), (torch.float32, 2), (torch.float32, 20)):
+        q, k, v, ranges = problem(target, queries, dtype, heads, sizes)
+        (key, value), table = in_pages(16, k, v)
+        own = ranges + torch.tensor([1, 0], device=target.device)  # an odd first key
+        for keys in (ranges, own):
+            options = {"enable_gqa": True, "key_ranges": keys, "return_lse": True}
+            want = target.attention(q, k, v, **options)
+            assert same(target.attention(q, key, value, block_table=table, **options), want)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "rows first", "strided"])
+def test_layouts_of_the_pool(target, layout):
+    q, k, v, ranges = problem(target, 3, torch.float32)
+    pools, table = in_pages(32, k, v)
+    if layout == "rows first":  # as flash_attn has them
+        pools = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in pools]
+    elif layout == "strided":
+        pools = [torch.stack([x, x], -1)[..., 0] for x in pools]
+    options = {"enable_gqa": True, "key_ranges": ranges, "return_lse": True}
+    got = target.attention(q, *pools, block_table=table, **options)
+    assert same(got, target.attention(q, k, v, **options))
+
+
+def test_many_threads_and_split_keys():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 1, 64), *torch.randn(2, 1, 2, 5000, 64)
+    (key, value), table = in_pages(16, k, v)
+    ranges = torch.tensor([[3, 4990]])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 8):
+            torch.set_num_threads(threads)
+            want = attnkern.attention(q, k, v, key_ranges=ranges, backend="cpu")
+            assert torch.equal(attnkern.attention(q, key, value, key_ranges=ranges, block_table=table), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31 - 1, 40])
+def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad):
+    q, k, v, ranges = problem(target, 2, torch.float32)
+    (key, value), table = in_pages(64, k, v, pages=40)
+    options = {"enable_gqa": True, "key_ranges": ranges}
+    want = target.attention(q, key, value, block_table=table, **options)
+    unused = torch.arange(table.shape[1], device=table.device) * 64 >= ranges[:, 0, 0, :, 1]
+    spoiled = table.masked_fill(unused, bad)
+    assert torch.equal(target.attention(q, key, value, block_table=spoiled, **options), want)
+    spoiled = spoiled.index_put((torch.tensor(0), torch.tensor(3)), torch.tensor(bad, dtype=torch.int32))
+    with pytest.raises(
+        RuntimeError, match=rf"block_table must hold numbers of pages from 0 to 39 .*got {bad} at \[0, 3\]"
+    ):
+        target.attention(q, key, value, block_table=spoiled, **options)
+
+
+def test_int64_and_strided_tables(target):
+    q, k, v, ranges = problem(target, 2, torch.float32)
+    pools, table = in_pages(64, k, v)
+    options = {"enable_gqa": True, "key_ranges": ranges}
+    want = target.attention(q, *pools, block_table=table, **options)
+    for other in (table.long(), torch.stack([table, table], -1)[..., 0], table.mT.contiguous().mT):
+        assert torch.equal(target.attention(q, *pools, block_table=other, **options), want)
+
+
+def test_empty(target):
+    q, pool = target.randn(2, 2, 3, 8), target.randn(4, 2, 16, 8)
+    nothing = torch.zeros(2, 0, dtype=torch.int32, device=target.device)
+    out, lse = target.attention(q, pool, pool, block_table=nothing, return_lse=True)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert target.attention(q[:0], pool, pool, block_table=nothing[:0]).shape == (0, 2, 3, 8)
+
+
+ERRORS = {
+    "query": (lambda c: c | {"query": c["query"][0]}, r"query must be \(B, Hq, L, E\) beside a block_table"),
+    "key": (lambda c: c | {"key": c["key"][0]}, "key must have the shape .pages, heads, rows of a page, size."),
+    "pools": (lambda c: c | {"value": c["value"][:3]}, "value must have key's 4 pages of 16 rows, got 3 of 16"),
+    "size": (
+        lambda c: c | {"key": c["key"][:, :, :12], "value": c["value"][:, :, :12]},
+        r"rows of a page \(key's dimension 2\) must be a power of two from 16 on, got 12",
+    ),
+    "dtype": (
+        lambda c: c | {"block_table": c["block_table"].float()},
+        "block_table must be int32 or int64, got float32",
+    ),
+    "batch": (lambda c: c | {"block_table": c["block_table"][:1]}, r"block_table must have the shape \(2, pages of"),
+    "other dtype": (lambda c: c | {"key": c["key"].double()}, "key must have query's dtype float32, got float64"),
+    "heads": (lambda c: c | {"key": c["key"].expand(-1, 3, -1, -1)}, "key's number of heads must be 1 or query's"),
+    "gradient": (lambda c: c | {"query": c["query"].requires_grad_()}, "keys and values in pages have no gradient"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(target, name):
+    change, message = ERRORS[name]
+    pool = target.randn(4, 1, 16, 8)
+    table = torch.zeros(2, 3, dtype=torch.int32, device=target.device)
+    call = {"query": target.randn(2, 2, 3, 8), "key": pool, "value": pool, "block_table": table}
+    with pytest.raises(RuntimeError, match=message):
+        target.attention(**change(call))
+    if name == "gradient":
+        with torch.no_grad():
+            target.attention(**change(call))
+
+
+def test_no_tensor(target):
+    x = target.randn(2, 2, 3, 8)
+    with pytest.raises(TypeError, match="argument 'block_table' must be Tensor, not list"):
+        target.attention(x, x, x, block_table=[[0], [1]])
+
+
+def test_operators_refuse_gradients(kernel_target):
+    x, pool = torch.randn(1, 1, 2, 8), torch.randn(2, 1, 16, 8)
+    inputs = Inputs(x, pool, pool, block_table=torch.zeros(1, 2, dtype=torch.int32))
+    params = AttentionParams(1.0)
+    out, lse = torch.ops.attnkern.forward(*inputs, *params, True, kernel_target.backend)
+    with pytest.raises(RuntimeError, match="no gradient of keys and values in pages"):
+        torch.ops.attnkern.backward(x, None, *inputs, out, lse, *params, 7, kernel_target.backend)
+
+
+def test_one_graph_for_all_tables():
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def step(q, key, value, table, ranges):
+        return attnkern.attention(q, key, value, key_ranges=ranges, block_table=table, enable_gqa=True)
+
+    with torch.no_grad():
+        for queries, keys in ((1, 300), (1, 70), (5, 400)):
+            q, k, v = torch.randn(2, 4, queries, 16), *torch.randn(2, 2, 2, keys, 16)
+            (key, value), table = in_pages(16, k, v)
+            ranges = torch.tensor([[0, keys], [5, keys - 9]])[:, None, None, None]
+            want = attnkern.attention(q, k, v, key_ranges=ranges, enable_gqa=True)
+            assert torch.equal(step(q, key, value, table, ranges), want)
+    assert counter.frame_count <= 2
+
+
+def test_explain_names_the_pages():
+    pool = torch.randn(5, 2, 16, 8)
+    text = str(attnkern.explain(torch.randn(2, 2, 1, 8), pool, pool, block_table=torch.zeros(2, 3, dtype=torch.int32)))
+    assert "in 5 pages of 16" in text
+    assert "cpu: chosen" in text
