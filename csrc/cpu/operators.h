@@ -41,7 +41,7 @@ inline Runtime runtime() {
 template <class Host, class Tensor = typename Host::Tensor>
 std::tuple<Tensor, Tensor> forward(const Inputs<Tensor>& inputs, const AttentionParams& params, bool need_lse) {
   Forward p;
-  fill(p, inputs, params);
+  fill(p, inputs, params, true);
   auto [out, lse] = make_results<Host>(p, inputs.q, need_lse);
   {
     [[maybe_unused]] const typename Host::WhileKernelsRun running;
@@ -56,7 +56,7 @@ template <class Host, class Tensor = typename Host::Tensor>
 Gradients<Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Inputs<Tensor>& inputs,
                            const Tensor& out, const Tensor& lse, const AttentionParams& params, int64_t grad_mask) {
   Backward p;
-  fill(p, inputs, params);
+  fill(p, inputs, params, true);
   fill_backward(p, grad_out, grad_lse, inputs.q, out, lse);
   const bool flat_sinks = grad_mask & kGradSinks && inputs.sinks.has_value() && inputs.sinks->dim() == 1;
   auto gradients = make_gradients<Host>(p, inputs, flat_sinks ? grad_mask - kGradSinks : grad_mask);
