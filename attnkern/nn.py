@@ -126,7 +126,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         sequence, batch = (1, 0) if self.batch_first and batched else (0, 1)
         q, k, v = (x if batched else x.unsqueeze(batch) for x in self._project(query, key, value))
         seqlen_q, seqlen_k, batch_size = q.shape[sequence], k.shape[sequence], q.shape[batch]
-        mask, ranges, window = None, None, self.window
+        mask: Any = None  # a tensor or a Mask of bits
+        ranges, window = None, self.window
         if isinstance(attn_mask, Mask):
             mask, ranges = _of_mask(attn_mask)
         elif attn_mask is not None and (not is_causal or need_weights or key_padding_mask is not None):
@@ -400,7 +401,8 @@ class CrossAttention(nn.Module):
             if tensor.shape[-1] != width:
                 raise RuntimeError(f"attnkern: {name}'s last size must be {width}, got {show(tensor.shape)}")
         lead, seqlen_q, seqlen_k = tuple(x.shape[:-2]), x.shape[-2], context.shape[-2]
-        mask, ranges, pairs = None, None, (seqlen_q, seqlen_k)
+        mask: Any = None  # a tensor or a Mask of bits
+        ranges, pairs = None, (seqlen_q, seqlen_k)
         if isinstance(attn_mask, Mask):
             _check_sizes(attn_mask, (*(lead or (1,)), self.num_heads, *pairs))
             mask, ranges = _of_mask(attn_mask)

@@ -103,10 +103,12 @@ class Problem(NamedTuple):
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         given, of_bits = attn_mask, None
-        if isinstance(attn_mask, Mask):
-            attn_mask, key_ranges = _of_mask(attn_mask, key_ranges, query, key)
+        if isinstance(given, Mask):
+            attn_mask, key_ranges = _of_mask(given, key_ranges, query, key)
             if given.ranges is None:  # described by what it stands for: no user's tensor of bytes is a mask
-                of_bits = (*attn_mask.shape[:-1], given.seqlen_k), torch.bool, attn_mask.device, attn_mask.layout
+                held: Any = attn_mask
+                sizes: Any = (*held.shape[:-1], given.seqlen_k)
+                of_bits = sizes, torch.bool, held.device, held.layout
             if type(query) is not Tensor:
                 attn_mask = replicated(attn_mask, query)
         if key_ranges is not None and type(query) is not Tensor:
@@ -262,7 +264,7 @@ class Problem(NamedTuple):
         """One line that says what was asked for: used by `explain` and in errors."""
         parts = [describe(name, x) for name, x in (("query", self.q), ("key", self.k), ("value", self.v))]
         if self.bias is not None:
-            bias = bits.as_described(self.bias, self.k.shape[2])
+            bias: Any = bits.as_described(self.bias, self.k.shape[2])
             name = "relative bias" if relative.by_distance(bias) else "mask" if bias is self.bias else "mask of bits"
             parts.append(f"{name} {show(bias.shape)} {show(bias.dtype)} {self.bias.device}")
         if self.ranges is not None:
@@ -518,7 +520,7 @@ def _batched_hint(shape: Sizes, scores: Sizes) -> str:
     return ""
 
 
-def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor | None, Tensor | None]:
+def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any]:
     """attn_mask and key_ranges in place of a Mask."""
     for name, x in (("query", query), ("key", key)):
         if not isinstance(x, Tensor):

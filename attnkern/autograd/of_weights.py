@@ -37,7 +37,7 @@ def weights(
     q, k, _, bias, sinks, ranges, _ = problem.inputs()
     params = problem.params
     # (The weights are as large as any mask.)
-    if bits.in_bits(bias):
+    if bias is not None and bits.in_bits(bias):
         bias = bits.bools(bias, k.shape[2])
     if ranges is not None:
         keep = within_ranges(ranges, slice(0, k.shape[2]))
