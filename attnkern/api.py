@@ -75,11 +75,11 @@ def scaled_dot_product_attention(
         if result is not NotImplemented:
             return result
     elif attn_mask is None or is_causal is not True:
-        mask, ranges = attn_mask, None
-        if attn_mask is not None:
-            mask, ranges = _as_ranges(attn_mask, None, query, key)
-        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges, None, None, False, backend
-        result = cpu.call(query, key, value, mask, *options)
+        mask, ranges, bits = attn_mask, None, None
+        if type(attn_mask) is Mask:
+            mask, ranges, bits = _as_read(attn_mask, None, query, key)
+        options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges
+        result = cpu.call(query, key, value, mask, *options, None, None, False, backend, bits)
         if result is not None:
             return result
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
@@ -178,10 +178,10 @@ def attention(
         if result is not NotImplemented:
             return result
     elif relative_bias is None is relative_bias_center:
-        mask, ranges = attn_mask, key_ranges
-        if attn_mask is not None and block_table is None:
-            mask, ranges = _as_ranges(attn_mask, key_ranges, query, key)
-        result = cpu.call(query, key, value, mask, *options, ranges, sinks, block_table, return_lse, backend)
+        mask, ranges, bits = attn_mask, key_ranges, None
+        if type(attn_mask) is Mask and block_table is None:
+            mask, ranges, bits = _as_read(attn_mask, key_ranges, query, key)
+        result = cpu.call(query, key, value, mask, *options, ranges, sinks, block_table, return_lse, backend, bits)
         if result is not None:
             return result
     relative = relative_bias, relative_bias_center
@@ -190,14 +190,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _as_ranges(attn_mask: Any, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any]:
-    """attn_mask and key_ranges as `cpu.call` reads them: of a Mask that has ranges, these."""
-    if type(attn_mask) is not Mask or attn_mask.ranges is None or key_ranges is not None:
-        return attn_mask, key_ranges
+def _as_read(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any, Any]:
+    """attn_mask, key_ranges and bits as `cpu.call` reads them: of a Mask, what it has."""
     fits = type(query) is type(key) is Tensor and query.dim() >= 2 <= key.dim()
-    if not fits or query.shape[-2] != attn_mask.seqlen_q or key.shape[-2] != attn_mask.seqlen_k:
-        return attn_mask, key_ranges
-    return None, attn_mask.ranges
+    if not fits or query.shape[-2] != mask.seqlen_q or key.shape[-2] != mask.seqlen_k:
+        return mask, key_ranges, None
+    if mask.ranges is None:
+        return None, key_ranges, mask.octets
+    return (mask, key_ranges, None) if key_ranges is not None else (None, mask.ranges, None)
 
 
 def explain(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils.collate import default_collate_fn_map
-from torch.utils.weak import TensorWeakRef
 
+from .bits import WORD, bools
 from .shapes import broadcast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLOCK = 64
+BLOCK = WORD
 """Rows and keys of a block of `Mask.blocks`, and keys of a word of `Mask.bits`."""
 SKIPPED, PARTIAL, FULL = 0, 1, 2
 """What a block is: no score in it counts, some do, all do."""
@@ -138,30 +137,18 @@ class Mask:
         """bool (B|1, Hq|1, L, S), True = attend; not to be written to, since rows may share memory."""
         return self._rows(slice(None)).expand(self.shape)
 
-    def dense_of_bits(self) -> Tensor:
-        """`to_dense` of bits, as calls take it: one tensor, as long as any of them holds it for its backward pass."""
-        bits = self._stored
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or type(bits) is not Tensor
-            or torch._C._len_torch_dispatch_stack()
-        ):
-            return self.to_dense()
-        held = _held.get(self)
-        unpacked = None if held is None else held()
-        if unpacked is None:
-            unpacked = _unpacked(bits)
-            _held[self] = TensorWeakRef(unpacked)
-        return self._keys_of(unpacked, bits).expand(self.shape)
+    @property
+    def octets(self) -> Tensor:
+        """`bits` as operators take them: uint8 (B|1, Hq|1, L|1, 8 * ceil(S / 64))."""
+        return self._stored.contiguous().view(torch.uint8)
 
     def as_arguments(self, index: tuple[int, ...], key_ranges: Any) -> tuple[Tensor | None, Tensor | None]:
         """attn_mask and key_ranges that say the same as the mask, at an index of its first dimensions, and key_ranges.
 
-        Ranges where two per row suffice without a look at data, else the mask as bools. So it is beside key_ranges that
-        aren't what they must be, which is said later."""
+        Bits as `octets`. Of ranges, ranges where two per row suffice without a look at data, else the mask as bools. So
+        it is beside key_ranges that aren't what they must be, which is said later."""
         if self.ranges is None:
-            return self.dense_of_bits()[index], key_ranges
+            return self.octets[index], key_ranges
         ranges = self.ranges[index]
         if key_ranges is None:
             return None, ranges
@@ -311,10 +298,7 @@ class Mask:
         stored = _rows_of(self._stored, rows)
         if self.ranges is not None:
             return _inside(stored, self.seqlen_k)
-        return self._keys_of(_unpacked(stored), stored)
-
-    def _keys_of(self, unpacked: Tensor, words: Tensor) -> Tensor:
-        return unpacked.view(*words.shape[:-1], words.shape[-1] * BLOCK)[..., : self.seqlen_k]
+        return bools(stored.contiguous().view(torch.uint8), self.seqlen_k)
 
     def _like(self, other: Mask) -> Tensor:
         """A tensor of the first three sizes of this mask and another together, without memory of its own."""
@@ -323,18 +307,6 @@ class Mask:
         if not fits or self.shape[2:] != other.shape[2:] or mine.device != theirs.device:
             raise RuntimeError(f"attnkern: masks to be combined must be of one size and device, got {self} and {other}")
         return mine.new_empty(()).expand(torch.broadcast_shapes(mine.shape[:3], theirs.shape[:3]))
-
-
-_held: weakref.WeakKeyDictionary[Mask, TensorWeakRef] = weakref.WeakKeyDictionary()
-"""What `dense_of_bits` has unpacked, of which its results are views."""
-
-
-def _unpacked(words: Tensor) -> Tensor:
-    """bool (64 n,): the bits of n words, from the lowest of each on."""
-    kind: Any = {"dtype": torch.uint8, "device": words.device}
-    octets = (torch.arange(256, **kind).unsqueeze(-1) >> torch.arange(8, **kind)).bitwise_and_(1)
-    table = octets.view(torch.int64).flatten()  # by bytes: 8 bools in one number
-    return table.index_select(0, words.view(torch.uint8).flatten().int()).view(torch.bool)
 
 
 def _check_is_mask(x: object) -> None:

@@ -126,7 +126,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         sequence, batch = (1, 0) if self.batch_first and batched else (0, 1)
         q, k, v = (x if batched else x.unsqueeze(batch) for x in self._project(query, key, value))
         seqlen_q, seqlen_k, batch_size = q.shape[sequence], k.shape[sequence], q.shape[batch]
-        mask, ranges, window = None, None, self.window
+        mask: Any = None  # a tensor or a Mask of bits
+        ranges, window = None, self.window
         if isinstance(attn_mask, Mask):
             mask, ranges = _of_mask(attn_mask)
         elif attn_mask is not None and (not is_causal or need_weights or key_padding_mask is not None):
@@ -142,7 +143,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             # Every query sees what is appended: no band has such a shape.
             band = Band(*(UNBOUNDED if x is None else x for x in window or (None, None)))
             band = band._replace(right=0) if is_causal else band
-            mask = _both(mask, band.mask(seqlen_q, seqlen_k, q.device))
+            mask = _both(_dense(mask), band.mask(seqlen_q, seqlen_k, q.device))
             if ranges is not None:
                 mask, ranges = _both(mask, within_ranges(ranges, slice(0, seqlen_k))), None
             mask = None if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
@@ -400,12 +401,13 @@ class CrossAttention(nn.Module):
             if tensor.shape[-1] != width:
                 raise RuntimeError(f"attnkern: {name}'s last size must be {width}, got {show(tensor.shape)}")
         lead, seqlen_q, seqlen_k = tuple(x.shape[:-2]), x.shape[-2], context.shape[-2]
-        mask, ranges, pairs = None, None, (seqlen_q, seqlen_k)
+        mask: Any = None  # a tensor or a Mask of bits
+        ranges, pairs = None, (seqlen_q, seqlen_k)
         if isinstance(attn_mask, Mask):
             _check_sizes(attn_mask, (*(lead or (1,)), self.num_heads, *pairs))
             mask, ranges = _of_mask(attn_mask)
             if not lead:
-                mask, ranges = (None if x is None else x.squeeze(0) for x in (mask, ranges))
+                ranges = None if ranges is None else ranges.squeeze(0)
         else:
             mask = _real("attn_mask", attn_mask, [pairs, (*lead, *pairs), (*lead, self.num_heads, *pairs)])
             if mask is not None and rank == 3 and mask.dim() == 3:
@@ -449,7 +451,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | Mask | None,
     ranges: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
@@ -474,9 +476,14 @@ def _attend(
     return out, weights if q.dim() == 4 else weights.squeeze(0)
 
 
-def _of_mask(mask: Mask) -> tuple[Tensor | None, Tensor | None]:
-    """A Mask as a bool mask, True = attended, or as key ranges."""
-    return (mask.dense_of_bits(), None) if mask.ranges is None else (None, mask.ranges)
+def _of_mask(mask: Mask) -> tuple[Mask | None, Tensor | None]:
+    """A Mask of bits as it is, or key ranges."""
+    return (mask, None) if mask.ranges is None else (None, mask.ranges)
+
+
+def _dense(mask: Tensor | Mask | None) -> Tensor | None:
+    """A Mask as a bool mask, True = attended."""
+    return mask.to_dense() if isinstance(mask, Mask) else mask
 
 
 def _check_sizes(mask: Mask, sizes: tuple[int, ...]) -> None:
@@ -485,7 +492,9 @@ def _check_sizes(mask: Mask, sizes: tuple[int, ...]) -> None:
         raise RuntimeError(f"attnkern: attn_mask must be a Mask for {sizes} scores, got one for {mask.shape}")
 
 
-def _with_padding(mask: Tensor | None, ranges: Tensor | None, real: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _with_padding(
+    mask: Tensor | Mask | None, ranges: Tensor | None, real: Tensor
+) -> tuple[Tensor | Mask | None, Tensor | None]:
     """`mask` and `ranges` together with a mask of keys (..., 1, 1, S), which is a range where they stand together."""
     if real.dtype == torch.bool and real.is_cpu and may_look(real):
         first, last = span(real)
@@ -495,7 +504,7 @@ def _with_padding(mask: Tensor | None, ranges: Tensor | None, real: Tensor) -> t
                 begin, end = ranges.unbind(-1)
                 first, last = begin.maximum(first), end.minimum(last)
             return mask, torch.stack([first, last], -1)
-    return _both(mask, real), ranges
+    return _both(_dense(mask), real), ranges
 
 
 def _attended(mask: Tensor) -> Tensor:

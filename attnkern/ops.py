@@ -22,6 +22,7 @@ from torch import Tensor
 from . import backends, plain
 from .backends import reference
 from .backends.failed import CannotBuild
+from .bits import is_mask, row_bytes
 from .params import (
     DTYPES,
     GRAD_BIAS,
@@ -155,7 +156,9 @@ def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *param
     if bias is not None:
         by_distance = len(bias.shape) == 3
         _require(by_distance or len(bias.shape) == 4, "bias must have 4 dimensions (3 as a table of distances)")
-        _require(bias.dtype in (torch.bool, torch.float32, q.dtype), "bias must be bool, float32 or of q's dtype")
+        of_bits = not by_distance and bias.dtype == torch.uint8
+        known = of_bits or bias.dtype in (torch.bool, torch.float32, q.dtype)
+        _require(known, "bias must be bool, float32 or of q's dtype")
         full = (batch, heads, seqlen_q, seqlen_k)
         if by_distance:
             _require(
@@ -166,7 +169,11 @@ def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *param
                 "one",
             )
         else:
-            _require(all(n in (1, m) for n, m in zip(bias.shape, full, strict=True)), "the sizes of bias do not fit")
+            if of_bits:
+                whole = bias.shape[3] == row_bytes(seqlen_k)
+                _require(whole, "a bias of bits must have 8 bytes for each 64 keys, side by side")
+            sizes = zip(bias.shape, full[: 3 if of_bits else 4], strict=False)
+            _require(all(n in (1, m) for n, m in sizes), "the sizes of bias do not fit")
     if (sinks := inputs.sinks) is not None:
         exact = torch.promote_types(q.dtype, torch.float32)
         fits = len(sinks.shape) == 2 and sinks.shape[0] in (1, batch) and sinks.shape[1] == heads
@@ -221,7 +228,7 @@ def _check_tangents(inputs: Inputs, prefix: str, tangents: Derivatives) -> None:
     _check_tangent_devices(inputs, prefix, tangents)
     for name, x, like in zip(Derivatives._fields, tangents, inputs.differentiable, strict=True):
         if x is not None:
-            has_tangent = like is not None and like.dtype != torch.bool
+            has_tangent = like is not None and not is_mask(like)
             _require(has_tangent, f"{prefix}{name} must be None, since only a floating bias, and sinks, have a tangent")
             fits = x.shape == like.shape and x.dtype == like.dtype
             _require(fits, f"{prefix}{name} must have the shape and dtype of what it belongs to")
@@ -232,7 +239,7 @@ def _check_grad_mask(grad_mask: int, bits: Sequence[int], inputs: Inputs) -> Non
     _require(0 <= grad_mask <= most, f"grad_mask must be from 0 to {most}, got {grad_mask}")
     bias = inputs.bias
     _require(
-        not grad_mask & GRAD_BIAS or (bias is not None and bias.dtype != torch.bool),
+        not grad_mask & GRAD_BIAS or (bias is not None and not is_mask(bias)),
         "only a floating bias has a gradient",
     )
     _require(not grad_mask & GRAD_SINKS or inputs.sinks is not None, "sinks that aren't given have no gradient")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import relative, rng
+from . import bits, relative, rng
 from .arguments import (
     Window,
     autocast,
@@ -61,8 +61,8 @@ class Problem(NamedTuple):
     q: Tensor  # (B, Hq, L, E)
     k: Tensor  # (B, Hk, S, E)
     v: Tensor  # (B, Hv, S, Ev)
-    # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores); or a table
-    # (B|1, Hq|1, L + S - 1) of what each distance adds
+    # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores); or a mask in bits
+    # (bits.py), or a table (B|1, Hq|1, L + S - 1) of what each distance adds
     bias: Tensor | None
     sinks: Tensor | None  # (Hq,), as most calls give them, or (B|1, Hq); of the log-sum-exp's dtype
     ranges: Tensor | None  # int32 (B|1, Hq|1, L|1, 1|2, 2): a row attends to the keys of [begin, end) of either range
@@ -118,9 +118,13 @@ class Problem(NamedTuple):
             biases: Any = sinks, relative_bias, relative_bias_center
             problem = cls.from_sdpa(query, key, value, *(*options, *biases))
             return problem._replace(pages=pages)
-        given = attn_mask
-        if isinstance(attn_mask, Mask):
-            attn_mask, key_ranges = _of_mask(attn_mask, key_ranges, query, key)
+        given, of_bits = attn_mask, None
+        if isinstance(given, Mask):
+            attn_mask, key_ranges = _of_mask(given, key_ranges, query, key)
+            if given.ranges is None:  # described by what it stands for: no user's tensor of bytes is a mask
+                held: Any = attn_mask
+                sizes: Any = (*held.shape[:-1], given.seqlen_k)
+                of_bits = sizes, torch.bool, held.device, held.layout
             if type(query) is not Tensor:
                 attn_mask = replicated(attn_mask, query)
         if key_ranges is not None and type(query) is not Tensor:
@@ -175,7 +179,7 @@ class Problem(NamedTuple):
                 (query.shape, query.dtype, query.device, query.layout),
                 (key.shape, key.dtype, key.device, key.layout),
                 (value.shape, value.dtype, value.device, value.layout),
-                None if mask is None else (mask.shape, mask.dtype, mask.device, mask.layout),
+                None if mask is None else _spec_of(mask) if of_bits is None else of_bits,
                 None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
                 None
                 if key_ranges is None
@@ -278,7 +282,9 @@ class Problem(NamedTuple):
         if self.pages is not None:
             parts.append(f"in {self.pages.key.shape[0]} pages of {self.pages.key.shape[2]}")
         if self.bias is not None:
-            parts.append(describe("relative bias" if relative.by_distance(self.bias) else "mask", self.bias))
+            bias: Any = bits.as_described(self.bias, self.k.shape[2])
+            name = "relative bias" if relative.by_distance(bias) else "mask" if bias is self.bias else "mask of bits"
+            parts.append(f"{name} {show(bias.shape)} {show(bias.dtype)} {self.bias.device}")
         if self.ranges is not None:
             parts.append(describe("key_ranges", self.ranges))
         if self.sinks is not None:
@@ -504,6 +510,8 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
     if mask is None:
         return bias
     bias = relative.dense(bias, seqlen_q, seqlen_k)
+    if bits.in_bits(mask):
+        mask = bits.bools(mask, seqlen_k)
     if mask.dtype == torch.bool:
         return bias.where(mask, -math.inf)
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -530,7 +538,7 @@ def _batched_hint(shape: Sizes, scores: Sizes) -> str:
     return ""
 
 
-def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Tensor | None, Tensor | None]:
+def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any]:
     """attn_mask and key_ranges in place of a Mask."""
     for name, x in (("query", query), ("key", key)):
         if not isinstance(x, Tensor):

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import relative, rng, tiles
+from . import bits, relative, rng, tiles
 from .arguments import autocasts
 from .backends import reference
 from .params import (
@@ -283,6 +283,8 @@ def _of_tile(x: Tensor, rows: slice, keys: slice, sizes: tuple[int, int]) -> Ten
     """The part of a bias, or of its tangent, of a tile of `sizes` scores."""
     if relative.by_distance(x):
         return relative.dense(x, *sizes, rows)[..., keys]
+    if bits.in_bits(x):
+        return bits.bools(x if x.shape[2] == 1 else x[:, :, rows], sizes[1])[..., keys]
     return x[:, :, rows if x.shape[2] != 1 else slice(1), keys if x.shape[3] != 1 else slice(1)]
 
 

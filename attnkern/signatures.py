@@ -34,8 +34,8 @@ class Inputs(NamedTuple):
     q: Tensor  # (B, Hq, L, E)
     k: Tensor  # (B, Hk, S, E)
     v: Tensor  # (B, Hv, S, Ev)
-    # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores); or a table of what
-    # each distance adds (relative.py), floating point (B|1, Hq|1, L + S - 1)
+    # (B|1, Hq|1, L|1, S|1): bool (True = attend) or floating point (added to the scaled scores); or a mask in bits
+    # (bits.py), uint8; or a table of what each distance adds (relative.py), floating point (B|1, Hq|1, L + S - 1)
     bias: Tensor | None = None
     # (B|1, Hq) of the log-sum-exp's dtype: a logit of each head that takes part in the softmax and has no value
     sinks: Tensor | None = None

@@ -134,6 +134,7 @@ ScalarType scalar_type_of(const DLDataType& type) {
   if (type.code == kDLFloat && type.bits == 16) return ScalarType::Half;
   if (type.code == kDLBfloat && type.bits == 16) return ScalarType::BFloat16;
   if (type.code == kDLBool && type.bits == 8) return ScalarType::Bool;
+  if (type.code == kDLUInt && type.bits == 8) return ScalarType::Byte;
   if (type.code == kDLInt && type.bits == 64) return ScalarType::Long;
   if (type.code == kDLInt && type.bits == 32) return ScalarType::Int;
   return ScalarType::Undefined;
@@ -328,16 +329,17 @@ int64_t bound_of(PyObject* x) {
   return bound < kUnbounded ? bound : kUnbounded;
 }
 
-// attnkern.attention with all of its arguments in order: a call to which no rule of attnkern/problem.py applies but
-// those here and in fill(). 4-D tensors of one batch, no gradient, no dropout.
+// attnkern.attention with all of its arguments in order; one more, if there is any, are the bits of a Mask, as bytes,
+// in place of its attn_mask: a call to which no rule of attnkern/problem.py applies but those here and in fill(). 4-D
+// tensors of one batch, no gradient, no dropout.
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 16) return nullptr;
+    if (count != 16 && count != 17) return nullptr;
     PyObject *const mask = arguments[3], *const dropout_p = arguments[4], *const is_causal = arguments[5],
                     *const scale = arguments[6], *const enable_gqa = arguments[7], *const window = arguments[8],
                     *const alignment = arguments[9], *const softcap = arguments[10], *const key_ranges = arguments[11],
                     *const sinks = arguments[12], *const block_table = arguments[13], *const return_lse = arguments[14],
-                    *const backend = arguments[15];
+                    *const backend = arguments[15], *const bits = count == 17 ? arguments[16] : kNone;
     // First of all: a GPU's users are not to wait for the rest.
     const auto has = [](PyObject* x, PyObject* attribute) {
       return Owned(PyObject_GetAttr(x, attribute)).get() == &_Py_TrueStruct;
@@ -358,7 +360,9 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     Inputs inputs;
     Tensor &q = inputs.q, &k = inputs.k, &v = inputs.v;
     if (!q.read(arguments[0]) || !k.read(arguments[1]) || !v.read(arguments[2])) return nullptr;
-    if (mask != kNone && !inputs.bias.emplace().read(mask)) return nullptr;
+    if (mask != kNone && (!inputs.bias.emplace().read(mask) || inputs.bias->scalar_type() == ScalarType::Byte))
+      return nullptr;
+    if (bits != kNone && !inputs.bias.emplace().read(bits)) return nullptr;
     if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
     if (key_ranges != kNone && !inputs.key_ranges.emplace().read(key_ranges)) return nullptr;
     if (block_table != kNone && !inputs.block_table.emplace().read(block_table)) return nullptr;

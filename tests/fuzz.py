@@ -31,7 +31,7 @@ import torch
 
 import attnkern
 from attnkern import testing
-from random_problems import random_packed, random_problem
+from random_problems import attention_in_bits, random_packed, random_problem
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = Path(__file__).with_name("fuzz_found.jsonl")
@@ -112,6 +112,8 @@ class Problem:
                 testing.check_packed(inputs, testing.Packed(**self.packed), backend=backend, **options)
             else:
                 testing.check_attention(inputs, backend=backend, **options)
+                if backend == "cpu" and inputs.attn_mask is not None and inputs.attn_mask.dtype == torch.bool:
+                    testing.check_attention(inputs, function=attention_in_bits, **options)
 
 
 def check_huge(inputs: testing.Inputs, backend: str, scale: float, **options: Any) -> None:

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+import attnkern
 from attnkern.testing import LAYOUTS, Inputs, Packed, make_inputs
 
 
@@ -19,6 +22,19 @@ def far_key(gap: float, place: int, *, dtype: torch.dtype = torch.float32, devic
     inputs = make_inputs(1, 2, 33, 97, 16, dtype=dtype, device=device, amplitude=(0.1, 0.1, 1.0), product=40.0)
     inputs.key[..., place, :] *= 1.0 + gap / 10.0
     return dataclasses.replace(inputs, recipe=f"{inputs.recipe} with key[..., {place}, :] *= {1.0 + gap / 10.0}")
+
+
+def in_bits(mask: Tensor, seqlen_q: int, seqlen_k: int) -> attnkern.Mask:
+    """A Mask of bits of a bool mask (B|1, Hq|1, L|1, S|1), even where ranges suffice. (It has no blocks.)"""
+    words = F.pad(mask.expand(*mask.shape[:3], seqlen_k), (0, -seqlen_k % 64)).unflatten(-1, (-1, 64))
+    bits = (words.long() << torch.arange(64, device=mask.device)).sum(-1)
+    return attnkern.Mask(None, bits, None, seqlen_q, seqlen_k)
+
+
+def attention_in_bits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **options: Any) -> Any:
+    """`attnkern.attention` with a bool mask of 4 dimensions as a Mask of bits."""
+    mask = in_bits(attn_mask, query.shape[2], key.shape[2])
+    return attnkern.attention(query, key, value, mask, **options)
 
 
 # One off every tile and block of keys or queries.

@@ -144,15 +144,21 @@ def test_plain_calls_are_direct(options, operators):
     assert_same(*((results, expected) if "return_lse" in options else ([results], [expected])))
 
 
+BITS = attnkern.masks.from_mask_mod(lambda b, h, q, k: (q + k) % 3 != 0, None, None, 9, 12)
+
+
 @pytest.mark.parametrize(
     ("mask", "options"),
     [
         (attnkern.masks.causal(9, 12), {}),
         (attnkern.masks.padding([5, 12], seqlen_q=9, seqlen_k=12), {}),
         (attnkern.masks.padding([5, 12], seqlen_q=9, seqlen_k=12), {"is_causal": True}),
+        (BITS, {}),
+        (BITS, {"is_causal": True}),
+        (BITS, {"key_ranges": torch.tensor([2, 11], dtype=torch.int32).view(1, 1, 1, 1, 2)}),
     ],
 )
-def test_a_mask_of_ranges_is_direct_and_to_the_bit(mask, options, monkeypatch, operators):
+def test_a_mask_is_direct_and_to_the_bit(mask, options, monkeypatch, operators):
     q, k, v = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 12, 8), torch.randn(2, 2, 12, 8)
     with operators():
         want = attnkern.attention(q, k, v, mask, **options)
@@ -215,6 +221,7 @@ NOT_PLAIN = {
     "no element": [x[:0] for x in changed(0, torch.clone)],
     "a mask of 2 dimensions": [*changed(0, torch.clone), torch.zeros(5, 7)],
     "a mask that does not fit": [*changed(0, torch.clone), torch.zeros(2, 4, 5, 3)],
+    "a mask of bytes": [*changed(0, torch.clone), torch.zeros(2, 4, 5, 8, dtype=torch.uint8)],
     "a mask of int64": [*changed(0, torch.clone), torch.zeros(2, 4, 5, 7, dtype=torch.int64)],
     "dropout": [*changed(0, torch.clone), None, 0.5],
     "dropout no number": [*changed(0, torch.clone), None, "0"],

@@ -351,6 +351,12 @@ RAW = {
     ),
     "bias of another length": (OPERATORS, {"bias": t(1, 4, 5, 6)}, "the sizes of bias do not fit"),
     "bias of another dtype": (OPERATORS, {"bias": t(1, 4, 5, 7, dtype=torch.int64)}, "bias must be bool, float32 or"),
+    "bits of another length": (
+        OPERATORS,
+        {"bias": t(1, 4, 5, 7, dtype=torch.uint8)},
+        "a bias of bits must have 8 bytes for each 64 keys",
+    ),
+    "bits of other rows": (OPERATORS, {"bias": t(1, 4, 6, 8, dtype=torch.uint8)}, "the sizes of bias do not fit"),
     "unknown backend": (OPERATORS, {"backend": "gpu"}, "backend.*'cpu'.*got '?gpu"),
     "lse without heads": (OPERATORS[1:], {"lse": t(2, 5)}, "lse.*shape .batch, heads, seqlen_q. and be float32"),
     "lse of another length": (OPERATORS[1:], {"lse": t(2, 4, 7)}, "lse.*shape .batch, heads, seqlen_q. and be float32"),
@@ -363,6 +369,11 @@ RAW = {
         "grad_out.*dtype of the output",
     ),
     "gradient of no bias": (OPERATORS[1::2], {"bias": None, "cot_dbias": None}, "only a floating bias has a gradient"),
+    "gradient of bits": (
+        OPERATORS[1::2],
+        {"bias": t(1, 4, 5, 8, dtype=torch.uint8), "cot_dbias": None},
+        "only a floating bias has a gradient",
+    ),
     "gradient of a bool": (
         OPERATORS[1::2],
         {"bias": t(1, 4, 5, 7, dtype=torch.bool), "cot_dbias": None},

@@ -15,7 +15,7 @@ MATRIX = """
 import itertools, torch
 import attnkern
 from attnkern import testing
-from random_problems import far_key, random_packed, random_problem
+from random_problems import attention_in_bits, far_key, random_packed, random_problem
 
 torch.set_num_threads(1)
 torch.manual_seed({seed})
@@ -26,6 +26,8 @@ def check_inputs(inputs, **options):
     global count
     count += 1
     testing.check_attention(inputs, backend="cpu", **options)
+    if inputs.attn_mask is not None and inputs.attn_mask.dtype == torch.bool:
+        testing.check_attention(inputs, function=attention_in_bits, **options)
 def check(*sizes, options=None, **more):
     check_inputs(testing.make_inputs(*sizes, **more), **(options or {{}}))
 with testing.poisoned_memory():
@@ -39,6 +41,9 @@ with testing.poisoned_memory():
         for kind, shape in itertools.product(("bool", "float", "holes"), ("BHLS", "1HL1", "B11S")):
             for own in (dtype, torch.float32):
                 check(2, 2, 19, 70, 16, dtype=dtype, mask=(kind, shape), mask_dtype=own)
+        for length, keys in [(1, 300), (3, 7), (16, 128), (65, 257), (130, 200)]:  # bits of whole words and of parts
+            for shape, options in itertools.product(("BHLS", "11L1", "B1LS"), ({{}}, {{"window": (90, 5)}})):
+                check(2, 2, length, keys, 24, dtype=dtype, mask=("bool", shape), options=options)
         for length, keys in [(1, 300), (3, 130), (16, 90), (33, 97), (65, 257), (130, 170)]:
             begin = torch.randint(keys - 40, (1, 2, length, 1), dtype=torch.int32)
             own = torch.stack([begin, begin + torch.randint(20, keys, begin.shape)], -1).int()
@@ -60,8 +65,7 @@ with testing.poisoned_memory():
                 check(1, 2, length, keys, 64, dtype=dtype, product=product)
         for seed in range(40):
             inputs, options = random_problem(int(torch.randint(2**31, ())), dtypes=[dtype])
-            testing.check_attention(inputs, backend="cpu", **options)
-            count += 1
+            check_inputs(inputs, **options)
         # Dropout: the same bits whatever the width of a vector.
         inputs = testing.make_inputs(2, 3, 33, 70, 16, dtype=dtype)
         for seed in range(3):
@@ -72,10 +76,9 @@ with testing.poisoned_memory():
     for dtype in dtypes:
         for seed in range(10):
             inputs, options = random_problem(int(torch.randint(2**31, ())), dtypes=[dtype], poison=True)
-            testing.check_attention(inputs, backend="cpu", **options)
+            check_inputs(inputs, **options)
             inputs, options, packed = random_packed(int(torch.randint(2**31, ())), dtypes=[dtype], poison=True)
             testing.check_packed(inputs, packed, backend="cpu", **options)
-            count += 1
         for size, amplitude in itertools.product((129, 256), (10, 100)):
             inputs = testing.make_inputs(1, 1, 70, 97, size, dtype=dtype, amplitude=(amplitude, amplitude, 1.0))
             value = inputs.value.requires_grad_()

@@ -1,6 +1,5 @@
 """attnkern.Mask and attnkern.masks against the dense mask that each stands for, and in calls."""
 
-import gc
 import io
 import itertools
 import operator
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnkern
 from attnkern import Mask, masks, testing
+from random_problems import in_bits
 
 SIZES = [(1, 1), (5, 9), (64, 64), (70, 33), (130, 200)]
 
@@ -273,6 +273,82 @@ def test_calls_take_it(target):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(
+    "sizes",  # batch, heads, those of the keys, queries, keys
+    [
+        (2, 4, 2, 1, 300),
+        (1, 4, 4, 3, 257),
+        (2, 2, 1, 70, 150),
+        (2, 2, 2, 130, 7),
+        (1, 8, 1, 2, 1030),
+        (1, 1, 1, 65, 64),
+    ],
+)
+def test_bits_are_read_as_bools_are(target, dtype, sizes):
+    """To the bit: whatever the mask shares, with keys that no row attends to, few and most of the others."""
+    batch, heads, heads_k, seqlen_q, seqlen_k = sizes
+    q, k, v = target.inputs(batch, heads, seqlen_q, seqlen_k, 32, heads_k=heads_k, dtype=dtype).tensors.values()
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    near = torch.tensor([3, seqlen_k - 2], dtype=torch.int32).view(1, 1, 1, 1, 2)
+    every_option = ({}, {"is_causal": True, "softcap": 3.0}, {"key_ranges": near}, {"dropout_p": 0.4})
+    for shape, density in itertools.product(itertools.product((1, batch), (1, heads), (1, seqlen_q)), (0.03, 0.9)):
+        bools = torch.rand(*shape, seqlen_k) < density
+        bools[..., seqlen_k // 3 : seqlen_k // 2] = False
+        for options in every_option:
+            results = []
+            for mask in (in_bits(bools, seqlen_q, seqlen_k), bools):
+                torch.manual_seed(3)
+                out, lse = target.attention(*tensors, mask, **options, enable_gqa=True, return_lse=True)
+                torch.manual_seed(3)
+                with torch.no_grad():
+                    again = target.attention(*tensors, mask, **options, enable_gqa=True)
+                grads = torch.autograd.grad(out.square().sum() + lse[lse.isfinite()].sum(), tensors)
+                results.append((out, lse, again, *grads))
+            torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_derivatives_under_bits(target):
+    """Twice, forward, of samples that share the mask and of such with masks of their own."""
+    bools = torch.rand(3, 1, 2, 9, 70) < 0.5
+    stacked = [masks.from_bool(x) for x in bools]
+    assert all(mask.bits is not None for mask in stacked)
+    shared, own = stacked[0], pytree.tree_map(lambda *x: None if x[0] is None else torch.stack(x), *stacked)
+    q = torch.randn(1, 2, 9, 8, dtype=torch.float64)
+    k = torch.randn(1, 2, 70, 8, dtype=torch.float64)
+    many = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64)
+
+    def f(q, k, mask):
+        return target.attention(q, k, k, mask)
+
+    def second(mask):
+        leaves = [q.clone().requires_grad_(), k.clone().requires_grad_()]
+        first = torch.autograd.grad(f(*leaves, mask).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+
+    def results(shared, own):
+        return (
+            *second(shared),
+            torch.func.jvp(lambda q, k: f(q, k, shared), (q, k), (q.sin(), k.cos()))[1],
+            torch.func.vmap(lambda q: f(q, k, shared))(many),
+            torch.func.vmap(lambda q, mask: f(q, k, mask))(many, own),
+            torch.func.vmap(torch.func.grad(lambda q, mask: f(q, k, mask).square().sum()))(many, own),
+            torch.func.hessian(lambda q: f(q, k[:, :, :70], shared).square().sum())(q),
+        )
+
+    torch.testing.assert_close(results(shared, own), results(bools[0], bools))
+
+
+def test_only_a_mask_brings_bits():
+    """A user's own bytes are no mask, not even of the size that bits would have."""
+    for seqlen_k in (8, 70):
+        q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, seqlen_k, 8)
+        given = in_bits(torch.rand(1, 1, 5, seqlen_k) < 0.5, 5, seqlen_k).bits.view(torch.uint8)
+        for function in (attnkern.attention, attnkern.scaled_dot_product_attention, attnkern.attention_weights):
+            arguments = (q, k) if function is attnkern.attention_weights else (q, k, k)
+            with pytest.raises(RuntimeError, match=r"attn_mask must be bool or query's dtype float32, got uint8"):
+                function(*arguments, attn_mask=given)
+
+
 BESIDE_RANGES = {
     "one range": lambda: masks.padding(torch.tensor([50, 90]), 70, 90),
     "two ranges": lambda: masks.sliding_window(5, 5, 70, 90) | masks.prefix_lm(4, 70, 90) & masks.padding([4], 70, 90),
@@ -388,15 +464,15 @@ def test_a_data_loader_collates_it():
         torch.utils.data.default_collate([masks.causal(5), masks.causal(6)])
 
 
-def test_layers_share_what_bits_become():
-    """One dense tensor until the backward pass, however many layers; none after it."""
+def test_layers_keep_its_bits_and_nothing_else():
+    """One tensor for the backward pass, however many layers: the mask's own."""
     mask = masks.from_bool(torch.rand(128, 128) < 0.5)
     modules = [attnkern.nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(4)]
     x = torch.randn(1, 128, 8)
     saved = {}
 
     def save(t):
-        if t.dtype == torch.bool:
+        if not t.is_floating_point():
             saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
@@ -405,16 +481,8 @@ def test_layers_share_what_bits_become():
             x = module(x, x, x, attn_mask=mask, need_weights=False)[0]
             q = x.unflatten(-1, (2, 4)).transpose(1, 2)
             x = x + attnkern.attention(q, q, q, mask).transpose(1, 2).flatten(2)
-    assert list(saved.values()) == [128 * 128]
-    again = mask.dense_of_bits()
-    assert again.untyped_storage().data_ptr() in saved
-    assert torch.equal(again, mask.to_dense())
-    del again
+    assert saved == {mask.bits.untyped_storage().data_ptr(): 128 * 128 // 8}
     x.sum().backward()
-    del x, q
-    held = attnkern.mask._held[mask]
-    gc.collect()
-    assert held() is None
 
 
 @pytest.mark.parametrize("mask", [masks.causal(64), masks.from_mask_mod(natten, None, None, 64, 64)], ids=repr)

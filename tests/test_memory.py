@@ -18,12 +18,16 @@ torch.set_num_threads(2)
 # Not in one storage: torch lays out a tangent, storage included, as its primal.
 q, k, v = (torch.randn(1, heads, length, 64).to(getattr(torch, dtype)) for _ in range(3))
 for x in (q, k, v):
-    x.requires_grad_(mode != "forward")
+    x.requires_grad_("forward" not in mode)
 options = {"is_causal": True} if "causal" in mode else {}
 mask = torch.ones(1, 1, 1, length, dtype=torch.bool) if "mask" in mode else None
+bits = None
+if "bits" in mode:
+    bits = attnkern.masks.from_mask_mod(lambda b, h, i, j: (i - j) % 4 != 0, None, None, length, length)
+    assert bits.bits.nbytes == length * length // 8
 bias = torch.zeros(1, 1, 1, length, requires_grad=True) if "bias" in mode else None
 small = attnkern.attention(*(x[:, :, :64] for x in (q, k, v)), backend="cpu")
-if mode != "forward":
+if "forward" not in mode:
     small.backward(small.detach())  # imports and allocates what is needed once
     for x in (q, k, v):
         x.grad = None
@@ -32,7 +36,7 @@ def call(*x):
     dense = mask if mask is not None else bias
     if dense is not None:
         dense = dense[..., : x[1].shape[2]]
-    return attnkern.attention(*x, dense, backend="cpu", **options)
+    return attnkern.attention(*x, dense if bits is None or x[1].shape[2] < length else bits, backend="cpu", **options)
 def jvp(*x):
     return torch.func.jvp(call, x, tuple(along))[1]
 def double(*x):
@@ -55,7 +59,7 @@ if second is not None:
     results = second(q, k, v)
 else:
     out = call(q, k, v)
-    if mode != "forward":
+    if "forward" not in mode:
         out.backward(out.detach())
 print(status("VmHWM") - before)
 """
@@ -86,6 +90,8 @@ def growth(length, heads, dtype, mode):
     ("dtype", "mode"),
     [
         ("float32", "forward"),
+        ("float32", "forward bits"),
+        ("bfloat16", "backward bits"),
         ("float32", "backward causal"),
         ("bfloat16", "backward causal"),
         ("float32", "backward mask"),
@@ -93,9 +99,10 @@ def growth(length, heads, dtype, mode):
     ],
 )
 def test_peak_growth(dtype, mode):
-    """4096 queries and keys in 4 heads: the scores alone would be 256 MiB, an input is 4 MiB in float32."""
+    """4096 queries and keys in 4 heads: the scores alone would be 256 MiB, bools of them for all heads 16 MiB; an input
+    is 4 MiB in float32."""
     length, heads = 4096, 4
-    tensors = 1 if mode == "forward" else 4  # out, and the gradients of query, key and value
+    tensors = 1 if "forward" in mode else 4  # out, and the gradients of query, key and value
     assert growth(length, heads, dtype, mode) < (tensors + 1) * length * heads * 64 * 4 / 2**20 + 4
 
 

@@ -292,11 +292,11 @@ def test_a_float_parameter_needs_no_copy_and_no_detour():
     q, k = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 100, 64)
     options = 0, False, None, False, None, "top_left", None, None
     for sinks in (torch.randn(4), torch.randn(1, 4), torch.nn.Parameter(torch.randn(4), requires_grad=False)):
-        out = cpu.call(q, k, k, None, *options, sinks, False, None)
+        out = cpu.call(q, k, k, None, *options, sinks, None, False, None)
         assert out is not None
         assert torch.equal(out, attnkern.attention(q, k, k, sinks=sinks))
-    assert cpu.call(q, k, k, None, *options, torch.randn(4).requires_grad_(), False, None) is None
-    assert cpu.call(q, k, k, None, *options, torch.randn(3), False, None) is None
+    assert cpu.call(q, k, k, None, *options, torch.randn(4).requires_grad_(), None, False, None) is None
+    assert cpu.call(q, k, k, None, *options, torch.randn(3), None, False, None) is None
 
 
 def test_training_takes_a_parameter_as_it_is():

@@ -1,5 +1,6 @@
 """What no query attends to never enters a sum, whatever it holds: caches' unused slots, padding, gaps."""
 
+import functools
 import math
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 
 import attnkern
 from attnkern import testing
+from random_problems import attention_in_bits
 
 MASKS = {
     "bool": {"mask": ("bool", "BHLS")},
     "bool of keys": {"mask": ("bool", "B11S")},
+    "bits": {"mask": ("bool", "BHLS"), "function": attention_in_bits},
+    "bits of keys and ranges": {"mask": ("bool", "B11S"), "ranges": ("near", "1HL", 1), "function": attention_in_bits},
     "ranges": {"ranges": ("few", "BHL", 2)},
     "ranges of a batch": {"ranges": ("anything", "B11", 1)},
     "bool and ranges": {"mask": ("bool", "11LS"), "ranges": ("near", "1HL", 1)},
@@ -32,12 +36,18 @@ def make(sizes, dtype, *, poison, mask=None, ranges=None, **options):
     return inputs.with_poison(poison), {"enable_gqa": True, **options}
 
 
+def on(target, options):
+    """The options of a check, for a function of its own on the target's backend."""
+    function = options.get("function")
+    return options if function is None else {**options, "function": functools.partial(function, backend=target.backend)}
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("kind", MASKS)
 def test_output_lse_and_gradients(target, kind, sizes, dtype):
     for poison in (math.nan, math.inf):
         inputs, options = make(sizes, dtype, poison=poison, **MASKS[kind])
-        target.check(inputs, **options)
+        target.check(inputs, **on(target, options))
 
 
 def test_unused_slots_of_a_cache(target, dtype):
@@ -68,6 +78,8 @@ def test_gaps_between_jagged_sequences(poison):
 def derivatives(target, inputs, poison, options):
     """Of `inputs` and a direction, both with `poison` where no query attends (None: as they are): the tangent of the
     output and, twice differentiated, the gradients of query, key and value."""
+    function = options.get("function", attnkern.attention)
+    options = {name: x for name, x in options.items() if name != "function"}
     clean = {n: x for n, x in inputs.tensors.items() if n in ("query", "key", "value")}
     masks = {n: x for n, x in inputs.tensors.items() if n not in clean}
     dead = testing.unattended(**inputs.tensors, **options)
@@ -80,7 +92,7 @@ def derivatives(target, inputs, poison, options):
         return poisoned(torch.randn(x.shape, generator=generator, dtype=x.dtype), name)
 
     def call(q, k, v):
-        return attnkern.attention(q, k, v, **masks, **options, backend=target.backend)
+        return function(query=q, key=k, value=v, **masks, **options, backend=target.backend)
 
     values = [poisoned(x, name) for name, x in clean.items()]
     moved = [random_like(x, name) for name, x in clean.items()]
@@ -91,7 +103,7 @@ def derivatives(target, inputs, poison, options):
     return tangent, *torch.autograd.grad(first, leaves, moved)
 
 
-@pytest.mark.parametrize("kind", ["bool", "bool of keys", "ranges", "causal", "softcap"])
+@pytest.mark.parametrize("kind", ["bool", "bool of keys", "bits", "ranges", "causal", "softcap"])
 def test_derivatives_of_second_order_and_forward_mode(target, kind):
     inputs, options = make((9, 40, 8, 2), torch.float64, poison=math.nan, **MASKS[kind])
     got, want = (derivatives(target, inputs, poison, options) for poison in (math.nan, None))

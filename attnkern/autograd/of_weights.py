@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tiles
+from .. import bits, tiles
 from ..params import AttentionParams, within_ranges
 from ..problem import Problem
 from .shared import (
@@ -36,7 +36,10 @@ def weights(
     """
     q, k, _, bias, sinks, ranges, *_ = problem.inputs()
     params = problem.params
-    if ranges is not None:  # the weights are as large as any mask
+    # (The weights are as large as any mask.)
+    if bias is not None and bits.in_bits(bias):
+        bias = bits.bools(bias, k.shape[2])
+    if ranges is not None:
         keep = within_ranges(ranges, slice(0, k.shape[2]))
         bias = keep if bias is None else bias & keep if bias.dtype == torch.bool else bias.where(keep, -math.inf)
     lse = None if lse is None else lse.detach()

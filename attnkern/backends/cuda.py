@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._library import load_error
+from ..bits import as_described, in_bools
 from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
 from ..relative import as_scores, by_distance
@@ -142,6 +143,7 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
     `on` is the chip, None: that of the problem's device. The backward pass is in it where an input requires a gradient.
     """
     q, k, v, bias = problem[:4]
+    bias = as_described(bias, k.shape[2])
     if 0 in (*q.shape, *k.shape, *v.shape):
         return Plan((), ())
     wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
@@ -211,7 +213,7 @@ def forward(
     """`attnkern::forward` (ops.py) on a CUDA device. splits and schedule replace the plan's: for timing."""
     tf32, _ = _modes()
     operator = torch.ops.attnkern.cuda_forward
-    return _run(operator, *inputs, *params, need_lse, tf32, splits, schedule)
+    return _run(operator, *in_bools(inputs), *params, need_lse, tf32, splits, schedule)
 
 
 def backward(
@@ -225,7 +227,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
     operator = torch.ops.attnkern.cuda_backward
-    return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
+    return _run(operator, grad_out, grad_lse, *in_bools(inputs), out, lse, *params, grad_mask, *_modes())
 
 
 def _run(operator: Any, *arguments: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import relative, rng
+from .. import bits, relative, rng
 from ..arguments import autocasts
 from ..packed import may_look
 from ..pages import Pages, check_table
@@ -106,7 +106,7 @@ def products(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
 
 def masked(x: Tensor, bias: Tensor | None, live: Tensor | None) -> Tensor:
     """The scores x with a floating bias, -inf where they don't count."""
-    if bias is not None and bias.dtype != torch.bool:
+    if bias is not None and not bits.is_mask(bias):
         if relative.by_distance(bias):
             bias = relative.dense(bias, *x.shape[-2:])
         x = x + bias.to(x.dtype)
@@ -133,6 +133,8 @@ def may_attend(
 
     `rows` says which queries these are; None: all of them.
     """
+    if bias is not None and bits.in_bits(bias):
+        bias = bits.bools(bias, seqlen_k)
     masks = (
         bias if bias is not None and bias.dtype == torch.bool else None,
         params.band.mask(seqlen_q, seqlen_k, device, rows),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import sinks
+from ..bits import as_described, in_bools
 from ..params import (
     GRAD_BIAS,
     GRAD_GRAD_LSE,
@@ -106,6 +107,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     """Name and `Step` of the launches of a call, in order; and how many splits of the keys there are, if any."""
     plans = _plans()
     q, k, v, bias, of_heads, ranges, params, *_ = problem
+    bias = as_described(bias, k.shape[2])
     index = q.get_device()
 
     def spec(x: Tensor, as_it_is: bool) -> Any:
@@ -299,7 +301,7 @@ def second_backward(
 def _as_read(inputs: Inputs) -> Inputs:
     """The inputs as kernels read them."""
     q, k, v = (_rows(x) for x in (inputs.q, inputs.k, inputs.v))
-    return inputs._replace(q=q, k=k, v=v, bias=_bias_as_read(inputs.bias, q))
+    return inputs._replace(q=q, k=k, v=v, bias=_bias_as_read(in_bools(inputs).bias, q))
 
 
 def _direction(plans: Any, tangents: Derivatives, inputs: Inputs) -> tuple[Derivatives, Any]:

@@ -90,6 +90,7 @@ struct Attention : AttentionParams {  // with dropout_p as entries are drawn
   View bias;     // (B|1, Hq|1, L|1, S|1), data null if there is none; bool: true = attend
   DType bias_dtype;
   int64_t bias_size[4];
+  bool bits;         // the bias is bool, in bits: key j is bit j % 8 of byte j / 8 of its row, and strides are in bytes
   bool relative;     // the bias is a table (B|1, Hq|1, L + S - 1) by j - i: its view has row stride -1, column stride 1
   Sinks sinks;       // (B|1, Hq)
   KeyRanges ranges;  // (B|1, Hq|1, L|1, 1|2, 2)

@@ -84,8 +84,12 @@ inline torch::headeronly::ScalarType lse_type(const Attention& p) {
   return p.dtype == DType::kFloat64 ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
 }
 
+// Bytes of a row of bits: whole words of 64 keys.
+inline int64_t bytes_of_bits(int64_t seqlen_k) { return (seqlen_k + 63) / 64 * 8; }
+
+// takes_bits: whether the kernels read a mask of bits.
 template <class Tensor>
-void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& params) {
+void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& params, bool takes_bits = false) {
 #define ATTNKERN_CHECK_DEVICE(type, name) check_device(inputs.name, inputs.q, #name);
   ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_CHECK_DEVICE)
 #undef ATTNKERN_CHECK_DEVICE
@@ -120,20 +124,24 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
       "attnkern: the heads of k and v must divide those of q");
   p.q = view_of(q), p.k = view_of(k), p.v = view_of(v);
   p.bias = {};
-  p.relative = false;
+  p.relative = p.bits = false;
   p.bias_dtype = DType::kBool;
   if (bias.has_value()) {
     p.relative = bias->dim() == 3;
     STD_TORCH_CHECK(p.relative || bias->dim() == 4,
                     "attnkern: bias must have 4 dimensions (3 as a table of distances)");
     const auto type = bias->scalar_type();
+    p.bits = takes_bits && !p.relative && type == torch::headeronly::ScalarType::Byte;
     STD_TORCH_CHECK(type == torch::headeronly::ScalarType::Bool || type == torch::headeronly::ScalarType::Float ||
-                        type == q.scalar_type(),
+                        type == q.scalar_type() || p.bits,
                     "attnkern: bias must be bool, float32 or of q's dtype");
-    p.bias_dtype = dtype_of(type);
+    p.bias_dtype = p.bits ? DType::kBool : dtype_of(type);
     const int64_t full[4] = {p.batch, p.heads_q, p.seqlen_q, p.seqlen_k}, distances = p.seqlen_q + p.seqlen_k - 1;
+    STD_TORCH_CHECK(
+        !p.bits || (bias->size(3) == bytes_of_bits(p.seqlen_k) && (bias->stride(3) == 1 || p.seqlen_k == 0)),
+        "attnkern: a bias of bits must have 8 bytes for each 64 keys, side by side");
     for (int dim = 0; dim < 4; ++dim) {
-      p.bias_size[dim] = p.relative && dim > 1 ? full[dim] : bias->size(dim);
+      p.bias_size[dim] = (p.relative && dim > 1) || (p.bits && dim == 3) ? full[dim] : bias->size(dim);
       STD_TORCH_CHECK(p.bias_size[dim] == full[dim] || p.bias_size[dim] == 1, "attnkern: the sizes of bias do not fit");
     }
     if (p.relative) {

@@ -92,6 +92,36 @@ inline void bias_tile_of(const T* source, int64_t loop_stride, int64_t lane_stri
   }
 }
 
+// A mask of bits: those of a row's keys [key, key + keys), 64 at most. Its words are whole, whatever the keys.
+inline LaneBits bits_of_keys(const uint8_t* row, int64_t key, int64_t keys) {
+  const auto word = [&](int64_t index) {
+    LaneBits bits;
+    std::memcpy(&bits, row + index * static_cast<int64_t>(sizeof(bits)), sizeof(bits));
+    return bits;
+  };
+  const int64_t first = key / 64, shift = key % 64;
+  const LaneBits bits = word(first) >> shift;
+  return shift + keys <= 64 ? bits : bits | word(first + 1) << (64 - shift);
+}
+
+// A row of a mask of bits.
+inline const uint8_t* row_of_bits(const Attention& p, int64_t batch, int64_t head, int64_t query) {
+  return static_cast<const uint8_t*>(p.bias.data) + batch * p.bias.stride[0] + head * p.bias.stride[1] +
+         query * p.bias.stride[2];
+}
+
+// bias_tile of a mask of bits, whose keys are the lanes.
+template <class C>
+inline void bias_tile_of_bits(const Attention& p, int64_t batch, int64_t head, int64_t query, int64_t queries,
+                              int64_t key, int64_t keys, C* tile) {
+  using S = Simd<C>;
+  for (int64_t i = 0; i < queries; ++i) {
+    const LaneBits bits = bits_of_keys(row_of_bits(p, batch, head, query + i), key, keys);
+    for (int64_t lane = 0; lane < keys; lane += S::kLanes)
+      S::store(tile + i * kTile<C> + lane, S::select(bits >> lane, S::zero(), S::set1(-kInfinity<C>)));
+  }
+}
+
 // Bytes of an entry of the bias.
 template <class T>
 inline int64_t bias_bytes(const Attention& p) {
@@ -99,7 +129,10 @@ inline int64_t bias_bytes(const Attention& p) {
 }
 
 // Whether a bias has a row for each query, whose keys lie side by side.
-inline bool has_bias_rows(const Attention& p) { return p.bias.stride[2] != 0 && p.bias.stride[3] == 1 && !p.relative; }
+// (Those of bits are so short that they needn't be prefetched.)
+inline bool has_bias_rows(const Attention& p) {
+  return p.bias.stride[2] != 0 && p.bias.stride[3] == 1 && !p.relative && !p.bits;
+}
 
 // Such rows, to be prefetched: `keys` of them from `key` on.
 template <class T>
@@ -110,10 +143,12 @@ inline PrefetchRows bias_to_prefetch(const Attention& p, int64_t batch, int64_t 
   return {static_cast<const char*>(p.bias.data) + entry * size, stride[2] * size, keys > 0 ? queries : 0, keys * size};
 }
 
-// loop_dim: 3 where the loop runs over keys and the lanes over queries, 2 where it is the other way round.
+// loop_dim: 3 where the loop runs over keys and the lanes over queries, 2 where it is the other way round. (A mask is
+// added where the lanes are keys.)
 template <class C, class T>
 inline void bias_tile(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop, int64_t loops,
                       int64_t lane, int64_t lanes, C* tile) {
+  if (p.bits) return bias_tile_of_bits(p, batch, head, loop, loops, lane, lanes, tile);
   const int lane_dim = 5 - loop_dim;
   const int64_t offset = batch * p.bias.stride[0] + head * p.bias.stride[1] + loop * p.bias.stride[loop_dim] +
                          lane * p.bias.stride[lane_dim];
@@ -138,6 +173,14 @@ template <class T>
 [[gnu::noinline]] bool excludes_all(const Attention& p, int64_t batch, int64_t head, int64_t query, int64_t queries,
                                     int64_t key, int64_t keys) {
   const int64_t* stride = p.bias.stride;
+  if (p.bits) {
+    const uint8_t* row = row_of_bits(p, batch, head, query);
+    for (int64_t r = 0, count = stride[2] == 0 ? 1 : queries; r < count; ++r, row += stride[2])
+      for (int64_t j = 0; j < keys; j += 64)
+        if (const int64_t some = min64(64, keys - j); (bits_of_keys(row, key + j, some) & bits_between({0, some})) != 0)
+          return false;
+    return true;
+  }
   if (stride[3] != 1 && stride[3] != 0) return false;
   const int64_t rows = stride[2] == 0 ? 1 : queries, columns = stride[3] == 0 ? 1 : keys;
   const int64_t offset = batch * stride[0] + head * stride[1] + query * stride[2] + key * stride[3];
@@ -215,9 +258,55 @@ inline void bits_of_columns(const uint8_t* source, int64_t lane_stride, int64_t 
   }
 }
 
+// Bit j of row i becomes bit i of row j: halves of the matrix are exchanged, then halves of the halves.
+[[gnu::noinline]] inline void transpose_bits(LaneBits (&rows)[64]) {
+  const auto round = [&]<int kStep>(LaneBits low) __attribute__((always_inline)) {
+    for (int begin = 0; begin < 64; begin += 2 * kStep)
+      for (int i = begin; i < begin + kStep; ++i) {
+        const LaneBits differing = (rows[i] >> kStep ^ rows[i + kStep]) & low;
+        rows[i] ^= differing << kStep;
+        rows[i + kStep] ^= differing;
+      }
+  };
+  round.template operator()<32>(0x00000000ffffffff);
+  round.template operator()<16>(0x0000ffff0000ffff);
+  round.template operator()<8>(0x00ff00ff00ff00ff);
+  round.template operator()<4>(0x0f0f0f0f0f0f0f0f);
+  round.template operator()<2>(0x3333333333333333);
+  round.template operator()<1>(0x5555555555555555);
+}
+
+// bits_of_mask of a mask that has them: 64 keys at a time.
+inline void bits_of_bits(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop, int64_t loops,
+                         int64_t lane, int64_t lanes, LaneBits* rows) {
+  if (loop_dim == 2) {
+    const uint8_t* row = row_of_bits(p, batch, head, loop);
+    for (int64_t i = 0; i < loops; ++i, row += p.bias.stride[2]) rows[i] = bits_of_keys(row, lane, lanes);
+    return;
+  }
+  const uint8_t* first = row_of_bits(p, batch, head, lane);
+  const int64_t step = p.bias.stride[2], queries = step == 0 ? 1 : lanes;
+  for (int64_t next = 0; next < loops; next += 64) {
+    const int64_t keys = min64(64, loops - next);
+    LaneBits words[64] = {}, any = 0, all = ~LaneBits{0};
+    for (int64_t i = 0; i < queries; ++i) {
+      words[i] = bits_of_keys(first + i * step, loop + next, keys);
+      any |= words[i], all &= words[i];
+    }
+    const LaneBits within = bits_between({0, keys});
+    if ((any & within) == 0 || (all & within) == within || queries == 1) {  // of each key, all queries or none
+      for (int64_t j = 0; j < keys; ++j) rows[next + j] = -(any >> j & 1);
+    } else {
+      transpose_bits(words);
+      std::memcpy(rows + next, words, static_cast<size_t>(keys) * sizeof(LaneBits));
+    }
+  }
+}
+
 // The bits of a bool mask.
 [[gnu::noinline]] inline void bits_of_mask(const Attention& p, int loop_dim, int64_t batch, int64_t head, int64_t loop,
                                            int64_t loops, int64_t lane, int64_t lanes, LaneBits* rows) {
+  if (p.bits) return bits_of_bits(p, loop_dim, batch, head, loop, loops, lane, lanes, rows);
   const int64_t loop_stride = p.bias.stride[loop_dim], lane_stride = p.bias.stride[5 - loop_dim];
   const uint8_t* source = static_cast<const uint8_t*>(p.bias.data) + batch * p.bias.stride[0] +
                           head * p.bias.stride[1] + loop * loop_stride + lane * lane_stride;

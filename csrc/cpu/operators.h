@@ -77,7 +77,7 @@ inline void check_pages(const Attention& p) {
 template <class Host, class Tensor = typename Host::Tensor>
 std::tuple<Tensor, Tensor> forward(const Inputs<Tensor>& inputs, const AttentionParams& params, bool need_lse) {
   Forward p;
-  fill(p, inputs, params);
+  fill(p, inputs, params, true);
   check_pages(p);
   auto [out, lse] = make_results<Host>(p, inputs.q, need_lse);
   {
@@ -93,7 +93,7 @@ template <class Host, class Tensor = typename Host::Tensor>
 Gradients<Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Inputs<Tensor>& inputs,
                            const Tensor& out, const Tensor& lse, const AttentionParams& params, int64_t grad_mask) {
   Backward p;
-  fill(p, inputs, params);
+  fill(p, inputs, params, true);
   STD_TORCH_CHECK(p.pages.table == nullptr, "attnkern: there is no gradient of keys and values in pages");
   fill_backward(p, grad_out, grad_lse, inputs.q, out, lse);
   const bool flat_sinks = grad_mask & kGradSinks && inputs.sinks.has_value() && inputs.sinks->dim() == 1;
