@@ -31,12 +31,12 @@ class Measured(NamedTuple):
 
 
 def stored(folder: Path = RESULTS) -> list[Measured]:
-    """The runs of this folder; those of one machine follow each other as their files' names do."""
+    """The runs of this folder, those of AVX2 on other machines last."""
     made = []
     for path in sorted(folder.glob("cpu-goals*.jsonl")):
         rows, runs = record.read(path)
         made.append(Measured(path.stem, [*rows.values()], targets.rows_by_target([*rows.values()]), runs[-1]))
-    return made
+    return sorted(made, key=lambda run: "cpu-goals-avx2" in run.name)
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
