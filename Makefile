@@ -73,8 +73,9 @@ bench-masks: build  ## what masks cost, set by set (documents packed padding pre
 	@for set in $(or $(SETS),documents packed padding prefix streaming); do \
 	  $(PY) -m bench run --cases $$set $(BENCH_ARGS) || exit; done
 
-bench-goals: build  ## the CPU kernels against their targets, into bench/results/
-	@$(PY) -m bench run --cases cpu-goals $(BENCH_ARGS)
+bench-goals: build  ## the CPU kernels against their targets, with AVX2 too, into bench/results/: SETS=cpu-goals-avx2; BENCH_ARGS=--fresh
+	@code=0; for set in $(or $(SETS),cpu-goals cpu-goals-avx2); do \
+	  $(PY) -m bench run --cases $$set $(BENCH_ARGS) || code=$$?; done; exit $$code
 
 bench-models: build  ## whole models of transformers, "sdpa" against "attnkern", in 12 minutes on two cores; BENCH_ARGS="--models gpt2"
 	@$(PY) -m bench models $(BENCH_ARGS)

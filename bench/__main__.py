@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -83,9 +85,10 @@ def run(
         list[str] | None, typer.Option("--set", help="field=values for every case: seqlen=512:16k:x2, dtype=fp32,bf16.")
     ] = None,
     device: Device = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's; of targets 1.")] = None,
     cpu_time: Annotated[
-        bool, typer.Option("--cpu-time", help="CPU time of one thread: sound on a busy machine. Needs --threads 1.")
+        bool,
+        typer.Option("--cpu-time", help="CPU time of one thread, as of targets: sound on a busy machine. --threads 1."),
     ] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds at most.")] = None,
     block: Annotated[float, typer.Option(min=0.0001, help="Seconds of calls of one provider in a round.")] = 0.02,
@@ -112,6 +115,11 @@ def run(
         raise typer.BadParameter(f"{pattern} fixes --passes, --set and --providers", param_hint="--cases")
     if target_set is not None and where.type != "cpu":
         raise typer.BadParameter(f"{pattern} are targets for a CPU", param_hint="--device")
+    if target_set is not None and not dry_run and (lacking := targets.environment(pattern)):
+        # What chooses instruction sets is read when a process starts.
+        os.execve(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:]], {**os.environ, **lacking})
+    if target_set is not None and threads in (None, 1):
+        threads, cpu_time = 1, True
     if cpu_time and (threads != 1 or where.type != "cpu"):
         raise typer.BadParameter("CPU time compares on one CPU thread only: add --threads 1", param_hint="--cpu-time")
     chosen = [] if target_set is not None else _parsed("--cases", select, pattern)
@@ -132,24 +140,21 @@ def run(
 
     if dry_run:
         if target_set is not None:
-            console.print(targets.table(target_set))
+            console.print(targets.plan(target_set))
         else:
             console.print(_group_table(groups, rivals))
         return
     for info in attnkern.backends():
         if where.type in info.device_types and not info.available:
             console.print(f"[yellow]attnkern's {info.name} backend takes no part: {info.why_not}[/]")
-    path = (
-        out
-        or machine.ROOT / "bench" / ("results" if target_set else "runs") / f"{_slug(pattern, where, sampling)}.jsonl"
-    )
+    folder = "results" if pattern in targets.SETS else "runs"  # a whole set's
+    path = out or machine.ROOT / "bench" / folder / f"{_slug(pattern, where, sampling)}.jsonl"
     log = _parsed("--out", Log, path, fresh)
     log.start_run(machine.provenance(where))
-    runner = Runner(where, sampling, seed)
+    runner = Runner(where, sampling, seed, registers=target_set is not None)
     try:
         if target_set is not None:
-            again = ["--threads", str(torch.get_num_threads()), *["--cpu-time"] * cpu_time, *["--fresh"] * fresh]
-            rows, failed, interrupted = targets.run(target_set, runner, log, console, again)
+            rows, failed, interrupted = targets.run(target_set, runner, log, console)
         else:
             rows, interrupted = _sweep(groups, rivals, runner, log)
             failed = any(row["status"] in report.FAILED for row in rows)
@@ -157,7 +162,7 @@ def run(
         log.close()
     if target_set is None:
         report.summary(console, rows, full)
-    _write_files(path, rows, log.runs, plot_)
+    _write_files(path, rows, log.runs, plot_ and target_set is None)  # the docs show what became of targets
     if interrupted:
         console.print(INTERRUPTION)
         raise typer.Exit(INTERRUPTED)
@@ -306,8 +311,8 @@ def list_(cases: Cases = "*", device: Device = None) -> None:
         table.add_column(column)
     for tag, members in sets.tags().items():
         table.add_row(tag, str(len(members)), ", ".join(sets.defaults_for(tag).passes))
-    for name, target_set in targets.SETS.items():
-        table.add_row(name, str(len(target_set)), "as the targets say")
+    for name in targets.SETS:
+        table.add_row(name, str(len(targets.TABLE)), "as the targets say")
     console.print(table)
     table = Table(title=f"cases ({len(chosen)} of {len(CASES)})", title_justify="left")
     for column in ("case", "batch x heads x length x head_dim", "dtype", "features", "sets"):

@@ -74,6 +74,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")),
         "code": code_fingerprint(),
         "isa_forced": os.environ.get("ATTNKERN_CPU_ISA"),
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
         **{k: v for k, v in attnkern.build_info().items() if k not in ("cpu_library", "cuda_library")},  # paths
     }
     if isinstance(where, devices.Cuda):
@@ -100,24 +101,31 @@ def peak(device: torch.device, dtype: str, threads: int, cpu_time: bool = False)
     """FLOP/s in a dtype, with the threads that torch uses now, by the wall clock or by CPU time.
 
     It is that of attnkern's register-only loop. A large torch matmul is a lower bound of what the machine can do, and
-    takes the loop's place where there is none, or where it uses units that the loop doesn't (AMX). float16 has no
-    arithmetic of its own on most CPUs: float32's counts.
+    takes the loop's place where there is none, or where it uses units that the loop doesn't (AMX).
     """
     if devices.of(device).kind == "cuda":
         return _best_matmul(DTYPES[dtype], device, False)
     if dtype == "fp16":
         return peak(device, "fp32", threads, cpu_time)
-    matmul, op = _best_matmul(DTYPES[dtype], device, cpu_time), getattr(torch.ops.attnkern, "cpu_peak_work", None)
-    if op is None or dtype not in ("fp32", "bf16"):
+    matmul = _best_matmul(DTYPES[dtype], device, cpu_time)
+    if not hasattr(torch.ops.attnkern, "cpu_peak_work") or dtype not in ("fp32", "bf16"):
         return matmul
-    loop = partial(op, dtype)
-    work = loop()
-    best = _faster(
-        Peak(work / _fastest(loop, device, cpu_time), "register-only loop", loop, work), matmul, device, cpu_time
-    )
+    best = _faster(register_peak(device, dtype, threads, cpu_time), matmul, device, cpu_time)
     if dtype == "bf16":  # without instructions for it, bfloat16 is computed in float32
         best = _faster(best, peak(device, "fp32", threads, cpu_time), device, cpu_time)
     return best
+
+
+@functools.cache
+def register_peak(device: torch.device, dtype: str, threads: int, cpu_time: bool = False) -> Peak:
+    """FLOP/s of the multiply-adds, or dot products of pairs, that the CPU kernels in use are made of.
+
+    A loop that touches registers alone. float16 has no arithmetic of its own on most CPUs: float32's counts, and so it
+    does for bfloat16 where that has no instructions.
+    """
+    loop = partial(torch.ops.attnkern.cpu_peak_work, "fp32" if dtype == "fp16" else dtype)
+    work = loop()
+    return Peak(work / _fastest(loop, device, cpu_time), "register-only loop", loop, work)
 
 
 def _faster(first: Peak, other: Peak, device: torch.device, cpu_time: bool) -> Peak:
@@ -130,16 +138,18 @@ def _faster(first: Peak, other: Peak, device: torch.device, cpu_time: bool) -> P
     return other if other.work / first.work * times["other"].ratio(times["first"]) > CHANCE else first
 
 
-@functools.cache
-def read_bandwidth(device: torch.device, threads: int, cpu_time: bool = False) -> Peak:
-    """Bytes/s of reading far beyond any cache: the best of a sum, a dot product and a copy (which also writes)."""
+@functools.lru_cache(maxsize=4)  # which hold their buffers
+def read_bandwidth(device: torch.device, threads: int, cpu_time: bool = False, nbytes: int | None = None) -> Peak:
+    """Bytes/s of reading: the better of a sum and a dot product.
+
+    ``nbytes``: read in all, as two buffers; by default far more than any cache holds.
+    """
     where = devices.of(device)
-    n = where.stream
+    n = where.stream if nbytes is None else -(-nbytes // 8)
     x, y = torch.ones(n, device=device), torch.ones(n, device=device)
     ways: list[tuple[str, Callable[[], object], int]] = [
-        ("sum", x.sum, x.nbytes),
+        ("sum", lambda: (x.sum(), y.sum()), 2 * x.nbytes),
         ("dot", partial(torch.dot, x, y), 2 * x.nbytes),
-        ("copy", partial(y.copy_, x), 2 * x.nbytes),
     ]
     on_cpu = where.kind == "cpu"  # whose way to memory may change with the core that a hypervisor chooses
     peaks = [

@@ -1,9 +1,10 @@
-"""Peak memory that one call adds to what is already allocated."""
+"""Peak memory that one call adds to what is already allocated, and pages that it touches."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -35,6 +36,17 @@ def peak_growth(call: Callable[[], T], device: torch.device) -> tuple[T, int | N
     before = _status("VmRSS")
     result = call()
     return result, _status("VmHWM") - before
+
+
+def page_faults() -> int:
+    """How many pages this process has touched for the first time: each cost a trip to the system's kernel."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def size_of(returned: object) -> int:
+    """Bytes of the tensors that a call returned."""
+    tensors = returned if isinstance(returned, tuple) else (returned,)
+    return sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
 
 
 def _status(field: str) -> int:

@@ -1,4 +1,5 @@
-"""Pictures of a run: first the speed-up over F.sdpa, which noise moves least, then the share of the peak, memory."""
+"""Pictures of a run: first the speed-up over F.sdpa, which noise moves least, then the share of the peak, memory.
+Of a run of targets the shares alone."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
+from . import targets
 from .provider import BASELINE, PASSES
 from .record import Row
 from .report import NOISY, Family, Sizes, costs, curves, is_ours, noisy
@@ -86,6 +89,10 @@ class Panel(NamedTuple):
 
 def pictures(rows: Sequence[Row]) -> list[Picture]:
     """Those that the rows allow, in the order in which to look at them."""
+    if goals := targets.rows_by_target(rows):
+        caption = f"Of the peak of a loop on registers, decoding of a read. {targets.counts(goals)}."
+        rivals = {(row["case"], row["pass"]): row for row in rows if row["provider"] == BASELINE}
+        return [Picture("goals", "Shares and targets", caption, partial(_goals, goals, rivals))]
     found = curves(rows)
     made = []
     for kind, (field, title, caption) in CURVES.items():
@@ -103,7 +110,7 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         made.append(Picture("models", title, f"{caption} Hollow: {NOISY}", partial(_models, whole)))
     drawn = {id(row) for byname in found.values() for curve in byname.values() for row in curve}
     drawn |= {id(row) for row in whole}
-    rest = [row for row in rows if id(row) not in drawn and row.get("ratio") is not None and "goal" not in row]
+    rest = [row for row in rows if id(row) not in drawn and row.get("ratio") is not None]
     if 0 < len(rest) <= MAX_BARS:
         made.append(Picture("bars", "Times faster than F.sdpa", f"Hollow: {NOISY}", partial(_bars, rest)))
     return made
@@ -340,6 +347,45 @@ def _bars(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     figure.legend(loc="outside upper center", ncols=2 if narrow else 4, fontsize=9, frameon=False)
+    if footer:
+        figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
+    return figure
+
+
+def _goals(found: dict[targets.Target, Row], rivals: dict[tuple[str, str], Row], narrow: bool, footer: str) -> Figure:
+    """The share of each row with a target, its target and F.sdpa's share: a panel for each dtype."""
+    dtypes = [dtype for dtype in DTYPES if any(target.case.dtype == dtype for target in found)]
+    labels = list(dict.fromkeys(target.label.partition(" ")[2] for target in found))
+    lines = len(dtypes) if narrow else 1
+    height = 0.21 * len(labels) * lines + 1.6
+    figure = plt.figure(figsize=(5.2 if narrow else 3.4 * len(dtypes) + 2.6, height), layout="constrained")
+    grid = figure.subplots(lines, len(dtypes) // lines, sharex=True, sharey=True, squeeze=False)
+    colour, grey = STYLES[targets.OURS][0], RIVAL
+    for axes, dtype in zip(grid.flat, dtypes, strict=True):
+        for target, row in found.items():
+            if target.case.dtype != dtype or row.get("seconds") is None:
+                continue
+            y, reached = labels.index(target.label.partition(" ")[2]), targets.status_of(target, row) == "reached"
+            rival = rivals.get((row["case"], row["pass"]), {}).get(target.field)
+            if rival is not None:
+                axes.plot(rival, y, ".", color=grey, markersize=6)
+            axes.plot(target.wanted(row["isa"]), y, "|", color=STYLES[BASELINE][0], markersize=10, markeredgewidth=1.6)
+            axes.plot(row[target.field], y, "o", color=colour, markerfacecolor=colour if reached else "none")
+        axes.set_title(DTYPES[dtype], fontsize=10, fontweight="bold", loc="left")
+        axes.set_yticks(range(len(labels)), labels, fontsize=8)
+        axes.set_xlim(0, 1.02)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].invert_yaxis()
+    handles = [
+        Line2D([], [], linestyle="", marker="o", color=colour, label="attnkern, target reached"),
+        Line2D([], [], linestyle="", marker="o", color=colour, markerfacecolor="none", label="missed"),
+        Line2D([], [], linestyle="", marker="|", color=STYLES[BASELINE][0], markeredgewidth=1.6, label="target"),
+        Line2D([], [], linestyle="", marker=".", color=grey, label="F.sdpa"),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2 if narrow else 4, fontsize=9, frameon=False)
     if footer:
         figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
     return figure

@@ -92,7 +92,7 @@ COLUMNS = (
     *("head_dim_v", "causal", "window", "mask", "live", "dropout", "softcap", "layout", "status", "kernel", "seconds"),
     *("p20", "p80", "rounds", "dropped", "clean", "ratio", "cost", "flops_per_second", "peak_share", "peak"),
     *("bytes_per_second", "bandwidth_share", "memory", "error", "allowed_share", "worst", "rms_ratio"),
-    *("threads", "clock", "message", "ratio_p20", "ratio_p80"),
+    *("threads", "clock", "message", "ratio_p20", "ratio_p80", "result_bytes", "faults"),
 )
 
 

@@ -17,7 +17,7 @@ from bench.cases import Case
 from . import device as devices
 from . import machine
 from .check import Checker, Error
-from .memory import peak_growth
+from .memory import peak_growth, size_of
 from .provider import BASELINE, Provider, Refused, results
 from .record import Row, row_key
 from .rivals import Seen
@@ -32,12 +32,16 @@ NO_KERNEL = ("No available kernel", "No viable backend")  # how torch's selectio
 
 @dataclass
 class Runner:
-    """Runs groups on one device under one sampling; keeps the tensors and the float64 results of the last case."""
+    """Runs groups on one device under one sampling; keeps the tensors and the float64 results of the last case.
+
+    ``registers``: the peak is what the CPU kernels' own instructions reach, whatever other units a matmul has.
+    """
 
     device: torch.device
     sampling: Sampling
     seed: int = 0
     baseline: str = BASELINE
+    registers: bool = False
     _warm: set[tuple[str, ...]] = field(default_factory=set)
     _last: tuple[Case, testing.Inputs, Checker] | None = None
 
@@ -88,9 +92,12 @@ class Runner:
                 row |= {"status": "refused" if refused else "error", "message": _one_line(error)}
         if works:
             setting = (torch.get_num_threads(), self.sampling.cpu_time)
-            limits = {PEAK: machine.peak(self.device, case.dtype, *setting)}
-            limits[READS] = machine.read_bandwidth(self.device, *setting)
-            timed = limits if bound_by_reading(case, pass_name) else [PEAK]
+            peak, reads = machine.register_peak if self.registers else machine.peak, bound_by_reading(case, pass_name)
+            limits = {PEAK: peak(self.device, case.dtype, *setting)}
+            # Where reading is the limit, a read of as much: what caches hold is faster than memory.
+            size = int(case.bytes_moved(pass_name)) if reads and self.device.type == "cpu" else None
+            limits[READS] = machine.read_bandwidth(self.device, *setting, size)
+            timed = limits if reads else [PEAK]
             beside = {name: Work(loop, nullcontext) for name in timed if (loop := limits[name].loop) is not None}
             try:
                 timings = measure(works | beside, self.sampling, self.device)
@@ -155,6 +162,7 @@ class Runner:
             self._warm.add(kind)
             checker.seed_call()
             returned, row["memory"] = peak_growth(work.call, self.device)
+        row["result_bytes"] = size_of(returned)
         if not provider.checked:
             return work
         if checker.grad_timed is not checker.grad_out and pass_name in ("backward", "both"):
@@ -174,7 +182,7 @@ class Runner:
 def bound_by_reading(case: Case, pass_name: str) -> bool:
     """Whether memory is the limit, as in decoding: much data, and little to do with it."""
     moved = case.bytes_moved(pass_name)
-    return moved >= 2**26 and case.flops(pass_name) < 32 * moved
+    return moved >= 2**23 and case.flops(pass_name) < 8 * moved
 
 
 def _speed(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from . import device as devices
+from .memory import page_faults
 
 # Run-queue delay is exact (ns) and means another process had a core of ours; /proc/stat counts whole ticks of 10 ms.
 MAX_QUEUED_SHARE = 0.02
@@ -52,11 +53,13 @@ class Sampling:
 
 @dataclass
 class Timing:
-    """Seconds per call of one competitor in every kept round (None: it sat out), and how much was thrown away."""
+    """Seconds per call of one competitor in every kept round (None: it sat out), how much was thrown away, and page
+    faults per call in the same rounds."""
 
     seconds: list[float | None] = field(default_factory=list)
     dropped: int = 0
     clean: bool = True
+    faults: list[float] = field(default_factory=list)
 
     @property
     def kept(self) -> list[float]:
@@ -78,6 +81,7 @@ class Timing:
             "rounds": len(self.kept),
             "dropped": self.dropped,
             "clean": self.clean,
+            "faults": statistics.median(self.faults) if self.faults else None,
         }
 
     def ratios(self, baseline: Timing) -> list[float]:
@@ -173,8 +177,14 @@ def _run(block: Callable[[Callable, int], float], work: Work, calls: int) -> flo
 
 def _rounds(works, sampling, block, calls, slow, watched) -> dict[str, Timing]:
     names = list(works)
-    kept: list[dict[str, float]] = []
-    disturbed: list[dict[str, float]] = []
+    kept: list[dict[str, tuple[float, float]]] = []  # seconds and faults of a call
+    disturbed: list[dict[str, tuple[float, float]]] = []
+
+    def once(name: str) -> tuple[float, float]:
+        before = page_faults()
+        seconds = _run(block, works[name], calls[name])
+        return seconds, (page_faults() - before) / calls[name]
+
     start = time.perf_counter()
     while len(kept) < sampling.rounds:
         attempts = len(kept) + len(disturbed)
@@ -186,9 +196,16 @@ def _rounds(works, sampling, block, calls, slow, watched) -> dict[str, Timing]:
         order = names[shift:] + names[:shift]
         before = Load.now()
         # A slow one sits out once it has its rounds, so that the others get the rest of the budget.
-        round_ = {n: _run(block, works[n], calls[n]) for n in order if n not in slow or len(kept) < sampling.min_rounds}
+        round_ = {n: once(n) for n in order if n not in slow or len(kept) < sampling.min_rounds}
         (disturbed if watched and Load.now().disturbed_since(before) else kept).append(round_)
     # With too few quiet rounds the disturbed ones are all there is: shown, but marked.
     clean = len(kept) >= min(sampling.min_rounds, sampling.rounds)
     used = kept if clean else kept + disturbed
-    return {n: Timing([r.get(n) for r in used], 0 if not clean else len(disturbed), clean) for n in names}
+    dropped = len(disturbed) if clean else 0
+
+    def timing(name: str) -> Timing:
+        pairs = [r.get(name) for r in used]
+        faults = [pair[1] for pair in pairs if pair is not None]
+        return Timing([None if pair is None else pair[0] for pair in pairs], dropped, clean, faults)
+
+    return {name: timing(name) for name in names}

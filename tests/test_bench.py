@@ -3,12 +3,16 @@
 import base64
 import contextlib
 import dataclasses
+import importlib.util
+import itertools
 import json
 import math
+import os
 import re
 import sys
 import types
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +43,7 @@ from bench.cases import CASES, RANGES, Case, case, override, select
 pytestmark = pytest.mark.real_memory
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["--threads", "1", "--rounds", "1", "--block", "0.0001", "--budget", "0"]
 
 
@@ -881,124 +886,223 @@ def test_no_matmul_takes_minutes(monkeypatch):
 # --- targets ----------------------------------------------------------------------------------------------------------
 
 
-def test_goals_are_distinct_and_complete():
-    found = targets.SETS["cpu-goals"]
+def test_targets_are_distinct_and_complete():
+    found = targets.TABLE
     assert len({(g.case.name, g.pass_name) for g in found}) == len(found)
-    table = [g for g in found if re.fullmatch(r"goal \w+ D(64|128) L\d+ (full|causal)", g.case.name)]
-    lengths = {
-        (g.case.dtype, g.pass_name): {h.case.seqlen_q for h in table if h.case.dtype == g.case.dtype} for g in table
-    }
-    assert len(table) == 6 * 2 * 6 * 2 - 4  # no target for float16 backward at 8192
-    assert all(n == {64, 128, 256, 512, 2048, 8192} for n in lengths.values())
-    assert all((g.share is not None) == (g.case.seqlen_q >= 2048) for g in table)
+    squares = {(g.case.dtype, g.pass_name, g.case.seqlen_q, g.case.causal) for g in found if g.case.name.count(" L")}
+    for length in (49, 64, 128, 197, 512, 1024, 4096):
+        for kind in itertools.product(("fp32", "bf16"), ("forward", "backward"), (length,), (False, True)):
+            assert kind in squares
+    assert {g.case.mask for g in found} == {"none", "packed:20-50"}
+    assert {g.case.seqlen_q for g in found if g.reads} == {1}
+    assert all(0.2 < g.wanted("avx2") < g.wanted("avx512bf16") < 1 for g in found)
+    short = next(g for g in found if g.label == "fp32 D64 L128 causal, forward")
+    assert [short.wanted(isa) for isa in ("avx512", "avx2", "generic")] == pytest.approx([0.76, 0.71, 0.71])
+
+
+def test_a_set_is_chosen_in_whole_or_part():
+    assert targets.named("gpt2") is None
+    assert targets.named("cpu-goals") == targets.named("cpu-goals-avx2") == targets.TABLE
+    assert {g.case.seqlen_q for g in targets.named("cpu-goals-avx2:L49 ")} == {49}
 
 
 class FakeRunner:
-    """Ratios from a list, one for each measurement."""
+    """Shares of the peak from a list, one for each measurement."""
 
     device = CPU
-    clock = "wall"
-    sampling = timing.Sampling()
-    baseline = "sdpa"
 
-    def __init__(self, *ratios):
-        self.ratios = list(ratios)
+    def __init__(self, *shares):
+        self.shares = list(shares)
 
     def key(self, case, pass_name, provider):
         return f"{case.name} {pass_name} {provider}"
 
     def run(self, case, pass_name, rivals):
-        ratio = self.ratios.pop(0)
-        more = {"rms_ratio": 1.0, "bandwidth_share": 0.1, "tags": ()}
-        fields = {("case" if k == "name" else k): v for k, v in dataclasses.asdict(case).items()}
+        share = self.shares.pop(0)
         return [
-            {**row(case.seqlen_q, p.name, r), **fields, **more, "key": self.key(case, pass_name, p.name)}
-            for p, r in zip(rivals, (ratio, 1.0), strict=True)
+            {**timed(case, pass_name, peak_share=share, provider=p.name), "key": self.key(case, pass_name, p.name)}
+            for p in rivals
         ]
 
 
+def timed(problem, pass_name="forward", **more):
+    fields = {("case" if k == "name" else k): v for k, v in dataclasses.asdict(problem).items()}
+    measured = {"pass": pass_name, "provider": "cpu", "isa": "avx512bf16", "threads": 1, "bandwidth_share": 0.9}
+    counted = {"memory": 1 << 20, "result_bytes": 1 << 20, "faults": 0.0, "clock": "cpu time"}
+    return {**row(problem.seqlen_q), **fields, **measured, **counted, **more}
+
+
+PROVENANCE = {
+    "device": "m",
+    "cpu_isa": "avx512bf16",
+    "threads": 1,
+    "torch": "2",
+    "torch_isa": "AVX512",
+    "code": "c",
+    "git": None,
+    "dirty": False,
+    "date": "2026-11-26T00:00:00+00:00",
+    "command": "c",
+}
+
+
 @pytest.mark.parametrize(
-    ("ratios", "status", "fails"),
+    ("shares", "status", "fails"),
+    [([0.5], "reached", False), ([0.4, 0.6], "reached", False), ([0.4, 0.49], "missed: peak", True)],
+)
+def test_what_misses_twice_fails(tmp_path, shares, status, fails):
+    target = targets.Target(case("x", 128), "forward", 0.5)
+    log = record.Log(tmp_path / "targets.jsonl")
+    log.start_run(PROVENANCE)
+    runner = FakeRunner(*shares)
+    rows, failed, interrupted = targets.run([target], runner, log, report.Console(quiet=True))
+    assert (targets.status_of(target, rows[0]), failed, interrupted) == (status.partition(":")[0], fails, False)
+    assert runner.shares == []
+    assert rows[0]["isa"] == attnkern.build_info()["cpu_isa"]
+    page = (tmp_path / "targets.md").read_text()
+    assert f"| {rows[0]['peak_share']:.1%} |" in page
+    assert f"| {status} |" in page
+    again, _, _ = targets.run([target], runner, log, report.Console(quiet=True))  # from the log: no share is left
+    assert again[0]["peak_share"] == rows[0]["peak_share"]
+
+
+@pytest.mark.parametrize(
+    ("got", "missed"),
     [
-        ([2.1], "met", False),
-        ([1.9], "near", False),
-        ([1.0, 2.0], "met", False),
-        ([1.0, 1.5, 1.6], "missed", True),
+        ({}, ""),
+        ({"peak_share": 0.499}, "peak"),
+        ({"isa": "avx2", "peak_share": 0.451}, ""),
+        ({"isa": "avx2", "peak_share": 0.449}, "peak"),
+        ({"ratio": 0.999}, "ratio"),
+        ({"ratio": None}, ""),
+        ({"allowed_share": 1.01}, "error"),
+        ({"memory": 4 << 20}, "memory"),  # beside 1 MiB of results
+        ({"memory": 4 << 20, "threads": 2}, ""),
+        ({"memory": None}, ""),
+        ({"faults": 64.0}, ""),
+        ({"faults": 65.0}, "faults"),
+        ({"status": "wrong", "message": "out: error"}, "out: error"),
     ],
 )
-def test_a_goal_fails_when_missed_twice_in_a_row(tmp_path, ratios, status, fails):
-    target = targets.Target(case("goal x", 128), "forward", 2.0)
-    log = record.Log(tmp_path / "targets.jsonl")
-    log.start_run(
-        {
-            "device": "m",
-            "cpu_isa": "i",
-            "threads": 2,
-            "torch": "2",
-            "code": "c",
-            "git": None,
-            "dirty": False,
-            "date": "d",
-            "command": "c",
-        }
-    )
-    runner = FakeRunner(*ratios)
-    rows, failed, interrupted = targets.run([target], runner, log, report.Console(quiet=True))
-    assert (targets.status_of(target, rows[0]), failed, interrupted) == (status, fails, False)
-    assert runner.ratios == []
-    assert ("one_thread" in rows[0]["goal"]) == fails
-    assert status in (tmp_path / "targets.md").read_text()
-    again, _, _ = targets.run([target], runner, log, report.Console(quiet=True))  # from the log: no ratio is left
-    assert again[0]["goal"]["ratio"] == rows[0]["goal"]["ratio"]
+def test_every_bound_of_a_row_counts(got, missed):
+    target = targets.Target(case("x", 128), "forward", 0.5)
+    found = timed(target.case, **got)
+    assert targets.missed(target, found) == missed
+    kind = "wrong" if "status" in got else "missed" if missed else "reached"
+    assert targets.status_of(target, found) == kind
+    assert kind in targets._line(target, found)
 
 
-def test_goals_of_share_error_and_memory_count():
-    target = targets.Target(case("goal x", 128), "forward", 2.0, share=0.9, rms=1.0, memory=1.0)
-
-    def status(**got):
-        return targets.status_of(
-            target, {**row(), "goal": {"ratio": 2.0, "share": 0.9, "rms": 1.0, "memory": 0.5, **got}}
-        )
-
-    assert status() == "met"
-    assert status(share=0.85) == "near"
-    assert status(share=0.80) == "missed"
-    assert status(rms=1.01) == "met"
-    assert status(rms=1.2) == "near"
-    assert status(memory=1.5) == "near"
-    assert status(memory=None) == "near"
-    assert targets.status_of(target, {**row(status="wrong"), "goal": {}}) == "wrong"
+def test_a_decode_is_held_to_what_it_reads():
+    target = targets.Target(case("x", 1, 128), "forward", 0.8, reads=True)
+    assert targets.status_of(target, timed(target.case, bandwidth_share=0.8, peak_share=0.1)) == "reached"
+    assert targets.missed(target, timed(target.case, bandwidth_share=0.7, peak_share=0.9)) == "reads"
 
 
-def test_a_ratio_above_the_roofline_is_told_from_a_missed_one():
-    """Half the ratio at 60 % of the peak: it would take 120 %. At 40 % it would take 80 %, and is missed."""
-    target = targets.Target(case("goal x", 128), "forward", 2.0, share=0.9)
-
-    def of(peak_share, **got):
-        return {**row(peak_share=peak_share), "goal": {"ratio": 1.0, "share": peak_share, **got}}
-
-    bare = dataclasses.replace(target, share=None)
-    assert [targets.status_of(bare, of(share)) for share in (0.4, 0.6)] == ["missed", "above roofline"]
-    assert [targets.status_of(target, of(share)) for share in (0.6, 0.88, 0.95)] == [
-        "missed",
-        "above roofline",
-        "above roofline",
-    ]
-    assert targets.failed(target, of(0.95))
-    assert "1.00x (the peak: 1.05x), 95% of peak" in targets._line(target, of(0.95))
-    assert targets.status_of(target, of(0.95, ratio=2.0)) == "met"
+def test_a_run_of_targets_is_one_thread_against_registers(tmp_path):
+    """The whole way, on rows that take a millisecond, with a real peak beside them."""
+    out = tmp_path / "rows.jsonl"
+    one = ["--device", "cpu", "--cases", "cpu-goals:fp32 D64 L64 full, forward", "--budget", "0.1", "--rounds", "3"]
+    printed = CliRunner().invoke(app, ["run", *one, "--out", str(out)])
+    assert printed.exit_code in (0, 1), printed.output
+    ours, sdpa = rows_of(out)
+    assert (ours["provider"], sdpa["provider"], ours["status"]) == ("cpu", "sdpa", "ok")
+    assert {ours["threads"], ours["clock"], ours["peak"]} == {1, "cpu time", "register-only loop"}
+    assert 0.1 < ours["peak_share"] < 1.2
+    assert ours["result_bytes"] == 8 * 12 * 64 * 64 * 4
+    assert ours["faults"] >= 0
+    assert "of 1 targets reached" in printed.output
 
 
-def test_goals_against_another_case_are_per_flop(tmp_path):
-    wide, narrow = case("goal wide", 64, heads=2), case("narrow", 64, heads=1)
-    target = targets.Target(wide, "forward", targets.EVEN, rival="cpu, one head", rival_case=narrow)
-    sampling = timing.Sampling(block=1e-4, rounds=3, min_rounds=3, budget=0.1)
-    runner = sweep.Runner(CPU, sampling)
-    ours, rows = targets._measure(target, runner)
-    assert [r["provider"] for r in rows] == ["cpu", "cpu, one head"]
-    assert ours["goal"]["ratio"] == pytest.approx(2 * ours["ratio"])
-    assert targets.named("gpt2") is None
-    assert [g.case.dtype for g in targets.named("cpu-goals:learned mask fp32")] == ["fp32"]
+def test_avx2_is_measured_in_a_process_of_its_own(monkeypatch):
+    started = []
+
+    def execve(path, command, environment):
+        started.append((command, environment))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(sys, "argv", ["bench", "run", "--cases", "cpu-goals-avx2"])
+    for name in targets.SETS["cpu-goals-avx2"]:
+        monkeypatch.delenv(name, raising=False)
+    result = CliRunner().invoke(app, ["run", "--device", "cpu", "--cases", "cpu-goals-avx2"])
+    assert result.exit_code == 0, result.output
+    [(command, environment)] = started
+    assert command == [sys.executable, "-m", "bench", "run", "--cases", "cpu-goals-avx2"]
+    assert environment.items() >= targets.SETS["cpu-goals-avx2"].items()
+    for name, value in targets.SETS["cpu-goals-avx2"].items():
+        monkeypatch.setenv(name, value)
+    assert targets.environment("cpu-goals-avx2:L64") == {}
+
+
+def test_reads_are_of_the_cases_size():
+    peak = machine.read_bandwidth(CPU, 1, True, 1 << 20)
+    assert peak.work == 1 << 20
+    assert peak.loop is not None
+    assert sweep.bound_by_reading(next(g.case for g in targets.TABLE if g.reads), "forward")
+
+
+def test_page_faults_are_those_of_a_call():
+    pages = 64 << 20
+
+    def touch():
+        return torch.ones(pages // 4).sum()  # beyond what the C library keeps for the next call
+
+    sampling = timing.Sampling(block=1e-9, rounds=3, min_rounds=3, budget=9.0, cpu_time=True)
+    found = timing.measure({"touch": work(touch), "nothing": work(lambda: None)}, sampling, CPU)
+    assert len(found["touch"].faults) == len(found["touch"].kept) == 3
+    assert found["touch"].row()["faults"] > 16  # huge pages of 2 MiB at most
+    assert found["nothing"].row()["faults"] < 8
+
+
+# --- pages of targets -------------------------------------------------------------------------------------------------
+
+
+def _share_pages():
+    path = ROOT / "docs" / "make_share_pages.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+share_pages = _share_pages()
+
+
+@pytest.mark.parametrize("page", share_pages.PAGES)
+def test_the_pages_show_the_stored_runs(page):
+    text = (ROOT / page).read_text()
+    assert share_pages.replace(page, text) == text, "run `python docs/make_share_pages.py`"
+
+
+@pytest.mark.parametrize("stored", share_pages.stored(), ids=lambda run: run.name)
+def test_stored_runs_are_whole_and_drawn(stored):
+    assert set(stored.found) == set(targets.TABLE)
+    drawn = (ROOT / "docs" / "images" / f"{stored.name}.svg").read_text()
+    assert targets.counts(stored.found) in (ROOT / "bench" / "results" / f"{stored.name}.md").read_text()
+    assert drawn == share_pages.picture(stored), "run `python docs/make_share_pages.py`"
+
+
+def test_runs_stand_side_by_side(tmp_path):
+    target, other = targets.TABLE[0], next(g for g in targets.TABLE if g.reads)
+    rows = {"cpu-goals-x": timed(target.case, peak_share=0.7), "cpu-goals-y": timed(target.case, peak_share=0.1)}
+    for name, found in rows.items():
+        log = record.Log(tmp_path / f"{name}.jsonl")
+        log.start_run({**PROVENANCE, "device": name[-1]})
+        log.add(found)
+        log.add({**timed(other.case, ratio=0.5, faults=900.0), "key": "other"})
+        log.close()
+    markers = f"{share_pages.BEGIN}\n{share_pages.END}"
+    text = share_pages.replace("docs/shares.md", markers, tmp_path)
+    assert f"| {target.label} | 60% / 55% | 70%, 2.0× | **10%**, 2.0× |" in text
+    assert f"| {other.label} of reads | 80% / 75% | 90%, 0.5×, **ratio**, **faults** |" in text
+    assert "x, avx512bf16, 1 thread (F.sdpa: AVX512): 1 of 2 targets reached, 1 missed" in text
+    brief = share_pages.replace("README.md", markers, tmp_path)
+    assert "| float32 forward, 49 to 197 long | 70% to 70% | 10% to 10% |" in brief
+    figure = plots.pictures(share_pages.stored(tmp_path)[0].rows)[0].make(True, "machine")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["float32"]
+    plots.plt.close(figure)
+    assert share_pages.NONE in share_pages.replace("README.md", markers, tmp_path / "none")
 
 
 def test_case_is_hashable_data():
