@@ -19,7 +19,7 @@ from attnkern.backends.failed import CannotBuild
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
 from conftest import Target
-from matrix import call, on_gpus, tagged
+from matrix import call, in_turn, on_gpus, tagged
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 triton = table.triton
@@ -66,12 +66,11 @@ def test_feature(name, target, record_property):
 
 
 NUMBERS, MASKED_BANDS = (list(tagged(tag).values()) for tag in ("numbers", "masked-bands"))
-EXTREMES = [(80, each) for each in (*NUMBERS, *MASKED_BANDS[::2])]
-EXTREMES += [(90, each) for each in (*NUMBERS[::3], *MASKED_BANDS[1::6])]
+EXTREMES = [*NUMBERS, *MASKED_BANDS[::2]]
 
 
 @pytest.mark.parametrize(
-    ("target", "extreme"), EXTREMES, indirect=["target"], ids=lambda x: getattr(x, "name", f"sm_{x}")
+    **in_turn(2, target=[80, 90], extreme=EXTREMES), indirect=["target"], ids=lambda x: getattr(x, "name", f"sm_{x}")
 )
 def test_extremes(target, extreme):
     """Scores far from 0 and from each other, scale 0 and below, a large softcap, masks of every shape beside a band; at

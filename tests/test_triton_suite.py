@@ -1,7 +1,7 @@
 """The tests of behaviour, which run every backend that is available, with the Triton kernels in the simulator.
 
-Of a test with parameters a few cases are taken, each with other values of all of them; the GPUs take turns. (The matrix
-of test_triton.py runs for each.)
+Of a test with parameters a few cases are taken, each with other values of all of them; the GPUs take turns, and the
+tests before `.ci/run`: what they are about, the matrix of test_triton.py has for every kernel.
 """
 
 import inspect
@@ -75,6 +75,7 @@ def cases_of(function):
 
 def suite():
     turns = itertools.cycle((80, 90, 80, 90, 80, 90, 120))
+    landing = itertools.cycle((True, False))
     for file in FILES:
         for name, function in vars(file).items():
             if not name.startswith("test_") or name in LEFT_OUT:
@@ -85,6 +86,7 @@ def suite():
                 gpu = next(turns)
                 about = "-".join(str(x).removeprefix("torch.") for x in arguments.values())
                 marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "real_memory"]
+                marks += [] if next(landing) else [pytest.mark.prove]
                 case = f"{file.__name__[5:]}-{name[5:]}[{about}]-sm_{gpu}"
                 yield pytest.param(function, arguments, gpu, id=case, marks=marks)
 

@@ -14,6 +14,7 @@ import pytest
 import triton
 
 import triton_variants
+from matrix import in_turn
 from tiers import ROOT
 
 TRITONS = re.search(r"^TRITONS := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
@@ -47,8 +48,7 @@ def lines_of(version, cache, module, *arguments):
     return lines
 
 
-@pytest.mark.parametrize("capability", triton_variants.PROBLEMS)
-@pytest.mark.parametrize("version", TRITONS)
+@pytest.mark.parametrize(**in_turn(2, version=TRITONS, capability=list(triton_variants.PROBLEMS)))
 def test_kernels_compile(version, capability, tmp_path):
     lines = lines_of(version, tmp_path, "triton_variants", capability)
     assert {x["variant"]: x["said"] for x in lines if x["said"]} == {}
