@@ -9,6 +9,7 @@ from .integrations import sdpa as _sdpa
 from .integrations.sdpa import SdpaCalls, sdpa_calls, use_as_sdpa
 from .mask import Mask
 from .merge import attention_backward, merge_attention
+from .paged_cache import PagedCache
 from .plot import plot_attention
 from .relative import alibi, t5_relative_bias
 from .varlen import varlen_attention
@@ -19,6 +20,7 @@ __version__ = "0.2.0"
 __all__ = [
     "FallbackWarning",
     "Mask",
+    "PagedCache",
     "SdpaCalls",
     "__version__",
     "alibi",

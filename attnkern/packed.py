@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .arguments import show, type_error
-from .params import UNBOUNDED
+from .params import UNBOUNDED, holds
 
 
 def packed_ranges(
@@ -39,6 +39,34 @@ def packed_ranges(
         )
     if used is not None:
         used = _checked_used(used, query, ends_k)
+    return _ranges(query.shape[0], (ends_q, None), (ends_k, used), left, right, alignment)
+
+
+def paged_ranges(
+    query: Tensor,
+    block_table: Tensor,
+    size: int,
+    ends_q: Tensor,
+    used: Tensor,
+    left: int | None,
+    right: int | None,
+    alignment: str,
+) -> Tensor:
+    """`packed_ranges` of keys in pages of `size` rows, counted through block_table (sequences, pages of each)."""
+    check_ends("cu_seqlens_q", ends_q, query)
+    sequences, each = block_table.shape
+    if holds(sequences != ends_q.shape[0] - 1, False):
+        raise RuntimeError(
+            f"attnkern: block_table must have a row for each of the {ends_q.shape[0] - 1} sequences of cu_seqlens_q, "
+            f"got {show(block_table.shape)}"
+        )
+    if holds(sequences * each * size >= 2**31, False):
+        raise RuntimeError(
+            f"attnkern: block_table must have room for less than 2**31 keys in all, got {sequences} x {each} pages of "
+            f"{size}"
+        )
+    ends_k = torch.arange(sequences + 1, device=query.device) * (each * size)
+    used = _checked_used(used, query, ends_k)
     return _ranges(query.shape[0], (ends_q, None), (ends_k, used), left, right, alignment)
 
 
@@ -206,15 +234,17 @@ def _checked_used(used: Any, query: Tensor, ends_k: Tensor) -> Tensor:
     return clamped
 
 
-def check_ends(name: str, ends: Any, packed: Tensor) -> None:
+def check_ends(name: str, ends: Any, packed: Tensor, tokens: int | None = None) -> None:
+    """`tokens`: None: those of `packed`."""
+    tokens = packed.shape[0] if tokens is None else tokens
     _check_integers(name, ends, packed, None)
     if ends.shape[0] == 0:
         raise RuntimeError(f"attnkern: {name} must have the shape (sequences + 1,), got (0,)")
     if may_look(ends):
         found = ends.tolist()
-        if found[0] != 0 or found[-1] > packed.shape[0] or any(a > b for a, b in pairwise(found)):
+        if found[0] != 0 or found[-1] > tokens or any(a > b for a, b in pairwise(found)):
             shown = str(found if len(found) <= 8 else [*found[:4], "...", *found[-3:]]).replace("'", "")
             raise RuntimeError(
                 f"attnkern: {name} must begin with 0, never fall and not exceed the number of tokens, "
-                f"{packed.shape[0]}, got {shown}"
+                f"{tokens}, got {shown}"
             )

@@ -10,7 +10,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .api import attention
 from .arguments import Window, checked_window, type_error
-from .packed import packed_ranges
+from .packed import packed_ranges, paged_ranges
+from .pages import pages_of
 from .params import check_alignment, holds
 
 
@@ -30,6 +31,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     relative_bias_center: int | None = None,
+    block_table: Tensor | None = None,
     dropout_p: float = 0,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -53,6 +55,9 @@ def varlen_attention(
         scale, softcap, dropout_p, enable_gqa, backend: as in `attention`; sinks likewise, (Hq,).
         relative_bias, relative_bias_center: as in `attention`, within each sequence; they need cu_seqlens_k=None. By
             default the center is the middle of the R numbers, (R - 1) // 2.
+        block_table: (n, pages of a sequence), int32 or int64: key and value are pools of pages then, (pages, Hk, size,
+            E) and (pages, Hv, size, Ev), as in `attention`; cu_seqlens_k must be None, and seqused_k says how many keys
+            each sequence has. There is no gradient.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -66,7 +71,7 @@ def varlen_attention(
 
     Source: packed sequences are those of T. Dao's flash_attn_varlen_func (FlashAttention-2, 2023).
     """
-    relevant = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks, relative_bias
+    relevant = query, key, value, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks, relative_bias, block_table
     if not torch.compiler.is_compiling() and has_torch_function(relevant):
         return handle_torch_function(
             varlen_attention,
@@ -81,22 +86,33 @@ def varlen_attention(
             sinks=sinks,
             relative_bias=relative_bias,
             relative_bias_center=relative_bias_center,
+            block_table=block_table,
             dropout_p=dropout_p,
             enable_gqa=enable_gqa,
             return_lse=return_lse,
             backend=backend,
         )
-    check_packed(query, key, value)
+    if block_table is None:
+        check_packed(query, key, value)
+    else:
+        block_table = _checked_table(query, key, value, cu_seqlens_k, seqused_k, block_table)
     if relative_bias is not None:
-        if cu_seqlens_k is not None:
-            raise ValueError("attnkern: relative_bias needs cu_seqlens_k=None: queries and keys of the same places")
+        if cu_seqlens_k is not None or block_table is not None:
+            other = "cu_seqlens_k" if block_table is None else "block_table"
+            raise ValueError(f"attnkern: relative_bias needs {other}=None: queries and keys of the same places")
         if relative_bias_center is None and isinstance(relative_bias, Tensor) and relative_bias.dim() > 0:
             relative_bias_center = (relative_bias.shape[-1] - 1) // 2
-    if cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
     left, right = check_packed_window(is_causal, window, alignment)
-    ranges = packed_ranges(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    q = query.transpose(0, 1).unsqueeze(0)
+    if block_table is None:
+        if cu_seqlens_k is None:
+            cu_seqlens_k = cu_seqlens_q
+        ranges = packed_ranges(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
+        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (key, value))
+    else:
+        used: Any = seqused_k
+        ranges = paged_ranges(query, block_table, key.shape[2], cu_seqlens_q, used, left, right, alignment)
+        k, v, block_table = key, value, block_table.reshape(1, -1)
     results: Any = attention(
         q,
         k,
@@ -109,6 +125,7 @@ def varlen_attention(
         relative_bias=relative_bias,
         relative_bias_center=relative_bias_center,
         key_ranges=ranges,
+        block_table=block_table,
         return_lse=return_lse,
         backend=backend,
     )
@@ -126,6 +143,21 @@ def check_packed(query: Any, key: Any, value: Any) -> None:
             raise RuntimeError(f"attnkern: {name} must have the shape (tokens, {size}), got {got}")
     if holds(key.shape[0] != value.shape[0], False):
         raise RuntimeError(f"attnkern: value must have key's {key.shape[0]} tokens, got {value.shape[0]}")
+
+
+def _checked_table(query: Any, key: Any, value: Any, cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> Tensor:
+    """Raises unless they are packed queries and pools of pages with the keys that each sequence has in them."""
+    if not isinstance(query, Tensor) or query.dim() != 3:
+        got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
+        raise RuntimeError(f"attnkern: query must have the shape (tokens, Hq, E), got {got}")
+    if cu_seqlens_k is not None:
+        raise ValueError(
+            "attnkern: cu_seqlens_k must be None beside a block_table: seqused_k says which keys there are"
+        )
+    if seqused_k is None:
+        raise ValueError("attnkern: seqused_k must be given beside a block_table: how many keys each sequence has")
+    sequences = block_table.shape[0] if isinstance(block_table, Tensor) and block_table.dim() > 0 else 0
+    return pages_of(query[None].expand(sequences, -1, -1, -1), key, value, block_table).table
 
 
 def check_packed_window(is_causal: Any, window: Any, alignment: Any) -> tuple[int | None, int | None]:

@@ -296,8 +296,15 @@ BAD = {
         flash_attn_with_kvcache,
         (Q, Q, Q),
         {"block_table": CU},
-        NotImplementedError,
-        "block_table must be None",
+        RuntimeError,
+        "block_table must have the shape (2, pages of a sequence)",
+    ),
+    "rows of pages": (
+        flash_attn_with_kvcache,
+        (Q, Q, Q),
+        {"block_table": CU[:2, None], "cache_batch_idx": CU[:2]},
+        RuntimeError,
+        "cache_batch_idx must be None beside a block_table",
     ),
     "far": (
         apply_rotary_emb,
@@ -321,8 +328,22 @@ BAD = {
         flash_attn_varlen_func,
         (T, T, T, CU, CU, 5, 5),
         {"block_table": CU},
-        NotImplementedError,
-        "block_table must be None",
+        RuntimeError,
+        "k must have the shape (num_pages, page_size, nheads_k, headdim)",
+    ),
+    "dropout of pages": (
+        flash_attn_varlen_func,
+        (T, torch.zeros(3, 16, 2, 8), torch.zeros(3, 16, 2, 8), CU, CU, 5, 5, 0.1),
+        {"block_table": CU[1:, None]},
+        RuntimeError,
+        "dropout_p must be 0 beside a block_table, got 0.1",
+    ),
+    "keys beyond pages": (
+        flash_attn_varlen_func,
+        (T, torch.zeros(3, 16, 2, 8), torch.zeros(3, 16, 2, 8), CU, CU * 8, 5, 5),
+        {"block_table": CU[1:, None].expand(-1, 2)[:, :1]},
+        RuntimeError,
+        "cu_seqlens_k must",
     ),
 }
 

@@ -5,6 +5,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnkern
+from attnkern.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from attnkern.integrations.sdpa import use_as_sdpa
 from attnkern.params import AttentionParams
 from attnkern.signatures import Inputs
 from random_problems import in_pages
@@ -203,3 +205,106 @@ def test_explain_names_the_pages():
     text = str(attnkern.explain(torch.randn(2, 2, 1, 8), pool, pool, block_table=torch.zeros(2, 3, dtype=torch.int32)))
     assert "in 5 pages of 16" in text
     assert "cpu: chosen" in text
+
+
+def packed_problem(dtype=torch.float32):
+    """Queries of four sequences one after the other, and their keys and values: of each by itself, and in pages."""
+    queries, keys = [3, 40, 0, 1], [50, 40, 20, 129]
+    q = torch.randn(sum(queries), 4, 24, dtype=dtype)
+    k, v = torch.randn(2, 4, 2, 160, 24, dtype=dtype)
+    pools, table = in_pages(32, k, v)
+    ends = torch.tensor([0, *queries]).cumsum(0)
+    return q, k, v, pools, table, ends, torch.tensor(keys)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (20, 0), "softcap": 5.0}], ids=str)
+def test_packed_queries(target, options):
+    q, k, v, pools, table, ends, used = (
+        [y.to(target.device) for y in x] if isinstance(x, list) else x.to(target.device) for x in packed_problem()
+    )
+    options |= {"enable_gqa": True, "return_lse": True, "backend": target.backend}
+    out, lse = attnkern.varlen_attention(q, *pools, ends, seqused_k=used, block_table=table, **options)
+    inside = [x.transpose(1, 2)[:, :160].flatten(0, 1) for x in (k, v)]
+    every = torch.arange(5, device=target.device) * 160
+    want, want_lse = attnkern.varlen_attention(q, *inside, ends, every, seqused_k=used, **options)
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+
+
+def test_packed_errors():
+    q, _, _, pools, table, ends, used = packed_problem()
+    with pytest.raises(ValueError, match="seqused_k must be given beside a block_table"):
+        attnkern.varlen_attention(q, *pools, ends, block_table=table)
+    with pytest.raises(ValueError, match="cu_seqlens_k must be None beside a block_table"):
+        attnkern.varlen_attention(q, *pools, ends, ends, seqused_k=used, block_table=table)
+    with pytest.raises(RuntimeError, match=r"block_table must have a row for each of the 4 sequences .*got \(3, 5\)"):
+        attnkern.varlen_attention(q, *pools, ends, seqused_k=used, block_table=table[:3])
+    with pytest.raises(ValueError, match=r"seqused_k must be from 0 .*got 161 for sequence 3, which has 160"):
+        attnkern.varlen_attention(q, *pools, ends, seqused_k=used + 32, block_table=table)
+    options = {"seqused_k": used, "block_table": table, "relative_bias": torch.zeros(3)}
+    with pytest.raises(ValueError, match="relative_bias needs block_table=None"):
+        attnkern.varlen_attention(q, *pools, ends, **options)
+
+
+def test_torch_varlen_attn():
+    """torch's function takes pages (pages, size, H, E) on a CPU, where attnkern is active."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, _, _, pools, table, ends, used = packed_problem(torch.bfloat16)
+    want = attnkern.varlen_attention(q, *pools, ends, seqused_k=used, block_table=table, enable_gqa=True)
+    options = {"seqused_k": used.int(), "block_table": table, "enable_gqa": True}
+    with use_as_sdpa(full=True):
+        got = varlen_attn(q, *(x.transpose(1, 2) for x in pools), ends.int(), None, 40, 129, **options)
+    assert torch.equal(got, want)
+
+
+def rows_first(pools):
+    return [x.transpose(1, 2).contiguous() for x in pools]
+
+
+@pytest.mark.parametrize("slopes", [None, (4,), (4, 4)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (20, 3)}], ids=str)
+def test_flash_attn_varlen_func(options, slopes):
+    q, k, v, pools, table, ends, used = packed_problem()
+    options |= {"return_attn_probs": True, "alibi_slopes": None if slopes is None else torch.rand(slopes)}
+    ends_k = torch.nn.functional.pad(used.cumsum(0), (1, 0))
+    inside = [torch.cat([x[b, :, :n].transpose(0, 1) for b, n in enumerate(used.tolist())]) for x in (k, v)]
+    want = flash_attn_varlen_func(q, *inside, ends, ends_k, 40, 129, **options)
+    with torch.no_grad():
+        got = flash_attn_varlen_func(q, *rows_first(pools), ends, ends_k, 40, 129, block_table=table, **options)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("seqlens", [40, "each"], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "leftpad": True}, {"alibi": True, "rotary": True}], ids=str)
+def test_flash_attn_with_kvcache(options, seqlens):
+    """Appends to pages as to rows, and attends to the same numbers."""
+    batch, new = 3, 5
+    q, k_new, v_new = (torch.randn(batch, new, heads, 16) for heads in (4, 2, 2))
+    k, v = torch.randn(2, batch, 2, 96, 16)
+    pools, table = in_pages(32, k, v)
+    given = {"cache_seqlens": torch.tensor([0, 17, 91]) if seqlens == "each" else seqlens, "return_softmax_lse": True}
+    given["causal"] = options.get("causal", False)
+    if options.get("leftpad"):
+        given["cache_leftpad"] = torch.tensor([0, 3, 10])
+    if options.get("alibi"):
+        given["alibi_slopes"] = torch.rand(4)
+    if options.get("rotary"):
+        given |= dict(zip(("rotary_cos", "rotary_sin"), torch.rand(2, 96, 4), strict=True))
+    pools, caches = rows_first(pools), rows_first([k, v])
+    want = flash_attn_with_kvcache(q, *caches, k_new, v_new, **given)
+    got = flash_attn_with_kvcache(q, *pools, k_new, v_new, block_table=table, **given)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+    for pool, cache in zip(pools, caches, strict=True):
+        assert torch.equal(pool[table.long()].flatten(1, 2), cache)
+
+
+def test_nothing_is_written_to_pages_that_are_not_there():
+    q, new, pool = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8), torch.zeros(4, 16, 2, 8)
+    for bad in (-1, 4):
+        table = torch.tensor([[0, bad]])
+        with pytest.raises(RuntimeError, match=f"pages from 0 to 3 where k and v are written, got {bad}"):
+            flash_attn_with_kvcache(q, pool, pool, new, new, cache_seqlens=16, block_table=table)
+        assert not pool.any()

@@ -36,7 +36,7 @@ LONG = 0.1  # of one that durations.json names; the others of its file take `bri
 CALLS = "band clients decode direct dropout errors extremes gqa gradients key_ranges lse_merge mask masks"
 CALLS += " pages properties refusals relative sdpa_parity sinks unattended"
 TORCH = "distributed features flash_attn flash_attn_install flash_attn_refusals jagged memory nn overrides"
-TORCH += " sdpa_provider second_order threads transformers transforms varlen"
+TORCH += " paged_cache sdpa_provider second_order threads transformers transforms varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
 CUDA += " cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
 # What runs kernels of all passes.
@@ -68,6 +68,7 @@ TOUCHES = [
     # What the backends are written in terms of.
     ("attnkern/params.py attnkern/rng.py", f"{CALLS} {CUDA} {TORCH} {TRITON} build params rng"),
     ("attnkern/check.py attnkern/__main__.py", "check"),
+    ("attnkern/paged_cache.py", "docs paged_cache"),
     ("attnkern/flash_attn/*", "docs flash_attn flash_attn_install flash_attn_refusals"),
     ("attnkern/nn.py", "docs features jagged nn"),
     ("bench/cases.py", f"bench {MATRIX} sdpa_parity"),

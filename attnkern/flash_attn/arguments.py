@@ -128,8 +128,11 @@ def check_slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> N
     check_device("alibi_slopes", slopes, device)
 
 
-def refuse_pages(block_table: Any) -> None:
-    if block_table is not None:
-        raise NotImplementedError(
-            "attnkern: block_table must be None, keys and values in pages are not supported: give them as one tensor"
-        )
+def check_pages(q: Any, k: Any, v: Any, block_table: Any, names: tuple[str, str], packed: bool, batch: int) -> None:
+    """Raises unless k and v, by their `names`, are pools (num_pages, page_size, nheads_k, headdim) for the queries q,
+    and block_table is int32 or int64 (batch_size, pages of a sequence)."""
+    for name, x in zip(names, (k, v), strict=True):
+        check_dims(name, x, "num_pages, page_size, nheads_k, headdim")
+    of_one = [x[:1].flatten(0, 1) if packed else x[:1].expand(batch, -1, -1, -1) for x in (k, v)]
+    check_tensors(q, of_one[0], of_one[1], packed, names=("q", *names))
+    check_dims("block_table", block_table, f"{batch}, pages of a sequence")

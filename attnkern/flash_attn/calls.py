@@ -70,10 +70,12 @@ def attend(
     softcap: float,
     ranges: Tensor | None,
     alibi: Alibi | None,
+    block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (B, H, L, Dv), lse (B, H, L) and S_dmask of q (B, H, L, D), k (B, Hk, S, D) and v (B, Hk, S, Dv).
 
     S_dmask (B, H, L, S) holds the weights in q's dtype, negative where they are dropped; without dropout it is (0,).
+    Beside a block_table, k and v are pools of pages as `attention` takes them, and there is no dropout.
     """
     biases = {} if alibi is None else alibi.options
     options: dict[str, Any] = {
@@ -85,6 +87,7 @@ def attend(
         "key_ranges": ranges,
     }
     if dropout_p == 0:
+        options["block_table"] = block_table
         out, lse = attention(q, k, v, dropout_p=dropout_p, return_lse=True, **biases, **options)
         s_dmask = q.new_empty(0)
     else:

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attention
-from ..packed import check_ends, packed_ranges, places
+from ..packed import check_ends, may_look, packed_ranges, paged_ranges, places
 from .arguments import (
     bounds,
     cap_of,
     check_device,
     check_dims,
+    check_pages,
     check_slopes,
     check_tensors,
-    refuse_pages,
     scale_of,
 )
 from .calls import Alibi, attend
@@ -194,7 +194,10 @@ def flash_attn_varlen_func(
         alibi_slopes: float32 (nheads,) or (batch_size, nheads). Of (nheads,), where cu_seqlens_k is cu_seqlens_q, one
             tensor, a call holds 4 * nheads * (total_q + total_k) bytes for it; elsewhere, unless causal and of 16 bits,
             4 * nheads * total_q * total_k.
-        block_table: None.
+        block_table: int32 or int64 (batch_size, pages of a sequence): k and v are pools of pages then, (num_pages,
+            page_size, nheads_k, headdim), page_size a power of two from 16 on: token i of sequence s is row
+            i % page_size of page block_table[s, i // page_size], and cu_seqlens_k says how many tokens each has. There
+            is no gradient and no dropout then.
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as in
             `flash_attn_func`, within each sequence.
 
@@ -206,12 +209,14 @@ def flash_attn_varlen_func(
     Raises:
         As `flash_attn_func`; RuntimeError also for cu_seqlens of another shape, dtype or device; and, as far as values
         are looked at (on the CPU outside of graphs, elsewhere where ATTNKERN_CHECK=1 is in the environment), for
-        cu_seqlens that don't start at 0, fall, or exceed the tokens. NotImplementedError: a block_table.
+        cu_seqlens that don't start at 0, fall, or exceed the tokens, and numbers in block_table that no page has.
     """
-    refuse_pages(block_table)
+    if block_table is not None:
+        options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+        return _of_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, *options)
     check_tensors(q, k, v, packed=True)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     return _of_packed(q, k, v, *lengths, *options)
 
 
@@ -308,6 +313,59 @@ def _of_packed(
         key_ranges=ranges,
     )
     return result.squeeze(0).transpose(0, 1)
+
+
+def _of_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+) -> Results:
+    """`flash_attn_varlen_func` of keys and values in pages, which are counted through from sequence to sequence."""
+    check_dims("cu_seqlens_q", cu_seqlens_q, "batch_size + 1")
+    check_dims("cu_seqlens_k", cu_seqlens_k, str(cu_seqlens_q.shape[0]))
+    sequences = cu_seqlens_q.shape[0] - 1
+    check_pages(q, k, v, block_table, ("k", "v"), True, sequences)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("block_table", block_table)):
+        check_device(name, x, q.device)
+    if dropout_p != 0:
+        raise RuntimeError(f"attnkern: dropout_p must be 0 beside a block_table, got {dropout_p}")
+    left, right = bounds(causal, window_size)
+    scale, softcap = scale_of(softmax_scale), cap_of(softcap)
+    room = block_table.shape[1] * k.shape[1]
+    check_ends("cu_seqlens_k", cu_seqlens_k, q, sequences * room)
+    lengths = cu_seqlens_k.to(torch.int64).diff()
+    if may_look(lengths) and bool((lengths > room).any()):
+        raise RuntimeError(
+            f"attnkern: cu_seqlens_k must give a sequence at most the {room} keys that block_table has room for, got "
+            f"{int(lengths.max())}"
+        )
+    ranges = paged_ranges(q, block_table, k.shape[1], cu_seqlens_q, lengths, left, right, "bottom_right")
+    alibi = None
+    if alibi_slopes is not None:
+        check_slopes(alibi_slopes, sequences, q.shape[1], q.device)
+        row, place = places(q.shape[0], cu_seqlens_q)
+        place = place + F.pad(lengths - cu_seqlens_q.diff(), (0, 1))[row]
+        slopes_q = slopes_k = alibi_slopes[:, None]
+        if alibi_slopes.dim() == 2:
+            slopes_q = F.pad(alibi_slopes, (0, 0, 0, 1))[row].mT
+            slopes_k = alibi_slopes.mT.repeat_interleave(room, 1)
+        keys = torch.arange(room, device=q.device).repeat(sequences)
+        alibi = Alibi.of(slopes_q[None], slopes_k[None], place, keys, right, q.dtype)
+    q = q.transpose(0, 1).unsqueeze(0)
+    k, v, table = k.transpose(1, 2), v.transpose(1, 2), block_table.reshape(1, -1)
+    out, lse, s_dmask = attend(q, k, v, 0, scale, None, softcap, ranges, alibi, table)
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0), s_dmask) if return_attn_probs else out
 
 
 def _packed_alibi(

@@ -11,7 +11,17 @@ from torch import Tensor
 from ..arguments import show
 from ..packed import may_look, within_window
 from ..params import int_of_numpy
-from .arguments import bounds, cap_of, check_dims, check_slopes, check_tensors, check_vector, refuse_pages, scale_of
+from .arguments import (
+    bounds,
+    cap_of,
+    check_device,
+    check_dims,
+    check_pages,
+    check_slopes,
+    check_tensors,
+    check_vector,
+    scale_of,
+)
 from .calls import Alibi, attend
 from .layers.rotary import apply_rotary_emb, check_angles
 
@@ -55,7 +65,10 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int32 or int64 (batch_size,): which row of the cache is each sequence's; None: the first ones.
             The chosen rows are copied in each call.
         cache_leftpad: int32 or int64 (batch_size,): where each sequence begins in its row; None: 0.
-        block_table: None.
+        block_table: int32 or int64 (batch_size, pages of a sequence): k_cache and v_cache are pools of pages then,
+            (num_pages, page_size, nheads_k, headdim), page_size a power of two from 16 on, and seqlen_cache is pages of
+            a sequence * page_size: token i of sequence b is row i % page_size of page block_table[b, i // page_size].
+            cache_batch_idx must be None.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`, the last query level with
             the last key that the cache then holds. Where cache_seqlens is a tensor, slopes make a bias of
             4 * batch_size * nheads * Lq * seqlen_cache bytes, unless causal and of 16 bits.
@@ -70,14 +83,13 @@ def flash_attn_with_kvcache(
     Raises:
         As `flash_attn_func`; RuntimeError also for arguments that contradict each other, and, as far as values are
         looked at (on the CPU outside of graphs, elsewhere where ATTNKERN_CHECK=1 is in the environment), for lengths
-        and rows that the cache doesn't have. NotImplementedError: a block_table.
+        and rows that the cache doesn't have, and numbers in block_table that no page has.
     """
-    refuse_pages(block_table)
     seqlens = int_of_numpy(cache_seqlens)
-    _check(q, k_cache, v_cache, k, v, seqlens, cache_batch_idx, cache_leftpad)
+    _check(q, k_cache, v_cache, k, v, seqlens, cache_batch_idx, cache_leftpad, block_table)
     left, right = bounds(causal, window_size)
     scale, softcap = scale_of(softmax_scale), cap_of(softcap)
-    (batch, seqlen_q, heads, _), seqlen_cache = q.shape, k_cache.shape[1]
+    (batch, seqlen_q, heads, _), seqlen_cache = q.shape, _room(k_cache, block_table)
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, batch, heads, q.device)
     if rotary_cos is not None or rotary_sin is not None:
@@ -89,14 +101,16 @@ def flash_attn_with_kvcache(
         k = turn(k, rotary_cos, rotary_sin)
     total: Any = seqlen_cache if seqlens is None else seqlens
     if k is not None and v is not None:
-        _append(k_cache, v_cache, k, v, total, cache_batch_idx)
+        _append(k_cache, v_cache, k, v, total, cache_batch_idx, block_table)
         total = total + k.shape[1]
 
     # Of one length, the keys are a slice; of several, ranges say how many of each sequence there are.
-    of_one = not isinstance(total, Tensor)
+    of_one = not isinstance(total, Tensor) and block_table is None
     seqlen_k = total if of_one else seqlen_cache
     keys, values = (x[:, :seqlen_k] if of_one else x for x in (k_cache, v_cache))
-    if cache_batch_idx is None:
+    if block_table is not None:
+        total = total if isinstance(total, Tensor) else torch.full((batch,), total, device=q.device)
+    elif cache_batch_idx is None:
         keys, values = keys[:batch], values[:batch]
     else:
         keys, values = keys[cache_batch_idx], values[cache_batch_idx]
@@ -116,13 +130,40 @@ def flash_attn_with_kvcache(
         places = torch.arange(seqlen_k, device=q.device)
         alibi = Alibi.of(slopes, slopes, level[:, None], places, right, q.dtype)
     q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
-    out, lse, _ = attend(q, keys, values, 0, scale, window, softcap, ranges, alibi)
+    out, lse, _ = attend(q, keys, values, 0, scale, window, softcap, ranges, alibi, block_table)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
 
-def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: int | Tensor, rows: Tensor | None) -> None:
+def _room(cache: Tensor, block_table: Tensor | None) -> int:
+    """How many keys of a sequence there can be."""
+    return cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqlens: int | Tensor,
+    rows: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
     batch, new = k.shape[:2]
+    if block_table is not None:
+        size = k_cache.shape[1]
+        places = torch.arange(new, device=k.device) + (seqlens[:, None] if isinstance(seqlens, Tensor) else seqlens)
+        pages, count = block_table.to(torch.int64).gather(1, (places // size).expand(batch, -1)), k_cache.shape[0]
+        if may_look(pages) and bool(((pages < 0) | (pages >= count)).any()):
+            wrong = int(pages[(pages < 0) | (pages >= count)][0])
+            raise RuntimeError(
+                f"attnkern: block_table must hold numbers of pages from 0 to {count - 1} where k and v are written, "
+                f"got {wrong}"
+            )
+        pages = pages.where(pages >= 0, count)  # of which torch says that there is no such row, instead of the last
+        for cache, x in ((k_cache, k), (v_cache, v)):
+            cache[pages, places % size] = x
+        return
     for cache, x in ((k_cache, k), (v_cache, v)):
         if rows is None and not isinstance(seqlens, Tensor):
             cache[:batch, seqlens : seqlens + new] = x
@@ -141,17 +182,18 @@ def _check(
     seqlens: Any,
     rows: Tensor | None,
     leftpad: Tensor | None,
+    block_table: Tensor | None,
 ) -> None:
     """Raises where tensors and lengths don't fit each other."""
-    for name, x, heads in (("q", q, "nheads"), ("k_cache", k_cache, "nheads_k"), ("v_cache", v_cache, "nheads_k")):
-        check_dims(name, x, f"batch_size, seqlen, {heads}, headdim")
-    (batch, *_), (caches, seqlen_cache, *_) = q.shape, k_cache.shape
-    if rows is None and caches < batch:
-        raise RuntimeError(f"attnkern: k_cache must have q's batch_size {batch} or more, got {caches}")
-    if v_cache.shape[0] != caches:
-        raise RuntimeError(f"attnkern: v_cache must have k_cache's batch_size {caches}, got {v_cache.shape[0]}")
-    of_each = [x[:1].expand(batch, -1, -1, -1) for x in (k_cache, v_cache)]
-    check_tensors(q, of_each[0], of_each[1], names=("q", "k_cache", "v_cache"))
+    if block_table is not None:
+        if rows is not None:
+            raise RuntimeError("attnkern: cache_batch_idx must be None beside a block_table, whose rows say the same")
+        check_dims("q", q, "batch_size, seqlen, nheads, headdim")
+        check_pages(q, k_cache, v_cache, block_table, ("k_cache", "v_cache"), False, q.shape[0])
+        check_device("block_table", block_table, q.device)
+    else:
+        _check_caches(q, k_cache, v_cache, rows)
+    batch, caches, seqlen_cache = q.shape[0], k_cache.shape[0], _room(k_cache, block_table)
     if (k is None) != (v is None):
         raise RuntimeError(f"attnkern: k and v must be given together, got {'v' if k is None else 'k'} alone")
     new = 0
@@ -175,6 +217,18 @@ def _check(
     _check_values("cache_batch_idx", rows, caches - 1, f"k_cache's last row, {caches - 1}")
     _check_values("cache_seqlens", seqlens, room, f"what k_cache has room for beside {new} new tokens, {room}")
     _check_values("cache_leftpad", leftpad, room if seqlens is None else seqlens, "cache_seqlens")
+
+
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None) -> None:
+    for name, x, heads in (("q", q, "nheads"), ("k_cache", k_cache, "nheads_k"), ("v_cache", v_cache, "nheads_k")):
+        check_dims(name, x, f"batch_size, seqlen, {heads}, headdim")
+    batch, caches = q.shape[0], k_cache.shape[0]
+    if rows is None and caches < batch:
+        raise RuntimeError(f"attnkern: k_cache must have q's batch_size {batch} or more, got {caches}")
+    if v_cache.shape[0] != caches:
+        raise RuntimeError(f"attnkern: v_cache must have k_cache's batch_size {caches}, got {v_cache.shape[0]}")
+    of_each = [x[:1].expand(batch, -1, -1, -1) for x in (k_cache, v_cache)]
+    check_tensors(q, of_each[0], of_each[1], names=("q", "k_cache", "v_cache"))
 
 
 def _check_values(name: str, x: Any, most: Any, which: str) -> None:

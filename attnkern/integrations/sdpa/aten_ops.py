@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import api, ops
 from ...arguments import autocasts
 from ...backends import kernels_for, name_for_operators
-from ...packed import packed_ranges
+from ...packed import packed_ranges, paged_ranges
 from ...params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V
 from ...problem import Problem
 
@@ -204,23 +204,33 @@ def _packed(
     scale: float | None,
     window: tuple[int | None, int | None],
     used: Tensor | None = None,
+    block_table: Tensor | None = None,
     *,
     backward: bool = False,
 ) -> tuple[str, Problem]:
-    """The backend and the Problem of torch's bare flash attention: packed sequences (T, H, E), or (B, L, H, E)."""
+    """The backend and the Problem of torch's bare flash attention: packed sequences (T, H, E), or (B, L, H, E).
+
+    Beside a block_table, key and value are pools of pages (pages, size, H, E).
+    """
     _refuse_float64(query)
     if dropout_p != 0:
         raise Refused("dropout in an aten op: the backward pass may meet another kernel")
     if value.shape[-1] != query.shape[-1]:
         raise Refused(f"value's head size differs from query's, {value.shape[-1]} and {query.shape[-1]}")
-    if (cum_seq_q is None) != (cum_seq_k is None):
+    if (cum_seq_q is None) != (cum_seq_k is None) and block_table is None:
         raise Refused("of cum_seq_q and cum_seq_k one is None")
     left, right = (None if x is None or x < 0 else int(x) for x in window)
     if is_causal:
         right = 0
     options: dict[str, Any] = {"window": (left, right), "alignment": "bottom_right"}
     tensors = query, key, value
-    if cum_seq_q is not None and cum_seq_k is not None:
+    if block_table is not None:
+        if cum_seq_q is None or used is None:
+            raise Refused("block_table without cum_seq_q and seqused_k")
+        ranges = paged_ranges(query, block_table, key.shape[1], cum_seq_q, used, left, right, "bottom_right")
+        options = {"key_ranges": ranges, "block_table": block_table.reshape(1, -1)}
+        tensors = query.unsqueeze(0), key, value
+    elif cum_seq_q is not None and cum_seq_k is not None:
         ranges = packed_ranges(query, key, cum_seq_q, cum_seq_k, used, left, right, "bottom_right")
         options = {"key_ranges": ranges}
         tensors = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -258,13 +268,12 @@ def _bare_flash(
 ) -> Result:
     """What torch.nn.attention.varlen calls: out as query lies, lse (H, T) or (B, H, L). max_q and max_k aren't read."""
     _refuse_debug_mask(return_debug_mask)
-    for name, x in (("alibi_slopes", alibi_slopes), ("block_table", block_table)):
-        if x is not None:
-            raise Refused(f"{name} is given")
+    if alibi_slopes is not None:
+        raise Refused("alibi_slopes is given")
     if num_splits is not None:
         raise Refused("num_splits: the last bit of a sequence's results may depend on its neighbours")
     window = window_size_left, window_size_right
-    given = cum_seq_q, cum_seq_k, dropout_p, is_causal, scale, window, seqused_k
+    given = cum_seq_q, cum_seq_k, dropout_p, is_causal, scale, window, seqused_k, block_table
     backend, problem = _packed(query, key, value, *given)
     out, lse = ops.forward(*problem.inputs(), *problem.params, True, backend)
     out = out.transpose(1, 2)

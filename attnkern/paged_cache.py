@@ -1,0 +1,297 @@
+"""`PagedCache`: keys and values of many sequences in pages of one pool, for all layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .api import attention
+from .arguments import Window, show
+from .packed import paged_ranges
+from .params import LEAST_PAGE
+from .varlen import check_packed_window
+
+
+class PagedCache:
+    """Keys and values of sequences that come, grow and go, in pages that none of them has to itself before it needs it.
+
+    A step of a model is one call of `step` and, for each of its layers, one of `Step.attention`:
+
+        cache = attnkern.PagedCache(pages=512, heads=8, head_dim=128, layers=32, dtype=torch.bfloat16)
+        prompt = cache.add()
+        step = cache.step([prompt], [17])                        # room for 17 tokens
+        out = step.attention(0, query, key, value)               # (17, Hq, 128), of layer 0
+        step = cache.step([prompt, other, third])                # later: a token for each of three sequences
+
+    Args:
+        pages: how many there are. It takes 2 * layers * pages * heads * page_size * head_dim numbers.
+        heads, head_dim, head_dim_v: of keys and values; head_dim_v None: head_dim.
+        layers: of the model: each has keys and values of its own in a page.
+        page_size: tokens of a page, a power of two from 16 on. The larger, the faster a page is read, and the more room
+            is left over in a sequence's last one.
+        dtype, device: of keys and values.
+
+    Attributes:
+        keys: (layers, pages, heads, page_size, head_dim), values likewise: what `attention` takes with a block_table.
+            The heads come first in a page, so that what one head reads lies together.
+
+    Raises:
+        ValueError: sizes that are not positive, page_size that is no power of two from 16 on.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        *,
+        layers: int = 1,
+        page_size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        sizes = {"pages": pages, "heads": heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "layers": layers}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"attnkern: {name} must be 1 or more, got {size}")
+        if page_size < LEAST_PAGE or page_size & (page_size - 1):
+            raise ValueError(f"attnkern: page_size must be a power of two from {LEAST_PAGE} on, got {page_size}")
+        self.page_size = page_size
+        self.keys, self.values = (
+            torch.empty(layers, pages, heads, page_size, size, dtype=dtype, device=device)
+            for size in (head_dim, head_dim_v)
+        )
+        self._free = list(range(pages - 1, -1, -1))
+        self._users = [0] * pages  # sequences that have the page
+        self._pages: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+        self._next = 0
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages no sequence has."""
+        return len(self._free)
+
+    def __repr__(self) -> str:
+        layers, pages, heads, size, head_dim = self.keys.shape
+        return (
+            f"PagedCache({len(self._pages)} sequences in {pages - self.free_pages} of {pages} pages of {size} tokens, "
+            f"{layers} layers, {heads} heads of {head_dim}, {show(self.keys.dtype)}, {self.keys.device})"
+        )
+
+    def add(self) -> int:
+        """A new sequence without tokens: the number that it goes by. It takes no page yet."""
+        return self._new([], 0)
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A new sequence that begins with the first `length` tokens of another, None: all, and shares its pages.
+
+        Whichever of the two grows first into a page that both have gets a copy of that one page.
+        """
+        length = self._checked_length(sequence, length)
+        pages = self._pages[sequence][: self._pages_of(length)]
+        for page in pages:
+            self._users[page] += 1
+        return self._new(list(pages), length)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Drops the tokens of a sequence behind its first `length` ones, and the pages that only they were in."""
+        length = self._checked_length(sequence, length)
+        kept = self._pages_of(length)
+        self._release(self._pages[sequence][kept:])
+        del self._pages[sequence][kept:]
+        self._lengths[sequence] = length
+
+    def free(self, sequence: int) -> None:
+        """Ends a sequence. Its pages are free, but for those that others have, too."""
+        self._checked_length(sequence, None)
+        self._release(self._pages.pop(sequence))
+        del self._lengths[sequence]
+
+    def length(self, sequence: int) -> int:
+        """How many tokens a sequence has."""
+        return self._checked_length(sequence, None)
+
+    def step(self, sequences: Sequence[int], tokens: Sequence[int] | int = 1) -> Step:
+        """Makes room for more tokens of some sequences, and counts them as theirs.
+
+        Args:
+            sequences: numbers of different sequences. tokens: how many each of them gets, one number: all as many.
+
+        Returns:
+            What the layers' attention needs to know. Its tokens have keys and values only once `Step.attention` or
+            `Step.write` has been given them, for each layer.
+
+        Raises:
+            ValueError: no such sequence, the same one twice, fewer than 0 tokens. RuntimeError: there are too few pages
+            for all of it; nothing has changed then.
+        """
+        each = [tokens] * len(sequences) if isinstance(tokens, int) else list(tokens)
+        if len(each) != len(sequences):
+            raise ValueError(f"attnkern: tokens must be a number for each of {len(sequences)} sequences, got {each}")
+        if len(set(sequences)) != len(sequences):
+            raise ValueError(f"attnkern: sequences must be different, got {list(sequences)}")
+        if any(n < 0 for n in each):
+            raise ValueError(f"attnkern: tokens must be 0 or more, got {each}")
+        before = [self._checked_length(s, None) for s in sequences]
+        copied, added = [], []
+        for s, length, n in zip(sequences, before, each, strict=True):
+            at = length // self.page_size
+            shared = n > 0 and length % self.page_size > 0 and self._users[self._pages[s][at]] > 1
+            copied.append(at if shared else None)
+            added.append(self._pages_of(length + n) - len(self._pages[s]))
+        # (The last of several that share a page keeps it, if all of them grow: a page more than needed, at most.)
+        needed = sum(added) + sum(place is not None for place in copied)
+        if needed > self.free_pages:
+            raise RuntimeError(
+                f"attnkern: the cache has {self.free_pages} free pages, and the step needs {needed}: free sequences, "
+                "or give it fewer"
+            )
+        old, new = [], []
+        for s, place, more, n in zip(sequences, copied, added, each, strict=True):
+            pages = self._pages[s]
+            if place is not None and self._users[pages[place]] > 1:
+                old.append(pages[place])
+                self._users[pages[place]] -= 1
+                pages[place] = self._taken()
+                new.append(pages[place])
+            pages += [self._taken() for _ in range(more)]
+            self._lengths[s] += n
+        if new:
+            for x in (self.keys, self.values):
+                x[:, new] = x[:, old]
+        return Step(self, tuple(sequences), tuple(before), tuple(each))
+
+    def _new(self, pages: list[int], length: int) -> int:
+        self._next += 1
+        self._pages[self._next], self._lengths[self._next] = pages, length
+        return self._next
+
+    def _taken(self) -> int:
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def _release(self, pages: Sequence[int]) -> None:
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                self._free.append(page)
+
+    def _pages_of(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _checked_length(self, sequence: int, length: int | None) -> int:
+        """`length`, None: all, of a sequence that there is."""
+        if sequence not in self._lengths:
+            raise ValueError(f"attnkern: sequence must be one of the cache's {len(self._lengths)}, got {sequence}")
+        most = self._lengths[sequence]
+        if length is not None and not 0 <= length <= most:
+            raise ValueError(f"attnkern: length must be from 0 to the sequence's {most} tokens, got {length}")
+        return most if length is None else length
+
+
+class Step:
+    """Tokens that `PagedCache.step` has made room for, sequence after sequence: T of them in all.
+
+    Attributes:
+        block_table: int32 (sequences, pages of the longest), seqused_k: int32 (sequences,), the tokens that each has
+            with the new ones; cu_seqlens_q: int32 (sequences + 1,), where its new tokens begin: as `varlen_attention`
+            takes them.
+        positions: int64 (T,): the place of each token in its sequence, from 0 on.
+    """
+
+    def __init__(
+        self, cache: PagedCache, sequences: tuple[int, ...], before: tuple[int, ...], tokens: tuple[int, ...]
+    ) -> None:
+        self._cache, self._tokens = cache, tokens
+        rows = [cache._pages[s] for s in sequences]
+        most = max(map(len, rows), default=0)
+        # One tensor, one copy to the device: the table, and how many tokens there were and are new.
+        padded = [[*row, *[0] * (most - len(row)), b, n] for row, b, n in zip(rows, before, tokens, strict=True)]
+        numbers = torch.tensor(padded, dtype=torch.int64)
+        numbers = numbers.view(len(rows), most + 2).to(cache.keys.device, non_blocking=True)
+        self.block_table = numbers[:, :most].to(torch.int32)
+        first, new = numbers[:, most], numbers[:, most + 1]
+        self.seqused_k = (first + new).to(torch.int32)
+        self.cu_seqlens_q = torch.nn.functional.pad(new.cumsum(0), (1, 0)).to(torch.int32)
+        total = sum(tokens)
+        sequence = torch.repeat_interleave(new, output_size=total)
+        self.positions = torch.arange(total, device=new.device) - self.cu_seqlens_q[sequence] + first[sequence]
+        self._page = numbers[sequence, self.positions // cache.page_size]
+        self._row = self.positions % cache.page_size
+        self._ranges: dict[Any, Tensor] = {}
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Puts the tokens' keys (T, Hk, E) and values (T, Hv, Ev) into the pages of a layer."""
+        for name, x, pool in (("key", key, self._cache.keys), ("value", value, self._cache.values)):
+            expected = (len(self.positions), pool.shape[2], pool.shape[4])
+            if tuple(x.shape) != expected or x.dtype != pool.dtype or x.device != pool.device:
+                raise RuntimeError(
+                    f"attnkern: {name} must be {expected} {show(pool.dtype)} {pool.device}, got {show(x.shape)} "
+                    f"{show(x.dtype)} {x.device}"
+                )
+            pool[layer][self._page, :, self._row] = x.detach()
+
+    @torch.no_grad()
+    def attention(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        is_causal: bool = True,
+        window: Window = None,
+        **options: Any,
+    ) -> Any:
+        """Attention of the tokens to all that their sequences hold in a layer, after `write` of key and value if given.
+
+        Args:
+            layer: from 0 on. query: (T, Hq, E). key, value: as in `write`.
+            is_causal, window: within each sequence, the last new token level with the last that there is.
+            options: scale, softcap, sinks, return_lse, backend of `attnkern.attention`.
+
+        Returns:
+            (T, Hq, Ev); with return_lse also lse (Hq, T). There is no gradient.
+        """
+        if key is not None or value is not None:
+            if key is None or value is None:
+                raise RuntimeError("attnkern: key and value must be given together")
+            self.write(layer, key, value)
+        if query.dim() != 3 or query.shape[0] != len(self.positions):
+            raise RuntimeError(f"attnkern: query must be ({len(self.positions)}, Hq, E), got {show(query.shape)}")
+        tokens = self._tokens
+        # As many new tokens in every sequence are a batch of them.
+        alike = len(tokens) > 0 and tokens[0] > 0 and all(n == tokens[0] for n in tokens)
+        ranges = self._key_ranges(*check_packed_window(is_causal, window, "bottom_right"), alike, query)
+        table = self.block_table if alike else self.block_table.reshape(1, -1)
+        batch = len(tokens) if alike else 1
+        q = query.unflatten(0, (batch, len(self.positions) // batch)).transpose(1, 2)
+        pools = self._cache.keys[layer], self._cache.values[layer]
+        results: Any = attention(q, *pools, key_ranges=ranges, block_table=table, enable_gqa=True, **options)
+        if not options.get("return_lse"):
+            return results.transpose(1, 2).flatten(0, 1)
+        out, lse = results
+        return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+    def _key_ranges(self, left: int | None, right: int | None, alike: bool, query: Tensor) -> Tensor:
+        """The keys of each token, the same for all layers."""
+        if (found := self._ranges.get((left, right))) is None:
+            size = self._cache.page_size
+            found = paged_ranges(
+                query, self.block_table, size, self.cu_seqlens_q, self.seqused_k, left, right, "bottom_right"
+            )
+            if alike:
+                # Counted from the first key of each sequence, no longer from that of all.
+                sequences, each = self.block_table.shape
+                found = found.unflatten(0, (sequences, -1)).unsqueeze(1)
+                first = torch.arange(sequences, dtype=torch.int32, device=found.device) * (each * size)
+                found = found - first.view(-1, 1, 1, 1, 1)
+            self._ranges[left, right] = found
+        return found

@@ -1,0 +1,180 @@
+"""PagedCache: sequences that come, grow, are shared and go, against keys and values kept as lists."""
+
+import random
+
+import pytest
+import torch
+
+import attnkern
+
+LAYERS, HEADS, SIZE, SIZE_V = 2, 2, 24, 16
+
+
+def cache(target, pages=40, page_size=16):
+    return attnkern.PagedCache(pages, HEADS, SIZE, SIZE_V, layers=LAYERS, page_size=page_size, device=target.device)
+
+
+class Kept:
+    """Keys and values of each sequence by itself."""
+
+    def __init__(self, target, paged):
+        self.target, self.paged, self.held = target, paged, {}
+
+    def add(self):
+        sequence = self.paged.add()
+        self.held[sequence] = [[self.target.randn(0, HEADS, n) for n in (SIZE, SIZE_V)] for _ in range(LAYERS)]
+        return sequence
+
+    def fork(self, of, length):
+        sequence = self.paged.fork(of, length)
+        self.held[sequence] = [[x[:length] for x in layer] for layer in self.held[of]]
+        return sequence
+
+    def cut(self, sequence, length):
+        self.paged.cut(sequence, length)
+        self.held[sequence] = [[x[:length] for x in layer] for layer in self.held[sequence]]
+
+    def free(self, sequence):
+        self.paged.free(sequence)
+        del self.held[sequence]
+
+    def run(self, sequences, tokens, **options):
+        """A step of both, with the same results."""
+        step = self.paged.step(sequences, tokens)
+        total = sum(tokens)
+        for layer in range(LAYERS):
+            q, k, v = (self.target.randn(total, h, n) for h, n in ((4, SIZE), (HEADS, SIZE), (HEADS, SIZE_V)))
+            out, lse = step.attention(layer, q, k, v, return_lse=True, backend=self.target.backend, **options)
+            assert out.shape == (total, 4, SIZE_V)
+            at = 0
+            for sequence, n in zip(sequences, tokens, strict=True):
+                own = self.held[sequence][layer]
+                new = slice(at, at + n)
+                own[:] = [torch.cat([x, y[new]]) for x, y in zip(own, (k, v), strict=True)]
+                at += n
+                one, keys, values = (x.transpose(0, 1)[None] for x in (q[new], *own))
+                given = {"is_causal": True, "alignment": "bottom_right", "enable_gqa": True} | options
+                want = self.target.attention(one, keys, values, return_lse=True, **given)
+                torch.testing.assert_close(out[new].transpose(0, 1), want[0][0], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(lse[:, new], want[1][0], rtol=1e-5, atol=1e-5)
+        assert [self.paged.length(s) for s in sequences] == [self.held[s][0][0].shape[0] for s in sequences]
+
+
+OPTIONS = ({}, {"window": (20, 0)}, {"softcap": 4.0, "scale": 0.3}, {"is_causal": False}, {"sinks": torch.randn(4)})
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_sequences_come_grow_are_shared_and_go(target, page_size):
+    """Any order of calls keeps the numbers apart, and every page is free in the end."""
+    rng = random.Random(page_size)
+    kept = Kept(target, cache(target, pages=60, page_size=page_size))
+    for n in range(40):
+        known = list(kept.held)
+        what = rng.choice(("add", "run", "run", "run", "fork", "cut", "free"))
+        if what == "add" or not known:
+            kept.add()
+        elif what == "run":
+            some = rng.sample(known, rng.randint(1, min(3, len(known))))
+            tokens = [1] * len(some) if n % 2 else [rng.choice((0, 1, 2, 17)) for _ in some]
+            options = {k: x.to(target.device) if k == "sinks" else x for k, x in OPTIONS[n % len(OPTIONS)].items()}
+            kept.run(some, tokens, **options)
+        else:
+            one = rng.choice(known)
+            length = rng.randint(0, kept.paged.length(one))
+            if what == "free":
+                kept.free(one)
+            else:
+                getattr(kept, what)(one, length)
+    kept.run(list(kept.held), [3] * len(kept.held))
+    for sequence in list(kept.held):
+        kept.free(sequence)
+    assert kept.paged.free_pages == 60
+
+
+def test_a_prefix_is_held_once():
+    paged = attnkern.PagedCache(10, 1, 8, page_size=16)
+    first = paged.add()
+    paged.step([first], [40])
+    assert paged.free_pages == 7
+    others = [paged.fork(first) for _ in range(5)]
+    assert paged.free_pages == 7
+    paged.step(others[:2])  # of the last page, half full, each has its own now
+    assert paged.free_pages == 5
+    paged.step([first], [8])
+    assert paged.free_pages == 4  # three of the others still have the page that it was in
+    for sequence in others:
+        paged.free(sequence)
+    assert paged.free_pages == 7
+    paged.cut(first, 16)
+    assert paged.free_pages == 9
+
+
+def test_a_whole_page_is_not_copied():
+    paged = attnkern.PagedCache(4, 1, 8, page_size=16)
+    first = paged.add()
+    paged.step([first], [32])
+    second = paged.fork(first)
+    paged.step([first, second])
+    assert paged.free_pages == 0
+
+
+def test_a_step_that_finds_no_room_changes_nothing():
+    paged = attnkern.PagedCache(4, 1, 8, page_size=16)
+    a, b = paged.add(), paged.add()
+    paged.step([a], [30])
+    with pytest.raises(RuntimeError, match="the cache has 2 free pages, and the step needs 3: free sequences"):
+        paged.step([a, b], [3, 20])
+    assert (paged.length(a), paged.length(b), paged.free_pages) == (30, 0, 2)
+    paged.step([a, b], [2, 20])
+    assert repr(paged) == "PagedCache(2 sequences in 4 of 4 pages of 16 tokens, 1 layers, 1 heads of 8, float32, cpu)"
+
+
+def test_errors():
+    for given, message in (
+        ({"pages": 0}, "pages must be 1 or more, got 0"),
+        ({"page_size": 24}, "page_size must be a power of two from 16 on, got 24"),
+        ({"head_dim_v": 0}, "head_dim_v must be 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attnkern.PagedCache(**({"pages": 4, "heads": 1, "head_dim": 8} | given))
+    paged = attnkern.PagedCache(4, 1, 8, page_size=16)
+    a = paged.add()
+    for call, message in (
+        (lambda: paged.step([7]), "sequence must be one of the cache's 1, got 7"),
+        (lambda: paged.step([a, a]), "sequences must be different"),
+        (lambda: paged.step([a], [1, 2]), "tokens must be a number for each of 1 sequences"),
+        (lambda: paged.step([a], [-1]), "tokens must be 0 or more"),
+        (lambda: paged.fork(a, 3), "length must be from 0 to the sequence's 0 tokens, got 3"),
+        (lambda: paged.free(9), "sequence must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    step = paged.step([a], [3])
+    q = torch.randn(3, 2, 8)
+    for call, message in (
+        (lambda: step.attention(0, q[:2]), r"query must be \(3, Hq, E\), got \(2, 2, 8\)"),
+        (lambda: step.attention(0, q, q), "key and value must be given together"),
+        (lambda: step.write(0, q, q), r"key must be \(3, 1, 8\) float32 cpu, got \(3, 2, 8\)"),
+        (lambda: step.write(0, q[:, :1].double(), q[:, :1]), r"key must be \(3, 1, 8\) float32 cpu, got .* float64"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+def test_positions():
+    """Of rotary embeddings: the place of each token in its sequence."""
+    paged = attnkern.PagedCache(8, 1, 8, page_size=16)
+    a, b = paged.add(), paged.add()
+    paged.step([a], [20])
+    step = paged.step([b, a], [3, 2])
+    assert step.positions.tolist() == [0, 1, 2, 20, 21]
+    assert step.cu_seqlens_q.tolist() == [0, 3, 5]
+    assert step.seqused_k.tolist() == [3, 22]
+
+
+def test_no_tokens_and_no_sequences():
+    paged = attnkern.PagedCache(8, 1, 8, page_size=16)
+    a = paged.add()
+    for step in (paged.step([]), paged.step([a], [0])):
+        none = torch.randn(0, 1, 8)
+        assert step.attention(0, none, none, none).shape == (0, 1, 8)
