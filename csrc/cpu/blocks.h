@@ -71,6 +71,13 @@ struct KeyRows : View {
   Pages pages;
 };
 
+// Rows of keys or of values as `Keys`: View where it is known that they don't.
+template <class Keys>
+inline Keys rows_of(const View& view, const Pages& pages) {
+  if constexpr (std::is_same_v<Keys, KeyRows>) return {view, pages};
+  else return view;
+}
+
 template <class T>
 inline T* at(const KeyRows& rows, int64_t batch, int64_t head, int64_t row, int64_t column = 0) {
   const Pages& pages = rows.pages;
@@ -81,7 +88,7 @@ inline T* at(const KeyRows& rows, int64_t batch, int64_t head, int64_t row, int6
 }
 
 // How many rows from `row` on lie one after the other.
-inline int64_t rows_together(const View&, int64_t) { return kUnbounded; }
+inline constexpr int64_t rows_together(const View&, int64_t) { return kUnbounded; }
 inline int64_t rows_together(const KeyRows& rows, int64_t row) {
   if (rows.pages.table == nullptr) return kUnbounded;
   const int64_t size = int64_t{1} << rows.pages.shift;
@@ -113,18 +120,31 @@ inline PrefetchRows rows_to_prefetch(const View& view, int64_t batch, int64_t he
           columns * kBytes};
 }
 template <class T>
-inline PrefetchRows rows_to_prefetch(const KeyRows& rows, int64_t batch, int64_t head, int64_t row, int64_t count,
-                                     int64_t end, int64_t columns) {
+inline PrefetchPages rows_to_prefetch(const KeyRows& rows, int64_t batch, int64_t head, int64_t row, int64_t count,
+                                      int64_t end, int64_t columns) {
   const Pages& pages = rows.pages;
   const View& pool = rows;
-  if (pages.table == nullptr) return rows_to_prefetch<T>(pool, batch, head, row, count, end, columns);
-  if (row >= end) return {};
-  PrefetchRows found = rows_to_prefetch<T>(pool, 0, head, 0, count, end - row, columns);
+  PrefetchPages found;
+  if (row >= end) return found;
+  static_cast<PrefetchRows&>(found) = rows_to_prefetch<T>(pool, 0, head, 0, count, end - row, columns);
   found.pages = found.row;
   found.row = reinterpret_cast<const char*>(at<T>(rows, batch, head, row));
   found.in_page = rows_together(rows, row);
   found.next_page = pages.table + batch * pages.stride + ((pages.first + row) >> pages.shift) + 1;
   found.page_step = pool.stride[0] * static_cast<int64_t>(sizeof(T)), found.page_rows = int64_t{1} << pages.shift;
+  return found;
+}
+
+// Of rows that may lie in pages, those that lie together with the first.
+template <class T>
+inline PrefetchRows together_to_prefetch(const KeyRows& rows, int64_t batch, int64_t head, int64_t row, int64_t count,
+                                         int64_t end, int64_t columns) {
+  const View& view = rows;
+  if (rows.pages.table == nullptr) return rows_to_prefetch<T>(view, batch, head, row, count, end, columns);
+  if (row >= end) return {};
+  PrefetchRows found =
+      rows_to_prefetch<T>(view, 0, head, 0, min64(count, rows_together(rows, row)), end - row, columns);
+  found.row = reinterpret_cast<const char*>(at<T>(rows, batch, head, row));
   return found;
 }
 

@@ -71,7 +71,7 @@ inline bool excludes_all_of_rows(const Forward& p, int64_t batch, int64_t head_k
 // and perhaps a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector of keys each, and
 // rows are read in the order of the memory, so that neither of the two streams stops for long. A turn's probabilities
 // become ready while the next one's scores are computed.
-template <class T, class Op, int kRows, int kDim>
+template <class T, class Op, class Keys, int kRows, int kDim>
 [[gnu::noinline]] void decode_stream(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
                                      int64_t key, int64_t keys) {
   using S = Simd<float>;
@@ -80,24 +80,32 @@ template <class T, class Op, int kRows, int kDim>
   using Query = typename Dot::Query;
   constexpr int kLanes = S::kLanes, kGroup = kLanes / kRows, kVectors = kDim / kLanes;
   constexpr int64_t kAhead = 4096 / (kDim * sizeof(T));  // rows; as measured
-  const KeyRows k_rows(p.k, p.pages), v_rows(p.v, p.pages);
-  const bool in_pages = p.pages.table != nullptr;
-  // A turn's rows, copied where they lie in two pages; and how far away those are that are prefetched meanwhile.
-  alignas(64) T copy[kLanes * kDim];
-  int64_t step = 0, ahead = 0;
-  const auto turn = [&](const KeyRows& rows, int64_t j) {
-    step = rows.stride[2], ahead = kAhead * step;
-    const T* first = at<T>(rows, batch, head_k, key + j);
-    if (!in_pages) return first;
-    const int64_t next = j + round_up(kAhead, kLanes);
-    ahead = next < keys ? at<T>(rows, batch, head_k, key + next) - first : 0;
-    if (rows_together(rows, key + j) >= kLanes) return first;
-    for_runs(rows, key + j, kLanes, [&](int64_t from, int64_t count) {
-      const T* source = at<T>(rows, batch, head_k, key + j + from);
-      for (int64_t i = 0; i < count; ++i) std::memcpy(copy + (from + i) * kDim, source + i * step, kDim * sizeof(T));
-    });
-    step = kDim, ahead = 0;
-    return static_cast<const T*>(copy);
+  const T* const k = at<T>(rows_of<Keys>(p.k, p.pages), batch, head_k, key);
+  const T* const v = at<T>(rows_of<Keys>(p.v, p.pages), batch, head_k, key);
+  const int64_t k_stride = p.k.stride[2], v_stride = p.v.stride[2];
+  // A turn's rows; and how far away those are that are prefetched meanwhile.
+  struct Turn {
+    const T* row;
+    int64_t step, ahead;
+  };
+  alignas(64) [[maybe_unused]] T copy[std::is_same_v<Keys, View> ? 1 : kLanes * kDim];  // of rows in two pages
+  // From key j on, of rows whose first is `first`.
+  const auto turn = [&](const View& view, const T* first, int64_t step, int64_t j)
+                        __attribute__((always_inline)) -> Turn {
+    if constexpr (std::is_same_v<Keys, View>) {
+      return {first + j * step, step, kAhead * step};
+    } else {
+      const KeyRows rows(view, p.pages);
+      const int64_t next = j + round_up(kAhead, kLanes);
+      const T* row = at<T>(rows, batch, head_k, key + j);
+      if (rows_together(rows, key + j) >= kLanes)
+        return {row, step, next < keys ? at<T>(rows, batch, head_k, key + next) - row : 0};
+      for_runs(rows, key + j, kLanes, [&](int64_t from, int64_t count) {
+        const T* source = at<T>(rows, batch, head_k, key + j + from);
+        for (int64_t i = 0; i < count; ++i) std::memcpy(copy + (from + i) * kDim, source + i * step, kDim * sizeof(T));
+      });
+      return {copy, kDim, 0};
+    }
   };
   const ScoreParams<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
@@ -105,13 +113,14 @@ template <class T, class Op, int kRows, int kDim>
   alignas(64) float scores[kRows][kLanes], probabilities[kRows][kLanes];
   V sums[kRows] = {}, recent[kRows][kVectors] = {};  // of the last keys: sums of longer runs would lose digits
 
-  const auto score_turn = [&](const T* row) __attribute__((always_inline)) {
+  const auto score_turn = [&](Turn now) __attribute__((always_inline)) {
+    const T* row = now.row;
 #pragma GCC unroll 2
     for (int group = 0; group < kRows; ++group) {
       V sum[kLanes] = {};
 #pragma GCC unroll 16
-      for (int i = 0; i < kGroup; ++i, row += step) {
-        prefetch_row(row + ahead, kDim);
+      for (int i = 0; i < kGroup; ++i, row += now.step) {
+        prefetch_row(row + now.ahead, kDim);
 #pragma GCC unroll 16
         for (int c = 0; c < kDim; c += Dot::kWidth) {
           const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
@@ -141,7 +150,7 @@ template <class T, class Op, int kRows, int kDim>
     }
   };
 
-  score_turn(turn(k_rows, 0));
+  score_turn(turn(p.k, k, k_stride, 0));
   for (int64_t j = 0; j < keys; j += kLanes) {
     if (j % kDecodeKeys == 0) {
       add_recent();
@@ -172,14 +181,15 @@ template <class T, class Op, int kRows, int kDim>
       sums[r] += probability;
       S::store(probabilities[r], probability);
     }
-    if (j + kLanes < keys) score_turn(turn(k_rows, j + kLanes));
-    const T* v = turn(v_rows, j);
+    if (j + kLanes < keys) score_turn(turn(p.k, k, k_stride, j + kLanes));
+    const Turn values = turn(p.v, v, v_stride, j);
+    const T* row = values.row;
 #pragma GCC unroll 4
-    for (int i = 0; i < kLanes; ++i, v += step) {
-      prefetch_row(v + ahead, kDim);
+    for (int i = 0; i < kLanes; ++i, row += values.step) {
+      prefetch_row(row + values.ahead, kDim);
 #pragma GCC unroll 16
       for (int c = 0; c < kVectors; ++c) {
-        const V value = S::load_as(v + c * kLanes);
+        const V value = S::load_as(row + c * kLanes);
 #pragma GCC unroll 2
         for (int r = 0; r < kRows; ++r) recent[r][c] = S::fma(S::set1(probabilities[r][i]), value, recent[r][c]);
       }
@@ -194,7 +204,7 @@ using DecodeStream = void (*)(const Forward& p, const DecodeScratch<Op>& scratch
 
 // The kernel of that kind for these rows, or null. It wants 32 registers. (More rows have too much to multiply for it,
 // two of 16-bit elements too.)
-template <class T, class Op>
+template <class T, class Op, class Keys>
 DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
   using C = typename Op::Compute;
   if constexpr (Simd<C>::kLanes == 16) {
@@ -202,9 +212,9 @@ DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
                                        !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
       return nullptr;
     const auto of_size = [&]<int kDim>() -> DecodeStream<T, Op> {
-      if (rows == 1) return decode_stream<T, Op, 1, kDim>;
+      if (rows == 1) return decode_stream<T, Op, Keys, 1, kDim>;
       if constexpr (sizeof(T) == 4 && kDim <= 128)
-        if (rows == 2) return decode_stream<T, Op, 2, kDim>;
+        if (rows == 2) return decode_stream<T, Op, Keys, 2, kDim>;
       return nullptr;
     };
     switch (p.head_dim) {
@@ -220,14 +230,14 @@ DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
 }
 
 // decode_scores by register tiles: keys lie along the lanes, as in the backward pass.
-template <class T, class Op>
+template <class T, class Op, class Keys>
 [[gnu::noinline]] void score_tiles(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
                                    int64_t rows, int64_t key, int64_t keys, int64_t end) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
   constexpr int64_t kPortionBytes = 16384;
-  const KeyRows k_rows(p.k, p.pages);
+  const Keys k_rows = rows_of<Keys>(p.k, p.pages);
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
   const auto* q = reinterpret_cast<const Scalar*>(Op::kPack == 2 ? scratch.q_as_given : scratch.q);
   // What is transposed is to lie in the first-level cache with what comes.
@@ -247,7 +257,7 @@ template <class T, class Op>
 }
 
 // decode_values by register tiles.
-template <int64_t kKeysOfBlock, class T, class Op>
+template <int64_t kKeysOfBlock, class T, class Op, class Keys>
 [[gnu::noinline]] void value_tiles(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_v,
                                    int64_t rows, int64_t key, int64_t keys, int64_t end) {
   using C = typename Op::Compute;
@@ -260,22 +270,22 @@ template <int64_t kKeysOfBlock, class T, class Op>
       S::store(out, S::load(out) * S::set1(scratch.factor[r]));
     }
   const auto* probabilities = reinterpret_cast<const Scalar*>(scratch.scores);
-  const KeyRows v_rows(p.v, p.pages);
+  const Keys v_rows = rows_of<Keys>(p.v, p.pages);
   // What several runs of rows read again and again is to stay in the first-level cache.
   const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    const PrefetchRows prefetch =
-        rows_to_prefetch<T>(v_rows, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
+    const auto prefetch = rows_to_prefetch<T>(v_rows, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
     if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)
       const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;
       if (wide == 0) return;
+      const auto values = block_rows<T>(v_rows, batch, head_v, key + j);
       PrefetchByRow next(prefetch, prefetch_calls_of_pass<kTileRows * 2, 2>(rows, wide, pairs));
+      using Tile =
+          ValuePairsTile<kKeysOfBlock, std::remove_const_t<decltype(values)>, std::remove_const_t<decltype(prefetch)>>;
       for_tiles<kTileRows * 2, 2, 1>(
-          rows, wide,
-          ValuePairsTile<kKeysOfBlock>{probabilities + j / 2, rows_in_place<T>(v_rows, batch, head_v, key + j, now),
-                                       now, p.head_dim_v, scratch.out, scratch.out_step, &next});
+          rows, wide, Tile{probabilities + j / 2, values, now, p.head_dim_v, scratch.out, scratch.out_step, &next});
 #endif
     } else {
       const auto values = operand_rows<Op, T>(v_rows, batch, head_v, key + j, now, p.head_dim_v, scratch.block, true);
@@ -318,17 +328,17 @@ inline void score_rows(const typename RowDot<C, T>::Query* q, int64_t q_step, in
 }
 
 // decode_values for any number of rows and columns.
-template <class C, class T, int64_t kKeysOfBlock>
-inline void add_values(const C* p, int64_t rows, const BlockRows<T>& values, int64_t keys, int64_t columns,
+template <class C, int64_t kKeysOfBlock, class Values>
+inline void add_values(const C* p, int64_t rows, const Values& values, int64_t keys, int64_t columns,
                        PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
   constexpr int64_t kLanes = Simd<C>::kLanes;
   int64_t c = 0;
   const auto pass = [&]<int kVectors, int kMostRows>() {
     for_row_runs(rows, [&]<int kRows>(int64_t r) {
       if constexpr (kRows <= kMostRows)
-        decode_values<C, T, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, values, c, keys, columns - c,
-                                                           r == 0 ? prefetch : PrefetchAhead{}, factor + r,
-                                                           out + r * out_step + c, out_step);
+        decode_values<C, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, values, c, keys, columns - c,
+                                                        r == 0 ? prefetch : PrefetchAhead{}, factor + r,
+                                                        out + r * out_step + c, out_step);
     });
     c += kVectors * kLanes;
   };
@@ -425,7 +435,7 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
 
 // The rows of key head `head_k` against keys [begin, end), of which all rows attend to `full`: continues what
 // scratch.out (not normalised), largest and sums (one per lane) hold.
-template <int64_t kKeysOfBlock, class T, class Op>
+template <int64_t kKeysOfBlock, class T, class Op, class Keys>
 void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
                  int64_t end, Range full) {
   using C = typename Op::Compute;
@@ -438,9 +448,9 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   // All rows meet as many keys as are prefetched meanwhile, then the next. One row alone has so little to do with wide
   // elements that the processor itself looks far enough ahead.
   const int64_t portion = keys_of_portion<T>(p.head_dim);
-  const KeyRows k_rows(p.k, p.pages), v_rows(p.v, p.pages);
+  const Keys k_rows = rows_of<Keys>(p.k, p.pages), v_rows = rows_of<Keys>(p.v, p.pages);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
-  const auto stream = stream_for<T, Op>(p, rows);
+  const auto stream = stream_for<T, Op, Keys>(p, rows);
   Range streamed = full;
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
   if (stream == nullptr || streamed.begin >= streamed.end) streamed = {end, end};
@@ -462,43 +472,40 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     }
     keys = min64(kKeysOfBlock, last - key);
     const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
-    if (by_score_tiles) score_tiles<T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
+    if (by_score_tiles) score_tiles<T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
     else
-      with_rows<C, T>(
-          k_rows, batch, head_k, key, keys, p.head_dim, scratch.block,
-          [&]<class Key>(const BlockRows<Key>& k, bool in_place) {
-            using Query = typename RowDot<C, Key>::Query;
-            const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
-            for (int64_t j = 0, now; j < keys; j += now) {
-              const Key* row = k.row(j);
-              now = min64(min64(portion, keys - j), k.together(j));
-              const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
-              score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, row, k.stride, now, p.head_dim, prefetched,
-                                               prefetched > 0 ? k.row(j + portion) - row : 0, scratch.scores + j);
-            }
-          });
+      with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
+        using Key = std::remove_cvref_t<decltype(*k.row(0))>;
+        using Query = typename RowDot<C, Key>::Query;
+        const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
+        for (int64_t j = 0, now; j < keys; j += now) {
+          const Key* row = k.row(j);
+          now = min64(min64(portion, keys - j), k.together(j));
+          const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
+          score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, row, k.stride, now, p.head_dim, prefetched,
+                                           prefetched > 0 ? k.row(j + portion) - row : 0, scratch.scores + j);
+        }
+      });
     block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
-    if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, rows, key, keys, end);
+    if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
     else
-      with_rows<C, T>(v_rows, batch, head_k, key, keys, p.head_dim_v, scratch.block,
-                      [&]<class Value>(const BlockRows<Value>& v, bool in_place) {
-                        add_values<C, Value, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v,
-                                                           in_place ? prefetch : PrefetchAhead{}, scratch.factor,
-                                                           scratch.out, scratch.out_step);
-                      });
+      with_rows<C, T>(v_rows, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](const auto& v, bool in_place) {
+        add_values<C, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v, in_place ? prefetch : PrefetchAhead{},
+                                    scratch.factor, scratch.out, scratch.out_step);
+      });
   }
 }
 
 // decode_part without what lies in keys that none of the rows attends to, where 0 times infinity or NaN is NaN: each
 // run of other keys by itself.
-template <int64_t kKeysOfBlock, class T, class Op>
+template <int64_t kKeysOfBlock, class T, class Op, class Keys>
 [[gnu::noinline]] void decode_attended(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch,
                                        int64_t head_k, int64_t begin, int64_t end) {
   const int64_t group = p.heads_q / p.heads_k;
   begin_part<T>(p, scratch, batch, head_k);
   int64_t run = begin;
   const auto finish_run = [&](int64_t last) {
-    if (last > run) decode_keys<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, run, last, {last, last});
+    if (last > run) decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, run, last, {last, last});
   };
   for (int64_t key = begin; key < end; key += 64) {
     const int64_t keys = min64(64, end - key);
@@ -513,7 +520,7 @@ template <int64_t kKeysOfBlock, class T, class Op>
 }
 
 // The rows of key head `head_k` against their keys in [begin, end): fills scratch.out, largest and sums.
-template <int64_t kKeysOfBlock, class T, class Op>
+template <int64_t kKeysOfBlock, class T, class Op, class Keys>
 void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
                  int64_t end) {
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
@@ -527,12 +534,12 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       const Range all = p.band.full(0, p.seqlen_q, {max64(keys.begin, common.begin), min64(keys.end, common.end)});
       if (all.end - all.begin > full.end - full.begin) full = all;
     }
-    decode_keys<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, keys.begin, keys.end, full);
+    decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, keys.begin, keys.end, full);
   }
   if (p.ranges.data == nullptr && !(p.bias.data != nullptr && p.bias_dtype == DType::kBool)) return;
   NonNumbers<typename Op::Compute> sums;
   for (int64_t r = 0; r < rows; ++r) sums.add(scratch.out + r * scratch.out_step, 1, p.head_dim_v);
-  if (sums.found()) decode_attended<kKeysOfBlock, T, Op>(p, scratch, batch, head_k, begin, end);
+  if (sums.found()) decode_attended<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, begin, end);
 }
 
 // Merges the parts of one row with its sink and writes output and log-sum-exp. A part is [out..., largest, sum], `step`
@@ -589,7 +596,9 @@ void decode(const Forward& p, const Runtime& runtime) {
     const DecodeScratch<Op> scratch(memory, p, rows, keys, tiles);
     const int64_t part = task % parts, head = task / parts;
     const int64_t begin = min64(visited.end, visited.begin + part * part_keys);
-    const auto run = many ? decode_part<kManyKeys, T, Op> : decode_part<kDecodeKeys, T, Op>;
+    const auto run = p.pages.table == nullptr
+                         ? (many ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
+                         : (many ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
     run(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(visited.end, begin + part_keys));
     for (int64_t r = 0; r < rows; ++r) {
       C* target = merged.data() + ((head * rows + r) * parts + part) * step;

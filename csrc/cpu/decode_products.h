@@ -27,17 +27,36 @@ struct PrefetchAhead {
   int64_t keys, ahead;
 };
 
-// A block's rows of keys or values from its first on: `stride` apart, or those of `paged` from row `key` of a head on.
+// A block's rows of keys or values from its first on.
 template <class T>
 struct BlockRows {
+  static constexpr bool kTogether = true;
   const T* first;
   int64_t stride;
-  const KeyRows* paged = nullptr;
-  int64_t batch = 0, head = 0, key = 0;
 
-  const T* row(int64_t i) const { return paged == nullptr ? first + i * stride : at<T>(*paged, batch, head, key + i); }
-  int64_t together(int64_t i) const { return paged == nullptr ? kUnbounded : rows_together(*paged, key + i); }
+  const T* row(int64_t i) const { return first + i * stride; }
+  static constexpr int64_t together(int64_t) { return kUnbounded; }
 };
+
+// The same of rows in pages, from row `key` of a head on.
+template <class T>
+struct PagedRows {
+  static constexpr bool kTogether = false;
+  const KeyRows* rows;
+  int64_t stride, batch, head, key;
+
+  const T* row(int64_t i) const { return at<T>(*rows, batch, head, key + i); }
+  int64_t together(int64_t i) const { return rows_together(*rows, key + i); }
+};
+
+template <class T>
+inline BlockRows<T> block_rows(const View& view, int64_t batch, int64_t head, int64_t key) {
+  return {at<T>(view, batch, head, key), view.stride[2]};
+}
+template <class T>
+inline PagedRows<T> block_rows(const KeyRows& rows, int64_t batch, int64_t head, int64_t key) {
+  return {&rows, rows.stride[2], batch, head, key};
+}
 
 template <class T>
 inline void prefetch_row(const T* row, int64_t columns) {
@@ -111,24 +130,21 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
 
 // out[row] = out[row] * factor[row] + sum_key p[row][key] V[key] for kVectors vectors of the head dimension. One alone
 // may be incomplete: `columns` are left.
-template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
-[[gnu::noinline]] void decode_values(const C* p, const BlockRows<T>& values, int64_t column, int64_t keys,
-                                     int64_t columns, PrefetchAhead prefetch, const C* factor, C* out,
-                                     int64_t out_step) {
+template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
+[[gnu::noinline]] void decode_values(const C* p, const Values values, int64_t column, int64_t keys, int64_t columns,
+                                     PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
   // Sums of longer runs of keys would lose digits.
   for (int64_t first = 0; first < keys; first += kDecodeKeys) {
     const int64_t last = min64(keys, first + kDecodeKeys);
     V sum[kRows][kVectors] = {};
-    int64_t j = first, end, ahead = 0, prefetched = 0;
-    const T* v;
-    const auto accumulate = [&](auto load) {
+    const auto accumulate = [&](int64_t j, int64_t end, auto* v, int64_t ahead, auto load) {
       for (; j < end; ++j, v += values.stride) {
-        if (j < prefetched) prefetch_row(v + ahead, min64(columns, kVectors * S::kLanes));
+        if (j < prefetch.keys) prefetch_row(v + ahead, min64(columns, kVectors * S::kLanes));
         V value[kVectors];
 #pragma GCC unroll 8
-        for (int c = 0; c < kVectors; ++c) value[c] = load(c);
+        for (int c = 0; c < kVectors; ++c) value[c] = load(v, c);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const V probability = S::set1(p[r * kKeysOfBlock + j]);
@@ -137,13 +153,14 @@ template <class C, class T, int kRows, int kVectors, int64_t kKeysOfBlock>
         }
       }
     };
-    while (j < last) {
-      v = values.row(j) + column;
+    for (int64_t j = first, end; j < last; j = end) {
+      const auto* v = values.row(j) + column;
+      int64_t ahead = 0;
+      if (Values::kTogether || j < prefetch.keys) ahead = values.row(j + prefetch.ahead) + column - v;
       end = min64(last, j + values.together(j));
-      prefetched = min64(end, prefetch.keys);
-      if (j < prefetched) ahead = values.row(j + prefetch.ahead) + column - v;
-      if (columns >= kVectors * S::kLanes) accumulate([&](int c) { return S::load_as(v + c * S::kLanes); });
-      else accumulate([&](int) { return S::load_as(v, columns); });
+      if (columns >= kVectors * S::kLanes)
+        accumulate(j, end, v, ahead, [](auto* row, int c) { return S::load_as(row + c * S::kLanes); });
+      else accumulate(j, end, v, ahead, [&](auto* row, int) { return S::load_as(row, columns); });
     }
     for (int r = 0; r < kRows; ++r)
       for (int c = 0; c < kVectors; ++c) {
@@ -162,18 +179,18 @@ inline int64_t prefetch_calls_of_pass(int64_t rows, int64_t vectors, int64_t dep
 }
 
 // A register tile of a product that prefetches rows meanwhile.
-template <class Op>
+template <class Op, class Prefetch>
 struct PrefetchingTile {
   Factors<Op, false> factors;
   int64_t depth;
   Target<typename Op::Compute> target;
-  PrefetchByLine* prefetch;
+  PrefetchByLine<Prefetch>* prefetch;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
     ProductWalk<Op, false> walk(factors, row, vector * Op::S::kLanes);
-    PrefetchByLine next = *prefetch;  // in registers
+    PrefetchByLine<Prefetch> next = *prefetch;  // in registers
     add_products(walk, 0, depth, &next, sum);
     *prefetch = next;
     target.take(sum, row, vector);
@@ -181,26 +198,26 @@ struct PrefetchingTile {
 };
 
 // C = A B, as gemm; meanwhile it prefetches all rows of `prefetch`.
-template <class Op>
+template <class Op, class Prefetch>
 inline void gemm_prefetching(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
-                             const Target<typename Op::Compute>& target, const PrefetchRows& prefetch) {
+                             const Target<typename Op::Compute>& target, const Prefetch& prefetch) {
   if (vectors == 0) return;
   constexpr int kSums = kTileRows * kTileVectors;
-  PrefetchByLine next(prefetch, prefetch_calls_of_pass<kSums, kTileVectors>(rows, vectors, depth));
-  for_tiles<kSums, kTileVectors, 1>(rows, vectors, PrefetchingTile<Op>{factors, depth, target, &next});
+  PrefetchByLine<Prefetch> next(prefetch, prefetch_calls_of_pass<kSums, kTileVectors>(rows, vectors, depth));
+  for_tiles<kSums, kTileVectors, 1>(rows, vectors, PrefetchingTile<Op, Prefetch>{factors, depth, target, &next});
 }
 
 #if defined(__AVX512BF16__)
 // out[row] += sum_key p[row][key] V[key] in bfloat16, two keys at a time: rows of V become pairs in registers. A
 // "vector" is one of 32 columns here, two of `out`.
-template <int64_t kKeysOfBlock>
+template <int64_t kKeysOfBlock, class Values, class Prefetch>
 struct ValuePairsTile {
   const uint32_t* p;  // pairs of probabilities
-  BlockRows<BFloat16> v;
+  Values v;
   int64_t keys, columns;
   float* out;
   int64_t out_step;
-  PrefetchByRow* prefetch;
+  PrefetchByRow<Prefetch>* prefetch;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
@@ -210,9 +227,9 @@ struct ValuePairsTile {
       mask[c] = static_cast<__mmask32>((uint64_t{1} << min64(32, columns - (vector + c) * 32)) - 1);
     S::V sum[kRows][2 * kVectors] = {};
     const uint32_t* probabilities = p + row * kKeysOfBlock;
-    const BFloat16* source;
-    int64_t second;  // how far away the other row of a pair lies
-    PrefetchByRow next = *prefetch;
+    const BFloat16* source = v.row(0) + vector * 32;
+    int64_t second = v.stride;  // how far away the other row of a pair lies
+    PrefetchByRow<Prefetch> next = *prefetch;
     const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
       __m512i value[2 * kVectors];
 #pragma GCC unroll 2
@@ -233,15 +250,18 @@ struct ValuePairsTile {
       ++probabilities;
     };
     for (int64_t j = 0; j < keys / 2;) {
-      const int64_t together = v.together(2 * j);
-      source = v.row(2 * j) + vector * 32;
-      second = together > 1 ? v.stride : v.row(2 * j + 1) + vector * 32 - source;
-      for (const int64_t end = min64(keys / 2, j + max64(1, min64(kPrefetchSteps, together / 2))); j < end; ++j)
-        step.template operator()<true>();
+      int64_t steps = kPrefetchSteps;
+      if constexpr (!Values::kTogether) {
+        const int64_t together = v.together(2 * j);
+        source = v.row(2 * j) + vector * 32;
+        second = together > 1 ? v.stride : v.row(2 * j + 1) + vector * 32 - source;
+        steps = max64(1, min64(steps, together / 2));
+      }
+      for (const int64_t end = min64(keys / 2, j + steps); j < end; ++j) step.template operator()<true>();
       next.prefetch();
     }
     if (keys % 2 != 0) {
-      source = v.row(keys - 1) + vector * 32;
+      if constexpr (!Values::kTogether) source = v.row(keys - 1) + vector * 32;
       step.template operator()<false>();
     }
     *prefetch = next;
@@ -277,18 +297,11 @@ inline void for_row_runs(int64_t n, const Body& body) {
   for (; r < n; ++r) body.template operator()<1>(r);
 }
 
-// A block of K or V as it lies in memory.
-template <class T>
-inline BlockRows<T> rows_in_place(const KeyRows& view, int64_t batch, int64_t head, int64_t key, int64_t keys) {
-  const bool together = keys <= rows_together(view, key);
-  return {at<T>(view, batch, head, key), view.stride[2], together ? nullptr : &view, batch, head, key};
-}
-
 // A block of K or V: the user's rows, or a converted copy.
-template <class C, class T, class Body>
-inline void with_rows(const KeyRows& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns,
+template <class C, class T, class Keys, class Body>
+inline void with_rows(const Keys& view, int64_t batch, int64_t head, int64_t key, int64_t keys, int64_t columns,
                       C* copy, const Body& body) {
-  if (reads_in_place(view, columns)) return body(rows_in_place<T>(view, batch, head, key, keys), true);
+  if (reads_in_place(view, columns)) return body(block_rows<T>(view, batch, head, key), true);
   const int64_t step = round_up(columns, Simd<C>::kLanes);
   for_runs(view, key, keys, [&](int64_t first, int64_t count) {
     convert_rows<C>(at<T>(view, batch, head, key + first), view.stride[2], view.stride[3], count, columns,

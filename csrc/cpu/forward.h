@@ -115,8 +115,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       const int64_t calls =
           max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
       if (prefetches) {
-        prefetch.first = {rows_to_prefetch<T>(k_rows, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim), calls};
-        prefetch.second = {rows_to_prefetch<T>(v_rows, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v),
+        prefetch.first = {together_to_prefetch<T>(k_rows, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim),
+                          calls};
+        prefetch.second = {together_to_prefetch<T>(v_rows, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v),
                            calls};
       }
       if (prefetches_bias)

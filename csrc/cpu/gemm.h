@@ -140,38 +140,45 @@ class ProductWalk {
 struct PrefetchRows {
   const char* row = nullptr;
   int64_t step = 0, rows = 0, bytes = 0;  // from row to row; how many; of a row
-  // Where they lie in pages: how many are left in this one, which is the next, and where pages and their rows are.
-  int64_t in_page = INT64_MAX;
-  const int32_t* next_page = nullptr;
-  const char* pages = nullptr;
+
+  void advance() { --rows, row += step; }
+};
+
+// Rows that lie in pages.
+struct PrefetchPages : PrefetchRows {
+  int64_t in_page = 0;                 // how many are left in this one
+  const int32_t* next_page = nullptr;  // the number of the next
+  const char* pages = nullptr;         // where page 0 is, from page to page, and how many rows one has
   int64_t page_step = 0, page_rows = 0;
 
   void advance() {
-    row += step;
-    if (--rows > 0 && --in_page == 0) row = pages + *next_page++ * page_step, in_page = page_rows;
+    PrefetchRows::advance();
+    if (rows > 0 && --in_page == 0) row = pages + *next_page++ * page_step, in_page = page_rows;
   }
 };
 
 // Prefetches all rows in so many calls of prefetch(), whole rows at a time: for loops so short that finer steps would
 // cost time.
+template <class Rows>
 class PrefetchByRow {
  public:
-  PrefetchByRow(const PrefetchRows& rows, int64_t calls) : rows_(rows), at_once_((rows.rows + calls - 1) / calls) {}
+  PrefetchByRow(const Rows& rows, int64_t calls) : rows_(rows), at_once_((rows.rows + calls - 1) / calls) {}
   void prefetch() {
     for (int64_t row = 0; row < at_once_ && rows_.rows > 0; ++row, rows_.advance())
       for (int64_t byte = 0; byte < rows_.bytes; byte += 64) __builtin_prefetch(rows_.row + byte);
   }
 
  private:
-  PrefetchRows rows_;
+  Rows rows_;
   int64_t at_once_;
 };
 
 // The same by cache lines, as evenly as possible.
+template <class Rows>
 class PrefetchByLine {
  public:
   PrefetchByLine() = default;
-  PrefetchByLine(const PrefetchRows& rows, int64_t calls)
+  PrefetchByLine(const Rows& rows, int64_t calls)
       : rows_(rows), at_once_((rows.rows * rows.bytes / calls + 63) / 64 * 64) {}
   void prefetch() {
     for (int64_t left = at_once_; left > 0 && rows_.rows > 0;) {
@@ -185,12 +192,12 @@ class PrefetchByLine {
   }
 
  private:
-  PrefetchRows rows_;
+  Rows rows_;
   int64_t at_once_ = 0, next_ = 0;  // bytes
 };
 // The same from up to three places at once.
 struct PrefetchStreams {
-  PrefetchByLine first, second, third;
+  PrefetchByLine<PrefetchRows> first, second, third;
   void prefetch() {
     first.prefetch();
     second.prefetch();
