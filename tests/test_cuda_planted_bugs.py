@@ -26,18 +26,18 @@ FORWARD = ("forward.cu", "}  // namespace\n\nForwardPlan plan_forward", "Forward
 DKDV = ("backward_dkdv.cu", "// Head size, fast path, wide", "BackwardArgs")
 DQ = ("backward_dq.cu", "// Head size, fast path, wide", "BackwardArgs")
 KERNELS = {
-    "forward": (*FORWARD, "forward_kernel<__nv_bfloat16, 64, true>", "forward_kernelI13__nv_bfloat16Li64ELb1E"),
+    "forward": (*FORWARD, "forward_kernel<__nv_bfloat16, 64, true, false>", "forward_kernelI13__nv_bfloat16Li64ELb1E"),
     "forward generic": (
         *FORWARD,
-        "forward_kernel<__nv_bfloat16, 64, false>",
-        "forward_kernelI13__nv_bfloat16Li64ELb0E",
+        "forward_kernel<__nv_bfloat16, 64, false, false>",
+        "forward_kernelI13__nv_bfloat16Li64ELb0ELb0E",
     ),
     "decode": (
         "decode.cu",
         "}  // namespace\n\nDecodePlan plan_decode",
         "SplitParams",
-        "decode_kernel<__nv_bfloat16, 64>",
-        "decode_kernelI13__nv_bfloat16Li64E",
+        "decode_kernel<__nv_bfloat16, 64, false>",
+        "decode_kernelI13__nv_bfloat16Li64ELb0E",
     ),
     "dkdv": (
         *DKDV,
@@ -114,8 +114,8 @@ BUGS = {
     ("forward", "loads the next keys over the values"): (
         LONG,
         "forward_tile.cuh",
-        "    if (more) load_keys(k_tile,",
-        "    if (more) load_keys(v_tile,",
+        "    if (more) load_block(k_tile,",
+        "    if (more) load_block(v_tile,",
     ),
     ("forward", "ends the band a key early"): (CAUSAL, *BAND),
     ("forward", "takes a row without keys for one with keys"): (DEAD, *NO_GUARD),
@@ -161,8 +161,8 @@ BUGS = {
     ("decode", "loads into the other stage"): (
         DECODE,
         "decode.cu",
-        "kThreads, false>(v_tile(n), p.v",
-        "kThreads, false>(v_tile(n + 1), p.v",
+        "kThreads, false>(table, v_tile(n), p.v",
+        "kThreads, false>(table, v_tile(n + 1), p.v",
     ),
     ("decode", "begins the band a key late"): (
         DECODE_WINDOW,
