@@ -86,7 +86,7 @@ for _signature in (CUDA_FORWARD, CUDA_BACKWARD):
     _define(_signature.schema)
 _define(
     f"cuda_plan(ScalarType dtype, int[] q, int[] k, int[] v, int[] bias, ScalarType bias_dtype, {SCHEMA},"
-    " bool key_ranges, bool tf32, bool deterministic, int grad_mask, int[] chip) -> str"
+    " bool key_ranges, int pages, bool tf32, bool deterministic, int grad_mask, int[] chip) -> str"
 )
 
 forward = torch.ops.attnkern.forward.default

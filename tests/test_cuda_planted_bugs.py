@@ -4,6 +4,7 @@ The source's text is changed, one instance of the kernel compiled for sm_80, and
 the launch is the host code's own. What finds a bug is the simulator's checker or the tolerance rule.
 """
 
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ import launches
 import ptxsim
 from gate import cache, compilers
 from matrix import LAST, call
+from random_problems import in_pages
 from test_cuda_kernels import simulated  # noqa: F401
 from test_key_ranges import KINDS
 
@@ -26,18 +28,25 @@ FORWARD = ("forward.cu", "}  // namespace\n\nForwardPlan plan_forward", "Forward
 DKDV = ("backward_dkdv.cu", "// Head size, fast path, wide", "BackwardArgs")
 DQ = ("backward_dq.cu", "// Head size, fast path, wide", "BackwardArgs")
 KERNELS = {
-    "forward": (*FORWARD, "forward_kernel<__nv_bfloat16, 64, true>", "forward_kernelI13__nv_bfloat16Li64ELb1E"),
+    "forward": (*FORWARD, "forward_kernel<__nv_bfloat16, 64, true, false>", "forward_kernelI13__nv_bfloat16Li64ELb1E"),
     "forward generic": (
         *FORWARD,
-        "forward_kernel<__nv_bfloat16, 64, false>",
-        "forward_kernelI13__nv_bfloat16Li64ELb0E",
+        "forward_kernel<__nv_bfloat16, 64, false, false>",
+        "forward_kernelI13__nv_bfloat16Li64ELb0ELb0E",
     ),
     "decode": (
         "decode.cu",
         "}  // namespace\n\nDecodePlan plan_decode",
         "SplitParams",
-        "decode_kernel<__nv_bfloat16, 64>",
-        "decode_kernelI13__nv_bfloat16Li64E",
+        "decode_kernel<__nv_bfloat16, 64, false>",
+        "decode_kernelI13__nv_bfloat16Li64ELb0E",
+    ),
+    "decode in pages": (
+        "decode.cu",
+        "}  // namespace\n\nDecodePlan plan_decode",
+        "InPages<SplitParams>",
+        "decode_kernel<__nv_bfloat16, 64, true>",
+        "decode_kernelI13__nv_bfloat16Li64ELb1E",
     ),
     "dkdv": (
         *DKDV,
@@ -77,6 +86,7 @@ LATE_RANGE = call("one of the key ranges for all", "", (1, 2, 150, 260, 64))
 RANGES = call("key ranges", "", (1, 2, 150, 260, 64))
 EMPTY_RANGES = call("key ranges, of every third query none", "", (1, 2, 150, 260, 64))
 DECODE_RANGES = call("decode, key ranges", "", (1, 2, 3, 700, 64))
+DECODE_PAGES = call("decode, pages of 16", "", (2, 2, 3, 144, 64))  # 64 keys a block: the last ends with the table
 DECODE_DEAD = call("decode, dead", "", (1, 2, 9, 5, 64), **LAST)
 FLOAT = call("float", "", (1, (2, 1), 70, 130, 40), dtype="fp32", causal=True)
 FLOAT_WINDOW = call("float, window", "", (1, 1, 160, 150, 40), dtype="fp32", window=(30, 20))
@@ -114,8 +124,8 @@ BUGS = {
     ("forward", "loads the next keys over the values"): (
         LONG,
         "forward_tile.cuh",
-        "    if (more) load_keys(k_tile,",
-        "    if (more) load_keys(v_tile,",
+        "    if (more) load_block(k_tile,",
+        "    if (more) load_block(v_tile,",
     ),
     ("forward", "ends the band a key early"): (CAUSAL, *BAND),
     ("forward", "takes a row without keys for one with keys"): (DEAD, *NO_GUARD),
@@ -161,8 +171,8 @@ BUGS = {
     ("decode", "loads into the other stage"): (
         DECODE,
         "decode.cu",
-        "kThreads, false>(v_tile(n), p.v",
-        "kThreads, false>(v_tile(n + 1), p.v",
+        "kThreads, false>(table, v_tile(n), p.v",
+        "kThreads, false>(table, v_tile(n + 1), p.v",
     ),
     ("decode", "begins the band a key late"): (
         DECODE_WINDOW,
@@ -171,6 +181,36 @@ BUGS = {
         "static_cast<int>(own.begin) + 1",
     ),
     ("decode", "takes a row without keys for one with keys"): (DECODE_DEAD, *NO_GUARD),
+    ("decode in pages", "reads the table past its end"): (
+        DECODE_PAGES,
+        "pages.cuh",
+        "pages.of(min(of_page, end - 1))",
+        "pages.of(of_page)",
+    ),
+    ("decode in pages", "takes all keys of a block from one page"): (
+        DECODE_PAGES,
+        "pages.cuh",
+        "first + i / kPage * kPage : key",
+        "first : key",
+    ),
+    ("decode in pages", "takes the first rows of every page"): (
+        DECODE_PAGES,
+        "pages.cuh",
+        "return key & ((1 << shift) - 1);",
+        "return key & ((1 << shift) / 2 - 1);",
+    ),
+    ("decode in pages", "reads a page that isn't there"): (
+        DECODE_PAGES,
+        "pages.cuh",
+        "return number < count ? number : 0;",
+        "return number;",
+    ),
+    ("decode in pages", "reads the table of the first sequence"): (
+        DECODE_PAGES,
+        "pages.cuh",
+        "p.pages.table + batch * p.pages.stride",
+        "p.pages.table",
+    ),
     ("dkdv", "waits for too few copies"): (
         LONG,
         "backward_tile.cuh",
@@ -282,6 +322,13 @@ def compiled(kernel, patch=None):
     return ptxsim.from_ptx(text, name, target=80)
 
 
+def paged(simulated, query, key, value, **options):  # noqa: F811
+    """The call with pages of 16; of the first sequence those behind its 30 keys have no page's number."""
+    pools, table = in_pages(16, key, value)
+    table[0, 2:] = 2**31 - 1
+    return simulated.attention(query, *pools, block_table=table, **options)
+
+
 def run(simulated, monkeypatch, kernel, run_of, patch=None):  # noqa: F811
     """The call with this kernel in the place of the shipped one."""
     planted, name, taken = compiled(kernel, patch), KERNELS[kernel][4], []
@@ -294,15 +341,19 @@ def run(simulated, monkeypatch, kernel, run_of, patch=None):  # noqa: F811
         return launch(shipped, *args, **kwargs)
 
     monkeypatch.setattr(ptxsim, "launch", instead)
-    ranges = None
-    if run_of is LATE_RANGE:
+    ranges, more = None, {}
+    if run_of is DECODE_PAGES:
+        ranges = torch.tensor([[0, 30], [0, 144]]).view(2, 1, 1, 1, 2)
+        more["function"] = functools.partial(paged, simulated)
+    elif run_of is LATE_RANGE:
         ranges = torch.tensor([[70, 260]]).view(1, 1, 1, 1, 2)
     elif run_of is EMPTY_RANGES:
         ranges = torch.stack([torch.zeros(150).long(), (torch.arange(150) % 3 > 0) * 260], -1).view(1, 1, 150, 1, 2)
     elif run_of in (RANGES, DECODE_RANGES):
         ranges = KINDS["window and sinks"](run_of.seqlen_q, run_of.seqlen_k)
     try:
-        simulated.check_call(run_of, key_ranges=ranges, gradients="forward" not in kernel and kernel != "decode")
+        gradients = "forward" not in kernel and "decode" not in kernel
+        simulated.check_call(run_of, key_ranges=ranges, gradients=gradients, **more)
     finally:
         assert taken, f"{kernel} wasn't launched"
 

@@ -37,8 +37,8 @@ CALLS = "band clients decode direct dropout errors extremes gqa gradients key_ra
 CALLS += " pages properties refusals relative sdpa_parity sinks unattended"
 TORCH = "distributed features flash_attn flash_attn_install flash_attn_refusals jagged memory nn overrides"
 TORCH += " paged_cache sdpa_provider second_order threads transformers transforms varlen"
-CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_planted_bugs cuda_sm90 cuda_sm90_backward cuda_tiles"
-CUDA += " cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
+CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_pages cuda_planted_bugs cuda_sm90 cuda_sm90_backward"
+CUDA += " cuda_tiles cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
 # What runs kernels of all passes.
 WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
 TRITON = "choice fuzz gate triton triton_decode triton_interpreted triton_ranges triton_second_order triton_suite"
@@ -51,7 +51,7 @@ MATRIX += " triton_second_order"
 # Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
 TOUCHES = [
     ("csrc/cuda/*sm90*", f"choice cuda_sm90 cuda_sm90_backward cuda_tiles {WITH_ALL_CUDA}"),
-    ("csrc/cuda/forward* csrc/cuda/decode.cu", f"choice cuda_kernels cuda_planted_bugs {WITH_ALL_CUDA}"),
+    ("csrc/cuda/forward* csrc/cuda/decode.cu", f"choice cuda_kernels cuda_pages cuda_planted_bugs {WITH_ALL_CUDA}"),
     ("csrc/cuda/backward*", f"choice cuda_backward cuda_planted_bugs {WITH_ALL_CUDA}"),
     ("csrc/cuda/*", CUDA),
     ("csrc/cpu/* csrc/exports.map", f"{CALLS} build fuzz isa threads"),

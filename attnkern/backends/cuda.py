@@ -18,6 +18,7 @@ from ..problem import Problem
 from ..relative import as_scores, by_distance
 from ..signatures import Inputs
 from . import disabled
+from .reference import check_pages
 
 NAME = "cuda"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -76,8 +77,6 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
     if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
-    if problem.pages is not None:
-        reasons.append("keys and values lie in pages")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
         reasons.append(f"length {length} is above {MAX_LENGTH}")
     return reasons
@@ -143,9 +142,13 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
     `on` is the chip, None: that of the problem's device. The backward pass is in it where an input requires a gradient.
     """
     q, k, v, bias = problem[:4]
-    bias = as_described(bias, k.shape[2])
+    seqlen_k, pages = k.shape[2], 0
+    bias = as_described(bias, seqlen_k)
     if 0 in (*q.shape, *k.shape, *v.shape):
         return Plan((), ())
+    if problem.pages is not None:
+        k, v, table = problem.pages
+        pages = table.shape[1]
     wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
     return _plan(
@@ -153,10 +156,11 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
         _Described.of(q),
         _Described.of(k),
         _Described.of(v),
-        None if bias is None else _Described.of_bias(bias, q.shape[2], k.shape[2]),
+        None if bias is None else _Described.of_bias(bias, q.shape[2], seqlen_k),
         torch.bool if bias is None else bias.dtype,
         problem.params,
         problem.ranges is not None,
+        pages,
         *_modes(),
         grad_mask,
         chip(q.get_device()) if on is None else on,
@@ -211,6 +215,7 @@ def forward(
     schedule: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attnkern::forward` (ops.py) on a CUDA device. splits and schedule replace the plan's: for timing."""
+    check_pages(inputs, params)
     tf32, _ = _modes()
     operator = torch.ops.attnkern.cuda_forward
     return _run(operator, *in_bools(inputs), *params, need_lse, tf32, splits, schedule)

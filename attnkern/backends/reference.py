@@ -48,14 +48,22 @@ def unavailable() -> str | None:
 def forward(problem: Problem, philox_seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (B, Hq, L, Ev) in q's dtype and lse (B, Hq, L) in float32 (float64 for float64)."""
     inputs = problem.inputs(philox_seed)
-    if problem.pages is not None and may_look(problem.pages.table):
-        seqlen_q, seqlen_k = problem.q.shape[2], problem.k.shape[2]
-        used = may_attend(seqlen_q, seqlen_k, None, problem.ranges, problem.params, problem.q.device)
-        check_table(problem.pages, None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape))
+    check_pages(inputs, problem.params)
     out, lse = attention(inputs, problem.params)
     if is_length_major(problem.q.shape, problem.q.stride()):
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, lse
+
+
+def check_pages(inputs: Inputs, params: AttentionParams) -> None:
+    """Raises for a number in the block_table that isn't one of a page where keys are attended to, if it may be looked
+    at."""
+    if inputs.block_table is None or not may_look(inputs.block_table):
+        return
+    pages = Pages(inputs.k, inputs.v, inputs.block_table)
+    seqlen_q, seqlen_k = inputs.q.shape[2], inputs.block_table.shape[1] * inputs.k.shape[2]
+    used = may_attend(seqlen_q, seqlen_k, None, inputs.key_ranges, params, inputs.q.device)
+    check_table(pages, None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape))
 
 
 def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:

@@ -31,9 +31,9 @@ struct DecodeTile {
   static_assert(kWarps * kRows * 8 <= kQBytes && kWarps * kRows * kHeadDim * 4 <= kStages * 2 * kKeyBytes);
 };
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kPages>
 __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
-    decode_kernel(const __grid_constant__ SplitParams p) {
+    decode_kernel(const __grid_constant__ ParamsOf<SplitParams, kPages> p) {
   using Config = DecodeTile<T, kHeadDim>;
   using Chunks = TileOf<T, kHeadDim>;
   constexpr bool kFloat = std::is_same_v<T, float>;
@@ -51,8 +51,9 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   const int heads_k = p.score.heads / p.pack, batch = batch_head / heads_k, head_k = batch_head % heads_k;
   const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k, packed = seqlen_q * p.pack;
   const int first_packed = tile * kRows;
-  const T* k = head_of<T>(p.k, batch, head_k);
-  const T* v = head_of<T>(p.v, batch, head_k);
+  const auto table = table_of(p, batch);
+  const T* k = keys_of<T>(p.k, table, batch, head_k);
+  const T* v = keys_of<T>(p.v, table, batch, head_k);
 
   // The keys that some row reaches, in whole blocks, dealt out evenly.
   const auto reached = packed_blocks<kKeys, kRows>(p.score, batch, head_k * p.pack, p.pack, first_packed, packed);
@@ -91,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   const auto load = [&](int n) {
     if (n < end && visits(n)) {
       const int first = reached.block(n) * kKeys;
-      load_tile<T, kHeadDim, kKeys, kThreads, false>(k_tile(n), p.k, k, first, seqlen_k);
-      load_tile<T, kHeadDim, kKeys, kThreads, false>(v_tile(n), p.v, v, first, seqlen_k);
+      load_keys<T, kHeadDim, kKeys, kThreads, false>(table, k_tile(n), p.k, k, first, seqlen_k);
+      load_keys<T, kHeadDim, kKeys, kThreads, false>(table, v_tile(n), p.v, v, first, seqlen_k);
     }
     ptx::cp_async_commit();  // an empty group too: counting them stays the same to the end
   };
@@ -346,11 +347,13 @@ int decode(const Forward& p, int splits, float* workspace, void* stream) {
   return by_dtype(p.dtype, [&](auto element) {
     using T = decltype(element);
     const auto launch = [&](auto width) {
-      return launch_kernel(decode_kernel<T, width>, p.batch * p.heads_k * params.row_blocks * splits, kThreads,
-                           DecodeTile<T, width>::kSharedBytes, params, stream);
+      return by_pages(params, p.pages, [&](const auto& given, auto in_pages) {
+        return launch_kernel(decode_kernel<T, width, in_pages>, p.batch * p.heads_k * params.row_blocks * splits,
+                             kThreads, DecodeTile<T, width>::kSharedBytes, given, stream);
+      });
     };
     const int error =
-        wide ? launch_wide(p.dtype, params, stream) : by_head_class(head_class(p.head_dim, p.head_dim_v), launch);
+        wide ? launch_wide(p, params, stream) : by_head_class(head_class(p.head_dim, p.head_dim_v), launch);
     if (error != cudaSuccess || splits == 1) return error;
     const int64_t warps = rows * std::max<int64_t>(ceil_div(p.head_dim_v, 32), 1);
     return launch_kernel(combine_kernel<T>, ceil_div(warps, kWarps), kThreads, 0, params, stream);

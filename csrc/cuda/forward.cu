@@ -6,9 +6,10 @@
 namespace attnkern::cuda {
 namespace {
 
-template <typename T, int kHeadDim, bool kFastPath>
-__global__ void __launch_bounds__(kForwardThreads) forward_kernel(const __grid_constant__ ForwardParams p) {
-  forward_block<T, kHeadDim, kFastPath>(p);
+template <typename T, int kHeadDim, bool kFastPath, bool kPages>
+__global__ void __launch_bounds__(kForwardThreads)
+    forward_kernel(const __grid_constant__ ParamsOf<ForwardParams, kPages> p) {
+  forward_block<T, kHeadDim, kFastPath, kPages>(p);
 }
 
 }  // namespace
@@ -25,7 +26,7 @@ ForwardPlan plan_forward(const Attention& p) {
     plan.rows = tile.rows, plan.keys = tile.keys, plan.threads = tile.threads, plan.shared_bytes = tile.shared_bytes;
   } else {
     const bool is_float = p.dtype == DType::kFloat32;
-    plan.fast_path = !is_float && is_fast_path(p) && rows_of(p.q, p.head_dim).vector &&
+    plan.fast_path = !is_float && is_fast_path(p) && p.pages.table == nullptr && rows_of(p.q, p.head_dim).vector &&
                      rows_of(p.k, p.head_dim).vector && rows_of(p.v, p.head_dim_v).vector;
     by_head_class(plan.head_class, [&](auto width) {
       const auto fill = [&](auto tile) {
@@ -47,16 +48,20 @@ int forward(const Forward& p, void* stream) {
   if (plan.head_class == kWideHead) {
     SplitParams params{forward_params(p, plan)};
     params.pack = params.splits = 1;
-    return launch_wide(p.dtype, params, stream);
+    return launch_wide(p, params, stream);
   }
   if (p.dtype == DType::kFloat32) return forward_fp32(p, plan, stream);
   return by_element(p.dtype, [&](auto element) {
     using T = decltype(element);
     return by_head_class(plan.head_class, [&](auto width) {
-      const auto launch = [&](auto kernel) {
-        return launch_kernel(kernel, plan.blocks, plan.threads, plan.shared_bytes, forward_params(p, plan), stream);
+      const auto launch = [&](auto kernel, const auto& params) {
+        return launch_kernel(kernel, plan.blocks, plan.threads, plan.shared_bytes, params, stream);
       };
-      return plan.fast_path ? launch(forward_kernel<T, width, true>) : launch(forward_kernel<T, width, false>);
+      const ForwardParams params = forward_params(p, plan);
+      if (plan.fast_path) return launch(forward_kernel<T, width, true, false>, params);
+      return by_pages(params, p.pages, [&](const auto& given, auto in_pages) {
+        return launch(forward_kernel<T, width, false, in_pages>, given);
+      });
     });
   });
 }

@@ -3,6 +3,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/launch.h"
+#include "cuda/pages.cuh"
 #include "cuda/smem.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/visits.cuh"

@@ -7,6 +7,7 @@ namespace {
 
 const char* why_not(const Forward& p, const Chip& chip) {
   if (const char* refusal = why_not_sm90(p, chip, kNoSm90)) return refusal;
+  if (p.pages.table != nullptr) return "keys and values lie in pages";
   if (const char* refusal = unfit_input(p)) return refusal;
   if (!fits_tensor_map(p.out, p.seqlen_q, p.head_dim_v, 2)) return "the strides of out aren't multiples of 16 bytes";
   return nullptr;

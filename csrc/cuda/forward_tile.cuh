@@ -184,8 +184,9 @@ __device__ __forceinline__ void store_output(const ForwardParams& p, const Forwa
 
 // Registers of a thread, in the loop: the output, kRowTiles * kHeadDim / 2, and the scores of a block of keys, which
 // become its probabilities, kRowTiles * kKeys / 2.
-template <typename T, int kHeadDim, bool kFastPath>
-__device__ __forceinline__ void forward_block(const ForwardParams& p) {
+template <typename T, int kHeadDim, bool kFastPath, bool kPages>
+__device__ __forceinline__ void forward_block(const ParamsOf<ForwardParams, kPages>& p) {
+  static_assert(!(kFastPath && kPages));
   using Config = ForwardTile<T, kHeadDim, kFastPath>;
   constexpr int kRows = Config::kRows, kKeys = Config::kKeys, kRowTiles = Config::kRowTiles;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -202,8 +203,9 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
   const int first_row = at.row_block * kRows, warp_row = warp * 16 * kRowTiles;
   const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k;
   const T* q = head_of<T>(p.q, at.batch, at.head);
-  const T* k = head_of<T>(p.k, at.batch, at.head / p.group_k);
-  const T* v = head_of<T>(p.v, at.batch, at.head / p.group_v);
+  const auto table = table_of(p, at.batch);
+  const T* k = keys_of<T>(p.k, table, at.batch, at.head / p.group_k);
+  const T* v = keys_of<T>(p.v, table, at.batch, at.head / p.group_v);
   HeadScore head_scores{};
   if constexpr (!kFastPath) head_scores = head_score(p.score, at.batch, at.head);
   const int rows = min(kRows, seqlen_q - first_row);
@@ -222,15 +224,15 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
       return seqlen_k;
     }
   }();
-  const auto load_keys = [&](uint32_t tile, const Rows& rows, const T* source, int first) {
-    load_tile<T, kHeadDim, kKeys, kForwardThreads, kFastPath>(tile, rows, source, first, keys_end);
+  const auto load_block = [&](uint32_t tile, const Rows& rows, const T* source, int first) {
+    load_keys<T, kHeadDim, kKeys, kForwardThreads, kFastPath>(table, tile, rows, source, first, keys_end);
     ptx::cp_async_commit();
   };
 
   load_tile<T, kHeadDim, kRows, kForwardThreads, kFastPath>(q_tile, p.q, q, first_row, seqlen_q);
   ptx::cp_async_commit();
   bool more = !keys.done();
-  if (more) load_keys(k_tile, p.k, k, keys.first());
+  if (more) load_block(k_tile, p.k, k, keys.first());
 
   const FragmentLane fragment_lane;
   const int row = first_row + warp_row + lane / 4;  // this thread's rows: row + 8 n
@@ -241,7 +243,7 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
     const int first = keys.first();
     ptx::cp_async_wait<0>();  // K is there,
     __syncthreads();          // and nobody needs V's last block any more
-    load_keys(v_tile, p.v, v, first);
+    load_block(v_tile, p.v, v, first);
     float score[kRowTiles][kKeys / 8][4] = {};
     Config::scores(score, q_tile, warp_row, k_tile, fragment_lane, p);
     __syncthreads();  // K has been read
@@ -255,7 +257,7 @@ __device__ __forceinline__ void forward_block(const ForwardParams& p) {
     }
     keys.advance();
     more = !keys.done();
-    if (more) load_keys(k_tile, p.k, k, keys.first());
+    if (more) load_block(k_tile, p.k, k, keys.first());
 
     // On the fast path a row attends to every key that was read.
     const bool hides = !kFastPath && may_hide<kFastPath>(p.score, masked);

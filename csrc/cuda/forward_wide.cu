@@ -127,21 +127,22 @@ struct Blocks {
 
 // The chunks of K and V in the order of use: of a block of keys those of K, then for each half of V's columns those of
 // V. kStages of them are in flight or in use.
-template <typename T>
+template <typename T, class Table>
 struct Chunks {
   using Config = Wide<T>;
 
   const SplitParams& p;
   uint32_t stages;
+  Table table;
   const T *k, *v;
   Blocks<T> blocks;  // of the next copy
   int seqlen_k;
   int of_keys, of_block;  // chunks of a block of keys, of K and in all
   int load_chunk = 0, load_slot = 0, slot = 0;
 
-  __device__ __forceinline__ Chunks(const SplitParams& args, uint32_t memory, const T* keys, const T* values,
-                                    const Blocks<T>& from)
-      : p(args), stages(memory), k(keys), v(values), blocks(from), seqlen_k(args.score.seqlen_k) {
+  __device__ __forceinline__ Chunks(const SplitParams& args, uint32_t memory, Table pages, const T* keys,
+                                    const T* values, const Blocks<T>& from)
+      : p(args), stages(memory), table(pages), k(keys), v(values), blocks(from), seqlen_k(args.score.seqlen_k) {
     of_keys = (p.k.width + Config::kKeyColumns - 1) / Config::kKeyColumns;
     const int halves = (p.v.width + kHalf - 1) / kHalf;
     of_block = of_keys + halves * (kKeys / Config::kValueRows);
@@ -156,14 +157,14 @@ struct Chunks {
         const int column = load_chunk * Config::kKeyColumns;
         Rows rows = p.k;
         rows.width -= column;
-        load_tile<T, Config::kKeyColumns, kKeys, kThreads, false>(tile, rows, k + column * rows.stride[3], load_first,
-                                                                  seqlen_k);
+        load_keys<T, Config::kKeyColumns, kKeys, kThreads, false>(table, tile, rows, k + column * rows.stride[3],
+                                                                  load_first, seqlen_k);
       } else {
         const int n = load_chunk - of_keys, row = n * Config::kValueRows % kKeys;
         const int column = n * Config::kValueRows / kKeys * kHalf;
         Rows rows = p.v;
         rows.width -= column;
-        load_tile<T, kHalf, Config::kValueRows, kThreads, false>(tile, rows, v + column * rows.stride[3],
+        load_keys<T, kHalf, Config::kValueRows, kThreads, false>(table, tile, rows, v + column * rows.stride[3],
                                                                  load_first + row, seqlen_k);
       }
       load_slot = load_slot == Config::kStages - 1 ? 0 : load_slot + 1;
@@ -265,18 +266,18 @@ __device__ __forceinline__ void finish_scores(const SplitParams& p, uint32_t pac
 }
 
 // The next chunk of V, rows of the block's keys from `row` on, without those that aren't attended to.
-template <typename T>
-__device__ __forceinline__ uint32_t next_values(Chunks<T>& chunks, int row, uint32_t attended) {
+template <typename T, class Table>
+__device__ __forceinline__ uint32_t next_values(Chunks<T, Table>& chunks, int row, uint32_t attended) {
   const uint32_t v_tile = chunks.next();
   clear_unattended<typename Wide<T>::Values, Wide<T>::kValueRows / 8, kWarps>(v_tile, attended >> row / 8);
   return v_tile;
 }
 
 // out += P V, chunk by chunk, of this warp's runs of columns.
-template <typename T>
-__device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const SplitParams& p, Chunks<T>& chunks,
-                                           uint32_t attended, uint32_t probabilities, int warp_row, int part,
-                                           const FragmentLane& at) {
+template <typename T, class Table>
+__device__ __forceinline__ void add_values(typename Wide<T>::Output& out, const SplitParams& p,
+                                           Chunks<T, Table>& chunks, uint32_t attended, uint32_t probabilities,
+                                           int warp_row, int part, const FragmentLane& at) {
   using Config = Wide<T>;
   using Values = typename Config::Values;
   using Probabilities = typename Config::Probabilities;
@@ -430,8 +431,9 @@ __device__ __forceinline__ void store_output(const SplitParams& p, const typenam
 
 // Registers of a thread, in the loop: the output, 64 for each row tile, and scores of a part of the keys, 8 for each.
 // Shared memory: Q; three chunks; the probabilities; of every row what is about its scores, and a value of each part.
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_constant__ SplitParams p) {
+template <typename T, bool kPages>
+__global__ void __launch_bounds__(kThreads, 1)
+    forward_wide_kernel(const __grid_constant__ ParamsOf<SplitParams, kPages> p) {
   using Config = Wide<T>;
   constexpr int kRows = Config::kRows, kRowTiles = Config::kRowTiles;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -449,8 +451,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   const int batch_pack = p.heads_first ? block % batch_packs : block / p.row_blocks;
   const int batch = batch_pack / packs, first_head = batch_pack % packs * p.pack;
   const int first_row = row_block * kRows, row_end = p.score.seqlen_q * p.pack;  // of packed rows
-  const T* k = head_of<T>(p.k, batch, first_head / p.group_k);
-  const T* v = head_of<T>(p.v, batch, first_head / p.group_v);
+  const auto table = table_of(p, batch);
+  const T* k = keys_of<T>(p.k, table, batch, first_head / p.group_k);
+  const T* v = keys_of<T>(p.v, table, batch, first_head / p.group_v);
 
   if (threadIdx.x < kRows) {
     const int r = min(first_row + static_cast<int>(threadIdx.x), row_end - 1);
@@ -464,7 +467,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
   Blocks<T> blocks{p, reached, packed_rows, min(split * each, reached.count), min((split + 1) * each, reached.count)};
   blocks.find();
 
-  Chunks<T> chunks(p, stages, k, v, blocks);
+  Chunks<T, std::remove_const_t<decltype(table)>> chunks(p, stages, table, k, v, blocks);
   load_packed_queries<T>(p, q_tile, chunks.of_keys * 8, batch, first_head, first_row, row_end);
 #pragma unroll
   for (int n = 0; n < Config::kStages - 1; ++n) chunks.load();
@@ -523,9 +526,11 @@ __global__ void __launch_bounds__(kThreads, 1) forward_wide_kernel(const __grid_
 }
 
 template <typename T>
-int launch(const SplitParams& params, void* stream) {
+int launch(const Attention& p, const SplitParams& params, void* stream) {
   const int64_t blocks = int64_t{params.row_blocks} * params.batch * (params.score.heads / params.pack) * params.splits;
-  return launch_kernel(forward_wide_kernel<T>, blocks, kThreads, Wide<T>::kSharedBytes, params, stream);
+  return by_pages(params, p.pages, [&](const auto& given, auto in_pages) {
+    return launch_kernel(forward_wide_kernel<T, in_pages>, blocks, kThreads, Wide<T>::kSharedBytes, given, stream);
+  });
 }
 
 }  // namespace
@@ -537,9 +542,8 @@ WideTile wide_tile(DType dtype) {
   return {is_float ? Float::kRows : Half::kRows, kKeys, kThreads, is_float ? Float::kSharedBytes : Half::kSharedBytes};
 }
 
-int launch_wide(DType dtype, const SplitParams& params, void* stream) {
-  if (dtype == DType::kFloat32) return launch<float>(params, stream);
-  return by_element(dtype, [&](auto element) { return launch<decltype(element)>(params, stream); });
+int launch_wide(const Attention& p, const SplitParams& params, void* stream) {
+  return by_dtype(p.dtype, [&](auto element) { return launch<decltype(element)>(p, params, stream); });
 }
 
 }  // namespace attnkern::cuda

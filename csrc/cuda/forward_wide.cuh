@@ -17,6 +17,6 @@ struct WideTile {
   int rows, keys, threads, shared_bytes;
 };
 WideTile wide_tile(DType dtype);
-int launch_wide(DType dtype, const SplitParams& params, void* stream);
+int launch_wide(const Attention& p, const SplitParams& params, void* stream);
 
 }  // namespace attnkern::cuda

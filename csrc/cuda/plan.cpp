@@ -32,6 +32,7 @@ View result(int64_t heads, int64_t length, int64_t width) {
 }
 
 std::string text(int64_t n) { return std::to_string(n); }
+std::string in_pages(const attnkern::Attention& p) { return p.pages.table == nullptr ? "" : ", keys read by pages"; }
 
 // The launches of a call in order: an object of each, of which the tile, the threads and `words` are for people.
 class Launches {
@@ -60,6 +61,7 @@ void plan_forward(Launches& launches, const attnkern::Forward& p, const attnkern
     words += plan.splits == 1
                  ? "keys not split"
                  : "keys in " + text(plan.splits) + " splits, workspace of " + text(bytes) + " bytes, then combined";
+    words += in_pages(p);
     launches.add("decode", "sm_80", plan.head_class, plan.head_class, plan.rows, plan.keys, plan.threads,
                  plan.shared_bytes, plan.blocks, words);
     return;
@@ -76,8 +78,8 @@ void plan_forward(Launches& launches, const attnkern::Forward& p, const attnkern
     return;
   }
   const auto plan = attnkern::cuda::plan_forward(p);
-  std::string words =
-      std::string(plan.fast_path ? "fast path" : "generic") + (plan.heads_first ? ", longest rows first" : "");
+  std::string words = std::string(plan.fast_path ? "fast path" : "generic") + in_pages(p) +
+                      (plan.heads_first ? ", longest rows first" : "");
   if (chip.capability == 90) words += std::string(" (not sm_90a: ") + hopper.refusal + ")";
   launches.add("forward", "sm_80", plan.head_class, plan.head_class, plan.rows, plan.keys, plan.threads,
                plan.shared_bytes, plan.blocks, words);
@@ -120,9 +122,10 @@ void plan_backward(Launches& launches, const attnkern::cuda::BackwardCall& p, co
 
 // chip: compute capability times 10, multiprocessors, bytes of shared memory of a multiprocessor and of a block.
 // grad_mask: as attnkern::backward's; 0: no backward pass. bias: empty if there is none. key_ranges: whether there are.
+// pages: of a sequence, whose keys and values lie in those that k and v are pools of; 0: they lie in none.
 std::string cuda_plan(ScalarType dtype, Numbers q, Numbers k, Numbers v, Numbers bias,
-                      ScalarType bias_dtype ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool key_ranges, bool tf32,
-                      bool deterministic, int64_t grad_mask, Numbers chip) {
+                      ScalarType bias_dtype ATTNKERN_PARAMS(ATTNKERN_AS_ARGUMENT), bool key_ranges, int64_t pages,
+                      bool tf32, bool deterministic, int64_t grad_mask, Numbers chip) {
   attnkern::cuda::BackwardCall p{};
   p.dtype = attnkern::dtype_of(dtype);
   p.q = view_of(q, "q"), p.k = view_of(k, "k"), p.v = view_of(v, "v");
@@ -139,6 +142,7 @@ std::string cuda_plan(ScalarType dtype, Numbers q, Numbers k, Numbers v, Numbers
   p.seed_count = 1, p.tf32 = tf32;
   static const int32_t kSome[2] = {};
   if (key_ranges) p.ranges.data = kSome;
+  if (pages > 0) p.pages.table = kSome, p.seqlen_k *= pages;
   STD_TORCH_CHECK(chip.size() == 4 && p.heads_q > 0 && p.heads_k > 0 && p.heads_v > 0,
                   "attnkern::cuda_plan: chip must be 4 numbers, and no tensor without heads");
   attnkern::Forward forward{};
