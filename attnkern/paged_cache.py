@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +16,8 @@ from .arguments import Window, show
 from .packed import paged_ranges
 from .params import LEAST_PAGE
 from .varlen import check_packed_window
+
+_HUGE = 2**21  # bytes of a huge page
 
 
 class PagedCache:
@@ -63,7 +68,7 @@ class PagedCache:
             raise ValueError(f"attnkern: page_size must be a power of two from {LEAST_PAGE} on, got {page_size}")
         self.page_size = page_size
         self.keys, self.values = (
-            torch.empty(layers, pages, heads, page_size, size, dtype=dtype, device=device)
+            _pool((layers, pages, heads, page_size, size), dtype, torch.device(device))
             for size in (head_dim, head_dim_v)
         )
         self._free = list(range(pages - 1, -1, -1))
@@ -194,6 +199,20 @@ class PagedCache:
         if length is not None and not 0 <= length <= most:
             raise ValueError(f"attnkern: length must be from 0 to the sequence's {most} tokens, got {length}")
         return most if length is None else length
+
+
+def _pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for pages, which isn't set. On a CPU in huge pages of the operating system, where it has some: rows in any
+    order would else cost a walk through its page tables for every 4 KiB."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < 4 * _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    held = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
+    begin = -held.data_ptr() % _HUGE
+    return held[begin : begin + size].view(dtype).view(shape)
 
 
 class Step:

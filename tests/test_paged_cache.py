@@ -178,3 +178,19 @@ def test_no_tokens_and_no_sequences():
     for step in (paged.step([]), paged.step([a], [0])):
         none = torch.randn(0, 1, 8)
         assert step.attention(0, none, none, none).shape == (0, 1, 8)
+
+
+def test_large_pools_are_memory_like_any_other():
+    paged = attnkern.PagedCache(600, 2, 64, page_size=64, dtype=torch.bfloat16)
+    assert paged.keys.shape == (1, 600, 2, 64, 64)
+    assert paged.keys.is_contiguous()
+    assert paged.keys.data_ptr() % 64 == 0
+    a = paged.add()
+    step = paged.step([a], [70])
+    k = torch.randn(70, 2, 64, dtype=torch.bfloat16)
+    step.write(0, k, -k)
+    kept = paged.keys.clone(), paged.values[0, step.block_table[0].long()]
+    assert torch.equal(kept[0][0, step.block_table[0].long()].transpose(1, 2).flatten(0, 1)[:70], k)
+    keys = paged.keys
+    del paged, step
+    assert torch.equal(keys, kept[0])
