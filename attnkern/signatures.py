@@ -47,6 +47,11 @@ class Inputs(NamedTuple):
     block_table: Tensor | None = None
 
     @property
+    def seqlen_k(self) -> int:
+        """S, in pages too."""
+        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
     def differentiable(self) -> Derivatives:
         return Derivatives(*self[:NUM_DERIVATIVES])
 

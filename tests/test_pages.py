@@ -44,6 +44,7 @@ OPTIONS = {
     "relative bias": {"relative_bias": torch.linspace(-2, 2, 90)},
     "scale": {"scale": -0.3},
     "bool mask": {"attn_mask": torch.arange(320).expand(4, 1, 1, 320) % 3 > 0},
+    "bits": {},
     "bias": {"attn_mask": torch.linspace(-1, 1, 320).expand(4, 4, 1, 320)},
 }
 
@@ -55,6 +56,9 @@ def test_options(target, name, queries):
     q, k, v, ranges = problem(target, queries, torch.float32)
     (key, value), table = in_pages(64, k, v)
     mask = options.pop("attn_mask", None)
+    if name == "bits":
+        mask = attnkern.masks.from_bool(torch.arange(queries * 320).view(queries, 320) % 3 > 0).to(target.device)
+        assert mask.bits is not None
     options |= {"enable_gqa": True, "key_ranges": ranges, "return_lse": True}
     want = target.attention(q, k, v, mask, **options)
     assert same(target.attention(q, key, value, mask, block_table=table, **options), want)

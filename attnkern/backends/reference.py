@@ -61,7 +61,7 @@ def check_pages(inputs: Inputs, params: AttentionParams) -> None:
     if inputs.block_table is None or not may_look(inputs.block_table):
         return
     pages = Pages(inputs.k, inputs.v, inputs.block_table)
-    seqlen_q, seqlen_k = inputs.q.shape[2], inputs.block_table.shape[1] * inputs.k.shape[2]
+    seqlen_q, seqlen_k = inputs.q.shape[2], inputs.seqlen_k
     used = may_attend(seqlen_q, seqlen_k, None, inputs.key_ranges, params, inputs.q.device)
     check_table(pages, None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape))
 
