@@ -308,7 +308,7 @@ def _ranged(case: Case) -> Mask:
     if kind in ("documents", "packed"):
         return masks.packed(case.ends, is_causal=case.causal)
     if kind == "padding":
-        mask = masks.padding(case.lengths, length, length)
+        mask = masks.padding(case.lengths, case.seqlen_q, length)
     elif kind == "prefix":
         mask = masks.prefix_lm(min(numbers[0], length), length)
     else:
@@ -408,6 +408,12 @@ def _ranges() -> Iterable[Case]:
         more = {"dtype": dtype, "layout": "blhd", "tags": ("packed",)}
         yield case(f"packed-20-50-{dtype}", 14000, mask="packed:20-50", **more)
         yield case(f"packed-100-1000-{dtype}", 8192, mask="packed:100-1000", causal=True, **more)
+    # A server's step: 32 sequences of 128 to 8064 tokens; and one that checks drafts of 4 tokens.
+    more = {"heads": (32, 8), "dim": 128, "mask": "padding:50", "forward_only": True, "tags": ("pages",)}
+    yield case("pages-decode-32x8k-bf16", 1, 8192, batch=32, dtype="bf16", **more)
+    for dtype in ("fp32", "bf16"):
+        yield case(f"pages-decode-16x4k-{dtype}", 1, 4096, batch=16, dtype=dtype, **more)
+        yield case(f"pages-drafts-16x4k-{dtype}", 4, 4096, batch=16, dtype=dtype, **more)
 
 
 def sweep(

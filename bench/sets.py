@@ -28,6 +28,7 @@ DEFAULTS = {
     ),
     "smoke": Defaults(budget=0.3, rounds=3),
     "relative": Defaults(("forward", "both"), "cpu,triton,cuda,cpu-plain,cuda-plain,sdpa,flex", 4.0, 9),
+    "pages": Defaults(("forward",), "cpu,cpu-pages-16,cpu-pages-64,sdpa", 3.0, 9),
     "sinks": Defaults(("forward", "both"), "cpu,triton,cuda,cpu-plain,cuda-plain,sdpa", 4.0, 15),
     **dict.fromkeys(("documents", "packed", "padding", "streaming", "prefix"), MASKED),
 }
