@@ -46,7 +46,7 @@ def bools(bits: Tensor, seqlen_k: int) -> Tensor:
 
 def in_bools(call: _WithBias) -> _WithBias:
     """The Inputs of an operator whose kernels take no bits."""
-    return call._replace(bias=bools(call.bias, call.k.shape[2])) if in_bits(call.bias) else call
+    return call._replace(bias=bools(call.bias, call.seqlen_k)) if in_bits(call.bias) else call
 
 
 def as_described(bias: Tensor | None, seqlen_k: int) -> Tensor | None:

@@ -82,7 +82,7 @@ def _scores(inputs: signatures.Inputs) -> int:
     """How many count. Waits for the device that key ranges are on."""
     key_ranges = inputs.key_ranges
     batch, heads, seqlen_q, _ = inputs.q.shape
-    seqlen_k = inputs.k.shape[2] * (1 if inputs.block_table is None else inputs.block_table.shape[1])
+    seqlen_k = inputs.seqlen_k
     # No subclass, whose values another may hold (FakeTensor) or that holds a part of them (DTensor).
     if key_ranges is None or type(key_ranges) is not Tensor or key_ranges.is_meta:
         return batch * heads * seqlen_q * seqlen_k

@@ -51,6 +51,11 @@ class Inputs(NamedTuple):
         return Derivatives(*self[:NUM_DERIVATIVES])
 
     @property
+    def seqlen_k(self) -> int:
+        """S"""
+        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
     def masks(self) -> tuple[Tensor | None, ...]:
         """All but query, key and value."""
         return self[3:]

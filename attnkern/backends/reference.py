@@ -48,14 +48,21 @@ def unavailable() -> str | None:
 def forward(problem: Problem, philox_seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (B, Hq, L, Ev) in q's dtype and lse (B, Hq, L) in float32 (float64 for float64)."""
     inputs = problem.inputs(philox_seed)
-    if problem.pages is not None and may_look(problem.pages.table):
-        seqlen_q, seqlen_k = problem.q.shape[2], problem.k.shape[2]
-        used = may_attend(seqlen_q, seqlen_k, None, problem.ranges, problem.params, problem.q.device)
-        check_table(problem.pages, None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape))
+    check_pages(inputs, problem.params)
     out, lse = attention(inputs, problem.params)
     if is_length_major(problem.q.shape, problem.q.stride()):
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, lse
+
+
+def check_pages(inputs: Inputs, params: AttentionParams) -> None:
+    """Where values may be looked at: raises for a number of no page in the block_table, if a query attends to keys
+    there by the band and the ranges."""
+    q, table = inputs.q, inputs.block_table
+    if table is not None and may_look(table):
+        used = may_attend(q.shape[2], inputs.seqlen_k, None, inputs.key_ranges, params, q.device)
+        wide = None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape)
+        check_table(Pages(inputs.k, inputs.v, table), wide)
 
 
 def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:
