@@ -73,8 +73,18 @@ _MASKED: dict[tuple[int, str, int, str], dict[str, tuple[int, str]]] = {
     (90, "dkdv", 128, "ranges"): {"90a": (32, _ENDS)},
     (90, "dkdv", 128, "mask"): {"90a": (8, _FEW)},
 }
-_IN_PAGES: dict[tuple[int, int, int, int], dict[str, tuple[int, str]]] = {}
-_DECODE_IN_PAGES: dict[tuple[int, int, int], dict[str, tuple[int, str]]] = {}
+_PLACES = "addresses of 64 bits, which change with each block's pages, beside the tile"
+_IN_PAGES: dict[tuple[int, int, int, int], dict[str, tuple[int, str]]] = {
+    (80, 2, 128, 256): {"86": (32, _PLACES)},
+    (80, 2, 512, 16): {"120a": (112, _SM120)},
+}
+_DECODE_IN_PAGES: dict[tuple[int, int, int], dict[str, tuple[int, str]]] = {
+    (4, 64, 16): {"80": (40, _PLACES), "90a": (48, _PLACES)},
+    (4, 64, 256): {"120a": (16, _SM120)},
+    (4, 128, 256): {"80": (76, _PLACES)},
+    (4, 512, 16): {"90a": (28, _PLACES), "120a": (16, _SM120)},
+    (4, 512, 256): {"80": (16, _PLACES), "90a": (28, _PLACES)},
+}
 DECODE_BUDGET = (8, _FEW)
 _DECODE_RANGES = {(4, 64): {"120a": (32, _ENDS)}, (4, 512): {"90a": (24, _ENDS)}}
 # Architectures whose code is sm_80's with other registers to spare: of them .ci/run has what models run most.
@@ -146,7 +156,7 @@ def _cases_of_pages() -> list[Case]:
     found = []
     for itemsize, size, page in itertools.product((2, 4), (64, 128, 512), (16, 256)):
         of = f"{'bf16' if itemsize == 2 else 'fp32'} d{size} pages of {page}"
-        for capability, archs in ((80, "80 86 120a"), (90, "90a 100a" if itemsize == 2 else "90a")):
+        for capability, archs in ((80, "80 86 120a"), (90, "90a 100a" if itemsize == 2 and size <= 128 else "90a")):
             step = plan.forward_plan(_in_pages(capability, size, itemsize, page, 1024), True).step
             assert step is not None
             budget = _IN_PAGES.get((capability, itemsize, size, page), {})
