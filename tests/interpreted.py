@@ -30,6 +30,7 @@ from attnkern.__main__ import show
 from attnkern.problem import Problem
 from conftest import Target
 from matrix import Call, call, tagged
+from random_problems import in_pages
 from test_unattended import MASKS, make
 
 TARGET = Target("triton", "cpu")
@@ -67,7 +68,20 @@ def _calls() -> dict[str, Callable[[], object]]:
         found[f"nobody attends: {kind}"] = functools.partial(_nobody_attends, kind)
     family = checks.FAMILIES["triton-second-order"]
     found |= {f"second order: {each.name}": _second_order(family, each) for each in family.calls}
+    found |= {f"pages, {n} queries": functools.partial(_in_pages, n) for n in (1, 20)}
     return found | {f.__name__[1:].replace("_", " "): f for f in (_in_a_graph, _asked_for_by_name, _what_is_told)}
+
+
+def _in_pages(queries: int) -> None:
+    """Pages of half a block and of two; the second sequence has as many keys as its range says."""
+    q, k, v = torch.randn(2, 4, queries, 32), *torch.randn(2, 2, 2, 640, 32)
+    ranges = torch.tensor([[0, 640], [3, 100]])[:, None, None, None]
+    options = {"key_ranges": ranges, "enable_gqa": True, "return_lse": True, "backend": "triton"}
+    want = attnkern.attention(q, k, v, **options)
+    for size in (16, 64):
+        pools, table = in_pages(size, k, v)
+        got = attnkern.attention(q, *pools, block_table=table, **options)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 def _some(tag: str, every: int) -> list[tuple[str, Call]]:

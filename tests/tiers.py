@@ -41,8 +41,8 @@ CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_pages cuda_plante
 CUDA += " cuda_tiles cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
 # What runs kernels of all passes.
 WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
-TRITON = "choice fuzz gate triton triton_decode triton_interpreted triton_ranges triton_second_order triton_suite"
-TRITON += " relative_gpu sinks_gpu triton_unattended triton_versions"
+TRITON = "choice fuzz gate triton triton_decode triton_interpreted triton_pages triton_ranges triton_second_order"
+TRITON += " triton_suite relative_gpu sinks_gpu triton_unattended triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
 MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward gradients sdpa_provider"

@@ -171,6 +171,8 @@ def calls() -> None:
     out.backward(torch.ones_like(out))
     with torch.no_grad():
         sdpa(leaf(1, 4, 1, 64), leaf(1, 4, 2000, 64), leaf(1, 4, 2000, 64), backend="triton")
+        pool, table = leaf(9, 4, 256, 64), torch.arange(8, dtype=torch.int32)[None]
+        attnkern.attention(leaf(1, 4, 1, 64), pool, pool, block_table=table, backend="triton")
 
 
 def main(capability: int, folder: Path) -> None:

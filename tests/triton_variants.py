@@ -41,10 +41,15 @@ class Problem(NamedTuple):
     dropout: bool = False
     softcap: float = 0.0
     queries: int = 1024
+    page: int = 0  # rows of a page; 0: keys and values lie one after the other
     band: tuple[int, int] = (UNBOUNDED, UNBOUNDED)  # left and right
 
     def key(self, capability: int) -> plan.PlanKey:
         q, k = _dense(2, 4, self.queries, self.size), _dense(2, 4, 1024, self.size)
+        pages = None
+        if self.page:
+            k = k._replace(shape=(300, *k.shape[1:]), stride=_dense(300, 4, self.page, self.size).stride)
+            pages = plan.Pages(self.page, 1024 // self.page)
         bias = ranges = bias_dtype = None
         if self.bias:
             batch, heads, rows, keys = BIASES[self.bias]
@@ -57,7 +62,8 @@ class Problem(NamedTuple):
             stride = (self.queries * row, 0, row, 2, 1)
             ranges = plan.TensorSpec((2, 1, self.queries, self.ranges, 2), stride, True)
         params = AttentionParams(self.size**-0.5, self.softcap, *self.band, 0, 0.25 if self.dropout else 0.0)
-        return plan.PlanKey(capability, self.dtype, q, k, k, bias, bias_dtype, int(self.dropout), params, False, ranges)
+        masks = bias, bias_dtype, int(self.dropout)
+        return plan.PlanKey(capability, self.dtype, q, k, k, *masks, params, False, ranges, False, pages)
 
 
 CAUSAL, WINDOW = (UNBOUNDED, 0), (200, 5)
@@ -72,6 +78,8 @@ PROBLEMS = {
         Problem(64, "dbias second_dbias", bias="bias by distance", ranges=2, dropout=True),
         Problem(64, "decode combine", queries=4),
         Problem(64, "decode", queries=4, ranges=2, bias="bias", softcap=30.0),
+        Problem(64, "forward", page=16, ranges=1, band=CAUSAL),
+        Problem(64, "decode", page=64, queries=4, ranges=1),
     ],
     90: [
         Problem(64, "forward dkdv dq tangent second_dkdv second_dq"),
@@ -81,6 +89,8 @@ PROBLEMS = {
         Problem(64, "dkdv", bias="mask", softcap=30.0, dtype=FP32),
         Problem(64, "dbias", bias="bias by distance", band=CAUSAL),
         Problem(128, "decode", queries=4, ranges=1, dtype=FP32),
+        Problem(128, "forward", page=64, ranges=1, band=CAUSAL),
+        Problem(64, "decode", page=16, queries=4, band=WINDOW),
     ],
     100: [
         Problem(128, "forward dkdv dq", band=CAUSAL),
@@ -88,6 +98,7 @@ PROBLEMS = {
         Problem(64, "forward dkdv dbias", bias="bias of keys", softcap=30.0),
         Problem(128, "dbias", bias="bias by distance", band=CAUSAL),
         Problem(128, "second_dkdv", bias="mask"),
+        Problem(64, "forward", page=16, ranges=1),
     ],
 }
 
@@ -103,11 +114,15 @@ def steps(problem: Problem, capability: int) -> dict[str, Any]:
     if problem.bias.startswith("bias"):
         mask |= GRAD_BIAS
     forward = plan.forward_plan(key, True, 132 if problem.queries < 1024 else 0)
+    found = {"forward": forward.step, "decode": forward.step, "combine": forward.combine}
+    if problem.page:
+        return found
     backward = plan.backward_plan(key, key.q, key.q, True, mask)
     direction = plan.Direction(key.q, key.k, key.v, key.bias if mask & GRAD_BIAS else None)
     tangent, second = plan.second_backward_plan(key, direction, key.q, key.q, True, mask)
-    found = {"forward": forward.step, "decode": forward.step, "combine": forward.combine, "tangent": tangent.step}
-    found |= {name: getattr(backward, name) for name in ("delta", "visits", "dkdv", "dq", "dbias")}
+    found |= {"tangent": tangent.step} | {
+        name: getattr(backward, name) for name in ("delta", "visits", "dkdv", "dq", "dbias")
+    }
     return found | {f"second_{name}": getattr(second, name) for name in ("dkdv", "dq", "dbias")}
 
 

@@ -39,6 +39,10 @@ class Call(NamedTuple):
     seqlen_k: Any
     band_low: Any
     band_high: Any
+    # Of keys and values in pages; None without
+    pages: Any  # how many there are
+    page_shift: Any  # a page has 2^page_shift rows
+    table_row: Any  # entries of the table from one sequence to the next
 
 
 FLOATS = ("softmax_scale", "score_scale", "softcap", "dropout_scale")

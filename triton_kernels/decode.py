@@ -89,8 +89,9 @@ def _decode_blocks(
             for dim in range(0, C.QK.dims, C.CHUNK):
                 x = _load_rows(q[0], live, dim, C.QK.dims, C.CHUNK)
                 tile = load_tile(
-                    k.x0, 0, 0, first_col, k.stride, call.seqlen_k, dim, C.QK.dims, C.BLOCK_N, C.CHUNK, False, True
-                )
+                    k.x0, 0, 0, first_col, k.stride, call.seqlen_k, dim, C.QK.dims, C.BLOCK_N, C.CHUNK, False, True,
+                    None, k.pages, C.PAGES,
+                )  # fmt: skip
                 qk = tl.dot(x, tl.trans(tile), qk, input_precision=C.PRECISION)
         else:
             q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0)
@@ -114,14 +115,14 @@ def _decode_blocks(
 
 @triton.jit
 def decode_kernel(
-    q, k, v, masks: Masks, part_out, part_lse, strides: DecodeStrides, heads_k, group, splits, call: Call,
+    q, k, v, masks: Masks, table, part_out, part_lse, strides: DecodeStrides, heads_k, group, splits, call: Call,
     C: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for BLOCK_M rows of one key head; row r is query r // group of query head r % group.
 
-    part_out (batch, heads, seqlen_q, splits, head_dim_v) and part_lse (batch, heads, seqlen_q, splits), contiguous
-    fp32: each split's own normalised output, and its lse in the natural-log domain. Grid: (splits, tiles of rows, batch
-    * heads_k).
+    k, v, masks and table as in forward_kernel. part_out (batch, heads, seqlen_q, splits, head_dim_v) and part_lse
+    (batch, heads, seqlen_q, splits), contiguous fp32: each split's own normalised output, and its lse in the
+    natural-log domain. Grid: (splits, tiles of rows, batch * heads_k).
     """
     seqlen_q = call.seqlen_q
     seqlen_k = call.seqlen_k
@@ -135,8 +136,8 @@ def decode_kernel(
     rows = tl.where(live, r // group, 0)
     heads = hk * group + r % group
     q += b * strides.q.b + heads[:, None] * strides.q.h + rows[:, None].to(tl.int64) * strides.q.row
-    k = operand(k, k, k, k, b, hk, strides.k, strides.k, call, True, False, False)
-    v = operand(v, v, v, v, b, hk, strides.v, strides.v, call, True, False, False)
+    k = operand(k, k, k, k, b, hk, strides.k, strides.k, call, True, False, False, table)
+    v = operand(v, v, v, v, b, hk, strides.v, strides.v, call, True, False, False, table)
     q0 = q
     if C.CHUNK == 0:
         q0 = _load_rows(q, live, 0, C.QK.dims, C.QK.first)

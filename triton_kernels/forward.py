@@ -64,12 +64,12 @@ def _forward_blocks(
 
 
 @triton.jit
-def _forward_rows(q, k0, k1, v0, v1, masks, strides, philox, first_row, b, h, call, C: tl.constexpr):
+def _forward_rows(q, k0, k1, v0, v1, masks, table, strides, philox, first_row, b, h, call, C: tl.constexpr):
     """The online softmax over all keys that a block of queries attends to."""
     hk, hv = h // call.group_k, h // call.group_v
     q = operand(q, q, q, q, b, h, strides.q, strides.q, call, False, False, False)
-    k = operand(k0, k1, k0, k1, b, hk, strides.k, strides.k, call, True, False, C.TMA)
-    v = operand(v0, v1, v0, v1, b, hv, strides.v, strides.v, call, True, False, C.TMA)
+    k = operand(k0, k1, k0, k1, b, hk, strides.k, strides.k, call, True, False, C.TMA, table)
+    v = operand(v0, v1, v0, v1, b, hv, strides.v, strides.v, call, True, False, C.TMA, table)
     masks = masks_of(masks, b, h, strides, C)
     q_tiles = load_tiles(q, first_row, C.QK, C.BLOCK_M, C, False, False, True)
     acc = zeros(C.BLOCK_M, C.V)
@@ -101,21 +101,22 @@ def _forward_rows(q, k0, k1, v0, v1, masks, strides, philox, first_row, b, h, ca
 
 @triton.jit
 def forward_kernel(
-    q, k0, k1, v0, v1, masks: Masks, seed, sinks, out, lse, strides: ForwardStrides, call: Call, C: tl.constexpr
+    q, k0, k1, v0, v1, masks: Masks, table, seed, sinks, out, lse, strides: ForwardStrides, call: Call, C: tl.constexpr
 ):
     """out = softmax(scores) v and lse for one block of BLOCK_M queries of one head.
 
     q (batch, heads, seqlen_q, head_dim), k, v: pointers, or descriptors if TMA (k0, v0 for the columns of the first
-    tile, k1, v1 for the rest); masks: pointers with broadcast strides 0; seed: int64 Philox keys, one per seeded_batch
+    tile, k1, v1 for the rest); masks: pointers with broadcast strides 0; table (batch, pages of a sequence) of int32,
+    where k and v are (pages, heads, rows of a page, head_dim); seed: int64 Philox keys, one per seeded_batch
     batch elements; sinks (batch, heads) and lse (batch, heads, seqlen_q) contiguous, fp32, natural logarithms; out like
     q.
     Grid: blocks of queries * batch * heads.
     """
     first_row, batch_head, b, h, philox = program_rows(seed, call, C)
-    acc, row_max, row_sum = _forward_rows(q, k0, k1, v0, v1, masks, strides, philox, first_row, b, h, call, C)
+    acc, row_max, row_sum = _forward_rows(q, k0, k1, v0, v1, masks, table, strides, philox, first_row, b, h, call, C)
     if C.UNATTENDED and has_nan(acc, C):
         acc, row_max, row_sum = _forward_rows(
-            q, k0, k1, v0, v1, masks, strides, philox, afresh(first_row), afresh(b), afresh(h), call, clearing(C)
+            q, k0, k1, v0, v1, masks, table, strides, philox, afresh(first_row), afresh(b), afresh(h), call, clearing(C)
         )
 
     empty = row_sum == 0.0

@@ -96,6 +96,14 @@ class Layout(NamedTuple):
         return TensorSpec(self.shape, self.stride, True)
 
 
+class Pages(NamedTuple):
+    """Keys and values in pages. k and v are then specs of (pages, heads, keys of a sequence, size), with the strides of
+    the pages."""
+
+    size: int  # rows of a page
+    table_row: int  # entries of the table from one sequence to the next
+
+
 class PlanKey(NamedTuple):
     """The key of a plan."""
 
@@ -111,6 +119,7 @@ class PlanKey(NamedTuple):
     tf32: bool  # products of float32 may be rounded to tf32
     ranges: TensorSpec | None = None
     sinks: bool = False
+    pages: Pages | None = None  # in which keys and values lie
 
 
 class Direction(NamedTuple):
@@ -202,7 +211,8 @@ def forward_plan(problem: PlanKey, need_lse: bool, processors: int = 0) -> Forwa
         build.tensors["lse"] = NOTHING
     if processors and (parts := build.splits(processors)) is not None:
         return Forward(out, lse_shape, *build.decode(*parts, need_lse))
-    step = build.step(forward_kernel, "forward", {"k": k, "v": v}, WRITE_LSE=need_lse)
+    loaded = {"k": k, "v": v} if problem.pages is None else {}
+    step = build.step(forward_kernel, "forward", loaded, WRITE_LSE=need_lse)
     return Forward(out, lse_shape, step)
 
 
@@ -275,6 +285,9 @@ class _Builder:
             "seqlen_q": seqlen_q,
             "seqlen_k": seqlen_k,
         }
+        if problem.pages is not None:
+            size, row = problem.pages
+            self.numbers |= {"pages": k.shape[0], "page_shift": size.bit_length() - 1, "table_row": row}
         low, high = self.numbers["band_low"], self.numbers["band_high"]
         self.constants: dict[str, Any] = {
             "QK": _columns(head_dim),
@@ -291,10 +304,13 @@ class _Builder:
             "CLEAR": False,
             "PRECISION": "ieee" if problem.dtype != torch.float32 else "tf32" if problem.tf32 else "tf32x3",
             "TANGENT": False,
+            "PAGES": 0,
             **dict.fromkeys(("TQ", "TK", "TV", "TBIAS"), 0),
         }
         self.tensors: dict[str, Leaf] = {
             **dict.fromkeys(("bias", "tq", "tk", "tv", "tbias", "ranges", "visits", "grad_out", "mu", "nu"), NOTHING),
+            **dict.fromkeys(("pages", "page_shift", "table_row"), NOTHING),
+            "table": NOTHING if problem.pages is None else Leaf("*i32"),
             **{f"{name}{n}": NOTHING for name in ("tq", "tk", "tv") for n in (0, 1)},
             "seed": Leaf("*i64") if problem.seeds else NOTHING,
             "sinks": Leaf("*fp32") if problem.sinks else NOTHING,
@@ -320,7 +336,9 @@ class _Builder:
         pointer = Leaf(f"*{ELEMENTS[dtype]}", None, 16 if aligned else 1)
         self.tensors |= dict.fromkeys((name, f"{name}0", f"{name}1"), pointer)
         # From one batch element or head to the next reaches beyond 2^31; what stays within a tile doesn't.
-        kinds = zip(("i64", "i64", "i32"), x.strides(), strict=False)
+        b, *others = x.strides()[:3]
+        narrow = self.problem.pages is not None and name in ("k", "v") and b < 2**31  # of each row's page: a mad.wide
+        kinds = zip(("i32" if narrow else "i64", "i64", "i32"), (b, *others), strict=True)
         self.strides[name] = Strides(*(Leaf(kind, stride, unit if aligned else 1) for kind, stride in kinds), NOTHING)
 
     def _bias(self, name: str, bias: TensorSpec, dtype: torch.dtype) -> None:
@@ -385,7 +403,7 @@ class _Builder:
         of_table = name.replace("dbias", "dq")  # the same products but one
         row = configs.Row(arch, of_table, problem.dtype.itemsize, feature)
         config = configs.choose(row, *sizes, table)
-        if name.endswith("dbias") and has_tma:
+        if (name.endswith("dbias") or problem.pages is not None) and has_tma:
             config = config._replace(num_stages=1)  # no cp.async: see above
         if function is table_gradient_kernel:
             if not constants["TANGENT"]:
@@ -394,6 +412,7 @@ class _Builder:
             config = config._replace(block_n=min(config.block_m, config.block_n), num_stages=1)
             self._cut_in_bands(config)
         constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "TMA": tma, "CHUNK": chunk}
+        constants["PAGES"] = self._pages(config.block_n)
         blocks, descriptors, pads = {}, [], []
         if tma:
             rows = config.block_m if name.endswith("dkdv") else config.block_n
@@ -407,6 +426,11 @@ class _Builder:
                 descriptors.append(tuple(_descriptor_fields(described, box, unit) for box in boxes))
         kernel, rest = self.variant(function, config, constants, blocks)
         return Step(kernel, self._grid(name, config, constants), rest, tuple(descriptors) or None, tuple(pads))
+
+    def _pages(self, block_n: int) -> int:
+        """`PAGES` of tiles.py."""
+        pages = self.problem.pages
+        return 0 if pages is None else 2 if pages.size >= block_n else 1
 
     def _cut_in_bands(self, config: Config) -> None:
         """The numbers of table_gradient_kernel: of the bands in which some query may see a key."""
@@ -538,6 +562,7 @@ class _Builder:
         tiles = -(-heads // heads_k * seqlen_q // config.block_m)
         chunk = configs.chunk(problem.q.shape[3], dims, problem.dtype.itemsize, True)
         own = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CHUNK": chunk, "UNATTENDED": False}
+        own["PAGES"] = self._pages(config.block_n)
         kernel, rest = self.variant(decode_kernel, config, {**self.constants, **own})
         first = Step(kernel, splits * tiles * batch * heads_k, rest, None, ())
         # Two sizes, not one for each number of splits: the number follows the length, and a variant takes compiling.

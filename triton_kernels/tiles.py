@@ -3,6 +3,9 @@
 A head size that is no power of two is split, D = D0 + D1, so that nothing is multiplied by padding but the end of D1:
 a row's columns come as two tiles. `W` says how: dims columns, of which `first` in the first tile and `rest` (or none,
 0) in the second.
+
+Rows of keys and values may lie in pages. `PAGES`, a constant of the variant, says how: 0 one after the other, 1 those
+of a block in several pages, 2 those of a block in one. With pages tiles are loaded by pointers.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +14,15 @@ import triton
 import triton.language as tl
 
 from .arguments import Masks
+
+
+class Pages(NamedTuple):
+    """Where the rows of a sequence lie: row j is row j % 2^shift of page table[j >> shift], one of `count`."""
+
+    table: Any
+    count: Any
+    shift: Any
+    stride: Any  # elements from page to page
 
 
 class Operand(NamedTuple):
@@ -26,6 +38,7 @@ class Operand(NamedTuple):
     stride: Any
     tangent_stride: Any
     length: Any
+    pages: Any  # `Pages`; 0 where rows lie one after the other. x0 and x1 are then of the first page
 
 
 class Tiles(NamedTuple):
@@ -75,26 +88,39 @@ def masks_of(masks, b, h, strides, C: tl.constexpr):
 
 @triton.jit
 def operand(
-    x0, x1, t0, t1, b, h, strides, tangent_strides, call, KEYS: tl.constexpr, TANGENT: tl.constexpr, TMA: tl.constexpr
-):
+    x0, x1, t0, t1, b, h, strides, tangent_strides, call, KEYS: tl.constexpr, TANGENT: tl.constexpr, TMA: tl.constexpr,
+    table=None,
+):  # fmt: skip
     """The `Operand` of a head of a tensor with a row for each key (KEYS) or query, given as two descriptors if TMA,
-    else as a pointer in x0; likewise its tangent if TANGENT."""
+    else as a pointer in x0; likewise its tangent if TANGENT. With a table of pages, x0 points to these."""
     length = call.seqlen_k if KEYS else call.seqlen_q
-    if not TMA:
+    pages = 0
+    if table is not None:
+        pages = Pages(table + b.to(tl.int64) * call.table_row, call.pages, call.page_shift, strides.b)
+        x0 = head_of(x0, h * 0, h, strides)
+        x1 = x0
+    elif not TMA:
         x0 = head_of(x0, b, h, strides)
         x1 = x0
     if TANGENT:
         if not TMA:
             t0 = head_of(t0, b, h, tangent_strides)
             t1 = t0
-        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, length)
+        return Operand(x0, x1, t0, t1, b, h, strides.row, tangent_strides.row, length, pages)
     else:
-        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, length)
+        return Operand(x0, x1, x0, x1, b, h, strides.row, strides.row, length, pages)
+
+
+@triton.jit
+def _start_of(page, pages):
+    """Elements from the first page to a page, or to each of some. A number that isn't one of a page counts as 0."""
+    page = tl.where(page.to(tl.uint32) < pages.count.to(tl.uint32), page, 0)
+    return page.to(tl.int64) * pages.stride
 
 
 @triton.jit
 def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.constexpr, DIMS: tl.constexpr,
-              TMA: tl.constexpr, TAIL: tl.constexpr, reached=None):  # fmt: skip
+              TMA: tl.constexpr, TAIL: tl.constexpr, reached=None, pages=0, PAGES: tl.constexpr = 0):  # fmt: skip
     """Rows [first, first + ROWS) and DIMS columns of one head's (length, dims) matrix, zero past its ends.
 
     `source` is a descriptor of (batch, heads, length, dims) if TMA, else a pointer to the head's first row, with
@@ -107,9 +133,22 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
     else:
         rows = tl.arange(0, ROWS)
         d = first_dim + tl.arange(0, DIMS)
-        pointers = source + first.to(tl.int64) * stride + (rows[:, None] * stride + d[None, :])
+        if PAGES == 1:  # `first` begins one
+            entries = pages.table + (first >> pages.shift) + (rows >> pages.shift)
+            if TAIL:
+                page = tl.load(entries, mask=first + rows < length, other=0)
+            else:
+                page = tl.load(entries)
+            within = rows & ((1 << pages.shift) - 1)
+            pointers = source + _start_of(page, pages)[:, None] + (within[:, None] * stride + d[None, :])
+        elif PAGES == 2:
+            page = tl.load(pages.table + (first >> pages.shift))
+            within = (first & ((1 << pages.shift) - 1)).to(tl.int64)
+            pointers = source + _start_of(page, pages) + within * stride + (rows[:, None] * stride + d[None, :])
+        else:
+            pointers = source + first.to(tl.int64) * stride + (rows[:, None] * stride + d[None, :])
         mask = d[None, :] < dims
-        if TAIL:
+        if TAIL and PAGES != 2:  # a sequence has whole pages
             mask = mask & (first + rows[:, None] < length)
         if reached is not None:
             mask = mask & reached[:, None]
@@ -119,18 +158,22 @@ def load_tile(source, b, h, first, stride, length, first_dim, dims, ROWS: tl.con
 @triton.jit
 def _load_part(
     rows, first, PART: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
-    TANGENT: tl.constexpr = False, reached=None,
+    TANGENT: tl.constexpr = False, reached=None, PAGES: tl.constexpr = 0,
 ):  # fmt: skip
     """The first tile (PART 0) or the second of ROWS rows of an `Operand`, or of its tangent."""
     x0 = rows.t0 if TANGENT else rows.x0
     x1 = rows.t1 if TANGENT else rows.x1
     stride = rows.tangent_stride if TANGENT else rows.stride
     if PART == 0:
-        return load_tile(x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached)
+        return load_tile(
+            x0, rows.b, rows.h, first, stride, rows.length, 0, W.dims, ROWS, W.first, TMA, TAIL, reached, rows.pages,
+            PAGES,
+        )  # fmt: skip
     else:
         return load_tile(
-            x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL, reached
-        )
+            x1, rows.b, rows.h, first, stride, rows.length, W.first, W.dims, ROWS, W.rest, TMA, TAIL, reached,
+            rows.pages, PAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -159,9 +202,14 @@ def load_tiles(
 
 
 @triton.jit
-def _load_chunk(pointer, rows, first, stride, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr):
+def _load_chunk(
+    pointer, rows, first, stride, dim, W: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr, pages=0,
+    PAGES: tl.constexpr = 0,
+):  # fmt: skip
     """Of an `Operand` or `Tiles` of pointers."""
-    return load_tile(pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True)
+    return load_tile(
+        pointer, 0, 0, first, stride, rows.length, dim, W.dims, ROWS, C.CHUNK, False, True, None, pages, PAGES
+    )
 
 
 @triton.jit
@@ -198,7 +246,7 @@ def products(
         tangent = tl.zeros([A_ROWS, ROWS], tl.float32)
         for dim in range(0, W.dims, C.CHUNK):
             x = _load_chunk(a.x0, a, a.first, a.stride, dim, W, A_ROWS, C)
-            y = _load_chunk(x0, rows, first, rows.stride, dim, W, ROWS, C)
+            y = _load_chunk(x0, rows, first, rows.stride, dim, W, ROWS, C, rows.pages, C.PAGES)
             xt = x
             yt = y
             if A_TANGENT:
@@ -207,7 +255,7 @@ def products(
                 yt = _load_chunk(t0, rows, first, rows.tangent_stride, dim, W, ROWS, C)
             total, tangent = _times_transposed(total, tangent, x, xt, y, yt, C, A_TANGENT, TANGENT)
     else:
-        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL)
+        x0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, False, None, C.PAGES)
         t0 = x0
         if TANGENT:
             t0 = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, True)
@@ -215,7 +263,7 @@ def products(
         x1 = x0
         t1 = t0
         if W.rest > 0:
-            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL)
+            x1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, False, None, C.PAGES)
             t1 = x1
             if TANGENT:
                 t1 = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, True)
@@ -281,7 +329,7 @@ def add_rows(
     """
     acc0 = acc[0]
     acc1 = acc[1]
-    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, TANGENT, reached)
+    b = _load_part(rows, first, 0, W, ROWS, TMA, TAIL, TANGENT, reached, C.PAGES)
     if held is not None:
         b = _cleared(b, held)
     a = a.to(b.dtype)
@@ -289,7 +337,7 @@ def add_rows(
         acc0 = acc0 * factor[:, None]
     acc0 = tl.dot(a, b, acc0, input_precision=C.PRECISION)
     if W.rest > 0:
-        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, TANGENT, reached)
+        b = _load_part(rows, first, 1, W, ROWS, TMA, TAIL, TANGENT, reached, C.PAGES)
         if held is not None:
             b = _cleared(b, held)
         if factor is not None:

@@ -56,14 +56,13 @@ def forward(problem: Problem, philox_seed: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def check_pages(inputs: Inputs, params: AttentionParams) -> None:
-    """Raises for a number in the block_table that isn't one of a page where keys are attended to, if it may be looked
-    at."""
-    if inputs.block_table is None or not may_look(inputs.block_table):
-        return
-    pages = Pages(inputs.k, inputs.v, inputs.block_table)
-    seqlen_q, seqlen_k = inputs.q.shape[2], inputs.seqlen_k
-    used = may_attend(seqlen_q, seqlen_k, None, inputs.key_ranges, params, inputs.q.device)
-    check_table(pages, None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape))
+    """Where values may be looked at: raises for a number of no page in the block_table, if a query attends to keys
+    there by the band and the ranges."""
+    q, table = inputs.q, inputs.block_table
+    if table is not None and may_look(table):
+        used = may_attend(q.shape[2], inputs.seqlen_k, None, inputs.key_ranges, params, q.device)
+        wide = None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape)
+        check_table(Pages(inputs.k, inputs.v, table), wide)
 
 
 def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ from ..problem import Problem
 from ..relative import add_bands, as_scores, by_distance
 from ..signatures import Derivatives, Inputs
 from . import disabled, triton_interpreted
+from .reference import check_pages
 
 NAME = "triton"
 NOT_INSTALLED = 'Triton is not installed: pip install "attnkern[triton]"'
@@ -64,8 +65,6 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
     if 0 in (q.shape[3], v.shape[3]):
         reasons.append("head size is 0")
-    if problem.pages is not None:
-        reasons.append("keys and values lie in pages")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
         reasons.append(f"length {length} is above {MAX_LENGTH}")
     if triton_interpreted.asked:
@@ -81,6 +80,8 @@ def refusals(problem: Problem) -> list[str]:
 def notes(problem: Problem) -> list[str]:
     """What a call costs beyond its kernels: the inputs that must be copied."""
     tensors = {"query": problem.q, "key": problem.k, "value": problem.v}
+    if problem.pages is not None:
+        tensors |= {"key": problem.pages.key, "value": problem.pages.value}
     copied = {name for name, x in tensors.items() if not _has_rows(x)}
     later = set()
     for name, step in _launches(problem)[0]:
@@ -106,8 +107,11 @@ def plan(problem: Problem) -> list[str]:
 def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     """Name and `Step` of the launches of a call, in order; and how many splits of the keys there are, if any."""
     plans = _plans()
-    q, k, v, bias, of_heads, ranges, params, *_ = problem
-    bias = as_described(bias, k.shape[2])
+    q, k, v, bias, of_heads, ranges, params, _, pages = problem
+    seqlen_k = k.shape[2]
+    bias = as_described(bias, seqlen_k)
+    if pages is not None:
+        k, v = pages.key, pages.value
     index = q.get_device()
 
     def spec(x: Tensor, as_it_is: bool) -> Any:
@@ -118,17 +122,20 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         return plans.TensorSpec(x.shape, x.stride(), aligned)
 
     specs = [spec(x, _has_rows(x)) for x in (q, k, v)]
+    if pages is not None:
+        specs[1:] = (_of_logical_keys(x, seqlen_k) for x in specs[1:])
     key = plans.PlanKey(
         plans.launch.capability(index),
         q.dtype,
         *specs,
-        None if bias is None else _table_spec(plans, bias, q, k) or spec(bias, _narrow_enough(bias)),
+        None if bias is None else _table_spec(plans, bias, q, seqlen_k) or spec(bias, _narrow_enough(bias)),
         None if bias is None else bias.dtype,
         int(params.dropout_p > 0),
         params,
         _tf32(q),
         None if ranges is None else spec(ranges, True),
         of_heads is not None,
+        None if pages is None else plans.Pages(pages.key.shape[2], pages.table.stride(0)),
     )
     wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
     grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
@@ -165,14 +172,15 @@ def forward(inputs: Inputs, params: AttentionParams, need_lse: bool) -> tuple[Te
     index, run = q.get_device(), plans.launch.run
     problem = _problem(plans, inputs, params)
     plan = plans.forward_plan(problem, need_lse, _processors(plans, index))
-    masks = (bias, None, inputs.key_ranges, None)
+    masks, table = (bias, None, inputs.key_ranges, None), inputs.block_table
+    check_pages(inputs, params)
     of_heads = None if inputs.sinks is None else inputs.sinks.expand(q.shape[:2]).contiguous()
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=q.device)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     if (step := plan.step) is not None and (combine := plan.combine) is not None:
         part_out = torch.empty(plan.parts, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(plan.parts[:-1], dtype=torch.float32, device=q.device)
-        run(step.kernel, step.grid, (q, k, v, masks, part_out, part_lse, *step.rest), index)
+        run(step.kernel, step.grid, (q, k, v, masks, table, part_out, part_lse, *step.rest), index)
         run(
             combine.kernel,
             combine.grid,
@@ -181,7 +189,7 @@ def forward(inputs: Inputs, params: AttentionParams, need_lse: bool) -> tuple[Te
         )
     elif step is not None:
         tiles = step.tiles(k, v)
-        args = (q, *tiles, masks, inputs.philox_seed, of_heads, out, lse if need_lse else None, *step.rest)
+        args = (q, *tiles, masks, table, inputs.philox_seed, of_heads, out, lse if need_lse else None, *step.rest)
         run(step.kernel, step.grid, args, index)
     else:
         out.zero_()
@@ -307,9 +315,9 @@ def _as_read(inputs: Inputs) -> Inputs:
 def _direction(plans: Any, tangents: Derivatives, inputs: Inputs) -> tuple[Derivatives, Any]:
     """The tangents as kernels read them, and what a plan knows of them."""
     tq, tk, tv = (None if x is None else _rows(x) for x in (tangents.q, tangents.k, tangents.v))
-    q, k = inputs.q, inputs.k
+    q = inputs.q
     tbias = _bias_as_read(tangents.bias, q)
-    of_bias = None if tbias is None else _table_spec(plans, tbias, q, k) or _spec(plans, tbias)
+    of_bias = None if tbias is None else _table_spec(plans, tbias, q, inputs.seqlen_k) or _spec(plans, tbias)
     specs = (None if x is None else _spec(plans, x) for x in (tq, tk, tv))
     return Derivatives(tq, tk, tv, tbias), plans.Direction(*specs, of_bias)
 
@@ -420,25 +428,36 @@ def _processors(plans: Any, index: int) -> int:
 def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
     """The key of a plan. (A tuple by position: names would cost a third of a short launch.)"""
     q, k, v, bias, ranges, seed = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.key_ranges, inputs.philox_seed
+    of_keys, of_values, table, pages = _spec(plans, k), _spec(plans, v), inputs.block_table, None
+    if table is not None:
+        of_keys, of_values = (_of_logical_keys(x, inputs.seqlen_k) for x in (of_keys, of_values))
+        pages = plans.Pages(k.shape[2], table.stride(0))
     return plans.PlanKey(
         plans.launch.capability(q.get_device()),
         q.dtype,
         _spec(plans, q),
-        _spec(plans, k),
-        _spec(plans, v),
-        None if bias is None else _table_spec(plans, bias, q, k) or _spec(plans, bias),
+        of_keys,
+        of_values,
+        None if bias is None else _table_spec(plans, bias, q, inputs.seqlen_k) or _spec(plans, bias),
         None if bias is None else bias.dtype,
         0 if seed is None else seed.shape[0],
         params,
         _tf32(q),
         None if ranges is None else plans.TensorSpec(ranges.shape, ranges.stride(), True),
         inputs.sinks is not None,
+        pages,
     )
 
 
-def _table_spec(plans: Any, bias: Tensor, q: Tensor, k: Tensor) -> Any:
+def _table_spec(plans: Any, bias: Tensor, q: Tensor, seqlen_k: int) -> Any:
     """Of a table of distances; None for any other bias."""
-    return plans.TensorSpec(*as_scores(bias, q.shape[2], k.shape[2]), False) if by_distance(bias) else None
+    return plans.TensorSpec(*as_scores(bias, q.shape[2], seqlen_k), False) if by_distance(bias) else None
+
+
+def _of_logical_keys(pool: Any, seqlen_k: int) -> Any:
+    """The spec of a pool (pages, heads, rows of a page, size) as a plan has it, (pages, heads, seqlen_k, size)."""
+    pages, heads, _, size = pool.shape
+    return pool._replace(shape=(pages, heads, seqlen_k, size))
 
 
 def _spec(plans: Any, x: Tensor) -> Any:

@@ -73,6 +73,18 @@ _MASKED: dict[tuple[int, str, int, str], dict[str, tuple[int, str]]] = {
     (90, "dkdv", 128, "ranges"): {"90a": (32, _ENDS)},
     (90, "dkdv", 128, "mask"): {"90a": (8, _FEW)},
 }
+_PLACES = "addresses of 64 bits, which change with each block's pages, beside the tile"
+_IN_PAGES: dict[tuple[int, int, int, int], dict[str, tuple[int, str]]] = {
+    (80, 2, 128, 256): {"86": (32, _PLACES)},
+    (80, 2, 512, 16): {"120a": (112, _SM120)},
+}
+_DECODE_IN_PAGES: dict[tuple[int, int, int], dict[str, tuple[int, str]]] = {
+    (4, 64, 16): {"80": (40, _PLACES), "90a": (48, _PLACES)},
+    (4, 64, 256): {"120a": (16, _SM120)},
+    (4, 128, 256): {"80": (76, _PLACES)},
+    (4, 512, 16): {"90a": (28, _PLACES), "120a": (16, _SM120)},
+    (4, 512, 256): {"80": (16, _PLACES), "90a": (28, _PLACES)},
+}
 DECODE_BUDGET = (8, _FEW)
 _DECODE_RANGES = {(4, 64): {"120a": (32, _ENDS)}, (4, 512): {"90a": (24, _ENDS)}}
 # Architectures whose code is sm_80's with other registers to spare: of them .ci/run has what models run most.
@@ -97,7 +109,7 @@ def cases() -> list[Case]:
     for itemsize, by_size in configs.DECODE.items():
         for size in by_size:
             found += _decode_cases(size, itemsize)
-    return [*found, *_cases_of_masks(), *_cases_of_tables()]
+    return [*found, *_cases_of_masks(), *_cases_of_tables(), *_cases_of_pages()]
 
 
 def _cases_of_masks() -> list[Case]:
@@ -135,6 +147,40 @@ def _cases_of_tables() -> list[Case]:
                 row = Row(capability, name, itemsize, "tile")
                 found.append(_case(about, step.kernel, archs, {archs: {"LDG": 1}}, BUDGETS.get((row, size), {})))
     return found
+
+
+def _cases_of_pages() -> list[Case]:
+    """Keys and values in pages, beside a range of keys for each sequence, as serving has them: few queries and many,
+    blocks in several pages and in one. Neither copies the keys by descriptors: cp.async, or on Hopper plain loads for
+    products that read shared memory."""
+    found = []
+    for itemsize, size, page in itertools.product((2, 4), (64, 128, 512), (16, 256)):
+        of = f"{'bf16' if itemsize == 2 else 'fp32'} d{size} pages of {page}"
+        for capability, archs in ((80, "80 86 120a"), (90, "90a 100a" if itemsize == 2 and size <= 128 else "90a")):
+            step = plan.forward_plan(_in_pages(capability, size, itemsize, page, 1024), True).step
+            assert step is not None
+            budget = _IN_PAGES.get((capability, itemsize, size, page), {})
+            name = f"triton forward {of} sm_{capability}"
+            found.append(_case(name, step.kernel, archs, {archs: {"LDG": 1}}, budget, f"{_SELDOM} 100a"))
+        step = plan.forward_plan(_in_pages(80, size, itemsize, page, 4), True, 132).step
+        assert step is not None
+        spills = dict.fromkeys(["80", "90a", "120a"], DECODE_BUDGET)
+        spills |= _DECODE_IN_PAGES.get((itemsize, size, page), {})
+        found.append(
+            _case(f"triton decode {of}", step.kernel, "80 90a 120a", {"80 90a 120a": {"LDGSTS": 1}}, spills, "120a")
+        )
+    return found
+
+
+def _in_pages(capability: int, size: int, itemsize: int, page: int, queries: int) -> plan.PlanKey:
+    """`_problem` of so many queries with 1024 keys in pages, and a range of keys."""
+    problem = _problem(capability, size, itemsize, "plain")
+    pool = plan.TensorSpec((300, 4, 1024, size), (4 * page * size, page * size, size, 1), True)
+    ranges = plan.TensorSpec((2, 1, 1, 1, 2), (2, 0, 0, 0, 1), True)
+    q = problem.q._replace(shape=(2, 4, queries, size))
+    pages = plan.Pages(page, 1024 // page)
+    params = problem.params._replace(band_offset=1024 - queries)
+    return problem._replace(q=q, k=pool, v=pool, params=params, ranges=ranges, pages=pages)
 
 
 def _decode_cases(size: int, itemsize: int) -> list[Case]:
