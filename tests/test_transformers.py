@@ -6,6 +6,7 @@ model: in float64 it is exact, in the dtype at hand it is torch's own maths.
 
 import contextlib
 import copy
+import functools
 import importlib.metadata
 import itertools
 import os
@@ -24,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
+from transformers.generation import continuous_batching
 
 import attnkern
 from attnkern import testing
 from attnkern.backends import failed
 from attnkern.integrations import transformers as integration
-from attnkern.integrations import transformers_layers
+from attnkern.integrations import transformers_layers, transformers_serving
 
 integration.register()
 
@@ -1166,3 +1168,152 @@ def test_importing_attnkern_does_not_import_transformers_or_dtensor():
         "sys.exit(bool({'transformers', 'torch.distributed.tensor'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What continuous batching asked attnkern for: (function, arguments). Its pool is no larger than asked for."""
+    seen = []
+    for name in ("attention", "varlen_attention"):
+
+        def spy(*args, name=name, **options):
+            seen.append((name, args[0], args[1], options))
+            return getattr(attnkern, name)(*args, **options)
+
+        monkeypatch.setattr(transformers_serving, name, spy)
+    # transformers can't tell on every machine without psutil.
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(continuous_batching.cache, "get_device_and_memory_breakdown", lambda: (cpu, 2**31, 0, 0))
+    return seen
+
+
+def serve(model, prompts, max_new_tokens=12, **options):
+    """The new tokens of each prompt, by continuous batching."""
+    options = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 24, **options}
+    results = model.generate_batch(
+        [prompt.tolist() for prompt in prompts],
+        generation_config=transformers.GenerationConfig(
+            max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(**options),
+        progress_bar=False,
+    )
+    assert all(result.error is None for result in results.values())
+    assert model.config._attn_implementation == "attnkern"
+    return [results[name].generated_tokens for name in sorted(results)]
+
+
+def to_serve(family, prompts):
+    """A random model, and the tokens of the exact one for each prompt, none of them by a close call (as above)."""
+    for _ in range(30):
+        variant = make(family)
+        exact = [generate(variant("eager", torch.float64), {"input_ids": prompt[None]}) for prompt in prompts]
+        gaps = [logits.topk(2).values.diff(dim=-1).abs().min() / logits.abs().max() for _, logits in exact]
+        if min(gaps) > 1e-4:
+            return variant, [
+                tokens[0, len(prompt) :].tolist() for prompt, (tokens, _) in zip(prompts, exact, strict=True)
+            ]
+    raise AssertionError(f"of 30 random {family} models every one has two logits nearly equal")
+
+
+SERVED = ["llama", "qwen3", "gpt2", "mistral", "qwen2", "gemma2", "gemma3", "gpt_oss"]
+IN_PAGES = ["llama", "qwen3", "gpt2"]
+"""Families without windows, whose keys and values transformers keeps in pages that a block_table names."""
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_continuous_batching_gives_the_tokens_of_eager(family, served):
+    """The longest prompt goes in pieces, beside others that already decode; then all decode."""
+    prompts = [torch.randint(2, 97, (n,)) for n in (5, 40, 1, 17, 3)]
+    variant, expected = to_serve(family, prompts)
+    assert serve(variant("attnkern"), prompts) == expected
+    heads = {key.shape[1] for _, _, key, _ in served}
+    assert heads == {4 if family == "gpt2" else 2}  # as few as the model has
+    if family in IN_PAGES:
+        decoding = [(query, options) for name, query, _, options in served if name == "attention"]
+        assert len(decoding) >= 2 * 6
+        assert all(query.shape[2] == 1 and options["block_table"].shape[0] == len(query) for query, options in decoding)
+    else:
+        assert {name for name, *_ in served} == {"varlen_attention"}
+
+
+@pytest.mark.parametrize("options", [{"page_size": 24}, {"max_blocks_per_request": 0}], ids=str)
+def test_pages_that_attention_does_not_read_are_gathered(options, served):
+    prompts = [torch.randint(2, 97, (n,)) for n in (30, 4)]
+    variant, expected = to_serve("llama", prompts)
+    assert serve(variant("attnkern"), prompts, **options) == expected
+    assert {name for name, *_ in served} == {"varlen_attention"}
+
+
+def test_requests_share_the_pages_of_a_prefix(served, monkeypatch):
+    found = []
+    search = continuous_batching.cache.PagedAttentionCache.search_prefix_match
+
+    def spy(self, request_id, prompt_ids):
+        found.append(search(self, request_id, prompt_ids))
+        return found[-1]
+
+    monkeypatch.setattr(continuous_batching.cache.PagedAttentionCache, "search_prefix_match", spy)
+    start = torch.randint(2, 97, (32,))
+    prompts = [torch.cat([start, torch.randint(2, 97, (n,))]) for n in (3, 7, 5)]
+    variant, expected = to_serve("llama", prompts)
+    assert serve(variant("attnkern"), prompts, max_batch_tokens=40) == expected
+    assert 32 in found
+
+
+def test_continuous_batching_with_fixed_sizes(served, monkeypatch):
+    """As for graphs: batches are filled up with requests that have no keys."""
+    always = property(lambda self: True, lambda self, _: None)
+    monkeypatch.setattr(continuous_batching.model_runner.ModelRunner, "pad_inputs", always, raising=False)
+    prompts = [torch.randint(2, 97, (n,)) for n in (5, 20, 3)]
+    variant, expected = to_serve("llama", prompts)
+    assert serve(variant("attnkern"), prompts, max_requests_per_batch=4, q_padding_interval_size=8) == expected
+    assert any((options["key_ranges"][..., 1] == 0).any() for name, _, _, options in served if name == "attention")
+
+
+def test_continuous_batching_in_a_compiled_graph(served):
+    prompts = [torch.randint(2, 97, (5,))]
+    variant, expected = to_serve("llama", prompts)
+    torch._dynamo.reset()
+    compile_config = transformers.CompileConfig(fullgraph=False, backend="eager", mode=None)
+    assert (
+        serve(variant("attnkern"), prompts, decode_compile_config=compile_config, max_requests_per_batch=1) == expected
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert sum(name == "attention" for name, *_ in served) >= 2 * 11
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_no_mask_is_made_to_serve(family, served):
+    model = long_model(family)
+    forward, lengths = model.forward, []
+
+    @functools.wraps(forward)
+    def watched(**arguments):
+        assert arguments["attention_mask"] is None
+        lengths.append(arguments["input_ids"].shape[1])
+        with NoMask():  # here, as requests have a thread of their own
+            return forward(**arguments)
+
+    model.forward = watched
+    prompts = [torch.randint(2, 97, (n,)) for n in (LENGTH, 3)]
+    assert [len(tokens) for tokens in serve(model, prompts, max_new_tokens=3, max_batch_tokens=2 * LENGTH)] == [3, 3]
+    assert max(lengths) >= LENGTH
+
+
+def test_models_that_compute_attention_themselves_are_not_served():
+    with pytest.raises(ValueError, match="attnkern is not supported for continuous batching"):
+        serve(own_model("bloom"), [torch.tensor([1, 2, 3])])
+
+
+@pytest.mark.parametrize("lacking", ["PagedAttentionCache", "ContinuousBatchingManager"])
+def test_continuous_batching_that_is_not_as_expected_stays_as_it_is(lacking, monkeypatch):
+    cache, api = continuous_batching.cache, continuous_batching.continuous_api
+    if lacking == "PagedAttentionCache":
+        monkeypatch.setattr(cache.PagedAttentionCache, "update", lambda self, key_states, value_states, layer_idx: None)
+    else:
+        monkeypatch.delattr(api.ContinuousBatchingManager, "switch_to_cb_friendly_attn")
+    places = api.ContinuousBatchingManager, cache, continuous_batching.initialization
+    before = [dict(vars(place)) for place in places]
+    transformers_serving.take_over.__wrapped__()
+    assert [dict(vars(place)) for place in places] == before

@@ -58,9 +58,10 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    from . import transformers_layers
+    from . import transformers_layers, transformers_serving
 
     transformers_layers.take_over()
+    transformers_serving.take_over()
 
 
 class CompactMask(Tensor):
@@ -453,8 +454,9 @@ def attention_forward(
         s_aux: (H,), one more score in every row's softmax, without a value: attention sinks (gpt-oss, MiMo-V2).
         dropout, scaling, softcap: as dropout_p, scale and softcap of `attnkern.attention`.
         others: cu_seq_lens_q and cu_seq_lens_k, where sequences packed into the rows of the batch, one after the
-            other, begin and end (B * L and B * S tokens): a query sees its own only. The rest is for other
-            implementations (window sizes); here the mask holds it.
+            other, begin and end (B * L and B * S tokens): a query sees its own only. cache and what belongs to it,
+            from continuous batching (`transformers_serving`). The rest is for other implementations (window sizes);
+            here the mask holds it.
 
     Returns:
         out (B, L, H, Ev) and None in place of the weights.
@@ -465,6 +467,14 @@ def attention_forward(
     if others.get("output_attentions"):
         raise no_weights()
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    common: dict[str, Any] = {"scale": scaling, "softcap": softcap, "enable_gqa": key.shape[1] != query.shape[1]}
+    if s_aux is not None:
+        common["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
+    if (cache := others.get("cache")) is not None:
+        from .transformers_serving import paged_attention
+
+        layer = cast(int, module.layer_idx)
+        return paged_attention(layer, query, key, value, cache, others, **common), None
     packed = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     key, value, mask, options = _with_mask(query, key, value, attention_mask, causal, packed)
     if position_bias is not None and mask is None and query.shape[2] > 1 and _is_by_distance(module):
@@ -479,11 +489,7 @@ def attention_forward(
             mask = position_bias.masked_fill(~mask, -torch.inf)
         else:
             mask = position_bias + mask
-    out: Any
-    options |= {"scale": scaling, "softcap": softcap, "enable_gqa": key.shape[1] != query.shape[1]}
-    if s_aux is not None:
-        options["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
-    out = attention(query, key, value, mask, dropout, **options)
+    out: Any = attention(query, key, value, mask, dropout, **common, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
