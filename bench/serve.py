@@ -29,7 +29,7 @@ from attnkern.params import LEAST_PAGE
 from bench.cases import DTYPES
 
 from . import machine, report
-from .plots import machine_line
+from .plots import DISTURBED, DISTURBED_ROW, cache_label, machine_line
 from .provider import BASELINE, Provider
 from .record import Row
 from .sweep import Runner
@@ -41,7 +41,6 @@ GROUPED = f"{BASELINE}-gqa"
 ALLOWED = {"fp32": 1e-4, "bf16": 5e-2}
 SPREAD = {"prompt": 0.8, "output": 0.6}  # sigma of the lengths' logarithms
 MOST = 6  # times the median, that a length is cut to
-DISTURBED = 0.1  # of the steps, in which other processes may take CPU time before a row is marked
 USUAL_SHARE = 0.15  # of the peak, that a step reaches
 
 
@@ -639,18 +638,12 @@ HEAD = (
     *("cache", "dtype", "prompt tokens/s", "generated tokens/s", "times faster", "first token, p50", "p99"),
     *("between tokens, p50", "p99 ", "attention's share", "attention alone", "memory", "of it live", "pages"),
 )
-LABELS = {BASELINE: "padded, F.sdpa", GROUPED: "padded, F.sdpa with enable_gqa"}
-NOISY = f"a row in which other processes took CPU time in more than {DISTURBED:.0%} of the steps."
-
-
-def label(provider: str) -> str:
-    return LABELS.get(provider, f"pages of {provider.rpartition('-')[2]}, attnkern")
 
 
 def lines(rows: Iterable[Row]) -> Iterator[list[str]]:
     """The table's cells, as HEAD has them."""
     for row in rows:
-        names = [label(row["provider"]), row["dtype"]]
+        names = [cache_label(row["provider"]), row["dtype"]]
         if row.get("seconds") is None or row["status"] != "ok":
             yield [*names, row["status"], *[""] * (len(HEAD) - 3)]
             continue
@@ -689,4 +682,4 @@ def summary(rows: Iterable[Row]) -> str:
 def markdown(rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> str:
     """The table as a page of its own."""
     where = f"{machine_line(runs[-1])}: `{runs[-1]['command']}`"
-    return f"# A server's stream\n\n{where}\n\n{summary(rows)}. A `~` is {NOISY}\n\n{table(rows)}"
+    return f"# A server's stream\n\n{where}\n\n{summary(rows)}. A `~` is {DISTURBED_ROW}\n\n{table(rows)}"

@@ -1,8 +1,10 @@
 """A server's stream in the benchmark, with a tiny model: the schedule, equal tokens, rows, options."""
 
+import importlib.util
 import re
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 import attnkern
 from attnkern.backends.failed import FallbackWarning
-from bench import machine, record, serve, timing
+from bench import machine, plots, record, serve, timing
 from bench.__main__ import app
 
 pytestmark = pytest.mark.real_memory
@@ -246,3 +248,39 @@ def test_bad_options_are_named(arguments, option, words, tmp_path):
     printed = run(tmp_path / "rows.jsonl", *arguments, code=2)
     assert f"Invalid value for {option}: {words}" in printed
     assert not list(tmp_path.iterdir())
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _page():
+    path = Path(__file__).parent.parent / "docs" / "make_run_pages.py"
+    spec = importlib.util.spec_from_file_location("make_run_pages", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.PAGES["serving"]
+
+
+page = _page()
+
+
+def test_the_page_shows_the_stored_runs():
+    text = page.path.read_text()
+    assert page.replace(text) == text, "run `python docs/make_run_pages.py`"
+
+
+def test_a_run_becomes_a_section_and_a_picture(tmp_path):
+    path = tmp_path / "serve-cpu-1-threads.jsonl"
+    run(path, "--cpu-time", "--plot", "--dtypes", "fp32")
+    assert "<svg" in (tmp_path / f"{path.stem}-serve.svg").read_text()
+    begin, end = "<!-- serving:begin -->", "<!-- serving:end -->"
+    text = page.replace(f"# Title\n\n{begin}\nan older table\n{end}\n", tmp_path)
+    assert text.startswith(f"# Title\n\n{begin}\n## ")
+    assert text.endswith(f"|\n{end}\n")
+    assert "an older table" not in text
+    assert "8 requests in " in text
+    assert "CPU time in place of the clock's" in text
+    assert [text.count(f"| {plots.cache_label(way)} | fp32 |") for way in WAYS] == [1] * 4
+    rows, runs = record.read(path)
+    assert [picture.kind for picture in plots.pictures(list(rows.values()))] == ["serve"]
+    assert runs[-1]["date"][:10] in text

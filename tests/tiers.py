@@ -80,7 +80,7 @@ TOUCHES = [
     ("bench/gpu/*", f"{GPU} docs readme"),
     ("bench/*", f"bench bench_models bench_regression bench_serve {GPU} docs readme"),
     ("docs/triton_on_a_cpu.md", "docs readme triton_interpreted"),
-    ("docs/models.md docs/make_model_page.py", "bench_models docs readme"),
+    ("docs/models.md docs/serving.md docs/make_run_pages.py", "bench_models bench_serve docs readme"),
     ("docs/shares.md docs/make_share_pages.py", "bench docs readme"),
     ("docs/examples/* docs/make_notebook.py", "distributed docs examples nn"),
     ("docs/coming_from_flash_attn.md", "docs flash_attn_install"),
