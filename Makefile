@@ -39,7 +39,7 @@ else
   export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: help build test test-changed prove fuzz gate planted-bugs bench bench-goals bench-masks bench-models docs lint format typecheck gpu rehearse-bare wheel wheel-test sanitize clean
+.PHONY: help build test test-changed prove fuzz gate planted-bugs bench bench-goals bench-masks bench-models bench-serve docs lint format typecheck gpu rehearse-bare wheel wheel-test sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 20
@@ -79,6 +79,9 @@ bench-goals: build  ## the CPU kernels against their targets, with AVX2 too, int
 
 bench-models: build  ## whole models of transformers, "sdpa" against "attnkern", in 12 minutes on two cores; BENCH_ARGS="--models gpt2"
 	@$(PY) -m bench models $(BENCH_ARGS)
+
+bench-serve: build  ## a server's stream of requests, pages against padded caches, in 4 minutes on two cores; BENCH_ARGS="--dtypes bf16"
+	@$(PY) -m bench serve $(BENCH_ARGS)
 
 docs: $(READY)  ## the documentation's site, into build/site
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict

@@ -1,4 +1,4 @@
-"""``python -m bench``: list what there is, run it or whole models, compare two runs, draw one."""
+"""``python -m bench``: list what there is, run it, whole models or a server's stream, compare two runs, draw one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from bench.cases import CASES, Case, select
 
 from . import machine, options, page, plots, providers, record, report, sets, targets
 from . import models as whole
+from . import serve as serving
 from .record import Log, Row
 from .sweep import Runner
 from .timing import Sampling
@@ -294,6 +295,74 @@ def models_(
     console.print(table)
     path.with_suffix(".md").write_text(whole.markdown(rows, log.runs), encoding="utf-8")
     _write_files(path, rows, log.runs, plot_, whole.CSV)
+    if interrupted:
+        console.print(INTERRUPTION)
+        raise typer.Exit(INTERRUPTED)
+    if any(row["status"] in report.FAILED for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command("serve")
+def serve_(
+    dtypes: Annotated[str, typer.Option("--dtypes", help="fp32, bf16.")] = "fp32,bf16",
+    pages: Annotated[str, typer.Option("--pages", help="Tokens of a page: a row for each size.")] = "64,16",
+    requests: Annotated[int, typer.Option(min=1, help="How many come.")] = 160,
+    running: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="Of a step at most: generated ones, the rest of prompts.")] = 256,
+    prompt: Annotated[int, typer.Option(min=1, help="Median length, lognormal.")] = 200,
+    output: Annotated[int, typer.Option(min=1, help="Median length, lognormal.")] = 80,
+    prefix: Annotated[
+        int, typer.Option(min=0, help="Tokens that requests have in common, before their prompts.")
+    ] = 500,
+    shared: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the requests with the prefix.")] = 0.5,
+    arrivals: Annotated[float, typer.Option(min=0.001, help="Requests that come in a step, on average.")] = 0.7,
+    layers: Annotated[int, typer.Option(min=1, help="Of the transformer.")] = 4,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="CPU time of one thread: sound on a busy machine. Needs --threads 1.")
+    ] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A tiny transformer, for a try.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON Lines; Markdown, CSV and plots go beside it. Default: in bench/runs.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the rows that the file already has.")] = False,
+    plot_: Annotated[bool, typer.Option("--plot/--no-plot")] = True,
+    seed: Annotated[int, typer.Option(help="Of the weights, lengths, arrivals and prompts.")] = 0,
+) -> None:
+    """Serve a stream of requests on the CPU with PagedCache, and with padded caches and F.sdpa: the same steps.
+
+    Prompts in chunks beside sequences that generate, a prefix that requests share. Rows go to a file as they finish.
+    Exit code 1: a wrong or failed row.
+    """
+    kinds = _parsed(
+        "--dtypes", options.names, dtypes, {n: d for n, d in options.DTYPE_NAMES.items() if d in serving.ALLOWED}
+    )
+    rivals = serving.ways(_parsed("--pages", serving.page_sizes, pages))
+    if cpu_time and threads != 1:
+        raise typer.BadParameter("CPU time compares on one CPU thread only: add --threads 1", param_hint="--cpu-time")
+    sizes = serving.TINY if tiny else serving.Sizes()
+    wanted = (requests, running, tokens, prompt, output, prefix, shared, arrivals, layers, seed, sizes)
+    streams = [_parsed("--tokens", serving.Stream, dtype, *wanted) for dtype in kinds]
+    if threads is not None:
+        torch.set_num_threads(threads)
+    where, sampling = torch.device("cpu"), Sampling(cpu_time=cpu_time)
+    pattern = f"serve{'-tiny' * tiny}"
+    path = out or machine.ROOT / "bench" / "runs" / f"{_slug(pattern, where, sampling)}.jsonl"
+    log = _parsed("--out", Log, path, fresh)
+    log.start_run(machine.provenance(where))
+    try:
+        groups = [(stream, "serve") for stream in streams]
+        rows, interrupted = _sweep(groups, rivals, serving.ServeRunner(where, sampling, seed), log)
+    finally:
+        log.close()
+    table = Table(title="A server's stream", title_justify="left")
+    for column in serving.HEAD:
+        table.add_column(column)
+    for cells in serving.lines(rows):
+        table.add_row(*map(escape, cells))
+    console.print(table)
+    path.with_suffix(".md").write_text(serving.markdown(rows, log.runs), encoding="utf-8")
+    _write_files(path, rows, log.runs, plot_, serving.CSV)
     if interrupted:
         console.print(INTERRUPTION)
         raise typer.Exit(INTERRUPTED)

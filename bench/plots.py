@@ -59,6 +59,9 @@ LABELS = {
     "flex": "FlexAttention, compiled",
     "torch-varlen": "torch's varlen_attn",
 }
+CACHES = {BASELINE: "padded, F.sdpa", f"{BASELINE}-gqa": "padded, F.sdpa with enable_gqa"}
+DISTURBED = 0.1  # of the steps of a stream, in which other processes may take CPU time before a row is marked
+DISTURBED_ROW = f"a row in which other processes took CPU time in more than {DISTURBED:.0%} of the steps."
 
 
 MAX_BARS = 150
@@ -104,12 +107,16 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         made.append(
             Picture("live", title, "On the dashed line a call costs what is live and no more.", partial(_live, shares))
         )
-    whole = [row for row in rows if row.get("attention_share") is not None]
+    served = [row for row in rows if row.get("cache_bytes") is not None]
+    if served:
+        title, caption = "A server's stream", "Latency: the mark is the median, the line ends at the 99th percentile."
+        made.append(Picture("serve", title, f"{caption} Hollow: {DISTURBED_ROW}", partial(_serve, served)))
+    whole = [row for row in rows if row.get("attention_share") is not None and row not in served]
     if whole:
         title, caption = "What a model gains", "At the right: times faster, and how much it would be without attention."
         made.append(Picture("models", title, f"{caption} Hollow: {NOISY}", partial(_models, whole)))
     drawn = {id(row) for byname in found.values() for curve in byname.values() for row in curve}
-    drawn |= {id(row) for row in whole}
+    drawn |= {id(row) for row in (*whole, *served)}
     rest = [row for row in rows if id(row) not in drawn and row.get("ratio") is not None]
     if 0 < len(rest) <= MAX_BARS:
         made.append(Picture("bars", "Times faster than F.sdpa", f"Hollow: {NOISY}", partial(_bars, rest)))
@@ -432,3 +439,75 @@ def _models(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
     if footer:
         figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
     return figure
+
+
+def cache_label(provider: str) -> str:
+    """Of a stream's row: how it keeps keys and values."""
+    return CACHES.get(provider, f"pages of {provider.rpartition('-')[2]}, attnkern")
+
+
+def _serve(rows: Sequence[Row], narrow: bool, footer: str) -> Figure:
+    """The time of a stream, attention in colour; latencies; the cache's memory. A line of panels for each dtype."""
+    names = list(dict.fromkeys(row["provider"] for row in rows))
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    draws = (_stream_time, _stream_latency, _stream_memory)
+    shape = (3 * len(dtypes), 1) if narrow else (len(dtypes), 3)
+    height = (0.36 * len(names) + 0.75) * shape[0] + 0.9
+    figure = plt.figure(figsize=(5.2 if narrow else 11.5, height), layout="constrained")
+    grid = figure.subplots(*shape, sharey=True, squeeze=False)
+    places = ((dtype, draw) for dtype in dtypes for draw in draws)
+    for axes, (dtype, draw) in zip(grid.flat, places, strict=True):
+        for row in rows:
+            if row["dtype"] == dtype:
+                mine = is_ours(row["provider"])
+                draw(axes, names.index(row["provider"]), row, STYLES["attnkern" if mine else BASELINE][0])
+        axes.set_title(f"{DTYPES[dtype]}: {axes.get_title()}", fontsize=10, fontweight="bold", loc="left")
+        axes.set_title("")
+        axes.set_yticks(range(len(names)), [cache_label(name) for name in names], fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.grid(axis="x", alpha=0.25, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].invert_yaxis()
+    ours, theirs = (STYLES[name][0] for name in ("attnkern", BASELINE))
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor=theirs, label="F.sdpa's attention; live tokens"),
+        Rectangle((0, 0), 1, 1, facecolor=ours, label="attnkern's attention; live tokens"),
+        Rectangle((0, 0), 1, 1, facecolor=RIVAL, alpha=0.35, label="other time; memory without live tokens"),
+        Line2D([], [], linestyle="", marker="o", color=RIVAL, label="between tokens"),
+        Line2D([], [], linestyle="", marker="s", color=RIVAL, label="to the first token"),
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 3, fontsize=8.5, frameon=False)
+    if footer:
+        figure.supxlabel(footer, fontsize=7, color="#555555", x=0.01, ha="left", wrap=True)
+    return figure
+
+
+def _stacked(axes: Axes, y: int, rest: float, coloured: float, colour: str, row: Row) -> None:
+    face = "none" if noisy(row) else colour
+    axes.barh(y, rest, height=0.6, facecolor=RIVAL, alpha=0.35)
+    axes.barh(y, coloured, left=rest, height=0.6, facecolor=face, edgecolor=colour)
+
+
+def _stream_time(axes: Axes, y: int, row: Row, colour: str) -> None:
+    spent = row["attention_seconds"]
+    _stacked(axes, y, row["seconds"] - spent, spent, colour, row)
+    axes.set_title("time, s")
+
+
+def _stream_latency(axes: Axes, y: int, row: Row, colour: str) -> None:
+    for marker, kind, offset in (("o", "between", -0.15), ("s", "first", 0.15)):
+        low, high = row[f"{kind}_p50"], row[f"{kind}_p99"]
+        axes.plot([low, high], [y + offset] * 2, color=colour, linewidth=1.4)
+        face = "none" if noisy(row) else colour
+        axes.plot(low, y + offset, marker, color=colour, markerfacecolor=face, markersize=5)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_title("latency, s")
+
+
+def _stream_memory(axes: Axes, y: int, row: Row, colour: str) -> None:
+    live = row["live_bytes"] / 2**20
+    axes.barh(y, live, height=0.6, facecolor=colour)
+    axes.barh(y, row["cache_bytes"] / 2**20 - live, left=live, height=0.6, facecolor=RIVAL, alpha=0.35)
+    axes.set_title("cache, MiB")

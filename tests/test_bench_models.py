@@ -269,27 +269,28 @@ def test_a_difference_is_of_all_numbers_and_nan_is_none():
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def _page():
-    spec = importlib.util.spec_from_file_location("make_model_page", ROOT / "docs" / "make_model_page.py")
+def _pages():
+    spec = importlib.util.spec_from_file_location("make_run_pages", ROOT / "docs" / "make_run_pages.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-page = _page()
+page = _pages().PAGES["models"]
+BEGIN, END = "<!-- models:begin -->", "<!-- models:end -->"
 
 
 def test_the_page_shows_the_stored_runs():
-    text = page.PAGE.read_text()
-    assert page.replace(text) == text, "run `python docs/make_model_page.py`"
+    text = page.path.read_text()
+    assert page.replace(text) == text, "run `python docs/make_run_pages.py`"
 
 
 def test_a_run_becomes_a_section(monkeypatch, tmp_path):
     fake_times(monkeypatch, sdpa=[4.0], attnkern=[2.5], rest=[2.0])
     run(tmp_path / "whole-models-cpu-1-threads.jsonl", "--models", "bert", "--dtypes", "fp32")
-    text = page.replace(f"# Title\n\n{page.BEGIN}\nan older table\n{page.END}\n", tmp_path)
-    assert text.startswith(f"# Title\n\n{page.BEGIN}\n## ")
-    assert text.endswith(f"|\n{page.END}\n")
+    text = page.replace(f"# Title\n\n{BEGIN}\nan older table\n{END}\n", tmp_path)
+    assert text.startswith(f"# Title\n\n{BEGIN}\n## ")
+    assert text.endswith(f"|\n{END}\n")
     assert "an older table" not in text
     assert "2 rows against F.sdpa: 1.60x to 1.60x" in text
     assert text.count("| BERT-base | ") == 2
