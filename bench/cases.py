@@ -88,7 +88,8 @@ class Case:
         ):
             if value not in allowed:
                 raise ValueError(f"case {self.name}: {field}={value!r} is not one of {', '.join(allowed)}")
-        if self.ranged_kind and (self.seqlen_q != self.seqlen_k or self.window is not None):
+        other_lengths = self.seqlen_q != self.seqlen_k and self.ranged_kind != "padding"
+        if self.ranged_kind and (other_lengths or self.window is not None):
             raise ValueError(f"case {self.name}: mask={self.mask!r} needs as many keys as queries, and no window")
         if self.sinks and self.mask != "none":
             raise ValueError(f"case {self.name}: sinks need mask='none', got {self.mask!r}")

@@ -193,6 +193,7 @@ def test_the_public_names():
         "alibi",
         "t5_relative_bias",
         "Mask",
+        "PagedCache",
         "masks",
         "plot_attention",
         "nn",
