@@ -635,8 +635,9 @@ CSV = (
     *("disturbed", "threads", "clock", "message"),
 )
 HEAD = (
-    *("cache", "dtype", "prompt tokens/s", "generated tokens/s", "times faster", "first token, p50", "p99"),
-    *("between tokens, p50", "p99 ", "attention's share", "attention alone", "memory", "of it live", "pages"),
+    *("cache", "dtype", "prompt tokens/s", "generated tokens/s", "times faster", "first token, p50"),
+    *("first token, p99", "between tokens, p50", "between tokens, p99", "attention's share", "attention alone"),
+    *("memory", "of it live", "pages"),
 )
 
 
@@ -673,9 +674,9 @@ def summary(rows: Iterable[Row]) -> str:
     if row is None:
         return ""
     return (
-        f"{row['requests']} requests in {row['steps']} steps: {row['prompt_tokens']} prompt tokens and "
-        f"{row['generated_tokens']} generated ones, at most {row['running']} sequences and {row['budget']} tokens in a "
-        f"step, {row['shared']:.0%} of them behind a prefix of {row['prefix']} tokens; {row['layers']} layers"
+        f"{row['requests']} requests, {row['shared']:.0%} of them behind a prefix of {row['prefix']} tokens, in "
+        f"{row['steps']} steps of at most {row['running']} sequences and {row['budget']} tokens: "
+        f"{row['prompt_tokens']} prompt tokens and {row['generated_tokens']} generated ones; {row['layers']} layers"
     )
 
 

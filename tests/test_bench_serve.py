@@ -278,7 +278,7 @@ def test_a_run_becomes_a_section_and_a_picture(tmp_path):
     assert text.startswith(f"# Title\n\n{begin}\n## ")
     assert text.endswith(f"|\n{end}\n")
     assert "an older table" not in text
-    assert "8 requests in " in text
+    assert "8 requests, 50% of them behind a prefix of 37 tokens, in " in text
     assert "CPU time in place of the clock's" in text
     assert [text.count(f"| {plots.cache_label(way)} | fp32 |") for way in WAYS] == [1] * 4
     rows, runs = record.read(path)
