@@ -280,7 +280,8 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
 #if defined(__AVX512BF16__)
       const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;
       if (wide == 0) return;
-      const auto values = block_rows<T>(v_rows, batch, head_v, key + j);
+      auto values = block_rows<T>(v_rows, batch, head_v, key + j);
+      if constexpr (!decltype(values)::kTogether) values.count = end - key - j, values.prefetches = rows <= kTileRows;
       PrefetchByRow next(prefetch, prefetch_calls_of_pass<kTileRows * 2, 2>(rows, wide, pairs));
       using Tile =
           ValuePairsTile<kKeysOfBlock, std::remove_const_t<decltype(values)>, std::remove_const_t<decltype(prefetch)>>;

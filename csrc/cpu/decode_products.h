@@ -44,6 +44,8 @@ struct PagedRows {
   static constexpr bool kTogether = false;
   const KeyRows* rows;
   int64_t stride, batch, head, key;
+  int64_t count = 0;        // how many there are
+  bool prefetches = false;  // each row one that comes later
 
   const T* row(int64_t i) const { return at<T>(*rows, batch, head, key + i); }
   int64_t together(int64_t i) const { return rows_together(*rows, key + i); }
@@ -222,15 +224,17 @@ struct ValuePairsTile {
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
     using S = Simd<float>;
+    constexpr int64_t kAhead = kTile<float>;
     __mmask32 mask[kVectors];
     for (int c = 0; c < kVectors; ++c)
       mask[c] = static_cast<__mmask32>((uint64_t{1} << min64(32, columns - (vector + c) * 32)) - 1);
     S::V sum[kRows][2 * kVectors] = {};
     const uint32_t* probabilities = p + row * kKeysOfBlock;
     const BFloat16* source = v.row(0) + vector * 32;
-    int64_t second = v.stride;  // how far away the other row of a pair lies
+    [[maybe_unused]] int64_t apart = 0, ahead = 0;  // of the rows of a pair in two pages; of those that are prefetched
     PrefetchByRow<Prefetch> next = *prefetch;
-    const auto step = [&]<bool kBoth>() __attribute__((always_inline)) {
+    const auto step = [&]<bool kBoth, bool kApart = false>() __attribute__((always_inline)) {
+      const int64_t second = kApart ? apart : v.stride;
       __m512i value[2 * kVectors];
 #pragma GCC unroll 2
       for (int c = 0; c < kVectors; ++c) {
@@ -246,6 +250,14 @@ struct ValuePairsTile {
 #pragma GCC unroll 4
         for (int c = 0; c < 2 * kVectors; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], pair, value[c]);
       }
+      if constexpr (!Values::kTogether)  // a line of the columns here of both rows, that many rows ahead
+        if (ahead != 0) {
+#pragma GCC unroll 2
+          for (int c = 0; c < kVectors; ++c) {
+            __builtin_prefetch(source + ahead + c * 32);
+            __builtin_prefetch(source + v.stride + ahead + c * 32);
+          }
+        }
       source += 2 * v.stride;
       ++probabilities;
     };
@@ -254,11 +266,19 @@ struct ValuePairsTile {
       if constexpr (!Values::kTogether) {
         const int64_t together = v.together(2 * j);
         source = v.row(2 * j) + vector * 32;
-        second = together > 1 ? v.stride : v.row(2 * j + 1) + vector * 32 - source;
-        steps = max64(1, min64(steps, together / 2));
+        if (together == 1) {
+          apart = v.row(2 * j + 1) + vector * 32 - source;
+          step.template operator()<true, true>();
+          ++j;
+          continue;
+        }
+        steps = min64(steps, together / 2);
+        ahead = v.prefetches && row == 0 && 2 * j + kAhead < v.count ? v.row(2 * j + kAhead) + vector * 32 - source : 0;
       }
       for (const int64_t end = min64(keys / 2, j + steps); j < end; ++j) step.template operator()<true>();
-      next.prefetch();
+      bool spread = true;
+      if constexpr (!Values::kTogether) spread = !v.prefetches;
+      if (spread) next.prefetch();
     }
     if (keys % 2 != 0) {
       if constexpr (!Values::kTogether) source = v.row(keys - 1) + vector * 32;
