@@ -109,12 +109,15 @@ __device__ __forceinline__ void finish_packed(const Score& p, const PackedRow (&
       const int64_t at = row.bias + min(j, p.seqlen_k - 1) * p.bias_stride[3];
       if (p.bias_kind == BiasKind::kBool) {
         attends = attends && static_cast<const uint8_t*>(p.bias)[at] != 0;
-      } else if (p.bias_kind != BiasKind::kNone) {
+      } else if (p.bias_kind == BiasKind::kFloat32 || p.bias_kind == BiasKind::kElement) {
         x += bias_of<T>(p, at);
       }
       s[n][e] = attends ? x : -kInfinity;
     }
   }
+  if (p.bias_kind != BiasKind::kBits) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) hide_by_bits(p, rows[half].bias, s, half, col);
 }
 
 }  // namespace attnkern::cuda

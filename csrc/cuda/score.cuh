@@ -22,7 +22,8 @@ inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.693147180559945309417f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-enum class BiasKind : int32_t { kNone, kBool, kFloat32, kElement };  // kElement: the dtype of q
+// kElement: the dtype of q; kBits: a bool mask in bits (common/params.h), with rows at multiples of 8 bytes
+enum class BiasKind : int32_t { kNone, kBool, kFloat32, kElement, kBits };
 
 struct Score {
   float scale;    // fast path: softmax_scale * log2(e); generic: softmax_scale, over softcap if there is one
@@ -73,6 +74,7 @@ inline Score score_of(const Attention& p, bool fast_path) {
   s.bias = p.bias.data;
   for (int n = 0; n < 4; ++n) s.bias_stride[n] = p.bias.stride[n];
   s.bias_kind = p.bias.data == nullptr            ? BiasKind::kNone
+                : p.bits                          ? BiasKind::kBits
                 : p.bias_dtype == DType::kBool    ? BiasKind::kBool
                 : p.bias_dtype == DType::kFloat32 ? BiasKind::kFloat32
                                                   : BiasKind::kElement;
@@ -171,6 +173,54 @@ __device__ __forceinline__ float capped(const Score& p, float s) {
   return p.softcap != 0.f ? tanh_for<T>(x) * p.softcap : x;
 }
 
+// The bits of 8 * kBytes keys from a multiple of so many on, of the row of a mask that begins at byte `at`: bit 0 is
+// that of `key`, one of the first eight. Past the end, those of the last keys: such scores are masked or never stored.
+template <int kBytes>
+__device__ __forceinline__ uint32_t bits_of(const Score& p, int64_t at, int key) {
+  using Word = std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
+  static_assert(sizeof(Word) == kBytes);
+  const int byte = min(key >> 3, (p.seqlen_k - 1) >> 3 & -kBytes);
+  return static_cast<uint32_t>(*reinterpret_cast<const Word*>(static_cast<const uint8_t*>(p.bias) + at + byte)) >>
+         (key & 7);
+}
+
+// -inf where the bits of a row say so: of the lane's upper or lower row (half), whose bits begin at byte `at`.
+template <int kTiles>
+__device__ __forceinline__ void hide_by_bits(const Score& p, int64_t at, float (&s)[kTiles][4], int half, int col) {
+  constexpr int kBytes = kTiles % 4 == 0 ? 4 : kTiles % 2 == 0 ? 2 : 1;
+#pragma unroll
+  for (int first = 0; first < kTiles; first += kBytes) {
+    const uint32_t bits = bits_of<kBytes>(p, at, col + first * 8);
+#pragma unroll
+    for (int n = 0; n < kBytes; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[first + n][2 * half + e];
+        x = bits >> (n * 8 + e) & 1 ? x : -kInfinity;
+      }
+    }
+  }
+}
+
+// The same where rows are keys: of a row tile's 16, a query's bits are 2 bytes.
+template <int kTiles>
+__device__ __forceinline__ void hide_by_bits_transposed(const Score& p, int64_t bias, float (&s)[kTiles][4], int row,
+                                                        int col) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int i = min(col + n * 8 + e, p.seqlen_q - 1);
+      const uint32_t bits = bits_of<2>(p, bias + i * p.bias_stride[2], row);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& x = s[n][2 * half + e];
+        x = bits >> half * 8 & 1 ? x : -kInfinity;
+      }
+    }
+  }
+}
+
 // Raw products -> scores in the natural-log domain, without the band. Generic variant only.
 // If kKeepTanh, `t` gets tanh(scale * s / softcap) for score_gradient; not written without a softcap.
 template <typename T, bool kTransposed, bool kKeepTanh, int kTiles>
@@ -194,6 +244,17 @@ __device__ __forceinline__ void finish_scores(const Score& p, const HeadScore& h
     }
   }
   if (p.bias_kind == BiasKind::kNone) return;
+  if (p.bias_kind == BiasKind::kBits) {
+    if constexpr (kTransposed) {
+      hide_by_bits_transposed(p, h.bias, s, row, col);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        hide_by_bits(p, h.bias + min(row + half * 8, p.seqlen_q - 1) * p.bias_stride[2], s, half, col);
+      }
+    }
+    return;
+  }
   // Past the ends the last row and column are read: those scores are masked or never stored.
   const auto each = [&](auto convert) {
 #pragma unroll
