@@ -22,8 +22,7 @@ inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.693147180559945309417f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
-// kElement: the dtype of q; kBits: a bool mask in bits (common/params.h), with rows at multiples of 8 bytes
-enum class BiasKind : int32_t { kNone, kBool, kFloat32, kElement, kBits };
+enum class BiasKind : int32_t { kNone, kBool, kFloat32, kElement };  // kElement: the dtype of q
 
 struct Score {
   float scale;    // fast path: softmax_scale * log2(e); generic: softmax_scale, over softcap if there is one
@@ -36,6 +35,7 @@ struct Score {
   BiasKind bias_kind;
   uint32_t dropout_threshold;  // 0: no dropout
   float dropout_scale;         // of what is kept
+  bool in_bits;                // a bool mask is, and has its rows at multiples of 8 bytes
   const int64_t* seeds;
   int32_t seeded_batch;   // batch elements per seed
   int32_t heads;          // of queries
@@ -74,10 +74,10 @@ inline Score score_of(const Attention& p, bool fast_path) {
   s.bias = p.bias.data;
   for (int n = 0; n < 4; ++n) s.bias_stride[n] = p.bias.stride[n];
   s.bias_kind = p.bias.data == nullptr            ? BiasKind::kNone
-                : p.bits                          ? BiasKind::kBits
                 : p.bias_dtype == DType::kBool    ? BiasKind::kBool
                 : p.bias_dtype == DType::kFloat32 ? BiasKind::kFloat32
                                                   : BiasKind::kElement;
+  s.in_bits = p.bits;
   s.dropout_threshold = philox::threshold(p.dropout_p);
   s.dropout_scale = p.dropout_p < 1 ? static_cast<float>(1 / (1 - p.dropout_p)) : 0.f;
   s.seeds = p.dropout_p > 0 ? p.seeds : nullptr;
@@ -173,49 +173,52 @@ __device__ __forceinline__ float capped(const Score& p, float s) {
   return p.softcap != 0.f ? tanh_for<T>(x) * p.softcap : x;
 }
 
-// The bits of 8 * kBytes keys from a multiple of so many on, of the row of a mask that begins at byte `at`: bit 0 is
-// that of `key`, one of the first eight. Past the end, those of the last keys: such scores are masked or never stored.
-template <int kBytes>
-__device__ __forceinline__ uint32_t bits_of(const Score& p, int64_t at, int key) {
-  using Word = std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
-  static_assert(sizeof(Word) == kBytes);
-  const int byte = min(key >> 3, (p.seqlen_k - 1) >> 3 & -kBytes);
-  return static_cast<uint32_t>(*reinterpret_cast<const Word*>(static_cast<const uint8_t*>(p.bias) + at + byte)) >>
-         (key & 7);
+// A word of the row of bits that begins at byte `at`, about the keys from a multiple of its size on. Bit 0 is that of
+// `key`, one of the first eight. Past the end, the last word is read: such scores are masked or never stored.
+template <typename Word>
+__device__ __forceinline__ auto bits_of(const Score& p, int64_t at, int key) {
+  constexpr int kBytes = sizeof(Word);
+  const uint8_t* bytes = static_cast<const uint8_t*>(p.bias) + at + min(key >> 3, (p.seqlen_k - 1) >> 3 & -kBytes);
+  return *reinterpret_cast<const Word*>(bytes) >> (key & 7);
 }
 
-// -inf where the bits of a row say so: of the lane's upper or lower row (half), whose bits begin at byte `at`.
+// The widest word of which tiles side by side have whole ones.
 template <int kTiles>
-__device__ __forceinline__ void hide_by_bits(const Score& p, int64_t at, float (&s)[kTiles][4], int half, int col) {
-  constexpr int kBytes = kTiles % 4 == 0 ? 4 : kTiles % 2 == 0 ? 2 : 1;
+using WordOfTiles = std::conditional_t<
+    kTiles % 8 == 0, uint64_t,
+    std::conditional_t<kTiles % 4 == 0, uint32_t, std::conditional_t<kTiles % 2 == 0, uint16_t, uint8_t>>>;
+
+// -inf where the bits of a query's row say so. Where rows are keys, those of 16 keys are 2 bytes.
+template <bool kTransposed, int kTiles>
+__device__ __forceinline__ void hide_by_bits(const Score& p, const HeadScore& h, float (&s)[kTiles][4], int row,
+                                             int col) {
+  const auto row_of = [&](int query) { return h.bias + min(query, p.seqlen_q - 1) * p.bias_stride[2]; };
+  if constexpr (kTransposed) {
 #pragma unroll
-  for (int first = 0; first < kTiles; first += kBytes) {
-    const uint32_t bits = bits_of<kBytes>(p, at, col + first * 8);
-#pragma unroll
-    for (int n = 0; n < kBytes; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float& x = s[first + n][2 * half + e];
-        x = bits >> (n * 8 + e) & 1 ? x : -kInfinity;
+        const int bits = bits_of<uint16_t>(p, row_of(col + n * 8 + e), row);
+        s[n][e] = bits & 1 ? s[n][e] : -kInfinity;
+        s[n][2 + e] = bits >> 8 & 1 ? s[n][2 + e] : -kInfinity;
       }
     }
-  }
-}
-
-// The same where rows are keys: of a row tile's 16, a query's bits are 2 bytes.
-template <int kTiles>
-__device__ __forceinline__ void hide_by_bits_transposed(const Score& p, int64_t bias, float (&s)[kTiles][4], int row,
-                                                        int col) {
+  } else {
+    using Word = WordOfTiles<kTiles>;
+    constexpr int kBytes = sizeof(Word);
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int i = min(col + n * 8 + e, p.seqlen_q - 1);
-      const uint32_t bits = bits_of<2>(p, bias + i * p.bias_stride[2], row);
+      for (int first = 0; first < kTiles; first += kBytes) {
+        const auto bits = bits_of<Word>(p, row_of(row + half * 8), col + first * 8);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& x = s[n][2 * half + e];
-        x = bits >> half * 8 & 1 ? x : -kInfinity;
+        for (int n = 0; n < kBytes; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[first + n][2 * half + e];
+            x = bits >> (n * 8 + e) & 1 ? x : -kInfinity;
+          }
+        }
       }
     }
   }
@@ -244,17 +247,6 @@ __device__ __forceinline__ void finish_scores(const Score& p, const HeadScore& h
     }
   }
   if (p.bias_kind == BiasKind::kNone) return;
-  if (p.bias_kind == BiasKind::kBits) {
-    if constexpr (kTransposed) {
-      hide_by_bits_transposed(p, h.bias, s, row, col);
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        hide_by_bits(p, h.bias + min(row + half * 8, p.seqlen_q - 1) * p.bias_stride[2], s, half, col);
-      }
-    }
-    return;
-  }
   // Past the ends the last row and column are read: those scores are masked or never stored.
   const auto each = [&](auto convert) {
 #pragma unroll
@@ -268,8 +260,12 @@ __device__ __forceinline__ void finish_scores(const Score& p, const HeadScore& h
     }
   };
   if (p.bias_kind == BiasKind::kBool) {
-    const uint8_t* bias = static_cast<const uint8_t*>(p.bias);
-    each([&](float& x, int64_t at) { x = bias[at] != 0 ? x : -kInfinity; });
+    if (p.in_bits) {
+      hide_by_bits<kTransposed>(p, h, s, row, col);
+    } else {
+      const uint8_t* bias = static_cast<const uint8_t*>(p.bias);
+      each([&](float& x, int64_t at) { x = bias[at] != 0 ? x : -kInfinity; });
+    }
   } else if (p.bias_kind == BiasKind::kFloat32) {
     const float* bias = static_cast<const float*>(p.bias);
     each([&](float& x, int64_t at) { x += bias[at]; });

@@ -21,10 +21,10 @@ __device__ __forceinline__ bool holds_nan(const uint4& numbers) {
   return either(numbers.x) || either(numbers.y) || either(numbers.z) || either(numbers.w);
 }
 
-// Whether a score of a block may be excluded: what isn't masked may be by a bool mask, in bytes or bits.
+// Whether a score of a block may be excluded: what isn't masked may be by a bool mask.
 template <bool kFastPath>
 __device__ __forceinline__ bool may_hide(const Score& p, bool masked) {
-  return masked || (!kFastPath && (p.bias_kind == BiasKind::kBool || p.bias_kind == BiasKind::kBits));
+  return masked || (!kFastPath && p.bias_kind == BiasKind::kBool);
 }
 
 // Of this lane's rows alone, from masked scores. Dropout and underflow take no key out of a sum, so that they are none.
