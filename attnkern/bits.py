@@ -1,9 +1,9 @@
 """A bool mask in bits, 64 keys in 8 bytes: what the operators take as a bias of dtype uint8.
 
 (B|1, Hq|1, L|1, 8 * ceil(S / 64)), dense in the last dimension: bit j % 8 of byte j // 8 of a row says whether the row
-attends to key j, and those beyond S are not read. These are the `bits` of a Mask, seen as bytes. The CPU's kernels read
-them as they are. For others a call is given bools instead (`in_bools`), and computations in plain torch take those of
-a tile (`bools`).
+attends to key j, and those beyond S are not read. These are the `bits` of a Mask, seen as bytes. The CPU's and the
+CUDA kernels read them as they are, the latter by words, so that rows must begin at multiples of 8 bytes. For others a
+call is given bools instead (`in_bools`), and computations in plain torch take those of a tile (`bools`).
 """
 
 from __future__ import annotations

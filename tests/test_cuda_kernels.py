@@ -234,6 +234,18 @@ def test_operators_without_a_head(simulated):
     assert not simulated.recorder.launches
 
 
+def test_bits_are_read_by_words(simulated):
+    """A Mask has its rows where words begin; who calls the operators with others is told."""
+    q, k = torch.zeros(1, 1, 5, 8, dtype=BF16), torch.zeros(1, 1, 100, 8, dtype=BF16)
+    params = Problem.from_sdpa(q, k, k, None, 0.0).params
+    wide = torch.zeros(1, 1, 5, 24, dtype=torch.uint8)
+    for bits in (wide[..., 1:17], torch.zeros(1, 1, 5, 20, dtype=torch.uint8)[..., :16]):
+        with pytest.raises(RuntimeError, match="bias of bits must have its rows at multiples of 8 bytes"):
+            cuda.forward(Inputs(q, k, k, bits), params, True)
+    assert not simulated.recorder.launches
+    cuda.forward(Inputs(q, k, k, wide[..., :16]), params, True)
+
+
 @pytest.mark.parametrize("by", ["bool mask", "band"])
 @pytest.mark.parametrize("name", tagged("cuda-excluded"))
 def test_keys_that_are_excluded_may_hold_anything(simulated, name, by):

@@ -17,7 +17,7 @@ import launches
 import ptxsim
 from gate import cache, compilers
 from matrix import LAST, call
-from random_problems import in_pages
+from random_problems import attention_in_bits, in_pages
 from test_cuda_kernels import simulated  # noqa: F401
 from test_key_ranges import KINDS
 
@@ -88,6 +88,8 @@ EMPTY_RANGES = call("key ranges, of every third query none", "", (1, 2, 150, 260
 DECODE_RANGES = call("decode, key ranges", "", (1, 2, 3, 700, 64))
 DECODE_PAGES = call("decode, pages of 16", "", (2, 2, 3, 144, 64))  # 64 keys a block: the last ends with the table
 DECODE_DEAD = call("decode, dead", "", (1, 2, 9, 5, 64), **LAST)
+BITS = call("a mask of bits", "", (1, 2, 70, 150, 64), mask="bool BHLS")
+DECODE_BITS = call("decode, a mask of bits", "", (1, (8, 2), 3, 150, 64), mask="bool BHLS")
 FLOAT = call("float", "", (1, (2, 1), 70, 130, 40), dtype="fp32", causal=True)
 FLOAT_WINDOW = call("float, window", "", (1, 1, 160, 150, 40), dtype="fp32", window=(30, 20))
 FLOAT_DEAD = call("float, dead", "", (1, 1, 130, 50, 40), dtype="fp32", **LAST)
@@ -141,6 +143,18 @@ BUGS = {
         "visits.cuh",
         "seen |= bits_between(begin / kBlock - window_, (end + kBlock - 1) / kBlock",
         "seen |= bits_between(begin / kBlock - window_, end / kBlock",
+    ),
+    ("forward generic", "takes a pair's bits for those of the pair before"): (
+        BITS,
+        "score.cuh",
+        "bits >> (n * 8 + e) & 1",
+        "bits >> (n * 8 + e + 2) & 1",
+    ),
+    ("decode", "takes one row's bits for two rows"): (
+        DECODE_BITS,
+        "packed.cuh",
+        "(p, rows[half].bias, col)",
+        "(p, rows[0].bias, col)",
     ),
     ("decode", "passes over the blocks of the second ranges"): (
         DECODE_RANGES,
@@ -232,6 +246,12 @@ BUGS = {
     # On the fast path only a band leaves rows without keys, and the walk over queries passes them by.
     ("dkdv generic", "takes a row without keys for one with keys"): (EMPTY_RANGES, *NO_LSE_GUARD),
     ("dkdv generic", "counts Philox wrongly"): (DROPPED, *COUNTER_OF_COLUMNS),
+    ("dkdv generic", "reads bits behind a row's last word"): (
+        BITS,
+        "score.cuh",
+        "min(key >> 3, (p.seqlen_k - 1) >> 3 & -kBytes)",
+        "(key >> 3)",
+    ),
     ("dkdv generic", "forgets the second ranges in the summary"): (
         RANGES,
         "visits.cuh",
@@ -345,6 +365,8 @@ def run(simulated, monkeypatch, kernel, run_of, patch=None):  # noqa: F811
     if run_of is DECODE_PAGES:
         ranges = torch.tensor([[0, 30], [0, 144]]).view(2, 1, 1, 1, 2)
         more["function"] = functools.partial(paged, simulated)
+    elif run_of in (BITS, DECODE_BITS):
+        more["function"] = functools.partial(attention_in_bits, backend="cuda")
     elif run_of is LATE_RANGE:
         ranges = torch.tensor([[70, 260]]).view(1, 1, 1, 1, 2)
     elif run_of is EMPTY_RANGES:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._library import load_error
-from ..bits import as_described, in_bools
+from ..bits import as_described
 from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
 from ..relative import as_scores, by_distance
@@ -218,7 +218,7 @@ def forward(
     check_pages(inputs, params)
     tf32, _ = _modes()
     operator = torch.ops.attnkern.cuda_forward
-    return _run(operator, *in_bools(inputs), *params, need_lse, tf32, splits, schedule)
+    return _run(operator, *inputs, *params, need_lse, tf32, splits, schedule)
 
 
 def backward(
@@ -232,7 +232,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
     operator = torch.ops.attnkern.cuda_backward
-    return _run(operator, grad_out, grad_lse, *in_bools(inputs), out, lse, *params, grad_mask, *_modes())
+    return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
 
 
 def _run(operator: Any, *arguments: Any) -> Any:

@@ -149,6 +149,7 @@ __device__ __forceinline__ void add_tiles(const BackwardArgs& p, uint32_t shared
         const int thread_row = first_row + warp * 16 + lane / 4, thread_col = first_col + lane % 4 * 2;
         uint32_t keep[1][1] = {};
         if (p.score.seeds != nullptr) dropout_bits<false, 1, kTiles>(p.score, h, thread_row, thread_col, keep);
+        __builtin_assume(!p.score.in_bits);  // a mask has no gradient
         to_gradients<T, false, false>(p.score, h, s[0], dp[0], lse, delta, keep[0], thread_row, thread_col, true,
                                       [&](const float (&ds)[kTiles][4]) {
 #pragma unroll

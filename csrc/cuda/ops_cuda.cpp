@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 #include <string>
@@ -67,7 +68,11 @@ struct Device {
 };
 
 void fill_inputs(attnkern::Attention& p, const Inputs& inputs, const AttentionParams& params, bool tf32) {
-  attnkern::fill(p, inputs, params);
+  attnkern::fill(p, inputs, params, true);
+  const auto aligned = [](uint64_t x) { return x % 8 == 0; };
+  STD_TORCH_CHECK(!p.bits || (aligned(reinterpret_cast<uintptr_t>(p.bias.data)) &&
+                              std::all_of(p.bias.stride, p.bias.stride + 3, aligned)),
+                  "attnkern: a bias of bits must have its rows at multiples of 8 bytes");
   p.tf32 = tf32;
   STD_TORCH_CHECK(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16 || p.dtype == DType::kFloat32,
                   "attnkern: these kernels take bfloat16, float16 and float32");

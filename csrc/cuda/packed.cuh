@@ -98,6 +98,12 @@ __device__ __forceinline__ float bias_of(const Score& p, int64_t at) {
 template <typename T, int kTiles>
 __device__ __forceinline__ void finish_packed(const Score& p, const PackedRow (&rows)[2], float (&s)[kTiles][4],
                                               int col) {
+  static_assert(sizeof(WordOfTiles<kTiles>) == kTiles);
+  uint32_t bits[2] = {};
+  if (p.in_bits) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) bits[half] = bits_of<WordOfTiles<kTiles>>(p, rows[half].bias, col);
+  }
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -108,7 +114,8 @@ __device__ __forceinline__ void finish_packed(const Score& p, const PackedRow (&
       bool attends = row.keys.has(j);
       const int64_t at = row.bias + min(j, p.seqlen_k - 1) * p.bias_stride[3];
       if (p.bias_kind == BiasKind::kBool) {
-        attends = attends && static_cast<const uint8_t*>(p.bias)[at] != 0;
+        attends = attends && (p.in_bits ? (bits[e / 2] >> (n * 8 + e % 2) & 1) != 0
+                                        : static_cast<const uint8_t*>(p.bias)[at] != 0);
       } else if (p.bias_kind != BiasKind::kNone) {
         x += bias_of<T>(p, at);
       }

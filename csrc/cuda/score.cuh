@@ -35,6 +35,7 @@ struct Score {
   BiasKind bias_kind;
   uint32_t dropout_threshold;  // 0: no dropout
   float dropout_scale;         // of what is kept
+  bool in_bits;                // a bool mask is, and has its rows at multiples of 8 bytes
   const int64_t* seeds;
   int32_t seeded_batch;   // batch elements per seed
   int32_t heads;          // of queries
@@ -76,6 +77,7 @@ inline Score score_of(const Attention& p, bool fast_path) {
                 : p.bias_dtype == DType::kBool    ? BiasKind::kBool
                 : p.bias_dtype == DType::kFloat32 ? BiasKind::kFloat32
                                                   : BiasKind::kElement;
+  s.in_bits = p.bits;
   s.dropout_threshold = philox::threshold(p.dropout_p);
   s.dropout_scale = p.dropout_p < 1 ? static_cast<float>(1 / (1 - p.dropout_p)) : 0.f;
   s.seeds = p.dropout_p > 0 ? p.seeds : nullptr;
@@ -171,6 +173,57 @@ __device__ __forceinline__ float capped(const Score& p, float s) {
   return p.softcap != 0.f ? tanh_for<T>(x) * p.softcap : x;
 }
 
+// A word of the row of bits that begins at byte `at`, about the keys from a multiple of its size on. Bit 0 is that of
+// `key`, one of the first eight. Past the end, the last word is read: such scores are masked or never stored.
+template <typename Word>
+__device__ __forceinline__ auto bits_of(const Score& p, int64_t at, int key) {
+  constexpr int kBytes = sizeof(Word);
+  const uint8_t* bytes = static_cast<const uint8_t*>(p.bias) + at + min(key >> 3, (p.seqlen_k - 1) >> 3 & -kBytes);
+  return *reinterpret_cast<const Word*>(bytes) >> (key & 7);
+}
+
+// The widest word of which tiles side by side have whole ones.
+template <int kTiles>
+using WordOfTiles = std::conditional_t<
+    kTiles % 8 == 0, uint64_t,
+    std::conditional_t<kTiles % 4 == 0, uint32_t, std::conditional_t<kTiles % 2 == 0, uint16_t, uint8_t>>>;
+
+// -inf where the bits of a query's row say so. Where rows are keys, those of 16 keys are 2 bytes.
+template <bool kTransposed, int kTiles>
+__device__ __forceinline__ void hide_by_bits(const Score& p, const HeadScore& h, float (&s)[kTiles][4], int row,
+                                             int col) {
+  const auto row_of = [&](int query) { return h.bias + min(query, p.seqlen_q - 1) * p.bias_stride[2]; };
+  if constexpr (kTransposed) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int bits = bits_of<uint16_t>(p, row_of(col + n * 8 + e), row);
+        s[n][e] = bits & 1 ? s[n][e] : -kInfinity;
+        s[n][2 + e] = bits >> 8 & 1 ? s[n][2 + e] : -kInfinity;
+      }
+    }
+  } else {
+    using Word = WordOfTiles<kTiles>;
+    constexpr int kBytes = sizeof(Word);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int first = 0; first < kTiles; first += kBytes) {
+        const auto bits = bits_of<Word>(p, row_of(row + half * 8), col + first * 8);
+#pragma unroll
+        for (int n = 0; n < kBytes; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[first + n][2 * half + e];
+            x = bits >> (n * 8 + e) & 1 ? x : -kInfinity;
+          }
+        }
+      }
+    }
+  }
+}
+
 // Raw products -> scores in the natural-log domain, without the band. Generic variant only.
 // If kKeepTanh, `t` gets tanh(scale * s / softcap) for score_gradient; not written without a softcap.
 template <typename T, bool kTransposed, bool kKeepTanh, int kTiles>
@@ -207,8 +260,12 @@ __device__ __forceinline__ void finish_scores(const Score& p, const HeadScore& h
     }
   };
   if (p.bias_kind == BiasKind::kBool) {
-    const uint8_t* bias = static_cast<const uint8_t*>(p.bias);
-    each([&](float& x, int64_t at) { x = bias[at] != 0 ? x : -kInfinity; });
+    if (p.in_bits) {
+      hide_by_bits<kTransposed>(p, h, s, row, col);
+    } else {
+      const uint8_t* bias = static_cast<const uint8_t*>(p.bias);
+      each([&](float& x, int64_t at) { x = bias[at] != 0 ? x : -kInfinity; });
+    }
   } else if (p.bias_kind == BiasKind::kFloat32) {
     const float* bias = static_cast<const float*>(p.bias);
     each([&](float& x, int64_t at) { x += bias[at]; });
