@@ -24,7 +24,10 @@ def problem(target, queries, dtype, heads=(4, 2), sizes=(64, 64)):
 
 
 def same(got, want):
-    return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    """Bit for bit on the CPU; a GPU may have other tiles for pages."""
+    if want[0].is_cpu:
+        return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    return all(torch.allclose(x, y, 8 * torch.finfo(x.dtype).eps, 1e-5) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("size", [16, 64])
@@ -107,7 +110,8 @@ def test_many_threads_and_split_keys():
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1, 40])
-def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad):
+def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad, monkeypatch):
+    monkeypatch.setenv("ATTNKERN_CHECK", "1")  # a GPU's are looked at only then
     q, k, v, ranges = problem(target, 2, torch.float32)
     (key, value), table = in_pages(64, k, v, pages=40)
     options = {"enable_gqa": True, "key_ranges": ranges}
@@ -231,8 +235,7 @@ def test_packed_queries(target, options):
     inside = [x.transpose(1, 2)[:, :160].flatten(0, 1) for x in (k, v)]
     every = torch.arange(5, device=target.device) * 160
     want, want_lse = attnkern.varlen_attention(q, *inside, ends, every, seqused_k=used, **options)
-    assert torch.equal(out, want)
-    assert torch.equal(lse, want_lse)
+    assert same((out, lse), (want, want_lse))
 
 
 def test_packed_errors():
