@@ -100,7 +100,6 @@ def brief(runs: Sequence[Measured]) -> str:
         for dtype, pass_name in targets.SHARES
         for short, length in ((True, f"49 to {SHORT} long"), (False, "512 and longer"))
     ]
-    lines.append(["targets", *(targets.counts(run.found) for run in runs)])
     return _table(["", *(f"{targets.where(run.run)} ([rows](bench/results/{run.name}.md))" for run in runs)], lines)
 
 
