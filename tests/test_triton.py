@@ -323,7 +323,7 @@ def test_explain_tells_of_splits_as_they_are_launched(monkeypatch):
         monkeypatch.setattr(launch, "run", lambda kernel, grid, args, index: grids.append((grid, args)))
         attnkern.attention(**inputs.tensors, enable_gqa=True, backend="triton")
     (grid, args), (combined, _) = grids
-    parts = args[4].shape[3]
+    parts = args[5].shape[3]
     assert parts > 1
     assert splits.startswith(
         f"decode: keys in {parts} splits, tiles of 16 queries of the heads that share their keys x "

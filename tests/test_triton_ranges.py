@@ -262,7 +262,7 @@ def walk_queries(masks: Masks, found, steps, strides: BackwardStrides, columns, 
 def walked(function, ranges, seqlen_q, seqlen_k, block_m, block_n, band):
     """found and steps of a walk over one head."""
     q, k = (torch.zeros(1, 1, n, 64, dtype=BF16) for n in (seqlen_q, seqlen_k))
-    q, k, v, _, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges, **band)
+    q, k, v, _, _, ranges, params, *_ = Problem.from_sdpa(q, k, k, key_ranges=ranges, **band)
     rows, cols = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
     found = torch.zeros(rows, cols, dtype=torch.int32)
     steps = torch.zeros(rows if function is walk_keys else cols, dtype=torch.int32)
@@ -340,7 +340,7 @@ def test_no_other_block_is_read(kind):
     gpu = GPUS[READ.index(kind) % 2]
     ranges = PLACES[kind](300, 700).to(torch.int32)
     q, k = torch.randn(2, 1, 300, 64, dtype=BF16), torch.randn(2, 1, 700, 64, dtype=BF16)
-    q, k, _, _, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges)
+    q, k, _, _, _, ranges, params, *_ = Problem.from_sdpa(q, k, k, key_ranges=ranges)
     mask = live(ranges, 300, 700).expand(2, 1, 300, 700)
     with routed(gpu) as launched:
         v = torch.randn_like(k)
@@ -383,7 +383,7 @@ def test_the_bias_gradient_holds_no_other_score(shape):
     inputs = testing.make_inputs(1, 2, 300, 700, 64, dtype=BF16, mask=("float", shape))
     ranges = PLACES["documents of 200" if shape == "1HL1" else "jumping"](300, 700).to(torch.int32)
     tensors = (x.detach() for x in inputs.tensors.values())
-    q, k, v, bias, _, ranges, params, _ = Problem.from_sdpa(*tensors, key_ranges=ranges)
+    q, k, v, bias, _, ranges, params, *_ = Problem.from_sdpa(*tensors, key_ranges=ranges)
     mask = live(ranges, 300, 700).expand(1, 2, 300, 700)
     with routed(80) as launched:
         out, lse = ops.forward(*Inputs(q, k, v, bias, key_ranges=ranges), *params, True, "triton")
@@ -406,7 +406,7 @@ def test_the_bias_gradient_holds_no_other_score(shape):
 def test_decode_reads_no_other_block(kind):
     ranges = PLACES[kind](2, 1100).to(torch.int32)
     q, k = torch.randn(2, 4, 2, 64, dtype=BF16), torch.randn(2, 2, 1100, 64, dtype=BF16)
-    q, k, _, _, _, ranges, params, _ = Problem.from_sdpa(q, k, k, key_ranges=ranges, enable_gqa=True)
+    q, k, _, _, _, ranges, params, *_ = Problem.from_sdpa(q, k, k, key_ranges=ranges, enable_gqa=True)
     with routed(80) as launched:
         ops.forward(*Inputs(q, k, torch.randn_like(k), key_ranges=ranges), *params, False, "triton")
         block = launched[0].constants["BLOCK_N"]
