@@ -130,12 +130,12 @@ def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *param
     key_ranges, philox_seed = inputs.key_ranges, inputs.philox_seed
     _require(len(q.shape) == len(k.shape) == len(v.shape) == 4, "q, k and v must have 4 dimensions")
     _require(q.dtype in DTYPES and q.dtype == k.dtype == v.dtype, "q, k and v must have one floating dtype")
-    (batch, heads, seqlen_q, head_dim), (_, heads_k, seqlen_k, _), heads_v = q.shape, k.shape, v.shape[1]
+    (batch, heads, seqlen_q, head_dim), (_, heads_k, rows, _), heads_v = q.shape, k.shape, v.shape[1]
     table = inputs.block_table
     _require(
         k.shape[0] == v.shape[0]
         and k.shape[3] == head_dim
-        and v.shape[2] == seqlen_k
+        and v.shape[2] == rows
         and (table is not None or k.shape[0] == batch),
         "the sizes of q, k and v do not fit",
     )
@@ -145,10 +145,10 @@ def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *param
             "block_table must be int32 (B, pages of a sequence)",
         )
         _require(
-            seqlen_k >= LEAST_PAGE and seqlen_k & (seqlen_k - 1) == 0 and (k.shape[0] > 0 or table.shape[1] == 0),
+            rows >= LEAST_PAGE and rows & (rows - 1) == 0 and (k.shape[0] > 0 or table.shape[1] == 0),
             f"the rows of a page must be a power of two from {LEAST_PAGE} on",
         )
-        seqlen_k *= table.shape[1]
+    seqlen_k = inputs.seqlen_k
     _require(
         heads == 0 or (heads_k > 0 and heads_v > 0 and heads % heads_k == 0 and heads % heads_v == 0),
         "the heads of k and v must divide those of q",

@@ -228,7 +228,9 @@ class Step:
     def __init__(
         self, cache: PagedCache, sequences: tuple[int, ...], before: tuple[int, ...], tokens: tuple[int, ...]
     ) -> None:
-        self._cache, self._tokens = cache, tokens
+        self._cache = cache
+        # As many new tokens in every sequence are a batch of them; else they are packed.
+        self._batch = len(tokens) if len(set(tokens)) == 1 and tokens[0] > 0 else 0
         rows = [cache._pages[s] for s in sequences]
         most = max(map(len, rows), default=0)
         # One tensor, one copy to the device: the table, and how many tokens there were and are new.
@@ -285,12 +287,9 @@ class Step:
             self.write(layer, key, value)
         if query.dim() != 3 or query.shape[0] != len(self.positions):
             raise RuntimeError(f"attnkern: query must be ({len(self.positions)}, Hq, E), got {show(query.shape)}")
-        tokens = self._tokens
-        # As many new tokens in every sequence are a batch of them.
-        alike = len(tokens) > 0 and tokens[0] > 0 and all(n == tokens[0] for n in tokens)
-        ranges = self._key_ranges(*check_packed_window(is_causal, window, "bottom_right"), alike, query)
-        table = self.block_table if alike else self.block_table.reshape(1, -1)
-        batch = len(tokens) if alike else 1
+        ranges = self._key_ranges(*check_packed_window(is_causal, window, "bottom_right"), query)
+        table = self.block_table if self._batch else self.block_table.reshape(1, -1)
+        batch = self._batch or 1
         q = query.unflatten(0, (batch, len(self.positions) // batch)).transpose(1, 2)
         pools = self._cache.keys[layer], self._cache.values[layer]
         results: Any = attention(q, *pools, key_ranges=ranges, block_table=table, enable_gqa=True, **options)
@@ -299,14 +298,14 @@ class Step:
         out, lse = results
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
-    def _key_ranges(self, left: int | None, right: int | None, alike: bool, query: Tensor) -> Tensor:
+    def _key_ranges(self, left: int | None, right: int | None, query: Tensor) -> Tensor:
         """The keys of each token, the same for all layers."""
         if (found := self._ranges.get((left, right))) is None:
             size = self._cache.page_size
             found = paged_ranges(
                 query, self.block_table, size, self.cu_seqlens_q, self.seqused_k, left, right, "bottom_right"
             )
-            if alike:
+            if self._batch:
                 # Counted from the first key of each sequence, no longer from that of all.
                 sequences, each = self.block_table.shape
                 found = found.unflatten(0, (sequences, -1)).unsqueeze(1)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -214,6 +215,40 @@ def _sweep(
     return [log.rows[key] for group in groups for key in keys[group] if key in log.rows], interrupted
 
 
+def _run_page(
+    title: str,
+    of: ModuleType,
+    groups: Sequence[tuple[Any, str]],
+    rivals: Sequence[providers.Provider],
+    runner: Runner,
+    name: str,
+    out: Path | None,
+    fresh: bool,
+    plot_: bool,
+) -> None:
+    """Runs what has a page of its own in the documentation: prints and writes the table that the module `of` makes."""
+    path = out or machine.ROOT / "bench" / "runs" / f"{_slug(name, runner.device, runner.sampling)}.jsonl"
+    log = _parsed("--out", Log, path, fresh)
+    log.start_run(machine.provenance(runner.device))
+    try:
+        rows, interrupted = _sweep(groups, rivals, runner, log)
+    finally:
+        log.close()
+    table = Table(title=title, title_justify="left")
+    for column in of.HEAD:
+        table.add_column(column)
+    for cells in of.lines(rows):
+        table.add_row(*map(escape, cells))
+    console.print(table)
+    path.with_suffix(".md").write_text(of.markdown(rows, log.runs), encoding="utf-8")
+    _write_files(path, rows, log.runs, plot_, of.CSV)
+    if interrupted:
+        console.print(INTERRUPTION)
+        raise typer.Exit(INTERRUPTED)
+    if any(row["status"] in report.FAILED for row in rows):
+        raise typer.Exit(1)
+
+
 def _write_files(
     path: Path,
     rows: Sequence[Row],
@@ -278,28 +313,10 @@ def models_(
     if threads is not None:
         torch.set_num_threads(threads)
     where, sampling = torch.device("cpu"), Sampling(0.2, rounds, min(3, rounds), seconds)
-    pattern = f"whole-models{'-tiny' * tiny}"
-    path = out or machine.ROOT / "bench" / "runs" / f"{_slug(pattern, where, sampling)}.jsonl"
-    log = _parsed("--out", Log, path, fresh)
-    log.start_run(machine.provenance(where))
-    try:
-        groups = [(workload, workload.pass_name) for workload in chosen]
-        rows, interrupted = _sweep(groups, whole.sides(), whole.ModelRunner(where, sampling, seed), log)
-    finally:
-        log.close()
-    table = Table(title="What a model gains", title_justify="left")
-    for column in whole.HEAD:
-        table.add_column(column)
-    for cells in whole.lines(rows):
-        table.add_row(*map(escape, cells))
-    console.print(table)
-    path.with_suffix(".md").write_text(whole.markdown(rows, log.runs), encoding="utf-8")
-    _write_files(path, rows, log.runs, plot_, whole.CSV)
-    if interrupted:
-        console.print(INTERRUPTION)
-        raise typer.Exit(INTERRUPTED)
-    if any(row["status"] in report.FAILED for row in rows):
-        raise typer.Exit(1)
+    groups = [(workload, workload.pass_name) for workload in chosen]
+    runner = whole.ModelRunner(where, sampling, seed)
+    name = f"whole-models{'-tiny' * tiny}"
+    _run_page("What a model gains", whole, groups, whole.sides(), runner, name, out, fresh, plot_)
 
 
 @app.command("serve")
@@ -346,28 +363,9 @@ def serve_(
     if threads is not None:
         torch.set_num_threads(threads)
     where, sampling = torch.device("cpu"), Sampling(cpu_time=cpu_time)
-    pattern = f"serve{'-tiny' * tiny}"
-    path = out or machine.ROOT / "bench" / "runs" / f"{_slug(pattern, where, sampling)}.jsonl"
-    log = _parsed("--out", Log, path, fresh)
-    log.start_run(machine.provenance(where))
-    try:
-        groups = [(stream, "serve") for stream in streams]
-        rows, interrupted = _sweep(groups, rivals, serving.ServeRunner(where, sampling, seed), log)
-    finally:
-        log.close()
-    table = Table(title="A server's stream", title_justify="left")
-    for column in serving.HEAD:
-        table.add_column(column)
-    for cells in serving.lines(rows):
-        table.add_row(*map(escape, cells))
-    console.print(table)
-    path.with_suffix(".md").write_text(serving.markdown(rows, log.runs), encoding="utf-8")
-    _write_files(path, rows, log.runs, plot_, serving.CSV)
-    if interrupted:
-        console.print(INTERRUPTION)
-        raise typer.Exit(INTERRUPTED)
-    if any(row["status"] in report.FAILED for row in rows):
-        raise typer.Exit(1)
+    groups = [(stream, "serve") for stream in streams]
+    runner = serving.ServeRunner(where, sampling, seed)
+    _run_page("A server's stream", serving, groups, rivals, runner, f"serve{'-tiny' * tiny}", out, fresh, plot_)
 
 
 @app.command("list")

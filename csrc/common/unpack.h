@@ -87,9 +87,8 @@ inline torch::headeronly::ScalarType lse_type(const Attention& p) {
 // Bytes of a row of bits: whole words of 64 keys.
 inline int64_t bytes_of_bits(int64_t seqlen_k) { return (seqlen_k + 63) / 64 * 8; }
 
-// takes_bits: whether the kernels read a mask of bits.
 template <class Tensor>
-void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& params, bool takes_bits = false) {
+void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& params) {
 #define ATTNKERN_CHECK_DEVICE(type, name) check_device(inputs.name, inputs.q, #name);
   ATTNKERN_TENSORS_AFTER_Q(ATTNKERN_CHECK_DEVICE)
 #undef ATTNKERN_CHECK_DEVICE
@@ -131,7 +130,7 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
     STD_TORCH_CHECK(p.relative || bias->dim() == 4,
                     "attnkern: bias must have 4 dimensions (3 as a table of distances)");
     const auto type = bias->scalar_type();
-    p.bits = takes_bits && !p.relative && type == torch::headeronly::ScalarType::Byte;
+    p.bits = !p.relative && type == torch::headeronly::ScalarType::Byte;
     STD_TORCH_CHECK(type == torch::headeronly::ScalarType::Bool || type == torch::headeronly::ScalarType::Float ||
                         type == q.scalar_type() || p.bits,
                     "attnkern: bias must be bool, float32 or of q's dtype");

@@ -61,8 +61,7 @@ inline void check_pages(const Attention& p) {
         for (int64_t i = 0; i < rows; ++i) {
           const int32_t* ends =
               p.ranges.data + b * p.ranges.stride[0] + h * p.ranges.stride[1] + i * p.ranges.stride[2] + 2 * which;
-          const auto visited =
-              rows == 1 ? p.band.visited(0, p.seqlen_q, {0, p.seqlen_k}) : p.band.visited(i, 1, {0, p.seqlen_k});
+          const auto visited = p.band.visited(i, rows == 1 ? p.seqlen_q : 1, {0, p.seqlen_k});
           const int64_t begin = std::max<int64_t>(ends[0], visited.begin),
                         end = std::min<int64_t>(ends[1], visited.end);
           if (begin >= end) continue;
@@ -77,7 +76,7 @@ inline void check_pages(const Attention& p) {
 template <class Host, class Tensor = typename Host::Tensor>
 std::tuple<Tensor, Tensor> forward(const Inputs<Tensor>& inputs, const AttentionParams& params, bool need_lse) {
   Forward p;
-  fill(p, inputs, params, true);
+  fill(p, inputs, params);
   check_pages(p);
   auto [out, lse] = make_results<Host>(p, inputs.q, need_lse);
   {
@@ -93,7 +92,7 @@ template <class Host, class Tensor = typename Host::Tensor>
 Gradients<Tensor> backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Inputs<Tensor>& inputs,
                            const Tensor& out, const Tensor& lse, const AttentionParams& params, int64_t grad_mask) {
   Backward p;
-  fill(p, inputs, params, true);
+  fill(p, inputs, params);
   STD_TORCH_CHECK(p.pages.table == nullptr, "attnkern: there is no gradient of keys and values in pages");
   fill_backward(p, grad_out, grad_lse, inputs.q, out, lse);
   const bool flat_sinks = grad_mask & kGradSinks && inputs.sinks.has_value() && inputs.sinks->dim() == 1;

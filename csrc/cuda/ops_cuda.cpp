@@ -68,7 +68,7 @@ struct Device {
 };
 
 void fill_inputs(attnkern::Attention& p, const Inputs& inputs, const AttentionParams& params, bool tf32) {
-  attnkern::fill(p, inputs, params, true);
+  attnkern::fill(p, inputs, params);
   const auto aligned = [](uint64_t x) { return x % 8 == 0; };
   STD_TORCH_CHECK(!p.bits || (aligned(reinterpret_cast<uintptr_t>(p.bias.data)) &&
                               std::all_of(p.bias.stride, p.bias.stride + 3, aligned)),
