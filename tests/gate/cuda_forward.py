@@ -15,9 +15,6 @@ SPILLS = {  # by kind, head size and variant
         "90a": Budget(16, "3 words of the walk over blocks, one read twice, for four blocks of threads"),
         "100": Budget(24, "5 words of the walk over blocks, one read twice, for four blocks of threads"),
     },
-    ("forward", 64, "generic pages"): {
-        "80": Budget(32, "4 words, 2 of them kept over the products of a block of keys, for three blocks of threads"),
-    },
 }
 
 
