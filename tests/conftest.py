@@ -133,6 +133,7 @@ def dtype(request):
 def pytest_configure(config):
     config.addinivalue_line("markers", "contract(*items): the items of the contract with F.sdpa that the test shows")
     config.addinivalue_line("markers", "prove: what .ci/run leaves to make prove, but for a part of it at a time")
+    config.addinivalue_line("markers", "landing: a GPU proof of which .ci/run has all cases, however long they take")
     config.addinivalue_line("markers", "threads: runs with torch's default number of threads")
     config.addinivalue_line("markers", "real_memory: runs without poisoned memory (huge allocations, timings)")
 

@@ -91,13 +91,18 @@ def tagged(tag: str) -> dict[str, Call]:
     return {each.name: each for each in found}
 
 
-def in_turn(every: int, **values: Sequence[Any]) -> dict[str, Any]:
-    """Arguments of `parametrize` for all combinations of these values, of which .ci/run has one in `every`: what comes
-    first meets what comes next in turn."""
+def in_turn(**values: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of `parametrize` for all combinations of these values. .ci/run has as many as the longest of them has
+    values: each value of each at least once, two that are shorter beside each other in every pairing where that many
+    allow it."""
+    most = max(map(len, values.values()))
+    landing = {
+        tuple((k + n * (k // len(given))) % len(given) for n, given in enumerate(values.values())) for k in range(most)
+    }
     found = []
     for places in itertools.product(*map(range, map(len, values.values()))):
         of = [given[place] for given, place in zip(values.values(), places, strict=True)]
-        found.append(pytest.param(*of, marks=[pytest.mark.prove] if sum(places) % every else []))
+        found.append(pytest.param(*of, marks=[] if places in landing else [pytest.mark.prove]))
     return {"argnames": tuple(values), "argvalues": found}
 
 

@@ -162,6 +162,7 @@ def pytest_configure(config):
     else:
         config.proven = proven() if config.getoption("--tier") == "landing" else set()
         config.pluginmanager.register(Passes(config.getoption("--proofs")))
+    config.is_proof = lambda case: name_of(case) in PROOFS
 
 
 def pytest_report_header(config) -> Iterator[str]:

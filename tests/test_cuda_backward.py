@@ -45,6 +45,7 @@ EXTREMES = [(BF16, each) for each in (*NUMBERS, *tagged("masked-bands").values()
 EXTREMES += [(dtype, each) for dtype in (FP16, FP32) for each in NUMBERS[:12:2]]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(("dtype", "extreme"), EXTREMES, ids=lambda x: getattr(x, "name", str(x)))
 def test_extremes(simulated, dtype, extreme):  # noqa: F811
     """Scores far from 0 and from each other, scale 0 and below, masks of every shape beside a band; sizes at which the

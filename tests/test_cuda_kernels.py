@@ -48,6 +48,7 @@ def simulated(request):
 FEATURES = tagged("cuda-forward")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(simulated, name, record_property):
     simulated.check_call(FEATURES[name])
@@ -64,7 +65,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize(**in_turn(2, name=list(FEATURES), family=list(FAMILIES)))
+@pytest.mark.parametrize(**in_turn(name=list(FEATURES), family=list(FAMILIES)))
 def test_features_of_other_kernels(simulated, name, family, record_property):
     """Scores in two blocks of keys, of which the second is ragged; no lane waits for another's bank."""
     dtype, more_columns, queries, keys = FAMILIES[family]
@@ -89,7 +90,7 @@ def row(kind, family, call, target=80):
 
 
 @pytest.mark.parametrize(
-    **in_turn(2, size=[8, 64, 72, 128, 136, 256], variant=["fast path", "generic"], dtype=[BF16, FP16]), ids=str
+    **in_turn(size=[8, 64, 72, 128, 136, 256], variant=["fast path", "generic"], dtype=[BF16, FP16]), ids=str
 )
 def test_head_sizes(simulated, size, variant, dtype):
     """Every class of tile, filled and not."""
@@ -214,6 +215,7 @@ def test_splits_change_nothing_but_rounding(simulated, dtype, size):
             want[name].check(actual, name=f"{name} of {splits} splits")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 70, 0), (2, 2, 5, 0)], ids=str)
 def test_empty_inputs(simulated, shape):
     simulated.check(simulated.inputs(*shape, 8, dtype=BF16, mask=("float", "BHLS")))

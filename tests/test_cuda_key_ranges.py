@@ -36,7 +36,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(**in_turn(9, simulated=[80, 90], name=list(CALLS), kind=list(KINDS)), indirect=["simulated"])
+@pytest.mark.parametrize(**in_turn(simulated=[80, 90], name=list(CALLS), kind=list(KINDS)), indirect=["simulated"])
 def test_output_lse_and_gradients(simulated, name, kind):  # noqa: F811
     this = CALLS[name]
     simulated.check_call(this, key_ranges=KINDS[kind](this.seqlen_q, this.seqlen_k))
@@ -60,7 +60,7 @@ HOPPER = {
 HOPPERS_KINDS = ["documents", "window and sinks", "one range of a head", "nothing"]
 
 
-@pytest.mark.parametrize(**in_turn(4, simulated=[90], name=list(HOPPER), kind=HOPPERS_KINDS), indirect=["simulated"])
+@pytest.mark.parametrize(**in_turn(simulated=[90], name=list(HOPPER), kind=HOPPERS_KINDS), indirect=["simulated"])
 def test_hopper(simulated, name, kind):  # noqa: F811
     """Its own kernels take them, without a bank conflict; also in one walk over the scores, where there is one."""
     simulated.recorder.left_out = cuda.LEFT_OUT["cuda-decode"]
@@ -79,7 +79,7 @@ def test_hopper(simulated, name, kind):  # noqa: F811
 SCORES = [-1000.0, -100.0, 100.0, 1000.0]
 
 
-@pytest.mark.parametrize(**in_turn(2, simulated=[80, 90], score=SCORES), indirect=["simulated"])
+@pytest.mark.parametrize(**in_turn(simulated=[80, 90], score=SCORES), indirect=["simulated"])
 def test_extreme_scores(simulated, score):  # noqa: F811
     """The rows' few keys decide what is subtracted before the exponential, and those that are masked don't."""
     for dtype, size in (("bf16", 64), ("fp16", 128), ("fp32", 40)):
@@ -142,8 +142,8 @@ def visits_of(launch, this, dense):
     return meetings(dense.mT if by_keys else dense, launch.rows, launch.columns)
 
 
-ANYWHERE = in_turn(3, simulated=[80], name=list(VISITS), kind=list(JUMPS))
-HERE = in_turn(3, simulated=[90], name=ON_HOPPER, kind=list(JUMPS))
+ANYWHERE = in_turn(simulated=[80], name=list(VISITS), kind=list(JUMPS))
+HERE = in_turn(simulated=[90], name=ON_HOPPER, kind=list(JUMPS))
 
 
 @pytest.mark.parametrize(ANYWHERE["argnames"], ANYWHERE["argvalues"] + HERE["argvalues"], indirect=["simulated"])

@@ -73,7 +73,7 @@ def same(got, want):
     return all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize(**in_turn(4, simulated=[80, 90], name=list(CALLS), size=[16, 64]), indirect=["simulated"])
+@pytest.mark.parametrize(**in_turn(simulated=[80, 90], name=list(CALLS), size=[16, 64]), indirect=["simulated"])
 def test_same_bits_as_contiguous(simulated, name, size):  # noqa: F811
     """By the same kernels, with as many products and no more bank conflicts."""
     (query, key, value, options), (*pools, table) = problem(name, size)

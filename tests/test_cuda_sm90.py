@@ -63,6 +63,7 @@ def forward(hopper):
 FEATURES = tagged("sm90-forward")
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(forward, name):
     assert forward.check_call(FEATURES[name])[1] == 64
@@ -80,7 +81,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize(
-    **in_turn(2, sizes=list(CLASSES), variant=["fast path", "softcap"], dtype=["bf16", "fp16"]), ids=str
+    **in_turn(sizes=list(CLASSES), variant=["fast path", "softcap"], dtype=["bf16", "fp16"]), ids=str
 )
 def test_head_sizes(forward, sizes, variant, dtype):
     """Every kernel that there is; enough keys for each buffer of the pipelines to be used twice."""
@@ -144,7 +145,7 @@ def test_without_lse(forward):
     want.check(out, name="out")
 
 
-@pytest.mark.parametrize(**in_turn(3, schedule=[0, 1, 2], sizes=list(CLASSES)), ids=str)
+@pytest.mark.parametrize(**in_turn(schedule=[0, 1, 2], sizes=list(CLASSES)), ids=str)
 def test_schedules(forward, schedule, sizes):
     """Each schedule of products and softmax that may be timed against the others, with tiles enough for turns to be
     taken across them."""
@@ -185,6 +186,7 @@ def test_a_library_with_one_schedule_refuses_the_others():
 # --------------------------------------------------------------------------------------------- tiles, one after another
 
 
+@pytest.mark.landing
 def test_tiles_share_the_multiprocessors(forward):
     """Five tiles for each of two blocks of threads, of odd and even numbers of blocks of keys, one without any: phases
     of all barriers carry over."""

@@ -74,6 +74,7 @@ def test_gradients_in_one_walk(simulated, name):  # noqa: F811
     assert simulated.recorder.launches[first].shared == source.shared
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("mode", ["deterministic", "any order"])
 @pytest.mark.parametrize("extreme", tagged("numbers").values(), ids=lambda extreme: extreme.name)
 def test_extremes(simulated, extreme, mode):  # noqa: F811

@@ -30,7 +30,7 @@ def test_cuda(name, simulated):  # noqa: F811
     simulated.check_call(CALLS[name])
 
 
-@pytest.mark.parametrize(**in_turn(2, name=[name for name in SECOND_ORDER if "relative" in name], dtype=[BF16, FP32]))
+@pytest.mark.parametrize(**in_turn(name=[name for name in SECOND_ORDER if "relative" in name], dtype=[BF16, FP32]))
 def test_triton_second_order(name, dtype):
     call = SECOND_ORDER[name]
     with routed(80):

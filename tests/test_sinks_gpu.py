@@ -36,7 +36,7 @@ def test_hopper(size, simulated):  # noqa: F811
     assert "forward_sm90" in simulated.recorder.launches[0].name
 
 
-@pytest.mark.parametrize(**in_turn(2, name=[name for name in SECOND_ORDER if "sinks" in name], dtype=[BF16, FP32]))
+@pytest.mark.parametrize(**in_turn(name=[name for name in SECOND_ORDER if "sinks" in name], dtype=[BF16, FP32]))
 def test_triton_second_order(name, dtype):
     call = SECOND_ORDER[name]
     with routed(80):

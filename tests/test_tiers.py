@@ -5,10 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import proofs
 import tiers
+from matrix import in_turn
 
+BF16, FP16 = torch.bfloat16, torch.float16
 SOME = ["tests/test_tiers.py", "tests/test_band.py", "tests/test_rng.py"]
 
 
@@ -64,6 +67,30 @@ def test_cases_that_show_something_new_come_first(costs):
     values = dict(grid("a.py::wide", 4, 4, 4))
     pairs = {(x, y) for case in three[:40] for x in values[case].items() for y in values[case].items() if x < y}
     assert len(pairs) == 3 * 16  # and 24 cases are left
+
+
+def test_a_function_of_proofs_has_its_seconds_and_a_case_at_least(costs, monkeypatch):
+    cases = [*grid("a.py::wide", 4, 5), ("a.py::long[x]", {"p": 0}), ("a.py::long[y]", {"p": 1}), ("b.py::whole", {})]
+    monkeypatch.setattr(tiers, "PROVEN", 0.4)
+    chosen = tiers.part_of_proofs(cases, costs)
+    wide = chosen - {"a.py::long[y]", "b.py::whole"}
+    assert len(wide) == 8
+    assert {place for case in wide for place in enumerate(case.removesuffix("]").split("[")[1].split("-"))} == {
+        (n, str(i)) for n, size in enumerate((4, 5)) for i in range(size)
+    }
+    assert chosen - wide == {"a.py::long[y]", "b.py::whole"}
+
+
+def test_values_take_turns():
+    """Each is met, and of two short parameters all pairs."""
+    values = {"a": "ABCDEF", "b": [1, 2], "c": [BF16, FP16]}
+    given = in_turn(**values)
+    assert given["argnames"] == ("a", "b", "c")
+    assert len(given["argvalues"]) == 6 * 2 * 2
+    landing = [each.values for each in given["argvalues"] if not each.marks]
+    assert len(landing) == 6
+    assert all({x[n] for x in landing} == set(values[name]) for n, name in enumerate(values))
+    assert len({x[1:] for x in landing}) == 4
 
 
 def test_the_tiers_hold_what_they_say():

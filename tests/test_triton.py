@@ -69,8 +69,9 @@ NUMBERS, MASKED_BANDS = (list(tagged(tag).values()) for tag in ("numbers", "mask
 EXTREMES = [*NUMBERS, *MASKED_BANDS[::2]]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
-    **in_turn(2, target=[80, 90], extreme=EXTREMES), indirect=["target"], ids=lambda x: getattr(x, "name", f"sm_{x}")
+    **in_turn(target=[80, 90], extreme=EXTREMES), indirect=["target"], ids=lambda x: getattr(x, "name", f"sm_{x}")
 )
 def test_extremes(target, extreme):
     """Scores far from 0 and from each other, scale 0 and below, a large softcap, masks of every shape beside a band; at

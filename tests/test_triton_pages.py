@@ -72,7 +72,7 @@ def same(got, want):
     return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(**in_turn(3, name=list(OPTIONS), page=[16, 64, 256], gpu=GPUS))
+@pytest.mark.parametrize(**in_turn(name=list(OPTIONS), page=[16, 64, 256], gpu=GPUS))
 def test_few_queries(name, page, gpu):
     """A block of keys lies in several pages, in two, or in one: the same bits as without pages."""
     turn = list(OPTIONS).index(name) + GPUS.index(gpu)
@@ -85,7 +85,7 @@ def test_few_queries(name, page, gpu):
     assert same(got, call.contiguous(gpu, **of(name, dtype)))
 
 
-@pytest.mark.parametrize(**in_turn(3, name=list(OPTIONS), page=[16, 64, 256], gpu=GPUS))
+@pytest.mark.parametrize(**in_turn(name=list(OPTIONS), page=[16, 64, 256], gpu=GPUS))
 def test_many_queries(name, page, gpu):
     """On sm_80 the same bits, too. sm_90 has other tiles without pages, and sums in another order."""
     turn = list(OPTIONS).index(name) + GPUS.index(gpu)
@@ -104,7 +104,7 @@ def test_many_queries(name, page, gpu):
 SIZES = {"two tiles": (96, 80), "columns at a time": (320, 320), "unaligned": (33, 17)}
 
 
-@pytest.mark.parametrize(**in_turn(2, queries=[2, 20], name=list(SIZES), dtype=[BF16, FP32]))
+@pytest.mark.parametrize(**in_turn(queries=[2, 20], name=list(SIZES), dtype=[BF16, FP32]))
 def test_head_sizes(name, queries, dtype):
     keys, lengths = (KEYS, LENGTHS[:2]) if queries == 2 else (128, [128, 70])
     call = Call(16, queries, dtype, *SIZES[name], keys=keys, lengths=lengths)

@@ -37,7 +37,7 @@ def checked(gpu, inputs, kind, **options):
     return [kernel.function.__name__ for kernel in launched]
 
 
-@pytest.mark.parametrize(**in_turn(2, kind=list(KINDS), gpu=GPUS))
+@pytest.mark.parametrize(**in_turn(kind=list(KINDS), gpu=GPUS))
 def test_output_lse_and_gradients(kind, gpu):
     turn = list(KINDS).index(kind) + GPUS.index(gpu)
     lengths = [(130, 130), (66, 200), (3, 97), (65, 130)][turn % 4]
@@ -50,7 +50,7 @@ MASKS = [None, ("bool", "BHLS"), ("float", "BHLS"), ("float", "1HLS"), ("float",
 SIZES = [64, 80, (128, 40), 32]
 
 
-@pytest.mark.parametrize(**in_turn(3, kind=["whole documents", "window and sinks", "anything"], mask=MASKS), ids=str)
+@pytest.mark.parametrize(**in_turn(kind=["whole documents", "window and sinks", "anything"], mask=MASKS), ids=str)
 def test_beside_other_masks_and_features(kind, mask):
     """Each mask meets each kind of ranges; bands, softcap, scales, head sizes and GPUs take turns."""
     turn = list(KINDS).index(kind) + MASKS.index(mask)

@@ -48,7 +48,7 @@ def lines_of(version, cache, module, *arguments):
     return lines
 
 
-@pytest.mark.parametrize(**in_turn(2, version=TRITONS, capability=list(triton_variants.PROBLEMS)))
+@pytest.mark.parametrize(**in_turn(version=TRITONS, capability=list(triton_variants.PROBLEMS)))
 def test_kernels_compile(version, capability, tmp_path):
     lines = lines_of(version, tmp_path, "triton_variants", capability)
     assert {x["variant"]: x["said"] for x in lines if x["said"]} == {}

@@ -5,7 +5,9 @@ A tier has so many seconds. Every test function gets the same share of them, at 
 LONGEST. It takes the cases first that show a parameter's value for the first time, then those that show two values
 together for the first time, the quickest first. What is left over is cut into shards, and `make test` runs one of them:
 the next one for every commit, so that landing after landing walks through all of it. How long a case takes stands in
-durations.json, which --time-into writes. `.ci/run` cuts what it leaves out into shards in the same way.
+durations.json, which --time-into writes. `.ci/run` cuts what it leaves out into shards in the same way: the GPU proofs
+that stand, cases marked `prove`, and what a function of GPU proofs has beyond PROVEN seconds, where it isn't marked
+`landing`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 SECONDS = {"quick": 620.0, "changed": 180.0}
 SHARD = 60.0  # of the quick tier's seconds
 ROTATING = 90.0  # seconds of what `.ci/run` leaves out, that it runs nevertheless
+PROVEN = 15.0  # seconds of a function of GPU proofs in `.ci/run`, or its first case
 LONGEST = 12.0  # seconds of a function's first case, if it is to be in every tier
 UNKNOWN = 0.3  # seconds of a case that was never timed
 LONG = 0.1  # of one that durations.json names; the others of its file take `brief`
@@ -179,22 +182,37 @@ def in_order(cases: list[tuple[str, dict[str, Any]]], cost: Costs) -> list[str]:
     return [case for case, _ in order + waiting]
 
 
+def in_orders(cases: list[tuple[str, dict[str, Any]]], cost: Costs) -> list[list[str]]:
+    """Each function's, by itself."""
+    functions = defaultdict(list)
+    for case in cases:
+        functions[function_of(case[0])].append(case)
+    return [in_order(found, cost) for found in functions.values()]
+
+
+def first_of(order: list[str], seconds: float, cost: Costs) -> list[str]:
+    """As many as are done within so many seconds."""
+    sums = itertools.accumulate(cost(case) for case in order)
+    return [case for case, total in zip(order, sums, strict=True) if total <= seconds]
+
+
+def part_of_proofs(cases: list[tuple[str, dict[str, Any]]], cost: Costs) -> set[str]:
+    """PROVEN seconds of each function, its first case at least."""
+    orders = in_orders(cases, cost)
+    return {case for order in orders for case in first_of(order, max(PROVEN, cost(order[0])), cost)}
+
+
 def choose(cases: list[tuple[str, dict[str, Any]]], seconds: float, cost: Costs) -> set[str]:
     """So many seconds of these cases, (id, its parameters' values by name).
 
     A function's share is the largest with which all of them keep to the seconds.
     """
-    functions = defaultdict(list)
-    for case in cases:
-        functions[function_of(case[0])].append(case)
-    orders = [in_order(found, cost) for found in functions.values()]
+    orders = in_orders(cases, cost)
 
     def within(share: float) -> list[str]:
         found = []
         for order in orders:
-            most = max(share, cost(order[0]) if cost(order[0]) <= LONGEST else 0.0)
-            sums = itertools.accumulate(cost(case) for case in order)
-            found += [case for case, total in zip(order, sums, strict=True) if total <= most]
+            found += first_of(order, max(share, cost(order[0]) if cost(order[0]) <= LONGEST else 0.0), cost)
         return found
 
     low, high = 0.0, seconds
@@ -235,20 +253,28 @@ def pytest_collection_modifyitems(config, items):
     if tier != "all":
         everything = {item.nodeid for item in items}
         if tier == "landing":
-            chosen = {item.nodeid for item in items if item.get_closest_marker("prove") is None} - config.proven
+            often = [item for item in items if item.get_closest_marker("prove") is None]
+            part = [item for item in often if config.is_proof(item.nodeid) and not item.get_closest_marker("landing")]
+            whole = {item.nodeid for item in often} - {item.nodeid for item in part}
+            chosen = (whole | part_of_proofs([with_values(item) for item in part], cost)) - config.proven
         else:
-            cases = [(item.nodeid, item.callspec.indices if hasattr(item, "callspec") else {}) for item in items]
-            chosen = choose(cases, SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
+            chosen = choose(list(map(with_values, items)), SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
         if tier != "changed":
             parts = shards(everything - chosen, cost, SHARD if tier == "quick" else ROTATING)
             chosen |= set(parts[commits() % len(parts)])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
         items[:] = [item for item in items if item.nodeid in chosen]
     # The longest file first, so that no worker is left alone with it; a file's cases together, for what they compile.
-    whole = defaultdict(float)
+    seconds = defaultdict(float)
     for item in items:
-        whole[item.nodeid.split("::")[0]] += cost(item.nodeid)
-    items.sort(key=lambda item: -whole[item.nodeid.split("::")[0]])
+        seconds[item.nodeid.split("::")[0]] += cost(item.nodeid)
+    items.sort(key=lambda item: -seconds[item.nodeid.split("::")[0]])
+
+
+def with_values(item: Any) -> tuple[str, dict[str, Any]]:
+    """A case's id, and what tells its parameters' values apart: of several in one `parametrize` each by itself."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return item.nodeid, {name: str(value) for name, value in params.items()}
 
 
 class Timed:

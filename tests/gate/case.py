@@ -101,8 +101,6 @@ class Case:
 
     walks_again: the kernel has its loops twice, and the second ones run only where the first met NaN in what nobody
     attends to: what is spilled counts in the inner loops of the first alone.
-
-    seldom names architectures whose claims `make prove` asserts, and `.ci/run` in turn with others.
     """
 
     name: str
@@ -112,7 +110,6 @@ class Case:
     spills: Mapping[str, Budget] = field(default_factory=dict)
     loop: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     order: Mapping[str, Sequence[str | tuple[str, int]]] = field(default_factory=dict)
-    seldom: str = ""
     walks_again: bool = False
 
     def __post_init__(self):

@@ -87,8 +87,6 @@ _DECODE_IN_PAGES: dict[tuple[int, int, int], dict[str, tuple[int, str]]] = {
 }
 DECODE_BUDGET = (8, _FEW)
 _DECODE_RANGES = {(4, 64): {"120a": (32, _ENDS)}, (4, 512): {"90a": (24, _ENDS)}}
-# Architectures whose code is sm_80's with other registers to spare: of them .ci/run has what models run most.
-_SELDOM = "86 120a"
 BUDGETS = {(Row(*key[:4]), key[4]): budget for key, budget in _BUDGETS.items()}
 
 
@@ -125,7 +123,7 @@ def _cases_of_masks() -> list[Case]:
                 assert step is not None
                 about = f"triton {name} bf16 d{size} with {_MASKS[feature]} sm_{capability}"
                 budget = _MASKED.get((capability, name, size, feature), {})
-                found.append(_case(about, step.kernel, archs, {archs: {"LDG": 1}}, budget, f"{_SELDOM} 100a"))
+                found.append(_case(about, step.kernel, archs, {archs: {"LDG": 1}}, budget))
     return found
 
 
@@ -161,14 +159,12 @@ def _cases_of_pages() -> list[Case]:
             assert step is not None
             budget = _IN_PAGES.get((capability, itemsize, size, page), {})
             name = f"triton forward {of} sm_{capability}"
-            found.append(_case(name, step.kernel, archs, {archs: {"LDG": 1}}, budget, f"{_SELDOM} 100a"))
+            found.append(_case(name, step.kernel, archs, {archs: {"LDG": 1}}, budget))
         step = plan.forward_plan(_in_pages(80, size, itemsize, page, 4), True, 132).step
         assert step is not None
         spills = dict.fromkeys(["80", "90a", "120a"], DECODE_BUDGET)
         spills |= _DECODE_IN_PAGES.get((itemsize, size, page), {})
-        found.append(
-            _case(f"triton decode {of}", step.kernel, "80 90a 120a", {"80 90a 120a": {"LDGSTS": 1}}, spills, "120a")
-        )
+        found.append(_case(f"triton decode {of}", step.kernel, "80 90a 120a", {"80 90a 120a": {"LDGSTS": 1}}, spills))
     return found
 
 
@@ -188,14 +184,11 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
     and combine_kernel for few parts and many."""
     archs = "80 90a 120a"
     of = f"{'bf16' if itemsize == 2 else 'fp32'} d{size}"
-    # .ci/run has every size, dtype and feature on one architecture, the next for the next.
-    first = list(configs.DECODE[itemsize]).index(size)
     most = configs.decode(DECODE_MAX_ROWS, size, size, itemsize).block_m
     found: dict[str, Case] = {}
     spills = {archs: DECODE_BUDGET}
     kinds = ((most, "plain", 1024), (16, "plain", 2**17), *((most, f, 1024) for f in _DECODED))
-    for at, (rows, feature, keys) in enumerate(kinds, start=first):
-        seldom = archs.replace(archs.split()[at % 3], "")
+    for rows, feature, keys in kinds:
         problem = _problem(80, size, itemsize, "mods" if feature == "mods" else "plain")
         shape = (2, 4, rows, size)
         bias = (
@@ -222,9 +215,9 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
         name = f"triton decode {of} {constants['BLOCK_M']} rows {feature}"
         own = _DECODE_RANGES.get((itemsize, size), {}) if feature == "ranges" else {}
         budgets = {arch: own.get(arch, DECODE_BUDGET) for arch in archs.split()}
-        found.setdefault(name, _case(name, kernel, archs, {archs: counts}, budgets, seldom))
+        found.setdefault(name, _case(name, kernel, archs, {archs: counts}, budgets))
         name = f"triton combine {of} {combine.constants['SPLITS']} parts"
-        found.setdefault(name, _case(name, combine, archs, {archs: {"LDG": 1}}, spills, seldom))
+        found.setdefault(name, _case(name, combine, archs, {archs: {"LDG": 1}}, spills))
     return list(found.values())
 
 
@@ -290,8 +283,7 @@ def _case_of_row(row: Row, size: int) -> Case:
         hmma = columns * scores // 2048 * (1 if row.itemsize == 2 else 6)
         require = {archs: {"HMMA": hmma, **({"LDGSTS": 1} if config.num_stages > 1 else {})}}
     name = f"triton {row.kernel} {'bf16' if row.itemsize == 2 else 'fp32'} d{size} {row.feature} sm_{row.arch}"
-    often = row.kernel in ("forward", "dkdv", "dq") and row.itemsize == 2 and row.feature == "plain" and size <= 128
-    return _case(name, step.kernel, archs, require, BUDGETS.get((row, size), {}), "86" if often else _SELDOM)
+    return _case(name, step.kernel, archs, require, BUDGETS.get((row, size), {}))
 
 
 def _case(
@@ -300,7 +292,6 @@ def _case(
     archs: str,
     require: Mapping[str, Mapping[str, int]],
     spills: Mapping[str, tuple[int, str]],
-    seldom: str = _SELDOM,
 ) -> Case:
     passed = {argument: kind for argument, kind in kernel.signature.items() if kind != "constexpr"}
     names = kernel.function.arg_names
@@ -310,4 +301,4 @@ def _case(
     source = Triton(kernel.function, passed, fixed, kernel.options, aligned)
     budgets = {x: Budget(*budget) for x, budget in spills.items()}
     again = bool(kernel.constants.get("UNATTENDED"))
-    return Case(name, source, archs, require=require, spills=budgets, seldom=seldom, walks_again=again)
+    return Case(name, source, archs, require=require, spills=budgets, walks_again=again)
