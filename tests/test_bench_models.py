@@ -18,6 +18,7 @@ from attnkern.backends.failed import FallbackWarning
 from attnkern.integrations import transformers as integration
 from bench import machine, models, plots, record, timing
 from bench.__main__ import app
+from matrix import in_turn
 
 pytestmark = pytest.mark.real_memory
 
@@ -64,8 +65,7 @@ def rows_of(path):
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(**in_turn(name=list(PASSES), dtype=["fp32", "bf16"]))
 def test_every_model_has_its_rows_and_both_sides_agree(name, dtype, tmp_path):
     path = tmp_path / "rows.jsonl"
     run(path, "--models", name, "--dtypes", dtype)

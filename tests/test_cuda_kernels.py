@@ -48,7 +48,6 @@ def simulated(request):
 FEATURES = tagged("cuda-forward")
 
 
-@pytest.mark.landing
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(simulated, name, record_property):
     simulated.check_call(FEATURES[name])

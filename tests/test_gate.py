@@ -20,7 +20,7 @@ from ptxsim import SHARED_LIMIT
 
 ROOT = Path(__file__).parents[1]
 CASES = cases.all_cases()
-EVERY = 4  # of a Triton kernel's cases for an architecture, .ci/run has one in so many
+EVERY = 8  # of a Triton kernel's cases for an architecture, .ci/run has one in so many
 
 
 def pairs():

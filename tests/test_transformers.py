@@ -32,6 +32,7 @@ from attnkern import testing
 from attnkern.backends import failed
 from attnkern.integrations import transformers as integration
 from attnkern.integrations import transformers_layers, transformers_serving
+from matrix import in_turn
 
 integration.register()
 
@@ -1037,11 +1038,11 @@ def test_no_mask_is_made(family, kind):
         model(**arguments, use_cache=False).logits.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [(f, k) for f in ("llama", "mistral", "gpt_oss", "mimo_v2_flash") for k in KINDS]
-    + [(f, k) for f in OWN_LAYERS if f != "mpt" for k in ("whole", "padded")],
-)
+IN_A_GRAPH = in_turn(family=["llama", "mistral", "gpt_oss", "mimo_v2_flash"], kind=KINDS)
+BY_THEIR_LAYERS = in_turn(family=[f for f in OWN_LAYERS if f != "mpt"], kind=["whole", "padded"])
+
+
+@pytest.mark.parametrize(IN_A_GRAPH["argnames"], IN_A_GRAPH["argvalues"] + BY_THEIR_LAYERS["argvalues"])
 def test_no_mask_is_in_a_graph(family, kind):
     """One graph, forward and backward; what it gives is what the model gives uncompiled."""
     model, arguments = long_model(family), long_inputs(kind)

@@ -1,5 +1,5 @@
-"""Which tests run: `make test` some of everything, `make test-changed` what a change touches, `.ci/run` all but GPU
-proofs that stand (proofs.py) and cases marked `prove`, of which it runs a part; `make prove` all.
+"""Which tests run: `make test` some of everything, `make test-changed` what a change touches, `.ci/run` all but
+cases marked `prove` and most of the GPU proofs (those that stand: proofs.py); `make prove` all.
 
 A tier has so many seconds. Every test function gets the same share of them, at least one case if that is done within
 LONGEST. It takes the cases first that show a parameter's value for the first time, then those that show two values
@@ -31,7 +31,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 SECONDS = {"quick": 620.0, "changed": 180.0}
 SHARD = 60.0  # of the quick tier's seconds
 ROTATING = 90.0  # seconds of what `.ci/run` leaves out, that it runs nevertheless
-PROVEN = 15.0  # seconds of a function of GPU proofs in `.ci/run`, or its first case
+PROVEN = 10.0  # seconds of a function of GPU proofs in `.ci/run`, or its first case
 LONGEST = 12.0  # seconds of a function's first case, if it is to be in every tier
 UNKNOWN = 0.3  # seconds of a case that was never timed
 LONG = 0.1  # of one that durations.json names; the others of its file take `brief`
