@@ -1,5 +1,5 @@
 """Which tests run: `make test` some of everything, `make test-changed` what a change touches, `.ci/run` all but
-cases marked `prove` and most of the GPU proofs (those that stand: proofs.py); `make prove` all.
+cases marked `prove`, GPU proofs that stand (proofs.py), and most of those that don't; `make prove` all.
 
 A tier has so many seconds. Every test function gets the same share of them, at least one case if that is done within
 LONGEST. It takes the cases first that show a parameter's value for the first time, then those that show two values
