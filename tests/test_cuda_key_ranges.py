@@ -175,7 +175,7 @@ def test_blocks_visited_are_the_least_possible(simulated, name, kind):  # noqa: 
         assert of_these < of_all
 
 
-def visited_by_each(simulated, launch):
+def visited_by_each(simulated, launch):  # noqa: F811
     """How many blocks of keys each block of threads visits, by the products that it adds to those of the ones before
     it. Some of them visits one."""
     products = [0]
