@@ -1,14 +1,18 @@
 """Key ranges in the CUDA C++ kernels, with their host code in the simulator, hazards checked: results and gradients
 against float64 by the one tolerance rule, and no block of keys or queries visited that needn't be."""
 
+import math
+
 import pytest
 import torch
 
 import launches
+import ptxsim
 from attnkern import testing
 from attnkern.problem import Problem
 from matrix import LAST, call, in_turn
-from test_cuda_kernels import BF16, cuda, simulated  # noqa: F401
+from random_problems import in_pages
+from test_cuda_kernels import BF16, FP16, FP32, cuda, simulated  # noqa: F401
 from test_cuda_sm90_backward import AGAIN, any_order, launched
 from test_key_ranges import KINDS
 
@@ -169,3 +173,75 @@ def test_blocks_visited_are_the_least_possible(simulated, name, kind):  # noqa: 
         of_all, of_these = (visits_of(launch, this, attends(this, x)) for x in (every, some))
         assert products * of_all == all_products * of_these, launch
         assert of_these < of_all
+
+
+def visited_by_each(simulated, launch):  # noqa: F811
+    """How many blocks of keys each block of threads visits, by the products that it adds to those of the ones before
+    it. Some of them visits one."""
+    products = [0]
+    for blocks in range(1, launch.grid[0] + 1):
+        report = ptxsim.launch(
+            launch.kernel,
+            (blocks,),
+            *launch.parameters,
+            block=launch.block,
+            shared=launch.shared,
+            tensors=simulated.recorder.tensors,
+            check=False,
+        )
+        products.append(report.statistics["products"])
+    counts = torch.tensor(products).diff()
+    one = counts[counts > 0].min()
+    assert (counts % one == 0).all()
+    return counts // one
+
+
+# The keys of each sequence, how many there is room for, and how many a block has. dtype, head size, options.
+UNEQUAL, ROOM, KEYS = [16, 1024, 0, 16], 2048, 64
+SPLIT = {
+    "d64": (BF16, 64, {}),
+    "d64, sinks": (FP16, 64, {"sinks": torch.tensor([-1.0, 0.0, 0.5, 2.0])}),
+    "d64, window": (BF16, 64, {"window": (9, 700)}),
+    "d40, float32": (FP32, 40, {}),
+    "d264, sinks": (BF16, 264, {"sinks": torch.tensor([-1.0, 0.0, 0.5, 2.0])}),
+}
+
+
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("name", SPLIT)
+def test_splits_of_unequal_lengths(simulated, name, pages):  # noqa: F811
+    """Each sequence's own keys are dealt out to its splits, not those that there is room for; splits that get none
+    leave no output, and none is read. With ranges there are more splits, so that the longest sequence ends sooner."""
+    dtype, size, options = SPLIT[name]
+    recorder = simulated.recorder
+    recorder.multiprocessors = 2  # which four sequences fill
+    lengths = torch.tensor(UNEQUAL).view(-1, 1, 1, 1)
+    ranges = torch.cat([torch.zeros_like(lengths), lengths], -1).unsqueeze(-2)
+    options = {"enable_gqa": True, **options}
+    query, key, value = (torch.randn(4, heads, rows, size).to(dtype) for heads, rows in ((4, 2), (1, ROOM), (1, ROOM)))
+    expects = testing.expected(query, key, value, key_ranges=ranges, **options)
+    key, value = (x.masked_fill((torch.arange(ROOM) >= lengths).mT, math.nan) for x in (key, value))
+    if pages:
+        (key, value), table = in_pages(16, key, value)
+        options["block_table"] = table
+    options["return_lse"] = True
+    recorder.simulate = False
+    simulated.attention(query, key, value, **options)
+    without_ranges = recorder.launches.pop(0).grid[0] // len(UNEQUAL)
+    recorder.launches.clear()
+    recorder.simulate = True
+    results = simulated.attention(query, key, value, key_ranges=ranges, **options)
+    for of, actual in zip(("out", "lse"), results, strict=True):
+        expects[of].check(actual, name=of)
+    splits = recorder.launches[0].grid[0] // len(UNEQUAL)
+    (parts,) = (x for x in recorder.tensors if x.shape == (4 * 4 * 2 * splits * (size + 1),))
+    outputs = parts[: 4 * 4 * 2 * splits * size].view(4, -1, splits, size)
+
+    live = min(UNEQUAL[1], options.get("window", (0, ROOM))[1] + 2)
+    blocks = torch.tensor([[1], [-(-live // KEYS)], [0], [1]])
+    each = -(-blocks // splits)
+    deal = (blocks - torch.arange(splits) * each).clamp(min=0).minimum(each)
+    visits = visited_by_each(simulated, recorder.launches[0]).view(-1, splits)
+    assert visits.tolist() == deal.tolist()
+    assert outputs.isnan().all(-1).equal((visits == 0).unsqueeze(1).expand(outputs.shape[:3]))
+    assert visits.max() <= -(-blocks.max() // without_ranges) / 2

@@ -55,10 +55,15 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   const T* k = keys_of<T>(p.k, table, batch, head_k);
   const T* v = keys_of<T>(p.v, table, batch, head_k);
 
-  // The keys that some row reaches, in whole blocks, dealt out evenly.
+  // The keys that some row reaches, in whole blocks, dealt out evenly: with ranges each tile's own, however many keys
+  // there is room for.
   const auto reached = packed_blocks<kKeys, kRows>(p.score, batch, head_k * p.pack, p.pack, first_packed, packed);
   const int each = (reached.count + p.splits - 1) / p.splits;
   const int begin = min(split * each, reached.count), end = min((split + 1) * each, reached.count);
+  if (p.splits > 1 && begin >= end) {
+    leave_nothing<kRows>(p, split, batch, head_k * p.pack, first_packed, packed);
+    return;
+  }
 
   PackedRow rows[2];
 #pragma unroll
@@ -223,7 +228,8 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
 }
 
 // A warp per query, head and 32 columns. The outputs of eight splits are under way at a time: with one after the other
-// the kernel would be as slow as memory is far away, times the number of splits.
+// the kernel would be as slow as memory is far away, times the number of splits. What a split without keys has left is
+// not read.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ SplitParams p) {
   constexpr int kPerLane = kMaxSplits / 32;
@@ -235,10 +241,12 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int64_t batch = at / seqlen_q / heads;
   if (batch >= p.batch) return;
   float lse[kPerLane], largest = -kInfinity, sum = 0.f;
+  uint32_t found[kPerLane];  // the splits that have found keys, as bits
 #pragma unroll
   for (int n = 0; n < kPerLane; ++n) {
     const int split = n * 32 + lane;
     lse[n] = split < p.splits ? p.part_lse[at * p.splits + split] : -kInfinity;
+    found[n] = __ballot_sync(0xffffffffu, lse[n] != -kInfinity);
     largest = fmaxf(largest, lse[n]);
   }
 #pragma unroll
@@ -260,15 +268,15 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll
   for (int n = 0; n < kPerLane; ++n) {
 #pragma unroll 1
-    for (int first = 0; first < 32 && n * 32 + first < p.splits; first += kCombined) {
-      // Nothing but loads between the first and the last of them. A split past the end is the last one, weighed by 0.
+    for (int first = 0; first < 32 && found[n] >> first != 0; first += kCombined) {
+      // Nothing but loads between the first and the last of them.
       float weight[kCombined], part[kCombined];
 #pragma unroll
       for (int of = 0; of < kCombined; ++of) weight[of] = __shfl_sync(0xffffffffu, lse[n], first + of);
 #pragma unroll
       for (int of = 0; of < kCombined; ++of) {
-        const int split = min(n * 32 + first + of, p.splits - 1);
-        part[of] = live ? parts[static_cast<int64_t>(split) * p.v.width] : 0.f;
+        const bool reads = live && (found[n] >> first >> of & 1) != 0;
+        part[of] = reads ? parts[static_cast<int64_t>(n * 32 + first + of) * p.v.width] : 0.f;
       }
 #pragma unroll
       for (int of = 0; of < kCombined; ++of) total += weight[of] * part[of];
@@ -310,17 +318,25 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
   // once, and what the second kernel costs. Registers let four blocks of threads share a multiprocessor, memory maybe
   // fewer.
   constexpr int kReserved = 1024;  // by the system, per block of threads
-  constexpr double kCombine = 4, kPerSplit = 1. / 16;
+  constexpr double kCombine = 4, kPerSplit = 1. / 16, kBegun = 0.5;
   const int resident = std::clamp(chip.shared_per_multiprocessor / (plan.shared_bytes + kReserved), 1, 4);
   const Range reached = p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
   const int64_t blocks = ceil_div(std::max<int64_t>(reached.end - reached.begin, 1), plan.keys);
   const int64_t tiles = p.batch * p.heads_k * plan.row_tiles, slots = int64_t{resident} * chip.multiprocessors;
-  double best = 0;
-  for (int64_t splits = 1; splits <= std::min<int64_t>(blocks, kMaxSplits); ++splits) {
-    const double rounds = static_cast<double>(ceil_div(tiles * splits, slots));
-    const double cost = rounds * static_cast<double>(ceil_div(blocks, splits)) +
-                        (splits > 1 ? kCombine + kPerSplit * static_cast<double>(splits) : 0);
-    if (splits == 1 || cost < best) best = cost, plan.splits = static_cast<int>(splits);
+  const auto cost = [&](int64_t splits) {
+    const auto rounds = [&](int64_t of) { return static_cast<double>(ceil_div(of * splits, slots)); };
+    const double each = static_cast<double>(ceil_div(blocks, splits));
+    const double combined = splits > 1 ? kCombine + kPerSplit * static_cast<double>(splits) : 0;
+    const double all_full = rounds(tiles) * each + combined;
+    if (p.ranges.data == nullptr) return all_full;
+    // The device alone knows how many keys a tile has. So the sum of two ends: all have these, or those of one entry of
+    // the batch do and the others none. A block of threads costs kBegun beside its keys, also one that has none.
+    const double one_full = rounds(tiles / p.batch) * each + combined;
+    return all_full + one_full + 2 * kBegun * rounds(tiles);
+  };
+  plan.splits = 1;
+  for (int64_t splits = 2; splits <= std::min<int64_t>(blocks, kMaxSplits); ++splits) {
+    if (cost(splits) < cost(plan.splits)) plan.splits = static_cast<int>(splits);
   }
   plan.blocks = tiles * plan.splits;
   return plan;

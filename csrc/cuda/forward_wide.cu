@@ -461,10 +461,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (p.score.ranges != nullptr) __syncthreads();  // the rows' keys say which blocks are visited
 
-  // The keys that some row reaches, in whole blocks, dealt out evenly to the splits.
+  // The keys that some row reaches, in whole blocks, dealt out evenly to the splits, as in decode.cu.
   const auto reached = packed_blocks<kKeys, kRows>(p.score, batch, first_head, p.pack, first_row, row_end);
   const int each = (reached.count + p.splits - 1) / p.splits;
   Blocks<T> blocks{p, reached, packed_rows, min(split * each, reached.count), min((split + 1) * each, reached.count)};
+  if (p.splits > 1 && blocks.done()) {
+    leave_nothing<kRows>(p, split, batch, first_head, first_row, row_end);
+    return;
+  }
   blocks.find();
 
   Chunks<T, std::remove_const_t<decltype(table)>> chunks(p, stages, table, k, v, blocks);

@@ -2,6 +2,7 @@
 // range of keys of its own. Without dropout. Used by decode.cu and forward_wide.cu.
 #pragma once
 
+#include "cuda/forward_wide.cuh"
 #include "cuda/visits.cuh"
 
 namespace attnkern::cuda {
@@ -77,6 +78,16 @@ __device__ __forceinline__ PackedBlocks<kBlock> packed_blocks(const Score& p, in
             const int r = first_row + row;
             return own_keys(p, ranges_of(p, batch, first_head + r % pack), r / pack);
           }};
+}
+
+// What a split without keys leaves of these rows: combine_kernel then reads no output of it.
+template <int kRows>
+__device__ __forceinline__ void leave_nothing(const SplitParams& p, int split, int batch, int first_head, int first_row,
+                                              int row_end) {
+  const int row = static_cast<int>(threadIdx.x), r = first_row + row;
+  if (row >= kRows || r >= row_end) return;
+  const int64_t batch_head = static_cast<int64_t>(batch) * p.score.heads + first_head + r % p.pack;
+  p.part_lse[(batch_head * p.score.seqlen_q + r / p.pack) * p.splits + split] = -kInfinity;
 }
 
 // Whether a row attends to a key of a block.
