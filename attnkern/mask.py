@@ -126,7 +126,7 @@ class Mask:
         return self._stored.device
 
     def to(self, device: torch.device | str | int) -> Mask:
-        """The same mask on another device. Raises TypeError for what is none: a Mask has no dtype to change."""
+        """This mask on another device. Raises TypeError for what is none: a Mask has no dtype to change."""
         if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
             raise TypeError(
                 f"attnkern: argument 'device' must be torch.device, str or int, not {type(device).__name__}"

@@ -146,8 +146,8 @@ def next_keys(masks, strides, first_row, at, call, C: tl.constexpr):
 
 @triton.jit
 def next_queries(masks, strides, first_col, at, call, C: tl.constexpr):
-    """The same with queries and keys exchanged: the next run of blocks of queries from `at` on that the block of keys
-    visits. Of LOOK rows; if none of them attends to one of the keys, the run is empty and at their end."""
+    """`next_keys` with queries and keys exchanged: the next run of blocks of queries, from `at` on, that the block of
+    keys visits. Of LOOK rows; if none of them attends to one of the keys, the run is empty and at their end."""
     BLOCKS: tl.constexpr = LOOK // C.BLOCK_M
     block = tl.arange(0, BLOCKS)
     rows = at + block[:, None] * C.BLOCK_M + tl.arange(0, C.BLOCK_M)[None, :]
