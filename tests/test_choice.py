@@ -269,7 +269,7 @@ def test_every_call_has_a_rule_and_no_rule_is_in_vain():
     def calls(capabilities):
         sizes = [size for rule in choice.RULES for size in rule.head_dims]
         return [
-            choice.Call(capability, training, kind, size)
+            choice.CallKind(capability, training, kind, size)
             for capability in capabilities
             for training in (False, True)
             for kind in choice.KINDS

@@ -462,7 +462,7 @@ def test_results_are_applied_to_the_three_tables(tmp_path, capsys):
     (rule,) = applied.MEASURED
     because = "cuda 200 us, 1.50x triton on Chip X"
     assert rule == ((90,), ("training",), ("fast path",), (65, 128), ("cuda", "triton"), because)
-    assert applied.rule_for(applied.Call(90, True, "fast path", 100)) == rule
+    assert applied.rule_for(applied.CallKind(90, True, "fast path", 100)) == rule
     assert applied.told(rule) == f"as measured ({because})"
     assert len(applied.RULES) == 1 + len(choice.RULES)
     assert all(len(line.rstrip()) <= 120 for path in (apply.CONFIGS, apply.CHOICE) for line in (tmp_path / path).open())

@@ -871,7 +871,7 @@ def test_what_is_written_into_a_mask_counts(inference):
 def test_a_long_mask_that_is_made_dense_says_so_once():
     integration._tell_dense.cache_clear()
     mask = integration.CompactMask.of(
-        (1, 1, 1025, 1), "cpu", integration.Band(None, 1), lambda: torch.ones(1, 1, 1025, 1)
+        (1, 1, 1025, 1), "cpu", integration.CausalTail(None, 1), lambda: torch.ones(1, 1, 1025, 1)
     )
     with pytest.warns(attnkern.FallbackWarning, match="attention_mask"):
         mask.sum()
@@ -930,7 +930,7 @@ def test_patterns_are_ranges(pattern, sizes, padding, static):
         mask = mask.contiguous()
         assert type(mask) is torch.Tensor
         assert mask.dim() == 4
-        content = integration.Ranges.unpack(mask, q_length, kv_length)
+        content = integration.RowRanges.unpack(mask, q_length, kv_length)
     else:
         content = mask.content
     assert torch.equal(dense_of(content, q_length, kv_length), dense)

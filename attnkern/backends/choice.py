@@ -63,7 +63,7 @@ _rules: tuple[Rule, ...] = RULES
 _source = UNMEASURED
 
 
-class Call(NamedTuple):
+class CallKind(NamedTuple):
     """What rules tell calls apart by."""
 
     capability: int
@@ -72,7 +72,7 @@ class Call(NamedTuple):
     head_dim: int
 
 
-def call_of(problem: Problem, capability: int, training: bool | None = None) -> Call:
+def call_of(problem: Problem, capability: int, training: bool | None = None) -> CallKind:
     """A CUDA call as rules see it. training: whether a backward pass follows; None: that is seen of the inputs."""
     q, k, v, bias, sinks, ranges, params, *_ = problem
     tensors = [x for x in (q, k, v, bias, sinks) if x is not None]
@@ -84,15 +84,15 @@ def call_of(problem: Problem, capability: int, training: bool | None = None) -> 
         kind = "generic"
     else:
         kind = "fast path"
-    return Call(capability, training, kind, max(q.shape[3], v.shape[3]))
+    return CallKind(capability, training, kind, max(q.shape[3], v.shape[3]))
 
 
-def rule_for(call: Call) -> Rule:
+def rule_for(call: CallKind) -> Rule:
     """The first rule that matches. Every set of rules ends with one for all calls."""
     return _known_match(call)
 
 
-def _first_match(call: Call) -> Rule:
+def _first_match(call: CallKind) -> Rule:
     for rule in _rules:
         if _matches(rule, call):
             return rule
@@ -148,7 +148,7 @@ def dump(rules: Sequence[Rule], path: str | Path, about: Mapping[str, Any]) -> N
     Path(path).write_text(f'{{"about": {json.dumps(dict(about))},\n"rules": [\n{lines}\n]}}\n')
 
 
-def _matches(rule: Rule, call: Call) -> bool:
+def _matches(rule: Rule, call: CallKind) -> bool:
     low, high = rule.head_dims
     return (
         (not rule.capabilities or call.capability in rule.capabilities)
