@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..api import attention
+from ..arguments import has_values
 from ..backends.failed import FallbackWarning
 from ..mask import span
 from ..packed import packed_ranges
@@ -311,7 +312,7 @@ _computes_itself._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _is_whole(padding: Tensor | None) -> bool:
     """Whether nothing is padding, as far as may be looked at."""
-    return padding is None or (not torch.compiler.is_compiling() and bool(padding.all()))
+    return padding is None or (has_values(padding) and bool(padding.all()))
 
 
 def _band(
@@ -342,7 +343,7 @@ def _band(
         return None
     if attention_mask is not None:
         seen = attention_mask[:, kv_offset : kv_offset + visible]
-        if seen.shape[-1] < visible or not bool(seen.all()):
+        if seen.shape[-1] < visible or not _is_whole(seen):
             return None
     return CausalTail(local_size, visible)
 
@@ -426,7 +427,7 @@ def _ranges(
         real = F.pad(padding.bool(), (0, kv_length + kv_offset - padding.shape[-1]))[:, kv_offset:][:, None, None]
         left, right = span(real)
         begin, end = begin.maximum(left[..., None]), end.minimum(right[..., None])
-        if not torch.compiler.is_compiling() and bool((right - left == real.sum(-1)).all()):
+        if has_values(real) and bool((right - left == real.sum(-1)).all()):
             real = None
     return RowRanges(torch.stack([begin, end], -1).to(torch.int32), real)
 
