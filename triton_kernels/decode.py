@@ -122,7 +122,7 @@ def decode_kernel(
 
     k, v, masks and table as in forward_kernel. part_out (batch, heads, seqlen_q, splits, head_dim_v) and part_lse
     (batch, heads, seqlen_q, splits), contiguous fp32: each split's own normalised output, and its lse in the
-    natural-log domain. Grid: (splits, tiles of rows, batch * heads_k).
+    natural-log domain. Grid: splits * tiles of rows * batch * heads_k.
     """
     seqlen_q = call.seqlen_q
     seqlen_k = call.seqlen_k
