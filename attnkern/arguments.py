@@ -1,13 +1,16 @@
-"""Types of arguments: what is taken for a number, a window or a mask, what autocast makes of tensors, and how errors
-show the rest."""
+"""Types of arguments: what is taken for a number, a window or a mask, what autocast makes of tensors, whether their
+values may be looked at, and how errors show the rest."""
 
 from __future__ import annotations
 
 import numbers
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .params import int_of_numpy, shown
 
@@ -80,6 +83,30 @@ def constant(x: Any) -> Any:
 
         return guard_scalar(x)
     return x
+
+
+def has_values(*tensors: Tensor) -> bool:
+    """Whether tensors have values that a program may branch on: not in a graph or trace, which serves other values."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # make_fx, of real tensors too
+        return False
+    return not any(isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta for x in tensors)
+
+
+def may_look(*tensors: Tensor) -> bool:
+    """Whether values are there and may be checked: at no cost on the CPU, or where ATTNKERN_CHECK=1 asks for it."""
+    on_cpu = all(x.device.type == "cpu" for x in tensors)
+    return has_values(*tensors) and (on_cpu or os.environ.get("ATTNKERN_CHECK") == "1")
+
+
+def check_not_traced() -> None:
+    """Raises while torch.jit.trace runs, which keeps as a constant what is seen of a mask's data."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "attnkern: this mask depends on what its data are, which torch.jit.trace would keep as constants: make it "
+            "before, or give its lengths, or use torch.export"
+        )
 
 
 def is_numpy_bool(x: object) -> bool:

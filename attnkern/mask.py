@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from .arguments import check_not_traced
 from .bits import WORD, bools
+from .params import within_ranges
 from .shapes import broadcast
 
 if TYPE_CHECKING:
@@ -70,7 +72,8 @@ class Mask:
         is not above its begin is empty. Ends are clamped to 0 and S. Looks at the data if n > 2."""
         ranges = union_of_ranges(ranges, seqlen_k)
         if ranges.shape[-2] > 2:
-            return cls._packed(lambda rows: _inside(_rows_of(ranges, rows), seqlen_k), ranges, seqlen_q, seqlen_k)
+            keys = slice(0, seqlen_k)
+            return cls._packed(lambda rows: within_ranges(_rows_of(ranges, rows), keys), ranges, seqlen_q, seqlen_k)
         return cls(ranges.to(torch.int32).contiguous(), None, None, seqlen_q, seqlen_k)
 
     @classmethod
@@ -126,7 +129,7 @@ class Mask:
         return self._stored.device
 
     def to(self, device: torch.device | str | int) -> Mask:
-        """The same mask on another device. Raises TypeError for what is none: a Mask has no dtype to change."""
+        """This mask on another device. Raises TypeError for what is none: a Mask has no dtype to change."""
         if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
             raise TypeError(
                 f"attnkern: argument 'device' must be torch.device, str or int, not {type(device).__name__}"
@@ -297,7 +300,7 @@ class Mask:
         """bool (B|1, Hq|1, rows|1, S) of some rows."""
         stored = _rows_of(self._stored, rows)
         if self.ranges is not None:
-            return _inside(stored, self.seqlen_k)
+            return within_ranges(stored, slice(0, self.seqlen_k))
         return bools(stored.contiguous().view(torch.uint8), self.seqlen_k)
 
     def _like(self, other: Mask) -> Tensor:
@@ -374,15 +377,6 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     return merged[..., : max(1, most), :]
 
 
-def check_not_traced() -> None:
-    """Raises while torch.jit.trace runs, which keeps as a constant what is seen of a mask's data."""
-    if torch.jit.is_tracing():
-        raise RuntimeError(
-            "attnkern: this mask depends on what its data are, which torch.jit.trace would keep as constants: make it "
-            "before, or give its lengths, or use torch.export"
-        )
-
-
 def span(keys: Tensor) -> tuple[Tensor, Tensor]:
     """From the first True of a bool (..., S) to behind the last, (...) int64 each; 0 and 0 where there is none."""
     seqlen_k = keys.shape[-1]
@@ -402,15 +396,6 @@ def _tiles(like: Tensor, seqlen_k: int) -> list[slice]:
     batch, heads, n = like.shape[:3]
     step = max(1, _TILE // max(1, batch * heads * seqlen_k))
     return [slice(at, min(at + step, n)) for at in range(0, n, step)]
-
-
-def _inside(ranges: Tensor, seqlen_k: int) -> Tensor:
-    """bool (..., S): which keys are in one of the ranges (..., n, 2)."""
-    j = torch.arange(seqlen_k, dtype=ranges.dtype, device=ranges.device)
-    first, *others = ((j >= x[..., :1]) & (j < x[..., 1:]) for x in ranges.unbind(-2))
-    for other in others:
-        first |= other
-    return first
 
 
 def _runs(tile: Tensor) -> Tensor | None:

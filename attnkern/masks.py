@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Window, show, type_error, type_name
-from .mask import Mask, check_not_traced
-from .packed import may_look, packed_ranges
+from .arguments import Window, check_not_traced, may_look, show, type_error, type_name
+from .mask import Mask
+from .packed import packed_ranges
 from .params import UNBOUNDED, check_alignment, int_of_numpy, shown
 from .varlen import check_packed_window
 

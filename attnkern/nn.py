@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from . import api, autograd, rng
-from .arguments import mask_type_error, show, type_error
+from .arguments import mask_type_error, may_look, show, type_error
 from .mask import Mask, span
-from .packed import is_jagged, may_look
+from .packed import is_jagged
 from .params import UNBOUNDED, Band, within_ranges
 from .problem import Problem
 

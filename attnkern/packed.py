@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .arguments import show, type_error
+from .arguments import may_look, show, type_error
 from .params import UNBOUNDED, holds
 
 
@@ -192,19 +189,6 @@ def _check_alike(name: str, x: Any, of: str, other: Any) -> None:
         ):
             continue
         raise RuntimeError(f"attnkern: {name}'s sequences must have the lengths of {of}'s")
-
-
-def may_look(*tensors: Tensor) -> bool:
-    """Whether there are values, not so in traces, and they may be checked: at no cost on the CPU, or where
-    ATTNKERN_CHECK=1 asks for it."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
-        return False
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # make_fx, of real tensors too
-        return False
-    if any(isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta for x in tensors):
-        return False
-    on_cpu = all(x.device.type == "cpu" for x in tensors)
-    return on_cpu or os.environ.get("ATTNKERN_CHECK") == "1"
 
 
 def _check_integers(name: str, x: Any, like: Tensor, size: int | None) -> None:

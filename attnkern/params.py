@@ -89,8 +89,10 @@ def within_ranges(key_ranges: Tensor, keys: slice) -> Tensor:
     A row attends to key j iff begin <= j < end for one of its R ranges (begin, end).
     """
     j = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=key_ranges.device)
-    begin, end = key_ranges.unsqueeze(-1).unbind(-2)
-    return ((begin <= j) & (j < end)).any(-2)
+    first, *others = ((x[..., :1] <= j) & (j < x[..., 1:]) for x in key_ranges.unbind(-2))
+    for other in others:
+        first = first | other
+    return first
 
 
 class AttentionParams(NamedTuple):

@@ -86,7 +86,7 @@ class Problem(NamedTuple):
         return Inputs(*for_operators(self.given(philox_seed)))
 
     def given(self, philox_seed: Tensor | None = None) -> Inputs:
-        """The same, but for sinks (Hq,): `autograd.attention` takes them as they are."""
+        """An operator's arguments but for sinks (Hq,), which `autograd.attention` takes as they are."""
         k, v, table = (self.k, self.v, None) if self.pages is None else self.pages
         return Inputs(self.q, k, v, self.bias, self.sinks, self.ranges, philox_seed, table)
 

@@ -32,7 +32,7 @@ class View(NamedTuple):
 
     @classmethod
     def of_mask(cls, shape: Sizes, kept: int, batch: Sizes, tail: Sizes | None = None) -> View | None:
-        """The same for a mask, whose last `kept` dimensions stay (or become `tail`), whose batch may be 1, and which
+        """`to` for a mask, whose last `kept` dimensions stay (or become `tail`), whose batch may be 1, and which
         may lack the first dimensions."""
         padded = (1,) * (len(batch) + kept - len(shape)) + tuple(shape)
         shared = all(holds(n == 1, False) for n in padded[:-kept])

@@ -36,6 +36,11 @@ def problem(*shape, heads_k=None, keys=None, size_v=None, gradient=False, dtype=
     return Problem.from_sdpa(q, k, v, enable_gqa=heads_k is not None, **options)
 
 
+def kind_of(call, chip=A100):
+    """A call on a chip as rules see it."""
+    return choice.kind_of(call, cuda.plan_of(call, chip), chip.capability)
+
+
 # ------------------------------------------------------------------------------------------------------------ the plans
 
 
@@ -219,8 +224,9 @@ def fake(*shape, gradient=False, dtype=torch.bfloat16):
 def test_key_ranges_are_a_feature_but_for_hoppers_kernels(capability, kind):
     ranges = torch.zeros(1, 1, 256, 1, 2, dtype=torch.int32)
     call = problem(1, 2, 256, 64)
-    assert choice.call_of(call, capability).kind == "fast path"
-    assert choice.call_of(call._replace(ranges=ranges), capability).kind == kind
+    chip = cuda.Chip(capability, *H100[1:])
+    assert kind_of(call, chip).kind == "fast path"
+    assert kind_of(call._replace(ranges=ranges), chip).kind == kind
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
@@ -230,9 +236,9 @@ def test_select_and_explain_follow_the_rules(on, capability):
         for shape, gradient in (((2, 4, 256, 64), False), ((2, 4, 256, 128), True), ((2, 4, 1, 256), False)):
             x = fake(*shape, gradient=gradient)
             call = Problem.from_sdpa(x, x, x)
-            rule = choice.rule_for(choice.call_of(call, capability))
+            rule = choice.rule_for(choice.kind_of(call, cuda.plan_of(call), capability))
             explanation = table.explain(call)
-            hopper = cuda.is_for_hopper(call)
+            hopper = cuda.is_for_hopper(cuda.plan_of(call))
             first = next(name for name in rule.order if hopper or name != "cuda-sm90")
             assert explanation.chosen == table.select(call).NAME == first.removesuffix("-sm90")
             assert f"{explanation.chosen}: chosen by structure, not measured ({rule.because})" in str(explanation)
@@ -253,23 +259,30 @@ def test_a_refusal_outranks_the_choice(on):
 
 
 def test_what_rules_tell_apart():
-    call = choice.call_of
-    assert call(problem(1, 2, 200, 64), 80) == (80, False, "fast path", 64)
-    assert call(problem(1, 2, 200, 64, gradient=True), 80) == (80, True, "fast path", 64)
-    assert call(problem(1, 8, 4, 64, keys=300), 80).kind == "decode"
-    assert call(problem(1, 64, 2, 64, heads_k=1, keys=300), 80).kind == "fast path"
-    assert call(problem(1, 8, 4, 64, keys=300, gradient=True), 80).kind == "fast path"
-    assert call(problem(1, 2, 200, 64, softcap=2.0), 80).kind == "generic"
-    assert call(problem(1, 2, 200, 64, dropout_p=0.5), 80).kind == "generic"
+    assert kind_of(problem(1, 2, 200, 64)) == (80, False, "fast path", 64)
+    assert kind_of(problem(1, 2, 200, 64, gradient=True)) == (80, True, "fast path", 64)
+    assert kind_of(problem(1, 8, 4, 64, keys=300)).kind == "decode"
+    assert kind_of(problem(1, 64, 2, 64, heads_k=1, keys=300)).kind == "fast path"
+    assert kind_of(problem(1, 8, 4, 64, keys=300, gradient=True)).kind == "generic"
+    assert kind_of(problem(1, 2, 200, 64, softcap=2.0)).kind == "generic"
+    assert kind_of(problem(1, 2, 200, 64, dropout_p=0.5)).kind == "generic"
     with torch.no_grad():
-        assert not call(problem(1, 2, 200, 64, gradient=True), 80).training
+        assert not kind_of(problem(1, 2, 200, 64, gradient=True)).training
+
+
+def test_rules_go_by_the_plan_and_guess_nothing():
+    """What the kernels tell apart and shapes don't: the sign of the scale, and rows that aren't whole vectors."""
+    for chip in (A100, RTX4090, H100):
+        assert kind_of(problem(1, 2, 200, 64, scale=0.5), chip).kind == "fast path"
+    assert kind_of(problem(1, 2, 200, 64, scale=-0.5)).kind == "generic"
+    assert kind_of(problem(1, 2, 200, 63)).kind == "generic"
 
 
 def test_every_call_has_a_rule_and_no_rule_is_in_vain():
     def calls(capabilities):
         sizes = [size for rule in choice.RULES for size in rule.head_dims]
         return [
-            choice.Call(capability, training, kind, size)
+            choice.CallKind(capability, training, kind, size)
             for capability in capabilities
             for training in (False, True)
             for kind in choice.KINDS
@@ -291,7 +304,7 @@ def test_measured_rules_are_kept_as_json(on, tmp_path):
         assert explanation.chosen == "cuda"
         assert explanation.order == "as measured on chip, 2.13 (1.2x)"
         x = fake(1, 1, 200, 64, gradient=True)
-        assert choice.rule_for(choice.call_of(Problem.from_sdpa(x, x, x), 90)) in choice.RULES
+        assert choice.rule_for(kind_of(Problem.from_sdpa(x, x, x), H100)) in choice.RULES
     text = json.loads((tmp_path / "rules.json").read_text())
     text["rules"][0]["order"] = ["cublas"]
     (tmp_path / "rules.json").write_text(json.dumps(text))

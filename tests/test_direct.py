@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnkern
 from attnkern import ops, testing
+from attnkern.autograd import functions
 from attnkern.backends import cpu
 from attnkern.params import DTYPES, UNBOUNDED
 from attnkern.problem import Problem
@@ -405,6 +406,21 @@ def test_other_threads_run_meanwhile():
         stop.set()
         sys.setswitchinterval(interval)
         thread.join()
+
+
+def test_a_call_for_another_backend_asks_nothing_of_the_cpus(monkeypatch):
+    """`autograd.functions` looks at the backend's name first: a GPU call doesn't wait for the CPU's rules."""
+    tensors, params = changed(0, torch.clone), (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
+    asked = []
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(cpu, name, lambda *arguments: asked.append(arguments[-1]))
+        monkeypatch.setattr(ops, name, lambda *arguments: arguments[-1])
+    for backend, of_cpu in (("triton", []), ("cuda", []), ("cuda first", []), ("cpu", ["cpu", "cpu"])):
+        assert functions._forward(*Inputs(*tensors), *params, True, backend) == backend
+        with torch.no_grad():
+            results = functions._backward(tensors[0], None, *Inputs(*tensors), *tensors[:2], *params, 7, backend)
+        assert results == backend
+        assert asked == of_cpu
 
 
 def test_without_what_it_stands_on_everything_goes_by_the_operators(monkeypatch):

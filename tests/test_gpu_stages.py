@@ -205,7 +205,7 @@ def test_full_sized_problems_are_valid():
         )
         q.requires_grad_(trial.training)
         problem = Problem.from_sdpa(q, k, v, **case.options)
-        call = choice.call_of(problem, 90)
+        call = choice.kind_of(problem, cuda.plan_of(problem, cuda.Chip(90, 132, 228 * 1024, 227 * 1024)), 90)
         assert (call.training, call.kind, call.head_dim) == trial
 
 
@@ -462,7 +462,7 @@ def test_results_are_applied_to_the_three_tables(tmp_path, capsys):
     (rule,) = applied.MEASURED
     because = "cuda 200 us, 1.50x triton on Chip X"
     assert rule == ((90,), ("training",), ("fast path",), (65, 128), ("cuda", "triton"), because)
-    assert applied.rule_for(applied.Call(90, True, "fast path", 100)) == rule
+    assert applied.rule_for(applied.CallKind(90, True, "fast path", 100)) == rule
     assert applied.told(rule) == f"as measured ({because})"
     assert len(applied.RULES) == 1 + len(choice.RULES)
     assert all(len(line.rstrip()) <= 120 for path in (apply.CONFIGS, apply.CHOICE) for line in (tmp_path / path).open())

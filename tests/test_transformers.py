@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -872,13 +873,36 @@ def test_what_is_written_into_a_mask_counts(inference):
 def test_a_long_mask_that_is_made_dense_says_so_once():
     integration._tell_dense.cache_clear()
     mask = integration.CompactMask.of(
-        (1, 1, 1025, 1), "cpu", integration.Band(None, 1), lambda: torch.ones(1, 1, 1025, 1)
+        (1, 1, 1025, 1), "cpu", integration.CausalTail(None, 1), lambda: torch.ones(1, 1, 1025, 1)
     )
     with pytest.warns(attnkern.FallbackWarning, match="attention_mask"):
         mask.sum()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mask.clone().sum()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_trace_of_real_tensors_looks_at_no_padding(causal):
+    """make_fx runs with values that its graph doesn't have: what it makes of a whole batch serves a padded one."""
+    chosen = masking_utils.causal_mask_function if causal else masking_utils.bidirectional_mask_function
+    q = torch.randn(2, 1, 5, 16)
+
+    def call(padding):
+        skip = {"allow_is_causal_skip": True, "allow_is_bidirectional_skip": True}
+        sizes = {"batch_size": 2, "q_length": 5, "kv_length": 5, "q_offset": 0, "kv_offset": 0, "device": "cpu"}
+        mask = integration.attention_mask(**sizes, **skip, mask_function=chosen, attention_mask=padding)
+        asked.append(type(mask))
+        out, _ = integration.attention_forward(torch.nn.Module(), q, q, q, mask, is_causal=causal)
+        return out
+
+    asked, whole = [], torch.ones(2, 5, dtype=torch.bool)
+    padded = whole.clone()
+    padded[1, 3:] = False
+    graph = make_fx(call)(whole)
+    for padding in (whole, padded):
+        assert torch.equal(graph(padding), call(padding))
+    assert (type(None) in asked) == (not causal)  # outside a trace a whole batch needs no mask
 
 
 def packed_positions():
@@ -931,7 +955,7 @@ def test_patterns_are_ranges(pattern, sizes, padding, static):
         mask = mask.contiguous()
         assert type(mask) is torch.Tensor
         assert mask.dim() == 4
-        content = integration.Ranges.unpack(mask, q_length, kv_length)
+        content = integration.RowRanges.unpack(mask, q_length, kv_length)
     else:
         content = mask.content
     assert torch.equal(dense_of(content, q_length, kv_length), dense)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from attnkern.triton_kernels import configs, plan
-from attnkern.triton_kernels.arguments import Call, Masks
+from attnkern.triton_kernels.arguments import Masks, Numbers
 from attnkern.triton_kernels.backward import BackwardStrides
 from attnkern.triton_kernels.ranges import LOOK, next_keys, next_queries, visiting
 
@@ -233,7 +233,7 @@ def in_tiles(mask, rows, cols):
 
 
 @triton.jit
-def walk_keys(masks: Masks, found, steps, strides: BackwardStrides, columns, call: Call, C: tl.constexpr):
+def walk_keys(masks: Masks, found, steps, strides: BackwardStrides, columns, call: Numbers, C: tl.constexpr):
     """Adds 1 to `found` (tiles of rows, columns) for each block visited with a mask, 256 for each without one; and 1 to
     `steps` for each run."""
     tile = tl.program_id(0)
@@ -247,7 +247,7 @@ def walk_keys(masks: Masks, found, steps, strides: BackwardStrides, columns, cal
 
 
 @triton.jit
-def walk_queries(masks: Masks, found, steps, strides: BackwardStrides, columns, call: Call, C: tl.constexpr):
+def walk_queries(masks: Masks, found, steps, strides: BackwardStrides, columns, call: Numbers, C: tl.constexpr):
     """The same by blocks of keys."""
     tile = tl.program_id(0)
     at, last = visiting(masks.visits, tile * 0, tile * 0, strides.visits, tile * C.BLOCK_N, call, C)

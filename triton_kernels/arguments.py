@@ -22,7 +22,7 @@ class Strides(NamedTuple):
     column: Any = None  # of a bias alone: all others have dense rows
 
 
-class Call(NamedTuple):
+class Numbers(NamedTuple):
     """The numbers of a call, the same for all its kernels."""
 
     softmax_scale: Any
@@ -50,7 +50,7 @@ FLOATS = ("softmax_scale", "score_scale", "softcap", "dropout_scale")
 
 
 def score_numbers(params: AttentionParams) -> dict[str, Any]:
-    """What a `Call` has of how scores are made."""
+    """What `Numbers` have of how scores are made."""
     scale, softcap, left, right, offset, dropout_p = params
     low, high = (max(-_FAR, min(bound, _FAR)) for bound in (offset - left, offset + right))
     return {

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Call, Keys, Masks, Queries, RowTerms, Strides
+from .arguments import Keys, Masks, Numbers, Queries, RowTerms, Strides
 from .ranges import next_keys, next_queries, row_ends, visiting
 from .score import (
     afresh,
@@ -221,7 +221,7 @@ def _dkdv_columns(
 @triton.jit
 def dkdv_kernel(
     q0, q1, tq0, tq1, grad_out0, grad_out1, keys: Keys, masks: Masks, seed, terms: RowTerms, grads: KeyGrads,
-    strides: DkdvStrides, heads_out, kv_group, call: Call, C: tl.constexpr,
+    strides: DkdvStrides, heads_out, kv_group, call: Numbers, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of BLOCK_N keys of one head of `heads_out`, summed over the kv_group query heads that
     share it (heads_out * kv_group = heads; kv_group divides group_k and group_v). With a TANGENT gk and gv in place
@@ -355,7 +355,7 @@ def _dq_rows(
 @triton.jit
 def dq_kernel(
     k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries: Queries, masks: Masks, seed, terms: RowTerms, grads: QueryGrads,
-    strides: DqStrides, call: Call, C: tl.constexpr,
+    strides: DqStrides, call: Numbers, C: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of BLOCK_M queries of one head; with a TANGENT gq. With DBIAS (a bias with an entry per score)
     also the bias' gradient: every entry of a block that a query attends to is stored; the caller zeroes the rest.

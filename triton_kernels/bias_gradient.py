@@ -13,7 +13,7 @@ Bands overlap by BLOCK_M - 1 distances: `attnkern.relative.add_bands` puts them 
 import triton
 import triton.language as tl
 
-from .arguments import Call, Keys, Masks, Queries, RowTerms
+from .arguments import Keys, Masks, Numbers, Queries, RowTerms
 from .backward import BackwardStrides, score_gradients
 from .ranges import next_keys, row_ends, visiting
 from .score import clearing, has_nan, load_row_terms, philox_of
@@ -149,7 +149,7 @@ def _shared_sums(queries, keys, masks, seed, terms, strides, tile, call, C: tl.c
 @triton.jit
 def bias_gradient_kernel(
     queries: Queries, keys: Keys, masks: Masks, seed, terms: RowTerms, dbias, strides: BackwardStrides, bias_batch,
-    bias_heads, call: Call, C: tl.constexpr,
+    bias_heads, call: Numbers, C: tl.constexpr,
 ):  # fmt: skip
     """dbias (bias_batch, bias_heads, seqlen_q or 1, seqlen_k or 1), contiguous; bias_batch, bias_heads are 1 or batch
     and heads. ROWS_SHARED, COLS_SHARED: the third, the fourth size is 1. With a TANGENT gbias.
@@ -224,7 +224,7 @@ def _band_sums(queries, keys, masks, seed, terms, strides, walk, walks, band, fi
 @triton.jit
 def table_gradient_kernel(
     queries: Queries, keys: Keys, masks: Masks, seed, terms: RowTerms, parts, strides: BackwardStrides, first_band,
-    bands, walks, call: Call, C: tl.constexpr,
+    bands, walks, call: Numbers, C: tl.constexpr,
 ):  # fmt: skip
     """parts (batch, heads, walks, bands, BLOCK_M + BLOCK_N), contiguous in fp32: of each band the sums by distance.
     Band n has the tiles whose first key is (first_band + n) * BLOCK_N keys ahead of their first query; BLOCK_N divides

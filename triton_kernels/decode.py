@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Call, Masks, Strides
+from .arguments import Masks, Numbers, Strides
 from .ranges import load_ends, span_of_keys
 from .score import log_sum_exp, scores, softmax_step, with_sink
 from .tiles import Tiles, add_rows, head_of, load_tile, operand, products, zeros
@@ -115,14 +115,14 @@ def _decode_blocks(
 
 @triton.jit
 def decode_kernel(
-    q, k, v, masks: Masks, table, part_out, part_lse, strides: DecodeStrides, heads_k, group, splits, call: Call,
+    q, k, v, masks: Masks, table, part_out, part_lse, strides: DecodeStrides, heads_k, group, splits, call: Numbers,
     C: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for BLOCK_M rows of one key head; row r is query r // group of query head r % group.
 
     k, v, masks and table as in forward_kernel. part_out (batch, heads, seqlen_q, splits, head_dim_v) and part_lse
     (batch, heads, seqlen_q, splits), contiguous fp32: each split's own normalised output, and its lse in the
-    natural-log domain. Grid: (splits, tiles of rows, batch * heads_k).
+    natural-log domain. Grid: splits * tiles of rows * batch * heads_k.
     """
     seqlen_q = call.seqlen_q
     seqlen_k = call.seqlen_k

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Call, Masks, Strides
+from .arguments import Masks, Numbers, Strides
 from .ranges import next_keys, row_ends
 from .score import (
     afresh,
@@ -101,8 +101,9 @@ def _forward_rows(q, k0, k1, v0, v1, masks, table, strides, philox, first_row, b
 
 @triton.jit
 def forward_kernel(
-    q, k0, k1, v0, v1, masks: Masks, table, seed, sinks, out, lse, strides: ForwardStrides, call: Call, C: tl.constexpr
-):
+    q, k0, k1, v0, v1, masks: Masks, table, seed, sinks, out, lse,
+    strides: ForwardStrides, call: Numbers, C: tl.constexpr,
+):  # fmt: skip
     """out = softmax(scores) v and lse for one block of BLOCK_M queries of one head.
 
     q (batch, heads, seqlen_q, head_dim), k, v: pointers, or descriptors if TMA (k0, v0 for the columns of the first

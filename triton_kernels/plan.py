@@ -122,7 +122,7 @@ class PlanKey(NamedTuple):
     pages: Pages | None = None  # in which keys and values lie
 
 
-class Direction(NamedTuple):
+class TangentSpecs(NamedTuple):
     """Tangents of q, k, v and the bias, or cotangents of their gradients; None is zero."""
 
     q: TensorSpec | None
@@ -232,21 +232,21 @@ def backward_plan(
 
 
 @functools.lru_cache(maxsize=4096)
-def tangent_plan(problem: PlanKey, direction: Direction, out: TensorSpec) -> Tangent:
+def tangent_plan(problem: PlanKey, tangents: TangentSpecs, out: TensorSpec) -> Tangent:
     """The launch of `attnkern::tangent`."""
     q, k = problem.q, problem.k
     layout = q.like(problem.v.shape[3])
     if 0 in (*q.shape[:3], k.shape[2]):
         return Tangent(layout, None)
     build = _Builder(problem)
-    build.direction(direction)
+    build.add_tangents(tangents)
     build.tensor("out", out, problem.dtype)
-    return Tangent(layout, build.tangent(direction, layout))
+    return Tangent(layout, build.tangent(tangents, layout))
 
 
 @functools.lru_cache(maxsize=4096)
 def second_backward_plan(
-    problem: PlanKey, direction: Direction, grad_out: TensorSpec, out: TensorSpec, has_grad_lse: bool, grad_mask: int
+    problem: PlanKey, tangents: TangentSpecs, grad_out: TensorSpec, out: TensorSpec, has_grad_lse: bool, grad_mask: int
 ) -> tuple[Tangent, Backward]:
     """The launches of `attnkern::second_backward`."""
     q, k = problem.q, problem.k
@@ -256,10 +256,10 @@ def second_backward_plan(
         nothing = Backward(grads, dq_layout, None, None, None, None, (), False, bool(grad_mask & GRAD_BIAS))
         return Tangent(tout, None), nothing
     build = _Builder(problem)
-    build.direction(direction)
+    build.add_tangents(tangents)
     delta = build.delta(grad_out, out, has_grad_lse)
-    tangent = build.tangent(direction, tout)
-    return Tangent(tout, tangent), Backward(grads, dq_layout, delta, *build.gradients(grad_out, grad_mask, direction))
+    tangent = build.tangent(tangents, tout)
+    return Tangent(tout, tangent), Backward(grads, dq_layout, delta, *build.gradients(grad_out, grad_mask, tangents))
 
 
 def _grad_layouts(problem: PlanKey, grad_mask: int) -> tuple[Layout | None, ...]:
@@ -358,15 +358,15 @@ class _Builder:
         self.tensors[name] = Leaf("*i32")
         self.strides[name] = Strides(*(Leaf("i64", stride) for stride in x.strides()[:3]), NOTHING)
 
-    def direction(self, direction: Direction) -> None:
+    def add_tangents(self, tangents: TangentSpecs) -> None:
         problem = self.problem
-        for name, x in zip(("tq", "tk", "tv"), direction[:3], strict=True):
+        for name, x in zip(("tq", "tk", "tv"), tangents[:3], strict=True):
             if x is not None:
                 self.tensor(name, x, problem.dtype)
                 self.constants[name.upper()] = 1
-        if direction.bias is not None:
+        if tangents.bias is not None:
             assert problem.bias_dtype is not None
-            self._bias("tbias", direction.bias, problem.bias_dtype)
+            self._bias("tbias", tangents.bias, problem.bias_dtype)
 
     def variant(
         self, function: Any, config: Config, constants: Mapping[str, Any], described: Mapping[str, Leaf] | None = None
@@ -468,22 +468,22 @@ class _Builder:
         tiles = -(-self.numbers["seqlen_q"] // VISITS.block_m)
         return Step(kernel, tiles * batch * heads, rest, None, ()), shape
 
-    def tangent(self, direction: Direction, tout: Layout) -> Step:
-        """After `direction`, and `delta` where nu is asked for."""
+    def tangent(self, tangents: TangentSpecs, tout: Layout) -> Step:
+        """After `add_tangents`, and `delta` where nu is asked for."""
         problem = self.problem
         self.tensor("tout", tout.spec(), problem.dtype)
         asks_nu = self.tensors["grad_out"] is not NOTHING
         self.tensors |= {"tlse": Leaf("*fp32"), "mu": Leaf("*fp32"), "nu": Leaf("*fp32") if asks_nu else NOTHING}
-        loaded = {"k": problem.k, "v": problem.v, "tk": direction.k, "tv": direction.v}
+        loaded = {"k": problem.k, "v": problem.v, "tk": tangents.k, "tv": tangents.v}
         return self.step(tangent_kernel, "tangent", _given(loaded), NU=asks_nu)
 
-    def gradients(self, grad_out: TensorSpec, grad_mask: int, direction: Direction | None) -> tuple[Any, ...]:
-        """The fields of a `Backward` after delta: of the first derivative, or of the second, which has a direction."""
+    def gradients(self, grad_out: TensorSpec, grad_mask: int, tangents: TangentSpecs | None) -> tuple[Any, ...]:
+        """The fields of a `Backward` after delta: of the first derivative, or of the second, which has tangents."""
         problem = self.problem
         q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
-        order = "" if direction is None else "second_"
-        tq, tk, tv = (None, None, None) if direction is None else direction[:3]
-        self.constants["TANGENT"] = direction is not None
+        order = "" if tangents is None else "second_"
+        tq, tk, tv = (None, None, None) if tangents is None else tangents[:3]
+        self.constants["TANGENT"] = tangents is not None
         kv_group = math.gcd(self.numbers["group_k"], self.numbers["group_v"])
         heads_out = q.shape[1] // kv_group
         self.numbers |= {"heads_out": heads_out, "kv_group": kv_group}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Call, Strides
+from .arguments import Numbers, Strides
 from .tiles import head_of
 
 FAR = tl.constexpr(2**30)  # behind every key (params.MAX_LENGTH), and a multiple of every block
@@ -146,8 +146,8 @@ def next_keys(masks, strides, first_row, at, call, C: tl.constexpr):
 
 @triton.jit
 def next_queries(masks, strides, first_col, at, call, C: tl.constexpr):
-    """The same with queries and keys exchanged: the next run of blocks of queries from `at` on that the block of keys
-    visits. Of LOOK rows; if none of them attends to one of the keys, the run is empty and at their end."""
+    """`next_keys` with queries and keys exchanged: the next run of blocks of queries, from `at` on, that the block of
+    keys visits. Of LOOK rows; if none of them attends to one of the keys, the run is empty and at their end."""
     BLOCKS: tl.constexpr = LOOK // C.BLOCK_M
     block = tl.arange(0, BLOCKS)
     rows = at + block[:, None] * C.BLOCK_M + tl.arange(0, C.BLOCK_M)[None, :]
@@ -179,7 +179,7 @@ def visiting(visits, b, h, strides, first_col, call, C: tl.constexpr):
 
 
 @triton.jit
-def visits_kernel(ranges, visits, strides: VisitStrides, ranges_heads, call: Call, C: tl.constexpr):
+def visits_kernel(ranges, visits, strides: VisitStrides, ranges_heads, call: Numbers, C: tl.constexpr):
     """visits (batch, heads, tiles, 2) of int32, zeros before, batch and heads being those of the ranges: for each VISIT
     keys how far the first row that attends to one of them lies before the end, and the end of such rows, in whole tiles
     of VISIT rows. (Two maxima: whichever program comes first, they are the same.)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Call, Masks, Queries, Strides
+from .arguments import Masks, Numbers, Queries, Strides
 from .backward import BackwardStrides
 from .ranges import next_keys, row_ends
 from .score import (
@@ -139,7 +139,7 @@ def _finish(
 @triton.jit
 def tangent_kernel(
     k0, k1, v0, v1, tk0, tk1, tv0, tv1, queries: Queries, masks: Masks, seed, saved: Saved, tangents: Tangents,
-    strides: TangentStrides, call: Call, C: tl.constexpr,
+    strides: TangentStrides, call: Numbers, C: tl.constexpr,
 ):  # fmt: skip
     """tout (like out) and tlse (batch, heads, seqlen_q, contiguous fp32) of one block of queries of one head; with NU,
     for which grad_out is given, also nu = rowsum(grad_out * tout), like tlse.

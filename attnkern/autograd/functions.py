@@ -100,7 +100,7 @@ def _savable(inputs: Inputs) -> Inputs:
 
 def _forward(*args: Any) -> Any:
     """`attnkern::forward`; past the dispatcher where that makes no difference."""
-    results = None if torch.compiler.is_compiling() else cpu.forward(*args)
+    results = cpu.forward(*args) if args[-1] == cpu.NAME and not torch.compiler.is_compiling() else None
     return ops.forward(*for_operators(args)) if results is None else results
 
 
@@ -112,7 +112,7 @@ def _backward(*args: Any) -> Any:
         return ops.backward(*for_operators(args, _BACKWARD_INPUTS))
     if torch.is_grad_enabled():
         return _apply_backward(*for_operators(args, _BACKWARD_INPUTS))
-    results = cpu.backward(*args)
+    results = cpu.backward(*args) if args[-1] == cpu.NAME else None
     return ops.backward(*for_operators(args, _BACKWARD_INPUTS)) if results is None else results
 
 

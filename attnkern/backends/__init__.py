@@ -118,10 +118,10 @@ def explain(problem: Problem, name: str | None = None) -> Explanation:
     chosen = next((n for n in candidates if not refusals[n]), None)
     told = [getattr(_BY_NAME[chosen], hook, None) if chosen is not None else None for hook in ("notes", "plan")]
     notes, plan = (tuple(hook(problem)) if hook else () for hook in told)
-    rule = _rule(problem) if name is None else None
+    found = _rule(problem) if name is None else None
     for backend in row:
         refusals |= {part: [disabled.REASON] for part in disabled.parts(backend.NAME)}
-    order = "" if rule is None else choice.told(rule)
+    order = "" if found is None else choice.told(found[0])
     return Explanation(str(problem), chosen, refusals, notes, plan, order)
 
 
@@ -174,18 +174,21 @@ def _row(problem: Problem, training: bool | None = None) -> tuple[ModuleType, ..
     if problem.q.is_cpu:  # as below, in a third of the time
         return TABLE["cpu"]
     row = TABLE.get(problem.q.device.type, (reference,))
-    if torch.compiler.is_compiling() or (rule := _rule(problem, training)) is None:
+    if torch.compiler.is_compiling() or (found := _rule(problem, training)) is None:
         return row  # each call of a graph chooses its order
-    hopper = "cuda-sm90" in rule.order and not cuda.refusals(problem) and cuda.is_for_hopper(problem)
+    rule, plan = found
+    hopper = "cuda-sm90" in rule.order and cuda.is_for_hopper(plan)
     names = [name.removesuffix("-sm90") for name in rule.order if hopper or name != "cuda-sm90"]
     return tuple(dict.fromkeys((*(_BY_NAME[name] for name in names), *row)))
 
 
-def _rule(problem: Problem, training: bool | None = None) -> choice.Rule | None:
-    """The rule for the order of a CUDA device's backends; None on other devices, and where there is no such device."""
-    if not problem.q.is_cuda or not torch.cuda.is_available():
+def _rule(problem: Problem, training: bool | None = None) -> tuple[choice.Rule, cuda.Plan] | None:
+    """The rule for the order of a CUDA device's backends, and the plan that it goes by; None on other devices, and for
+    calls that the CUDA C++ kernels refuse: there is nothing to order."""
+    if not problem.q.is_cuda or not torch.cuda.is_available() or cuda.refusals(problem):
         return None
-    return choice.rule_for(choice.call_of(problem, cuda.capability(problem.q.get_device()), training))
+    plan = cuda.plan_of(problem)
+    return choice.rule_for(choice.kind_of(problem, plan, cuda.capability(problem.q.get_device()), training)), plan
 
 
 def _refusals(backend: ModuleType, problem: Problem) -> list[str]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..params import DECODE_MAX_ROWS
 from ..problem import Problem
+from .cuda import Plan
 
 PASSES = ("forward", "training")
 KINDS = ("fast path", "generic", "decode")
@@ -32,8 +32,8 @@ class Rule(NamedTuple):
 
     capabilities: tuple[int, ...]  # compute capability times 10
     passes: tuple[str, ...]  # forward: nothing requires a gradient; training: something does
-    # decode: few queries of many keys; generic: bias, softcap, dropout or, but for Hopper's kernels, key ranges; fast
-    # path: the rest
+    # as the plan of the CUDA C++ kernels has it: decode: few queries of many keys; fast path: kernels without a feature
+    # or unaligned rows, or Hopper's without softcap; generic: the rest
     kinds: tuple[str, ...]
     head_dims: tuple[int, int]  # the larger of both head sizes is in this range, both ends included
     order: tuple[str, ...]
@@ -63,7 +63,7 @@ _rules: tuple[Rule, ...] = RULES
 _source = UNMEASURED
 
 
-class Call(NamedTuple):
+class CallKind(NamedTuple):
     """What rules tell calls apart by."""
 
     capability: int
@@ -72,27 +72,31 @@ class Call(NamedTuple):
     head_dim: int
 
 
-def call_of(problem: Problem, capability: int, training: bool | None = None) -> Call:
-    """A CUDA call as rules see it. training: whether a backward pass follows; None: that is seen of the inputs."""
-    q, k, v, bias, sinks, ranges, params, *_ = problem
-    tensors = [x for x in (q, k, v, bias, sinks) if x is not None]
+def kind_of(problem: Problem, plan: Plan, capability: int, training: bool | None = None) -> CallKind:
+    """A CUDA call as rules see it, with the plan of the CUDA C++ kernels. training: whether a backward pass follows;
+    None: that is seen of the inputs."""
+    q, k, v, bias, sinks, *_ = problem
     if training is None:
+        tensors = [x for x in (q, k, v, bias, sinks) if x is not None]
         training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= DECODE_MAX_ROWS < k.shape[2]:
-        kind = "decode"
-    elif bias is not None or params.softcap or params.dropout_p or (ranges is not None and capability != 90):
+    first = plan.launches[0] if plan.launches else None
+    if first is None:
         kind = "generic"
-    else:
+    elif first.kernel == "decode" and not training:
+        kind = "decode"
+    elif first.is_fast_path or (first.family == "sm_90a" and not problem.params.softcap):
         kind = "fast path"
-    return Call(capability, training, kind, max(q.shape[3], v.shape[3]))
+    else:
+        kind = "generic"
+    return CallKind(capability, training, kind, max(q.shape[3], v.shape[3]))
 
 
-def rule_for(call: Call) -> Rule:
+def rule_for(call: CallKind) -> Rule:
     """The first rule that matches. Every set of rules ends with one for all calls."""
     return _known_match(call)
 
 
-def _first_match(call: Call) -> Rule:
+def _first_match(call: CallKind) -> Rule:
     for rule in _rules:
         if _matches(rule, call):
             return rule
@@ -148,7 +152,7 @@ def dump(rules: Sequence[Rule], path: str | Path, about: Mapping[str, Any]) -> N
     Path(path).write_text(f'{{"about": {json.dumps(dict(about))},\n"rules": [\n{lines}\n]}}\n')
 
 
-def _matches(rule: Rule, call: Call) -> bool:
+def _matches(rule: Rule, call: CallKind) -> bool:
     low, high = rule.head_dims
     return (
         (not rule.capabilities or call.capability in rule.capabilities)

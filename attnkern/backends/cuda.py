@@ -96,6 +96,11 @@ class Launch(NamedTuple):
     blocks: int
     words: str  # the variant
 
+    @property
+    def is_fast_path(self) -> bool:
+        """Whether the kernel is one without features."""
+        return "fast path" in self.words
+
     def __str__(self) -> str:
         names = {"decode": "packed queries and keys", "forward": "queries and keys", "backward dq": "queries and keys"}
         names["backward bias"] = names["backward dq"]
@@ -201,10 +206,9 @@ def plan(problem: Problem, on: Chip | None = None) -> list[str]:
     return lines
 
 
-def is_for_hopper(problem: Problem) -> bool:
-    """Whether the forward pass is that of Hopper's own kernels, on the problem's device."""
-    launches = plan_of(problem).launches
-    return bool(launches) and launches[0].family == "sm_90a"
+def is_for_hopper(plan: Plan) -> bool:
+    """Whether the forward pass is that of Hopper's own kernels."""
+    return bool(plan.launches) and plan.launches[0].family == "sm_90a"
 
 
 def forward(

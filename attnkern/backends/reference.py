@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import bits, relative, rng
-from ..arguments import autocasts
-from ..packed import may_look
+from ..arguments import autocasts, may_look
 from ..pages import Pages, check_table
 from ..params import AttentionParams, is_length_major, within_ranges
 from ..problem import Problem

@@ -243,13 +243,13 @@ def tangent(
     """`attnkern::tangent` (ops.py) on a CUDA device."""
     plans, inputs = _plans(), _as_read(inputs)
     q, out, lse = inputs.q, _rows(out), lse.contiguous()
-    moves, direction = _direction(plans, tangents, inputs)
+    read, specs = _tangents_as_read(plans, tangents, inputs)
     problem = _problem(plans, inputs, params)
-    plan = plans.tangent_plan(problem, direction, _spec(plans, out))
+    plan = plans.tangent_plan(problem, specs, _spec(plans, out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if (step := plan.step) is not None:
-        _move(plans, step, inputs, None, moves, (out, lse), (tout, tlse, None))
+        _launch_tangent(plans, step, inputs, None, read, (out, lse), (tout, tlse, None))
     else:
         tout.zero_()
         tlse.zero_()
@@ -274,18 +274,18 @@ def second_backward(
     grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    # The cotangents are the direction in which the forward pass moves: see triton_kernels/backward.py.
-    moves, direction = _direction(plans, cotangents, inputs)
+    # The first pass is the tangent along the cotangents: see triton_kernels/backward.py.
+    read, specs = _tangents_as_read(plans, cotangents, inputs)
     problem = _problem(plans, inputs, params)
     first, plan = plans.second_backward_plan(
-        problem, direction, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask
+        problem, specs, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask
     )
     device, index, run = q.device, q.get_device(), plans.launch.run
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     tout = torch.empty_strided(*first.tout, dtype=q.dtype, device=device)
     mu, nu, delta = torch.empty((3, *q.shape[:3]), dtype=torch.float32, device=device)
     if (step := first.step) is not None:
-        _move(plans, step, inputs, grad_out, moves, (out, lse), (tout, mu, nu))
+        _launch_tangent(plans, step, inputs, grad_out, read, (out, lse), (tout, mu, nu))
         run(plan.delta.kernel, plan.delta.grid, (grad_out, out, lse, grad_lse, delta, *plan.delta.rest), index)
     else:
         for x in (tout, mu, nu, delta):
@@ -300,7 +300,7 @@ def second_backward(
             nu.sub_(moved * (delta if grad_lse is None else delta + grad_lse))
         if grad_mask & GRAD_SINKS:
             gsinks = sinks.second_gradient(lse, delta, mu, nu, inputs.sinks, cotangents.sinks)
-    _gradients(plans, plan, inputs, grad_out, moves, (lse, delta, mu, nu), grads, dbias, params)
+    _gradients(plans, plan, inputs, grad_out, read, (lse, delta, mu, nu), grads, dbias, params)
     g_grad_out = tout if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
     g_grad_lse = mu if grad_mask & GRAD_GRAD_LSE else lse.new_empty(0)
     return g_grad_out, g_grad_lse, *grads, dbias, gsinks
@@ -312,24 +312,24 @@ def _as_read(inputs: Inputs) -> Inputs:
     return inputs._replace(q=q, k=k, v=v, bias=_bias_as_read(in_bools(inputs).bias, q))
 
 
-def _direction(plans: Any, tangents: Derivatives, inputs: Inputs) -> tuple[Derivatives, Any]:
+def _tangents_as_read(plans: Any, tangents: Derivatives, inputs: Inputs) -> tuple[Derivatives, Any]:
     """The tangents as kernels read them, and what a plan knows of them."""
     tq, tk, tv = (None if x is None else _rows(x) for x in (tangents.q, tangents.k, tangents.v))
     q = inputs.q
     tbias = _bias_as_read(tangents.bias, q)
     of_bias = None if tbias is None else _table_spec(plans, tbias, q, inputs.seqlen_k) or _spec(plans, tbias)
     specs = (None if x is None else _spec(plans, x) for x in (tq, tk, tv))
-    return Derivatives(tq, tk, tv, tbias), plans.Direction(*specs, of_bias)
+    return Derivatives(tq, tk, tv, tbias), plans.TangentSpecs(*specs, of_bias)
 
 
-def _move(
-    plans: Any, step: Any, inputs: Inputs, grad_out: Tensor | None, moves: Derivatives, saved: tuple, tangents: tuple
+def _launch_tangent(
+    plans: Any, step: Any, inputs: Inputs, grad_out: Tensor | None, tangents: Derivatives, saved: tuple, results: tuple
 ) -> None:
-    """Launches the tangent kernel. saved: out, lse; tangents, the results: tout, tlse, and nu or None."""
+    """Launches the tangent kernel. saved: out, lse; results: tout, tlse, and nu or None."""
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
-    tq, tk, tv, tbias, _ = moves
+    tq, tk, tv, tbias, _ = tangents
     masks = (bias, tbias, inputs.key_ranges, None)
-    args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), masks, inputs.philox_seed, saved, tangents, *step.rest)
+    args = (*step.tiles(k, v, tk, tv), (q, tq, grad_out), masks, inputs.philox_seed, saved, results, *step.rest)
     plans.launch.run(step.kernel, step.grid, args, q.get_device())
 
 
@@ -338,7 +338,7 @@ def _gradients(
     plan: Any,
     inputs: Inputs,
     grad_out: Tensor,
-    moves: Derivatives,
+    tangents: Derivatives,
     terms: tuple,
     grads: tuple[Tensor, Tensor, Tensor],
     dbias: Tensor,
@@ -346,7 +346,7 @@ def _gradients(
 ) -> None:
     """Launches the kernels of a `Backward` after delta. terms: lse, delta, mu, nu."""
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
-    tq, tk, tv, tbias, _ = moves
+    tq, tk, tv, tbias, _ = tangents
     queries, keys = (q, tq, grad_out), (k, v, tk, tv)
     index, run = q.get_device(), plans.launch.run
     visits = None

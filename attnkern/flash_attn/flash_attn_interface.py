@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attention
-from ..packed import check_ends, may_look, packed_ranges, paged_ranges, places
+from ..arguments import may_look
+from ..packed import check_ends, packed_ranges, paged_ranges, places
 from .arguments import (
     bounds,
     cap_of,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import show
-from ..packed import may_look, within_window
+from ..arguments import may_look, show
+from ..packed import within_window
 from ..params import int_of_numpy
 from .arguments import (
     bounds,

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..api import attention
+from ..arguments import has_values
 from ..backends.failed import FallbackWarning
 from ..mask import span
 from ..packed import packed_ranges
@@ -65,19 +66,21 @@ def register() -> None:
 
 
 class CompactMask(Tensor):
-    """A bool mask (B, 1, L, S) in few numbers: a `Band`, or `Ranges` of keys.
+    """A bool mask (B, 1, L, S) in few numbers: a `CausalTail`, or `RowRanges`.
 
     Shape, dtype and device are that mask's; the memory is one element's and the numbers'. What leaves every element as
     it is (detach, clone, a slice of all, another device) gives a CompactMask. Any other use makes the dense mask, once,
     and a FallbackWarning where that is large.
     """
 
-    content: Band | Ranges
+    content: CausalTail | RowRanges
     _make: Callable[[], Any]
     _made: list[tuple[Tensor, int]]  # the dense mask and its version, once it is made; views share the list
 
     @staticmethod
-    def of(shape: tuple[int, ...], device: Any, content: Band | Ranges, make: Callable[[], Any]) -> CompactMask:
+    def of(
+        shape: tuple[int, ...], device: Any, content: CausalTail | RowRanges, make: Callable[[], Any]
+    ) -> CompactMask:
         """`make` gives the dense mask, a new one each time, if anyone asks for it."""
         mask = torch.ones((), dtype=torch.bool, device=device).expand(shape).as_subclass(CompactMask)
         mask.content, mask._make, mask._made = content, make, []
@@ -103,9 +106,9 @@ class CompactMask(Tensor):
         content, make = self.content, self._make
         if device == self.device:
             return CompactMask.of(self.shape, device, content, make)
-        if isinstance(content, Ranges):
+        if isinstance(content, RowRanges):
             real = None if content.real is None else content.real.to(device)
-            content = Ranges(content.ranges.to(device), real)
+            content = RowRanges(content.ranges.to(device), real)
         return CompactMask.of(self.shape, device, content, lambda: make().to(device))
 
     def _view(self) -> CompactMask:
@@ -115,13 +118,13 @@ class CompactMask(Tensor):
         return view
 
     def _plain(self) -> Tensor:
-        """As `Ranges.packed`."""
+        """As `RowRanges.packed`."""
         batch_size, _, q_length, _ = self.shape
         content = self.content
-        if isinstance(content, Band):
+        if isinstance(content, CausalTail):
             end = torch.arange(content.visible - q_length, content.visible, device=self.device) + 1
             begin = torch.zeros_like(end) if content.window is None else (end - content.window).clamp(min=0)
-            content = Ranges(torch.stack([begin, end], -1).to(torch.int32)[None, None, :, None], None)
+            content = RowRanges(torch.stack([begin, end], -1).to(torch.int32)[None, None, :, None], None)
         return content.packed(batch_size)
 
     @classmethod
@@ -191,14 +194,14 @@ def _tell_dense() -> None:
     )
 
 
-class Band(NamedTuple):
+class CausalTail(NamedTuple):
     """Causal queries, the last one level with key `visible` - 1, that see `window` keys."""
 
     window: int | None
     visible: int
 
 
-class Ranges(NamedTuple):
+class RowRanges(NamedTuple):
     """Queries that each see a range of keys, as far as these are real."""
 
     ranges: Tensor  # int32 (B|1, 1, L, 1, 2)
@@ -216,7 +219,7 @@ class Ranges(NamedTuple):
         return torch.cat([x.expand(batch_size, -1, -1) for x in parts], 1).unsqueeze(-1)
 
     @classmethod
-    def unpack(cls, x: Tensor, seqlen_q: int, seqlen_k: int) -> Ranges:
+    def unpack(cls, x: Tensor, seqlen_q: int, seqlen_k: int) -> RowRanges:
         rows = x.shape[1]
         if x.dim() != 4 or x.shape[2:] != (2, 1) or (rows != seqlen_q and rows < seqlen_q + seqlen_k):
             raise RuntimeError(
@@ -228,7 +231,7 @@ class Ranges(NamedTuple):
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
-    """transformers' mask function: None, or the mask (B, 1, L, S) as a `CompactMask`, or as `Ranges.packed` where it
+    """transformers' mask function: None, or the mask (B, 1, L, S) as a `CompactMask`, or as `RowRanges.packed` where it
     goes through a compiled graph. A pattern that isn't ranges of keys is dense, made by transformers' `sdpa_mask`; the
     mask of a model whose own code computes attention is that of "eager", which such code adds to its scores."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
@@ -255,7 +258,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     def dense() -> Tensor | None:
         return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
-    def compact(content: Band | Ranges) -> CompactMask:
+    def compact(content: CausalTail | RowRanges) -> CompactMask:
         device = arguments.get("device")
         if own == "Falcon" and config.alibi:
             # Of 4 dimensions, it would be made dense and joined with ALiBi, (B, H, L, S) for all layers.
@@ -309,7 +312,7 @@ _computes_itself._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _is_whole(padding: Tensor | None) -> bool:
     """Whether nothing is padding, as far as may be looked at."""
-    return padding is None or (not torch.compiler.is_compiling() and bool(padding.all()))
+    return padding is None or (has_values(padding) and bool(padding.all()))
 
 
 def _band(
@@ -324,7 +327,7 @@ def _band(
     allow_is_causal_skip: bool = True,
     config: Any = None,
     **others: Any,
-) -> Band | None:
+) -> CausalTail | None:
     """The mask, if it is causal, or causal within a sliding window, and there is no padding."""
     from transformers.masking_utils import causal_mask_function
 
@@ -340,9 +343,9 @@ def _band(
         return None
     if attention_mask is not None:
         seen = attention_mask[:, kv_offset : kv_offset + visible]
-        if seen.shape[-1] < visible or not bool(seen.all()):
+        if seen.shape[-1] < visible or not _is_whole(seen):
             return None
-    return Band(local_size, visible)
+    return CausalTail(local_size, visible)
 
 
 _KNOWN = (
@@ -394,7 +397,7 @@ def _ranges(
     kv_offset: int,
     padding: Tensor | None,
     device: Any,
-) -> Ranges:
+) -> RowRanges:
     """The keys of each query, of a mask function that gives every query one range with its own place in it.
 
     The ends are searched for from that place on, `_WAYS` - 1 keys of each query at a time: in log S steps and O(L)
@@ -424,9 +427,9 @@ def _ranges(
         real = F.pad(padding.bool(), (0, kv_length + kv_offset - padding.shape[-1]))[:, kv_offset:][:, None, None]
         left, right = span(real)
         begin, end = begin.maximum(left[..., None]), end.minimum(right[..., None])
-        if not torch.compiler.is_compiling() and bool((right - left == real.sum(-1)).all()):
+        if has_values(real) and bool((right - left == real.sum(-1)).all()):
             real = None
-    return Ranges(torch.stack([begin, end], -1).to(torch.int32), real)
+    return RowRanges(torch.stack([begin, end], -1).to(torch.int32), real)
 
 
 def attention_forward(
@@ -529,19 +532,19 @@ def _with_mask(
 ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
     """key, value, attn_mask and the other options of `attnkern.attention` for a mask as `attention_mask` makes it."""
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    content: Band | Ranges | None = None
+    content: CausalTail | RowRanges | None = None
     if isinstance(mask, CompactMask):
         if mask.shape[2:] == (seqlen_q, seqlen_k) and (torch.compiler.is_compiling() or not mask.is_written_to):
             content, mask = mask.content, None
         else:
             mask = mask.dense()  # made for other queries or keys than these, or changed since
     elif mask is not None and mask.dtype == torch.int32:
-        content, mask = Ranges.unpack(mask, seqlen_q, seqlen_k), None
+        content, mask = RowRanges.unpack(mask, seqlen_q, seqlen_k), None
     if mask is not None:
         mask = mask[..., :seqlen_k]
         if mask.is_floating_point() and mask.dtype != torch.float32:
             mask = mask.to(query.dtype)
-    if isinstance(content, Ranges):
+    if isinstance(content, RowRanges):
         own = content.ranges
         if packed[0] is not None:
             (begin, end), (first, last) = own.unbind(-1), _own_keys(query, key, packed, None, None).unbind(-1)

@@ -41,20 +41,20 @@ class Inputs:
         return dataclasses.replace(self, poison=value, recipe=f"{self.recipe}.with_poison({value})")
 
     def with_sinks(self, shape: str, dtype: torch.dtype, seed: int) -> Inputs:
-        """The same with random sinks, `shape` "H" or "BH", about a row's log-sum-exp of scores about 0."""
+        """These inputs with random sinks, `shape` "H" or "BH", about a row's log-sum-exp of scores about 0."""
         sizes = self.query.shape[2 - len(shape) : 2]
         drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         sinks = (2.0 * drawn + math.log(max(1, self.key.shape[-2]))).to(self.query.device, dtype)
         return dataclasses.replace(self, sinks=sinks, recipe=f"{self.recipe}.with_sinks({shape!r}, {dtype}, {seed})")
 
     def with_relative_bias(self, heads: int, entries: int, dtype: torch.dtype, seed: int) -> Inputs:
-        """The same with a random table (heads, entries) by distance."""
+        """These inputs with a random table (heads, entries) by distance."""
         drawn = torch.randn(heads, entries, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         recipe = f"{self.recipe}.with_relative_bias({heads}, {entries}, {dtype}, {seed})"
         return dataclasses.replace(self, relative_bias=drawn.to(self.query.device, dtype), recipe=recipe)
 
     def with_ranges(self, kind: str, shape: str, count: int, dtype: torch.dtype, seed: int) -> Inputs:
-        """The same with random key ranges (..., count, 2); `shape` spells the rest: "BHL", "1H1", ...
+        """These inputs with random key ranges (..., count, 2); `shape` spells the rest: "BHL", "1H1", ...
 
         kind: "anything" (ends in front of the first key and behind the last, some as far as int32 goes, one range in
         eight backwards), "documents" (the same of 24 rows at a time), "near" (up to 40 keys about the row's place, so

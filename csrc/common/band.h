@@ -28,7 +28,7 @@ struct Range {
 struct Band {
   int64_t left = kUnbounded, right = kUnbounded, offset = 0;
 
-  // The same band seen with queries and keys exchanged, as the backward pass walks it.
+  // This band seen with queries and keys exchanged, as the backward pass walks it.
   ATTNKERN_HOST_DEVICE Band transposed() const { return {right, left, -offset}; }
 
   // Keys within `all` that at least one query of [row, row + rows) may attend to.

@@ -83,7 +83,7 @@ typename Host::Tensor empty(const typename Host::Tensor& like, const int64_t (&s
 }
 
 // (B, H, L, width): in (B, L, H, width) memory if `like` is laid out so, else contiguous. As `empty_like_heads` in
-// attnkern/ops.py, which is what torch.compile goes by.
+// attnkern/params.py, which is what torch.compile goes by.
 template <class Host>
 typename Host::Tensor empty_like_heads(const typename Host::Tensor& like, int64_t width) {
   const int64_t b = like.size(0), h = like.size(1), l = like.size(2);

@@ -151,7 +151,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         }
         if (bias_grad) store_bias_grad<T>(p, block, batch, h, key, keys, scratch.bias, bias_sums);
 
-        // The same rows as operand A of dV and dK, which sum over the queries.
+        // The rows of Q and dO once more, as operand A of dV and dK, which sum over the queries.
         Rows<Scalar> q_sum = q_rows, grad_sum = grad_rows;
         const Scalar *probabilities, *ds, *ds_rows;
         int64_t ds_step = kTile<C>;

@@ -173,7 +173,7 @@ class PrefetchByRow {
   int64_t at_once_;
 };
 
-// The same by cache lines, as evenly as possible.
+// Prefetches rows by cache lines, as evenly as possible.
 template <class Rows>
 class PrefetchByLine {
  public:
@@ -195,7 +195,7 @@ class PrefetchByLine {
   Rows rows_;
   int64_t at_once_ = 0, next_ = 0;  // bytes
 };
-// The same from up to three places at once.
+// Prefetches from up to three places at once.
 struct PrefetchStreams {
   PrefetchByLine<PrefetchRows> first, second, third;
   void prefetch() {
@@ -321,7 +321,7 @@ struct Segment {
   bool partial;  // an edge of the band passes through: scores must be masked
 };
 
-// The same of a product that sums over the rows of a block, no more than kLongestSum: each of its segments adds to the
+// A tile of a product that sums over the rows of a block, no more than kLongestSum: each of its segments adds to the
 // vectors that it has alive, while the sums stay in registers.
 template <class Op>
 struct SegmentsTile {

@@ -146,7 +146,7 @@ template <class C, int kRows, int kVectors>
   }
 }
 
-// The same for what a mask excludes; `rows`: as of apply_mask, or null.
+// Puts `dead` where a mask excludes a score of a tile; `rows`: as of apply_mask, or null.
 template <class C, int kRows, int kVectors>
 [[gnu::always_inline]] inline void exclude_tile(typename Simd<C>::V (&tile)[kRows][kVectors], const LaneBits* rows,
                                                 int64_t vector, typename Simd<C>::V dead) {

@@ -91,7 +91,7 @@ inline void exponentiate(int64_t rows, typename Op::Compute factor, const typena
   }
 }
 
-// The same for all vectors of a segment that begins at row `row` of its block.
+// Exponentiates all vectors of a segment that begins at row `row` of its block.
 template <class Op, bool kFastPath>
 inline void exponentiate_segment(const Segment& segment, int64_t row, typename Op::Compute factor,
                                  const typename Op::Compute* shift, const typename Op::Compute* keep,
@@ -446,7 +446,7 @@ template <class Op>
   return rescale;
 }
 
-// The same for all other scores, through memory and with the exact maximum.
+// Probabilities of all other scores, through memory and with the exact maximum.
 template <class T, class Op>
 [[gnu::noinline]] void probabilities_through_memory(const Forward& p, const ForwardScratch<Op>& scratch,
                                                     const ScoreParams<typename Op::Compute>& score,

@@ -259,7 +259,7 @@ __device__ __forceinline__ void backward_block(const BackwardSm90Args& p) {
     // Where the columns have to be looked for, the rows come meanwhile.
     if constexpr (!S::kFastPath) load_rows<S>(p, block, shared, 0);
   }
-  // The same for all lanes, and known as such to the compiler.
+  // One value for all lanes, and known as such to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   // By every warp, which spares telling the others what one has found.
   const auto tiles = block.columns(p);

@@ -88,7 +88,7 @@ class CountedColumns {
   int begin_, end_, full_begin_, full_end_, steps_, step_ = 0;
 };
 
-// The same where they are found one by one.
+// The columns of a row tile where their blocks are found one by one.
 template <class Blocks>
 class FoundColumns {
  public:

@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_
   }
   __syncthreads();
 
-  // The same for all lanes, and known as such to the compiler.
+  // One value for all lanes, and known as such to the compiler.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<kProducerRegisters>();

@@ -39,7 +39,7 @@ int by_element(DType dtype, Run run) {
   }
 }
 
-// The same for float32 too.
+// `by_element`, for float32 too.
 template <typename Run>
 int by_dtype(DType dtype, Run run) {
   return dtype == DType::kFloat32 ? run(float{}) : by_element(dtype, run);

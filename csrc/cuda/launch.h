@@ -42,7 +42,7 @@ struct Chip {
 // Makes a device this thread's, with a context, and says what it has. Before anything else here; costs next to nothing.
 int use_device(int index, Chip& chip);
 
-// The same for Hopper, by TMA and wgmma (forward_sm90.cu), for bfloat16 and float16 with any band and softcap.
+// The forward pass on Hopper, by TMA and wgmma (forward_sm90.cu), for bfloat16 and float16 with any band and softcap.
 
 // How the two products and the softmax of a warpgroup are interleaved, and the warpgroups with each other.
 enum class Schedule : int {
@@ -132,7 +132,7 @@ struct BackwardPlan {
 BackwardPlan plan_backward(const BackwardCall& params, int shared_limit, bool again = false);
 int backward(const BackwardCall& params, const BackwardPlan& plan, void* stream);
 
-// The same for Hopper, by TMA and wgmma (backward_sm90.cu), for bfloat16 and float16 with any band and softcap.
+// The backward pass on Hopper, by TMA and wgmma (backward_sm90.cu), for bfloat16 and float16 with any band and softcap.
 struct BackwardSm90Plan {
   const char* refusal;             // why these kernels don't take the problem, in words; null: they do
   int head_class;                  // width of the tiles

@@ -38,7 +38,7 @@ struct PackedBlocks {
     const Walk walk(band.visited(query, queries, {0, seqlen_k}), kBlock);
     first[0] = walk.begin / kBlock, before = count = walk.blocks(kBlock);
   }
-  // The same with ranges: keys_of(row) is an OwnKeys, for rows below `rows`. For whole warps.
+  // By the ranges of keys: keys_of(row) is an OwnKeys, for rows below `rows`. For whole warps.
   template <typename KeysOf>
   __device__ __forceinline__ PackedBlocks(int rows, KeysOf keys_of) : first{0, 0}, before(0), count(0) {
     int begin[2] = {kNoBlock, kNoBlock}, end[2] = {0, 0};

@@ -26,7 +26,7 @@ View view_of(const Numbers& x, const char* name) {
   return view;
 }
 
-// A result as backends/cuda.py allocates it.
+// A result as common/operators.h allocates it.
 View result(int64_t heads, int64_t length, int64_t width) {
   return {reinterpret_cast<void*>(int64_t{4096}), {heads * length * width, length * width, width, 1}};
 }

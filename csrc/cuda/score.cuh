@@ -302,9 +302,9 @@ __device__ __forceinline__ uint32_t bits_between(int begin, int end) {
   return below(end) & ~below(begin);
 }
 
-// The same with key ranges. keys_of(n) are the OwnKeys of query number n, counted from the lane's first row, or column
-// if kTransposed. Which scores remain is made out first, as bits of either row: n of those in even columns, 16 + n in
-// odd ones. That takes fewer registers than comparing each.
+// Masks scores by key ranges. keys_of(n) are the OwnKeys of query number n, counted from the lane's first row, or
+// column if kTransposed. Which scores remain is made out first, as bits of either row: n of those in even columns, 16 +
+// n in odd ones. That takes fewer registers than comparing each.
 template <bool kTransposed, int kTiles, typename KeysOf>
 __device__ __forceinline__ void mask_by_keys(float (&s)[kTiles][4], int row, int col, KeysOf keys_of) {
   static_assert(kTiles <= 16);
@@ -382,8 +382,8 @@ __device__ __forceinline__ uint32_t dropout_keep(const Score& p, const HeadScore
   return keep;
 }
 
-// The same for rows that are keys, of one or two row tiles, the first key a multiple of 16 or 32, and one column tile
-// of 8 queries: bit e of keep[m]. A call's words belong to keys 8 apart, which this lane has, their halves to
+// `dropout_keep` for rows that are keys, of one or two row tiles, the first key a multiple of 16 or 32, and one column
+// tile of 8 queries: bit e of keep[m]. A call's words belong to keys 8 apart, which this lane has, their halves to
 // neighbouring keys, which are this lane's row and that of the lane 4 away. So each of the two makes the words of one
 // of their two queries, and gives the other one half.
 template <int kRowTiles>

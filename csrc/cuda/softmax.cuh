@@ -49,7 +49,7 @@ __device__ __forceinline__ void weigh(const Score& p, float (&s)[kTiles][4], Row
   state.sum[half] = state.sum[half] * factor + sum;
 }
 
-// The same for both rows, their new maxima included.
+// A step of the softmax for both rows of a lane, their new maxima included.
 template <bool kFastPath, int kTiles>
 __device__ __forceinline__ void softmax_step(const Score& p, float (&s)[kTiles][4], RowState& state,
                                              float (&factor)[2]) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ float log_sum_exp(const Score& p, float max, float su
   return kFastPath ? (max * p.scale + ptx::lg2(sum)) * kLn2 : max + ptx::lg2(sum) * kLn2;
 }
 
-// The same in the natural-log domain for float32: lg2.approx is off by 2^-22 where the result is small.
+// The log-sum-exp in the natural-log domain, for float32: lg2.approx is off by 2^-22 where the result is small.
 __device__ __forceinline__ float exact_log_sum_exp(float max, float sum) {
   return max == -kInfinity ? -kInfinity : max + logf(sum);
 }

@@ -52,7 +52,7 @@ class BandBlocks {
   int first_, end_, full_begin_, full_end_;
 };
 
-// The same of so many heads, one after the other.
+// The blocks that a band leaves of so many heads, one head after the other.
 template <int kBlock>
 class BandBlocksOfHeads : public BandBlocks<kBlock, true> {
   using Base = BandBlocks<kBlock, true>;
@@ -171,9 +171,10 @@ class KeyBlocks {
   uint32_t visited_, full_;  // of which a bit says whether it is visited, still to come, and needs no mask
 };
 
-// The same with rows that are keys: the blocks of kBlock queries, of so many heads one after the other, by which a tile
-// of at most kRows keys is visited. Which queries may visit it is read from the summary of the ranges (ranges.cu), and
-// then asked of the queries themselves. kAhead: of the first block so many of a lane's queries at a time.
+// KeyBlocks with queries and keys exchanged: the blocks of kBlock queries, of so many heads one after the other, by
+// which a tile of at most kRows keys is visited. Which queries may visit it is read from the summary of the ranges
+// (ranges.cu), and then asked of the queries themselves. kAhead: of the first block so many of a lane's queries at a
+// time.
 template <int kBlock, int kAhead = 1>
 class QueryBlocks {
  public:

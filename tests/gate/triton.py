@@ -96,8 +96,8 @@ def cases() -> list[Case]:
         for itemsize, size in itertools.product((2, 4), (64, 128, 256, 512)):
             problem = _problem(capability, size, itemsize, "tile")
             steps = plan.backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
-            direction = plan.Direction(problem.q, problem.k, problem.v, problem.bias)
-            _, second = plan.second_backward_plan(problem, direction, problem.q, problem.q, True, GRAD_BIAS)
+            tangents = plan.TangentSpecs(problem.q, problem.k, problem.v, problem.bias)
+            _, second = plan.second_backward_plan(problem, tangents, problem.q, problem.q, True, GRAD_BIAS)
             named = {"delta": steps.delta, "dbias": steps.dbias, "second_dbias": second.dbias}
             for name, step in named.items():
                 assert step is not None
@@ -137,8 +137,8 @@ def _cases_of_tables() -> list[Case]:
             table = problem.bias._replace(stride=(0, 2047, -1, 1), aligned=False)
             problem = problem._replace(bias=table)
             first = plan.backward_plan(problem, problem.q, problem.q, True, GRAD_BIAS)
-            direction = plan.Direction(problem.q, problem.k, problem.v, table)
-            _, second = plan.second_backward_plan(problem, direction, problem.q, problem.q, True, GRAD_BIAS)
+            tangents = plan.TangentSpecs(problem.q, problem.k, problem.v, table)
+            _, second = plan.second_backward_plan(problem, tangents, problem.q, problem.q, True, GRAD_BIAS)
             for name, step in (("table", first.dbias), ("second_table", second.dbias)):
                 assert step is not None
                 about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size} sm_{capability}"
@@ -248,8 +248,8 @@ def _step(problem: plan.PlanKey, kernel: str) -> plan.Step | None:
     if kernel in ("dkdv", "dq"):
         backward = plan.backward_plan(problem, problem.q, problem.q, False, mask)
         return backward.dkdv if kernel == "dkdv" else backward.dq
-    direction = plan.Direction(problem.q, problem.k, problem.v, problem.bias)
-    first, second = plan.second_backward_plan(problem, direction, problem.q, problem.q, False, mask)
+    tangents = plan.TangentSpecs(problem.q, problem.k, problem.v, problem.bias)
+    first, second = plan.second_backward_plan(problem, tangents, problem.q, problem.q, False, mask)
     return {"tangent": first.step, "second_dkdv": second.dkdv, "second_dq": second.dq}[kernel]
 
 

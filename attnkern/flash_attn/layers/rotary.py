@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...arguments import show
-from ...packed import check_ends, may_look, places
+from ...arguments import may_look, show
+from ...packed import check_ends, places
 from ...params import int_of_numpy
 from ..arguments import check_dims, check_vector
 
