@@ -123,7 +123,8 @@ def scores(qk, rows, cols, first_col, bias, strides, ends, call, C: tl.constexpr
     would be one of -inf, and lse beside a large bias not what it was made of.
 
     rows and cols are the tile's indices, shaped to broadcast to it: [M, 1] and [1, N], or [1, M] and [N, 1] of a
-    transposed tile, first_col its first column; strides are the bias'; ends the `Ends` of the rows, 1-D, which a MASKED tile with key ranges takes.
+    transposed tile, first_col its first column; strides are the bias'; ends the `Ends` of the rows, 1-D, which a MASKED
+    tile with key ranges takes.
     call.score_scale is softmax_scale * log2(e), or softmax_scale / softcap with a softcap.
     """
     s = qk * call.score_scale

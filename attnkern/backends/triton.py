@@ -486,7 +486,7 @@ def _bias_as_read(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _reads_bias(bias: Tensor) -> bool:
-    """Whether the strides of its rows and columns have 32 bits; of a mask of bits, whether its rows begin with words."""
+    """Whether the strides of its rows and columns have 32 bits; of bits, whether its rows begin with words."""
     if in_bits(bias):
         return all(step % (WORD // 8) == 0 for step in (bias.storage_offset(), *bias.stride()[:3]))
     return max(bias.stride()[2:]) < 2**31

@@ -237,8 +237,8 @@ _BIASES = {"mask": torch.bool, "bits": torch.uint8}  # of a feature; otherwise t
 
 
 def _problem(capability: int, size: int, itemsize: int, feature: str) -> plan.PlanKey:
-    """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch, "mask" and "bits": a mask so
-    shared, "ranges": two key ranges of each row."""
+    """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch, "mask" and "bits": a
+    mask so shared, "ranges": two key ranges of each row."""
 
     def spec(*shape: int) -> plan.TensorSpec:
         return plan.TensorSpec(shape, (0, 0, 0, 0), True).like(shape[3]).spec()
