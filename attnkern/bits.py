@@ -1,23 +1,21 @@
 """A bool mask in bits, 64 keys in 8 bytes: what the operators take as a bias of dtype uint8.
 
 (B|1, Hq|1, L|1, 8 * ceil(S / 64)), dense in the last dimension: bit j % 8 of byte j // 8 of a row says whether the row
-attends to key j, and those beyond S are not read. These are the `bits` of a Mask, seen as bytes. The CPU's and the
-CUDA kernels read them as they are, the latter by words, so that rows must begin at multiples of 8 bytes. For others a
-call is given bools instead (`in_bools`), and computations in plain torch take those of a tile (`bools`).
+attends to key j, and those beyond S are not read. These are the `bits` of a Mask, seen as bytes. Kernels read them as
+they are, a GPU's by words, so that rows must begin at multiples of 8 bytes. Computations in plain torch take the bools
+of a tile (`bools`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 WORD = 64
 """Keys of a word, of which a row has whole ones."""
-
-_WithBias = TypeVar("_WithBias", bound=Any)
 
 
 def in_bits(bias: Tensor | None) -> bool:
@@ -44,13 +42,8 @@ def bools(bits: Tensor, seqlen_k: int) -> Tensor:
     return unpacked.view(*bits.shape[:-1], bits.shape[-1] * 8)[..., :seqlen_k]
 
 
-def in_bools(call: _WithBias) -> _WithBias:
-    """The Inputs of an operator whose kernels take no bits."""
-    return call._replace(bias=bools(call.bias, call.seqlen_k)) if in_bits(call.bias) else call
-
-
 def as_described(bias: Tensor | None, seqlen_k: int) -> Tensor | None:
-    """A bias as `in_bools` leaves it, for its shape, strides and dtype: of bits, a tensor without values."""
+    """A bias for its shape, strides and dtype: of bits the bools that they stand for, a tensor without values."""
     if bias is None or not in_bits(bias):
         return bias
     whole = (*bias.shape[:3], math.ceil(seqlen_k / WORD) * WORD)

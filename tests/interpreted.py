@@ -30,7 +30,7 @@ from attnkern.__main__ import show
 from attnkern.problem import Problem
 from conftest import Target
 from matrix import Call, call, tagged
-from random_problems import in_pages
+from random_problems import attention_in_bits, in_pages
 from test_unattended import MASKS, make
 
 TARGET = Target("triton", "cpu")
@@ -69,7 +69,9 @@ def _calls() -> dict[str, Callable[[], object]]:
     family = checks.FAMILIES["triton-second-order"]
     found |= {f"second order: {each.name}": _second_order(family, each) for each in family.calls}
     found |= {f"pages, {n} queries": functools.partial(_in_pages, n) for n in (1, 20)}
-    return found | {f.__name__[1:].replace("_", " "): f for f in (_in_a_graph, _asked_for_by_name, _what_is_told)}
+    return found | {
+        f.__name__[1:].replace("_", " "): f for f in (_bits, _in_a_graph, _asked_for_by_name, _what_is_told)
+    }
 
 
 def _in_pages(queries: int) -> None:
@@ -82,6 +84,19 @@ def _in_pages(queries: int) -> None:
         pools, table = in_pages(size, k, v)
         got = attnkern.attention(q, *pools, block_table=table, **options)
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def _bits() -> None:
+    """To the last bit what bools give: the interpreter sums in one order."""
+    for queries, keys, shape in ((20, 70, "BHLS"), (20, 109, "1H1S"), (3, 1050, "B1LS")):
+        inputs, options = make((queries, keys, 16, 2), torch.float32, poison=None, mask=("bool", shape))
+        found = []
+        for function in (attnkern.attention, attention_in_bits):
+            x = {name: t.clone().requires_grad_(name != "attn_mask") for name, t in inputs.tensors.items()}
+            out, lse = function(**x, **options, return_lse=True, backend="triton")
+            total = out.square().sum() + lse[lse.isfinite()].sum()
+            found.append([out, lse, *torch.autograd.grad(total, [x[n] for n in ("query", "key", "value")])])
+        assert all(map(torch.equal, *found))
 
 
 def _some(tag: str, every: int) -> list[tuple[str, Call]]:

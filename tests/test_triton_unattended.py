@@ -5,9 +5,15 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import attnkern
+from attnkern import ops
+from attnkern.problem import Problem
+from attnkern.signatures import Inputs
+from random_problems import in_bits
 from test_triton import BF16, FP16, FP32, Simulated, routed
-from test_unattended import MASKS, derivatives, make
+from test_unattended import MASKS, derivatives, make, on
 
 # Of few queries and many keys: keys, head size, heads of keys; dtype; what leaves keys out.
 DECODED = {
@@ -16,6 +22,8 @@ DECODED = {
     "a window beside a bias": ((3, 700, 64, 2), FP16, {"mask": ("float", "BHLS"), "window": (None, 550)}),
     "bool of keys": ((3, 700, 64, 1), BF16, MASKS["bool of keys"]),
     "bool, float32": ((3, 520, 80, 2), FP32, MASKS["bool"]),
+    "bits": ((3, 700, 64, 1), BF16, MASKS["bits"]),
+    "bits of keys and ranges, float32": ((2, 700, 300, 2), FP32, MASKS["bits of keys and ranges"]),
     "bool above 256, float32": ((1, 520, 264, 2), FP32, MASKS["bool of keys"]),
     "ranges": ((3, 700, 128, 1), BF16, MASKS["ranges"]),
     "ranges above 256": ((2, 700, 264, 2), FP16, MASKS["ranges of a batch"]),
@@ -27,8 +35,9 @@ DECODED = {
 def test_decoding(kind):
     sizes, dtype, masks = DECODED[kind]
     inputs, options = make(sizes, dtype, poison=math.nan, **masks)
+    target = Simulated("triton", "cpu")
     with routed(80) as launched:
-        Simulated("triton", "cpu").check(inputs, gradients=False, **options)
+        target.check(inputs, gradients=False, **on(target, options))
     assert [kernel.function.__name__ for kernel in launched] == ["decode_kernel", "combine_kernel"]
 
 
@@ -69,6 +78,43 @@ def test_masks(kind, gpu):
     assert {"forward_kernel", "dkdv_kernel", "dq_kernel"} <= {kernel.function.__name__ for kernel in launched}
 
 
+# Keys that end within a byte, a word, or with one; rows that are all the same; beside ranges, a window and dropout.
+BITS = {
+    "bfloat16": (80, (70, 140, 64, 2), BF16, {"mask": ("bool", "BHLS")}),
+    "float16, causal": (90, (70, 109, 128, 1), FP16, {"mask": ("bool", "B1LS"), "is_causal": True}),
+    "float32, window": (120, (46, 90, 40, 2), FP32, {"mask": ("bool", "1HLS"), "window": (40, 30)}),
+    "of keys": (90, (70, 128, 64, 4), BF16, {"mask": ("bool", "BH1S")}),
+    "and ranges": (80, (40, 100, 64, 2), FP16, {"mask": ("bool", "11LS"), "ranges": ("near", "1HL", 2)}),
+}
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_bits(kind, monkeypatch):
+    """Output, log-sum-exp and gradients, of a mask that becomes no bools; those behind the last key may be anything."""
+    gpu, sizes, dtype, options = BITS[kind]
+    inputs, options = make(sizes, dtype, poison=math.nan, **options)
+    target, keys = Simulated("triton", "cpu", gpu), sizes[1]
+    monkeypatch.setattr("attnkern.bits.bools", None)
+
+    def attention(attn_mask, **given):
+        bits = in_bits(F.pad(attn_mask, (0, -keys % 64), value=True), sizes[0], keys + -keys % 64).bits
+        return target.attention(attn_mask=attnkern.Mask(None, bits, None, sizes[0], keys), **given)
+
+    with routed(gpu) as launched:
+        target.check(inputs, function=attention, **options)
+    assert {kernel.constants["BIAS"] & 4 for kernel in launched if "BIAS" in kernel.constants} == {4}
+
+
+def test_bits_whose_rows_begin_within_a_word():
+    """The operators take such, too: they are copied."""
+    q, k, v = torch.randn(1, 2, 9, 16), *torch.randn(2, 1, 2, 70, 16)
+    bits = torch.randint(256, (1, 1, 9, 24), dtype=torch.uint8)[..., 3:19]
+    params = Problem.from_sdpa(q, k, v).params
+    with routed(80):
+        found, want = (ops.forward(*Inputs(q, k, v, x), *params, True, "triton") for x in (bits, bits.clone()))
+    assert all(map(torch.equal, found, want))
+
+
 @pytest.mark.parametrize(("kind", "size"), [("ranges", 160), ("bool of keys", 264)])
 def test_masks_at_large_head_sizes(kind, size):
     """Output and log-sum-exp; infinity, which makes NaN where a weight of 0 meets it."""
@@ -93,9 +139,10 @@ def test_bands_where_columns_come_in_chunks(band):
 
 
 SECOND = [*(BANDS[name] for name in list(BANDS)[1:5:3]), *((40, 70, EXCLUDED[name]) for name in list(EXCLUDED)[::3])]
+SECOND.append((40, 70, MASKS["bits"]))
 
 
-@pytest.mark.parametrize(("case", "gpu"), enumerate([90, 80, 90, 80]))
+@pytest.mark.parametrize(("case", "gpu"), enumerate([90, 80, 90, 80, 90]))
 def test_derivatives_of_second_order_and_forward_mode(case, gpu):
     queries, keys, options = SECOND[case]
     inputs, options = make((queries, keys, 64, 2), BF16, poison=math.nan, **options)

@@ -25,6 +25,7 @@ BIASES = {
     "bias of heads": (1, 4, 1024, 1024),
     "bias of keys": (2, 1, 1, 1024),
     "mask": (1, 4, 1024, 1024),
+    "mask in bits": (1, 4, 1024, 128),
     "padding": (2, 1, 1, 1024),
     "bias by distance": (1, 4, 1024, 1024),
 }
@@ -36,7 +37,7 @@ class Problem(NamedTuple):
     size: int
     kernels: str
     dtype: torch.dtype = BF16
-    bias: str = ""  # of BIASES; "mask" and "padding" are bool
+    bias: str = ""  # of BIASES; "mask" and "padding" are bool, in bits uint8
     ranges: int = 0
     dropout: bool = False
     softcap: float = 0.0
@@ -57,6 +58,7 @@ class Problem(NamedTuple):
             if self.bias.endswith("by distance"):
                 bias = plan.TensorSpec(bias.shape, (*bias.stride[:2], -1, 1), False)
             bias_dtype = self.dtype if self.bias.startswith("bias") else torch.bool
+            bias_dtype = torch.uint8 if self.bias.endswith("in bits") else bias_dtype
         if self.ranges:
             row = 2 * self.ranges
             stride = (self.queries * row, 0, row, 2, 1)
@@ -76,6 +78,8 @@ PROBLEMS = {
         Problem(128, "dkdv visits", ranges=2, softcap=30.0, dtype=FP16),
         Problem(64, "forward second_dq", dtype=FP32),
         Problem(64, "dbias second_dbias", bias="bias by distance", ranges=2, dropout=True),
+        Problem(64, "forward dkdv dq second_dq", bias="mask in bits", band=CAUSAL),
+        Problem(64, "decode", queries=4, bias="mask in bits"),
         Problem(64, "decode combine", queries=4),
         Problem(64, "decode", queries=4, ranges=2, bias="bias", softcap=30.0),
         Problem(64, "forward", page=16, ranges=1, band=CAUSAL),
@@ -87,6 +91,7 @@ PROBLEMS = {
         Problem(64, "dkdv tangent second_dq", ranges=2, bias="padding", band=WINDOW),
         Problem(128, "forward dq", bias="bias", dropout=True),
         Problem(64, "dkdv", bias="mask", softcap=30.0, dtype=FP32),
+        Problem(128, "forward dkdv", bias="mask in bits"),
         Problem(64, "dbias", bias="bias by distance", band=CAUSAL),
         Problem(128, "decode", queries=4, ranges=1, dtype=FP32),
         Problem(128, "forward", page=64, ranges=1, band=CAUSAL),
@@ -98,6 +103,7 @@ PROBLEMS = {
         Problem(64, "forward dkdv dbias", bias="bias of keys", softcap=30.0),
         Problem(128, "dbias", bias="bias by distance", band=CAUSAL),
         Problem(128, "second_dkdv", bias="mask"),
+        Problem(64, "forward dkdv", bias="mask in bits"),
         Problem(64, "forward", page=16, ranges=1),
     ],
 }

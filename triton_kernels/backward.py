@@ -149,7 +149,7 @@ def _dkdv_blocks(
         ends = None
         if MASKED and C.RANGES > 0:
             ends = row_ends(masks, strides, rows, call, C)
-        s, t = scores(qk, rows[None, :], cols[:, None], masks.bias, strides.bias, ends, call, C, MASKED)
+        s, t = scores(qk, rows[None, :], cols[:, None], first_col, masks.bias, strides.bias, ends, call, C, MASKED)
         p = probabilities(s, base[None, :], C.NATURAL)
         held = held_columns(s, C, MASKED)
         keep = p > 0.0
@@ -261,7 +261,7 @@ def score_gradients(
     base, delta, mu, nu = terms
     cols = first_col + tl.arange(0, C.BLOCK_N)
     qk, x, k_tiles = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, C.TQ, C.TK)
-    s, t = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
+    s, t = scores(qk, rows[:, None], cols[None, :], first_col, masks.bias, strides.bias, ends, call, C, MASKED)
     held = 0  # (No None: see `masks_of`.)
     if clears(C, MASKED):
         held = held_columns(s, C, MASKED)

@@ -96,7 +96,7 @@ def _decode_blocks(
         else:
             q_tiles = Tiles(q[1], q[2], q[1], q[2], 0, 0, 0, 0)
             qk, _, _ = products(q_tiles, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, False, True)
-        s, _ = scores(qk, rows[:, None], cols[None, :], bias, bias_strides, ends, call, C, True)
+        s, _ = scores(qk, rows[:, None], cols[None, :], first_col, bias, bias_strides, ends, call, C, True)
         p, factor, row_max, row_sum = softmax_step(s, row_max, row_sum, True, C.NATURAL)
         # Slots of a cache that no row attends to may never have been written.
         reached = None

@@ -49,7 +49,7 @@ def _forward_blocks(
     for first_col in range(begin, end, C.BLOCK_N):
         cols = first_col + tl.arange(0, C.BLOCK_N)
         qk, _, _ = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED)
-        s, _ = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
+        s, _ = scores(qk, rows[:, None], cols[None, :], first_col, masks.bias, strides.bias, ends, call, C, MASKED)
         held = held_columns(s, C, MASKED)
         reached = None
         if C.CHUNK > 32:  # of 16 bits: v isn't under way yet

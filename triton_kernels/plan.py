@@ -327,7 +327,7 @@ class _Builder:
         if problem.ranges is not None:
             self._integers("ranges", problem.ranges)
         self.constants["NATURAL"] = self.constants["BIAS"] % 2 == 1
-        self.constants["UNATTENDED"] |= problem.bias_dtype == torch.bool
+        self.constants["UNATTENDED"] |= problem.bias is not None and not self.constants["NATURAL"]
 
     def tensor(self, name: str, x: TensorSpec, dtype: torch.dtype) -> None:
         """A tensor (batch, heads, length, size): its pointer, its strides, and what is known of their alignment."""
@@ -343,19 +343,23 @@ class _Builder:
 
     def _bias(self, name: str, bias: TensorSpec, dtype: torch.dtype) -> None:
         """bias or tbias"""
+        _, _, row, column = bias.strides()
+        kind = {torch.bool: 2, torch.uint8: 4}.get(dtype, 1)
+        self.constants[name.upper()] = kind + (8 if row == 0 else 0)
+        if dtype == torch.uint8:
+            self._integers(name, bias, "*u8")
+            return
         self.tensor(name, bias, dtype)
         unit = 16 // dtype.itemsize
-        _, _, row, column = bias.strides()
-        self.constants[name.upper()] = (2 if dtype == torch.bool else 1) + (2 if row == 0 else 0)
         column_kind = "i32" if column > 1 else "constexpr"
         self.strides[name] = self.strides[name]._replace(column=Leaf(column_kind, column))
         if self.tensors[name].divisor > 1 and self.numbers["seqlen_k"] % unit == 0:
             # Else the mask of its last columns cuts vectors.
             self.divisors["seqlen_k"] = max(unit, self.divisors.get("seqlen_k", 1))
 
-    def _integers(self, name: str, x: TensorSpec) -> None:
-        """ranges or visits"""
-        self.tensors[name] = Leaf("*i32")
+    def _integers(self, name: str, x: TensorSpec, pointer: str = "*i32") -> None:
+        """ranges or visits, or a bias of bits"""
+        self.tensors[name] = Leaf(pointer)
         self.strides[name] = Strides(*(Leaf("i64", stride) for stride in x.strides()[:3]), NOTHING)
 
     def add_tangents(self, tangents: TangentSpecs) -> None:

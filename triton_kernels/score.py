@@ -3,8 +3,8 @@
 Scores are kept in the log2 domain: exp(x) = exp2(x * log2(e)), and the factor goes into the scale. A feature is a
 constant of the kernel's variant (`C`): what a kernel doesn't use isn't there.
 
-    BIAS      0 none, 1 added (floating point), 2 bool (nonzero = attend); a bias whose rows are all the same one
-              (stride_m == 0) has 2 added to these: it is loaded as a vector of columns
+    BIAS      0 none, 1 added (floating point), 2 bool (nonzero = attend), 4 bits (attnkern/bits.py); a bias whose rows
+              are all the same one (stride_m == 0) has 8 added to these: it is loaded as a vector of columns
     SOFTCAP   s = softcap * tanh(s / softcap)
     RANGES    how many key ranges a row has, 0 to 2
     DROPOUT   Philox bits by position, as attnkern/rng.py lays them out
@@ -85,20 +85,46 @@ def load_bias(bias, rows, cols, strides, call, BIAS: tl.constexpr):
     the last one: their scores are masked or never stored. (A minimum of the columns would hide that they are
     consecutive.)"""
     pointers = bias + cols.to(tl.int64) * strides.column
-    if BIAS < 3:
+    if BIAS < 8:
         pointers = pointers + tl.minimum(rows, call.seqlen_q - 1).to(tl.int64) * strides.row
     return tl.load(pointers, mask=cols < call.seqlen_k, other=0)
 
 
 @triton.jit
-def scores(qk, rows, cols, bias, strides, ends, call, C: tl.constexpr, MASKED: tl.constexpr):
+def load_bits(bits, rows, cols, first_col, strides, call, BIAS: tl.constexpr):
+    """`load_bias` of a mask of bits, not 0 where a row attends to a column; first_col is the tile's first column. A
+    thread has words of 64 keys of its rows, and takes its entries from these."""
+    COLS: tl.constexpr = cols.shape[0] * cols.shape[1]
+    pointers = bits + first_col // 64 * 8
+    if BIAS < 8:
+        pointers += tl.minimum(rows, call.seqlen_q - 1).to(tl.int64) * strides.row
+    pointers = pointers.to(tl.pointer_type(tl.int64))
+    at = cols - first_col
+    kept = 0
+    for n in tl.static_range(0, COLS, 64):
+        word = tl.load(pointers + n // 64, mask=first_col + n < call.seqlen_k, other=0)
+        if COLS < 64:
+            word >>= first_col % 64
+        half = word.to(tl.int32)
+        if COLS >= 64:
+            half = tl.where(at % 64 < 32, half, (word >> 32).to(tl.int32))
+        kept = half if n == 0 else tl.where(at < n, kept, half)
+    bit = tl.full(cols.shape, 1, tl.int32) << (at % 32)
+    if cols.shape[1] == 1:  # Else a tile with columns past the end has a mask of its own.
+        bit = tl.where(cols < call.seqlen_k, bit, 0)
+    return kept & bit
+
+
+@triton.jit
+def scores(qk, rows, cols, first_col, bias, strides, ends, call, C: tl.constexpr, MASKED: tl.constexpr):
     """Products q k^T to scores, -inf where a query doesn't attend; and tanh, for the derivative.
 
     In the log2 domain, or C.NATURAL, the natural-log domain: with an added bias, where a row of finfo.min times log2(e)
     would be one of -inf, and lse beside a large bias not what it was made of.
 
     rows and cols are the tile's indices, shaped to broadcast to it: [M, 1] and [1, N], or [1, M] and [N, 1] of a
-    transposed tile; strides are the bias'; ends the `Ends` of the rows, 1-D, which a MASKED tile with key ranges takes.
+    transposed tile, first_col its first column; strides are the bias'; ends the `Ends` of the rows, 1-D, which a MASKED
+    tile with key ranges takes.
     call.score_scale is softmax_scale * log2(e), or softmax_scale / softcap with a softcap.
     """
     s = qk * call.score_scale
@@ -109,7 +135,10 @@ def scores(qk, rows, cols, bias, strides, ends, call, C: tl.constexpr, MASKED: t
     elif C.NATURAL:
         s = qk * (call.score_scale * LN2)
     if C.BIAS > 0:
-        b = load_bias(bias, rows, cols, strides, call, C.BIAS)
+        if C.BIAS & 4:
+            b = load_bits(bias, rows, cols, first_col, strides, call, C.BIAS)
+        else:
+            b = load_bias(bias, rows, cols, strides, call, C.BIAS)
         if C.NATURAL:
             s += b.to(tl.float32)
         else:
@@ -156,7 +185,7 @@ def has_nan(sums, C: tl.constexpr):
 @triton.constexpr_function
 def clears(C, MASKED):
     """Whether entries of a tile may be left out, and must be cleared."""
-    return bool(C.CLEAR and (MASKED or C.BIAS in (2, 4)))
+    return bool(C.CLEAR and (MASKED or (C.BIAS > 0 and not C.NATURAL)))
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def _tangent_blocks(
     for first_col in range(begin, end, C.BLOCK_N):
         cols = first_col + tl.arange(0, C.BLOCK_N)
         qk, x, _ = products(q, k, first_col, C.QK, C.BLOCK_M, C.BLOCK_N, C, C.TMA, MASKED, C.TQ, C.TK)
-        s, t = scores(qk, rows[:, None], cols[None, :], masks.bias, strides.bias, ends, call, C, MASKED)
+        s, t = scores(qk, rows[:, None], cols[None, :], first_col, masks.bias, strides.bias, ends, call, C, MASKED)
         p = probabilities(s, base[:, None], C.NATURAL)
         ts, _ = score_tangent(x, t, rows[:, None], cols[None, :], masks.tbias, strides.tbias, call, C)
         weights = weighted(p, p * ts, C, MASKED)

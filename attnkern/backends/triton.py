@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import sinks
-from ..bits import as_described, in_bools
+from ..bits import WORD, in_bits
 from ..params import (
     GRAD_BIAS,
     GRAD_GRAD_LSE,
@@ -109,7 +109,6 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
     plans = _plans()
     q, k, v, bias, of_heads, ranges, params, _, pages = problem
     seqlen_k = k.shape[2]
-    bias = as_described(bias, seqlen_k)
     if pages is not None:
         k, v = pages.key, pages.value
     index = q.get_device()
@@ -128,7 +127,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         plans.launch.capability(index),
         q.dtype,
         *specs,
-        None if bias is None else _table_spec(plans, bias, q, seqlen_k) or spec(bias, _narrow_enough(bias)),
+        None if bias is None else _table_spec(plans, bias, q, seqlen_k) or spec(bias, _reads_bias(bias)),
         None if bias is None else bias.dtype,
         int(params.dropout_p > 0),
         params,
@@ -309,7 +308,7 @@ def second_backward(
 def _as_read(inputs: Inputs) -> Inputs:
     """The inputs as kernels read them."""
     q, k, v = (_rows(x) for x in (inputs.q, inputs.k, inputs.v))
-    return inputs._replace(q=q, k=k, v=v, bias=_bias_as_read(in_bools(inputs).bias, q))
+    return inputs._replace(q=q, k=k, v=v, bias=_bias_as_read(inputs.bias, q))
 
 
 def _tangents_as_read(plans: Any, tangents: Derivatives, inputs: Inputs) -> tuple[Derivatives, Any]:
@@ -480,12 +479,14 @@ def _has_rows(x: Tensor) -> bool:
 
 
 def _bias_as_read(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """The bias, copied if the strides of its rows and columns need more than 32 bits; a table from the entry of the
-    first query and key on."""
+    """The bias, copied if kernels don't read it where it lies; a table from the entry of the first query and key on."""
     if bias is not None and by_distance(bias):
         return bias[..., max(0, q.shape[2] - 1) :]
-    return bias if bias is None or _narrow_enough(bias) else bias.contiguous()
+    return bias if bias is None or _reads_bias(bias) else bias.clone(memory_format=torch.contiguous_format)
 
 
-def _narrow_enough(bias: Tensor) -> bool:
+def _reads_bias(bias: Tensor) -> bool:
+    """Whether the strides of its rows and columns have 32 bits; of bits, whether its rows begin with words."""
+    if in_bits(bias):
+        return all(step % (WORD // 8) == 0 for step in (bias.storage_offset(), *bias.stride()[:3]))
     return max(bias.stride()[2:]) < 2**31

@@ -64,7 +64,7 @@ _BUDGETS: dict[tuple[int, str, int, str, int], dict[str, tuple[int, str]]] = {
     (90, "forward", 2, "ranges", 128): {"100a": (64, _ENDS)},
     (90, "dkdv", 2, "plain", 128): {"90a": (12, _FEW), "100a": (84, _FEW)},
 }
-_MASKS = {"ranges": "key ranges", "mask": "a bool mask"}
+_MASKS = {"ranges": "key ranges", "mask": "a bool mask", "bits": "a mask of bits"}
 _MASKED: dict[tuple[int, str, int, str], dict[str, tuple[int, str]]] = {
     (80, "dkdv", 64, "ranges"): {"120a": (48, _ENDS)},
     (80, "forward", 128, "mask"): {"80": (28, _FEW), "86": (8, _FEW), "120a": (20, _SM120)},
@@ -72,6 +72,8 @@ _MASKED: dict[tuple[int, str, int, str], dict[str, tuple[int, str]]] = {
     (90, "dkdv", 64, "ranges"): {"100a": (208, _ENDS)},
     (90, "dkdv", 128, "ranges"): {"90a": (32, _ENDS)},
     (90, "dkdv", 128, "mask"): {"90a": (8, _FEW)},
+    (80, "forward", 64, "bits"): {"120a": (16, _SM120)},
+    (80, "dkdv", 64, "bits"): {"120a": (60, _SM120)},
 }
 _PLACES = "addresses of 64 bits, which change with each block's pages, beside the tile"
 _IN_PAGES: dict[tuple[int, int, int, int], dict[str, tuple[int, str]]] = {
@@ -111,9 +113,10 @@ def cases() -> list[Case]:
 
 
 def _cases_of_masks() -> list[Case]:
-    """Key ranges and bool masks: every pass, at the head sizes of most models."""
+    """Key ranges, bool masks and masks of bits: every pass, at the head sizes of most models."""
     found = []
     kinds = {"ranges": ("dkdv", "dq", "tangent", "visits"), "mask": ("forward", "dkdv", "dq")}
+    kinds["bits"] = (*kinds["mask"], "tangent")
     for capability, archs in ((80, "80 86 120a"), (90, "90a 100a")):
         for size, (feature, names) in itertools.product((64, 128), kinds.items()):
             problem = _problem(capability, size, 2, feature)
@@ -191,16 +194,17 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
     for rows, feature, keys in kinds:
         problem = _problem(80, size, itemsize, "mods" if feature == "mods" else "plain")
         shape = (2, 4, rows, size)
-        bias = (
-            plan.Layout((1, 4, rows, keys), (0, rows * keys, keys, 1)).spec() if feature in ("tile", "mask") else None
-        )
+        bias = None
+        if feature in ("tile", "mask", "bits"):
+            entries = keys // 8 if feature == "bits" else keys
+            bias = plan.Layout((1, 4, rows, entries), (0, rows * entries, entries, 1)).spec()
         k = plan.TensorSpec((2, 4, keys, size), (0, 0, 0, 0), True).like(size).spec()
         problem = problem._replace(
             q=problem.q._replace(shape=shape),
             k=k,
             v=k,
             bias=bias,
-            bias_dtype=None if bias is None else torch.bool if feature == "mask" else problem.dtype,
+            bias_dtype=None if bias is None else _BIASES.get(feature, problem.dtype),
             params=problem.params._replace(band_offset=keys - rows),  # causal, aligned to the last key
             ranges=plan.TensorSpec((1, 1, rows, 1), (0, 0, 0, 0), True).like(2).spec() if feature == "ranges" else None,
         )
@@ -221,20 +225,21 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
     return list(found.values())
 
 
-_DECODED = ("tile", "mask", "mods", "ranges")
+_DECODED = ("tile", "mask", "mods", "ranges", "bits")
+_BIASES = {"mask": torch.bool, "bits": torch.uint8}  # of a feature; otherwise the dtype of q
 
 
 def _problem(capability: int, size: int, itemsize: int, feature: str) -> plan.PlanKey:
-    """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch, "mask": a bool mask so
-    shared, "ranges": two key ranges of each row."""
+    """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch, "mask" and "bits": a
+    mask so shared, "ranges": two key ranges of each row."""
 
     def spec(*shape: int) -> plan.TensorSpec:
         return plan.TensorSpec(shape, (0, 0, 0, 0), True).like(shape[3]).spec()
 
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     x = spec(2, 4, 1024, size)
-    bias = spec(1, 4, 1024, 1024) if feature in ("tile", "mask") else None
-    bias_dtype = torch.bool if feature == "mask" else dtype if bias else None
+    bias = spec(1, 4, 1024, 128 if feature == "bits" else 1024) if feature in ("tile", *_BIASES) else None
+    bias_dtype = _BIASES.get(feature, dtype) if bias else None
     ranges = plan.TensorSpec((1, 1, 1024, 2), (0, 0, 0, 0), True).like(2).spec() if feature == "ranges" else None
     params = AttentionParams(size**-0.5, 30.0 if feature == "mods" else 0.0, window_right=0)
     return plan.PlanKey(capability, dtype, x, x, x, bias, bias_dtype, 0, params, False, ranges)
@@ -248,7 +253,8 @@ def _step(problem: plan.PlanKey, kernel: str) -> plan.Step | None:
     if kernel in ("dkdv", "dq"):
         backward = plan.backward_plan(problem, problem.q, problem.q, False, mask)
         return backward.dkdv if kernel == "dkdv" else backward.dq
-    tangents = plan.TangentSpecs(problem.q, problem.k, problem.v, problem.bias)
+    tbias = None if problem.bias_dtype in _BIASES.values() else problem.bias
+    tangents = plan.TangentSpecs(problem.q, problem.k, problem.v, tbias)
     first, second = plan.second_backward_plan(problem, tangents, problem.q, problem.q, False, mask)
     return {"tangent": first.step, "second_dkdv": second.dkdv, "second_dq": second.dq}[kernel]
 
