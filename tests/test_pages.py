@@ -126,6 +126,14 @@ def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad, monkeyp
         target.attention(q, key, value, block_table=spoiled, **options)
 
 
+def test_numbers_of_no_page_without_queries(target, monkeypatch):
+    monkeypatch.setenv("ATTNKERN_CHECK", "1")
+    pool, table = target.randn(4, 2, 16, 8), torch.full((2, 3), -1, dtype=torch.int32, device=target.device)
+    for heads, queries in ((2, 0), (0, 3)):
+        q = target.randn(2, heads, queries, 8)
+        assert target.attention(q, pool[:, :heads], pool[:, :heads], block_table=table).shape == q.shape
+
+
 def test_int64_and_strided_tables(target):
     q, k, v, ranges = problem(target, 2, torch.float32)
     pools, table = in_pages(64, k, v)
