@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ..params import DECODE_MAX_ROWS
 from ..problem import Problem
 
@@ -74,10 +72,9 @@ class Call(NamedTuple):
 
 def call_of(problem: Problem, capability: int, training: bool | None = None) -> Call:
     """A CUDA call as rules see it. training: whether a backward pass follows; None: that is seen of the inputs."""
-    q, k, v, bias, sinks, ranges, params, *_ = problem
-    tensors = [x for x in (q, k, v, bias, sinks) if x is not None]
+    q, k, v, bias, _, ranges, params, *_ = problem
     if training is None:
-        training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        training = problem.wanted() > 0
     if not training and q.shape[2] * (q.shape[1] // max(k.shape[1], 1)) <= DECODE_MAX_ROWS < k.shape[2]:
         kind = "decode"
     elif bias is not None or params.softcap or params.dropout_p or (ranges is not None and capability != 90):
