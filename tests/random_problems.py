@@ -62,13 +62,15 @@ def random_problem(
     poison: bool = False,
     extreme: float = 0.5,
     page: int = 1,
+    more_keys: int = 0,
 ) -> tuple[Inputs, dict[str, Any]]:
     """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed.
 
     A share of `extreme` of the problems is extreme in one way or several: amplitudes from 1e-3 to 1e3, scales of either
     sign from 1e-3 to 1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments say
     what is drawn from: sizes, the query heads of a key head, and whether there may be a mask, key ranges, sinks and
-    relative biases, and poison where no query attends to. Keys fill whole pages of `page` rows.
+    relative biases, and poison where no query attends to. Keys fill whole pages of `page` rows, and are
+    `more_keys` more than a length that is drawn.
     """
     rng = random.Random(seed)
 
@@ -84,7 +86,7 @@ def random_problem(
     seqlen_q = seqlen_k if draw < 0.3 else rng.choice(list(lengths if draw < 0.7 else FEW))
     if draw > 0.85:  # keys that fill vectors
         seqlen_k = rng.choice([n for n in lengths if n > 0 and n % 16 == 0])
-    seqlen_k = -(-seqlen_k // page) * page
+    seqlen_k = -(-(seqlen_k + more_keys) // page) * page
     dtype = rng.choice(list(dtypes))
     options: dict[str, Any] = {}
     if group > 1 and heads_k > 0:
@@ -259,7 +261,9 @@ def random_paged(seed: int, sizes: Sequence[int] = (16, 16, 32, 64, 128), **kind
     share them. Most have ranges, as of sequences of different lengths, and poison beyond them."""
     rng = random.Random(f"paged {seed}")
     size = rng.choice(list(sizes))
-    inputs, options = random_problem(seed, **kinds, page=size)
+    # The CPU's kernels walk over 1024 keys at a time.
+    more = 0 if "lengths" in kinds else rng.choice([0, 0, 0, 1024])
+    inputs, options = random_problem(seed, **kinds, page=size, more_keys=more)
     if inputs.key_ranges is None and rng.random() < 0.6:
         kind, dtype = rng.choice(["anything", "near"]), rng.choice([torch.int32, torch.int64])
         inputs = inputs.with_ranges(kind, rng.choice(["B11", "B1L"]), 1, dtype, seed)
