@@ -112,6 +112,8 @@ class Problem(NamedTuple):
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         if block_table is not None:
+            if type(query) is not Tensor and isinstance(block_table, Tensor):
+                block_table = replicated(block_table, query)
             pages = pages_of(query, key, value, block_table)
             options: Any = attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
             key, value = pages.views()
