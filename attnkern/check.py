@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import signal
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     second_order: bool = False
     ranges: tuple[str, str, int] | None = None  # random key ranges: kind, shape and number, of `Inputs.with_ranges`
     biases: bool = False  # sinks and a relative bias
+    page_size: int = 0  # of the pages that keys and values lie in; 0: in none
 
     def made(self, device: str) -> testing.Inputs:
         """Its tensors, alike on all devices."""
@@ -57,7 +59,20 @@ class Call(NamedTuple):
             _, heads, seqlen_q, _ = inputs.query.shape
             entries = seqlen_q + inputs.key.shape[2] - 1
             inputs = inputs.with_sinks("H", FP32, 1).with_relative_bias(heads, entries, FP32, 1)
+        if self.page_size:
+            inputs = inputs.with_poison(math.nan)
         return inputs if self.ranges is None else inputs.with_ranges(*self.ranges, torch.int32, 1)
+
+    def in_pages(self, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
+        """Its arguments in place of key and value: pools of pages in any order, and which ones a sequence has."""
+        batch, _, length, _ = key.shape
+        table = torch.randperm(batch * length // self.page_size).view(batch, -1).to(key.device)
+
+        def pool(x: torch.Tensor) -> torch.Tensor:
+            pages = x.unflatten(2, (-1, self.page_size)).transpose(1, 2).flatten(0, 1)
+            return pages[table.flatten().argsort()]
+
+        return {"key": pool(key), "value": pool(value), "block_table": table}
 
 
 class Family(NamedTuple):
@@ -90,6 +105,15 @@ _DECODING = (
     Call("decoding", DECODE, {"dtype": BF16, "heads_k": 2}, {"enable_gqa": True}, gradients=False),
     Call("decoding, key ranges", DECODE, {"dtype": BF16}, gradients=False, ranges=("anything", "B11", 1)),
     Call("decoding, sinks and a relative bias", DECODE, {"dtype": BF16}, gradients=False, biases=True),
+    Call(
+        "decoding, keys in pages",
+        (2, 8, 1, 1504, 64),
+        {"dtype": BF16, "heads_k": 2},
+        {"enable_gqa": True},
+        gradients=False,
+        ranges=("anything", "B11", 1),
+        page_size=16,
+    ),
 )
 _HOPPER = tuple(
     Call(f"{kind}, head size {size}", (1, 4, 200, 300, size), {"dtype": dtype, "heads_k": 2}, options)
@@ -148,7 +172,18 @@ def check_call(family: Family, call: Call, device: str) -> None:
         seed = rng.draw_seed(inputs.query.device)
         keep = testing.philox_keep(seed, batch, heads, seqlen_q, inputs.key.shape[2], p, inputs.query.device)
         (torch.random.set_rng_state if device == "cpu" else torch.cuda.set_rng_state)(state)
-    testing.check_attention(inputs, backend=family.backend, gradients=call.gradients, keep=keep, **options)
+    function = None
+    if call.page_size:
+
+        def function(query: Any, key: Any, value: Any, **rest: Any) -> Any:
+            out, _ = attnkern.attention(
+                query, **call.in_pages(key, value), **rest, return_lse=True, backend=family.backend
+            )
+            return out
+
+    testing.check_attention(
+        inputs, backend=family.backend, gradients=call.gradients, keep=keep, function=function, **options
+    )
 
 
 def plan_of(family: Family, call: Call, inputs: testing.Inputs) -> tuple[str, ...]:
@@ -156,6 +191,8 @@ def plan_of(family: Family, call: Call, inputs: testing.Inputs) -> tuple[str, ..
     tensors: dict[str, Any] = {name: x.detach() for name, x in inputs.tensors.items()}
     for x in tensors.values():
         x.requires_grad_(call.gradients and x.is_floating_point())
+    if call.page_size:
+        tensors |= call.in_pages(tensors["key"], tensors["value"])
     return explain(Problem.from_sdpa(**tensors, **call.options), family.backend).plan
 
 

@@ -49,7 +49,7 @@ from .params import (
     holds,
 )
 from .shapes import Sizes, View, broadcast_sizes, equal, fit, shared_heads
-from .signatures import Inputs, for_operators
+from .signatures import GRAD_BITS, Inputs, for_operators
 
 _NUMBERS = frozenset((int, float))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -112,6 +112,8 @@ class Problem(NamedTuple):
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         if block_table is not None:
+            if type(query) is not Tensor and isinstance(block_table, Tensor):
+                block_table = replicated(block_table, query)
             pages = pages_of(query, key, value, block_table)
             options: Any = attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
             key, value = pages.views()
@@ -268,6 +270,13 @@ class Problem(NamedTuple):
         problem = cls.from_sdpa(q, k, v, None, *options, relative_bias_center)
         assert not isinstance(problem.lead, Jagged)
         return problem._replace(lead=Jagged(query, problem.lead))
+
+    def wanted(self) -> int:
+        """What a backward pass will be asked for, as the operators' grad_mask; 0: there will be none."""
+        if not torch.is_grad_enabled():
+            return 0
+        tensors = self.q, self.k, self.v, self.bias, self.sinks
+        return sum(bit for x, bit in zip(tensors, GRAD_BITS, strict=True) if x is not None and x.requires_grad)
 
     def restore(self, x: Tensor) -> Tensor:
         """The caller's shape for `x` (B, Hq, ...): leading dimensions as the inputs' broadcast."""

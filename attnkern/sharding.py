@@ -44,6 +44,7 @@ def _splits(inputs, params) -> list[tuple]:
     from torch.distributed.tensor import Replicate, Shard
 
     q, k, v, seed = inputs.q, inputs.k, inputs.v, inputs.philox_seed
+    in_pages = inputs.block_table is not None
 
     def split(dim, of_seed=None):
         cut, whole = Shard(dim), Replicate()
@@ -53,7 +54,11 @@ def _splits(inputs, params) -> list[tuple]:
                 return of_seed
             if x is None:
                 return None
+            if name == "block_table":
+                return cut if dim == 0 else whole
             if name in ("k", "v"):
+                if in_pages and dim == 0:  # any sequence may have any page
+                    return whole
                 return whole if dim == 2 or x.shape[dim] == 1 else cut
             return cut if dim < x.ndim and x.shape[dim] == q.shape[dim] else whole
 

@@ -74,23 +74,26 @@ def _attnkern_with_ranges(backend: str, case: Case, inputs: Inputs, dense: bool 
     return attend_packed
 
 
-def _attnkern_in_pages(page_size: int, case: Case, inputs: Inputs) -> Attend:
+def _attnkern_in_pages(backend: str, page_size: int, case: Case, inputs: Inputs) -> Attend:
     """Keys and values, as far as there are any, lie in the pages of a PagedCache before the clock starts."""
-    if case.ranged_kind != "padding" or case.causal:
+    padded = case.ranged_kind == "padding"
+    if case.causal or case.band is not None or case.sinks or not (padded or case.mask == "none"):
         raise Refused("pages are timed with padding alone")
     query, key, value, _ = tensors_of(inputs)
-    lengths = [min(n, case.seqlen_k) for n in case.lengths]
+    lengths = [min(n, case.seqlen_k) for n in case.lengths] if padded else [case.seqlen_k] * case.batch
     pages = sum(-(-n // page_size) for n in lengths)
-    cache = attnkern.PagedCache(
-        pages, case.heads_k, case.head_dim, case.head_dim_v, page_size=page_size, dtype=query.dtype
-    )
+    kind: dict[str, Any] = {"page_size": page_size, "dtype": query.dtype, "device": query.device}
+    cache = attnkern.PagedCache(pages, case.heads_k, case.head_dim, case.head_dim_v, **kind)
     places = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
     cache._free[:] = places  # as after a day's work
     step = cache.step([cache.add() for _ in lengths], lengths)
     step.write(0, *(torch.cat([x[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)]) for x in (key, value)))
     ranges = torch.stack([torch.zeros_like(step.seqused_k), step.seqused_k], -1)[:, None, None, None]
-    options: dict[str, Any] = {**extended_options_of(case), "is_causal": False, "backend": "cpu"}
+    options: dict[str, Any] = {**extended_options_of(case), "is_causal": False, "backend": backend}
     options |= {"key_ranges": ranges, "block_table": step.block_table}
+    explanation = attnkern.explain(query, cache.keys[0], cache.values[0], **options)
+    if explanation.chosen != backend:
+        raise Refused("; ".join(explanation.refusals[backend]))
 
     def attend(query: Tensor, _key: Tensor, _value: Tensor, _mask: Tensor | None) -> Any:
         return attnkern.attention(query, cache.keys[0], cache.values[0], **options)
@@ -237,11 +240,11 @@ def all_providers(device: torch.device) -> list[Provider]:
                 )
                 plain: dict[str, Any] = {"default": False, "checked": False, "instead": _without_mask}
                 found.append(Provider(f"{info.name}-plain", about, (kind,), bind, **plain))
-            if info.name == "cpu":
                 for size in (16, 64):
                     about = f"attnkern.attention with keys and values in pages of {size}, in any order"
-                    bind = partial(_attnkern_in_pages, size)
-                    found.append(Provider(f"cpu-pages-{size}", about, (kind,), bind, default=False))
+                    bind = partial(_attnkern_in_pages, info.name, size)
+                    found.append(Provider(f"{info.name}-pages-{size}", about, (kind,), bind, default=False))
+            if info.name == "cpu":
                 about = "torch.ops.attnkern.forward and .backward, bare"
                 found.append(_AttnkernOperator("cpu-op", about, (kind,), _attnkern_op, default=False))
     if importlib.util.find_spec("triton") is not None:

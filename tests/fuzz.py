@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -26,12 +27,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import attnkern
 from attnkern import testing
-from random_problems import attention_in_bits, random_packed, random_problem
+from random_problems import Paged, attention_in_bits, random_packed, random_paged, random_problem
 
 ROOT = Path(__file__).resolve().parents[1]
 FOUND = Path(__file__).with_name("fuzz_found.jsonl")
@@ -99,6 +101,7 @@ class Problem:
     options: dict[str, Any]
     huge: bool = False  # scores so large that one takes all: gradients are rounding alone
     packed: dict[str, Any] | None = None  # the fields of testing.Packed
+    paged: dict[str, Any] | None = None  # the fields of random_problems.Paged
 
     def check(self) -> None:
         """Raises what is wrong with the results."""
@@ -110,10 +113,20 @@ class Problem:
                 check_huge(inputs, backend, **options)
             elif self.packed is not None:
                 testing.check_packed(inputs, testing.Packed(**self.packed), backend=backend, **options)
+            elif self.paged is not None:
+                paged = Paged(**self.paged)
+                in_pages = functools.partial(paged.attention, attnkern.attention)
+                with mock.patch.object(attnkern, "attention", in_pages):
+                    check_masks(paged.alike(inputs), backend, gradients=False, **options)
             else:
-                testing.check_attention(inputs, backend=backend, **options)
-                if backend == "cpu" and inputs.attn_mask is not None and inputs.attn_mask.dtype == torch.bool:
-                    testing.check_attention(inputs, function=attention_in_bits, **options)
+                check_masks(inputs, backend, **options)
+
+
+def check_masks(inputs: testing.Inputs, backend: str, **options: Any) -> None:
+    """A bool mask also as one of bits, on the CPU."""
+    testing.check_attention(inputs, backend=backend, **options)
+    if backend == "cpu" and inputs.attn_mask is not None and inputs.attn_mask.dtype == torch.bool:
+        testing.check_attention(inputs, function=attention_in_bits, **options)
 
 
 def check_huge(inputs: testing.Inputs, backend: str, scale: float, **options: Any) -> None:
@@ -153,6 +166,9 @@ def drawn(place: str, seed: int) -> Problem:
     if kinds.get("ranges", True) and random.Random(f"packed {seed}").random() < 0.15:  # apart from what the rest draws
         inputs, options, packed = random_packed(seed, **kinds)
         return Problem(place, inputs.recipe, options, packed=dataclasses.asdict(packed))
+    if random.Random(f"pages {seed}").random() < 0.15:
+        inputs, options, paged = random_paged(seed, **kinds)
+        return Problem(place, inputs.recipe, options, paged=dataclasses.asdict(paged))
     inputs, options = random_problem(seed, **kinds)
     return Problem(place, inputs.recipe, options)
 

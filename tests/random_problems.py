@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attnkern
-from attnkern.testing import LAYOUTS, Inputs, Packed, make_inputs
+from attnkern.testing import LAYOUTS, Inputs, Packed, make_inputs, unmodified, with_layout
 
 
 def far_key(gap: float, place: int, *, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Inputs:
@@ -61,13 +61,16 @@ def random_problem(
     biases: bool = True,
     poison: bool = False,
     extreme: float = 0.5,
+    page: int = 1,
+    more_keys: int = 0,
 ) -> tuple[Inputs, dict[str, Any]]:
     """Inputs and options of `attnkern.attention` drawn from all there is, one problem for each seed.
 
     A share of `extreme` of the problems is extreme in one way or several: amplitudes from 1e-3 to 1e3, scales of either
     sign from 1e-3 to 1e2 and 0, scores up to some 1e4, a log-sum-exp up to some 1e3, no heads. The other arguments say
     what is drawn from: sizes, the query heads of a key head, and whether there may be a mask, key ranges, sinks and
-    relative biases, and poison where no query attends to.
+    relative biases, and poison where no query attends to. Keys fill whole pages of `page` rows, and are
+    `more_keys` more than a length that is drawn.
     """
     rng = random.Random(seed)
 
@@ -83,6 +86,7 @@ def random_problem(
     seqlen_q = seqlen_k if draw < 0.3 else rng.choice(list(lengths if draw < 0.7 else FEW))
     if draw > 0.85:  # keys that fill vectors
         seqlen_k = rng.choice([n for n in lengths if n > 0 and n % 16 == 0])
+    seqlen_k = -(-(seqlen_k + more_keys) // page) * page
     dtype = rng.choice(list(dtypes))
     options: dict[str, Any] = {}
     if group > 1 and heads_k > 0:
@@ -202,6 +206,78 @@ def random_packed(seed: int, **kinds: Any) -> tuple[Inputs, dict[str, Any], Pack
     if kinds.get("poison") and rng.random() < 0.5:
         inputs = inputs.with_poison(rng.choice([math.nan, math.inf]))
     return inputs, options, Packed(ends_q, ends_k, used)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """The pools in which keys and values lie: rows i * size on of sequence b are page table[b][i] of `count`, which
+    others may have, too."""
+
+    size: int
+    count: int
+    table: list[list[int]]
+    layouts: list[str]  # of the two pools
+
+    def alike(self, inputs: Inputs) -> Inputs:
+        """Inputs whose keys and values are those of the first that has a page, wherever others have it."""
+        numbers = [n for row in self.table for n in row]
+        first = torch.tensor([numbers.index(n) for n in numbers], dtype=torch.int64)
+
+        def shared(x: Tensor) -> Tensor:
+            blocks = self._blocks(x)
+            return blocks.flatten(0, 1)[first].view(blocks.shape).transpose(1, 2).reshape(x.shape)
+
+        return dataclasses.replace(inputs, key=shared(inputs.key), value=shared(inputs.value))
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """(B, H, S, D) -> (B, pages of a sequence, H, size, D)"""
+        return x.unflatten(2, (x.shape[2] // self.size, self.size)).transpose(1, 2)
+
+    def pool(self, x: Tensor, layout: str) -> Tensor:
+        """What is not finite in one sequence's rows of a page counts as absent: another may have numbers there. Pages
+        of no sequence hold NaN."""
+        pool = torch.full((self.count, x.shape[1], self.size, x.shape[3]), math.nan, dtype=x.dtype, device=x.device)
+        for row, blocks in zip(self.table, self._blocks(x), strict=True):
+            for n, block in zip(row, blocks, strict=True):
+                pool[n] = torch.where(pool[n].isfinite(), pool[n], block)
+        return with_layout(pool, layout)
+
+    def attention(
+        self, run: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        """`run`, which is `attnkern.attention`, of the keys and values in pages. Where no sequence attends to a page's
+        rows, and the call may look which do, the table has the number of no page."""
+        pools = [self.pool(x, layout) for x, layout in zip((key, value), self.layouts, strict=True)]
+        table = torch.tensor(self.table, dtype=torch.int32, device=key.device).view(len(self.table), -1)
+        if key.numel() and not rest and options.get("attn_mask") is None:
+            dead = self._blocks(key).isfinite().logical_not().flatten(2).all(-1)
+            table = table.masked_fill(dead, -1).masked_fill(dead & (table % 2 == 0), 2**31 - 1)
+        with unmodified(*pools, table):
+            return run(query, *pools, *rest, block_table=table, **options)
+
+
+def random_paged(seed: int, sizes: Sequence[int] = (16, 16, 32, 64, 128), **kinds: Any) -> tuple[Inputs, dict, Paged]:
+    """A problem of `random_problem` with its keys and values in pages of one of the sizes, in any order; sequences may
+    share them. Most have ranges, as of sequences of different lengths, and poison beyond them."""
+    rng = random.Random(f"paged {seed}")
+    size = rng.choice(list(sizes))
+    # The CPU's kernels walk over 1024 keys at a time.
+    more = 0 if "lengths" in kinds else rng.choice([0, 0, 0, 1024])
+    inputs, options = random_problem(seed, **kinds, page=size, more_keys=more)
+    if inputs.key_ranges is None and rng.random() < 0.6:
+        kind, dtype = rng.choice(["anything", "near"]), rng.choice([torch.int32, torch.int64])
+        inputs = inputs.with_ranges(kind, rng.choice(["B11", "B1L"]), 1, dtype, seed)
+    if inputs.poison is None and (inputs.relative_bias is None or inputs.attn_mask is None):
+        inputs = inputs.with_poison(math.nan)
+    batch, each = inputs.key.shape[0], inputs.key.shape[2] // size
+    count = max(1, batch * each + rng.choice([0, 1, 5]))
+    numbers = rng.sample(range(count), batch * each)
+    table = [numbers[b * each : (b + 1) * each] for b in range(batch)]
+    if rng.random() < 0.7:
+        for b, i in itertools.product(range(batch), range(each)):
+            if rng.random() < 0.3:
+                table[b][i] = table[rng.randrange(b + 1)][rng.choice([i, i, i, rng.randrange(each)])]
+    return inputs, options, Paged(size, count, table, [rng.choice(list(LAYOUTS)) for _ in range(2)])
 
 
 def in_pages(size, *tensors, pages=None):

@@ -148,6 +148,10 @@ def test_a_backward_plan_takes_the_tiles_that_fit_the_chip(chip):
             assert line.endswith(", fast path, wide" if chip is A100 else ", fast path, narrow")
     assert f" {512 // 128 * 2} blocks" in dkdv  # of 128 keys, in each head of keys
     assert f" {512 // 128 * 4} blocks" in dq  # of 128 queries, in each head of queries
+    sinks = torch.zeros(4, requires_grad=True)
+    assert cuda.plan(problem(1, 4, 512, 128, sinks=sinks), chip)[1:] == [delta, "backward sinks, any chip: of delta"]
+    kernels = [line.split(",")[0] for line in cuda.plan(problem(1, 4, 512, 128, gradient=True, sinks=sinks), chip)]
+    assert kernels == ["forward", "backward", "backward sinks", "backward dk dv", "backward dq"]
     generic = cuda.plan(problem(1, 4, 512, 128, gradient=True, dropout_p=0.5), chip)
     reason = " (not sm_90a: there is dropout)" if chip is H100 else ""
     assert all(line.endswith(f", generic, narrow{reason}") for line in generic[2:])

@@ -143,6 +143,32 @@ def key_ranges_are_cut_along_or_shared(placement, shape):
     hold_to_rule(whole(results), inputs, *grads, parts=SIZE, key_ranges=ranges)
 
 
+@check(2, 4, placement=["batch", "heads", "nothing"], table=["cut", "whole", "no DTensor"])
+def pages_of_a_pool(placement, table):
+    """Pools are whole where sequences are apart, for any of them may have any page; heads take theirs along."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(SIZE)
+    q, pools = torch.randn(4, 8, 3, 16), torch.randn(2, 9, 4, 16, 16)
+    pages = torch.randint(9, (4, 8), dtype=torch.int32)  # as many as there are heads
+    ranges = torch.tensor([[0, 128], [5, 40], [0, 1], [90, 128]], dtype=torch.int32)[:, None, None, None]
+    options = {"enable_gqa": True, "return_lse": True, "key_ranges": ranges}
+    want = attnkern.attention(q, *pools, block_table=pages, **options)
+    where = {"batch": Shard(0), "heads": Shard(1), "nothing": Replicate()}[placement]
+    of_pool = where if placement == "heads" else Replicate()
+    query, key, value = (
+        distribute_tensor(x, mesh, [on]) for x, on in zip((q, *pools), (where, of_pool, of_pool), strict=True)
+    )
+    if table != "no DTensor":
+        pages = distribute_tensor(pages, mesh, [Shard(0) if table == "cut" else Replicate()])
+    got = attnkern.attention(query, key, value, block_table=pages, **options)
+    if (placement, table) == ("nothing", "cut"):  # less work for each
+        where = Shard(0)
+    assert all(x.placements == (where,) for x in got), [x.placements for x in got]
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.full_tensor(), y)
+
+
 MASKS_FOR_ALL = {
     "one range": masks.padding([16, 3, 9, 0], 16, 16),
     "two ranges": masks.sliding_window(3, 0, 16, 16, sinks=2),

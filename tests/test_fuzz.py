@@ -16,7 +16,7 @@ CPU = [place for place in fuzz.places() if place.startswith("cpu-")]
 def test_what_it_found(kept):
     """The seed says where it came from; the problem itself is kept. (tests/test_isa.py forces instruction sets.)"""
     place = "cpu" if kept["place"].startswith("cpu") else kept["place"]
-    fuzz.Problem(place, kept["recipe"], kept["options"], kept["huge"], kept.get("packed")).check()
+    fuzz.Problem(**{name: x for name, x in kept.items() if name != "seed"} | {"place": place}).check()
 
 
 @pytest.mark.parametrize("place", fuzz.places())
@@ -65,6 +65,37 @@ def test_problems_reach_the_extremes():
     packed = [problem.packed for problem in drawn if problem.packed is not None]
     assert len(packed) > 150
     assert sum(problem["used"] is not None and min(problem["used"]) < 0 for problem in packed) > 10
+    paged = [problem for problem in drawn if problem.paged is not None]
+    assert len(paged) > 200
+    numbers = [[n for row in problem.paged["table"] for n in row] for problem in paged]
+    assert {problem.paged["size"] for problem in paged} == {16, 32, 64, 128}
+    assert sum(sorted(each) != each for each in numbers) > 80
+    assert sum(len(set(each)) < len(each) for each in numbers) > 40
+    assert sum(len(set(each)) < problem.paged["count"] for each, problem in zip(numbers, paged, strict=True)) > 100
+    assert sum("with_ranges" in problem.recipe and "with_poison(nan)" in problem.recipe for problem in paged) > 100
+
+
+def test_it_sees_a_wrong_page(monkeypatch):
+    """Of problems with two pages of a sequence or more, where the backward order of them is another."""
+    right = attnkern.attention
+
+    def wrong(*tensors, **options):
+        options["block_table"] = options["block_table"].flip(1).abs().clamp(max=tensors[1].shape[0] - 1)
+        return right(*tensors, **options)
+
+    drawn = (fuzz.drawn("cpu", seed) for seed in range(400))
+    several = [problem for problem in drawn if problem.paged is not None and len(problem.paged["table"][0]) > 2]
+    several = [problem for problem in several if "seqlen_q=0" not in problem.recipe and "heads=0" not in problem.recipe]
+    for problem in several:
+        problem.check()
+    monkeypatch.setattr(attnkern, "attention", wrong)
+    seen = 0
+    for problem in several:
+        try:
+            problem.check()
+        except AssertionError:
+            seen += 1
+    assert seen > 0.6 * len(several) > 10
 
 
 def test_it_sees_a_wrong_number_and_keeps_the_problem(monkeypatch, capsys, tmp_path):

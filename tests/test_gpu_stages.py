@@ -289,6 +289,53 @@ def test_each_mode_is_checked_for_right_results(tiny, monkeypatch):
         assert modes(tiny) == {**fine, **again, "default": "wrong"}
 
 
+PAGED = [call for call in gpu_kernels.CALLS.values() if isinstance(call, gpu_kernels.InPages)]
+
+
+def test_calls_in_pages_reach_every_class_of_head_size():
+    assert {call.head_dim for call in PAGED if call.seqlen_q == 2} >= {32, 64, 96, 128, 192, 256}
+    assert {call.head_dim for call in PAGED if call.seqlen_q > 2} >= {32, 64, 96, 128, 192, 256, 320}
+    assert {call.page_size for call in PAGED} == {16, 64}
+    assert all(call.seqlen_k % call.page_size == 0 for call in PAGED)
+
+
+@pytest.mark.parametrize("name", ["pages of 16, d64 one query, sinks", "pages of 64, d32 documents"])
+def test_calls_in_pages_are_checked(name, monkeypatch):
+    """Also from a graph, whose replay finds other pages in the same table."""
+    with device.rehearsal() as rehearsed:
+        found = list(stages._correctness(rehearsed, name))
+        assert [(each["mode"], each["status"]) for each in found] == [
+            (mode, "ok")
+            for mode in ("default", "default, graph", "deterministic", "deterministic, graph", "deterministic, again")
+        ]
+        tables = [gpu_kernels.leaves_of(gpu_kernels.CALLS[name], "cpu", seed)["block_table"] for seed in (1, 2)]
+        assert not torch.equal(*tables)
+        with monkeypatch.context() as patched:  # the pages of the sequence before
+            in_pages = gpu_kernels.in_pages
+
+            def rolled(*arguments):
+                pools, table = in_pages(*arguments)
+                return pools, table.roll(1, 1)
+
+            patched.setattr(gpu_kernels, "in_pages", rolled)
+            assert next(iter(stages._correctness(rehearsed, name)))["status"] == "wrong"
+
+
+def test_caches_in_pages_are_timed_beside_contiguous_ones():
+    rows = stages._decode_rows(device.Rehearsed())
+    for case in ("gpu-decode-d64-4k", "gpu-decode-d128-64k"):
+        for backend in ("cuda", "triton"):
+            rivals = [f"{case} forward {backend}{of}" for of in ("", "-pages-16", "-pages-64")]
+            assert set(rivals) <= set(rows)
+    with device.rehearsal() as rehearsed:
+        for rival in ("cuda", "cuda-pages-16", "triton-pages-64"):
+            (row,) = stages._speed(rehearsed, f"gpu-decode-d64-4k forward {rival}")
+            assert row["status"] == "ok", row["message"]
+        (row,) = stages._speed(rehearsed, "decode-speculative-4k-bf16 forward cuda-pages-16")
+        assert row["status"] == "refused"
+        assert "pages are timed with padding alone" in row["message"]
+
+
 def test_every_row_of_every_head_is_held_against_flash_attention(tiny, monkeypatch):
     """Also the last ones, which no sample of the float64 check need hold."""
     (row,) = whole.measure(tiny, "gpu-bf16-d64-causal-4096")
@@ -371,7 +418,9 @@ def test_key_ranges_meet_the_hardware_first():
     """In every variant of the kernels, and with blocks that go from one tile to the next."""
     named = stages._kernels(device.Rehearsed())
     ranged = [name for name, call in gpu_kernels.CALLS.items() if call.ranges]
-    assert set(named[: len(ranged) + 2]) == {*ranged, "many tiles", "many tiles, causal"}
+    paged = [name for name in gpu_kernels.CALLS if name.startswith("pages")]
+    first = {*ranged, *paged, "many tiles", "many tiles, causal"}
+    assert set(named[: len(first)]) == first
     found = [gpu_kernels.CALLS[name] for name in ranged]
     assert {64, 128, 256, 320} <= {call.head_dim for call in found}
     assert {call.ranges.split()[0] for call in found} == {"documents", "anything", "near", "few"}
@@ -380,7 +429,7 @@ def test_key_ranges_meet_the_hardware_first():
     assert any(call.seqlen_q == 2 for call in found)
     many = gpu_kernels.CALLS["many tiles"]
     assert many.batch * many.heads_q * -(-many.seqlen_q // 128) > 264
-    assert {"key_ranges", "mask", "varlen", "jagged"} <= set(stages.BEHAVIOUR)
+    assert {"key_ranges", "mask", "varlen", "jagged", "pages"} <= set(stages.BEHAVIOUR)
 
 
 def test_a_group_of_the_sanitizers_holds_every_kernel():

@@ -109,6 +109,25 @@ def test_many_threads_and_split_keys():
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 1), (8, 2), (12, 1)], ids=str)
+def test_more_keys_than_a_block(dtype, heads):
+    """By one thread, from any row of a page on: what is behind the last key of a block is another row's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        q, k, v = (
+            torch.randn(1, n, rows, 64, dtype=dtype)
+            for n, rows in zip((*heads, heads[1]), (1, 1504, 1504), strict=True)
+        )
+        (key, value), table = in_pages(16, k, v)
+        for first in (0, 1, 2, 4, 10):
+            options = {"key_ranges": torch.tensor([[first, 1504]]), "enable_gqa": True, "return_lse": True}
+            want = attnkern.attention(q, k, v, **options, backend="cpu")
+            assert same(attnkern.attention(q, key, value, block_table=table, **options, backend="cpu"), want)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1, 40])
 def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad, monkeypatch):
     monkeypatch.setenv("ATTNKERN_CHECK", "1")  # a GPU's are looked at only then
@@ -124,6 +143,14 @@ def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad, monkeyp
         RuntimeError, match=rf"block_table must hold numbers of pages from 0 to 39 .*got {bad} at \[0, 3\]"
     ):
         target.attention(q, key, value, block_table=spoiled, **options)
+
+
+def test_numbers_of_no_page_without_queries(target, monkeypatch):
+    monkeypatch.setenv("ATTNKERN_CHECK", "1")
+    pool, table = target.randn(4, 2, 16, 8), torch.full((2, 3), -1, dtype=torch.int32, device=target.device)
+    for heads, queries in ((2, 0), (0, 3)):
+        q = target.randn(2, heads, queries, 8)
+        assert target.attention(q, pool[:, :heads], pool[:, :heads], block_table=table).shape == q.shape
 
 
 def test_int64_and_strided_tables(target):

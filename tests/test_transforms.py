@@ -293,6 +293,30 @@ def test_vmap_with_masks(target, mask_dim, shape, kind):
     torch.testing.assert_close(got, torch.stack(looped))
 
 
+PAGED_DIMS = {"query": (0, None, None, None), "query and table": (2, None, None, 2), "pool of keys": (0, 1, None, None)}
+PAGED_DIMS |= {"pools": (None, 0, 2, None), "table": (None, None, None, 0), "all": (1, 0, 0, 1)}
+
+
+@pytest.mark.parametrize("dims", PAGED_DIMS.values(), ids=PAGED_DIMS)
+def test_vmap_with_pages(target, dims):
+    samples, batch = 3, 2
+    q, pools = target.randn(samples, batch, 4, 5, 8), target.randn(2, samples, 7, 2, 16, 8)
+    table = torch.stack([torch.randperm(7)[:6].view(batch, 3) for _ in range(samples)]).to(target.device).int()
+    ranges = torch.tensor([[0, 48], [3, 20]], device=target.device)[:, None, None, None]
+    table[:, 1, 2] = -1  # no key there is attended to
+    given = [x if dim is not None else x[0] for x, dim in zip((q, *pools, table), dims, strict=True)]
+
+    def call(query, key, value, block_table):
+        options = {"key_ranges": ranges, "enable_gqa": True, "return_lse": True}
+        return target.attention(query, key, value, block_table=block_table, **options)
+
+    moved = [x if dim is None else x.movedim(0, dim) for x, dim in zip(given, dims, strict=True)]
+    got = vmap(call, dims)(*moved)
+    each = [call(*(x if dim is None else x[n] for x, dim in zip(given, dims, strict=True))) for n in range(samples)]
+    for x, y in zip(got, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(y))
+
+
 @contract(52)
 def test_vmap_nested_with_out_dims_and_lse(target):
     q, k, v = target.randn(3, 2, 4, 5, 4), target.randn(2, 4, 6, 4), target.randn(2, 4, 6, 4)

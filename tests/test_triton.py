@@ -311,6 +311,12 @@ def test_explain_tells_the_plan():
     lines = plan_of(90, inputs).plan
     assert [line.split(":")[0] for line in lines] == ["forward", "delta", "dkdv", "dq"]
     assert [" TMA," in line for line in lines] == [True, False, True, True]
+    inputs = testing.make_inputs(1, 2, 40, 70, 64, dtype=BF16)
+    sinks = torch.zeros(2, requires_grad=True)
+    lines = plan_of(80, inputs, sinks=sinks).plan  # as a call launches them: with the log-sum-exp, and delta
+    assert [line.split(":")[0] for line in lines] == ["forward", "delta", "dsinks"]
+    with torch.no_grad():
+        assert plan_of(80, inputs, sinks=sinks).plan == (forward,)
     wide = testing.make_inputs(1, 2, 40, 70, 300, dtype=FP32)
     assert ", 32 columns at a time, pointers, " in plan_of(90, wide).plan[0]
     assert plan_of(80, testing.make_inputs(1, 2, 0, 70, 64)).plan == ("no kernel: nothing to add up",)

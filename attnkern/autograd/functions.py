@@ -39,6 +39,7 @@ from .shared import (
     batch_of,
     flatten,
     flatten_all,
+    flatten_pages,
     flatten_shared,
     goes_into_graph,
     mask_of,
@@ -175,17 +176,19 @@ class _Attention(torch.autograd.Function):
         n = info.batch_size
         dims: Any = Inputs(*in_dims[:NUM_INPUTS])
         given, (*params, backend) = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
-        q, k, v = (stack(x, dim, n) for x, dim in ((given.q, dims.q), (given.k, dims.k), (given.v, dims.v)))
+        q, table = stack(given.q, dims.q, n), None
         batch = q.shape[1]
-        if given.block_table is not None:
-            raise NotImplementedError("attnkern: vmap takes no block_table: give the call a larger batch")
+        if given.block_table is None:
+            k, v = flatten(stack(given.k, dims.k, n)), flatten(stack(given.v, dims.v, n))
+        else:
+            k, v, table = flatten_pages(given, dims, n)
         seed = given.philox_seed
         if seed is not None:
             seed = stack(seed, dims.philox_seed, n).reshape(-1).contiguous()
         bias = flatten_shared(given.bias, dims.bias, n, batch)
         sinks = flatten_shared(given.sinks, dims.sinks, n, batch)
         ranges = flatten_shared(given.key_ranges, dims.key_ranges, n, batch)
-        inputs = Inputs(flatten(q), flatten(k), flatten(v), bias, sinks, ranges, seed)
+        inputs = Inputs(flatten(q), k, v, bias, sinks, ranges, seed, table)
         out, lse = attention(inputs, params, True, backend)
         return unflatten((out, lse), n, batch)
 

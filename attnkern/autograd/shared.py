@@ -103,6 +103,19 @@ def flatten_shared(x: Tensor | None, dim: int | None, n: int, batch: int) -> Ten
     return flatten(stack(x, dim, n), batch)
 
 
+def flatten_pages(given: Inputs, dims: Any, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pools and a block_table with the samples in the batch. Pools of each sample's own lie one after the other."""
+    assert given.block_table is not None
+    table = stack(given.block_table, dims.block_table, n)
+    if dims.k is None and dims.v is None:
+        return given.k, given.v, flatten(table).contiguous()
+    k, v = stack(given.k, dims.k, n), stack(given.v, dims.v, n)
+    count = k.shape[1]
+    first = count * torch.arange(n, dtype=table.dtype, device=table.device).view(n, 1, 1)
+    table = torch.where((table >= 0) & (table < count), table + first, -1)
+    return flatten(k), flatten(v), flatten(table)
+
+
 def batch_of(q: Tensor, dim: int | None) -> int:
     """The size of q's batch under vmap, which maps the dimension `dim`."""
     return q.shape[0] if dim != 0 else q.shape[1]

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ..problem import Problem
 from .cuda import Plan
 
@@ -75,10 +73,9 @@ class CallKind(NamedTuple):
 def kind_of(problem: Problem, plan: Plan, capability: int, training: bool | None = None) -> CallKind:
     """A CUDA call as rules see it, with the plan of the CUDA C++ kernels. training: whether a backward pass follows;
     None: that is seen of the inputs."""
-    q, k, v, bias, sinks, *_ = problem
+    q, _, v, *_ = problem
     if training is None:
-        tensors = [x for x in (q, k, v, bias, sinks) if x is not None]
-        training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        training = problem.wanted() > 0
     first = plan.launches[0] if plan.launches else None
     if first is None:
         kind = "generic"

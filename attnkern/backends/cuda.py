@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._library import load_error
 from ..bits import as_described
-from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
+from ..params import GRAD_SINKS, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
 from ..relative import as_scores, by_distance
 from ..signatures import Inputs
@@ -154,8 +154,6 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
     if problem.pages is not None:
         k, v, table = problem.pages
         pages = table.shape[1]
-    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
-    grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
     return _plan(
         q.dtype,
         _Described.of(q),
@@ -167,7 +165,7 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
         problem.ranges is not None,
         pages,
         *_modes(),
-        grad_mask,
+        problem.wanted(),
         chip(q.get_device()) if on is None else on,
     )
 
@@ -201,8 +199,10 @@ def plan(problem: Problem, on: Chip | None = None) -> list[str]:
     """`plan_of`, a line for each kernel."""
     launches = plan_of(problem, on).launches
     lines = [str(launch) for launch in launches] or ["no kernel: a dimension is empty"]
-    if any(launch.kernel.startswith("backward") for launch in launches):
+    if launches and problem.wanted():
         lines.insert(1, "backward, any chip: delta = rowsum(grad_out * out) first")
+        if problem.wanted() & GRAD_SINKS:
+            lines.insert(2, "backward sinks, any chip: of delta")
     return lines
 
 

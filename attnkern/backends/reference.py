@@ -58,7 +58,7 @@ def check_pages(inputs: Inputs, params: AttentionParams) -> None:
     """Where values may be looked at: raises for a number of no page in the block_table, if a query attends to keys
     there by the band and the ranges."""
     q, table = inputs.q, inputs.block_table
-    if table is not None and may_look(table):
+    if table is not None and 0 not in q.shape[:3] and may_look(table):
         used = may_attend(q.shape[2], inputs.seqlen_k, None, inputs.key_ranges, params, q.device)
         wide = None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape)
         check_table(Pages(inputs.k, inputs.v, table), wide)

@@ -17,10 +17,7 @@ from ..params import (
     GRAD_BIAS,
     GRAD_GRAD_LSE,
     GRAD_GRAD_OUT,
-    GRAD_K,
-    GRAD_Q,
     GRAD_SINKS,
-    GRAD_V,
     MAX_HEAD_DIM,
     MAX_LENGTH,
     AttentionParams,
@@ -101,7 +98,8 @@ def notes(problem: Problem) -> list[str]:
 def plan(problem: Problem) -> list[str]:
     """How the call is cut, a line for each kernel; the backward pass is in them where an input requires a gradient."""
     steps, splits = _launches(problem)
-    return [_line(name, step, splits) for name, step in steps] or ["no kernel: nothing to add up"]
+    lines = [_line(name, step, splits) for name, step in steps] or ["no kernel: nothing to add up"]
+    return [*lines, "dsinks: of delta, in plain torch"] if problem.wanted() & GRAD_SINKS else lines
 
 
 def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
@@ -136,8 +134,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         of_heads is not None,
         None if pages is None else plans.Pages(pages.key.shape[2], pages.table.stride(0)),
     )
-    wanted = ((q, GRAD_Q), (k, GRAD_K), (v, GRAD_V), (bias, GRAD_BIAS))
-    grad_mask = sum(bit for x, bit in wanted if x is not None and x.requires_grad) if torch.is_grad_enabled() else 0
+    grad_mask = problem.wanted()
     forward = plans.forward_plan(key, grad_mask > 0, _processors(plans, index))
     steps = [("forward" if forward.combine is None else "decode", forward.step), ("combine", forward.combine)]
     if grad_mask:

@@ -114,6 +114,13 @@ def _speed_rows(pattern: str, rivals: Sequence[str]) -> Callable[[Gpu], list[str
     return rows
 
 
+def _decode_rows(device: Gpu) -> list[str]:
+    """Caches that are contiguous, then the same in pages."""
+    of_caches = _speed_rows("gpu-decode-*,decode-*-bf16", ("cuda", "triton", "sdpa", "sdpa-flash"))
+    pages = [f"{backend}-pages-{size}" for backend in ("cuda", "triton") for size in (16, 64)]
+    return [*of_caches(device), *_speed_rows("gpu-decode-d128-*,gpu-decode-d64-4k", pages)(device)]
+
+
 _runner: Any = None  # of this process: it keeps the last case's tensors and float64 results
 
 
@@ -141,7 +148,7 @@ RUNS = 200  # that must give the same bits
 def _kernels(device: Gpu) -> list[str]:
     from gpu_kernels import CALLS
 
-    first = [name for name, call in CALLS.items() if call.ranges or name.startswith("many tiles")]
+    first = [name for name, call in CALLS.items() if call.ranges or name.startswith(("many tiles", "pages"))]
     first += ["d128 causal", "d64 causal", "full", "grouped, d128", "d128 few queries", "d256 causal"]
     return [*first, *(name for name in CALLS if name not in first)]
 
@@ -180,7 +187,7 @@ def _captured(device: Gpu, call: Any) -> None:
 
     leaves = gpu_kernels.leaves_of(call, device.torch)
     captured, replay = device.capture(lambda: gpu_kernels.run(call, leaves))
-    other = call.inputs(device.torch, seed=2).tensors
+    other = gpu_kernels.leaves_of(call, device.torch, seed=2)
     with torch.no_grad():
         for name, x in leaves.items():
             x.copy_(other[name])
@@ -215,7 +222,7 @@ def _watched(device: Gpu, row: str) -> Found:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 BEHAVIOUR = (
-    *("key_ranges", "mask", "varlen", "jagged"),
+    *("key_ranges", "mask", "varlen", "jagged", "pages"),
     *("sdpa_parity", "masks", "gradients", "gqa", "lse_merge", "dropout", "transforms", "nn", "memory", "errors"),
 )
 TESTS: dict[str, list[str]] = {
@@ -290,7 +297,7 @@ STAGES = (
         _correctness,
         jobs=12,
         alone=True,
-        rehearsed="one head|gaps",
+        rehearsed="one head|gaps|pages of 16, d64 one query, sinks|pages of 64, d32 documents",
     ),
     Stage(
         "whole",
@@ -303,10 +310,10 @@ STAGES = (
     ),
     Stage(
         "decode",
-        "one query against long caches: bandwidth",
+        "one query against long caches, in pages too: bandwidth",
         45,
         15,
-        _speed_rows("gpu-decode-*,decode-*-bf16", ("cuda", "triton", "sdpa", "sdpa-flash")),
+        _decode_rows,
         _speed,
         rehearsed="gpu-decode-d64-4k *",
     ),

@@ -126,7 +126,12 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
     if (whole < columns) step(whole, columns - whole);
     C sums[S::kLanes];
     S::store(sums, S::sum_each(sum));
-    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kKeysOfBlock + j, sums + r * kKeys, kKeys * sizeof(C));
+    const auto store = [&](int64_t count) __attribute__((always_inline)) {
+      for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kKeysOfBlock + j, sums + r * kKeys, count * sizeof(C));
+    };
+    // Where rows lie in pages, the last ones may end within a vector, and the next row's scores come right behind.
+    if (j + kKeys <= keys) store(kKeys);
+    else store(keys - j);
   }
 }
 

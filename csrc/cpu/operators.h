@@ -39,7 +39,7 @@ inline Runtime runtime() {
 
 // Raises unless all pages that a row of the call attends to are there.
 inline void check_pages(const Attention& p) {
-  if (p.pages.table == nullptr) return;
+  if (p.pages.table == nullptr || p.heads_q == 0 || p.seqlen_q == 0) return;
   const auto check = [&](int64_t b, int64_t begin, int64_t end) {
     for (int64_t i = begin >> p.pages.shift; begin < end && i <= (end - 1) >> p.pages.shift; ++i) {
       const int32_t page = p.pages.table[b * p.pages.stride + i];
