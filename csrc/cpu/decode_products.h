@@ -214,6 +214,14 @@ inline void gemm_prefetching(int64_t rows, int64_t vectors, int64_t depth, const
   for_tiles<kSums, kTileVectors, 1>(rows, vectors, PrefetchingTile<Op, Prefetch>{factors, depth, target, &next});
 }
 
+// The first (kFrom = 0) or the last 16 (8) of 32 columns that _mm512_unpacklo_epi16 and unpackhi have left in a and b.
+template <int kFrom, class V>
+inline V in_order(V a, V b) {
+  constexpr int f = kFrom;
+  return __builtin_shufflevector(a, b, f, f + 1, f + 2, f + 3, f + 16, f + 17, f + 18, f + 19, f + 4, f + 5, f + 6,
+                                 f + 7, f + 20, f + 21, f + 22, f + 23);
+}
+
 #if defined(__AVX512BF16__)
 // out[row] += sum_key p[row][key] V[key] in bfloat16, two keys at a time: rows of V become pairs in registers. A
 // "vector" is one of 32 columns here, two of `out`.
@@ -296,10 +304,8 @@ struct ValuePairsTile {
       for (int c = 0; c < kVectors; ++c) {
         const S::V a = sum[r][2 * c], b = sum[r][2 * c + 1];
         float* total = out + (row + r) * out_step + (vector + c) * 32;
-        S::store(total, S::load(total) +
-                            __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-        S::store(total + 16, S::load(total + 16) + __builtin_shufflevector(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13,
-                                                                           14, 15, 28, 29, 30, 31));
+        S::store(total, S::load(total) + in_order<0>(a, b));
+        S::store(total + 16, S::load(total + 16) + in_order<8>(a, b));
       }
   }
 };
@@ -315,11 +321,18 @@ inline int64_t keys_of_portion(int64_t columns) {
 
 // Splits n rows into runs of 4, 2 and 1.
 template <class Body>
-inline void for_row_runs(int64_t n, const Body& body) {
+[[gnu::always_inline]] inline void for_row_runs(int64_t n, const Body& body) {
   int64_t r = 0;
   for (; r + 4 <= n; r += 4) body.template operator()<4>(r);
   for (; r + 2 <= n; r += 2) body.template operator()<2>(r);
   for (; r < n; ++r) body.template operator()<1>(r);
+}
+
+// The same where the caller's kernel is for kRows rows, or for any number (4).
+template <int kRows, class Body>
+[[gnu::always_inline]] inline void for_rows_of(int64_t n, const Body& body) {
+  if constexpr (kRows < 4) body.template operator()<kRows>(0);
+  else for_row_runs(n, body);
 }
 
 // A block of K or V: the user's rows, or a converted copy.

@@ -1,0 +1,357 @@
+// The kernel of decoding that keeps the memory busy: a vector of keys is a turn, in which rows of K and then of V are
+// read, so that both streams go on while scores become probabilities.
+#pragma once
+
+#include "decode_products.h"
+
+namespace attnkern::cpu {
+namespace {
+
+template <class Op>
+struct DecodeScratch {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+
+  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles) {
+    Arena arena(memory);
+    constexpr int64_t kLanes = Simd<C>::kLanes;
+    q_step = round_up(p.head_dim, 2 * kLanes);      // room for either kind of RowDot
+    out_step = round_up(p.head_dim_v, 2 * kLanes);  // ... and for ValuePairsTile
+    q = arena.take<C>(rows * q_step);
+    q_as_given = arena.take<C>(rows * q_step);
+    out = arena.take<C>(rows * out_step);
+    recent = arena.take<C>(rows * recent_step());
+    block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
+    key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
+    scores = arena.take<C>(rows * keys);
+    bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
+    keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
+    largest = arena.take<C>(kDecodeRows);
+    sums = arena.take<C>(kDecodeRows * kLanes);
+    factor = arena.take<C>(kDecodeRows);
+    bytes = arena.used();
+  }
+  // Of a row of `recent`: as one of `out`, and a vector after it.
+  int64_t recent_step() const { return out_step + Simd<C>::kLanes; }
+
+  Scalar* key_tile;
+  C *q, *q_as_given, *out, *recent, *block, *scores, *bias, *keep, *largest, *sums, *factor;
+  int64_t q_step, out_step, bytes;
+};
+
+// Where a row's bias and dropout factors begin, for a key of the block.
+template <class C>
+inline int64_t in_tiles(int64_t row, int64_t rows, int64_t key) {
+  return key / kTile<C> * kTile<C> * rows + row * kTile<C> + key % kTile<C>;
+}
+
+// scratch.bias <- the bias of all rows for keys [key, key + keys), in tiles of kTile lanes.
+template <class T, class Op>
+[[gnu::noinline]] void decode_bias(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                                   int64_t key, int64_t keys) {
+  using C = typename Op::Compute;
+  const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
+  for (int64_t first = 0; first < keys; first += kTile<C>)
+    for (int64_t g = 0; g < group; ++g)
+      bias_tile<C, T>(p, 2, batch, head_k * group + g, 0, p.seqlen_q, key + first, min64(kTile<C>, keys - first),
+                      scratch.bias + in_tiles<C>(g * p.seqlen_q, rows, first));
+}
+
+// The sums of a turn's values, in pairs of keys (bfloat16) or one by one.
+template <class T, class Op, int kRows>
+inline constexpr bool kTurnsInPairs = Op::kPack == 2 && kRows >= kRowsForValueTiles<T, Op>;
+
+// Calls move(where a vector of sums belongs, the vector) for all of them.
+template <int kRows, int kVectors, class V, class Move>
+[[gnu::always_inline]] inline void move_sums(float* sums, int64_t step, V (&sum)[kRows][kVectors], const Move& move) {
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int c = 0; c < kVectors; ++c) move(sums + r * step + c * Simd<float>::kLanes, sum[r][c]);
+}
+
+// kRows vectors of kRows equal parts: part j of vector i becomes part i of vector j.
+template <class V>
+inline void transpose_groups(V (&)[1]) {}
+template <class V>
+inline void transpose_groups(V (&x)[2]) {
+  const auto a = x[0], b = x[1];
+  x[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+  x[1] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+template <class V>
+inline void transpose_groups(V (&x)[4]) {
+  const auto even = [](V a, V b) {  // parts 0 and 2 of both
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  };
+  const auto odd = [](V a, V b) {
+    return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  };
+  const V a = even(x[0], x[1]), b = even(x[2], x[3]), c = odd(x[0], x[1]), d = odd(x[2], x[3]);
+  x[0] = even(a, b), x[1] = even(c, d), x[2] = odd(a, b), x[3] = odd(c, d);
+}
+
+// Adds scratch.recent to scratch.out and sums, and clears it.
+template <int kDim, bool kPairs, class Op>
+[[gnu::noinline]] void add_recent_sums(const DecodeScratch<Op>& scratch, int64_t rows) {
+  using S = Simd<float>;
+  using V = S::V;
+  constexpr int kLanes = S::kLanes;
+  const auto add = [](float* total, V sum) { S::store(total, S::load(total) + sum); };
+  for (int64_t r = 0; r < rows; ++r) {
+    float *out = scratch.out + r * scratch.out_step, *recent = scratch.recent + r * scratch.recent_step();
+    if constexpr (kPairs) {
+      for (int64_t c = 0; c < kDim; c += 2 * kLanes) {
+        const V a = S::load(recent + c), b = S::load(recent + c + kLanes);
+        add(out + c, in_order<0>(a, b)), add(out + c + kLanes, in_order<8>(a, b));
+      }
+    } else {
+      for (int64_t c = 0; c < kDim; c += kLanes) add(out + c, S::load(recent + c));
+    }
+    add(scratch.sums + r * kLanes, S::load(recent + scratch.out_step));
+    std::memset(recent, 0, static_cast<size_t>(scratch.recent_step()) * sizeof(float));
+  }
+}
+
+// Rows of queries against keys [key, key + keys), whole vectors of keys that every query attends to; scores have a
+// scale and perhaps a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector of keys
+// each, and rows are read in the order of the memory, so that neither of the two streams stops for long. A turn's
+// probabilities become ready while the next one's scores are computed. kRows: 1, 2, or 4 for any number of rows, which
+// then meet a turn's keys in runs of 4, 2 and 1 while these lie in the first-level cache.
+//
+// Registers, 16 of sums each: scores have kRun rows x 16 / kRun keys, values kRun rows x 16 / kRun vectors of columns.
+// From turn to turn the sums of values stay there (1 and 2 rows) or lie in scratch.recent. They are added to
+// scratch.out every kDecodeKeys keys: sums of longer runs would lose digits.
+template <class T, class Op, class Keys, int kRows, int kDim>
+[[gnu::noinline]] void decode_stream(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                                     int64_t key, int64_t keys) {
+  using S = Simd<float>;
+  using V = S::V;
+  using Dot = RowDot<float, T>;
+  using Query = typename Dot::Query;
+  constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
+  constexpr bool kInRegisters = kRows < 4;  // the sums of values, from turn to turn
+  constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
+  constexpr int64_t kAhead = (kPairs ? 8192 : 4096) / (kDim * sizeof(T));  // rows; as measured
+  const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch.recent_step();
+  const T* const k = at<T>(rows_of<Keys>(p.k, p.pages), batch, head_k, key);
+  const T* const v = at<T>(rows_of<Keys>(p.v, p.pages), batch, head_k, key);
+  const int64_t k_stride = p.k.stride[2], v_stride = p.v.stride[2];
+  // A turn's rows; and how far away those are that are prefetched meanwhile.
+  struct Turn {
+    const T* row;
+    int64_t step, ahead;
+  };
+  alignas(64) [[maybe_unused]] T copy[std::is_same_v<Keys, View> ? 1 : kLanes * kDim];  // of rows in two pages
+  // From key j on, of rows whose first is `first`.
+  const auto turn = [&](const View& view, const T* first, int64_t step, int64_t j)
+                        __attribute__((always_inline)) -> Turn {
+    if constexpr (std::is_same_v<Keys, View>) {
+      return {first + j * step, step, kAhead * step};
+    } else {
+      const KeyRows rows(view, p.pages);
+      const int64_t next = j + round_up(kAhead, kLanes);
+      const T* row = at<T>(rows, batch, head_k, key + j);
+      if (rows_together(rows, key + j) >= kLanes)
+        return {row, step, next < keys ? at<T>(rows, batch, head_k, key + next) - row : 0};
+      for_runs(rows, key + j, kLanes, [&](int64_t from, int64_t count) {
+        const T* source = at<T>(rows, batch, head_k, key + j + from);
+        for (int64_t i = 0; i < count; ++i) std::memcpy(copy + (from + i) * kDim, source + i * step, kDim * sizeof(T));
+      });
+      return {copy, kDim, 0};
+    }
+  };
+  const ScoreParams<float> score(p, true);
+  const V scale = S::set1(score.signed_scale);
+  const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
+  [[maybe_unused]] V kept[kInRegisters ? kRows : 1][kInRegisters ? kVectors : 1] = {};
+  [[maybe_unused]] V kept_sum[kInRegisters ? kRows : 1] = {};
+  alignas(64) [[maybe_unused]] float few[kInRegisters ? 2 * kRows * kLanes : 1];
+  float *const scores = kInRegisters ? few : scratch.scores, *const probabilities =
+                                                                 scores + rows * kLanes;  // a vector of each row
+
+  const auto score_run = [&]<int kRun>(const Turn& now, int64_t r) __attribute__((always_inline)) {
+    constexpr int kGroup = kLanes / kRun;
+    const T* row = now.row;
+    V all[kRun];  // of each group of keys: kRun rows of sums
+#pragma GCC unroll 2
+    for (int group = 0; group < kRun; ++group) {
+      V sum[kLanes] = {};
+#pragma GCC unroll 16
+      for (int i = 0; i < kGroup; ++i, row += now.step) {
+        if (r == 0) prefetch_row(row + now.ahead, kDim);
+#pragma GCC unroll 16
+        for (int c = 0; c < kDim; c += Dot::kWidth) {
+          const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
+#pragma GCC unroll 4
+          for (int t = 0; t < kRun; ++t) {
+            V& total = sum[t * kGroup + i];
+            total = Dot::accumulate(total, value, Dot::load_query(q + (r + t) * scratch.q_step + c));
+          }
+        }
+      }
+      all[group] = S::sum_each(sum);
+    }
+    transpose_groups(all);
+#pragma GCC unroll 4
+    for (int t = 0; t < kRun; ++t) S::store(scores + (r + t) * kLanes, all[t]);
+  };
+  const auto score_turn = [&](const Turn& now) __attribute__((always_inline)) {
+    for_rows_of<kRows>(
+        rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) { score_run.template operator()<kRun>(now, r); });
+  };
+  // sum += the values of kColumns columns from `column` on, for kRun rows from r on.
+  const auto value_run =
+      [&]<int kColumns, int kRun, int kVectors>(const Turn& now, int64_t r, int64_t column, V(&sum)[kRun][kVectors])
+          __attribute__((always_inline)) {
+            const T* row = now.row + column;
+            if constexpr (kPairs) {
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 8
+              for (int i = 0; i < kLanes / 2; ++i, row += 2 * now.step) {
+                if (r == 0) prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
+                __m512i value[kVectors];
+#pragma GCC unroll 8
+                for (int c = 0; c < kVectors; c += 2) {
+                  const auto mask = static_cast<__mmask32>((uint64_t{1} << min64(32, kColumns - c * kLanes)) - 1);
+                  const __m512i low = _mm512_maskz_loadu_epi16(mask, row + c * kLanes);
+                  const __m512i high = _mm512_maskz_loadu_epi16(mask, row + now.step + c * kLanes);
+                  value[c] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end
+                  value[c + 1] = _mm512_unpackhi_epi16(low, high);
+                }
+#pragma GCC unroll 4
+                for (int t = 0; t < kRun; ++t) {
+                  const __m512i pair =
+                      PairDot::broadcast(reinterpret_cast<const uint32_t*>(probabilities) + (r + t) * kLanes + i);
+#pragma GCC unroll 16
+                  for (int c = 0; c < kVectors; ++c) sum[t][c] = PairDot::accumulate(sum[t][c], pair, value[c]);
+                }
+              }
+#endif
+            } else {
+#pragma GCC unroll 4
+              for (int i = 0; i < kLanes; ++i, row += now.step) {
+                if (r == 0) prefetch_row(row + now.ahead, kColumns);
+#pragma GCC unroll 16
+                for (int c = 0; c < kVectors; ++c) {
+                  const V value = S::load_as(row + c * kLanes);
+#pragma GCC unroll 4
+                  for (int t = 0; t < kRun; ++t)
+                    sum[t][c] = S::fma(S::set1(probabilities[(r + t) * kLanes + i]), value, sum[t][c]);
+                }
+              }
+            }
+          };
+  const auto value_turn = [&](const Turn& now) __attribute__((always_inline)) {
+    if constexpr (kInRegisters) value_run.template operator()<kDim>(now, 0, 0, kept);
+    else
+      for_row_runs(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+        constexpr int kBlock = min64(kVectors, 16 / kRun);
+        const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
+          V sum[kRun][kCount];
+          float* recent = scratch.recent + r * recent_step + c * kLanes;
+          move_sums(recent, recent_step, sum, [](float* from, V& to) { to = S::load(from); });
+          value_run.template operator()<kColumns>(now, r, c * kLanes, sum);
+          move_sums(recent, recent_step, sum, [](float* to, V& from) { S::store(to, from); });
+        };
+        constexpr int kRest = kVectors % kBlock, kWhole = kVectors - kRest;
+        constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
+        for (int64_t c = 0; c < kWhole; c += kBlock) columns.template operator()<kBlock, kColumns>(c);
+        if constexpr (kRest != 0) columns.template operator()<kRest, kDim - kWhole * kLanes>(kWhole);
+      });
+  };
+  const auto add_recent = [&]() __attribute__((always_inline)) {
+    if constexpr (kInRegisters) {
+      const auto add = [](float* total, V& sum) { S::store(total, S::load(total) + sum), sum = S::zero(); };
+      move_sums(scratch.out, scratch.out_step, kept, add);
+      for (int r = 0; r < kRows; ++r) add(scratch.sums + r * kLanes, kept_sum[r]);
+    } else {
+      add_recent_sums<kDim, kPairs>(scratch, rows);
+    }
+  };
+
+  if constexpr (!kInRegisters) std::memset(scratch.recent, 0, static_cast<size_t>(rows * recent_step) * sizeof(float));
+  score_turn(turn(p.k, k, k_stride, 0));
+  for (int64_t j = 0; j < keys; j += kLanes) {
+    if (j % kDecodeKeys == 0) {
+      add_recent();
+      if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key + j, min64(kDecodeKeys, keys - j));
+    }
+#pragma GCC unroll 2
+    for (int64_t r = 0; r < rows; ++r) {
+      V x = S::product(S::load(scores + r * kLanes), scale);
+      if (score.has_bias) {
+        const V bias = S::load(scratch.bias + in_tiles<float>(r, rows, j % kDecodeKeys));
+        x = score.mask_added && bias == S::set1(-kInfinity<float>) ? bias : x + bias;
+      }
+      V m = S::set1(scratch.largest[r]);
+      if (!S::all(x <= m)) {  // a greater maximum, which soon gets rare, or NaN, which is none
+        add_recent();
+        const V old = m;
+        m = S::max_all(S::max(x, m));
+        const V correction = S::exp2((old - m) * S::set1(kLog2E<float>));
+        for (int64_t c = 0; c < kDim; c += kLanes) {
+          float* out = scratch.out + r * scratch.out_step + c;
+          S::store(out, S::load(out) * correction);
+        }
+        S::store(scratch.sums + r * kLanes, S::load(scratch.sums + r * kLanes) * correction);
+        scratch.largest[r] = m[0];
+      }
+      const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
+      const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
+      if constexpr (kInRegisters) kept_sum[r] += probability;
+      else {
+        float* sum = scratch.recent + r * recent_step + scratch.out_step;
+        S::store(sum, S::load(sum) + probability);
+      }
+      float* target = probabilities + r * kLanes;
+      if constexpr (kPairs) S::store_as(reinterpret_cast<BFloat16*>(target), probability);
+      else S::store(target, probability);
+    }
+    if (j + kLanes < keys) score_turn(turn(p.k, k, k_stride, j + kLanes));
+    value_turn(turn(p.v, v, v_stride, j));
+  }
+  add_recent();
+}
+
+template <class T, class Op>
+using DecodeStream = void (*)(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                              int64_t key, int64_t keys);
+
+// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns. As measured: what is in a cache is multiplied
+// faster in blocks, what is not is read faster in turns.
+inline constexpr int64_t kTurnsFrom = 8 << 20;
+
+// The kernel of that kind for these rows, or null. It wants 32 registers. (More rows have too much to multiply for it,
+// two of float16 too.)
+template <class T, class Op, class Keys>
+DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
+  using C = typename Op::Compute;
+  if constexpr (Simd<C>::kLanes == 16) {
+    if (const ScoreParams<C> score(p); score.capped() || score.dropout || p.head_dim != p.head_dim_v ||
+                                       !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
+      return nullptr;
+    const auto of_size = [&]<int kDim>() -> DecodeStream<T, Op> {
+      if (rows == 1) return decode_stream<T, Op, Keys, 1, kDim>;
+      const int64_t bytes = p.batch * p.heads_k * p.seqlen_k * 2 * kDim * static_cast<int64_t>(sizeof(T));
+      if (Op::kPack == 2 && bytes < kTurnsFrom) return nullptr;
+      if constexpr ((sizeof(T) == 4 || Op::kPack == 2) && kDim <= 128)
+        if (rows == 2) return decode_stream<T, Op, Keys, 2, kDim>;
+      if constexpr (Op::kPack == 2)
+        if (rows <= 4) return decode_stream<T, Op, Keys, 4, kDim>;
+      return nullptr;
+    };
+    switch (p.head_dim) {
+      case 32: return of_size.template operator()<32>();
+      case 64: return of_size.template operator()<64>();
+      case 80: return of_size.template operator()<80>();
+      case 96: return of_size.template operator()<96>();
+      case 128: return of_size.template operator()<128>();
+      case 256: return of_size.template operator()<256>();
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace attnkern::cpu
