@@ -23,7 +23,7 @@ TRITONS := 3.6.0 3.9.0
 BARE := torch==2.11.0 triton==$(firstword $(TRITONS)) numpy pytest ninja setuptools
 BARE_PYTHON ?= python3.12
 OFFLINE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn)
-CPP := $(shell find csrc tests -name "*.cpp" -o -name "*.h" -o -name "*.cuh" -o -name "*.cu")
+CPP := $(shell find csrc tests bench -name "*.cpp" -o -name "*.h" -o -name "*.cuh" -o -name "*.cu")
 # Which tests `make test` runs, a tier of tests/tiers.py: .ci/run asks for another.
 TIER := quick
 XDIST = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo --maxprocesses=8 -n auto --dist worksteal)

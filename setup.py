@@ -346,6 +346,21 @@ class BuildSanitized(Command):
         ninja.run()
 
 
+class BuildCores(Command):
+    """bench/cores.cpp with the objects of the CPU kernels, as they are in the library: build/ninja/cores."""
+
+    user_options: ClassVar[list] = []
+    initialize_options = finalize_options = lambda self: None
+
+    def run(self):
+        (cxx, machine), ninja = find_compiler(), Ninja("cores", "release")
+        flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
+        objects = ninja.compile_kernels(machine, cxx, flags)
+        objects += ninja.compile([Path("bench/cores.cpp")], cxx, flags)
+        ninja.add("link", BUILD / "cores", objects, cxx, "-pthread")
+        ninja.run()
+
+
 if __name__ == "__main__":  # tests/gate imports this module for its flags
     extensions = (
         [] if os.environ.get("ATTNKERN_SKIP_EXT") == "1" else [Extension("attnkern._C", [], py_limited_api=True)]
@@ -361,5 +376,6 @@ if __name__ == "__main__":  # tests/gate imports this module for its flags
             "build_ext": BuildLibraries,
             "build_schedules": BuildSchedules,
             "build_sanitized": BuildSanitized,
+            "build_cores": BuildCores,
         },
     )

@@ -28,6 +28,7 @@ from rich.table import Table
 import attnkern
 from bench.cases import CASES, Case, select
 
+from . import cores as many
 from . import machine, options, page, plots, providers, record, report, sets, targets
 from . import models as whole
 from . import serve as serving
@@ -366,6 +367,42 @@ def serve_(
     groups = [(stream, "serve") for stream in streams]
     runner = serving.ServeRunner(where, sampling, seed)
     _run_page("A server's stream", serving, groups, rivals, runner, f"serve{'-tiny' * tiny}", out, fresh, plot_)
+
+
+@app.command("cores")
+def cores_(
+    threads: Annotated[str, typer.Option("--threads", help="Numbers of threads.")] = "8,32,96,192",
+    pass_: Annotated[str | None, typer.Option("--pass", help="forward or backward. Default: both.")] = None,
+    longest: Annotated[int, typer.Option(min=1, help="Of the keys.")] = 32768,
+    turns: Annotated[int, typer.Option(min=1, help="Of all numbers of threads; medians of these.")] = 3,
+    budget: Annotated[float, typer.Option(min=0.0, help="Seconds for a row, about.")] = 4.0,
+    before: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Rows to compare with, before a change.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON Lines; Markdown beside it. Default: in bench/runs.")] = None,
+) -> None:
+    """How well the CPU kernels would share their work among many cores: tasks timed on one, replayed for many."""
+    wanted = threads.split(",")
+    if not all(n.isdigit() and int(n) > 1 for n in wanted):
+        raise typer.BadParameter(f"{threads!r} is not a list of numbers from 2 on", param_hint="--threads")
+    chosen = [p for p in many.problems() if pass_ in (None, p.pass_name) and p.seqlen_k <= longest]
+    if not chosen:
+        raise typer.BadParameter(f"{pass_!r} is neither forward nor backward", param_hint="--pass")
+    program = _parsed("cores", many.Cores)
+    path = out or machine.ROOT / "bench" / "runs" / "cores.jsonl"
+    log = _parsed("--out", Log, path, True)
+    log.start_run(machine.provenance(torch.device("cpu")))
+    try:
+        for problem in chosen:
+            row = many.measure(program, problem, [int(n) for n in wanted], turns, budget)
+            log.add(row)
+            console.print(many.table([row]).splitlines()[-1], highlight=False)
+    finally:
+        log.close()
+        program.close()
+    old = record.read(before)[0] if before else None
+    path.with_suffix(".md").write_text(many.markdown(list(log.rows.values()), log.runs, old), encoding="utf-8")
+    console.print(many.summary(log.rows.values()), highlight=False)
 
 
 @app.command("list")

@@ -1,5 +1,7 @@
 """Work shared between threads: how it is cut depends on their number, the result must not."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -59,6 +61,83 @@ def test_a_share_of_the_keys_without_a_live_one(target, seqlen_q, dtype):
     out = target.sdpa(inputs.query, inputs.key, inputs.value)
     assert out[0, 1, 0].isnan().all()
     assert out.isnan().sum() == 16
+
+
+@contract(13, 61)
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((1, 1), {}),
+        ((4, 2), {"is_causal": True, "enable_gqa": True}),
+        ((2, 1), {"window": (5000, 300), "enable_gqa": True}),
+        ((1, 1), {"relative": True}),
+    ],
+    ids=str,
+)
+def test_gradients_in_steps(target, heads, options, dtype):
+    """So many threads share a head that they add up dQ after every few hundred queries."""
+    query, key, value = target.inputs(1, heads[0], 1100, 8300, 16, heads_k=heads[1], dtype=dtype).tensors.values()
+    options = dict(options)
+    relative = options.pop("relative", False)
+    table = torch.linspace(-1, 1, 1100 + 8300 - 1, dtype=dtype, device=target.device)
+    leaves = [x.requires_grad_() for x in (query, key, value, *[table] * relative)]
+    runs = []
+    for threads in (1, 192, 192):
+        torch.set_num_threads(threads)
+        out = target.attention(*leaves[:3], **options, **({"relative_bias": leaves[3]} if relative else {}))
+        runs.append(torch.autograd.grad(out, leaves, torch.ones_like(out) + out.detach()))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+    for one, many, again in zip(*runs, strict=True):
+        assert torch.equal(many, again)
+        assert (many - one).abs().max() <= tolerance * one.abs().max()
+
+
+@contract(61)
+def test_the_number_of_threads_changes_between_calls(target):
+    query, key, value = target.inputs(1, 3, 260, 300, 32).tensors.values()
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    first = {}
+    for threads in (1, 7, 2, 1, 16, 2, 7, 16, 1):
+        torch.set_num_threads(threads)
+        out = target.sdpa(*leaves)
+        found = [out, *torch.autograd.grad(out.sum(), leaves)]
+        for a, b in zip(found, first.setdefault(threads, found), strict=True):
+            assert torch.equal(a, b)  # nothing of a call is left for another one
+        for a, b in zip(found, first[1], strict=True):
+            torch.testing.assert_close(a, b)
+
+
+ONE_THREAD = """
+import os, hashlib, torch, attnkern
+torch.set_num_threads(1)
+torch.manual_seed(0)
+x = [torch.randn(1, 2, 200, 32, requires_grad=True) for _ in range(3)]
+children = []
+for _ in range(32):
+    child = os.fork()
+    if child == 0:
+        break
+    children.append(child)
+else:
+    failed = [child for child in children if os.waitpid(child, 0)[1] != 0]
+    os._exit(len(failed))
+out = attnkern.attention(*x, backend="cpu", is_causal=True)
+grads = torch.autograd.grad(out.sum(), x)
+threads = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("Threads"))
+bits = b"".join(y.detach().numpy().tobytes() for y in (out, *grads))
+os.write(1, f"{hashlib.sha256(bits).hexdigest()} {threads}\\n".encode())
+os._exit(0)
+"""
+
+
+@contract(61)
+def test_processes_of_one_thread():
+    """32 of them side by side, as workers of a data loader are: equal bits, and no kernel starts threads of its own."""
+    run = subprocess.run([sys.executable, "-c", ONE_THREAD], stdout=subprocess.PIPE, text=True, check=True)
+    answers = [line.split() for line in run.stdout.splitlines()]
+    assert len(answers) == 32
+    assert len({bits for bits, _ in answers}) == 1
+    assert {int(threads) for _, threads in answers} <= {1, 2}  # autograd's is the second
 
 
 @contract(61)

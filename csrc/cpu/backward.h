@@ -35,12 +35,23 @@ struct QueryGrad {
   }
 };
 
+// The queries of a step, where several tasks share a KV group: after each step their parts of dQ are added up, so that
+// these need no memory that grows with the length. Meanwhile the sums of dK and dV are kept, those of each tile of keys
+// and head of the group in turn; null: there is one step.
+template <class C>
+struct Step {
+  Range rows;
+  bool first = true, last = true;
+  C* sums = nullptr;
+};
+
 // All keys of tiles first, first + stride, ... for the query heads [head, head + heads) of one batch entry.
 template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
                     int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
                     const VisitingQueries<typename Op::Compute>& visiting, QueryGrad<typename Op::Compute> dq,
-                    bool bias_grad, typename Op::Compute* bias_grads, PackedCache<typename Op::Scalar>* cache) {
+                    bool bias_grad, typename Op::Compute* bias_grads, PackedCache<typename Op::Scalar>* cache,
+                    const Step<typename Op::Compute>& part) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -70,6 +81,10 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
     const int64_t vectors = (keys + S::kLanes - 1) / S::kLanes;
     Rows<Scalar> k_rows{};
+    const int64_t dk_sums = kTile<C> * round_up(p.head_dim, S::kLanes),
+                  dv_sums = kTile<C> * round_up(p.head_dim_v, S::kLanes);
+    C* kept = part.sums +
+              (part.sums == nullptr ? 0 : key / kTile<C> * (heads / group_k * dk_sums + heads / group_v * dv_sums));
     for (int64_t h = head; h < head + heads; ++h) {
       const int64_t head_k = h / group_k, head_v = h / group_v;
       if (h == head || h % group_k == 0) {
@@ -86,13 +101,17 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           k_rows = without_unattended_keys<T, Op>(p, scratch, batch, h, key, keys, k_rows);
         }
         dk.begin(batch, head_k, key, keys);
+        if (part.sums != nullptr) dk.go_on(kept, part.first), kept += dk_sums;
       }
       if (h == head || h % group_v == 0) {
         load_value_tile<T, Op>(p, scratch, batch, head_v, key, keys);
         dv.begin(batch, head_v, key, keys);
+        if (part.sums != nullptr) dv.go_on(kept, part.first), kept += dv_sums;
       }
 
-      BandWalk<C> walk(p.band.transposed(), key, keys, visiting.of(batch, h, key / kTile<C>), kBlock<Op>);
+      const Range met = visiting.of(batch, h, key / kTile<C>);
+      const Range within{max64(met.begin, part.rows.begin), min64(met.end, part.rows.end)};
+      BandWalk<C> walk(p.band.transposed(), key, keys, within, kBlock<Op>);
       BlockPlan block;
       while (walk.next(block)) {
         if (block.segments == 0 || (leaves_out && excludes_all<T>(p, batch, h, block.row, block.rows, key, keys)))
@@ -174,7 +193,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           ds_step = kTile<C> / 2;
         }
 
-        const bool last = walk.done();
+        const bool last = walk.done() && part.sums == nullptr;
         if (wanted.dv) {
           grad_sum = attended_rows<T, Op>(grad_sum, p.grad_out, batch, h, block, p.head_dim_v,
                                           Op::kPack == 2 ? scratch.grad_pairs : scratch.grad_rows);
@@ -207,8 +226,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         }
       }
 
-      if (wanted.dk && (h + 1) % group_k == 0) dk.end(scale);
-      if (wanted.dv && (h + 1) % group_v == 0) dv.end(ones);
+      if (wanted.dk && part.last && (h + 1) % group_k == 0) dk.end(scale);
+      if (wanted.dv && part.last && (h + 1) % group_v == 0) dv.end(ones);
     }
   }
 }
@@ -240,20 +259,22 @@ struct SplitGroups {
   int64_t first, count, kv_group, chunks;
 };
 
-// Adds up what the tasks of split groups made of dQ, rows `step` apart, and writes it to the output.
+// Adds up what the tasks of split groups made of dQ in some rows, `step` apart, and writes it to the output.
 template <class T, class C>
-void add_query_parts(const Backward& p, const Runtime& runtime, C* parts, const SplitGroups& split, int64_t step) {
+void add_query_parts(const Backward& p, const Runtime& runtime, C* parts, const SplitGroups& split, int64_t step,
+                     Range within) {
   using S = Simd<C>;
-  const int64_t head_step = p.seqlen_q * step, pieces = task_pieces(p.seqlen_q);
+  constexpr int64_t kRows = 32;  // of a task
+  const int64_t all = within.end - within.begin, head_step = all * step, pieces = (all + kRows - 1) / kRows;
   run_tasks(p, runtime, split.count * split.kv_group * pieces, 0, [&](int64_t task, void*, int64_t) {
     const int64_t piece = task % pieces, h = task / pieces % split.kv_group, index = task / pieces / split.kv_group;
-    const int64_t row = piece * kTaskRows, rows = min64(kTaskRows, p.seqlen_q - row);
+    const int64_t row = piece * kRows, rows = min64(kRows, all - row);
     C* first = parts + (index * split.chunks * split.kv_group + h) * head_step + row * step;
     for (int64_t chunk = 1; chunk < split.chunks; ++chunk)
       for (int64_t i = 0; i < rows * step; i += S::kLanes)
         S::store(first + i, S::load(first + i) + S::load(first + chunk * split.kv_group * head_step + i));
     const int64_t head = (split.first + index) * split.kv_group + h;
-    store_query_grad<T>(p, head / p.heads_q, head % p.heads_q, row, rows, first, step);
+    store_query_grad<T>(p, head / p.heads_q, head % p.heads_q, within.begin + row, rows, first, step);
   });
 }
 
@@ -333,7 +354,17 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
                             : 0;
   const int64_t large_step = head_step - split * step;
   const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * kv_group * large_step : 0);
-  const Buffer<C> parts(wanted.dq && !split_direct ? left * chunks * kv_group * head_step : 0);
+  // Split groups go step by step: all parts of dQ take 16 MiB, or a task's as much as a core's cache holds.
+  constexpr int64_t kStepSums = 1 << 14, kAllSums = 1 << 22;
+  const bool has_parts = wanted.dq && left > 0 && !split_direct;
+  const int64_t part_rows = max64(kStepSums, kAllSums / max64(1, left * chunks)) / max64(1, kv_group * step);
+  const int64_t step_rows = has_parts ? min64(p.seqlen_q, max64(256, part_rows / 64 * 64)) : p.seqlen_q;
+  const Buffer<C> parts(has_parts ? left * chunks * kv_group * step_rows * step : 0);
+  const int64_t kept_of_tile =
+      kTile<C> * (kv_group / (p.heads_q / p.heads_k) * step +
+                  kv_group / (p.heads_q / p.heads_v) * round_up(p.head_dim_v, Simd<C>::kLanes));
+  const Buffer<C> kept(step_rows < p.seqlen_q ? left * tiles * kept_of_tile : 0);
+  Step<C> part{{0, step_rows}, true, step_rows == p.seqlen_q};
 
   const int64_t tasks = bias_sums ? bias_plan.groups * bias_plan.tasks : whole + left * chunks;
   const Buffer<C> bias_grads(by_task || (bias_sums && !bias_plan.in_output()) ? tasks * bias_plan.size : 0);
@@ -351,23 +382,28 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
                   chunk = is_whole ? 0 : (task - whole) % chunks;
     const int64_t batch = index * kv_group / p.heads_q, head = index * kv_group % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
+    Step<C> of_task{{0, p.seqlen_q}};
+    if (!is_whole) of_task = part;
+    if (!is_whole && kept.data() != nullptr) of_task.sums = kept.data() + (index - whole) * tiles * kept_of_tile;
     if (is_whole && !bias_apart)
       for (int64_t h = head; h < head + kv_group; ++h) terms_of(scratch, batch, h, 0, p.seqlen_q);
     const bool in_place = is_whole ? direct : split_direct;
     if (wanted.dq && p.head_dim > 0) {
       C* output = reinterpret_cast<C*>(at<T>(p.dq, batch, head));
       if (in_place) dq = {output, p.dq.stride[2], p.dq.stride[1]};
-      else if (!is_whole) dq.data = parts.data() + (task - whole) * kv_group * head_step;
-      else if (!large) dq.data = reinterpret_cast<C*>(cache_memory + caches.bytes());
+      else if (!is_whole) {
+        dq.head_step = (part.rows.end - part.rows.begin) * step;
+        dq.data = parts.data() + (task - whole) * kv_group * dq.head_step - part.rows.begin * step;
+      } else if (!large) dq.data = reinterpret_cast<C*>(cache_memory + caches.bytes());
       else
         dq = {large_sums.data() + worker * kv_group * large_step, step, large_step, split, output, p.dq.stride[1] / 2};
       for (int64_t h = 0; h < kv_group; ++h)
-        for (int64_t i = 0; i < p.seqlen_q; ++i)
+        for (int64_t i = of_task.rows.begin; i < of_task.rows.end; ++i)
           std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
     }
     backward_heads<T, Op>(p, scratch, batch, head, kv_group, chunk, is_whole ? 1 : chunks, terms, visiting, dq,
                           bias_sums || by_task || bias_plan.way == bias_plan.kStored, grads_of_bias,
-                          caches.of(worker, cache_memory));
+                          caches.of(worker, cache_memory), of_task);
     if (wanted.dq && (is_whole || in_place))
       for (int64_t h = 0; h < kv_group; ++h) {
         // In this order, since the sums lie in the output: a row is shorter than its sums, so no unread sum is
@@ -376,10 +412,10 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
         store_query_grad<T>(p, batch, head + h, dq.split, p.seqlen_q - dq.split, dq.row(h, dq.split), dq.step);
       }
   };
-  run_tasks(p, runtime, tasks, scratch_bytes, [&](int64_t task, void* memory, int64_t worker) {
+  const auto run = [&](int64_t task, void* memory, int64_t worker) {
     if (by_task) {
       C* const grads = bias_grads.data() + task * bias_plan.size;
-      std::memset(grads, 0, static_cast<size_t>(bias_plan.size) * sizeof(C));
+      if (part.first) std::memset(grads, 0, static_cast<size_t>(bias_plan.size) * sizeof(C));
       return body(task, memory, worker, grads);
     }
     if (!bias_sums) return body(task, memory, worker, nullptr);
@@ -390,12 +426,19 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
     const int64_t end = bias_plan.members * (part + 1) / bias_plan.tasks;
     for (int64_t member = bias_plan.members * part / bias_plan.tasks; member < end; ++member)
       body(bias_plan.kv_group(group, member), memory, worker, grads);
-  });
-  if (by_task) add_tables<T>(p, bias_grads.data(), bias_plan.size, SplitGroups{whole, left, kv_group, chunks});
+  };
+  const SplitGroups split_groups{whole, left, kv_group, chunks};
+  run_tasks(p, runtime, tasks, scratch_bytes, run);
+  if (has_parts) add_query_parts<T>(p, runtime, parts.data(), split_groups, step, part.rows);
+  while (!part.last) {
+    part.rows = {part.rows.end, min64(p.seqlen_q, part.rows.end + step_rows)};
+    part.first = false, part.last = part.rows.end == p.seqlen_q;
+    run_tasks(p, runtime, left * chunks, scratch_bytes,
+              [&](int64_t task, void* memory, int64_t worker) { run(whole + task, memory, worker); });
+    add_query_parts<T>(p, runtime, parts.data(), split_groups, step, part.rows);
+  }
+  if (by_task) add_tables<T>(p, bias_grads.data(), bias_plan.size, split_groups);
   else if (bias_grads.data() != nullptr) add_bias_grads<T>(p, runtime, bias_plan, bias_grads.data());
-
-  if (wanted.dq && left > 0 && !split_direct)
-    add_query_parts<T>(p, runtime, parts.data(), SplitGroups{whole, left, kv_group, chunks}, step);
 }
 
 }  // namespace

@@ -175,14 +175,29 @@ inline bool decodes(const Attention& p) {
   return p.heads_k == p.heads_v && p.heads_k > 0 && p.heads_q / p.heads_k * p.seqlen_q <= kDecodeRows;
 }
 
+// Queries of a task. Where a thread gets few tasks, as many whole vectors as end soonest: the threads' rounds, times
+// what a tile takes. A narrow one takes more for each vector. Uneven tasks come longest first, and fill the gaps.
+template <class C>
+inline int64_t forward_tile_rows(int64_t heads, int64_t rows, int64_t threads, bool uneven) {
+  int64_t best = kTile<C>, least = 0;
+  if (threads == 1 || heads * ((rows + best - 1) / best) >= 4 * threads) return best;
+  for (int64_t tile = kTile<C>; tile > 0; tile -= Simd<C>::kLanes) {
+    const int64_t tasks = heads * ((rows + tile - 1) / tile);
+    const int64_t twice_rounds = uneven ? max64(2, tasks / threads + 1) : 2 * ((tasks + threads - 1) / threads);
+    const int64_t time = twice_rounds * (8 * tile + kTile<C>);
+    if (least == 0 || time < least) best = tile, least = time;
+  }
+  return best;
+}
+
 template <class T, class Op>
 void forward(const Forward& p, const Runtime& runtime) {
   using C = typename Op::Compute;
   const int64_t heads = p.batch * p.heads_q;
-  // Fewer tasks than threads: halve the tile, down to one vector.
-  int64_t tile = kTile<C>;
-  while (tile > Simd<C>::kLanes && heads * ((p.seqlen_q + tile - 1) / tile) < runtime.num_threads) tile /= 2;
-  tile = min64(tile, round_up(p.seqlen_q, Simd<C>::kLanes));
+  // A causal mask makes the first tasks the longest.
+  const bool uneven = (p.band.left < kUnbounded) != (p.band.right < kUnbounded);
+  const int64_t tile = min64(forward_tile_rows<C>(heads, p.seqlen_q, runtime.num_threads, uneven),
+                             round_up(p.seqlen_q, Simd<C>::kLanes));
   const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
   // Few tiles hardly bring it nearer, nor do those of a window, which meet keys that none has met before.
   const bool window = is_window(p.band);
@@ -204,8 +219,6 @@ void forward(const Forward& p, const Runtime& runtime) {
     run(p, scratch, caches.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q, head % p.heads_q,
         query, min64(tile, p.seqlen_q - query), prefetches);
   };
-  // A causal mask makes the first tasks the longest.
-  const bool uneven = (p.band.left < kUnbounded) != (p.band.right < kUnbounded);
   run_tasks(p, runtime, heads * tiles, sizes.bytes + caches.bytes(), body, heads < runtime.num_threads && uneven);
 }
 

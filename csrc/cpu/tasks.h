@@ -37,6 +37,7 @@ class TaskQueue {
   }
 
  private:
+  friend struct TaskByTask;  // of bench/cores.cpp, which times each task
   struct alignas(64) Share {
     int64_t next, end;
   };
@@ -55,7 +56,7 @@ inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, i
     return;
   }
   struct Context {
-    TaskQueue queue;
+    TaskQueue queue;  // first: bench/cores.cpp looks for it here
     const Problem& problem;
     int64_t scratch_bytes;
     const Body& body;

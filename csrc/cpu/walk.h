@@ -194,6 +194,12 @@ class Result {
     rows_.started = false;
     rows_.factor = nullptr;
   }
+  // What follows is added to sums that are kept in `sums`, as begin() was given them before.
+  void go_on(C* sums, bool first) {
+    rows_.sums = sums;
+    if (first) std::memset(sums, 0, static_cast<size_t>(rows_.step * kTile<C>) * sizeof(C));
+    rows_.started = true;
+  }
   // Adds the sum over a block's rows of `factors`, transposed, times `rows`; what was summed before counts `correction`
   // times, if that isn't null. If `factor` isn't null nothing follows, and results by rows are stored.
   void add(const BlockPlan& block, const Scalar* factors, Rows<Scalar> rows, const Band& band, const C* correction,
