@@ -51,7 +51,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                     int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
                     const VisitingQueries<typename Op::Compute>& visiting, QueryGrad<typename Op::Compute> dq,
                     bool bias_grad, typename Op::Compute* bias_grads, PackedCache<typename Op::Scalar>* cache,
-                    const Step<typename Op::Compute>& part) {
+                    const Step<typename Op::Compute>& now) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -83,8 +83,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
     Rows<Scalar> k_rows{};
     const int64_t dk_sums = kTile<C> * round_up(p.head_dim, S::kLanes),
                   dv_sums = kTile<C> * round_up(p.head_dim_v, S::kLanes);
-    C* kept = part.sums +
-              (part.sums == nullptr ? 0 : key / kTile<C> * (heads / group_k * dk_sums + heads / group_v * dv_sums));
+    C* kept =
+        now.sums + (now.sums == nullptr ? 0 : key / kTile<C> * (heads / group_k * dk_sums + heads / group_v * dv_sums));
     for (int64_t h = head; h < head + heads; ++h) {
       const int64_t head_k = h / group_k, head_v = h / group_v;
       if (h == head || h % group_k == 0) {
@@ -101,16 +101,16 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           k_rows = without_unattended_keys<T, Op>(p, scratch, batch, h, key, keys, k_rows);
         }
         dk.begin(batch, head_k, key, keys);
-        if (part.sums != nullptr) dk.go_on(kept, part.first), kept += dk_sums;
+        if (now.sums != nullptr) dk.go_on(kept, now.first), kept += dk_sums;
       }
       if (h == head || h % group_v == 0) {
         load_value_tile<T, Op>(p, scratch, batch, head_v, key, keys);
         dv.begin(batch, head_v, key, keys);
-        if (part.sums != nullptr) dv.go_on(kept, part.first), kept += dv_sums;
+        if (now.sums != nullptr) dv.go_on(kept, now.first), kept += dv_sums;
       }
 
       const Range met = visiting.of(batch, h, key / kTile<C>);
-      const Range within{max64(met.begin, part.rows.begin), min64(met.end, part.rows.end)};
+      const Range within{max64(met.begin, now.rows.begin), min64(met.end, now.rows.end)};
       BandWalk<C> walk(p.band.transposed(), key, keys, within, kBlock<Op>);
       BlockPlan block;
       while (walk.next(block)) {
@@ -193,7 +193,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           ds_step = kTile<C> / 2;
         }
 
-        const bool last = walk.done() && part.sums == nullptr;
+        const bool last = walk.done() && now.sums == nullptr;
         if (wanted.dv) {
           grad_sum = attended_rows<T, Op>(grad_sum, p.grad_out, batch, h, block, p.head_dim_v,
                                           Op::kPack == 2 ? scratch.grad_pairs : scratch.grad_rows);
@@ -226,8 +226,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         }
       }
 
-      if (wanted.dk && part.last && (h + 1) % group_k == 0) dk.end(scale);
-      if (wanted.dv && part.last && (h + 1) % group_v == 0) dv.end(ones);
+      if (wanted.dk && now.last && (h + 1) % group_k == 0) dk.end(scale);
+      if (wanted.dv && now.last && (h + 1) % group_v == 0) dv.end(ones);
     }
   }
 }
@@ -364,7 +364,7 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
       kTile<C> * (kv_group / (p.heads_q / p.heads_k) * step +
                   kv_group / (p.heads_q / p.heads_v) * round_up(p.head_dim_v, Simd<C>::kLanes));
   const Buffer<C> kept(step_rows < p.seqlen_q ? left * tiles * kept_of_tile : 0);
-  Step<C> part{{0, step_rows}, true, step_rows == p.seqlen_q};
+  Step<C> now{{0, step_rows}, true, step_rows == p.seqlen_q};
 
   const int64_t tasks = bias_sums ? bias_plan.groups * bias_plan.tasks : whole + left * chunks;
   const Buffer<C> bias_grads(by_task || (bias_sums && !bias_plan.in_output()) ? tasks * bias_plan.size : 0);
@@ -383,7 +383,7 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
     const int64_t batch = index * kv_group / p.heads_q, head = index * kv_group % p.heads_q;
     QueryGrad<C> dq{nullptr, step, head_step};
     Step<C> of_task{{0, p.seqlen_q}};
-    if (!is_whole) of_task = part;
+    if (!is_whole) of_task = now;
     if (!is_whole && kept.data() != nullptr) of_task.sums = kept.data() + (index - whole) * tiles * kept_of_tile;
     if (is_whole && !bias_apart)
       for (int64_t h = head; h < head + kv_group; ++h) terms_of(scratch, batch, h, 0, p.seqlen_q);
@@ -392,8 +392,8 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
       C* output = reinterpret_cast<C*>(at<T>(p.dq, batch, head));
       if (in_place) dq = {output, p.dq.stride[2], p.dq.stride[1]};
       else if (!is_whole) {
-        dq.head_step = (part.rows.end - part.rows.begin) * step;
-        dq.data = parts.data() + (task - whole) * kv_group * dq.head_step - part.rows.begin * step;
+        dq.head_step = (now.rows.end - now.rows.begin) * step;
+        dq.data = parts.data() + (task - whole) * kv_group * dq.head_step - now.rows.begin * step;
       } else if (!large) dq.data = reinterpret_cast<C*>(cache_memory + caches.bytes());
       else
         dq = {large_sums.data() + worker * kv_group * large_step, step, large_step, split, output, p.dq.stride[1] / 2};
@@ -415,7 +415,7 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
   const auto run = [&](int64_t task, void* memory, int64_t worker) {
     if (by_task) {
       C* const grads = bias_grads.data() + task * bias_plan.size;
-      if (part.first) std::memset(grads, 0, static_cast<size_t>(bias_plan.size) * sizeof(C));
+      if (now.first) std::memset(grads, 0, static_cast<size_t>(bias_plan.size) * sizeof(C));
       return body(task, memory, worker, grads);
     }
     if (!bias_sums) return body(task, memory, worker, nullptr);
@@ -429,13 +429,13 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
   };
   const SplitGroups split_groups{whole, left, kv_group, chunks};
   run_tasks(p, runtime, tasks, scratch_bytes, run);
-  if (has_parts) add_query_parts<T>(p, runtime, parts.data(), split_groups, step, part.rows);
-  while (!part.last) {
-    part.rows = {part.rows.end, min64(p.seqlen_q, part.rows.end + step_rows)};
-    part.first = false, part.last = part.rows.end == p.seqlen_q;
+  if (has_parts) add_query_parts<T>(p, runtime, parts.data(), split_groups, step, now.rows);
+  while (!now.last) {
+    now.rows = {now.rows.end, min64(p.seqlen_q, now.rows.end + step_rows)};
+    now.first = false, now.last = now.rows.end == p.seqlen_q;
     run_tasks(p, runtime, left * chunks, scratch_bytes,
               [&](int64_t task, void* memory, int64_t worker) { run(whole + task, memory, worker); });
-    add_query_parts<T>(p, runtime, parts.data(), split_groups, step, part.rows);
+    add_query_parts<T>(p, runtime, parts.data(), split_groups, step, now.rows);
   }
   if (by_task) add_tables<T>(p, bias_grads.data(), bias_plan.size, split_groups);
   else if (bias_grads.data() != nullptr) add_bias_grads<T>(p, runtime, bias_plan, bias_grads.data());
