@@ -1,5 +1,7 @@
 """Few queries against many keys: the case of text generation, which backends run by a kernel of its own."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -128,3 +130,17 @@ def test_one_bad_key_spoils_its_head_alone(target, seqlen_q, bad, dtype):
     out = target.sdpa(query, key, value)
     assert torch.equal(out[:, 0], expected[:, 0])
     assert out[:, 1].isnan().all()
+
+
+KINDS = list(itertools.product([2, 3, 4], ["all", "window", "bool", "bias", "grouped"]))
+
+
+@pytest.mark.parametrize(("rows", "kind", "head_dim"), [(*kind, HEAD_DIMS[i % 7]) for i, kind in enumerate(KINDS)])
+def test_more_keys_than_a_cache_holds(kernel_target, rows, kind, head_dim):
+    """From 8 MiB of K and V on, 2 to 4 rows of bfloat16 have a kernel of their own on the CPU."""
+    keys = 2**23 // (4 * head_dim) + 37
+    heads, queries = (rows, 1) if kind == "grouped" else (1, rows)
+    mask = {"bool": ("holes", "B11S"), "bias": ("float", "1H1S")}.get(kind)
+    inputs = kernel_target.inputs(1, heads, queries, keys, head_dim, heads_k=1, dtype=torch.bfloat16, mask=mask)
+    options = {"is_causal": True, "window": (keys - 100, 0), "alignment": "bottom_right"} if kind == "window" else {}
+    kernel_target.check(inputs, enable_gqa=True, **options)

@@ -128,6 +128,18 @@ def test_more_keys_than_a_block(dtype, heads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("size", [16, 64])
+def test_more_keys_than_a_cache_holds(rows, size):
+    """Where the CPU has kernels of their own for few rows of bfloat16, which take keys in turns, from any row on."""
+    q, k, v = (torch.randn(1, n, s, 64, dtype=torch.bfloat16) for n, s in ((2 * rows, 1), (2, 16448), (2, 16448)))
+    (key, value), table = in_pages(size, k, v)
+    for first in (0, 5):
+        options = {"key_ranges": torch.tensor([[first, 16440]]), "enable_gqa": True, "return_lse": True}
+        want = attnkern.attention(q, k, v, **options, backend="cpu")
+        assert same(attnkern.attention(q, key, value, block_table=table, **options, backend="cpu"), want)
+
+
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1, 40])
 def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad, monkeypatch):
     monkeypatch.setenv("ATTNKERN_CHECK", "1")  # a GPU's are looked at only then
