@@ -130,9 +130,7 @@ def test_with_dropout(target, kind, lengths, dtype):
     target.check_dropout(inputs, key_ranges=KINDS[kind](*lengths).to(target.device), dropout_p=0.3)
 
 
-@pytest.mark.parametrize(
-    **in_turn(kernel=list(product([64, 80, 128, 192, 256], DTYPES)), heads_k=[1, 2, 4]), ids=str
-)
+@pytest.mark.parametrize(**in_turn(kernel=list(product([64, 80, 128, 192, 256], DTYPES)), heads_k=[1, 2, 4]), ids=str)
 def test_few_queries_of_every_kernel(target, kernel, heads_k):
     """Decoding: one key range for each sequence, as a cache of static size has; and one for each query. Every kernel
     has all kinds: the head sizes and the numbers of heads take turns."""
