@@ -8,9 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnkern
 from attnkern import testing
-from matrix import in_turn
+from matrix import FLOATS, in_turn
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LENGTHS = [(1, 1), (1, 300), (3, 97), (70, 64), (65, 130), (200, 190), (130, 385)]
 
 
@@ -55,9 +54,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(**in_turn(call=list(product(KINDS, LENGTHS)), dtype=DTYPES), ids=str)
-def test_output_lse_and_gradients(target, call, dtype):
-    kind, lengths = call
+@pytest.mark.parametrize(**in_turn(**{"kind, lengths": list(product(KINDS, LENGTHS))}, dtype=FLOATS), ids=str)
+def test_output_lse_and_gradients(target, kind, lengths, dtype):
     ranges = KINDS[kind](*lengths).to(target.device)
     inputs = target.inputs(2, 4, *lengths, 16, heads_k=2, dtype=dtype)
     target.check(inputs, key_ranges=ranges, enable_gqa=True)
@@ -76,9 +74,10 @@ MASKS = [None, ("bool", "BHLS"), ("bool", "11LS"), ("float", "1HLS"), ("float", 
 MANY = ["whole documents", "window and sinks", "anything"]
 
 
-@pytest.mark.parametrize(**in_turn(options=list(product(FEATURES, MASKS)), dtype=DTYPES, kind=MANY), ids=str)
-def test_beside_other_masks_and_features(target, kind, options, dtype):
-    feature, mask = options
+@pytest.mark.parametrize(
+    **in_turn(**{"feature, mask, kind": list(product(FEATURES, MASKS, MANY))}, dtype=FLOATS), ids=str
+)
+def test_beside_other_masks_and_features(target, kind, feature, mask, dtype):
     for lengths in ((130, 150), (2, 150)):
         inputs = target.inputs(2, 4, *lengths, 24, heads_k=2, dtype=dtype, mask=mask)
         target.check(inputs, key_ranges=KINDS[kind](*lengths).to(target.device), enable_gqa=True, **FEATURES[feature])
@@ -130,11 +129,12 @@ def test_with_dropout(target, kind, lengths, dtype):
     target.check_dropout(inputs, key_ranges=KINDS[kind](*lengths).to(target.device), dropout_p=0.3)
 
 
-@pytest.mark.parametrize(**in_turn(kernel=list(product([64, 80, 128, 192, 256], DTYPES)), heads_k=[1, 2, 4]), ids=str)
-def test_few_queries_of_every_kernel(target, kernel, heads_k):
+@pytest.mark.parametrize(
+    **in_turn(**{"dtype, size": list(product(FLOATS, [64, 80, 128, 192, 256]))}, heads_k=[1, 2, 4]), ids=str
+)
+def test_few_queries_of_every_kernel(target, size, heads_k, dtype):
     """Decoding: one key range for each sequence, as a cache of static size has; and one for each query. Every kernel
     has all kinds: the head sizes and the numbers of heads take turns."""
-    size, dtype = kernel
     kinds = "padding", "window and sinks", "anything"
     for turn, seqlen_q in enumerate((1, 4), start=size // 16 + heads_k // 2):
         kind = kinds[turn % 3]

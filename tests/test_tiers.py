@@ -93,11 +93,17 @@ def test_values_take_turns():
     assert len(landing) == 6
     assert all({x[n] for x in landing} == set(values[name]) for n, name in enumerate(values))
     assert len({x[1:] for x in landing}) == 4
+    given = in_turn(**{"a, b": [("A", 1), ("B", 2), ("C", 3)]}, c=[BF16, FP16])
+    assert given["argnames"] == ("a", "b", "c")
+    assert [each.values for each in given["argvalues"] if not each.marks] == [
+        ("A", 1, BF16),
+        ("B", 2, FP16),
+        ("C", 3, FP16),
+    ]
 
 
 def test_the_tiers_hold_what_they_say():
-    everything = collected(*SOME)
-    assert collected(*SOME, "--tier", "all") == everything
+    everything = collected(*SOME)  # --tier all
     assert collected(*SOME, "--tier", "quick") <= everything
     assert collected(*SOME, "--tier", "landing") == everything  # none is a GPU proof
 
