@@ -3,7 +3,6 @@
 import ctypes
 import dataclasses
 import importlib
-import itertools
 import math
 import os
 import random
@@ -17,10 +16,6 @@ import attnkern
 from attnkern import rng, testing
 
 pytest_plugins = ["tiers", "proofs"]
-if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-    # What a test frees is kept for the next: the system's fresh pages are a fifth of the references' time.
-    # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-    list(itertools.starmap(ctypes.CDLL(None).mallopt, [(-3, 2**25), (-1, 2**30), (-2, 2**26)]))
 DRAW = os.environ.get("ATTNKERN_TEST_SEED") or "0"  # any other draws other numbers
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -141,7 +136,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "prove: what .ci/run leaves to make prove, but for a part of it at a time")
     config.addinivalue_line("markers", "landing: a GPU proof of which .ci/run has all cases, however long they take")
     config.addinivalue_line("markers", "threads: runs with torch's default number of threads")
-    config.addinivalue_line("markers", "real_memory: runs without poisoned memory (huge allocations, timings)")
+    config.addinivalue_line("markers", "real_memory: memory is neither poisoned nor kept (huge allocations, timings)")
 
 
 def pytest_collection_modifyitems(items):
@@ -223,6 +218,17 @@ def fresh_seed(request):
     return seed
 
 
+def _keep_freed(on):
+    """glibc's malloc gives nothing back to the system: fresh pages are a sixth of the time of the references' tensors.
+    Else its defaults, and nothing is kept."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 2**25 if on else 2**17)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**30 if on else 2**17)  # M_TRIM_THRESHOLD
+        if not on:
+            libc.malloc_trim(0)
+
+
 @pytest.fixture(autouse=True)
 def surroundings(request):
     """One thread (the machine may run several tests at once) and fresh memory full of NaN. A test that leaves the
@@ -230,7 +236,9 @@ def surroundings(request):
     threads, rows = torch.get_num_threads(), dict(BACKENDS)
     if not request.node.get_closest_marker("threads"):
         torch.set_num_threads(1)
-    if request.node.get_closest_marker("real_memory"):
+    real = request.node.get_closest_marker("real_memory")
+    _keep_freed(not real)
+    if real:
         yield
     else:
         with testing.poisoned_memory():
