@@ -91,19 +91,25 @@ def tagged(tag: str) -> dict[str, Call]:
     return {each.name: each for each in found}
 
 
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
 def in_turn(**values: Sequence[Any]) -> dict[str, Any]:
     """Arguments of `parametrize` for all combinations of these values. .ci/run has as many as the longest of them has
     values: each value of each at least once, two that are shorter beside each other in every pairing where that many
-    allow it."""
+    allow it. A name such as "mask, sizes" is of several parameters, whose values are tuples."""
+    names = [name.split(", ") for name in values]
     most = max(map(len, values.values()))
     landing = {
         tuple((k + n * (k // len(given))) % len(given) for n, given in enumerate(values.values())) for k in range(most)
     }
     found = []
     for places in itertools.product(*map(range, map(len, values.values()))):
-        of = [given[place] for given, place in zip(values.values(), places, strict=True)]
+        of = []
+        for several, given, place in zip(names, values.values(), places, strict=True):
+            of += given[place] if len(several) > 1 else [given[place]]
         found.append(pytest.param(*of, marks=[] if places in landing else [pytest.mark.prove]))
-    return {"argnames": tuple(values), "argvalues": found}
+    return {"argnames": tuple(itertools.chain(*names)), "argvalues": found}
 
 
 def on_gpus(calls: dict[str, Call]) -> list[Any]:

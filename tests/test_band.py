@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attnkern import testing
+from matrix import FLOATS, in_turn
 
 contract = pytest.mark.contract
 LENGTHS = [(1, 1), (1, 7), (7, 1), (5, 9), (9, 5), (33, 33), (64, 130), (130, 64), (257, 300)]
@@ -50,8 +51,13 @@ def test_every_band(target, lengths, window, is_causal, alignment):
     target.check(target.inputs(1, 2, *lengths, 8), window=window, is_causal=is_causal, alignment=alignment)
 
 
-@pytest.mark.parametrize("lengths", [(70, 191), (64, 193), (130, 258), (67, 389), (300, 577)], ids=str)
-@pytest.mark.parametrize("window", [None, (None, 0), (63, 0), (150, 1), (64, 64), (260, None)], ids=str)
+EDGES = [None, (None, 0), (63, 0), (150, 1), (64, 64), (260, None)]
+AROUND_BLOCKS = [(70, 191), (64, 193), (130, 258), (67, 389), (300, 577)]
+
+
+@pytest.mark.parametrize(
+    **in_turn(**{"window, lengths": list(itertools.product(EDGES, AROUND_BLOCKS))}, dtype=FLOATS), ids=str
+)
 def test_edges_of_a_band_share_blocks_with_whole_rows(target, lengths, window, dtype):
     """Lengths around one, two and three blocks of keys, edges that begin at odd keys."""
     target.check(target.inputs(1, 1, *lengths, 8, dtype=dtype), window=window, alignment="bottom_right")

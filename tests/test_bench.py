@@ -1042,6 +1042,7 @@ def test_reads_are_of_the_cases_size():
     assert sweep.bound_by_reading(next(g.case for g in targets.TABLE if g.reads), "forward")
 
 
+@pytest.mark.real_memory
 def test_page_faults_are_those_of_a_call():
     pages = 64 << 20
 

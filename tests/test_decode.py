@@ -1,17 +1,20 @@
 """Few queries against many keys: the case of text generation, which backends run by a kernel of its own."""
 
-import itertools
+from itertools import product
 
 import pytest
 import torch
 
 from attnkern import testing
+from matrix import FLOATS, in_turn
 
 contract = pytest.mark.contract
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 4, 7, 8, 9, 16])
-@pytest.mark.parametrize("seqlen_k", [1, 63, 1025, 4096])
+@pytest.mark.parametrize(
+    **in_turn(**{"seqlen_q, seqlen_k": list(product([1, 2, 3, 4, 7, 8, 9, 16], [1, 63, 1025, 4096]))}, dtype=FLOATS),
+    ids=str,
+)
 def test_few_queries(target, seqlen_q, seqlen_k, dtype):
     target.check(target.inputs(1, 2, seqlen_q, seqlen_k, 16, dtype=dtype))
 
@@ -45,9 +48,12 @@ def test_a_sequence_without_keys_in_the_batch(target, seqlen_q, dtype):
     assert not results["out"][2].any()
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 17, 80, 257])
-@pytest.mark.parametrize("head_dim_v", [1, 24, 130])
-@pytest.mark.parametrize("seqlen_q", [1, 7])
+@pytest.mark.parametrize(
+    **in_turn(
+        **{"head_dim, head_dim_v, seqlen_q": list(product([1, 3, 17, 80, 257], [1, 24, 130], [1, 7]))}, dtype=FLOATS
+    ),
+    ids=str,
+)
 def test_head_sizes(target, seqlen_q, head_dim, head_dim_v, dtype):
     target.check(target.inputs(1, 3, seqlen_q, 301, head_dim, head_dim_v, dtype=dtype))
 
@@ -78,18 +84,24 @@ def test_a_growing_cache_gives_the_rows_of_causal_attention(target):
 HEAD_DIMS = [32, 64, 72, 80, 96, 128, 256]
 
 
-@pytest.mark.parametrize("options", [{}, {"window": (150, 0)}], ids=["all", "window"])
-@pytest.mark.parametrize("seqlen_q", [1, 2])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    **in_turn(
+        **{"head_dim, dtype, seqlen_q": list(product(HEAD_DIMS, FLOATS, [1, 2]))}, options=[{}, {"window": (150, 0)}]
+    ),
+    ids=str,
+)
 def test_common_head_sizes(target, head_dim, seqlen_q, options, dtype):
     """Keys that all rows meet, whole vectors of them and some more; those before and after that some rows meet."""
     inputs = target.inputs(1, 2, seqlen_q, 333, head_dim, dtype=dtype)
     target.check(inputs, is_causal=True, alignment="bottom_right", **options)
 
 
-@pytest.mark.parametrize("mask", [("bool", "B11S"), ("holes", "BHLS"), ("float", "1H1S")], ids=str)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+MASKS = [("bool", "B11S"), ("holes", "BHLS"), ("float", "1H1S")]
+
+
+@pytest.mark.parametrize(
+    **in_turn(**{"head_dim, dtype, heads": list(product(HEAD_DIMS, FLOATS, [(2, 2), (4, 2)]))}, mask=MASKS), ids=str
+)
 def test_masks_of_common_head_sizes(target, head_dim, heads, mask, dtype):
     inputs = target.inputs(2, heads[0], 1, 333, head_dim, heads_k=heads[1], dtype=dtype, mask=mask)
     target.check(inputs, enable_gqa=True, scale=-0.2 if head_dim == 64 else None)
@@ -132,7 +144,7 @@ def test_one_bad_key_spoils_its_head_alone(target, seqlen_q, bad, dtype):
     assert out[:, 1].isnan().all()
 
 
-KINDS = list(itertools.product([2, 3, 4], ["all", "window", "bool", "bias", "grouped"]))
+KINDS = list(product([2, 3, 4], ["all", "window", "bool", "bias", "grouped"]))
 
 
 @pytest.mark.parametrize(("rows", "kind", "head_dim"), [(*kind, HEAD_DIMS[i % 7]) for i, kind in enumerate(KINDS)])

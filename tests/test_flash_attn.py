@@ -22,6 +22,7 @@ from attnkern.flash_attn import (
 )
 from attnkern.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from attnkern.flash_attn.layers.rotary import apply_rotary_emb
+from matrix import in_turn
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 DTYPES = list(TOLERANCE)
@@ -103,10 +104,9 @@ def slopes_at(slopes, n):
     return slopes if slopes is None or slopes.dim() == 1 else slopes[n]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("slopes", SLOPES)
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    **in_turn(**{"options, lengths, slopes": list(itertools.product(OPTIONS, LENGTHS, SLOPES))}, dtype=DTYPES), ids=str
+)
 def test_batches(options, lengths, slopes, dtype):
     (seqlen_q, seqlen_k), given = LENGTHS[lengths], OPTIONS[options]
     heads, heads_k, size = {"alike": (4, 2, 24), "decode": (6, 1, 40)}.get(lengths, (2, 2, 8))
@@ -136,10 +136,9 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("slopes", SLOPES)
-@pytest.mark.parametrize("lengths", PACKED)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    **in_turn(**{"options, lengths, slopes": list(itertools.product(OPTIONS, PACKED, SLOPES))}, dtype=DTYPES), ids=str
+)
 def test_packed_sequences(options, lengths, slopes, dtype):
     """Three tokens behind the last sequence are of none."""
     (of_q, of_k), given, heads = PACKED[lengths], OPTIONS[options], 4

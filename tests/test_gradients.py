@@ -65,19 +65,19 @@ def test_mask_gradient_over_many_blocks(target, shape, options, dtype):
 @pytest.mark.parametrize("layout", ["contiguous", "blhd"])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True, "alignment": "bottom_right"}], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [(1100, 20), (20, 1100)], ids=["queries", "keys"])
-def test_heads_that_caches_do_not_hold(target, lengths, options, layout, dtype):
+def test_heads_that_caches_do_not_hold(kernel_target, lengths, options, layout, dtype):
     """4 MiB and more a head: what the next block needs is fetched while this one is computed."""
     heads = 1 if layout == "contiguous" else 2
-    target.check(target.inputs(1, heads, *lengths, 512, dtype=dtype, layout=layout), **options)
+    kernel_target.check(kernel_target.inputs(1, heads, *lengths, 512, dtype=dtype, layout=layout), **options)
 
 
 @contract(20)
 @pytest.mark.parametrize("batch", [1, 2], ids=["own", "shared"])
-def test_masks_that_caches_do_not_hold(target, batch, dtype):
+def test_masks_that_caches_do_not_hold(kernel_target, batch, dtype):
     """1 MiB and more a head, which is fetched; 8 MiB and more, which no task adds to for every head in turn."""
     length = 1040 if batch == 1 else 1500
-    inputs = target.inputs(batch, 1, length, length, 8, dtype=dtype, mask=("float", "LS"))
-    target.check(inputs, is_causal=True)
+    inputs = kernel_target.inputs(batch, 1, length, length, 8, dtype=dtype, mask=("float", "LS"))
+    kernel_target.check(inputs, is_causal=True)
 
 
 @contract(20, 36)

@@ -1,13 +1,16 @@
 """Key ranges: each row attends to one or two intervals of keys, beside every other mask and feature."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnkern
 from attnkern import testing
+from matrix import FLOATS, in_turn
 
-LENGTHS = [(1, 1), (1, 300), (3, 97), (70, 64), (65, 130), (200, 190), (300, 577)]
+LENGTHS = [(1, 1), (1, 300), (3, 97), (70, 64), (65, 130), (200, 190), (130, 385)]
 
 
 def documents(seqlen_q, seqlen_k, *, size=24, is_causal=True):
@@ -51,8 +54,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(**in_turn(**{"kind, lengths": list(product(KINDS, LENGTHS))}, dtype=FLOATS), ids=str)
 def test_output_lse_and_gradients(target, kind, lengths, dtype):
     ranges = KINDS[kind](*lengths).to(target.device)
     inputs = target.inputs(2, 4, *lengths, 16, heads_k=2, dtype=dtype)
@@ -68,11 +70,13 @@ FEATURES = {
 }
 
 
+MASKS = [None, ("bool", "BHLS"), ("bool", "11LS"), ("float", "1HLS"), ("float", "B11S")]
+MANY = ["whole documents", "window and sinks", "anything"]
+
+
 @pytest.mark.parametrize(
-    "mask", [None, ("bool", "BHLS"), ("bool", "11LS"), ("float", "1HLS"), ("float", "B11S")], ids=str
+    **in_turn(**{"feature, mask, kind": list(product(FEATURES, MASKS, MANY))}, dtype=FLOATS), ids=str
 )
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("kind", ["whole documents", "window and sinks", "anything"])
 def test_beside_other_masks_and_features(target, kind, feature, mask, dtype):
     for lengths in ((130, 150), (2, 150)):
         inputs = target.inputs(2, 4, *lengths, 24, heads_k=2, dtype=dtype, mask=mask)
@@ -125,8 +129,9 @@ def test_with_dropout(target, kind, lengths, dtype):
     target.check_dropout(inputs, key_ranges=KINDS[kind](*lengths).to(target.device), dropout_p=0.3)
 
 
-@pytest.mark.parametrize("size", [64, 80, 128, 192, 256])
-@pytest.mark.parametrize("heads_k", [1, 2, 4])
+@pytest.mark.parametrize(
+    **in_turn(**{"dtype, size": list(product(FLOATS, [64, 80, 128, 192, 256]))}, heads_k=[1, 2, 4]), ids=str
+)
 def test_few_queries_of_every_kernel(target, size, heads_k, dtype):
     """Decoding: one key range for each sequence, as a cache of static size has; and one for each query. Every kernel
     has all kinds: the head sizes and the numbers of heads take turns."""

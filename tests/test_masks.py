@@ -1,12 +1,14 @@
 """attn_mask: kinds, shapes, strides, extreme values; rows without a key; how far a NaN reaches."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 
 import attnkern
 from attnkern import testing
+from matrix import FLOATS, in_turn
 
 contract = pytest.mark.contract
 B, H, L, S, E = 2, 3, 9, 37, 8
@@ -72,12 +74,16 @@ BLOCKS = {
     "an island": lambda q, k: (q - 0.5).abs().maximum((k - 0.4).abs()) < 0.05,
     "nothing": lambda q, k: (q < 0) & (k < 0),
 }
+OF_BLOCKS = ["bool", "bool, transposed", "float", "float by head"]
 
 
 @contract(14, 15, 24)
-@pytest.mark.parametrize("sizes", [(330, 300), (3, 1300), (1, 1300)], ids=str)
-@pytest.mark.parametrize("kind", ["bool", "bool, transposed", "float", "float by head"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    **in_turn(
+        **{"name, kind, sizes": list(product(BLOCKS, OF_BLOCKS, [(330, 300), (3, 1300), (1, 1300)]))}, dtype=FLOATS
+    ),
+    ids=str,
+)
 def test_blocks_that_a_mask_excludes(target, name, kind, sizes, dtype):
     """Kernels may leave out what no query of a block attends to: the results, zeros among them, stay what they are."""
     inputs = target.inputs(1, 2, *sizes, 16, dtype=dtype, mask=("holes", "1HLS" if kind == "float by head" else "LS"))

@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 import pickle
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attnkern
 from attnkern import testing
 from bench import cases
+from matrix import FLOATS, in_turn
 
 contract = pytest.mark.contract
 
@@ -203,8 +205,9 @@ EMPTY = [
 
 
 @contract(10)
-@pytest.mark.parametrize("shapes", EMPTY, ids=str)
-@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
+@pytest.mark.parametrize(
+    **in_turn(**{"kind, shapes": list(product(["none", "causal", "bool", "float"], EMPTY))}, dtype=FLOATS), ids=str
+)
 def test_empty_dimensions(target, shapes, kind, dtype):
     mask = None
     if kind in ("bool", "float"):
@@ -555,9 +558,13 @@ def stepped_inputs(target, sizes, step, at, dtype):
     return testing.Inputs(query, key, inputs.value, None, inputs.recipe)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (90, 0)}, {"scale": -0.25}], ids=str)
-@pytest.mark.parametrize("at", [1, 7, 100, 250])
-@pytest.mark.parametrize("step", [10.0, 30.0, 200.0])
+GROWING = [{}, {"is_causal": True}, {"window": (90, 0)}, {"scale": -0.25}]
+
+
+@pytest.mark.parametrize(
+    **in_turn(**{"step, at, options": list(product([10.0, 30.0, 200.0], [1, 7, 100, 250], GROWING))}, dtype=FLOATS),
+    ids=str,
+)
 def test_scores_that_grow_along_the_keys(target, step, at, options, dtype):
     target.check(stepped_inputs(target, (1, 2, 260, 260, 16), step, at, dtype), **options)
 

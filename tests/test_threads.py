@@ -3,12 +3,13 @@
 import subprocess
 import sys
 import threading
+from itertools import product
 
 import pytest
 import torch
 
 from attnkern import testing
-from matrix import tagged
+from matrix import FLOATS, in_turn, tagged
 
 contract = pytest.mark.contract
 pytestmark = pytest.mark.threads
@@ -17,8 +18,7 @@ CALLS = tagged("threads")
 
 
 @contract(61)
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize(**in_turn(**{"name, dtype": list(product(CALLS, FLOATS))}, threads=[2, 3, 7]), ids=str)
 def test_any_number_of_threads(target, name, threads, dtype):
     torch.set_num_threads(threads)
     target.check_call(CALLS[name], dtype)

@@ -1,8 +1,10 @@
 """What `make test`, `make test-changed`, `.ci/run` and `make prove` run: tests/tiers.py, tests/proofs.py."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,11 +93,17 @@ def test_values_take_turns():
     assert len(landing) == 6
     assert all({x[n] for x in landing} == set(values[name]) for n, name in enumerate(values))
     assert len({x[1:] for x in landing}) == 4
+    given = in_turn(**{"a, b": [("A", 1), ("B", 2), ("C", 3)]}, c=[BF16, FP16])
+    assert given["argnames"] == ("a", "b", "c")
+    assert [each.values for each in given["argvalues"] if not each.marks] == [
+        ("A", 1, BF16),
+        ("B", 2, FP16),
+        ("C", 3, FP16),
+    ]
 
 
 def test_the_tiers_hold_what_they_say():
-    everything = collected(*SOME)
-    assert collected(*SOME, "--tier", "all") == everything
+    everything = collected(*SOME)  # --tier all
     assert collected(*SOME, "--tier", "quick") <= everything
     assert collected(*SOME, "--tier", "landing") == everything  # none is a GPU proof
 
@@ -139,6 +147,39 @@ def test_times_of_a_file_without_a_brief_case_are_kept(tmp_path):
     plugin.seconds |= {"tests/test_rng.py::slow": 3.0, "tests/test_no_more.py::slow": 3.0}
     plugin.pytest_sessionfinish()
     assert tiers.costs(plugin.path).long == {"tests/test_rng.py::slow": 3.0}
+
+
+TIMED = """import subprocess, sys, time
+
+BURNS = "import time; end = time.process_time() + 0.4\\nwhile time.process_time() < end: pass"
+
+def test_waits():
+    time.sleep(0.6)
+
+def test_works():
+    exec(BURNS)
+
+def test_has_a_child_that_works():
+    subprocess.run([sys.executable, "-c", BURNS], check=True)
+"""
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["in one process", "by a worker"])
+def test_times_are_of_the_cpu(workers, tmp_path):
+    """Of the case and its children, so that what else the machine does and what a case waits for is not in them."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/tiers.py").write_bytes(Path(tiers.__file__).read_bytes())
+    (tmp_path / "tests/test_timed.py").write_text(TIMED)
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    command = [sys.executable, "-m", "pytest", "-p", "tiers", "--time-into", "times.json", *workers, "tests"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path / "tests")}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = tiers.costs(tmp_path / "times.json")
+    assert found("tests/test_timed.py::test_waits") < 0.1
+    assert 0.35 < found("tests/test_timed.py::test_works") < 0.6
+    assert 0.35 < found("tests/test_timed.py::test_has_a_child_that_works") < 1
 
 
 # ---------------------------------------------------------------------------------------------------- proofs that stand

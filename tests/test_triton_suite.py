@@ -52,9 +52,13 @@ def values_of(function):
     found = {}
     for mark in getattr(function, "pytestmark", ()):
         if mark.name == "parametrize":
-            names, values = mark.args
+            names, values = mark.args or (mark.kwargs["argnames"], mark.kwargs["argvalues"])
             names = names.replace(" ", "").split(",") if isinstance(names, str) else list(names)
-            found[tuple(names)] = [v if len(names) > 1 else (v,) for v in values]
+            found[tuple(names)] = [
+                getattr(v, "values", v) if len(names) > 1 else (v,)
+                for v in values
+                if "dtype" not in names or torch.float64 not in getattr(v, "values", (v,))
+            ]
     if "dtype" in inspect.signature(function).parameters and not any("dtype" in names for names in found):
         found["dtype",] = [(x,) for x in DTYPES]
     return found

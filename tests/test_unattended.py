@@ -2,12 +2,14 @@
 
 import functools
 import math
+from itertools import product
 
 import pytest
 import torch
 
 import attnkern
 from attnkern import testing
+from matrix import FLOATS, in_turn
 from random_problems import attention_in_bits
 
 MASKS = {
@@ -42,8 +44,7 @@ def on(target, options):
     return options if function is None else {**options, "function": functools.partial(function, backend=target.backend)}
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(**in_turn(**{"sizes, kind": list(product(SIZES, MASKS))}, dtype=FLOATS), ids=str)
 def test_output_lse_and_gradients(target, kind, sizes, dtype):
     for poison in (math.nan, math.inf):
         inputs, options = make(sizes, dtype, poison=poison, **MASKS[kind])

@@ -4,10 +4,10 @@ cases marked `prove`, GPU proofs that stand (proofs.py), and most of those that 
 A tier has so many seconds. Every test function gets the same share of them, at least one case if that is done within
 LONGEST. It takes the cases first that show a parameter's value for the first time, then those that show two values
 together for the first time, the quickest first. What is left over is cut into shards, and `make test` runs one of them:
-the next one for every commit, so that landing after landing walks through all of it. How long a case takes stands in
-durations.json, which --time-into writes. `.ci/run` cuts what it leaves out into shards in the same way: the GPU proofs
-that stand, cases marked `prove`, and what a function of GPU proofs has beyond PROVEN seconds, where it isn't marked
-`landing`.
+the next one for every commit, so that landing after landing walks through all of it. A case's seconds are CPU time;
+they stand in durations.json, which --time-into writes. `.ci/run` cuts what it leaves out into shards in the same way:
+the GPU proofs that stand, cases marked `prove`, and what a function of GPU proofs has beyond PROVEN seconds, where it
+isn't marked `landing`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
@@ -277,14 +280,37 @@ def with_values(item: Any) -> tuple[str, dict[str, Any]]:
     return item.nodeid, {name: str(value) for name, value in params.items()}
 
 
+def cpu_seconds() -> float:
+    """Of this process and of its children that have ended: neither waiting counts nor what else the machine does."""
+    now = os.times()
+    return now.user + now.system + now.children_user + now.children_system
+
+
+class Clock:
+    """Writes into the report of each phase what it took, in the process that runs it."""
+
+    def __init__(self) -> None:
+        self.before = cpu_seconds()
+
+    def pytest_runtest_logstart(self):
+        self.before = cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        now = cpu_seconds()
+        report = yield
+        report.cpu_seconds, self.before = now - self.before, now
+        return report
+
+
 class Timed:
-    """Adds up what the phases of each case take; with xdist in the process that hears from all workers."""
+    """Adds up what the phases of each case took; with xdist in the process that hears from all workers."""
 
     def __init__(self, path: str):
         self.path, self.seconds = Path(path), defaultdict(float)
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid] += report.cpu_seconds
 
     def pytest_sessionfinish(self):
         files: dict[str, list[float]] = defaultdict(list)
@@ -313,8 +339,10 @@ def machine() -> str:
 
 
 def pytest_configure(config):
-    if (path := config.getoption("--time-into")) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Timed(path))
+    if path := config.getoption("--time-into"):
+        config.pluginmanager.register(Clock())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Timed(path))
 
 
 def main() -> int:
