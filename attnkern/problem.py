@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import bits, relative, rng
 from .arguments import (
+    PLAIN,
     Window,
     autocast,
     autocasts,
@@ -52,7 +53,6 @@ from .shapes import Sizes, View, broadcast_sizes, equal, fit, shared_heads
 from .signatures import GRAD_BITS, Inputs, for_operators
 
 _NUMBERS = frozenset((int, float))
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class Problem(NamedTuple):
@@ -140,7 +140,7 @@ class Problem(NamedTuple):
             and type(query) is type(key) is type(value) is Tensor
             and (attn_mask is None or type(attn_mask) is Tensor)
             and (key_ranges is None or type(key_ranges) is Tensor)
-            and (sinks is None or type(sinks) in _PLAIN)
+            and (sinks is None or type(sinks) in PLAIN)
             and type(is_causal) is type(enable_gqa) is bool
             and type(dropout_p) in _NUMBERS
             and (scale is None or type(scale) in _NUMBERS)
