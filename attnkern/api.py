@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 
-from . import autograd, rng
+from . import autograd
 from . import backends as _backends
 from .arguments import is_causal_bias
-from .backends import Explanation, cpu, reference
+from .backends import Explanation, cpu
 from .mask import Mask
 from .problem import Problem
 
@@ -85,7 +85,7 @@ def scaled_dot_product_attention(
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
         raise RuntimeError("attnkern: attn_mask must be None when is_causal=True, got a mask (attention() takes both)")
     problem = Problem.from_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return apply(problem, backend, False)[0]
+    return autograd.attention(problem, backend, False)[0]
 
 
 def attention(
@@ -186,7 +186,7 @@ def attention(
             return result
     relative = relative_bias, relative_bias_center
     problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, sinks, *relative, block_table)
-    out, lse = apply(problem, backend, return_lse)
+    out, lse = autograd.attention(problem, backend, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -231,22 +231,6 @@ def explain(
     biases = sinks, relative_bias, relative_bias_center
     problem = Problem.from_sdpa(query, key, value, attn_mask, *options, *biases, block_table)
     return _backends.explain(problem, backend)
-
-
-def apply(problem: Problem, backend: str | None, return_lse: bool, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse of `problem`, in the caller's shapes; lse has shape (0,) unless return_lse.
-
-    A caller that replays the dropout brings its seed; None draws one where it is needed.
-    """
-    chosen = _backends.select(problem, backend)
-    if seed is None and problem.params.dropout_p > 0:
-        seed = rng.seed_for(problem.q)
-    if chosen is reference:
-        out, lse = reference.forward(problem, seed)
-    else:
-        name = _backends.name_for_operators(chosen, problem, backend)
-        out, lse = autograd.attention(problem.given(seed), problem.params, return_lse, name)
-    return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 
 _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(attention).parameters.items()}

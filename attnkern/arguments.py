@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numbers
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,26 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from .params import int_of_numpy, shown
 
 Window = tuple[int | None, int | None] | None
+
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Types without methods of their own that change what an operator does."""
+
+
+def _listeners() -> tuple[Callable[[], Any], ...] | None:
+    try:
+        return (
+            torch._C._len_torch_dispatch_stack,
+            torch._C._autograd._profiler_enabled,
+            torch._C._is_tracing,
+            torch._C._are_functorch_transforms_active,
+        )
+    except AttributeError:
+        return None
+
+
+listeners = _listeners()
+"""Whether modes of __torch_dispatch__, profilers, jit.trace or torch.func see operators, or must: a question for each;
+None where torch lacks one of them."""
 
 
 def is_usual_window(window: Any) -> bool:

@@ -470,7 +470,7 @@ def _attend(
         return out, None
     problem = Problem.from_sdpa(q, k, v, mask, dropout_p, is_causal, **options)
     seed = rng.seed_for(problem.q) if problem.params.dropout_p > 0 else None
-    out, lse = api.apply(problem, None, True, seed)
+    out, lse = autograd.attention(problem, None, True, seed)
     lse = lse.reshape(problem.q.shape[:-1])
     weights = autograd.weights(problem, lse, seed, None, average)
     return out, weights if q.dim() == 4 else weights.squeeze(0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from .params import (
     ends_are_dense,
 )
 from .problem import Problem
+from .shapes import Kind
 from .signatures import (
     BACKWARD,
     CUDA_BACKWARD,
@@ -103,20 +104,14 @@ def _require(condition: Any, message: str) -> None:
         raise RuntimeError(f"attnkern: {message}")
 
 
-def _check_devices(q: Tensor | _Kind, **tensors: Tensor | _Kind | None) -> None:
+def _check_devices(q: Tensor | Kind, **tensors: Tensor | Kind | None) -> None:
     for name, x in tensors.items():
         _require(x is None or x.device == q.device, f"{name} must be on q's device")
 
 
-class _Kind(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 def _checked(inputs: Inputs, params: Sequence[Any]) -> AttentionParams:
     """Raises where the tensors don't make a problem; the operator's numbers, normalised."""
-    kinds = (None if x is None else tuple.__new__(_Kind, (x.shape, x.dtype, x.device)) for x in inputs)
+    kinds = (None if x is None else Kind.of(x) for x in inputs)
     ranges, seed = inputs.key_ranges, inputs.philox_seed
     dense = ranges is not None and ranges.dim() == 5 and ends_are_dense(ranges)
     return _known(Inputs(*kinds), dense, seed is not None and seed.is_contiguous(), *params)  # type: ignore[arg-type]
@@ -124,7 +119,7 @@ def _checked(inputs: Inputs, params: Sequence[Any]) -> AttentionParams:
 
 @functools.lru_cache(maxsize=4096)
 def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *params: Any) -> AttentionParams:
-    """Of Inputs whose entries are a _Kind or None."""
+    """Of Inputs whose entries are a Kind or None."""
     _check_devices(**inputs._asdict())
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     key_ranges, philox_seed = inputs.key_ranges, inputs.philox_seed

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import bits, relative, rng
 from .arguments import (
+    PLAIN,
     Window,
     autocast,
     autocasts,
@@ -48,11 +49,10 @@ from .params import (
     ends_are_dense,
     holds,
 )
-from .shapes import Sizes, View, broadcast_sizes, equal, fit, shared_heads
+from .shapes import Kind, Sizes, View, broadcast_sizes, equal, fit, shared_heads
 from .signatures import GRAD_BITS, Inputs, for_operators
 
 _NUMBERS = frozenset((int, float))
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class Problem(NamedTuple):
@@ -140,7 +140,7 @@ class Problem(NamedTuple):
             and type(query) is type(key) is type(value) is Tensor
             and (attn_mask is None or type(attn_mask) is Tensor)
             and (key_ranges is None or type(key_ranges) is Tensor)
-            and (sinks is None or type(sinks) in _PLAIN)
+            and (sinks is None or type(sinks) in PLAIN)
             and type(is_causal) is type(enable_gqa) is bool
             and type(dropout_p) in _NUMBERS
             and (scale is None or type(scale) in _NUMBERS)
@@ -149,6 +149,7 @@ class Problem(NamedTuple):
             and type(alignment) is str
         )
         mask: Any = attn_mask
+        of_mask: Any = of_bits
         bottom_right_sizes = None
         if not usual:
             _check_types(query, key, value, attn_mask, key_ranges, is_causal, enable_gqa)
@@ -176,12 +177,14 @@ class Problem(NamedTuple):
             key_ranges = _bottom_right_ranges(query, key, key_ranges, is_causal, checked_window(window))
             is_causal, window, alignment = False, None, "top_left"
 
+        if mask is not None and of_bits is None:
+            of_mask = mask.shape, mask.dtype, mask.device, mask.layout
         try:
             normal = (_memoised if usual else _normalise)(
                 (query.shape, query.dtype, query.device, query.layout),
                 (key.shape, key.dtype, key.device, key.layout),
                 (value.shape, value.dtype, value.device, value.layout),
-                None if mask is None else _spec_of(mask) if of_bits is None else of_bits,
+                of_mask,
                 None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
                 None
                 if key_ranges is None
@@ -310,13 +313,6 @@ class Problem(NamedTuple):
         return "; ".join(parts)
 
 
-_TensorSpec = tuple[torch.Size, torch.dtype, torch.device, torch.layout]
-
-
-def _spec_of(x: Tensor) -> _TensorSpec:
-    return x.shape, x.dtype, x.device, x.layout
-
-
 class _Normal(NamedTuple):
     """The views that bring a call's tensors to 4-D, and its numbers."""
 
@@ -331,12 +327,12 @@ class _Normal(NamedTuple):
 
 
 def _normalise(
-    query: _TensorSpec,
-    key: _TensorSpec,
-    value: _TensorSpec,
-    mask: _TensorSpec | None,
-    sinks: _TensorSpec | None,
-    key_ranges: _TensorSpec | None,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    sinks: Any,
+    key_ranges: Any,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -345,16 +341,18 @@ def _normalise(
     alignment: str,
     softcap: float | None,
 ) -> _Normal:
-    """All rules: descriptions of tensors and options in, views and parameters out."""
+    """All rules: the fields of tensors' `Kind` and options in, views and parameters out."""
+    query, key, value = Kind(*query), Kind(*key), Kind(*value)
+    mask, sinks, key_ranges = (None if x is None else Kind(*x) for x in (mask, sinks, key_ranges))
     check_dropout(dropout_p)
     check_scale(scale)
-    check_softcap(softcap, query[1])
+    check_softcap(softcap, query.dtype)
     check_bounds(window)
     check_alignment(alignment)
-    for name, spec in (("query", query), ("key", key), ("value", value)):
-        _check_spec(name, spec, query)
+    for name, kind in (("query", query), ("key", key), ("value", value)):
+        _check_kind(name, kind, query)
 
-    q, k, v = query[0], key[0], value[0]
+    q, k, v = query.shape, key.shape, value.shape
     seqlen_q, head_dim = q[-2:]
     seqlen_k, head_dim_v = v[-2:]
     if k[-1] != head_dim:
@@ -387,15 +385,15 @@ def _normalise(
         batch_of_mask = batch_qk if len(q) > 3 or len(k) > 3 else (1,)
         scores = (seqlen_q, seqlen_k) if len(q) == len(k) == 2 else (*batch_of_mask, heads_qk, seqlen_q, seqlen_k)
         _check_mask(mask, query, scores)
-        mask_view = View.of_mask(mask[0], 3, batch)
+        mask_view = View.of_mask(mask.shape, 3, batch)
     if sinks is not None:
         _check_sinks(sinks, query, (*batch, heads))
-        if not equal(sinks[0], (heads,)):
-            sinks_view = View.of_mask(sinks[0], 1, batch, (heads,))
+        if not equal(sinks.shape, (heads,)):
+            sinks_view = View.of_mask(sinks.shape, 1, batch, (heads,))
     if key_ranges is not None:
         rows = (seqlen_q,) if max(len(q), len(k), len(v)) == 2 else (*(batch or (1,)), heads, seqlen_q)
         _check_ranges(key_ranges, query, rows)
-        ranges_view = View.of_mask(key_ranges[0], 4, batch)
+        ranges_view = View.of_mask(key_ranges.shape, 4, batch)
 
     if scale is None:
         # With no features every score is 0 whatever the scale: any finite one gives the plain mean.
@@ -442,28 +440,28 @@ def _check_not_nested(*tensors: Tensor | None) -> None:
         raise RuntimeError("attnkern: nested tensors are supported in the jagged layout only (layout=torch.jagged)")
 
 
-def _check_spec(name: str, spec: _TensorSpec, query: _TensorSpec) -> None:
-    shape, dtype, device, layout = spec
+def _check_kind(name: str, kind: Kind, query: Kind) -> None:
+    shape, dtype, device, layout = kind
     if layout != torch.strided:
         raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
     if len(shape) < 2:
         raise RuntimeError(f"attnkern: {name} must have at least 2 dimensions (..., length, size), got {show(shape)}")
-    if device != query[2]:
-        raise RuntimeError(f"attnkern: {name} must be on query's device {query[2]}, got {device}")
-    if dtype != query[1]:
-        raise RuntimeError(f"attnkern: {name} must have query's dtype {show(query[1])}, got {show(dtype)}")
+    if device != query.device:
+        raise RuntimeError(f"attnkern: {name} must be on query's device {query.device}, got {device}")
+    if dtype != query.dtype:
+        raise RuntimeError(f"attnkern: {name} must have query's dtype {show(query.dtype)}, got {show(dtype)}")
     if dtype not in DTYPES:
         # As torch: a dtype without kernels is NotImplementedError (a RuntimeError), one without the maths RuntimeError.
         error = NotImplementedError if dtype.is_floating_point or dtype.is_complex else RuntimeError
         raise error(f"attnkern: {name} must be float32, float64, bfloat16 or float16, got {show(dtype)}")
 
 
-def _check_place(name: str, spec: _TensorSpec, query: _TensorSpec) -> None:
-    _, _, device, layout = spec
+def _check_place(name: str, kind: Kind, query: Kind) -> None:
+    _, _, device, layout = kind
     if layout != torch.strided:
         raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
-    if device != query[2]:
-        raise RuntimeError(f"attnkern: {name} must be on query's device {query[2]}, got {device}")
+    if device != query.device:
+        raise RuntimeError(f"attnkern: {name} must be on query's device {query.device}, got {device}")
 
 
 def _check_added(name: str, dtype: torch.dtype, of_query: torch.dtype) -> None:
@@ -473,13 +471,13 @@ def _check_added(name: str, dtype: torch.dtype, of_query: torch.dtype) -> None:
         raise RuntimeError(f"attnkern: {name} must be {allowed}, got {show(dtype)}")
 
 
-def _check_mask(mask: _TensorSpec, query: _TensorSpec, scores: Sizes) -> None:
+def _check_mask(mask: Kind, query: Kind, scores: Sizes) -> None:
     shape, dtype, *_ = mask
     _check_place("attn_mask", mask, query)
-    if dtype not in (torch.bool, torch.float32, query[1]):
+    if dtype not in (torch.bool, torch.float32, query.dtype):
         allowed = "bool or query's dtype float32"
-        if query[1] != torch.float32:
-            allowed = f"bool, float32 or query's dtype {show(query[1])}"
+        if query.dtype != torch.float32:
+            allowed = f"bool, float32 or query's dtype {show(query.dtype)}"
         hint = ""
         if not dtype.is_floating_point and not dtype.is_complex:
             hint = " (masks.padding makes a Mask of lengths)"
@@ -504,7 +502,7 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
             "attnkern: relative_bias must hold numbers by distance, (R,), (1 or heads, R) or (1 or batch, 1 or heads, "
             f"R) with {heads} heads in a batch of {batch}, got {show(given.shape)}"
         )
-    _check_place("relative_bias", _spec_of(given), _spec_of(query))
+    _check_place("relative_bias", Kind.of(given), Kind.of(query))
     _check_added("relative_bias", given.dtype, query.dtype)
     if center is None:
         center = seqlen_q - 1
@@ -527,10 +525,10 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
     return bias.to(exact) + mask.to(exact)
 
 
-def _check_sinks(sinks: _TensorSpec, query: _TensorSpec, heads: Sizes) -> None:
+def _check_sinks(sinks: Kind, query: Kind, heads: Sizes) -> None:
     shape, dtype, *_ = sinks
     _check_place("sinks", sinks, query)
-    _check_added("sinks", dtype, query[1])
+    _check_added("sinks", dtype, query.dtype)
     if not 0 < len(shape) <= len(heads) or not fit(shape, heads):
         raise RuntimeError(
             f"attnkern: sinks must have one number for each of query's heads, {show(heads[-1:])} or {show(heads)}, got "
@@ -579,7 +577,7 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, An
     return mask.as_arguments((0,) * missing, key_ranges)
 
 
-def _check_ranges(ranges: _TensorSpec, query: _TensorSpec, rows: Sizes) -> None:
+def _check_ranges(ranges: Kind, query: Kind, rows: Sizes) -> None:
     shape, dtype, *_ = ranges
     _check_place("key_ranges", ranges, query)
     if dtype not in (torch.int32, torch.int64):

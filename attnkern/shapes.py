@@ -1,15 +1,30 @@
-"""Sizes of dimensions: which fit together, and the views that bring tensors to 4-D. They may be symbolic."""
+"""What is known of tensors without their elements: kinds, sizes that fit together (maybe symbolic), the views that
+bring them to 4-D, and how they lie in memory."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .arguments import show
-from .params import holds
+from .params import holds, is_length_major
 
 Sizes = tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """What decides whether a tensor fits a call."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+
+    @classmethod
+    def of(cls, x: Tensor) -> Kind:
+        return tuple.__new__(cls, (x.shape, x.dtype, x.device, x.layout))
 
 
 class View(NamedTuple):
@@ -80,3 +95,56 @@ def broadcast(sizes: Sizes, others: Sizes) -> bool:
 def equal(sizes: Sizes, others: Sizes) -> bool:
     """Whether sizes are the others, and this is known."""
     return len(sizes) == len(others) and all(holds(m == n, False) for m, n in zip(sizes, others, strict=True))
+
+
+class TensorSpec(NamedTuple):
+    """How a tensor (batch, heads, length, size) lies in memory, or key ranges, (batch, heads, length, 1 or 2, 2) of
+    which the first three may be 1: what a GPU's plans know of it."""
+
+    shape: Sizes
+    stride: Sizes
+    aligned: bool  # its address is a multiple of 16 bytes
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorSpec:
+        """Without its address, which a fake tensor has none of: storages start at multiples of 16 bytes."""
+        return cls(x.shape, x.stride(), int(x.storage_offset()) * x.element_size() % 16 == 0)
+
+    def strides(self) -> Sizes:
+        """0 where a dimension has one entry: whatever torch says there means nothing."""
+        return tuple(0 if n <= 1 else s for n, s in zip(self.shape, self.stride, strict=True))
+
+    def is_table(self) -> bool:
+        """Whether it is a bias by distance (attnkern.relative.as_scores)."""
+        return self.stride[2] < 0
+
+    def vectors(self, unit: int) -> bool:
+        """Whether 16 bytes, `unit` elements, can be loaded at a time."""
+        return self.aligned and all(s % unit == 0 for s in self.strides()[:3])
+
+    def describable(self, unit: int) -> bool:
+        """Whether a tensor descriptor can stand for it: as `vectors`, and no dimension is empty or broadcast."""
+        steps = zip(self.shape, self.strides(), strict=True)
+        return self.vectors(unit) and all(n == 1 or (n > 1 and s > 0) for n, s in steps)
+
+    def padded(self, unit: int) -> TensorSpec:
+        """What `padded` makes of it: describable in any case."""
+        _, heads, length, size = self.shape
+        pitch = -(-size // unit) * unit
+        return TensorSpec(self.shape, (heads * length * pitch, length * pitch, pitch, 1), True)
+
+    def like(self, size: int) -> Layout:
+        """The layout of a result (B, H, L, size) in this memory order, as ops.py's fakes have it."""
+        batch, heads, length, _ = self.shape
+        h, m, d = (max(n, 1) for n in (heads, length, size))
+        if is_length_major(self.shape, self.stride):
+            return Layout((batch, heads, length, size), (m * h * d, d, h * d, 1))
+        return Layout((batch, heads, length, size), (h * m * d, m * d, d, 1))
+
+
+class Layout(NamedTuple):
+    shape: Sizes
+    stride: Sizes
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.shape, self.stride, True)

@@ -1,6 +1,7 @@
 """Calls past torch's dispatcher (csrc/direct.cpp): the operators' results to the bit, and where nobody can tell."""
 
 import contextlib
+import functools
 import gc
 import inspect
 import sys
@@ -19,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnkern
-from attnkern import ops, testing
-from attnkern.autograd import functions
+import routes
+from attnkern import ops, plain, testing
 from attnkern.backends import cpu
-from attnkern.params import DTYPES, UNBOUNDED
+from attnkern.backends.failed import CannotBuild
+from attnkern.params import DTYPES, UNBOUNDED, AttentionParams
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
 from random_problems import random_problem
@@ -408,19 +410,94 @@ def test_other_threads_run_meanwhile():
         thread.join()
 
 
-def test_a_call_for_another_backend_asks_nothing_of_the_cpus(monkeypatch):
-    """`autograd.functions` looks at the backend's name first: a GPU call doesn't wait for the CPU's rules."""
-    tensors, params = changed(0, torch.clone), (0.3, 0.0, UNBOUNDED, UNBOUNDED, 0, 0.0)
-    asked = []
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(cpu, name, lambda *arguments: asked.append(arguments[-1]))
-        monkeypatch.setattr(ops, name, lambda *arguments: arguments[-1])
-    for backend, of_cpu in (("triton", []), ("cuda", []), ("cuda first", []), ("cpu", ["cpu", "cpu"])):
-        assert functions._forward(*Inputs(*tensors), *params, True, backend) == backend
-        with torch.no_grad():
-            results = functions._backward(tensors[0], None, *Inputs(*tensors), *tensors[:2], *params, 7, backend)
-        assert results == backend
-        assert asked == of_cpu
+class OfPlainTorch:
+    """The forward and backward of a GPU's backend, in plain torch; and what each was called by."""
+
+    def __init__(self, monkeypatch, backend):
+        self.by_operator, self.calls, self.fails = False, [], 0
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(backend, name, functools.partial(self.run, getattr(plain, name)))
+            monkeypatch.setattr(ops, name, functools.partial(self.operator, getattr(ops, f"route_{name}")))
+            monkeypatch.setattr(cpu, name, lambda *arguments: pytest.fail("asks the CPU's kernels"))
+
+    def operator(self, route, *flat):
+        self.by_operator = True
+        try:
+            return route(*flat)
+        finally:
+            self.by_operator = False
+
+    def run(self, function, *arguments):
+        assert isinstance(arguments[-2], AttentionParams)
+        self.calls.append("operator" if self.by_operator else "direct")
+        if self.fails > 0:
+            self.fails -= 1
+            raise CannotBuild("no compiler")
+        return function(*arguments)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """`backend="cuda"` takes CPU tensors, by plain torch."""
+    with routes.cuda(), monkeypatch.context() as patch:
+        yield OfPlainTorch(patch, routes.table.cuda)
+
+
+OBSERVERS = {
+    "a mode": lambda: FlopCounterMode(display=False),
+    "a profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
+}
+
+
+def _both_passes(q, k, v):
+    """out, lse and the gradients."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    results = attnkern.attention(*leaves, return_lse=True, is_causal=True, backend="cuda")
+    return (*results, *torch.autograd.grad(sum(x.sum() for x in results), leaves))
+
+
+def test_a_gpus_call_goes_past_the_operators(gpu):
+    given = changed(0, torch.clone)
+    results = _both_passes(*given)
+    assert gpu.calls == ["direct"] * 2
+    expected = attnkern.attention(*given, is_causal=True, return_lse=True, backend="cuda")
+    assert gpu.calls == ["direct"] * 3
+    for x, y in zip(results, expected, strict=False):
+        assert torch.equal(x, y)
+    for name, observer in OBSERVERS.items():
+        del gpu.calls[:]
+        with observer():
+            for x, y in zip(_both_passes(*given), results, strict=True):
+                assert torch.equal(x, y)
+        assert gpu.calls == ["operator"] * 2, name
+
+
+def test_a_gpus_call_goes_by_the_operators_for_tensors_that_only_look_plain(gpu):
+    q, k, v = changed(0, torch.clone)
+    found = sdpa(torch._neg_view(q), k, v, backend="cuda")
+    assert gpu.calls == ["operator"]
+    assert torch.equal(found, sdpa(-q, k, v, backend="cuda"))
+    assert gpu.calls == ["operator", "direct"]
+
+
+def test_the_operator_finds_another_backend_for_kernels_that_cannot_be_built(gpu):
+    given = changed(0, torch.clone)
+    results = _both_passes(*given)
+    for fails in (1, 2):
+        for with_grad in (False, True):
+            del gpu.calls[:]
+            gpu.fails = fails
+            if fails == 2:
+                with pytest.raises(RuntimeError, match="backend 'cuda' cannot run this call: no compiler"):
+                    _both_passes(*given) if with_grad else sdpa(*given, backend="cuda")
+                assert gpu.calls == ["direct", "operator"]
+            elif with_grad:
+                for x, y in zip(_both_passes(*given), results, strict=True):
+                    assert torch.equal(x, y)
+                assert gpu.calls == ["direct", "operator", "direct"]
+            else:
+                assert torch.equal(sdpa(*given, is_causal=True, backend="cuda"), results[0])
+                assert gpu.calls == ["direct", "operator"]
 
 
 def test_without_what_it_stands_on_everything_goes_by_the_operators(monkeypatch):

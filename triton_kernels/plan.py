@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, is_length_major
+from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams
+from ..shapes import Layout, Sizes, TensorSpec
 from . import configs, launch
 from .arguments import FLOATS, Constants, Strides, reaches_all, score_constants, score_numbers
 from .backward import delta_kernel, dkdv_kernel, dq_kernel
@@ -23,8 +24,6 @@ from .forward import forward_kernel
 from .launch import NOTHING, Leaf
 from .ranges import VISIT, visits_kernel
 from .tangent import tangent_kernel
-
-Sizes = tuple[int, ...]
 
 ELEMENTS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "u8"}
 DELTA = Config(64, 0, 4, 1)
@@ -42,58 +41,10 @@ def use_table(chosen: configs.Table) -> None:
         plan.cache_clear()
 
 
-class TensorSpec(NamedTuple):
-    """What a plan knows of a tensor (batch, heads, length, size), or of key ranges, (batch, heads, length, 1 or 2, 2)
-    of which the first three may be 1."""
-
-    shape: Sizes
-    stride: Sizes
-    aligned: bool  # its address is a multiple of 16 bytes
-
-    def strides(self) -> Sizes:
-        """0 where a dimension has one entry: whatever torch says there means nothing."""
-        return tuple(0 if n <= 1 else s for n, s in zip(self.shape, self.stride, strict=True))
-
-    def is_table(self) -> bool:
-        """Whether it is a bias by distance (attnkern.relative.as_scores)."""
-        return self.stride[2] < 0
-
-    def vectors(self, unit: int) -> bool:
-        """Whether 16 bytes, `unit` elements, can be loaded at a time."""
-        return self.aligned and all(s % unit == 0 for s in self.strides()[:3])
-
-    def describable(self, unit: int) -> bool:
-        """Whether a tensor descriptor can stand for it: as `vectors`, and no dimension is empty or broadcast."""
-        steps = zip(self.shape, self.strides(), strict=True)
-        return self.vectors(unit) and all(n == 1 or (n > 1 and s > 0) for n, s in steps)
-
-    def padded(self, unit: int) -> TensorSpec:
-        """What `padded` makes of it: describable in any case."""
-        _, heads, length, size = self.shape
-        pitch = -(-size // unit) * unit
-        return TensorSpec(self.shape, (heads * length * pitch, length * pitch, pitch, 1), True)
-
-    def like(self, size: int) -> Layout:
-        """The layout of a result (B, H, L, size) in this memory order, as ops.py's fakes have it."""
-        batch, heads, length, _ = self.shape
-        h, m, d = (max(n, 1) for n in (heads, length, size))
-        if is_length_major(self.shape, self.stride):
-            return Layout((batch, heads, length, size), (m * h * d, d, h * d, 1))
-        return Layout((batch, heads, length, size), (h * m * d, m * d, d, 1))
-
-
 def padded(x: torch.Tensor, unit: int) -> torch.Tensor:
     """A copy whose rows start at multiples of `unit` elements."""
     *shape, size = x.shape
     return x.new_empty(*shape, -(-size // unit) * unit)[..., :size].copy_(x)
-
-
-class Layout(NamedTuple):
-    shape: Sizes
-    stride: Sizes
-
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.shape, self.stride, True)
 
 
 class Pages(NamedTuple):

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import ops, sharding
+from .. import backends, ops, rng, sharding
 from ..backends import cpu, reference
-from ..params import GRAD_K, GRAD_Q, GRAD_V
+from ..backends.failed import CannotBuild
+from ..params import GRAD_K, GRAD_Q, GRAD_V, AttentionParams
 from ..problem import Problem
 from ..signatures import (
     BACKWARD,
@@ -44,6 +46,7 @@ from .shared import (
     goes_into_graph,
     mask_of,
     materialized,
+    observed,
     of_masks,
     outer_levels,
     padded,
@@ -60,32 +63,60 @@ from .shared import (
 )
 
 
-def attention(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """out and lse of a Problem, differentiable in the way that is active: autograd, forward mode or a transform.
+def attention(
+    problem: Problem, backend: str | None, return_lse: bool, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of `problem`, in the caller's shapes, by the backend that is asked for, or the best one.
 
-    The sinks may be (Hq,): the CPU's kernels take them so, and a view would cost a short call as much as they do.
-
-    lse has shape (0,), or is None, where neither the caller nor a derivative needs it.
+    They are differentiable in the way that is active: autograd, forward mode or a transform. lse has shape (0,), or is
+    None, unless return_lse. A caller that replays the dropout brings its seed; None draws one where it is needed.
     """
+    chosen = backends.select(problem, backend)
+    params = problem.params
+    if seed is None and params.dropout_p > 0:
+        seed = rng.seed_for(problem.q)
+    if chosen is reference:
+        out, lse = reference.forward(problem, seed)
+        return problem.restore(out), problem.restore(lse) if return_lse else lse
+    inputs, name = problem.given(seed), backends.name_for_operators(chosen, problem, backend)
+    results = None
+    # Past the dispatcher, where that makes no difference.
+    if not torch.compiler.is_compiling() and not transformed():
+        needs_grad = _needs_grad(inputs)
+        need_lse = return_lse or needs_grad
+        kernels: Any = None
+        if chosen is cpu:
+            kernels = partial(cpu.forward, *inputs, *params, need_lse, name)
+        elif not observed(inputs):
+            kernels = partial(chosen.forward, Inputs(*for_operators(inputs)), params, need_lse)
+        if kernels is not None:
+            try:
+                results = _apply_eagerly(*_savable(inputs), params, name, kernels) if needs_grad else kernels()
+            except CannotBuild:
+                results = None  # the operator finds another backend
+    out, lse = results or _by_operators(inputs, params, return_lse, name)
+    return problem.restore(out), problem.restore(lse) if return_lse else lse
+
+
+def _needs_grad(inputs: Inputs) -> bool:
+    if torch.is_grad_enabled():
+        for x in inputs:  # in every call: half as long as any() takes
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def _by_operators(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
+    """out and lse of what `Problem.given` gives, in the way that is active, by `attnkern::forward`."""
     if type(inputs.q) is not Tensor:
         sharding.register()
     if transformed():
         function = _attention_jvp if goes_into_graph() else _AttentionJVP.apply
         return function(*for_operators(_savable(inputs)), *params, backend)
-    needs_grad = False
-    if torch.is_grad_enabled():
-        for x in inputs:  # in every call: half as long as any() takes
-            if x is not None and x.requires_grad:
-                needs_grad = True
-                break
-    if not needs_grad:
-        return _forward(*inputs, *params, need_lse, backend)
+    if not _needs_grad(inputs):
+        return ops.forward(*for_operators(inputs), *params, need_lse, backend)
     if not torch.compiler.is_compiling():
-        for x in inputs.masks:
-            if x is not None and x.is_inference():
-                inputs = _savable(inputs)
-                break
-        return _apply_eagerly(*inputs, params, backend)
+        return _apply_eagerly(*_savable(inputs), params, backend, None)
     # Dynamo takes no tensor twice, as in attention(x, x, x).
     inputs = inputs._replace(k=inputs.k.view_as(inputs.k), v=inputs.v.view_as(inputs.v))
     function = _Attention if need_lse else _AttentionOutOnly
@@ -96,24 +127,31 @@ _BACKWARD_INPUTS = 2  # of the arguments of `attnkern::backward`: after grad_out
 
 
 def _savable(inputs: Inputs) -> Inputs:
-    return Inputs(inputs.q, inputs.k, inputs.v, *map(savable, inputs.masks))
-
-
-def _forward(*args: Any) -> Any:
-    """`attnkern::forward`; past the dispatcher where that makes no difference."""
-    results = cpu.forward(*args) if args[-1] == cpu.NAME and not torch.compiler.is_compiling() else None
-    return ops.forward(*for_operators(args)) if results is None else results
+    if not torch.compiler.is_compiling():
+        for x in inputs.masks:
+            if x is not None and x.is_inference():
+                return Inputs(inputs.q, inputs.k, inputs.v, *map(savable, inputs.masks))
+    return inputs
 
 
 def _backward(*args: Any) -> Any:
-    """`attnkern::backward`, in the way that is active."""
+    """`attnkern::backward`, in the way that is active; past the dispatcher where that makes no difference."""
     if transformed():
         return _AttentionBackward.apply(*for_operators(args, _BACKWARD_INPUTS))
     if torch.compiler.is_compiling():
         return ops.backward(*for_operators(args, _BACKWARD_INPUTS))
     if torch.is_grad_enabled():
         return _apply_backward(*for_operators(args, _BACKWARD_INPUTS))
-    results = cpu.backward(*args) if args[-1] == cpu.NAME else None
+    results = None
+    if args[-1] == cpu.NAME:
+        results = cpu.backward(*args)
+    elif (chosen := backends.KERNELS.get(args[-1])) is not None and not observed(args[: BACKWARD.num_tensors]):
+        call = BACKWARD.of(for_operators(args, _BACKWARD_INPUTS))
+        given = call.grad_out, call.grad_lse, call.inputs, call.out, call.lse
+        try:
+            return chosen.backward(*given, AttentionParams(*call.params), call.grad_mask)
+        except CannotBuild:
+            results = None  # the operator finds another backend
     return ops.backward(*for_operators(args, _BACKWARD_INPUTS)) if results is None else results
 
 
@@ -157,7 +195,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return _forward(*args[:-1], True, args[-1])
+        return ops.forward(*args[:-1], True, args[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -189,18 +227,19 @@ class _Attention(torch.autograd.Function):
         sinks = flatten_shared(given.sinks, dims.sinks, n, batch)
         ranges = flatten_shared(given.key_ranges, dims.key_ranges, n, batch)
         inputs = Inputs(flatten(q), k, v, bias, sinks, ranges, seed, table)
-        out, lse = attention(inputs, params, True, backend)
+        out, lse = _by_operators(inputs, params, True, backend)
         return unflatten((out, lse), n, batch)
 
 
 class _EagerAttention(torch.autograd.Function):
-    """(*inputs, params, backend) -> (out, lse) without transforms: `_Attention`, with less of torch's Python around
-    it."""
+    """(*inputs, params, backend, kernels) -> (out, lse) without transforms: `_Attention`, with less of torch's Python
+    around it. `kernels` is a call past the dispatcher, which may give None; or None: by the operator."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any):
-        *inputs, params, backend = args
-        out, lse = _forward(*inputs, *params, True, backend)
+        *inputs, params, backend, kernels = args
+        results = None if kernels is None else kernels()
+        out, lse = results or ops.forward(*for_operators((*inputs, *params, True, backend)))
         ctx.save_for_backward(*inputs, out, lse)
         ctx.params = params
         ctx.backend = backend

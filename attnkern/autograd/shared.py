@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..arguments import PLAIN, listeners
 from ..backends import reference
 from ..params import AttentionParams
 from ..signatures import GRAD_BITS, NUM_DERIVATIVES, SECOND_ORDER_BITS, Inputs
@@ -21,6 +22,25 @@ WHOLE: list[Callable] = []
 def transformed() -> bool:
     """Whether a torch.func transform or a forward-mode level is active: inputs may be wrapped or carry tangents."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+# Of tensors that look ordinary, and for which the dispatcher does something before an operator's kernel.
+_NOT_PLAIN = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)  # x.conj().imag is -x, unsaid
+for _key in (torch._C.DispatchKey.ZeroTensor, torch._C.DispatchKey.Functionalize):
+    _NOT_PLAIN |= torch._C.DispatchKeySet(_key)
+
+
+def observed(tensors: Sequence[Any]) -> bool:
+    """Whether an eager call must go by its operator: something listens to operators, or a tensor isn't plain.
+
+    The CPU's kernels ask this themselves (csrc/direct.cpp).
+    """
+    if listeners is None or torch._C._len_torch_function_stack() or any(listens() for listens in listeners):
+        return True
+    return any(
+        x is not None and (type(x) not in PLAIN or (torch._C._dispatch_keys(x) & _NOT_PLAIN).raw_repr())
+        for x in tensors
+    )
 
 
 def goes_into_graph() -> bool:

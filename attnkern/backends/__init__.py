@@ -74,6 +74,9 @@ AT_RUN_TIME = "chosen at run time"
 """In place of a backend's name, as an operator's last argument: the call chooses. It knows its tensors' addresses."""
 FIRST = {name: f"{name} first" for name in _BY_NAME}
 """In place of a backend's name: the call chose it, and another one runs where its kernels cannot be built."""
+KERNELS = {name: backend for backend in (triton, cuda) for name in (backend.NAME, FIRST[backend.NAME])}
+"""The backends whose `forward` and `backward` an eager call reaches past the operators where nothing listens to those,
+by the names that operators know them by. (The CPU's are reached by csrc/direct.cpp.)"""
 
 
 def select(problem: Problem, name: str | None = None, training: bool | None = None) -> ModuleType:

@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .._library import load_error, python_functions
+from ..arguments import listeners
 from ..params import DTYPES
 from ..problem import Problem
 from . import disabled
@@ -44,18 +45,11 @@ def _direct() -> tuple[Callable[..., Any], ...]:
     try:
         capsule = torch.Tensor.__dlpack_c_exchange_api__
         empty_strided = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
-        # Modes of __torch_dispatch__, profilers, jit.trace and torch.func see operators, or must.
-        listeners = (
-            torch._C._len_torch_dispatch_stack,
-            torch._C._autograd._profiler_enabled,
-            torch._C._is_tracing,
-            torch._C._are_functorch_transforms_active,
-        )
         # Problem and autograd/ have handled those before an operator is called.
         for_the_caller = (torch._C._is_any_autocast_enabled, lambda: forward_ad._current_level >= 0)
     except AttributeError:
         return (_by_the_operators,) * 3
-    if unavailable():
+    if listeners is None or unavailable():
         return (_by_the_operators,) * 3
     connect, *functions = python_functions()
     connect(

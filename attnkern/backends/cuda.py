@@ -16,6 +16,7 @@ from ..bits import as_described
 from ..params import GRAD_SINKS, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
 from ..relative import as_scores, by_distance
+from ..shapes import TensorSpec
 from ..signatures import Inputs
 from . import disabled
 from .reference import check_pages
@@ -124,21 +125,8 @@ class Plan(NamedTuple):
     gathered: tuple[str, ...]  # inputs whose rows aren't whole 16-byte chunks: they are read element by element
 
 
-class _Described(NamedTuple):
-    """The properties of a tensor that plans depend on."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    address: int  # modulo 16
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Described:
-        # Storages start at multiples of 16 bytes; a fake tensor has no address.
-        return cls(x.shape, x.stride(), int(x.storage_offset()) * x.element_size() % 16)
-
-    @classmethod
-    def of_bias(cls, bias: Tensor, seqlen_q: int, seqlen_k: int) -> _Described:
-        return cls(*as_scores(bias, seqlen_q, seqlen_k), 0) if by_distance(bias) else cls.of(bias)
+def _spec_of_bias(bias: Tensor, seqlen_q: int, seqlen_k: int) -> TensorSpec:
+    return TensorSpec(*as_scores(bias, seqlen_q, seqlen_k), True) if by_distance(bias) else TensorSpec.of(bias)
 
 
 def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
@@ -156,10 +144,10 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
         pages = table.shape[1]
     return _plan(
         q.dtype,
-        _Described.of(q),
-        _Described.of(k),
-        _Described.of(v),
-        None if bias is None else _Described.of_bias(bias, q.shape[2], seqlen_k),
+        TensorSpec.of(q),
+        TensorSpec.of(k),
+        TensorSpec.of(v),
+        None if bias is None else _spec_of_bias(bias, q.shape[2], seqlen_k),
         torch.bool if bias is None else bias.dtype,
         problem.params,
         problem.ranges is not None,
@@ -173,16 +161,16 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     dtype: torch.dtype,
-    q: _Described,
-    k: _Described,
-    v: _Described,
-    bias: _Described | None,
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    bias: TensorSpec | None,
     bias_dtype: torch.dtype,
     params: AttentionParams,
     *rest_and_chip: Any,
 ) -> Plan:
     *rest, on = rest_and_chip
-    described = [[] if x is None else [*x.shape, *x.stride, x.address] for x in (q, k, v, bias)]
+    described = [[] if x is None else [*x.shape, *x.stride, int(not x.aligned)] for x in (q, k, v, bias)]
     found = json.loads(torch.ops.attnkern.cuda_plan(dtype, *described, bias_dtype, *params, *rest, [*on]))
     return Plan(tuple(Launch(**launch) for launch in found["launches"]), tuple(found["gathered"]))
 

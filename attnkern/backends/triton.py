@@ -24,6 +24,7 @@ from ..params import (
 )
 from ..problem import Problem
 from ..relative import add_bands, as_scores, by_distance
+from ..shapes import TensorSpec
 from ..signatures import Derivatives, Inputs
 from . import disabled, triton_interpreted
 from .reference import check_pages
@@ -111,12 +112,9 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         k, v = pages.key, pages.value
     index = q.get_device()
 
-    def spec(x: Tensor, as_it_is: bool) -> Any:
-        # As kernels get it. Storages start at multiples of 16 bytes; of a fake tensor there is no address.
-        aligned = x.storage_offset() * x.element_size() % 16 == 0
-        if not as_it_is:
-            x, aligned = torch.empty(x.shape, dtype=x.dtype, device="meta"), True
-        return plans.TensorSpec(x.shape, x.stride(), aligned)
+    def spec(x: Tensor, as_it_is: bool) -> TensorSpec:
+        # As kernels get it: where it lies, or its copy.
+        return TensorSpec.of(x if as_it_is else torch.empty(x.shape, dtype=x.dtype, device="meta"))
 
     specs = [spec(x, _has_rows(x)) for x in (q, k, v)]
     if pages is not None:
@@ -125,7 +123,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         plans.launch.capability(index),
         q.dtype,
         *specs,
-        None if bias is None else _table_spec(plans, bias, q, seqlen_k) or spec(bias, _reads_bias(bias)),
+        None if bias is None else _table_spec(bias, q, seqlen_k) or spec(bias, _reads_bias(bias)),
         None if bias is None else bias.dtype,
         int(params.dropout_p > 0),
         params,
@@ -210,7 +208,7 @@ def backward(
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     problem = _problem(plans, inputs, params)
-    plan = plans.backward_plan(problem, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask)
+    plan = plans.backward_plan(problem, _spec(grad_out), _spec(out), grad_lse is not None, grad_mask)
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
     if plan.delta is None:
         delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse
@@ -241,7 +239,7 @@ def tangent(
     q, out, lse = inputs.q, _rows(out), lse.contiguous()
     read, specs = _tangents_as_read(plans, tangents, inputs)
     problem = _problem(plans, inputs, params)
-    plan = plans.tangent_plan(problem, specs, _spec(plans, out))
+    plan = plans.tangent_plan(problem, specs, _spec(out))
     tout = torch.empty_strided(*plan.tout, dtype=q.dtype, device=q.device)
     tlse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if (step := plan.step) is not None:
@@ -274,7 +272,7 @@ def second_backward(
     read, specs = _tangents_as_read(plans, cotangents, inputs)
     problem = _problem(plans, inputs, params)
     first, plan = plans.second_backward_plan(
-        problem, specs, _spec(plans, grad_out), _spec(plans, out), grad_lse is not None, grad_mask
+        problem, specs, _spec(grad_out), _spec(out), grad_lse is not None, grad_mask
     )
     device, index, run = q.device, q.get_device(), plans.launch.run
     grads, dbias = _empty_grads(plan, q, bias if grad_mask & GRAD_BIAS else None)
@@ -313,8 +311,8 @@ def _tangents_as_read(plans: Any, tangents: Derivatives, inputs: Inputs) -> tupl
     tq, tk, tv = (None if x is None else _rows(x) for x in (tangents.q, tangents.k, tangents.v))
     q = inputs.q
     tbias = _bias_as_read(tangents.bias, q)
-    of_bias = None if tbias is None else _table_spec(plans, tbias, q, inputs.seqlen_k) or _spec(plans, tbias)
-    specs = (None if x is None else _spec(plans, x) for x in (tq, tk, tv))
+    of_bias = None if tbias is None else _table_spec(tbias, q, inputs.seqlen_k) or _spec(tbias)
+    specs = (None if x is None else _spec(x) for x in (tq, tk, tv))
     return Derivatives(tq, tk, tv, tbias), plans.TangentSpecs(*specs, of_bias)
 
 
@@ -424,30 +422,30 @@ def _processors(plans: Any, index: int) -> int:
 def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
     """The key of a plan. (A tuple by position: names would cost a third of a short launch.)"""
     q, k, v, bias, ranges, seed = inputs.q, inputs.k, inputs.v, inputs.bias, inputs.key_ranges, inputs.philox_seed
-    of_keys, of_values, table, pages = _spec(plans, k), _spec(plans, v), inputs.block_table, None
+    of_keys, of_values, table, pages = _spec(k), _spec(v), inputs.block_table, None
     if table is not None:
         of_keys, of_values = (_of_logical_keys(x, inputs.seqlen_k) for x in (of_keys, of_values))
         pages = plans.Pages(k.shape[2], table.stride(0))
     return plans.PlanKey(
         plans.launch.capability(q.get_device()),
         q.dtype,
-        _spec(plans, q),
+        _spec(q),
         of_keys,
         of_values,
-        None if bias is None else _table_spec(plans, bias, q, inputs.seqlen_k) or _spec(plans, bias),
+        None if bias is None else _table_spec(bias, q, inputs.seqlen_k) or _spec(bias),
         None if bias is None else bias.dtype,
         0 if seed is None else seed.shape[0],
         params,
         _tf32(q),
-        None if ranges is None else plans.TensorSpec(ranges.shape, ranges.stride(), True),
+        None if ranges is None else TensorSpec(ranges.shape, ranges.stride(), True),
         inputs.sinks is not None,
         pages,
     )
 
 
-def _table_spec(plans: Any, bias: Tensor, q: Tensor, seqlen_k: int) -> Any:
+def _table_spec(bias: Tensor, q: Tensor, seqlen_k: int) -> TensorSpec | None:
     """Of a table of distances; None for any other bias."""
-    return plans.TensorSpec(*as_scores(bias, q.shape[2], seqlen_k), False) if by_distance(bias) else None
+    return TensorSpec(*as_scores(bias, q.shape[2], seqlen_k), False) if by_distance(bias) else None
 
 
 def _of_logical_keys(pool: Any, seqlen_k: int) -> Any:
@@ -456,8 +454,8 @@ def _of_logical_keys(pool: Any, seqlen_k: int) -> Any:
     return pool._replace(shape=(pages, heads, seqlen_k, size))
 
 
-def _spec(plans: Any, x: Tensor) -> Any:
-    return plans.TensorSpec(x.shape, x.stride(), x.data_ptr() % 16 == 0)
+def _spec(x: Tensor) -> TensorSpec:
+    return TensorSpec(x.shape, x.stride(), x.data_ptr() % 16 == 0)
 
 
 def _tf32(q: Tensor) -> bool:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import relative, rng
-from ..api import apply, attention
+from .. import autograd, relative, rng
+from ..api import attention
 from ..arguments import Window
 from ..problem import Problem
 from ..weights import attention_weights
@@ -93,7 +93,7 @@ def attend(
     else:
         problem = Problem.from_sdpa(q, k, v, dropout_p=dropout_p, **biases, **options)
         seed = rng.seed_for(problem.q)
-        out, lse = apply(problem, None, True, seed)
+        out, lse = autograd.attention(problem, None, True, seed)
         with torch.no_grad():
             bias = biases.get("attn_mask")
             if "relative_bias" in biases:  # S_dmask has an entry for each score anyway

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import api, ops
+from ... import autograd, ops
 from ...arguments import autocasts
 from ...backends import kernels_for, name_for_operators
 from ...packed import packed_ranges, paged_ranges
@@ -473,7 +473,7 @@ def _whole(
     except (RuntimeError, TypeError, ValueError) as error:
         raise Refused(str(error)) from None  # torch says it in its own words
     backend = _backend(problem)
-    return backend, api.apply(problem, backend, False)[0]
+    return backend, autograd.attention(problem, None, False)[0]
 
 
 def _refuse_debug_mask(return_debug_mask: bool) -> None:
