@@ -112,21 +112,13 @@ class Problem(NamedTuple):
     ) -> Problem:
         """Validate and normalise the arguments of `attnkern.attention`. Raises what torch raises, with the argument."""
         if block_table is not None:
-            if type(query) is not Tensor and isinstance(block_table, Tensor):
-                block_table = replicated(block_table, query)
-            pages = pages_of(query, key, value, block_table)
-            options: Any = attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
-            key, value = pages.views()
-            biases: Any = sinks, relative_bias, relative_bias_center
-            problem = cls.from_sdpa(query, key, value, *(*options, *biases))
-            return problem._replace(pages=pages)
+            return cls._of_pages(
+                *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap),
+                *(key_ranges, sinks, relative_bias, relative_bias_center, block_table),
+            )
         given, of_bits = attn_mask, None
         if isinstance(given, Mask):
-            attn_mask, key_ranges = _of_mask(given, key_ranges, query, key)
-            if given.ranges is None:  # described by what it stands for: no user's tensor of bytes is a mask
-                held: Any = attn_mask
-                sizes: Any = (*held.shape[:-1], given.seqlen_k)
-                of_bits = sizes, torch.bool, held.device, held.layout
+            attn_mask, key_ranges, of_bits = _of_mask(given, key_ranges, query, key)
             if type(query) is not Tensor:
                 attn_mask = replicated(attn_mask, query)
         if key_ranges is not None and type(query) is not Tensor:
@@ -158,12 +150,7 @@ class Problem(NamedTuple):
             softcap = None if softcap is None else number("softcap", softcap)
             window = checked_window(window)
             if is_causal_bias(mask):
-                if is_causal or window is not None or alignment != "top_left":
-                    raise ValueError(
-                        "attnkern: attn_mask is a CausalBias: is_causal, window, alignment must not be set"
-                    )
-                if mask.variant.name == "LOWER_RIGHT":
-                    alignment, bottom_right_sizes = "bottom_right", (mask.seq_len_q, mask.seq_len_kv)
+                alignment, bottom_right_sizes = _of_causal_bias(mask, is_causal, window, alignment)
                 mask, is_causal = None, True
             if any(x.is_nested for x in (query, key, value)):
                 return cls._of_jagged(
@@ -202,11 +189,8 @@ class Problem(NamedTuple):
             if isinstance(given, Mask):
                 check_sizes(given, query, key, value)
             raise
-        if bottom_right_sizes not in (None, (query.shape[-2], key.shape[-2])):
-            raise RuntimeError(
-                f"attnkern: attn_mask is a bottom-right CausalBias for {bottom_right_sizes} scores, "
-                f"query and key make {(query.shape[-2], key.shape[-2])}"
-            )
+        if bottom_right_sizes is not None:
+            _check_causal_bias(bottom_right_sizes, query, key)
         if normal.query is not None:
             query = normal.query.of(query)
         if normal.key is not None:
@@ -230,6 +214,16 @@ class Problem(NamedTuple):
         else:
             mask = _with_relative(mask, relative_bias, relative_bias_center, query, key)
         return tuple.__new__(cls, (query, key, value, mask, sinks, key_ranges, normal.params, normal.lead, None))
+
+    @classmethod
+    def _of_pages(cls, query: Tensor, key: Tensor, value: Tensor, *others_and_table: Any) -> Problem:
+        """Of keys and values in pages: `others_and_table` as from_sdpa takes them."""
+        *others, block_table = others_and_table
+        if type(query) is not Tensor and isinstance(block_table, Tensor):
+            block_table = replicated(block_table, query)
+        pages = pages_of(query, key, value, block_table)
+        key, value = pages.views()
+        return cls.from_sdpa(query, key, value, *others)._replace(pages=pages)
 
     @classmethod
     def _of_jagged(
@@ -545,8 +539,26 @@ def _batched_hint(shape: Sizes, scores: Sizes) -> str:
     return ""
 
 
-def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any]:
-    """attn_mask and key_ranges in place of a Mask."""
+def _of_causal_bias(mask: Any, is_causal: bool, window: Window, alignment: str) -> tuple[str, tuple[int, int] | None]:
+    """The alignment that a CausalBias stands for, and the sizes of the scores that it was made for if those matter."""
+    if is_causal or window is not None or alignment != "top_left":
+        raise ValueError("attnkern: attn_mask is a CausalBias: is_causal, window, alignment must not be set")
+    if mask.variant.name == "LOWER_RIGHT":
+        return "bottom_right", (mask.seq_len_q, mask.seq_len_kv)
+    return alignment, None
+
+
+def _check_causal_bias(sizes: tuple[int, int], query: Tensor, key: Tensor) -> None:
+    if sizes != (query.shape[-2], key.shape[-2]):
+        raise RuntimeError(
+            f"attnkern: attn_mask is a bottom-right CausalBias for {sizes} scores, "
+            f"query and key make {(query.shape[-2], key.shape[-2])}"
+        )
+
+
+def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any, Any]:
+    """attn_mask and key_ranges in place of a Mask; and, if the first is its bits, the description of the mask
+    that they stand for: no user's tensor of bytes is a mask."""
     for name, x in (("query", query), ("key", key)):
         if not isinstance(x, Tensor):
             raise type_error(name, "Tensor", x)
@@ -574,7 +586,11 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, An
         raise RuntimeError(
             f"attnkern: attn_mask must be a Mask of one {one} for query {show(query.shape)}, got {mask.shape}"
         )
-    return mask.as_arguments((0,) * missing, key_ranges)
+    attn_mask, ranges = mask.as_arguments((0,) * missing, key_ranges)
+    if mask.ranges is not None:
+        return attn_mask, ranges, None
+    held: Any = attn_mask
+    return held, ranges, ((*held.shape[:-1], mask.seqlen_k), torch.bool, held.device, held.layout)
 
 
 def _check_ranges(ranges: Kind, query: Kind, rows: Sizes) -> None:

@@ -33,6 +33,7 @@ from . import machine, options, page, plots, providers, record, report, sets, ta
 from . import models as whole
 from . import serve as serving
 from .record import Log, Row
+from .stream import TINY, Sizes, Stream
 from .sweep import Runner
 from .timing import Sampling
 
@@ -358,9 +359,9 @@ def serve_(
     rivals = serving.ways(_parsed("--pages", serving.page_sizes, pages))
     if cpu_time and threads != 1:
         raise typer.BadParameter("CPU time compares on one CPU thread only: add --threads 1", param_hint="--cpu-time")
-    sizes = serving.TINY if tiny else serving.Sizes()
+    sizes = TINY if tiny else Sizes()
     wanted = (requests, running, tokens, prompt, output, prefix, shared, arrivals, layers, seed, sizes)
-    streams = [_parsed("--tokens", serving.Stream, dtype, *wanted) for dtype in kinds]
+    streams = [_parsed("--tokens", Stream, dtype, *wanted) for dtype in kinds]
     if threads is not None:
         torch.set_num_threads(threads)
     where, sampling = torch.device("cpu"), Sampling(cpu_time=cpu_time)

@@ -14,10 +14,11 @@ import attnkern
 from attnkern.backends.failed import FallbackWarning
 from bench import machine, plots, record, serve, timing
 from bench.__main__ import app
+from bench.stream import TINY, Stream, requests, schedule
 
 pytestmark = pytest.mark.real_memory
 
-SMALL = serve.Stream("fp32", 10, 4, 24, 20, 6, 37, 0.5, 0.8, 2, sizes=serve.TINY)
+SMALL = Stream("fp32", 10, 4, 24, 20, 6, 37, 0.5, 0.8, 2, sizes=TINY)
 QUICK = [
     *("--tiny", "--threads", "1", "--no-plot", "--requests", "8", "--running", "4", "--tokens", "24", "--prompt", "20"),
     *("--output", "6", "--prefix", "37", "--layers", "2"),
@@ -26,7 +27,7 @@ WAYS = ["sdpa", "sdpa-gqa", "attnkern-64", "attnkern-16"]
 
 
 def changed(**others):
-    return serve.Stream(**{**{n: getattr(SMALL, n) for n in asdict(SMALL)}, **others})
+    return Stream(**{**{n: getattr(SMALL, n) for n in asdict(SMALL)}, **others})
 
 
 @pytest.fixture(autouse=True)
@@ -51,17 +52,17 @@ def rows_of(path):
 
 
 def test_the_schedule_depends_on_the_stream_alone():
-    steps = serve.schedule(SMALL)
-    assert serve.schedule(SMALL) == steps == serve.schedule(changed(dtype="bf16"))
-    assert serve.schedule(changed(seed=1)) != steps
+    steps = schedule(SMALL)
+    assert schedule(SMALL) == steps == schedule(changed(dtype="bf16"))
+    assert schedule(changed(seed=1)) != steps
 
 
 @pytest.mark.parametrize("others", [{}, {"arrivals": 0.05}, {"shared": 1.0}, {"prefix": 0}, {"tokens": 4}], ids=str)
 def test_every_token_of_every_request_has_its_step(others):
     stream = changed(**others)
-    wanted, done, first = serve.requests(stream), {}, {}
+    wanted, done, first = requests(stream), {}, {}
     slots, arrived, mixed = {}, set(), 0
-    for step in serve.schedule(stream):
+    for step in schedule(stream):
         arrived.update(step.arrived)
         for slot, _ in step.admitted:
             assert slot not in slots
@@ -94,7 +95,7 @@ def test_every_token_of_every_request_has_its_step(others):
 
 
 def test_lengths_and_arrivals_are_those_that_were_asked_for():
-    found = serve.requests(changed(requests=4000, prompt=200, output=80, shared=0.25, arrivals=0.5))
+    found = requests(changed(requests=4000, prompt=200, output=80, shared=0.25, arrivals=0.5))
     prompts, outputs = (sorted(getattr(r, name) for r in found) for name in ("prompt", "output"))
     assert prompts[2000] == pytest.approx(200, rel=0.05)
     assert outputs[2000] == pytest.approx(80, rel=0.05)
@@ -117,7 +118,7 @@ def test_all_ways_choose_the_same_tokens_as_whole_sequences(others):
     assert server.error("attnkern-64") > 0  # the same mathematics in another order
     if stream.dtype != "fp32":
         return
-    for number, request in enumerate(serve.requests(stream)):
+    for number, request in enumerate(requests(stream)):
         chosen = server.chosen[number]
         assert len(chosen) == request.output
         tokens = torch.tensor(server.given[number] + chosen[:-1])
@@ -133,7 +134,7 @@ def test_all_ways_choose_the_same_tokens_as_whole_sequences(others):
 
 
 def test_the_pages_are_as_many_as_the_stream_needs():
-    steps = serve.schedule(SMALL)
+    steps = schedule(SMALL)
     for size in (16, 64):
         server = serve.Server(SMALL, ["sdpa", f"attnkern-{size}"])
         server.run()
@@ -143,7 +144,7 @@ def test_the_pages_are_as_many_as_the_stream_needs():
         assert way.cache.free_pages == pages - -(-37 // size)  # the prefix stays
         assert way.nbytes == pages * size * SMALL.token_bytes
         assert way.nbytes >= max(step.live for step in steps) * SMALL.token_bytes
-    longest = max(request.length for request in serve.requests(SMALL))
+    longest = max(request.length for request in requests(SMALL))
     assert server.ways["sdpa"].nbytes == (4 * longest + 37) * SMALL.token_bytes
 
 
@@ -151,7 +152,7 @@ def test_latencies_are_counted_from_the_arrival():
     server = serve.Server(SMALL, ["sdpa"])
     server.seconds["sdpa"] = [1.0] * len(server.steps)
     first, between = server.latencies("sdpa")
-    wanted = serve.requests(SMALL)
+    wanted = requests(SMALL)
     assert len(first) == len(wanted)
     assert len(between) == sum(request.output - 1 for request in wanted)
     arrived = {r: n for n, step in enumerate(server.steps) for r in step.arrived}
@@ -224,9 +225,9 @@ def test_a_call_on_other_kernels_is_an_error(tmp_path, monkeypatch):
 
 def test_a_run_says_how_long_it_takes():
     runner = serve.ServeRunner(torch.device("cpu"), timing.Sampling())
-    wanted = serve.requests(SMALL)
+    wanted = requests(SMALL)
     tokens = sum(request.length - request.prefix for request in wanted)
-    sizes = serve.TINY
+    sizes = TINY
     weights = sizes.vocabulary * 64 + 2 * (64 * 64 + 2 * 64 * 64 + 64 * 64 * 2)
     expected = 3 * tokens * 2 * weights / (serve.USUAL_SHARE * 1e11)
     assert runner.expected_seconds([(SMALL, "serve")], 3) == pytest.approx(expected)

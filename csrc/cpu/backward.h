@@ -33,6 +33,11 @@ struct QueryGrad {
   C* row(int64_t head, int64_t i) const {
     return i < split ? first + head * first_head_step + i * step : data + head * head_step + (i - split) * step;
   }
+  PrefetchRows to_prefetch(int64_t head, int64_t i, int64_t rows, int64_t columns) const {
+    constexpr int64_t kBytes = sizeof(C);
+    if (data == nullptr) return {};
+    return {reinterpret_cast<const char*>(row(head, i)), step * kBytes, rows, columns * kBytes};
+  }
 };
 
 // The queries of a step, where several tasks share a KV group: after each step their parts of dQ are added up, so that
@@ -44,6 +49,117 @@ struct Step {
   bool first = true, last = true;
   C* sums = nullptr;
 };
+
+// Whether queries come from far away: rows of Q and dO, and the sums of dQ, that every tile reads.
+template <class T, class C>
+inline bool prefetches_queries(const Backward& p, const Wanted& wanted) {
+  const int64_t given_bytes = (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T));
+  const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
+  return p.seqlen_q * (given_bytes + sums_bytes) >= (is_window(p.band) ? kFarBytes / 4 : kFarBytes);
+}
+
+// The rows of K of a tile that dQ sums over, for query head `head` and those that share them.
+template <class T, class Op>
+inline Rows<typename Op::Scalar> key_rows_of_sums(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch,
+                                                  int64_t head, int64_t key, int64_t keys) {
+  const int64_t head_k = head / (p.heads_q / p.heads_k);
+  Rows<typename Op::Scalar> rows;
+  if constexpr (Op::kPack == 1) {
+    rows = operand_rows<Op, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.k_rows, true);
+  } else {
+    const int64_t step = round_up(p.head_dim, Simd<typename Op::Compute>::kLanes);
+    interleave_rows(at<T>(p.k, batch, head_k, key), p.k.stride[2], p.k.stride[3], keys, p.head_dim, scratch.k_rows,
+                    step);
+    rows = {scratch.k_rows, step};
+  }
+  return without_unattended_keys<T, Op>(p, scratch, batch, head, key, keys, rows);
+}
+
+// Rows of Q and dO of a block of queries.
+template <class T, class Op>
+struct QueryRows {
+  using Scalar = typename Op::Scalar;
+  const Backward& p;
+  int64_t batch, head;
+  const BlockPlan& block;
+  PackedCache<Scalar>* cache;  // of the head's Q, and behind it of its dO; may be null
+
+  // Copied: converted, or in pairs as products that sum over the queries read them.
+  Rows<Scalar> packed_q(Scalar* space) const {
+    return packed_rows<T, Op>(p.q, p.heads_q, batch, head, block.row, block.rows, p.seqlen_q, p.head_dim, space, cache);
+  }
+  Rows<Scalar> packed_grad(Scalar* space) const {
+    return packed_rows<T, Op>(p.grad_out, p.heads_q, batch, head, block.row, block.rows, p.seqlen_q, p.head_dim_v,
+                              space, cache == nullptr ? nullptr : cache + 1);
+  }
+  // For the products of the scores; padded to whole vectors if they are read by vectors later.
+  Rows<Scalar> q(Scalar* space, bool padded) const {
+    if constexpr (kConverts<T, Op>) return packed_q(space);
+    else return operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, space, padded);
+  }
+  Rows<Scalar> grad(Scalar* space, bool padded) const {
+    if constexpr (kConverts<T, Op>) return packed_grad(space);
+    else return operand_rows<Op, T>(p.grad_out, batch, head, block.row, block.rows, p.head_dim_v, space, padded);
+  }
+};
+
+// P and dS of a block as the products of the gradients read them. Rows of dS lie ds_step apart.
+template <class Op>
+struct GradientFactors {
+  using Scalar = typename Op::Scalar;
+  const Scalar *probabilities, *ds;
+  Scalar* ds_rows;
+  int64_t ds_step;
+
+  // `packed`: pairs have been made of them.
+  GradientFactors(const BackwardScratch<Op>& scratch, [[maybe_unused]] const BlockPlan& block,
+                  [[maybe_unused]] bool packed) {
+    constexpr int64_t kStep = kTile<typename Op::Compute>;
+    if constexpr (Op::kPack == 1) {
+      probabilities = scratch.scores;
+      ds = ds_rows = scratch.grad_scores;
+    } else {
+#if defined(__AVX512BF16__)
+      for (int64_t s = 0; s < block.segments && !packed; ++s) {
+        const int64_t at = (block.segment[s].row - block.row) * kStep;
+        pack_segment(block.segment[s], scratch.scores + at, scratch.grad_scores + at, scratch.p_pairs + at / 2,
+                     scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);
+      }
+#endif
+      probabilities = scratch.p_pairs;
+      ds = scratch.ds_pairs;
+      ds_rows = scratch.ds_rows;
+    }
+    ds_step = kStep / Op::kPack;
+  }
+};
+
+// dQ += dS K for a block and a tile of `keys` keys, whose rows are k_rows.
+template <class Op>
+inline void add_query_grad(const QueryGrad<typename Op::Compute>& dq, int64_t head, const BlockPlan& block,
+                           int64_t keys, int64_t columns, const GradientFactors<Op>& factors,
+                           Rows<typename Op::Scalar> k_rows) {
+  constexpr int64_t kLanes = Simd<typename Op::Compute>::kLanes;
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * kLanes;
+    // Lanes past the last key hold garbage: sum over real keys only.
+    const int64_t live = min64(segment.last * kLanes, keys) - lane;
+    if constexpr (Op::kPack == 2) {
+      if (live % 2 != 0)  // the odd key's partner is a zero row of K, but dS must be finite there
+        for (int64_t i = row; i < row + segment.rows; ++i)
+          reinterpret_cast<uint16_t*>(factors.ds_rows + i * factors.ds_step)[lane + live] = 0;
+    }
+    for (int64_t i = segment.row, last = i + segment.rows; i < last;) {
+      const int64_t end = i < dq.split ? min64(last, dq.split) : last;
+      gemm<typename Op::Product>(end - i, columns, (live + Op::kPack - 1) / Op::kPack,
+                                 {factors.ds_rows + (i - block.row) * factors.ds_step + lane / Op::kPack,
+                                  factors.ds_step, k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step},
+                                 {dq.row(head, i), dq.step, Epilogue::kAdd, nullptr});
+      i = end;
+    }
+  }
+}
 
 // All keys of tiles first, first + stride, ... for the query heads [head, head + heads) of one batch entry.
 template <class T, class Op>
@@ -60,15 +176,11 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const int64_t group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
   const int64_t columns = (p.head_dim + S::kLanes - 1) / S::kLanes;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
-  // Bytes of a query that every tile reads: Q and dO, and the sums of dQ.
-  const int64_t given_bytes = (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T));
-  const int64_t sums_bytes = wanted.dq ? p.head_dim * static_cast<int64_t>(sizeof(C)) : 0;
   // With a bias, computing both products in registers pays off for pairs only.
   const bool biased = Op::kPack == 2 && score.has_bias && !score.capped() && !score.dropout;
   const bool prefetches_bias =
       biased && !p.relative && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
-  const int64_t far = is_window(p.band) ? kFarBytes / 4 : kFarBytes;
-  const bool prefetches = score.fast_path() && p.seqlen_q * (given_bytes + sums_bytes) >= far;
+  const bool prefetches = score.fast_path() && prefetches_queries<T, C>(p, wanted);
   C scale[kTile<C>], ones[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled
   for (C& lane : scale) lane = score.signed_scale;
   for (C& lane : ones) lane = C(1);
@@ -89,17 +201,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
       const int64_t head_k = h / group_k, head_v = h / group_v;
       if (h == head || h % group_k == 0) {
         load_key_tile<T, Op>(p, scratch, score, batch, head_k, key, keys);
-        if (wanted.dq) {
-          if constexpr (Op::kPack == 1) {
-            k_rows = operand_rows<Op, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.k_rows, true);
-          } else {
-            const int64_t step = columns * S::kLanes;
-            interleave_rows(at<T>(p.k, batch, head_k, key), p.k.stride[2], p.k.stride[3], keys, p.head_dim,
-                            scratch.k_rows, step);
-            k_rows = {scratch.k_rows, step};
-          }
-          k_rows = without_unattended_keys<T, Op>(p, scratch, batch, h, key, keys, k_rows);
-        }
+        if (wanted.dq) k_rows = key_rows_of_sums<T, Op>(p, scratch, batch, h, key, keys);
         dk.begin(batch, head_k, key, keys);
         if (now.sums != nullptr) dk.go_on(kept, now.first), kept += dk_sums;
       }
@@ -120,33 +222,14 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         if ((score.has_mask || score.has_ranges) &&
             !apply_mask<C>(p, walk, 2, batch, h, key, keys, scratch.mask, block, mask))
           continue;
-        Rows<Scalar> q_rows, grad_rows;
-        PackedCache<Scalar>* of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
-        const auto copied_q = [&](Scalar* space) {
-          return packed_rows<T, Op>(p.q, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim, space,
-                                    of_head);
-        };
-        const auto copied_grad = [&](Scalar* space) {
-          return packed_rows<T, Op>(p.grad_out, p.heads_q, batch, h, block.row, block.rows, p.seqlen_q, p.head_dim_v,
-                                    space, of_head == nullptr ? nullptr : of_head + 1);
-        };
-        if constexpr (kConverts<T, Op>) {
-          q_rows = copied_q(scratch.q_rows);
-          grad_rows = copied_grad(scratch.grad_rows);
-        } else {
-          q_rows = operand_rows<Op, T>(p.q, batch, h, block.row, block.rows, p.head_dim, scratch.q_rows, dk.by_rows());
-          grad_rows = operand_rows<Op, T>(p.grad_out, batch, h, block.row, block.rows, p.head_dim_v, scratch.grad_rows,
-                                          dv.by_rows());
-        }
+        const QueryRows<T, Op> queries{p, batch, h, block, cache == nullptr ? nullptr : cache + 2 * (h - head)};
+        const auto q_rows = queries.q(scratch.q_rows, dk.by_rows());
+        const auto grad_rows = queries.grad(scratch.grad_rows, dv.by_rows());
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
         PrefetchStreams prefetch;
-        if (prefetches) {
-          PrefetchRows sums;
-          if (wanted.dq)
-            sums = {reinterpret_cast<const char*>(dq.row(h - head, block.row)),
-                    dq.step * static_cast<int64_t>(sizeof(C)), block.rows, sums_bytes};
-          prefetch = queries_to_prefetch<T, Op>(p, block, batch, h, vectors, sums);
-        }
+        if (prefetches)
+          prefetch = queries_to_prefetch<T, Op>(p, block, batch, h, vectors,
+                                                dq.to_prefetch(h - head, block.row, block.rows, p.head_dim));
         const int64_t bias_head = p.bias_size[1] == p.heads_q ? h - head : 0;
         const int64_t bias_entries = p.relative ? distances(p) : p.seqlen_q * p.seqlen_k;
         C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + bias_head * bias_entries;
@@ -170,60 +253,27 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         }
         if (bias_grad) store_bias_grad<T>(p, block, batch, h, key, keys, scratch.bias, bias_sums);
 
+        const GradientFactors<Op> factors(scratch, block, score.fast_path() || biased);
         // The rows of Q and dO once more, as operand A of dV and dK, which sum over the queries.
         Rows<Scalar> q_sum = q_rows, grad_sum = grad_rows;
-        const Scalar *probabilities, *ds, *ds_rows;
-        int64_t ds_step = kTile<C>;
-        if constexpr (Op::kPack == 1) {
-          probabilities = scratch.scores;
-          ds = ds_rows = scratch.grad_scores;
-        } else {
-#if defined(__AVX512BF16__)
-          for (int64_t s = 0; s < block.segments && !score.fast_path() && !biased; ++s) {
-            const int64_t at = (block.segment[s].row - block.row) * kTile<C>;
-            pack_segment(block.segment[s], scratch.scores + at, scratch.grad_scores + at, scratch.p_pairs + at / 2,
-                         scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);
-          }
-          if (wanted.dk) q_sum = copied_q(scratch.q_pairs);
-          if (wanted.dv) grad_sum = copied_grad(scratch.grad_pairs);
-#endif
-          probabilities = scratch.p_pairs;
-          ds = scratch.ds_pairs;
-          ds_rows = scratch.ds_rows;
-          ds_step = kTile<C> / 2;
+        if constexpr (Op::kPack == 2) {
+          if (wanted.dk) q_sum = queries.packed_q(scratch.q_pairs);
+          if (wanted.dv) grad_sum = queries.packed_grad(scratch.grad_pairs);
         }
-
         const bool last = walk.done() && now.sums == nullptr;
         if (wanted.dv) {
           grad_sum = attended_rows<T, Op>(grad_sum, p.grad_out, batch, h, block, p.head_dim_v,
                                           Op::kPack == 2 ? scratch.grad_pairs : scratch.grad_rows);
-          dv.add(block, probabilities, grad_sum, p.band.transposed(), nullptr,
+          dv.add(block, factors.probabilities, grad_sum, p.band.transposed(), nullptr,
                  last && (h + 1) % group_v == 0 ? ones : nullptr);
         }
         if (wanted.dk) {
           q_sum = attended_rows<T, Op>(q_sum, p.q, batch, h, block, p.head_dim,
                                        Op::kPack == 2 ? scratch.q_pairs : scratch.q_rows);
-          dk.add(block, ds, q_sum, p.band.transposed(), nullptr, last && (h + 1) % group_k == 0 ? scale : nullptr);
+          dk.add(block, factors.ds, q_sum, p.band.transposed(), nullptr,
+                 last && (h + 1) % group_k == 0 ? scale : nullptr);
         }
-        for (int64_t s = 0; s < block.segments && wanted.dq; ++s) {
-          const Segment& segment = block.segment[s];
-          const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-          // Lanes past the last key hold garbage: sum over real keys only.
-          const int64_t live = min64(segment.last * S::kLanes, keys) - lane;
-          if constexpr (Op::kPack == 2) {
-            if (live % 2 != 0)  // the odd key's partner is a zero row of K, but dS must be finite there
-              for (int64_t i = row; i < row + segment.rows; ++i)
-                reinterpret_cast<uint16_t*>(const_cast<Scalar*>(ds_rows) + i * ds_step)[lane + live] = 0;
-          }
-          for (int64_t i = segment.row, last = i + segment.rows; i < last;) {
-            const int64_t end = i < dq.split ? min64(last, dq.split) : last;
-            gemm<typename Op::Product>(end - i, columns, (live + Op::kPack - 1) / Op::kPack,
-                                       {ds_rows + (i - block.row) * ds_step + lane / Op::kPack, ds_step,
-                                        k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step},
-                                       {dq.row(h - head, i), dq.step, Epilogue::kAdd, nullptr});
-            i = end;
-          }
-        }
+        if (wanted.dq) add_query_grad(dq, h - head, block, keys, columns, factors, k_rows);
       }
 
       if (wanted.dk && now.last && (h + 1) % group_k == 0) dk.end(scale);
@@ -277,6 +327,95 @@ void add_query_parts(const Backward& p, const Runtime& runtime, C* parts, const 
     store_query_grad<T>(p, head / p.heads_q, head % p.heads_q, within.begin + row, rows, first, step);
   });
 }
+
+// Where tasks sum dQ. Whole KV groups: in the output, if it has room for the sums; else in a worker's scratch, or, if
+// they are too large to stay there, in a buffer for each worker and, as far as they fit, the output. Tasks that share a
+// KV group have parts of their own, unless there is but one; these go step by step.
+template <class T, class C>
+class QueryGradSums {
+ public:
+  QueryGradSums(const Backward& p, const Runtime& runtime, const SplitGroups& split)
+      : p_(p),
+        split_(split),
+        wanted_(p.dq.data != nullptr),
+        direct_(std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0),
+        split_direct_(direct_ && split.chunks == 1),
+        step_(round_up(p.head_dim, Simd<C>::kLanes)),
+        head_step_(p.seqlen_q * step_),
+        sums_(wanted_ && !direct_ && split.first > 0 ? split.kv_group * head_step_ : 0),
+        large_(sums_ > kScratchSums),
+        rows_in_output_(large_ && sizeof(T) == 2 && sizeof(C) == 4 && step_ == p.head_dim && p.dq.stride[1] % 2 == 0 &&
+                                p.dq.stride[2] == p.head_dim
+                            ? p.seqlen_q / 2
+                            : 0),
+        large_step_(head_step_ - rows_in_output_ * step_),
+        step_rows_(has_parts() ? min64(p.seqlen_q, max64(256, most_part_rows() / 64 * 64)) : p.seqlen_q),
+        large_sums_(large_ ? min64(runtime.num_threads, split.first) * split.kv_group * large_step_ : 0),
+        parts_(has_parts() ? split.count * split.chunks * split.kv_group * step_rows_ * step_ : 0) {}
+
+  int64_t scratch_bytes() const { return large_ ? 0 : sums_ * static_cast<int64_t>(sizeof(C)); }
+  // The queries of a step.
+  int64_t step_rows() const { return step_rows_; }
+
+  // Zeros, for the task's rows of its heads from `head` on. `scratch`: the worker's, of scratch_bytes().
+  QueryGrad<C> begin(int64_t task, Range rows, int64_t batch, int64_t head, void* scratch, int64_t worker) const {
+    const int64_t kv_group = split_.kv_group;
+    QueryGrad<C> dq{nullptr, step_, head_step_};
+    if (!wanted_ || p_.head_dim == 0) return dq;
+    C* output = reinterpret_cast<C*>(at<T>(p_.dq, batch, head));
+    if (in_place(task)) dq = {output, p_.dq.stride[2], p_.dq.stride[1]};
+    else if (!is_whole(task)) {
+      dq.head_step = (rows.end - rows.begin) * step_;
+      dq.data = parts_.data() + (task - split_.first) * kv_group * dq.head_step - rows.begin * step_;
+    } else if (!large_) dq.data = static_cast<C*>(scratch);
+    else
+      dq = {large_sums_.data() + worker * kv_group * large_step_,
+            step_,
+            large_step_,
+            rows_in_output_,
+            output,
+            p_.dq.stride[1] / 2};
+    for (int64_t h = 0; h < kv_group; ++h)
+      for (int64_t i = rows.begin; i < rows.end; ++i)
+        std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place(task) ? p_.head_dim : step_) * sizeof(C));
+    return dq;
+  }
+  // Writes the output, unless it takes the sums of other tasks, too.
+  void end(int64_t task, int64_t batch, int64_t head, const QueryGrad<C>& dq) const {
+    if (!wanted_ || !(is_whole(task) || in_place(task))) return;
+    for (int64_t h = 0; h < split_.kv_group; ++h) {
+      // In this order, since the sums lie in the output: a row is shorter than its sums, so no unread sum is
+      // overwritten.
+      store_query_grad<T>(p_, batch, head + h, 0, dq.split, dq.row(h, 0), dq.step);
+      store_query_grad<T>(p_, batch, head + h, dq.split, p_.seqlen_q - dq.split, dq.row(h, dq.split), dq.step);
+    }
+  }
+  // The output of split groups in the rows of a step that all tasks have ended.
+  void add_parts(const Runtime& runtime, Range rows) const {
+    if (has_parts()) add_query_parts<T>(p_, runtime, parts_.data(), split_, step_, rows);
+  }
+
+ private:
+  static constexpr int64_t kScratchSums = 1 << 18;
+  // All parts take 16 MiB, or a task's as much as a core's cache holds.
+  static constexpr int64_t kStepSums = 1 << 14, kAllSums = 1 << 22;
+
+  bool is_whole(int64_t task) const { return task < split_.first; }
+  bool in_place(int64_t task) const { return is_whole(task) ? direct_ : split_direct_; }
+  bool has_parts() const { return wanted_ && split_.count > 0 && !split_direct_; }
+  int64_t most_part_rows() const {
+    return max64(kStepSums, kAllSums / max64(1, split_.count * split_.chunks)) / max64(1, split_.kv_group * step_);
+  }
+
+  const Backward& p_;
+  const SplitGroups split_;
+  bool wanted_, direct_, split_direct_;
+  int64_t step_, head_step_, sums_;  // sums_: of a worker, if they aren't in the output
+  bool large_;
+  int64_t rows_in_output_, large_step_;  // the rows of a head whose sums it has room for: if they lie together
+  int64_t step_rows_;
+  const Buffer<C> large_sums_, parts_;
+};
 
 // d(table) from the sums of all tasks, `size` for each: those of whole groups, then those of the split ones.
 template <class T, class C>
@@ -340,28 +479,11 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
   if (!sweeps) return;
 
   const VisitingQueries<C> visiting(p);
-  const int64_t step = round_up(p.head_dim, Simd<C>::kLanes), head_step = p.seqlen_q * step;
-  const bool direct = std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0;
-  const bool split_direct = direct && chunks == 1;
-  // A worker's dQ, if it isn't the output itself: in its scratch, as packed caches are, or too large to stay there.
-  constexpr int64_t kScratchSums = 1 << 18;
-  const int64_t sums = wanted.dq && !direct && whole > 0 ? kv_group * head_step : 0;
-  const bool large = sums > kScratchSums;
-  // The rows that the output has room for, where a head's rows lie one after the other.
-  const int64_t split = large && sizeof(T) == 2 && sizeof(C) == 4 && step == p.head_dim && p.dq.stride[1] % 2 == 0 &&
-                                p.dq.stride[2] == p.head_dim
-                            ? p.seqlen_q / 2
-                            : 0;
-  const int64_t large_step = head_step - split * step;
-  const Buffer<C> large_sums(large ? min64(runtime.num_threads, whole) * kv_group * large_step : 0);
-  // Split groups go step by step: all parts of dQ take 16 MiB, or a task's as much as a core's cache holds.
-  constexpr int64_t kStepSums = 1 << 14, kAllSums = 1 << 22;
-  const bool has_parts = wanted.dq && left > 0 && !split_direct;
-  const int64_t part_rows = max64(kStepSums, kAllSums / max64(1, left * chunks)) / max64(1, kv_group * step);
-  const int64_t step_rows = has_parts ? min64(p.seqlen_q, max64(256, part_rows / 64 * 64)) : p.seqlen_q;
-  const Buffer<C> parts(has_parts ? left * chunks * kv_group * step_rows * step : 0);
+  const SplitGroups split{whole, left, kv_group, chunks};
+  const QueryGradSums<T, C> query_grads(p, runtime, split);
+  const int64_t step_rows = query_grads.step_rows();
   const int64_t kept_of_tile =
-      kTile<C> * (kv_group / (p.heads_q / p.heads_k) * step +
+      kTile<C> * (kv_group / (p.heads_q / p.heads_k) * round_up(p.head_dim, Simd<C>::kLanes) +
                   kv_group / (p.heads_q / p.heads_v) * round_up(p.head_dim_v, Simd<C>::kLanes));
   const Buffer<C> kept(step_rows < p.seqlen_q ? left * tiles * kept_of_tile : 0);
   Step<C> now{{0, step_rows}, true, step_rows == p.seqlen_q};
@@ -373,7 +495,7 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
   const int64_t widest = round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes);
   const PackedCaches<typename Op::Scalar> caches(min64(runtime.num_threads, tasks), copies,
                                                  (p.seqlen_q + Op::kPack - 1) / Op::kPack, widest);
-  const int64_t scratch_bytes = sizes.bytes + caches.bytes() + (large ? 0 : sums * static_cast<int64_t>(sizeof(C)));
+  const int64_t scratch_bytes = sizes.bytes + caches.bytes() + query_grads.scratch_bytes();
   const auto body = [&](int64_t task, void* memory, int64_t worker, C* grads_of_bias) {
     const BackwardScratch<Op> scratch(memory, p);
     char* cache_memory = static_cast<char*>(memory) + sizes.bytes;
@@ -381,36 +503,16 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
     const int64_t index = is_whole ? task : whole + (task - whole) / chunks,
                   chunk = is_whole ? 0 : (task - whole) % chunks;
     const int64_t batch = index * kv_group / p.heads_q, head = index * kv_group % p.heads_q;
-    QueryGrad<C> dq{nullptr, step, head_step};
     Step<C> of_task{{0, p.seqlen_q}};
     if (!is_whole) of_task = now;
     if (!is_whole && kept.data() != nullptr) of_task.sums = kept.data() + (index - whole) * tiles * kept_of_tile;
     if (is_whole && !bias_apart)
       for (int64_t h = head; h < head + kv_group; ++h) terms_of(scratch, batch, h, 0, p.seqlen_q);
-    const bool in_place = is_whole ? direct : split_direct;
-    if (wanted.dq && p.head_dim > 0) {
-      C* output = reinterpret_cast<C*>(at<T>(p.dq, batch, head));
-      if (in_place) dq = {output, p.dq.stride[2], p.dq.stride[1]};
-      else if (!is_whole) {
-        dq.head_step = (now.rows.end - now.rows.begin) * step;
-        dq.data = parts.data() + (task - whole) * kv_group * dq.head_step - now.rows.begin * step;
-      } else if (!large) dq.data = reinterpret_cast<C*>(cache_memory + caches.bytes());
-      else
-        dq = {large_sums.data() + worker * kv_group * large_step, step, large_step, split, output, p.dq.stride[1] / 2};
-      for (int64_t h = 0; h < kv_group; ++h)
-        for (int64_t i = of_task.rows.begin; i < of_task.rows.end; ++i)
-          std::memset(dq.row(h, i), 0, static_cast<size_t>(in_place ? p.head_dim : step) * sizeof(C));
-    }
+    const QueryGrad<C> dq = query_grads.begin(task, of_task.rows, batch, head, cache_memory + caches.bytes(), worker);
     backward_heads<T, Op>(p, scratch, batch, head, kv_group, chunk, is_whole ? 1 : chunks, terms, visiting, dq,
                           bias_sums || by_task || bias_plan.way == bias_plan.kStored, grads_of_bias,
                           caches.of(worker, cache_memory), of_task);
-    if (wanted.dq && (is_whole || in_place))
-      for (int64_t h = 0; h < kv_group; ++h) {
-        // In this order, since the sums lie in the output: a row is shorter than its sums, so no unread sum is
-        // overwritten.
-        store_query_grad<T>(p, batch, head + h, 0, dq.split, dq.row(h, 0), dq.step);
-        store_query_grad<T>(p, batch, head + h, dq.split, p.seqlen_q - dq.split, dq.row(h, dq.split), dq.step);
-      }
+    query_grads.end(task, batch, head, dq);
   };
   const auto run = [&](int64_t task, void* memory, int64_t worker) {
     if (by_task) {
@@ -427,17 +529,16 @@ void backward(const Backward& p, const Runtime& runtime, const SinksGradient<typ
     for (int64_t member = bias_plan.members * part / bias_plan.tasks; member < end; ++member)
       body(bias_plan.kv_group(group, member), memory, worker, grads);
   };
-  const SplitGroups split_groups{whole, left, kv_group, chunks};
   run_tasks(p, runtime, tasks, scratch_bytes, run);
-  if (has_parts) add_query_parts<T>(p, runtime, parts.data(), split_groups, step, now.rows);
+  query_grads.add_parts(runtime, now.rows);
   while (!now.last) {
     now.rows = {now.rows.end, min64(p.seqlen_q, now.rows.end + step_rows)};
     now.first = false, now.last = now.rows.end == p.seqlen_q;
     run_tasks(p, runtime, left * chunks, scratch_bytes,
               [&](int64_t task, void* memory, int64_t worker) { run(whole + task, memory, worker); });
-    add_query_parts<T>(p, runtime, parts.data(), split_groups, step, now.rows);
+    query_grads.add_parts(runtime, now.rows);
   }
-  if (by_task) add_tables<T>(p, bias_grads.data(), bias_plan.size, split_groups);
+  if (by_task) add_tables<T>(p, bias_grads.data(), bias_plan.size, split);
   else if (bias_grads.data() != nullptr) add_bias_grads<T>(p, runtime, bias_plan, bias_grads.data());
 }
 

@@ -19,12 +19,81 @@
 namespace attnkern::cpu {
 namespace {
 
+// 1 / l, and the log-sum-exp where m was. A row that no key was left for: 0, so that its output is exactly 0, whatever
+// V holds, and lse -inf, or the sink. NaN in the sum stays NaN.
+template <class Op, bool kFastPath>
+inline void finish_sums(const Forward& p, const ForwardScratch<Op>& scratch, int64_t batch, int64_t head,
+                        int64_t vectors) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  const V sink = S::set1(sink_of<C>(p, batch, head)), log2e = S::set1(kLog2E<C>);
+  for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+    V sum = S::load(scratch.sum + lane), largest = S::load(scratch.largest + lane);
+    V share = S::set1(C(1)), to_natural = S::set1(kFastPath ? C(1) / kLog2E<C> : C(1));
+    if (p.sinks.data != nullptr) {
+      largest *= to_natural;
+      const V m = S::max(largest, sink), shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
+      share = S::exp2((largest - shift) * log2e);
+      sum = S::fma(sum, share, S::exp2((sink - shift) * log2e));
+      largest = m, to_natural = S::set1(C(1));
+    }
+    const auto dead = sum == S::zero();
+    S::store(scratch.inverse + lane, dead ? S::zero() : share / sum);
+    if (p.lse == nullptr) continue;
+    S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>) : S::fma(largest, to_natural, S::log(sum)));
+  }
+}
+
+// To be prefetched while the scores of a block are computed, with so many steps of other work: of the next block K and
+// V and the mask or bias.
+template <class T, class Op>
+inline PrefetchStreams keys_to_prefetch(const Forward& p, const BlockPlan& block, int64_t batch, int64_t head,
+                                        int64_t query, int64_t queries, bool keys, bool bias, int64_t steps) {
+  constexpr int64_t kLanes = Simd<typename Op::Compute>::kLanes;
+  const int64_t vectors = (queries + kLanes - 1) / kLanes, depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
+  const int64_t row = block.row + block.rows;
+  const int64_t calls =
+      max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block.rows, vectors, depth, steps));
+  const auto rows_of = [&](const View& view, int64_t heads, int64_t columns) -> PrefetchByLine<PrefetchRows> {
+    return {together_to_prefetch<T>(KeyRows(view, p.pages), batch, head / (p.heads_q / heads), row, block.rows,
+                                    p.seqlen_k, columns),
+            calls};
+  };
+  PrefetchStreams prefetch;
+  if (keys) {
+    prefetch.first = rows_of(p.k, p.heads_k, p.head_dim);
+    prefetch.second = rows_of(p.v, p.heads_v, p.head_dim_v);
+  }
+  if (bias)
+    prefetch.third = {bias_to_prefetch<T>(p, batch, head, query, queries, row, min64(block.rows, p.seqlen_k - row)),
+                      calls};
+  return prefetch;
+}
+
+// A step of the softmax for a block in pairs: its maxima, times `factor`, join the running ones, from which its
+// probabilities are shifted. Whether all of them are small.
+template <class Op, bool kFastPath>
+inline bool shift_to_maximum(const ForwardScratch<Op>& scratch, int64_t vectors, typename Op::Compute factor) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  auto small = S::zero() == S::zero();
+  for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
+    const V old = S::load(scratch.largest + lane);
+    const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
+    small &= (S::max(m, -m) < S::set1(kLargeScore)) | (m == S::set1(-kInfinity<C>));
+    S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, kFastPath ? C(1) : kLog2E<C>));
+    S::store(scratch.block_sum + lane, S::zero());  // a sum of its own for each block: long rows lose less
+  }
+  return S::all(small);
+}
+
 template <class T, class Op, bool kFastPath>
 void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCache<typename Op::Scalar>* cache,
                   int64_t batch, int64_t head, int64_t query, int64_t queries, bool prefetches) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  using V = typename S::V;
   using Scalar = typename Op::Scalar;
   const ScoreParams<C> score(p);
   const int64_t head_k = head / (p.heads_q / p.heads_k), head_v = head / (p.heads_q / p.heads_v);
@@ -41,26 +110,6 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     S::store(scratch.sum + v * S::kLanes, S::zero());
   }
 
-  // 1 / l, and the log-sum-exp where m was. A row that no key was left for: 0, so that its output is exactly 0,
-  // whatever V holds, and lse -inf, or the sink. NaN in the sum stays NaN.
-  const auto finish_sums = [&] {
-    const V sink = S::set1(sink_of<C>(p, batch, head)), log2e = S::set1(kLog2E<C>);
-    for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
-      V sum = S::load(scratch.sum + lane), largest = S::load(scratch.largest + lane);
-      V share = S::set1(C(1)), to_natural = S::set1(kFastPath ? C(1) / kLog2E<C> : C(1));
-      if (p.sinks.data != nullptr) {
-        largest *= to_natural;
-        const V m = S::max(largest, sink), shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
-        share = S::exp2((largest - shift) * log2e);
-        sum = S::fma(sum, share, S::exp2((sink - shift) * log2e));
-        largest = m, to_natural = S::set1(C(1));
-      }
-      const auto dead = sum == S::zero();
-      S::store(scratch.inverse + lane, dead ? S::zero() : share / sum);
-      if (p.lse == nullptr) continue;
-      S::store(scratch.largest + lane, dead ? S::set1(-kInfinity<C>) : S::fma(largest, to_natural, S::log(sum)));
-    }
-  };
   Result<T, Op> out(p.out, p.seqlen_q, p.head_dim_v, scratch.out);
   out.begin(batch, head, query, queries);
   bool opening = true;
@@ -74,7 +123,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
           operand_rows<Op, T>(v_rows, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows, out.by_rows());
     values = attended_rows<T, Op>(values, v_rows, batch, head_v, block, p.head_dim_v, scratch.rows);
     const bool stores = last && out.by_rows();
-    if (stores) finish_sums();
+    if (stores) finish_sums<Op, kFastPath>(p, scratch, batch, head, vectors);
     out.add(block, reinterpret_cast<const Scalar*>(probabilities), values, p.band,
             rescale ? scratch.correction : nullptr, stores ? scratch.inverse : nullptr);
   };
@@ -109,20 +158,10 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       keys = packed_rows<T, Op>(k_rows, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
                                 scratch.rows, cache == nullptr ? nullptr : cache + 1);
     else keys = operand_rows<Op, T>(k_rows, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
-    PrefetchStreams prefetch, *next = nullptr;  // of the next block K, V and the mask or bias
+    PrefetchStreams prefetch, *next = nullptr;
     if (prefetches || prefetches_bias) {
-      const int64_t row = block->row + block->rows, steps = probabilities.pace(block->rows, depth);
-      const int64_t calls =
-          max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block->rows, vectors, depth, steps));
-      if (prefetches) {
-        prefetch.first = {together_to_prefetch<T>(k_rows, batch, head_k, row, block->rows, p.seqlen_k, p.head_dim),
-                          calls};
-        prefetch.second = {together_to_prefetch<T>(v_rows, batch, head_v, row, block->rows, p.seqlen_k, p.head_dim_v),
-                           calls};
-      }
-      if (prefetches_bias)
-        prefetch.third = {
-            bias_to_prefetch<T>(p, batch, head, query, queries, row, min64(block->rows, p.seqlen_k - row)), calls};
+      prefetch = keys_to_prefetch<T, Op>(p, *block, batch, head, query, queries, prefetches, prefetches_bias,
+                                         probabilities.pace(block->rows, depth));
       next = &prefetch;
     }
     if (waits) {
@@ -131,15 +170,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                                   &probabilities);
       finish_waiting(false);
       if (score.dropout) dropout_tile<C>(p, 3, batch, head, block->row, block->rows, query, queries, scratch.keep);
-      auto small = S::zero() == S::zero();
-      for (int64_t lane = 0; lane < vectors * S::kLanes; lane += S::kLanes) {
-        const V old = S::load(scratch.largest + lane);
-        const V m = S::max(S::load(scratch.block_largest + lane) * S::set1(factor), old);
-        small &= (S::max(m, -m) < S::set1(kLargeScore)) | (m == S::set1(-kInfinity<C>));
-        S::store(scratch.shift + lane, -new_maximum(scratch, lane, old, m, kFastPath ? C(1) : kLog2E<C>));
-        S::store(scratch.block_sum + lane, S::zero());  // a sum of its own for each block: long rows lose less
-      }
-      const bool scaled = kFastPath && !S::all(small);
+      const bool small = shift_to_maximum<Op, kFastPath>(scratch, vectors, factor);
+      const bool scaled = kFastPath && !small;
       if (scaled) scale_scores<C>(*block, factor, scores);
       probabilities = {scaled ? C(1) : factor, scratch.shift, score.dropout ? scratch.keep : nullptr, scores,
                        scratch.block_sum};
@@ -160,7 +192,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   finish_waiting(true);
 
   if (!out.stored()) {  // the last block was left out, or the lanes are queries
-    finish_sums();
+    finish_sums<Op, kFastPath>(p, scratch, batch, head, vectors);
     out.end(scratch.inverse);
   }
   if (p.lse != nullptr)

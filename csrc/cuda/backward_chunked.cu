@@ -21,7 +21,7 @@ namespace attnkern::cuda {
 namespace {
 
 constexpr int kRows = 64, kCols = 64;
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kWidth = 128;  // of a chunk, in units of 2 bytes
 constexpr int kRowTile = kRows * kWidth * 2, kColTile = kCols * kWidth * 2;
 constexpr int kScoreTiles = kCols / 2 / 8;  // of a warp: half the columns
@@ -165,11 +165,23 @@ __device__ __forceinline__ uint32_t differentiate_scores(const ChunkedArgs& p, f
   }
 }
 
+// The share of a warp: of the scores 16 rows and half of the columns, of the gradients as in Cut.
+template <class Math>
+struct WarpShare {
+  int row, col, rows, dims;  // rows: in tiles of 16; dims: which part of a chunk
+
+  explicit __device__ __forceinline__ WarpShare(int warp)
+      : row(warp / 2 * 16),
+        col(warp % 2 * (kCols / 2)),
+        rows(warp / Cut<Math>::kDimParts * Cut<Math>::kRowTiles),
+        dims(warp % Cut<Math>::kDimParts) {}
+};
+
 // A block's gradients, 16 x C::kRowTiles rows from `first_row` on of a warp, -> global memory.
 template <class Math, bool kKeyRows>
 __device__ __forceinline__ void store_gradients(
     const ChunkedArgs& p, const float (&grad)[Cut<Math>::kSlots][Cut<Math>::kRowTiles][Cut<Math>::kDimTiles][4],
-    int batch, int head, int first_row, int seqlen_rows, int own_rows, int own_dims) {
+    int batch, int head, int first_row, int seqlen_rows, const WarpShare<Math>& own) {
   using T = typename Math::Element;
   using C = Cut<Math>;
   const int lane = threadIdx.x % 32;
@@ -181,12 +193,12 @@ __device__ __forceinline__ void store_gradients(
     const Rows& out = values ? p.dv : out0;
     const bool as_float = std::is_same_v<T, float> || (values ? p.dv_float : kKeyRows && p.dk_float);
     const float factor = values ? 1.f : p.softmax_scale;
-    const int first_dim = (values ? slot : slot - p.made1) * C::kChunk + own_dims * C::kDimTiles * 8;
+    const int first_dim = (values ? slot : slot - p.made1) * C::kChunk + own.dims * C::kDimTiles * 8;
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = first_row + (own_rows + m) * 16 + half * 8 + lane / 4;
+        const int row = first_row + (own.rows + m) * 16 + half * 8 + lane / 4;
         if (row >= seqlen_rows) continue;
         const int64_t at = batch * out.stride[0] + head * out.stride[1] + row * out.stride[2];
 #pragma unroll
@@ -264,6 +276,46 @@ struct ChunkedTiles {
   }
 };
 
+// to = from, which then begins anew if kClear.
+template <bool kClear>
+__device__ __forceinline__ void take_products(float (&to)[1][kScoreTiles][4], float (&from)[1][kScoreTiles][4]) {
+#pragma unroll
+  for (int t = 0; t < kScoreTiles; ++t) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to[0][t][e] = from[0][t][e];
+      if (kClear) from[0][t][e] = 0.f;
+    }
+  }
+}
+
+// A round of the gradients: what one chunk of the columns adds to slot number `slot` of them. Behind those of dV, which
+// read the probabilities, dS is handed over. `by_scores`: which columns no row attends to has been found by the scores.
+template <class Math, bool kKeyRows>
+__device__ __forceinline__ void add_gradients(
+    const ChunkedArgs& p, float (&grad)[Cut<Math>::kSlots][Cut<Math>::kRowTiles][Cut<Math>::kDimTiles][4],
+    const float (&ds)[kScoreTiles][4], const ChunkedTiles<Math, kKeyRows>& tiles,
+    const AttendedByWarps<kWarps>& of_warps, bool by_scores, const WarpShare<Math>& own, int slot, int step,
+    uint32_t col_tile) {
+  using C = Cut<Math>;
+  if (slot == p.made1 && p.made1 > 0) {  // the probabilities have been read
+    hand_over<Math>(tiles.handed_over, own.row, own.col, ds);
+    __syncthreads();
+  }
+  if (by_scores) {
+    clear_unattended<Tile<kWidth>, kCols / 8, kWarps>(col_tile, of_warps.all());
+  } else if constexpr (kKeyRows) {
+    clear_idle_queries<Tile<kWidth>, kCols, kWarps>(col_tile, tiles.constants(step % 2, 0));
+  }
+#pragma unroll
+  for (int of = 0; of < C::kSlots; ++of) {
+    if (of == slot) {
+      add_products<Math>(grad[of], tiles.handed_over + own.rows * C::kSteps * 512, col_tile,
+                         own.dims * (kWidth / 8 / C::kDimParts));
+    }
+  }
+}
+
 // Registers of a thread, in the loop: 128 of gradients; S and dP of 16 rows and half of the columns, 16 each. A round
 // reads one chunk of the columns; see ChunkedArgs for the rounds of a step.
 template <class Math, bool kKeyRows>
@@ -311,12 +363,9 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
   }
   ptx::cp_async_commit();
 
-  // For the scores: 16 rows, half the columns. For the gradients as in Cut.
-  const int own_row = warp / 2 * 16, own_col = warp % 2 * (kCols / 2);
-  const int own_rows = warp / C::kDimParts * C::kRowTiles, own_dims = warp % C::kDimParts;
-  const int thread_row = first_row + own_row + lane / 4;
+  const WarpShare<Math> own(warp);
+  const int thread_row = first_row + own.row + lane / 4;
 
-  constexpr int kWarps = kThreads / 32;
   __shared__ uint32_t words[kWarps * 4];
   const AttendedByWarps<kWarps> of_warps{ptx::shared_address(words)};
   // Whether the columns that attend to nothing, or that no row attends to, are found by the scores. Queries are known
@@ -346,66 +395,39 @@ __global__ void __launch_bounds__(kThreads, 1) chunked_kernel(const __grid_const
 
     if (round < p.score_rounds) {
       const int which = round >= p.chunks0, chunk = which ? round - p.chunks0 : round;
-      if (chunk == 0) {  // q k^T is whole: now dO v^T
-#pragma unroll
-        for (int t = 0; t < kScoreTiles; ++t) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e], dp[0][t][e] = 0.f;
-        }
-      }
+      if (chunk == 0) take_products<true>(s, dp);  // q k^T is whole: now dO v^T
       // What is left of the head size may need but half a chunk.
       const int left = (which ? p.v.width : p.q.width) - chunk * C::kChunk;
 #pragma unroll 1
       for (int half = 0; half < 2 && half * C::kChunk / 2 < left; ++half) {
-        Math::template scores<kWidth, kWidth / 32>(dp, tiles.row_tile(round, stage), own_row, col_tile, own_col,
+        Math::template scores<kWidth, kWidth / 32>(dp, tiles.row_tile(round, stage), own.row, col_tile, own.col,
                                                    half * kWidth / 16);
       }
 
       if (round == p.score_rounds - 1) {
-        if (!which) {  // it isn't needed
-#pragma unroll
-          for (int t = 0; t < kScoreTiles; ++t) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[0][t][e] = dp[0][t][e];
-          }
-        }
+        if (!which) take_products<false>(s, dp);  // dO v^T isn't needed
         const uint32_t attended = differentiate_scores<Math, kKeyRows>(
             p, s, dp, batch, head, query_head, tiles.query_row(head), shared + (tiles.constants(step % 2, 0) - base),
-            thread_row, own_col, col + own_col + lane % 4 * 2, masked);
+            thread_row, own.col, col + own.col + lane % 4 * 2, masked);
         if (found_by_scores(masked)) {
           of_warps.tell((attended & all_columns<kScoreTiles>()) << warp % 2 * kScoreTiles, warp);
         }
         if (p.made1 > 0) {
-          hand_over<Math>(handed_over, own_row, own_col, s[0]);
+          hand_over<Math>(handed_over, own.row, own.col, s[0]);
         } else if (p.made0 > 0) {
-          hand_over<Math>(handed_over, own_row, own_col, dp[0]);
+          hand_over<Math>(handed_over, own.row, own.col, dp[0]);
         }
       }
     } else {
-      const int slot = round - p.score_rounds;
-      if (slot == p.made1 && p.made1 > 0) {  // the probabilities have been read
-        hand_over<Math>(handed_over, own_row, own_col, dp[0]);
-        __syncthreads();
-      }
-      if (found_by_scores(masked)) {
-        clear_unattended<Tile<kWidth>, kCols / 8, kWarps>(col_tile, of_warps.all());
-      } else if constexpr (kKeyRows) {
-        clear_idle_queries<Tile<kWidth>, kCols, kWarps>(col_tile, tiles.constants(step % 2, 0));
-      }
-#pragma unroll
-      for (int of = 0; of < C::kSlots; ++of) {
-        if (of == slot) {
-          add_products<Math>(grad[of], handed_over + own_rows * C::kSteps * 512, col_tile,
-                             own_dims * (kWidth / 8 / C::kDimParts));
-        }
-      }
+      add_gradients<Math, kKeyRows>(p, grad, dp[0], tiles, of_warps, found_by_scores(masked), own,
+                                    round - p.score_rounds, step, col_tile);
     }
 
     if (++round == p.rounds) round = 0, ++step;
   }
   ptx::cp_async_wait<0>();
 
-  store_gradients<Math, kKeyRows>(p, grad, batch, head, first_row, seqlen_rows, own_rows, own_dims);
+  store_gradients<Math, kKeyRows>(p, grad, batch, head, first_row, seqlen_rows, own);
 }
 
 int chunks_of(const BackwardCall& p, int64_t width) {

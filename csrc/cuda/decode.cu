@@ -31,60 +31,30 @@ struct DecodeTile {
   static_assert(kWarps * kRows * 8 <= kQBytes && kWarps * kRows * kHeadDim * 4 <= kStages * 2 * kKeyBytes);
 };
 
-template <typename T, int kHeadDim, bool kPages>
-__global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
-    decode_kernel(const __grid_constant__ ParamsOf<SplitParams, kPages> p) {
-  using Config = DecodeTile<T, kHeadDim>;
+// The rows and the split of a block of threads. Row r is query r / p.pack of head first_head(p) + r % p.pack.
+struct DecodeBlock {
+  int split, batch, head_k, first_row, row_end;
+
+  explicit __device__ __forceinline__ DecodeBlock(const SplitParams& p) {
+    split = blockIdx.x % p.splits;
+    const int tile = blockIdx.x / p.splits % p.row_blocks, batch_head = blockIdx.x / p.splits / p.row_blocks;
+    const int heads_k = p.score.heads / p.pack;
+    batch = batch_head / heads_k, head_k = batch_head % heads_k;
+    first_row = tile * kRows, row_end = p.score.seqlen_q * p.pack;
+  }
+  // Computed where it is needed: kept, it would be one register more, and some of the kernels have none left.
+  __device__ __forceinline__ int first_head(const SplitParams& p) const { return head_k * p.pack; }
+};
+
+// The rows of Q -> shared memory, by single elements where 16 bytes can't be read at a time.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void load_packed_queries(const SplitParams& p, const DecodeBlock& at, uint32_t q_tile) {
   using Chunks = TileOf<T, kHeadDim>;
-  constexpr bool kFloat = std::is_same_v<T, float>;
-  constexpr int kDepth = kHeadDim / 16, kStages = Config::kStages, kKeys = Config::kKeys;
-  constexpr int kWarpKeys = Config::kWarpKeys;
-  static_assert(kFloat || kWarpKeys == 16);
-  extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t q_tile = ptx::shared_address(shared);
-  const auto k_tile = [&](int n) { return q_tile + Config::kQBytes + n % kStages * 2 * Config::kKeyBytes; };
-  const auto v_tile = [&](int n) { return k_tile(n) + Config::kKeyBytes; };
-
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits % p.row_blocks;
-  const int batch_head = blockIdx.x / p.splits / p.row_blocks;
-  const int heads_k = p.score.heads / p.pack, batch = batch_head / heads_k, head_k = batch_head % heads_k;
-  const int seqlen_q = p.score.seqlen_q, seqlen_k = p.score.seqlen_k, packed = seqlen_q * p.pack;
-  const int first_packed = tile * kRows;
-  const auto table = table_of(p, batch);
-  const T* k = keys_of<T>(p.k, table, batch, head_k);
-  const T* v = keys_of<T>(p.v, table, batch, head_k);
-
-  // The keys that some row reaches, in whole blocks, dealt out evenly: with ranges each tile's own, however many keys
-  // there is room for.
-  const auto reached = packed_blocks<kKeys, kRows>(p.score, batch, head_k * p.pack, p.pack, first_packed, packed);
-  const int each = (reached.count + p.splits - 1) / p.splits;
-  const int begin = min(split * each, reached.count), end = min((split + 1) * each, reached.count);
-  if (p.splits > 1 && begin >= end) {
-    leave_nothing<kRows>(p, split, batch, head_k * p.pack, first_packed, packed);
-    return;
-  }
-
-  PackedRow rows[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int r = min(first_packed + lane / 4 + half * 8, packed - 1);
-    rows[half] = packed_row(p.score, batch, head_k * p.pack + r % p.pack, r / p.pack);
-  }
-  // Every warp has all rows. A block that no row attends to is neither read nor waited for.
-  const auto visits = [&](int n) {
-    if (p.score.ranges == nullptr) return true;
-    const int block = reached.block(n);
-    const bool own = reaches<kKeys>(rows[0].keys, block) || reaches<kKeys>(rows[1].keys, block);
-    return __any_sync(0xffffffffu, own) != 0;
-  };
-
-  // The packed rows of Q, by single elements where 16 bytes can't be read at a time.
   for (int i = threadIdx.x; i < kRows * Chunks::kChunks; i += kThreads) {
-    const int row = i / Chunks::kChunks, chunk = i % Chunks::kChunks, r = first_packed + row;
-    const bool live = r < packed;
+    const int row = i / Chunks::kChunks, chunk = i % Chunks::kChunks, r = at.first_row + row;
+    const bool live = r < at.row_end;
     const T* source =
-        head_of<T>(p.q, batch, head_k * p.pack + (live ? r % p.pack : 0)) + (live ? r / p.pack : 0) * p.q.stride[2];
+        head_of<T>(p.q, at.batch, at.first_head(p) + (live ? r % p.pack : 0)) + (live ? r / p.pack : 0) * p.q.stride[2];
     const uint32_t target = Chunks::address(q_tile, row, chunk);
     const int column = chunk * kPerChunk<T>;
     if (p.q.vector) {
@@ -94,6 +64,191 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
       ptx::store_shared(target, gather_chunk(source, p.q.stride[3], column, live ? p.q.width : 0));
     }
   }
+}
+
+// The two products of a warp, with its keys of a block.
+template <typename T, int kHeadDim>
+struct DecodeProducts {
+  static constexpr int kWarpKeys = DecodeTile<T, kHeadDim>::kWarpKeys, kDepth = kHeadDim / 16;
+  static_assert(kWarpKeys == 16);
+  using Chunks = TileOf<T, kHeadDim>;
+
+  __device__ __forceinline__ static void scores(float (&score)[1][kWarpKeys / 8][4], uint32_t q_tile, uint32_t k_tile,
+                                                int warp, bool) {
+    const int lane = threadIdx.x % 32, below = lane % 16, beside = lane / 16;
+    const int key_below = lane / 16 * 8 + lane % 8, key_beside = lane / 8 % 2;
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      uint32_t query[4], key[4];
+      ptx::ldmatrix(query, Chunks::address(q_tile, below, 2 * d + beside));
+      ptx::ldmatrix(key, Chunks::address(k_tile, warp * 16 + key_below, 2 * d + key_beside));
+      ptx::mma_m16n8k16<T>(score[0][0], query, key[0], key[1]);
+      ptx::mma_m16n8k16<T>(score[0][1], query, key[2], key[3]);
+    }
+  }
+
+  // out = out * factor + P V
+  __device__ __forceinline__ static void add_values(float (&out)[1][kHeadDim / 8][4],
+                                                    const float (&score)[1][kWarpKeys / 8][4],
+                                                    const float (&factor)[1][2], uint32_t v_tile, int warp, bool) {
+    const int lane = threadIdx.x % 32, below = lane % 16, beside = lane / 16;
+    uint32_t probability[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      probability[i] = ptx::pack<T>(score[0][i / 2][i % 2 * 2], score[0][i / 2][i % 2 * 2 + 1]);
+    }
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      uint32_t value[4];
+      ptx::ldmatrix<true>(value, Chunks::address(v_tile, warp * 16 + below, 2 * d + beside));
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[0][2 * d + t][e] *= factor[0][e / 2];
+        ptx::mma_m16n8k16<T>(out[0][2 * d + t], probability, value[2 * t], value[2 * t + 1]);
+      }
+    }
+  }
+
+  // Of the output, where a lane has element `side` of column tile n.
+  __device__ __forceinline__ static int column(int n, int side) {
+    return n * 8 + static_cast<int>(threadIdx.x % 32) % 4 * 2 + side;
+  }
+};
+
+template <int kHeadDim>
+struct DecodeProducts<float, kHeadDim> {
+  static constexpr int kWarpKeys = DecodeTile<float, kHeadDim>::kWarpKeys;
+  using Chunks = TileOf<float, kHeadDim>;
+
+  __device__ __forceinline__ static void scores(float (&score)[1][kWarpKeys / 8][4], uint32_t q_tile, uint32_t k_tile,
+                                                int warp, bool exact) {
+    by_precision(exact, [&](auto is_exact) {
+      rows_by_rows_tf32<is_exact, Chunks, Chunks, kHeadDim / 8>(score, q_tile, 0, 0, k_tile, warp * kWarpKeys, 0);
+    });
+  }
+
+  __device__ __forceinline__ static void add_values(float (&out)[1][kHeadDim / 8][4],
+                                                    const float (&score)[1][kWarpKeys / 8][4],
+                                                    const float (&factor)[1][2], uint32_t v_tile, int warp,
+                                                    bool exact) {
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; d += 4) {  // as in forward_tile.cuh, a branch each
+      by_precision(exact, [&](auto is_exact) {
+        scores_by_columns_tf32<is_exact, Chunks>(out, d, factor, score, v_tile, warp * kWarpKeys, 2 * d);
+      });
+    }
+  }
+
+  // Of 32 columns four tiles have every fourth (tf32.cuh).
+  __device__ __forceinline__ static int column(int n, int side) {
+    return n / 4 * 32 + static_cast<int>(threadIdx.x % 32) % 4 * 8 + side * 4 + n % 4;
+  }
+};
+
+// What the warps leave in shared memory, of their own keys, and what it makes together.
+template <typename T, int kHeadDim>
+struct WarpResults {
+  float *maxima, *sums;  // [warp][row]
+  float* outputs;        // [warp][row][column]
+
+  explicit __device__ __forceinline__ WarpResults(uint8_t* shared)
+      : maxima(reinterpret_cast<float*>(shared)),
+        sums(maxima + kWarps * kRows),
+        outputs(reinterpret_cast<float*>(shared + DecodeTile<T, kHeadDim>::kQBytes)) {}
+
+  __device__ __forceinline__ void store(int warp, const RowState& state, const float (&out)[kHeadDim / 8][4]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int slot = warp * kRows + lane / 4 + half * 8;
+      const float sum = quad_sum(state.sum[half]);
+      if (lane % 4 == 0) maxima[slot] = state.max[half], sums[slot] = sum;
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          outputs[slot * kHeadDim + DecodeProducts<T, kHeadDim>::column(n, side)] = out[n][2 * half + side];
+        }
+      }
+    }
+  }
+
+  // The output and the log-sum-exp of the split, or of the call if it has but one.
+  __device__ __forceinline__ void merge(const SplitParams& p, const DecodeBlock& at) const {
+    for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
+      const int row = i / kHeadDim, d = i % kHeadDim, r = at.first_row + row;
+      if (r >= at.row_end || d >= p.v.width) continue;
+      const int head = at.first_head(p) + r % p.pack;
+      float largest = -kInfinity, sum = 0.f, total = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, maxima[w * kRows + row]);
+      const float reference = largest == -kInfinity ? 0.f : largest;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const float factor = ptx::ex2((maxima[w * kRows + row] - reference) * kLog2E);
+        sum += factor * sums[w * kRows + row];
+        total += factor * outputs[(w * kRows + row) * kHeadDim + d];
+      }
+      const int64_t batch_head = static_cast<int64_t>(at.batch) * p.score.heads + head;
+      if (p.splits == 1) sum += sink_term<false>(p.score, batch_head, largest);
+      total = sum > 0.f ? total / sum : 0.f;
+      const int64_t of_row = batch_head * p.score.seqlen_q + r / p.pack;
+      if (p.splits > 1) {
+        p.part_out[(of_row * p.splits + at.split) * p.v.width + d] = total;
+        if (d == 0) p.part_lse[of_row * p.splits + at.split] = exact_log_sum_exp(largest, sum);
+      } else {
+        T* target = const_cast<T*>(head_of<T>(p.out, at.batch, head));
+        target[r / p.pack * p.out.stride[2] + d] = static_cast<T>(total);
+        if (d == 0 && p.lse != nullptr)
+          p.lse[of_row] = log_sum_exp_with_sink<float, false>(p.score, batch_head, largest, sum);
+      }
+    }
+  }
+};
+
+template <typename T, int kHeadDim, bool kPages>
+__global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
+    decode_kernel(const __grid_constant__ ParamsOf<SplitParams, kPages> p) {
+  using Config = DecodeTile<T, kHeadDim>;
+  using Products = DecodeProducts<T, kHeadDim>;
+  constexpr int kStages = Config::kStages, kKeys = Config::kKeys, kWarpKeys = Config::kWarpKeys;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t q_tile = ptx::shared_address(shared);
+  const auto k_tile = [&](int n) { return q_tile + Config::kQBytes + n % kStages * 2 * Config::kKeyBytes; };
+  const auto v_tile = [&](int n) { return k_tile(n) + Config::kKeyBytes; };
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int seqlen_k = p.score.seqlen_k;
+  const DecodeBlock at(p);
+  const auto table = table_of(p, at.batch);
+  const T* k = keys_of<T>(p.k, table, at.batch, at.head_k);
+  const T* v = keys_of<T>(p.v, table, at.batch, at.head_k);
+
+  // The keys that some row reaches, in whole blocks, dealt out evenly: with ranges each tile's own, however many keys
+  // there is room for.
+  const auto reached =
+      packed_blocks<kKeys, kRows>(p.score, at.batch, at.first_head(p), p.pack, at.first_row, at.row_end);
+  const int each = (reached.count + p.splits - 1) / p.splits;
+  const int begin = min(at.split * each, reached.count), end = min((at.split + 1) * each, reached.count);
+  if (p.splits > 1 && begin >= end) {
+    leave_nothing<kRows>(p, at.split, at.batch, at.first_head(p), at.first_row, at.row_end);
+    return;
+  }
+
+  PackedRow rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = min(at.first_row + lane / 4 + half * 8, at.row_end - 1);
+    rows[half] = packed_row(p.score, at.batch, at.first_head(p) + r % p.pack, r / p.pack);
+  }
+  // Every warp has all rows. A block that no row attends to is neither read nor waited for.
+  const auto visits = [&](int n) {
+    if (p.score.ranges == nullptr) return true;
+    const int block = reached.block(n);
+    const bool own = reaches<kKeys>(rows[0].keys, block) || reaches<kKeys>(rows[1].keys, block);
+    return __any_sync(0xffffffffu, own) != 0;
+  };
   const auto load = [&](int n) {
     if (n < end && visits(n)) {
       const int first = reached.block(n) * kKeys;
@@ -102,11 +257,10 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
     }
     ptx::cp_async_commit();  // an empty group too: counting them stays the same to the end
   };
+  load_packed_queries<T, kHeadDim>(p, at, q_tile);
 #pragma unroll
   for (int n = 0; n < kStages; ++n) load(begin + n);
 
-  const int below = lane % 16, beside = lane / 16;
-  const int key_below = lane / 16 * 8 + lane % 8, key_beside = lane / 8 % 2;
   float out[1][kHeadDim / 8][4] = {};
   RowState state;
   for (int n = begin; n < end; ++n) {
@@ -117,114 +271,26 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
     }
     __syncthreads();
     float score[1][kWarpKeys / 8][4] = {};
-    if constexpr (kFloat) {
-      const auto add = [&](auto exact) {
-        constexpr bool kExact = decltype(exact)::value;
-        rows_by_rows_tf32<kExact, Chunks, Chunks, kHeadDim / 8>(score, q_tile, 0, 0, k_tile(n), warp * kWarpKeys, 0);
-      };
-      if (p.exact) {
-        add(std::true_type{});
-      } else {
-        add(std::false_type{});
-      }
-    } else {
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        uint32_t query[4], key[4];
-        ptx::ldmatrix(query, Chunks::address(q_tile, below, 2 * d + beside));
-        ptx::ldmatrix(key, Chunks::address(k_tile(n), warp * 16 + key_below, 2 * d + key_beside));
-        ptx::mma_m16n8k16<T>(score[0][0], query, key[0], key[1]);
-        ptx::mma_m16n8k16<T>(score[0][1], query, key[2], key[3]);
-      }
-    }
+    Products::scores(score, q_tile, k_tile(n), warp, p.exact);
     finish_packed<T>(p.score, rows, score[0], reached.block(n) * kKeys + warp * kWarpKeys + lane % 4 * 2);
     const uint32_t attended = attended_columns(score[0]);
     if (!all_attended<kWarpKeys / 8>(attended)) {  // by this lane's rows, which seldom differ: now by all
-      clear_unattended<Chunks, kWarpKeys / 8, 1>(v_tile(n), warp * kWarpKeys, over_rows(attended), 0);
+      clear_unattended<TileOf<T, kHeadDim>, kWarpKeys / 8, 1>(v_tile(n), warp * kWarpKeys, over_rows(attended), 0);
       __syncwarp();
     }
     float factor[1][2];
     softmax_step<false>(p.score, score[0], state, factor[0]);
-    if constexpr (kFloat) {
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 8; d += 4) {  // as in forward_tile.cuh, a branch each
-        if (p.exact) {
-          scores_by_columns_tf32<true, Chunks>(out, d, factor, score, v_tile(n), warp * kWarpKeys, 2 * d);
-        } else {
-          scores_by_columns_tf32<false, Chunks>(out, d, factor, score, v_tile(n), warp * kWarpKeys, 2 * d);
-        }
-      }
-    } else {
-      uint32_t probability[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        probability[i] = ptx::pack<T>(score[0][i / 2][i % 2 * 2], score[0][i / 2][i % 2 * 2 + 1]);
-      }
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        uint32_t value[4];
-        ptx::ldmatrix<true>(value, Chunks::address(v_tile(n), warp * 16 + below, 2 * d + beside));
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) out[0][2 * d + t][e] *= factor[0][e / 2];
-          ptx::mma_m16n8k16<T>(out[0][2 * d + t], probability, value[2 * t], value[2 * t + 1]);
-        }
-      }
-    }
+    Products::add_values(out, score, factor, v_tile(n), warp, p.exact);
     __syncthreads();
     load(n + kStages);
   }
   ptx::cp_async_wait<0>();
   __syncthreads();
 
-  float* maxima = reinterpret_cast<float*>(shared);  // [warp][row], and the sums behind them
-  float* sums = maxima + kWarps * kRows;
-  float* outputs = reinterpret_cast<float*>(shared + Config::kQBytes);  // [warp][row][column]
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int slot = warp * kRows + lane / 4 + half * 8;
-    const float sum = quad_sum(state.sum[half]);
-    if (lane % 4 == 0) maxima[slot] = state.max[half], sums[slot] = sum;
-#pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        // Of 32 columns four tiles have every fourth (tf32.cuh).
-        const int column = kFloat ? n / 4 * 32 + lane % 4 * 8 + side * 4 + n % 4 : n * 8 + lane % 4 * 2 + side;
-        outputs[slot * kHeadDim + column] = out[0][n][2 * half + side];
-      }
-    }
-  }
+  const WarpResults<T, kHeadDim> results(shared);
+  results.store(warp, state, out[0]);
   __syncthreads();
-  for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
-    const int row = i / kHeadDim, d = i % kHeadDim, r = first_packed + row;
-    if (r >= packed || d >= p.v.width) continue;
-    const int head = head_k * p.pack + r % p.pack;
-    float largest = -kInfinity, sum = 0.f, total = 0.f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, maxima[w * kRows + row]);
-    const float reference = largest == -kInfinity ? 0.f : largest;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float factor = ptx::ex2((maxima[w * kRows + row] - reference) * kLog2E);
-      sum += factor * sums[w * kRows + row];
-      total += factor * outputs[(w * kRows + row) * kHeadDim + d];
-    }
-    const int64_t batch_head = static_cast<int64_t>(batch) * p.score.heads + head;
-    if (p.splits == 1) sum += sink_term<false>(p.score, batch_head, largest);
-    total = sum > 0.f ? total / sum : 0.f;
-    const int64_t at = batch_head * seqlen_q + r / p.pack;
-    if (p.splits > 1) {
-      p.part_out[(at * p.splits + split) * p.v.width + d] = total;
-      if (d == 0) p.part_lse[at * p.splits + split] = exact_log_sum_exp(largest, sum);
-    } else {
-      T* target = const_cast<T*>(head_of<T>(p.out, batch, head));
-      target[r / p.pack * p.out.stride[2] + d] = static_cast<T>(total);
-      if (d == 0 && p.lse != nullptr)
-        p.lse[at] = log_sum_exp_with_sink<float, false>(p.score, batch_head, largest, sum);
-    }
-  }
+  results.merge(p, at);
 }
 
 // A warp per query, head and 32 columns. The outputs of eight splits are under way at a time: with one after the other
