@@ -113,6 +113,146 @@ template <int kDim, bool kPairs, class Op>
   }
 }
 
+// A turn's rows; and how far away those are that are prefetched meanwhile.
+template <class T>
+struct Turn {
+  const T* row;
+  int64_t step, ahead;
+};
+
+// The rows of K or V from `key` on, a turn at a time.
+template <class T, class Keys, int kDim, int64_t kAhead>
+class Turns {
+ public:
+  Turns(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys)
+      : rows_(rows_of<Keys>(view, p.pages)),
+        first_(at<T>(rows_, batch, head, key)),
+        batch_(batch),
+        head_(head),
+        key_(key),
+        keys_(keys) {}
+
+  // That of the keys from number j on.
+  [[gnu::always_inline]] Turn<T> from(int64_t j) {
+    const int64_t step = rows_.stride[2];
+    if constexpr (std::is_same_v<Keys, View>) {
+      return {first_ + j * step, step, kAhead * step};
+    } else {
+      constexpr int kLanes = Simd<float>::kLanes;
+      const int64_t next = j + round_up(kAhead, kLanes);
+      const T* row = at<T>(rows_, batch_, head_, key_ + j);
+      if (rows_together(rows_, key_ + j) >= kLanes)
+        return {row, step, next < keys_ ? at<T>(rows_, batch_, head_, key_ + next) - row : 0};
+      for_runs(rows_, key_ + j, kLanes, [&](int64_t first, int64_t count) {
+        const T* source = at<T>(rows_, batch_, head_, key_ + j + first);
+        for (int64_t i = 0; i < count; ++i)
+          std::memcpy(copy_ + (first + i) * kDim, source + i * step, kDim * sizeof(T));
+      });
+      return {copy_, kDim, 0};
+    }
+  }
+
+ private:
+  const Keys rows_;
+  const T* const first_;
+  const int64_t batch_, head_, key_, keys_;
+  alignas(64) T copy_[std::is_same_v<Keys, View> ? 1 : Simd<float>::kLanes * kDim];  // of rows in two pages
+};
+
+// scores[row] = q[row] . K of a turn's keys, for kRun rows.
+template <class T, int kDim, int kRun>
+[[gnu::always_inline]] inline void score_turn(const Turn<T>& now, bool prefetches,
+                                              const typename RowDot<float, T>::Query* q, int64_t q_step,
+                                              float* scores) {
+  using S = Simd<float>;
+  using V = S::V;
+  using Dot = RowDot<float, T>;
+  constexpr int kLanes = S::kLanes, kGroup = kLanes / kRun;
+  const T* row = now.row;
+  V all[kRun];  // of each group of keys: kRun rows of sums
+#pragma GCC unroll 2
+  for (int group = 0; group < kRun; ++group) {
+    V sum[kLanes] = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroup; ++i, row += now.step) {
+      if (prefetches) prefetch_row(row + now.ahead, kDim);
+#pragma GCC unroll 16
+      for (int c = 0; c < kDim; c += Dot::kWidth) {
+        const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRun; ++r)
+          sum[r * kGroup + i] = Dot::accumulate(sum[r * kGroup + i], value, Dot::load_query(q + r * q_step + c));
+      }
+    }
+    all[group] = S::sum_each(sum);
+  }
+  transpose_groups(all);
+#pragma GCC unroll 4
+  for (int r = 0; r < kRun; ++r) S::store(scores + r * kLanes, all[r]);
+}
+
+// sum[row] += probabilities[row] . V of a turn's keys, for kRun rows and kColumns columns from `column` on.
+template <bool kPairs, int kColumns, class T, int kRun, int kVectors>
+[[gnu::always_inline]] inline void add_turn(const Turn<T>& now, bool prefetches, const float* probabilities,
+                                            int64_t column, Simd<float>::V (&sum)[kRun][kVectors]) {
+  using S = Simd<float>;
+  constexpr int kLanes = S::kLanes;
+  const T* row = now.row + column;
+  if constexpr (kPairs) {
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i, row += 2 * now.step) {
+      if (prefetches) prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
+      __m512i value[kVectors];
+#pragma GCC unroll 8
+      for (int c = 0; c < kVectors; c += 2) {
+        const auto mask = static_cast<__mmask32>((uint64_t{1} << min64(32, kColumns - c * kLanes)) - 1);
+        const __m512i low = _mm512_maskz_loadu_epi16(mask, row + c * kLanes);
+        const __m512i high = _mm512_maskz_loadu_epi16(mask, row + now.step + c * kLanes);
+        value[c] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end
+        value[c + 1] = _mm512_unpackhi_epi16(low, high);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRun; ++r) {
+        const __m512i pair = PairDot::broadcast(reinterpret_cast<const uint32_t*>(probabilities) + r * kLanes + i);
+#pragma GCC unroll 16
+        for (int c = 0; c < kVectors; ++c) sum[r][c] = PairDot::accumulate(sum[r][c], pair, value[c]);
+      }
+    }
+#endif
+  } else {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes; ++i, row += now.step) {
+      if (prefetches) prefetch_row(row + now.ahead, kColumns);
+#pragma GCC unroll 16
+      for (int c = 0; c < kVectors; ++c) {
+        const auto value = S::load_as(row + c * kLanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRun; ++r) sum[r][c] = S::fma(S::set1(probabilities[r * kLanes + i]), value, sum[r][c]);
+      }
+    }
+  }
+}
+
+// add_turn for all kDim columns, of sums that lie in memory: as many at a time as there are registers for.
+template <bool kPairs, int kDim, int kRun, class T>
+[[gnu::always_inline]] inline void add_turn_to_memory(const Turn<T>& now, bool prefetches, const float* probabilities,
+                                                      float* sums, int64_t step) {
+  using S = Simd<float>;
+  constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
+  constexpr int kBlock = min64(kVectors, 16 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
+  const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
+    S::V sum[kRun][kCount];
+    float* first = sums + c * kLanes;
+    move_sums(first, step, sum, [](float* from, S::V& to) { to = S::load(from); });
+    add_turn<kPairs, kColumns>(now, prefetches, probabilities, c * kLanes, sum);
+    move_sums(first, step, sum, [](float* to, S::V& from) { S::store(to, from); });
+  };
+  constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
+  for (int64_t c = 0; c < kWhole; c += kBlock) columns.template operator()<kBlock, kColumns>(c);
+  if constexpr (kRest != 0) columns.template operator()<kRest, kDim - kWhole * kLanes>(kWhole);
+}
+
 // Rows of queries against keys [key, key + keys), whole vectors of keys that every query attends to; scores have a
 // scale and perhaps a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector of keys
 // each, and rows are read in the order of the memory, so that neither of the two streams stops for long. A turn's
@@ -127,137 +267,33 @@ template <class T, class Op, class Keys, int kRows, int kDim>
                                      int64_t key, int64_t keys) {
   using S = Simd<float>;
   using V = S::V;
-  using Dot = RowDot<float, T>;
-  using Query = typename Dot::Query;
+  using Query = typename RowDot<float, T>::Query;
   constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
   constexpr bool kInRegisters = kRows < 4;  // the sums of values, from turn to turn
-  constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
+  constexpr int kLanes = S::kLanes;
   constexpr int64_t kAhead = (kPairs ? 8192 : 4096) / (kDim * sizeof(T));  // rows; as measured
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch.recent_step();
-  const T* const k = at<T>(rows_of<Keys>(p.k, p.pages), batch, head_k, key);
-  const T* const v = at<T>(rows_of<Keys>(p.v, p.pages), batch, head_k, key);
-  const int64_t k_stride = p.k.stride[2], v_stride = p.v.stride[2];
-  // A turn's rows; and how far away those are that are prefetched meanwhile.
-  struct Turn {
-    const T* row;
-    int64_t step, ahead;
-  };
-  alignas(64) [[maybe_unused]] T copy[std::is_same_v<Keys, View> ? 1 : kLanes * kDim];  // of rows in two pages
-  // From key j on, of rows whose first is `first`.
-  const auto turn = [&](const View& view, const T* first, int64_t step, int64_t j)
-                        __attribute__((always_inline)) -> Turn {
-    if constexpr (std::is_same_v<Keys, View>) {
-      return {first + j * step, step, kAhead * step};
-    } else {
-      const KeyRows rows(view, p.pages);
-      const int64_t next = j + round_up(kAhead, kLanes);
-      const T* row = at<T>(rows, batch, head_k, key + j);
-      if (rows_together(rows, key + j) >= kLanes)
-        return {row, step, next < keys ? at<T>(rows, batch, head_k, key + next) - row : 0};
-      for_runs(rows, key + j, kLanes, [&](int64_t from, int64_t count) {
-        const T* source = at<T>(rows, batch, head_k, key + j + from);
-        for (int64_t i = 0; i < count; ++i) std::memcpy(copy + (from + i) * kDim, source + i * step, kDim * sizeof(T));
-      });
-      return {copy, kDim, 0};
-    }
-  };
+  Turns<T, Keys, kDim, kAhead> k(p, p.k, batch, head_k, key, keys), v(p, p.v, batch, head_k, key, keys);
   const ScoreParams<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
   const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
-  [[maybe_unused]] V kept[kInRegisters ? kRows : 1][kInRegisters ? kVectors : 1] = {};
+  [[maybe_unused]] V kept[kInRegisters ? kRows : 1][kInRegisters ? kDim / kLanes : 1] = {};
   [[maybe_unused]] V kept_sum[kInRegisters ? kRows : 1] = {};
   alignas(64) [[maybe_unused]] float few[kInRegisters ? 2 * kRows * kLanes : 1];
-  float *const scores = kInRegisters ? few : scratch.scores, *const probabilities =
-                                                                 scores + rows * kLanes;  // a vector of each row
+  float* const scores = kInRegisters ? few : scratch.scores;  // a vector of each row
+  float* const probabilities = scores + rows * kLanes;
 
-  const auto score_run = [&]<int kRun>(const Turn& now, int64_t r) __attribute__((always_inline)) {
-    constexpr int kGroup = kLanes / kRun;
-    const T* row = now.row;
-    V all[kRun];  // of each group of keys: kRun rows of sums
-#pragma GCC unroll 2
-    for (int group = 0; group < kRun; ++group) {
-      V sum[kLanes] = {};
-#pragma GCC unroll 16
-      for (int i = 0; i < kGroup; ++i, row += now.step) {
-        if (r == 0) prefetch_row(row + now.ahead, kDim);
-#pragma GCC unroll 16
-        for (int c = 0; c < kDim; c += Dot::kWidth) {
-          const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
-#pragma GCC unroll 4
-          for (int t = 0; t < kRun; ++t) {
-            V& total = sum[t * kGroup + i];
-            total = Dot::accumulate(total, value, Dot::load_query(q + (r + t) * scratch.q_step + c));
-          }
-        }
-      }
-      all[group] = S::sum_each(sum);
-    }
-    transpose_groups(all);
-#pragma GCC unroll 4
-    for (int t = 0; t < kRun; ++t) S::store(scores + (r + t) * kLanes, all[t]);
+  const auto score_rows_of = [&](const Turn<T>& now) __attribute__((always_inline)) {
+    for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+      score_turn<T, kDim, kRun>(now, r == 0, q + r * scratch.q_step, scratch.q_step, scores + r * kLanes);
+    });
   };
-  const auto score_turn = [&](const Turn& now) __attribute__((always_inline)) {
-    for_rows_of<kRows>(
-        rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) { score_run.template operator()<kRun>(now, r); });
-  };
-  // sum += the values of kColumns columns from `column` on, for kRun rows from r on.
-  const auto value_run =
-      [&]<int kColumns, int kRun, int kVectors>(const Turn& now, int64_t r, int64_t column, V(&sum)[kRun][kVectors])
-          __attribute__((always_inline)) {
-            const T* row = now.row + column;
-            if constexpr (kPairs) {
-#if defined(__AVX512BF16__)
-#pragma GCC unroll 8
-              for (int i = 0; i < kLanes / 2; ++i, row += 2 * now.step) {
-                if (r == 0) prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
-                __m512i value[kVectors];
-#pragma GCC unroll 8
-                for (int c = 0; c < kVectors; c += 2) {
-                  const auto mask = static_cast<__mmask32>((uint64_t{1} << min64(32, kColumns - c * kLanes)) - 1);
-                  const __m512i low = _mm512_maskz_loadu_epi16(mask, row + c * kLanes);
-                  const __m512i high = _mm512_maskz_loadu_epi16(mask, row + now.step + c * kLanes);
-                  value[c] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end
-                  value[c + 1] = _mm512_unpackhi_epi16(low, high);
-                }
-#pragma GCC unroll 4
-                for (int t = 0; t < kRun; ++t) {
-                  const __m512i pair =
-                      PairDot::broadcast(reinterpret_cast<const uint32_t*>(probabilities) + (r + t) * kLanes + i);
-#pragma GCC unroll 16
-                  for (int c = 0; c < kVectors; ++c) sum[t][c] = PairDot::accumulate(sum[t][c], pair, value[c]);
-                }
-              }
-#endif
-            } else {
-#pragma GCC unroll 4
-              for (int i = 0; i < kLanes; ++i, row += now.step) {
-                if (r == 0) prefetch_row(row + now.ahead, kColumns);
-#pragma GCC unroll 16
-                for (int c = 0; c < kVectors; ++c) {
-                  const V value = S::load_as(row + c * kLanes);
-#pragma GCC unroll 4
-                  for (int t = 0; t < kRun; ++t)
-                    sum[t][c] = S::fma(S::set1(probabilities[(r + t) * kLanes + i]), value, sum[t][c]);
-                }
-              }
-            }
-          };
-  const auto value_turn = [&](const Turn& now) __attribute__((always_inline)) {
-    if constexpr (kInRegisters) value_run.template operator()<kDim>(now, 0, 0, kept);
+  const auto add_values_of = [&](const Turn<T>& now) __attribute__((always_inline)) {
+    if constexpr (kInRegisters) add_turn<kPairs, kDim>(now, true, probabilities, 0, kept);
     else
       for_row_runs(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-        constexpr int kBlock = min64(kVectors, 16 / kRun);
-        const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
-          V sum[kRun][kCount];
-          float* recent = scratch.recent + r * recent_step + c * kLanes;
-          move_sums(recent, recent_step, sum, [](float* from, V& to) { to = S::load(from); });
-          value_run.template operator()<kColumns>(now, r, c * kLanes, sum);
-          move_sums(recent, recent_step, sum, [](float* to, V& from) { S::store(to, from); });
-        };
-        constexpr int kRest = kVectors % kBlock, kWhole = kVectors - kRest;
-        constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
-        for (int64_t c = 0; c < kWhole; c += kBlock) columns.template operator()<kBlock, kColumns>(c);
-        if constexpr (kRest != 0) columns.template operator()<kRest, kDim - kWhole * kLanes>(kWhole);
+        add_turn_to_memory<kPairs, kDim, kRun>(now, r == 0, probabilities + r * kLanes,
+                                               scratch.recent + r * recent_step, recent_step);
       });
   };
   const auto add_recent = [&]() __attribute__((always_inline)) {
@@ -271,7 +307,7 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   };
 
   if constexpr (!kInRegisters) std::memset(scratch.recent, 0, static_cast<size_t>(rows * recent_step) * sizeof(float));
-  score_turn(turn(p.k, k, k_stride, 0));
+  score_rows_of(k.from(0));
   for (int64_t j = 0; j < keys; j += kLanes) {
     if (j % kDecodeKeys == 0) {
       add_recent();
@@ -308,8 +344,8 @@ template <class T, class Op, class Keys, int kRows, int kDim>
       if constexpr (kPairs) S::store_as(reinterpret_cast<BFloat16*>(target), probability);
       else S::store(target, probability);
     }
-    if (j + kLanes < keys) score_turn(turn(p.k, k, k_stride, j + kLanes));
-    value_turn(turn(p.v, v, v_stride, j));
+    if (j + kLanes < keys) score_rows_of(k.from(j + kLanes));
+    add_values_of(v.from(j));
   }
   add_recent();
 }
