@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib
 import math
 import os
 import re
@@ -191,7 +190,6 @@ def gpu() -> Gpu | None:
 @contextlib.contextmanager
 def rehearsal() -> Iterator[Rehearsed]:
     """Within it all is measured on a rehearsed device, whose CUDA and Triton kernels run in the simulator."""
-    importlib.import_module("bench.gpu.stages")  # which puts tests/ on the path
     import launches
     import routes
 

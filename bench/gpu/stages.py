@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from .device import Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS_FOLDER = str(ROOT / "tests")  # where gpu_kernels is, and the simulator
-if TESTS_FOLDER not in sys.path:
-    sys.path.append(TESTS_FOLDER)
 Found = Iterator[dict[str, Any]]
 
 

@@ -38,7 +38,7 @@ struct BlockRows {
   static constexpr int64_t together(int64_t) { return kUnbounded; }
 };
 
-// The same of rows in pages, from row `key` of a head on.
+// A block's rows in pages, from row `key` of a head on.
 template <class T>
 struct PagedRows {
   static constexpr bool kTogether = false;
@@ -328,7 +328,7 @@ template <class Body>
   for (; r < n; ++r) body.template operator()<1>(r);
 }
 
-// The same where the caller's kernel is for kRows rows, or for any number (4).
+// Runs of n rows where the caller's kernel is for kRows rows, or for any number (4).
 template <int kRows, class Body>
 [[gnu::always_inline]] inline void for_rows_of(int64_t n, const Body& body) {
   if constexpr (kRows < 4) body.template operator()<kRows>(0);
