@@ -34,11 +34,11 @@ from .arguments import (
     show,
     type_error,
 )
+from .checks import check_added, check_kind, check_mask, check_place, check_ranges, check_sinks
 from .mask import Mask, check_sizes, replicated
 from .packed import Jagged, of_jagged
 from .pages import Pages, pages_of
 from .params import (
-    DTYPES,
     UNBOUNDED,
     AttentionParams,
     Band,
@@ -344,7 +344,7 @@ def _normalise(
     check_bounds(window)
     check_alignment(alignment)
     for name, kind in (("query", query), ("key", key), ("value", value)):
-        _check_kind(name, kind, query)
+        check_kind(name, kind, query)
 
     q, k, v = query.shape, key.shape, value.shape
     seqlen_q, head_dim = q[-2:]
@@ -378,15 +378,15 @@ def _normalise(
         # Of 3-D tensors a mask may be 4-D: torch 2.15 takes it so, earlier ones refuse.
         batch_of_mask = batch_qk if len(q) > 3 or len(k) > 3 else (1,)
         scores = (seqlen_q, seqlen_k) if len(q) == len(k) == 2 else (*batch_of_mask, heads_qk, seqlen_q, seqlen_k)
-        _check_mask(mask, query, scores)
+        check_mask(mask, query, scores)
         mask_view = View.of_mask(mask.shape, 3, batch)
     if sinks is not None:
-        _check_sinks(sinks, query, (*batch, heads))
+        check_sinks(sinks, query, (*batch, heads))
         if not equal(sinks.shape, (heads,)):
             sinks_view = View.of_mask(sinks.shape, 1, batch, (heads,))
     if key_ranges is not None:
         rows = (seqlen_q,) if max(len(q), len(k), len(v)) == 2 else (*(batch or (1,)), heads, seqlen_q)
-        _check_ranges(key_ranges, query, rows)
+        check_ranges(key_ranges, query, rows)
         ranges_view = View.of_mask(key_ranges.shape, 4, batch)
 
     if scale is None:
@@ -434,57 +434,6 @@ def _check_not_nested(*tensors: Tensor | None) -> None:
         raise RuntimeError("attnkern: nested tensors are supported in the jagged layout only (layout=torch.jagged)")
 
 
-def _check_kind(name: str, kind: Kind, query: Kind) -> None:
-    shape, dtype, device, layout = kind
-    if layout != torch.strided:
-        raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
-    if len(shape) < 2:
-        raise RuntimeError(f"attnkern: {name} must have at least 2 dimensions (..., length, size), got {show(shape)}")
-    if device != query.device:
-        raise RuntimeError(f"attnkern: {name} must be on query's device {query.device}, got {device}")
-    if dtype != query.dtype:
-        raise RuntimeError(f"attnkern: {name} must have query's dtype {show(query.dtype)}, got {show(dtype)}")
-    if dtype not in DTYPES:
-        # As torch: a dtype without kernels is NotImplementedError (a RuntimeError), one without the maths RuntimeError.
-        error = NotImplementedError if dtype.is_floating_point or dtype.is_complex else RuntimeError
-        raise error(f"attnkern: {name} must be float32, float64, bfloat16 or float16, got {show(dtype)}")
-
-
-def _check_place(name: str, kind: Kind, query: Kind) -> None:
-    _, _, device, layout = kind
-    if layout != torch.strided:
-        raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got layout {layout}")
-    if device != query.device:
-        raise RuntimeError(f"attnkern: {name} must be on query's device {query.device}, got {device}")
-
-
-def _check_added(name: str, dtype: torch.dtype, of_query: torch.dtype) -> None:
-    """The dtype of what is floating point and counts beside the scores."""
-    if dtype not in (torch.float32, of_query):
-        allowed = "float32" if of_query == torch.float32 else f"float32 or query's dtype {show(of_query)}"
-        raise RuntimeError(f"attnkern: {name} must be {allowed}, got {show(dtype)}")
-
-
-def _check_mask(mask: Kind, query: Kind, scores: Sizes) -> None:
-    shape, dtype, *_ = mask
-    _check_place("attn_mask", mask, query)
-    if dtype not in (torch.bool, torch.float32, query.dtype):
-        allowed = "bool or query's dtype float32"
-        if query.dtype != torch.float32:
-            allowed = f"bool, float32 or query's dtype {show(query.dtype)}"
-        hint = ""
-        if not dtype.is_floating_point and not dtype.is_complex:
-            hint = " (masks.padding makes a Mask of lengths)"
-            if len(shape) > 1:
-                hint = " (attn_mask.bool() attends where it is not 0)"
-        raise RuntimeError(f"attnkern: attn_mask must be {allowed}, got {show(dtype)}{hint}")
-    if len(shape) > len(scores) or not fit(shape, scores):
-        raise RuntimeError(
-            f"attnkern: attn_mask must broadcast to the scores' shape {show(scores)}, got {show(shape)}"
-            f"{_batched_hint(shape, scores)}"
-        )
-
-
 def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, key: Tensor) -> Tensor:
     """A table of distances for these 4-D tensors; beside a mask, the sum of both, dense."""
     if not isinstance(given, Tensor):
@@ -496,8 +445,8 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
             "attnkern: relative_bias must hold numbers by distance, (R,), (1 or heads, R) or (1 or batch, 1 or heads, "
             f"R) with {heads} heads in a batch of {batch}, got {show(given.shape)}"
         )
-    _check_place("relative_bias", Kind.of(given), Kind.of(query))
-    _check_added("relative_bias", given.dtype, query.dtype)
+    check_place("relative_bias", Kind.of(given), Kind.of(query))
+    check_added("relative_bias", given.dtype, query.dtype)
     if center is None:
         center = seqlen_q - 1
     elif isinstance(center, bool) or not isinstance(center, (int, torch.SymInt)):
@@ -517,26 +466,6 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
         return bias.where(mask, -math.inf)
     exact = torch.promote_types(query.dtype, torch.float32)
     return bias.to(exact) + mask.to(exact)
-
-
-def _check_sinks(sinks: Kind, query: Kind, heads: Sizes) -> None:
-    shape, dtype, *_ = sinks
-    _check_place("sinks", sinks, query)
-    _check_added("sinks", dtype, query.dtype)
-    if not 0 < len(shape) <= len(heads) or not fit(shape, heads):
-        raise RuntimeError(
-            f"attnkern: sinks must have one number for each of query's heads, {show(heads[-1:])} or {show(heads)}, got "
-            f"{show(shape)}"
-        )
-
-
-def _batched_hint(shape: Sizes, scores: Sizes) -> str:
-    """What makes a mask of the batch, which lacks dimensions of the scores (B, Hq, L, S), one for all heads."""
-    if len(scores) == 4:
-        for kept, index in (((0, 3), "[:, None, None]"), ((0, 2, 3), "[:, None]")):
-            if equal(shape, tuple(scores[dim] for dim in kept)):
-                return f" (attn_mask{index} is for all heads{' and queries' * (len(kept) == 2)})"
-    return ""
 
 
 def _of_causal_bias(mask: Any, is_causal: bool, window: Window, alignment: str) -> tuple[str, tuple[int, int] | None]:
@@ -591,23 +520,6 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, An
         return attn_mask, ranges, None
     held: Any = attn_mask
     return held, ranges, ((*held.shape[:-1], mask.seqlen_k), torch.bool, held.device, held.layout)
-
-
-def _check_ranges(ranges: Kind, query: Kind, rows: Sizes) -> None:
-    shape, dtype, *_ = ranges
-    _check_place("key_ranges", ranges, query)
-    if dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"attnkern: key_ranges must be int32 or int64, got {show(dtype)}")
-    if len(shape) < 2 or shape[-1] != 2 or shape[-2] not in (1, 2):
-        raise RuntimeError(
-            f"attnkern: key_ranges must have the shape (..., 1 or 2 ranges, 2: begin and end), got {show(shape)}"
-        )
-    given = shape[:-2]
-    if len(given) > len(rows) or not fit(given, rows):
-        raise RuntimeError(
-            f"attnkern: key_ranges, less its last two dimensions, must broadcast to the rows of scores {show(rows)}, "
-            f"got {show(shape)}"
-        )
 
 
 def _narrowed(ranges: Tensor, seqlen_k: int) -> Tensor:
