@@ -30,8 +30,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from setuptools import Command, Extension, find_packages, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ModuleNotFoundError:  # setuptools before 70.1, which builds the libraries in place all the same
+    bdist_wheel = None
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)  # relative paths throughout: the binaries don't name the machine
@@ -305,16 +309,18 @@ class BuildLibraries(build_ext):
         return [str(package / name) for name in ("_C.abi3.so", "_cuda.abi3.so", "_build.json")]
 
 
-class BuildWheel(bdist_wheel):
-    """A wheel for every CPython from 3.10 on and for the machine that is compiled for."""
+if bdist_wheel is not None:
 
-    plat_name: str | None
+    class BuildWheel(bdist_wheel):
+        """A wheel for every CPython from 3.10 on and for the machine that is compiled for."""
 
-    def finalize_options(self):
-        if self.distribution.has_ext_modules():
-            self.py_limited_api = "cp310"
-            self.plat_name = self.plat_name or f"linux_{find_compiler()[1]}"
-        super().finalize_options()
+        plat_name: str | None
+
+        def finalize_options(self):
+            if self.distribution.has_ext_modules():
+                self.py_limited_api = "cp310"
+                self.plat_name = self.plat_name or f"linux_{find_compiler()[1]}"
+            super().finalize_options()
 
 
 class BuildSchedules(Command):
@@ -372,7 +378,7 @@ if __name__ == "__main__":  # tests/gate imports this module for its flags
         },  # never top-level: that name is another distribution's
         ext_modules=extensions,
         cmdclass={
-            "bdist_wheel": BuildWheel,
+            **({} if bdist_wheel is None else {"bdist_wheel": BuildWheel}),
             "build_ext": BuildLibraries,
             "build_schedules": BuildSchedules,
             "build_sanitized": BuildSanitized,
