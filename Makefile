@@ -20,7 +20,7 @@ NVCC = $(if $(CUDA_HOME),$(CUDA_HOME)/bin/)nvcc
 # The oldest Triton that is supported and the newest: tests/test_triton_versions.py has the kernels compiled by both.
 TRITONS := 3.6.0 3.9.0
 # A GPU machine may have no more than this, and no network.
-BARE := torch==2.11.0 triton==$(firstword $(TRITONS)) numpy pytest ninja setuptools
+BARE := torch==2.11.0 triton==$(firstword $(TRITONS)) numpy pytest ninja 'setuptools>=77'
 BARE_PYTHON ?= python3.12
 OFFLINE = $(shell unshare -rn true 2>/dev/null && echo unshare -rn)
 CPP := $(shell find csrc tests bench -name "*.cpp" -o -name "*.h" -o -name "*.cuh" -o -name "*.cu")

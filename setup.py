@@ -29,13 +29,16 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import ClassVar
 
+import setuptools
 from setuptools import Command, Extension, find_packages, setup
-from setuptools.command.build_ext import build_ext
 
-try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ModuleNotFoundError:  # setuptools before 70.1, which builds the libraries in place all the same
-    bdist_wheel = None
+if int(setuptools.__version__.partition(".")[0]) < 77:  # which can't read pyproject.toml; Python 3.10 brings 65
+    raise SystemExit(
+        f"attnkern is built by setuptools 77 or newer, here is {setuptools.__version__}: "
+        f"{sys.executable} -m pip install --upgrade setuptools"
+    )
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)  # relative paths throughout: the binaries don't name the machine
@@ -309,18 +312,16 @@ class BuildLibraries(build_ext):
         return [str(package / name) for name in ("_C.abi3.so", "_cuda.abi3.so", "_build.json")]
 
 
-if bdist_wheel is not None:
+class BuildWheel(bdist_wheel):
+    """A wheel for every CPython from 3.10 on and for the machine that is compiled for."""
 
-    class BuildWheel(bdist_wheel):
-        """A wheel for every CPython from 3.10 on and for the machine that is compiled for."""
+    plat_name: str | None
 
-        plat_name: str | None
-
-        def finalize_options(self):
-            if self.distribution.has_ext_modules():
-                self.py_limited_api = "cp310"
-                self.plat_name = self.plat_name or f"linux_{find_compiler()[1]}"
-            super().finalize_options()
+    def finalize_options(self):
+        if self.distribution.has_ext_modules():
+            self.py_limited_api = "cp310"
+            self.plat_name = self.plat_name or f"linux_{find_compiler()[1]}"
+        super().finalize_options()
 
 
 class BuildSchedules(Command):
@@ -378,7 +379,7 @@ if __name__ == "__main__":  # tests/gate imports this module for its flags
         },  # never top-level: that name is another distribution's
         ext_modules=extensions,
         cmdclass={
-            **({} if bdist_wheel is None else {"bdist_wheel": BuildWheel}),
+            "bdist_wheel": BuildWheel,
             "build_ext": BuildLibraries,
             "build_schedules": BuildSchedules,
             "build_sanitized": BuildSanitized,
