@@ -12,12 +12,15 @@
 #pragma push_macro("TORCH_TARGET_VERSION")
 #undef TORCH_TARGET_VERSION
 #include <ATen/dlpack.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 #pragma pop_macro("TORCH_TARGET_VERSION")
 
 #include <cmath>
 #include <cstring>
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "cpu/operators.h"
 
@@ -178,12 +181,29 @@ class Tensor {
     }
     return true;
   }
+  // Reads elements of 16 bits as float32, from `buffer` on. At most two dimensions; others and other types stay.
+  void widen(std::vector<float>& buffer) {
+    const auto of = [&]<class T>(const T* source) {
+      buffer.resize(static_cast<size_t>(numel()));
+      const int64_t rows = dim() == 2 ? size(0) : 1, columns = size(dim() - 1);
+      for (int64_t i = 0; i < rows * columns; ++i)
+        buffer[i] =
+            static_cast<float>(source[(dim() == 2 ? i / columns * stride(0) : 0) + i % columns * stride(dim() - 1)]);
+      strides_[0] = dim() == 2 ? columns : 1, strides_[1] = 1;
+      view_.data = buffer.data(), view_.byte_offset = 0, view_.strides = strides_;
+      scalar_type_ = ScalarType::Float;
+    };
+    if (dim() < 1 || dim() > 2) return;
+    if (scalar_type_ == ScalarType::BFloat16) of(static_cast<const torch::headeronly::BFloat16*>(data_ptr()));
+    if (scalar_type_ == ScalarType::Half) of(static_cast<const torch::headeronly::Half*>(data_ptr()));
+  }
   ScalarType scalar_type() const { return scalar_type_; }
   void* data_ptr() const { return static_cast<char*>(view_.data) + view_.byte_offset; }
   PyObject* release() { return owned_.release(); }
 
  private:
   DLTensor view_{};
+  int64_t strides_[2]{};  // of what widen() has made
   ScalarType scalar_type_ = ScalarType::Undefined;
   Owned owned_;
 };
@@ -364,6 +384,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       return nullptr;
     if (bits != kNone && !inputs.bias.emplace().read(bits)) return nullptr;
     if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
+    std::vector<float> wide_sinks;
+    if (sinks != kNone && inputs.sinks->scalar_type() == q.scalar_type()) inputs.sinks->widen(wide_sinks);
     if (key_ranges != kNone && !inputs.key_ranges.emplace().read(key_ranges)) return nullptr;
     if (block_table != kNone && !inputs.block_table.emplace().read(block_table)) return nullptr;
     if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;

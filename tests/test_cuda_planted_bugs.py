@@ -179,8 +179,8 @@ BUGS = {
     ("decode", "packs one head of a group twice"): (
         DECODE_GROUPED,
         "decode.cu",
-        "head_k * p.pack + (live ? r % p.pack : 0)",
-        "head_k * p.pack + (live ? r % p.pack & ~1 : 0)",
+        "at.first_head(p) + (live ? r % p.pack : 0)",
+        "at.first_head(p) + (live ? r % p.pack & ~1 : 0)",
     ),
     ("decode", "loads into the other stage"): (
         DECODE,

@@ -147,6 +147,17 @@ def test_plain_calls_are_direct(options, operators):
     assert_same(*((results, expected) if "return_lse" in options else ([results], [expected])))
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sinks_of_16_bits_are_direct(dtype, shape, operators):
+    """As models hold them. With a stride, too."""
+    q, k, v = (x.to(dtype) for x in testing.make_inputs(2, 4, 5).tensors.values())
+    for sinks in (torch.randn(shape).to(dtype), torch.randn(*shape, 2).to(dtype)[..., 1]):
+        results = call(q, k, v, sinks=sinks)
+        with operators():
+            assert_same([results], [attnkern.attention(q, k, v, sinks=sinks)])
+
+
 BITS = attnkern.masks.from_mask_mod(lambda b, h, q, k: (q + k) % 3 != 0, None, None, 9, 12)
 
 

@@ -124,7 +124,7 @@ def steps(problem: Problem, capability: int) -> dict[str, Any]:
     if problem.page:
         return found
     backward = plan.backward_plan(key, key.q, key.q, True, mask)
-    direction = plan.Direction(key.q, key.k, key.v, key.bias if mask & GRAD_BIAS else None)
+    direction = plan.TangentSpecs(key.q, key.k, key.v, key.bias if mask & GRAD_BIAS else None)
     tangent, second = plan.second_backward_plan(key, direction, key.q, key.q, True, mask)
     found |= {"tangent": tangent.step} | {
         name: getattr(backward, name) for name in ("delta", "visits", "dkdv", "dq", "dbias")

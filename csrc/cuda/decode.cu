@@ -293,6 +293,16 @@ __global__ void __launch_bounds__(kThreads, std::is_same_v<T, float> ? 2 : 1)
   results.merge(p, at);
 }
 
+// *source, or 0 without reading it. (ptxas makes a branch of some of the loads that a ?: guards.)
+__device__ __forceinline__ float load_if(bool condition, const float* source) {
+  float value;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.f32 %0, 0f00000000;\n\t@p ld.global.f32 %0, [%1];\n\t}"
+      : "=f"(value)
+      : "l"(source), "r"(static_cast<int>(condition)));
+  return value;
+}
+
 // A warp per query, head and 32 columns. The outputs of eight splits are under way at a time: with one after the other
 // the kernel would be as slow as memory is far away, times the number of splits. What a split without keys has left is
 // not read.
@@ -342,7 +352,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll
       for (int of = 0; of < kCombined; ++of) {
         const bool reads = live && (found[n] >> first >> of & 1) != 0;
-        part[of] = reads ? parts[static_cast<int64_t>(n * 32 + first + of) * p.v.width] : 0.f;
+        part[of] = load_if(reads, parts + static_cast<int64_t>(n * 32 + first + of) * p.v.width);
       }
 #pragma unroll
       for (int of = 0; of < kCombined; ++of) total += weight[of] * part[of];
