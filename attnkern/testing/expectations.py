@@ -72,13 +72,17 @@ def expected(
     def run(
         compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0, exact: bool = False
     ) -> dict[str, Tensor]:
-        leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in inputs.items()}
+        differentiated = grad_out is not None
+        leaves = {n: x.detach().to(compute_dtype).requires_grad_(differentiated) for n, x in inputs.items()}
         mask = leaves.get("attn_mask", attn_mask)
         added: dict[str, Any] = {"keep": keep, **{n: leaves.get(n) for n in ("sinks", "relative_bias")}}
-        with torch.enable_grad():
-            q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
+        with torch.set_grad_enabled(differentiated):
+            q, k, v = leaves["query"], leaves["key"], leaves["value"]
+            if stretch != 1.0:
+                q, k, v = q * stretch, k / stretch, v * stretch
             out, lse = naive_attention(q, k, v, mask, split_scale=split_scale, exact=exact, **added, **options)
-            out = out / stretch
+            if stretch != 1.0:
+                out = out / stretch
             results = {"out": out.detach(), "lse": lse.detach()}
             if grad_out is not None:
                 targets, seeds = [out], [grad_out.detach().to(compute_dtype)]
@@ -198,6 +202,8 @@ def _rounding(
         return x.expand(*out.shape[:-2], *x.shape[-2:])
 
     def reduce(name: str, squares: Tensor) -> Tensor:
+        if name in _INPUTS and squares.shape == inputs[name].shape:
+            return squares.sqrt()  # `full` repeats nothing
         leaf = inputs[name].detach().double().requires_grad_()
         with torch.enable_grad():
             (total,) = torch.autograd.grad(full(name, leaf), leaf, squares)
@@ -281,31 +287,39 @@ def _units(
         inputs, attn_mask, exact, exact["out"], keep, options
     )
     q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
-    w2 = (weights * survive * (1.0 + condition)).square()
+    v2 = v.square()
+    kept = weights if keep is None else weights * survive
+    w2 = (kept * (1.0 + condition)).square()
     # A score's rounding changes the output by the value's distance from it: by nothing where one weight is 1.
     moved2 = (weights * condition).square()
-    apart2 = (moved2 * survive.square()) @ v.square() - 2.0 * exact["out"] * ((moved2 * survive) @ v)
+    once2, twice2 = (moved2, moved2) if keep is None else (moved2 * survive, moved2 * survive.square())
+    apart2 = twice2 @ v2 - 2.0 * exact["out"] * (once2 @ v)
     moved2 = moved2.sum(-1, keepdim=True) + (sink * sink_condition).square()  # a sink's value is 0
     apart2 = (apart2 + exact["out"].square() * moved2).clamp(min=0.0)
     units = {
-        "out": unit("out", ((weights * survive).square() @ v.square() + apart2).sqrt()),
+        "out": unit("out", (kept.square() @ v2 + apart2).sqrt()),
         "lse": eps_accumulate * (exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0) + lse_unit),
     }
     if grad_out is None:
         return units
     do = grad_out.detach().double()
-    units["value"] = unit("value", reduce("value", w2.mT @ do.square()))
+    do2, delta = do.square(), do * exact["out"]
+    units["value"] = unit("value", reduce("value", w2.mT @ do2))
     # delta is made of the output, rounded and with the error that its terms brought along, which remains where they
     # cancel.
-    delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * (do * exact["out"]).square().sum(-1, keepdim=True)
-    delta2 = delta2 + (do.square() * (w2 @ v.square())).sum(-1, keepdim=True)
-    dp2 = (do.square() @ v.square().mT) * survive.square()
-    centred = (do @ v.mT) * survive - (do * exact["out"]).sum(-1, keepdim=True)
+    delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * delta.square().sum(-1, keepdim=True)
+    delta2 = delta2 + (do2 * (w2 @ v2)).sum(-1, keepdim=True)
+    delta = delta.sum(-1, keepdim=True)
+    dp, dp2 = do @ v.mT, do2 @ v2.mT
+    if keep is not None:
+        dp, dp2 = dp * survive, dp2 * survive.square()
+    centred = dp - delta
     if grad_lse is not None:
         dlse = grad_lse.detach().double().expand(do.shape[:-1])[..., None]
         centred, delta2 = centred + dlse, delta2 + dlse.square()
     terms2 = dp2 + delta2 + centred.square()
-    dx2 = (weights * (1.0 + condition)).square() * terms2  # of the scores as softmax sees them: the mask's gradient
+    p2 = w2 if keep is None else (weights * (1.0 + condition)).square()
+    dx2 = p2 * terms2  # of the scores as softmax sees them: the mask's gradient
     ds2 = dx2
     if softcap := options.get("softcap"):
         # The slope of tanh turns a rounding of the score into 2 / softcap times as much, relative to itself.
@@ -320,7 +334,7 @@ def _units(
         one_by_one = eps_accumulate / eps * math.sqrt(count) * exact[name].abs()
         units[name] = unit(name, reduce(name, dx2) + one_by_one)
     if "sinks" in inputs:
-        delta = (do * exact["out"]).sum(-1, keepdim=True) - (0.0 if grad_lse is None else dlse)
+        delta = delta - (0.0 if grad_lse is None else dlse)
         of_rows = (sink * (1.0 + sink_condition)).square() * (delta2 + delta.square())
         rows_of_one = sink.numel() / max(1, inputs["sinks"].numel())
         one_by_one = eps_accumulate / eps * math.sqrt(rows_of_one) * exact["sinks"].abs()
