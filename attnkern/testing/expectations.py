@@ -70,7 +70,12 @@ def expected(
     inputs = _differentiable(query, key, value, attn_mask, sinks, relative_bias)
 
     def run(
-        compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0, exact: bool = False
+        compute_dtype: torch.dtype,
+        *,
+        split_scale: bool,
+        stretch: float = 1.0,
+        exact: bool = False,
+        found: list[Tensor] | None = None,
     ) -> dict[str, Tensor]:
         differentiated = grad_out is not None
         leaves = {n: x.detach().to(compute_dtype).requires_grad_(differentiated) for n, x in inputs.items()}
@@ -80,7 +85,8 @@ def expected(
             q, k, v = leaves["query"], leaves["key"], leaves["value"]
             if stretch != 1.0:
                 q, k, v = q * stretch, k / stretch, v * stretch
-            out, lse = naive_attention(q, k, v, mask, split_scale=split_scale, exact=exact, **added, **options)
+            rounding: dict[str, Any] = {"split_scale": split_scale, "exact": exact, "found": found}
+            out, lse = naive_attention(q, k, v, mask, **rounding, **added, **options)
             if stretch != 1.0:
                 out = out / stretch
             results = {"out": out.detach(), "lse": lse.detach()}
@@ -95,9 +101,13 @@ def expected(
         return results
 
     finite = all(x.isfinite().all() for name, x in inputs.items() if name != "attn_mask")
-    exact = run(torch.float64, split_scale=False, exact=dtype == torch.float64 and finite)
+    refined = dtype == torch.float64 and finite
+    found: list[Tensor] = []
+    exact = run(torch.float64, split_scale=False, exact=refined, found=found)
     computed = _computed(run, exact, dtype)
-    units = _units(inputs, attn_mask, exact, grad_out, grad_lse, keep, options)
+    # The units are those of float64 maths as it rounds, which refined scores are not.
+    weights = None if refined else found[0]
+    units = _units(inputs, attn_mask, exact, grad_out, grad_lse, keep, options, weights)
     dtypes = {"out": dtype, "lse": _accumulate_dtype(dtype), **{n: x.dtype for n, x in inputs.items()}}
     return {n: Expected(exact[n], torch.zeros_like(exact[n]).to(dtypes[n]).copy_(computed[n]), units[n]) for n in exact}
 
@@ -184,7 +194,9 @@ def _rounding(
     out: Tensor,
     keep: Tensor | None,
     options: dict[str, Any],
+    weights: Tensor | None = None,
 ) -> _Rounding:
+    """`weights` are float64 maths' own where the caller has them; exact["lse"] is then their log-sum-exp."""
     dtype = inputs["query"].dtype
     eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
     gqa, dropout_p = options.get("enable_gqa", False), round(options.get("dropout_p", 0.0) * 65536) / 65536
@@ -213,22 +225,19 @@ def _rounding(
     scale = options.get("scale")
     if scale is None:
         scale = 1.0 / math.sqrt(q.size(-1)) if q.size(-1) else 1.0
-    band = band_mask(
-        q.size(-2),
-        k.size(-2),
-        is_causal=options.get("is_causal", False),
-        window=options.get("window"),
-        alignment=options.get("alignment", "top_left"),
-        key_ranges=options.get("key_ranges"),
-        device=q.device,
-    )
     mask = None if attn_mask is None else attn_mask.detach()
     if "relative_bias" in inputs:
         bias = full("relative_bias", inputs["relative_bias"].detach().double())
         mask = bias if mask is None else bias.where(mask, -math.inf) if mask.dtype == torch.bool else bias + mask
     sinks = inputs["sinks"].detach().double() if "sinks" in inputs else None
-    given: dict[str, Any] = {"scale": scale, "softcap": options.get("softcap"), "band": band, "sinks": sinks}
-    weights, lse = _weights(q, k, mask, split_scale=False, **given)
+    if weights is not None:
+        weights, lse = weights.expand(*out.shape[:-1], k.size(-2)), exact["lse"]
+    else:
+        where: dict[str, Any] = {n: options[n] for n in ("is_causal", "window", "alignment") if n in options}
+        where |= {"key_ranges": options.get("key_ranges"), "device": q.device}
+        band = band_mask(q.size(-2), k.size(-2), **where)
+        given: dict[str, Any] = {"scale": scale, "softcap": options.get("softcap"), "band": band, "sinks": sinks}
+        weights, lse = _weights(q, k, mask, split_scale=False, **given)
 
     # A score is rounded in the accumulation dtype, and so is the row's log-sum-exp: either moves a weight by that much
     # relative to 1. Twice, as sums round too. Only numbers that leave something of a weight count: a mask of finfo.min
@@ -279,12 +288,13 @@ def _units(
     grad_lse: Tensor | None,
     keep: Tensor | None,
     options: dict[str, Any],
+    weights: Tensor | None,
 ) -> dict[str, Tensor]:
     """The rule's unit for every result: one rounding in the dtype carried through the terms that are added up."""
     dtype = inputs["query"].dtype
     eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
     full, reduce, unit, scale, weights, condition, lse_unit, survive, additions, sink, sink_condition = _rounding(
-        inputs, attn_mask, exact, exact["out"], keep, options
+        inputs, attn_mask, exact, exact["out"], keep, options, weights
     )
     q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
     v2 = v.square()
