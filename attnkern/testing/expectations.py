@@ -70,15 +70,25 @@ def expected(
     inputs = _differentiable(query, key, value, attn_mask, sinks, relative_bias)
 
     def run(
-        compute_dtype: torch.dtype, *, split_scale: bool, stretch: float = 1.0, exact: bool = False
+        compute_dtype: torch.dtype,
+        *,
+        split_scale: bool,
+        stretch: float = 1.0,
+        exact: bool = False,
+        found: list[Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in inputs.items()}
+        differentiated = grad_out is not None
+        leaves = {n: x.detach().to(compute_dtype).requires_grad_(differentiated) for n, x in inputs.items()}
         mask = leaves.get("attn_mask", attn_mask)
         added: dict[str, Any] = {"keep": keep, **{n: leaves.get(n) for n in ("sinks", "relative_bias")}}
-        with torch.enable_grad():
-            q, k, v = leaves["query"] * stretch, leaves["key"] / stretch, leaves["value"] * stretch
-            out, lse = naive_attention(q, k, v, mask, split_scale=split_scale, exact=exact, **added, **options)
-            out = out / stretch
+        with torch.set_grad_enabled(differentiated):
+            q, k, v = leaves["query"], leaves["key"], leaves["value"]
+            if stretch != 1.0:
+                q, k, v = q * stretch, k / stretch, v * stretch
+            rounding: dict[str, Any] = {"split_scale": split_scale, "exact": exact, "found": found}
+            out, lse = naive_attention(q, k, v, mask, **rounding, **added, **options)
+            if stretch != 1.0:
+                out = out / stretch
             results = {"out": out.detach(), "lse": lse.detach()}
             if grad_out is not None:
                 targets, seeds = [out], [grad_out.detach().to(compute_dtype)]
@@ -91,9 +101,13 @@ def expected(
         return results
 
     finite = all(x.isfinite().all() for name, x in inputs.items() if name != "attn_mask")
-    exact = run(torch.float64, split_scale=False, exact=dtype == torch.float64 and finite)
+    refined = dtype == torch.float64 and finite
+    found: list[Tensor] = []
+    exact = run(torch.float64, split_scale=False, exact=refined, found=found)
     computed = _computed(run, exact, dtype)
-    units = _units(inputs, attn_mask, exact, grad_out, grad_lse, keep, options)
+    # The units are those of float64 maths as it rounds, which refined scores are not.
+    weights = None if refined else found[0]
+    units = _units(inputs, attn_mask, exact, grad_out, grad_lse, keep, options, weights)
     dtypes = {"out": dtype, "lse": _accumulate_dtype(dtype), **{n: x.dtype for n, x in inputs.items()}}
     return {n: Expected(exact[n], torch.zeros_like(exact[n]).to(dtypes[n]).copy_(computed[n]), units[n]) for n in exact}
 
@@ -180,7 +194,9 @@ def _rounding(
     out: Tensor,
     keep: Tensor | None,
     options: dict[str, Any],
+    weights: Tensor | None = None,
 ) -> _Rounding:
+    """`weights` are float64 maths' own where the caller has them; exact["lse"] is then their log-sum-exp."""
     dtype = inputs["query"].dtype
     eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
     gqa, dropout_p = options.get("enable_gqa", False), round(options.get("dropout_p", 0.0) * 65536) / 65536
@@ -198,6 +214,8 @@ def _rounding(
         return x.expand(*out.shape[:-2], *x.shape[-2:])
 
     def reduce(name: str, squares: Tensor) -> Tensor:
+        if name in _INPUTS and squares.shape == inputs[name].shape:
+            return squares.sqrt()  # `full` repeats nothing
         leaf = inputs[name].detach().double().requires_grad_()
         with torch.enable_grad():
             (total,) = torch.autograd.grad(full(name, leaf), leaf, squares)
@@ -207,22 +225,19 @@ def _rounding(
     scale = options.get("scale")
     if scale is None:
         scale = 1.0 / math.sqrt(q.size(-1)) if q.size(-1) else 1.0
-    band = band_mask(
-        q.size(-2),
-        k.size(-2),
-        is_causal=options.get("is_causal", False),
-        window=options.get("window"),
-        alignment=options.get("alignment", "top_left"),
-        key_ranges=options.get("key_ranges"),
-        device=q.device,
-    )
     mask = None if attn_mask is None else attn_mask.detach()
     if "relative_bias" in inputs:
         bias = full("relative_bias", inputs["relative_bias"].detach().double())
         mask = bias if mask is None else bias.where(mask, -math.inf) if mask.dtype == torch.bool else bias + mask
     sinks = inputs["sinks"].detach().double() if "sinks" in inputs else None
-    given: dict[str, Any] = {"scale": scale, "softcap": options.get("softcap"), "band": band, "sinks": sinks}
-    weights, lse = _weights(q, k, mask, split_scale=False, **given)
+    if weights is not None:
+        weights, lse = weights.expand(*out.shape[:-1], k.size(-2)), exact["lse"]
+    else:
+        where: dict[str, Any] = {n: options[n] for n in ("is_causal", "window", "alignment") if n in options}
+        where |= {"key_ranges": options.get("key_ranges"), "device": q.device}
+        band = band_mask(q.size(-2), k.size(-2), **where)
+        given: dict[str, Any] = {"scale": scale, "softcap": options.get("softcap"), "band": band, "sinks": sinks}
+        weights, lse = _weights(q, k, mask, split_scale=False, **given)
 
     # A score is rounded in the accumulation dtype, and so is the row's log-sum-exp: either moves a weight by that much
     # relative to 1. Twice, as sums round too. Only numbers that leave something of a weight count: a mask of finfo.min
@@ -273,39 +288,48 @@ def _units(
     grad_lse: Tensor | None,
     keep: Tensor | None,
     options: dict[str, Any],
+    weights: Tensor | None,
 ) -> dict[str, Tensor]:
     """The rule's unit for every result: one rounding in the dtype carried through the terms that are added up."""
     dtype = inputs["query"].dtype
     eps, eps_accumulate = torch.finfo(dtype).eps, torch.finfo(_accumulate_dtype(dtype)).eps
     full, reduce, unit, scale, weights, condition, lse_unit, survive, additions, sink, sink_condition = _rounding(
-        inputs, attn_mask, exact, exact["out"], keep, options
+        inputs, attn_mask, exact, exact["out"], keep, options, weights
     )
     q, k, v = (full(n, inputs[n].detach().double()) for n in ("query", "key", "value"))
-    w2 = (weights * survive * (1.0 + condition)).square()
+    v2 = v.square()
+    kept = weights if keep is None else weights * survive
+    w2 = (kept * (1.0 + condition)).square()
     # A score's rounding changes the output by the value's distance from it: by nothing where one weight is 1.
     moved2 = (weights * condition).square()
-    apart2 = (moved2 * survive.square()) @ v.square() - 2.0 * exact["out"] * ((moved2 * survive) @ v)
+    once2, twice2 = (moved2, moved2) if keep is None else (moved2 * survive, moved2 * survive.square())
+    apart2 = twice2 @ v2 - 2.0 * exact["out"] * (once2 @ v)
     moved2 = moved2.sum(-1, keepdim=True) + (sink * sink_condition).square()  # a sink's value is 0
     apart2 = (apart2 + exact["out"].square() * moved2).clamp(min=0.0)
     units = {
-        "out": unit("out", ((weights * survive).square() @ v.square() + apart2).sqrt()),
+        "out": unit("out", (kept.square() @ v2 + apart2).sqrt()),
         "lse": eps_accumulate * (exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0) + lse_unit),
     }
     if grad_out is None:
         return units
     do = grad_out.detach().double()
-    units["value"] = unit("value", reduce("value", w2.mT @ do.square()))
+    do2, delta = do.square(), do * exact["out"]
+    units["value"] = unit("value", reduce("value", w2.mT @ do2))
     # delta is made of the output, rounded and with the error that its terms brought along, which remains where they
     # cancel.
-    delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * (do * exact["out"]).square().sum(-1, keepdim=True)
-    delta2 = delta2 + (do.square() * (w2 @ v.square())).sum(-1, keepdim=True)
-    dp2 = (do.square() @ v.square().mT) * survive.square()
-    centred = (do @ v.mT) * survive - (do * exact["out"]).sum(-1, keepdim=True)
+    delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * delta.square().sum(-1, keepdim=True)
+    delta2 = delta2 + (do2 * (w2 @ v2)).sum(-1, keepdim=True)
+    delta = delta.sum(-1, keepdim=True)
+    dp, dp2 = do @ v.mT, do2 @ v2.mT
+    if keep is not None:
+        dp, dp2 = dp * survive, dp2 * survive.square()
+    centred = dp - delta
     if grad_lse is not None:
         dlse = grad_lse.detach().double().expand(do.shape[:-1])[..., None]
         centred, delta2 = centred + dlse, delta2 + dlse.square()
     terms2 = dp2 + delta2 + centred.square()
-    dx2 = (weights * (1.0 + condition)).square() * terms2  # of the scores as softmax sees them: the mask's gradient
+    p2 = w2 if keep is None else (weights * (1.0 + condition)).square()
+    dx2 = p2 * terms2  # of the scores as softmax sees them: the mask's gradient
     ds2 = dx2
     if softcap := options.get("softcap"):
         # The slope of tanh turns a rounding of the score into 2 / softcap times as much, relative to itself.
@@ -320,7 +344,7 @@ def _units(
         one_by_one = eps_accumulate / eps * math.sqrt(count) * exact[name].abs()
         units[name] = unit(name, reduce(name, dx2) + one_by_one)
     if "sinks" in inputs:
-        delta = (do * exact["out"]).sum(-1, keepdim=True) - (0.0 if grad_lse is None else dlse)
+        delta = delta - (0.0 if grad_lse is None else dlse)
         of_rows = (sink * (1.0 + sink_condition)).square() * (delta2 + delta.square())
         rows_of_one = sink.numel() / max(1, inputs["sinks"].numel())
         one_by_one = eps_accumulate / eps * math.sqrt(rows_of_one) * exact["sinks"].abs()

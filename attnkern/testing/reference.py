@@ -174,12 +174,13 @@ def _weights(
         scores = torch.cat([scores, column], -1)
         rest = None if rest is None else torch.cat([rest, torch.zeros_like(column)], -1)
     dead = (scores == -math.inf).all(-1, keepdim=True)
-    alive, largest = torch.where(dead, 0.0, scores), torch.zeros(())
+    alive, largest = torch.where(dead, 0.0, scores), None
     if rest is not None and alive.size(-1):
         largest = alive.detach().amax(-1, keepdim=True)
         alive = alive - largest + rest  # the difference is small where it matters
     weights = torch.where(dead, 0.0, alive.softmax(-1))
-    lse = torch.where(dead.squeeze(-1), -math.inf, (alive.logsumexp(-1, keepdim=True) + largest).squeeze(-1))
+    lse = alive.logsumexp(-1) if largest is None else alive.logsumexp(-1) + largest.squeeze(-1)
+    lse = torch.where(dead.squeeze(-1), -math.inf, lse)
     return weights if sinks is None else weights[..., :-1], lse
 
 
@@ -243,10 +244,12 @@ def naive_attention(
     keep: Tensor | None = None,
     split_scale: bool = False,
     exact: bool = False,
+    found: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention as a plain composition in the inputs' dtype, any rank: (out, lse). `keep` replays a dropout mask.
 
-    `exact` is for finite float64: scores, whose errors softmax magnifies, are then right to the last digit.
+    `exact` is for finite float64: scores, whose errors softmax magnifies, are then right to the last digit. `found`
+    takes the softmax weights, before dropout.
     """
     if dropout_p and keep is None:
         raise ValueError("dropout needs the mask to replay: pass keep=")
@@ -262,6 +265,8 @@ def naive_attention(
         attn_mask = bias if attn_mask is None or attn_mask.dtype == torch.bool else bias + attn_mask.to(bias.dtype)
     rounding = {"split_scale": split_scale, "exact": exact}
     weights, lse = _weights(query, key, attn_mask, scale=scale, softcap=softcap, band=band, sinks=sinks, **rounding)
+    if found is not None:
+        found.append(weights.detach())
     if keep is not None:
         dropout_p = round(dropout_p * 65536) / 65536  # what `philox_keep` drops
         weights = weights * keep.to(weights.dtype) / (1.0 - dropout_p) if dropout_p < 1 else weights * 0.0
