@@ -1,6 +1,5 @@
 """What calls would take on many cores: tasks timed one by one and replayed through the kernels' queue."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import attnkern
 from bench import cores, machine, record
 from bench.__main__ import app
 
@@ -20,8 +20,7 @@ def program():
     objects = machine.ROOT / "build" / "ninja" / "release" / "csrc" / "cpu" / "dispatch.cpp.o"
     if not objects.exists():
         pytest.skip("the library was built elsewhere")
-    built = json.loads((machine.ROOT / "attnkern" / "_build.json").read_text())
-    environment = os.environ | {"ATTNKERN_CPU_ISAS": " ".join(built["isa"])}
+    environment = os.environ | {"ATTNKERN_CPU_ISAS": attnkern.build_info()["cpu_isa"]}
     subprocess.run([sys.executable, "setup.py", "-q", "build_cores"], cwd=machine.ROOT, env=environment, check=True)
     program = cores.Cores()
     yield program
@@ -29,11 +28,12 @@ def program():
 
 
 def test_tasks_are_dealt_out(program):
-    seconds, alone, phases, tasks = program.ask(TINY, 3)
+    seconds, alone, phases, tasks, scratch = program.ask(TINY, 3)
     assert 0 < alone < seconds
     assert phases > 1
     assert tasks >= 3
-    one, alone, phases, tasks = program.ask(TINY, 1)
+    assert scratch > 0
+    one, alone, phases, tasks, _ = program.ask(TINY, 1)
     assert (alone, phases, tasks) == (one, 0, 0)
 
 
