@@ -110,6 +110,36 @@ class Cores:
         self._process.communicate()
 
 
+# Where a thread keeps most: at these many numbers of a head, which its packed caches and its sums just hold.
+SCRATCH_LONGEST = {"forward": 1 << 19, "backward": 1 << 18}
+SCRATCH_SIZES = (64, 128, 256)
+
+
+def scratch_problems(pass_name: str, dtype: str) -> list[Problem]:
+    """Those that need most scratch, of SCRATCH_SIZES; decode: of the most query heads to one of keys."""
+    if pass_name == "decode":
+        return [Problem("forward", dtype, 1, 16, 1, 1, 2048, size) for size in SCRATCH_SIZES]
+    lengths = [SCRATCH_LONGEST[pass_name] // size for size in SCRATCH_SIZES]
+    return [Problem(pass_name, dtype, 1, 1, 1, n, n, size) for n, size in zip(lengths, SCRATCH_SIZES, strict=True)]
+
+
+def scratch(cores: Cores) -> dict[tuple[str, str], list[float]]:
+    """KiB that a thread keeps at most, for SCRATCH_SIZES: of each pass and dtype."""
+    return {
+        (pass_name, dtype): [cores.ask(problem, 1)[4] / 1024 for problem in scratch_problems(pass_name, dtype)]
+        for pass_name in ("forward", "decode", "backward")
+        for dtype in DTYPES
+    }
+
+
+def scratch_table(found: dict[tuple[str, str], list[float]]) -> str:
+    """In Markdown."""
+    lines = [["KiB of a thread", "dtype", *(f"head size {size}" for size in SCRATCH_SIZES)]]
+    lines.append(["---"] * len(lines[0]))
+    lines += [[pass_name, dtype, *(f"{n:.0f}" for n in sizes)] for (pass_name, dtype), sizes in found.items()]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
 def measure(cores: Cores, problem: Problem, threads: Sequence[int], turns: int = 3, budget: float = 4.0) -> Row:
     """A row: seconds for 1, 2 (by tasks, and by two real threads) and `threads`, medians of turns."""
     first = cores.ask(problem, 1)[0]

@@ -83,18 +83,20 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def main(length: int, path: Path) -> None:
-    log = Log(path, fresh=True)
+    log = Log(path)  # goes on where it stopped
     command = shlex.join(("python", "-m", "bench.training_memory", *sys.argv[1:]))
     log.start_run(machine.provenance(torch.device("cpu")) | {"command": command})
-    for row in ROWS:
-        for provider, threads in (("attnkern", 1), ("attnkern", 2), ("F.sdpa", 1), ("F.sdpa", 2)):
-            if provider == "F.sdpa" and any(word in row for word in OURS_ALONE):
-                continue
+    sides = [("attnkern", 1), ("attnkern", 2), ("F.sdpa", 1), ("F.sdpa", 2)]
+    for provider, threads in sides:
+        for row in ROWS:
             call = (row, provider, str(threads), str(length))
+            key = shlex.join(call)
+            if log.finished(key) or (provider == "F.sdpa" and any(word in row for word in OURS_ALONE)):
+                continue
             answer = subprocess.run(
                 [sys.executable, "-m", "bench.training_memory", *call], stdout=subprocess.PIPE, text=True, check=True
             ).stdout
-            found = {"key": shlex.join(call), "case": row, "provider": provider, "threads": threads, "length": length}
+            found = {"key": key, "case": row, "provider": provider, "threads": threads, "length": length}
             log.add(found | {"head_dim": HEAD_DIM, "peak": int(answer), "status": "ok"})
             print(row, provider, threads, report.size(int(answer)), flush=True)
     log.close()
