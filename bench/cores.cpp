@@ -5,9 +5,9 @@
 //
 // A line on stdin is a problem, `pass dtype batch heads_q heads_k seqlen_q seqlen_k head_dim mask threads rounds`:
 // forward or backward; float32 or bfloat16; all, causal, packed (causal sequences side by side) or prefix (ranges: the
-// first quarter of the keys, and those before). A line on stdout is `seconds alone phases tasks scratch` of it: what the
-// call takes, what one thread takes of that alone, how often threads start, tasks of the longest phase, bytes that each
-// thread keeps. With 1 thread it is a plain call; with -2 one by two real threads. Times are medians of CPU time.
+// first quarter of the keys, and those before). A line on stdout is `seconds alone phases tasks scratch` of it: what
+// the call takes, what one thread takes of that alone, how often threads start, tasks of the longest phase, bytes that
+// each thread keeps. With 1 thread it is a plain call; with -2 one by two real threads. Times are medians of CPU time.
 #include <time.h>
 #include <ucontext.h>
 
