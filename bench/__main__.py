@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar
@@ -375,6 +376,9 @@ def cores_(
     threads: Annotated[str, typer.Option("--threads", help="Numbers of threads.")] = "8,32,96,192",
     pass_: Annotated[str | None, typer.Option("--pass", help="forward or backward. Default: both.")] = None,
     longest: Annotated[int, typer.Option(min=1, help="Of the keys.")] = 32768,
+    only: Annotated[
+        str | None, typer.Option("--only", help="Rows like this glob, as in 'backward fp32 *'; the file keeps others.")
+    ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Of all numbers of threads; medians of these.")] = 3,
     budget: Annotated[float, typer.Option(min=0.0, help="Seconds for a row, about.")] = 4.0,
     before: Annotated[
@@ -389,9 +393,12 @@ def cores_(
     chosen = [p for p in many.problems() if pass_ in (None, p.pass_name) and p.seqlen_k <= longest]
     if not chosen:
         raise typer.BadParameter(f"{pass_!r} is neither forward nor backward", param_hint="--pass")
+    chosen = [p for p in chosen if only is None or fnmatchcase(p.key, only)]
+    if not chosen:
+        raise typer.BadParameter(f"no row is like {only!r}", param_hint="--only")
     program = _parsed("cores", many.Cores)
     path = out or machine.ROOT / "bench" / "runs" / "cores.jsonl"
-    log = _parsed("--out", Log, path, True)
+    log = _parsed("--out", Log, path, only is None)
     log.start_run(machine.provenance(torch.device("cpu")))
     try:
         for problem in chosen:
@@ -402,8 +409,9 @@ def cores_(
         log.close()
         program.close()
     old = record.read(before)[0] if before else None
-    path.with_suffix(".md").write_text(many.markdown(list(log.rows.values()), log.runs, old), encoding="utf-8")
-    console.print(many.summary(log.rows.values()), highlight=False)
+    rows = many.in_order(log.rows)
+    path.with_suffix(".md").write_text(many.markdown(rows, log.runs, old), encoding="utf-8")
+    console.print(many.summary(rows), highlight=False)
 
 
 @app.command("list")

@@ -5,9 +5,9 @@
 //
 // A line on stdin is a problem, `pass dtype batch heads_q heads_k seqlen_q seqlen_k head_dim mask threads rounds`:
 // forward or backward; float32 or bfloat16; all, causal, packed (causal sequences side by side) or prefix (ranges: the
-// first quarter of the keys, and those before). A line on stdout is `seconds alone phases tasks` of it: what the call
-// takes, what one thread takes of that alone, how often threads start, tasks of the longest phase. With 1 thread it is
-// a plain call; with -2 one by two real threads. All are medians of CPU time.
+// first quarter of the keys, and those before). A line on stdout is `seconds alone phases tasks scratch` of it: what
+// the call takes, what one thread takes of that alone, how often threads start, tasks of the longest phase, bytes that
+// each thread keeps. With 1 thread it is a plain call; with -2 one by two real threads. Times are medians of CPU time.
 #include <time.h>
 #include <ucontext.h>
 
@@ -24,6 +24,15 @@
 #include <vector>
 
 #include "cpu/tasks.h"
+
+// The linker gives the kernels' calls of thread_scratch() to this one (--wrap, in setup.py), which notes what they ask.
+std::atomic<std::size_t> most_scratch{0};
+extern "C" void* __real__ZN8attnkern3cpu14thread_scratchEm(std::size_t bytes);
+extern "C" void* __wrap__ZN8attnkern3cpu14thread_scratchEm(std::size_t bytes) {
+  for (std::size_t known = most_scratch; known < bytes && !most_scratch.compare_exchange_weak(known, bytes);) {
+  }
+  return __real__ZN8attnkern3cpu14thread_scratchEm(bytes);
+}
 
 namespace attnkern::cpu {
 namespace {
@@ -223,6 +232,7 @@ void run(const Problem& of, const Kernels& kernels) {
   if (of.threads == -2) runtime = {2, two_threads};
   if (of.pass == "backward") kernels.forward(forward, {1, nullptr});
   std::vector<double> seconds, alone;
+  most_scratch = 0;
   for (int64_t round = -1; round < of.rounds; ++round) {  // the first one warms up
     // As torch gives them: what is written first is memory that no one has touched, or that has just been freed.
     const Tensor dq = tensor(of.pass == "backward" ? of.heads_q : 0, of.seqlen_q),
@@ -240,8 +250,8 @@ void run(const Problem& of, const Kernels& kernels) {
     std::nth_element(x.begin(), x.begin() + static_cast<int64_t>(x.size() / 2), x.end());
     return x[x.size() / 2];
   };
-  std::printf("%.9g %.9g %lld %lld\n", middle(seconds), middle(alone), static_cast<long long>(phases),
-              static_cast<long long>(most_tasks));
+  std::printf("%.9g %.9g %lld %lld %zu\n", middle(seconds), middle(alone), static_cast<long long>(phases),
+              static_cast<long long>(most_tasks), most_scratch.load());
   std::fflush(stdout);
 }
 

@@ -48,6 +48,11 @@ class Problem:
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q} x {self.seqlen_k}"
         return f"{self.batch} x {heads} x {lengths} x {self.head_dim}"
 
+    @property
+    def key(self) -> str:
+        """The same of two runs."""
+        return shlex.join((self.pass_name, self.dtype, self.name, self.mask))
+
     def line(self, threads: int, rounds: int) -> str:
         """What the program reads."""
         sizes = (self.batch, self.heads_q, self.heads_k, self.seqlen_q, self.seqlen_k, self.head_dim)
@@ -89,19 +94,50 @@ class Cores:
             raise ValueError(f"{program.name} is not built: python setup.py build_cores")
         self._process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
-    def ask(self, problem: Problem, threads: int, rounds: int = 1) -> tuple[float, float, int, int]:
-        """Seconds of the call, of it those that one thread takes alone; phases; tasks of the longest phase."""
+    def ask(self, problem: Problem, threads: int, rounds: int = 1) -> tuple[float, float, int, int, int]:
+        """Seconds of the call, of it those that one thread takes alone; phases; tasks of the longest phase; bytes of
+        scratch that a thread keeps."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(problem.line(threads, rounds))
         self._process.stdin.flush()
         words = self._process.stdout.readline().split()
-        if len(words) != 4:
+        if len(words) != 5:
             raise RuntimeError(f"{PROGRAM.name} ended at {problem.line(threads, rounds)!r}")
-        return float(words[0]), float(words[1]), int(words[2]), int(words[3])
+        return float(words[0]), float(words[1]), int(words[2]), int(words[3]), int(words[4])
 
     def close(self) -> None:
         self._process.communicate()
+
+
+# Where a thread keeps most: at these many numbers of a head, which its packed caches and its sums just hold.
+SCRATCH_LONGEST = {"forward": 1 << 19, "backward": 1 << 18}
+SCRATCH_SIZES = (64, 128, 256)
+
+
+def scratch_problems(pass_name: str, dtype: str) -> list[Problem]:
+    """Those that need most scratch, of SCRATCH_SIZES; decode: of the most query heads to one of keys."""
+    if pass_name == "decode":
+        return [Problem("forward", dtype, 1, 16, 1, 1, 2048, size) for size in SCRATCH_SIZES]
+    lengths = [SCRATCH_LONGEST[pass_name] // size for size in SCRATCH_SIZES]
+    return [Problem(pass_name, dtype, 1, 1, 1, n, n, size) for n, size in zip(lengths, SCRATCH_SIZES, strict=True)]
+
+
+def scratch(cores: Cores) -> dict[tuple[str, str], list[float]]:
+    """KiB that a thread keeps at most, for SCRATCH_SIZES: of each pass and dtype."""
+    return {
+        (pass_name, dtype): [cores.ask(problem, 1)[4] / 1024 for problem in scratch_problems(pass_name, dtype)]
+        for pass_name in ("forward", "decode", "backward")
+        for dtype in DTYPES
+    }
+
+
+def scratch_table(found: dict[tuple[str, str], list[float]]) -> str:
+    """In Markdown."""
+    lines = [["KiB of a thread", "dtype", *(f"head size {size}" for size in SCRATCH_SIZES)]]
+    lines.append(["---"] * len(lines[0]))
+    lines += [[pass_name, dtype, *(f"{n:.0f}" for n in sizes)] for (pass_name, dtype), sizes in found.items()]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
 def measure(cores: Cores, problem: Problem, threads: Sequence[int], turns: int = 3, budget: float = 4.0) -> Row:
@@ -110,14 +146,14 @@ def measure(cores: Cores, problem: Problem, threads: Sequence[int], turns: int =
     counts = (1, 2, TWO, *threads)
     rounds = max(1, min(31, int(budget / first / len(counts) / turns) - 1))
     turns = turns if first * len(counts) * 2 * turns < 4 * budget else 1
-    found: dict[int, list[tuple[float, float, int, int]]] = {t: [] for t in counts}
+    found: dict[int, list[tuple[float, float, int, int, int]]] = {t: [] for t in counts}
     for _ in range(turns):
         for t in counts:
             found[t].append(cores.ask(problem, t, rounds))
     seconds = {t: statistics.median(x[0] for x in found[t]) for t in counts}
     one = seconds[1]
     return {
-        "key": shlex.join((problem.pass_name, problem.dtype, problem.name, problem.mask)),  # the same of two runs
+        "key": problem.key,
         "case": problem.name,
         "pass": problem.pass_name,
         **{k: v for k, v in asdict(problem).items() if k != "pass_name"},
@@ -130,8 +166,14 @@ def measure(cores: Cores, problem: Problem, threads: Sequence[int], turns: int =
         "alone": [statistics.median(x[1] for x in found[t]) / seconds[t] for t in threads],
         "phases": found[threads[-1]][0][2],
         "tasks": [found[t][0][3] for t in threads],
+        "scratch": max(found[t][0][4] for t in threads),
         "status": "ok",
     }
+
+
+def in_order(rows: dict[str, Row]) -> list[Row]:
+    """Those of the page as it lists them: a file has the rows that were measured last at its end."""
+    return [rows[problem.key] for problem in problems() if problem.key in rows]
 
 
 def table(rows: Iterable[Row], before: dict[str, Row] | None = None) -> str:

@@ -1,13 +1,16 @@
 """Peak memory of a pass over long rows beyond inputs and results, against F.sdpa: `python -m bench.training_memory`.
 
 Each figure is of a process of its own (`bench.memory.peak_growth`), after a short call of the same kind. F.sdpa has a
-row where it needs no matrix of scores.
+row where it needs no matrix of scores. Rows go to a file as they finish, and the table to a page beside it.
 """
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from torch import Tensor
 
 import attnkern
 
-from . import memory
+from . import machine, memory, report
+from .record import Log, Row
 
 ROWS = (
     *("fp32 forward", "fp32 training", "bf16 training", "bf16 training, causal", "bf16 training, key mask"),
@@ -66,24 +70,43 @@ def measure(row: str, provider: str, threads: int, length: int) -> int | None:
     return None if peak is None else peak - memory.size_of(results)
 
 
-def main() -> None:
-    length = int(sys.argv[1]) if len(sys.argv) > 1 else 32768
-    print(f"| {length} long, size {HEAD_DIM} | attnkern, 1 thread | attnkern, 2 threads | F.sdpa, 2 threads |")
-    print("| --- | --- | --- | --- |")
-    for row in ROWS:
-        cells = []
-        for provider, threads in (("attnkern", 1), ("attnkern", 2), ("sdpa", 2)):
-            if provider == "sdpa" and any(word in row for word in OURS_ALONE):
-                cells.append("-")
+def table(rows: Iterable[Row]) -> str:
+    """In Markdown: what each call took beyond its inputs and results."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        column = f"{row['provider']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
+        cells.setdefault(row["case"], {})[column] = report.size(row["peak"])
+    columns = list(dict.fromkeys(column for found in cells.values() for column in found))
+    lines = [["call", *columns], ["---"] * (1 + len(columns))]
+    lines += [[case, *(found.get(column, "-") for column in columns)] for case, found in cells.items()]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def main(length: int, path: Path) -> None:
+    log = Log(path)  # goes on where it stopped
+    command = shlex.join(("python", "-m", "bench.training_memory", *sys.argv[1:]))
+    log.start_run(machine.provenance(torch.device("cpu")) | {"command": command})
+    sides = [("attnkern", 1), ("attnkern", 2), ("F.sdpa", 1), ("F.sdpa", 2)]
+    for provider, threads in sides:
+        for row in ROWS:
+            call = (row, provider, str(threads), str(length))
+            key = shlex.join(call)
+            if log.finished(key) or (provider == "F.sdpa" and any(word in row for word in OURS_ALONE)):
                 continue
-            command = [sys.executable, "-m", "bench.training_memory", row, provider, str(threads), str(length)]
-            answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            cells.append(f"{int(answer) / 2**20:.1f} MiB")
-        print(f"| {row} | {' | '.join(cells)} |", flush=True)
+            answer = subprocess.run(
+                [sys.executable, "-m", "bench.training_memory", *call], stdout=subprocess.PIPE, text=True, check=True
+            ).stdout
+            found = {"key": key, "case": row, "provider": provider, "threads": threads, "length": length}
+            log.add(found | {"head_dim": HEAD_DIM, "peak": int(answer), "status": "ok"})
+            print(row, provider, threads, report.size(int(answer)), flush=True)
+    log.close()
+    path.with_suffix(".md").write_text(table(log.rows.values()), encoding="utf-8")
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 5:
         print(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    elif len(sys.argv) == 3:
+        main(int(sys.argv[1]), Path(sys.argv[2]))
     else:
-        main()
+        sys.exit("python -m bench.training_memory LENGTH ROWS.jsonl")

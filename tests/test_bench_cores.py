@@ -1,16 +1,18 @@
 """What calls would take on many cores: tasks timed one by one and replayed through the kernels' queue."""
 
-import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from bench import cores, machine, record
+import attnkern
+from bench import cores, machine, record, training_memory
 from bench.__main__ import app
 
+PAGE = machine.ROOT / "docs" / "cpu_kernels.md"
 TINY = cores.Problem("backward", "fp32", 1, 4, 2, 96, 160, 16, "causal")
 
 
@@ -20,8 +22,7 @@ def program():
     objects = machine.ROOT / "build" / "ninja" / "release" / "csrc" / "cpu" / "dispatch.cpp.o"
     if not objects.exists():
         pytest.skip("the library was built elsewhere")
-    built = json.loads((machine.ROOT / "attnkern" / "_build.json").read_text())
-    environment = os.environ | {"ATTNKERN_CPU_ISAS": " ".join(built["isa"])}
+    environment = os.environ | {"ATTNKERN_CPU_ISAS": attnkern.build_info()["cpu_isa"]}
     subprocess.run([sys.executable, "setup.py", "-q", "build_cores"], cwd=machine.ROOT, env=environment, check=True)
     program = cores.Cores()
     yield program
@@ -29,11 +30,12 @@ def program():
 
 
 def test_tasks_are_dealt_out(program):
-    seconds, alone, phases, tasks = program.ask(TINY, 3)
+    seconds, alone, phases, tasks, scratch = program.ask(TINY, 3)
     assert 0 < alone < seconds
     assert phases > 1
     assert tasks >= 3
-    one, alone, phases, tasks = program.ask(TINY, 1)
+    assert scratch > 0
+    one, alone, phases, tasks, _ = program.ask(TINY, 1)
     assert (alone, phases, tasks) == (one, 0, 0)
 
 
@@ -48,6 +50,48 @@ def test_a_row(program, pass_name, mask):
     assert text.endswith("| (11 % → 33 %) | 22 % → 44 % |\n")
 
 
+def test_scratch_is_what_the_page_says_and_no_longer_call_takes_more(program):
+    found = cores.scratch(program)
+    table = cores.scratch_table(found)
+    page = PAGE.read_text()
+    head, *lines = table.splitlines()
+    begin = page.index(head)
+    assert [line.split("|")[1:3] for line in page[begin:].splitlines()[1 : len(lines) + 1]] == [
+        line.split("|")[1:3] for line in lines
+    ]
+    if attnkern.build_info()["cpu_isa"] == "avx512bf16":  # the page's
+        assert table in page
+    for (pass_name, dtype), sizes in found.items():
+        problem = cores.scratch_problems(pass_name, dtype)[-1]
+        longer = replace(problem, seqlen_k=2 * problem.seqlen_k, seqlen_q=min(problem.seqlen_q * 2 - 1, 2047))
+        more_heads = replace(problem, heads_q=4 * problem.heads_q, heads_k=4 * problem.heads_k)
+        for other in (longer, more_heads):
+            assert program.ask(other, 2)[4] <= sizes[-1] * 1024
+
+
+def test_the_page_has_the_tables_of_the_stored_rows():
+    page, results = PAGE.read_text(), machine.ROOT / "bench" / "results"
+    rows, _ = record.read(results / "cores-cpu.jsonl")
+    before, _ = record.read(results / "cores-cpu-before.jsonl")
+    assert rows.keys() <= {problem.key for problem in cores.problems()}  # none that the page would leave out
+    assert cores.table(cores.in_order(rows), before) in page
+    assert cores.summary(cores.in_order(rows)) in page
+    memory, _ = record.read(results / "training-memory-cpu.jsonl")
+    assert {row["case"] for row in memory.values()} <= set(training_memory.ROWS)
+    assert training_memory.table(memory.values()) in page
+
+
+def test_some_rows_are_measured_again(program, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    options = ["cores", "--threads", "4", "--turns", "1", "--budget", "0.01", "--out", str(path)]
+    for only in ("forward bf16 '1 x 64 x 128 x 64' all", "forward bf16 '1 x 8 x 512 x 64' all"):
+        result = CliRunner().invoke(app, [*options, "--only", only], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+    assert len(record.read(path)[0]) == 2
+    table = path.with_suffix(".md").read_text()
+    assert table.index("1 x 8 x 512 x 64") < table.index("1 x 64 x 128 x 64")  # as problems() has them
+
+
 def test_the_command_writes_its_rows(program, tmp_path):
     path = tmp_path / "rows.jsonl"
     options = ["cores", "--threads", "4", "--longest", "128", "--turns", "1", "--budget", "0.01", "--out", str(path)]
@@ -58,7 +102,9 @@ def test_the_command_writes_its_rows(program, tmp_path):
     assert path.with_suffix(".md").read_text() == cores.markdown(list(rows.values()), runs)
 
 
-@pytest.mark.parametrize("options", [("--threads", "1"), ("--threads", "many"), ("--pass", "sideways")])
+@pytest.mark.parametrize(
+    "options", [("--threads", "1"), ("--threads", "many"), ("--pass", "sideways"), ("--only", "none")]
+)
 def test_what_no_run_can_do_is_said(options):
     result = CliRunner().invoke(app, ["cores", *options])
     assert result.exit_code == 2
