@@ -18,10 +18,7 @@ TINY = cores.Problem("backward", "fp32", 1, 4, 2, 96, 160, 16, "causal")
 
 @pytest.fixture(scope="module")
 def program():
-    """Built from the library's objects, which are there where the library was built."""
-    objects = machine.ROOT / "build" / "ninja" / "release" / "csrc" / "cpu" / "dispatch.cpp.o"
-    if not objects.exists():
-        pytest.skip("the library was built elsewhere")
+    """Built from the library's objects, where they are still there."""
     environment = os.environ | {"ATTNKERN_CPU_ISAS": attnkern.build_info()["cpu_isa"]}
     subprocess.run([sys.executable, "setup.py", "-q", "build_cores"], cwd=machine.ROOT, env=environment, check=True)
     program = cores.Cores()

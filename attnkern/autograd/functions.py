@@ -79,6 +79,8 @@ def attention(
         out, lse = reference.forward(problem, seed)
         return problem.restore(out), problem.restore(lse) if return_lse else lse
     inputs, name = problem.given(seed), backends.name_for_operators(chosen, problem, backend)
+    if type(inputs.q) is not Tensor:
+        sharding.register()
     results = None
     # Past the dispatcher, where that makes no difference.
     if not torch.compiler.is_compiling() and not transformed():
@@ -108,8 +110,6 @@ def _needs_grad(inputs: Inputs) -> bool:
 
 def _by_operators(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of what `Problem.given` gives, in the way that is active, by `attnkern::forward`."""
-    if type(inputs.q) is not Tensor:
-        sharding.register()
     if transformed():
         function = _attention_jvp if goes_into_graph() else _AttentionJVP.apply
         return function(*for_operators(_savable(inputs)), *params, backend)
