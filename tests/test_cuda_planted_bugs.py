@@ -300,8 +300,8 @@ BUGS = {
     ("chunked dkdv", "reads the scores before they are handed over"): (
         FLOAT,
         "backward_chunked.cu",
-        "own_col, dp[0]);\n        __syncthreads();",
-        "own_col, dp[0]);",
+        "own.col, ds);\n    __syncthreads();",
+        "own.col, ds);",
     ),
     ("chunked dkdv", "takes a row without keys for one with keys"): (FLOAT_DEAD, *NO_LSE_GUARD),
     ("chunked dkdv", "counts Philox wrongly"): (FLOAT_DROPPED, *COUNTER_OF_COLUMNS),
