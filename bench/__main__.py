@@ -390,9 +390,11 @@ def cores_(
     wanted = threads.split(",")
     if not all(n.isdigit() and int(n) > 1 for n in wanted):
         raise typer.BadParameter(f"{threads!r} is not a list of numbers from 2 on", param_hint="--threads")
+    if pass_ not in (None, "forward", "backward"):
+        raise typer.BadParameter(f"{pass_!r} is neither forward nor backward", param_hint="--pass")
     chosen = [p for p in many.problems() if pass_ in (None, p.pass_name) and p.seqlen_k <= longest]
     if not chosen:
-        raise typer.BadParameter(f"{pass_!r} is neither forward nor backward", param_hint="--pass")
+        raise typer.BadParameter(f"no row has as few as {longest} keys", param_hint="--longest")
     chosen = [p for p in chosen if only is None or fnmatchcase(p.key, only)]
     if not chosen:
         raise typer.BadParameter(f"no row is like {only!r}", param_hint="--only")

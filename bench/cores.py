@@ -50,7 +50,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """The same of two runs."""
+        """What a row is known by, in every run."""
         return shlex.join((self.pass_name, self.dtype, self.name, self.mask))
 
     def line(self, threads: int, rounds: int) -> str:

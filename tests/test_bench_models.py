@@ -1,9 +1,9 @@
 """Whole models in the benchmark, with two small layers each: rows, what is compared, what attention's share is."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
-import re
 import warnings
 from pathlib import Path
 
@@ -12,12 +12,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from transformers import AttentionInterface
-from typer.testing import CliRunner
 
+import bench_runs
 from attnkern.backends.failed import FallbackWarning
 from attnkern.integrations import transformers as integration
-from bench import machine, models, plots, record, timing
-from bench.__main__ import app
+from bench import models, plots, record, timing
+from bench_runs import no_peak, rows_of  # noqa: F401 (no_peak runs by itself)
 from matrix import in_turn
 
 pytestmark = pytest.mark.real_memory
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.real_memory
 ROOT = Path(__file__).parent.parent
 QUICK = ["--tiny", "--threads", "1", "--rounds", "1", "--seconds", "0", "--no-plot"]
 PASSES = {model.name: list(model.passes) for model in models.MODELS}
-
-
-@pytest.fixture(autouse=True)
-def no_peak(monkeypatch):
-    """The machine's peak, which tells how long a run will take, is not measured."""
-    monkeypatch.setattr(machine, "peak", lambda *_: machine.Peak(1e11, "assumed"))
 
 
 @pytest.fixture
@@ -50,16 +44,7 @@ def registered():
     integration.register()
 
 
-def run(path, *arguments, code=0):
-    """Runs the command line in this process and gives what it printed."""
-    options = [*QUICK, "--out", path, *arguments]
-    result = CliRunner().invoke(app, ["models", *map(str, options)], catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return re.sub(r"[\s│]+", " ", result.output)
-
-
-def rows_of(path):
-    return list(record.read(path)[0].values())
+run = functools.partial(bench_runs.run, "models", QUICK)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A server's stream in the benchmark, with a tiny model: the schedule, equal tokens, rows, options."""
 
+import functools
 import importlib.util
 import re
 import warnings
@@ -8,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import attnkern
+import bench_runs
 from attnkern.backends.failed import FallbackWarning
-from bench import machine, plots, record, serve, timing
-from bench.__main__ import app
+from bench import plots, record, serve, timing
 from bench.stream import TINY, Stream, requests, schedule
+from bench_runs import no_peak, rows_of  # noqa: F401 (no_peak runs by itself)
 
 pytestmark = pytest.mark.real_memory
 
@@ -30,22 +31,7 @@ def changed(**others):
     return Stream(**{**{n: getattr(SMALL, n) for n in asdict(SMALL)}, **others})
 
 
-@pytest.fixture(autouse=True)
-def no_peak(monkeypatch):
-    """The machine's peak, which tells how long a run will take, is not measured."""
-    monkeypatch.setattr(machine, "peak", lambda *_: machine.Peak(1e11, "assumed"))
-
-
-def run(path, *arguments, code=0):
-    """Runs the command line in this process and gives what it printed."""
-    options = [*QUICK, "--out", path, *arguments]
-    result = CliRunner().invoke(app, ["serve", *map(str, options)], catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return re.sub(r"[\s│]+", " ", result.output)
-
-
-def rows_of(path):
-    return list(record.read(path)[0].values())
+run = functools.partial(bench_runs.run, "serve", QUICK)
 
 
 # --- the schedule -----------------------------------------------------------------------------------------------------

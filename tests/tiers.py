@@ -103,6 +103,7 @@ TOUCHES = [
     ("tests/fuzz*", "fuzz"),
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
     ("tests/wheels.py", "build"),
+    ("tests/bench_runs.py", "bench_models bench_serve"),
     ("tests/random_problems.py", "direct extremes fuzz isa nn properties refusals testing triton_suite"),
     ("tests/matrix.py", MATRIX),
     ("tests/triton_launches.py tests/triton_variants.py", "triton_versions"),

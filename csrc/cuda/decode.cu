@@ -411,8 +411,9 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
     return all_full + one_full + 2 * kBegun * rounds(tiles);
   };
   plan.splits = 1;
+  double least = cost(1);
   for (int64_t splits = 2; splits <= std::min<int64_t>(blocks, kMaxSplits); ++splits) {
-    if (cost(splits) < cost(plan.splits)) plan.splits = static_cast<int>(splits);
+    if (const double now = cost(splits); now < least) least = now, plan.splits = static_cast<int>(splits);
   }
   plan.blocks = tiles * plan.splits;
   return plan;
