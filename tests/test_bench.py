@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import math
+import mmap
 import os
 import re
 import sys
@@ -811,9 +812,14 @@ def test_dropout_of_torch_is_replayed():
     assert not checker.error({"out": out}, "cpu").ok
 
 
+def mapped(size):
+    """``size`` bytes of the system's own, touched. The C library may hand out what an earlier test has freed instead."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(1)
+
+
 def test_memory_growth_counts_what_a_call_holds_at_once():
     def call():
-        scratch = torch.ones(8 << 20)  # 32 MiB, gone at the end
+        scratch = mapped(32 << 20)  # gone at the end
         return scratch[: 1 << 18].clone()
 
     call()
@@ -1044,13 +1050,8 @@ def test_reads_are_of_the_cases_size():
 
 @pytest.mark.real_memory
 def test_page_faults_are_those_of_a_call():
-    pages = 64 << 20
-
-    def touch():
-        return torch.ones(pages // 4).sum()  # beyond what the C library keeps for the next call
-
     sampling = timing.Sampling(block=1e-9, rounds=3, min_rounds=3, budget=9.0, cpu_time=True)
-    found = timing.measure({"touch": work(touch), "nothing": work(lambda: None)}, sampling, CPU)
+    found = timing.measure({"touch": work(lambda: mapped(64 << 20)), "nothing": work(lambda: None)}, sampling, CPU)
     assert len(found["touch"].faults) == len(found["touch"].kept) == 3
     assert found["touch"].row()["faults"] > 16  # huge pages of 2 MiB at most
     assert found["nothing"].row()["faults"] < 8
