@@ -172,7 +172,7 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
     return score.fast_path() && visited.begin == key && visited.end == key + keys && keys % S::kLanes == 0;
   };
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale), log2e = S::set1(kLog2E<C>);
-  C shifts[kDecodeRows];
+  C shifts[kSharedMaxRows];
   for (int64_t r = 0; r < rows; ++r) {
     C* row = scratch.scores + r * kKeysOfBlock;
     V largest = dead;

@@ -200,11 +200,17 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
-// Calls with so few query rows of one key head go another way (decode.h), which sums a product's terms in another
-// order.
-inline constexpr int64_t kDecodeRows = 16;
+// Calls with few query rows of one key head go another way (decode.h), which sums a product's terms in another order:
+// up to kDecodeRows of any kind, and more where heads share them. Not so where a head's own queries fill the lanes as
+// well, or meet so few keys that a task's beginning and end count.
+inline constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeysPerQuery = 16;
 inline bool decodes(const Attention& p) {
-  return p.heads_k == p.heads_v && p.heads_k > 0 && p.heads_q / p.heads_k * p.seqlen_q <= kDecodeRows;
+  if (p.heads_k != p.heads_v || p.heads_k == 0) return false;
+  const int64_t group = p.heads_q / p.heads_k;
+  if (group * p.seqlen_q <= kDecodeRows) return true;
+  if (!shares_rows(group, p.seqlen_q) || p.seqlen_q > kDecodeQueries) return false;
+  const Range keys = p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
+  return keys.end - keys.begin >= kDecodeKeysPerQuery * p.seqlen_q;
 }
 
 // Queries of a task. Where a thread gets few tasks, as many whole vectors as end soonest: the threads' rounds, times
