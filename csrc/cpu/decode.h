@@ -226,11 +226,10 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
   }
 }
 
-// The rows of key head `head_k` against keys [begin, end), of which all rows attend to `full`: continues what
-// scratch.out (not normalised), largest and sums (one per lane) hold.
+// The rows of key head `head_k` against the keys of a block, [key, key + keys), of which there are more up to `end`.
 template <int64_t kKeysOfBlock, class T, class Op, class Keys>
-void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
-                 int64_t end, Range full) {
+[[gnu::noinline]] void decode_block(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                                    int64_t key, int64_t keys, int64_t end) {
   using C = typename Op::Compute;
   static_assert(kKeysOfBlock % kTile<float> == 0);
   const int64_t rows = p.heads_q / p.heads_k * p.seqlen_q;
@@ -243,6 +242,37 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   const int64_t portion = keys_of_portion<T>(p.head_dim);
   const Keys k_rows = rows_of<Keys>(p.k, p.pages), v_rows = rows_of<Keys>(p.v, p.pages);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
+  const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
+  if (by_score_tiles) score_tiles<T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
+  else
+    with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
+      using Key = std::remove_cvref_t<decltype(*k.row(0))>;
+      using Query = typename RowDot<C, Key>::Query;
+      const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
+      for (int64_t j = 0, now; j < keys; j += now) {
+        const Key* row = k.row(j);
+        now = min64(min64(portion, keys - j), k.together(j));
+        const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
+        score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, row, k.stride, now, p.head_dim, prefetched,
+                                         prefetched > 0 ? k.row(j + portion) - row : 0, scratch.scores + j);
+      }
+    });
+  block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
+  if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
+  else
+    with_rows<C, T>(v_rows, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](const auto& v, bool in_place) {
+      add_values<C, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v, in_place ? prefetch : PrefetchAhead{},
+                                  scratch.factor, scratch.out, scratch.out_step);
+    });
+}
+
+// The rows of `heads` key heads from head_k on against keys [begin, end), of which all rows attend to `full`: continues
+// what each head's scratch.out (not normalised), largest and sums (one per lane) hold. Several heads have no bias.
+template <int64_t kKeysOfBlock, class T, class Op, class Keys>
+void decode_keys(const Forward& p, const DecodeScratch<Op>* of_heads, int64_t batch, int64_t head_k, int64_t heads,
+                 int64_t begin, int64_t end, Range full) {
+  using C = typename Op::Compute;
+  const int64_t rows = p.heads_q / p.heads_k * p.seqlen_q;
   const auto stream = stream_for<T, Op, Keys>(p, rows);
   Range streamed = full;
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
@@ -260,32 +290,12 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     if (streams) {
       keys = p.bias.data == nullptr ? last - key : min64(kDecodeKeys, last - key);
       while (key + keys < last && left_out(key + keys, last) == 0) keys += min64(kDecodeKeys, last - key - keys);
-      stream(p, scratch, batch, head_k, key, keys);
+      stream(p, of_heads, batch, head_k, heads, key, keys);
       continue;
     }
     keys = min64(kKeysOfBlock, last - key);
-    const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
-    if (by_score_tiles) score_tiles<T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
-    else
-      with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
-        using Key = std::remove_cvref_t<decltype(*k.row(0))>;
-        using Query = typename RowDot<C, Key>::Query;
-        const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
-        for (int64_t j = 0, now; j < keys; j += now) {
-          const Key* row = k.row(j);
-          now = min64(min64(portion, keys - j), k.together(j));
-          const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
-          score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, row, k.stride, now, p.head_dim, prefetched,
-                                           prefetched > 0 ? k.row(j + portion) - row : 0, scratch.scores + j);
-        }
-      });
-    block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
-    if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
-    else
-      with_rows<C, T>(v_rows, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](const auto& v, bool in_place) {
-        add_values<C, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v, in_place ? prefetch : PrefetchAhead{},
-                                    scratch.factor, scratch.out, scratch.out_step);
-      });
+    for (int64_t h = 0; h < heads; ++h)
+      decode_block<kKeysOfBlock, T, Op, Keys>(p, of_heads[h], batch, head_k + h, key, keys, end);
   }
 }
 
@@ -298,7 +308,7 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   begin_part<T>(p, scratch, batch, head_k);
   int64_t run = begin;
   const auto finish_run = [&](int64_t last) {
-    if (last > run) decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, run, last, {last, last});
+    if (last > run) decode_keys<kKeysOfBlock, T, Op, Keys>(p, &scratch, batch, head_k, 1, run, last, {last, last});
   };
   for (int64_t key = begin; key < end; key += 64) {
     const int64_t keys = min64(64, end - key);
@@ -312,12 +322,13 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   finish_run(end);
 }
 
-// The rows of key head `head_k` against their keys in [begin, end): fills scratch.out, largest and sums.
+// The rows of `heads` key heads from head_k on, which have the same ranges, against their keys in [begin, end): fills
+// each head's scratch.out, largest and sums.
 template <int64_t kKeysOfBlock, class T, class Op, class Keys>
-void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
-                 int64_t end) {
+void decode_part(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k, int64_t heads,
+                 int64_t begin, int64_t end) {
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
-  begin_part<T>(p, scratch, batch, head_k);
+  for (int64_t h = 0; h < heads; ++h) begin_part<T>(p, scratch[h], batch, head_k + h);
   const VisitedKeys visited(p, batch, head_k * group, group, 0, p.seqlen_q, {begin, end});
   for (const Range keys : {visited.first(), visited.second()}) {
     if (keys.end <= keys.begin) continue;
@@ -327,12 +338,14 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       const Range all = p.band.full(0, p.seqlen_q, {max64(keys.begin, common.begin), min64(keys.end, common.end)});
       if (all.end - all.begin > full.end - full.begin) full = all;
     }
-    decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, keys.begin, keys.end, full);
+    decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, heads, keys.begin, keys.end, full);
   }
   if (p.ranges.data == nullptr && !(p.bias.data != nullptr && p.bias_dtype == DType::kBool)) return;
-  NonNumbers<typename Op::Compute> sums;
-  for (int64_t r = 0; r < rows; ++r) sums.add(scratch.out + r * scratch.out_step, 1, p.head_dim_v);
-  if (sums.found()) decode_attended<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, begin, end);
+  for (int64_t h = 0; h < heads; ++h) {
+    NonNumbers<typename Op::Compute> sums;
+    for (int64_t r = 0; r < rows; ++r) sums.add(scratch[h].out + r * scratch[h].out_step, 1, p.head_dim_v);
+    if (sums.found()) decode_attended<kKeysOfBlock, T, Op, Keys>(p, scratch[h], batch, head_k + h, begin, end);
+  }
 }
 
 // Merges the parts of one row with its sink and writes output and log-sum-exp. A part is [out..., largest, sum], `step`
@@ -382,22 +395,36 @@ void decode(const Forward& p, const Runtime& runtime) {
   const bool many = rows <= kFewRows && in_place;
   const bool tiles = rows >= kRowsForScoreTiles<T, Op>;
   const int64_t keys = many ? kManyKeys : kDecodeKeys;
-  const DecodeScratch<Op> sizes(nullptr, p, rows, keys, tiles);
+  // Tasks of several key heads each, where these are read together.
+  const bool together = reads_heads_together(p, rows) && p.bias.data == nullptr && p.ranges.stride[1] == 0 &&
+                        stream_for<T, Op, KeyRows>(p, rows) != nullptr;
+  int64_t sets = p.heads_k;
+  if (together) {
+    const int64_t least = (p.heads_k + kHeadsTogether - 1) / kHeadsTogether, tasks = p.batch * parts;
+    const int64_t wanted = runtime.num_threads == 1 ? 1 : (2 * runtime.num_threads + tasks - 1) / tasks;
+    sets = min64(p.heads_k, max64(least, wanted));
+  }
+  const int64_t most_heads = (p.heads_k + sets - 1) / sets;
+  const DecodeScratch<Op> sizes(nullptr, p, rows, keys, tiles, 0, most_heads);
   const int64_t step = sizes.out_step + 2;
   const Buffer<C> merged(heads * rows * parts * step);
-  run_tasks(p, runtime, heads * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
-    const DecodeScratch<Op> scratch(memory, p, rows, keys, tiles);
-    const int64_t part = task % parts, head = task / parts;
+  run_tasks(p, runtime, p.batch * sets * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
+    const int64_t part = task % parts, set = task / parts % sets, batch = task / parts / sets;
+    const int64_t head_k = p.heads_k * set / sets, count = p.heads_k * (set + 1) / sets - head_k;
+    DecodeScratch<Op> scratch[kHeadsTogether];
+    for (int64_t h = 0; h < count; ++h) scratch[h] = {memory, p, rows, keys, tiles, h, most_heads};
     const int64_t begin = min64(visited.end, visited.begin + part * part_keys);
-    const auto run = p.pages.table == nullptr
+    const auto run = p.pages.table == nullptr && most_heads == 1
                          ? (many ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
                          : (many ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
-    run(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(visited.end, begin + part_keys));
-    for (int64_t r = 0; r < rows; ++r) {
-      C* target = merged.data() + ((head * rows + r) * parts + part) * step;
-      std::memcpy(target, scratch.out + r * scratch.out_step, static_cast<size_t>(scratch.out_step) * sizeof(C));
-      target[step - 2] = scratch.largest[r];
-      target[step - 1] = Simd<C>::sum(Simd<C>::load(scratch.sums + r * Simd<C>::kLanes));
+    run(p, scratch, batch, head_k, count, begin, min64(visited.end, begin + part_keys));
+    for (int64_t i = 0; i < count * rows; ++i) {
+      const DecodeScratch<Op>& own = scratch[i / rows];
+      const int64_t r = i % rows;
+      C* target = merged.data() + (((batch * p.heads_k + head_k) * rows + i) * parts + part) * step;
+      std::memcpy(target, own.out + r * own.out_step, static_cast<size_t>(own.out_step) * sizeof(C));
+      target[step - 2] = own.largest[r];
+      target[step - 1] = Simd<C>::sum(Simd<C>::load(own.sums + r * Simd<C>::kLanes));
     }
   });
   const int64_t finish_bytes = sizes.out_step * static_cast<int64_t>(sizeof(C));
