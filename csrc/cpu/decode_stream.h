@@ -286,7 +286,7 @@ template <bool kPairs, int kColumns, class T, class Next, int kRun, int kVectors
 
 // add_turn for all kDim columns of `count` turns, of sums that lie in memory: as many columns at a time as there are
 // registers for. `part`: from one turn's probabilities to the next one's.
-template <bool kPairs, int kDim, int kRun, class T, class Next>
+template <bool kPairs, int kDim, int kRun, bool kOne, class T, class Next>
 [[gnu::always_inline]] inline void add_turns_to_memory(const Turn<T, Next>* turns, int64_t count, bool prefetches,
                                                        int64_t early, const float* probabilities, int64_t part,
                                                        float* sums, int64_t step) {
@@ -297,8 +297,11 @@ template <bool kPairs, int kDim, int kRun, class T, class Next>
     S::V sum[kRun][kCount];
     float* first = sums + c * kLanes;
     move_sums(first, step, sum, [](float* from, S::V& to) { to = S::load(from); });
-    for (int64_t t = 0; t < count; ++t)
-      add_turn<kPairs, kColumns>(turns[t], prefetches, early, probabilities + t * part, c * kLanes, sum);
+    // (A loop of one step would keep the sums in memory.)
+    if constexpr (kOne) add_turn<kPairs, kColumns>(*turns, prefetches, 0, probabilities, c * kLanes, sum);
+    else
+      for (int64_t t = 0; t < count; ++t)
+        add_turn<kPairs, kColumns>(turns[t], prefetches, early, probabilities + t * part, c * kLanes, sum);
     move_sums(first, step, sum, [](float* to, S::V& from) { S::store(to, from); });
   };
   constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
@@ -385,8 +388,8 @@ template <class T, class Op, class Keys, int kRows, int kDim>
     if constexpr (kInRegisters) add_turn<kPairs, kDim>(now, true, 0, probabilities, 0, kept);
     else
       for_row_runs(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-        add_turns_to_memory<kPairs, kDim, kRun>(&now, 1, r == 0, 0, probabilities + r * kLanes, 0,
-                                                scratch.recent + r * recent_step, recent_step);
+        add_turns_to_memory<kPairs, kDim, kRun, true>(&now, 1, r == 0, 0, probabilities + r * kLanes, 0,
+                                                      scratch.recent + r * recent_step, recent_step);
       });
   };
   const auto add_recent = [&]() __attribute__((always_inline)) {
@@ -569,8 +572,8 @@ template <class T, class Op, int kRows, int kDim>
   const auto add_values_of = [&](const DecodeScratch<Op>& own, const Turn<T, OtherRows<T>>* turns, int64_t count,
                                  int64_t early, const float* probabilities) {
     for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-      add_turns_to_memory<kPairs, kDim, kRun>(turns, count, r == 0, early, probabilities + r * kLanes, part,
-                                              own.recent + r * recent_step, recent_step);
+      add_turns_to_memory<kPairs, kDim, kRun, false>(turns, count, r == 0, early, probabilities + r * kLanes, part,
+                                                     own.recent + r * recent_step, recent_step);
     });
   };
   const auto add_turns = [&](int64_t j, int64_t turns, int64_t place, InOrder next) {
