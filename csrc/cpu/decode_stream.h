@@ -30,15 +30,15 @@ struct DecodeScratch {
     q_as_given = own(rows * q_step);
     out = own(rows * out_step);
     recent = own(rows * recent_step());
-    turns = own(rows > kFewRows ? 0 : rows * kLanes * 3 * kTurnsTogether);
-    largest = own(kDecodeRows);
-    sums = own(kDecodeRows * kLanes);
     block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
     key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
     scores = arena.take<C>(rows * keys);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
     keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
+    largest = own(kDecodeRows);
+    sums = own(kDecodeRows * kLanes);
     factor = arena.take<C>(kDecodeRows);
+    turns = own(rows > kFewRows ? 0 : rows * kLanes * 3 * kTurnsTogether);
     bytes = arena.used();
   }
   // Of a row of `recent`: as one of `out`, and a vector after it.
