@@ -226,10 +226,11 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
   }
 }
 
-// The rows of key head `head_k` against the keys of a block, [key, key + keys), of which there are more up to `end`.
+// The rows of key head `head_k` against keys [begin, end), of which all rows attend to `full`: continues what
+// scratch.out (not normalised), largest and sums (one per lane) hold.
 template <int64_t kKeysOfBlock, class T, class Op, class Keys>
-[[gnu::noinline]] void decode_block(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
-                                    int64_t key, int64_t keys, int64_t end) {
+void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
+                 int64_t end, Range full) {
   using C = typename Op::Compute;
   static_assert(kKeysOfBlock % kTile<float> == 0);
   const int64_t rows = p.heads_q / p.heads_k * p.seqlen_q;
@@ -242,37 +243,6 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   const int64_t portion = keys_of_portion<T>(p.head_dim);
   const Keys k_rows = rows_of<Keys>(p.k, p.pages), v_rows = rows_of<Keys>(p.v, p.pages);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
-  const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
-  if (by_score_tiles) score_tiles<T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
-  else
-    with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
-      using Key = std::remove_cvref_t<decltype(*k.row(0))>;
-      using Query = typename RowDot<C, Key>::Query;
-      const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
-      for (int64_t j = 0, now; j < keys; j += now) {
-        const Key* row = k.row(j);
-        now = min64(min64(portion, keys - j), k.together(j));
-        const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
-        score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, row, k.stride, now, p.head_dim, prefetched,
-                                         prefetched > 0 ? k.row(j + portion) - row : 0, scratch.scores + j);
-      }
-    });
-  block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
-  if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
-  else
-    with_rows<C, T>(v_rows, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](const auto& v, bool in_place) {
-      add_values<C, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v, in_place ? prefetch : PrefetchAhead{},
-                                  scratch.factor, scratch.out, scratch.out_step);
-    });
-}
-
-// The rows of `heads` key heads from head_k on against keys [begin, end), of which all rows attend to `full`: continues
-// what each head's scratch.out (not normalised), largest and sums (one per lane) hold. Several heads have no bias.
-template <int64_t kKeysOfBlock, class T, class Op, class Keys>
-void decode_keys(const Forward& p, const DecodeScratch<Op>* of_heads, int64_t batch, int64_t head_k, int64_t heads,
-                 int64_t begin, int64_t end, Range full) {
-  using C = typename Op::Compute;
-  const int64_t rows = p.heads_q / p.heads_k * p.seqlen_q;
   const auto stream = stream_for<T, Op, Keys>(p, rows);
   Range streamed = full;
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
@@ -290,12 +260,32 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>* of_heads, int64_t ba
     if (streams) {
       keys = p.bias.data == nullptr ? last - key : min64(kDecodeKeys, last - key);
       while (key + keys < last && left_out(key + keys, last) == 0) keys += min64(kDecodeKeys, last - key - keys);
-      stream(p, of_heads, batch, head_k, heads, key, keys);
+      stream(p, scratch, batch, head_k, key, keys);
       continue;
     }
     keys = min64(kKeysOfBlock, last - key);
-    for (int64_t h = 0; h < heads; ++h)
-      decode_block<kKeysOfBlock, T, Op, Keys>(p, of_heads[h], batch, head_k + h, key, keys, end);
+    const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
+    if (by_score_tiles) score_tiles<T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
+    else
+      with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
+        using Key = std::remove_cvref_t<decltype(*k.row(0))>;
+        using Query = typename RowDot<C, Key>::Query;
+        const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
+        for (int64_t j = 0, now; j < keys; j += now) {
+          const Key* row = k.row(j);
+          now = min64(min64(portion, keys - j), k.together(j));
+          const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
+          score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, row, k.stride, now, p.head_dim, prefetched,
+                                           prefetched > 0 ? k.row(j + portion) - row : 0, scratch.scores + j);
+        }
+      });
+    block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
+    if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
+    else
+      with_rows<C, T>(v_rows, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](const auto& v, bool in_place) {
+        add_values<C, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v, in_place ? prefetch : PrefetchAhead{},
+                                    scratch.factor, scratch.out, scratch.out_step);
+      });
   }
 }
 
@@ -308,7 +298,7 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   begin_part<T>(p, scratch, batch, head_k);
   int64_t run = begin;
   const auto finish_run = [&](int64_t last) {
-    if (last > run) decode_keys<kKeysOfBlock, T, Op, Keys>(p, &scratch, batch, head_k, 1, run, last, {last, last});
+    if (last > run) decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, run, last, {last, last});
   };
   for (int64_t key = begin; key < end; key += 64) {
     const int64_t keys = min64(64, end - key);
@@ -322,8 +312,25 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   finish_run(end);
 }
 
-// The rows of `heads` key heads from head_k on, which have the same ranges, against their keys in [begin, end): fills
-// each head's scratch.out, largest and sums.
+// decode_keys for `heads` key heads from head_k on.
+template <int64_t kKeysOfBlock, class T, class Op, class Keys>
+void decode_keys_of_heads(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
+                          int64_t heads, int64_t begin, int64_t end, Range full) {
+  if (heads == 1) return decode_keys<kKeysOfBlock, T, Op, Keys>(p, *scratch, batch, head_k, begin, end, full);
+  const int64_t turns = max64(0, full.end - full.begin) / Simd<typename Op::Compute>::kLanes;
+  const int64_t streamed = turns * Simd<typename Op::Compute>::kLanes, first = turns == 0 ? end : full.begin;
+  const auto in_blocks = [&](int64_t from, int64_t to) {
+    for (int64_t h = 0; from < to && h < heads; ++h)
+      decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch[h], batch, head_k + h, from, to, {to, to});
+  };
+  in_blocks(begin, first);
+  if (turns == 0) return;
+  heads_for<T, Op>(p, p.heads_q / p.heads_k * p.seqlen_q)(p, scratch, batch, head_k, heads, first, streamed);
+  in_blocks(first + streamed, end);
+}
+
+// The rows of `heads` key heads from head_k on against their keys in [begin, end): fills each head's scratch.out,
+// largest and sums.
 template <int64_t kKeysOfBlock, class T, class Op, class Keys>
 void decode_part(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k, int64_t heads,
                  int64_t begin, int64_t end) {
@@ -338,7 +345,7 @@ void decode_part(const Forward& p, const DecodeScratch<Op>* scratch, int64_t bat
       const Range all = p.band.full(0, p.seqlen_q, {max64(keys.begin, common.begin), min64(keys.end, common.end)});
       if (all.end - all.begin > full.end - full.begin) full = all;
     }
-    decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, heads, keys.begin, keys.end, full);
+    decode_keys_of_heads<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, heads, keys.begin, keys.end, full);
   }
   if (p.ranges.data == nullptr && !(p.bias.data != nullptr && p.bias_dtype == DType::kBool)) return;
   for (int64_t h = 0; h < heads; ++h) {
@@ -379,61 +386,95 @@ inline void decode_finish(const Forward& p, int64_t batch, int64_t head, int64_t
         sum == C(0) ? -kInfinity<C> : static_cast<C>(static_cast<double>(m) + std::log(static_cast<double>(sum)));
 }
 
+// Decoding in two phases: parts of the keys of each key head, and their merge.
+template <class T, class Op>
+class DecodeCall {
+  using C = typename Op::Compute;
+
+ public:
+  // Cut for so many threads.
+  DecodeCall(const Forward& p, int64_t threads)
+      : p_(p),
+        group_(p.heads_q / p.heads_k),
+        rows_(group_ * p.seqlen_q),
+        heads_(p.batch * p.heads_k),
+        // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
+        visited_(p.band.visited(0, p.seqlen_q, {0, p.seqlen_k})),
+        blocks_(max64(1, (visited_.end - visited_.begin + kDecodeKeys - 1) / kDecodeKeys)),
+        parts_(threads == 1 || heads_ == 0 ? 1 : max64(1, min64((4 * threads + heads_ - 1) / heads_, blocks_))),
+        part_keys_((blocks_ + parts_ - 1) / parts_ * kDecodeKeys),
+        // Copied rows are to stay in the cache, so a block then has fewer keys.
+        many_(rows_ <= kFewRows && reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v)),
+        sets_(sets(threads)),
+        heads_of_set_(sets_ == 0 ? 0 : (p.heads_k + sets_ - 1) / sets_),
+        sizes_(scratch(nullptr)),
+        step_(sizes_.out_step + 2),
+        merged_(heads_ * rows_ * parts_ * step_) {}
+
+  int64_t phases() const { return 2; }
+  int64_t tasks(int64_t phase) const {
+    return rows_ == 0 ? 0 : phase == 0 ? p_.batch * sets_ * parts_ : heads_ * rows_;
+  }
+  int64_t scratch_bytes(int64_t phase) const {
+    return phase == 0 ? heads_of_set_ * sizes_.bytes : sizes_.out_step * static_cast<int64_t>(sizeof(C));
+  }
+  bool in_order(int64_t) const { return false; }
+  // Whether the merge is worth threads.
+  bool merges_in_parallel() const { return heads_ * rows_ * parts_ > 64; }
+  void run(int64_t phase, int64_t task, void* memory, int64_t) const {
+    if (phase == 0) return run_part(task, memory);
+    const int64_t head = task / rows_, r = task % rows_;
+    decode_finish<T>(p_, head / p_.heads_k, head % p_.heads_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q,
+                     merged_.data() + task * parts_ * step_, parts_, step_, static_cast<C*>(memory));
+  }
+  void forget(int64_t) const {}
+  void end() const {}
+
+ private:
+  DecodeScratch<Op> scratch(void* memory) const {
+    return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, rows_ >= kRowsForScoreTiles<T, Op>};
+  }
+  // Sets of key heads of which a task reads all together, two tasks for each thread if there are as many heads.
+  int64_t sets(int64_t threads) const {
+    if (heads_ == 0 || heads_for<T, Op>(p_, rows_) == nullptr) return p_.heads_k;
+    const int64_t least = (p_.heads_k + kHeadsTogether - 1) / kHeadsTogether, tasks = p_.batch * parts_;
+    return min64(p_.heads_k, max64(least, threads == 1 ? 1 : (2 * threads + tasks - 1) / tasks));
+  }
+  void run_part(int64_t task, void* memory) const {
+    const int64_t part = task % parts_, set = task / parts_ % sets_, batch = task / parts_ / sets_;
+    const int64_t head_k = p_.heads_k * set / sets_, heads = p_.heads_k * (set + 1) / sets_ - head_k;
+    const int64_t begin = min64(visited_.end, visited_.begin + part * part_keys_);
+    DecodeScratch<Op> own[kHeadsTogether];
+    for (int64_t h = 0; h < heads; ++h) own[h] = scratch(static_cast<char*>(memory) + h * sizes_.bytes);
+    const auto run = p_.pages.table == nullptr
+                         ? (many_ ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
+                         : (many_ ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
+    run(p_, own, batch, head_k, heads, begin, min64(visited_.end, begin + part_keys_));
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t r = 0; r < rows_; ++r) {
+        C* target = merged_.data() + (((batch * p_.heads_k + head_k + h) * rows_ + r) * parts_ + part) * step_;
+        std::memcpy(target, own[h].out + r * own[h].out_step, static_cast<size_t>(own[h].out_step) * sizeof(C));
+        target[step_ - 2] = own[h].largest[r];
+        target[step_ - 1] = Simd<C>::sum(Simd<C>::load(own[h].sums + r * Simd<C>::kLanes));
+      }
+  }
+
+  const Forward& p_;
+  const int64_t group_, rows_, heads_;
+  const Range visited_;
+  const int64_t blocks_, parts_, part_keys_;
+  const bool many_;
+  const int64_t sets_, heads_of_set_;
+  const DecodeScratch<Op> sizes_;
+  const int64_t step_;
+  const Buffer<C> merged_;
+};
+
 template <class T, class Op>
 void decode(const Forward& p, const Runtime& runtime) {
-  using C = typename Op::Compute;
-  const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q, heads = p.batch * p.heads_k;
-  if (rows == 0 || heads == 0) return;
-  // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
-  const Range visited = p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
-  const int64_t blocks = max64(1, (visited.end - visited.begin + kDecodeKeys - 1) / kDecodeKeys);
-  int64_t parts = runtime.num_threads == 1 ? 1 : (4 * runtime.num_threads + heads - 1) / heads;
-  parts = max64(1, min64(parts, blocks));
-  const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
-  // Copied rows are to stay in the cache, so a block then has fewer keys.
-  const bool in_place = reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
-  const bool many = rows <= kFewRows && in_place;
-  const bool tiles = rows >= kRowsForScoreTiles<T, Op>;
-  const int64_t keys = many ? kManyKeys : kDecodeKeys;
-  // Tasks of several key heads each, where these are read together.
-  const bool together = reads_heads_together(p, rows) && p.bias.data == nullptr && p.ranges.stride[1] == 0 &&
-                        stream_for<T, Op, KeyRows>(p, rows) != nullptr;
-  int64_t sets = p.heads_k;
-  if (together) {
-    const int64_t least = (p.heads_k + kHeadsTogether - 1) / kHeadsTogether, tasks = p.batch * parts;
-    const int64_t wanted = runtime.num_threads == 1 ? 1 : (2 * runtime.num_threads + tasks - 1) / tasks;
-    sets = min64(p.heads_k, max64(least, wanted));
-  }
-  const int64_t most_heads = (p.heads_k + sets - 1) / sets;
-  const DecodeScratch<Op> sizes(nullptr, p, rows, keys, tiles, 0, most_heads);
-  const int64_t step = sizes.out_step + 2;
-  const Buffer<C> merged(heads * rows * parts * step);
-  run_tasks(p, runtime, p.batch * sets * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
-    const int64_t part = task % parts, set = task / parts % sets, batch = task / parts / sets;
-    const int64_t head_k = p.heads_k * set / sets, count = p.heads_k * (set + 1) / sets - head_k;
-    DecodeScratch<Op> scratch[kHeadsTogether];
-    for (int64_t h = 0; h < count; ++h) scratch[h] = {memory, p, rows, keys, tiles, h, most_heads};
-    const int64_t begin = min64(visited.end, visited.begin + part * part_keys);
-    const auto run = p.pages.table == nullptr && most_heads == 1
-                         ? (many ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
-                         : (many ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
-    run(p, scratch, batch, head_k, count, begin, min64(visited.end, begin + part_keys));
-    for (int64_t i = 0; i < count * rows; ++i) {
-      const DecodeScratch<Op>& own = scratch[i / rows];
-      const int64_t r = i % rows;
-      C* target = merged.data() + (((batch * p.heads_k + head_k) * rows + i) * parts + part) * step;
-      std::memcpy(target, own.out + r * own.out_step, static_cast<size_t>(own.out_step) * sizeof(C));
-      target[step - 2] = own.largest[r];
-      target[step - 1] = Simd<C>::sum(Simd<C>::load(own.sums + r * Simd<C>::kLanes));
-    }
-  });
-  const int64_t finish_bytes = sizes.out_step * static_cast<int64_t>(sizeof(C));
-  const Runtime alone{heads * rows * parts > 64 ? runtime.num_threads : 1, runtime.parallel};
-  run_tasks(p, alone, heads * rows, finish_bytes, [&](int64_t task, void* memory, int64_t) {
-    const int64_t head = task / rows, r = task % rows;
-    decode_finish<T>(p, head / p.heads_k, head % p.heads_k * group + r / p.seqlen_q, r % p.seqlen_q,
-                     merged.data() + task * parts * step, parts, step, static_cast<C*>(memory));
-  });
+  const DecodeCall<T, Op> call(p, runtime.num_threads);
+  run_phase(p, runtime, call, 0);
+  run_phase(p, {call.merges_in_parallel() ? runtime.num_threads : 1, runtime.parallel}, call, 1);
 }
 
 }  // namespace

@@ -7,45 +7,36 @@
 namespace attnkern::cpu {
 namespace {
 
-// Key heads of one task, and turns of each that follow each other, of which the scores are kept meanwhile.
-inline constexpr int64_t kHeadsTogether = 8, kTurnsTogether = 4;
-
 template <class Op>
 struct DecodeScratch {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
 
-  DecodeScratch() {}
-  // That of a task's key head number `head` of `heads`: some of it is its own.
-  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles, int64_t head, int64_t heads) {
+  DecodeScratch() = default;
+  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles) {
     Arena arena(memory);
-    const auto own = [&](int64_t count) {
-      C* all = arena.take<C>(heads * count);
-      return all == nullptr ? nullptr : all + head * count;
-    };
     constexpr int64_t kLanes = Simd<C>::kLanes;
     q_step = round_up(p.head_dim, 2 * kLanes);      // room for either kind of RowDot
     out_step = round_up(p.head_dim_v, 2 * kLanes);  // ... and for ValuePairsTile
-    q = own(rows * q_step);
-    q_as_given = own(rows * q_step);
-    out = own(rows * out_step);
-    recent = own(rows * recent_step());
+    q = arena.take<C>(rows * q_step);
+    q_as_given = arena.take<C>(rows * q_step);
+    out = arena.take<C>(rows * out_step);
+    recent = arena.take<C>(rows * recent_step());
     block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
     key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
     scores = arena.take<C>(rows * keys);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
     keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
-    largest = own(kDecodeRows);
-    sums = own(kDecodeRows * kLanes);
+    largest = arena.take<C>(kDecodeRows);
+    sums = arena.take<C>(kDecodeRows * kLanes);
     factor = arena.take<C>(kDecodeRows);
-    turns = own(rows > kFewRows ? 0 : rows * kLanes * 3 * kTurnsTogether);
     bytes = arena.used();
   }
   // Of a row of `recent`: as one of `out`, and a vector after it.
   int64_t recent_step() const { return out_step + Simd<C>::kLanes; }
 
   Scalar* key_tile;
-  C *q, *q_as_given, *out, *recent, *turns, *block, *scores, *bias, *keep, *largest, *sums, *factor;
+  C *q, *q_as_given, *out, *recent, *block, *scores, *bias, *keep, *largest, *sums, *factor;
   int64_t q_step, out_step, bytes;
 };
 
@@ -123,42 +114,29 @@ template <int kDim, bool kPairs, class Op>
   }
 }
 
-// Which rows are prefetched while a turn's are read, one with each: those that lie `ahead` elements behind.
-template <class T>
-struct RowsBehind {
-  int64_t ahead;
-  const T* take(const T* row) const { return row + ahead; }
-};
-
-// The same: rows from elsewhere.
-template <class T>
-struct OtherRows {
-  const T* row;
-  int64_t step;
-  const T* take(const T*) {
-    const T* now = row;
-    row += step;
-    return now;
+// A row's maximum so far, m, and that of its next scores x: returns the greater one and rescales what is summed up.
+template <int kDim, class Op>
+[[gnu::always_inline]] inline Simd<float>::V raise_maximum(const DecodeScratch<Op>& scratch, int64_t row,
+                                                           Simd<float>::V m, Simd<float>::V x) {
+  using S = Simd<float>;
+  const S::V old = m;
+  m = S::max_all(S::max(x, m));
+  const S::V correction = S::exp2((old - m) * S::set1(kLog2E<float>));
+  for (int64_t c = 0; c < kDim; c += S::kLanes) {
+    float* out = scratch.out + row * scratch.out_step + c;
+    S::store(out, S::load(out) * correction);
   }
-};
+  S::store(scratch.sums + row * S::kLanes, S::load(scratch.sums + row * S::kLanes) * correction);
+  scratch.largest[row] = m[0];
+  return m;
+}
 
-// A turn's rows.
-template <class T, class Next>
+// A turn's rows; and how far away those are that are prefetched meanwhile.
+template <class T>
 struct Turn {
   const T* row;
-  int64_t step;
-  Next next;  // what is prefetched meanwhile
+  int64_t step, ahead;
 };
-
-// copy <- the rows of a turn that lie in two pages.
-template <int kDim, class T>
-inline void copy_turn(const KeyRows& rows, int64_t batch, int64_t head, int64_t key, T* copy) {
-  for_runs(rows, key, Simd<float>::kLanes, [&](int64_t first, int64_t count) {
-    const T* source = at<T>(rows, batch, head, key + first);
-    for (int64_t i = 0; i < count; ++i)
-      std::memcpy(copy + (first + i) * kDim, source + i * rows.stride[2], kDim * sizeof(T));
-  });
-}
 
 // The rows of K or V from `key` on, a turn at a time.
 template <class T, class Keys, int kDim, int64_t kAhead>
@@ -173,19 +151,22 @@ class Turns {
         keys_(keys) {}
 
   // That of the keys from number j on.
-  [[gnu::always_inline]] Turn<T, RowsBehind<T>> from(int64_t j) {
+  [[gnu::always_inline]] Turn<T> from(int64_t j) {
     const int64_t step = rows_.stride[2];
     if constexpr (std::is_same_v<Keys, View>) {
-      const T* row = first_ + j * step;
-      return {row, step, {kAhead * step}};
+      return {first_ + j * step, step, kAhead * step};
     } else {
       constexpr int kLanes = Simd<float>::kLanes;
       const int64_t next = j + round_up(kAhead, kLanes);
       const T* row = at<T>(rows_, batch_, head_, key_ + j);
       if (rows_together(rows_, key_ + j) >= kLanes)
-        return {row, step, {next < keys_ ? at<T>(rows_, batch_, head_, key_ + next) - row : 0}};
-      copy_turn<kDim>(rows_, batch_, head_, key_ + j, copy_);
-      return {copy_, kDim, {0}};
+        return {row, step, next < keys_ ? at<T>(rows_, batch_, head_, key_ + next) - row : 0};
+      for_runs(rows_, key_ + j, kLanes, [&](int64_t first, int64_t count) {
+        const T* source = at<T>(rows_, batch_, head_, key_ + j + first);
+        for (int64_t i = 0; i < count; ++i)
+          std::memcpy(copy_ + (first + i) * kDim, source + i * step, kDim * sizeof(T));
+      });
+      return {copy_, kDim, 0};
     }
   }
 
@@ -197,8 +178,8 @@ class Turns {
 };
 
 // scores[row] = q[row] . K of a turn's keys, for kRun rows.
-template <class T, int kDim, int kRun, class Next>
-[[gnu::always_inline]] inline void score_turn(const Turn<T, Next>& now, bool prefetches,
+template <class T, int kDim, int kRun>
+[[gnu::always_inline]] inline void score_turn(const Turn<T>& now, bool prefetches,
                                               const typename RowDot<float, T>::Query* q, int64_t q_step,
                                               float* scores) {
   using S = Simd<float>;
@@ -206,18 +187,15 @@ template <class T, int kDim, int kRun, class Next>
   using Dot = RowDot<float, T>;
   constexpr int kLanes = S::kLanes, kGroup = kLanes / kRun;
   const T* row = now.row;
-  Next next = now.next;
   V all[kRun];  // of each group of keys: kRun rows of sums
 #pragma GCC unroll 2
   for (int group = 0; group < kRun; ++group) {
     V sum[kLanes] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup; ++i, row += now.step) {
-      const T* other = next.take(row);
-      if (prefetches && sizeof(T) < 4) prefetch_row(other, kDim);
+      if (prefetches) prefetch_row(row + now.ahead, kDim);
 #pragma GCC unroll 16
       for (int c = 0; c < kDim; c += Dot::kWidth) {
-        if (prefetches && sizeof(T) == 4) __builtin_prefetch(other + c);  // line by line
         const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
 #pragma GCC unroll 4
         for (int r = 0; r < kRun; ++r)
@@ -231,25 +209,18 @@ template <class T, int kDim, int kRun, class Next>
   for (int r = 0; r < kRun; ++r) S::store(scores + r * kLanes, all[r]);
 }
 
-// Of the rows that are prefetched during a turn of values, those that come early, while its probabilities are computed.
-inline int64_t early_rows(int64_t rows) { return 2 * min64(rows, 3); }
-
 // sum[row] += probabilities[row] . V of a turn's keys, for kRun rows and kColumns columns from `column` on.
-template <bool kPairs, int kColumns, class T, class Next, int kRun, int kVectors>
-[[gnu::always_inline]] inline void add_turn(const Turn<T, Next>& now, bool prefetches, int64_t early,
-                                            const float* probabilities, int64_t column,
-                                            Simd<float>::V (&sum)[kRun][kVectors]) {
+template <bool kPairs, int kColumns, class T, int kRun, int kVectors>
+[[gnu::always_inline]] inline void add_turn(const Turn<T>& now, bool prefetches, const float* probabilities,
+                                            int64_t column, Simd<float>::V (&sum)[kRun][kVectors]) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes;
   const T* row = now.row + column;
-  Next next = now.next;
-  if constexpr (std::is_same_v<Next, OtherRows<T>>) next.row += column;
   if constexpr (kPairs) {
 #if defined(__AVX512BF16__)
 #pragma GCC unroll 8
     for (int i = 0; i < kLanes / 2; ++i, row += 2 * now.step) {
-      const T *other = next.take(row), *second = next.take(row + now.step);
-      if (prefetches && 2 * i >= early) prefetch_row(other, kColumns), prefetch_row(second, kColumns);
+      if (prefetches) prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
       __m512i value[kVectors];
 #pragma GCC unroll 8
       for (int c = 0; c < kVectors; c += 2) {
@@ -270,12 +241,9 @@ template <bool kPairs, int kColumns, class T, class Next, int kRun, int kVectors
   } else {
 #pragma GCC unroll 4
     for (int i = 0; i < kLanes; ++i, row += now.step) {
-      const T* other = next.take(row);
-      const bool now_too = prefetches && i >= early;
-      if (now_too && sizeof(T) < 4) prefetch_row(other, kColumns);
+      if (prefetches) prefetch_row(row + now.ahead, kColumns);
 #pragma GCC unroll 16
       for (int c = 0; c < kVectors; ++c) {
-        if (now_too && sizeof(T) == 4) __builtin_prefetch(other + c * kLanes);
         const auto value = S::load_as(row + c * kLanes);
 #pragma GCC unroll 4
         for (int r = 0; r < kRun; ++r) sum[r][c] = S::fma(S::set1(probabilities[r * kLanes + i]), value, sum[r][c]);
@@ -284,12 +252,10 @@ template <bool kPairs, int kColumns, class T, class Next, int kRun, int kVectors
   }
 }
 
-// add_turn for all kDim columns of `count` turns, of sums that lie in memory: as many columns at a time as there are
-// registers for. `part`: from one turn's probabilities to the next one's.
-template <bool kPairs, int kDim, int kRun, bool kOne, class T, class Next>
-[[gnu::always_inline]] inline void add_turns_to_memory(const Turn<T, Next>* turns, int64_t count, bool prefetches,
-                                                       int64_t early, const float* probabilities, int64_t part,
-                                                       float* sums, int64_t step) {
+// add_turn for all kDim columns, of sums that lie in memory: as many at a time as there are registers for.
+template <bool kPairs, int kDim, int kRun, class T>
+[[gnu::always_inline]] inline void add_turn_to_memory(const Turn<T>& now, bool prefetches, const float* probabilities,
+                                                      float* sums, int64_t step) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
   constexpr int kBlock = min64(kVectors, 16 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
@@ -297,56 +263,12 @@ template <bool kPairs, int kDim, int kRun, bool kOne, class T, class Next>
     S::V sum[kRun][kCount];
     float* first = sums + c * kLanes;
     move_sums(first, step, sum, [](float* from, S::V& to) { to = S::load(from); });
-    // (A loop of one step would keep the sums in memory.)
-    if constexpr (kOne) add_turn<kPairs, kColumns>(*turns, prefetches, 0, probabilities, c * kLanes, sum);
-    else
-      for (int64_t t = 0; t < count; ++t)
-        add_turn<kPairs, kColumns>(turns[t], prefetches, early, probabilities + t * part, c * kLanes, sum);
+    add_turn<kPairs, kColumns>(now, prefetches, probabilities, c * kLanes, sum);
     move_sums(first, step, sum, [](float* to, S::V& from) { S::store(to, from); });
   };
   constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
   for (int64_t c = 0; c < kWhole; c += kBlock) columns.template operator()<kBlock, kColumns>(c);
   if constexpr (kRest != 0) columns.template operator()<kRest, kDim - kWhole * kLanes>(kWhole);
-}
-
-// A turn's scores to probabilities under the rows' maximum so far; j: number of the turn's first key. Where the maximum
-// grows, add_recent() is called and what has been summed up is rescaled.
-template <class Op, bool kPairs, int kDim, class AddRecent, class AddSum>
-[[gnu::always_inline]] inline void turn_probabilities(const DecodeScratch<Op>& scratch, const ScoreParams<float>& score,
-                                                      int64_t rows, int64_t j, const float* scores,
-                                                      float* probabilities, const AddRecent& add_recent,
-                                                      const AddSum& add_sum) {
-  using S = Simd<float>;
-  using V = S::V;
-  constexpr int kLanes = S::kLanes;
-  const V scale = S::set1(score.signed_scale);
-#pragma GCC unroll 2
-  for (int64_t r = 0; r < rows; ++r) {
-    V x = S::product(S::load(scores + r * kLanes), scale);
-    if (score.has_bias) {
-      const V bias = S::load(scratch.bias + in_tiles<float>(r, rows, j % kDecodeKeys));
-      x = score.mask_added && bias == S::set1(-kInfinity<float>) ? bias : x + bias;
-    }
-    V m = S::set1(scratch.largest[r]);
-    if (!S::all(x <= m)) {  // a greater maximum, which soon gets rare, or NaN, which is none
-      add_recent();
-      const V old = m;
-      m = S::max_all(S::max(x, m));
-      const V correction = S::exp2((old - m) * S::set1(kLog2E<float>));
-      for (int64_t c = 0; c < kDim; c += kLanes) {
-        float* out = scratch.out + r * scratch.out_step + c;
-        S::store(out, S::load(out) * correction);
-      }
-      S::store(scratch.sums + r * kLanes, S::load(scratch.sums + r * kLanes) * correction);
-      scratch.largest[r] = m[0];
-    }
-    const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
-    const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
-    add_sum(r, probability);
-    float* target = probabilities + r * kLanes;
-    if constexpr (kPairs) S::store_as(reinterpret_cast<BFloat16*>(target), probability);
-    else S::store(target, probability);
-  }
 }
 
 // Rows of queries against keys [key, key + keys), whole vectors of keys that every query attends to; scores have a
@@ -359,8 +281,8 @@ template <class Op, bool kPairs, int kDim, class AddRecent, class AddSum>
 // From turn to turn the sums of values stay there (1 and 2 rows) or lie in scratch.recent. They are added to
 // scratch.out every kDecodeKeys keys: sums of longer runs would lose digits.
 template <class T, class Op, class Keys, int kRows, int kDim>
-[[gnu::noinline]] void decode_stream(const Forward& p, const DecodeScratch<Op>* first, int64_t batch, int64_t head_k,
-                                     int64_t, int64_t key, int64_t keys) {
+[[gnu::noinline]] void decode_stream(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                                     int64_t key, int64_t keys) {
   using S = Simd<float>;
   using V = S::V;
   using Query = typename RowDot<float, T>::Query;
@@ -368,10 +290,10 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   constexpr bool kInRegisters = kRows < 4;  // the sums of values, from turn to turn
   constexpr int kLanes = S::kLanes;
   constexpr int64_t kAhead = (kPairs ? 8192 : 4096) / (kDim * sizeof(T));  // rows; as measured
-  const DecodeScratch<Op>& scratch = *first;
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch.recent_step();
   Turns<T, Keys, kDim, kAhead> k(p, p.k, batch, head_k, key, keys), v(p, p.v, batch, head_k, key, keys);
   const ScoreParams<float> score(p, true);
+  const V scale = S::set1(score.signed_scale);
   const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
   [[maybe_unused]] V kept[kInRegisters ? kRows : 1][kInRegisters ? kDim / kLanes : 1] = {};
   [[maybe_unused]] V kept_sum[kInRegisters ? kRows : 1] = {};
@@ -379,17 +301,17 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   float* const scores = kInRegisters ? few : scratch.scores;  // a vector of each row
   float* const probabilities = scores + rows * kLanes;
 
-  const auto score_rows_of = [&](const Turn<T, RowsBehind<T>>& now) __attribute__((always_inline)) {
+  const auto score_rows_of = [&](const Turn<T>& now) __attribute__((always_inline)) {
     for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
       score_turn<T, kDim, kRun>(now, r == 0, q + r * scratch.q_step, scratch.q_step, scores + r * kLanes);
     });
   };
-  const auto add_values_of = [&](const Turn<T, RowsBehind<T>>& now) __attribute__((always_inline)) {
-    if constexpr (kInRegisters) add_turn<kPairs, kDim>(now, true, 0, probabilities, 0, kept);
+  const auto add_values_of = [&](const Turn<T>& now) __attribute__((always_inline)) {
+    if constexpr (kInRegisters) add_turn<kPairs, kDim>(now, true, probabilities, 0, kept);
     else
       for_row_runs(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-        add_turns_to_memory<kPairs, kDim, kRun, true>(&now, 1, r == 0, 0, probabilities + r * kLanes, 0,
-                                                      scratch.recent + r * recent_step, recent_step);
+        add_turn_to_memory<kPairs, kDim, kRun>(now, r == 0, probabilities + r * kLanes,
+                                               scratch.recent + r * recent_step, recent_step);
       });
   };
   const auto add_recent = [&]() __attribute__((always_inline)) {
@@ -401,14 +323,6 @@ template <class T, class Op, class Keys, int kRows, int kDim>
       add_recent_sums<kDim, kPairs>(scratch, rows);
     }
   };
-  const auto add_sum = [&](int64_t r, V probability) __attribute__((always_inline)) {
-    if constexpr (kInRegisters) {
-      kept_sum[r] += probability;
-    } else {
-      float* sum = scratch.recent + r * recent_step + scratch.out_step;
-      S::store(sum, S::load(sum) + probability);
-    }
-  };
 
   if constexpr (!kInRegisters) std::memset(scratch.recent, 0, static_cast<size_t>(rows * recent_step) * sizeof(float));
   score_rows_of(k.from(0));
@@ -417,189 +331,189 @@ template <class T, class Op, class Keys, int kRows, int kDim>
       add_recent();
       if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key + j, min64(kDecodeKeys, keys - j));
     }
-    turn_probabilities<Op, kPairs, kDim>(scratch, score, rows, j, scores, probabilities, add_recent, add_sum);
+#pragma GCC unroll 2
+    for (int64_t r = 0; r < rows; ++r) {
+      V x = S::product(S::load(scores + r * kLanes), scale);
+      if (score.has_bias) {
+        const V bias = S::load(scratch.bias + in_tiles<float>(r, rows, j % kDecodeKeys));
+        x = score.mask_added && bias == S::set1(-kInfinity<float>) ? bias : x + bias;
+      }
+      V m = S::set1(scratch.largest[r]);
+      if (!S::all(x <= m)) {  // a greater maximum, which soon gets rare, or NaN, which is none
+        add_recent();
+        m = raise_maximum<kDim>(scratch, r, m, x);
+      }
+      const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
+      const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
+      if constexpr (kInRegisters) kept_sum[r] += probability;
+      else {
+        float* sum = scratch.recent + r * recent_step + scratch.out_step;
+        S::store(sum, S::load(sum) + probability);
+      }
+      float* target = probabilities + r * kLanes;
+      if constexpr (kPairs) S::store_as(reinterpret_cast<BFloat16*>(target), probability);
+      else S::store(target, probability);
+    }
     if (j + kLanes < keys) score_rows_of(k.from(j + kLanes));
     add_values_of(v.from(j));
   }
   add_recent();
 }
 
-// Rows of K or V of several heads, which may lie in pages.
+// Adds all kDim columns to sums that lie in memory: as many at a time as there are registers for. add<columns>(the
+// first, sums) adds some.
+template <bool kPairs, int kDim, int kRun, class Add>
+[[gnu::always_inline]] inline void add_columns_to_memory(float* sums, int64_t step, const Add& add) {
+  using S = Simd<float>;
+  constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
+  constexpr int kBlock = min64(kVectors, 16 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
+  const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
+    S::V sum[kRun][kCount];
+    float* first = sums + c * kLanes;
+    move_sums(first, step, sum, [](float* from, S::V& to) { to = S::load(from); });
+    add.template operator()<kColumns>(c * kLanes, sum);
+    move_sums(first, step, sum, [](float* to, S::V& from) { S::store(to, from); });
+  };
+  constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
+  for (int64_t c = 0; c < kWhole; c += kBlock) columns.template operator()<kBlock, kColumns>(c);
+  if constexpr (kRest != 0) columns.template operator()<kRest, kDim - kWhole * kLanes>(kWhole);
+}
+
+// Key heads of a task, and turns of each that follow each other, at most.
+inline constexpr int64_t kHeadsTogether = 8, kTurnsTogether = 4;
+
+// Whether a key's rows of all heads lie side by side.
+inline bool side_by_side(const View& rows) { return rows.stride[1] < rows.stride[2]; }
+
+// Rows of K or V of several heads from `key` on, which may lie in pages.
 template <class T, int kDim>
-class RowsOfHeads {
+class TurnsOfHeads {
  public:
   static constexpr int64_t kLanes = Simd<float>::kLanes;
 
-  RowsOfHeads(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t heads, int64_t key)
-      : rows_(view, p.pages),
-        batch_(batch),
-        head_(head),
-        heads_(heads),
-        key_(key),
-        by_key_(heads > 1 && view.stride[1] < view.stride[2]) {}
+  TurnsOfHeads(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys)
+      : rows_(view, p.pages), batch_(batch), head_(head), key_(key), keys_(keys) {}
 
-  // How many turns from key number j on are met together, of `most`: those of a head whose rows lie together. (Where
-  // rows of all heads do, one: more wouldn't stay in the first-level cache until the last head meets them.)
-  int64_t turns_from(int64_t j, int64_t most) const {
-    return by_key_ ? 1 : max64(1, min64(min64(most, kTurnsTogether), rows_together(rows_, key_ + j) / kLanes));
+  // How many turns from key number j on a head meets before the next one does, of `most`: those of which its rows lie
+  // together. (Where heads lie side by side, more than one wouldn't stay in the first-level cache for the last head.)
+  int64_t turns(int64_t j, int64_t most) const {
+    return side_by_side(rows_) ? 1
+                               : max64(1, min64(min64(most, kTurnsTogether), rows_together(rows_, key_ + j) / kLanes));
   }
-  bool together(int64_t j) const { return rows_together(rows_, key_ + j) >= kLanes; }
-  [[gnu::always_inline]] const T* row(int64_t head, int64_t j) const {
-    return at<T>(rows_, batch_, head_ + head, key_ + j);
+  // That of the keys from number j on; those of `other` from number `next` on are prefetched meanwhile.
+  [[gnu::always_inline]] Turn<T> turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t next) {
+    if (together(j))
+      return {row(head, j), rows_.stride[2],
+              next < other.keys_ && other.together(next) ? other.row(head, next) - row(head, j) : 0};
+    for_runs(rows_, key_ + j, kLanes, [&](int64_t first, int64_t count) {
+      for (int64_t i = 0; i < count; ++i)
+        std::memcpy(copy_ + (first + i) * kDim, row(head, j + first + i), kDim * sizeof(T));
+    });
+    return {copy_, kDim, 0};
   }
-  int64_t step() const { return rows_.stride[2]; }
-  // The rows of a turn that lie in two pages, copied to scratch memory.
-  const T* copied(int64_t head, int64_t j) {
-    copy_turn<kDim>(rows_, batch_, head_ + head, key_ + j, copy_);
-    return copy_;
-  }
-
-  // The rows of some turns of all heads in the order in which they lie in memory, kLanes at a time.
-  class InOrder {
-   public:
-    InOrder(const RowsOfHeads& of, int64_t j, int64_t turns) {
-      const View& view = of.rows_;
-      const bool dense = of.by_key_ && view.stride[1] * of.heads_ == view.stride[2];
-      if (!of.together(j)) return;
-      row_ = of.row(0, j), step_ = dense ? view.stride[1] : view.stride[2];
-      turns_ = left_ = dense ? kUnbounded : turns;
-      turn_step_ = kLanes * step_, head_step_ = view.stride[1] - turns * turn_step_;
-    }
-    // Prefetched while this turn is read.
-    [[gnu::always_inline]] OtherRows<T> take(const T* row) {
-      const OtherRows<T> now{row_ == nullptr ? row : row_, step_};
-      row_ += turn_step_;
-      if (--left_ == 0) row_ += head_step_, left_ = turns_;
-      return now;
-    }
-
-   private:
-    const T* row_ = nullptr;  // none: they lie in two pages
-    int64_t step_ = 0, turn_step_ = 0, head_step_ = 0, turns_ = kUnbounded, left_ = kUnbounded;
-  };
 
  private:
+  bool together(int64_t j) const { return rows_together(rows_, key_ + j) >= kLanes; }
+  const T* row(int64_t head, int64_t j) const { return at<T>(rows_, batch_, head_ + head, key_ + j); }
+
   const KeyRows rows_;
-  const int64_t batch_, head_, heads_, key_;
-  const bool by_key_;  // the rows of all heads lie side by side
-  alignas(64) T copy_[kLanes * kDim];
+  const int64_t batch_, head_, key_, keys_;
+  alignas(64) T copy_[kLanes * kDim];  // of rows in two pages
 };
 
-// The scores of some turns of a head to probabilities, if the rows' maxima stay what they are; returns whether they do.
-template <class Op, bool kPairs, int kDim, class T>
-[[gnu::noinline]] bool probabilities_of_turns(const DecodeScratch<Op>& scratch, const ScoreParams<float>& score,
-                                              int64_t rows, int64_t j, int64_t turns, const float* scores,
-                                              float* probabilities, const Turn<T, OtherRows<T>>* prefetched) {
+// How many turns, of which the scores lie `part` apart, leave the rows' maxima as they are.
+template <class Op>
+[[gnu::noinline]] int64_t turns_without_maximum(const DecodeScratch<Op>& scratch, float scale, int64_t rows,
+                                                int64_t turns, const float* scores) {
+  using S = Simd<float>;
+  for (int64_t t = 0; t < turns; ++t)
+    for (int64_t r = 0; r < rows; ++r, scores += S::kLanes)
+      if (!S::all(S::product(S::load(scores), S::set1(scale)) <= S::set1(scratch.largest[r]))) return t;
+  return turns;
+}
+
+// Scores of turns of a head to probabilities. Only one turn may have a greater maximum.
+template <class Op, bool kPairs, int kDim>
+[[gnu::noinline]] void probabilities_of_turns(const DecodeScratch<Op>& scratch, float signed_scale, int64_t rows,
+                                              int64_t turns, const float* scores, float* probabilities) {
   using S = Simd<float>;
   using V = S::V;
   constexpr int kLanes = S::kLanes;
-  const int64_t part = rows * kLanes;
-  const V scale = S::set1(score.signed_scale);
-  const auto value = [&](int64_t r, int64_t t) __attribute__((always_inline)) {
-    V x = S::product(S::load(scores + t * part + r * kLanes), scale);
-    if (score.has_bias) {
-      const V bias = S::load(scratch.bias + in_tiles<float>(r, rows, (j + t * kLanes) % kDecodeKeys));
-      x = score.mask_added && bias == S::set1(-kInfinity<float>) ? bias : x + bias;
+  const V scale = S::set1(signed_scale);
+  for (int64_t r = 0; r < rows; ++r) {
+    V m = S::set1(scratch.largest[r]);
+    if (const V x = S::product(S::load(scores + r * kLanes), scale); turns == 1 && !S::all(x <= m)) {
+      add_recent_sums<kDim, kPairs>(scratch, rows);
+      m = raise_maximum<kDim>(scratch, r, m, x);
     }
-    return x;
-  };
-  for (int64_t r = 0; r < rows; ++r) {
-    const V m = S::set1(scratch.largest[r]);
-    for (int64_t t = 0; t < turns; ++t)
-      if (!S::all(value(r, t) <= m)) return false;
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    const V m = S::set1(scratch.largest[r]);
-    const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);
+    const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
     float* sum = scratch.recent + r * scratch.recent_step() + scratch.out_step;
     V total = S::load(sum);
 #pragma GCC unroll 4
     for (int64_t t = 0; t < turns; ++t) {
-      if (2 * r < early_rows(rows)) {
-        const OtherRows<T>& other = prefetched[t].next;
-        prefetch_row(other.row + 2 * r * other.step, kDim), prefetch_row(other.row + (2 * r + 1) * other.step, kDim);
-      }
-      const V probability = S::exp2<Op::kSums>((value(r, t) - shift) * S::set1(kLog2E<float>));
+      const int64_t place = (t * rows + r) * kLanes;
+      const V x = S::product(S::load(scores + place), scale);
+      const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
       total += probability;
-      float* target = probabilities + t * part + r * kLanes;
-      if constexpr (kPairs) S::store_as(reinterpret_cast<BFloat16*>(target), probability);
-      else S::store(target, probability);
+      if constexpr (kPairs) S::store_as(reinterpret_cast<BFloat16*>(probabilities + place), probability);
+      else S::store(probabilities + place, probability);
     }
     S::store(sum, total);
   }
-  return true;
 }
 
-// The same for several key heads, the rows of which may lie in pages: turns of all heads together, first those of K,
-// then those of V. Meanwhile the next of these are prefetched, in the order in which they lie in memory. Each head adds
-// up in the order of decode_stream.
+// decode_stream for several key heads, which may lie in pages, and without a bias: some turns of all heads, first of K
+// and then of V. Meanwhile the next of these are prefetched. Each head adds up in the order of decode_stream.
 template <class T, class Op, int kRows, int kDim>
 [[gnu::noinline]] void decode_heads(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                                     int64_t heads, int64_t key, int64_t keys) {
   using S = Simd<float>;
   using Query = typename RowDot<float, T>::Query;
-  using Rows = RowsOfHeads<T, kDim>;
-  using InOrder = typename Rows::InOrder;
   constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
   constexpr int kLanes = S::kLanes;
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch->recent_step();
   const int64_t part = rows * kLanes;  // scores or probabilities of a turn
-  const ScoreParams<float> score(p, true);
-  Rows k(p, p.k, batch, head_k, heads, key), v(p, p.v, batch, head_k, heads, key);
-  const auto turn_of = [](Rows& of, int64_t head, int64_t j, InOrder& next) __attribute__((always_inline)) {
-    const bool together = of.together(j);
-    const T* row = together ? of.row(head, j) : of.copied(head, j);
-    return Turn<T, OtherRows<T>>{row, together ? of.step() : kDim, next.take(row)};
-  };
+  const float scale = ScoreParams<float>(p, true).signed_scale;
+  using Turns = TurnsOfHeads<T, kDim>;
+  Turns k(p, p.k, batch, head_k, key, keys), v(p, p.v, batch, head_k, key, keys);
   const auto turns_from = [&](int64_t j) {
     const int64_t most = min64(keys - j, kDecodeKeys - j % kDecodeKeys) / kLanes;
-    return v.turns_from(j, k.turns_from(j, most));
+    return v.turns(j, k.turns(j, most));
   };
-
-  const auto score_turns = [&](int64_t j, int64_t turns, int64_t place, InOrder next) {
+  // Of each head's scratch.scores: those of some turns, those of the next ones, probabilities.
+  const auto score_turns = [&](int64_t j, int64_t turns, int64_t place, int64_t next) {
     for (int64_t head = 0; head < heads; ++head) {
       const DecodeScratch<Op>& own = scratch[head];
       const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? own.q : own.q_as_given);
       for (int64_t t = 0; t < turns; ++t) {
-        const auto turn = turn_of(k, head, j + t * kLanes, next);
-        float* scores = own.turns + (place + t) * part;
+        const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes);
+        float* scores = own.scores + (place + t) * part;
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
           score_turn<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
         });
       }
     }
   };
-  const auto add_values_of = [&](const DecodeScratch<Op>& own, const Turn<T, OtherRows<T>>* turns, int64_t count,
-                                 int64_t early, const float* probabilities) {
-    for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-      add_turns_to_memory<kPairs, kDim, kRun, false>(turns, count, r == 0, early, probabilities + r * kLanes, part,
-                                                     own.recent + r * recent_step, recent_step);
-    });
-  };
-  const auto add_turns = [&](int64_t j, int64_t turns, int64_t place, InOrder next) {
+  const auto add_turns = [&](int64_t j, int64_t turns, int64_t place, const Turns& other, int64_t next) {
     for (int64_t head = 0; head < heads; ++head) {
       const DecodeScratch<Op>& own = scratch[head];
-      const float* scores = own.turns + place * part;
-      float* probabilities = own.turns + 2 * kTurnsTogether * part;
-      const auto add_recent = [&] { add_recent_sums<kDim, kPairs>(own, rows); };
-      if (j % kDecodeKeys == 0) {
-        add_recent();
-        if (score.has_bias) decode_bias<T>(p, own, batch, head_k + head, key + j, min64(kDecodeKeys, keys - j));
-      }
-      Turn<T, OtherRows<T>> of_turns[kTurnsTogether];
-      for (int64_t t = 0; t < turns; ++t) of_turns[t] = turn_of(v, head, j + t * kLanes, next);
-      if (probabilities_of_turns<Op, kPairs, kDim>(own, score, rows, j, turns, scores, probabilities, of_turns)) {
-        add_values_of(own, of_turns, turns, early_rows(rows), probabilities);
-        continue;
-      }
-      for (int64_t t = 0; t < turns; ++t) {
-        turn_probabilities<Op, kPairs, kDim>(own, score, rows, j + t * kLanes, scores + t * part, probabilities,
-                                             add_recent,
-                                             [&](int64_t r, S::V probability) __attribute__((always_inline)) {
-                                               float* sum = own.recent + r * recent_step + own.out_step;
-                                               S::store(sum, S::load(sum) + probability);
-                                             });
-        add_values_of(own, of_turns + t, 1, 0, probabilities);
+      const float* scores = own.scores + place * part;
+      float* probabilities = own.scores + 2 * kTurnsTogether * part;
+      if (j % kDecodeKeys == 0) add_recent_sums<kDim, kPairs>(own, rows);
+      Turn<T> of_turns[kTurnsTogether];
+      for (int64_t t = 0; t < turns; ++t) of_turns[t] = v.turn(head, j + t * kLanes, other, next + t * kLanes);
+      for (int64_t t = 0, now; t < turns; t += now) {
+        now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
+        probabilities_of_turns<Op, kPairs, kDim>(own, scale, rows, now, scores + t * part, probabilities);
+        for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+          add_columns_to_memory<kPairs, kDim, kRun>(
+              own.recent + r * recent_step, recent_step,
+              [&]<int kColumns>(int64_t column, auto& sum) __attribute__((always_inline)) {
+                for (int64_t i = 0; i < now; ++i)
+                  add_turn<kPairs, kColumns>(of_turns[t + i], r == 0, probabilities + i * part + r * kLanes, column,
+                                             sum);
+              });
+        });
       }
     }
   };
@@ -607,74 +521,74 @@ template <class T, class Op, int kRows, int kDim>
   for (int64_t head = 0; head < heads; ++head)
     std::memset(scratch[head].recent, 0, static_cast<size_t>(rows * recent_step) * sizeof(float));
   int64_t turns = turns_from(0);
-  score_turns(0, turns, 0, {v, 0, turns});
+  score_turns(0, turns, 0, 0);
   for (int64_t j = 0, place = 0; j < keys; place = kTurnsTogether - place) {
     const int64_t now = turns, next = j + now * kLanes;
     turns = next < keys ? turns_from(next) : 0;
-    if (turns > 0) score_turns(next, turns, kTurnsTogether - place, {v, j, now});
+    if (turns > 0) score_turns(next, turns, kTurnsTogether - place, j);
     const int64_t after = next + turns * kLanes;
-    if (after < keys) add_turns(j, now, place, {k, after, turns_from(after)});
-    else add_turns(j, now, place, {v, turns > 0 ? next : j, max64(1, turns)});
+    add_turns(j, now, place, after < keys ? k : v, after < keys ? after : next);
     j = next;
   }
   for (int64_t head = 0; head < heads; ++head) add_recent_sums<kDim, kPairs>(scratch[head], rows);
 }
 
 template <class T, class Op>
-using DecodeStream = void (*)(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
-                              int64_t heads, int64_t key, int64_t keys);
+using DecodeStream = void (*)(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
+                              int64_t key, int64_t keys);
+template <class T, class Op>
+using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
+                             int64_t heads, int64_t key, int64_t keys);
 
 // Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns. As measured: what is in a cache is multiplied
 // faster in blocks, what is not is read faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
-// Whether a key's rows of all heads lie side by side.
-inline bool heads_side_by_side(const Forward& p) {
-  return p.heads_k > 1 && p.k.stride[1] < p.k.stride[2] && p.v.stride[1] < p.v.stride[2];
-}
-
-// Whether several key heads are read together, as measured: rows that do little with what they read are better off with
-// the two streams of a head.
-inline bool reads_heads_together(const Forward& p, int64_t rows) {
-  return heads_side_by_side(p) || (p.pages.table != nullptr && rows > 2);
-}
-
-// The kernel of that kind for these rows, or null. It wants 32 registers. (More rows have too much to multiply for it,
-// two of float16 too.)
-template <class T, class Op, class Keys>
-DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
+// The kernel of turns for these rows, of_size<kRows, kDim>(), or null. It wants 32 registers. (More rows have too much
+// to multiply for it, two of float16 too.)
+template <class Kernel, class T, class Op, class OfSize>
+Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
   using C = typename Op::Compute;
   if constexpr (Simd<C>::kLanes == 16) {
     if (const ScoreParams<C> score(p); score.capped() || score.dropout || p.head_dim != p.head_dim_v ||
                                        !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
       return nullptr;
-    const auto of_size = [&]<int kDim>() -> DecodeStream<T, Op> {
-      const auto kernel = [&]<int kRows>() -> DecodeStream<T, Op> {
-        if constexpr (std::is_same_v<Keys, KeyRows>) {
-          if (kRows > 2 || reads_heads_together(p, rows)) return decode_heads<T, Op, kRows, kDim>;
-          if constexpr (kRows > 2) return nullptr;
-        }
-        if constexpr (std::is_same_v<Keys, View> || kRows <= 2) return decode_stream<T, Op, Keys, kRows, kDim>;
-      };
-      if (rows == 1) return kernel.template operator()<1>();
+    const auto of_dim = [&]<int kDim>() -> Kernel {
+      if (rows == 1) return of_size.template operator()<1, kDim>();
       const int64_t bytes = p.batch * p.heads_k * p.seqlen_k * 2 * kDim * static_cast<int64_t>(sizeof(T));
       if (Op::kPack == 2 && bytes < kTurnsFrom) return nullptr;
       if constexpr ((sizeof(T) == 4 || Op::kPack == 2) && kDim <= 128)
-        if (rows == 2) return kernel.template operator()<2>();
+        if (rows == 2) return of_size.template operator()<2, kDim>();
       if constexpr (Op::kPack == 2)
-        if (rows <= 4) return kernel.template operator()<4>();
+        if (rows <= 4) return of_size.template operator()<4, kDim>();
       return nullptr;
     };
     switch (p.head_dim) {
-      case 32: return of_size.template operator()<32>();
-      case 64: return of_size.template operator()<64>();
-      case 80: return of_size.template operator()<80>();
-      case 96: return of_size.template operator()<96>();
-      case 128: return of_size.template operator()<128>();
-      case 256: return of_size.template operator()<256>();
+      case 32: return of_dim.template operator()<32>();
+      case 64: return of_dim.template operator()<64>();
+      case 80: return of_dim.template operator()<80>();
+      case 96: return of_dim.template operator()<96>();
+      case 128: return of_dim.template operator()<128>();
+      case 256: return of_dim.template operator()<256>();
     }
   }
   return nullptr;
+}
+
+template <class T, class Op, class Keys>
+DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
+  return kernel_of_turns<DecodeStream<T, Op>, T, Op>(
+      p, rows, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
+}
+
+// That for several key heads: where a key's rows of all heads lie side by side, and for 3 and 4 rows in pages. (Rows
+// that do little with what they read are better off with the two streams of a head.) The heads have the same keys.
+template <class T, class Op>
+DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
+  const bool pays = (side_by_side(p.k) && side_by_side(p.v)) || (p.pages.table != nullptr && rows > 2);
+  if (!pays || p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
+  return kernel_of_turns<DecodeHeads<T, Op>, T, Op>(
+      p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
 }
 
 }  // namespace
