@@ -138,6 +138,18 @@ struct Turn {
   int64_t step, ahead;
 };
 
+// The same; rows from elsewhere are prefetched meanwhile, row i with row i, without the first `early` ones.
+template <class T>
+struct TurnOfHead {
+  const T* row;
+  int64_t step;
+  const T* other;
+  int64_t other_step, early;
+  [[gnu::always_inline]] void prefetch(int64_t i, int64_t column, int64_t columns) const {
+    if (i >= early) prefetch_row(other + i * other_step + column, columns);
+  }
+};
+
 // The rows of K or V from `key` on, a turn at a time.
 template <class T, class Keys, int kDim, int64_t kAhead>
 class Turns {
@@ -178,8 +190,8 @@ class Turns {
 };
 
 // scores[row] = q[row] . K of a turn's keys, for kRun rows.
-template <class T, int kDim, int kRun>
-[[gnu::always_inline]] inline void score_turn(const Turn<T>& now, bool prefetches,
+template <class T, int kDim, int kRun, template <class> class AnyTurn>
+[[gnu::always_inline]] inline void score_turn(const AnyTurn<T>& now, bool prefetches,
                                               const typename RowDot<float, T>::Query* q, int64_t q_step,
                                               float* scores) {
   using S = Simd<float>;
@@ -193,7 +205,11 @@ template <class T, int kDim, int kRun>
     V sum[kLanes] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup; ++i, row += now.step) {
-      if (prefetches) prefetch_row(row + now.ahead, kDim);
+      if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
+        if (prefetches) now.prefetch(group * kGroup + i, 0, kDim);
+      } else if (prefetches) {
+        prefetch_row(row + now.ahead, kDim);
+      }
 #pragma GCC unroll 16
       for (int c = 0; c < kDim; c += Dot::kWidth) {
         const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
@@ -210,8 +226,8 @@ template <class T, int kDim, int kRun>
 }
 
 // sum[row] += probabilities[row] . V of a turn's keys, for kRun rows and kColumns columns from `column` on.
-template <bool kPairs, int kColumns, class T, int kRun, int kVectors>
-[[gnu::always_inline]] inline void add_turn(const Turn<T>& now, bool prefetches, const float* probabilities,
+template <bool kPairs, int kColumns, class T, int kRun, int kVectors, template <class> class AnyTurn>
+[[gnu::always_inline]] inline void add_turn(const AnyTurn<T>& now, bool prefetches, const float* probabilities,
                                             int64_t column, Simd<float>::V (&sum)[kRun][kVectors]) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes;
@@ -220,7 +236,11 @@ template <bool kPairs, int kColumns, class T, int kRun, int kVectors>
 #if defined(__AVX512BF16__)
 #pragma GCC unroll 8
     for (int i = 0; i < kLanes / 2; ++i, row += 2 * now.step) {
-      if (prefetches) prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
+      if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
+        if (prefetches) now.prefetch(2 * i, column, kColumns), now.prefetch(2 * i + 1, column, kColumns);
+      } else if (prefetches) {
+        prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
+      }
       __m512i value[kVectors];
 #pragma GCC unroll 8
       for (int c = 0; c < kVectors; c += 2) {
@@ -241,7 +261,11 @@ template <bool kPairs, int kColumns, class T, int kRun, int kVectors>
   } else {
 #pragma GCC unroll 4
     for (int i = 0; i < kLanes; ++i, row += now.step) {
-      if (prefetches) prefetch_row(row + now.ahead, kColumns);
+      if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
+        if (prefetches) now.prefetch(i, column, kColumns);
+      } else if (prefetches) {
+        prefetch_row(row + now.ahead, kColumns);
+      }
 #pragma GCC unroll 16
       for (int c = 0; c < kVectors; ++c) {
         const auto value = S::load_as(row + c * kLanes);
@@ -391,25 +415,41 @@ class TurnsOfHeads {
  public:
   static constexpr int64_t kLanes = Simd<float>::kLanes;
 
-  TurnsOfHeads(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys)
-      : rows_(view, p.pages), batch_(batch), head_(head), key_(key), keys_(keys) {}
+  TurnsOfHeads(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t heads, int64_t key,
+               int64_t keys)
+      : rows_(view, p.pages),
+        batch_(batch),
+        head_(head),
+        key_(key),
+        keys_(keys),
+        side_by_side_(side_by_side(view)),
+        dense_(side_by_side_ && view.stride[1] * heads == view.stride[2]) {}
 
   // How many turns from key number j on a head meets before the next one does, of `most`: those of which its rows lie
   // together. (Where heads lie side by side, more than one wouldn't stay in the first-level cache for the last head.)
   int64_t turns(int64_t j, int64_t most) const {
-    return side_by_side(rows_) ? 1
-                               : max64(1, min64(min64(most, kTurnsTogether), rows_together(rows_, key_ + j) / kLanes));
+    return side_by_side_ ? 1 : max64(1, min64(min64(most, kTurnsTogether), rows_together(rows_, key_ + j) / kLanes));
   }
-  // That of the keys from number j on; those of `other` from number `next` on are prefetched meanwhile.
-  [[gnu::always_inline]] Turn<T> turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t next) {
-    if (together(j))
-      return {row(head, j), rows_.stride[2],
-              next < other.keys_ && other.together(next) ? other.row(head, next) - row(head, j) : 0};
-    for_runs(rows_, key_ + j, kLanes, [&](int64_t first, int64_t count) {
-      for (int64_t i = 0; i < count; ++i)
-        std::memcpy(copy_ + (first + i) * kDim, row(head, j + first + i), kDim * sizeof(T));
-    });
-    return {copy_, kDim, 0};
+  // That of the keys from number j on; `other` are prefetched meanwhile, from their number `next` on and in the order
+  // in which they lie in memory.
+  [[gnu::always_inline]] TurnOfHead<T> turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t next,
+                                            int64_t early) {
+    TurnOfHead<T> now;
+    now.early = early;
+    if (together(j)) {
+      now.row = row(head, j), now.step = rows_.stride[2];
+    } else {
+      for_runs(rows_, key_ + j, kLanes, [&](int64_t first, int64_t count) {
+        for (int64_t i = 0; i < count; ++i)
+          std::memcpy(copy_ + (first + i) * kDim, row(head, j + first + i), kDim * sizeof(T));
+      });
+      now.row = copy_, now.step = kDim;
+    }
+    if (next >= other.keys_ || !other.together(next)) now.other = now.row, now.other_step = now.step;
+    else if (other.dense_)
+      now.other_step = other.rows_.stride[1], now.other = other.row(0, next) + head * kLanes * now.other_step;
+    else now.other = other.row(head, next), now.other_step = other.rows_.stride[2];
+    return now;
   }
 
  private:
@@ -418,6 +458,7 @@ class TurnsOfHeads {
 
   const KeyRows rows_;
   const int64_t batch_, head_, key_, keys_;
+  const bool side_by_side_, dense_;
   alignas(64) T copy_[kLanes * kDim];  // of rows in two pages
 };
 
@@ -432,10 +473,14 @@ template <class Op>
   return turns;
 }
 
+// How many rows are prefetched while a turn's scores become probabilities.
+inline int64_t early_rows(int64_t rows) { return 2 * min64(rows, 3); }
+
 // Scores of turns of a head to probabilities. Only one turn may have a greater maximum.
-template <class Op, bool kPairs, int kDim>
+template <class Op, bool kPairs, int kDim, class T>
 [[gnu::noinline]] void probabilities_of_turns(const DecodeScratch<Op>& scratch, float signed_scale, int64_t rows,
-                                              int64_t turns, const float* scores, float* probabilities) {
+                                              int64_t turns, const float* scores, float* probabilities,
+                                              const TurnOfHead<T>* prefetched) {
   using S = Simd<float>;
   using V = S::V;
   constexpr int kLanes = S::kLanes;
@@ -452,6 +497,9 @@ template <class Op, bool kPairs, int kDim>
 #pragma GCC unroll 4
     for (int64_t t = 0; t < turns; ++t) {
       const int64_t place = (t * rows + r) * kLanes;
+      const TurnOfHead<T>& turn = prefetched[t];
+      for (int64_t i = 2 * r; i < 2 * r + 2 && i < turn.early; ++i)
+        prefetch_row(turn.other + i * turn.other_step, kDim);
       const V x = S::product(S::load(scores + place), scale);
       const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
       total += probability;
@@ -475,7 +523,7 @@ template <class T, class Op, int kRows, int kDim>
   const int64_t part = rows * kLanes;  // scores or probabilities of a turn
   const float scale = ScoreParams<float>(p, true).signed_scale;
   using Turns = TurnsOfHeads<T, kDim>;
-  Turns k(p, p.k, batch, head_k, key, keys), v(p, p.v, batch, head_k, key, keys);
+  Turns k(p, p.k, batch, head_k, heads, key, keys), v(p, p.v, batch, head_k, heads, key, keys);
   const auto turns_from = [&](int64_t j) {
     const int64_t most = min64(keys - j, kDecodeKeys - j % kDecodeKeys) / kLanes;
     return v.turns(j, k.turns(j, most));
@@ -486,7 +534,7 @@ template <class T, class Op, int kRows, int kDim>
       const DecodeScratch<Op>& own = scratch[head];
       const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? own.q : own.q_as_given);
       for (int64_t t = 0; t < turns; ++t) {
-        const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes);
+        const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes, 0);
         float* scores = own.scores + (place + t) * part;
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
           score_turn<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
@@ -500,11 +548,12 @@ template <class T, class Op, int kRows, int kDim>
       const float* scores = own.scores + place * part;
       float* probabilities = own.scores + 2 * kTurnsTogether * part;
       if (j % kDecodeKeys == 0) add_recent_sums<kDim, kPairs>(own, rows);
-      Turn<T> of_turns[kTurnsTogether];
-      for (int64_t t = 0; t < turns; ++t) of_turns[t] = v.turn(head, j + t * kLanes, other, next + t * kLanes);
+      TurnOfHead<T> of_turns[kTurnsTogether];
+      for (int64_t t = 0; t < turns; ++t)
+        of_turns[t] = v.turn(head, j + t * kLanes, other, next + t * kLanes, early_rows(rows));
       for (int64_t t = 0, now; t < turns; t += now) {
         now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
-        probabilities_of_turns<Op, kPairs, kDim>(own, scale, rows, now, scores + t * part, probabilities);
+        probabilities_of_turns<Op, kPairs, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
           add_columns_to_memory<kPairs, kDim, kRun>(
               own.recent + r * recent_step, recent_step,
