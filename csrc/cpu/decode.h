@@ -7,6 +7,8 @@
 // heads than threads the keys are split, and the parts merged by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
 #pragma once
 
+#include <new>
+
 #include "decode_stream.h"
 
 namespace attnkern::cpu {
@@ -405,8 +407,8 @@ class DecodeCall {
         part_keys_((blocks_ + parts_ - 1) / parts_ * kDecodeKeys),
         // Copied rows are to stay in the cache, so a block then has fewer keys.
         many_(rows_ <= kFewRows && reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v)),
-        sets_(sets(threads)),
-        heads_of_set_(sets_ == 0 ? 0 : (p.heads_k + sets_ - 1) / sets_),
+        heads_of_set_(heads_of_set(threads)),
+        sets_((p.heads_k + heads_of_set_ - 1) / heads_of_set_),
         sizes_(scratch(nullptr)),
         step_(sizes_.out_step + 2),
         merged_(heads_ * rows_ * parts_ * step_) {}
@@ -434,18 +436,19 @@ class DecodeCall {
   DecodeScratch<Op> scratch(void* memory) const {
     return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, rows_ >= kRowsForScoreTiles<T, Op>};
   }
-  // Sets of key heads of which a task reads all together, two tasks for each thread if there are as many heads.
-  int64_t sets(int64_t threads) const {
-    if (heads_ == 0 || heads_for<T, Op>(p_, rows_) == nullptr) return p_.heads_k;
-    const int64_t least = (p_.heads_k + kHeadsTogether - 1) / kHeadsTogether, tasks = p_.batch * parts_;
-    return min64(p_.heads_k, max64(least, threads == 1 ? 1 : (2 * threads + tasks - 1) / tasks));
+  // How many key heads a task reads together: there are to be two tasks for each thread, if heads suffice for that.
+  int64_t heads_of_set(int64_t threads) const {
+    if (heads_ == 0 || heads_for<T, Op>(p_, rows_) == nullptr) return 1;
+    const int64_t tasks = p_.batch * parts_, sets = threads == 1 ? 1 : (2 * threads + tasks - 1) / tasks;
+    return max64(1, min64(kHeadsTogether, p_.heads_k / sets));
   }
   void run_part(int64_t task, void* memory) const {
     const int64_t part = task % parts_, set = task / parts_ % sets_, batch = task / parts_ / sets_;
-    const int64_t head_k = p_.heads_k * set / sets_, heads = p_.heads_k * (set + 1) / sets_ - head_k;
+    const int64_t head_k = set * heads_of_set_, heads = min64(heads_of_set_, p_.heads_k - head_k);
     const int64_t begin = min64(visited_.end, visited_.begin + part * part_keys_);
     DecodeScratch<Op> own[kHeadsTogether];
-    for (int64_t h = 0; h < heads; ++h) own[h] = scratch(static_cast<char*>(memory) + h * sizes_.bytes);
+    for (int64_t h = 0; h < heads; ++h)
+      new (own + h) DecodeScratch<Op>(scratch(static_cast<char*>(memory) + h * sizes_.bytes));
     const auto run = p_.pages.table == nullptr
                          ? (many_ ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
                          : (many_ ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
@@ -464,7 +467,7 @@ class DecodeCall {
   const Range visited_;
   const int64_t blocks_, parts_, part_keys_;
   const bool many_;
-  const int64_t sets_, heads_of_set_;
+  const int64_t heads_of_set_, sets_;
   const DecodeScratch<Op> sizes_;
   const int64_t step_;
   const Buffer<C> merged_;

@@ -462,7 +462,7 @@ class TurnsOfHeads {
   alignas(64) T copy_[kLanes * kDim];  // of rows in two pages
 };
 
-// How many turns, of which the scores lie `part` apart, leave the rows' maxima as they are.
+// How many of the turns, up to the first that doesn't, leave the rows' maxima as they are.
 template <class Op>
 [[gnu::noinline]] int64_t turns_without_maximum(const DecodeScratch<Op>& scratch, float scale, int64_t rows,
                                                 int64_t turns, const float* scores) {
