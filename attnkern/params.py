@@ -35,10 +35,9 @@ SHARED_MAX_ROWS, SHARED_MAX_QUERIES = 256, 16
 """More rows are decoding, too, up to the first, where several heads have no more than the second each."""
 
 
-def decodes(heads: int, queries: int) -> bool:
-    """Whether so many queries of each of so many query heads, which share a key head, are decoding on a GPU."""
-    shared = heads > 1 and queries <= SHARED_MAX_QUERIES and heads * queries <= SHARED_MAX_ROWS
-    return heads * queries <= DECODE_MAX_ROWS or shared
+def shares_rows(heads: int, queries: int) -> bool:
+    """The function of csrc/common/params.h."""
+    return heads > 1 and queries <= SHARED_MAX_QUERIES and heads * queries <= SHARED_MAX_ROWS
 
 
 def shown(x: object) -> str:

@@ -150,18 +150,14 @@ def test_heads_read_together(dtype, rows, size):
     k[:, :, 700:], k[1, 3, 1000, 7] = k[:, :, 700:] * 2, float("nan")
     pools, table = in_pages(size, k, v)
     by_row = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*pools, k, v)]
-    before = torch.get_num_threads()
-    try:
-        for threads, first in ((1, 0), (1, 5), (2, 16), (16, 0)):
-            torch.set_num_threads(threads)
-            options = {"key_ranges": torch.tensor([[first, 2070]]), "enable_gqa": True, "backend": "cpu"}
-            want = attnkern.attention(q, k, v, **options).nan_to_num(3)
-            for key, value in (pools, by_row[:2]):
-                got = attnkern.attention(q, key, value, block_table=table, **options)
-                assert torch.equal(got.nan_to_num(3), want)
-            assert torch.equal(attnkern.attention(q, *by_row[2:], **options).nan_to_num(3), want)
-    finally:
-        torch.set_num_threads(before)
+    for threads, first in ((1, 0), (1, 5), (2, 16), (16, 0)):
+        torch.set_num_threads(threads)
+        options = {"key_ranges": torch.tensor([[first, 2070]]), "enable_gqa": True, "backend": "cpu"}
+        want = attnkern.attention(q, k, v, **options).nan_to_num(3)
+        for key, value in (pools, by_row[:2]):
+            got = attnkern.attention(q, key, value, block_table=table, **options)
+            assert torch.equal(got.nan_to_num(3), want)
+        assert torch.equal(attnkern.attention(q, *by_row[2:], **options).nan_to_num(3), want)
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1, 40])

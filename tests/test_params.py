@@ -1,5 +1,6 @@
 """attnkern/params.py and csrc/common/params.h say the same: what every backend agrees on."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -61,6 +62,15 @@ def test_dtypes_bits_and_limits():
     assert constant("kSharedMaxRows") == params.SHARED_MAX_ROWS
     assert constant("kSharedMaxQueries") == params.SHARED_MAX_QUERIES
     assert constant("kLeastPage") == params.LEAST_PAGE
+
+
+def test_which_rows_are_shared():
+    """C++ and Python have the rule each: by the text of the header."""
+    (rule,) = re.findall(r"bool shares_rows\([^)]*\) \{\s*return ([^;]*);", HEADER)
+    known = {name: constant(name) for name in ("kSharedMaxRows", "kSharedMaxQueries")}
+    for heads, queries in itertools.product((1, 2, 15, 16, 17, 128, 256, 257), (1, 2, 15, 16, 17, 128)):
+        told = eval(rule.replace("&&", "and"), known | {"heads": heads, "queries": queries})
+        assert told == params.shares_rows(heads, queries)
 
 
 def arguments_of(name):

@@ -30,13 +30,9 @@ def test_dropout(target, name):
 def test_many_threads_split_keys_and_heads():
     """Parts of a row meet its sink once."""
     inputs = testing.make_inputs(1, 1, 1, 5000, 64).with_sinks("H", torch.float32, 1)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 8):
-            torch.set_num_threads(threads)
-            testing.check_attention(inputs, backend="cpu")
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 8):
+        torch.set_num_threads(threads)
+        testing.check_attention(inputs, backend="cpu")
 
 
 def with_column(q, k, v, sinks):
@@ -183,22 +179,14 @@ def test_packed_sequences(target, options):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture
-def with_threads():
-    """with_threads(3) sets torch's number of threads for a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("mask", [None, (2, 3, 600, 300), (1, 3, 1, 300)], ids=str)
-def test_gradient_is_the_same_beside_any_others_and_for_any_threads(mask, with_threads):
+def test_gradient_is_the_same_beside_any_others_and_for_any_threads(mask):
     """To the bit: of sinks alone, with that of q, of a mask, or all of them."""
     q, k, v = testing.make_inputs(2, 3, 600, 300, 16).tensors.values()
     bias = None if mask is None else torch.randn(mask)
     sinks, grad, results = torch.nn.Parameter(torch.randn(3)), torch.randn(2, 3, 600, 16), []
     for threads in (1, 2, 7):
-        with_threads(threads)
+        torch.set_num_threads(threads)
         for chosen in ((), (q,), (bias,), (q, k, v, bias)):
             others = [x.requires_grad_() for x in chosen if x is not None]
             out = attnkern.attention(q, k, v, bias, sinks=sinks, backend="cpu")
@@ -210,7 +198,7 @@ def test_gradient_is_the_same_beside_any_others_and_for_any_threads(mask, with_t
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
-def test_gradient_over_sequences_is_the_same_for_any_threads(shape, with_threads):
+def test_gradient_over_sequences_is_the_same_for_any_threads(shape):
     """To the bit, whether a thread has whole sequences or all share one."""
     q, k, v = testing.make_inputs(2, 4, 1100, 200, 16, heads_k=2).tensors.values()
     begins = torch.arange(1100, dtype=torch.int32) // 275 * 50
@@ -220,7 +208,7 @@ def test_gradient_over_sequences_is_the_same_for_any_threads(shape, with_threads
     out, lse = ops.forward(*inputs, *params, True, "cpu")
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     for threads in (1, 2, 3, 8):
-        with_threads(threads)
+        torch.set_num_threads(threads)
         grads.append(ops.backward(*cotangents, *inputs, out, lse, *params, GRAD_SINKS, "cpu")[SINKS])
     assert all(torch.equal(grad, grads[0]) for grad in grads)
 

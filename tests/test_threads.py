@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import threading
-from itertools import accumulate, product
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 import attnkern
 from attnkern import testing
 from matrix import FLOATS, in_turn, tagged
+from sequences import ends, packed
 
 contract = pytest.mark.contract
 pytestmark = pytest.mark.threads
@@ -115,21 +116,15 @@ def test_gradients_of_shared_heads(target, heads, sizes, threads, options, dtype
 def test_packed_sequences_share_the_threads(target, threads, dtype):
     """Beside each other: sequences that several threads share, forward or decoding, and those of one task."""
     lengths_q, lengths_k = [300, 3, 1, 64, 0, 1, 90, 1, 500], [310, 7, 900, 64, 5, 20, 0, 1, 500]
-    ends = [torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in (lengths_q, lengths_k)]
-    tensors = (
-        target.randn(sum(lengths_q), 4, 24),
-        target.randn(sum(lengths_k), 2, 24),
-        target.randn(sum(lengths_k), 2, 16),
-    )
-    sinks = target.randn(4).to(torch.promote_types(dtype, torch.float32))
-    leaves = [x.requires_grad_() for x in (*(x.to(dtype) for x in tensors), sinks)]
+    sinks = target.randn(4).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    leaves = [*packed(target, lengths_q, lengths_k, dtype, size=24, size_v=16), sinks]
+    options = {"is_causal": True, "alignment": "bottom_right", "enable_gqa": True, "sinks": sinks, "return_lse": True}
     runs = []
     for count in (1, threads, threads):
         torch.set_num_threads(count)
         out, lse = attnkern.varlen_attention(
-            *leaves[:3], *ends, is_causal=True, alignment="bottom_right", enable_gqa=True, sinks=leaves[3],
-            return_lse=True, backend=target.backend,
-        )  # fmt: skip
+            *leaves[:3], ends(lengths_q), ends(lengths_k), backend=target.backend, **options
+        )
         grads = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out) + out.detach(), torch.ones_like(lse)))
         runs.append((out.detach(), lse.detach(), *grads))
     close_enough(runs, dtype)

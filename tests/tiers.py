@@ -107,7 +107,7 @@ TOUCHES = [
     ("tests/random_problems.py", "direct extremes fuzz isa nn properties refusals testing triton_suite"),
     ("tests/matrix.py", MATRIX),
     ("tests/bad_calls.py", "errors flash_attn_refusals jagged key_ranges mask varlen"),
-    ("tests/sequences.py", "flash_attn jagged varlen"),
+    ("tests/sequences.py", "flash_attn jagged threads varlen"),
     ("tests/triton_launches.py tests/triton_variants.py", "triton_versions"),
     ("tests/interpreted.py", "triton_interpreted"),
     ("tests/cpp/*", "build"),

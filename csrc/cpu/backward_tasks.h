@@ -6,8 +6,8 @@
 namespace attnkern::cpu {
 namespace {
 
-// What a task each has of the KV groups. The first `whole` are a task each. The `left` ones after them, fewer than
-// there are threads, are shared. Either their tiles of keys are dealt out to `chunks` tasks, each of which sums a dQ of
+// Which tasks there are. The first `whole` KV groups are a task each. The `left` ones after them, fewer than there are
+// threads, are shared. Either their tiles of keys are dealt out to `chunks` tasks, each of which sums a dQ of
 // its own. Or, if chunks is 0, nothing is summed by two: `key_tasks` of a tile of keys each compute dK and dV, and
 // `query_tasks` of query_rows rows of a head each compute dQ, from scores that both compute. (Sums over the keys that
 // threads share cost reads and writes that grow with the number of threads; the scores once more cost as much as ever.)
@@ -24,11 +24,13 @@ BackwardCut cut_backward(const Backward& p, int64_t threads, int64_t workers, co
   const int64_t left = tiles == 1 || bias.way == bias.kAdded ? 0 : groups % threads;
   BackwardCut cut{kv_group, groups - left, left, 1, 0, 0, 0, 0};
   if (left == 0) return cut;
-  // Times, in that of a tile of keys with all queries (python -m bench cores): of its dK and dV alone; of what dQ takes
-  // alone; of a part of dQ, up to five times as much where all parts, those of calls beside it, too, lie far away; and
-  // of each number that memory is given back for, in that of a row of all queries: from 32 MiB on the C library does
-  // so.
-  constexpr double kKeys = 0.9, kQueries = 0.7, kPart = 0.5, kFarSums = 1 << 23, kGivenBack = 0.09;
+  // Times (python -m bench cores), in that of a tile of keys with all queries of its group.
+  constexpr double kKeys = 0.9;     // of dK and dV alone
+  constexpr double kQueries = 0.7;  // of dQ alone
+  constexpr double kPart = 0.5;     // of a task's part of dQ, up to five times as much where all parts lie far away
+  // Parts, with those of other calls beside this one, lie far away from so many numbers on. Memory of that size the C
+  // library gives back to the system when the call ends; kGivenBack is the time of that, for as much as a group's dQ.
+  constexpr double kFarSums = 1 << 23, kGivenBack = 0.09;
   const Wanted wanted(p);
   const bool of_keys = wanted.dk || wanted.dv || bias.way == bias.kStored;
   const double sums = static_cast<double>(left * kv_group * p.seqlen_q * p.head_dim);

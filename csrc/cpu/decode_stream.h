@@ -150,6 +150,16 @@ struct TurnOfHead {
   }
 };
 
+// Copies the rows of a turn from `key` on, which lie in two pages.
+template <int kDim, class T>
+inline void copy_turn(const KeyRows& rows, int64_t batch, int64_t head, int64_t key, T* copy) {
+  for_runs(rows, key, Simd<float>::kLanes, [&](int64_t first, int64_t count) {
+    const T* source = at<T>(rows, batch, head, key + first);
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(copy + (first + i) * kDim, source + i * rows.stride[2], kDim * sizeof(T));
+  });
+}
+
 // The rows of K or V from `key` on, a turn at a time.
 template <class T, class Keys, int kDim, int64_t kAhead>
 class Turns {
@@ -173,11 +183,7 @@ class Turns {
       const T* row = at<T>(rows_, batch_, head_, key_ + j);
       if (rows_together(rows_, key_ + j) >= kLanes)
         return {row, step, next < keys_ ? at<T>(rows_, batch_, head_, key_ + next) - row : 0};
-      for_runs(rows_, key_ + j, kLanes, [&](int64_t first, int64_t count) {
-        const T* source = at<T>(rows_, batch_, head_, key_ + j + first);
-        for (int64_t i = 0; i < count; ++i)
-          std::memcpy(copy_ + (first + i) * kDim, source + i * step, kDim * sizeof(T));
-      });
+      copy_turn<kDim>(rows_, batch_, head_, key_ + j, copy_);
       return {copy_, kDim, 0};
     }
   }
@@ -276,10 +282,10 @@ template <bool kPairs, int kColumns, class T, int kRun, int kVectors, template <
   }
 }
 
-// add_turn for all kDim columns, of sums that lie in memory: as many at a time as there are registers for.
-template <bool kPairs, int kDim, int kRun, class T>
-[[gnu::always_inline]] inline void add_turn_to_memory(const Turn<T>& now, bool prefetches, const float* probabilities,
-                                                      float* sums, int64_t step) {
+// Adds all kDim columns to sums that lie in memory: as many at a time as there are registers for. add<columns>(the
+// first, sums) adds some.
+template <bool kPairs, int kDim, int kRun, class Add>
+[[gnu::always_inline]] inline void add_columns_to_memory(float* sums, int64_t step, const Add& add) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
   constexpr int kBlock = min64(kVectors, 16 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
@@ -287,7 +293,7 @@ template <bool kPairs, int kDim, int kRun, class T>
     S::V sum[kRun][kCount];
     float* first = sums + c * kLanes;
     move_sums(first, step, sum, [](float* from, S::V& to) { to = S::load(from); });
-    add_turn<kPairs, kColumns>(now, prefetches, probabilities, c * kLanes, sum);
+    add.template operator()<kColumns>(c * kLanes, sum);
     move_sums(first, step, sum, [](float* to, S::V& from) { S::store(to, from); });
   };
   constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
@@ -334,8 +340,11 @@ template <class T, class Op, class Keys, int kRows, int kDim>
     if constexpr (kInRegisters) add_turn<kPairs, kDim>(now, true, probabilities, 0, kept);
     else
       for_row_runs(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-        add_turn_to_memory<kPairs, kDim, kRun>(now, r == 0, probabilities + r * kLanes,
-                                               scratch.recent + r * recent_step, recent_step);
+        add_columns_to_memory<kPairs, kDim, kRun>(
+            scratch.recent + r * recent_step, recent_step,
+            [&]<int kColumns>(int64_t column, auto& sum) __attribute__((always_inline)) {
+              add_turn<kPairs, kColumns>(now, r == 0, probabilities + r * kLanes, column, sum);
+            });
       });
   };
   const auto add_recent = [&]() __attribute__((always_inline)) {
@@ -384,25 +393,6 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   add_recent();
 }
 
-// Adds all kDim columns to sums that lie in memory: as many at a time as there are registers for. add<columns>(the
-// first, sums) adds some.
-template <bool kPairs, int kDim, int kRun, class Add>
-[[gnu::always_inline]] inline void add_columns_to_memory(float* sums, int64_t step, const Add& add) {
-  using S = Simd<float>;
-  constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
-  constexpr int kBlock = min64(kVectors, 16 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
-  const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
-    S::V sum[kRun][kCount];
-    float* first = sums + c * kLanes;
-    move_sums(first, step, sum, [](float* from, S::V& to) { to = S::load(from); });
-    add.template operator()<kColumns>(c * kLanes, sum);
-    move_sums(first, step, sum, [](float* to, S::V& from) { S::store(to, from); });
-  };
-  constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
-  for (int64_t c = 0; c < kWhole; c += kBlock) columns.template operator()<kBlock, kColumns>(c);
-  if constexpr (kRest != 0) columns.template operator()<kRest, kDim - kWhole * kLanes>(kWhole);
-}
-
 // Key heads of a task, and turns of each that follow each other, at most.
 inline constexpr int64_t kHeadsTogether = 8, kTurnsTogether = 4;
 
@@ -439,10 +429,7 @@ class TurnsOfHeads {
     if (together(j)) {
       now.row = row(head, j), now.step = rows_.stride[2];
     } else {
-      for_runs(rows_, key_ + j, kLanes, [&](int64_t first, int64_t count) {
-        for (int64_t i = 0; i < count; ++i)
-          std::memcpy(copy_ + (first + i) * kDim, row(head, j + first + i), kDim * sizeof(T));
-      });
+      copy_turn<kDim>(rows_, batch_, head_ + head, key_ + j, copy_);
       now.row = copy_, now.step = kDim;
     }
     if (next >= other.keys_ || !other.together(next)) now.other = now.row, now.other_step = now.step;

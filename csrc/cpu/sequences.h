@@ -258,22 +258,22 @@ class SharedSequences {
  public:
   // `most` of them, at most.
   SharedSequences(const Pass& pass, int64_t most, int64_t workers)
-      : pass_(pass), list_(most), last_(most == 0 ? 0 : workers) {}
+      : pass_(pass), list_(most), workers_(most == 0 ? 0 : workers), last_(workers_) {}
   ~SharedSequences() {
     for (int64_t i = 0; i < count_; ++i) list_.data()[i].plan.destroy(list_.data()[i].plan.call);
   }
   SharedSequences(const SharedSequences&) = delete;
 
   // Cut for so many threads. `numbers`: room for the pass's, that stays.
-  void add(const Sequence& s, Heads heads, double* numbers, int64_t threads, int64_t workers) {
+  void add(const Sequence& s, Heads heads, double* numbers, int64_t threads) {
     Shared& shared = list_.data()[count_];
     shared.sequence = &s, shared.heads = heads;
     shared.call = pass_.call_of(s, heads, numbers);
-    shared.plan = pass_.plan(shared.call, threads, workers);
+    shared.plan = pass_.plan(shared.call, threads, workers_);
     ++count_;
   }
   // The tasks of a phase, or -1 if there is none left.
-  int64_t begin(int64_t phase, int64_t workers) {
+  int64_t begin(int64_t phase) {
     int64_t tasks = -1;
     for (int64_t i = 0; i < count_; ++i) {
       Shared& shared = list_.data()[i];
@@ -281,7 +281,7 @@ class SharedSequences {
       if (phase < shared.plan.phases(shared.plan.call))
         tasks = shared.first_task + shared.plan.tasks(shared.plan.call, phase);
     }
-    for (int64_t i = 0; i < workers && count_ > 0; ++i) last_.data()[i] = nullptr;
+    for (int64_t i = 0; i < workers_; ++i) leave(i);
     return tasks;
   }
   void run(int64_t phase, int64_t task, int64_t worker) const {
@@ -300,7 +300,7 @@ class SharedSequences {
   }
   // The worker's scratch is used for something else.
   void leave(int64_t worker) const {
-    if (count_ > 0) last_.data()[worker] = nullptr;
+    if (worker < workers_) last_.data()[worker] = nullptr;
   }
   void end() const {
     for (int64_t i = 0; i < count_; ++i) {
@@ -321,6 +321,7 @@ class SharedSequences {
   const Pass& pass_;
   Buffer<Shared> list_;
   int64_t count_ = 0;
+  const int64_t workers_;
   Buffer<const Shared*> last_;  // whose call a worker's scratch holds rows of
 };
 
@@ -330,13 +331,13 @@ template <class Pass>
 void run_sequences(const Pass& pass, const Sequences& sequences, const Runtime& runtime) {
   const auto& p = pass.p;
   const int64_t groups = p.heads_q / heads_of_kv_group(p), count = sequences.count(), scores = sequences.scores();
-  const int64_t threads = runtime.num_threads, most_numbers = pass.most_numbers();
+  const int64_t threads = runtime.num_threads, most_numbers = pass.numbers_of(sequences.most_queries());
   // Tasks of whole sequences, if there are enough: the heads of a row lie side by side.
   const int64_t parts = count >= 8 * threads ? 1 : groups;
   const auto is_shared = [&](const Sequence& s) { return threads > 1 && s.scores() / parts * 4 * threads > scores; };
   int64_t shared_count = 0, shared_numbers = 0;
   for (int64_t i = 0; i < count; ++i)
-    if (is_shared(sequences[i])) ++shared_count, shared_numbers += pass.numbers_of(sequences[i]);
+    if (is_shared(sequences[i])) ++shared_count, shared_numbers += pass.numbers_of(sequences[i].queries);
   const Buffer<double> numbers_of_shared(shared_numbers),
       numbers_of_workers(shared_count == count ? 0 : threads * most_numbers);
   SharedSequences<Pass> shared(pass, shared_count, threads);
@@ -345,12 +346,11 @@ void run_sequences(const Pass& pass, const Sequences& sequences, const Runtime& 
     const Sequence& s = sequences[i];
     if (!is_shared(s)) continue;
     const int64_t own = (s.scores() * threads + scores - 1) / scores;
-    shared.add(s, Heads{0, groups}, numbers, max64(1, own), threads);
-    numbers += pass.numbers_of(s);
+    shared.add(s, Heads{0, groups}, numbers, max64(1, own));
+    numbers += pass.numbers_of(s.queries);
   }
   for (int64_t phase = 0;; ++phase) {
-    const int64_t begun = shared.begin(phase, threads), tasks = max64(0, begun),
-                  others = phase == 0 ? count * parts : 0;
+    const int64_t begun = shared.begin(phase), tasks = max64(0, begun), others = phase == 0 ? count * parts : 0;
     if (begun < 0 && others == 0) break;
     run_tasks(p, runtime, tasks + others, 0, [&](int64_t task, void*, int64_t worker) {
       if (task < tasks) return shared.run(phase, task, worker);
@@ -375,11 +375,9 @@ struct ForwardPass : Unit {
   const Forward& p;
   const Sequences& sequences;
 
-  int64_t numbers_of(const Sequence& s) const {
-    return p.lse == nullptr ? 0 : s.queries * p.heads_q * sequences.entries(p);
-  }
-  int64_t most_numbers() const {
-    return p.lse == nullptr ? 0 : sequences.most_queries() * p.heads_q * sequences.entries(p);
+  // Of a sequence of so many queries.
+  int64_t numbers_of(int64_t queries) const {
+    return p.lse == nullptr ? 0 : queries * p.heads_q * sequences.entries(p);
   }
   Forward call_of(const Sequence& s, Heads heads, double* numbers) const {
     Forward call = cpu::call_of(p, sequences, s, heads);
@@ -423,11 +421,9 @@ struct BackwardPass : Unit {
   void* sinks_parts;  // (sequences, entries, Hq) of C, null if there is no gradient of sinks
 
   int64_t entries_of_sinks() const { return p.ranges.batch == 1 ? p.sinks.batch : 1; }
-  int64_t numbers_of_queries(int64_t queries) const {
+  int64_t numbers_of(int64_t queries) const {
     return 2 * queries * p.heads_q * sequences.entries(p) + (p.dsinks == nullptr ? 0 : entries_of_sinks() * p.heads_q);
   }
-  int64_t numbers_of(const Sequence& s) const { return numbers_of_queries(s.queries); }
-  int64_t most_numbers() const { return numbers_of_queries(sequences.most_queries()); }
   Backward call_of(const Sequence& s, Heads heads, double* numbers) const {
     Backward call = cpu::call_of(p, sequences, s, heads);
     const auto gathered = [&](const void* all) {
@@ -461,9 +457,11 @@ void forward_sequences(const Forward& p, const Sequences& sequences, const Runti
 // The backward pass of all sequences.
 template <class Unit>
 void backward_sequences(const Backward& p, const Sequences& sequences, const Runtime& runtime) {
-  const int64_t entries = p.ranges.batch == 1 ? p.sinks.batch : 1;
+  BackwardPass<Unit> pass{{}, p, sequences, nullptr};
+  const int64_t entries = pass.entries_of_sinks();
   const Buffer<double> sinks_parts(p.dsinks == nullptr ? 0 : sequences.count() * entries * p.heads_q);
-  run_sequences(BackwardPass<Unit>{{}, p, sequences, sinks_parts.data()}, sequences, runtime);
+  pass.sinks_parts = sinks_parts.data();
+  run_sequences(pass, sequences, runtime);
   if (p.dsinks != nullptr && p.dtype == DType::kFloat64) add_sinks(p, sequences, entries, sinks_parts.data());
   else if (p.dsinks != nullptr) add_sinks(p, sequences, entries, reinterpret_cast<const float*>(sinks_parts.data()));
   // Keys of no sequence.

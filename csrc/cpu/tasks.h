@@ -7,8 +7,9 @@
 
 namespace attnkern::cpu {
 
-// A call that is cut into tasks, of whatever class (ForwardCall, BackwardCall): its tasks come in phases. Those of one
-// phase may run side by side, and those of other calls beside them; the next phase begins when they have ended.
+// A call that is cut into tasks, of whatever class (ForwardCall, DecodeCall, BackwardCall): its tasks come in phases.
+// Those of one phase may run side by side, and those of other calls beside them; the next phase begins when they have
+// ended.
 struct Plan {
   void* call;
   int64_t (*phases)(const void* call);
