@@ -19,8 +19,8 @@ import test_triton_second_order as second_order
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
 from attnkern.signatures import Derivatives, Inputs
-from matrix import in_turn, tagged
-from test_key_ranges import FEATURES, KINDS, anything, documents, padding, window_and_sinks
+from matrix import KINDS, anything, documents, in_turn, padding, tagged, window_and_sinks
+from test_key_ranges import FEATURES
 from test_triton import BF16, FP16, FP32, Simulated, routed, table
 
 GPUS = (80, 90)
