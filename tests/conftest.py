@@ -262,7 +262,7 @@ def pytest_runtest_makereport(item, call):
 
 TABLES = {
     "feature": "torch's features: eager, aot_eager, inductor",  # tests/test_features.py
-    "triton": "the Triton kernels in the simulator, forward and all gradients",  # tests/test_triton.py
+    "triton": "the Triton kernels in the simulator, forward and all gradients",  # tests/test_gpu_calls.py
     "cuda": "the CUDA C++ kernels in the simulator",  # tests/test_gpu_calls.py
 }
 

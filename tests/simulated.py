@@ -41,6 +41,24 @@ def cuda(gpu: int = 80) -> Iterator[Cuda]:
         yield Cuda("cuda", "cpu", recorder)
 
 
+@dataclasses.dataclass(frozen=True)
+class Triton(Target):
+    """The Triton backend and the kernels that it launched, in order."""
+
+    launched: list[Any] = dataclasses.field(default_factory=list)
+
+    def kernels(self) -> list[str]:
+        return [kernel.function.__name__ for kernel in self.launched]
+
+
+@contextlib.contextmanager
+def triton(gpu: int = 80) -> Iterator[Triton]:
+    """`backend="triton"` on CPU tensors by kernels that are compiled for one GPU."""
+    target = Triton("triton", "cpu")
+    with routes.triton(gpu, target.launched.append):
+        yield target
+
+
 @pytest.fixture
 def simulated(request: Any) -> Iterator[Cuda]:
     """`cuda`, of another GPU by an indirect parameter."""

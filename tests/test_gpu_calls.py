@@ -20,7 +20,7 @@ import simulated
 from attnkern import testing
 from attnkern.backends import cuda
 from bench.cases import override
-from matrix import KINDS, Call, call, in_turn, tagged
+from matrix import KINDS, Call, call, in_turn, on_gpus, tagged
 
 CHUNKED = 256  # head sizes above it go through CUDA's kernels by chunks, as does float32 on the way back
 
@@ -53,6 +53,11 @@ def grid(made: Callable[..., Any], **values: Any) -> list[Any]:
         of = [this] if isinstance(this, Call) else this
         found += [pytest.param(x, gpu, id=f"{x.name}-sm_{gpu}", marks=each.marks) for x in of]
     return found
+
+
+def on_own(calls: dict[str, Call]) -> list[Any]:
+    """Cases of these calls on the GPUs that each names, of which .ci/run has one."""
+    return [pytest.param(calls[x.values[0]], x.values[1], id=x.id, marks=x.marks) for x in on_gpus(calls)]
 
 
 def changed(given: Call, name: str, **fields: Any) -> Call:
@@ -319,7 +324,7 @@ class Hopper(Calls):
         tile = CLASSES.get((call.head_dim, call.head_dim_v))
         assert found[1] == {"bf16": "13__nv_bfloat16", "fp16": "6__half"}[call.dtype]
         assert tile is None or (int(found[2]), int(found[3])) == tile
-        plain = not call.softcap and not call.ranges and not call.sinks and call.softmax_scale > 0
+        plain = not call.softcap and not call.ranges and call.softmax_scale > 0
         assert (found[4] == "1") == plain
         if not kind.gradients:
             assert len(names) == 1
@@ -393,4 +398,28 @@ class TestHopperMasks(Hopper):
                 90,
             )
         ),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- Triton
+
+
+class TestTriton(Calls):
+    """The Triton kernels."""
+
+    run = staticmethod(simulated.triton)
+
+    def ran(self, target, call, kind):
+        names, split = target.kernels(), ["decode_kernel", "combine_kernel"]
+        assert kind.first != "decode" or names == split
+        assert not call.sinks or ("combine_kernel" in names) == ("split" in call.tags)
+
+    GRIDS: ClassVar = {
+        "features": Kind(on_own(tagged("triton"))),
+        "extremes": Kind(
+            grid(lambda extreme: extreme, gpu=[80, 90], extreme=[*NUMBERS, *MASKED_BANDS[::2]]), landing=True
+        ),
+        "decode": Kind(on_own(tagged("triton-decode")), gradients=False, first="decode"),
+        "sinks": Kind(on_own(tagged("sinks-gpu"))),
+        "relative_bias": Kind(on_own(tagged("relative-gpu"))),
     }

@@ -10,19 +10,13 @@ from attnkern.triton_kernels import configs, plan
 
 import attnkern
 from attnkern.params import GRAD_BIAS, UNBOUNDED, AttentionParams
-from matrix import in_turn, on_gpus, tagged
+from matrix import in_turn, tagged
 from simulated import simulated  # noqa: F401
 from test_second_order import CALLS as SECOND_ORDER
 from test_second_order import check as check_second_order
 from test_triton import BF16, FP32, Simulated, routed
 
 CALLS = tagged("relative-gpu")
-
-
-@pytest.mark.parametrize(("name", "gpu"), on_gpus(CALLS))
-def test_triton(name, gpu):
-    with routed(gpu):
-        Simulated("triton", "cpu", gpu).check_call(CALLS[name])
 
 
 @pytest.mark.parametrize(**in_turn(name=[name for name in SECOND_ORDER if "relative" in name], dtype=[BF16, FP32]))

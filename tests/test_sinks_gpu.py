@@ -3,21 +3,11 @@
 import pytest
 import torch
 
-from matrix import in_turn, on_gpus, tagged
+from matrix import in_turn
 from simulated import simulated  # noqa: F401
 from test_second_order import CALLS as SECOND_ORDER
 from test_second_order import check as check_second_order
 from test_triton import BF16, FP32, Simulated, routed
-
-CALLS = tagged("sinks-gpu")
-SPLIT = ("one query", "few queries, shared keys")  # whose keys are, and put together again
-
-
-@pytest.mark.parametrize(("name", "gpu"), on_gpus(CALLS))
-def test_triton(name, gpu):
-    with routed(gpu) as launched:
-        Simulated("triton", "cpu", gpu).check_call(CALLS[name])
-    assert ("combine_kernel" in [kernel.function.__name__ for kernel in launched]) == (name in SPLIT)
 
 
 @pytest.mark.parametrize(**in_turn(name=[name for name in SECOND_ORDER if "sinks" in name], dtype=[BF16, FP32]))

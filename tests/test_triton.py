@@ -1,5 +1,5 @@
 """The Triton kernels, compiled for GPUs as they are shipped and run on the CPU by the simulator (tests/ptxsim), hazards
-checked: every feature, forward and all gradients, against float64 by the one tolerance rule."""
+checked: what takes more than one call (those are in test_gpu_calls.py), and what needs no kernel to run."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from attnkern.backends.failed import CannotBuild
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
 from conftest import Target
-from matrix import call, in_turn, on_gpus, tagged
+from matrix import call
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 triton = table.triton
@@ -41,42 +41,12 @@ def routed(capability):
         yield launched
 
 
-def ran(call, capability):
-    """What a row of the table says of a call."""
-    dtype = str(call.torch_dtype).removeprefix("torch.")
-    return f"sm_{capability} {dtype} {'/'.join(map(str, dict.fromkeys([call.head_dim, call.head_dim_v])))}"
-
-
 @pytest.fixture
 def target(request):
     """Takes the place of conftest's: tests of other files that are imported here run on the simulated GPU."""
     capability = getattr(request, "param", 80)
     with routed(capability):
         yield Simulated("triton", "cpu", capability)
-
-
-CALLS = tagged("triton")
-
-
-@pytest.mark.parametrize(("name", "target"), on_gpus(CALLS), indirect=["target"])
-def test_feature(name, target, record_property):
-    """Output, log-sum-exp and all gradients."""
-    target.check_call(CALLS[name])
-    record_property("triton", (name, ran(CALLS[name], target.capability)))
-
-
-NUMBERS, MASKED_BANDS = (list(tagged(tag).values()) for tag in ("numbers", "masked-bands"))
-EXTREMES = [*NUMBERS, *MASKED_BANDS[::2]]
-
-
-@pytest.mark.landing
-@pytest.mark.parametrize(
-    **in_turn(target=[80, 90], extreme=EXTREMES), indirect=["target"], ids=lambda x: getattr(x, "name", f"sm_{x}")
-)
-def test_extremes(target, extreme):
-    """Scores far from 0 and from each other, scale 0 and below, a large softcap, masks of every shape beside a band; at
-    sizes that leave the last tiles ragged."""
-    target.check(extreme.inputs(seed=0), **extreme.options)
 
 
 @pytest.mark.parametrize("by", ["bool mask", "band"])

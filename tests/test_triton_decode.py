@@ -1,25 +1,15 @@
-"""Few queries against many keys by the Triton kernels that split the keys, in the simulator, against float64 by the one
-tolerance rule; and how many splits there are."""
+"""Few queries against many keys by the Triton kernels that split the keys, in the simulator: rows without keys, where
+other kernels serve, and how many splits there are. (The calls: test_gpu_calls.py.)"""
 
 import pytest
 import torch
 from attnkern.triton_kernels import configs
 
 from attnkern import testing
-from matrix import on_gpus, tagged
-from test_triton import BF16, Simulated, ran, routed
+from matrix import tagged
+from test_triton import BF16, Simulated, routed
 
 GQA = {"enable_gqa": True}
-CALLS = tagged("triton-decode")
-
-
-@pytest.mark.parametrize(("name", "gpu"), on_gpus(CALLS))
-def test_decode(name, gpu, record_property):
-    """Output and log-sum-exp; these kernels ran and not the forward kernel."""
-    with routed(gpu) as launched:
-        Simulated("triton", "cpu", gpu).check_call(CALLS[name], gradients=False)
-    assert [kernel.function.__name__ for kernel in launched] == ["decode_kernel", "combine_kernel"]
-    record_property("triton", (f"decode: {name} (forward)", ran(CALLS[name], gpu)))
 
 
 @pytest.mark.parametrize("gpu", [80, 90])

@@ -1,7 +1,7 @@
 """The tests of behaviour, which run every backend that is available, with the Triton kernels in the simulator.
 
 Of a test with parameters a few cases are taken, each with other values of all of them; the GPUs take turns, and the
-tests before `.ci/run`: what they are about, the matrix of test_triton.py has for every kernel.
+tests before `.ci/run`: what they are about, the matrix of test_gpu_calls.py has for every kernel.
 """
 
 import inspect
@@ -25,7 +25,7 @@ FILES = (test_masks, test_band, test_gqa, test_gradients, test_dropout, test_lse
 DTYPES = [BF16, FP16, FP32]
 LEFT_OUT = {
     # Too large for the simulator; what they are about, in brackets, is tested at other sizes.
-    "test_mask_gradient_over_many_blocks",  # [test_triton.py: bias of queries, of keys, of everything]
+    "test_mask_gradient_over_many_blocks",  # [test_gpu_calls.py: bias of queries, of keys, of everything]
     "test_live_keys_only_at_one_end_of_a_long_row",
     "test_a_nan_of_the_future_is_not_seen_by_the_first_blocks",
     "test_thresholds_halfway_between_two_values",
@@ -39,7 +39,7 @@ LEFT_OUT = {
     "test_merge_does_not_depend_on_order",  # in float64
     "test_the_mean_stays",  # in float64
     "test_bits_depend_on_position_alone",  # with float64 among others [test_triton.py: test_dropout]
-    "test_every_band",  # 9 lengths of 36 bands [test_bands_in_every_dtype, test_triton.py]
+    "test_every_band",  # 9 lengths of 36 bands [test_bands_in_every_dtype, test_gpu_calls.py]
     "test_head_size_zero_is_the_mean_of_value",  # which the backend refuses,
     "test_empty_dimensions",  # that too [test_empty_inputs_launch_nothing]
     "test_numbers_of_every_kind",  # about arguments, not kernels

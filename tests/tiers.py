@@ -51,7 +51,7 @@ CUDA += " gpu_calls::TestHopper gpu_calls::TestHopperMasks"
 WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
 WITH_ALL_CUDA += " gpu_calls::TestCudaMasks gpu_calls::TestHopperMasks"
 TRITON = "choice fuzz gate triton triton_decode triton_interpreted triton_pages triton_ranges triton_second_order"
-TRITON += " triton_suite relative_gpu sinks_gpu triton_unattended triton_versions"
+TRITON += " gpu_calls::TestTriton triton_suite relative_gpu sinks_gpu triton_unattended triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
 MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward gradients sdpa_provider"
