@@ -273,24 +273,42 @@ _EXCLUDING: dict[str, dict[str, Any]] = {  # as MASKS of test_unattended.py
     "negative scale": {"mask": "bool BH1S", "ranges": "near BHL 1", "scale": -0.7},
     "window": {"window": (40, 30)},
     "softcap, window": {"window": (40, 30), "softcap": 2.0},
+    "bool of queries": {"mask": "bool B1L1"},
+    "slots in front of a window": {"window": (530, 9), "alignment": "bottom_right"},
+    "slots behind a window": {"window": (None, 550)},
+    "slots behind a window, bias": {"mask": "float BHLS", "window": (None, 550)},
 }
 
 
 def _excluded() -> Iterator[Call]:
     """Keys and queries that are excluded and hold NaN, or infinity: where kernels are their own, two kinds of mask."""
-    calls: list[tuple[str, tuple[Any, ...], str, str]] = [
-        ("bfloat16", (70, 140, 64, 2), "bf16", "bool of keys; ranges of a batch"),
-        ("float16, rows not aligned", (70, 109, 36, 2), "fp16", "softcap; causal"),
-        ("float32", (46, 90, 40, 2), "fp32", "window and bool; ranges"),
-        ("bfloat16 above 256", (40, 100, 264, 2), "bf16", "bool and ranges; ranges"),
-        ("float32 above 256", (20, 70, 300, 4), "fp32", "negative scale; float and ranges"),
-        ("few queries", (3, 300, 64, 1), "bf16", "bool of keys; ranges"),
-        ("few queries, float32", (3, 140, 160, 2), "fp32", "bool; float and ranges"),
-        ("few queries above 256", (2, 150, 264, 2), "bf16", "bool of keys; ranges"),
+    calls: list[tuple[str, str, tuple[int, int, int, int], str, str]] = [
+        ("cuda", "bfloat16", (70, 140, 64, 2), "bf16", "bool of keys; ranges of a batch"),
+        ("cuda", "float16, rows not aligned", (70, 109, 36, 2), "fp16", "softcap; causal"),
+        ("cuda", "float32", (46, 90, 40, 2), "fp32", "window and bool; ranges"),
+        ("cuda", "bfloat16 above 256", (40, 100, 264, 2), "bf16", "bool and ranges; ranges"),
+        ("cuda", "float32 above 256", (20, 70, 300, 4), "fp32", "negative scale; float and ranges"),
+        ("cuda", "few queries", (3, 300, 64, 1), "bf16", "bool of keys; ranges"),
+        ("cuda", "few queries, float32", (3, 140, 160, 2), "fp32", "bool; float and ranges"),
+        ("cuda", "few queries above 256", (2, 150, 264, 2), "bf16", "bool of keys; ranges"),
+        ("triton", "d64", (70, 100, 64, 2), "bf16", "bool of keys; bool of queries; ranges of a batch; ranges"),
+        ("triton-decode", "d64", (3, 700, 64, 2), "bf16", "slots in front of a window"),
+        ("triton-decode", "d40, float32", (3, 700, 40, 2), "fp32", "slots behind a window"),
+        ("triton-decode", "d64, float16", (3, 700, 64, 2), "fp16", "slots behind a window, bias"),
+        ("triton-decode", "d64, shared keys", (3, 700, 64, 1), "bf16", "bool of keys"),
+        ("triton-decode", "d80, float32", (3, 520, 80, 2), "fp32", "bool"),
+        ("triton-decode", "d264, float32", (1, 520, 264, 2), "fp32", "bool of keys"),
+        ("triton-decode", "d128, shared keys", (3, 700, 128, 1), "bf16", "ranges"),
+        ("triton-decode", "d264, float16", (2, 700, 264, 2), "fp16", "ranges of a batch"),
+        ("triton-decode", "d160, float32", (3, 700, 160, 2), "fp32", "float and ranges"),
     ]
-    for name, sizes, dtype, kinds in calls:
+    for kernels, name, sizes, dtype, kinds in calls:
         for kind in kinds.split("; "):
-            yield _excluding(f"{name}: {kind}", "cuda-unattended", sizes, dtype, kind)
+            yield _excluding(f"{name}: {kind}", f"{kernels}-unattended", sizes, dtype, kind)
+    # Infinity, which makes NaN where a weight of 0 meets it.
+    for size, kind in ((160, "ranges of a batch"), (264, "bool of keys")):
+        of = _excluding(f"infinity, d{size}: {kind}", "triton-unattended", (20, 70, size, 2), "bf16", kind)
+        yield dataclasses.replace(of, poison=math.inf)
     # Hopper's gradients, and those that one walk makes.
     hopper = [
         ("sm90", (70, 300, 64, 2), "bf16", "ranges of a batch"),
@@ -304,12 +322,13 @@ def _excluded() -> Iterator[Call]:
     for n, (kernels, sizes, dtype, kind) in enumerate(hopper):
         of = _excluding(f"d{sizes[2]}: {kind}", f"{kernels}-unattended", sizes, dtype, kind)
         yield dataclasses.replace(of, poison=(math.nan, math.inf)[n % 2])
-    for name, tag, sizes, dtype in (
-        ("beside a sink", "cuda-unattended", (150, 140, 64, 2), "bf16"),
-        ("beside a sink, float32", "cuda-unattended", (90, 70, 40, 2), "fp32"),
-        ("beside a sink", "sm90-unattended", (150, 140, 96, 1), "fp16"),
+    for name, tag, sizes, dtype, kind in (
+        ("beside a sink", "cuda-unattended", (150, 140, 64, 2), "bf16", "ranges"),
+        ("beside a sink, float32", "cuda-unattended", (90, 70, 40, 2), "fp32", "ranges"),
+        ("beside a sink", "sm90-unattended", (150, 140, 96, 1), "fp16", "ranges"),
+        ("beside a sink", "triton-unattended", (70, 50, 32, 2), "bf16", "bool of queries"),
     ):  # queries without a key, whose log-sum-exp is that of the sink
-        yield dataclasses.replace(_excluding(name, tag, sizes, dtype, "ranges"), sinks="H")
+        yield dataclasses.replace(_excluding(name, tag, sizes, dtype, kind), sinks="H")
 
 
 def _excluding(name: str, tags: str, sizes: tuple[int, int, int, int], dtype: str, kind: str) -> Call:
@@ -528,13 +547,14 @@ CALLS: tuple[Call, ...] = (
     call("columns apart", "sm90-refused", (1, 1, 70, 70, 64), layout="stepped"),
     call("address not aligned", "sm90-refused", (1, 1, 70, 70, 64), layout="offset"),
     call("head size 12", "sm90-refused", (1, 1, 70, 70, 12)),
-    # What a mask or band excludes, by the CUDA kernel that meets it.
-    call("forward", "cuda-excluded", (1, 1, 70, 100, 64)),
-    call("forward_fp32", "cuda-excluded", (1, 1, 70, 100, 40), dtype="fp32"),
-    call("forward_wide", "cuda-excluded", (1, 1, 70, 100, 264)),
-    call("decode", "cuda-excluded", (1, 1, 1, 100, 64)),
-    call("decode, softcap", "cuda-excluded", (1, 1, 3, 100, 64), softcap=5.0),
-    call("decode, float32", "cuda-excluded", (1, 1, 1, 100, 64), dtype="fp32"),
+    # Keys that a mask or band hides, in every forward kernel.
+    call("d64", "hidden-keys", (1, 1, 70, 140, 64)),
+    call("d40, float32", "hidden-keys", (1, 1, 70, 100, 40), dtype="fp32"),
+    call("d264", "hidden-keys", (1, 1, 70, 100, 264)),
+    call("one query", "hidden-keys", (1, 1, 1, 100, 64)),
+    call("few queries", "hidden-keys", (1, 1, 2, 140, 64)),
+    call("few queries, softcap", "hidden-keys", (1, 1, 3, 100, 64), softcap=5.0),
+    call("one query, float32", "hidden-keys", (1, 1, 1, 100, 64), dtype="fp32"),
     # Few queries.
     call("one query", "cuda-decode split", (2, 2, 1, 700, 64)),
     call("grouped", "cuda-decode decode-wide split", (1, (8, 2), 1, 500, 64)),
@@ -710,10 +730,59 @@ CALLS: tuple[Call, ...] = (
     call("softcap", "sm90-ranges", (1, 4, 140, 130, 64), softcap=4.0, **LAST),
     call("window", "sm90-ranges", (1, 4, 140, 150, 64), window=(50, 20)),
     call("negative scale", "sm90-ranges", (1, 4, 140, 150, 64), scale=-0.3, softcap=9.0),
+    # By the Triton kernels: lengths about those of their tiles; masks of every kind beside the other features.
+    call("as many keys", "triton-ranges", (2, (4, 2), 130, 130, 64)),
+    call("more keys, float16", "triton-ranges", (2, (4, 2), 66, 200, 64), dtype="fp16"),
+    call("few queries, float32", "triton-ranges", (2, (4, 2), 3, 97, 64), dtype="fp32"),
+    call("one query past a tile", "triton-ranges", (2, (4, 2), 65, 130, 64)),
+    call("window", "triton-masked-ranges", (2, (4, 2), 66, 130, 64), window=(30, 4), alignment="bottom_right"),
+    call("bool", "triton-masked-ranges", (2, (4, 2), 66, 130, 80), dtype="fp32", softcap=3.0, mask="bool BHLS"),
+    call("bias", "triton-masked-ranges", (2, (4, 2), 66, 130, 128, 40), scale=-0.3, mask="float BHLS"),
+    call(
+        "bias shared by the batch, every feature",
+        "triton-masked-ranges",
+        (2, (4, 2), 66, 130, 32),
+        dtype="fp32",
+        window=(50, None),
+        softcap=2.0,
+        scale=0.4,
+        mask="float 1HLS",
+        **LAST,
+    ),
+    call("bias of keys", "triton-masked-ranges", (2, (4, 2), 66, 130, 64), causal=True, mask="float B11S"),
+    call(
+        "bias of queries",
+        "triton-masked-ranges",
+        (2, (4, 2), 66, 130, 80),
+        dtype="fp32",
+        window=(30, 4),
+        alignment="bottom_right",
+        mask="float 11L1",
+    ),
+    call("padding", "triton-decode-ranges", (2, (4, 2), 4, 1100, 64), ranges="padding"),
+    call("float32", "triton-decode-ranges", (2, (4, 1), 4, 1100, 64), dtype="fp32", ranges="window and sinks"),
+    call(
+        "window, bool mask",
+        "triton-decode-ranges",
+        (2, (4, 2), 4, 1100, 64),
+        window=(700, 0),
+        alignment="bottom_right",
+        mask="bool B11S",
+        ranges="anything",
+    ),
+    call("no keys", "triton-decode-ranges", (2, (4, 1), 4, 1100, 64), mask="bool B11S", ranges="nothing"),
     # Bands that exclude keys or queries.
     call("keys behind a causal mask", "excluding-bands", (2, (4, 2), 150, 220, 64), causal=True),
     call("queries in front of it", "excluding-bands", (2, (4, 2), 220, 150, 64), **LAST),
     call("keys behind a window", "excluding-bands", (2, (4, 2), 150, 220, 64), window=(40, 30)),
+    call("queries behind it", "excluding-bands", (2, (4, 2), 220, 150, 64), window=(40, 30)),
+    call(
+        "keys before a window and behind it",
+        "excluding-bands",
+        (2, (4, 2), 100, 300, 64),
+        window=(40, 30),
+        alignment="bottom_right",
+    ),
     # Dimensions of size 0.
     call("no batch", "empty", (0, 2, 5, 7, 8), mask="float BHLS"),
     call("no heads", "empty", (2, 0, 5, 7, 8), mask="float BHLS"),
@@ -726,7 +795,16 @@ CALLS: tuple[Call, ...] = (
     call("d256", "cuda-dropout", (2, (2, 1), 40, 100, 256), dropout=0.3),
     call("d264", "cuda-dropout", (2, (2, 1), 40, 100, 264), dropout=0.3),
     call("d40, float32", "cuda-dropout", (2, (2, 1), 40, 100, 40), dtype="fp32", dropout=0.3),
-    call("bias, window", "cuda-dropout", (2, 1, 70, 70, 64), mask="float BHLS", dropout=0.5, window=(50, 10)),
+    call("documents", "triton-dropout", (2, 4, 66, 130, 64), dropout=0.3, ranges="documents"),
+    call("any ranges, causal", "triton-dropout", (2, 4, 66, 130, 64), causal=True, dropout=0.3, ranges="anything"),
+    call(
+        "bias, window",
+        "cuda-dropout triton-dropout",
+        (2, 1, 70, 70, 64),
+        mask="float BHLS",
+        dropout=0.5,
+        window=(50, 10),
+    ),
     call(
         "bias shared by the batch, window",
         "cuda-dropout",

@@ -38,9 +38,10 @@ class Kind:
     landing: bool = False  # .ci/run has all cases
 
 
-def on(calls: Iterable[Call], *gpus: int) -> list[Any]:
-    """Cases of these calls on each of these GPUs, or on sm_80."""
-    return [pytest.param(each, gpu, id=f"{each.name}-sm_{gpu}") for gpu in gpus or (80,) for each in calls]
+def on(calls: str | Iterable[Call], *gpus: int) -> list[Any]:
+    """Cases of these calls, or of those with a tag, on each of these GPUs, or on sm_80."""
+    given = list(tagged(calls).values() if isinstance(calls, str) else calls)
+    return [pytest.param(each, gpu, id=f"{each.name}-sm_{gpu}") for gpu in gpus or (80,) for each in given]
 
 
 def grid(made: Callable[..., Any], **values: Any) -> list[Any]:
@@ -55,8 +56,9 @@ def grid(made: Callable[..., Any], **values: Any) -> list[Any]:
     return found
 
 
-def on_own(calls: dict[str, Call]) -> list[Any]:
-    """Cases of these calls on the GPUs that each names, of which .ci/run has one."""
+def on_own(tag: str) -> list[Any]:
+    """Cases of the calls with a tag on the GPUs that each names, of which .ci/run has one."""
+    calls = tagged(tag)
     return [pytest.param(calls[x.values[0]], x.values[1], id=x.id, marks=x.marks) for x in on_gpus(calls)]
 
 
@@ -65,9 +67,13 @@ def changed(given: Call, name: str, **fields: Any) -> Call:
     return dataclasses.replace(given, name=f"{name}: {given.name}", **fields)
 
 
-def in_ranges(calls: dict[str, Call]) -> Callable[..., Call]:
-    """Makes a call with key ranges of KINDS."""
-    return lambda name, kind: dataclasses.replace(calls[name], name=f"{name}, {kind}", ranges=kind)
+def in_ranges(calls: dict[str, Call], *gpus: int, kinds: Iterable[str] = KINDS) -> list[Any]:
+    """Cases of all these calls with each of these kinds of key ranges, on each of these GPUs."""
+
+    def made(name: str, kind: str) -> Call:
+        return dataclasses.replace(calls[name], name=f"{name}, {kind}", ranges=kind)
+
+    return grid(made, gpu=gpus, name=list(calls), kind=list(kinds))
 
 
 def hidden(by: str) -> Callable[[Any, Call], object]:
@@ -240,16 +246,16 @@ class TestCudaForward(Cuda):
             )
         ),
         "head_sizes_of_other_kernels": Kind(on(head_sizes_of_other_kernels()), gradients=False, banks=True),
-        "other_chips": Kind(on(tagged("cuda-chips").values(), 86, 90, 120)),
-        "other_chips_and_kernels": Kind(on(tagged("cuda-chips-forward").values(), 86, 90, 120), gradients=False),
+        "other_chips": Kind(on("cuda-chips", 86, 90, 120)),
+        "other_chips_and_kernels": Kind(on("cuda-chips-forward", 86, 90, 120), gradients=False),
         "decode": Kind(on(DECODE.values()), first="decode"),
         "decode_by_other_kernels": Kind(on(decoded_by_other_kernels()), gradients=False, first="decode"),
         "dropped_entries": Kind(
             on(entries(("bf16", 64), ("fp32", 64), ("fp32", 200), ("bf16", 300), ("fp32", 300))), check=dropped
         ),
-        "keys_behind_a_mask": Kind(on(tagged("cuda-excluded").values()), check=hidden("bool mask")),
-        "keys_behind_a_band": Kind(on(tagged("cuda-excluded").values()), check=hidden("band")),
-        "empty": Kind(on(tagged("empty").values()), landing=True),
+        "keys_behind_a_mask": Kind(on("hidden-keys"), check=hidden("bool mask")),
+        "keys_behind_a_band": Kind(on("hidden-keys"), check=hidden("band")),
+        "empty": Kind(on("empty"), landing=True),
     }
 
 
@@ -259,7 +265,7 @@ class TestCudaBackward(Cuda):
     GRIDS: ClassVar = {
         "gradients": Kind(on(with_gradients())),
         "extremes": Kind(on(extremes()), landing=True),
-        "dropout": Kind(on(tagged("cuda-dropout").values())),
+        "dropout": Kind(on("cuda-dropout")),
     }
 
 
@@ -267,14 +273,12 @@ class TestCudaMasks(Cuda):
     """What all passes go by: key ranges, sinks, relative bias, what is excluded."""
 
     GRIDS: ClassVar = {
-        "key_ranges": Kind(
-            grid(in_ranges(tagged("cuda-ranges")), gpu=[80, 90], name=list(tagged("cuda-ranges")), kind=list(KINDS))
-        ),
+        "key_ranges": Kind(in_ranges(tagged("cuda-ranges"), 80, 90)),
         "extreme_scores_in_ranges": Kind(grid(far_in_ranges, gpu=[80, 90], score=SCORES)),
-        "sinks": Kind(on(tagged("sinks-gpu").values())),
-        "relative_bias": Kind(on(tagged("relative-gpu").values())),
-        "what_is_excluded": Kind(on(tagged("cuda-unattended").values())),
-        "what_bands_exclude": Kind(on(tagged("excluding-bands").values())),
+        "sinks": Kind(on("sinks-gpu")),
+        "relative_bias": Kind(on("relative-gpu")),
+        "what_is_excluded": Kind(on("cuda-unattended")),
+        "what_bands_exclude": Kind(on("excluding-bands")),
     }
 
 
@@ -344,7 +348,7 @@ class TestHopper(Hopper):
     """Every kernel of its own."""
 
     GRIDS: ClassVar = {
-        "features": Kind(on(tagged("sm90-forward").values(), 90), gradients=False, banks=True, landing=True),
+        "features": Kind(on("sm90-forward", 90), gradients=False, banks=True, landing=True),
         "head_sizes": Kind(
             grid(
                 hoppers_head_size,
@@ -356,9 +360,9 @@ class TestHopper(Hopper):
             gradients=False,
             banks=True,
         ),
-        "keys_behind_a_band": Kind(on([call("d64", "", (1, 1, 70, 140, 64))], 90), check=hidden("band"), banks=True),
-        "gradients": Kind(on(tagged("sm90-backward").values(), 90)),
-        "gradients_in_one_walk": Kind(on(tagged("sm90-fused").values(), 90), any_order=True, banks=True),
+        "keys_behind_a_band": Kind(on([tagged("hidden-keys")["d64"]], 90), check=hidden("band"), banks=True),
+        "gradients": Kind(on("sm90-backward", 90)),
+        "gradients_in_one_walk": Kind(on("sm90-fused", 90), any_order=True, banks=True),
         "extremes": Kind(on(NUMBERS, 90), landing=True),
         "extremes_in_one_walk": Kind(
             on((override(each, dtype="fp16", head_dim=128) for each in NUMBERS), 90), any_order=True, landing=True
@@ -370,24 +374,16 @@ class TestHopperMasks(Hopper):
     """What all passes go by, also those that come again for what is excluded."""
 
     GRIDS: ClassVar = {
-        "key_ranges": Kind(
-            grid(
-                in_ranges(RANGES),
-                gpu=[90],
-                name=list(RANGES),
-                kind=HOPPERS_KINDS,
-            ),
-            banks=True,
-        ),
+        "key_ranges": Kind(in_ranges(RANGES, 90, kinds=HOPPERS_KINDS), banks=True),
         "key_ranges_in_one_walk": Kind(
-            grid(in_ranges(RANGES), gpu=[90], name=["d128"], kind=HOPPERS_KINDS), any_order=True, banks=True
+            in_ranges({"d128": RANGES["d128"]}, 90, kinds=HOPPERS_KINDS), any_order=True, banks=True
         ),
         "sinks": Kind(
             on((call(f"d{n}", "", (2, 2, 130, 150, n), causal=True, sinks="H") for n in (64, 128, 256)), 90),
             gradients=False,
         ),
-        "what_is_excluded": Kind(on(tagged("sm90-unattended").values(), 90)),
-        "what_is_excluded_in_one_walk": Kind(on(tagged("sm90-fused-unattended").values(), 90), any_order=True),
+        "what_is_excluded": Kind(on("sm90-unattended", 90)),
+        "what_is_excluded_in_one_walk": Kind(on("sm90-fused-unattended", 90), any_order=True),
         "what_bands_exclude": Kind(
             on(
                 (
@@ -404,22 +400,58 @@ class TestHopperMasks(Hopper):
 # --------------------------------------------------------------------------------------------------------------- Triton
 
 
+def shares_a_bias(call: Call) -> bool:
+    """An entry of a mask that has a gradient goes with several scores."""
+    kind, shape, *_ = (*call.mask.split(), "")
+    sizes = (call.batch, call.heads_q, call.seqlen_q, call.seqlen_k)
+    alike = [n > 1 for entry, n in zip(shape.rjust(4, "1"), sizes, strict=True) if entry == "1"]
+    return kind in ("float", "holes") and any(alike)
+
+
+def extremes_in_ranges() -> Iterator[Call]:
+    """Of rows that attend to any keys, and with most rows that have none."""
+    for ranges in ("anything B1L 2", "few B1L 2"):
+        yield from (override(each, ranges=ranges) for each in NUMBERS[3::4])
+
+
 class TestTriton(Calls):
     """The Triton kernels."""
 
     run = staticmethod(simulated.triton)
 
     def ran(self, target, call, kind):
-        names, split = target.kernels(), ["decode_kernel", "combine_kernel"]
-        assert kind.first != "decode" or names == split
-        assert not call.sinks or ("combine_kernel" in names) == ("split" in call.tags)
+        names = target.kernels()
+        if 0 in (call.batch, call.heads_q, call.seqlen_q, call.seqlen_k):
+            assert not names
+        elif kind.check is None:
+            split = ["decode_kernel", "combine_kernel"]
+            assert kind.first != "decode" or names == split
+            assert not call.sinks or (split[1] in names) == ("split" in call.tags)
+            if kind.gradients:
+                assert {"delta_kernel", "dkdv_kernel", "dq_kernel"} <= set(names)
+                assert ("visits_kernel" in names) == bool(call.ranges)
+                assert call.relative or ("bias_gradient_kernel" in names) == shares_a_bias(call)
 
     GRIDS: ClassVar = {
-        "features": Kind(on_own(tagged("triton"))),
+        "features": Kind(on_own("triton")),
         "extremes": Kind(
             grid(lambda extreme: extreme, gpu=[80, 90], extreme=[*NUMBERS, *MASKED_BANDS[::2]]), landing=True
         ),
-        "decode": Kind(on_own(tagged("triton-decode")), gradients=False, first="decode"),
-        "sinks": Kind(on_own(tagged("sinks-gpu"))),
-        "relative_bias": Kind(on_own(tagged("relative-gpu"))),
+        "extremes_in_ranges": Kind(on(extremes_in_ranges(), 80, 90)),
+        "decode": Kind(on_own("triton-decode"), gradients=False, first="decode"),
+        "decode_in_ranges": Kind(on("triton-decode-ranges", 80, 90), gradients=False, first="decode"),
+        "sinks": Kind(on_own("sinks-gpu")),
+        "relative_bias": Kind(on_own("relative-gpu")),
+        "key_ranges": Kind(in_ranges(tagged("triton-ranges"), 80, 90)),
+        "key_ranges_beside_masks": Kind(
+            in_ranges(tagged("triton-masked-ranges"), 80, 90, kinds=["whole documents", "window and sinks", "anything"])
+        ),
+        "dropped_entries": Kind(on(entries(("bf16", 64)), 80, 90), check=dropped),
+        "dropout": Kind(on("triton-dropout", 80, 90)),
+        "keys_behind_a_mask": Kind(on("hidden-keys"), check=hidden("bool mask")),
+        "keys_behind_a_band": Kind(on("hidden-keys"), check=hidden("band")),
+        "what_is_excluded": Kind(on("triton-unattended", 80, 90)),
+        "what_is_excluded_from_decoding": Kind(on("triton-decode-unattended"), gradients=False, first="decode"),
+        "what_bands_exclude": Kind(on("excluding-bands", 80, 90)),
+        "empty": Kind(on("empty"), landing=True),
     }

@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from matrix import in_turn
-from simulated import simulated  # noqa: F401
+from simulated import BF16, FP32, simulated, triton  # noqa: F401
 from test_second_order import CALLS as SECOND_ORDER
 from test_second_order import check as check_second_order
-from test_triton import BF16, FP32, Simulated, routed
 
 
 @pytest.mark.parametrize(**in_turn(name=[name for name in SECOND_ORDER if "sinks" in name], dtype=[BF16, FP32]))
 def test_triton_second_order(name, dtype):
     call = SECOND_ORDER[name]
-    with routed(80):
-        target = Simulated("triton", "cpu")
+    with triton() as target:
         check_second_order(target, call.inputs("cpu", dtype=dtype), **call.options)
 
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from attnkern.triton_kernels import configs
 
+import simulated
 from attnkern import testing
 from matrix import tagged
-from test_triton import BF16, Simulated, routed
+from simulated import BF16
 
 GQA = {"enable_gqa": True}
 
@@ -19,9 +20,9 @@ def test_rows_without_keys(gpu):
     inputs.attn_mask[1, :, 0] = False
     inputs.attn_mask[1, :, 1, :590] = False
     inputs.attn_mask[1, :, 1, 590:] = True
-    with routed(gpu) as launched:
-        results = Simulated("triton", "cpu", gpu).check(inputs, gradients=False, **GQA)
-    assert launched[0].function.__name__ == "decode_kernel"
+    with simulated.triton(gpu) as target:
+        results = target.check(inputs, gradients=False, **GQA)
+    assert target.kernels() == ["decode_kernel", "combine_kernel"]
     assert not results["out"][1, :, 0].any()
     assert (results["lse"][1, :, 0] == -torch.inf).all()
 
@@ -29,10 +30,10 @@ def test_rows_without_keys(gpu):
 @pytest.mark.parametrize("name", tagged("triton-not-decode"))
 def test_where_the_forward_kernel_serves(monkeypatch, name):
     call = tagged("triton-not-decode")[name]
-    with routed(80) as launched:
-        monkeypatch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_: launched.append(kernel))
-        Simulated("triton", "cpu").attention(**call.inputs().tensors, **call.options)
-    assert [kernel.function.__name__ for kernel in launched] == ["forward_kernel"]
+    with simulated.triton() as target:
+        monkeypatch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_: target.launched.append(kernel))
+        target.attention(**call.inputs().tensors, **call.options)
+    assert target.kernels() == ["forward_kernel"]
 
 
 @pytest.mark.parametrize("processors", [1, 4, 108, 132, 188])
@@ -56,8 +57,9 @@ def test_a_number_of_splits_makes_no_new_kernel():
     variants = set()
     for length in (600, 1100, 4000):
         q, k, v = (torch.zeros(1, 1, n, 64, dtype=BF16) for n in (1, length, length))
-        with routed(80) as launched, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_, to=launched: to.append(kernel))
-            Simulated("triton", "cpu").sdpa(q, k, v)
-        variants |= set(launched)
+        with simulated.triton() as target, pytest.MonkeyPatch.context() as patch:
+            to = target.launched
+            patch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_, to=to: to.append(kernel))
+            target.sdpa(q, k, v)
+        variants |= set(target.launched)
     assert len(variants) == 2
