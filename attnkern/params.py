@@ -31,6 +31,14 @@ LEAST_PAGE = 16
 """the least rows of a page of keys and values,"""
 DECODE_MAX_ROWS = 64
 """and the most rows of queries, over the query heads that share a key head, that are decoding: kernels of its own."""
+SHARED_MAX_ROWS, SHARED_MAX_QUERIES = 256, 16
+"""More rows are decoding, too, up to the first, where several heads have no more than the second each."""
+
+
+def decodes(heads: int, queries: int) -> bool:
+    """Whether so many queries of each of so many query heads, which share a key head, are decoding on a GPU."""
+    shared = heads > 1 and queries <= SHARED_MAX_QUERIES and heads * queries <= SHARED_MAX_ROWS
+    return heads * queries <= DECODE_MAX_ROWS or shared
 
 
 def shown(x: object) -> str:

@@ -364,6 +364,7 @@ def _decode() -> Iterable[Case]:
         yield case(f"decode-mha-4k-{dtype}", 1, 4096, heads=8, dim=128, **more)
         yield case(f"decode-mha-64k-{dtype}", 1, 65536, heads=1, dim=128, **more)
         yield case(f"decode-llama-4k-{dtype}", 1, 4096, heads=(32, 8), dim=128, **more)
+        yield case(f"decode-mqa-4k-{dtype}", 1, 4096, heads=(48, 1), dim=128, **more)
         yield case(f"decode-batch-512-{dtype}", 1, 512, batch=32, **more)
         yield case(f"decode-cache-16k-{dtype}", 1, 16384, heads=(32, 8), dim=128, mask="cache", **more)
         more |= {"causal": True, "alignment": "bottom_right"}

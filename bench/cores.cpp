@@ -8,6 +8,7 @@
 // first quarter of the keys, and those before). A line on stdout is `seconds alone phases tasks scratch` of it: what
 // the call takes, what one thread takes of that alone, how often threads start, tasks of the longest phase, bytes that
 // each thread keeps. With 1 thread it is a plain call; with -2 one by two real threads. Times are medians of CPU time.
+#include <malloc.h>
 #include <time.h>
 #include <ucontext.h>
 
@@ -259,6 +260,9 @@ void run(const Problem& of, const Kernels& kernels) {
 }  // namespace attnkern::cpu
 
 int main() {
+  // What the C library comes to by itself once a process has given large tensors back: their memory stays.
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 64 << 20);
   const char* error;
   const attnkern::cpu::Kernels* kernels = attnkern::cpu::select_kernels(&error);
   if (kernels == nullptr) return std::fprintf(stderr, "%s\n", error), 1;

@@ -54,6 +54,7 @@ FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.flo
 SHORT = {"lengths": (33, 64, 65, 100, 129, 160), "batches": (1, 1, 2), "heads": (1, 1, 2), "groups": (1, 1, 2)}
 SMALL: dict[str, Any] = {**SHORT, "extreme": 0.8, "dims_v": (), "poison": True}
 HOPPER = {**SMALL, "dtypes": (BF16, FP16), "masks": False, "layouts": ("contiguous", "blhd", "packed")}
+THREADS = (1, 1, 1, 2, 3, 8, 33, 192)  # more than a machine has, too
 EVERY_SIZE = (1, 2, 3, 8, 16, 17, 32, 40, 64, 72, 129, 192, 256)
 DRAWN: dict[str, dict[str, Any]] = {
     "cpu": {"dtypes": (FP32, FP64, BF16, FP16), "poison": True, "head_dims": EVERY_SIZE},
@@ -92,6 +93,17 @@ def running(place: str) -> Iterator[str]:
         yield place.split("-")[0]
 
 
+@contextlib.contextmanager
+def several_threads(count: int) -> Iterator[None]:
+    """So many for torch, and the number before at the end."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One to check: the call that makes its inputs, and the options of the call."""
@@ -102,13 +114,14 @@ class Problem:
     huge: bool = False  # scores so large that one takes all: gradients are rounding alone
     packed: dict[str, Any] | None = None  # the fields of testing.Packed
     paged: dict[str, Any] | None = None  # the fields of random_problems.Paged
+    threads: int = 1
 
     def check(self) -> None:
         """Raises what is wrong with the results."""
         inputs = eval(self.recipe, {"attnkern": attnkern, "torch": torch, "nan": math.nan, "inf": math.inf})
         options = {name: tuple(x) if isinstance(x, list) else x for name, x in self.options.items()}  # from JSON
         torch.manual_seed(0)
-        with testing.poisoned_memory(), running(self.place) as backend:
+        with several_threads(self.threads), testing.poisoned_memory(), running(self.place) as backend:
             if self.huge:
                 check_huge(inputs, backend, **options)
             elif self.packed is not None:
@@ -154,7 +167,12 @@ def check_huge(inputs: testing.Inputs, backend: str, scale: float, **options: An
 
 
 def drawn(place: str, seed: int) -> Problem:
-    """The problem of a seed."""
+    """The problem of a seed, on the CPU for any number of threads: how a call is cut depends on it."""
+    threads = random.Random(f"threads {seed}").choice(THREADS) if place.startswith("cpu") else 1
+    return dataclasses.replace(_drawn(place, seed), threads=threads)
+
+
+def _drawn(place: str, seed: int) -> Problem:
     kinds = DRAWN.get(place, DRAWN["cpu"])
     rng = random.Random(seed)
     if rng.random() < 0.1:
@@ -184,7 +202,7 @@ def check(place: str, seeds: Iterator[int], seconds: float) -> None:
         except Exception as error:
             told = str(error).strip().splitlines() or [type(error).__name__]
             print(f"FAILED python -m fuzz --on {place} --seed {seed}\n  {told[0]}", flush=True)
-            print(f"  {problem.recipe}  {problem.options}", flush=True)
+            print(f"  {problem.recipe}  {problem.options}, {problem.threads} threads", flush=True)
             if not isinstance(error, (AssertionError, RuntimeError)):
                 traceback.print_exc()
             print(f"{FAILED}{seed}", flush=True)

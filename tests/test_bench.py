@@ -813,7 +813,7 @@ def test_dropout_of_torch_is_replayed():
 
 
 def mapped(size):
-    """``size`` bytes of the system's own, touched. The C library may hand out what an earlier test has freed instead."""
+    """``size`` bytes of the system's own, touched. The C library may hand out what an earlier test has freed."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(1)
 
 

@@ -266,7 +266,8 @@ def test_what_rules_tell_apart():
     assert kind_of(problem(1, 2, 200, 64)) == (80, False, "fast path", 64)
     assert kind_of(problem(1, 2, 200, 64, gradient=True)) == (80, True, "fast path", 64)
     assert kind_of(problem(1, 8, 4, 64, keys=300)).kind == "decode"
-    assert kind_of(problem(1, 64, 2, 64, heads_k=1, keys=300)).kind == "fast path"
+    assert kind_of(problem(1, 64, 2, 64, heads_k=1, keys=300)).kind == "decode"
+    assert kind_of(problem(1, 64, 5, 64, heads_k=1, keys=300)).kind == "fast path"
     assert kind_of(problem(1, 8, 4, 64, keys=300, gradient=True)).kind == "generic"
     assert kind_of(problem(1, 2, 200, 64, softcap=2.0)).kind == "generic"
     assert kind_of(problem(1, 2, 200, 64, dropout_p=0.5)).kind == "generic"

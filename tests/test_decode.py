@@ -144,6 +144,41 @@ def test_one_bad_key_spoils_its_head_alone(target, seqlen_q, bad, dtype):
     assert out[:, 1].isnan().all()
 
 
+MANY_HEADS = [  # query and key heads, queries, head sizes
+    ((17, 1), 1, (64, 64)),
+    ((48, 1), 1, (128, 128)),
+    ((71, 1), 2, (64, 64)),
+    ((24, 2), 3, (40, 24)),
+    ((16, 4), 12, (80, 80)),
+    ((128, 1), 2, (96, 48)),
+    ((130, 1), 2, (16, 16)),
+]
+SHARED = {
+    "all": {},
+    "causal": {"is_causal": True, "alignment": "bottom_right"},
+    "window": {"is_causal": True, "window": (90, 0), "alignment": "bottom_right", "softcap": 3.0},
+    "padding": {"mask": ("bool", "B11S")},
+    "bias": {"mask": ("holes", "1HLS")},
+    "ranges": {"ranges": ("anything", "BHL", 2)},
+    "sinks": {"sinks": "BH", "ranges": ("documents", "B1L", 1)},
+}
+
+
+@contract(27)
+@pytest.mark.parametrize(**in_turn(**{"heads, queries, sizes": MANY_HEADS}, dtype=FLOATS, kind=list(SHARED)), ids=str)
+def test_many_query_heads_share_a_key_head(target, heads, queries, sizes, kind, dtype):
+    """With few queries each they are rows of one product on the CPU, up to 256 of them: the last size has more."""
+    options = dict(SHARED[kind])
+    ranges, sinks = options.pop("ranges", None), options.pop("sinks", None)
+    given = {"heads_k": heads[1], "dtype": dtype, "mask": options.pop("mask", None)}
+    inputs = target.inputs(2, heads[0], queries, 300, *sizes, **given)
+    if ranges is not None:
+        inputs = inputs.with_ranges(*ranges, torch.int32, 0)
+    if sinks is not None:
+        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
+    target.check(inputs, enable_gqa=True, **options)
+
+
 KINDS = list(product([2, 3, 4], ["all", "window", "bool", "bias", "grouped"]))
 
 

@@ -1,7 +1,9 @@
-"""The longer scripts of docs/examples run, with fewer steps, and what they print and draw is right."""
+"""The scripts of docs/examples run, the longer ones with fewer steps, and what they print and draw is right."""
 
+import copy
 import importlib.util
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -12,7 +14,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from attnkern import masks
+from attnkern import masks, testing
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
@@ -25,13 +27,117 @@ def example(monkeypatch, tmp_path, capsys):
     def run(name, *arguments):
         picture = tmp_path / "picture.png"
         monkeypatch.setattr(sys, "argv", [name, str(picture), *arguments])
-        variables = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-        assert picture.read_bytes().startswith(b"\x89PNG")
+        options = copy.copy(torch._tensor_str.PRINT_OPTS)
+        try:
+            variables = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        finally:
+            torch.set_printoptions(options.precision, options.threshold, options.edgeitems, options.linewidth)
+        drawn = picture.read_bytes()
+        assert drawn.startswith(b"\x89PNG")
+        assert len(drawn) > 5000
         return variables, capsys.readouterr().out
 
     plt.switch_backend("Agg")
     yield run
     plt.close("all")
+
+
+def numbers(printed, label):
+    """Those on the label's line and on the indented lines below it."""
+    block = re.match(r"[^\n]*(?:\n [^\n]*)*", printed[printed.index(label) + len(label) :])[0]
+    return torch.tensor([float(x) for x in re.findall(r"-?\d+(?:\.\d*)?", block)], dtype=torch.float64)
+
+
+def close(shown, exact, decimals):
+    assert shown.numel() == exact.numel()
+    assert (shown - exact.flatten()).abs().max() <= 0.5 * 10.0**-decimals + 1e-5
+
+
+def weights_of(module, x, context, allowed):
+    """Those of a CrossAttention, per head, in float64; of what sees nothing they are 0."""
+    module = copy.deepcopy(module).double()
+    projected = module.q_proj(x), module.k_proj(context)
+    q, k = (y.unflatten(-1, (module.num_heads, -1)).transpose(-2, -3) for y in projected)
+    return (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0.0).detach()
+
+
+def test_three_tokens(example):
+    variables, printed = example("three_tokens")
+    x, w_q, w_k, w_v = (variables[n].double() for n in ("x", "w_q", "w_k", "w_v"))
+    assert x.shape == (3, 4)
+    scores = (x @ w_q) @ (x @ w_k).T / math.sqrt(3)
+    weights = scores.exp() / scores.exp().sum(1, keepdim=True)
+    close(numbers(printed, "queries, x W_q"), x @ w_q, 4)
+    close(numbers(printed, "keys, x W_k"), x @ w_k, 4)
+    close(numbers(printed, "values, x W_v"), x @ w_v, 4)
+    close(numbers(printed, "scores, q k^T / sqrt(3)"), scores, 4)
+    close(numbers(printed, "log-sum-exp of each row of scores"), scores.exp().sum(1).log(), 4)
+    close(numbers(printed, "every row sums to 1"), weights, 4)
+    close(numbers(printed, "output, weights v"), weights @ (x @ w_v), 4)
+    close(numbers(printed, "output of the module"), weights @ (x @ w_v), 4)
+
+
+def test_masks(example):
+    variables, printed = example("masks")
+    head = variables["x"].double()[..., :4]
+    scores = head @ head.mT / 2
+    real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()[:, None]
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+
+    def weights(allowed):
+        return scores.masked_fill(~allowed, -math.inf).softmax(-1)
+
+    close(numbers(printed, "second sentence, padding masked"), weights(real.expand(2, 5, 5))[1], 3)
+    close(numbers(printed, "token i sees tokens 0..i"), weights(causal)[0], 3)
+    close(numbers(printed, "second sentence, both"), weights(real & causal)[1], 3)
+    assert numbers(printed, "a module's weights on padding:") == numbers(printed, "and on later tokens:") == 0
+
+
+def test_cross_attention(example):
+    variables, printed = example("cross_attention")
+    x, noisy = variables["x"].double(), variables["noisy"].double()
+    weights = weights_of(variables["module"], x, noisy, variables["real"].bool())[0]
+    found = re.findall(r"(\w+) -> (\w+) ", printed)
+    assert found == [("gestern", "yesterday"), ("sah", "saw"), ("ich", "I"), ("den", "the"), ("Hund", "dog")]
+    largest = torch.stack([weights.amax(-1), weights[:, 5]], -1).detach()
+    close(numbers(printed, "gestern -> "), largest, 3)
+    assert (weights[:, 5] == 0).all()
+
+
+def test_speech_frames(example):
+    variables, printed = example("speech_frames")
+    noisy, clean = variables["noisy"].double(), variables["clean"].double()
+    band = testing.band_mask(2000, 2000, window=(6, 6))
+    weights = (noisy @ noisy.T * 0.25).masked_fill(~band, -math.inf).softmax(-1)
+    assert numbers(printed, "pairs of frames:")[0] == band.sum()
+    close(numbers(printed, "error of the noisy frames:"), (noisy - clean).square().mean().sqrt(), 4)
+    close(numbers(printed, "neighbours:"), (weights @ noisy - clean).square().mean().sqrt(), 4)
+    assert numbers(printed, "neighbours:") < numbers(printed, "error of the noisy frames:") / 2
+    assert numbers(printed, "frame 1000 sees frames").tolist() == [994, 1006]
+    close(numbers(printed, "their weights:"), weights[1000, 994:1007], 3)
+
+
+def test_image_patches(example):
+    variables, printed = example("image_patches")
+    x = variables["x"].double()
+    patches = variables["image"].reshape(3, 8, 4, 8, 4).permute(1, 3, 0, 2, 4).reshape(64, 48)
+    torch.testing.assert_close(variables["patches"], patches)
+    weights = (x[[18, 52, 0]] @ x.T * 0.25).softmax(-1)
+    for name, row in zip(["disc", "bar", "ground"], weights, strict=True):
+        shares = variables["parts"].double() @ row
+        close(numbers(printed, f"a patch of the {name} attends to:"), shares, 3)
+        assert shares[["disc", "bar", "ground"].index(name)] > 0.9
+
+
+def test_graph_edges(example):
+    variables, printed = example("graph_edges")
+    x, adjacency = variables["x"].double(), variables["adjacency"].bool()
+    weights = weights_of(variables["module"], x, x, adjacency).mean(0)
+    assert torch.equal(weights > 0, adjacency)
+    close(numbers(printed, "weights, the mean of two heads"), weights, 3)
+    close(numbers(printed, "sums of the rows"), weights.sum(-1), 3)
+    assert numbers(printed, "F has no neighbour and gathers") == 0
+    assert printed.endswith("a change of E has reached C D E\n")
 
 
 @pytest.mark.slow
@@ -106,3 +212,16 @@ def test_the_notebook_is_the_script():
         cell.pop("outputs", None)
     assert made == wanted, "run `python docs/make_notebook.py`"
     assert [x["output_type"] for x in outputs[-1]] == ["display_data"]
+
+
+def test_examples_are_all_tested():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for path in EXAMPLES.glob("*.py"):
+        assert path.stem in tests, f"no test runs {path.name}"
+
+
+def test_an_example_runs_as_the_docs_say():
+    command = [sys.executable, "docs/examples/three_tokens.py"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("tensor(") == 8

@@ -23,6 +23,7 @@ from attnkern.flash_attn import (
 from attnkern.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from attnkern.flash_attn.layers.rotary import apply_rotary_emb
 from matrix import in_turn
+from sequences import ends
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 DTYPES = list(TOLERANCE)
@@ -122,10 +123,6 @@ def test_batches(options, lengths, slopes, dtype):
     check(out, wants[0], dtype)
     check_lse(lse, wants[1], dtype)
     check_grads((out, lse), wants, leaves, dtype)
-
-
-def ends(lengths, dtype=torch.int32):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
 
 
 PACKED = {
@@ -423,46 +420,32 @@ print(peak() - before)
     assert used < 32e6  # 2 x 8192 x 8192 numbers are 537e6 bytes
 
 
-def test_one_graph_serves_all_lengths():
-    counter = CompileCounterWithBackend("aot_eager")
+GRAPHS = {  # whether sizes are symbols from the first call on, and lengths
+    "one total": (None, [[5, 7, 8], [1, 0, 19], [20, 0, 0], [3, 4, 5]]),
+    "all totals": (True, [[5, 7, 8], [1, 30, 19], [20, 40, 2], [3, 4, 5]]),
+}
 
-    @torch.compile(fullgraph=True, backend=counter)
-    def compiled(q, k, v, cu_seqlens, max_seqlen, slopes):
+
+@pytest.mark.parametrize(("lengths", "alibi"), [("one total", True), ("all totals", False), ("all totals", True)])
+def test_one_graph_serves_all_lengths(lengths, alibi):
+    counter = CompileCounterWithBackend("aot_eager")
+    dynamic, batches = GRAPHS[lengths]
+
+    def attend(q, k, v, cu_seqlens, longest, slopes):
         return flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True, alibi_slopes=slopes
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, alibi_slopes=slopes
         )
 
-    q, k, v = (torch.randn(20, 2, 8, requires_grad=True) for _ in range(3))
-    slopes = torch.rand(2)
-    for lengths in ([5, 7, 8], [1, 0, 19], [20, 0, 0], [3, 4, 5]):
-        cu = ends(lengths)
-        out = compiled(q, k, v, cu, max(lengths), slopes)
-        want = flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), causal=True, alibi_slopes=slopes)
-        torch.testing.assert_close(out, want)
-        grads, wants = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want))
-        torch.testing.assert_close(grads, wants)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("alibi", [False, True])
-def test_one_graph_serves_all_totals_of_tokens(alibi):
-    counter = CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
-    def compiled(q, k, v, cu_seqlens, max_seqlen, slopes):
-        return flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True, alibi_slopes=slopes
-        )
-
+    compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
     slopes = torch.rand(2) if alibi else None
-    for lengths in ([5, 7, 8], [1, 30, 19], [20, 40, 2], [3, 4, 5]):
-        q, k, v = (torch.randn(sum(lengths), 2, 8, requires_grad=True) for _ in range(3))
-        cu = ends(lengths)
-        out = compiled(q, k, v, cu, max(lengths), slopes)
-        want = flash_attn_varlen_func(q, k, v, cu, cu, max(lengths), max(lengths), causal=True, alibi_slopes=slopes)
-        torch.testing.assert_close(out, want)
-        grads, wants = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, want))
-        torch.testing.assert_close(grads, wants)
+    for batch in batches:
+        tokens = sum(batch) if dynamic else 20
+        q, k, v = (torch.randn(tokens, 2, 8, requires_grad=True) for _ in range(3))
+        results = []
+        for function in (compiled, attend):
+            out = function(q, k, v, ends(batch), max(batch), slopes)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        torch.testing.assert_close(*results)
     assert counter.frame_count == 1
 
 

@@ -62,6 +62,7 @@ def test_problems_reach_the_extremes():
     assert share("with_poison", "with_ranges") > 0.05
     assert share("with_poison", "mask=('bool'") > 0.03
     assert share(str(2**63)) > 0.005
+    assert {problem.threads for problem in drawn} == set(fuzz.THREADS)
     packed = [problem.packed for problem in drawn if problem.packed is not None]
     assert len(packed) > 150
     assert sum(problem["used"] is not None and min(problem["used"]) < 0 for problem in packed) > 10

@@ -12,86 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkern
 from attnkern import testing
+from bad_calls import bad, check_refused, refused
+from sequences import LENGTHS, ends, flat, jagged, nested, one_by_one, packed
 
-LENGTHS = {
-    "alike": ([32, 32, 32], [32, 32, 32]),
-    "short": ([3, 20, 1, 47, 33, 5], [3, 20, 1, 47, 33, 5]),
-    "empty ones": ([0, 20, 0, 30], [0, 20, 0, 30]),
-    "crossed": ([5, 70, 1, 130], [90, 12, 33, 250]),
-    "no keys": ([5, 70, 3], [90, 0, 33]),
-}
-OPTIONS = {
-    "plain": {},
-    "is_causal": {"is_causal": True},
-    "bottom right": {"is_causal": True, "alignment": "bottom_right"},
-    "window": {"window": (20, 3), "scale": 0.4, "softcap": 3.0},
-}
 ATTENDS = {"attention": attnkern.attention, "sdpa": attnkern.scaled_dot_product_attention}
-
-
-def offsets(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
-def jagged(values, lengths, ends=None):
-    """(B, n, heads, size) of (T, heads, size)."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets(lengths) if ends is None else ends)
-
-
-def packed(target, lengths_q, lengths_k, dtype=torch.float32, heads=4, heads_k=2, size=16, size_v=24):
-    shapes = (sum(lengths_q), heads, size), (sum(lengths_k), heads_k, size), (sum(lengths_k), heads_k, size_v)
-    return [target.randn(*shape).to(dtype).requires_grad_() for shape in shapes]
-
-
-def nested(q, k, v, lengths_q, lengths_k):
-    """(B, heads, n, size), keys and values with offsets of their own."""
-    parts = (q, lengths_q), (k, lengths_k), (v, lengths_k)
-    return [jagged(x, lengths).transpose(1, 2) for x, lengths in parts]
-
-
-def flat(x):
-    """(T, heads, size) of (B, heads, n, size)."""
-    return x.transpose(1, 2).values()
-
-
-def one_by_one(attention, q, k, v, lengths_q, lengths_k, **options):
-    """out (T, heads, size) and lse (heads, T) by a call for each sequence."""
-    outs, lses = [], []
-    for tensors in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
-        out, lse = attention(*(x.transpose(0, 1) for x in tensors), return_lse=True, **options)
-        outs.append(out.transpose(0, 1))
-        lses.append(lse)
-    return torch.cat(outs), torch.cat(lses, -1)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_every_sequence_is_a_call_of_its_own(target, lengths, options, dtype):
-    lengths_q, lengths_k = LENGTHS[lengths]
-    given = {"enable_gqa": True, **OPTIONS[options]}
-    tensors = packed(target, lengths_q, lengths_k, dtype)
-    query, *others = nested(*tensors, lengths_q, lengths_k)
-    out, lse = attnkern.attention(query, *others, return_lse=True, backend=target.backend, **given)
-    assert out.shape == (len(lengths_q), 4, query.shape[2], 24)
-    assert lse.shape == (len(lengths_q), 4, query.shape[2])
-    assert out.offsets() is lse.offsets() is query.offsets()
-    want, want_lse = one_by_one(target.attention, *tensors, lengths_q, lengths_k, **given)
-    rule = {"float64": (1e-12, 1e-12), "float32": (2e-5, 1e-5)}.get(str(dtype)[6:], (4e-2, 3e-2))
-    for got, expected in ((flat(out), want), (lse.values(), want_lse)):
-        torch.testing.assert_close(got, expected, atol=rule[0], rtol=rule[1])
-    grad = torch.randn_like(want)
-    grads = torch.autograd.grad(flat(out), tensors, grad)
-    for got, expected in zip(grads, torch.autograd.grad(want, tensors, grad), strict=True):
-        torch.testing.assert_close(got, expected, atol=4 * rule[0], rtol=4 * rule[1])
-
-
-def test_the_rule_holds_for_each_sequence(target, dtype):
-    """The project's own rule, for the middle one of three."""
-    lengths = [40, 90, 30]
-    tensors = [x.detach() for x in packed(target, lengths, lengths, dtype, heads_k=4)]
-    out = attnkern.attention(*nested(*tensors, lengths, lengths), is_causal=True, backend=target.backend)
-    a, b, c = (x[40:130].transpose(0, 1)[None] for x in tensors)
-    testing.expected(a, b, c, is_causal=True)["out"].check(flat(out)[40:130].transpose(0, 1)[None])
 
 
 @pytest.mark.parametrize("attend", ATTENDS)
@@ -107,11 +31,12 @@ def test_without_heads(attend):
 def test_where_a_batch_dimension_is_ragged():
     """(B, n, L, E): every one of the n is a sequence of L, as in torch."""
     tensors = [torch.randn(13, 5, 8) for _ in range(3)]
-    ends = offsets([4, 7, 2])
-    out = attnkern.attention(*(jagged(x, None, ends) for x in tensors), window=(1, 0))
+    offsets = ends([4, 7, 2], torch.int64)
+    q, k, v = (torch.nested.nested_tensor_from_jagged(x, offsets) for x in tensors)
+    out = attnkern.attention(q, k, v, window=(1, 0))
     torch.testing.assert_close(out.values(), attnkern.attention(*tensors, window=(1, 0)))
     with attnkern.use_as_sdpa(full=True) as calls:
-        out = F.scaled_dot_product_attention(*(jagged(x, None, ends) for x in tensors))
+        out = F.scaled_dot_product_attention(q, k, v)
     assert calls.attnkern == 1
     torch.testing.assert_close(out.values(), F.scaled_dot_product_attention(*tensors))
 
@@ -136,17 +61,6 @@ def test_sequences_with_holes_between_them(is_causal):
     grads = torch.autograd.grad(out.values().square().sum(), padded)
     for g, w in zip(grads, torch.autograd.grad(torch.cat(want).square().sum(), padded), strict=True):
         torch.testing.assert_close(g, w)
-
-
-def test_dropout_comes_again(target):
-    lengths = [64, 30]
-    tensors = nested(*packed(target, lengths, lengths, heads_k=4, size_v=16), lengths, lengths)
-    results = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        results.append(flat(attnkern.attention(*tensors, dropout_p=0.5, backend=target.backend)))
-    assert torch.equal(*results)
-    assert not torch.allclose(results[0], flat(attnkern.attention(*tensors, backend=target.backend)))
 
 
 def test_autocast(target):
@@ -178,8 +92,8 @@ class Watched(TorchDispatchMode):
 def test_nothing_is_waited_for_nor_padded(full):
     """One sequence of 500 among 50 of 10: padded to the longest, the batch would hold 25 times its tokens."""
     lengths = [10] * 50 + [500]
-    values, ends = torch.randn(1000, 4, 16), offsets(lengths)
-    q = jagged(values.requires_grad_(), None, ends).transpose(1, 2)
+    values = torch.randn(1000, 4, 16, requires_grad=True)
+    q = jagged(values, lengths).transpose(1, 2)
     with attnkern.use_as_sdpa(full=full), Watched() as watched:
         attend = F.scaled_dot_product_attention if full else attnkern.scaled_dot_product_attention
         attend(q, q, q, is_causal=True).values().sum().backward()
@@ -227,15 +141,15 @@ def test_one_graph_of_torchs_function_serves_all_lengths():
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_torchs_function(lengths):
-    lengths_q, lengths_k = LENGTHS[lengths]
-    tensors = packed(torch, lengths_q, lengths_k)
+    lengths = LENGTHS[lengths]
+    tensors = packed(torch, *lengths)
     before = torchs_ops.jagged_scaled_dot_product_attention
     with attnkern.use_as_sdpa(full=True) as calls:
-        out = F.scaled_dot_product_attention(*nested(*tensors, lengths_q, lengths_k), is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*nested(*tensors, *lengths), is_causal=True, enable_gqa=True)
         grads = torch.autograd.grad(flat(out).sum(), tensors)
     assert calls.lines == {("aten::scaled_dot_product_attention", "attnkern cpu", ""): 1}
     assert torchs_ops.jagged_scaled_dot_product_attention is before
-    want, _ = one_by_one(attnkern.attention, *tensors, lengths_q, lengths_k, is_causal=True, enable_gqa=True)
+    want, _ = one_by_one(attnkern.attention, *tensors, *lengths, is_causal=True)
     torch.testing.assert_close(flat(out), want)
     for got, expected in zip(grads, torch.autograd.grad(want.sum(), tensors), strict=True):
         torch.testing.assert_close(got, expected)
@@ -262,44 +176,60 @@ def test_explain():
 X = jagged(torch.zeros(11, 3, 8), [4, 7]).transpose(1, 2)
 DENSE = torch.zeros(2, 3, 7, 8)
 STRIDED = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(3, 7, 8)])
-BAD = {
-    "attn_mask": ((X, X, X), {"attn_mask": torch.zeros(7, 7)}, ValueError, "attn_mask must be None beside jagged"),
-    "key_ranges": ((X, X, X), {"key_ranges": torch.zeros(1, 1, 2).int()}, ValueError, "key_ranges must be None beside"),
-    "Mask": ((X, X, X), {"attn_mask": attnkern.masks.causal(7)}, ValueError, "attn_mask must be None beside jagged"),
-    "dense key": ((X, DENSE, DENSE), {}, ValueError, "must all be nested tensors of the jagged layout .* got key"),
-    "dense query": ((DENSE, X, X), {}, ValueError, "must all be nested tensors of the jagged layout .* got query"),
-    "strided": ((STRIDED, STRIDED, STRIDED), {}, RuntimeError, "supported in the jagged layout only"),
-    "strided key": ((X, STRIDED, STRIDED), {}, RuntimeError, "supported in the jagged layout only"),
-    "batch": (
-        (X, *[jagged(torch.zeros(11, 3, 8), [4, 4, 3]).transpose(1, 2)] * 2),
-        {},
-        RuntimeError,
-        r"key must have query's batch size \(number of sequences\) 2, got 3",
+BAD = [
+    bad(
+        "attn_mask must be None beside jagged",
+        lambda: attnkern.attention(X, X, X, attn_mask=torch.zeros(7, 7)),
+        ValueError,
     ),
-    "other lengths": (
-        (X, X, jagged(torch.zeros(11, 3, 8), [5, 6]).transpose(1, 2)),
-        {},
-        RuntimeError,
+    bad(
+        "key_ranges must be None beside",
+        lambda: attnkern.attention(X, X, X, key_ranges=torch.zeros(1, 1, 2).int()),
+        ValueError,
+    ),
+    bad(
+        "attn_mask must be None beside jagged",
+        lambda: attnkern.attention(X, X, X, attn_mask=attnkern.masks.causal(7)),
+        ValueError,
+    ),
+    bad(
+        "must all be nested tensors of the jagged layout ... got key",
+        lambda: attnkern.attention(X, DENSE, DENSE),
+        ValueError,
+    ),
+    bad(
+        "must all be nested tensors of the jagged layout ... got query",
+        lambda: attnkern.attention(DENSE, X, X),
+        ValueError,
+    ),
+    bad("supported in the jagged layout only", lambda: attnkern.attention(STRIDED, STRIDED, STRIDED)),
+    bad("supported in the jagged layout only", lambda: attnkern.attention(X, STRIDED, STRIDED)),
+    bad(
+        "key must have query's batch size (number of sequences) 2, got 3",
+        lambda: attnkern.attention(X, *[jagged(torch.zeros(11, 3, 8), [4, 4, 3]).transpose(1, 2)] * 2),
+    ),
+    bad(
         "value's sequences must have the lengths of key's",
+        lambda: attnkern.attention(X, X, jagged(torch.zeros(11, 3, 8), [5, 6]).transpose(1, 2)),
     ),
-    "ragged elsewhere": ((X, X.transpose(1, 2), X), {}, ValueError, r"key must have .* \(dimension 2 of 4\), got"),
-    "ragged size": ((X.transpose(2, 3),) * 3, {}, ValueError, "last dimension must not be the ragged one"),
-    "size": (
-        (X, jagged(torch.zeros(11, 3, 4), [4, 7]).transpose(1, 2), X),
-        {},
-        RuntimeError,
+    bad("key must have ... (dimension 2 of 4), got", lambda: attnkern.attention(X, X.transpose(1, 2), X), ValueError),
+    bad("last dimension must not be the ragged one", lambda: attnkern.attention(*(X.transpose(2, 3),) * 3), ValueError),
+    bad(
         "key's last size must be query's, 8",
+        lambda: attnkern.attention(X, jagged(torch.zeros(11, 3, 4), [4, 7]).transpose(1, 2), X),
     ),
-    "alignment": ((X, X, X), {"alignment": "left"}, ValueError, "alignment must be 'top_left' or 'bottom_right'"),
-    "is_causal": ((X, X, X), {"is_causal": 1}, TypeError, "'is_causal' must be bool"),
-}
+    bad(
+        "alignment must be 'top_left' or 'bottom_right'",
+        lambda: attnkern.attention(X, X, X, alignment="left"),
+        ValueError,
+    ),
+    bad("'is_causal' must be bool", lambda: attnkern.attention(X, X, X, is_causal=1), TypeError),
+]
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what):
-    tensors, options, error, message = BAD[what]
-    with pytest.raises(error, match=message):
-        attnkern.attention(*tensors, **options)
+@refused(BAD)
+def test_bad_calls(call, error, message):
+    check_refused(call, error, message)
 
 
 def test_functions_that_take_dense_tensors_say_so():

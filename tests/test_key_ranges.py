@@ -1,6 +1,6 @@
 """Key ranges: each row attends to one or two intervals of keys, beside every other mask and feature."""
 
-from itertools import product
+from itertools import chain, product
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnkern
 from attnkern import testing
+from bad_calls import bad, check_refused, refused
 from matrix import FLOATS, KINDS, anything, documents, in_turn, window_and_sinks
 
 LENGTHS = [(1, 1), (1, 300), (3, 97), (70, 64), (65, 130), (200, 190), (130, 385)]
@@ -102,17 +103,18 @@ def test_few_queries_of_every_kernel(target, size, heads_k, dtype):
         target.check(inputs, key_ranges=ranges, enable_gqa=True, gradients=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("far", [2**31 - 1, -(2**31)])
-def test_ends_are_clamped(target, dtype, far):
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"),
+    [
+        (torch.int32, -(2**31), 2**31 - 1),
+        (torch.int64, -(2**31), 2**31 - 1),
+        (torch.int64, -(2**40), 2**40),
+    ],
+)
+def test_ends_are_clamped(target, dtype, least, most):
     inputs = target.inputs(1, 2, 70, 90, 8)
-    ranges = torch.tensor([[[5, far]], [[far, 40]]], dtype=dtype, device=target.device)
-    target.check(inputs, key_ranges=ranges.repeat(35, 1, 1))
-
-
-def test_int64_ends_beyond_int32(target):
-    inputs = target.inputs(1, 2, 3, 90, 8)
-    ranges = torch.tensor([[5, 2**40], [-(2**40), 7]], device=target.device)
+    ranges = [[[5, most]], [[most, 40]], [[5, least]], [[least, 40]], [[least, most]]]
+    ranges = torch.tensor(ranges, dtype=dtype, device=target.device).repeat(14, 1, 1)
     target.check(inputs, key_ranges=ranges)
 
 
@@ -218,41 +220,38 @@ def test_compiles_once_for_all_lengths(target):
 
 
 Q = torch.zeros(2, 4, 5, 8)
-BAD = {
-    "float": (torch.zeros(5, 1, 2), RuntimeError, "key_ranges must be int32 or int64, got float32"),
-    "no tensor": ([(0, 5)], TypeError, "argument 'key_ranges' must be Tensor or None, not list"),
-    "one dimension": (
-        torch.zeros(2, dtype=torch.int32),
-        RuntimeError,
-        r"must have the shape \(\.\.\., 1 or 2 ranges, 2",
-    ),
-    "three ranges": (torch.zeros(5, 3, 2, dtype=torch.int32), RuntimeError, "1 or 2 ranges"),
-    "no end": (torch.zeros(5, 1, 1, dtype=torch.int32), RuntimeError, "2: begin and end"),
-    "other rows": (
-        torch.zeros(4, 1, 2, dtype=torch.int32),
-        RuntimeError,
-        r"rows of scores \(2, 4, 5\), got \(4, 1, 2\)",
-    ),
-    "other heads": (torch.zeros(2, 5, 1, 2, dtype=torch.int32), RuntimeError, r"rows of scores \(2, 4, 5\)"),
-    "meta": (
-        torch.zeros(5, 1, 2, dtype=torch.int32, device="meta"),
-        RuntimeError,
-        "must be on query's device cpu, got meta",
-    ),
+FUNCTIONS = {
+    attnkern.attention: (Q, Q, Q),
+    attnkern.explain: (Q, Q, Q),
+    attnkern.attention_weights: (Q, Q),
+    attnkern.attention_backward: (Q, Q, Q, Q, Q, Q[..., 0]),
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what):
-    ranges, error, message = BAD[what]
-    for function, given in (
-        (attnkern.attention, (Q, Q, Q)),
-        (attnkern.explain, (Q, Q, Q)),
-        (attnkern.attention_weights, (Q, Q)),
-        (attnkern.attention_backward, (Q, Q, Q, Q, Q, Q[..., 0])),
-    ):
-        with pytest.raises(error, match=message):
-            function(*given, key_ranges=ranges)
+def bad_ranges(message, ranges, error=RuntimeError):
+    """Rows: every function that takes ranges refuses these."""
+    return [bad(message, lambda f=f: f(*FUNCTIONS[f], key_ranges=ranges), error) for f in FUNCTIONS]
+
+
+def ranges_of(*shape, device="cpu"):
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+BAD = [
+    bad_ranges("key_ranges must be int32 or int64, got float32", torch.zeros(5, 1, 2)),
+    bad_ranges("argument 'key_ranges' must be Tensor or None, not list", [(0, 5)], TypeError),
+    bad_ranges("must have the shape (..., 1 or 2 ranges, 2", ranges_of(2)),
+    bad_ranges("1 or 2 ranges", ranges_of(5, 3, 2)),
+    bad_ranges("2: begin and end", ranges_of(5, 1, 1)),
+    bad_ranges("rows of scores (2, 4, 5), got (4, 1, 2)", ranges_of(4, 1, 2)),
+    bad_ranges("rows of scores (2, 4, 5)", ranges_of(2, 5, 1, 2)),
+    bad_ranges("must be on query's device cpu, got meta", ranges_of(5, 1, 2, device="meta")),
+]
+
+
+@refused(chain(*BAD))
+def test_bad_calls(call, error, message):
+    check_refused(call, error, message)
 
 
 def test_explain_names_them():

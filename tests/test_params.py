@@ -58,6 +58,8 @@ def test_dtypes_bits_and_limits():
     assert constant("kMaxHeadDim") == params.MAX_HEAD_DIM
     assert constant("kMaxLength") == params.MAX_LENGTH
     assert constant("kDecodeMaxRows") == params.DECODE_MAX_ROWS
+    assert constant("kSharedMaxRows") == params.SHARED_MAX_ROWS
+    assert constant("kSharedMaxQueries") == params.SHARED_MAX_QUERIES
     assert constant("kLeastPage") == params.LEAST_PAGE
 
 

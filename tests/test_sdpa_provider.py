@@ -72,16 +72,26 @@ def sdpa_and_gradients(*tensors, grad_out=None, **options):
 # --- registered, activated, restored
 
 
-def test_importing_registers_and_activates_nothing():
-    code = (
-        "import torch, sys; table = torch._C._dispatch_dump_table; name = 'aten::scaled_dot_product_attention'; "
-        f"before = table(name), table('{FORWARD}'); import attnkern; "
-        "print(torch.nn.attention.list_flash_attention_impls(), torch.nn.attention.current_flash_attention_impl(), "
-        f"before == (table(name), table('{FORWARD}')), 'torch._dynamo' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split("] ")[1].strip() == "None True False"
-    assert "'ATTNKERN'" in result.stdout
+FRESH = f"""
+import sys, torch
+def tables():
+    return [torch._C._dispatch_dump_table(name) for name in ("{WHOLE}", "{FORWARD}")]
+before = tables()
+import attnkern
+assert "ATTNKERN" in torch.nn.attention.list_flash_attention_impls()
+assert torch.nn.attention.current_flash_attention_impl() is None
+assert tables() == before
+assert "torch._dynamo" not in sys.modules
+x = torch.ones(1, 1, 3, 4, requires_grad=True)
+for full in (False, True):
+    with attnkern.use_as_sdpa(full=full):
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum().backward()
+"""
+
+
+def test_importing_registers_and_activates_nothing_and_no_switch_warns():
+    result = subprocess.run([sys.executable, "-W", "error", "-c", FRESH], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("use", [activated, attnkern.use_as_sdpa], ids=["torch's switch", "use_as_sdpa"])
@@ -98,17 +108,6 @@ def test_the_switch(use):
     for a, b in zip(got, want, strict=True):
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b)
-
-
-def test_no_warning():
-    code = (
-        "import torch, attnkern; x = torch.ones(1, 1, 3, 4, requires_grad=True)\n"
-        "for full in (False, True):\n"
-        "    with attnkern.use_as_sdpa(full=full):\n"
-        "        torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5).sum().backward()"
-    )
-    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_contexts_nest_and_survive_exceptions():
@@ -218,6 +217,15 @@ def test_bad_input(monkeypatch):
 # --- threads
 
 
+def run_all(*functions):
+    """Each in a thread of its own, until all are done."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.real_memory
 def test_switching_while_other_threads_call():
     """A thread may be on its way into a kernel when that is removed."""
@@ -238,17 +246,13 @@ def test_switching_while_other_threads_call():
             with attnkern.use_as_sdpa(full=full):
                 pass
 
-    workers = [threading.Thread(target=work) for _ in range(3)]
-    switches = [threading.Thread(target=switch, args=(full,)) for full in (False, True)]
+    def switch_both():
+        run_all(lambda: switch(False), lambda: switch(True))
+        done.set()
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for thread in workers + switches:
-            thread.start()
-        for thread in switches:
-            thread.join()
-        done.set()
-        for thread in workers:
-            thread.join()
+        run_all(work, work, work, switch_both)
     assert not wrong
     assert not [str(w.message) for w in caught]
 
@@ -256,14 +260,7 @@ def test_switching_while_other_threads_call():
 def test_all_threads_count():
     x = torch.randn(1, 2, 9, 16)
     with attnkern.use_as_sdpa() as calls:
-        threads = [
-            threading.Thread(target=lambda: [F.scaled_dot_product_attention(x, x, x) for _ in range(50)])
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all(*[lambda: [F.scaled_dot_product_attention(x, x, x) for _ in range(50)]] * 4)
     assert calls.lines == {(FORWARD, OURS, ""): 200}
 
 
@@ -288,22 +285,16 @@ def test_cpu_slot(layout, mask, options, dtype):
         2, 4, 7, 9, 8, heads_k=2 if "enable_gqa" in options else 4, dtype=dtype, layout=layout, mask=mask
     )
     native = F.scaled_dot_product_attention(*inputs.tensors.values(), **options)
-    # A float mask with a gradient is not the aten op's; its values are.
-    checked = {n: x for n, x in inputs.tensors.items() if n != "attn_mask"}
+    leaves = {n: x.detach().requires_grad_(n != "attn_mask") for n, x in inputs.tensors.items()}
+    wanted = list(leaves)[:3]  # a float mask with a gradient is not the aten op's; its values are
     with attnkern.use_as_sdpa() as calls:
-
-        def sdpa(attn_mask=None, **tensors):
-            attn_mask = attn_mask if attn_mask is None else attn_mask.detach()
-            return F.scaled_dot_product_attention(**tensors, attn_mask=attn_mask, **options)
-
-        leaves = {n: x.detach().requires_grad_() for n, x in checked.items()}
-        out = sdpa(**leaves, attn_mask=inputs.attn_mask)
+        out = F.scaled_dot_product_attention(**leaves, **options)
         grad_out = torch.randn_like(out)
-        grads = torch.autograd.grad(out, list(leaves.values()), grad_out)
+        grads = torch.autograd.grad(out, [leaves[n] for n in wanted], grad_out)
     assert calls.lines == {(FORWARD, OURS, ""): 1, (BACKWARD, OURS, ""): 1}
     assert out.stride() == native.stride()
     want = testing.expected(*inputs.tensors.values(), grad_out=grad_out, **options)
-    for name, actual in {"out": out, **dict(zip(leaves, grads, strict=True))}.items():
+    for name, actual in zip(("out", *wanted), (out, *grads), strict=True):
         want[name].check(actual, gradient=name != "out", name=name, recipe=inputs.recipe)
 
 
@@ -418,27 +409,20 @@ def test_torchs_maths_is_counted_with_the_reason():
     assert calls.torch == 1
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_errors_are_torchs_own(full):
-    q = torch.randn(2, 3, 5, 8)
-    bad = [(q, q[..., :4], q), (q, q.double(), q), (q, q, q, torch.zeros(5, 5, dtype=torch.int64))]
-    for arguments in bad:
-        with pytest.raises(Exception) as torchs:  # noqa: PT011
-            F.scaled_dot_product_attention(*arguments)
-        with attnkern.use_as_sdpa(full=full), pytest.raises(type(torchs.value)) as ours:
-            F.scaled_dot_product_attention(*arguments)
-        assert str(ours.value) == str(torchs.value)
+X = torch.zeros(2, 3, 5, 8)
+BAD = [((X, X[..., :4], X), {}), ((X, X.double(), X), {}), ((X, X, X, torch.zeros(5, 5, dtype=torch.int64)), {})]
+BAD += [((X, X, X), {"dropout_p": p}) for p in (-0.5, -1e-30, -math.inf, math.nan, 1.5, math.inf)]
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("dropout_p", [-0.5, -1e-30, -math.inf, math.nan, 1.5, math.inf])
-def test_bad_dropout_is_torchs_own_error(dropout_p, full):
-    q = torch.randn(2, 3, 5, 8)
+@pytest.mark.parametrize(("arguments", "options"), BAD)
+def test_errors_are_torchs_own(arguments, options, full):
     for grad in (False, True):
+        given = [x.detach().requires_grad_(grad and x.is_floating_point()) for x in arguments]
         with pytest.raises(Exception) as torchs:  # noqa: PT011
-            F.scaled_dot_product_attention(*[q.requires_grad_(grad)] * 3, dropout_p=dropout_p)
+            F.scaled_dot_product_attention(*given, **options)
         with attnkern.use_as_sdpa(full=full), pytest.raises(type(torchs.value)) as ours:
-            F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p)
+            F.scaled_dot_product_attention(*given, **options)
         assert str(ours.value) == str(torchs.value)
 
 
@@ -538,19 +522,24 @@ def test_forward_and_backward_of_different_kernels_fit(forward_is_ours, dtype):
 # --- all aten ops: strides, shapes and dtypes of torch's meta functions
 
 
+def assert_alike(real, fake):
+    """What tensors look like in memory; other results are equal."""
+    for a, b in zip(real, fake, strict=True):
+        assert isinstance(a, torch.Tensor) or a == b
+        if isinstance(a, torch.Tensor):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
 def flash(q, k, v, bias, **options):
-    out, lse, _, _, *_ = aten._scaled_dot_product_flash_attention(q, k, v, **options)
-    return out, lse
+    return aten._scaled_dot_product_flash_attention(q, k, v, **options)
 
 
 def efficient(q, k, v, bias, **options):
-    out, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, **options)
-    return out, lse
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, **options)
 
 
 def cudnn(q, k, v, bias, **options):
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, **options)
-    return out, lse
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, **options)
 
 
 def for_cpu(q, k, v, bias, **options):
@@ -572,82 +561,52 @@ ATEN_OP_CASES = [(op, features) for op, (_, has) in ATEN_OPS.items() for feature
 @pytest.mark.parametrize(("op", "features"), ATEN_OP_CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 def test_aten_ops_follow_torchs_layouts(op, features, is_causal, layout, dtype):
-    """Through torch's own autograd of the operator: forward and backward, results and what they look like in memory."""
+    """Through torch's own autograd of the operator: forward and backward, results and what they look like in memory.
+
+    The results that carry nothing (lengths, seeds, debug masks) are there too, as torch's meta functions say.
+    """
     call, _ = ATEN_OPS[op]
-    inputs = testing.make_inputs(
-        2,
-        4,
-        37,
-        43,
-        8,
-        5 if "head_dim_v" in features else 8,
-        heads_k=2 if "gqa" in features else 4,
-        dtype=dtype,
-        layout=layout,
-        mask=("holes", "1HLS") if "mask" in features else None,
-    )
-    bias = None
-    if inputs.attn_mask is not None:
-        bias = inputs.attn_mask.expand(2, 4, 37, 43)  # as torch hands it to an operator
+    sizes, heads_k = (2, 4, 37, 43, 8, 5 if "head_dim_v" in features else 8), 2 if "gqa" in features else 4
+    mask = ("holes", "1HLS") if "mask" in features else None
+    inputs = testing.make_inputs(*sizes, heads_k=heads_k, dtype=dtype, layout=layout, mask=mask)
+    tensors = inputs.tensors
+    if mask is not None:
+        tensors["attn_mask"] = tensors["attn_mask"].expand(2, 4, 37, 43)  # as torch hands it to an operator
+    names = ["query", "key", "value", *(["attn_mask"] if "mask gradient" in features else [])]
+
+    def run(given, grad_out=None):
+        given = {n: x.detach().requires_grad_(n in names) for n, x in given.items()}
+        out, *others = call(given["query"], given["key"], given["value"], given.get("attn_mask"), is_causal=is_causal)
+        grad_out = torch.randn(out.shape).to(dtype) if grad_out is None else grad_out
+        return grad_out, out, *others, *torch.autograd.grad(out, [given[n] for n in names], grad_out)
+
     with attnkern.use_as_sdpa() as calls:
-        leaves = [x.detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
-        if "mask gradient" in features:
-            leaves.append(bias.detach().requires_grad_())
-        out, lse = call(*leaves[:3], leaves[3] if len(leaves) > 3 else bias, is_causal=is_causal)
-        grad_out = torch.randn(out.shape).to(dtype)
-        grads = torch.autograd.grad(out, leaves, grad_out)
-    assert calls.attnkern == 2
-    assert calls.torch == 0
-
+        grad_out, *real = run(tensors)
+    assert (calls.attnkern, calls.torch) == (2, 0)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [mode.from_tensor(x.detach()).requires_grad_() for x in leaves]
-        fake_bias = fakes[3] if len(fakes) > 3 else None if bias is None else mode.from_tensor(bias)
-        fake_out, fake_lse = call(*fakes[:3], fake_bias, is_causal=is_causal)
-        fake_grads = torch.autograd.grad(fake_out, fakes, mode.from_tensor(grad_out))
-    for real, fake in zip((out, lse, *grads), (fake_out, fake_lse, *fake_grads), strict=True):
-        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+        _, *fake = run({n: mode.from_tensor(x) for n, x in tensors.items()}, mode.from_tensor(grad_out))
+    assert_alike(real, fake)
 
-    names = ["query", "key", "value", "attn_mask"][: len(leaves)]
-    want = testing.expected(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        bias,
-        grad_out=grad_out,
-        is_causal=is_causal,
-        enable_gqa="gqa" in features,
-    )
-    lse = lse.squeeze(-1) if op == "cudnn" else lse[..., :37]
-    for name, actual in {"out": out, "lse": lse, **dict(zip(names, grads, strict=True))}.items():
+    want = testing.expected(*tensors.values(), grad_out=grad_out, is_causal=is_causal, enable_gqa="gqa" in features)
+    lse = real[1].squeeze(-1) if op == "cudnn" else real[1]
+    assert (lse[..., 37:] == math.inf).all()
+    found = {"out": real[0], "lse": lse[..., :37], **dict(zip(names, real[-len(names) :], strict=True))}
+    for name, actual in found.items():
         w = want[name]
         if name == "lse":  # of a row without a key, as torch's kernels write it
             w = dataclasses.replace(w, exact=w.exact.nan_to_num(neginf=0.0), baseline=w.baseline.nan_to_num(neginf=0.0))
-        gradient = name not in ("out", "lse")
-        w.check(actual, gradient=gradient, name=name)
+        w.check(actual, gradient=name not in ("out", "lse"), name=name)
 
 
-def test_all_results_of_the_operators():
-    """The ones that carry nothing (lengths, seeds, debug masks) are there too, as torch's meta functions say."""
+def test_no_log_sum_exp_where_none_is_asked_for():
+    def call(x):
+        return aten._scaled_dot_product_efficient_attention(x, x, x, None, False)
+
     q = torch.randn(2, 4, 5, 8)
-    calls = [
-        lambda x: aten._scaled_dot_product_flash_attention(x, x, x),
-        lambda x: aten._scaled_dot_product_efficient_attention(x, x, x, None, False),
-        lambda x: aten._scaled_dot_product_efficient_attention(x, x, x, None, True),
-        lambda x: aten._scaled_dot_product_cudnn_attention(x, x, x, None, True),
-    ]
-    for call in calls:
-        with attnkern.use_as_sdpa():
-            real = call(q)
-        with FakeTensorMode() as mode:
-            fake = call(mode.from_tensor(q))
-        for a, b in zip(real, fake, strict=True):
-            assert type(a) is torch.Tensor or a == b
-            if isinstance(a, torch.Tensor):
-                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
     with attnkern.use_as_sdpa():
-        _, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, q, q, None, True)
-    assert lse.shape == (2, 4, 32)
-    assert (lse[..., 5:] == math.inf).all()
+        real = call(q)
+    with FakeTensorMode() as mode:
+        assert_alike(real, call(mode.from_tensor(q)))
 
 
 def test_the_slots_of_cuda_are_filled():
@@ -736,17 +695,23 @@ def test_flops_and_profiler_names(full):
 # --- models: the same one with torch's attention and with ours, by activation alone
 
 
-def check_model(model, run, *, full=False, gradients=True):
-    """`run(model)` and the gradients of all parameters, held to the rule: float64 is exact, torch's own the yardstick.
+def called(model, *args, **options):
+    return model(*args, **options)
 
-    Returns what was counted.
-    """
+
+def check_model(model, *args, run=called, rows=..., full=False, gradients=True, **options):
+    """The output's `rows` and the gradients of all parameters, held to the rule: float64 is exact, torch's own the
+    yardstick. Returns what was counted."""
 
     def results(model):
+        dtype = dtype_of(model)
+        given = [x.to(dtype) for x in args]
+        masks = {n: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for n, x in options.items()}
+        with torch.set_grad_enabled(gradients):
+            out = run(model, *given, **masks)[rows]
         if not gradients:
-            return {"output": run(model).detach()}
+            return {"output": out}
         model.zero_grad()
-        out = run(model)
         (out * weights[: out.numel()].view_as(out).to(out.dtype)).sum().backward()
         return {"output": out.detach(), **{n: p.grad.clone() for n, p in model.named_parameters()}}
 
@@ -783,80 +748,57 @@ ENCODER_MASKS = {
 }
 
 
+MODES = pytest.mark.parametrize("mode", ["train", "eval", "eval, no_grad"])
+
+
 @pytest.mark.parametrize("masks", ENCODER_MASKS)
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("mode", ["train", "eval", "eval, no_grad"])
+@MODES
 def test_transformer_encoder(masks, norm_first, mode):
     """Inference too, which torch takes a fast path for that never calls F.sdpa: activation turns it off."""
     layer = torch.nn.TransformerEncoderLayer(32, 4, 48, 0.0, SMOOTH, batch_first=True, norm_first=norm_first)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).train(mode == "train")
-    x = torch.randn(3, 9, 32)
-
-    def run(model):
-        options = {
-            n: m.to(dtype_of(model)) if torch.is_tensor(m) and m.is_floating_point() else m
-            for n, m in ENCODER_MASKS[masks].items()
-        }
-        with torch.no_grad() if mode == "eval, no_grad" else contextlib.nullcontext():
-            out = model(x.to(dtype_of(model)), **options)
-        return out[~PADDING] if "padding" in masks else out
-
-    calls = check_model(model, run, gradients=mode != "eval, no_grad")
-    kinds = [FORWARD] if mode == "eval, no_grad" else [FORWARD, BACKWARD]
+    rows, gradients = ~PADDING if "padding" in masks else ..., mode != "eval, no_grad"
+    calls = check_model(model, torch.randn(3, 9, 32), rows=rows, gradients=gradients, **ENCODER_MASKS[masks])
+    kinds = [FORWARD, BACKWARD] if gradients else [FORWARD]
     assert calls.lines == {(kind, OURS, ""): 2 for kind in kinds}
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "eval, no_grad"])
+@MODES
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_transformer_decoder(mode, batch_first):
     layer = torch.nn.TransformerDecoderLayer(32, 4, 48, 0.0, SMOOTH, batch_first=batch_first)
     model = torch.nn.TransformerDecoder(layer, 2).train(mode == "train")
-    target, memory = torch.randn(3, 9, 32), torch.randn(3, 7, 32)
+    inputs = torch.randn(3, 9, 32), torch.randn(3, 7, 32)
     if not batch_first:
-        target, memory = target.transpose(0, 1), memory.transpose(0, 1)
-
-    def run(model):
-        dtype = dtype_of(model)
-        with torch.no_grad() if mode == "eval, no_grad" else contextlib.nullcontext():
-            return model(
-                target.to(dtype),
-                memory.to(dtype),
-                tgt_mask=CAUSAL.to(dtype),
-                tgt_is_causal=True,
-                memory_key_padding_mask=PADDING[:, :7],
-            )
-
-    calls = check_model(model, run, gradients=mode != "eval, no_grad")
-    assert calls.torch == 0
-    assert calls.attnkern == (4 if mode == "eval, no_grad" else 8)
+        inputs = [x.transpose(0, 1) for x in inputs]
+    masks = {"tgt_mask": CAUSAL, "tgt_is_causal": True, "memory_key_padding_mask": PADDING[:, :7]}
+    gradients = mode != "eval, no_grad"
+    calls = check_model(model, *inputs, gradients=gradients, **masks)
+    assert (calls.attnkern, calls.torch) == (8 if gradients else 4, 0)
 
 
 def test_whole_transformer_with_dropout_runs_on_ours_with_full():
     """In training dropout keeps the layers away from the aten ops; full=True takes them, and evaluation agrees."""
     model = torch.nn.Transformer(32, 4, 1, 1, 48, 0.1, SMOOTH, batch_first=True)
-    source, target = torch.randn(3, 9, 32), torch.randn(3, 5, 32)
+    inputs = torch.randn(3, 9, 32), torch.randn(3, 5, 32)
     with attnkern.use_as_sdpa() as calls:
-        model(source, target).sum().backward()
+        model(*inputs).sum().backward()
     assert calls.lines.keys() == {(MATH, "torch", next(iter(calls.lines))[2])}
     assert "dropout_p > 0" in str(calls)
     with attnkern.use_as_sdpa(full=True) as calls:
-        model(source, target).sum().backward()
+        model(*inputs).sum().backward()
     assert calls.lines == {(WHOLE, OURS, ""): 3}
-    model.eval()
-    calls = check_model(model, lambda m: m(source.to(dtype_of(m)), target.to(dtype_of(m))), full=True)
-    assert calls.lines == {(WHOLE, OURS, ""): 3}
+    assert check_model(model.eval(), *inputs, full=True).lines == {(WHOLE, OURS, ""): 3}
 
 
 def test_multihead_attention_in_the_dtype_of_autocast():
+    def run(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=x.dtype == torch.float32):
+            return model(x, x, x, need_weights=False)[0]
+
     model = torch.nn.MultiheadAttention(32, 4, batch_first=True)
-    x = torch.randn(2, 9, 32)
-
-    def run(model):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype_of(model) == torch.float32):
-            y = x.to(dtype_of(model))
-            return model(y, y, y, need_weights=False)[0]
-
-    assert check_model(model, run).attnkern == 2
+    assert check_model(model, torch.randn(2, 9, 32), run=run).attnkern == 2
 
 
 # --- on a GPU

@@ -38,158 +38,94 @@ from matrix import in_turn
 integration.register()
 
 ROOT = Path(__file__).parent.parent
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-GQA = {"num_key_value_heads": 2, "head_dim": 8}
 WINDOW = 4
-ENCODER_DECODER = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "forced_eos_token_id": None,
-    "decoder_start_token_id": 1,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "init_std": 0.1,
-    "dropout": 0.0,
-}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def alternating(kinds=("sliding_attention", "full_attention")):
-    return {"sliding_window": WINDOW, "layer_types": list(kinds)}
-
+TOKENS = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+SIZES = TOKENS | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.1}
+GQA = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+ALTERNATING = GQA | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = ALTERNATING | {"num_experts_per_tok": 2}
+SHORT_NAMES = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.1}
+SHORT_NAMES |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+FALCON = {n: x for n, x in SIZES.items() if n not in ("intermediate_size", "max_position_embeddings")}
+T5 = TOKENS | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+T5 |= {"initializer_factor": 1.0, "relative_attention_num_buckets": 8, "decoder_start_token_id": 1}
+T5 |= {"feed_forward_proj": "gated-gelu"}  # where ReLU turns, a rounding is a jump of the gradient
+BART = TOKENS | {"d_model": 32, "max_position_embeddings": 64, "init_std": 0.1, "dropout": 0.0}
+BART |= {"forced_eos_token_id": None, "decoder_start_token_id": 1}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 DECODERS = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES, **GQA),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, **GQA, sliding_window=WINDOW),
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES, **GQA, use_sliding_window=True, **alternating()),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, **GQA),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, **GQA, **alternating(), attn_logit_softcapping=2.0, query_pre_attn_scalar=8
-    ),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES, **GQA, **alternating(), query_pre_attn_scalar=8),
-    "gpt2": lambda: transformers.GPT2Config(
-        **{n: x for n, x in SIZES.items() if n != "intermediate_size"}, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, **GQA, **alternating(), num_local_experts=2, num_experts_per_tok=2
-    ),
-    "mimo_v2_flash": lambda: transformers.MiMoV2FlashConfig(  # sinks in the layers with a window only
-        **SIZES,
-        **{**GQA, "num_key_value_heads": 1},
-        **alternating(),
-        v_head_dim=6,
-        n_routed_experts=2,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
+    "llama": ("Llama", GQA),
+    "mistral": ("Mistral", GQA | {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", ALTERNATING | {"use_sliding_window": True}),
+    "qwen3": ("Qwen3", GQA),
+    "gemma2": ("Gemma2", ALTERNATING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3Text", ALTERNATING | {"query_pre_attn_scalar": 8}),
+    "gpt2": ("GPT2", SHORT_NAMES),
+    "gpt_oss": ("GptOss", EXPERTS | {"num_local_experts": 2}),
+    "mimo_v2_flash": (  # sinks in the layers with a window only
+        "MiMoV2Flash",
+        EXPERTS | {"num_key_value_heads": 1, "v_head_dim": 6, "n_routed_experts": 2, "moe_intermediate_size": 24},
     ),
 }
-FALCON = {n: x for n, x in SIZES.items() if n not in ("intermediate_size", "max_position_embeddings")}
-DECODERS |= {
-    "bloom": lambda: transformers.BloomConfig(
-        **{**FALCON, "num_attention_heads": 4}, n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
+OWN_LAYERS = {
+    "bloom": ("Bloom", FALCON | {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "mpt": (
+        "Mpt",
+        TOKENS
+        | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "use_cache": True, "initializer_range": 0.1}
+        | {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3}},
     ),
-    "mpt": lambda: transformers.MptConfig(
-        vocab_size=97,
-        d_model=32,
-        n_layers=2,
-        n_heads=4,
-        max_seq_len=64,
-        use_cache=True,
-        initializer_range=0.1,
-        attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3},
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    ),
-    "falcon": lambda: transformers.FalconConfig(**FALCON),  # one key and value head, rotary positions
-    "falcon_40b": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
-    "falcon_alibi": lambda: transformers.FalconConfig(**FALCON, alibi=True, multi_query=False, bias=True),
-    "gptj": lambda: transformers.GPTJConfig(
-        vocab_size=97,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        rotary_dim=4,
-        n_positions=64,
-        initializer_range=0.1,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    ),
+    "falcon": ("Falcon", FALCON),  # one key and value head, rotary positions
+    "falcon_40b": ("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_alibi": ("Falcon", FALCON | {"alibi": True, "multi_query": False, "bias": True}),
+    "gptj": ("GPTJ", SHORT_NAMES | {"rotary_dim": 4}),
 }
-OWN_LAYERS = ["bloom", "mpt", "falcon", "falcon_40b", "falcon_alibi", "gptj"]
 """Families whose layers compute attention themselves, which transformers lets nobody change once a model is made."""
-T5 = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "dropout_rate": 0.0,
-    "initializer_factor": 1.0,
-    "relative_attention_num_buckets": 8,
-    "feed_forward_proj": "gated-gelu",  # where ReLU turns, a rounding is a jump of the gradient
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "decoder_start_token_id": 1,
-}
+DECODERS |= OWN_LAYERS
 ENCODER_DECODERS = {
-    "t5": lambda: transformers.T5Config(**T5),
-    "mt5": lambda: transformers.MT5Config(**T5),
-    "umt5": lambda: transformers.UMT5Config(**T5),  # each layer has positions of its own
-    "bart": lambda: transformers.BartConfig(**ENCODER_DECODER),
-    "whisper": lambda: transformers.WhisperConfig(
-        **ENCODER_DECODER, num_mel_bins=8, max_source_positions=15, max_target_positions=40, suppress_tokens=None
+    "t5": ("T5", T5),
+    "mt5": ("MT5", T5),
+    "umt5": ("UMT5", T5),  # each layer has positions of its own
+    "bart": ("Bart", BART),
+    "whisper": (
+        "Whisper",
+        BART | {"num_mel_bins": 8, "max_source_positions": 15, "max_target_positions": 40, "suppress_tokens": None},
     ),
 }
 ENCODERS = {
-    "bert": lambda: transformers.BertConfig(**SIZES, **NO_DROPOUT),
-    "vit": lambda: transformers.ViTConfig(
-        **{n: x for n, x in SIZES.items() if n not in ("vocab_size", "max_position_embeddings")},
-        **NO_DROPOUT,
-        image_size=12,
-        patch_size=4,
+    "bert": ("Bert", ENCODER),
+    "vit": (
+        "ViT",
+        {n: x for n, x in ENCODER.items() if n not in ("vocab_size", "max_position_embeddings")}
+        | {"image_size": 12, "patch_size": 4},
     ),
 }
 FAMILIES = {**DECODERS, **ENCODER_DECODERS, **ENCODERS}
 
 
+def config_of(family, **changes):
+    name, given = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**copy.deepcopy(given))
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config
+
+
 def make(family, dtype=torch.float32):
     """A function that copies one random model with this or that attention and dtype."""
-    config = FAMILIES[family]()
-    config.tie_word_embeddings = False  # tied, a random model repeats its last token
-    config._experts_implementation = "eager"  # the others have no float64
+    # Tied, a random model repeats its last token; other implementations of experts have no float64.
+    config = config_of(family, tie_word_embeddings=False, _experts_implementation="eager")
+    build = transformers.AutoModel
     if family in DECODERS:
         build = transformers.AutoModelForCausalLM
-    elif family == "whisper":
-        build = transformers.AutoModelForSpeechSeq2Seq
     elif family in ENCODER_DECODERS:
         build = transformers.AutoModelForSeq2SeqLM
-    else:
-        build = transformers.AutoModel
+    if family == "whisper":
+        build = transformers.AutoModelForSpeechSeq2Seq
     model = build.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -203,21 +139,23 @@ def make(family, dtype=torch.float32):
                 attention = "sdpa"  # transformers' eager adds the bias twice, to the scores and in the mask
             twin = build.from_config(copy.deepcopy(config), attn_implementation=attention).eval().to(dtype)
             twin.load_state_dict(model.state_dict())
-            assert twin.config._attn_implementation == attention
-            return twin
-        twin = copy.deepcopy(model).to(dtype)
-        twin.set_attn_implementation(attention)
+        else:
+            twin = copy.deepcopy(model).to(dtype)
+            twin.set_attn_implementation(attention)
         assert twin.config._attn_implementation == attention
         return twin
 
     return variant
 
 
+def tokens(*shape):
+    return torch.randint(2, 97, shape)
+
+
 def inputs(family, padding, length=11):
     """Arguments of forward, and where its output counts: bool over (batch, position)."""
     batch = 3
-    ids = torch.randint(2, 97, (batch, length))
-    mask = torch.ones(batch, length, dtype=torch.int64)
+    ids, mask = tokens(batch, length), torch.ones(batch, length, dtype=torch.int64)
     if padding:
         mask[1, :4] = mask[2, :1] = 0  # on the left, as for generation
     if family == "vit":
@@ -239,15 +177,24 @@ class WithoutDowncasts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(model, arguments, counts, weights):
-    """The output where it counts, and the gradient of a weighted sum of it by all parameters, as one vector."""
+def in_the_dtype_of(model, arguments):
+    """Its arguments, and what it must run in."""
     dtype = next(model.parameters()).dtype
     arguments = {n: x.to(dtype) if x.is_floating_point() else x for n, x in arguments.items()}
-    with WithoutDowncasts() if dtype == torch.float64 else contextlib.nullcontext():
+    return arguments, WithoutDowncasts() if dtype == torch.float64 else contextlib.nullcontext()
+
+
+WEIGHTS = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def run(model, arguments, counts):
+    """The output where it counts, and the gradient of a weighted sum of it by all parameters, as one vector."""
+    arguments, mode = in_the_dtype_of(model, arguments)
+    with mode:
         out = model(**arguments)
         out = out.last_hidden_state if "last_hidden_state" in out else out.logits
         out = out if counts is None else out[counts]
-        loss = (out * weights[: out.numel()].view(out.shape).to(dtype)).sum()
+        loss = (out * WEIGHTS[: out.numel()].view(out.shape).to(out.dtype)).sum()
         loss.backward()
     return out, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -258,8 +205,8 @@ def calls(monkeypatch):
     seen = []
 
     def spy(query, key, value, mask, dropout, **options):
-        given = {"query": query, "key": key, "value": value, "mask": mask, "dropout": dropout, "sinks": None}
-        seen.append({**given, **options})
+        given = {"query": query, "key": key, "value": value, "mask": mask, "dropout": dropout}
+        seen.append({**given, "sinks": None, "window": None, "is_causal": False, **options})
         return attnkern.attention(query, key, value, mask, dropout, **options)
 
     monkeypatch.setattr(integration, "attention", spy)
@@ -267,105 +214,76 @@ def calls(monkeypatch):
 
 
 NUM_CALLS = dict.fromkeys(ENCODER_DECODERS, 6)  # encoder, decoder, and the decoder's look at the encoder
-
-
-def check(family, padding, dtype=torch.float32):
-    """Three models at once: of one alone, the largest error of torch may happen to be small."""
-    draws = []
-    for _ in range(3):
-        variant = make(family, dtype)
-        arguments, counts = inputs(family, padding)
-        weights = torch.randn(100_000, dtype=torch.float64)
-        models = variant("eager", torch.float64), variant("eager"), variant("attnkern")
-        draws.append([run(model, arguments, counts, weights) for model in models])
-    for n, name in enumerate(("output", "gradient")):
-        exact, baseline, actual = (torch.cat([r[n].flatten() for r in results]) for results in zip(*draws, strict=True))
-        testing.assert_within_rule(actual, exact, baseline, gradient=name == "gradient", name=f"{family} {name}")
-
-
 PADDED = [name for name in FAMILIES if name not in ("vit", "whisper")]
+IN_BFLOAT16 = ["llama", "gemma2", "gpt_oss", "mimo_v2_flash", "t5", *OWN_LAYERS]
 
 
 @pytest.mark.parametrize(
-    ("family", "padding"), [(f, False) for f in FAMILIES] + [(f, True) for f in PADDED], ids=lambda x: x
+    ("family", "padding", "dtype"),
+    [(f, False, torch.float32) for f in FAMILIES]
+    + [(f, True, torch.float32) for f in PADDED]
+    + [(f, True, torch.bfloat16) for f in IN_BFLOAT16],
+    ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_outputs_and_gradients_are_those_of_eager(family, padding, calls):
-    check(family, padding)
+def test_outputs_and_gradients_are_those_of_eager(family, padding, dtype, calls):
+    """Of three models at once: of one alone, the largest error of torch may happen to be small."""
+    draws = []
+    for _ in range(3):
+        variant, (arguments, counts) = make(family, dtype), inputs(family, padding)
+        models = variant("eager", torch.float64), variant("eager"), variant("attnkern")
+        draws.append([run(model, arguments, counts) for model in models])
+    for n, name in enumerate(("output", "gradient")):
+        exact, baseline, actual = (torch.cat([r[n].flatten() for r in results]) for results in zip(*draws, strict=True))
+        testing.assert_within_rule(actual, exact, baseline, gradient=name == "gradient", name=f"{family} {name}")
     assert len(calls) == 3 * NUM_CALLS.get(family, 2)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mimo_v2_flash", "t5", *OWN_LAYERS])
-def test_outputs_and_gradients_in_bfloat16(family):
-    check(family, True, torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
 def test_sinks_and_their_gradient(family, calls):
     """A few of the many numbers above, looked at by themselves. MiMo-V2 has sinks in its layers with a window only."""
-    variant = make(family, torch.float64)
+    variant, grads = make(family, torch.float64), []
     arguments, counts = inputs(family, True)
-    weights = torch.randn(100_000, dtype=torch.float64)
-    models = variant("eager"), variant("attnkern")
-    grads = []
-    for model in models:
-        run(model, arguments, counts, weights)
+    for model in (variant("eager"), variant("attnkern")):
+        run(model, arguments, counts)
         grads.append([p.grad for name, p in model.named_parameters() if name.endswith("sinks")])
     assert [call["sinks"] is not None for call in calls] == [True, family == "gpt_oss"]
     assert len(grads[0]) == (2 if family == "gpt_oss" else 1)
-    for actual, expected in zip(*grads[::-1], strict=True):
-        assert expected.abs().min() > 0
-        torch.testing.assert_close(actual, expected)
+    assert all(x.abs().min() > 0 for x in grads[0])
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart", "t5", *OWN_LAYERS])
 def test_training_with_gradient_checkpointing(family, reentrant):
-    variant = make(family)
-    arguments, counts = inputs(family, False)
-    weights = torch.randn(100_000, dtype=torch.float64)
-    expected, expected_grad = run(variant("attnkern").train(), arguments, counts, weights)
+    variant, (arguments, counts) = make(family), inputs(family, False)
     model = variant("attnkern").train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    out, grad = run(model, arguments, counts, weights)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(grad, expected_grad)
-
-
-def test_dropout_in_training(calls):
-    config = transformers.LlamaConfig(**SIZES, **GQA, attention_dropout=0.5)
-    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="attnkern").train()
-    ids = torch.randint(2, 97, (2, 9))
-    first, second = model(ids).logits, model(ids).logits
-    assert not torch.equal(first, second)
-    assert {call["dropout"] for call in calls} == {0.5}
-    model.eval()
-    assert torch.equal(model(ids).logits, model(ids).logits)
+    expected = run(variant("attnkern").train(), arguments, counts)
+    torch.testing.assert_close(run(model, arguments, counts), expected)
 
 
 def generate(model, arguments, **options):
     """Tokens (batch, length) and the logits of every new one."""
-    dtype = next(model.parameters()).dtype
-    arguments = {n: x.to(dtype) if x.is_floating_point() else x for n, x in arguments.items()}
+    arguments, mode = in_the_dtype_of(model, arguments)
     options = {"max_new_tokens": 12, "do_sample": False, **options}
-    with WithoutDowncasts() if dtype == torch.float64 else contextlib.nullcontext():
+    with mode:
         result = model.generate(**arguments, **options, return_dict_in_generate=True, output_logits=True)
     return result.sequences, torch.stack(result.logits)
 
 
-def without_a_close_call(family, padding):
-    """A random model, its prompt and its exact logits: no token is the likeliest by a rounding alone, as 1 in 30 is.
+def without_a_close_call(family, prompts):
+    """A random model, and its exact tokens and logits for each of some prompts (arguments of generate): no token is the
+    likeliest by a rounding alone, as 1 in 30 is.
 
     (By less than 1e-4 of the largest logit; in float32 they are off by 1e-6. The chance of 30 in a row is below 1e-30.)
     """
     for _ in range(30):
         variant = make(family)
-        arguments, _ = inputs(family, padding)
-        arguments = {n: x for n, x in arguments.items() if "decoder" not in n}
-        _, exact = generate(variant("eager", torch.float64), arguments)
-        first, second = exact.topk(2).values.unbind(-1)
-        if (first - second).min() > 1e-4 * exact.abs().max():
-            return variant, arguments, exact
+        exact = [generate(variant("eager", torch.float64), arguments) for arguments in prompts]
+        gaps = [logits.topk(2).values.diff(dim=-1).abs().min() / logits.abs().max() for _, logits in exact]
+        if min(gaps) > 1e-4:
+            return variant, exact
     raise AssertionError(f"of 30 random {family} models every one has two logits nearly equal")
 
 
@@ -377,50 +295,58 @@ def test_generated_tokens_are_those_of_eager(family, padding, calls):
     The farther of two ways is the yardstick, with a cache and without: a random model may make much of one rounding,
     which either may happen to do without. (Of Gemma 3, torch's own attention is beyond one of them in 1 of 90.)
     """
-    variant, arguments, exact = without_a_close_call(family, padding)
+    arguments = {n: x for n, x in inputs(family, padding)[0].items() if "decoder" not in n}
+    variant, [(_, exact)] = without_a_close_call(family, [arguments])
     expected, with_cache = generate(variant("eager"), arguments)
     _, without = generate(variant("eager"), arguments, use_cache=False)
-    baseline = testing.farthest(exact, with_cache, without)
     assert not calls
-    tokens, logits = generate(variant("attnkern"), arguments)
-    assert torch.equal(tokens, expected)
-    testing.assert_within_rule(logits, exact, baseline, name="logits")
+    found, logits = generate(variant("attnkern"), arguments)
+    assert torch.equal(found, expected)
+    testing.assert_within_rule(logits, exact, testing.farthest(exact, with_cache, without), name="logits")
     assert sum(call["query"].shape[2] == 1 for call in calls) >= 11 * 2
 
 
-WAYS = [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}]
+STATIC = {"cache_implementation": "static"}
+WAYS = {
+    "static": STATIC | {"disable_compile": True},
+    "beams": {"num_beams": 2},
+    "no cache": {"use_cache": False},
+    "compiled": STATIC,
+}
 
 
 @pytest.mark.filterwarnings("ignore:attnkern. MptModel:attnkern.FallbackWarning")  # of static caches
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "way"),
     [
-        (family, options)
+        (family, way)
         for family in ("llama", "mistral", "qwen2", "gemma2", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS)
-        for options in WAYS
-        if family != "falcon_alibi" or options is not WAYS[0]  # transformers' own Falcon has no static cache with it
-    ],
-    ids=str,
+        for way in ("static", "beams", "no cache")
+        if (family, way) != ("falcon_alibi", "static")  # transformers' own Falcon has no static cache with it
+    ]
+    + [("llama", "compiled"), ("gemma2", "compiled")],
 )
-def test_other_ways_to_generate(family, options):
+def test_other_ways_to_generate(family, way):
     """In float64, in which two candidates are as good as each other to rounding in less than 1 of 1e10 runs."""
-    if "cache_implementation" in options:
-        options = {**options, "disable_compile": True}
-    variant = make(family)
-    arguments, _ = inputs(family, True)
+    variant, (arguments, _), options = make(family), inputs(family, True), WAYS[way]
     expected, _ = generate(variant("eager", torch.float64), arguments, **options)
-    assert torch.equal(generate(variant("attnkern", torch.float64), arguments, **options)[0], expected)
+    torch._dynamo.reset()
+    if way == "compiled":
+        compile_config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+        compile_config._compile_all_devices = True
+        options = options | {"compile_config": compile_config}
+    found, _ = generate(variant("attnkern", torch.float64), arguments, **options)
+    assert torch.equal(found, expected)
+    assert way != "compiled" or torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS])
 def test_a_prompt_in_pieces(family, calls):
     """Several queries at once against a cache: the last one is level with the last key."""
-    model = make(family)("attnkern")
-    ids = torch.randint(2, 97, (2, 13))
+    model, ids = make(family)("attnkern"), tokens(2, 13)
     with torch.no_grad():
         whole = model(ids).logits
-        cache = None
-        pieces = []
+        cache, pieces = None, []
         for piece in ids.split([6, 3, 4], dim=1):
             result = model(piece, past_key_values=cache, use_cache=True)
             cache = result.past_key_values
@@ -429,97 +355,66 @@ def test_a_prompt_in_pieces(family, calls):
     assert all(call["mask"] is None or call["mask"].shape[2] == 1 for call in calls)
 
 
+# --- what layers ask for
+
+ASKED = {  # key heads, scale, the first layer's window, and the batch size of ALiBi's numbers
+    "llama": (2, 8**-0.5, None, None),
+    "qwen2": (2, 8**-0.5, (WINDOW - 1, None), None),
+    "gemma2": (2, 8**-0.5, (WINDOW - 1, None), None),
+    "bloom": (4, None, None, 3),
+    "mpt": (4, 0.3, None, 1),
+    "falcon": (1, None, None, None),
+    "falcon_40b": (2, None, None, None),
+    "falcon_alibi": (4, None, None, 3),
+    "gptj": (4, None, None, None),
+}
+
+
 @pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-def test_few_heads_stay_few_and_windows_stay_bands(family, padding, calls):
-    model = make(family)("attnkern")
+@pytest.mark.parametrize("family", ASKED)
+def test_what_is_asked_for(family, padding, calls):
+    """Key and value heads as few as the model has, bands or ranges of keys, and ALiBi as one row for all queries."""
+    heads, scale, window, alibi = ASKED[family]
     arguments, _ = inputs(family, padding)
-    model(**arguments)
-    for call in calls:
-        assert call["query"].shape[1] == 4
-        assert call["key"].shape[1] == call["value"].shape[1] == 2
-        assert call["enable_gqa"]
-        assert call["scale"] == 8**-0.5
-        assert call["mask"] is None
-        assert not padding or call["key_ranges"].shape == (3, 1, 11, 1, 2)
-    if not padding:
-        windows = [None, None] if family == "llama" else [(WINDOW - 1, None), None]
-        assert [call["window"] for call in calls] == windows
-    assert {call["softcap"] for call in calls} == {2.0 if family == "gemma2" else None}
+    make(family)("attnkern")(**arguments)
+    for call, of_layer in zip(calls, [window, None], strict=True):
+        assert (call["query"].shape[1], call["key"].shape[1], call["value"].shape[1]) == (4, heads, heads)
+        assert call["enable_gqa"] == (heads < 4)
+        assert call["scale"] == scale
+        assert call["softcap"] == (2.0 if family == "gemma2" else None)
+        assert (call["mask"] is not None) == (alibi is not None)
+        assert alibi is None or call["mask"].shape == (alibi, 4, 1, 11)
+        if padding:
+            assert call["key_ranges"].shape == (3, 1, 11, 1, 2)
+        else:
+            assert call["is_causal"]
+            assert call["window"] == of_layer
 
 
 @pytest.mark.parametrize("family", ["t5", "mt5", "umt5"])
 def test_relative_positions_are_a_table(family, calls):
     """The numbers of T5's bias that differ, beside the causal band or ranges of keys; of cross-attention they are 0."""
-    model = make(family)("attnkern")
     arguments, _ = inputs(family, False)
     arguments["attention_mask"][1, 8:] = 0
-    model(**arguments)
-    assert [call["mask"] for call in calls] == [None] * 6
-    kinds = {"encoder": calls[:2], "decoder": calls[2::2], "cross": calls[3::2]}
-    sizes = {"encoder": (11, 11), "decoder": (7, 7), "cross": (7, 11)}
-    for kind, (seqlen_q, seqlen_k) in sizes.items():
-        for call in kinds[kind]:
+    make(family)("attnkern")(**arguments)
+    kinds = {"encoder": (calls[:2], 11, 11), "decoder": (calls[2::2], 7, 7), "cross": (calls[3::2], 7, 11)}
+    for kind, (of_kind, seqlen_q, seqlen_k) in kinds.items():
+        assert len(of_kind) == 2
+        for call in of_kind:
+            assert call["mask"] is None
             assert tuple(call["relative_bias"].shape) == (1, 4, seqlen_q + seqlen_k - 1)
-            assert call.get("is_causal", False) == (kind == "decoder")
+            assert call["is_causal"] == (kind == "decoder")
             assert bool(call["relative_bias"].any()) == (kind != "cross")
 
 
 def own_model(family, attention="attnkern", **changes):
     torch.manual_seed(3)
-    config = FAMILIES[family]()
-    for name, value in changes.items():
-        setattr(config, name, value)
+    config = config_of(family, **changes)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-@pytest.mark.parametrize("padding", ["right", "holes", "one sequence"])
-@pytest.mark.parametrize("family", OWN_LAYERS)
-def test_padding_anywhere_in_layers_that_compute_attention_themselves(family, padding, calls):
-    """With holes, the distance of ALiBi is counted in real tokens. In float64, where theirs is exact."""
-    mask = {"right": [[1] * 9 + [0] * 4], "holes": [[1, 0, 0] * 4 + [1]], "one sequence": [[0] * 13]}[padding]
-    mask = torch.tensor([*mask, [1] * 13])
-    variant = make(family, torch.float64)
-    ids, weights = torch.randint(2, 97, (2, 13)), torch.randn(100_000, dtype=torch.float64)
-    arguments = {"input_ids": ids, "attention_mask": mask}
-    expected, actual = (run(variant(name), arguments, mask.bool(), weights) for name in ("eager", "attnkern"))
-    assert len(calls) == 2
-    assert expected[1].abs().max() > 0.1
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("family", OWN_LAYERS)
-def test_what_layers_that_compute_attention_themselves_ask_for(family, padding, calls):
-    """ALiBi is a row of numbers for all queries; key and value heads are as few as the model has."""
-    model = make(family)("attnkern")
-    arguments, _ = inputs(family, padding)
-    model(**arguments)
-    assert len(calls) == 2
-    for call in calls:
-        has_alibi = family in ("bloom", "mpt", "falcon_alibi")
-        assert (call["mask"] is not None) == has_alibi
-        assert not has_alibi or tuple(call["mask"].shape) == (1 if family == "mpt" else 3, 4, 1, 11)
-        assert call["key"].shape[1] == call["value"].shape[1] == {"falcon": 1, "falcon_40b": 2}.get(family, 4)
-        assert call["scale"] == (0.3 if family == "mpt" else None)
-        if padding:
-            assert call["key_ranges"].shape == (3, 1, 11, 1, 2)
-        else:
-            assert call["is_causal"]
-
-
-@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "falcon_alibi", "gptj"])
-def test_caches_of_layers_that_compute_attention_themselves(family):
-    """Numbers lie in them where the model's own code puts them, so that either goes on with the other's."""
-    variant = make(family, torch.float64)
-    ids = torch.randint(2, 97, (2, 9))
-    cache, own = (variant(name)(ids, use_cache=True).past_key_values for name in ("attnkern", "eager"))
-    for ours, theirs in zip(cache.layers, own.layers, strict=True):
-        torch.testing.assert_close(ours.keys, theirs.keys)
-        torch.testing.assert_close(ours.values, theirs.values)
-
-
 DROPOUTS = {  # the names of the dropout of weights and of the others in their configurations
+    "llama": ("attention_dropout", None),
     "bloom": ("attention_dropout", "hidden_dropout"),
     "falcon": ("attention_dropout", "hidden_dropout"),
     "falcon_alibi": ("attention_dropout", "hidden_dropout"),
@@ -528,121 +423,136 @@ DROPOUTS = {  # the names of the dropout of weights and of the others in their c
 
 
 @pytest.mark.parametrize("family", [*DROPOUTS, "mpt"])
-def test_dropout_in_layers_that_compute_attention_themselves(family, calls):
+def test_dropout_in_training(family, calls):
     """Falcon's own layers drop no weights with rotary positions."""
     if family == "mpt":
         given = {"attn_config": transformers.models.mpt.configuration_mpt.MptAttentionConfig(attn_pdrop=1)}
     else:
-        given = dict(zip(DROPOUTS[family], (0.5, 0.25), strict=True))
-    model = own_model(family, **given).train()
-    model(torch.randint(2, 97, (2, 9)))
-    assert [call["dropout"] for call in calls] == [{"mpt": 1, "falcon": 0}.get(family, 0.5)] * 2
-    model.eval()(torch.randint(2, 97, (2, 9)))
-    assert [call["dropout"] for call in calls[2:]] == [0, 0]
+        given = {name: p for name, p in zip(DROPOUTS[family], (0.5, 0.25), strict=True) if name}
+    model, ids = own_model(family, **given).train(), tokens(2, 9)
+    first, second = model(ids).logits, model(ids).logits
+    assert family == "mpt" or not torch.equal(first, second)  # MPT drops all
+    assert [call["dropout"] for call in calls] == [{"mpt": 1, "falcon": 0}.get(family, 0.5)] * 4
+    model.eval()
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert [call["dropout"] for call in calls[4:]] == [0] * 4
 
 
 @pytest.mark.parametrize("family", ["bloom", "gptj"])
 def test_dropout_behind_attention(family):
     """That of the layer's output: all of it is dropped, so that attention adds nothing, in theirs as in ours."""
-    given = {DROPOUTS[family][1]: 1.0}
-    ids, results = torch.randint(2, 97, (2, 9)), []
-    for attention in ("eager", "attnkern"):
-        model = own_model(family, attention, **given).train()
-        results.append(model(ids).logits)
-    torch.testing.assert_close(*results)
+    given, ids = {DROPOUTS[family][1]: 1.0}, tokens(2, 9)
+    ours, theirs = (own_model(family, name, **given).train() for name in ("attnkern", "eager"))
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
 
 
-@pytest.mark.parametrize("family", OWN_LAYERS)
-def test_attention_weights_of_layers_that_compute_attention_themselves_are_refused(family):
-    ids = torch.randint(2, 97, (2, 9))
+@pytest.mark.parametrize("family", [*OWN_LAYERS, "whisper"])
+def test_attention_weights_are_refused(family):
+    variant = make(family)
+    arguments, _ = in_the_dtype_of(variant("eager"), inputs(family, False)[0])
     with pytest.raises(ValueError, match=r"attnkern: output_attentions needs attn_implementation='eager'"):
-        own_model(family)(ids, output_attentions=True)
-    assert own_model(family, "eager")(ids, output_attentions=True).attentions[1].shape == (2, 4, 9, 9)
+        variant("attnkern")(**arguments, output_attentions=True)
+    if family in OWN_LAYERS:
+        assert own_model(family, "eager")(**arguments, output_attentions=True).attentions[1].shape == (3, 4, 11, 11)
 
 
-@pytest.mark.parametrize("family", ["falcon", "falcon_40b", "gptj", "mpt"])
-def test_a_mask_of_ones_own_in_layers_that_compute_attention_themselves(family, calls, monkeypatch):
-    """MPT takes one for keys to leave out and makes it bool, so that its own code must read it."""
+# --- layers that compute attention themselves
+
+
+@pytest.mark.parametrize("padding", ["right", "holes", "one sequence", "traced"])
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_padding_anywhere_in_layers_that_compute_attention_themselves(family, padding, calls, monkeypatch):
+    """With holes, the distance of ALiBi is counted in real tokens. While torch.jit traces, masks are dense: Falcon lays
+    such a mask over ALiBi, which must count once. In float64, where theirs is exact."""
+    real = {"right": [1] * 9 + [0] * 4, "holes": [1, 0, 0] * 4 + [1], "one sequence": [0] * 13}.get(padding)
+    mask = torch.tensor([real or [0] * 4 + [1] * 9, [1] * 13])
+    variant, arguments = make(family, torch.float64), {"input_ids": tokens(2, 13), "attention_mask": mask}
+    expected = run(variant("eager"), arguments, mask.bool())
+    if padding == "traced":
+        monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
+    torch.testing.assert_close(run(variant("attnkern"), arguments, mask.bool()), expected)
+    assert expected[1].abs().max() > 0.1
+    assert len(calls) == (0 if padding == "traced" and family in ("bloom", "mpt") else 2)
+    assert padding != "traced" or all(call["mask"].shape[2] == 13 for call in calls)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "falcon_alibi", "gptj"])
+def test_caches_of_layers_that_compute_attention_themselves(family):
+    """Numbers lie in them where the model's own code puts them, so that either goes on with the other's."""
+    variant, ids = make(family, torch.float64), tokens(2, 9)
+    cache, own = (variant(name)(ids, use_cache=True).past_key_values for name in ("attnkern", "eager"))
+    for ours, theirs in zip(cache.layers, own.layers, strict=True):
+        torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon", "falcon_40b", "gptj", "mpt"])
+def test_a_mask_of_ones_own(family, calls, monkeypatch):
+    """One of 4 dimensions is used as it is, bool and float.
+
+    MPT takes one for keys to leave out and makes it bool, so that its own code must read it.
+    """
     monkeypatch.setattr(failed, "_warned", set())
-    ids = torch.randint(2, 97, (2, 9))
-    keep = torch.rand(2, 1, 9, 9) > 0.4
-    keep |= torch.eye(9, dtype=torch.bool)
+    ids, keep = tokens(2, 9), (torch.rand(2, 1, 9, 9) > 0.4) | torch.eye(9, dtype=torch.bool)
     bias = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
     model, expected = own_model(family), own_model(family, "eager")(ids, attention_mask=bias).logits
-    if family == "mpt":
-        with pytest.warns(attnkern.FallbackWarning, match="MptModel takes an attention_mask of 4 dimensions"):
-            actual = model(ids, attention_mask=bias).logits
-    else:
-        actual = model(ids, attention_mask=bias).logits
+    of_mpt = pytest.warns(attnkern.FallbackWarning, match="MptModel takes an attention_mask of 4 dimensions")
+    with of_mpt if family == "mpt" else contextlib.nullcontext():
+        torch.testing.assert_close(model(ids, attention_mask=bias).logits, expected)
+    if family != "mpt":
         torch.testing.assert_close(model(ids, attention_mask=keep).logits, expected)
-    torch.testing.assert_close(actual, expected)
     assert len(calls) == (0 if family == "mpt" else 4)
-
-
-@pytest.mark.parametrize("family", OWN_LAYERS)
-def test_dense_masks_in_layers_that_compute_attention_themselves(family, calls, monkeypatch):
-    """As while torch.jit traces. Falcon lays such a mask over ALiBi, which must count once."""
-    variant = make(family, torch.float64)
-    arguments, counts = inputs(family, True)
-    weights = torch.randn(100_000, dtype=torch.float64)
-    expected = run(variant("eager"), arguments, counts, weights)
-    monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
-    torch.testing.assert_close(run(variant("attnkern"), arguments, counts, weights), expected)
-    assert len(calls) == (0 if family in ("bloom", "mpt") else 2)
-    assert all(call["mask"].shape[2] == 11 for call in calls)
 
 
 def test_mpt_beyond_its_positions():
     with pytest.raises(RuntimeError, match=r"MptModel has positions for 64 keys \(max_seq_len\), got 65 keys"):
-        own_model("mpt")(torch.randint(2, 97, (1, 65)))
+        own_model("mpt")(tokens(1, 65))
 
 
 def test_bloom_that_cuts_its_output_projection(calls, monkeypatch):
     monkeypatch.setattr(failed, "_warned", set())
-    changes, ids = {"pretraining_tp": 2, "slow_but_exact": True}, torch.randint(2, 97, (2, 9))
+    changes, ids = {"pretraining_tp": 2, "slow_but_exact": True}, tokens(2, 9)
     with pytest.warns(attnkern.FallbackWarning, match=r"BloomModel cuts its output projection .* \(slow_but_exact\)"):
         actual = own_model("bloom", **changes)(ids).logits
     assert torch.equal(actual, own_model("bloom", "eager", **changes)(ids).logits)
     assert calls == []
 
 
-def test_mpt_in_a_compiled_graph(calls):
-    """There its mask is dense, and its own code computes attention."""
-    model, (arguments, counts) = own_model("mpt"), inputs("mpt", True)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+def compiled_whole(model):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mpt"])
+def test_compiled_as_one_graph(family, calls):
+    """MPT's mask is dense there, and its own code computes attention."""
+    model, (arguments, counts) = make(family)("attnkern"), inputs(family, True)
     with torch.no_grad():
-        actual = compiled(**arguments, use_cache=False).logits[counts]
-        assert calls == []
+        actual = compiled_whole(model)(**arguments, use_cache=False).logits[counts]
+        assert bool(calls) == (family != "mpt")
         torch.testing.assert_close(actual, model(**arguments, use_cache=False).logits[counts])
 
 
 @pytest.mark.parametrize("family", OWN_LAYERS)
 def test_other_implementations_compute_as_before(family, calls):
     """To the bit: the forward that was there runs, though `register` came before."""
-    config = FAMILIES[family]()
-    ids = torch.randint(2, 97, (2, 9))
-    names = ["eager", "sdpa"] if family.startswith("falcon") else ["eager"]
-    for name in names:
+    ids = tokens(2, 9)
+    for name in ["eager", "sdpa"] if family.startswith("falcon") else ["eager"]:
         model = own_model(family, name)
         cls = type(next(m for n, m in model.named_modules() if n.endswith(("attention", "attn"))))
         expected = model(ids).logits
-        changed = cls.forward
-        cls.forward = changed.__wrapped__
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cls, "forward", cls.forward.__wrapped__)
             assert torch.equal(model(ids).logits, expected)
-        finally:
-            cls.forward = changed
-    assert transformers_layers.taken_over(config) is not None
+    assert transformers_layers.taken_over(config_of(family)) is not None
     assert calls == []
 
 
 @pytest.mark.parametrize("layer", transformers_layers.LAYERS, ids=lambda layer: layer.module)
 def test_a_layer_that_is_not_as_expected_stays_as_it_is(layer, monkeypatch):
     """Of other parameters, or without a name that ours relies on. A second `register` changes nothing."""
-    name = f"transformers.models.{layer.module}.modeling_{layer.module}"
-    module = sys.modules[name]
-    cls = getattr(module, f"{layer.name}Attention")
-    changed, model = cls.forward, getattr(module, f"{layer.name}Model")
+    module = sys.modules[f"transformers.models.{layer.module}.modeling_{layer.module}"]
+    cls, model = (getattr(module, f"{layer.name}{kind}") for kind in ("Attention", "Model"))
+    changed = cls.forward
     integration.register()
     assert cls.forward is changed
     theirs = changed.__wrapped__
@@ -654,13 +564,13 @@ def test_a_layer_that_is_not_as_expected_stays_as_it_is(layer, monkeypatch):
     taken = dict(transformers_layers._TAKEN)
     del taken[getattr(module, f"{layer.name}Config")]
     monkeypatch.setattr(transformers_layers, "_TAKEN", taken)
-    for forward, layers in (
-        (other, [layer]),
-        (theirs, [layer._replace(reads=layer.reads + " a_name_of_later")]),
-        (theirs, [layer._replace(module="not_there")]),
+    for forward, known in (
+        (other, layer),
+        (theirs, layer._replace(reads=layer.reads + " a_name_of_later")),
+        (theirs, layer._replace(module="not_there")),
     ):
         monkeypatch.setattr(cls, "forward", forward)
-        monkeypatch.setattr(transformers_layers, "LAYERS", layers)
+        monkeypatch.setattr(transformers_layers, "LAYERS", [known])
         integration.register()
         assert cls.forward is forward
         assert taken == transformers_layers._TAKEN
@@ -669,13 +579,10 @@ def test_a_layer_that_is_not_as_expected_stays_as_it_is(layer, monkeypatch):
     assert cls.forward.__wrapped__ is theirs
 
 
-THEIR_OWN = {
-    "codegen": lambda: transformers.CodeGenConfig(
-        vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0
-    ),
-    "xglm": lambda: transformers.XGLMConfig(
-        vocab_size=97, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48, dropout=0.0, attention_dropout=0.0
-    ),
+XGLM = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0}
+THEIR_OWN = {  # and never ask attnkern
+    "codegen": lambda: transformers.CodeGenConfig(**SHORT_NAMES, rotary_dim=4),
+    "xglm": lambda: transformers.XGLMConfig(**TOKENS, **XGLM),
 }
 
 
@@ -688,82 +595,37 @@ def test_models_that_compute_attention_themselves_are_those_of_eager(family, pad
     for attention in ("eager", "attnkern"):
         torch.manual_seed(1)
         config = THEIR_OWN[family]()
-        config.initializer_range, config.pad_token_id, config.eos_token_id = 0.2, 0, None
+        config.initializer_range = 0.2
         models.append(transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval())
         assert models[-1].config._attn_implementation == attention
     arguments, counts = inputs("llama", padding)
-    weights = torch.randn(100_000, dtype=torch.float64)
-    for x, y in zip(*(run(model, arguments, counts, weights) for model in models), strict=True):
-        assert torch.equal(x, y)
-        assert x.abs().max() > 0.1
-    for x, y in zip(*(generate(model, arguments) for model in models), strict=True):
-        assert torch.equal(x, y)
-    compiled = torch.compile(models[1], backend="aot_eager", fullgraph=True)
+    for function in (lambda model: run(model, arguments, counts), lambda model: generate(model, arguments)):
+        for x, y in zip(*map(function, models), strict=True):
+            assert torch.equal(x, y)
+            assert x.abs().max() > 0.1
     with torch.no_grad():
-        out, expected = (m(arguments["input_ids"], use_cache=False).logits for m in (compiled, models[0]))
-    torch.testing.assert_close(out, expected)
+        out = compiled_whole(models[1])(arguments["input_ids"], use_cache=False).logits
+        torch.testing.assert_close(out, models[0](arguments["input_ids"], use_cache=False).logits)
     assert calls == []
 
 
 def test_models_that_compute_attention_themselves_are_told_of(monkeypatch):
     monkeypatch.setattr(integration, "_COMPUTE_THEMSELVES", {type(None): False})
-    config = THEIR_OWN["codegen"]()
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern")
-    ids = torch.randint(2, 97, (1, 5))
+    model = transformers.AutoModelForCausalLM.from_config(THEIR_OWN["codegen"](), attn_implementation="attnkern")
     with pytest.warns(attnkern.FallbackWarning, match="CodeGenModel computes attention in its own code"):
-        model(ids)
+        model(tokens(1, 5))
     with warnings.catch_warnings(action="error", category=attnkern.FallbackWarning):
-        model(ids)
-    configs = {family: type(config()) for family, config in FAMILIES.items() if family not in OWN_LAYERS}
-    found = {family: integration._computes_itself(config) for family, config in configs.items()}
-    assert not any(found.values()), found
+        model(tokens(1, 5))
+    found = [f for f in FAMILIES if f not in OWN_LAYERS and integration._computes_itself(type(config_of(f)))]
+    assert not found
 
 
-def test_a_mask_of_ones_own():
-    """A 4-D mask given to the model is used as it is, bool and float."""
-    variant = make("llama")
-    ids = torch.randint(2, 97, (2, 9))
-    keep = torch.rand(2, 1, 9, 9) > 0.4
-    keep |= torch.eye(9, dtype=torch.bool)
-    bias = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
-    with torch.no_grad():
-        expected = variant("eager")(ids, attention_mask=bias).logits
-        model = variant("attnkern")
-        torch.testing.assert_close(model(ids, attention_mask=bias).logits, expected)
-        torch.testing.assert_close(model(ids, attention_mask=keep).logits, expected)
-
-
-def test_compiled_as_one_graph():
-    model = make("gemma2")("attnkern")
-    ids = torch.randint(2, 97, (2, 9))
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
-
-
-def made(function=masking_utils.causal_mask_function, q_length=5, q_offset=3, kv_length=10, **more):
-    """What our mask function makes, and transformers' dense mask."""
-    arguments = {
-        "batch_size": 2,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": 0,
-        "mask_function": function,
-        "config": transformers.MistralConfig(sliding_window=more.get("local_size")),
-        "device": "cpu",
-        **more,
-    }
-    return integration.attention_mask(**arguments), masking_utils.sdpa_mask(
-        **{**arguments, "allow_is_causal_skip": False}
-    )
+# --- masks
 
 
 def window_of(size):
-    return (
-        masking_utils.causal_mask_function if size is None else masking_utils.sliding_window_causal_mask_function(size)
-    )
+    causal = masking_utils.causal_mask_function
+    return causal if size is None else masking_utils.sliding_window_causal_mask_function(size)
 
 
 def padding_of(kind, length):
@@ -779,15 +641,37 @@ def padding_of(kind, length):
     return None if kind == "none" else real
 
 
+def made(padding="none", window=None, function=None, sizes=(5, 10, 3, 0), **more):
+    """What our mask function makes for (queries, keys, and where either begin), and transformers' dense mask."""
+    q_length, kv_length, q_offset, kv_offset = sizes
+    arguments = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    arguments |= {"mask_function": function or window_of(window), "local_size": window, "batch_size": 2}
+    arguments |= {"attention_mask": padding_of(padding, kv_length + kv_offset), "device": "cpu"}
+    arguments |= {"config": transformers.MistralConfig(sliding_window=window), **more}
+    return integration.attention_mask(**arguments), masking_utils.sdpa_mask(
+        **{**arguments, "allow_is_causal_skip": False}
+    )
+
+
 def dense_of(content, q_length, kv_length):
     mask = testing.ranges_mask(content.ranges, kv_length).expand(2, 1, q_length, kv_length)
     return mask if content.real is None else mask & content.real
 
 
+def attend(mask, q_length=5, kv_length=10):
+    q, k = torch.randn(2, 2, q_length, 8), torch.randn(2, 2, kv_length, 8)
+    return integration.attention_forward(torch.nn.Module(), q, k, k, mask)[0], q, k
+
+
+def assert_attends_as(mask, dense):
+    out, q, k = attend(mask, *dense.shape[2:])
+    torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_a_compact_mask_is_a_mask_to_everyone_else(window, padding):
-    mask, dense = made(window_of(window), local_size=window, attention_mask=padding_of(padding, 10))
+    mask, dense = made(padding, window)
     assert isinstance(mask, integration.CompactMask)
     with torch._C.DisableTorchFunctionSubclass():
         assert mask.untyped_storage().nbytes() == 1
@@ -805,10 +689,8 @@ def test_a_compact_mask_is_a_mask_to_everyone_else(window, padding):
         assert torch.equal(result, function(dense))
     assert (str(mask), mask.tolist()) == (str(dense), dense.tolist())
     assert (mask.numpy() == dense.numpy()).all()
-    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
-    for given in (mask, mask.contiguous()):
-        out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, given)
-        torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
+    assert_attends_as(mask, dense)
+    assert_attends_as(mask.contiguous(), dense)
 
 
 TOUCHES = {
@@ -838,7 +720,7 @@ TOUCHES = {
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_a_harmless_touch_leaves_a_mask_compact(touch, padding):
-    mask, dense = made(window_of(3), local_size=3, attention_mask=padding_of(padding, 10))
+    mask, dense = made(padding, 3)
     touched = touch(mask)
     assert isinstance(touched, integration.CompactMask)
     assert touched.is_contiguous() in (True, False)
@@ -849,7 +731,7 @@ def test_a_harmless_touch_leaves_a_mask_compact(touch, padding):
 
 
 def test_a_mask_goes_to_another_device():
-    mask, dense = made(window_of(3), local_size=3, attention_mask=padding_of("left", 10))
+    mask, dense = made("left", 3)
     moved = mask.to("meta")
     assert (type(moved), moved.device.type, moved.content.ranges.device.type) == (type(mask), "meta", "meta")
     assert moved.dense().shape == dense.shape
@@ -857,8 +739,7 @@ def test_a_mask_goes_to_another_device():
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_is_written_into_a_mask_counts(inference):
-    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
-    mask, dense = made(window_of(3), local_size=3, attention_mask=padding_of("left", 10))
+    mask, dense = made("left", 3)
     view, copy = mask.detach(), mask.clone()
     with torch.inference_mode(inference):
         mask[:, :, :, 5] = False
@@ -866,8 +747,7 @@ def test_what_is_written_into_a_mask_counts(inference):
     expected[:, :, :, 5] = False
     for given, as_dense in ((mask, expected), (view, expected), (mask.detach(), expected), (copy, dense)):
         assert torch.equal(given & True, as_dense)
-        out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, given)
-        torch.testing.assert_close(out, attnkern.attention(q, k, k, as_dense).transpose(1, 2))
+        assert_attends_as(given, as_dense)
 
 
 def test_a_long_mask_that_is_made_dense_says_so_once():
@@ -885,39 +765,39 @@ def test_a_long_mask_that_is_made_dense_says_so_once():
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_trace_of_real_tensors_looks_at_no_padding(causal):
     """make_fx runs with values that its graph doesn't have: what it makes of a whole batch serves a padded one."""
-    chosen = masking_utils.causal_mask_function if causal else masking_utils.bidirectional_mask_function
-    q = torch.randn(2, 1, 5, 16)
+    function = masking_utils.causal_mask_function if causal else masking_utils.bidirectional_mask_function
+    skip = {"allow_is_causal_skip": True, "allow_is_bidirectional_skip": True}
+    q, asked = torch.randn(2, 1, 5, 16), []
+    whole, padded = padding_of("whole", 5), padding_of("right", 5)
 
     def call(padding):
-        skip = {"allow_is_causal_skip": True, "allow_is_bidirectional_skip": True}
         sizes = {"batch_size": 2, "q_length": 5, "kv_length": 5, "q_offset": 0, "kv_offset": 0, "device": "cpu"}
-        mask = integration.attention_mask(**sizes, **skip, mask_function=chosen, attention_mask=padding)
+        mask = integration.attention_mask(**sizes, **skip, mask_function=function, attention_mask=padding)
         asked.append(type(mask))
-        out, _ = integration.attention_forward(torch.nn.Module(), q, q, q, mask, is_causal=causal)
-        return out
+        return integration.attention_forward(torch.nn.Module(), q, q, q, mask, is_causal=causal)[0]
 
-    asked, whole = [], torch.ones(2, 5, dtype=torch.bool)
-    padded = whole.clone()
-    padded[1, 3:] = False
     graph = make_fx(call)(whole)
     for padding in (whole, padded):
         assert torch.equal(graph(padding), call(padding))
     assert (type(None) in asked) == (not causal)  # outside a trace a whole batch needs no mask
 
 
-def packed_positions():
-    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]])
-    return position_ids, masking_utils.find_packed_sequence_indices(position_ids)
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]])
 
 
-PATTERNS = {
+def packed(function):
+    sequences = masking_utils.find_packed_sequence_indices(POSITIONS)
+    return masking_utils.packed_sequence_compatibility_function(function, POSITIONS, sequences)
+
+
+PATTERNS = {  # and the size that goes with it
     "causal": (masking_utils.causal_mask_function, None),
     "window": (window_of(3), 3),
     "both ways": (masking_utils.bidirectional_mask_function, None),
     "window both ways": (masking_utils.sliding_window_bidirectional_mask_function(3), 3),
     "chunks": (masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 2])), 4),
-    "packed": (masking_utils.packed_sequence_compatibility_function(window_of(None), *packed_positions()), None),
-    "packed, window": (masking_utils.packed_sequence_compatibility_function(window_of(2), *packed_positions()), 2),
+    "packed": (packed(window_of(None)), None),
+    "packed, window": (packed(window_of(2)), 2),
 }
 SIZES_OF_MASKS = {  # queries, keys, and where either begin
     "square": (10, 10, 0, 0),
@@ -928,41 +808,33 @@ SIZES_OF_MASKS = {  # queries, keys, and where either begin
     "a cache that slid": (5, 7, 6, 4),
     "long": (33, 70, 20, 0),
 }
+PATTERNS_OF_SIZES = [
+    (pattern, sizes, padding)
+    for pattern, sizes, padding in itertools.product(
+        PATTERNS, SIZES_OF_MASKS, ["none", "left", "right", "holes", "one sequence"]
+    )
+    # transformers packs whole sequences without a mask only
+    if not pattern.startswith("packed") or (sizes, padding) == ("square", "none")
+]
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["", "static"])
-@pytest.mark.parametrize("padding", ["none", "left", "right", "holes", "one sequence"])
-@pytest.mark.parametrize("sizes", SIZES_OF_MASKS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("pattern", "sizes", "padding"), PATTERNS_OF_SIZES)
 def test_patterns_are_ranges(pattern, sizes, padding, static):
     """A static cache says by a tensor where the queries are; generate() asks for its mask to be contiguous."""
-    if pattern.startswith("packed"):  # transformers packs whole sequences without a mask only
-        sizes, padding = "square", "none"
     q_length, kv_length, q_offset, kv_offset = SIZES_OF_MASKS[sizes]
-    function, local_size = PATTERNS[pattern]
-    real = padding_of(padding, kv_length + kv_offset)
-    mask, dense = made(
-        function,
-        q_length,
-        torch.tensor(q_offset) if static else q_offset,
-        kv_length,
-        kv_offset=kv_offset,
-        local_size=local_size,
-        attention_mask=real,
-        allow_is_causal_skip=static,
-    )
+    function, window = PATTERNS[pattern]
+    place = q_length, kv_length, torch.tensor(q_offset) if static else q_offset, kv_offset
+    mask, dense = made(padding, window, function, place, allow_is_causal_skip=static)
     if static:
         mask = mask.contiguous()
         assert type(mask) is torch.Tensor
         assert mask.dim() == 4
-        content = integration.RowRanges.unpack(mask, q_length, kv_length)
-    else:
-        content = mask.content
+    content = integration.RowRanges.unpack(mask, q_length, kv_length) if static else mask.content
     assert torch.equal(dense_of(content, q_length, kv_length), dense)
-    assert (content.real is None) == (padding != "holes" or real[:, kv_offset:].all())
-    q, k = torch.randn(2, 2, q_length, 8), torch.randn(2, 2, kv_length, 8)
-    out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, mask)
-    torch.testing.assert_close(out, attnkern.attention(q, k, k, dense).transpose(1, 2))
+    has_holes = padding == "holes" and not padding_of(padding, kv_length + kv_offset)[:, kv_offset:].all()
+    assert (content.real is None) == (not has_holes)
+    assert_attends_as(mask, dense)
 
 
 def test_a_mask_shorter_than_what_is_visible():
@@ -971,35 +843,38 @@ def test_a_mask_shorter_than_what_is_visible():
     assert torch.equal(dense_of(mask.content, 5, 10), dense)
 
 
-def test_what_may_be_no_ranges_is_dense_and_says_so_once(recwarn):
+def dilated(batch_idx, head_idx, q_idx, kv_idx):
+    return (q_idx - kv_idx) % 2 == 0
+
+
+BLOCKS = masking_utils.blockwise_overlay(torch.tensor([[0] * 5 + [1] * 5] * 2))
+
+
+@pytest.mark.parametrize(
+    ("function", "use_vmap", "named"),
+    [
+        (masking_utils.and_masks(window_of(None), dilated), True, "and_masks.<locals>.and_mask"),
+        (masking_utils.and_masks(window_of(None), masking_utils.and_masks(dilated)), False, "dilated"),
+        (masking_utils.or_masks(window_of(None), BLOCKS), False, "or_masks.<locals>.or_mask"),
+    ],
+    ids=["a user's", "in another", "or"],
+)
+def test_what_may_be_no_ranges_is_dense_and_says_so_once(function, use_vmap, named, recwarn):
     integration._tell.cache_clear()
-
-    def dilated(batch_idx, head_idx, q_idx, kv_idx):
-        return (q_idx - kv_idx) % 2 == 0
-
-    blocks = masking_utils.blockwise_overlay(torch.tensor([[0] * 5 + [1] * 5] * 2))
-    causal = masking_utils.causal_mask_function
-    for function, use_vmap, named in (
-        (masking_utils.and_masks(causal, dilated), True, "and_masks.<locals>.and_mask"),
-        (masking_utils.and_masks(causal, masking_utils.and_masks(dilated)), False, "dilated"),
-        (masking_utils.or_masks(causal, blocks), False, "or_masks.<locals>.or_mask"),
-    ):
-        recwarn.clear()
-        for _ in range(2):
-            mask, dense = made(function, use_vmap=use_vmap, allow_is_causal_skip=False)
-            assert type(mask) is torch.Tensor
-            assert torch.equal(mask, dense)
-        assert len(recwarn) == 1
-        assert named in str(recwarn[0].message)
+    for _ in range(2):
+        mask, dense = made(function=function, use_vmap=use_vmap, allow_is_causal_skip=False)
+        assert type(mask) is torch.Tensor
+        assert torch.equal(mask, dense)
+    assert len(recwarn) == 1
+    assert named in str(recwarn[0].message)
 
 
 def test_a_mask_for_others_is_refused():
-    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 10, 8)
     mask = made()[0].contiguous()  # plain, as for compiled graphs
     with pytest.raises(RuntimeError, match=r"made for 5 queries and 10 keys, got int32 \(2, 5, 2, 2\)"):
-        integration.attention_forward(torch.nn.Module(), q, k, k, torch.cat([mask, mask], -1))
+        attend(torch.cat([mask, mask], -1))
     with pytest.raises(RuntimeError, match="made for 4 queries and 10 keys"):
-        integration.attention_forward(torch.nn.Module(), q[:, :, :4], k, k, mask)
+        attend(mask, q_length=4)
 
 
 # --- no mask of L x S
@@ -1008,8 +883,10 @@ def test_a_mask_for_others_is_refused():
 LENGTH = 512
 
 
-def is_a_mask(x):
-    return x.dim() >= 2 and x.shape[-1] * x.shape[-2] >= LENGTH**2 and x.untyped_storage().nbytes() >= LENGTH**2
+def assert_no_mask(x, name):
+    """Nothing as large as a mask."""
+    if isinstance(x, torch.Tensor) and x.dim() >= 2 and x.shape[-1] * x.shape[-2] >= LENGTH**2:
+        assert x.untyped_storage().nbytes() < LENGTH**2, f"{name}: {tuple(x.shape)}"
 
 
 class NoMask(TorchDispatchMode):
@@ -1018,43 +895,51 @@ class NoMask(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            assert not isinstance(x, torch.Tensor) or not is_a_mask(x), f"{func}: {tuple(x.shape)}"
+            assert_no_mask(x, func)
         return out
 
 
+def packed_arguments(lengths, by):
+    """Where sequences in two rows are: by their positions, by cumulated lengths or both."""
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    longest, arguments = max(lengths), {}
+    if by != "cu_seq_lens":
+        arguments = {"position_ids": torch.cat([torch.arange(n) for n in lengths]).view(2, -1)}
+    if by != "position_ids":
+        arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return arguments
+
+
 def long_inputs(kind):
-    ids = torch.randint(2, 97, (2, LENGTH))
-    if kind == "whole":
-        return {"input_ids": ids}
+    arguments = {"input_ids": tokens(2, LENGTH)}
     if kind == "padded":
         mask = torch.ones(2, LENGTH, dtype=torch.int64)
         mask[1, :200] = 0
-        return {"input_ids": ids, "attention_mask": mask}
-    if kind == "holes":
-        mask = (torch.arange(2 * LENGTH).view(2, -1) % 7 != 0).long()
-        return {"input_ids": ids, "attention_mask": mask}
-    ends = torch.tensor([0, 100, 350, LENGTH, LENGTH + 7, 2 * LENGTH], dtype=torch.int32)
-    position_ids = torch.cat([torch.arange(n) for n in ends.diff().tolist()]).view(2, -1)
-    if kind == "packed":
-        return {"input_ids": ids, "position_ids": position_ids}
-    return {"input_ids": ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 505, "max_length_k": 505}
+        arguments["attention_mask"] = mask
+    elif kind == "holes":
+        arguments["attention_mask"] = (torch.arange(2 * LENGTH).view(2, -1) % 7 != 0).long()
+    elif kind != "whole":
+        arguments |= packed_arguments([100, 250, LENGTH - 350, 7, LENGTH - 7], kind)
+    return arguments
 
 
-KINDS = ["padded", "holes", "packed", "cu_seq_lens"]
+KINDS = ["padded", "holes", "position_ids", "cu_seq_lens"]
+WITH_CACHES = ["llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"]
 
 
 def long_model(family):
-    config = FAMILIES[family]()
-    setattr(config, "max_seq_len" if family == "mpt" else "max_position_embeddings", LENGTH + 8)
-    config.tie_word_embeddings = False
+    size = "max_seq_len" if family == "mpt" else "max_position_embeddings"
+    config = config_of(family, tie_word_embeddings=False, **{size: LENGTH + 8})
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnkern").eval()
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [(f, k) for f in ("llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash") for k in KINDS]
-    + [(f, k) for f in OWN_LAYERS for k in ("whole", "padded", "holes")]
-    + [("gptj", "packed")],
+    [
+        *itertools.product(WITH_CACHES, KINDS),
+        *itertools.product(OWN_LAYERS, ("whole", "padded", "holes")),
+        ("gptj", "position_ids"),
+    ],
 )
 def test_no_mask_is_made(family, kind):
     model, arguments = long_model(family), long_inputs(kind)
@@ -1075,54 +960,32 @@ def test_no_mask_is_in_a_graph(family, kind):
     def look(graph, inputs):
         for node in graph.graph.nodes:
             for x in tree_leaves(node.meta.get("val")):
-                assert not isinstance(x, torch.Tensor) or not is_a_mask(x), f"{node}: {tuple(x.shape)}"
+                assert_no_mask(x, node)
                 seen.append(node.op)
         return graph
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=look, bw_compiler=look)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    real = arguments["attention_mask"].bool() if "attention_mask" in arguments else slice(None)
     results = []
-    for function in (compiled, model):
+    for function in (torch.compile(model, backend=backend, fullgraph=True), model):
         model.zero_grad()
         out = function(**arguments, use_cache=False).logits
         out.square().mean().backward()
-        results.append((out, torch.cat([p.grad.flatten() for p in model.parameters()])))
+        results.append((out[real], torch.cat([p.grad.flatten() for p in model.parameters()])))
     assert len(seen) > 100
-    real = arguments["attention_mask"].bool() if "attention_mask" in arguments else slice(None)
-    (out, grad), (want, want_grad) = results
-    torch.testing.assert_close(out[real], want[real])
-    torch.testing.assert_close(grad, want_grad)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        (family, options)
-        for family in ("llama", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash", *OWN_LAYERS)
-        for options in ({}, {"cache_implementation": "static", "disable_compile": True})
-        if not options or family not in ("mpt", "falcon_alibi")
-    ],
-    ids=str,
+    ("family", "way"),
+    [(family, "dynamic") for family in [*WITH_CACHES, *OWN_LAYERS]]
+    + [(family, "static") for family in [*WITH_CACHES, *OWN_LAYERS] if family not in ("mpt", "falcon_alibi")],
 )
-def test_no_mask_is_made_to_generate(family, options):
+def test_no_mask_is_made_to_generate(family, way):
     model, arguments = long_model(family), long_inputs("padded")
     with NoMask():
-        model.generate(**arguments, max_new_tokens=3, do_sample=False, **options)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_generate_with_a_compiled_static_cache(family):
-    variant = make(family)
-    arguments, _ = inputs(family, True)
-    expected, _ = generate(variant("eager", torch.float64), arguments, cache_implementation="static")
-    compile_config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
-    compile_config._compile_all_devices = True
-    torch._dynamo.reset()
-    options = {"cache_implementation": "static", "compile_config": compile_config}
-    tokens, _ = generate(variant("attnkern", torch.float64), arguments, **options)
-    assert torch.equal(tokens, expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+        model.generate(**arguments, max_new_tokens=3, do_sample=False, **WAYS.get(way, {}))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
@@ -1135,18 +998,10 @@ def test_generate_with_a_compiled_static_cache(family):
 )
 def test_packed_sequences_are_apart(family, by, compiled):
     """As each one alone. Two rows of a batch, in either of which sequences are packed."""
-    model = make(family)("attnkern")
-    lengths = [7, 3, 5, 10, 5]
-    ids = torch.randint(2, 97, (2, 15))
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    arguments = {"position_ids": torch.cat([torch.arange(n) for n in lengths]).view(2, -1)}
-    if by != "position_ids":
-        arguments = {} if by == "cu_seq_lens" else arguments  # rotary positions count from each other
-        arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 10, "max_length_k": 10}
-    torch._dynamo.reset()
-    function = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    model, ids, lengths = make(family)("attnkern"), tokens(2, 15), [7, 3, 5, 10, 5]
+    function = compiled_whole(model) if compiled else model
     with torch.no_grad():
-        logits = function(ids, use_cache=False, **arguments).logits.flatten(0, 1)
+        logits = function(ids, use_cache=False, **packed_arguments(lengths, by)).logits.flatten(0, 1)
         alone = [model(part[None], use_cache=False).logits[0] for part in ids.flatten().split(lengths)]
     torch.testing.assert_close(logits, torch.cat(alone))
 
@@ -1154,23 +1009,14 @@ def test_packed_sequences_are_apart(family, by, compiled):
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 def test_tokens_behind_the_last_packed_sequence(compiled):
     """Those of the padding of a row. What is before it is as without it."""
-    model = make("llama")("attnkern")
-    ids, ends = torch.randint(2, 97, (1, 15)), torch.tensor([0, 4, 11], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 7, "max_length_k": 7}
-    torch._dynamo.reset()
-    function = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    model, ids, arguments = make("llama")("attnkern"), tokens(1, 15), packed_arguments([4, 7], "cu_seq_lens")
+    function = compiled_whole(model) if compiled else model
     with torch.no_grad():
-        logits = function(ids, use_cache=False, **packed).logits
-        want = model(ids[:, :11], use_cache=False, **packed).logits
-    torch.testing.assert_close(logits[:, :11], want)
+        logits = function(ids, use_cache=False, **arguments).logits
+        torch.testing.assert_close(logits[:, :11], model(ids[:, :11], use_cache=False, **arguments).logits)
 
 
-def test_attention_weights_are_refused():
-    model = make("whisper")("attnkern")
-    arguments, _ = inputs("whisper", False)
-    arguments["input_features"] = arguments["input_features"].float()
-    with pytest.raises(ValueError, match=r"attnkern: output_attentions needs attn_implementation='eager'"):
-        model(**arguments, output_attentions=True)
+# --- imports
 
 
 @pytest.mark.parametrize("found", [None, "4.57.3"])
@@ -1182,7 +1028,7 @@ def test_register_says_what_it_needs(found, monkeypatch):
         return found
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    what = "which is not installed" if found is None else "found 4.57.3"
+    what = "which is not installed" if found is None else f"found {found}"
     with pytest.raises(ImportError, match=rf"needs transformers >= 5\.0, {what}"):
         integration.register()
 
@@ -1195,9 +1041,13 @@ def test_importing_attnkern_does_not_import_transformers_or_dtensor():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
+# --- continuous batching
+
+
 @pytest.fixture
 def served(monkeypatch):
-    """What continuous batching asked attnkern for: (function, arguments). Its pool is no larger than asked for."""
+    """What continuous batching asked attnkern for: (function, query, key, options). Its pool is no larger than asked
+    for."""
     seen = []
     for name in ("attention", "varlen_attention"):
 
@@ -1214,13 +1064,14 @@ def served(monkeypatch):
 
 def serve(model, prompts, max_new_tokens=12, **options):
     """The new tokens of each prompt, by continuous batching."""
-    options = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 24, **options}
     results = model.generate_batch(
         [prompt.tolist() for prompt in prompts],
         generation_config=transformers.GenerationConfig(
             max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(**options),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            **{"page_size": 16, "num_blocks": 64, "max_batch_tokens": 24, **options}
+        ),
         progress_bar=False,
     )
     assert all(result.error is None for result in results.values())
@@ -1228,61 +1079,44 @@ def serve(model, prompts, max_new_tokens=12, **options):
     return [results[name].generated_tokens for name in sorted(results)]
 
 
-def to_serve(family, prompts):
-    """A random model, and the tokens of the exact one for each prompt, none of them by a close call (as above)."""
-    for _ in range(30):
-        variant = make(family)
-        exact = [generate(variant("eager", torch.float64), {"input_ids": prompt[None]}) for prompt in prompts]
-        gaps = [logits.topk(2).values.diff(dim=-1).abs().min() / logits.abs().max() for _, logits in exact]
-        if min(gaps) > 1e-4:
-            return variant, [
-                tokens[0, len(prompt) :].tolist() for prompt, (tokens, _) in zip(prompts, exact, strict=True)
-            ]
-    raise AssertionError(f"of 30 random {family} models every one has two logits nearly equal")
+def assert_served_right(family, lengths, start=(), **options):
+    """To each of some prompts, which have a start in common, the tokens of the exact model."""
+    prompts = [torch.cat([torch.tensor(start, dtype=torch.int64), tokens(n)]) for n in lengths]
+    variant, exact = without_a_close_call(family, [{"input_ids": prompt[None]} for prompt in prompts])
+    expected = [found[0, len(prompt) :].tolist() for prompt, (found, _) in zip(prompts, exact, strict=True)]
+    assert serve(variant("attnkern"), prompts, **options) == expected
 
 
-SERVED = ["llama", "qwen3", "gpt2", "mistral", "qwen2", "gemma2", "gemma3", "gpt_oss"]
 IN_PAGES = ["llama", "qwen3", "gpt2"]
 """Families without windows, whose keys and values transformers keeps in pages that a block_table names."""
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", [*IN_PAGES, "mistral", "qwen2", "gemma2", "gemma3", "gpt_oss"])
 def test_continuous_batching_gives_the_tokens_of_eager(family, served):
     """The longest prompt goes in pieces, beside others that already decode; then all decode."""
-    prompts = [torch.randint(2, 97, (n,)) for n in (5, 40, 1, 17, 3)]
-    variant, expected = to_serve(family, prompts)
-    assert serve(variant("attnkern"), prompts) == expected
-    heads = {key.shape[1] for _, _, key, _ in served}
-    assert heads == {4 if family == "gpt2" else 2}  # as few as the model has
-    if family in IN_PAGES:
-        decoding = [(query, options) for name, query, _, options in served if name == "attention"]
-        assert len(decoding) >= 2 * 6
-        assert all(query.shape[2] == 1 and options["block_table"].shape[0] == len(query) for query, options in decoding)
-    else:
-        assert {name for name, *_ in served} == {"varlen_attention"}
+    assert_served_right(family, (5, 40, 1, 17, 3))
+    assert {key.shape[1] for _, _, key, _ in served} == {4 if family == "gpt2" else 2}  # as few as the model has
+    decoding = [(query, options) for name, query, _, options in served if name == "attention"]
+    assert len(decoding) >= 2 * 6 if family in IN_PAGES else not decoding
+    assert all(query.shape[2] == 1 and options["block_table"].shape[0] == len(query) for query, options in decoding)
 
 
 @pytest.mark.parametrize("options", [{"page_size": 24}, {"max_blocks_per_request": 0}], ids=str)
 def test_pages_that_attention_does_not_read_are_gathered(options, served):
-    prompts = [torch.randint(2, 97, (n,)) for n in (30, 4)]
-    variant, expected = to_serve("llama", prompts)
-    assert serve(variant("attnkern"), prompts, **options) == expected
+    assert_served_right("llama", (30, 4), **options)
     assert {name for name, *_ in served} == {"varlen_attention"}
 
 
 def test_requests_share_the_pages_of_a_prefix(served, monkeypatch):
-    found = []
-    search = continuous_batching.cache.PagedAttentionCache.search_prefix_match
+    found, paged = [], continuous_batching.cache.PagedAttentionCache
+    search = paged.search_prefix_match
 
     def spy(self, request_id, prompt_ids):
         found.append(search(self, request_id, prompt_ids))
         return found[-1]
 
-    monkeypatch.setattr(continuous_batching.cache.PagedAttentionCache, "search_prefix_match", spy)
-    start = torch.randint(2, 97, (32,))
-    prompts = [torch.cat([start, torch.randint(2, 97, (n,))]) for n in (3, 7, 5)]
-    variant, expected = to_serve("llama", prompts)
-    assert serve(variant("attnkern"), prompts, max_batch_tokens=40) == expected
+    monkeypatch.setattr(paged, "search_prefix_match", spy)
+    assert_served_right("llama", (3, 7, 5), start=tokens(32).tolist(), max_batch_tokens=40)
     assert 32 in found
 
 
@@ -1290,20 +1124,14 @@ def test_continuous_batching_with_fixed_sizes(served, monkeypatch):
     """As for graphs: batches are filled up with requests that have no keys."""
     always = property(lambda self: True, lambda self, _: None)
     monkeypatch.setattr(continuous_batching.model_runner.ModelRunner, "pad_inputs", always, raising=False)
-    prompts = [torch.randint(2, 97, (n,)) for n in (5, 20, 3)]
-    variant, expected = to_serve("llama", prompts)
-    assert serve(variant("attnkern"), prompts, max_requests_per_batch=4, q_padding_interval_size=8) == expected
+    assert_served_right("llama", (5, 20, 3), max_requests_per_batch=4, q_padding_interval_size=8)
     assert any((options["key_ranges"][..., 1] == 0).any() for name, _, _, options in served if name == "attention")
 
 
 def test_continuous_batching_in_a_compiled_graph(served):
-    prompts = [torch.randint(2, 97, (5,))]
-    variant, expected = to_serve("llama", prompts)
     torch._dynamo.reset()
     compile_config = transformers.CompileConfig(fullgraph=False, backend="eager", mode=None)
-    assert (
-        serve(variant("attnkern"), prompts, decode_compile_config=compile_config, max_requests_per_batch=1) == expected
-    )
+    assert_served_right("llama", (5,), decode_compile_config=compile_config, max_requests_per_batch=1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
     assert sum(name == "attention" for name, *_ in served) >= 2 * 11
 
@@ -1321,8 +1149,8 @@ def test_no_mask_is_made_to_serve(family, served):
             return forward(**arguments)
 
     model.forward = watched
-    prompts = [torch.randint(2, 97, (n,)) for n in (LENGTH, 3)]
-    assert [len(tokens) for tokens in serve(model, prompts, max_new_tokens=3, max_batch_tokens=2 * LENGTH)] == [3, 3]
+    found = serve(model, [tokens(LENGTH), tokens(3)], max_new_tokens=3, max_batch_tokens=2 * LENGTH)
+    assert [len(x) for x in found] == [3, 3]
     assert max(lengths) >= LENGTH
 
 

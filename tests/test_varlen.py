@@ -1,7 +1,6 @@
-"""attnkern.varlen_attention: packed sequences against one call for each of them."""
+"""attnkern.varlen_attention: packed sequences, jagged ones too, against one call for each of them."""
 
 import inspect
-import itertools
 from typing import ClassVar
 
 import pytest
@@ -15,18 +14,11 @@ from torch.utils._pytree import tree_map_only
 import attnkern
 from attnkern import masks, testing
 from attnkern.packed import packed_ranges
+from bad_calls import bad, check_refused, refused
+from sequences import LENGTHS, ends, flat, nested, one_by_one, packed
 
 TAKEN = inspect.signature(varlen_attn).parameters  # older torches have less of it
 
-LENGTHS = {
-    "one": ([50], [50]),
-    "alike": ([32, 32, 32], [32, 32, 32]),
-    "short": ([3, 20, 1, 47, 33, 5], [3, 20, 1, 47, 33, 5]),
-    "empty ones": ([0, 20, 0, 0, 30, 0], [0, 20, 0, 0, 30, 0]),
-    "crossed": ([5, 70, 1, 130], [90, 12, 33, 250]),
-    "no keys": ([5, 70, 3], [90, 0, 33]),
-    "long": ([300, 17, 200], [300, 17, 200]),
-}
 OPTIONS = {
     "plain": {},
     "is_causal": {"is_causal": True},
@@ -36,52 +28,38 @@ OPTIONS = {
 }
 
 
-def ends(lengths, dtype=torch.int32):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
-
-
-def packed(target, lengths_q, lengths_k, dtype, heads=4, heads_k=2, size=16):
-    shapes = (sum(lengths_q), heads, size), (sum(lengths_k), heads_k, size), (sum(lengths_k), heads_k, size + 8)
-    return [target.randn(*shape).to(dtype).requires_grad_() for shape in shapes]
-
-
-def one_by_one(target, q, k, v, lengths_q, lengths_k, used=None, *, return_lse=False, **options):
-    """The same by a call for each sequence."""
-    outs, lses = [], []
-    sequences = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), used or lengths_k, strict=True)
-    for *tensors, n in sequences:
-        a, b, c = (x.transpose(0, 1)[None] for x in tensors)
-        out, lse = target.attention(a, b[:, :, :n], c[:, :, :n], enable_gqa=True, return_lse=True, **options)
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, 1)
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_every_sequence_is_a_call_of_its_own(target, lengths, options, dtype):
-    lengths_q, lengths_k = LENGTHS[lengths]
-    given = {"alignment": "bottom_right", **OPTIONS[options]}
-    q, k, v = packed(target, lengths_q, lengths_k, dtype)
-    out, lse = attnkern.varlen_attention(
-        q, k, v, ends(lengths_q), ends(lengths_k), enable_gqa=True, return_lse=True, backend=target.backend, **given
-    )
-    want, want_lse = one_by_one(target, q, k, v, lengths_q, lengths_k, **given)
-    assert out.shape == (sum(lengths_q), 4, 24)
-    assert lse.shape == (4, sum(lengths_q))
-    rule = {"float64": (1e-12, 1e-12), "float32": (2e-5, 1e-5)}.get(str(dtype)[6:], (4e-2, 3e-2))
+    """And jagged nested tensors of the same tokens are the same call, to the bit."""
+    lengths = LENGTHS[lengths]
+    tensors = packed(target, *lengths, dtype)
+    given = {"alignment": "bottom_right", "enable_gqa": True, "return_lse": True, **OPTIONS[options]}
+    given["backend"] = target.backend
+    out, lse = attnkern.varlen_attention(*tensors, *map(ends, lengths), **given)
+    query, key, value = nested(*tensors, *lengths)
+    of_jagged, lse_of_jagged = attnkern.attention(query, key, value, **given)
+    assert of_jagged.shape == (len(lengths[0]), 4, query.shape[2], 24)
+    assert lse_of_jagged.shape == (len(lengths[0]), 4, query.shape[2])
+    assert of_jagged.offsets() is lse_of_jagged.offsets() is query.offsets()
+    assert torch.equal(flat(of_jagged), out)
+    assert torch.equal(lse_of_jagged.values(), lse)
+    del given["enable_gqa"], given["return_lse"], given["backend"]
+    want, want_lse = one_by_one(target.attention, *tensors, *lengths, **given)
+    atol, rtol = {"float64": (1e-12, 1e-12), "float32": (2e-5, 1e-5)}.get(str(dtype)[6:], (4e-2, 3e-2))
     for got, expected in ((out, want), (lse, want_lse)):
-        torch.testing.assert_close(got, expected, atol=rule[0], rtol=rule[1])
+        torch.testing.assert_close(got, expected, atol=atol, rtol=rtol)
     grad = torch.randn_like(out)
     grad_lse = torch.where(lse.isinf(), 0.0, torch.randn_like(lse))
-    grads = torch.autograd.grad((out, lse), (q, k, v), (grad, grad_lse))
-    want_grads = torch.autograd.grad((want, want_lse), (q, k, v), (grad, grad_lse))
-    for got, expected in zip(grads, want_grads, strict=True):
-        torch.testing.assert_close(got, expected, atol=4 * rule[0], rtol=4 * rule[1])
+    want_grads = torch.autograd.grad((want, want_lse), tensors, (grad, grad_lse))
+    for results in ((out, lse), (flat(of_jagged), lse_of_jagged.values())):
+        grads = torch.autograd.grad(results, tensors, (grad, grad_lse))
+        for got, expected in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(got, expected, atol=4 * atol, rtol=4 * rtol)
 
 
 def test_the_rule_holds_for_each_sequence(target, dtype):
-    """The project's own rule, for the middle one of three."""
+    """The project's own rule, for the middle one of three; cu_seqlens_k are those of the queries."""
     q, k, v = packed(target, [40, 90, 30], [40, 90, 30], dtype, heads_k=4)
     out = attnkern.varlen_attention(q, k, v, ends([40, 90, 30]), is_causal=True, backend=target.backend)
     a, b, c = (x.detach()[40:130].transpose(0, 1)[None] for x in (q, k, v))
@@ -99,13 +77,13 @@ OWN_CALLS = {
 @pytest.mark.parametrize("lengths", OWN_CALLS)
 def test_the_cpu_computes_what_the_calls_compute(lengths, is_causal, dtype):
     """To the bit: a sequence's tiles walk no keys of others, and a few queries are decoded. So it costs no more."""
-    lengths_q, lengths_k = OWN_CALLS[lengths]
-    q, k, v = packed(torch, lengths_q, lengths_k, dtype)
-    given = {"is_causal": is_causal, "alignment": "bottom_right", "return_lse": True, "backend": "cpu"}
-    own = attnkern.varlen_attention(q, k, v, ends(lengths_q), ends(lengths_k), enable_gqa=True, **given)
-    calls = one_by_one(attnkern, q, k, v, lengths_q, lengths_k, **given)
+    lengths = OWN_CALLS[lengths]
+    tensors = packed(torch, *lengths, dtype)
+    given = {"is_causal": is_causal, "alignment": "bottom_right", "backend": "cpu"}
+    own = attnkern.varlen_attention(*tensors, *map(ends, lengths), enable_gqa=True, return_lse=True, **given)
+    calls = one_by_one(attnkern.attention, *tensors, *lengths, **given)
     grad = torch.randn_like(own[0])
-    results, want = ((*x, *torch.autograd.grad(x[0], (q, k, v), grad)) for x in (own, calls))
+    results, want = ((*x, *torch.autograd.grad(x[0], tensors, grad)) for x in (own, calls))
     assert all(torch.equal(x, y) for x, y in zip(results, want, strict=True))
 
 
@@ -115,13 +93,9 @@ BOUNDS = [2**31 - 2, 2**31 - 1, 2**32, 2**40, 2**62, 2**63 - 2, 2**63 - 1, 2**63
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_large_bounds_are_unbounded(kind, alignment):
-    q, k, v = packed(torch, [5, 7, 2], [9, 4, 6], torch.float32)
+    q, k, v = packed(torch, [5, 7, 2], [9, 4, 6])
     cu = ends([5, 7, 2], kind), ends([9, 4, 6], kind)
-    of_queries, of_keys = (c.to(torch.int64) for c in cu)
-    jagged = [
-        torch.nested.nested_tensor_from_jagged(x, c).transpose(1, 2)
-        for x, c in ((q, of_queries), (k, of_keys), (v, of_keys))
-    ]
+    jagged = nested(q, k, v, [5, 7, 2], [9, 4, 6])
     for small in ((None, 2), (2, None), (None, None)):
         want = attnkern.varlen_attention(q, k, v, *cu, enable_gqa=True, window=small, alignment=alignment)
         for bound in BOUNDS:
@@ -131,26 +105,17 @@ def test_large_bounds_are_unbounded(kind, alignment):
             mask = masks.packed(*cu, **options)
             assert torch.equal(mask.ranges, masks.packed(*cu, window=small, alignment=alignment).ranges), window
             out = attnkern.attention(*jagged, enable_gqa=True, **options)
-            assert torch.equal(out.transpose(1, 2).values(), want), window
+            assert torch.equal(flat(out), want), window
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_keys_in_use(target, kind):
-    lengths_q, lengths_k, used = [4, 1, 9], [40, 30, 20], [17, 30, 0]
-    q, k, v = packed(target, lengths_q, lengths_k, torch.float32)
+    lengths, used = ([4, 1, 9], [40, 30, 20]), [17, 30, 0]
+    tensors = packed(target, *lengths)
+    given = {"seqused_k": torch.tensor(used, dtype=kind), "enable_gqa": True, "backend": target.backend}
     for options in ({}, {"is_causal": True}, {"window": (3, 0)}):
-        out = attnkern.varlen_attention(
-            q,
-            k,
-            v,
-            ends(lengths_q, kind),
-            ends(lengths_k, kind),
-            seqused_k=torch.tensor(used, dtype=kind),
-            enable_gqa=True,
-            backend=target.backend,
-            **options,
-        )
-        want, _ = one_by_one(target, q, k, v, lengths_q, lengths_k, used, alignment="bottom_right", **options)
+        out = attnkern.varlen_attention(*tensors, *(ends(x, kind) for x in lengths), **given, **options)
+        want, _ = one_by_one(target.attention, *tensors, *lengths, used, alignment="bottom_right", **options)
         torch.testing.assert_close(out, want)
 
 
@@ -182,7 +147,7 @@ def test_tokens_behind_the_last_sequence(target, buffers, options):
     lengths_q, lengths_k = ([], []) if buffers == "nothing else" else ([5, 0, 30], [7, 3, 20])
     used_q, used_k = sum(lengths_q), sum(lengths_k)
     more_q, more_k = BUFFERS[buffers]
-    q, k, v = packed(target, [used_q + more_q], [used_k + more_k], torch.float32)
+    q, k, v = packed(target, [used_q + more_q], [used_k + more_k])
 
     def results(q, k, v):
         given = {"enable_gqa": True, "return_lse": True, "backend": target.backend, **OPTIONS[options]}
@@ -195,22 +160,20 @@ def test_tokens_behind_the_last_sequence(target, buffers, options):
         assert (got[len(want) :] == fill).all()
 
 
-def test_cu_seqlens_k_are_those_of_q(target):
-    q, k, v = packed(target, [40, 9], [40, 9], torch.float32, heads_k=4)
-    given = {"is_causal": True, "backend": target.backend}
-    alone = attnkern.varlen_attention(q, k, v, ends([40, 9]), **given)
-    assert torch.equal(alone, attnkern.varlen_attention(q, k, v, ends([40, 9]), ends([40, 9]), **given))
-
-
 def test_dropout_comes_again(target):
-    q, k, v = packed(target, [64, 30], [64, 30], torch.float32, heads_k=4)
+    """To the bit, and of jagged tensors too."""
+    lengths = [64, 30]
+    tensors = packed(target, lengths, lengths, heads_k=4)
+    of_jagged = nested(*tensors, lengths, lengths)
+    calls = [lambda **more: attnkern.varlen_attention(*tensors, ends(lengths), **more, backend=target.backend)] * 2
+    calls.append(lambda **more: flat(attnkern.attention(*of_jagged, **more, backend=target.backend)))
     results = []
-    for _ in range(2):
+    for call in calls:
         torch.manual_seed(3)
-        results.append(attnkern.varlen_attention(q, k, v, ends([64, 30]), dropout_p=0.5, backend=target.backend))
-    assert torch.equal(*results)
-    plain = attnkern.varlen_attention(q, k, v, ends([64, 30]), backend=target.backend)
-    assert not torch.allclose(results[0], plain)
+        results.append(call(dropout_p=0.5))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert not torch.allclose(results[0], calls[0]())
 
 
 def test_one_graph_serves_all_lengths(target):
@@ -221,7 +184,7 @@ def test_one_graph_serves_all_lengths(target):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(f, backend=counter, fullgraph=True, dynamic=True)
     for lengths in ([20, 31], [7, 50, 3], [64, 9, 12, 30]):
-        q, k, v = packed(target, lengths, lengths, torch.float32, heads_k=4)
+        q, k, v = packed(target, lengths, lengths, heads_k=4)
         results = []
         for function in (compiled, f):
             out = function(q, k, v, ends(lengths))
@@ -243,41 +206,30 @@ def test_memory_follows_the_tokens():
 
 Q = torch.zeros(10, 2, 8)
 CU = ends([4, 6])
-BAD = {
-    "4-D": ((Q[None], Q, Q, CU), {}, RuntimeError, r"query must have the shape \(tokens, Hq, E\), got \(1, 10, 2, 8\)"),
-    "value's tokens": ((Q, Q, Q[:8], CU), {}, RuntimeError, "value must have key's 10 tokens, got 8"),
-    "heads": (
-        (Q, Q[:, :1].expand(-1, 3, -1), Q, CU),
-        {},
-        RuntimeError,
-        r"key's number of heads must be 1 or query's 2, got 3$",
-    ),
-    "list": ((Q, Q, Q, [0, 10]), {}, TypeError, "'cu_seqlens_q' must be Tensor, not list"),
-    "float": ((Q, Q, Q, CU.float()), {}, RuntimeError, "cu_seqlens_q must be int32 or int64 with shape .* got float32"),
-    "2-D": ((Q, Q, Q, CU[None]), {}, RuntimeError, r"got int32 with shape \(1, 3\)"),
-    "nothing": ((Q, Q, Q, CU[:0]), {}, RuntimeError, r"shape \(sequences \+ 1,\), got \(0,\)"),
-    "begins late": ((Q, Q, Q, CU + 1), {}, RuntimeError, "begin with 0, .* 10, got .1, 5, 11."),
-    "falls": ((Q, Q, Q, torch.tensor([0, 7, 4, 10])), {}, RuntimeError, "never fall"),
-    "ends late": ((Q, Q, Q, ends([4, 7])), {}, RuntimeError, "not exceed the number of tokens, 10, got .0, 4, 11."),
-    "other keys": (
-        (Q, Q, Q, CU, ends([10])),
-        {},
-        RuntimeError,
-        r"cu_seqlens_k must have the shape of cu_seqlens_q \(3,\)",
-    ),
-    "meta": ((Q, Q, Q, CU.to("meta")), {}, RuntimeError, "cu_seqlens_q must be on query's device cpu, got meta"),
-    "used": ((Q, Q, Q, CU), {"seqused_k": CU}, RuntimeError, r"seqused_k must be int32 or int64 with shape \(2,\)"),
-    "window": ((Q, Q, Q, CU), {"window": (-1, 0)}, ValueError, "window's bounds must be >= 0"),
-    "alignment": ((Q, Q, Q, CU), {"alignment": "left"}, ValueError, "alignment must be 'top_left' or 'bottom_right'"),
-    "is_causal": ((Q, Q, Q, CU), {"is_causal": 1}, TypeError, "'is_causal' must be bool"),
-}
+attend = attnkern.varlen_attention
+BAD = [
+    bad("query must have the shape (tokens, Hq, E), got (1, 10, 2, 8)", lambda: attend(Q[None], Q, Q, CU)),
+    bad("value must have key's 10 tokens, got 8", lambda: attend(Q, Q, Q[:8], CU)),
+    bad("key's number of heads must be 1 or query's 2, got 3$", lambda: attend(Q, Q[:, :1].expand(-1, 3, -1), Q, CU)),
+    bad("'cu_seqlens_q' must be Tensor, not list", lambda: attend(Q, Q, Q, [0, 10]), TypeError),
+    bad("cu_seqlens_q must be int32 or int64 with shape ... got float32", lambda: attend(Q, Q, Q, CU.float())),
+    bad("got int32 with shape (1, 3)", lambda: attend(Q, Q, Q, CU[None])),
+    bad("shape (sequences + 1,), got (0,)", lambda: attend(Q, Q, Q, CU[:0])),
+    bad("begin with 0, ... 10, got [1, 5, 11]", lambda: attend(Q, Q, Q, CU + 1)),
+    bad("never fall", lambda: attend(Q, Q, Q, torch.tensor([0, 7, 4, 10]))),
+    bad("not exceed the number of tokens, 10, got [0, 4, 11]", lambda: attend(Q, Q, Q, ends([4, 7]))),
+    bad("cu_seqlens_k must have the shape of cu_seqlens_q (3,)", lambda: attend(Q, Q, Q, CU, ends([10]))),
+    bad("cu_seqlens_q must be on query's device cpu, got meta", lambda: attend(Q, Q, Q, CU.to("meta"))),
+    bad("seqused_k must be int32 or int64 with shape (2,)", lambda: attend(Q, Q, Q, CU, seqused_k=CU)),
+    bad("window's bounds must be >= 0", lambda: attend(Q, Q, Q, CU, window=(-1, 0)), ValueError),
+    bad("alignment must be 'top_left' or 'bottom_right'", lambda: attend(Q, Q, Q, CU, alignment="left"), ValueError),
+    bad("'is_causal' must be bool", lambda: attend(Q, Q, Q, CU, is_causal=1), TypeError),
+]
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what):
-    arguments, options, error, message = BAD[what]
-    with pytest.raises(error, match=message):
-        attnkern.varlen_attention(*arguments, **options)
+@refused(BAD)
+def test_bad_calls(call, error, message):
+    check_refused(call, error, message)
 
 
 # ------------------------------------------------------------------------------------------ values on another device
@@ -315,6 +267,7 @@ class MadeElsewhere(TorchFunctionMode):
 @pytest.fixture
 def elsewhere(monkeypatch):
     Elsewhere.waits.clear()
+    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
     # The function itself runs on them; else it would hand itself to their class.
     monkeypatch.setattr("attnkern.varlen.has_torch_function", lambda tensors: False)
     with MadeElsewhere():
@@ -332,7 +285,6 @@ def test_ends_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch
     cu = {name: elsewhere(ends([20, 30])) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     cu[which] = elsewhere(torch.tensor(WRONG[wrong], dtype=torch.int32))
     for setting in (None, "0"):
-        monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
         if setting is not None:
             monkeypatch.setenv("ATTNKERN_CHECK", setting)
         assert packed_ranges(q, k, *cu.values(), None, 3, 0, "bottom_right").device.type == "cuda"
@@ -346,23 +298,19 @@ def test_ends_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch
 CUTS = {"behind": [0, 4, 9], "before": [3, 9, 12], "both": [2, 5, 5, 9], "none": [0], "nothing": [4, 4]}
 
 
-def attended(cu, tokens, is_causal):
-    """bool (tokens, tokens), of what cu_seqlens say."""
-    i = torch.arange(tokens)
-    own = [(i >= a) & (i < b) for a, b in itertools.pairwise(cu)]
-    same = sum(((x[:, None] & x) for x in own), torch.zeros(tokens, tokens, dtype=torch.bool))
-    return same.bool() & ((i <= i[:, None]) | (not is_causal))
+def attended(cu, is_causal):
+    """Of 12 tokens, what cu_seqlens say."""
+    return testing.Packed(cu, cu, None).mask(12, 12, {"is_causal": is_causal})
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
-def test_tokens_of_no_sequence_where_nothing_looks(elsewhere, monkeypatch, cut, is_causal):
+def test_tokens_of_no_sequence_where_nothing_looks(elsewhere, cut, is_causal):
     """Before the first and behind the last, on another device and in a graph."""
-    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
     x, cu = torch.randn(12, 2, 8), torch.tensor(CUTS[cut])
     options = {"is_causal": is_causal, "return_lse": True, "backend": "reference"}
     heads = x.transpose(0, 1)
-    mask = attended(CUTS[cut], 12, is_causal)
+    mask = attended(CUTS[cut], is_causal)
     want, want_lse = attnkern.attention(heads, heads, heads, mask, return_lse=True, backend="reference")
     out, lse = attnkern.varlen_attention(*[elsewhere(x)] * 3, elsewhere(cu), **options)
     torch.testing.assert_close(out.as_subclass(torch.Tensor), want.transpose(0, 1))
@@ -379,7 +327,7 @@ def test_tokens_of_no_sequence_in_graphs():
         x = torch.randn(12, 2, 8, requires_grad=True)
         out, ranges = compiled(x, torch.tensor(CUTS[cut]))
         heads = x.transpose(0, 1)
-        mask = attended(CUTS[cut], 12, False)
+        mask = attended(CUTS[cut], False)
         want = attnkern.attention(heads, heads, heads, mask).transpose(0, 1)
         torch.testing.assert_close(out, want)
         torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, want)))
@@ -389,10 +337,9 @@ def test_tokens_of_no_sequence_in_graphs():
 @pytest.mark.parametrize("used", USED)
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_keys_in_use_end_with_their_sequence(elsewhere, monkeypatch, kind, used, options):
+def test_keys_in_use_end_with_their_sequence(elsewhere, kind, used, options):
     """Where nothing looks at them. They are int64 where int32 can't hold them."""
-    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
-    q, k, v = packed(torch, [3, 4], [4, 5], torch.float32, heads_k=4)
+    q, k, v = packed(torch, [3, 4], [4, 5], heads_k=4)
     cu = ends([3, 4], kind), ends([4, 5], kind)
     given = torch.tensor(USED[used], dtype=torch.int64 if used == "wraps" else kind)
     options = {**OPTIONS[options], "backend": "reference"}
@@ -403,7 +350,7 @@ def test_keys_in_use_end_with_their_sequence(elsewhere, monkeypatch, kind, used,
 
 
 def test_keys_in_use_end_with_their_sequence_in_graphs():
-    q, k, v = packed(torch, [3, 4], [4, 5], torch.float32)
+    q, k, v = packed(torch, [3, 4], [4, 5])
 
     def f(q, k, v, used):
         return attnkern.varlen_attention(q, k, v, ends([3, 4]), ends([4, 5]), seqused_k=used, enable_gqa=True)
@@ -418,7 +365,6 @@ def test_keys_in_use_end_with_their_sequence_in_graphs():
 
 def test_keys_in_use_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monkeypatch):
     q, cu, used = (elsewhere(x) for x in (torch.randn(9, 2, 8), ends([4, 5]), torch.tensor([6, 5])))
-    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
     ranges = packed_ranges(q, q, cu, cu, used, None, None, "bottom_right")
     assert not Elsewhere.waits
     assert ranges[0].as_subclass(torch.Tensor).tolist() == [[0, 4]]
@@ -430,7 +376,6 @@ def test_keys_in_use_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monk
 @pytest.mark.parametrize("setting", [None, "1"])
 def test_right_ends_elsewhere(elsewhere, monkeypatch, setting):
     """The results don't depend on the check, and without it nothing looks at a number."""
-    monkeypatch.delenv("ATTNKERN_CHECK", raising=False)
     if setting is not None:
         monkeypatch.setenv("ATTNKERN_CHECK", setting)
     q, k, v = (torch.randn(50, 2, 8) for _ in range(3))
@@ -486,10 +431,10 @@ WINDOWS = [(None, None), (None, 0)] + [(9, 0), (4, 3)] * ("window_size" in TAKEN
 @pytest.mark.parametrize("lengths", ["short", "empty ones", "crossed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_torchs_own_function_runs_on_a_cpu(lengths, window, dtype):
+    """Seven queries and keys behind the last sequence are of none."""
     lengths_q, lengths_k = LENGTHS[lengths]
     heads_k = 2 if "enable_gqa" in TAKEN else 4
-    shapes = (sum(lengths_q), 4, 16), (sum(lengths_k), heads_k, 16), (sum(lengths_k), heads_k, 16)
-    tensors = [torch.randn(*shape).to(dtype).requires_grad_() for shape in shapes]
+    tensors = packed(torch, [*lengths_q, 7], [*lengths_k, 7], dtype, heads_k=heads_k, size_v=16)
     with attnkern.use_as_sdpa() as calls:
         out, lse = torchs(*tensors, lengths_q, lengths_k, window, return_aux=AuxRequest(lse=True))
         grad = torch.randn_like(out)
@@ -500,22 +445,9 @@ def test_torchs_own_function_runs_on_a_cpu(lengths, window, dtype):
     )
     assert torch.equal(out, want)
     assert torch.equal(lse, want_lse)
+    assert not out[-7:].any()
     for got, expected in zip(grads, torch.autograd.grad(want, tensors, grad), strict=True):
         torch.testing.assert_close(got, expected)
-
-
-def test_torchs_own_function_with_tokens_behind_the_last_sequence():
-    q, k, v = (torch.randn(20, 2, 8, requires_grad=True) for _ in range(3))
-    with attnkern.use_as_sdpa() as calls:
-        out = torchs(q, k, v, [4, 9], [4, 9], (None, 0))
-        grads = torch.autograd.grad(out.sum(), (q, k, v))
-    assert {kernel for _, kernel, _ in calls.lines} == {"attnkern cpu"}
-    want = attnkern.varlen_attention(q, k, v, ends([4, 9]), is_causal=True)
-    assert torch.equal(out, want)
-    assert not out[13:].any()
-    for got, expected in zip(grads, torch.autograd.grad(want.sum(), (q, k, v)), strict=True):
-        assert torch.equal(got, expected)
-        assert not got[13:].any()
 
 
 def test_torchs_own_function_compiles():

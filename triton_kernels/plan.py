@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams
+from ..params import GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams, decodes
 from ..shapes import Layout, Sizes, TensorSpec
 from . import configs, launch
 from .arguments import FLOATS, Constants, Strides, reaches_all, score_constants, score_numbers
@@ -497,7 +497,9 @@ class _Builder:
         better: it has tiles enough, or the keys are too few, or what it does is needed."""
         problem, numbers = self.problem, self.numbers
         rows = numbers["group_k"] * numbers["seqlen_q"]
-        if problem.seeds or numbers["group_k"] != numbers["group_v"] or rows > DECODE_MAX_ROWS:
+        if numbers["group_k"] != numbers["group_v"] or not decodes(numbers["group_k"], numbers["seqlen_q"]):
+            return None
+        if problem.seeds:
             return None
         config = configs.decode(rows, problem.q.shape[3], problem.v.shape[3], problem.dtype.itemsize)
         reached = min(numbers["seqlen_q"] + numbers["band_high"], numbers["seqlen_k"]) - max(numbers["band_low"], 0)

@@ -45,9 +45,14 @@ enum GradBit : int64_t { kGradQ = 1, kGradK = 2, kGradV = 4, kGradBias = 8, kGra
 
 // What GPU kernels take: head sizes up to the first; lengths, and batch * heads, up to the second.
 constexpr int64_t kMaxHeadDim = 512, kMaxLength = (int64_t{1} << 30) - 1;
-// Up to so many rows of queries, over the query heads that share a key head, go to the kernels for decoding. With more
-// rows the forward kernel has enough blocks, or enough work per key.
-constexpr int64_t kDecodeMaxRows = 64;
+// Rows of queries, over the query heads that share a key head, go to the kernels for decoding: on GPUs up to
+// kDecodeMaxRows of any kind (with more the forward kernel has enough blocks, or enough work per key), and up to
+// kSharedMaxRows where no head has more than kSharedMaxQueries of them: the forward kernels would read the keys for
+// each head, and multiply them with tiles that are mostly empty.
+constexpr int64_t kDecodeMaxRows = 64, kSharedMaxRows = 256, kSharedMaxQueries = 16;
+constexpr bool shares_rows(int64_t heads, int64_t queries) {
+  return heads > 1 && queries <= kSharedMaxQueries && heads * queries <= kSharedMaxRows;
+}
 
 // A 4-D tensor (batch, head, row, column); strides in elements. A broadcast dimension has stride 0.
 struct View {

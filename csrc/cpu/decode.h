@@ -172,7 +172,7 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
     return score.fast_path() && visited.begin == key && visited.end == key + keys && keys % S::kLanes == 0;
   };
   const V dead = S::set1(-kInfinity<C>), scale = S::set1(score.signed_scale), log2e = S::set1(kLog2E<C>);
-  C shifts[kDecodeRows];
+  C shifts[kSharedMaxRows];
   for (int64_t r = 0; r < rows; ++r) {
     C* row = scratch.scores + r * kKeysOfBlock;
     V largest = dead;
@@ -366,47 +366,81 @@ inline void decode_finish(const Forward& p, int64_t batch, int64_t head, int64_t
         sum == C(0) ? -kInfinity<C> : static_cast<C>(static_cast<double>(m) + std::log(static_cast<double>(sum)));
 }
 
+// Decoding in two phases: parts of the keys of each key head, and their merge.
+template <class T, class Op>
+class DecodeCall {
+  using C = typename Op::Compute;
+
+ public:
+  // Cut for so many threads.
+  DecodeCall(const Forward& p, int64_t threads)
+      : p_(p),
+        group_(p.heads_q / p.heads_k),
+        rows_(group_ * p.seqlen_q),
+        heads_(p.batch * p.heads_k),
+        // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
+        visited_(p.band.visited(0, p.seqlen_q, {0, p.seqlen_k})),
+        blocks_(max64(1, (visited_.end - visited_.begin + kDecodeKeys - 1) / kDecodeKeys)),
+        parts_(threads == 1 || heads_ == 0 ? 1 : max64(1, min64((4 * threads + heads_ - 1) / heads_, blocks_))),
+        part_keys_((blocks_ + parts_ - 1) / parts_ * kDecodeKeys),
+        // Copied rows are to stay in the cache, so a block then has fewer keys.
+        many_(rows_ <= kFewRows && reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v)),
+        sizes_(scratch(nullptr)),
+        step_(sizes_.out_step + 2),
+        merged_(heads_ * rows_ * parts_ * step_) {}
+
+  int64_t phases() const { return 2; }
+  int64_t tasks(int64_t phase) const { return rows_ == 0 ? 0 : heads_ * (phase == 0 ? parts_ : rows_); }
+  int64_t scratch_bytes(int64_t phase) const {
+    return phase == 0 ? sizes_.bytes : sizes_.out_step * static_cast<int64_t>(sizeof(C));
+  }
+  bool in_order(int64_t) const { return false; }
+  // Whether the merge is worth threads.
+  bool merges_in_parallel() const { return heads_ * rows_ * parts_ > 64; }
+  void run(int64_t phase, int64_t task, void* memory, int64_t) const {
+    if (phase == 0) return run_part(task, memory);
+    const int64_t head = task / rows_, r = task % rows_;
+    decode_finish<T>(p_, head / p_.heads_k, head % p_.heads_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q,
+                     merged_.data() + task * parts_ * step_, parts_, step_, static_cast<C*>(memory));
+  }
+  void forget(int64_t) const {}
+  void end() const {}
+
+ private:
+  DecodeScratch<Op> scratch(void* memory) const {
+    return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, rows_ >= kRowsForScoreTiles<T, Op>};
+  }
+  void run_part(int64_t task, void* memory) const {
+    const DecodeScratch<Op> own = scratch(memory);
+    const int64_t part = task % parts_, head = task / parts_;
+    const int64_t begin = min64(visited_.end, visited_.begin + part * part_keys_);
+    const auto run = p_.pages.table == nullptr
+                         ? (many_ ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
+                         : (many_ ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
+    run(p_, own, head / p_.heads_k, head % p_.heads_k, begin, min64(visited_.end, begin + part_keys_));
+    for (int64_t r = 0; r < rows_; ++r) {
+      C* target = merged_.data() + ((head * rows_ + r) * parts_ + part) * step_;
+      std::memcpy(target, own.out + r * own.out_step, static_cast<size_t>(own.out_step) * sizeof(C));
+      target[step_ - 2] = own.largest[r];
+      target[step_ - 1] = Simd<C>::sum(Simd<C>::load(own.sums + r * Simd<C>::kLanes));
+    }
+  }
+
+  const Forward& p_;
+  const int64_t group_, rows_, heads_;
+  const Range visited_;
+  const int64_t blocks_, parts_, part_keys_;
+  const bool many_;
+  const DecodeScratch<Op> sizes_;
+  const int64_t step_;
+  const Buffer<C> merged_;
+};
+
 template <class T, class Op>
 void decode(const Forward& p, const Runtime& runtime) {
-  using C = typename Op::Compute;
-  const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q, heads = p.batch * p.heads_k;
-  if (rows == 0 || heads == 0) return;
-  // Keys that any row reaches, in parts of whole blocks: enough parts for every thread to get several.
-  const Range visited = p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
-  const int64_t blocks = max64(1, (visited.end - visited.begin + kDecodeKeys - 1) / kDecodeKeys);
-  int64_t parts = runtime.num_threads == 1 ? 1 : (4 * runtime.num_threads + heads - 1) / heads;
-  parts = max64(1, min64(parts, blocks));
-  const int64_t part_keys = (blocks + parts - 1) / parts * kDecodeKeys;
-  // Copied rows are to stay in the cache, so a block then has fewer keys.
-  const bool in_place = reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
-  const bool many = rows <= kFewRows && in_place;
-  const bool tiles = rows >= kRowsForScoreTiles<T, Op>;
-  const int64_t keys = many ? kManyKeys : kDecodeKeys;
-  const DecodeScratch<Op> sizes(nullptr, p, rows, keys, tiles);
-  const int64_t step = sizes.out_step + 2;
-  const Buffer<C> merged(heads * rows * parts * step);
-  run_tasks(p, runtime, heads * parts, sizes.bytes, [&](int64_t task, void* memory, int64_t) {
-    const DecodeScratch<Op> scratch(memory, p, rows, keys, tiles);
-    const int64_t part = task % parts, head = task / parts;
-    const int64_t begin = min64(visited.end, visited.begin + part * part_keys);
-    const auto run = p.pages.table == nullptr
-                         ? (many ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
-                         : (many ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
-    run(p, scratch, head / p.heads_k, head % p.heads_k, begin, min64(visited.end, begin + part_keys));
-    for (int64_t r = 0; r < rows; ++r) {
-      C* target = merged.data() + ((head * rows + r) * parts + part) * step;
-      std::memcpy(target, scratch.out + r * scratch.out_step, static_cast<size_t>(scratch.out_step) * sizeof(C));
-      target[step - 2] = scratch.largest[r];
-      target[step - 1] = Simd<C>::sum(Simd<C>::load(scratch.sums + r * Simd<C>::kLanes));
-    }
-  });
-  const int64_t finish_bytes = sizes.out_step * static_cast<int64_t>(sizeof(C));
-  const Runtime alone{heads * rows * parts > 64 ? runtime.num_threads : 1, runtime.parallel};
-  run_tasks(p, alone, heads * rows, finish_bytes, [&](int64_t task, void* memory, int64_t) {
-    const int64_t head = task / rows, r = task % rows;
-    decode_finish<T>(p, head / p.heads_k, head % p.heads_k * group + r / p.seqlen_q, r % p.seqlen_q,
-                     merged.data() + task * parts * step, parts, step, static_cast<C*>(memory));
-  });
+  const DecodeCall<T, Op> call(p, runtime.num_threads);
+  run_phase(p, runtime, call, 0);
+  run_phase(p, {call.merges_in_parallel() ? runtime.num_threads : 1, runtime.parallel}, call, 1);
 }
 
 }  // namespace

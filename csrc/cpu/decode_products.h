@@ -13,11 +13,11 @@ inline constexpr int64_t kDecodeKeys = 256, kManyKeys = 1024, kFewRows = 4;
 // Rows from which on products are computed by register tiles, as in the other passes. For the scores that takes
 // transposed keys. (Rows that are to be converted gain nothing from it.)
 template <class T, class Op>
-inline constexpr int64_t kRowsForScoreTiles = kConverts<T, Op> ? kDecodeRows + 1
+inline constexpr int64_t kRowsForScoreTiles = kConverts<T, Op> ? kSharedMaxRows + 1
                                               : Op::kPack == 2 ? 5
                                                                : 9;
 template <class T, class Op>
-inline constexpr int64_t kRowsForValueTiles = kConverts<T, Op> ? kDecodeRows + 1
+inline constexpr int64_t kRowsForValueTiles = kConverts<T, Op> ? kSharedMaxRows + 1
                                               : Op::kPack == 2 ? 4
                                                                : 6;
 

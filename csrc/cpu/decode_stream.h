@@ -26,9 +26,9 @@ struct DecodeScratch {
     scores = arena.take<C>(rows * keys);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
     keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
-    largest = arena.take<C>(kDecodeRows);
-    sums = arena.take<C>(kDecodeRows * kLanes);
-    factor = arena.take<C>(kDecodeRows);
+    largest = arena.take<C>(rows);
+    sums = arena.take<C>(rows * kLanes);
+    factor = arena.take<C>(rows);
     bytes = arena.used();
   }
   // Of a row of `recent`: as one of `out`, and a vector after it.

@@ -200,11 +200,17 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
-// Calls with so few query rows of one key head go another way (decode.h), which sums a product's terms in another
-// order.
-inline constexpr int64_t kDecodeRows = 16;
+// Calls with few query rows of one key head go another way (decode.h), which sums a product's terms in another order:
+// up to kDecodeRows of any kind, and more where heads share them. Not so where a head's own queries fill the lanes as
+// well, or meet so few keys that a task's beginning and end count.
+inline constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeysPerQuery = 16;
 inline bool decodes(const Attention& p) {
-  return p.heads_k == p.heads_v && p.heads_k > 0 && p.heads_q / p.heads_k * p.seqlen_q <= kDecodeRows;
+  if (p.heads_k != p.heads_v || p.heads_k == 0) return false;
+  const int64_t group = p.heads_q / p.heads_k;
+  if (group * p.seqlen_q <= kDecodeRows) return true;
+  if (!shares_rows(group, p.seqlen_q) || p.seqlen_q > kDecodeQueries) return false;
+  const Range keys = p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
+  return keys.end - keys.begin >= kDecodeKeysPerQuery * p.seqlen_q;
 }
 
 // Queries of a task. Where a thread gets few tasks, as many whole vectors as end soonest: the threads' rounds, times
@@ -222,36 +228,66 @@ inline int64_t forward_tile_rows(int64_t heads, int64_t rows, int64_t threads, b
   return best;
 }
 
+// A forward pass as one phase of tasks, of a tile of queries each.
 template <class T, class Op>
-void forward(const Forward& p, const Runtime& runtime) {
+class ForwardCall {
   using C = typename Op::Compute;
-  const int64_t heads = p.batch * p.heads_q;
-  // A causal mask makes the first tasks the longest.
-  const bool uneven = (p.band.left < kUnbounded) != (p.band.right < kUnbounded);
-  const int64_t tile = min64(forward_tile_rows<C>(heads, p.seqlen_q, runtime.num_threads, uneven),
-                             round_up(p.seqlen_q, Simd<C>::kLanes));
-  const int64_t tiles = p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile - 1) / tile;
-  // Few tiles hardly bring it nearer, nor do those of a window, which meet keys that none has met before.
-  const bool window = is_window(p.band);
-  const int64_t far = tiles <= 4 || window ? kFarBytes / 4 : kFarBytes;
-  const bool prefetches = p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far;
-  const bool fast_path = ScoreParams<C>(p).fast_path();
-  const ForwardScratch<Op> sizes(nullptr, p);
-  // Values in pairs, or values and keys converted or gathered, where a head has more tiles than one.
-  const int64_t copies = tiles <= 1 ? 0 : Op::kPack == 2 ? 1 : kConverts<T, Op> || p.pages.table != nullptr ? 2 : 0;
-  const int64_t columns = round_up(copies == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes);
-  const PackedCaches<typename Op::Scalar> caches(min64(runtime.num_threads, heads * tiles), copies,
-                                                 (p.seqlen_k + Op::kPack - 1) / Op::kPack, columns);
-  const auto body = [&](int64_t task, void* memory, int64_t worker) {
-    const ForwardScratch<Op> scratch(memory, p);
+
+ public:
+  // Cut for so many threads; `workers`: how many run tasks, of this call or of others beside it.
+  ForwardCall(const Forward& p, int64_t threads, int64_t workers)
+      : p_(p),
+        heads_(p.batch * p.heads_q),
+        // A causal mask makes the first tasks the longest.
+        uneven_((p.band.left < kUnbounded) != (p.band.right < kUnbounded)),
+        in_order_(heads_ < threads && uneven_),
+        window_(is_window(p.band)),
+        fast_path_(ScoreParams<C>(p).fast_path()),
+        tile_(min64(forward_tile_rows<C>(heads_, p.seqlen_q, threads, uneven_), round_up(p.seqlen_q, Simd<C>::kLanes))),
+        tiles_(p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile_ - 1) / tile_),
+        prefetches_(p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far()),
+        sizes_(nullptr, p),
+        caches_(workers, copies(), (p.seqlen_k + Op::kPack - 1) / Op::kPack,
+                round_up(copies() == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes)) {}
+
+  int64_t phases() const { return 1; }
+  int64_t tasks(int64_t) const { return heads_ * tiles_; }
+  int64_t scratch_bytes(int64_t) const { return sizes_.bytes + caches_.bytes(); }
+  bool in_order(int64_t) const { return in_order_; }
+  void run(int64_t, int64_t task, void* memory, int64_t worker) const {
+    const ForwardScratch<Op> scratch(memory, p_);
     // Last tiles first: under a causal mask they are the longest. First tiles first under a window: keys that no tile
     // has met come last, so that they are prefetched, and packed, behind those that are there.
-    const int64_t head = task / tiles, query = (window ? task % tiles : tiles - 1 - task % tiles) * tile;
-    const auto run = fast_path ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
-    run(p, scratch, caches.of(worker, static_cast<char*>(memory) + sizes.bytes), head / p.heads_q, head % p.heads_q,
-        query, min64(tile, p.seqlen_q - query), prefetches);
-  };
-  run_tasks(p, runtime, heads * tiles, sizes.bytes + caches.bytes(), body, heads < runtime.num_threads && uneven);
+    const int64_t head = task / tiles_, query = (window_ ? task % tiles_ : tiles_ - 1 - task % tiles_) * tile_;
+    const auto run = fast_path_ ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
+    run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), head / p_.heads_q,
+        head % p_.heads_q, query, min64(tile_, p_.seqlen_q - query), prefetches_);
+  }
+  // To be called before a worker's scratch is used for this call again, if others have used it.
+  void forget(int64_t worker) const { caches_.forget(worker); }
+  void end() const {}
+
+ private:
+  // Few tiles hardly bring keys and values nearer, nor do those of a window, which meet keys that none has met before.
+  int64_t far() const { return tiles_ <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
+  // Values in pairs, or values and keys converted or gathered, where a head has more tiles than one.
+  int64_t copies() const {
+    if (tiles_ <= 1) return 0;
+    return Op::kPack == 2 ? 1 : kConverts<T, Op> || p_.pages.table != nullptr ? 2 : 0;
+  }
+
+  const Forward& p_;
+  const int64_t heads_;
+  const bool uneven_, in_order_, window_, fast_path_;
+  const int64_t tile_, tiles_;
+  const bool prefetches_;
+  const ForwardScratch<Op> sizes_;
+  const PackedCaches<typename Op::Scalar> caches_;
+};
+
+template <class T, class Op>
+void forward(const Forward& p, const Runtime& runtime) {
+  run_phase(p, runtime, ForwardCall<T, Op>(p, runtime.num_threads, runtime.num_threads), 0);
 }
 
 }  // namespace

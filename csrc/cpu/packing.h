@@ -41,6 +41,10 @@ class PackedCaches {
     for (int64_t i = 0; i < records_; ++i) records[i].memory = static_cast<Scalar*>(memory) + i * record_scalars_;
     return records_ == 0 ? nullptr : records;
   }
+  // What a worker has packed, because another call uses its scratch.
+  void forget(int64_t worker) const {
+    for (int64_t i = 0; i < records_; ++i) rows_.data()[worker * records_ + i].head = -1;
+  }
 
  private:
   int64_t records_, room_, record_scalars_;

@@ -116,12 +116,13 @@ class Sequences {
     for (int64_t i = 0; i < count_; ++i) scores += list_.data()[i].scores();
     return scores;
   }
-  // Queries of the longest sequence, over all heads and entries that a call of it has.
-  int64_t most_numbers(const Attention& p) const {
+  int64_t most_queries() const {
     int64_t longest = 0;
     for (int64_t i = 0; i < count_; ++i) longest = max64(longest, list_.data()[i].queries);
-    return longest * p.heads_q * (p.ranges.batch == 1 ? p.batch : 1);
+    return longest;
   }
+  // Of the batch, that a sequence's call has.
+  static int64_t entries(const Attention& p) { return p.ranges.batch == 1 ? p.batch : 1; }
   const Sequence& operator[](int64_t i) const { return list_.data()[i]; }
   // The numbers of `KeyRanges` for a sequence: its keys counted from its first.
   KeyRanges ranges_of(const Attention& p, const Sequence& s) const {
@@ -251,38 +252,146 @@ void for_query_numbers(const Attention& p, const Attention& call, const Sequence
            static_cast<char*>(part) + (b * call.heads_q + h) * s.queries * size, static_cast<size_t>(s.queries * size));
 }
 
-// Runs body(sequence, heads, runtime, worker) for all sequences. One that would keep a thread busy when the others are
-// done is shared by all threads; the rest are tasks.
-template <class Body>
-void run_sequences(const Attention& p, const Sequences& sequences, const Runtime& runtime, const Body& body) {
-  const int64_t groups = p.heads_q / heads_of_kv_group(p), count = sequences.count(), scores = sequences.scores();
-  // Tasks of whole sequences, if there are enough: the heads of a row lie side by side.
-  const int64_t parts = count >= 8 * runtime.num_threads ? 1 : groups;
-  const auto is_shared = [&](const Sequence& s) {
-    return runtime.num_threads > 1 && s.scores() / parts * 4 * runtime.num_threads > scores;
+// Sequences that all threads share, side by side: their calls go through their phases in step.
+template <class Pass>
+class SharedSequences {
+ public:
+  // `most` of them, at most.
+  SharedSequences(const Pass& pass, int64_t most, int64_t workers)
+      : pass_(pass), list_(most), last_(most == 0 ? 0 : workers) {}
+  ~SharedSequences() {
+    for (int64_t i = 0; i < count_; ++i) list_.data()[i].plan.destroy(list_.data()[i].plan.call);
+  }
+  SharedSequences(const SharedSequences&) = delete;
+
+  // Cut for so many threads. `numbers`: room for the pass's, that stays.
+  void add(const Sequence& s, Heads heads, double* numbers, int64_t threads, int64_t workers) {
+    Shared& shared = list_.data()[count_];
+    shared.sequence = &s, shared.heads = heads;
+    shared.call = pass_.call_of(s, heads, numbers);
+    shared.plan = pass_.plan(shared.call, threads, workers);
+    ++count_;
+  }
+  // The tasks of a phase, or -1 if there is none left.
+  int64_t begin(int64_t phase, int64_t workers) {
+    int64_t tasks = -1;
+    for (int64_t i = 0; i < count_; ++i) {
+      Shared& shared = list_.data()[i];
+      shared.first_task = max64(tasks, 0);
+      if (phase < shared.plan.phases(shared.plan.call))
+        tasks = shared.first_task + shared.plan.tasks(shared.plan.call, phase);
+    }
+    for (int64_t i = 0; i < workers && count_ > 0; ++i) last_.data()[i] = nullptr;
+    return tasks;
+  }
+  void run(int64_t phase, int64_t task, int64_t worker) const {
+    const Shared* shared = list_.data();
+    // The last one that begins at the task or before: those before it that begin there, too, have no task.
+    for (int64_t count = count_; count > 1;) {
+      const int64_t half = count / 2;
+      if (shared[half].first_task <= task) shared += half, count -= half;
+      else count = half;
+    }
+    const Plan& plan = shared->plan;
+    if (last_.data()[worker] != shared) plan.forget(plan.call, worker);
+    last_.data()[worker] = shared;
+    void* const memory = thread_scratch(static_cast<std::size_t>(plan.scratch_bytes(plan.call, phase)));
+    plan.run(plan.call, phase, task - shared->first_task, memory, worker);
+  }
+  // The worker's scratch is used for something else.
+  void leave(int64_t worker) const {
+    if (count_ > 0) last_.data()[worker] = nullptr;
+  }
+  void end() const {
+    for (int64_t i = 0; i < count_; ++i) {
+      const Shared& shared = list_.data()[i];
+      shared.plan.end(shared.plan.call);
+      pass_.finish(*shared.sequence, shared.heads, shared.call);
+    }
+  }
+
+ private:
+  struct Shared {
+    const Sequence* sequence;
+    Heads heads;
+    typename Pass::Problem call;
+    Plan plan;
+    int64_t first_task;
   };
+  const Pass& pass_;
+  Buffer<Shared> list_;
+  int64_t count_ = 0;
+  Buffer<const Shared*> last_;  // whose call a worker's scratch holds rows of
+};
+
+// Runs all sequences of a pass. One that would keep a thread busy when the others are done is shared by all threads;
+// the rest are a task each, or one for each KV group.
+template <class Pass>
+void run_sequences(const Pass& pass, const Sequences& sequences, const Runtime& runtime) {
+  const auto& p = pass.p;
+  const int64_t groups = p.heads_q / heads_of_kv_group(p), count = sequences.count(), scores = sequences.scores();
+  const int64_t threads = runtime.num_threads, most_numbers = pass.most_numbers();
+  // Tasks of whole sequences, if there are enough: the heads of a row lie side by side.
+  const int64_t parts = count >= 8 * threads ? 1 : groups;
+  const auto is_shared = [&](const Sequence& s) { return threads > 1 && s.scores() / parts * 4 * threads > scores; };
+  int64_t shared_count = 0, shared_numbers = 0;
   for (int64_t i = 0; i < count; ++i)
-    if (is_shared(sequences[i])) body(sequences[i], Heads{0, groups}, runtime, 0);
-  run_tasks(p, runtime, count * parts, 0, [&](int64_t task, void*, int64_t worker) {
-    const Sequence& s = sequences[task / parts];
-    if (!is_shared(s)) body(s, Heads{task % parts * (groups / parts), groups / parts}, {1, runtime.parallel}, worker);
-  });
+    if (is_shared(sequences[i])) ++shared_count, shared_numbers += pass.numbers_of(sequences[i]);
+  const Buffer<double> numbers_of_shared(shared_numbers),
+      numbers_of_workers(shared_count == count ? 0 : threads * most_numbers);
+  SharedSequences<Pass> shared(pass, shared_count, threads);
+  double* numbers = numbers_of_shared.data();
+  for (int64_t i = 0; i < count; ++i) {
+    const Sequence& s = sequences[i];
+    if (!is_shared(s)) continue;
+    const int64_t own = (s.scores() * threads + scores - 1) / scores;
+    shared.add(s, Heads{0, groups}, numbers, max64(1, own), threads);
+    numbers += pass.numbers_of(s);
+  }
+  for (int64_t phase = 0;; ++phase) {
+    const int64_t begun = shared.begin(phase, threads), tasks = max64(0, begun),
+                  others = phase == 0 ? count * parts : 0;
+    if (begun < 0 && others == 0) break;
+    run_tasks(p, runtime, tasks + others, 0, [&](int64_t task, void*, int64_t worker) {
+      if (task < tasks) return shared.run(phase, task, worker);
+      const int64_t other = task - tasks;
+      const Sequence& s = sequences[other / parts];
+      if (is_shared(s)) return;
+      shared.leave(worker);
+      const Heads heads{other % parts * (groups / parts), groups / parts};
+      const auto call = pass.call_of(s, heads, numbers_of_workers.data() + worker * most_numbers);
+      pass.run(call, {1, runtime.parallel});
+      pass.finish(s, heads, call);
+    });
+  }
+  shared.end();
 }
 
-// The forward pass of all sequences by run(call, runtime).
-template <class Run>
-void forward_sequences(const Forward& p, const Sequences& sequences, const Runtime& runtime, const Run& run) {
-  const int64_t numbers = p.lse == nullptr ? 0 : sequences.most_numbers(p);
-  const Buffer<double> buffers(runtime.num_threads * numbers);
-  run_sequences(p, sequences, runtime, [&](const Sequence& s, Heads heads, const Runtime& threads, int64_t worker) {
-    Forward call = call_of(p, sequences, s, heads);
-    if (p.lse == nullptr) return run(call, threads);
-    call.lse = buffers.data() + worker * numbers;
-    run(call, threads);
-    for_query_numbers(p, call, s, heads, p.lse, call.lse,
-                      [](void* all, void* part, size_t bytes) { std::memcpy(all, part, bytes); });
-  });
-}
+// The forward pass of a sequence, by Unit::run(call, runtime) and Unit::plan(call, threads, workers). Its numbers are
+// the log-sum-exp of its call.
+template <class Unit>
+struct ForwardPass : Unit {
+  using Problem = Forward;
+  const Forward& p;
+  const Sequences& sequences;
+
+  int64_t numbers_of(const Sequence& s) const {
+    return p.lse == nullptr ? 0 : s.queries * p.heads_q * sequences.entries(p);
+  }
+  int64_t most_numbers() const {
+    return p.lse == nullptr ? 0 : sequences.most_queries() * p.heads_q * sequences.entries(p);
+  }
+  Forward call_of(const Sequence& s, Heads heads, double* numbers) const {
+    Forward call = cpu::call_of(p, sequences, s, heads);
+    if (p.lse != nullptr) call.lse = numbers;
+    return call;
+  }
+  void finish(const Sequence& s, Heads heads, const Forward& call) const {
+    if (p.lse != nullptr)
+      for_query_numbers(p, call, s, heads, p.lse, call.lse,
+                        [](void* all, void* part, size_t bytes) { std::memcpy(all, part, bytes); });
+  }
+};
 
 // Zeros in rows [begin, end) of a gradient of keys or values.
 inline void clear_rows(const Attention& p, const View& view, int64_t batch, int64_t heads, Range rows,
@@ -304,41 +413,64 @@ void add_sinks(const Backward& p, const Sequences& sequences, int64_t entries, c
   }
 }
 
-// The backward pass of all sequences by run(call, runtime).
-template <class Run>
-void backward_sequences(const Backward& p, const Sequences& sequences, const Runtime& runtime, const Run& run) {
-  const int64_t numbers = sequences.most_numbers(p);
-  const int64_t entries = p.ranges.batch == 1 ? p.sinks.batch : 1,
-                sinks = p.dsinks == nullptr ? 0 : entries * p.heads_q;
-  const int64_t of_worker = numbers * 2 + sinks;
-  const Buffer<double> buffers(runtime.num_threads * of_worker), sinks_parts(sequences.count() * sinks);
-  run_sequences(p, sequences, runtime, [&](const Sequence& s, Heads heads, const Runtime& threads, int64_t worker) {
-    Backward call = call_of(p, sequences, s, heads);
-    const auto gathered = [&](const void* all, double* part) {
+// The backward pass of a sequence, by Unit::run and Unit::plan as in ForwardPass. Its numbers are the log-sum-exp of
+// its call, the gradient of that, and the gradient of the sinks.
+template <class Unit>
+struct BackwardPass : Unit {
+  using Problem = Backward;
+  const Backward& p;
+  const Sequences& sequences;
+  void* sinks_parts;  // (sequences, entries, Hq) of C, null if there is no gradient of sinks
+
+  int64_t entries_of_sinks() const { return p.ranges.batch == 1 ? p.sinks.batch : 1; }
+  int64_t numbers_of_queries(int64_t queries) const {
+    return 2 * queries * p.heads_q * sequences.entries(p) + (p.dsinks == nullptr ? 0 : entries_of_sinks() * p.heads_q);
+  }
+  int64_t numbers_of(const Sequence& s) const { return numbers_of_queries(s.queries); }
+  int64_t most_numbers() const { return numbers_of_queries(sequences.most_queries()); }
+  Backward call_of(const Sequence& s, Heads heads, double* numbers) const {
+    Backward call = cpu::call_of(p, sequences, s, heads);
+    const auto gathered = [&](const void* all) {
+      double* const part = numbers;
       for_query_numbers(p, call, s, heads, const_cast<void*>(all), part,
                         [](void* from, void* to, size_t bytes) { std::memcpy(to, from, bytes); });
+      numbers += call.batch * call.heads_q * s.queries;
       return part;
     };
-    double* const buffer = buffers.data() + worker * of_worker;
-    call.lse = gathered(p.lse, buffer);
-    if (p.grad_lse != nullptr) call.grad_lse = gathered(p.grad_lse, buffer + numbers);
-    if (sinks == 0) return run(call, threads);
-    call.dsinks = buffer + numbers * 2;
-    run(call, threads);
+    call.lse = gathered(p.lse);
+    if (p.grad_lse != nullptr) call.grad_lse = gathered(p.grad_lse);
+    if (p.dsinks != nullptr) call.dsinks = numbers;
+    return call;
+  }
+  void finish(const Sequence& s, Heads heads, const Backward& call) const {
+    if (p.dsinks == nullptr) return;
     const int64_t size = bytes_of_numbers(p.dtype), head = heads.first_group * heads_of_kv_group(p);
-    for (int64_t b = 0; b < entries; ++b)
-      std::memcpy(reinterpret_cast<char*>(sinks_parts.data()) +
-                      (((&s - &sequences[0]) * entries + b) * p.heads_q + head) * size,
-                  static_cast<const char*>(call.dsinks) + b * call.heads_q * size,
-                  static_cast<size_t>(call.heads_q * size));
-  });
-  if (sinks > 0 && p.dtype == DType::kFloat64) add_sinks(p, sequences, entries, sinks_parts.data());
-  else if (sinks > 0) add_sinks(p, sequences, entries, reinterpret_cast<const float*>(sinks_parts.data()));
+    for (int64_t b = 0; b < entries_of_sinks(); ++b)
+      std::memcpy(
+          static_cast<char*>(sinks_parts) + (((&s - &sequences[0]) * entries_of_sinks() + b) * p.heads_q + head) * size,
+          static_cast<const char*>(call.dsinks) + b * call.heads_q * size, static_cast<size_t>(call.heads_q * size));
+  }
+};
+
+// The forward pass of all sequences.
+template <class Unit>
+void forward_sequences(const Forward& p, const Sequences& sequences, const Runtime& runtime) {
+  run_sequences(ForwardPass<Unit>{{}, p, sequences}, sequences, runtime);
+}
+
+// The backward pass of all sequences.
+template <class Unit>
+void backward_sequences(const Backward& p, const Sequences& sequences, const Runtime& runtime) {
+  const int64_t entries = p.ranges.batch == 1 ? p.sinks.batch : 1;
+  const Buffer<double> sinks_parts(p.dsinks == nullptr ? 0 : sequences.count() * entries * p.heads_q);
+  run_sequences(BackwardPass<Unit>{{}, p, sequences, sinks_parts.data()}, sequences, runtime);
+  if (p.dsinks != nullptr && p.dtype == DType::kFloat64) add_sinks(p, sequences, entries, sinks_parts.data());
+  else if (p.dsinks != nullptr) add_sinks(p, sequences, entries, reinterpret_cast<const float*>(sinks_parts.data()));
   // Keys of no sequence.
   for (int64_t i = 0, end = 0; i < sequences.count(); ++i) {
     const Sequence& s = sequences[i];
     const bool last = i + 1 == sequences.count() || sequences[i + 1].batch != s.batch;
-    for (int64_t b = s.batch; b < s.batch + (p.ranges.batch == 1 ? p.batch : 1); ++b)
+    for (int64_t b = s.batch; b < s.batch + sequences.entries(p); ++b)
       for (const Range gap : {Range{end, s.keys.begin}, Range{last ? s.keys.end : p.seqlen_k, p.seqlen_k}}) {
         clear_rows(p, p.dk, b, p.heads_k, gap, p.head_dim);
         clear_rows(p, p.dv, b, p.heads_v, gap, p.head_dim_v);

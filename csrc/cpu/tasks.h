@@ -6,7 +6,35 @@
 #include "blocks.h"
 
 namespace attnkern::cpu {
+
+// A call that is cut into tasks, of whatever class (ForwardCall, BackwardCall): its tasks come in phases. Those of one
+// phase may run side by side, and those of other calls beside them; the next phase begins when they have ended.
+struct Plan {
+  void* call;
+  int64_t (*phases)(const void* call);
+  int64_t (*tasks)(const void* call, int64_t phase);
+  int64_t (*scratch_bytes)(const void* call, int64_t phase);
+  void (*run)(const void* call, int64_t phase, int64_t task, void* memory, int64_t worker);
+  void (*forget)(const void* call, int64_t worker);
+  void (*end)(void* call);      // what follows all phases
+  void (*destroy)(void* call);  // gives its memory back
+};
+
 namespace {
+
+template <class Call>
+Plan plan_of(Call* call) {
+  return {call,
+          [](const void* given) { return static_cast<const Call*>(given)->phases(); },
+          [](const void* given, int64_t phase) { return static_cast<const Call*>(given)->tasks(phase); },
+          [](const void* given, int64_t phase) { return static_cast<const Call*>(given)->scratch_bytes(phase); },
+          [](const void* given, int64_t phase, int64_t task, void* memory, int64_t worker) {
+            static_cast<const Call*>(given)->run(phase, task, memory, worker);
+          },
+          [](const void* given, int64_t worker) { static_cast<const Call*>(given)->forget(worker); },
+          [](void* given) { static_cast<const Call*>(given)->end(); },
+          [](void* given) { delete static_cast<Call*>(given); }};
+}
 
 // A KV group: the query heads that share K and V heads. Where K and V have different numbers of heads, it is the
 // smallest set of query heads that shares neither with another.
@@ -70,6 +98,14 @@ inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, i
     shared.queue.work(worker, [&](int64_t task) { shared.body(task, scratch, worker); });
   };
   runtime.parallel(workers, work, &context);
+}
+
+// A phase of a call that is alone.
+template <class Problem, class Call>
+inline void run_phase(const Problem& p, const Runtime& runtime, const Call& call, int64_t phase) {
+  run_tasks(
+      p, runtime, call.tasks(phase), call.scratch_bytes(phase),
+      [&](int64_t task, void* memory, int64_t worker) { call.run(phase, task, memory, worker); }, call.in_order(phase));
 }
 
 }  // namespace

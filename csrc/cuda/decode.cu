@@ -372,7 +372,8 @@ DecodePlan plan_decode(const Attention& p, const Chip& chip) {
   if ((left_out & kNoDecode) || plan.head_class == 0 || p.batch * p.heads_q * p.seqlen_q == 0) return plan;
   // With dropout it is training, whose calls have many queries: the forward kernels.
   const int64_t group = p.heads_q / p.heads_k;
-  if (p.dropout_p > 0 || p.heads_k != p.heads_v || p.seqlen_q * group > kDecodeMaxRows) return plan;
+  if (p.dropout_p > 0 || p.heads_k != p.heads_v) return plan;
+  if (p.seqlen_q * group > kDecodeMaxRows && !shares_rows(group, p.seqlen_q)) return plan;
   if (plan.head_class == kWideHead) {
     const WideTile tile = wide_tile(p.dtype);
     plan.rows = tile.rows, plan.keys = tile.keys, plan.threads = tile.threads, plan.shared_bytes = tile.shared_bytes;

@@ -5,6 +5,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/kernels.h"
+#include "cpu/tasks.h"
 
 namespace attnkern::cpu::ATTNKERN_ISA {
 
@@ -12,6 +13,11 @@ namespace attnkern::cpu::ATTNKERN_ISA {
 void forward(const Forward&, const Runtime&);
 void decode(const Forward&, const Runtime&);
 void backward(const Backward&, const Runtime&);
+// The same as tasks, cut for so many threads, of which `workers` run them, or those of other calls beside them. The
+// problem must stay where it is.
+Plan plan_forward(const Forward&, int64_t threads, int64_t workers);
+Plan plan_decode(const Forward&, int64_t threads);
+Plan plan_backward(const Backward&, int64_t threads, int64_t workers);
 
 namespace {
 

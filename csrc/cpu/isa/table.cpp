@@ -27,14 +27,25 @@ const Kernels* others(DType dtype) {
 #endif
 }
 
+struct ForwardUnit {
+  static void run(const Forward& p, const Runtime& runtime) {
+    return decodes(p) ? decode(p, runtime) : forward(p, runtime);
+  }
+  static Plan plan(const Forward& p, int64_t threads, int64_t workers) {
+    return decodes(p) ? plan_decode(p, threads) : plan_forward(p, threads, workers);
+  }
+};
+
+struct BackwardUnit {
+  static void run(const Backward& p, const Runtime& runtime) { backward(p, runtime); }
+  static Plan plan(const Backward& p, int64_t threads, int64_t workers) { return plan_backward(p, threads, workers); }
+};
+
 void run_forward(const Forward& p, const Runtime& runtime) {
   if (const Kernels* kernels = others(p.dtype)) return kernels->forward(p, runtime);
-  const auto run = [](const Forward& call, const Runtime& threads) {
-    return decodes(call) ? decode(call, threads) : forward(call, threads);
-  };
   const Sequences sequences(p);
-  if (sequences.count() == 0) return run(p, threads_for(p, runtime, p.seqlen_q * p.seqlen_k));
-  forward_sequences(p, sequences, threads_for(p, runtime, sequences.scores() / p.ranges.batch), run);
+  if (sequences.count() == 0) return ForwardUnit::run(p, threads_for(p, runtime, p.seqlen_q * p.seqlen_k));
+  forward_sequences<ForwardUnit>(p, sequences, threads_for(p, runtime, sequences.scores() / p.ranges.batch));
 }
 
 void run_backward(const Backward& p, const Runtime& runtime) {
@@ -49,8 +60,7 @@ void run_backward(const Backward& p, const Runtime& runtime) {
   if (p.relative && p.dbias.data != nullptr) return backward(p, runtime);
   const Sequences sequences(p);
   if (sequences.count() == 0) return backward(p, runtime);
-  backward_sequences(p, sequences, runtime,
-                     [](const Backward& call, const Runtime& threads) { return backward(call, threads); });
+  backward_sequences<BackwardUnit>(p, sequences, runtime);
 }
 
 double peak_work(DType dtype, int64_t iterations) {
