@@ -118,7 +118,7 @@ SCRATCH_SIZES = (64, 128, 256)
 def scratch_problems(pass_name: str, dtype: str) -> list[Problem]:
     """Those that need most scratch, of SCRATCH_SIZES; decode: of the most query heads to one of keys."""
     if pass_name == "decode":
-        return [Problem("forward", dtype, 1, 16, 1, 1, 2048, size) for size in SCRATCH_SIZES]
+        return [Problem("forward", dtype, 1, 256, 1, 1, 2048, size) for size in SCRATCH_SIZES]
     lengths = [SCRATCH_LONGEST[pass_name] // size for size in SCRATCH_SIZES]
     return [Problem(pass_name, dtype, 1, 1, 1, n, n, size) for n, size in zip(lengths, SCRATCH_SIZES, strict=True)]
 

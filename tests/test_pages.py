@@ -140,6 +140,30 @@ def test_more_keys_than_a_cache_holds(rows, size):
         assert same(attnkern.attention(q, key, value, block_table=table, **options, backend="cpu"), want)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_heads_read_together(dtype, rows, size):
+    """The CPU reads the rows of several key heads in the order in which they lie in memory: as without pages, head by
+    head, from any row on, by any number of threads, more heads than are read together."""
+    q, k, v = (torch.randn(2, n, s, 64, dtype=dtype) for n, s in ((10 * rows, 1), (10, 2080), (10, 2080)))
+    q[:, :rows] *= 30  # maxima that grow late
+    k[:, :, 700:], k[1, 3, 1000, 7] = k[:, :, 700:] * 2, float("nan")
+    pools, table = in_pages(size, k, v)
+    by_row = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*pools, k, v)]
+    before = torch.get_num_threads()
+    try:
+        for threads, first in ((1, 0), (1, 5), (2, 16), (16, 0)):
+            torch.set_num_threads(threads)
+            options = {"key_ranges": torch.tensor([[first, 2070]]), "enable_gqa": True, "backend": "cpu"}
+            want = attnkern.attention(q, k, v, **options).nan_to_num(3)
+            for key, value in (pools, by_row[:2]):
+                got = attnkern.attention(q, key, value, block_table=table, **options)
+                assert torch.equal(got.nan_to_num(3), want)
+            assert torch.equal(attnkern.attention(q, *by_row[2:], **options).nan_to_num(3), want)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1, 40])
 def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad, monkeypatch):
     monkeypatch.setenv("ATTNKERN_CHECK", "1")  # a GPU's are looked at only then

@@ -25,17 +25,24 @@ BackwardCut cut_backward(const Backward& p, int64_t threads, int64_t workers, co
   BackwardCut cut{kv_group, groups - left, left, 1, 0, 0, 0, 0};
   if (left == 0) return cut;
   // Times, in that of a tile of keys with all queries (python -m bench cores): of its dK and dV alone; of what dQ takes
-  // alone; and of a part of dQ, up to five times as much where all parts, those of calls beside it, too, lie far away.
-  constexpr double kKeys = 0.9, kQueries = 0.7, kPart = 0.5, kFarSums = 1 << 23;
+  // alone; of a part of dQ, up to five times as much where all parts, those of calls beside it, too, lie far away; and
+  // of each number that memory is given back for, in that of a row of all queries: from 32 MiB on the C library does
+  // so.
+  constexpr double kKeys = 0.9, kQueries = 0.7, kPart = 0.5, kFarSums = 1 << 23, kGivenBack = 0.09;
   const Wanted wanted(p);
   const bool of_keys = wanted.dk || wanted.dv || bias.way == bias.kStored;
-  const int64_t sums = left * kv_group * p.seqlen_q * p.head_dim;
+  const double sums = static_cast<double>(left * kv_group * p.seqlen_q * p.head_dim);
+  const double kept = static_cast<double>(left * p.seqlen_k * (p.head_dim + p.head_dim_v));
   double least = 0;
   for (int64_t chunks = 1; chunks <= tiles; ++chunks) {
     const double rounds = static_cast<double>((left * chunks + threads - 1) / threads);
-    const double far = static_cast<double>(chunks * sums * workers) / (kFarSums * static_cast<double>(threads));
+    const double parts = static_cast<double>(chunks) * sums;
+    const double far = parts * static_cast<double>(workers) / (kFarSums * static_cast<double>(threads));
     const double part = wanted.dq ? kPart * (1 + 4 * (far < 1 ? far : 1)) : 0;
-    const double time = rounds * (static_cast<double>((tiles + chunks - 1) / chunks) + part);
+    double time = rounds * (static_cast<double>((tiles + chunks - 1) / chunks) + part);
+    // In steps, parts take half of kFarSums, and what is kept comes to it.
+    const double memory = far > 0.5 ? kFarSums / 2 + kept : parts;
+    if (wanted.dq && memory > kFarSums) time += kGivenBack * memory * static_cast<double>(left) / sums;
     if (least == 0 || time < least) least = time, cut.chunks = chunks;
   }
   const double share = static_cast<double>(left * tiles) / static_cast<double>(threads);

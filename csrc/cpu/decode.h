@@ -7,6 +7,8 @@
 // heads than threads the keys are split, and the parts merged by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
 #pragma once
 
+#include <new>
+
 #include "decode_stream.h"
 
 namespace attnkern::cpu {
@@ -312,12 +314,30 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   finish_run(end);
 }
 
-// The rows of key head `head_k` against their keys in [begin, end): fills scratch.out, largest and sums.
+// decode_keys for `heads` key heads from head_k on.
 template <int64_t kKeysOfBlock, class T, class Op, class Keys>
-void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k, int64_t begin,
-                 int64_t end) {
+void decode_keys_of_heads(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
+                          int64_t heads, int64_t begin, int64_t end, Range full) {
+  if (heads == 1) return decode_keys<kKeysOfBlock, T, Op, Keys>(p, *scratch, batch, head_k, begin, end, full);
+  const int64_t turns = max64(0, full.end - full.begin) / Simd<typename Op::Compute>::kLanes;
+  const int64_t streamed = turns * Simd<typename Op::Compute>::kLanes, first = turns == 0 ? end : full.begin;
+  const auto in_blocks = [&](int64_t from, int64_t to) {
+    for (int64_t h = 0; from < to && h < heads; ++h)
+      decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch[h], batch, head_k + h, from, to, {to, to});
+  };
+  in_blocks(begin, first);
+  if (turns == 0) return;
+  heads_for<T, Op>(p, p.heads_q / p.heads_k * p.seqlen_q)(p, scratch, batch, head_k, heads, first, streamed);
+  in_blocks(first + streamed, end);
+}
+
+// The rows of `heads` key heads from head_k on against their keys in [begin, end): fills each head's scratch.out,
+// largest and sums.
+template <int64_t kKeysOfBlock, class T, class Op, class Keys>
+void decode_part(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k, int64_t heads,
+                 int64_t begin, int64_t end) {
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
-  begin_part<T>(p, scratch, batch, head_k);
+  for (int64_t h = 0; h < heads; ++h) begin_part<T>(p, scratch[h], batch, head_k + h);
   const VisitedKeys visited(p, batch, head_k * group, group, 0, p.seqlen_q, {begin, end});
   for (const Range keys : {visited.first(), visited.second()}) {
     if (keys.end <= keys.begin) continue;
@@ -327,12 +347,14 @@ void decode_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       const Range all = p.band.full(0, p.seqlen_q, {max64(keys.begin, common.begin), min64(keys.end, common.end)});
       if (all.end - all.begin > full.end - full.begin) full = all;
     }
-    decode_keys<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, keys.begin, keys.end, full);
+    decode_keys_of_heads<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, heads, keys.begin, keys.end, full);
   }
   if (p.ranges.data == nullptr && !(p.bias.data != nullptr && p.bias_dtype == DType::kBool)) return;
-  NonNumbers<typename Op::Compute> sums;
-  for (int64_t r = 0; r < rows; ++r) sums.add(scratch.out + r * scratch.out_step, 1, p.head_dim_v);
-  if (sums.found()) decode_attended<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, begin, end);
+  for (int64_t h = 0; h < heads; ++h) {
+    NonNumbers<typename Op::Compute> sums;
+    for (int64_t r = 0; r < rows; ++r) sums.add(scratch[h].out + r * scratch[h].out_step, 1, p.head_dim_v);
+    if (sums.found()) decode_attended<kKeysOfBlock, T, Op, Keys>(p, scratch[h], batch, head_k + h, begin, end);
+  }
 }
 
 // Merges the parts of one row with its sink and writes output and log-sum-exp. A part is [out..., largest, sum], `step`
@@ -385,14 +407,18 @@ class DecodeCall {
         part_keys_((blocks_ + parts_ - 1) / parts_ * kDecodeKeys),
         // Copied rows are to stay in the cache, so a block then has fewer keys.
         many_(rows_ <= kFewRows && reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v)),
+        heads_of_set_(heads_of_set(threads)),
+        sets_((p.heads_k + heads_of_set_ - 1) / heads_of_set_),
         sizes_(scratch(nullptr)),
         step_(sizes_.out_step + 2),
         merged_(heads_ * rows_ * parts_ * step_) {}
 
   int64_t phases() const { return 2; }
-  int64_t tasks(int64_t phase) const { return rows_ == 0 ? 0 : heads_ * (phase == 0 ? parts_ : rows_); }
+  int64_t tasks(int64_t phase) const {
+    return rows_ == 0 ? 0 : phase == 0 ? p_.batch * sets_ * parts_ : heads_ * rows_;
+  }
   int64_t scratch_bytes(int64_t phase) const {
-    return phase == 0 ? sizes_.bytes : sizes_.out_step * static_cast<int64_t>(sizeof(C));
+    return phase == 0 ? heads_of_set_ * sizes_.bytes : sizes_.out_step * static_cast<int64_t>(sizeof(C));
   }
   bool in_order(int64_t) const { return false; }
   // Whether the merge is worth threads.
@@ -410,20 +436,30 @@ class DecodeCall {
   DecodeScratch<Op> scratch(void* memory) const {
     return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, rows_ >= kRowsForScoreTiles<T, Op>};
   }
+  // How many key heads a task reads together: there are to be two tasks for each thread, if heads suffice for that.
+  int64_t heads_of_set(int64_t threads) const {
+    if (heads_ == 0 || heads_for<T, Op>(p_, rows_) == nullptr) return 1;
+    const int64_t tasks = p_.batch * parts_, sets = threads == 1 ? 1 : (2 * threads + tasks - 1) / tasks;
+    return max64(1, min64(kHeadsTogether, p_.heads_k / sets));
+  }
   void run_part(int64_t task, void* memory) const {
-    const DecodeScratch<Op> own = scratch(memory);
-    const int64_t part = task % parts_, head = task / parts_;
+    const int64_t part = task % parts_, set = task / parts_ % sets_, batch = task / parts_ / sets_;
+    const int64_t head_k = set * heads_of_set_, heads = min64(heads_of_set_, p_.heads_k - head_k);
     const int64_t begin = min64(visited_.end, visited_.begin + part * part_keys_);
+    DecodeScratch<Op> own[kHeadsTogether];
+    for (int64_t h = 0; h < heads; ++h)
+      new (own + h) DecodeScratch<Op>(scratch(static_cast<char*>(memory) + h * sizes_.bytes));
     const auto run = p_.pages.table == nullptr
                          ? (many_ ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
                          : (many_ ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
-    run(p_, own, head / p_.heads_k, head % p_.heads_k, begin, min64(visited_.end, begin + part_keys_));
-    for (int64_t r = 0; r < rows_; ++r) {
-      C* target = merged_.data() + ((head * rows_ + r) * parts_ + part) * step_;
-      std::memcpy(target, own.out + r * own.out_step, static_cast<size_t>(own.out_step) * sizeof(C));
-      target[step_ - 2] = own.largest[r];
-      target[step_ - 1] = Simd<C>::sum(Simd<C>::load(own.sums + r * Simd<C>::kLanes));
-    }
+    run(p_, own, batch, head_k, heads, begin, min64(visited_.end, begin + part_keys_));
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t r = 0; r < rows_; ++r) {
+        C* target = merged_.data() + (((batch * p_.heads_k + head_k + h) * rows_ + r) * parts_ + part) * step_;
+        std::memcpy(target, own[h].out + r * own[h].out_step, static_cast<size_t>(own[h].out_step) * sizeof(C));
+        target[step_ - 2] = own[h].largest[r];
+        target[step_ - 1] = Simd<C>::sum(Simd<C>::load(own[h].sums + r * Simd<C>::kLanes));
+      }
   }
 
   const Forward& p_;
@@ -431,6 +467,7 @@ class DecodeCall {
   const Range visited_;
   const int64_t blocks_, parts_, part_keys_;
   const bool many_;
+  const int64_t heads_of_set_, sets_;
   const DecodeScratch<Op> sizes_;
   const int64_t step_;
   const Buffer<C> merged_;

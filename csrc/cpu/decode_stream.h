@@ -12,6 +12,7 @@ struct DecodeScratch {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
 
+  DecodeScratch() = default;
   DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles) {
     Arena arena(memory);
     constexpr int64_t kLanes = Simd<C>::kLanes;
@@ -113,11 +114,40 @@ template <int kDim, bool kPairs, class Op>
   }
 }
 
+// A row's maximum so far, m, and that of its next scores x: returns the greater one and rescales what is summed up.
+template <int kDim, class Op>
+[[gnu::always_inline]] inline Simd<float>::V raise_maximum(const DecodeScratch<Op>& scratch, int64_t row,
+                                                           Simd<float>::V m, Simd<float>::V x) {
+  using S = Simd<float>;
+  const S::V old = m;
+  m = S::max_all(S::max(x, m));
+  const S::V correction = S::exp2((old - m) * S::set1(kLog2E<float>));
+  for (int64_t c = 0; c < kDim; c += S::kLanes) {
+    float* out = scratch.out + row * scratch.out_step + c;
+    S::store(out, S::load(out) * correction);
+  }
+  S::store(scratch.sums + row * S::kLanes, S::load(scratch.sums + row * S::kLanes) * correction);
+  scratch.largest[row] = m[0];
+  return m;
+}
+
 // A turn's rows; and how far away those are that are prefetched meanwhile.
 template <class T>
 struct Turn {
   const T* row;
   int64_t step, ahead;
+};
+
+// The same; rows from elsewhere are prefetched meanwhile, row i with row i, without the first `early` ones.
+template <class T>
+struct TurnOfHead {
+  const T* row;
+  int64_t step;
+  const T* other;
+  int64_t other_step, early;
+  [[gnu::always_inline]] void prefetch(int64_t i, int64_t column, int64_t columns) const {
+    if (i >= early) prefetch_row(other + i * other_step + column, columns);
+  }
 };
 
 // The rows of K or V from `key` on, a turn at a time.
@@ -160,8 +190,8 @@ class Turns {
 };
 
 // scores[row] = q[row] . K of a turn's keys, for kRun rows.
-template <class T, int kDim, int kRun>
-[[gnu::always_inline]] inline void score_turn(const Turn<T>& now, bool prefetches,
+template <class T, int kDim, int kRun, template <class> class AnyTurn>
+[[gnu::always_inline]] inline void score_turn(const AnyTurn<T>& now, bool prefetches,
                                               const typename RowDot<float, T>::Query* q, int64_t q_step,
                                               float* scores) {
   using S = Simd<float>;
@@ -175,7 +205,11 @@ template <class T, int kDim, int kRun>
     V sum[kLanes] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup; ++i, row += now.step) {
-      if (prefetches) prefetch_row(row + now.ahead, kDim);
+      if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
+        if (prefetches) now.prefetch(group * kGroup + i, 0, kDim);
+      } else if (prefetches) {
+        prefetch_row(row + now.ahead, kDim);
+      }
 #pragma GCC unroll 16
       for (int c = 0; c < kDim; c += Dot::kWidth) {
         const auto value = kDim - c < Dot::kWidth ? Dot::load(row + c, kDim - c) : Dot::load(row + c);
@@ -192,8 +226,8 @@ template <class T, int kDim, int kRun>
 }
 
 // sum[row] += probabilities[row] . V of a turn's keys, for kRun rows and kColumns columns from `column` on.
-template <bool kPairs, int kColumns, class T, int kRun, int kVectors>
-[[gnu::always_inline]] inline void add_turn(const Turn<T>& now, bool prefetches, const float* probabilities,
+template <bool kPairs, int kColumns, class T, int kRun, int kVectors, template <class> class AnyTurn>
+[[gnu::always_inline]] inline void add_turn(const AnyTurn<T>& now, bool prefetches, const float* probabilities,
                                             int64_t column, Simd<float>::V (&sum)[kRun][kVectors]) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes;
@@ -202,7 +236,11 @@ template <bool kPairs, int kColumns, class T, int kRun, int kVectors>
 #if defined(__AVX512BF16__)
 #pragma GCC unroll 8
     for (int i = 0; i < kLanes / 2; ++i, row += 2 * now.step) {
-      if (prefetches) prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
+      if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
+        if (prefetches) now.prefetch(2 * i, column, kColumns), now.prefetch(2 * i + 1, column, kColumns);
+      } else if (prefetches) {
+        prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
+      }
       __m512i value[kVectors];
 #pragma GCC unroll 8
       for (int c = 0; c < kVectors; c += 2) {
@@ -223,7 +261,11 @@ template <bool kPairs, int kColumns, class T, int kRun, int kVectors>
   } else {
 #pragma GCC unroll 4
     for (int i = 0; i < kLanes; ++i, row += now.step) {
-      if (prefetches) prefetch_row(row + now.ahead, kColumns);
+      if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
+        if (prefetches) now.prefetch(i, column, kColumns);
+      } else if (prefetches) {
+        prefetch_row(row + now.ahead, kColumns);
+      }
 #pragma GCC unroll 16
       for (int c = 0; c < kVectors; ++c) {
         const auto value = S::load_as(row + c * kLanes);
@@ -323,15 +365,7 @@ template <class T, class Op, class Keys, int kRows, int kDim>
       V m = S::set1(scratch.largest[r]);
       if (!S::all(x <= m)) {  // a greater maximum, which soon gets rare, or NaN, which is none
         add_recent();
-        const V old = m;
-        m = S::max_all(S::max(x, m));
-        const V correction = S::exp2((old - m) * S::set1(kLog2E<float>));
-        for (int64_t c = 0; c < kDim; c += kLanes) {
-          float* out = scratch.out + r * scratch.out_step + c;
-          S::store(out, S::load(out) * correction);
-        }
-        S::store(scratch.sums + r * kLanes, S::load(scratch.sums + r * kLanes) * correction);
-        scratch.largest[r] = m[0];
+        m = raise_maximum<kDim>(scratch, r, m, x);
       }
       const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
       const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
@@ -350,43 +384,260 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   add_recent();
 }
 
+// Adds all kDim columns to sums that lie in memory: as many at a time as there are registers for. add<columns>(the
+// first, sums) adds some.
+template <bool kPairs, int kDim, int kRun, class Add>
+[[gnu::always_inline]] inline void add_columns_to_memory(float* sums, int64_t step, const Add& add) {
+  using S = Simd<float>;
+  constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
+  constexpr int kBlock = min64(kVectors, 16 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
+  const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
+    S::V sum[kRun][kCount];
+    float* first = sums + c * kLanes;
+    move_sums(first, step, sum, [](float* from, S::V& to) { to = S::load(from); });
+    add.template operator()<kColumns>(c * kLanes, sum);
+    move_sums(first, step, sum, [](float* to, S::V& from) { S::store(to, from); });
+  };
+  constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
+  for (int64_t c = 0; c < kWhole; c += kBlock) columns.template operator()<kBlock, kColumns>(c);
+  if constexpr (kRest != 0) columns.template operator()<kRest, kDim - kWhole * kLanes>(kWhole);
+}
+
+// Key heads of a task, and turns of each that follow each other, at most.
+inline constexpr int64_t kHeadsTogether = 8, kTurnsTogether = 4;
+
+// Whether a key's rows of all heads lie side by side.
+inline bool side_by_side(const View& rows) { return rows.stride[1] < rows.stride[2]; }
+
+// Rows of K or V of several heads from `key` on, which may lie in pages.
+template <class T, int kDim>
+class TurnsOfHeads {
+ public:
+  static constexpr int64_t kLanes = Simd<float>::kLanes;
+
+  TurnsOfHeads(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t heads, int64_t key,
+               int64_t keys)
+      : rows_(view, p.pages),
+        batch_(batch),
+        head_(head),
+        key_(key),
+        keys_(keys),
+        side_by_side_(side_by_side(view)),
+        dense_(side_by_side_ && view.stride[1] * heads == view.stride[2]) {}
+
+  // How many turns from key number j on a head meets before the next one does, of `most`: those of which its rows lie
+  // together. (Where heads lie side by side, more than one wouldn't stay in the first-level cache for the last head.)
+  int64_t turns(int64_t j, int64_t most) const {
+    return side_by_side_ ? 1 : max64(1, min64(min64(most, kTurnsTogether), rows_together(rows_, key_ + j) / kLanes));
+  }
+  // That of the keys from number j on; `other` are prefetched meanwhile, from their number `next` on and in the order
+  // in which they lie in memory.
+  [[gnu::always_inline]] TurnOfHead<T> turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t next,
+                                            int64_t early) {
+    TurnOfHead<T> now;
+    now.early = early;
+    if (together(j)) {
+      now.row = row(head, j), now.step = rows_.stride[2];
+    } else {
+      for_runs(rows_, key_ + j, kLanes, [&](int64_t first, int64_t count) {
+        for (int64_t i = 0; i < count; ++i)
+          std::memcpy(copy_ + (first + i) * kDim, row(head, j + first + i), kDim * sizeof(T));
+      });
+      now.row = copy_, now.step = kDim;
+    }
+    if (next >= other.keys_ || !other.together(next)) now.other = now.row, now.other_step = now.step;
+    else if (other.dense_)
+      now.other_step = other.rows_.stride[1], now.other = other.row(0, next) + head * kLanes * now.other_step;
+    else now.other = other.row(head, next), now.other_step = other.rows_.stride[2];
+    return now;
+  }
+
+ private:
+  bool together(int64_t j) const { return rows_together(rows_, key_ + j) >= kLanes; }
+  const T* row(int64_t head, int64_t j) const { return at<T>(rows_, batch_, head_ + head, key_ + j); }
+
+  const KeyRows rows_;
+  const int64_t batch_, head_, key_, keys_;
+  const bool side_by_side_, dense_;
+  alignas(64) T copy_[kLanes * kDim];  // of rows in two pages
+};
+
+// How many of the turns, up to the first that doesn't, leave the rows' maxima as they are.
+template <class Op>
+[[gnu::noinline]] int64_t turns_without_maximum(const DecodeScratch<Op>& scratch, float scale, int64_t rows,
+                                                int64_t turns, const float* scores) {
+  using S = Simd<float>;
+  for (int64_t t = 0; t < turns; ++t)
+    for (int64_t r = 0; r < rows; ++r, scores += S::kLanes)
+      if (!S::all(S::product(S::load(scores), S::set1(scale)) <= S::set1(scratch.largest[r]))) return t;
+  return turns;
+}
+
+// How many rows are prefetched while a turn's scores become probabilities.
+inline int64_t early_rows(int64_t rows) { return 2 * min64(rows, 3); }
+
+// Scores of turns of a head to probabilities. Only one turn may have a greater maximum.
+template <class Op, bool kPairs, int kDim, class T>
+[[gnu::noinline]] void probabilities_of_turns(const DecodeScratch<Op>& scratch, float signed_scale, int64_t rows,
+                                              int64_t turns, const float* scores, float* probabilities,
+                                              const TurnOfHead<T>* prefetched) {
+  using S = Simd<float>;
+  using V = S::V;
+  constexpr int kLanes = S::kLanes;
+  const V scale = S::set1(signed_scale);
+  for (int64_t r = 0; r < rows; ++r) {
+    V m = S::set1(scratch.largest[r]);
+    if (const V x = S::product(S::load(scores + r * kLanes), scale); turns == 1 && !S::all(x <= m)) {
+      add_recent_sums<kDim, kPairs>(scratch, rows);
+      m = raise_maximum<kDim>(scratch, r, m, x);
+    }
+    const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
+    float* sum = scratch.recent + r * scratch.recent_step() + scratch.out_step;
+    V total = S::load(sum);
+#pragma GCC unroll 4
+    for (int64_t t = 0; t < turns; ++t) {
+      const int64_t place = (t * rows + r) * kLanes;
+      const TurnOfHead<T>& turn = prefetched[t];
+      for (int64_t i = 2 * r; i < 2 * r + 2 && i < turn.early; ++i)
+        prefetch_row(turn.other + i * turn.other_step, kDim);
+      const V x = S::product(S::load(scores + place), scale);
+      const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
+      total += probability;
+      if constexpr (kPairs) S::store_as(reinterpret_cast<BFloat16*>(probabilities + place), probability);
+      else S::store(probabilities + place, probability);
+    }
+    S::store(sum, total);
+  }
+}
+
+// decode_stream for several key heads, which may lie in pages, and without a bias: some turns of all heads, first of K
+// and then of V. Meanwhile the next of these are prefetched. Each head adds up in the order of decode_stream.
+template <class T, class Op, int kRows, int kDim>
+[[gnu::noinline]] void decode_heads(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
+                                    int64_t heads, int64_t key, int64_t keys) {
+  using S = Simd<float>;
+  using Query = typename RowDot<float, T>::Query;
+  constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
+  constexpr int kLanes = S::kLanes;
+  const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch->recent_step();
+  const int64_t part = rows * kLanes;  // scores or probabilities of a turn
+  const float scale = ScoreParams<float>(p, true).signed_scale;
+  using Turns = TurnsOfHeads<T, kDim>;
+  Turns k(p, p.k, batch, head_k, heads, key, keys), v(p, p.v, batch, head_k, heads, key, keys);
+  const auto turns_from = [&](int64_t j) {
+    const int64_t most = min64(keys - j, kDecodeKeys - j % kDecodeKeys) / kLanes;
+    return v.turns(j, k.turns(j, most));
+  };
+  // Of each head's scratch.scores: those of some turns, those of the next ones, probabilities.
+  const auto score_turns = [&](int64_t j, int64_t turns, int64_t place, int64_t next) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const DecodeScratch<Op>& own = scratch[head];
+      const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? own.q : own.q_as_given);
+      for (int64_t t = 0; t < turns; ++t) {
+        const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes, 0);
+        float* scores = own.scores + (place + t) * part;
+        for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+          score_turn<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
+        });
+      }
+    }
+  };
+  const auto add_turns = [&](int64_t j, int64_t turns, int64_t place, const Turns& other, int64_t next) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const DecodeScratch<Op>& own = scratch[head];
+      const float* scores = own.scores + place * part;
+      float* probabilities = own.scores + 2 * kTurnsTogether * part;
+      if (j % kDecodeKeys == 0) add_recent_sums<kDim, kPairs>(own, rows);
+      TurnOfHead<T> of_turns[kTurnsTogether];
+      for (int64_t t = 0; t < turns; ++t)
+        of_turns[t] = v.turn(head, j + t * kLanes, other, next + t * kLanes, early_rows(rows));
+      for (int64_t t = 0, now; t < turns; t += now) {
+        now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
+        probabilities_of_turns<Op, kPairs, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
+        for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+          add_columns_to_memory<kPairs, kDim, kRun>(
+              own.recent + r * recent_step, recent_step,
+              [&]<int kColumns>(int64_t column, auto& sum) __attribute__((always_inline)) {
+                for (int64_t i = 0; i < now; ++i)
+                  add_turn<kPairs, kColumns>(of_turns[t + i], r == 0, probabilities + i * part + r * kLanes, column,
+                                             sum);
+              });
+        });
+      }
+    }
+  };
+
+  for (int64_t head = 0; head < heads; ++head)
+    std::memset(scratch[head].recent, 0, static_cast<size_t>(rows * recent_step) * sizeof(float));
+  int64_t turns = turns_from(0);
+  score_turns(0, turns, 0, 0);
+  for (int64_t j = 0, place = 0; j < keys; place = kTurnsTogether - place) {
+    const int64_t now = turns, next = j + now * kLanes;
+    turns = next < keys ? turns_from(next) : 0;
+    if (turns > 0) score_turns(next, turns, kTurnsTogether - place, j);
+    const int64_t after = next + turns * kLanes;
+    add_turns(j, now, place, after < keys ? k : v, after < keys ? after : next);
+    j = next;
+  }
+  for (int64_t head = 0; head < heads; ++head) add_recent_sums<kDim, kPairs>(scratch[head], rows);
+}
+
 template <class T, class Op>
 using DecodeStream = void (*)(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
                               int64_t key, int64_t keys);
+template <class T, class Op>
+using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
+                             int64_t heads, int64_t key, int64_t keys);
 
 // Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns. As measured: what is in a cache is multiplied
 // faster in blocks, what is not is read faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
-// The kernel of that kind for these rows, or null. It wants 32 registers. (More rows have too much to multiply for it,
-// two of float16 too.)
-template <class T, class Op, class Keys>
-DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
+// The kernel of turns for these rows, of_size<kRows, kDim>(), or null. It wants 32 registers. (More rows have too much
+// to multiply for it, two of float16 too.)
+template <class Kernel, class T, class Op, class OfSize>
+Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
   using C = typename Op::Compute;
   if constexpr (Simd<C>::kLanes == 16) {
     if (const ScoreParams<C> score(p); score.capped() || score.dropout || p.head_dim != p.head_dim_v ||
                                        !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
       return nullptr;
-    const auto of_size = [&]<int kDim>() -> DecodeStream<T, Op> {
-      if (rows == 1) return decode_stream<T, Op, Keys, 1, kDim>;
+    const auto of_dim = [&]<int kDim>() -> Kernel {
+      if (rows == 1) return of_size.template operator()<1, kDim>();
       const int64_t bytes = p.batch * p.heads_k * p.seqlen_k * 2 * kDim * static_cast<int64_t>(sizeof(T));
       if (Op::kPack == 2 && bytes < kTurnsFrom) return nullptr;
       if constexpr ((sizeof(T) == 4 || Op::kPack == 2) && kDim <= 128)
-        if (rows == 2) return decode_stream<T, Op, Keys, 2, kDim>;
+        if (rows == 2) return of_size.template operator()<2, kDim>();
       if constexpr (Op::kPack == 2)
-        if (rows <= 4) return decode_stream<T, Op, Keys, 4, kDim>;
+        if (rows <= 4) return of_size.template operator()<4, kDim>();
       return nullptr;
     };
     switch (p.head_dim) {
-      case 32: return of_size.template operator()<32>();
-      case 64: return of_size.template operator()<64>();
-      case 80: return of_size.template operator()<80>();
-      case 96: return of_size.template operator()<96>();
-      case 128: return of_size.template operator()<128>();
-      case 256: return of_size.template operator()<256>();
+      case 32: return of_dim.template operator()<32>();
+      case 64: return of_dim.template operator()<64>();
+      case 80: return of_dim.template operator()<80>();
+      case 96: return of_dim.template operator()<96>();
+      case 128: return of_dim.template operator()<128>();
+      case 256: return of_dim.template operator()<256>();
     }
   }
   return nullptr;
+}
+
+template <class T, class Op, class Keys>
+DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
+  return kernel_of_turns<DecodeStream<T, Op>, T, Op>(
+      p, rows, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
+}
+
+// That for several key heads: where a key's rows of all heads lie side by side, and for 3 and 4 rows in pages. (Rows
+// that do little with what they read are better off with the two streams of a head.) The heads have the same keys.
+template <class T, class Op>
+DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
+  const bool pays = (side_by_side(p.k) && side_by_side(p.v)) || (p.pages.table != nullptr && rows > 2);
+  if (!pays || p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
+  return kernel_of_turns<DecodeHeads<T, Op>, T, Op>(
+      p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
 }
 
 }  // namespace
