@@ -134,8 +134,7 @@ def test_a_library_with_one_schedule_refuses_the_others():
     code = """
         import torch, launches, routes
         from attnkern.backends import cuda
-        from attnkern.backends import cuda
-from attnkern.params import AttentionParams
+        from attnkern.params import AttentionParams
         from attnkern.signatures import Inputs
         parts = launches.parts
         launches.parts = lambda: ({x: y for x, y in parts()[0].items() if "schedules" not in x.name}, parts()[1])
