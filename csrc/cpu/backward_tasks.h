@@ -33,8 +33,11 @@ BackwardCut cut_backward(const Backward& p, int64_t threads, int64_t workers, co
   const bool of_keys = wanted.dk || wanted.dv || bias.way == bias.kStored;
   const double sums = static_cast<double>(left * kv_group * p.seqlen_q * p.head_dim);
   const double kept = static_cast<double>(left * p.seqlen_k * (p.head_dim + p.head_dim_v));
+  // Tasks' own sums of a table's gradient take 16 MiB, whatever the number of threads, or one sum for each group.
+  constexpr int64_t kTables = 1 << 22;
+  const int64_t most = bias.way == bias.kByTask ? max64(1, kTables / (left * max64(1, bias.size))) : tiles;
   double least = 0;
-  for (int64_t chunks = 1; chunks <= tiles; ++chunks) {
+  for (int64_t chunks = 1; chunks <= min64(tiles, most); ++chunks) {
     const double rounds = static_cast<double>((left * chunks + threads - 1) / threads);
     const double parts = static_cast<double>(chunks) * sums;
     const double far = parts * static_cast<double>(workers) / (kFarSums * static_cast<double>(threads));
