@@ -262,8 +262,8 @@ def pytest_runtest_makereport(item, call):
 
 TABLES = {
     "feature": "torch's features: eager, aot_eager, inductor",  # tests/test_features.py
-    "triton": "the Triton kernels in the simulator, forward and all gradients",  # tests/test_triton.py
-    "cuda": "the CUDA C++ kernels in the simulator",  # tests/test_cuda_kernels.py and test_cuda_backward.py
+    "triton": "the Triton kernels in the simulator, forward and all gradients",  # tests/test_gpu_calls.py
+    "cuda": "the CUDA C++ kernels in the simulator",  # tests/test_gpu_calls.py
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,48 @@ from bench.cases import DTYPES, Case
 
 ALL = (80, 90, 120)
 LAST: dict[str, Any] = {"causal": True, "alignment": "bottom_right"}
+
+
+def documents(seqlen_q: int, seqlen_k: int, *, size: int = 24, is_causal: bool = True) -> torch.Tensor:
+    """Documents of `size` keys, and of as large a share of the queries."""
+    row = torch.arange(seqlen_q)
+    place = (row + 1) * seqlen_k // seqlen_q - 1
+    begin = place // size * size
+    end = place + 1 if is_causal else (begin + size).clamp(max=seqlen_k)
+    return torch.stack([begin, end], -1).view(seqlen_q, 1, 2)
+
+
+def window_and_sinks(seqlen_q: int, seqlen_k: int, *, left: int = 20, sinks: int = 3) -> torch.Tensor:
+    place = torch.arange(seqlen_q) + seqlen_k - seqlen_q
+    sink = torch.stack([torch.zeros_like(place), (place + 1).clamp(max=sinks)], -1)
+    return torch.stack([sink, torch.stack([place - left, place + 1], -1)], -2)
+
+
+def padding(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([[0, n] for n in lengths]).view(-1, 1, 1, 1, 2)
+
+
+def anything(batch: int, heads: int, rows: int, ranges: int, seqlen_k: int) -> torch.Tensor:
+    """Ends in front of the first key and behind the last, ranges that overlap or are empty, one in eight backwards."""
+    shape = batch, heads, rows, ranges
+    begin = torch.randint(-5, max(1, seqlen_k - 9), shape)
+    end = begin + torch.randint(10, seqlen_k + 20, shape)
+    turned = torch.randint(8, shape) == 0
+    return torch.stack([torch.where(turned, end, begin), torch.where(turned, begin, end)], -1)
+
+
+# Key ranges by the lengths of query and key; "anything" is for two batch elements and four heads, as is the next.
+KINDS: dict[str, Callable[[int, int], torch.Tensor]] = {
+    "documents": lambda lq, lk: documents(lq, lk),
+    "whole documents": lambda lq, lk: documents(lq, lk, size=90, is_causal=False),
+    "window and sinks": window_and_sinks,
+    "padding": lambda lq, lk: padding([lk // 2, lk]),
+    "nothing": lambda lq, lk: torch.tensor([[3, 3]]).expand(lq, 1, 2),
+    "everything": lambda lq, lk: torch.tensor([[-7, 2**31 - 1]]).expand(1, 1, 2),
+    "anything": lambda lq, lk: anything(2, 4, lq, 2, lk),
+    "one range of a head": lambda lq, lk: anything(1, 4, 1, 1, lk),
+    "one range of a row": lambda lq, lk: anything(1, 1, lq, 1, lk),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +71,10 @@ class Call(Case):
 
     heads_v: int | None = None  # None: as many as heads_k
     score: float = 0.0  # what the scores lie around
-    ranges: str = ""  # kind, shape and number of random key ranges, as `testing.Inputs.with_ranges` takes them
+    ranges: str = ""  # of KINDS, or what `testing.Inputs.with_ranges` takes: kind, shape and number of random ones
     sinks: str = ""  # "H" or "BH", as `testing.Inputs.with_sinks` takes it: float32, or float64
     relative: str = ""  # "H" or "1", and how many numbers by distance ("": L + S - 1)
+    poison: float | None = None  # what all that no query attends to holds, and queries without a key
     gpus: tuple[int, ...] = (80, 90)  # compute capabilities that Triton's kernels are compiled for
 
     def __post_init__(self) -> None:
@@ -53,7 +96,9 @@ class Call(Case):
             given |= {"mask": (kind, shape), "mask_dtype": DTYPES[other[0]] if other else None}
         inputs = self.drawn(device=device, seed=seed, **given)
         inputs = self._moved(inputs) if self.score else inputs
-        if self.ranges:
+        if self.ranges in KINDS:
+            inputs = dataclasses.replace(inputs, key_ranges=KINDS[self.ranges](self.seqlen_q, self.seqlen_k).to(device))
+        elif self.ranges:
             kind, shape, count = self.ranges.split()
             inputs = inputs.with_ranges(kind, shape, int(count), torch.int32, seed or 0)
         if self.relative:
@@ -64,7 +109,7 @@ class Call(Case):
         if self.sinks:
             exact = torch.promote_types(inputs.query.dtype, torch.float32)
             inputs = inputs.with_sinks(self.sinks, exact, int(torch.randint(2**31, ())) if seed is None else seed)
-        return inputs
+        return inputs if self.poison is None else inputs.with_poison(self.poison)
 
     def _moved(self, inputs: testing.Inputs) -> testing.Inputs:
         """Every entry of query and key is one number, give or take a little noise."""
@@ -215,6 +260,83 @@ def _masked_bands() -> Iterator[Call]:
         yield call(f"float mask {shape}, {name}", "masked-bands", (2, 2, 131, 150, 16), **band, mask=mask)
 
 
+_EXCLUDING: dict[str, dict[str, Any]] = {  # as MASKS of test_unattended.py
+    "bool": {"mask": "bool BHLS"},
+    "bool of keys": {"mask": "bool B11S"},
+    "ranges": {"ranges": "few BHL 2"},
+    "ranges of a batch": {"ranges": "anything B11 1"},
+    "bool and ranges": {"mask": "bool 11LS", "ranges": "near 1HL 1"},
+    "float and ranges": {"mask": "float BHLS", "ranges": "near B1L 2"},
+    "causal": {"causal": True},
+    "window and bool": {"mask": "bool BH1S", "window": (9, 5), "alignment": "bottom_right"},
+    "softcap": {"mask": "bool BH1S", "ranges": "near BHL 1", "softcap": 2.0},
+    "negative scale": {"mask": "bool BH1S", "ranges": "near BHL 1", "scale": -0.7},
+    "window": {"window": (40, 30)},
+    "softcap, window": {"window": (40, 30), "softcap": 2.0},
+    "bool of queries": {"mask": "bool B1L1"},
+    "slots in front of a window": {"window": (530, 9), "alignment": "bottom_right"},
+    "slots behind a window": {"window": (None, 550)},
+    "slots behind a window, bias": {"mask": "float BHLS", "window": (None, 550)},
+}
+
+
+def _excluded() -> Iterator[Call]:
+    """Keys and queries that are excluded and hold NaN, or infinity: where kernels are their own, two kinds of mask."""
+    calls: list[tuple[str, str, tuple[int, int, int, int], str, str]] = [
+        ("cuda", "bfloat16", (70, 140, 64, 2), "bf16", "bool of keys; ranges of a batch"),
+        ("cuda", "float16, rows not aligned", (70, 109, 36, 2), "fp16", "softcap; causal"),
+        ("cuda", "float32", (46, 90, 40, 2), "fp32", "window and bool; ranges"),
+        ("cuda", "bfloat16 above 256", (40, 100, 264, 2), "bf16", "bool and ranges; ranges"),
+        ("cuda", "float32 above 256", (20, 70, 300, 4), "fp32", "negative scale; float and ranges"),
+        ("cuda", "few queries", (3, 300, 64, 1), "bf16", "bool of keys; ranges"),
+        ("cuda", "few queries, float32", (3, 140, 160, 2), "fp32", "bool; float and ranges"),
+        ("cuda", "few queries above 256", (2, 150, 264, 2), "bf16", "bool of keys; ranges"),
+        ("triton", "d64", (70, 100, 64, 2), "bf16", "bool of keys; bool of queries; ranges of a batch; ranges"),
+        ("triton-decode", "d64", (3, 700, 64, 2), "bf16", "slots in front of a window"),
+        ("triton-decode", "d40, float32", (3, 700, 40, 2), "fp32", "slots behind a window"),
+        ("triton-decode", "d64, float16", (3, 700, 64, 2), "fp16", "slots behind a window, bias"),
+        ("triton-decode", "d64, shared keys", (3, 700, 64, 1), "bf16", "bool of keys"),
+        ("triton-decode", "d80, float32", (3, 520, 80, 2), "fp32", "bool"),
+        ("triton-decode", "d264, float32", (1, 520, 264, 2), "fp32", "bool of keys"),
+        ("triton-decode", "d128, shared keys", (3, 700, 128, 1), "bf16", "ranges"),
+        ("triton-decode", "d264, float16", (2, 700, 264, 2), "fp16", "ranges of a batch"),
+        ("triton-decode", "d160, float32", (3, 700, 160, 2), "fp32", "float and ranges"),
+    ]
+    for kernels, name, sizes, dtype, kinds in calls:
+        for kind in kinds.split("; "):
+            yield _excluding(f"{name}: {kind}", f"{kernels}-unattended", sizes, dtype, kind)
+    # Infinity, which makes NaN where a weight of 0 meets it.
+    for size, kind in ((160, "ranges of a batch"), (264, "bool of keys")):
+        of = _excluding(f"infinity, d{size}: {kind}", "triton-unattended", (20, 70, size, 2), "bf16", kind)
+        yield dataclasses.replace(of, poison=math.inf)
+    # Hopper's gradients, and those that one walk makes.
+    hopper = [
+        ("sm90", (70, 300, 64, 2), "bf16", "ranges of a batch"),
+        ("sm90", (150, 140, 96, 1), "fp16", "ranges"),
+        ("sm90", (100, 190, 192, 2), "bf16", "softcap, window"),
+        ("sm90", (70, 150, 256, 2), "fp16", "ranges of a batch"),
+        ("sm90-fused", (70, 300, 128, 2), "bf16", "ranges of a batch"),
+        ("sm90-fused", (150, 140, 128, 1), "fp16", "ranges"),
+        ("sm90-fused", (190, 100, 104, 2), "bf16", "window"),
+    ]
+    for n, (kernels, sizes, dtype, kind) in enumerate(hopper):
+        of = _excluding(f"d{sizes[2]}: {kind}", f"{kernels}-unattended", sizes, dtype, kind)
+        yield dataclasses.replace(of, poison=(math.nan, math.inf)[n % 2])
+    for name, tag, sizes, dtype, kind in (
+        ("beside a sink", "cuda-unattended", (150, 140, 64, 2), "bf16", "ranges"),
+        ("beside a sink, float32", "cuda-unattended", (90, 70, 40, 2), "fp32", "ranges"),
+        ("beside a sink", "sm90-unattended", (150, 140, 96, 1), "fp16", "ranges"),
+        ("beside a sink", "triton-unattended", (70, 50, 32, 2), "bf16", "bool of queries"),
+    ):  # queries without a key, whose log-sum-exp is that of the sink
+        yield dataclasses.replace(_excluding(name, tag, sizes, dtype, kind), sinks="H")
+
+
+def _excluding(name: str, tags: str, sizes: tuple[int, int, int, int], dtype: str, kind: str) -> Call:
+    seqlen_q, seqlen_k, size, heads_k = sizes
+    more = {"dtype": dtype, "poison": math.nan, **_EXCLUDING[kind]}
+    return call(name, tags, (2, (4, heads_k), seqlen_q, seqlen_k, size), **more)
+
+
 CALLS: tuple[Call, ...] = (
     # Results and gradients of the GPU kernels: lengths are no multiples of a tile.
     call("bfloat16", "triton cuda-backward tf32 sm90-backward", (1, 2, 100, 170, 64)),
@@ -327,8 +449,8 @@ CALLS: tuple[Call, ...] = (
     # Sinks: every way that a forward pass has to its end.
     call("full", "sinks sinks-gpu", (2, 2, 70, 90, 64), sinks="H"),
     call("causal, shared keys", "sinks sinks-gpu", (2, (4, 2), 131, 131, 64), causal=True, sinks="BH"),
-    call("one query", "sinks sinks-gpu", (1, 2, 1, 600, 64), sinks="H"),
-    call("few queries, shared keys", "sinks sinks-gpu", (2, (4, 1), 3, 600, 64), sinks="BH", **LAST),
+    call("one query", "sinks sinks-gpu split", (1, 2, 1, 600, 64), sinks="H"),
+    call("few queries, shared keys", "sinks sinks-gpu split", (2, (4, 1), 3, 600, 64), sinks="BH", **LAST),
     call("window, softcap", "sinks", (1, 2, 100, 100, 40), window=(30, 5), softcap=3.0, sinks="H"),
     call("rows without keys", "sinks sinks-gpu", (1, 2, 90, 40, 64), sinks="BH", **LAST),
     call("bool mask", "sinks", (2, 2, 70, 90, 24), mask="bool BHLS", sinks="H"),
@@ -425,16 +547,17 @@ CALLS: tuple[Call, ...] = (
     call("columns apart", "sm90-refused", (1, 1, 70, 70, 64), layout="stepped"),
     call("address not aligned", "sm90-refused", (1, 1, 70, 70, 64), layout="offset"),
     call("head size 12", "sm90-refused", (1, 1, 70, 70, 12)),
-    # What a mask or band excludes, by the CUDA kernel that meets it.
-    call("forward", "cuda-excluded", (1, 1, 70, 100, 64)),
-    call("forward_fp32", "cuda-excluded", (1, 1, 70, 100, 40), dtype="fp32"),
-    call("forward_wide", "cuda-excluded", (1, 1, 70, 100, 264)),
-    call("decode", "cuda-excluded", (1, 1, 1, 100, 64)),
-    call("decode, softcap", "cuda-excluded", (1, 1, 3, 100, 64), softcap=5.0),
-    call("decode, float32", "cuda-excluded", (1, 1, 1, 100, 64), dtype="fp32"),
+    # Keys that a mask or band hides, in every forward kernel.
+    call("d64", "hidden-keys", (1, 1, 70, 140, 64)),
+    call("d40, float32", "hidden-keys", (1, 1, 70, 100, 40), dtype="fp32"),
+    call("d264", "hidden-keys", (1, 1, 70, 100, 264)),
+    call("one query", "hidden-keys", (1, 1, 1, 100, 64)),
+    call("few queries", "hidden-keys", (1, 1, 2, 140, 64)),
+    call("few queries, softcap", "hidden-keys", (1, 1, 3, 100, 64), softcap=5.0),
+    call("one query, float32", "hidden-keys", (1, 1, 1, 100, 64), dtype="fp32"),
     # Few queries.
-    call("one query", "cuda-decode", (2, 2, 1, 700, 64)),
-    call("grouped", "cuda-decode decode-wide", (1, (8, 2), 1, 500, 64)),
+    call("one query", "cuda-decode split", (2, 2, 1, 700, 64)),
+    call("grouped", "cuda-decode decode-wide split", (1, (8, 2), 1, 500, 64)),
     call("several queries", "cuda-decode decode-wide", (1, 6, 5, 300, 128), dtype="fp16", **LAST),
     call("two tiles of rows", "cuda-decode", (1, (8, 2), 7, 150, 32), window=(60, 20)),
     call("many heads of one key head", "cuda-decode", (1, (80, 1), 1, 150, 64)),
@@ -577,7 +700,131 @@ CALLS: tuple[Call, ...] = (
     call("one query, bias with holes, softcap", "threads", (2, 2, 1, 1500, 16), softcap=3.0, mask="holes BHLS"),
     call("few queries, window", "threads", (1, 1, 4, 2000, 16), window=(100, None), alignment="bottom_right"),
     call("few queries, scale below 0", "threads", (1, 2, 2, 2000, 16), scale=-0.4),
+    # Key ranges beside everything else: the kinds of KINDS by turns, for two batch elements and four heads.
+    call("bfloat16", "cuda-ranges", (2, (4, 2), 150, 200, 64)),
+    call("float16, d128", "cuda-ranges", (2, (4, 2), 70, 200, 128), dtype="fp16"),
+    call("head sizes 24 and 40, rows not aligned", "cuda-ranges", (2, (4, 1), 90, 80, 24, 40), layout="offset"),
+    call("grouped unlike", "cuda-ranges", (2, (4, 1, 2), 70, 100, 64)),
+    call("float32", "cuda-ranges", (2, (4, 2), 70, 100, 40), dtype="fp32"),
+    call("d300", "cuda-ranges", (2, (4, 2), 40, 100, 300)),
+    call("few queries", "cuda-ranges", (2, (4, 2), 3, 300, 64)),
+    call("few queries, float32", "cuda-ranges", (2, (4, 2), 2, 200, 64), dtype="fp32"),
+    call("few queries, d300", "cuda-ranges", (2, (4, 2), 2, 200, 300)),
+    call(
+        "softcap, window",
+        "cuda-ranges",
+        (2, (4, 2), 150, 200, 64),
+        softcap=3.0,
+        window=(60, 9),
+        alignment="bottom_right",
+    ),
+    call("negative scale, causal", "cuda-ranges", (2, 4, 100, 90, 64), causal=True, scale=-0.3),
+    call("bias", "cuda-ranges", (2, (4, 2), 70, 140, 64), mask="float BHLS", **LAST),
+    call("bias of heads and keys", "cuda-ranges", (2, (4, 2), 70, 90, 32), mask="float 1H1S"),
+    call("bool mask", "cuda-ranges", (2, (4, 2), 70, 90, 32), mask="bool B1LS"),
+    call("bias, float32", "cuda-ranges", (2, (4, 2), 40, 70, 40), dtype="fp32", mask="float BHLS"),
+    call("dropout", "cuda-ranges", (2, 4, 70, 100, 64), dropout=0.3),
+    call("d64", "sm90-ranges", (1, (4, 2), 150, 260, 64)),
+    call("d72 and d96", "sm90-ranges", (1, 4, 140, 130, 72, 96)),
+    call("d128", "sm90-ranges", (1, (4, 2), 140, 300, 128), dtype="fp16"),
+    call("d192 and d128", "sm90-ranges", (1, 4, 70, 130, 192, 128)),
+    call("d256", "sm90-ranges", (1, 4, 70, 100, 256)),
+    call("softcap", "sm90-ranges", (1, 4, 140, 130, 64), softcap=4.0, **LAST),
+    call("window", "sm90-ranges", (1, 4, 140, 150, 64), window=(50, 20)),
+    call("negative scale", "sm90-ranges", (1, 4, 140, 150, 64), scale=-0.3, softcap=9.0),
+    # By the Triton kernels: lengths about those of their tiles; masks of every kind beside the other features.
+    call("as many keys", "triton-ranges", (2, (4, 2), 130, 130, 64)),
+    call("more keys, float16", "triton-ranges", (2, (4, 2), 66, 200, 64), dtype="fp16"),
+    call("few queries, float32", "triton-ranges", (2, (4, 2), 3, 97, 64), dtype="fp32"),
+    call("one query past a tile", "triton-ranges", (2, (4, 2), 65, 130, 64)),
+    call("window", "triton-masked-ranges", (2, (4, 2), 66, 130, 64), window=(30, 4), alignment="bottom_right"),
+    call("bool", "triton-masked-ranges", (2, (4, 2), 66, 130, 80), dtype="fp32", softcap=3.0, mask="bool BHLS"),
+    call("bias", "triton-masked-ranges", (2, (4, 2), 66, 130, 128, 40), scale=-0.3, mask="float BHLS"),
+    call(
+        "bias shared by the batch, every feature",
+        "triton-masked-ranges",
+        (2, (4, 2), 66, 130, 32),
+        dtype="fp32",
+        window=(50, None),
+        softcap=2.0,
+        scale=0.4,
+        mask="float 1HLS",
+        **LAST,
+    ),
+    call("bias of keys", "triton-masked-ranges", (2, (4, 2), 66, 130, 64), causal=True, mask="float B11S"),
+    call(
+        "bias of queries",
+        "triton-masked-ranges",
+        (2, (4, 2), 66, 130, 80),
+        dtype="fp32",
+        window=(30, 4),
+        alignment="bottom_right",
+        mask="float 11L1",
+    ),
+    call("padding", "triton-decode-ranges", (2, (4, 2), 4, 1100, 64), ranges="padding"),
+    call("float32", "triton-decode-ranges", (2, (4, 1), 4, 1100, 64), dtype="fp32", ranges="window and sinks"),
+    call(
+        "window, bool mask",
+        "triton-decode-ranges",
+        (2, (4, 2), 4, 1100, 64),
+        window=(700, 0),
+        alignment="bottom_right",
+        mask="bool B11S",
+        ranges="anything",
+    ),
+    call("no keys", "triton-decode-ranges", (2, (4, 1), 4, 1100, 64), mask="bool B11S", ranges="nothing"),
+    # Bands that exclude keys or queries.
+    call("keys behind a causal mask", "excluding-bands", (2, (4, 2), 150, 220, 64), causal=True),
+    call("queries in front of it", "excluding-bands", (2, (4, 2), 220, 150, 64), **LAST),
+    call("keys behind a window", "excluding-bands", (2, (4, 2), 150, 220, 64), window=(40, 30)),
+    call("queries behind it", "excluding-bands", (2, (4, 2), 220, 150, 64), window=(40, 30)),
+    call(
+        "keys before a window and behind it",
+        "excluding-bands",
+        (2, (4, 2), 100, 300, 64),
+        window=(40, 30),
+        alignment="bottom_right",
+    ),
+    # Dimensions of size 0.
+    call("no batch", "empty", (0, 2, 5, 7, 8), mask="float BHLS"),
+    call("no heads", "empty", (2, 0, 5, 7, 8), mask="float BHLS"),
+    call("no queries", "empty", (2, 2, 0, 7, 8), mask="float BHLS"),
+    call("many queries, no keys", "empty", (2, 2, 70, 0, 8), mask="float BHLS"),
+    call("no keys", "empty", (2, 2, 5, 0, 8), mask="float BHLS"),
+    # Dropout: row tiles of 16 and of 32 keys, of whole and of half blocks.
+    call("d64", "cuda-dropout", (2, (2, 1), 40, 100, 64), dropout=0.3),
+    call("d96", "cuda-dropout", (2, (2, 1), 40, 100, 96), dropout=0.3),
+    call("d256", "cuda-dropout", (2, (2, 1), 40, 100, 256), dropout=0.3),
+    call("d264", "cuda-dropout", (2, (2, 1), 40, 100, 264), dropout=0.3),
+    call("d40, float32", "cuda-dropout", (2, (2, 1), 40, 100, 40), dtype="fp32", dropout=0.3),
+    call("documents", "triton-dropout", (2, 4, 66, 130, 64), dropout=0.3, ranges="documents"),
+    call("any ranges, causal", "triton-dropout", (2, 4, 66, 130, 64), causal=True, dropout=0.3, ranges="anything"),
+    call(
+        "bias, window",
+        "cuda-dropout triton-dropout",
+        (2, 1, 70, 70, 64),
+        mask="float BHLS",
+        dropout=0.5,
+        window=(50, 10),
+    ),
+    call(
+        "bias shared by the batch, window",
+        "cuda-dropout",
+        (2, 1, 70, 70, 64),
+        mask="float 1HLS",
+        dropout=0.5,
+        window=(50, 10),
+    ),
+    # Smaller shared memory takes other tiles.
+    call("causal", "cuda-chips", (1, 1, 70, 70, 128), causal=True),
+    call("d256", "cuda-chips", (1, 1, 65, 65, 256)),
+    call("d72, float32", "cuda-chips-forward", (1, 1, 33, 70, 72), dtype="fp32", softcap=9.0),
+    call("d256, float32", "cuda-chips-forward", (1, 1, 17, 70, 256), dtype="fp32", softcap=9.0),
+    call("d300, float32", "cuda-chips-forward", (1, 1, 17, 70, 300), dtype="fp32", softcap=9.0),
+    call("d300", "cuda-chips-forward", (1, 1, 33, 70, 300), softcap=9.0),
+    call("d512, float16, one query", "cuda-chips-forward", (1, 1, 1, 70, 512), dtype="fp16", softcap=9.0),
     *_on_gpus(),
     *_numbers(),
     *_masked_bands(),
+    *_excluded(),
 )

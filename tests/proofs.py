@@ -33,9 +33,10 @@ TESTS = Path(__file__).parent
 
 
 def name_of(case: str) -> str:
-    """A case's file as TOUCHES names it."""
-    file = case.split("::")[0].removeprefix("tests/")
-    return "ptxsim" if file.startswith("ptxsim/") else file.removeprefix("test_").removesuffix(".py")
+    """A case's file as TOUCHES names it, or its class."""
+    file, *within = case.removeprefix("tests/").split("::")
+    name = "ptxsim" if file.startswith("ptxsim/") else file.removeprefix("test_").removesuffix(".py")
+    return of_class if (of_class := f"{name}::{within[0]}") in PROOFS else name
 
 
 @functools.cache
@@ -86,7 +87,7 @@ def key_of(name: str) -> str | None:
     if not listed() or not built.exists():
         return None
     files = {path for path in listed() if name in tiers.names_touched(path)}
-    tests = TESTS.glob("ptxsim/*.py") if name == "ptxsim" else [TESTS / f"test_{name}.py"]
+    tests = TESTS.glob("ptxsim/*.py") if name == "ptxsim" else [tiers.ROOT / tiers.path_of(name).split("::")[0]]
     seen: set[Path] = set()
     for test in [TESTS / "conftest.py", *tests]:
         with_helpers(test, seen)
@@ -97,7 +98,7 @@ def key_of(name: str) -> str | None:
 
 
 def record_of(name: str) -> Path:
-    return cache.user_folder() / "proofs" / f"{name}-{key_of(name)}.json"
+    return cache.user_folder() / "proofs" / f"{name.replace('::', '.')}-{key_of(name)}.json"
 
 
 def proven() -> set[str]:
@@ -122,7 +123,9 @@ def write(passed: set[str]) -> None:
         unfinished = record.with_suffix(".tmp")
         unfinished.write_text(json.dumps(sorted(before | by_name[name]), indent=0))
         unfinished.replace(record)
-        for old in sorted(record.parent.glob(f"{name}-*.json"), key=lambda path: -path.stat().st_mtime)[KEPT:]:
+        for old in sorted(
+            record.parent.glob(f"{name.replace('::', '.')}-*.json"), key=lambda path: -path.stat().st_mtime
+        )[KEPT:]:
             old.unlink(missing_ok=True)
 
 

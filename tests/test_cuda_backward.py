@@ -1,56 +1,21 @@
 """Gradients of the CUDA C++ kernels (csrc/cuda/backward*.cu) with their host code, run by the
 simulator of one GPU with hazards checked, against float64 by the one tolerance rule."""
 
-import dataclasses
 import re
 
 import pytest
 import torch
 
 from attnkern import testing
+from attnkern.backends import cuda
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
 from gate import cuda_backward as gate_cases
 from matrix import call, tagged
 from ptxsim import SHARED_LIMIT
-from test_cuda_kernels import BF16, FP16, FP32, cuda, row, simulated  # noqa: F401
+from simulated import BF16, FP16, FP32, simulated  # noqa: F401
 
 SMALL, LARGE = 86, 80  # GPUs with 99 and 163 KiB of shared memory for a block
-
-# What the kernels that go by chunks are run with beside float32, whose products tell most about their order.
-CALLS = tagged("cuda-backward")
-FAMILIES = {  # dtype, head size, calls
-    "bfloat16 or float16": (None, None, CALLS),
-    "float32": ("fp32", 40, CALLS),
-    "bfloat16 by chunks": ("bf16", 264, tagged("chunks")),
-    "float16 by chunks": ("fp16", 264, tagged("chunks-fp16")),
-}
-
-
-@pytest.mark.parametrize(("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family][2]])
-def test_gradients(simulated, family, name, record_property):  # noqa: F811
-    dtype, head_dim, calls = FAMILIES[family]
-    this = calls[name]
-    if dtype is not None:
-        head_dim_v = max(head_dim + this.head_dim_v - this.head_dim, 8)
-        lengths = {"seqlen_q": min(this.seqlen_q, 100), "seqlen_k": min(this.seqlen_k, 100)}  # two tiles
-        this = dataclasses.replace(this, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, **lengths)
-    simulated.check_call(this)
-    assert bool(chunked(simulated)) == (dtype is not None)
-    record_property("cuda", row("backward", family, this))
-
-
-NUMBERS = list(tagged("numbers").values())
-EXTREMES = [(BF16, each) for each in (*NUMBERS, *tagged("masked-bands").values())]
-EXTREMES += [(dtype, each) for dtype in (FP16, FP32) for each in NUMBERS[:12:2]]
-
-
-@pytest.mark.landing
-@pytest.mark.parametrize(("dtype", "extreme"), EXTREMES, ids=lambda x: getattr(x, "name", str(x)))
-def test_extremes(simulated, dtype, extreme):  # noqa: F811
-    """Scores far from 0 and from each other, scale 0 and below, masks of every shape beside a band; sizes at which the
-    last tiles are ragged."""
-    simulated.check(extreme.inputs(seed=0, dtype=dtype), **extreme.options)
 
 
 # The variant for bands alone has wide tiles where there is shared memory for them; the one for everything has not.
@@ -104,7 +69,7 @@ def test_head_sizes_by_chunks(simulated, dtype, head_dim, kinds, record_property
     simulated.check_call(this)
     assert [kind for kind, _, _ in chunked(simulated)] == kinds
     assert all(report.bank_conflicts == 0 for _, _, report in chunked(simulated))
-    record_property("cuda", row("backward", dtype, this, simulated.recorder.target))
+    record_property("cuda", (f"head sizes by chunks: {this.shape}", f"sm_{simulated.recorder.target} {dtype}"))
 
 
 def planned(chip, *sizes, kinds=None, wanted=("query", "key", "value", "attn_mask"), **options):
@@ -184,18 +149,6 @@ def test_plan_by_chunks():
     assert made(80, BF16, 513) == made(80, FP32, 513) == {}
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [(BF16, 64), (BF16, 96), (BF16, 256), (BF16, 264), (FP32, 40)])
-def test_dropout(simulated, dtype, head_dim):  # noqa: F811
-    """Bit for bit the entries of `rng.keep_mask`, for row tiles of 16 and of 32 keys, of whole and of half blocks."""
-    inputs = simulated.inputs(2, 2, 40, 100, head_dim, heads_k=1, dtype=dtype)
-    simulated.check_dropout(inputs, dropout_p=0.3, enable_gqa=True)
-
-
-@pytest.mark.parametrize("shape", ["BHLS", "1HLS"])
-def test_dropout_with_a_bias_and_a_band(simulated, shape):  # noqa: F811
-    simulated.check_call(call("", "", (2, 1, 70, 70, 64), mask=f"float {shape}", dropout=0.5, window=(50, 10)))
-
-
 def test_only_what_is_asked_for_is_launched(simulated):  # noqa: F811
     """dQ alone, dK and dV alone, the gradient of a bias alone."""
     for names, kernels in [
@@ -239,7 +192,8 @@ def test_only_what_is_asked_for_by_chunks(simulated):  # noqa: F811
 def test_tf32(simulated, name, set_precision, record_property):  # noqa: F811
     """Where torch allows it. A tf32 has float16's significand, so float16's rule holds: for inputs that are float16
     numbers, and results rounded to it."""
-    inputs, options = CALLS[name].inputs(dtype=FP16), CALLS[name].options
+    this = tagged("tf32")[name]
+    inputs, options = this.inputs(dtype=FP16), this.options
 
     def function(**given):
         wide = {n: x.float() if x.is_floating_point() else x for n, x in given.items() if isinstance(x, torch.Tensor)}
@@ -249,4 +203,4 @@ def test_tf32(simulated, name, set_precision, record_property):  # noqa: F811
     testing.check_attention(inputs, function=function, **options)
     arithmetics = {found[0] for x in simulated.recorder.launches if (found := re.search(r"6SingleILb\d", x.name))}
     assert arithmetics == {"6SingleILb0"}
-    record_property("cuda", row("backward", "tf32", CALLS[name]))
+    record_property("cuda", (f"gradients in tf32: {name}", "sm_80"))

@@ -1,127 +1,22 @@
 """The CUDA C++ kernels (csrc/cuda) with their host code, compiled for a GPU and run on the CPU (tests/launches)."""
 
-import dataclasses
-import importlib
 import re
 
 import pytest
 import torch
 
-import launches
 import ptxsim
-import routes
 from attnkern import testing
+from attnkern.backends import cuda
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
-from conftest import Target
-from matrix import call, in_turn, tagged
+from matrix import call
 from ptxsim import SHARED_LIMIT
-
-table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
-cuda = table.cuda
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Simulated(Target):
-    """The CUDA backend on CPU tensors; the hazard checker is on in every launch."""
-
-    recorder: launches.Recorder = dataclasses.field(default_factory=launches.Recorder)
-
-    def kernels(self):
-        """What was launched: template names with their arguments, namespaces and parameters left out."""
-        names = [launch.name for launch in self.recorder.launches]
-        kinds = "delta|forward|forward_fp32|forward_wide|decode|combine|dkdv|dq|bias_gradient|summarise_ranges"
-        return [re.search(rf"\d({kinds})_kernel", name)[1] for name in names]
-
-    def bank_conflicts(self):
-        return sum(report.bank_conflicts for report in self.recorder.reports)
-
-
-@pytest.fixture
-def simulated(request):
-    """Routes `backend="cuda"` on CPU tensors through the product's host code and the simulator of one GPU."""
-    with routes.cuda(getattr(request, "param", 80)) as recorder:
-        yield Simulated("cuda", "cpu", recorder)
-
-
-FEATURES = tagged("cuda-forward")
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_features(simulated, name, record_property):
-    simulated.check_call(FEATURES[name])
-    assert {"forward", "delta", "dkdv", "dq"} <= set(simulated.kernels())
-    record_property("cuda", row("forward", "bfloat16 or float16", FEATURES[name]))
-
-
-# What has forward kernels of its own: dtype, columns beside the call's, at most so many queries and keys. Gradients:
-# tests/test_cuda_backward.py.
-FAMILIES = {
-    "float32": ("fp32", 0, 100, 80),
-    "bfloat16 above 256": ("bf16", 200, 70, 80),
-    "float32 above 256": ("fp32", 200, 40, 80),
-}
-
-
-@pytest.mark.parametrize(**in_turn(name=list(FEATURES), family=list(FAMILIES)))
-def test_features_of_other_kernels(simulated, name, family, record_property):
-    """Scores in two blocks of keys, of which the second is ragged; no lane waits for another's bank."""
-    dtype, more_columns, queries, keys = FAMILIES[family]
-    given = FEATURES[name]
-    wide = max(given.head_dim_v + more_columns, 257) if more_columns else given.head_dim_v
-    this = dataclasses.replace(
-        given,
-        dtype=dtype,
-        seqlen_q=min(given.seqlen_q, queries),
-        seqlen_k=min(given.seqlen_k, keys),
-        head_dim=wide if given.head_dim == given.head_dim_v else given.head_dim + more_columns,
-        head_dim_v=wide,
-    )
-    simulated.check_call(this, gradients=False)
-    assert simulated.kernels() == ["forward_wide" if more_columns else "forward_fp32"]
-    assert simulated.bank_conflicts() == 0
-    record_property("cuda", row("forward", family, this))
-
-
-def row(kind, family, call, target=80):
-    return f"{kind:<9} sm_{target:<4}{family:<22}{call.name:<44}{call.shape}"
-
-
-@pytest.mark.parametrize(
-    **in_turn(size=[8, 64, 72, 128, 136, 256], variant=["fast path", "generic"], dtype=[BF16, FP16]), ids=str
-)
-def test_head_sizes(simulated, size, variant, dtype):
-    """Every class of tile, filled and not."""
-    options = {"is_causal": True} if variant == "fast path" else {"softcap": 5.0}
-    other = size if variant == "fast path" else max(size - 16, 8)
-    simulated.check(simulated.inputs(1, 1, 65, 65, size, other, dtype=dtype), **options)
-
-
-@pytest.mark.parametrize("size", [8, 40, 96, 128, 136, 256, 264, 384, 512])
-def test_head_sizes_of_other_kernels(simulated, size, record_property):
-    """The same for float32, and every run of columns of 16-bit heads above 256; dense rows, no bank conflict."""
-    for dtype in ("fp32", "bf16", "fp16")[: 3 if size > 256 else 1]:
-        this = call("head sizes", "", (1, 1, 65, 65, size, max(size - 56, 8)), dtype=dtype, softcap=5.0)
-        simulated.check_call(this, gradients=False)
-        record_property("cuda", row("forward", dtype, this))
-    assert simulated.bank_conflicts() == 0
-
-
-@pytest.mark.parametrize("simulated", [86, 90, 120], indirect=True)
-def test_other_chips(simulated, record_property):
-    """Less shared memory takes other tiles; each must fit where it is launched."""
-    simulated.check(simulated.inputs(1, 1, 70, 70, 128, dtype=BF16), is_causal=True)
-    simulated.check(simulated.inputs(1, 1, 65, 65, 256, dtype=BF16))
-    others = [("fp32", 33, 72), ("fp32", 17, 256), ("fp32", 17, 300), ("bf16", 33, 300), ("fp16", 1, 512)]
-    for dtype, queries, size in others:
-        this = call("softcap", "", (1, 1, queries, 70, size), dtype=dtype, softcap=9.0)
-        simulated.check_call(this, gradients=False)
-        record_property("cuda", row("forward", dtype, this, simulated.recorder.target))
+from simulated import BF16, FP16, FP32, simulated  # noqa: F401
 
 
 @pytest.mark.parametrize("size", [40, 200, 300])
-def test_tf32(simulated, size, set_precision, record_property):
+def test_tf32(simulated, size, set_precision, record_property):  # noqa: F811
     """Where torch allows it. A tf32 has float16's significand, so float16's rule holds: for inputs that are float16
     numbers, and results rounded to it. Without, the same inputs are multiplied exactly."""
     this = call("plain", "", (1, 2, 40, 70, size), dtype="fp16")
@@ -136,10 +31,10 @@ def test_tf32(simulated, size, set_precision, record_property):
         set_precision(precision)
         testing.check_attention(inputs, function=function, gradients=False)
     assert not torch.equal(*outs)
-    record_property("cuda", row("forward", "tf32", this))
+    record_property("cuda", (f"tf32: {this.shape}", "sm_80"))
 
 
-def test_split_products_keep_what_rounded_ones_lose(simulated):
+def test_split_products_keep_what_rounded_ones_lose(simulated):  # noqa: F811
     """Values that a tf32 can't hold come back as they are from rows with one key, and probabilities add up to one."""
     torch.manual_seed(1)
     for size in (64, 300):
@@ -151,58 +46,8 @@ def test_split_products_keep_what_rounded_ones_lose(simulated):
         assert (ones - 1).abs().max() < 2**-21
 
 
-DROPPED = [(BF16, 64), (FP32, 64), (FP32, 200), (BF16, 300), (FP32, 300)]
-
-
-@pytest.mark.parametrize(("dtype", "size"), DROPPED)
-def test_dropout(simulated, dtype, size):
-    simulated.check_dropped_entries(size, dtype, gradients=size == 64 and dtype == BF16)
-
-
-# A split of the keys is a block of the grid; the simulated chip has eight multiprocessors.
-DECODE = tagged("cuda-decode")
-
-
-@pytest.mark.parametrize("name", DECODE)
-def test_decode(simulated, name, record_property):
-    simulated.check_call(DECODE[name])
-    assert simulated.kernels()[0] == "decode"
-    if name in ("one query", "grouped"):  # long enough for a second kernel to be worth it
-        assert simulated.kernels()[1] == "combine"
-    record_property("cuda", row("decode", "bfloat16 or float16", DECODE[name]))
-
-
-# dtype, columns beside the call's, calls: above 256 a tile of rows holds more queries than the heads of those have.
-DECODE_FAMILIES = {
-    "float32": ("fp32", 0, DECODE),
-    "bfloat16 above 256": ("bf16", 240, tagged("decode-wide")),
-    "float32 above 256": ("fp32", 240, tagged("decode-wide")),
-}
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [(family, name) for family, (*_, calls) in DECODE_FAMILIES.items() for name in calls],
-)
-def test_decode_of_other_kernels(simulated, family, name, record_property):
-    dtype, more_columns, calls = DECODE_FAMILIES[family]
-    given = calls[name]
-    this = dataclasses.replace(
-        given,
-        dtype=dtype,
-        seqlen_k=min(given.seqlen_k, 500),
-        head_dim=given.head_dim + more_columns,
-        head_dim_v=given.head_dim_v + more_columns,
-    )
-    simulated.check_call(this, gradients=False)
-    assert simulated.kernels()[0] == ("forward_wide" if more_columns else "decode")
-    if name == "grouped":
-        assert simulated.kernels()[1] == "combine"
-    record_property("cuda", row("decode", family, this))
-
-
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 64), (FP32, 64), (FP32, 200), (BF16, 300), (FP32, 300)])
-def test_splits_change_nothing_but_rounding(simulated, dtype, size):
+def test_splits_change_nothing_but_rounding(simulated, dtype, size):  # noqa: F811
     """Any number of splits is right, those that find no keys included; also the most that there are."""
     inputs = simulated.inputs(1, 1, 2, 200, size, dtype=dtype)
     q, k, v = inputs.tensors.values()
@@ -214,13 +59,7 @@ def test_splits_change_nothing_but_rounding(simulated, dtype, size):
             want[name].check(actual, name=f"{name} of {splits} splits")
 
 
-@pytest.mark.landing
-@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 70, 0), (2, 2, 5, 0)], ids=str)
-def test_empty_inputs(simulated, shape):
-    simulated.check(simulated.inputs(*shape, 8, dtype=BF16, mask=("float", "BHLS")))
-
-
-def test_operators_without_a_head(simulated):
+def test_operators_without_a_head(simulated):  # noqa: F811
     """Heads are divided by: what has none of queries is answered first, by every operator. Gradients are zeros."""
     q, k = torch.ones(2, 0, 5, 8, dtype=BF16), torch.ones(2, 2, 7, 8, dtype=BF16)
     bias, rows = torch.ones(1, 1, 5, 7, dtype=BF16), torch.ones(2, 0, 5)
@@ -235,7 +74,7 @@ def test_operators_without_a_head(simulated):
     assert not simulated.recorder.launches
 
 
-def test_bits_are_read_by_words(simulated):
+def test_bits_are_read_by_words(simulated):  # noqa: F811
     """A Mask has its rows where words begin; who calls the operators with others is told."""
     q, k = torch.zeros(1, 1, 5, 8, dtype=BF16), torch.zeros(1, 1, 100, 8, dtype=BF16)
     params = Problem.from_sdpa(q, k, k, None, 0.0).params
@@ -247,15 +86,7 @@ def test_bits_are_read_by_words(simulated):
     cuda.forward(Inputs(q, k, k, wide[..., :16]), params, True)
 
 
-@pytest.mark.parametrize("by", ["bool mask", "band"])
-@pytest.mark.parametrize("name", tagged("cuda-excluded"))
-def test_keys_that_are_excluded_may_hold_anything(simulated, name, by):
-    this = tagged("cuda-excluded")[name]
-    simulated.check_hidden_keys(by, this.inputs(), **this.options)
-    assert simulated.kernels()[0] == name.split(",")[0]
-
-
-def test_a_chip_that_no_binary_fits(simulated):
+def test_a_chip_that_no_binary_fits(simulated):  # noqa: F811
     """One sentence that says what to do."""
     simulated.recorder.target, simulated.recorder.launch_error = 120, 209
     q = torch.zeros(1, 1, 70, 64, dtype=BF16)
@@ -268,7 +99,7 @@ SUBSETS = [("query",), ("key",), ("value",), ("attn_mask",), ("query", "attn_mas
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
-def test_only_what_is_asked_for(simulated, subset):
+def test_only_what_is_asked_for(simulated, subset):  # noqa: F811
     """A gradient is the same, whatever else is asked for."""
     inputs = simulated.inputs(1, 2, 70, 70, 32, dtype=BF16, mask=("float", "1HLS"))
     grads = []
@@ -279,7 +110,7 @@ def test_only_what_is_asked_for(simulated, subset):
     assert all(map(torch.equal, *grads))
 
 
-def test_rows_of_heads_are_dealt_out_longest_first(simulated):
+def test_rows_of_heads_are_dealt_out_longest_first(simulated):  # noqa: F811
     """With a causal band the first blocks of the grid are the last rows of all heads."""
     q = torch.zeros(2, 3, 300, 64, dtype=BF16)
     simulated.recorder.simulate = False
@@ -290,7 +121,7 @@ def test_rows_of_heads_are_dealt_out_longest_first(simulated):
     assert [causal.parameters[0][-7], plain.parameters[0][-7]] == [1, 0]  # the last member, heads_first
 
 
-def test_no_bank_conflicts(simulated):
+def test_no_bank_conflicts(simulated):  # noqa: F811
     """Swizzled tiles: neither ldmatrix nor cp.async makes lanes wait for each other, in any class of tile."""
     for size in (32, 64, 96, 128, 192, 256):
         simulated.check(simulated.inputs(1, 1, 128, 128, size, dtype=BF16), gradients=False)
@@ -307,7 +138,7 @@ def test_no_bank_conflicts(simulated):
         (2, 16, 2, 4, 500, "decode"),  # two tiles for eight heads
     ],
 )
-def test_keys_are_read_as_seldom_as_can_be(simulated, batch, heads, heads_k, queries, keys, kernel):
+def test_keys_are_read_as_seldom_as_can_be(simulated, batch, heads, heads_k, queries, keys, kernel):  # noqa: F811
     """A tile of 16 rows reads them anew: many small windows go to the kernel that reads them once for a head."""
     simulated.recorder.simulate = False
     q, k = torch.zeros(batch, heads, queries, 64, dtype=BF16), torch.zeros(batch, heads_k, keys, 64, dtype=BF16)
@@ -390,14 +221,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_refusals(simulated, why):
+def test_refusals(simulated, why):  # noqa: F811
     given = {"dtype": BF16, "size": 32, **REFUSED[why]}
     x = torch.zeros(1, 1, 3, given["size"], dtype=given["dtype"])
     with pytest.raises(RuntimeError, match=why):
         simulated.sdpa(x, x, x)
 
 
-def test_notes_say_what_is_slow(simulated):
+def test_notes_say_what_is_slow(simulated):  # noqa: F811
     x = torch.zeros(1, 2, 70, 24, dtype=BF16)
     problem = Problem.from_sdpa(x, testing.with_layout(x, "offset"), x)
     assert [note.split(",")[0] for note in cuda.notes(problem)] == ["reads key element by element"]
@@ -409,7 +240,7 @@ def test_notes_say_what_is_slow(simulated):
     ("dtype", "size", "barrier"),
     [(BF16, 64, n) for n in range(3)] + [(FP32, 64, n) for n in range(3)] + [(BF16, 264, n) for n in range(4)],
 )
-def test_a_missing_barrier_is_found(simulated, dtype, size, barrier):
+def test_a_missing_barrier_is_found(simulated, dtype, size, barrier):  # noqa: F811
     """Each of the forward loop's barriers is needed, and these tests would see it go."""
     q = torch.randn(1, 1, 65, size, dtype=dtype)
     ranges = torch.tensor([[0, 60]], dtype=torch.int32).view(1, 1, 1, 1, 2) if size > 256 else None

@@ -9,87 +9,11 @@ import torch
 import launches
 import ptxsim
 from attnkern import testing
+from attnkern.backends import cuda
 from attnkern.problem import Problem
-from matrix import LAST, call, in_turn
+from matrix import KINDS, call, in_turn
 from random_problems import in_pages
-from test_cuda_kernels import BF16, FP16, FP32, cuda, simulated  # noqa: F401
-from test_cuda_sm90_backward import AGAIN, any_order, launched
-from test_key_ranges import KINDS
-
-# What has kernels of its own: sizes (batch, heads, queries, keys, head size), and the rest of the call.
-CALLS = {
-    each.name: each
-    for each in (
-        call("bfloat16", "", (2, (4, 2), 150, 200, 64)),
-        call("float16, d128", "", (2, (4, 2), 70, 200, 128), dtype="fp16"),
-        call("head sizes 24 and 40, rows not aligned", "", (2, (4, 1), 90, 80, 24, 40), layout="offset"),
-        call("grouped unlike", "", (2, (4, 1, 2), 70, 100, 64)),
-        call("float32", "", (2, (4, 2), 70, 100, 40), dtype="fp32"),
-        call("d300", "", (2, (4, 2), 40, 100, 300)),
-        call("few queries", "", (2, (4, 2), 3, 300, 64)),
-        call("few queries, float32", "", (2, (4, 2), 2, 200, 64), dtype="fp32"),
-        call("few queries, d300", "", (2, (4, 2), 2, 200, 300)),
-        call("softcap, window", "", (2, (4, 2), 150, 200, 64), softcap=3.0, window=(60, 9), alignment="bottom_right"),
-        call("negative scale, causal", "", (2, 4, 100, 90, 64), causal=True, scale=-0.3),
-        call("bias", "", (2, (4, 2), 70, 140, 64), mask="float BHLS", **LAST),
-        call("bias of heads and keys", "", (2, (4, 2), 70, 90, 32), mask="float 1H1S"),
-        call("bool mask", "", (2, (4, 2), 70, 90, 32), mask="bool B1LS"),
-        call("bias, float32", "", (2, (4, 2), 40, 70, 40), dtype="fp32", mask="float BHLS"),
-        call("dropout", "", (2, 4, 70, 100, 64), dropout=0.3),
-    )
-}
-
-
-@pytest.mark.parametrize(**in_turn(simulated=[80, 90], name=list(CALLS), kind=list(KINDS)), indirect=["simulated"])
-def test_output_lse_and_gradients(simulated, name, kind):  # noqa: F811
-    this = CALLS[name]
-    simulated.check_call(this, key_ranges=KINDS[kind](this.seqlen_q, this.seqlen_k))
-
-
-HOPPER = {
-    each.name: each
-    for each in (
-        call("d64", "", (1, (4, 2), 150, 260, 64)),
-        call("d72 and d96", "", (1, 4, 140, 130, 72, 96)),
-        call("d128", "", (1, (4, 2), 140, 300, 128), dtype="fp16"),
-        call("d192 and d128", "", (1, 4, 70, 130, 192, 128)),
-        call("d256", "", (1, 4, 70, 100, 256)),
-        call("softcap", "", (1, 4, 140, 130, 64), softcap=4.0, **LAST),
-        call("window", "", (1, 4, 140, 150, 64), window=(50, 20)),
-        call("negative scale", "", (1, 4, 140, 150, 64), scale=-0.3, softcap=9.0),
-    )
-}
-
-
-HOPPERS_KINDS = ["documents", "window and sinks", "one range of a head", "nothing"]
-
-
-@pytest.mark.parametrize(**in_turn(simulated=[90], name=list(HOPPER), kind=HOPPERS_KINDS), indirect=["simulated"])
-def test_hopper(simulated, name, kind):  # noqa: F811
-    """Its own kernels take them, without a bank conflict; also in one walk over the scores, where there is one."""
-    simulated.recorder.left_out = cuda.LEFT_OUT["cuda-decode"]
-    this = HOPPER[name]
-    ranges = KINDS[kind](this.seqlen_q, this.seqlen_k)
-    simulated.check_call(this, key_ranges=ranges)
-    kernels = ["forward_sm90", "delta", "summarise_ranges", "dkdv_sm90", "dq_sm90", *AGAIN]
-    assert launched(simulated.recorder) == kernels
-    if name == "d128":
-        with any_order():
-            simulated.check_call(this, key_ranges=ranges)
-        assert launched(simulated.recorder)[-4:] == ["fused_sm90", "round_dq_sm90", *AGAIN]
-    assert simulated.bank_conflicts() == 0
-
-
-SCORES = [-1000.0, -100.0, 100.0, 1000.0]
-
-
-@pytest.mark.parametrize(**in_turn(simulated=[80, 90], score=SCORES), indirect=["simulated"])
-def test_extreme_scores(simulated, score):  # noqa: F811
-    """The rows' few keys decide what is subtracted before the exponential, and those that are masked don't."""
-    for dtype, size in (("bf16", 64), ("fp16", 128), ("fp32", 40)):
-        this = call("", "", (1, 1, 70, 150, size), dtype=dtype, score=score)
-        simulated.check_call(this, key_ranges=KINDS["window and sinks"](70, 150))
-
+from simulated import BF16, FP16, FP32, simulated  # noqa: F401
 
 VISITS = {
     each.name: each

@@ -7,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 
-from attnkern.backends import reference
+from attnkern.backends import cuda, reference
 from attnkern.problem import Problem
 from matrix import in_turn
 from random_problems import in_pages
-from test_cuda_kernels import BF16, FP16, FP32, cuda, simulated  # noqa: F401
+from simulated import BF16, FP16, FP32, simulated  # noqa: F401
 
 # Of each sequence; the pages' capacity is that of the first, in whole pages.
 LENGTHS = [141, 17, 0, 64]

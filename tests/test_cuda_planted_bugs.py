@@ -16,10 +16,9 @@ import torch
 import launches
 import ptxsim
 from gate import cache, compilers
-from matrix import LAST, call
+from matrix import KINDS, LAST, call
 from random_problems import attention_in_bits, in_pages
-from test_cuda_kernels import simulated  # noqa: F401
-from test_key_ranges import KINDS
+from simulated import simulated  # noqa: F401
 
 CUDA = launches.ROOT / "csrc/cuda"
 

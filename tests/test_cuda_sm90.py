@@ -19,19 +19,20 @@ import torch
 import launches
 import ptxsim
 from attnkern import testing
+from attnkern.backends import cuda
 from attnkern.params import AttentionParams
 from attnkern.signatures import Inputs
 from gate import compilers
 from matrix import LAST, call, in_turn, tagged
 from ptxsim import mutate
-from test_cuda_kernels import BF16, Simulated, cuda, simulated  # noqa: F401
+from simulated import BF16, Cuda, simulated  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 PLAIN = AttentionParams(0.125)  # of a fast-path call with head size 64
 KERNEL = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELb([01])E")
 
 
-class Forward(Simulated):
+class Forward(Cuda):
     def __call__(self, *sizes, **more):
         """One call, checked, which must be one launch of the Hopper kernel; its template arguments (dtype, head size,
         that of values, fast path)."""
@@ -58,41 +59,6 @@ def forward(hopper):
     """The backend, with few queries sent to this kernel too."""
     hopper.recorder.left_out = cuda.LEFT_OUT["cuda-decode"]
     return Forward(**vars(hopper))
-
-
-FEATURES = tagged("sm90-forward")
-
-
-@pytest.mark.landing
-@pytest.mark.parametrize("name", FEATURES)
-def test_features(forward, name):
-    assert forward.check_call(FEATURES[name])[1] == 64
-
-
-# (head size, of values) -> the class of tiles
-CLASSES = {
-    (64, 64): (64, 64),
-    (80, 96): (96, 96),
-    (64, 128): (128, 128),
-    (192, 128): (192, 128),
-    (136, 192): (192, 192),
-    (256, 200): (256, 256),
-}
-
-
-@pytest.mark.parametrize(
-    **in_turn(sizes=list(CLASSES), variant=["fast path", "softcap"], dtype=["bf16", "fp16"]), ids=str
-)
-def test_head_sizes(forward, sizes, variant, dtype):
-    """Every kernel that there is; enough keys for each buffer of the pipelines to be used twice."""
-    options = {"causal": True} if variant == "fast path" else {"softcap": 5.0}
-    keys = 400 if sizes[0] == 64 else 300
-    found = forward(1, 1, 70, keys, *sizes, dtype=dtype, alignment="bottom_right", **options)
-    assert found == (dtype.replace("fp", "f"), *CLASSES[sizes], variant == "fast path")
-
-
-def test_keys_past_the_band_may_hold_anything(forward):
-    forward.check_hidden_keys("band", forward.inputs(1, 1, 70, 140, 64, dtype=BF16))
 
 
 @pytest.mark.parametrize("number", [1, 201], ids=["CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_CONTEXT"])
@@ -145,7 +111,11 @@ def test_without_lse(forward):
     want.check(out, name="out")
 
 
-@pytest.mark.parametrize(**in_turn(schedule=[0, 1, 2], sizes=list(CLASSES)), ids=str)
+# Of each class of tiles: head size, that of values.
+SIZES = [(64, 64), (80, 96), (64, 128), (192, 128), (136, 192), (256, 200)]
+
+
+@pytest.mark.parametrize(**in_turn(schedule=[0, 1, 2], sizes=SIZES), ids=str)
 def test_schedules(forward, schedule, sizes):
     """Each schedule of products and softmax that may be timed against the others, with tiles enough for turns to be
     taken across them."""

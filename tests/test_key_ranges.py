@@ -9,50 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import attnkern
 from attnkern import testing
 from bad_calls import bad, check_refused, refused
-from matrix import FLOATS, in_turn
+from matrix import FLOATS, KINDS, anything, documents, in_turn, window_and_sinks
 
 LENGTHS = [(1, 1), (1, 300), (3, 97), (70, 64), (65, 130), (200, 190), (130, 385)]
-
-
-def documents(seqlen_q, seqlen_k, *, size=24, is_causal=True):
-    """Documents of `size` keys, and of as large a share of the queries."""
-    row = torch.arange(seqlen_q)
-    place = (row + 1) * seqlen_k // seqlen_q - 1
-    begin = place // size * size
-    end = place + 1 if is_causal else (begin + size).clamp(max=seqlen_k)
-    return torch.stack([begin, end], -1).view(seqlen_q, 1, 2)
-
-
-def window_and_sinks(seqlen_q, seqlen_k, *, left=20, sinks=3):
-    place = torch.arange(seqlen_q) + seqlen_k - seqlen_q
-    sink = torch.stack([torch.zeros_like(place), (place + 1).clamp(max=sinks)], -1)
-    return torch.stack([sink, torch.stack([place - left, place + 1], -1)], -2)
-
-
-def padding(lengths):
-    return torch.tensor([[0, n] for n in lengths]).view(-1, 1, 1, 1, 2)
-
-
-def anything(batch, heads, rows, ranges, seqlen_k):
-    """Ends in front of the first key and behind the last, ranges that overlap or are empty, one in eight backwards."""
-    shape = batch, heads, rows, ranges
-    begin = torch.randint(-5, max(1, seqlen_k - 9), shape)
-    end = begin + torch.randint(10, seqlen_k + 20, shape)
-    turned = torch.randint(8, shape) == 0
-    return torch.stack([torch.where(turned, end, begin), torch.where(turned, begin, end)], -1)
-
-
-KINDS = {
-    "documents": lambda lq, lk: documents(lq, lk),
-    "whole documents": lambda lq, lk: documents(lq, lk, size=90, is_causal=False),
-    "window and sinks": window_and_sinks,
-    "padding": lambda lq, lk: padding([lk // 2, lk]),
-    "nothing": lambda lq, lk: torch.tensor([[3, 3]]).expand(lq, 1, 2),
-    "everything": lambda lq, lk: torch.tensor([[-7, 2**31 - 1]]).expand(1, 1, 2),
-    "anything": lambda lq, lk: anything(2, 4, lq, 2, lk),
-    "one range of a head": lambda lq, lk: anything(1, 4, 1, 1, lk),
-    "one range of a row": lambda lq, lk: anything(1, 1, lq, 1, lk),
-}
 
 
 @pytest.mark.parametrize(**in_turn(**{"kind, lengths": list(product(KINDS, LENGTHS))}, dtype=FLOATS), ids=str)

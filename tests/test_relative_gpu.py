@@ -10,31 +10,19 @@ from attnkern.triton_kernels import configs, plan
 
 import attnkern
 from attnkern.params import GRAD_BIAS, UNBOUNDED, AttentionParams
-from matrix import in_turn, on_gpus, tagged
-from test_cuda_kernels import simulated  # noqa: F401
+from matrix import in_turn, tagged
+from simulated import BF16, FP32, simulated, triton  # noqa: F401
 from test_second_order import CALLS as SECOND_ORDER
 from test_second_order import check as check_second_order
-from test_triton import BF16, FP32, Simulated, routed
 
 CALLS = tagged("relative-gpu")
-
-
-@pytest.mark.parametrize(("name", "gpu"), on_gpus(CALLS))
-def test_triton(name, gpu):
-    with routed(gpu):
-        Simulated("triton", "cpu", gpu).check_call(CALLS[name])
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_cuda(name, simulated):  # noqa: F811
-    simulated.check_call(CALLS[name])
 
 
 @pytest.mark.parametrize(**in_turn(name=[name for name in SECOND_ORDER if "relative" in name], dtype=[BF16, FP32]))
 def test_triton_second_order(name, dtype):
     call = SECOND_ORDER[name]
-    with routed(80):
-        check_second_order(Simulated("triton", "cpu"), call.inputs("cpu", dtype=dtype), **call.options)
+    with triton() as target:
+        check_second_order(target, call.inputs("cpu", dtype=dtype), **call.options)
 
 
 @pytest.mark.parametrize("name", ["one table for all heads, causal", "documents"])
@@ -88,8 +76,8 @@ def test_memory_beside_the_table_of_cuda():
 def test_triton_with_a_table_of_each_batch_element():
     inputs = CALLS["table"].inputs(seed=0)
     inputs = dataclasses.replace(inputs, relative_bias=torch.randn(2, 1, 159).to(BF16))
-    with routed(80):
-        Simulated("triton", "cpu").check(inputs)
+    with triton() as target:
+        target.check(inputs)
 
 
 def _steps(seqlen_q, seqlen_k, size, heads, band=(UNBOUNDED, UNBOUNDED), dtype=BF16, capability=80):

@@ -3,44 +3,16 @@
 import pytest
 import torch
 
-from matrix import in_turn, on_gpus, tagged
-from test_cuda_kernels import simulated  # noqa: F401
+from matrix import in_turn
+from simulated import BF16, FP32, simulated, triton  # noqa: F401
 from test_second_order import CALLS as SECOND_ORDER
 from test_second_order import check as check_second_order
-from test_triton import BF16, FP32, Simulated, routed
-
-CALLS = tagged("sinks-gpu")
-SPLIT = ("one query", "few queries, shared keys")  # whose keys are, and put together again
-
-
-@pytest.mark.parametrize(("name", "gpu"), on_gpus(CALLS))
-def test_triton(name, gpu):
-    with routed(gpu) as launched:
-        Simulated("triton", "cpu", gpu).check_call(CALLS[name])
-    assert ("combine_kernel" in [kernel.function.__name__ for kernel in launched]) == (name in SPLIT)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_cuda(name, simulated):  # noqa: F811
-    simulated.check_call(CALLS[name])
-    names = [launch.name for launch in simulated.recorder.launches]
-    assert sum("sinks" in name for name in names) == 1
-    assert any("combine" in launch for launch in names) == (name in SPLIT)
-
-
-@pytest.mark.parametrize("size", [64, 128, 256])
-@pytest.mark.parametrize("simulated", [90], indirect=True)
-def test_hopper(size, simulated):  # noqa: F811
-    inputs = simulated.inputs(2, 2, 130, 150, size, dtype=BF16).with_sinks("H", FP32, 1)
-    simulated.check(inputs, gradients=False, is_causal=True)
-    assert "forward_sm90" in simulated.recorder.launches[0].name
 
 
 @pytest.mark.parametrize(**in_turn(name=[name for name in SECOND_ORDER if "sinks" in name], dtype=[BF16, FP32]))
 def test_triton_second_order(name, dtype):
     call = SECOND_ORDER[name]
-    with routed(80):
-        target = Simulated("triton", "cpu")
+    with triton() as target:
         check_second_order(target, call.inputs("cpu", dtype=dtype), **call.options)
 
 

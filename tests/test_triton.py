@@ -1,5 +1,5 @@
 """The Triton kernels, compiled for GPUs as they are shipped and run on the CPU by the simulator (tests/ptxsim), hazards
-checked: every feature, forward and all gradients, against float64 by the one tolerance rule."""
+checked: what takes more than one call (those are in test_gpu_calls.py), and what needs no kernel to run."""
 
 import contextlib
 import dataclasses
@@ -12,89 +12,23 @@ import torch
 from attnkern.triton_kernels import configs, launch, plan
 
 import attnkern
-import routes
+import simulated
 from attnkern import ops, rng, testing
 from attnkern.backends import disabled
 from attnkern.backends.failed import CannotBuild
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
-from conftest import Target
-from matrix import call, in_turn, on_gpus, tagged
+from simulated import BF16, FP32
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
 triton = table.triton
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Simulated(Target):
-    """The Triton backend on CPU tensors, its kernels compiled for a GPU of this compute capability."""
-
-    capability: int = 80
-
-
-@contextlib.contextmanager
-def routed(capability):
-    """`backend="triton"` on CPU tensors runs in the simulator of one GPU; gives the kernels launched, in order."""
-    launched = []
-    with routes.triton(capability, launched.append):
-        yield launched
-
-
-def ran(call, capability):
-    """What a row of the table says of a call."""
-    dtype = str(call.torch_dtype).removeprefix("torch.")
-    return f"sm_{capability} {dtype} {'/'.join(map(str, dict.fromkeys([call.head_dim, call.head_dim_v])))}"
 
 
 @pytest.fixture
 def target(request):
-    """Takes the place of conftest's: tests of other files that are imported here run on the simulated GPU."""
-    capability = getattr(request, "param", 80)
-    with routed(capability):
-        yield Simulated("triton", "cpu", capability)
-
-
-CALLS = tagged("triton")
-
-
-@pytest.mark.parametrize(("name", "target"), on_gpus(CALLS), indirect=["target"])
-def test_feature(name, target, record_property):
-    """Output, log-sum-exp and all gradients."""
-    target.check_call(CALLS[name])
-    record_property("triton", (name, ran(CALLS[name], target.capability)))
-
-
-NUMBERS, MASKED_BANDS = (list(tagged(tag).values()) for tag in ("numbers", "masked-bands"))
-EXTREMES = [*NUMBERS, *MASKED_BANDS[::2]]
-
-
-@pytest.mark.landing
-@pytest.mark.parametrize(
-    **in_turn(target=[80, 90], extreme=EXTREMES), indirect=["target"], ids=lambda x: getattr(x, "name", f"sm_{x}")
-)
-def test_extremes(target, extreme):
-    """Scores far from 0 and from each other, scale 0 and below, a large softcap, masks of every shape beside a band; at
-    sizes that leave the last tiles ragged."""
-    target.check(extreme.inputs(seed=0), **extreme.options)
-
-
-@pytest.mark.parametrize("by", ["bool mask", "band"])
-@pytest.mark.parametrize("queries", [70, 2])
-def test_keys_that_are_excluded_may_hold_anything(target, queries, by):
-    target.check_hidden_keys(by, target.inputs(1, 1, queries, 140, 64, dtype=BF16))
-
-
-@pytest.mark.parametrize("target", [80, 90], indirect=True)
-def test_dropout(target, record_property):
-    target.check_dropped_entries(64, BF16)
-    record_property("triton", ("dropout, shared keys", f"sm_{target.capability} bfloat16 64/90"))
-
-
-@pytest.mark.parametrize("target", [80, 90], indirect=True)
-def test_dropout_with_a_bias_and_a_band(target, record_property):
-    target.check_call(call("", "", (1, 2, 70, 70, 64), mask="float BHLS", dropout=0.5, window=(50, 10)))
-    record_property("triton", ("dropout, bias, window", f"sm_{target.capability} bfloat16 64"))
+    """Takes the place of conftest's."""
+    with simulated.triton(getattr(request, "param", 80)) as target:
+        yield target
 
 
 def test_dropout_of_samples_with_keys_of_their_own(target):
@@ -113,13 +47,6 @@ def test_dropout_of_samples_with_keys_of_their_own(target):
         assert torch.equal(together[n], alone)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 0, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=str)
-def test_empty_inputs_launch_nothing(shape):
-    with routed(80) as launched:
-        Simulated("triton", "cpu").check(testing.make_inputs(*shape, 8, dtype=BF16, mask=("float", "BHLS")))
-    assert not launched
-
-
 SUBSETS = [("query",), ("key",), ("value",), ("attn_mask",), ("query", "attn_mask"), ("key", "value")]
 
 
@@ -128,14 +55,14 @@ def test_only_what_is_asked_for(subset):
     """Kernels whose results nobody wants are not launched."""
     inputs = testing.make_inputs(1, 2, 40, 70, 64, heads_k=1, dtype=BF16, mask=("float", "BHLS"))
     tensors = {n: x.requires_grad_(n in subset) for n, x in inputs.tensors.items()}
-    with routed(80) as launched:
-        out = attnkern.attention(**tensors, enable_gqa=True, backend="triton")
+    with simulated.triton() as target:
+        out = target.attention(**tensors, enable_gqa=True)
         grad_out = torch.randn_like(out)
         grads = torch.autograd.grad(out, [tensors[n] for n in subset], grad_out)
     want = testing.expected(**{n: x.detach() for n, x in tensors.items()}, grad_out=grad_out, enable_gqa=True)
     for name, grad in zip(subset, grads, strict=True):
         want[name].check(grad, gradient=True, name=name)
-    names = {kernel.function.__name__ for kernel in launched}
+    names = target.kernels()
     assert ("dkdv_kernel" in names) == bool({"key", "value"} & set(subset))
     assert ("dq_kernel" in names) == bool({"query", "attn_mask"} & set(subset))
 
@@ -268,7 +195,7 @@ def problem(q=(1, 2, 9, 64), k=None, v=None, dtype=BF16, **options):
 
 
 def test_what_it_refuses():
-    with routed(80):
+    with simulated.triton(80):
         assert triton.refusals(problem()) == []
         assert triton.refusals(problem(dtype=torch.float64)) == ["query is float64"]
         assert triton.refusals(problem(v=(1, 2, 9, 513))) == ["head size 513 is above 512"]
@@ -278,24 +205,24 @@ def test_what_it_refuses():
         assert triton.refusals(Problem.from_sdpa(long[:, :, :1], long, long)) == [
             f"length {2**30} is above {2**30 - 1}"
         ]
-    with routed(75):
+    with simulated.triton(75):
         assert triton.refusals(problem()) == ["compute capability 7.5, and 8.0 is needed"]
     assert triton.refusals(problem()) == [triton.unavailable()]
 
 
 def test_explain_tells_of_copies():
     stepped = testing.make_inputs(1, 2, 9, 9, 24, dtype=BF16, layout=("stepped", "contiguous", "offset"))
-    with routed(80):
+    with simulated.triton(80):
         explanation = attnkern.explain(*stepped.tensors.values(), backend="triton")
         assert explanation.notes == ("copies query (strides (864, 432, 48, 2))",)
         assert "triton: chosen; copies query" in str(explanation)
-    with routed(90):  # descriptors want addresses in multiples of 16 bytes
+    with simulated.triton(90):  # descriptors want addresses in multiples of 16 bytes
         notes = attnkern.explain(*stepped.tensors.values(), backend="triton").notes
         assert [note.split(" (")[0] for note in notes] == ["copies query", "copies value"]
 
 
 def plan_of(capability, inputs, **options):
-    with routed(capability):
+    with simulated.triton(capability):
         return attnkern.explain(*inputs.tensors.values(), backend="triton", **options)
 
 
@@ -326,7 +253,7 @@ def test_explain_tells_of_splits_as_they_are_launched(monkeypatch):
     inputs = testing.make_inputs(2, 4, 2, 1100, 64, heads_k=2, dtype=BF16)
     splits, combine = plan_of(80, inputs, enable_gqa=True).plan
     grids = []
-    with routed(80):
+    with simulated.triton(80):
         monkeypatch.setattr(launch, "run", lambda kernel, grid, args, index: grids.append((grid, args)))
         attnkern.attention(**inputs.tensors, enable_gqa=True, backend="triton")
     (grid, args), (combined, _) = grids
@@ -358,7 +285,7 @@ def test_explain_tells_of_copies_in_the_backward_pass():
 def test_tf32_only_where_torch_allows_it(set_precision, allowed, used):
     set_precision(allowed)
     x = torch.zeros(1, 1, 16, 64)
-    with routed(80):
+    with simulated.triton(80):
         key = triton._problem(plan, Inputs(x, x, x), Problem.from_sdpa(x, x, x).params)
         assert plan.forward_plan(key, True).step.kernel.constants["PRECISION"] == used
 
@@ -372,14 +299,14 @@ def test_a_sequence_length_makes_no_new_kernel():
         backward = plan.backward_plan(key, key.q, key.q, False, 7)
         return [plan.forward_plan(key, True).step.kernel, backward.dkdv.kernel, backward.dq.kernel]
 
-    with routed(80):
+    with simulated.triton(80):
         assert kernels(1, 1) == kernels(17, 333) == kernels(512, 1024) == kernels(4096, 1)
 
 
 def test_strides_beyond_32_bits():
     """More than 2^31 elements: only the steps from row to row, within a tile, are 32 bits wide."""
     small = torch.zeros(1, 1, 1, 64, dtype=BF16)
-    with routed(80):
+    with simulated.triton(80):
         key = triton._problem(plan, Inputs(small, small, small), problem().params)
         far = plan.TensorSpec((2, 2, 4, 64), (2**40, 2**33, 64, 1), True)
         step = plan.forward_plan(key._replace(q=far, k=far, v=far), True).step

@@ -1,25 +1,16 @@
-"""Few queries against many keys by the Triton kernels that split the keys, in the simulator, against float64 by the one
-tolerance rule; and how many splits there are."""
+"""Few queries against many keys by the Triton kernels that split the keys, in the simulator: rows without keys, where
+other kernels serve, and how many splits there are. (The calls: test_gpu_calls.py.)"""
 
 import pytest
 import torch
 from attnkern.triton_kernels import configs
 
+import simulated
 from attnkern import testing
-from matrix import on_gpus, tagged
-from test_triton import BF16, Simulated, ran, routed
+from matrix import tagged
+from simulated import BF16
 
 GQA = {"enable_gqa": True}
-CALLS = tagged("triton-decode")
-
-
-@pytest.mark.parametrize(("name", "gpu"), on_gpus(CALLS))
-def test_decode(name, gpu, record_property):
-    """Output and log-sum-exp; these kernels ran and not the forward kernel."""
-    with routed(gpu) as launched:
-        Simulated("triton", "cpu", gpu).check_call(CALLS[name], gradients=False)
-    assert [kernel.function.__name__ for kernel in launched] == ["decode_kernel", "combine_kernel"]
-    record_property("triton", (f"decode: {name} (forward)", ran(CALLS[name], gpu)))
 
 
 @pytest.mark.parametrize("gpu", [80, 90])
@@ -29,9 +20,9 @@ def test_rows_without_keys(gpu):
     inputs.attn_mask[1, :, 0] = False
     inputs.attn_mask[1, :, 1, :590] = False
     inputs.attn_mask[1, :, 1, 590:] = True
-    with routed(gpu) as launched:
-        results = Simulated("triton", "cpu", gpu).check(inputs, gradients=False, **GQA)
-    assert launched[0].function.__name__ == "decode_kernel"
+    with simulated.triton(gpu) as target:
+        results = target.check(inputs, gradients=False, **GQA)
+    assert target.kernels() == ["decode_kernel", "combine_kernel"]
     assert not results["out"][1, :, 0].any()
     assert (results["lse"][1, :, 0] == -torch.inf).all()
 
@@ -39,10 +30,10 @@ def test_rows_without_keys(gpu):
 @pytest.mark.parametrize("name", tagged("triton-not-decode"))
 def test_where_the_forward_kernel_serves(monkeypatch, name):
     call = tagged("triton-not-decode")[name]
-    with routed(80) as launched:
-        monkeypatch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_: launched.append(kernel))
-        Simulated("triton", "cpu").attention(**call.inputs().tensors, **call.options)
-    assert [kernel.function.__name__ for kernel in launched] == ["forward_kernel"]
+    with simulated.triton() as target:
+        monkeypatch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_: target.launched.append(kernel))
+        target.attention(**call.inputs().tensors, **call.options)
+    assert target.kernels() == ["forward_kernel"]
 
 
 @pytest.mark.parametrize("processors", [1, 4, 108, 132, 188])
@@ -66,8 +57,9 @@ def test_a_number_of_splits_makes_no_new_kernel():
     variants = set()
     for length in (600, 1100, 4000):
         q, k, v = (torch.zeros(1, 1, n, 64, dtype=BF16) for n in (1, length, length))
-        with routed(80) as launched, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_, to=launched: to.append(kernel))
-            Simulated("triton", "cpu").sdpa(q, k, v)
-        variants |= set(launched)
+        with simulated.triton() as target, pytest.MonkeyPatch.context() as patch:
+            to = target.launched
+            patch.setattr("attnkern.triton_kernels.launch.run", lambda kernel, *_, to=to: to.append(kernel))
+            target.sdpa(q, k, v)
+        variants |= set(target.launched)
     assert len(variants) == 2

@@ -8,7 +8,7 @@ import attnkern
 from attnkern import testing
 from conftest import Target
 from matrix import tagged
-from test_triton import BF16, FP16, FP32
+from simulated import BF16, FP16, FP32
 from test_triton_suite import suite
 
 pytestmark = pytest.mark.gpu

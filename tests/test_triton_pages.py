@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import attnkern
+import simulated
 from attnkern import masks, testing
 from matrix import in_turn
 from random_problems import in_pages
-from test_triton import BF16, FP16, FP32, Simulated, routed
+from simulated import BF16, FP16, FP32
 
 GPUS = (80, 90)
 KEYS = 768
@@ -46,14 +47,12 @@ class Call:
 
     def paged(self, gpu, **options):
         """out, lse, and the kernels."""
-        with routed(gpu) as launched:
-            target = Simulated("triton", "cpu", gpu)
+        with simulated.triton(gpu) as target:
             got = target.attention(self.query, *self.pools, block_table=self.table, **self.options, **options)
-        return got, launched
+        return got, target.launched
 
     def contiguous(self, gpu, **options):
-        with routed(gpu):
-            target = Simulated("triton", "cpu", gpu)
+        with simulated.triton(gpu) as target:
             return target.attention(self.query, self.key, self.value, **self.options, **options)
 
     def expected(self, **options):
@@ -193,7 +192,7 @@ def test_another_pool_makes_no_new_kernel():
 def test_explain():
     """Its plan, and the pool that must be copied."""
     call = Call(64, 1)
-    with routed(80):
+    with simulated.triton():
         given = {"block_table": call.table, "enable_gqa": True}
         text = str(attnkern.explain(call.query, *call.pools, **given))
         copied = str(attnkern.explain(call.query, *map(LAYOUTS["no dense rows"], call.pools), **given))

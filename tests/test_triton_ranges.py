@@ -1,5 +1,5 @@
-"""Key ranges in the Triton kernels, in the simulator: every pass beside every other feature against float64 by the one
-tolerance rule; and the blocks that are visited, one by one, against those that hold a live score."""
+"""Key ranges in the Triton kernels, in the simulator: ranges of other strides and of other places than those of
+test_gpu_calls.py; and the blocks that are visited, one by one, against those that hold a live score."""
 
 import itertools
 import math
@@ -15,56 +15,17 @@ from attnkern.triton_kernels.ranges import LOOK, next_keys, next_queries, visiti
 
 import attnkern
 import routes
+import simulated
 import test_triton_second_order as second_order
 from attnkern import ops, rng, testing
 from attnkern.problem import Problem
 from attnkern.signatures import Derivatives, Inputs
-from matrix import in_turn, tagged
-from test_key_ranges import FEATURES, KINDS, anything, documents, padding, window_and_sinks
-from test_triton import BF16, FP16, FP32, Simulated, routed, table
+from matrix import KINDS, anything, documents, padding, window_and_sinks
+from routes import table
+from simulated import BF16
 
 GPUS = (80, 90)
 GQA = {"enable_gqa": True}
-
-
-def checked(gpu, inputs, kind, **options):
-    """The names of the kernels that ran, where the results are right."""
-    ranges = KINDS[kind](inputs.query.size(-2), inputs.key.size(-2)) if isinstance(kind, str) else kind
-    with routed(gpu) as launched:
-        target = Simulated("triton", "cpu", gpu)
-        check = target.check_dropout if options.get("dropout_p") else target.check
-        check(inputs, key_ranges=ranges, **options)
-    return [kernel.function.__name__ for kernel in launched]
-
-
-@pytest.mark.parametrize(**in_turn(kind=list(KINDS), gpu=GPUS))
-def test_output_lse_and_gradients(kind, gpu):
-    turn = list(KINDS).index(kind) + GPUS.index(gpu)
-    lengths = [(130, 130), (66, 200), (3, 97), (65, 130)][turn % 4]
-    inputs = testing.make_inputs(2, 4, *lengths, 64, heads_k=2, dtype=[BF16, FP16, FP32][turn % 3])
-    names = checked(gpu, inputs, kind, **GQA)
-    assert names == ["forward_kernel", "delta_kernel", "visits_kernel", "dkdv_kernel", "dq_kernel"]
-
-
-MASKS = [None, ("bool", "BHLS"), ("float", "BHLS"), ("float", "1HLS"), ("float", "B11S"), ("float", "11L1")]
-SIZES = [64, 80, (128, 40), 32]
-
-
-@pytest.mark.parametrize(**in_turn(kind=["whole documents", "window and sinks", "anything"], mask=MASKS), ids=str)
-def test_beside_other_masks_and_features(kind, mask):
-    """Each mask meets each kind of ranges; bands, softcap, scales, head sizes and GPUs take turns."""
-    turn = list(KINDS).index(kind) + MASKS.index(mask)
-    feature = list(FEATURES)[turn % len(FEATURES)]
-    size = SIZES[turn % len(SIZES)]
-    sizes = size if isinstance(size, tuple) else (size, size)
-    inputs = testing.make_inputs(2, 4, 66, 130, *sizes, heads_k=2, dtype=[BF16, FP32][turn % 2], mask=mask)
-    names = checked(GPUS[turn % 2], inputs, kind, **GQA, **FEATURES[feature])
-    assert ("bias_gradient_kernel" in names) == (mask is not None and mask[0] == "float" and mask[1] != "BHLS")
-
-
-@pytest.mark.parametrize(("kind", "gpu"), [("documents", 90), ("anything", 80)])
-def test_with_dropout(kind, gpu):
-    checked(gpu, testing.make_inputs(2, 4, 66, 130, 64, dtype=BF16), kind, dropout_p=0.3, is_causal=kind == "anything")
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -72,7 +33,7 @@ def test_vmap(mapped):
     """Of samples with ranges of their own, or with the same; each has its own dropout."""
     q, k, v = (x.detach() for x in testing.make_inputs(3, 2, 40, 64, 64, dtype=BF16).tensors.values())
     ranges = anything(3 if mapped else 1, 1, 40, 2, 64).to(torch.int32)
-    with routed(80):
+    with simulated.triton():
         torch.manual_seed(3)
         together = torch.vmap(
             lambda q, k, v, r: attnkern.attention(q, k, v, key_ranges=r, dropout_p=0.4, backend="triton"),
@@ -91,25 +52,13 @@ def test_vmap(mapped):
             assert torch.equal(together[n], alone)
 
 
-EXTREME = list(tagged("numbers").values())[3::4]
-
-
-@pytest.mark.parametrize("extreme", EXTREME, ids=lambda x: x.name)
-def test_extremes(extreme):
-    """Scores far from 0 and from each other, a large softcap, scale 0: with rows of any ranges and rows of none."""
-    inputs = extreme.inputs(seed=0)
-    ranges = anything(1, 1, extreme.seqlen_q, 2, extreme.seqlen_k)
-    ranges[:, :, ::5] = 7
-    checked(GPUS[EXTREME.index(extreme) % 2], inputs, ranges, **extreme.options)
-
-
 def test_rows_without_keys_are_zero():
     """The output and all gradients of it, in a block with other rows and in one without."""
     inputs = testing.make_inputs(1, 2, 300, 100, 64, dtype=BF16)
     ranges = torch.tensor([3, 90]).repeat(300, 1, 1)
     ranges[:200] = ranges[250:260] = 50
-    with routed(80):
-        results = Simulated("triton", "cpu").check(inputs, key_ranges=ranges)
+    with simulated.triton() as target:
+        results = target.check(inputs, key_ranges=ranges)
     empty = (ranges[:, 0, 1] <= ranges[:, 0, 0]).expand(1, 2, 300)
     assert (results["lse"] == -math.inf).equal(empty)
     assert not results["out"][empty].any()
@@ -129,35 +78,17 @@ STRIDED = {
 def test_strides(view):
     ranges = STRIDED[view](anything(2, 4, 70, 2, 90).to(torch.int32))
     inputs = testing.make_inputs(2, 4, 70, 90, 64, heads_k=2, dtype=BF16)
-    with testing.unmodified(ranges):
-        checked(80, inputs, ranges, **GQA)
-
-
-# --- few queries
-
-
-DECODED = {
-    "padding": {},
-    "window and sinks": {},
-    "anything": {"window": (700, 0), "alignment": "bottom_right"},
-    "nothing": {},
-}
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("kind", DECODED)
-def test_decode(kind, gpu):
-    turn = list(DECODED).index(kind)
-    more = {"heads_k": [2, 1][turn % 2], "mask": [None, ("bool", "B11S")][turn // 2]}
-    inputs = testing.make_inputs(2, 4, 4, 1100, 64, dtype=[BF16, FP32, BF16][turn % 3], **more)
-    assert checked(gpu, inputs, kind, gradients=False, **GQA, **DECODED[kind]) == ["decode_kernel", "combine_kernel"]
+    with testing.unmodified(ranges), simulated.triton() as target:
+        target.check(inputs, key_ranges=ranges, **GQA)
 
 
 def test_decode_with_a_range_for_each_head():
     """The heads that share a key head, and so a tile, have ranges far apart."""
     ranges = torch.tensor([[0, 40], [1000, 1100], [500, 500], [300, 700]], dtype=torch.int32).view(1, 4, 1, 1, 2)
     inputs = testing.make_inputs(2, 4, 3, 1100, 64, heads_k=1, dtype=BF16)
-    assert checked(80, inputs, ranges, gradients=False, **GQA)[0] == "decode_kernel"
+    with simulated.triton() as target:
+        target.check(inputs, key_ranges=ranges, gradients=False, **GQA)
+    assert target.kernels() == ["decode_kernel", "combine_kernel"]
 
 
 # --- forward-mode and second derivatives
@@ -266,7 +197,7 @@ def walked(function, ranges, seqlen_q, seqlen_k, block_m, block_n, band):
     rows, cols = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
     found = torch.zeros(rows, cols, dtype=torch.int32)
     steps = torch.zeros(rows if function is walk_keys else cols, dtype=torch.int32)
-    with routed(80):
+    with simulated.triton():
         build = plan._Builder(table.triton._problem(plan, Inputs(q, k, v, key_ranges=ranges), params))
         visits = None
         if function is walk_queries:
@@ -342,16 +273,16 @@ def test_no_other_block_is_read(kind):
     q, k = torch.randn(2, 1, 300, 64, dtype=BF16), torch.randn(2, 1, 700, 64, dtype=BF16)
     q, k, _, _, _, ranges, params, *_ = Problem.from_sdpa(q, k, k, key_ranges=ranges)
     mask = live(ranges, 300, 700).expand(2, 1, 300, 700)
-    with routed(gpu) as launched:
+    with simulated.triton(gpu) as target:
         v = torch.randn_like(k)
         out, lse = ops.forward(*Inputs(q, k, v, key_ranges=ranges), *params, True, "triton")
-        rows, cols = (launched[-1].constants[name] for name in ("BLOCK_M", "BLOCK_N"))
+        rows, cols = (target.launched[-1].constants[name] for name in ("BLOCK_M", "BLOCK_N"))
         poisoned, _ = ops.forward(*Inputs(q, k, marked(k.shape, cols), key_ranges=ranges), *params, False, "triton")
         assert_visited(poisoned.isnan(), mask, rows, cols)
 
         tangents = Derivatives(torch.randn_like(q))
         ops.tangent(*Inputs(q, k, v, key_ranges=ranges), *tangents, out, lse, *params, "triton")
-        rows, cols = (launched[-1].constants[name] for name in ("BLOCK_M", "BLOCK_N"))
+        rows, cols = (target.launched[-1].constants[name] for name in ("BLOCK_M", "BLOCK_N"))
         bad = marked(k.shape, cols)
         tout, _ = ops.tangent(*Inputs(q, k, bad, key_ranges=ranges), *tangents, out, lse, *params, "triton")
         assert_visited(tout.isnan(), mask, rows, cols)
@@ -360,7 +291,7 @@ def test_no_other_block_is_read(kind):
             found = ops.backward(
                 grad_out, None, *Inputs(q, k, v, key_ranges=ranges), out, lse, *params, which, "triton"
             )
-            return found[which // 2], launched[-1].constants  # dq of 1, dv of 4
+            return found[which // 2], target.launched[-1].constants  # dq of 1, dv of 4
 
         _, constants = backward(out, v, 4)
         dv, _ = backward(marked(q.shape, constants["BLOCK_M"]), v, 4)
@@ -385,13 +316,13 @@ def test_the_bias_gradient_holds_no_other_score(shape):
     tensors = (x.detach() for x in inputs.tensors.values())
     q, k, v, bias, _, ranges, params, *_ = Problem.from_sdpa(*tensors, key_ranges=ranges)
     mask = live(ranges, 300, 700).expand(1, 2, 300, 700)
-    with routed(80) as launched:
+    with simulated.triton() as target:
         out, lse = ops.forward(*Inputs(q, k, v, bias, key_ranges=ranges), *params, True, "triton")
         bad = v.clone()
         bad[:, :, 210:320] = math.nan  # a document and no other; where they jump, two of them
         given = Inputs(q, k, bad, bias, key_ranges=ranges)
         dbias = ops.backward(out, None, *given, out, lse, *params, 8, "triton")[3]
-    assert launched
+    assert target.launched
     keys = torch.zeros(700, dtype=torch.bool)
     keys[210:320] = True
     read = mask & keys
@@ -407,11 +338,11 @@ def test_decode_reads_no_other_block(kind):
     ranges = PLACES[kind](2, 1100).to(torch.int32)
     q, k = torch.randn(2, 4, 2, 64, dtype=BF16), torch.randn(2, 2, 1100, 64, dtype=BF16)
     q, k, _, _, _, ranges, params, *_ = Problem.from_sdpa(q, k, k, key_ranges=ranges, enable_gqa=True)
-    with routed(80) as launched:
+    with simulated.triton() as target:
         ops.forward(*Inputs(q, k, torch.randn_like(k), key_ranges=ranges), *params, False, "triton")
-        block = launched[0].constants["BLOCK_N"]
+        block = target.launched[0].constants["BLOCK_N"]
         out, _ = ops.forward(*Inputs(q, k, marked(k.shape, block), key_ranges=ranges), *params, False, "triton")
-    assert launched[0].function.__name__ == "decode_kernel"
+    assert target.launched[0].function.__name__ == "decode_kernel"
     rows = live(ranges, 2, 1100).expand(2, 4, 2, 1100).unflatten(1, (2, 2)).flatten(2, 3)  # of a key head: one tile
     tiles, _ = in_tiles(rows, 4, block)
     least = tiles.any((-1, -2)).expand(2, 2, 4, -1).unflatten(2, (2, 2)).flatten(1, 2)
@@ -425,7 +356,7 @@ def test_explain_tells_what_is_launched():
     q, k, v = testing.make_inputs(1, 2, 40, 70, 64, dtype=BF16).tensors.values()
     q.requires_grad_()
     k.requires_grad_()
-    with routed(80):
+    with simulated.triton():
         lines = attnkern.explain(q, k, v, key_ranges=padding([50]), backend="triton").plan
     assert [line.split(":")[0] for line in lines] == ["forward", "visits", "delta", "dkdv", "dq"]
 
@@ -435,7 +366,7 @@ def test_lengths_and_ranges_make_no_new_kernel():
     for length, count in itertools.product((1, 17, 512), (1, 2)):
         x = torch.zeros(1, 1, length, 64, dtype=BF16)
         ranges = torch.zeros(1, 1, 1, count, 2, dtype=torch.int32)
-        with routed(80):
+        with simulated.triton():
             key = table.triton._problem(plan, Inputs(x, x, x, key_ranges=ranges), Problem.from_sdpa(x, x, x).params)
             kernels.add(plan.forward_plan(key, True).step.kernel)
     assert len(kernels) == 2  # for one range and for two

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import attnkern
+import simulated
 from attnkern import ops, rng, testing
 from attnkern.params import GRAD_BIAS, GRAD_GRAD_LSE, GRAD_GRAD_OUT, GRAD_K, GRAD_Q, GRAD_SINKS, GRAD_V
 from attnkern.problem import Problem
 from attnkern.signatures import SECOND_ORDER_BITS, Derivatives, Inputs
 from matrix import on_gpus, tagged
-from test_triton import BF16, routed
+from simulated import BF16
 
 EVERYTHING = ("query", "key", "value", "attn_mask")
 CALLS = tagged("triton-second")
@@ -41,11 +42,11 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
         keep = rng.keep_mask(seed, params.dropout_p, *problem.q.shape[:3], problem.k.shape[2])
     direction = along(inputs, moving)
     given = Derivatives(*(direction.get(name) for name in EVERYTHING))
-    with routed(gpu) if gpu else contextlib.nullcontext([]) as launched:
+    with simulated.triton(gpu) if gpu else contextlib.nullcontext(simulated.Triton("triton", "cuda")) as target:
         call = problem.inputs(seed)
         out, lse = ops.forward(*call, *params, True, "triton")
         grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse) * has_grad_lse
-        launched.clear()
+        target.launched.clear()
         tout, tlse = ops.tangent(*call, *given, out, lse, *params, "triton")
         has_gradient = call.bias is not None and call.bias.is_floating_point()
         mask = sum(SECOND_ORDER_BITS) - GRAD_SINKS - (0 if has_gradient else GRAD_BIAS)
@@ -57,7 +58,7 @@ def check(gpu, inputs, moving=EVERYTHING, has_grad_lse=True, **options):
     assert_derivatives({"tout": tout, "tlse": tlse}, want, inputs.recipe)
     found = dict(zip(("tout", "tlse", *EVERYTHING), second[:-1], strict=True))
     assert_derivatives({name: x for name, x in found.items() if name in want}, want, inputs.recipe)
-    return [name_of(kernel) for kernel in launched]
+    return [name_of(kernel) for kernel in target.launched]
 
 
 def name_of(kernel):
@@ -95,12 +96,12 @@ def test_what_is_not_asked_for_is_not_launched():
     given = (*Derivatives(x), x, None, *Inputs(x, x, x), x, torch.zeros(1, 2, 20), *params)
     kernels = {GRAD_Q: "second_dq_kernel", GRAD_K: "second_dkdv_kernel", GRAD_V: "second_dkdv_kernel"}
     kernels |= {GRAD_GRAD_OUT: None, GRAD_GRAD_LSE: None}
-    with routed(80) as launched:
+    with simulated.triton() as target:
         for bit, kernel in kernels.items():
-            launched.clear()
+            target.launched.clear()
             results = ops.second_backward(*given, bit, "triton")
             assert [r.ndim > 1 for r in results] == [bit == each for each in SECOND_ORDER_BITS]
-            names = {name_of(kernel) for kernel in launched} - {"tangent_kernel", "delta_kernel"}
+            names = {name_of(kernel) for kernel in target.launched} - {"tangent_kernel", "delta_kernel"}
             assert names == ({kernel} if kernel else set())
 
 
@@ -121,16 +122,16 @@ def test_through_torch():
     def attention(*tensors):
         return attnkern.attention(*tensors, **options, return_lse=True, backend="triton")
 
-    with routed(80) as launched:
+    with simulated.triton() as target:
         _, (tout, tlse) = torch.func.jvp(attention, tuple(given.values()), tuple(direction.values()))
-        assert [name_of(kernel) for kernel in launched] == ["forward_kernel", "tangent_kernel"]
+        assert [name_of(kernel) for kernel in target.launched] == ["forward_kernel", "tangent_kernel"]
         leaves = [x.clone().requires_grad_() for x in (*given.values(), grad_out, grad_lse)]
         first = torch.autograd.grad(attention(*leaves[:4]), leaves[:4], leaves[4:], create_graph=True)
-        launched.clear()
+        target.launched.clear()
         second, again = (
             torch.autograd.grad(first, leaves, tuple(direction.values()), retain_graph=True) for _ in range(2)
         )
-        names = {name_of(kernel) for kernel in launched}
+        names = {name_of(kernel) for kernel in target.launched}
     kernels = ("second_dkdv", "second_dq", "second_bias_gradient", "tangent", "delta")
     assert names == {f"{kernel}_kernel" for kernel in kernels}
     assert_derivatives({"tout": tout, "tlse": tlse}, want, inputs.recipe)

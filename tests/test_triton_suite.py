@@ -1,7 +1,7 @@
 """The tests of behaviour, which run every backend that is available, with the Triton kernels in the simulator.
 
 Of a test with parameters a few cases are taken, each with other values of all of them; the GPUs take turns, and the
-tests before `.ci/run`: what they are about, the matrix of test_triton.py has for every kernel.
+tests before `.ci/run`: what they are about, the matrix of test_gpu_calls.py has for every kernel.
 """
 
 import inspect
@@ -10,6 +10,7 @@ import itertools
 import pytest
 import torch
 
+import simulated
 import test_band
 import test_decode
 import test_dropout
@@ -19,13 +20,13 @@ import test_lse_merge
 import test_masks
 import test_sdpa_parity
 from random_problems import random_problem
-from test_triton import BF16, FP16, FP32, Simulated, routed
+from simulated import BF16, FP16, FP32
 
 FILES = (test_masks, test_band, test_gqa, test_gradients, test_dropout, test_lse_merge, test_sdpa_parity, test_decode)
 DTYPES = [BF16, FP16, FP32]
 LEFT_OUT = {
     # Too large for the simulator; what they are about, in brackets, is tested at other sizes.
-    "test_mask_gradient_over_many_blocks",  # [test_triton.py: bias of queries, of keys, of everything]
+    "test_mask_gradient_over_many_blocks",  # [test_gpu_calls.py: bias of queries, of keys, of everything]
     "test_live_keys_only_at_one_end_of_a_long_row",
     "test_a_nan_of_the_future_is_not_seen_by_the_first_blocks",
     "test_thresholds_halfway_between_two_values",
@@ -38,10 +39,10 @@ LEFT_OUT = {
     "test_gradcheck",  # float64, which the kernels don't have
     "test_merge_does_not_depend_on_order",  # in float64
     "test_the_mean_stays",  # in float64
-    "test_bits_depend_on_position_alone",  # with float64 among others [test_triton.py: test_dropout]
-    "test_every_band",  # 9 lengths of 36 bands [test_bands_in_every_dtype, test_triton.py]
+    "test_bits_depend_on_position_alone",  # with float64 among others [test_gpu_calls.py: dropped entries]
+    "test_every_band",  # 9 lengths of 36 bands [test_bands_in_every_dtype, test_gpu_calls.py]
     "test_head_size_zero_is_the_mean_of_value",  # which the backend refuses,
-    "test_empty_dimensions",  # that too [test_empty_inputs_launch_nothing]
+    "test_empty_dimensions",  # that too [test_gpu_calls.py: empty]
     "test_numbers_of_every_kind",  # about arguments, not kernels
 }
 MOST = 1  # cases of one test: a kernel of its own to compile each
@@ -97,8 +98,8 @@ def suite():
 
 @pytest.mark.parametrize(("function", "arguments", "gpu"), list(suite()))
 def test_behaviour(function, arguments, gpu, record_property):
-    with routed(gpu):
-        function(Simulated("triton", "cpu", gpu), **arguments)
+    with simulated.triton(gpu) as target:
+        function(target, **arguments)
     dtype = str(arguments.get("dtype", FP32)).removeprefix("torch.")
     name = f"{function.__module__[5:]}: {function.__name__[5:].replace('_', ' ')}"
     record_property("triton", (name, f"sm_{gpu} {dtype}"))
@@ -108,6 +109,6 @@ def test_behaviour(function, arguments, gpu, record_property):
 @pytest.mark.parametrize("round", range(3))  # each of kernels that no other run has compiled
 def test_random_problems(gpu, round, record_property):
     inputs, options = random_problem(int(torch.randint(2**31, ())), dtypes=DTYPES, ranges=False)
-    with routed(gpu):
-        Simulated("triton", "cpu", gpu).check(inputs, **options)
+    with simulated.triton(gpu) as target:
+        target.check(inputs, **options)
     record_property("triton", ("random problems", f"sm_{gpu} {str(inputs.query.dtype).removeprefix('torch.')}"))

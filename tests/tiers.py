@@ -45,20 +45,27 @@ TORCH = "distributed features flash_attn flash_attn_install flash_attn_refusals 
 TORCH += " paged_cache sdpa_provider second_order threads transformers transforms varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_pages cuda_planted_bugs cuda_sm90 cuda_sm90_backward"
 CUDA += " cuda_tiles cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
+CUDA += " gpu_calls::TestCudaForward gpu_calls::TestCudaBackward gpu_calls::TestCudaMasks"
+CUDA += " gpu_calls::TestHopper gpu_calls::TestHopperMasks"
 # What runs kernels of all passes.
 WITH_ALL_CUDA = "cuda_key_ranges cuda_unattended cycles fuzz gate relative_gpu sinks_gpu tile_order"
+WITH_ALL_CUDA += " gpu_calls::TestCudaMasks gpu_calls::TestHopperMasks"
 TRITON = "choice fuzz gate triton triton_decode triton_interpreted triton_pages triton_ranges triton_second_order"
-TRITON += " triton_suite relative_gpu sinks_gpu triton_unattended triton_versions"
+TRITON += " gpu_calls::TestTriton triton_suite relative_gpu sinks_gpu triton_unattended triton_versions"
 GPU = "gpu gpu_stages triton_gpu"
 # What takes calls of tests/matrix.py.
 MATRIX = f"{GPU} cuda_backward cuda_kernels cuda_planted_bugs cuda_sm90 cuda_sm90_backward gradients sdpa_provider"
-MATRIX += " relative relative_gpu second_order sinks sinks_gpu threads triton triton_decode triton_interpreted"
-MATRIX += " triton_second_order"
-# Changed files, and the tests that they may break: tests/test_<name>.py. The first line that fits counts.
+MATRIX += " gpu_calls key_ranges relative relative_gpu second_order sinks sinks_gpu threads triton triton_decode"
+MATRIX += " triton_interpreted triton_second_order"
+# Changed files, and the tests that they may break: tests/test_<name>.py, or classes of one that go by what they run.
+# The first line that fits counts.
 TOUCHES = [
-    ("csrc/cuda/*sm90*", f"choice cuda_sm90 cuda_sm90_backward cuda_tiles {WITH_ALL_CUDA}"),
-    ("csrc/cuda/forward* csrc/cuda/decode.cu", f"choice cuda_kernels cuda_pages cuda_planted_bugs {WITH_ALL_CUDA}"),
-    ("csrc/cuda/backward*", f"choice cuda_backward cuda_planted_bugs {WITH_ALL_CUDA}"),
+    ("csrc/cuda/*sm90*", f"choice cuda_sm90 cuda_sm90_backward cuda_tiles gpu_calls::TestHopper {WITH_ALL_CUDA}"),
+    (
+        "csrc/cuda/forward* csrc/cuda/decode.cu",
+        f"choice cuda_kernels cuda_pages cuda_planted_bugs gpu_calls::TestCudaForward {WITH_ALL_CUDA}",
+    ),
+    ("csrc/cuda/backward*", f"choice cuda_backward cuda_planted_bugs gpu_calls::TestCudaBackward {WITH_ALL_CUDA}"),
     ("csrc/cuda/*", CUDA),
     ("csrc/cpu/* csrc/exports.map", f"{CALLS} bench_cores build fuzz isa threads"),
     ("csrc/common/*", f"{CALLS} {CUDA} isa params rng"),
@@ -99,7 +106,7 @@ TOUCHES = [
     (".github/* .pre-commit-config.yaml CITATION.cff", "project"),
     ("tests/ptxsim/*", f"ptxsim {CUDA} {TRITON}"),
     ("tests/gate/*", "gate cycles"),
-    ("tests/launches/* tests/routes.py", f"{CUDA} {TRITON} gpu_stages"),
+    ("tests/launches/* tests/routes.py tests/simulated.py", f"{CUDA} {TRITON} gpu_stages"),
     ("tests/fuzz*", "fuzz"),
     ("tests/gpu_kernels.py tests/fake_stages.py", "gpu gpu_stages"),
     ("tests/wheels.py", "build"),
@@ -126,10 +133,23 @@ def touched(changed: Iterable[str]) -> list[str]:
     """
     found = set()
     for path in changed:
-        found |= {"tests/ptxsim" if name == "ptxsim" else f"tests/test_{name}.py" for name in names_touched(path)}
+        found |= set(map(path_of, names_touched(path)))
         if fnmatch(path, "tests/test_*"):
             found.add(path)
-    return sorted(path for path in found if (ROOT / path).exists())
+    # With a file come its classes.
+    return sorted(
+        path for path in found if path not in {f"{x}::{path.split('::')[-1]}" for x in found} and exists(path)
+    )
+
+
+def path_of(name: str) -> str:
+    """What TOUCHES names: a file of tests, a class of one ("gpu_calls::TestHopper"), or the simulator's folder."""
+    file, *within = name.split("::")
+    return "tests/ptxsim" if name == "ptxsim" else "::".join([f"tests/test_{file}.py", *within])
+
+
+def exists(path: str) -> bool:
+    return (ROOT / path.split("::")[0]).exists()
 
 
 @functools.cache
