@@ -333,7 +333,8 @@ class Timed:
         self.path, self.seconds = Path(path), defaultdict(float)
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid] += report.cpu_seconds
+        if hasattr(report, "cpu_seconds"):  # not of a worker that died
+            self.seconds[report.nodeid] += report.cpu_seconds
 
     def pytest_sessionfinish(self):
         files: dict[str, list[float]] = defaultdict(list)
