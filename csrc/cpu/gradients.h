@@ -192,6 +192,14 @@ struct GradientTile {
   Scalar *p, *ds, *ds_rows;  // ds_rows: of pairs
   PrefetchStreams* next;     // may be null
 
+  // With too few registers for the sums of both products P waits in memory until dP is there.
+  template <int kRows, int kVectors>
+  static constexpr bool kApart = (2 * kRows + 1) * kVectors + 1 > kRegisters;
+  // Where they fit, side by side: either product alone has too few sums for the latency of its instruction.
+  template <int kRows, int kVectors>
+  static constexpr bool kSideBySide = !kApart<kRows, kVectors> &&
+                                      (Op::kPack == 2 || kVectors == 1 || kRows * kVectors < kSumsInFlight);
+
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {
     using S = typename Op::S;
@@ -200,17 +208,17 @@ struct GradientTile {
     V score[kRows][kVectors] = {}, grad_p[kRows][kVectors] = {};
     ProductWalk<Op, false> first(q_k, row, lane), second(grad_v, row, lane);
     int64_t k = 0;
-    // Side by side: either alone has too few sums for the latency of its instruction.
-    const bool pays = (Op::kPack == 2 || kVectors == 1) && max64(depth, depth_v) <= kLongestSum;
-    for (const int64_t both = pays ? min64(depth, depth_v) : 0; k < both;) {
-      for (const int64_t end = next == nullptr ? both : min64(both, k + kPrefetchSteps); k < end; ++k) {
-        first.step(score);
-        second.step(grad_p);
+    if constexpr (kSideBySide<kRows, kVectors>) {
+      for (const int64_t both = max64(depth, depth_v) <= kLongestSum ? min64(depth, depth_v) : 0; k < both;) {
+        for (const int64_t end = next == nullptr ? both : min64(both, k + kPrefetchSteps); k < end; ++k) {
+          first.step(score);
+          second.step(grad_p);
+        }
+        if (next != nullptr) next->prefetch();
       }
-      if (next != nullptr) next->prefetch();
     }
     add_products(first, k, depth, next, score);
-    add_products(second, k, depth_v, next, grad_p);
+    if constexpr (!kApart<kRows, kVectors>) add_products(second, k, depth_v, next, grad_p);
     const auto bias_at = [&](int r, int v) { return bias + (row + r) * kTile<C> + lane + v * S::kLanes; };
     if constexpr (kBias) {
 #pragma GCC unroll 8
@@ -223,15 +231,31 @@ struct GradientTile {
     if (partial) mask_tile<C>(score, {live.begin + row, live.end + row}, vector + first_vector, dead);
     // A bias may have a gradient in float32, whatever the elements are.
     const Exponential<Op, !kBias, kBias ? Op::kSums : Op::kProbabilities> exponential(factor);
+    const auto packed_at = [&](int r, int v) { return (row + r) / Op::kPack * kTile<C> + lane + v * S::kLanes; };
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const V shift = S::set1(terms.shift[row + r]), delta = S::set1(terms.delta[row + r]);
+      const V shift = S::set1(terms.shift[row + r]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) score[r][v] = exponential(score[r][v], shift);
       if (terms.norm != nullptr) [[unlikely]] {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) score[r][v] *= S::set1(terms.norm[row + r]);
       }
+      if constexpr (kApart<kRows, kVectors>) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) Op::S::store(p + packed_at(r, v), score[r][v]);
+      }
+    }
+    if constexpr (kApart<kRows, kVectors>) {
+      add_products(second, 0, depth_v, next, grad_p);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) score[r][v] = S::load(p + packed_at(r, v));
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const V delta = S::set1(terms.delta[row + r]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) grad_p[r][v] = score[r][v] * (grad_p[r][v] - delta);
     }
@@ -249,14 +273,14 @@ struct GradientTile {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         const bool single = r + Op::kPack > kRows;
-        const int64_t at = (row + r) / Op::kPack * kTile<C> + lane + v * S::kLanes;
-        const V second = single ? S::zero() : grad_p[r + Op::kPack - 1][v];
-        store_probabilities<Op>(score[r][v], single ? S::zero() : score[r + Op::kPack - 1][v], p + at);
-        store_probabilities<Op>(grad_p[r][v], second, ds + at);
+        const V second_row = single ? S::zero() : grad_p[r + Op::kPack - 1][v];
+        if constexpr (!kApart<kRows, kVectors>)
+          store_probabilities<Op>(score[r][v], single ? S::zero() : score[r + Op::kPack - 1][v], p + packed_at(r, v));
+        store_probabilities<Op>(grad_p[r][v], second_row, ds + packed_at(r, v));
 #if defined(__AVX512BF16__)
         if constexpr (Op::kPack == 2) {
           Scalar* target = ds_rows + ((row + r) * kTile<C> + lane + v * S::kLanes) / 2;
-          store_rows(grad_p[r][v], second, target, single ? nullptr : target + kTile<C> / 2);
+          store_rows(grad_p[r][v], second_row, target, single ? nullptr : target + kTile<C> / 2);
         }
 #endif
       }

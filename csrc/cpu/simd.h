@@ -32,19 +32,21 @@
 namespace attnkern::cpu {
 namespace {
 
+// A register tile, kTileRows x kTileVectors sums, and one of two products at once: sums + vectors of B + 1 of A.
 #if defined(__AVX512F__)
-inline constexpr int kVectorBytes = 64, kTileRows = 6, kTileVectors = 4;  // 24 accumulators + 4 + 1 of 32 registers
-inline constexpr int kPairRows = 6, kPairVectors = 2;                     // of two products at once
+inline constexpr int kVectorBytes = 64, kRegisters = 32, kTileRows = 6, kTileVectors = 4;  // 24 + 4 + 1
+inline constexpr int kPairRows = 6, kPairVectors = 2;                                      // 12 + 12 + 2 + 1
 #elif defined(__AVX2__)
-inline constexpr int kVectorBytes = 32, kTileRows = 6, kTileVectors = 2;  // 12 + 2 + 1 of 16
-inline constexpr int kPairRows = 3, kPairVectors = 2;
+inline constexpr int kVectorBytes = 32, kRegisters = 16, kTileRows = 6, kTileVectors = 2;  // 12 + 2 + 1
+inline constexpr int kPairRows = 6, kPairVectors = 2;                                      // one after the other
 #elif defined(__aarch64__)
-inline constexpr int kVectorBytes = 16, kTileRows = 6, kTileVectors = 4;  // 24 + 4 + 1 of 32
-inline constexpr int kPairRows = 3, kPairVectors = 4;
+inline constexpr int kVectorBytes = 16, kRegisters = 32, kTileRows = 6, kTileVectors = 4;  // 24 + 4 + 1
+inline constexpr int kPairRows = 3, kPairVectors = 4;                                      // 12 + 12 + 4 + 1
 #else
-inline constexpr int kVectorBytes = 16, kTileRows = 4, kTileVectors = 2;  // 8 + 2 + 1 + product of 16
-inline constexpr int kPairRows = 2, kPairVectors = 2;
+inline constexpr int kVectorBytes = 16, kRegisters = 16, kTileRows = 4, kTileVectors = 2;  // 8 + 2 + 1 + product
+inline constexpr int kPairRows = 4, kPairVectors = 2;                                      // one after the other
 #endif
+inline constexpr int kSumsInFlight = 8;  // that keep two pipes of multiply-adds busy: each takes four cycles
 inline constexpr int kMostRows = 8;  // of a register tile that is narrow
 
 // Of exponentials of floats. What is rounded to bfloat16 needs few digits; the sum of such numbers needs more.
