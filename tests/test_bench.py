@@ -901,7 +901,11 @@ def test_targets_are_distinct_and_complete():
             assert kind in squares
     assert {g.case.mask for g in found} == {"none", "packed:20-50"}
     assert {g.case.seqlen_q for g in found if g.reads} == {1}
-    assert all(0.2 < g.wanted("avx2") < g.wanted("avx512bf16") < 1 for g in found)
+    assert all(0.2 < g.wanted("avx512bf16") < 1 for g in found)
+    assert all(g.wanted("avx2") == g.wanted("avx512") - targets.NARROWER for g in found)
+    wanted = {(g.label, isa): g.wanted(isa) for g in found if not g.reads for isa in ("avx512", "avx2")}
+    # What is converted computes in float32.
+    assert all(share == wanted[label.replace("bf16", "fp32"), isa] for (label, isa), share in wanted.items())
     short = next(g for g in found if g.label == "fp32 D64 L128 causal, forward")
     assert [short.wanted(isa) for isa in ("avx512", "avx2", "generic")] == pytest.approx([0.76, 0.71, 0.71])
 
