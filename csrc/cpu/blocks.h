@@ -23,7 +23,7 @@ inline constexpr int64_t kTileVecs = kTile<C> / Simd<C>::kLanes;
 inline constexpr int64_t kBlockRows = 96;
 template <class Op>
 inline constexpr int64_t kBlock = kBlockRows * Op::kPack;
-inline constexpr int64_t kGroup = 16;  // rows of a segment at the edge of the band
+inline constexpr int64_t kGroup = kVectorBytes == 64 ? 16 : 8;  // rows of a segment at the edge of the band
 
 // Hands out 64-byte aligned pieces of one allocation. Built twice: without memory it only adds up the size.
 class Arena {
