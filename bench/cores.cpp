@@ -122,9 +122,11 @@ struct TaskByTask {
       const int64_t first = own ? given[static_cast<size_t>(worker)].next : worker;
       const int64_t end = own ? given[static_cast<size_t>(worker)].end : tasks, step = own ? 1 : workers;
       double before = cpu_time();
+      queue.goes_on_ = false;
       for (int64_t task = first; task < end; task += step) {
         shares[0] = {task, task + 1};
         work(context, worker);
+        queue.goes_on_ = true;
         const double now = cpu_time();
         seconds[static_cast<size_t>(task)] = now - before;
         before = now;
@@ -133,10 +135,11 @@ struct TaskByTask {
     const TaskQueue again(tasks, workers, count == 1);
     Replay replay(workers);
     parallel_time += replay.run([&](int64_t worker) {
-      again.work(worker, [&](int64_t task) {
+      const auto take = [&](int64_t task) {
         replay.clocks[static_cast<size_t>(worker)] += seconds[static_cast<size_t>(task)];
         replay.wait();
-      });
+      };
+      again.work(worker, [] {}, take);
     });
     most_tasks = std::max(most_tasks, tasks);
   }

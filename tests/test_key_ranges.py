@@ -82,6 +82,25 @@ def test_sequences(target, kind, band, dtype):
     target.check(inputs, key_ranges=IN_SEQUENCES[kind].to(target.device), enable_gqa=True, **band)
 
 
+@pytest.mark.parametrize("row", [0, 1, 63, 64, 65, 127, 128, 198, 199])
+@pytest.mark.parametrize("end", [0, 1])
+def test_one_row_unlike_its_sequence(target, row, end):
+    """Sequences are found many rows at a time: one row may begin one, or keep one from being a band."""
+    ranges = sequences([64, 1, 63, 72], [64, 2, 63, 80], right=0)
+    ranges[0, 0, row, 0, end] -= 2
+    inputs = target.inputs(1, 2, 200, 209, 16)
+    target.check(inputs, key_ranges=ranges.to(target.device))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sinks_of_each_entry_beside_sequences(target, threads):
+    """The gradient of a sink is the sum of what the sequences make of it, whoever computes them."""
+    torch.set_num_threads(threads)
+    ranges = sequences([3, 70, 20], [9, 80, 20], right=0)
+    inputs = target.inputs(2, 4, 93, 109, 16, heads_k=2).with_sinks("BH", torch.float32, 1)
+    target.check(inputs, key_ranges=ranges.to(target.device), enable_gqa=True)
+
+
 @pytest.mark.parametrize("lengths", [(130, 150), (2, 150)], ids=str)
 @pytest.mark.parametrize("kind", ["documents", "window and sinks", "anything"])
 def test_with_dropout(target, kind, lengths, dtype):

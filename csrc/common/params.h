@@ -100,10 +100,19 @@ struct Attention : AttentionParams {  // with dropout_p as entries are drawn
   Sinks sinks;       // (B|1, Hq)
   KeyRanges ranges;  // (B|1, Hq|1, L|1, 1|2, 2)
   Band band;         // of its window
+  // Heads of an entry of the batch and rows of a head that lse, grad_lse and dsinks have, where a call is one of some
+  // heads and rows of a larger one (on CPUs); 0: as many as the call.
+  int64_t all_heads = 0, all_rows = 0;
   const int64_t* seeds;  // seed_count keys for equal consecutive groups of the batch
   int64_t seed_count;
   bool tf32;  // GPU kernels for kFloat32: whether products may round their factors to tf32
 };
+
+// Where lse and grad_lse have the number of a row.
+inline int64_t lse_index(const Attention& p, int64_t batch, int64_t head, int64_t row) {
+  const int64_t heads = p.all_heads == 0 ? p.heads_q : p.all_heads, rows = p.all_rows == 0 ? p.seqlen_q : p.all_rows;
+  return (batch * heads + head) * rows + row;
+}
 
 // Whether there is no score: then kernels have nothing to do, and may divide by a count that is 0.
 inline bool has_no_score(const Attention& p) {

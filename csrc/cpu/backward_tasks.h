@@ -241,7 +241,7 @@ class BackwardCall {
         all_rows_(p.batch * p.heads_q * p.seqlen_q),
         shift_(all_rows_),
         delta_(all_rows_),
-        norm_(needs_norm<T>(p, static_cast<const C*>(p.lse), all_rows_) ? all_rows_ : 0),
+        norm_(needs_norm<T, C>(p) ? all_rows_ : 0),
         terms_{shift_.data(), delta_.data(), norm_.data()},
         // The gradient of the sinks is a sum by such rows.
         term_rows_(p.dsinks != nullptr ? kTaskRows : max64(64, min64(kTaskRows, all_rows_ / (2 * threads) / 64 * 64))),
@@ -293,7 +293,7 @@ class BackwardCall {
     for (int64_t member = bias_.members * part / bias_.tasks; member < end; ++member)
       sweep(bias_.kv_group(group, member), memory, worker, grads, now);
   }
-  // To be called before a worker's scratch is used for this call again, if others have used it.
+  // To be called before a worker's scratch is used for this call, at first and whenever others have used it.
   void forget(int64_t worker) const { caches_.forget(worker); }
 
   // What follows the first phase and the last one, where the call is alone.

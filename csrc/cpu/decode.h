@@ -384,7 +384,7 @@ inline void decode_finish(const Forward& p, int64_t batch, int64_t head, int64_t
     S::store_as(out + d, value, p.head_dim_v - d);
   }
   if (p.lse != nullptr)
-    static_cast<C*>(p.lse)[(batch * p.heads_q + head) * p.seqlen_q + row] =
+    static_cast<C*>(p.lse)[lse_index(p, batch, head, row)] =
         sum == C(0) ? -kInfinity<C> : static_cast<C>(static_cast<double>(m) + std::log(static_cast<double>(sum)));
 }
 

@@ -196,7 +196,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     out.end(scratch.inverse);
   }
   if (p.lse != nullptr)
-    std::memcpy(static_cast<C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + query, scratch.largest,
+    std::memcpy(static_cast<C*>(p.lse) + lse_index(p, batch, head, query), scratch.largest,
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
@@ -263,7 +263,7 @@ class ForwardCall {
     run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), head / p_.heads_q,
         head % p_.heads_q, query, min64(tile_, p_.seqlen_q - query), prefetches_);
   }
-  // To be called before a worker's scratch is used for this call again, if others have used it.
+  // To be called before a worker's scratch is used for this call, at first and whenever others have used it.
   void forget(int64_t worker) const { caches_.forget(worker); }
   void end() const {}
 

@@ -30,9 +30,7 @@ class PackedCaches {
       : records_(records),
         room_(min64(rows, kPackedCacheBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
         record_scalars_(room_ * scalars),
-        rows_(workers * records) {
-    for (int64_t i = 0; i < workers * records; ++i) rows_.data()[i] = {nullptr, room_};
-  }
+        rows_(workers * records) {}
   // Of a worker's scratch.
   int64_t bytes() const { return records_ * record_scalars_ * static_cast<int64_t>(sizeof(Scalar)); }
   // The records of a worker, with `memory` of its scratch; null if there are none.
@@ -41,9 +39,10 @@ class PackedCaches {
     for (int64_t i = 0; i < records_; ++i) records[i].memory = static_cast<Scalar*>(memory) + i * record_scalars_;
     return records_ == 0 ? nullptr : records;
   }
-  // What a worker has packed, because another call uses its scratch.
+  // To be called before a worker's first of(), and after another call has used its scratch: it has packed nothing.
+  // (The workers make their records themselves: for all of them one thread would take as long as for a task.)
   void forget(int64_t worker) const {
-    for (int64_t i = 0; i < records_; ++i) rows_.data()[worker * records_ + i].head = -1;
+    for (int64_t i = 0; i < records_; ++i) rows_.data()[worker * records_ + i] = {nullptr, room_};
   }
 
  private:

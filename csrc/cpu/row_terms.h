@@ -27,11 +27,11 @@ inline typename Simd<C>::V product_of_rows(const T* a, int64_t a_stride, const T
   return product;
 }
 
-// Numbers of `count` rows, at most a vector of them, of which `vector` has one for each row of the call.
+// The numbers that lse or grad_lse has of `count` rows, at most a vector of them.
 template <class C>
 inline typename Simd<C>::V numbers_of_rows(const Attention& p, const void* vector, int64_t batch, int64_t head,
                                            int64_t row, int64_t count) {
-  return Simd<C>::load_as(static_cast<const C*>(vector) + (batch * p.heads_q + head) * p.seqlen_q + row, count);
+  return Simd<C>::load_as(static_cast<const C*>(vector) + lse_index(p, batch, head, row), count);
 }
 
 // delta of as many rows.
@@ -69,16 +69,25 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
 template <class T, class C>
 inline constexpr C kLargeLse = std::is_same_v<T, C> ? C(64) : C(1024);
 
-// Whether P of some of these rows is to be normalised by a sum of its own. After decoding it is, where results have the
-// digits to show the other order of summation.
+// Whether P of some of these rows of a head is to be normalised by a sum of its own. After decoding it is, where
+// results have the digits to show the other order of summation.
 template <class T, class C>
-inline bool needs_norm(const Backward& p, const C* lse, int64_t rows) {
-  bool large = std::is_same_v<T, C> && decodes(p);
-  for (int64_t i = 0; i < rows; ++i) {
-    const C magnitude = lse[i] < C(0) ? -lse[i] : lse[i];
-    large |= (magnitude >= kLargeLse<T, C>)&(magnitude < kInfinity<C>);
+inline bool needs_norm(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows) {
+  using S = Simd<C>;
+  if (std::is_same_v<T, C> && decodes(p)) return true;
+  auto small = S::zero() == S::zero();
+  for (const int64_t end = row + rows; row < end; row += S::kLanes) {
+    const auto lse = numbers_of_rows<C>(p, p.lse, batch, head, row, end - row), magnitude = S::max(lse, -lse);
+    small &= ~((magnitude >= S::set1(kLargeLse<T, C>)) & (magnitude < S::set1(kInfinity<C>)));
   }
-  return large;
+  return !S::all(small);
+}
+// The same for all rows of the call.
+template <class T, class C>
+inline bool needs_norm(const Backward& p) {
+  for (int64_t head = 0; head < p.batch * p.heads_q; ++head)
+    if (needs_norm<T, C>(p, head / p.heads_q, head % p.heads_q, 0, p.seqlen_q)) return true;
+  return false;
 }
 
 // The Euclidean length of a row: |q| |k| bounds their product, and so how far its rounding may be off.
@@ -191,7 +200,7 @@ template <class T, class Op, class C = typename Op::Compute>
   C scaled = score.fast_path() ? of_head * kLog2E<C> : of_head;
   if (of_head <= most && scaled > most) scaled = most;  // beside it nothing else counts, as it is
   const V sink = S::set1(scaled);
-  const C* lse = static_cast<const C*>(p.lse) + (batch * p.heads_q + head) * p.seqlen_q + row;
+  const C* lse = static_cast<const C*>(p.lse) + lse_index(p, batch, head, row);
   for (int64_t i = 0; i < rows; ++i) {
     const V of_lanes = S::load(sums.largest + i * S::kLanes), m = S::max(S::max_all(of_lanes), sink);
     const V shift = m == S::set1(-kInfinity<C>) ? S::zero() : m;
@@ -215,8 +224,7 @@ inline void make_terms(const Backward& p, const BackwardScratch<Op>& scratch, in
   for (const int64_t end = row + rows; row < end; row += kMost) {
     const int64_t index = (batch * p.heads_q + head) * p.seqlen_q + row, count = min64(kMost, end - row);
     const RowTerms<C> some = terms.from(index);
-    if (needs_norm<T>(p, static_cast<const C*>(p.lse) + index, count))
-      normalise_again<T>(p, scratch, batch, head, row, count, some);
+    if (needs_norm<T, C>(p, batch, head, row, count)) normalise_again<T>(p, scratch, batch, head, row, count, some);
     else
       for (int64_t i = 0; i < count; ++i) some.norm[i] = C(1);
   }

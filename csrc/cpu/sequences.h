@@ -3,6 +3,8 @@
 // keys its queries attend to, and a few queries are decoded.
 #pragma once
 
+#include <limits>
+
 #include "ranges.h"
 #include "tasks.h"
 
@@ -20,52 +22,96 @@ struct Sequence {
   int64_t scores() const { return queries * (keys.end - keys.begin); }
 };
 
-// What a row's range is, as it was given: it may lie outside of the keys or end before it begins.
-inline Range given_range(const KeyRanges& ranges, int64_t batch, int64_t row) {
-  const int32_t* ends = ranges.data + batch * ranges.stride[0] + row * ranges.stride[2];
-  return {ends[0], ends[1]};
-}
+// Key ranges of one entry of the batch, a range a row, for loops over many rows at a time.
+struct RowRanges {
+  const int32_t* data;
+  int64_t step;    // from row to row, in numbers
+  int32_t length;  // of the keys
 
-// One end of the ranges of consecutive rows, as a band has it: it rises by 1 from row to row, but for the rows at which
-// it lies beyond what there is. Of the other end all numbers are turned around.
-class RisingEnd {
- public:
-  // `distance`: how far the end lies within what there is, 0 or less if it doesn't. False: it is no such end.
-  bool add(int64_t row, int64_t distance) {
-    if (distance > 0) {
-      rises_ &= none_ || distance - row == distance_;
-      distance_ = distance - row, none_ = false;
-    } else {
-      beyond_ = row > beyond_ ? row : beyond_;
-    }
-    return rises_;
+  RowRanges(const Attention& p, int64_t batch)
+      : data(p.ranges.data + batch * p.ranges.stride[0]),
+        step(p.ranges.stride[2]),
+        length(static_cast<int32_t>(p.seqlen_k)) {}
+
+  // body(row, begin, end) for rows [row, row + rows): their ranges as they were given, which may lie outside of the
+  // keys or end before they begin.
+  template <class Body>
+  [[gnu::always_inline]] inline void for_each(int64_t row, int64_t rows, const Body& body) const {
+    const int32_t* ends = data + row * step;
+    const int32_t first = static_cast<int32_t>(row), count = static_cast<int32_t>(rows);
+    if (step == 2)  // which the compiler makes vectors of
+      for (int32_t i = 0; i < count; ++i) body(first + i, ends[2 * i], ends[2 * i + 1]);
+    else
+      for (int32_t i = 0; i < count; ++i) body(first + i, ends[i * step], ends[i * step + 1]);
   }
-  // Whether it is such an end; none: all rows lie beyond.
-  bool rises() const { return rises_ && (none_ || beyond_ + distance_ <= 0); }
-  bool none() const { return none_; }
-  int64_t at_row_0() const { return distance_; }
+  int32_t clamped(int32_t key) const { return key < 0 ? 0 : key > length ? length : key; }
 
- private:
-  int64_t distance_ = 0, beyond_ = -kUnbounded;
-  bool none_ = true, rises_ = true;
+  // The keys between the first and the last of these rows' ranges as far as there are such, empty ones left out; and
+  // where the last of all begins.
+  struct Hull {
+    Range keys;
+    int64_t last_begin;
+  };
+  Hull hull(int64_t row, int64_t rows) const {
+    int32_t first = length, end = 0, last = 0;
+    for_each(row, rows, [&](int32_t, int32_t given_begin, int32_t given_end) {
+      const int32_t begins = clamped(given_begin), ends = clamped(given_end);
+      const bool empty = ends <= begins;
+      const int32_t own_first = empty ? length : begins, own_end = empty ? 0 : ends;
+      first = own_first < first ? own_first : first;
+      end = own_end > end ? own_end : end;
+      last = begins > last ? begins : last;
+    });
+    return {end > first ? Range{first, end} : Range{0, 0}, last};
+  }
+};
+
+// Whether one end of the ranges of consecutive rows is that of a band: it rises by 1 from row to row, but for the rows
+// at which it lies beyond what there is. All numbers are modulo 2^32, which is exact: see may_fall_apart().
+struct RisingEnd {
+  uint32_t all = ~uint32_t{0}, any = 0;  // bits of all and of any of the places at row 0 that the rows' ends stand for
+  // How the end of a row lies within what there is, if it does, less how far it has risen until then.
+  [[gnu::always_inline]] inline void add(bool within, uint32_t place) {
+    all &= within ? place : ~uint32_t{0};
+    any |= within ? place : 0;
+  }
+  bool none() const { return all != 0 && any == 0; }  // all rows lie beyond
+  bool rises() const { return all == any || none(); }
 };
 
 // Makes the sequence's band: the call's and, if the rows' ranges are one within the sequence's keys, theirs. Whether
 // they are.
 inline bool band_of(const Attention& p, Sequence& s) {
-  const int64_t keys = s.keys.end - s.keys.begin;
-  RisingEnd begins, ends;  // the latter by rows counted backwards
-  for (int64_t i = 0; i < s.queries; ++i) {
-    const Range range = given_range(p.ranges, s.batch, s.query + i);
-    if (!begins.add(i, range.begin - s.keys.begin) || !ends.add(-i, s.keys.end - range.end)) break;
+  constexpr int64_t kRows = 64;  // at a time: most that are no band end soon
+  constexpr int32_t kNone = std::numeric_limits<int32_t>::max();
+  const RowRanges ranges(p, s.batch);
+  const int32_t first = static_cast<int32_t>(s.query), first_key = static_cast<int32_t>(s.keys.begin),
+                end_key = static_cast<int32_t>(s.keys.end);
+  RisingEnd begins, ends;                          // the latter by rows counted backwards
+  int32_t last_beyond = -1, first_beyond = kNone;  // rows that begin, and end, beyond
+  bool found = true;
+  for (int64_t row = 0; row < s.queries && found && s.keys.end > s.keys.begin; row += kRows) {
+    ranges.for_each(s.query + row, min64(kRows, s.queries - row), [&](int32_t of_all, int32_t begin, int32_t end) {
+      const int32_t i = of_all - first;
+      const bool begins_within = begin > first_key, ends_within = end < end_key;
+      begins.add(begins_within, static_cast<uint32_t>(begin) - static_cast<uint32_t>(first_key + i));
+      ends.add(ends_within, static_cast<uint32_t>(end_key + i) - static_cast<uint32_t>(end));
+      const int32_t begins_beyond = begins_within ? -1 : i, ends_beyond = ends_within ? kNone : i;
+      last_beyond = begins_beyond > last_beyond ? begins_beyond : last_beyond;
+      first_beyond = ends_beyond < first_beyond ? ends_beyond : first_beyond;
+    });
+    found = begins.rises() && ends.rises();
   }
-  const bool found = keys == 0 || (begins.rises() && ends.rises());
+  const int64_t at_begin = static_cast<int32_t>(begins.any), at_end = ends.any;
+  // Beyond lie the first rows' begins and the last rows' ends.
+  if (!begins.none()) found &= last_beyond < 0 || last_beyond + at_begin <= 0;
+  if (!ends.none()) found &= first_beyond == kNone || at_end <= first_beyond;
   // As bounds of key - query.
-  const int64_t moved = p.band.offset + s.query - s.keys.begin;
+  const int64_t keys = s.keys.end - s.keys.begin, moved = p.band.offset + s.query - s.keys.begin;
   int64_t low = p.band.left < kUnbounded ? moved - p.band.left : -kUnbounded;
   int64_t high = p.band.right < kUnbounded ? moved + p.band.right : kUnbounded;
-  if (found && !begins.none()) low = max64(low, begins.at_row_0());
-  if (found && !ends.none()) high = min64(high, keys - ends.at_row_0() - 1);
+  if (found && !begins.none()) low = max64(low, at_begin);
+  if (found && !ends.none()) high = min64(high, keys - at_end - 1);
   if (high < kUnbounded) s.band = {low > -kUnbounded ? high - low : kUnbounded, 0, high};
   else if (low > -kUnbounded) s.band = {0, kUnbounded, low};
   else s.band = {};
@@ -81,7 +127,7 @@ class Sequences {
     if (list_.data() == nullptr) return;
     bool gains = false;
     for (int64_t b = 0; b < p.ranges.batch; ++b) {
-      Sequence all{b, 0, p.seqlen_q, hull_of(p, b), {}, false};
+      Sequence all{b, 0, p.seqlen_q, RowRanges(p, b).hull(0, p.seqlen_q).keys, {}, false};
       if (band_of(p, all)) {  // a window of one key falls apart, too
         gains = true;
         list_.data()[count_++] = all;
@@ -116,11 +162,6 @@ class Sequences {
     for (int64_t i = 0; i < count_; ++i) scores += list_.data()[i].scores();
     return scores;
   }
-  int64_t most_queries() const {
-    int64_t longest = 0;
-    for (int64_t i = 0; i < count_; ++i) longest = max64(longest, list_.data()[i].queries);
-    return longest;
-  }
   // Of the batch, that a sequence's call has.
   static int64_t entries(const Attention& p) { return p.ranges.batch == 1 ? p.batch : 1; }
   const Sequence& operator[](int64_t i) const { return list_.data()[i]; }
@@ -132,33 +173,35 @@ class Sequences {
 
  private:
   // With a bias or dropout, entries count from the call's first query and key. A table of distances can be read from
-  // anywhere.
+  // anywhere. Rows and keys, and ends of ranges beyond them, are told apart by 32 bits.
   static bool may_fall_apart(const Attention& p) {
+    if (p.seqlen_q + p.seqlen_k > std::numeric_limits<int32_t>::max()) return false;
     return p.ranges.data != nullptr && p.ranges.count == 1 && p.ranges.heads == 1 && p.ranges.stride[2] != 0 &&
            p.seqlen_q > 1 && p.seqlen_k > 0 && p.heads_q > 0 && (p.bias.data == nullptr || p.relative) &&
            p.dropout_p == 0;
   }
 
-  // The keys between the first and the last that a row's range holds.
-  static Range hull_of(const Attention& p, int64_t batch) {
-    Range hull{p.seqlen_k, 0};
-    for (int64_t i = 0; i < p.seqlen_q; ++i) {
-      const Range range = range_of_row(p.ranges, batch, 0, i, 0, {0, p.seqlen_k});
-      if (range.end > range.begin) hull = {min64(hull.begin, range.begin), max64(hull.end, range.end)};
-    }
-    return hull.end > hull.begin ? hull : Range{0, 0};
-  }
-
   // The rows from `row` on up to the first whose range begins behind those of all before.
   static Sequence sequence_from(const Attention& p, int64_t batch, int64_t row) {
-    const Range all{0, p.seqlen_k};
-    Sequence s{batch, row, 1, range_of_row(p.ranges, batch, 0, row, 0, all), {}, false};
-    for (; row + s.queries < p.seqlen_q; ++s.queries) {
-      const Range range = range_of_row(p.ranges, batch, 0, row + s.queries, 0, all);
-      if (range.begin >= s.keys.end && range.begin > s.keys.begin) break;
-      if (range.end <= range.begin) continue;
-      if (s.keys.end <= s.keys.begin) s.keys = range;
-      s.keys = {min64(s.keys.begin, range.begin), max64(s.keys.end, range.end)};
+    constexpr int64_t kRows = 64;  // that are looked at together: mostly the sequence goes on
+    const RowRanges ranges(p, batch);
+    Sequence s{batch, row, 0, {0, 0}, {}, false};
+    while (row + s.queries < p.seqlen_q) {
+      const int64_t from = row + s.queries, rows = min64(kRows, p.seqlen_q - from);
+      if (const auto some = ranges.hull(from, rows); s.keys.end > s.keys.begin && some.last_begin < s.keys.end) {
+        if (some.keys.end > some.keys.begin)
+          s.keys = {min64(s.keys.begin, some.keys.begin), max64(s.keys.end, some.keys.end)};
+        s.queries += rows;
+        continue;
+      }
+      for (const int64_t end = s.queries + rows; s.queries < end; ++s.queries) {
+        const Range range = range_of_row(p.ranges, batch, 0, row + s.queries, 0, {0, p.seqlen_k});
+        if (s.queries == 0) s.keys = range;
+        else if (range.begin >= s.keys.end && range.begin > s.keys.begin) return s;
+        else if (range.end <= range.begin) continue;
+        else if (s.keys.end <= s.keys.begin) s.keys = range;
+        else s.keys = {min64(s.keys.begin, range.begin), max64(s.keys.end, range.end)};
+      }
     }
     return s;
   }
@@ -204,6 +247,18 @@ void for_views(Backward& p, const Queries& queries, const Keys& keys, const Valu
   keys(p.k), keys(p.dk), values(p.v), values(p.dv);
 }
 
+// What has a number for each row of queries.
+template <class Numbers>
+void for_row_numbers(Forward& p, const Numbers& numbers) {
+  numbers(p.lse);
+}
+template <class Numbers>
+void for_row_numbers(Backward& p, const Numbers& numbers) {
+  numbers(p.lse), numbers(p.grad_lse);
+}
+inline void* with_offset(void* numbers, int64_t bytes) { return static_cast<char*>(numbers) + bytes; }
+inline const void* with_offset(const void* numbers, int64_t bytes) { return static_cast<const char*>(numbers) + bytes; }
+
 // A call of a sequence's rows, of some heads. Where all entries of the batch share their ranges, of all entries.
 template <class Problem>
 Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s, Heads heads) {
@@ -237,19 +292,12 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
   if (in_pages) call.pages.table += s.batch * p.pages.stride, call.pages.first += s.keys.begin;
   const int64_t entry = in_pages ? 0 : s.batch, key = in_pages ? 0 : s.keys.begin;
   for_views(call, moves(1, s.batch, s.query), moves(group_k, entry, key), moves(group_v, entry, key));
+  call.all_heads = p.heads_q, call.all_rows = p.seqlen_q;
+  const int64_t number = lse_index(p, s.batch, head, s.query) * bytes_of_numbers(p.dtype);
+  for_row_numbers(call, [&](auto*& numbers) {
+    if (numbers != nullptr) numbers = with_offset(numbers, number);
+  });
   return call;
-}
-
-// copy(numbers of all queries, those of the sequence's call, bytes) for each head of that call: where in `all`, one
-// number a query, and where in `part` the sequence's queries are.
-template <class Copy>
-void for_query_numbers(const Attention& p, const Attention& call, const Sequence& s, Heads heads, void* all, void* part,
-                       const Copy& copy) {
-  const int64_t size = bytes_of_numbers(p.dtype), head = heads.first_group * heads_of_kv_group(p);
-  for (int64_t b = 0; b < call.batch; ++b)
-    for (int64_t h = 0; h < call.heads_q; ++h)
-      copy(static_cast<char*>(all) + (((s.batch + b) * p.heads_q + head + h) * p.seqlen_q + s.query) * size,
-           static_cast<char*>(part) + (b * call.heads_q + h) * s.queries * size, static_cast<size_t>(s.queries * size));
 }
 
 // Sequences that all threads share, side by side: their calls go through their phases in step.
@@ -264,11 +312,10 @@ class SharedSequences {
   }
   SharedSequences(const SharedSequences&) = delete;
 
-  // Cut for so many threads. `numbers`: room for the pass's, that stays.
-  void add(const Sequence& s, Heads heads, double* numbers, int64_t threads) {
+  // Cut for so many threads.
+  void add(const Sequence& s, Heads heads, int64_t threads) {
     Shared& shared = list_.data()[count_];
-    shared.sequence = &s, shared.heads = heads;
-    shared.call = pass_.call_of(s, heads, numbers);
+    shared.call = pass_.call_of(s, heads);
     shared.plan = pass_.plan(shared.call, threads, workers_);
     ++count_;
   }
@@ -303,17 +350,11 @@ class SharedSequences {
     if (worker < workers_) last_.data()[worker] = nullptr;
   }
   void end() const {
-    for (int64_t i = 0; i < count_; ++i) {
-      const Shared& shared = list_.data()[i];
-      shared.plan.end(shared.plan.call);
-      pass_.finish(*shared.sequence, shared.heads, shared.call);
-    }
+    for (int64_t i = 0; i < count_; ++i) list_.data()[i].plan.end(list_.data()[i].plan.call);
   }
 
  private:
   struct Shared {
-    const Sequence* sequence;
-    Heads heads;
     typename Pass::Problem call;
     Plan plan;
     int64_t first_task;
@@ -331,26 +372,19 @@ template <class Pass>
 void run_sequences(const Pass& pass, const Sequences& sequences, const Runtime& runtime) {
   const auto& p = pass.p;
   const int64_t groups = p.heads_q / heads_of_kv_group(p), count = sequences.count(), scores = sequences.scores();
-  const int64_t threads = runtime.num_threads, most_numbers = pass.numbers_of(sequences.most_queries());
+  const int64_t threads = runtime.num_threads;
   // Tasks of whole sequences, if there are enough: the heads of a row lie side by side.
   const int64_t parts = count >= 8 * threads ? 1 : groups;
   const auto is_shared = [&](const Sequence& s) { return threads > 1 && s.scores() / parts * 4 * threads > scores; };
-  int64_t shared_count = 0, shared_numbers = 0;
-  for (int64_t i = 0; i < count; ++i)
-    if (is_shared(sequences[i])) ++shared_count, shared_numbers += pass.numbers_of(sequences[i].queries);
-  const Buffer<double> numbers_of_shared(shared_numbers),
-      numbers_of_workers(shared_count == count ? 0 : threads * most_numbers);
+  int64_t shared_count = 0;
+  for (int64_t i = 0; i < count; ++i) shared_count += is_shared(sequences[i]) ? 1 : 0;
   SharedSequences<Pass> shared(pass, shared_count, threads);
-  double* numbers = numbers_of_shared.data();
-  for (int64_t i = 0; i < count; ++i) {
-    const Sequence& s = sequences[i];
-    if (!is_shared(s)) continue;
-    const int64_t own = (s.scores() * threads + scores - 1) / scores;
-    shared.add(s, Heads{0, groups}, numbers, max64(1, own));
-    numbers += pass.numbers_of(s.queries);
-  }
+  for (int64_t i = 0; i < count; ++i)
+    if (const Sequence& s = sequences[i]; is_shared(s))
+      shared.add(s, Heads{0, groups}, max64(1, (s.scores() * threads + scores - 1) / scores));
   for (int64_t phase = 0;; ++phase) {
-    const int64_t begun = shared.begin(phase), tasks = max64(0, begun), others = phase == 0 ? count * parts : 0;
+    const int64_t begun = shared.begin(phase), tasks = max64(0, begun);
+    const int64_t others = phase == 0 && shared_count < count ? count * parts : 0;
     if (begun < 0 && others == 0) break;
     run_tasks(p, runtime, tasks + others, 0, [&](int64_t task, void*, int64_t worker) {
       if (task < tasks) return shared.run(phase, task, worker);
@@ -358,37 +392,20 @@ void run_sequences(const Pass& pass, const Sequences& sequences, const Runtime& 
       const Sequence& s = sequences[other / parts];
       if (is_shared(s)) return;
       shared.leave(worker);
-      const Heads heads{other % parts * (groups / parts), groups / parts};
-      const auto call = pass.call_of(s, heads, numbers_of_workers.data() + worker * most_numbers);
-      pass.run(call, {1, runtime.parallel});
-      pass.finish(s, heads, call);
+      pass.run(pass.call_of(s, {other % parts * (groups / parts), groups / parts}), {1, runtime.parallel});
     });
   }
   shared.end();
 }
 
-// The forward pass of a sequence, by Unit::run(call, runtime) and Unit::plan(call, threads, workers). Its numbers are
-// the log-sum-exp of its call.
+// The forward pass of a sequence, by Unit::run(call, runtime) and Unit::plan(call, threads, workers).
 template <class Unit>
 struct ForwardPass : Unit {
   using Problem = Forward;
   const Forward& p;
   const Sequences& sequences;
 
-  // Of a sequence of so many queries.
-  int64_t numbers_of(int64_t queries) const {
-    return p.lse == nullptr ? 0 : queries * p.heads_q * sequences.entries(p);
-  }
-  Forward call_of(const Sequence& s, Heads heads, double* numbers) const {
-    Forward call = cpu::call_of(p, sequences, s, heads);
-    if (p.lse != nullptr) call.lse = numbers;
-    return call;
-  }
-  void finish(const Sequence& s, Heads heads, const Forward& call) const {
-    if (p.lse != nullptr)
-      for_query_numbers(p, call, s, heads, p.lse, call.lse,
-                        [](void* all, void* part, size_t bytes) { std::memcpy(all, part, bytes); });
-  }
+  Forward call_of(const Sequence& s, Heads heads) const { return cpu::call_of(p, sequences, s, heads); }
 };
 
 // Zeros in rows [begin, end) of a gradient of keys or values.
@@ -411,8 +428,7 @@ void add_sinks(const Backward& p, const Sequences& sequences, int64_t entries, c
   }
 }
 
-// The backward pass of a sequence, by Unit::run and Unit::plan as in ForwardPass. Its numbers are the log-sum-exp of
-// its call, the gradient of that, and the gradient of the sinks.
+// The backward pass of a sequence, by Unit::run and Unit::plan as in ForwardPass.
 template <class Unit>
 struct BackwardPass : Unit {
   using Problem = Backward;
@@ -421,30 +437,12 @@ struct BackwardPass : Unit {
   void* sinks_parts;  // (sequences, entries, Hq) of C, null if there is no gradient of sinks
 
   int64_t entries_of_sinks() const { return p.ranges.batch == 1 ? p.sinks.batch : 1; }
-  int64_t numbers_of(int64_t queries) const {
-    return 2 * queries * p.heads_q * sequences.entries(p) + (p.dsinks == nullptr ? 0 : entries_of_sinks() * p.heads_q);
-  }
-  Backward call_of(const Sequence& s, Heads heads, double* numbers) const {
+  Backward call_of(const Sequence& s, Heads heads) const {
     Backward call = cpu::call_of(p, sequences, s, heads);
-    const auto gathered = [&](const void* all) {
-      double* const part = numbers;
-      for_query_numbers(p, call, s, heads, const_cast<void*>(all), part,
-                        [](void* from, void* to, size_t bytes) { std::memcpy(to, from, bytes); });
-      numbers += call.batch * call.heads_q * s.queries;
-      return part;
-    };
-    call.lse = gathered(p.lse);
-    if (p.grad_lse != nullptr) call.grad_lse = gathered(p.grad_lse);
-    if (p.dsinks != nullptr) call.dsinks = numbers;
+    const int64_t part = (&s - &sequences[0]) * entries_of_sinks() * p.heads_q;
+    const int64_t head = heads.first_group * heads_of_kv_group(p);
+    if (p.dsinks != nullptr) call.dsinks = with_offset(sinks_parts, (part + head) * bytes_of_numbers(p.dtype));
     return call;
-  }
-  void finish(const Sequence& s, Heads heads, const Backward& call) const {
-    if (p.dsinks == nullptr) return;
-    const int64_t size = bytes_of_numbers(p.dtype), head = heads.first_group * heads_of_kv_group(p);
-    for (int64_t b = 0; b < entries_of_sinks(); ++b)
-      std::memcpy(
-          static_cast<char*>(sinks_parts) + (((&s - &sequences[0]) * entries_of_sinks() + b) * p.heads_q + head) * size,
-          static_cast<const char*>(call.dsinks) + b * call.heads_q * size, static_cast<size_t>(call.heads_q * size));
   }
 };
 

@@ -30,7 +30,7 @@ class SinksGradient {
         // (A sink of -inf counts for nothing, even where nothing else is; what lies past the rows counts neither.)
         const auto probability =
             sink == -kInfinity<C> ? S::zero() : S::exp2((S::set1(sink) - lse) * S::set1(kLog2E<C>));
-        const auto term = probability * numbers_of_rows<C>(p_, delta, batch, head, i, count);
+        const auto term = probability * S::load_as(delta + (batch * p_.heads_q + head) * p_.seqlen_q + i, count);
         sum += S::iota() < S::set1(static_cast<C>(count)) ? term : S::zero();
       }
       sums_.data()[(batch * p_.heads_q + head) * pieces_ + row / kTaskRows] = S::sum(sum);
@@ -41,9 +41,11 @@ class SinksGradient {
   void store() const {
     if (p_.dsinks == nullptr) return;
     C* const dsinks = static_cast<C*>(p_.dsinks);
+    const int64_t step = p_.all_heads == 0 ? p_.heads_q : p_.all_heads;
+    const auto sink = [&](int64_t i) -> C& { return dsinks[i / p_.heads_q * step + i % p_.heads_q]; };
     const int64_t count = p_.sinks.batch * p_.heads_q, all_pieces = p_.batch * p_.heads_q * pieces_;
-    for (int64_t i = 0; i < count; ++i) dsinks[i] = C(0);
-    for (int64_t i = 0; i < all_pieces; ++i) dsinks[i / pieces_ % count] -= sums_.data()[i];
+    for (int64_t i = 0; i < count; ++i) sink(i) = C(0);
+    for (int64_t i = 0; i < all_pieces; ++i) sink(i / pieces_ % count) -= sums_.data()[i];
   }
 
  private:

@@ -55,9 +55,10 @@ class TaskQueue {
     for (int64_t i = 0; i < shares_; ++i) share_.data()[i] = {tasks * i / shares_, tasks * (i + 1) / shares_};
   }
 
-  // Runs body(task) until no task is left.
-  template <class Body>
-  void work(int64_t worker, const Body& body) const {
+  // begin(), then body(task) until no task is left.
+  template <class Begin, class Body>
+  void work(int64_t worker, const Begin& begin, const Body& body) const {
+    if (!goes_on_) begin();
     for (int64_t i = 0; i < shares_; ++i) {
       Share& share = share_.data()[(worker + i) % shares_];
       int64_t task;
@@ -72,15 +73,18 @@ class TaskQueue {
   };
   int64_t shares_;
   Buffer<Share> share_;
+  bool goes_on_ = false;  // the workers have begun before
 };
 
-// Runs body(task, scratch, worker) for every task of problem p, on at most num_threads workers.
-template <class Problem, class Body>
+// Runs body(task, scratch, worker) for every task of problem p, on at most num_threads workers, each of which calls
+// begin(worker) first.
+template <class Problem, class Body, class Begin>
 inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
-                      bool in_order = false) {
+                      bool in_order, const Begin& begin) {
   const int64_t workers = min64(runtime.num_threads, tasks);
   if (workers <= 1) {
     void* scratch = thread_scratch(static_cast<std::size_t>(scratch_bytes));
+    begin(0);
     for (int64_t task = 0; task < tasks; ++task) body(task, scratch, 0);
     return;
   }
@@ -89,16 +93,22 @@ inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, i
     const Problem& problem;
     int64_t scratch_bytes;
     const Body& body;
-  } context{TaskQueue(tasks, workers, in_order), p, scratch_bytes, body};
+    const Begin& begin;
+  } context{TaskQueue(tasks, workers, in_order), p, scratch_bytes, body, begin};
   const auto work = [](void* raw, int64_t worker) {
     Context& shared = *static_cast<Context*>(raw);
     // Another core has just written it: all of it at once, not miss after miss as the fields are read.
     for (std::size_t byte = 0; byte < sizeof(Problem); byte += 64)
       __builtin_prefetch(reinterpret_cast<const char*>(&shared.problem) + byte);
     void* scratch = thread_scratch(static_cast<std::size_t>(shared.scratch_bytes));
-    shared.queue.work(worker, [&](int64_t task) { shared.body(task, scratch, worker); });
+    shared.queue.work(worker, [&] { shared.begin(worker); }, [&](int64_t task) { shared.body(task, scratch, worker); });
   };
   runtime.parallel(workers, work, &context);
+}
+template <class Problem, class Body>
+inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes,
+                      const Body& body) {
+  run_tasks(p, runtime, tasks, scratch_bytes, body, false, [](int64_t) {});
 }
 
 // A phase of a call that is alone.
@@ -106,7 +116,8 @@ template <class Problem, class Call>
 inline void run_phase(const Problem& p, const Runtime& runtime, const Call& call, int64_t phase) {
   run_tasks(
       p, runtime, call.tasks(phase), call.scratch_bytes(phase),
-      [&](int64_t task, void* memory, int64_t worker) { call.run(phase, task, memory, worker); }, call.in_order(phase));
+      [&](int64_t task, void* memory, int64_t worker) { call.run(phase, task, memory, worker); }, call.in_order(phase),
+      [&](int64_t worker) { call.forget(worker); });
 }
 
 }  // namespace
