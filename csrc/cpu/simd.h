@@ -45,6 +45,11 @@ inline constexpr int kPairRows = 3, kPairVectors = 4;
 inline constexpr int kVectorBytes = 16, kTileRows = 4, kTileVectors = 2;  // 8 + 2 + 1 + product of 16
 inline constexpr int kPairRows = 2, kPairVectors = 2;
 #endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+inline constexpr int kRegisters = 32;  // of vectors
+#else
+inline constexpr int kRegisters = 16;
+#endif
 inline constexpr int kMostRows = 8;  // of a register tile that is narrow
 
 // Of exponentials of floats. What is rounded to bfloat16 needs few digits; the sum of such numbers needs more.
