@@ -179,15 +179,19 @@ def test_many_query_heads_share_a_key_head(target, heads, queries, sizes, kind, 
     target.check(inputs, enable_gqa=True, **options)
 
 
-KINDS = list(product([2, 3, 4], ["all", "window", "bool", "bias", "grouped"]))
+ROWS = list(product([2, 3, 4], [torch.bfloat16, torch.float32]))
+KINDS = [(*rows, kind) for rows, kind in product(ROWS, ["all", "window", "bool", "bias", "grouped"])]
 
 
-@pytest.mark.parametrize(("rows", "kind", "head_dim"), [(*kind, HEAD_DIMS[i % 7]) for i, kind in enumerate(KINDS)])
-def test_more_keys_than_a_cache_holds(kernel_target, rows, kind, head_dim):
-    """From 8 MiB of K and V on, 2 to 4 rows of bfloat16 have a kernel of their own on the CPU."""
-    keys = 2**23 // (4 * head_dim) + 37
+@pytest.mark.parametrize(
+    ("rows", "dtype", "kind", "head_dim"), [(*kind, HEAD_DIMS[i % 7]) for i, kind in enumerate(KINDS)], ids=str
+)
+def test_more_keys_than_a_cache_holds(kernel_target, rows, dtype, kind, head_dim):
+    """From 8 MiB of K and V on, 2 to 4 rows of bfloat16 have a kernel of their own on the CPU, and with AVX2 of any
+    type."""
+    keys = 2**23 // (2 * dtype.itemsize * head_dim) + 37
     heads, queries = (rows, 1) if kind == "grouped" else (1, rows)
     mask = {"bool": ("holes", "B11S"), "bias": ("float", "1H1S")}.get(kind)
-    inputs = kernel_target.inputs(1, heads, queries, keys, head_dim, heads_k=1, dtype=torch.bfloat16, mask=mask)
+    inputs = kernel_target.inputs(1, heads, queries, keys, head_dim, heads_k=1, dtype=dtype, mask=mask)
     options = {"is_causal": True, "window": (keys - 100, 0), "alignment": "bottom_right"} if kind == "window" else {}
     kernel_target.check(inputs, enable_gqa=True, **options)

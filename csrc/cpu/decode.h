@@ -140,8 +140,9 @@ inline void add_values(const C* p, int64_t rows, const Values& values, int64_t k
   // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
   if constexpr (kVectorBytes == 64)
     if (rows < 4 && columns == 8 * kLanes) pass.template operator()<8, 2>();
-  while (c + 4 * kLanes <= columns) pass.template operator()<4, 4>();
-  if (c + 2 * kLanes <= columns) pass.template operator()<2, 4>();
+  if (kRegisters == 32 || rows < 4)
+    while (c + 4 * kLanes <= columns) pass.template operator()<4, kRegisters / 8>();
+  while (c + 2 * kLanes <= columns) pass.template operator()<2, 4>();
   while (c < columns) pass.template operator()<1, 4>();
 }
 

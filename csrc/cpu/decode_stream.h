@@ -71,25 +71,26 @@ template <int kRows, int kVectors, class V, class Move>
     for (int c = 0; c < kVectors; ++c) move(sums + r * step + c * Simd<float>::kLanes, sum[r][c]);
 }
 
-// kRows vectors of kRows equal parts: part j of vector i becomes part i of vector j.
-template <class V>
-inline void transpose_groups(V (&)[1]) {}
-template <class V>
-inline void transpose_groups(V (&x)[2]) {
-  const auto a = x[0], b = x[1];
-  x[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-  x[1] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+// Every second of the equal parts of a and then of b, from number kFrom on.
+template <int kParts, int kFrom, class V, int... kLane>
+inline V every_second(V a, V b, std::integer_sequence<int, kLane...>) {
+  constexpr int kPart = sizeof...(kLane) / kParts;  // lanes
+  return __builtin_shufflevector(a, b, ((kLane / kPart * 2 + kFrom) * kPart + kLane % kPart)...);
 }
-template <class V>
-inline void transpose_groups(V (&x)[4]) {
-  const auto even = [](V a, V b) {  // parts 0 and 2 of both
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  };
-  const auto odd = [](V a, V b) {
-    return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  };
-  const V a = even(x[0], x[1]), b = even(x[2], x[3]), c = odd(x[0], x[1]), d = odd(x[2], x[3]);
-  x[0] = even(a, b), x[1] = even(c, d), x[2] = odd(a, b), x[3] = odd(c, d);
+
+// kRows vectors of kRows equal parts: part j of vector i becomes part i of vector j.
+template <int kRows, class V>
+inline void transpose_groups(V (&x)[kRows]) {
+  constexpr auto kLanes = std::make_integer_sequence<int, Simd<float>::kLanes>{};
+  const auto even = [&](V a, V b) { return every_second<kRows, 0>(a, b, kLanes); };
+  const auto odd = [&](V a, V b) { return every_second<kRows, 1>(a, b, kLanes); };
+  if constexpr (kRows == 2) {
+    const V a = x[0], b = x[1];
+    x[0] = even(a, b), x[1] = odd(a, b);
+  } else if constexpr (kRows == 4) {
+    const V a = even(x[0], x[1]), b = even(x[2], x[3]), c = odd(x[0], x[1]), d = odd(x[2], x[3]);
+    x[0] = even(a, b), x[1] = even(c, d), x[2] = odd(a, b), x[3] = odd(c, d);
+  }
 }
 
 // Adds scratch.recent to scratch.out and sums, and clears it.
@@ -231,8 +232,17 @@ template <class T, int kDim, int kRun, template <class> class AnyTurn>
   for (int r = 0; r < kRun; ++r) S::store(scores + r * kLanes, all[r]);
 }
 
+// Prefetches the rows of a turn that comes later in the order of the memory, though some columns of all rows are read
+// first: with row i of kColumns columns from `column` on, as many elements.
+template <int kColumns, int kDim, class T>
+[[gnu::always_inline]] inline void prefetch_in_order(const Turn<T>& now, int64_t column, int64_t i) {
+  const int64_t first = column * Simd<float>::kLanes + i * kColumns;
+  if (first * static_cast<int64_t>(sizeof(T)) % 64 == 0)
+    prefetch_row(now.row + first / kDim * now.step + now.ahead + first % kDim, kColumns);
+}
+
 // sum[row] += probabilities[row] . V of a turn's keys, for kRun rows and kColumns columns from `column` on.
-template <bool kPairs, int kColumns, class T, int kRun, int kVectors, template <class> class AnyTurn>
+template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, template <class> class AnyTurn>
 [[gnu::always_inline]] inline void add_turn(const AnyTurn<T>& now, bool prefetches, const float* probabilities,
                                             int64_t column, Simd<float>::V (&sum)[kRun][kVectors]) {
   using S = Simd<float>;
@@ -270,7 +280,8 @@ template <bool kPairs, int kColumns, class T, int kRun, int kVectors, template <
       if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
         if (prefetches) now.prefetch(i, column, kColumns);
       } else if (prefetches) {
-        prefetch_row(row + now.ahead, kColumns);
+        if constexpr (kRegisters == 16 && kRun > 1) prefetch_in_order<kColumns, kDim>(now, column, i);
+        else prefetch_row(row + now.ahead, kColumns);
       }
 #pragma GCC unroll 16
       for (int c = 0; c < kVectors; ++c) {
@@ -288,7 +299,7 @@ template <bool kPairs, int kDim, int kRun, class Add>
 [[gnu::always_inline]] inline void add_columns_to_memory(float* sums, int64_t step, const Add& add) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
-  constexpr int kBlock = min64(kVectors, 16 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
+  constexpr int kBlock = min64(kVectors, kRegisters / 2 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
   const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
     S::V sum[kRun][kCount];
     float* first = sums + c * kLanes;
@@ -337,13 +348,13 @@ template <class T, class Op, class Keys, int kRows, int kDim>
     });
   };
   const auto add_values_of = [&](const Turn<T>& now) __attribute__((always_inline)) {
-    if constexpr (kInRegisters) add_turn<kPairs, kDim>(now, true, probabilities, 0, kept);
+    if constexpr (kInRegisters) add_turn<kPairs, kDim, kDim>(now, true, probabilities, 0, kept);
     else
       for_row_runs(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
         add_columns_to_memory<kPairs, kDim, kRun>(
             scratch.recent + r * recent_step, recent_step,
             [&]<int kColumns>(int64_t column, auto& sum) __attribute__((always_inline)) {
-              add_turn<kPairs, kColumns>(now, r == 0, probabilities + r * kLanes, column, sum);
+              add_turn<kPairs, kDim, kColumns>(now, r == 0, probabilities + r * kLanes, column, sum);
             });
       });
   };
@@ -546,8 +557,8 @@ template <class T, class Op, int kRows, int kDim>
               own.recent + r * recent_step, recent_step,
               [&]<int kColumns>(int64_t column, auto& sum) __attribute__((always_inline)) {
                 for (int64_t i = 0; i < now; ++i)
-                  add_turn<kPairs, kColumns>(of_turns[t + i], r == 0, probabilities + i * part + r * kLanes, column,
-                                             sum);
+                  add_turn<kPairs, kDim, kColumns>(of_turns[t + i], r == 0, probabilities + i * part + r * kLanes,
+                                                   column, sum);
               });
         });
       }
@@ -576,28 +587,33 @@ template <class T, class Op>
 using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                              int64_t heads, int64_t key, int64_t keys);
 
-// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns. As measured: what is in a cache is multiplied
-// faster in blocks, what is not is read faster in turns.
+// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns, and of all types where sums lie in memory. As
+// measured: what is in a cache is multiplied faster in blocks, what is not is read faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
-// The kernel of turns for these rows, of_size<kRows, kDim>(), or null. It wants 32 registers. (More rows have too much
-// to multiply for it, two of float16 too.)
+// The kernel of turns for these rows, of_size<kRows, kDim>(), or null. With 16 registers, sums lie in memory and one
+// kernel does for any number of rows. (More rows have too much to multiply for it, two of float16 too if there are 32.)
 template <class Kernel, class T, class Op, class OfSize>
 Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
   using C = typename Op::Compute;
-  if constexpr (Simd<C>::kLanes == 16) {
+  if constexpr (sizeof(C) == 4 && kVectorBytes >= 32) {
     if (const ScoreParams<C> score(p); score.capped() || score.dropout || p.head_dim != p.head_dim_v ||
                                        !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
       return nullptr;
     const auto of_dim = [&]<int kDim>() -> Kernel {
-      if (rows == 1) return of_size.template operator()<1, kDim>();
       const int64_t bytes = p.batch * p.heads_k * p.seqlen_k * 2 * kDim * static_cast<int64_t>(sizeof(T));
-      if (Op::kPack == 2 && bytes < kTurnsFrom) return nullptr;
-      if constexpr ((sizeof(T) == 4 || Op::kPack == 2) && kDim <= 128)
-        if (rows == 2) return of_size.template operator()<2, kDim>();
-      if constexpr (Op::kPack == 2)
-        if (rows <= 4) return of_size.template operator()<4, kDim>();
-      return nullptr;
+      if constexpr (kRegisters == 16) {
+        const bool pays = rows == 1 || (rows <= 4 && bytes >= kTurnsFrom);
+        return pays ? of_size.template operator()<4, kDim>() : nullptr;
+      } else {
+        if (rows == 1) return of_size.template operator()<1, kDim>();
+        if (Op::kPack == 2 && bytes < kTurnsFrom) return nullptr;
+        if constexpr ((sizeof(T) == 4 || Op::kPack == 2) && kDim <= 128)
+          if (rows == 2) return of_size.template operator()<2, kDim>();
+        if constexpr (Op::kPack == 2)
+          if (rows <= 4) return of_size.template operator()<4, kDim>();
+        return nullptr;
+      }
     };
     switch (p.head_dim) {
       case 32: return of_dim.template operator()<32>();
@@ -617,14 +633,17 @@ DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
       p, rows, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
 }
 
-// That for several key heads: where a key's rows of all heads lie side by side, and for 3 and 4 rows in pages. (Rows
-// that do little with what they read are better off with the two streams of a head.) The heads have the same keys.
+// That for several key heads, with 32 registers: where a key's rows of all heads lie side by side, and for 3 and 4 rows
+// in pages. (Rows that do little with what they read are better off with the two streams of a head.) The heads have the
+// same keys.
 template <class T, class Op>
 DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
   const bool pays = (side_by_side(p.k) && side_by_side(p.v)) || (p.pages.table != nullptr && rows > 2);
   if (!pays || p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
-  return kernel_of_turns<DecodeHeads<T, Op>, T, Op>(
-      p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
+  if constexpr (kRegisters == 16) return nullptr;
+  else
+    return kernel_of_turns<DecodeHeads<T, Op>, T, Op>(
+        p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
 }
 
 }  // namespace
