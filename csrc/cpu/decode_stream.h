@@ -587,8 +587,8 @@ template <class T, class Op>
 using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                              int64_t heads, int64_t key, int64_t keys);
 
-// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns, and of all types where sums lie in memory. As
-// measured: what is in a cache is multiplied faster in blocks, what is not is read faster in turns.
+// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns, and with 16 registers up to 4 of any type, one of
+// float32 always. As measured: what is in a cache is multiplied faster in blocks, what is not is read faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
 // The kernel of turns for these rows, of_size<kRows, kDim>(), or null. With 16 registers, sums lie in memory and one
@@ -603,7 +603,7 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
     const auto of_dim = [&]<int kDim>() -> Kernel {
       const int64_t bytes = p.batch * p.heads_k * p.seqlen_k * 2 * kDim * static_cast<int64_t>(sizeof(T));
       if constexpr (kRegisters == 16) {
-        const bool pays = rows == 1 || (rows <= 4 && bytes >= kTurnsFrom);
+        const bool pays = rows <= (bytes >= kTurnsFrom ? 4 : sizeof(T) == 4 ? 1 : 0);
         return pays ? of_size.template operator()<4, kDim>() : nullptr;
       } else {
         if (rows == 1) return of_size.template operator()<1, kDim>();

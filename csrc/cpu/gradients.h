@@ -197,8 +197,8 @@ struct GradientTile {
   static constexpr bool kApart = (2 * kRows + 1) * kVectors + 1 > kRegisters;
   // Where they fit, side by side: either product alone has too few sums for the latency of its instruction.
   template <int kRows, int kVectors>
-  static constexpr bool kSideBySide = !kApart<kRows, kVectors> &&
-                                      (Op::kPack == 2 || kVectors == 1 || kRows * kVectors < kSumsInFlight);
+  static constexpr bool kSideBySide =
+      !kApart<kRows, kVectors> && (Op::kPack == 2 || kVectors == 1 || kRows * kVectors < kSumsInFlight);
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t first_vector) const {

@@ -47,7 +47,7 @@ inline constexpr int kVectorBytes = 16, kRegisters = 16, kTileRows = 4, kTileVec
 inline constexpr int kPairRows = 4, kPairVectors = 2;                                      // one after the other
 #endif
 inline constexpr int kSumsInFlight = 8;  // that keep two pipes of multiply-adds busy: each takes four cycles
-inline constexpr int kMostRows = 8;  // of a register tile that is narrow
+inline constexpr int kMostRows = 8;      // of a register tile that is narrow
 
 // Of exponentials of floats. What is rounded to bfloat16 needs few digits; the sum of such numbers needs more.
 enum class Precision {
