@@ -633,17 +633,16 @@ DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
       p, rows, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
 }
 
-// That for several key heads, with 32 registers: where a key's rows of all heads lie side by side, and for 3 and 4 rows
+// That for several key heads: where a key's rows of all heads lie side by side, and with 32 registers for 3 and 4 rows
 // in pages. (Rows that do little with what they read are better off with the two streams of a head.) The heads have the
 // same keys.
 template <class T, class Op>
 DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
-  const bool pays = (side_by_side(p.k) && side_by_side(p.v)) || (p.pages.table != nullptr && rows > 2);
-  if (!pays || p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
-  if constexpr (kRegisters == 16) return nullptr;
-  else
-    return kernel_of_turns<DecodeHeads<T, Op>, T, Op>(
-        p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
+  const bool gathers = kRegisters == 32 && p.pages.table != nullptr && rows > 2;
+  if (!gathers && !(side_by_side(p.k) && side_by_side(p.v))) return nullptr;
+  if (p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
+  return kernel_of_turns<DecodeHeads<T, Op>, T, Op>(
+      p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
 }
 
 }  // namespace
