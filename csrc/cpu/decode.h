@@ -114,11 +114,18 @@ void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batc
 template <class C, class T, int64_t kKeysOfBlock>
 inline void score_rows(const typename RowDot<C, T>::Query* q, int64_t q_step, int64_t rows, const T* k,
                        int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetched, int64_t ahead, C* scores) {
-  for_row_runs(rows, [&]<int kRuns>(int64_t r) {
+  const auto run = [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
+    decode_scores<C, T, kRows, kKeysOfBlock>(q + r * q_step, q_step, k, k_stride, keys, columns,
+                                             r == 0 ? prefetched : 0, ahead, scores + r * kKeysOfBlock);
+  };
+  // What is converted takes so long that as many rows as there are sums share it.
+  constexpr int kMost = kVectorBytes == 32 && sizeof(T) == 2 && sizeof(C) == 4 ? 8 : 4;
+  int64_t first = 0;
+  if constexpr (kMost == 8)
+    for (; first + kMost <= rows; first += kMost) run.template operator()<kMost>(first);
+  for_row_runs(rows - first, [&]<int kRuns>(int64_t r) {
     constexpr int kRows = kRuns < Simd<C>::kLanes ? kRuns : Simd<C>::kLanes;
-    for (int64_t first = r; first < r + kRuns; first += kRows)
-      decode_scores<C, T, kRows, kKeysOfBlock>(q + first * q_step, q_step, k, k_stride, keys, columns,
-                                               first == 0 ? prefetched : 0, ahead, scores + first * kKeysOfBlock);
+    for (int64_t i = first + r; i < first + r + kRuns; i += kRows) run.template operator()<kRows>(i);
   });
 }
 

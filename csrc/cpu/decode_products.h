@@ -112,12 +112,12 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
     for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
     const auto step = [&](int64_t c, int64_t width) {
       decltype(Dot::load_query(q)) query[kRows];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) query[r] = Dot::load_query(q + r * q_step + c);
 #pragma GCC unroll 16
       for (int key = 0; key < kKeys; ++key) {
         const auto value = width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sum[r * kKeys + key] = Dot::accumulate(sum[r * kKeys + key], value, query[r]);
         if (prefetches && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead);
       }
