@@ -134,17 +134,17 @@ def test_importing_attnkern_and_using_it_on_the_cpu_does_not_import_triton():
     )
 
 
-def test_importing_attnkern_takes_at_most_an_eighth_of_what_torch_takes():
-    """Processor time, beside torch's on the same machine, the least of three: other processes don't count."""
+def test_importing_attnkern_takes_at_most_120_ms_or_an_eighth_of_what_torch_takes():
+    """Processor time, the least of three: other processes don't count. Where torch's import is slow, ours may be."""
     code = """
         import time
         first = time.process_time()
         import torch
         second = time.process_time()
         import attnkern
-        print((time.process_time() - second) / (second - first))
+        print(time.process_time() - second - max(0.12, (second - first) / 8))
     """
-    assert min(float(python(code, ROOT)) for _ in range(3)) <= 0.125
+    assert min(float(python(code, ROOT)) for _ in range(3)) <= 0
 
 
 def test_without_triton_all_else_works_and_asking_for_it_is_answered_in_one_sentence():
