@@ -205,7 +205,7 @@ def run(targets: Sequence[Target], runner: Runner, log: Log, console: Console) -
             interrupted = True
     console.print(_table(found))
     console.print(counts(found))
-    log.path.with_suffix(".md").write_text(_markdown(found, log.runs[-1]), encoding="utf-8")
+    log.path.with_suffix(".md").write_text(page(found, log.runs[-1]), encoding="utf-8")
     missing = len(found) < len(targets) and not interrupted
     failed = missing or any(status_of(target, row) != "reached" for target, row in found.items())
     return [*found.values(), *others], failed, interrupted
@@ -287,7 +287,8 @@ def where(run: dict[str, Any]) -> str:
     return f"{run['device']}, {run['cpu_isa']}, {run['threads']} thread{'s' * (run['threads'] > 1)}"
 
 
-def _markdown(found: dict[Target, Row], run: dict[str, Any]) -> str:
+def page(found: dict[Target, Row], run: dict[str, Any]) -> str:
+    """The table of a run that a file keeps beside its rows."""
     code = f"code {run['code']} (git {run['git']}{', with changes' if run['dirty'] else ''})"
     place = f"{where(run)}, torch {run['torch']} ({run['torch_isa']}), {code}"
     lines = [

@@ -1,6 +1,7 @@
 """Puts the CPU kernels against their targets, bench/results/cpu-goals*.jsonl, between the markers of two pages.
 
-python docs/make_share_pages.py      writes docs/shares.md and README.md, and docs/images/<run>.svg of each run
+python docs/make_share_pages.py      writes docs/shares.md and README.md, and docs/images/<run>.svg of each run; the
+                                     run's own table too, which shows what its rows are held to now
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ def main() -> None:
         path.write_text(replace(page, path.read_text()))
     for run in stored():
         (IMAGES / f"{run.name}.svg").write_text(picture(run))
+        (RESULTS / f"{run.name}.md").write_text(targets.page(run.found, run.run))
 
 
 if __name__ == "__main__":
