@@ -7,6 +7,9 @@ every torch from 2.11 and every CPython from 3.10 on:
     attnkern/_cuda.abi3.so   csrc/cuda/*.cpp and csrc/cuda/*.cu, where nvcc is found
     attnkern/_build.json     what they were built with, for attnkern.build_info()
 
+In a git checkout nothing is compiled twice: an object is kept in the user's cache folder (ATTNKERN_CACHE, by default
+~/.cache/attnkern) under a hash of all that goes into it; of those last used, CACHED bytes.
+
 Environment: ATTNKERN_CUDA=auto|0|1 (1: nvcc is required), ATTNKERN_CUDA_ARCHS (default "80 90a 100 120"; PTX of
 compute_80 is always added), ATTNKERN_CPU_ISAS (which instruction sets the CPU library has kernels for, as in "avx2
 avx512"; generic is always among them, and "generic" alone is the fastest build; "native": what this machine runs and no
@@ -15,7 +18,10 @@ schedules that are not their own, for timing), ATTNKERN_SKIP_EXT=1 (Python files
 MAX_JOBS. A CXX for another machine cross-compiles, the CPU library only.
 """
 
+import contextlib
 import fcntl
+import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -65,8 +71,52 @@ CXXFLAGS = (
 SANITIZE = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 NVCCFLAGS = "-O3 -std=c++20 -Xcompiler -fPIC,-fvisibility=hidden"
 SCHEDULES = Path("csrc/cuda/forward_schedules_sm90.cu")  # for timing and tests
+CACHED = 2**30
 # exports.map hides every symbol, weak template instances and the static CUDA runtime too: no clash with torch's own.
 LDFLAGS = "-shared -Xlinker --version-script=csrc/exports.map -Xlinker -z -Xlinker defs -Xlinker --no-as-needed"
+
+
+def user_folder():
+    """Where objects, and what the tests prove of them, outlive a checkout."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("ATTNKERN_CACHE") or Path(caches, "attnkern"))
+
+
+@functools.cache
+def release_of(tool):
+    """What a compiler says of itself, and of the one that nvcc calls; what it reads of the environment."""
+    tools = [tool.split(), ["g++"]] if tool.endswith("nvcc") else [tool.split()]
+    told = [subprocess.run([*words, "--version"], capture_output=True, text=True).stdout for words in tools if words]
+    names = ("CPATH", "CPLUS_INCLUDE_PATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+    return [*told, *(os.environ.get(name, "") for name in names)]
+
+
+@functools.cache
+def included(path):
+    """The files of ours that one includes by a name in quotes."""
+    names = re.findall(r'^\s*#\s*include\s+"(.*)"', path.read_text(), re.M)
+    found = [[Path(os.path.normpath(folder / name)) for folder in (path.parent, Path("csrc"))] for name in names]
+    return [next(filter(Path.exists, paths)) for paths in found if any(map(Path.exists, paths))]
+
+
+def hash_of(source, *made_with):
+    """Of a source, all that it includes, and these words."""
+    files, left = set(), [source]
+    while left:
+        if (path := left.pop()) not in files:
+            files.add(path)
+            left += included(path)
+    texts = [f"{path}\n{path.read_text()}" for path in sorted(files)]
+    return hashlib.sha256("\0".join([*map(str, made_with), *texts]).encode()).hexdigest()[:32]
+
+
+def drop_oldest(folder):
+    """Of the objects that are kept, those that weren't used for longest: the others have CACHED bytes at most."""
+    left = CACHED
+    for entry in sorted(folder.iterdir(), key=lambda entry: -entry.stat().st_mtime):
+        left -= sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
+        if left < 0:
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def first_line(*command):
@@ -150,33 +200,59 @@ def max_jobs():
     return max(1, min(bound, int(os.environ.get("MAX_JOBS", bound))))
 
 
+# The system's headers aren't named to ninja: where they lie differs from checkout to checkout, by torch's folder, and
+# what an object is kept under tells of their releases.
+COMPILE = "$tool $flags -MMD -MF $out.d -c $in -o $out"
+# PTX, the binary of each architecture and what ptxas says of it stay beside the object: tests/gate and tests/launches
+# read them.
+COMPILE_CUDA = (
+    "rm -rf $out.kept && mkdir $out.kept && "
+    "if $tool $flags -Xptxas -v --keep --keep-dir $out.kept -MD -MF $out.d -c $in -o $out > $out.log 2>&1; "
+    "then grep warning $out.log; find $out.kept -type f ! -name '*.ptx' ! -name '*.cubin' -delete; "
+    "else cat $out.log; exit 1; fi"
+)
+# Either, unless the folder $entry has what it would make.
+ONCE = (
+    'rm -rf $out.kept; if cp -R "$entry"/. "$$(dirname $out)" 2> /dev/null; then touch "$entry"; '
+    'else {{ {command}; }} && {{ new="$$(mktemp -d "$entry".XXXXXX)" && cp -R $out* "$$new" && '
+    'mv -T "$$new" "$entry" 2> /dev/null || rm -rf "$$new"; }}; fi'
+)
+
+
 class Ninja:
-    """build/ninja/<name>.ninja, its objects beside it in <name>/ or in another's folder."""
+    """build/ninja/<name>.ninja, its objects beside it in <name>/ or in another's folder.
+
+    In a checkout, objects come from the user's cache folder, if they are there, and go into it.
+    """
 
     def __init__(self, name, folder=None):
         self.name, self.folder, self.edges = name, BUILD / (folder or name), []
+        self.cache = user_folder() / "objects" if Path(".git").exists() else None
+        self.commands = {"compile": COMPILE, "compile_cuda": COMPILE_CUDA}
+        shown = {
+            name: ONCE.format(command=command) if self.cache else command for name, command in self.commands.items()
+        }
         self.rules = [
             f"builddir = {BUILD}",
-            "rule compile\n  command = $tool $flags -MD -MF $out.d -c $in -o $out\n"
-            "  description = compile $in\n  depfile = $out.d\n  deps = gcc",
-            # PTX, the binary of each architecture and what ptxas says of it stay beside the object: tests/gate and
-            # tests/launches read them.
-            "rule compile_cuda\n  command = rm -rf $out.kept && mkdir $out.kept && "
-            "if $tool $flags -Xptxas -v --keep --keep-dir $out.kept -MD -MF $out.d -c $in -o $out > $out.log 2>&1; "
-            "then grep warning $out.log; find $out.kept -type f ! -name '*.ptx' ! -name '*.cubin' -delete; "
-            "else cat $out.log; exit 1; fi\n"
-            "  description = compile $in\n  depfile = $out.d",
+            f"rule compile\n  command = {shown['compile']}\n  description = compile $in\n"
+            "  depfile = $out.d\n  deps = gcc",
+            f"rule compile_cuda\n  command = {shown['compile_cuda']}\n  description = compile $in\n  depfile = $out.d",
             "rule link\n  command = $tool $in -o $out $flags\n  description = link $out",
         ]
 
-    def add(self, rule, out, sources, tool, flags):
+    def add(self, rule, out, sources, tool, flags, entry=""):
         edge = f"build {out}: {rule} {' '.join(map(str, sources))}\n  tool = {tool}\n  flags = {flags}"
-        self.edges.append((rule, edge))
+        self.edges.append((rule, f"{edge}\n  entry = {entry}"))
 
     def compile(self, sources, tool, flags, variant=""):
         objects = [self.folder / f"{source}{variant}.o" for source in sources]
+        # Torch's release, not where it lies.
+        said = re.sub(r"(?<=-isystem )(\S+)/include", lambda match: version_of(Path(match[1])), flags)
         for source, out in zip(sources, objects, strict=True):
-            self.add("compile_cuda" if source.suffix == ".cu" else "compile", out, [source], tool, flags)
+            rule, entry = "compile_cuda" if source.suffix == ".cu" else "compile", ""
+            if self.cache:
+                entry = self.cache / hash_of(source, out, self.commands[rule], said, *release_of(tool))
+            self.add(rule, out, [source], tool, flags, entry)
         return objects
 
     def compile_kernels(self, machine, cxx, flags):
@@ -196,6 +272,8 @@ class Ninja:
         if ninja is None:
             raise SystemExit("ninja not found: pip install ninja.")
         BUILD.mkdir(parents=True, exist_ok=True)
+        if self.cache:
+            self.cache.mkdir(parents=True, exist_ok=True)
         with open(BUILD / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two `make` at once must not write one object
             path = BUILD / f"{self.name}.ninja"
@@ -204,6 +282,9 @@ class Ninja:
             path.write_text("\n".join([*self.rules, *edges]) + "\n")
             if subprocess.run([ninja, "-f", path, "-j", str(max_jobs())]).returncode:
                 raise SystemExit("attnkern was not built: the compiler's message is above.")
+        if self.cache:
+            with contextlib.suppress(FileNotFoundError):  # another checkout's build does the same
+                drop_oldest(self.cache)
 
 
 def cpu_isas(machine):

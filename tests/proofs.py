@@ -98,7 +98,7 @@ def key_of(name: str) -> str | None:
 
 
 def record_of(name: str) -> Path:
-    return cache.user_folder() / "proofs" / f"{name.replace('::', '.')}-{key_of(name)}.json"
+    return cache.product().user_folder() / "proofs" / f"{name.replace('::', '.')}-{key_of(name)}.json"
 
 
 def proven() -> set[str]:

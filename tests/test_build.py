@@ -23,6 +23,7 @@ import wheels
 from attnkern import _library
 from fuzz import ISAS as FLAGS_OF
 from fuzz import runnable_isas
+from gate.cache import product
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(attnkern.__file__).parent
@@ -400,6 +401,44 @@ def test_each_instruction_set_gets_its_own_flags_and_a_second_build_does_nothing
     assert all("-march" not in c for c in commands)
     _, commands = fake_build(ATTNKERN_CUDA="0")
     assert [c for c in commands if " -o " in c] == []
+
+
+def test_a_checkout_compiles_nothing_that_another_one_has_compiled(fake_build, tmp_path_factory):
+    """Until a header, a flag, the compiler or torch is another one; outside of a checkout nothing is kept."""
+
+    def compiled(**env):
+        shutil.rmtree(folder / "build", ignore_errors=True)
+        _, commands = fake_build(**env)
+        built = {path.name for path in (folder / "build/ninja/release").rglob("*.o")}
+        assert {"decode.cpp.generic.o", "delta.cu.o"} < built
+        return {c.split(" -c ")[1].split()[0] for c in commands if " -c " in c}
+
+    folder, env = fake_build.folder, {"ATTNKERN_CACHE": str(tmp_path_factory.mktemp("cache") / "attnkern")}
+    everything = compiled(**env)
+    assert compiled(**env) == everything
+    (folder / ".git").write_text("")
+    assert compiled(**env) == everything
+    assert compiled(**env) == set()
+    assert (folder / "build/ninja/release/csrc/cuda/delta.cu.o.log").exists()
+    (folder / "csrc/cpu/gemm.h").write_text((folder / "csrc/cpu/gemm.h").read_text() + "// other\n")
+    some = compiled(**env)
+    assert {"csrc/cpu/isa/forward.cpp", "csrc/cpu/isa/decode.cpp"} <= some
+    assert not {path for path in some if "cuda" in path}
+    assert compiled(**env) == set()
+    assert compiled(**env, CXXFLAGS="-g") == {path for path in everything if not path.endswith(".cu")}
+    (folder / "bin/g++").write_text((folder / "bin/g++").read_text().replace("fake 1.0", "fake 1.1"))
+    assert compiled(**env) >= {path for path in everything if not path.endswith(".cu")}
+    assert compiled(**env) == set()
+
+
+def test_of_the_kept_objects_the_oldest_go_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(product(), "CACHED", 100)
+    for age, (name, size) in enumerate({"a": 60, "b": 30, "c": 60, "d": 1}.items()):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "object").write_bytes(bytes(size))
+        os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
+    product().drop_oldest(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_an_old_setuptools_is_told_to_be_replaced(fake_build):

@@ -5,22 +5,29 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def user_folder() -> Path:
-    """Where results outlive a checkout: ATTNKERN_CACHE, else attnkern in the user's cache folder."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ATTNKERN_CACHE") or Path(caches, "attnkern"))
+@functools.cache
+def product() -> ModuleType:
+    """setup.py: the flags that the product is compiled with, where nvcc is, and where results outlive a checkout."""
+    spec = importlib.util.spec_from_file_location("attnkern_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-folder = user_folder() / "gate"
+folder = product().user_folder() / "gate"
 compiled = 0  # results of this process that weren't in the cache
 
 

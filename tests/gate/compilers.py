@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import io
 import os
 import re
@@ -13,22 +12,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 from . import binary, cache
 from .binary import GateError, Kernel
+from .cache import product
 from .case import Case, Cuda, Triton, capability
-
-
-@functools.cache
-def product() -> ModuleType:
-    """setup.py: the flags that the product is compiled with, and where nvcc is."""
-    spec = importlib.util.spec_from_file_location("attnkern_setup", cache.ROOT / "setup.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @functools.cache
