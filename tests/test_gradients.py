@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnkern import testing
+from conftest import seed_torch
 from matrix import tagged
 
 contract = pytest.mark.contract
@@ -94,7 +95,7 @@ def test_gradcheck(target, name):
                 leaves["attn_mask"].clamp_(min=-30)
 
     def call(*values):
-        torch.manual_seed(0)
+        seed_torch(0)
         return target.attention(**(tensors | dict(zip(leaves, values, strict=True))), **options, return_lse=True)
 
     assert torch.autograd.gradcheck(call, tuple(leaves.values()), fast_mode=False)

@@ -92,7 +92,8 @@ def close_enough(runs, dtype):
     ],
     ids=str,
 )
-def test_gradients_of_shared_heads(target, heads, sizes, threads, options, dtype):
+def test_gradients_of_shared_heads(kernel_target, heads, sizes, threads, options, dtype):
+    target = kernel_target
     seqlen_q, seqlen_k, size = sizes
     tensors = target.inputs(1, heads[0], seqlen_q, seqlen_k, size, heads_k=heads[1], dtype=dtype).tensors
     options = dict(options)
