@@ -457,9 +457,9 @@ def attention_forward(
         s_aux: (H,), one more score in every row's softmax, without a value: attention sinks (gpt-oss, MiMo-V2).
         dropout, scaling, softcap: as dropout_p, scale and softcap of `attnkern.attention`.
         others: cu_seq_lens_q and cu_seq_lens_k, where sequences packed into the rows of the batch, one after the
-            other, begin and end (B * L and B * S tokens): a query sees its own only. cache and what belongs to it,
-            from continuous batching (`transformers_serving`). The rest is for other implementations (window sizes);
-            here the mask holds it.
+            other, begin and end (B * L and B * S tokens): a query sees its own only. read_index and what comes with
+            it, from continuous batching (`transformers_serving`). The rest is for other implementations (window
+            sizes); here the mask holds it.
 
     Returns:
         out (B, L, H, Ev) and None in place of the weights.
@@ -473,11 +473,10 @@ def attention_forward(
     common: dict[str, Any] = {"scale": scaling, "softcap": softcap, "enable_gqa": key.shape[1] != query.shape[1]}
     if s_aux is not None:
         common["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
-    if (cache := others.get("cache")) is not None:
+    if "read_index" in others:
         from .transformers_serving import paged_attention
 
-        layer = cast(int, module.layer_idx)
-        return paged_attention(layer, query, key, value, cache, others, **common), None
+        return paged_attention(module.layer_idx, query, key, value, others, **common), None
     packed = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     key, value, mask, options = _with_mask(query, key, value, attention_mask, causal, packed)
     if position_bias is not None and mask is None and query.shape[2] > 1 and _is_by_distance(module):

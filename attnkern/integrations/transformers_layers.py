@@ -1,4 +1,5 @@
-"""Attention layers of transformers' models that never call its AttentionInterface: BLOOM, MPT, Falcon and GPT-J.
+"""Attention layers of transformers' models that never call its AttentionInterface: BLOOM, MPT, Falcon and, before
+transformers 5.24, GPT-J.
 
 Their layers compute attention in their own `forward`. `take_over` puts one before it that computes projections,
 positions and cache as theirs and leaves the rest to `attention_forward`. It runs in models of attnkern's name. Layers
@@ -53,10 +54,11 @@ def _mpt(
     self: Any,
     hidden_states: Tensor,
     position_bias: Tensor | None,
-    past_key_values: Any = None,
+    cache: Any = None,
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    cache = kwargs.get("past_key_values", cache)  # its name before 5.24
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
@@ -67,9 +69,7 @@ def _mpt(
         if seqlen_k > most:
             raise RuntimeError(f"attnkern: MptModel has positions for {most} keys (max_seq_len), got {seqlen_k} keys")
         bias = position_bias[None, :, :, most - seqlen_k :]
-    out = _attend(
-        self, query, key, value, attention_mask, past_key_values, self.attn_dropout_p, self.softmax_scale, bias
-    )
+    out = _attend(self, query, key, value, attention_mask, cache, self.attn_dropout_p, self.softmax_scale, bias)
     return self.out_proj(out), None
 
 
@@ -251,7 +251,8 @@ def _is_as_expected(theirs: type, layer: Layer) -> bool:
     parts = [inspect.unwrap(getattr(theirs, name)) for name in ("__init__", "forward")]
     names = {name for part in parts if inspect.isfunction(part) for name in part.__code__.co_names}
     parameters = [list(inspect.signature(function).parameters) for function in (parts[1], layer.forward)]
-    return parameters[0] == parameters[1] and names.issuperset(layer.reads.split())
+    named_now = ["cache" if name == "past_key_values" else name for name in parameters[0]]
+    return named_now == parameters[1] and names.issuperset(layer.reads.split())
 
 
 def _either(theirs: Callable, ours: Callable) -> Callable:

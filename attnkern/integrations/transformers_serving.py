@@ -92,23 +92,26 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cache: Any,
     arguments: dict[str, Any],
     **options: Any,
 ) -> Tensor:
-    """Writes new keys and values into a PagedAttentionCache, and attends to what it then holds of each request.
+    """Attends to what a PagedAttentionCache holds of each request, the new tokens among it.
 
     Args:
         layer_idx: which layer of the cache.
-        query: (1, H, T, E), key: (1, Hk, T, E), value: (1, Hk, T, Ev): the new tokens of all requests.
-        arguments: what continuous batching gives every layer.
+        query: (1, H, T, E): the new tokens of all requests.
+        key, value: (1, Hk, T, E or Ev): theirs, which join the cache here, where `arguments` has a block_table or the
+            cache itself. Else what the cache holds of all requests.
+        arguments: what continuous batching gives every layer. Before transformers 5.24 the cache is among it; since
+            then the layer has called its `update`, which leaves in its place what belongs to the layer.
         options: scale, softcap, sinks and enable_gqa of `attention`.
 
     Returns:
         (1, T, H, Ev).
     """
     arguments = dict(arguments)
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=layer_idx, kwargs=arguments)
+    if (cache := arguments.pop("cache", None)) is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer_idx, kwargs=arguments)
     # The window: this many keys, the query's own the last of them.
     window, ends_k = arguments.get("sliding_window"), arguments["cu_seq_lens_k"]
     if arguments.get("block_table") is None:
@@ -117,15 +120,18 @@ def paged_attention(
         out: Any = varlen_attention(q, k, v, arguments["cu_seq_lens_q"], ends_k, is_causal=True, window=left, **options)
         return out.unsqueeze(0)
 
-    # One new token for each request; a request of no keys is there for the sake of a fixed size, and has no pages.
+    # One new token for each request; a request of no keys is there for the sake of a fixed size, and has no pages. It
+    # writes what the first request writes, which leaves its place as it is where it has no page either.
     table, pools = arguments["block_table"], (arguments["k_cache"], arguments["v_cache"])
     end = ends_k[1:] - ends_k[:-1]
     place, size = (end - 1).clamp(min=0).to(torch.int64), pools[0].shape[1]
-    page = table.gather(1, (place // size)[:, None]).squeeze(1).to(torch.int64)
-    trash = cache.layer_to_allocator[layer_idx].write_trash_index // size
-    page = torch.where(page >= 0, page, trash)
+    page, within = table.gather(1, (place // size)[:, None]).squeeze(1).to(torch.int64), place % size
+    alive = page >= 0
+    page, within = (torch.where(alive, x, x[:1].clamp(min=0)) for x in (page, within))
     for pool, new in zip(pools, (key, value), strict=True):
-        pool[page, place % size] = new[0].transpose(0, 1)
+        written = new[0].transpose(0, 1)
+        first = torch.where(alive[0], written[0], pool[page[0], within[0]])
+        pool[page, within] = torch.where(alive[:, None, None], written, first)
     begin = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
     ranges = torch.stack([begin, end], -1)[:, None, None, None]
     k, v = (pool.transpose(1, 2) for pool in pools)
