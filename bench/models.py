@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.metadata
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -345,11 +346,12 @@ def _decode(workload: Workload, model: Any, dtype: torch.dtype) -> Callable[[], 
         encoded = torch.randn(shape.batch, shape.source, config.hidden_size).to(dtype)
         more["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoded)
     token = _tokens(config, shape.batch, 1)
+    more["cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"] = cache
     model.eval()
 
     @torch.no_grad()
     def step() -> list[Tensor]:
-        logits = model(**{name: token}, **more, past_key_values=cache, use_cache=True).logits
+        logits = model(**{name: token}, **more, use_cache=True).logits
         cache.crop(-1)
         return [logits]
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,16 @@ def test_times_are_merged(tmp_path):
         plugin.pytest_sessionfinish()
     assert json.loads(path.read_text())["brief"] == {"tests/test_rng.py": 0.02}
     assert json.loads(path.read_text())["long"] == {timed[0]: 4.0}
+
+
+def test_what_an_earlier_run_has_compiled_is_counted_as_then(tmp_path):
+    path, case = tmp_path / "durations.json", "tests/test_rng.py::slow"
+    for seconds, found, counted in ((3.0, False, 3.0), (0.2, True, 3.0), (5.0, True, 5.0), (0.2, False, 0.2)):
+        report = SimpleNamespace(nodeid=case, cpu_seconds=seconds, at_least=found)
+        plugin = tiers.Timed(path)
+        plugin.pytest_runtest_logreport(report)
+        plugin.pytest_sessionfinish()
+        assert tiers.costs(path).long == {case: counted}
 
 
 def test_times_of_a_file_without_a_brief_case_are_kept(tmp_path):

@@ -309,20 +309,27 @@ def cpu_seconds() -> float:
     return now.user + now.system + now.children_user + now.children_system
 
 
+def compilations_found() -> int:
+    """How many compilations this process has been spared, because the gate's cache had what they make."""
+    return getattr(sys.modules.get("gate.cache"), "found", 0)
+
+
 class Clock:
-    """Writes into the report of each phase what it took, in the process that runs it."""
+    """Writes into the report of each phase what it took, in the process that runs it, and whether that is all: what an
+    earlier run has compiled takes no time."""
 
     def __init__(self) -> None:
-        self.before = cpu_seconds()
+        self.before, self.found = cpu_seconds(), compilations_found()
 
     def pytest_runtest_logstart(self):
-        self.before = cpu_seconds()
+        self.before, self.found = cpu_seconds(), compilations_found()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self):
         now = cpu_seconds()
         report = yield
         report.cpu_seconds, self.before = now - self.before, now
+        report.at_least = compilations_found() > self.found
         return report
 
 
@@ -331,12 +338,17 @@ class Timed:
 
     def __init__(self, path: str):
         self.path, self.seconds = Path(path), defaultdict(float)
+        self.at_least: set[str] = set()
 
     def pytest_runtest_logreport(self, report):
         if hasattr(report, "cpu_seconds"):  # not of a worker that died
             self.seconds[report.nodeid] += report.cpu_seconds
+            self.at_least |= {report.nodeid} if report.at_least else set()
 
     def pytest_sessionfinish(self):
+        before = costs(self.path)
+        for case in self.at_least & before.long.keys():
+            self.seconds[case] = max(self.seconds[case], before.long[case])
         files: dict[str, list[float]] = defaultdict(list)
         for case, seconds in self.seconds.items():
             if seconds < LONG:
@@ -344,7 +356,6 @@ class Timed:
         brief = {file: round(sum(seconds) / len(seconds), 4) for file, seconds in files.items()}
         long = {case: round(seconds, 1) for case, seconds in self.seconds.items() if seconds >= LONG}
         # What didn't run keeps its times.
-        before = costs(self.path)
         waited = {case: x for case, x in before.long.items() if case not in self.seconds}
         kept = {
             kind: {name: x for name, x in sorted(times.items()) if (ROOT / name.split("::")[0]).exists()}

@@ -28,7 +28,7 @@ def product() -> ModuleType:
 
 
 folder = product().user_folder() / "gate"
-compiled = 0  # results of this process that weren't in the cache
+compiled = found = 0  # results of this process that weren't in the cache, and that were
 
 
 def key_of(*parts: Any) -> str:
@@ -63,7 +63,7 @@ def lookup(key: str) -> Any | None:
 
 def cached(key: str, make: Callable[[], tuple[Any, Iterable[str]]]) -> Any:
     """The result under key; else make's, which also names the files read. One process makes it, others wait."""
-    global compiled
+    global compiled, found
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{key}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -74,4 +74,6 @@ def cached(key: str, make: Callable[[], tuple[Any, Iterable[str]]]) -> Any:
             unfinished = folder / f"{key}.{os.getpid()}.tmp"
             unfinished.write_text(json.dumps(entry))
             unfinished.replace(folder / f"{key}.json")
+        else:
+            found += 1
     return result
