@@ -25,7 +25,7 @@ VISITS = {
         call("d300", "", (1, 1, 130, 260, 300)),
         call("few queries", "", (1, (4, 2), 4, 1500, 64)),
         call("few queries, d300", "", (1, (2, 1), 4, 500, 300)),
-        call("queries of four groups of the summary", "", (1, 1, 1700, 130, 32)),
+        call("queries of four groups of the summary", "", (1, 1, 1700, 300, 32)),
         call("bias", "", (1, 2, 150, 300, 32), mask="float 11LS"),
     )
 }
