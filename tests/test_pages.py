@@ -1,5 +1,7 @@
 """Keys and values in pages: the same numbers as without pages, bit for bit, wherever the pages lie."""
 
+import inspect
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -313,9 +315,12 @@ def test_packed_errors():
 
 
 def test_torch_varlen_attn():
-    """torch's function takes pages (pages, size, H, E) on a CPU, where attnkern is active."""
+    """torch's function takes pages (pages, size, H, E) on a CPU, where attnkern is active. Torch 2.11's takes none."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        assert torch.__version__.startswith("2.11.")
+        return
     q, _, _, pools, table, ends, used = packed_problem(torch.bfloat16)
     want = attnkern.varlen_attention(q, *pools, ends, seqused_k=used, block_table=table, enable_gqa=True)
     options = {"seqused_k": used.int(), "block_table": table, "enable_gqa": True}
