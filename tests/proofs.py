@@ -2,11 +2,13 @@
 
 The files of PROOFS take long and depend on little: kernels, what compiles and launches them, the simulator, the cases
 themselves. The hash of that is a file's key. A case that passed under a key is left out by `.ci/run` as long as the key
-stays, but for a part that changes from commit to commit (tiers.py); `make prove` leaves out none.
+stays, but for a part that changes from commit to commit (tiers.py); `make prove` leaves out none, or with --unproven
+all that passed.
 
 The record is kept outside the checkout, in attnkern/proofs of the user's cache folder; ATTNKERN_CACHE names another
 folder. With --proofs, which the Makefile gives after it has built, passes are written into it: pytest alone doesn't
-know whether the libraries are those of the sources.
+know whether the libraries are those of the sources. They are written while the run goes on, so that one that is
+stopped goes on later: `make prove PYTEST_ARGS=--unproven`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from gate import cache
 # As in tiers.TOUCHES. What depends on the whole package isn't among them.
 PROOFS = {"ptxsim", *tiers.CUDA.split(), *tiers.TRITON.split()} - {"choice", "fuzz"}
 KEPT = 6  # keys of a file, the newest
+AT_ONCE = 50  # cases that pass before they are written down
 TESTS = Path(__file__).parent
 
 
@@ -136,19 +139,24 @@ class Passes:
     """What passes, in the process that hears from all workers, which all leave out the same."""
 
     def __init__(self, writes: bool):
-        self.writes, self.passed, self.not_passed = writes, set(), set()
+        self.writes, self.called, self.passed = writes, set(), set()
         if writes:
             list(map(key_of, PROOFS))  # of what is run, whatever is edited before it ends
 
     def pytest_runtest_logreport(self, report):
         if report.outcome != "passed":
-            self.not_passed.add(report.nodeid)
+            self.called.discard(report.nodeid)
         elif report.when == "call" and "gpu" not in report.keywords:  # the key doesn't know which GPU
+            self.called.add(report.nodeid)
+        elif report.when == "teardown" and report.nodeid in self.called:
             self.passed.add(report.nodeid)
+        if len(self.passed) >= AT_ONCE:
+            self.pytest_sessionfinish()
 
     def pytest_sessionfinish(self):
         if self.writes:
-            write(self.passed - self.not_passed)
+            write(self.passed)
+        self.passed = set()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node):
@@ -157,17 +165,22 @@ class Passes:
 
 def pytest_addoption(parser):
     parser.addoption("--proofs", action="store_true", help="write down what passes of the GPU proofs: tests/proofs.py")
+    parser.addoption("--unproven", action="store_true", help="leave out the GPU proofs that stand, in every tier")
 
 
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
         config.proven = set(config.workerinput["proven"])
     else:
-        config.proven = proven() if config.getoption("--tier") == "landing" else set()
+        config.proven = proven() if _leaves_out(config) else set()
         config.pluginmanager.register(Passes(config.getoption("--proofs")))
     config.is_proof = lambda case: name_of(case) in PROOFS
 
 
+def _leaves_out(config) -> bool:
+    return config.getoption("--tier") == "landing" or config.getoption("--unproven")
+
+
 def pytest_report_header(config) -> Iterator[str]:
-    if config.getoption("--tier") == "landing":
+    if _leaves_out(config):
         yield f"{len(config.proven)} cases of GPU proofs passed before, under the same content"

@@ -106,7 +106,7 @@ def test_values_take_turns():
 def test_the_tiers_hold_what_they_say():
     everything = collected(*SOME)  # --tier all
     assert collected(*SOME, "--tier", "quick") <= everything
-    assert collected(*SOME, "--tier", "landing") == everything  # none is a GPU proof
+    assert collected(*SOME, "--tier", "landing", "--unproven") == everything  # none is a GPU proof
 
 
 def test_every_file_touches_tests_that_exist():
@@ -268,8 +268,11 @@ def test_only_what_passed_as_a_whole_is_proven(checkout):
         passes = proofs.Passes(writes)
         for report in (
             Report("passes", "call", "passed"),
+            Report("passes", "teardown", "passed"),
             Report("fails", "call", "failed"),
+            Report("fails", "teardown", "passed"),
             Report("runs_on_a_gpu", "call", "passed", "gpu"),
+            Report("runs_on_a_gpu", "teardown", "passed", "gpu"),
             Report("skipped", "setup", "skipped"),
             Report("is_not_torn_down", "call", "passed"),
             Report("is_not_torn_down", "teardown", "failed"),
@@ -277,6 +280,15 @@ def test_only_what_passed_as_a_whole_is_proven(checkout):
             passes.pytest_runtest_logreport(report)
         passes.pytest_sessionfinish()
         assert proofs.proven() == ({"tests/test_cuda_kernels.py::passes"} if writes else set())
+
+
+def test_a_run_that_is_stopped_leaves_what_has_passed(checkout):
+    passes, many = proofs.Passes(True), proofs.AT_ONCE + 1
+    for n in range(many):
+        for when in ("setup", "call", "teardown"):
+            case = f"tests/test_cuda_kernels.py::test_it[{n}]"
+            passes.pytest_runtest_logreport(SimpleNamespace(nodeid=case, when=when, outcome="passed", keywords={}))
+    assert len(proofs.proven()) == many - 1
 
 
 def test_a_change_touches_its_tests():

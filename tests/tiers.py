@@ -276,16 +276,20 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     cost, tier = costs(), config.getoption("--tier")
-    if tier != "all":
+    proven = getattr(config, "proven", frozenset())  # where proofs.py isn't loaded
+    if tier != "all" or proven:
         everything = {item.nodeid for item in items}
-        if tier == "landing":
+        if tier == "all":
+            chosen = everything - proven
+        elif tier == "landing":
             often = [item for item in items if item.get_closest_marker("prove") is None]
             part = [item for item in often if config.is_proof(item.nodeid) and not item.get_closest_marker("landing")]
             whole = {item.nodeid for item in often} - {item.nodeid for item in part}
-            chosen = (whole | part_of_proofs([with_values(item) for item in part], cost)) - config.proven
+            chosen = (whole | part_of_proofs([with_values(item) for item in part], cost)) - proven
         else:
-            chosen = choose(list(map(with_values, items)), SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
-        if tier != "changed":
+            left = [item for item in items if item.nodeid not in proven]
+            chosen = choose(list(map(with_values, left)), SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
+        if tier in ("quick", "landing"):
             parts = shards(everything - chosen, cost, SHARD if tier == "quick" else ROTATING)
             chosen |= set(parts[commits() % len(parts)])
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
