@@ -1150,6 +1150,24 @@ def test_continuous_batching_with_fixed_sizes(served, monkeypatch):
     assert any((options["key_ranges"][..., 1] == 0).any() for name, _, _, options in served if name == "attention")
 
 
+@pytest.mark.parametrize("lengths", [(20, 0, 5, 0), (0, 0), (0, 17)], ids=str)
+def test_requests_without_pages_change_no_page(lengths):
+    """The new token of each request goes into its place, and nothing else into any: in the first page neither."""
+    pools = [torch.randn(5, 16, 2, 8) for _ in range(2)]
+    before = [pool.clone() for pool in pools]
+    table = torch.tensor([[n, n + 1] if length else [-1, -1] for n, length in enumerate(lengths, 1)], dtype=torch.int32)
+    query, key, value = (torch.randn(1, heads, len(lengths), 8) for heads in (4, 2, 2))
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    arguments = {"block_table": table, "k_cache": pools[0], "v_cache": pools[1], "cu_seq_lens_k": ends}
+    out = transformers_serving.paged_attention(0, query, key, value, arguments, enable_gqa=True)
+    for pool, held, new in zip(pools, before, (key, value), strict=True):
+        for n, length in enumerate(lengths):
+            if length:
+                held[table[n, (length - 1) // 16], (length - 1) % 16] = new[0, :, n]
+        assert torch.equal(pool, held)
+    assert torch.equal(out[0].flatten(1).any(1), torch.tensor(lengths) > 0)
+
+
 def test_continuous_batching_in_a_compiled_graph(served):
     torch._dynamo.reset()
     compile_config = transformers.CompileConfig(fullgraph=False, backend="eager", mode=None)

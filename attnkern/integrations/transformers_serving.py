@@ -130,7 +130,7 @@ def paged_attention(
     page, within = (torch.where(alive, x, x[:1].clamp(min=0)) for x in (page, within))
     for pool, new in zip(pools, (key, value), strict=True):
         written = new[0].transpose(0, 1)
-        first = torch.where(alive[0], written[0], pool[page[0], within[0]])
+        first = torch.where(alive[:1, None, None], written[:1], pool[page[:1], within[:1]])
         pool[page, within] = torch.where(alive[:, None, None], written, first)
     begin = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
     ranges = torch.stack([begin, end], -1)[:, None, None, None]
