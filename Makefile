@@ -54,7 +54,7 @@ test: build  ## some of every test, and the next shard of the rest; PYTEST_ARGS=
 test-changed: build  ## the tests that a change touches: since the last commit, or SINCE=main
 	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY) -m tiers "$(SINCE)" $(XDIST) --proofs $(PYTEST_ARGS)
 
-prove: build  ## all tests, whatever was proven before; PYTEST_ARGS=--unproven: but GPU proofs that stand, to go on with a run that was stopped; "--time-into tests/durations.json": writes times
+prove: build  ## all tests; PYTEST_ARGS=--unproven goes on with a run that was stopped, "--time-into tests/durations.json" writes times
 	@$(PY) -m pytest $(XDIST) --proofs $(PYTEST_ARGS)
 
 gate: build  ## compile every GPU kernel for every architecture and check the binaries: table; GATE_ARGS="-k delta"

@@ -7,8 +7,9 @@ every torch from 2.11 and every CPython from 3.10 on:
     attnkern/_cuda.abi3.so   csrc/cuda/*.cpp and csrc/cuda/*.cu, where nvcc is found
     attnkern/_build.json     what they were built with, for attnkern.build_info()
 
-In a git checkout nothing is compiled twice: an object is kept in the user's cache folder (ATTNKERN_CACHE, by default
-~/.cache/attnkern) under a hash of all that goes into it; of those last used, CACHED bytes.
+A git checkout compiles nothing that another one has compiled: objects are kept in the user's cache folder
+(ATTNKERN_CACHE, by default ~/.cache/attnkern), each under a hash of all that goes into it. Above CACHED bytes, those
+that weren't used for longest are deleted.
 
 Environment: ATTNKERN_CUDA=auto|0|1 (1: nvcc is required), ATTNKERN_CUDA_ARCHS (default "80 90a 100 120"; PTX of
 compute_80 is always added), ATTNKERN_CPU_ISAS (which instruction sets the CPU library has kernels for, as in "avx2
@@ -76,17 +77,34 @@ CACHED = 2**30
 LDFLAGS = "-shared -Xlinker --version-script=csrc/exports.map -Xlinker -z -Xlinker defs -Xlinker --no-as-needed"
 
 
+def key_of(*parts):
+    """A name for what is made of these."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
 def user_folder():
     """Where objects, and what the tests prove of them, outlive a checkout."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("ATTNKERN_CACHE") or Path(caches, "attnkern"))
 
 
+def objects_folder():
+    """Where a git checkout's objects are kept; None elsewhere, and where no folder can be made."""
+    folder = user_folder() / "objects"
+    if not Path(".git").exists():
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder
+
+
 @functools.cache
 def release_of(tool):
     """What a compiler says of itself, and of the one that nvcc calls; what it reads of the environment."""
     tools = [tool.split(), ["g++"]] if tool.endswith("nvcc") else [tool.split()]
-    told = [subprocess.run([*words, "--version"], capture_output=True, text=True).stdout for words in tools if words]
+    told = [subprocess.run([*words, "--version"], capture_output=True, text=True).stdout for words in tools]
     names = ("CPATH", "CPLUS_INCLUDE_PATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
     return [*told, *(os.environ.get(name, "") for name in names)]
 
@@ -107,11 +125,11 @@ def hash_of(source, *made_with):
             files.add(path)
             left += included(path)
     texts = [f"{path}\n{path.read_text()}" for path in sorted(files)]
-    return hashlib.sha256("\0".join([*map(str, made_with), *texts]).encode()).hexdigest()[:32]
+    return key_of(*made_with, *texts)
 
 
 def drop_oldest(folder):
-    """Of the objects that are kept, those that weren't used for longest: the others have CACHED bytes at most."""
+    """Deletes the objects that weren't used for longest, until CACHED bytes at most are left."""
     left = CACHED
     for entry in sorted(folder.iterdir(), key=lambda entry: -entry.stat().st_mtime):
         left -= sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
@@ -200,8 +218,8 @@ def max_jobs():
     return max(1, min(bound, int(os.environ.get("MAX_JOBS", bound))))
 
 
-# The system's headers aren't named to ninja: where they lie differs from checkout to checkout, by torch's folder, and
-# what an object is kept under tells of their releases.
+# -MMD: system headers are left out, among them torch's, which lie in another folder for another checkout. The hash of
+# an object tells of their releases.
 COMPILE = "$tool $flags -MMD -MF $out.d -c $in -o $out"
 # PTX, the binary of each architecture and what ptxas says of it stay beside the object: tests/gate and tests/launches
 # read them.
@@ -211,11 +229,12 @@ COMPILE_CUDA = (
     "then grep warning $out.log; find $out.kept -type f ! -name '*.ptx' ! -name '*.cubin' -delete; "
     "else cat $out.log; exit 1; fi"
 )
-# Either, unless the folder $entry has what it would make.
+# Either, unless a folder has what it would make.
 ONCE = (
-    'rm -rf $out.kept; if cp -R "$entry"/. "$$(dirname $out)" 2> /dev/null; then touch "$entry"; '
-    'else {{ {command}; }} && {{ new="$$(mktemp -d "$entry".XXXXXX)" && cp -R $out* "$$new" && '
-    'mv -T "$$new" "$entry" 2> /dev/null || rm -rf "$$new"; }}; fi'
+    'entry="{folder}/$hash"; rm -rf $out.kept; if cp -R "$$entry"/. "$$(dirname $out)" 2> /dev/null; '
+    'then touch "$$entry" 2> /dev/null || :; '
+    'else {{ {command}; }} && {{ new="$$(mktemp -d "$$entry".XXXXXX)" && cp -R $out* "$$new" && '
+    'mv -T "$$new" "$$entry" 2> /dev/null || rm -rf "$$new"; }}; fi'
 )
 
 
@@ -227,32 +246,30 @@ class Ninja:
 
     def __init__(self, name, folder=None):
         self.name, self.folder, self.edges = name, BUILD / (folder or name), []
-        self.cache = user_folder() / "objects" if Path(".git").exists() else None
-        self.commands = {"compile": COMPILE, "compile_cuda": COMPILE_CUDA}
-        shown = {
-            name: ONCE.format(command=command) if self.cache else command for name, command in self.commands.items()
-        }
+        self.cache = objects_folder()
+
+        def once(command):
+            # ":": where nothing is kept, another hash makes it another command, so that ninja runs it.
+            return ONCE.format(folder=self.cache, command=command) if self.cache else f": $hash; {command}"
+
         self.rules = [
             f"builddir = {BUILD}",
-            f"rule compile\n  command = {shown['compile']}\n  description = compile $in\n"
-            "  depfile = $out.d\n  deps = gcc",
-            f"rule compile_cuda\n  command = {shown['compile_cuda']}\n  description = compile $in\n  depfile = $out.d",
+            f"rule compile\n  command = {once(COMPILE)}\n  description = compile $in\n  depfile = $out.d\n  deps = gcc",
+            f"rule compile_cuda\n  command = {once(COMPILE_CUDA)}\n  description = compile $in\n  depfile = $out.d",
             "rule link\n  command = $tool $in -o $out $flags\n  description = link $out",
         ]
 
-    def add(self, rule, out, sources, tool, flags, entry=""):
+    def add(self, rule, out, sources, tool, flags, made_of=""):
         edge = f"build {out}: {rule} {' '.join(map(str, sources))}\n  tool = {tool}\n  flags = {flags}"
-        self.edges.append((rule, f"{edge}\n  entry = {entry}"))
+        self.edges.append((rule, f"{edge}\n  hash = {made_of}"))
 
     def compile(self, sources, tool, flags, variant=""):
         objects = [self.folder / f"{source}{variant}.o" for source in sources]
         # Torch's release, not where it lies.
         said = re.sub(r"(?<=-isystem )(\S+)/include", lambda match: version_of(Path(match[1])), flags)
         for source, out in zip(sources, objects, strict=True):
-            rule, entry = "compile_cuda" if source.suffix == ".cu" else "compile", ""
-            if self.cache:
-                entry = self.cache / hash_of(source, out, self.commands[rule], said, *release_of(tool))
-            self.add(rule, out, [source], tool, flags, entry)
+            rule, command = ("compile_cuda", COMPILE_CUDA) if source.suffix == ".cu" else ("compile", COMPILE)
+            self.add(rule, out, [source], tool, flags, hash_of(source, out, command, said, *release_of(tool)))
         return objects
 
     def compile_kernels(self, machine, cxx, flags):
@@ -272,8 +289,6 @@ class Ninja:
         if ninja is None:
             raise SystemExit("ninja not found: pip install ninja.")
         BUILD.mkdir(parents=True, exist_ok=True)
-        if self.cache:
-            self.cache.mkdir(parents=True, exist_ok=True)
         with open(BUILD / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two `make` at once must not write one object
             path = BUILD / f"{self.name}.ninja"

@@ -151,9 +151,12 @@ class Passes:
         elif report.when == "teardown" and report.nodeid in self.called:
             self.passed.add(report.nodeid)
         if len(self.passed) >= AT_ONCE:
-            self.pytest_sessionfinish()
+            self.write_down()
 
     def pytest_sessionfinish(self):
+        self.write_down()
+
+    def write_down(self):
         if self.writes:
             write(self.passed)
         self.passed = set()
@@ -165,7 +168,7 @@ class Passes:
 
 def pytest_addoption(parser):
     parser.addoption("--proofs", action="store_true", help="write down what passes of the GPU proofs: tests/proofs.py")
-    parser.addoption("--unproven", action="store_true", help="leave out the GPU proofs that stand, in every tier")
+    parser.addoption("--unproven", action="store_true", help="all tests but the GPU proofs that stand")
 
 
 def pytest_configure(config):

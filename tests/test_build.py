@@ -404,7 +404,7 @@ def test_each_instruction_set_gets_its_own_flags_and_a_second_build_does_nothing
 
 
 def test_a_checkout_compiles_nothing_that_another_one_has_compiled(fake_build, tmp_path_factory):
-    """Until a header, a flag, the compiler or torch is another one; outside of a checkout nothing is kept."""
+    """Until a header, a flag or the compiler is another one. Outside of a checkout nothing is kept."""
 
     def compiled(**env):
         shutil.rmtree(folder / "build", ignore_errors=True)

@@ -93,21 +93,22 @@ def close_enough(runs, dtype):
     ids=str,
 )
 def test_gradients_of_shared_heads(kernel_target, heads, sizes, threads, options, dtype):
-    target = kernel_target
     seqlen_q, seqlen_k, size = sizes
-    tensors = target.inputs(1, heads[0], seqlen_q, seqlen_k, size, heads_k=heads[1], dtype=dtype).tensors
+    tensors = kernel_target.inputs(1, heads[0], seqlen_q, seqlen_k, size, heads_k=heads[1], dtype=dtype).tensors
     options = dict(options)
     named = {}
     if options.pop("relative", False):
-        named["relative_bias"] = torch.linspace(-1, 1, seqlen_q + seqlen_k - 1, dtype=dtype, device=target.device)
+        named["relative_bias"] = torch.linspace(
+            -1, 1, seqlen_q + seqlen_k - 1, dtype=dtype, device=kernel_target.device
+        )
     if options.pop("bias", False):
-        named["attn_mask"] = target.randn(1, heads[0], seqlen_q, seqlen_k).to(dtype)
+        named["attn_mask"] = kernel_target.randn(1, heads[0], seqlen_q, seqlen_k).to(dtype)
     leaves = [x.requires_grad_() for x in (*tensors.values(), *named.values())]
     named = dict(zip(named, leaves[3:], strict=True))
     runs = []
     for count in (1, threads, threads):
         torch.set_num_threads(count)
-        out = target.attention(*leaves[:3], **options, **named)
+        out = kernel_target.attention(*leaves[:3], **options, **named)
         runs.append(torch.autograd.grad(out, leaves, torch.ones_like(out) + out.detach()))
     close_enough(runs, dtype)
 

@@ -106,7 +106,15 @@ def test_values_take_turns():
 def test_the_tiers_hold_what_they_say():
     everything = collected(*SOME)  # --tier all
     assert collected(*SOME, "--tier", "quick") <= everything
-    assert collected(*SOME, "--tier", "landing", "--unproven") == everything  # none is a GPU proof
+    assert collected(*SOME, "--tier", "landing") == everything  # none is a GPU proof
+
+
+def test_what_is_proven_is_left_out_of_all_tests_if_asked_for():
+    items = [SimpleNamespace(nodeid=f"tests/test_rng.py::{name}") for name in ("stands", "other")]
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    config = SimpleNamespace(getoption=lambda _: "all", proven={items[0].nodeid}, hook=hook)
+    tiers.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["tests/test_rng.py::other"]
 
 
 def test_every_file_touches_tests_that_exist():

@@ -279,16 +279,15 @@ def pytest_collection_modifyitems(config, items):
     proven = getattr(config, "proven", frozenset())  # where proofs.py isn't loaded
     if tier != "all" or proven:
         everything = {item.nodeid for item in items}
-        if tier == "all":
-            chosen = everything - proven
-        elif tier == "landing":
+        if tier == "landing":
             often = [item for item in items if item.get_closest_marker("prove") is None]
             part = [item for item in often if config.is_proof(item.nodeid) and not item.get_closest_marker("landing")]
             whole = {item.nodeid for item in often} - {item.nodeid for item in part}
             chosen = (whole | part_of_proofs([with_values(item) for item in part], cost)) - proven
+        elif tier == "all":
+            chosen = everything - proven
         else:
-            left = [item for item in items if item.nodeid not in proven]
-            chosen = choose(list(map(with_values, left)), SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
+            chosen = choose(list(map(with_values, items)), SECONDS[tier] - (SHARD if tier == "quick" else 0.0), cost)
         if tier in ("quick", "landing"):
             parts = shards(everything - chosen, cost, SHARD if tier == "quick" else ROTATING)
             chosen |= set(parts[commits() % len(parts)])
@@ -347,7 +346,8 @@ class Timed:
     def pytest_runtest_logreport(self, report):
         if hasattr(report, "cpu_seconds"):  # not of a worker that died
             self.seconds[report.nodeid] += report.cpu_seconds
-            self.at_least |= {report.nodeid} if report.at_least else set()
+            if report.at_least:
+                self.at_least.add(report.nodeid)
 
     def pytest_sessionfinish(self):
         before = costs(self.path)

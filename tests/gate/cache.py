@@ -27,12 +27,9 @@ def product() -> ModuleType:
     return module
 
 
+key_of: Callable[..., str] = product().key_of
 folder = product().user_folder() / "gate"
 compiled = found = 0  # results of this process that weren't in the cache, and that were
-
-
-def key_of(*parts: Any) -> str:
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 @functools.cache
