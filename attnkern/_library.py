@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _PACKAGE = Path(__file__).parent
 # _C first: it needs nothing. _cuda is absent where it was built without nvcc.
 _LIBRARIES = ("_C", "_cuda")
 
 
+def path_of(name: str) -> Path:
+    """Where the compiled library ``name`` is, or would be."""
+    return _PACKAGE / f"{name}.abi3.so"
+
+
 def _load(name: str) -> str | None:
-    path = _PACKAGE / f"{name}.abi3.so"
+    path = path_of(name)
     if not path.exists():
         if name == "_cuda" and _ERRORS["_C"] is None:
             return f"attnkern was built without its CUDA library ({_build_record().get('cuda', 'unknown reason')})."
@@ -62,11 +68,31 @@ def load_error(name: str = "_C") -> str | None:
     return _ERRORS[name]
 
 
-def python_functions() -> tuple[Any, ...]:
-    """The functions that csrc/direct.cpp has for Python; _C must be loaded."""
-    make = ctypes.PyDLL(str(_PACKAGE / "_C.abi3.so")).attnkern_python_functions
-    make.restype = ctypes.py_object
-    return make()
+# DLPack's number of a kind of device, and torch's attribute of its tensors.
+_DEVICES = {"cpu": (1, "is_cpu"), "cuda": (2, "is_cuda")}
+
+
+def past_the_dispatcher(library: Path, device: str, empty_strided: Any = None) -> tuple[Any, ...] | None:
+    """What a compiled library, which must be loaded, has for Python beside its operators (csrc/common/direct.h), but
+    for `connect`; None where torch lacks what it needs. empty_strided: what makes its results; None: torch's own."""
+    from .arguments import listeners
+    from .params import DTYPES
+
+    try:
+        capsule = torch.Tensor.__dlpack_c_exchange_api__
+        make = empty_strided or getattr(torch._C._dynamo.guards, f"_empty_strided_{device}")
+        # Problem and autograd/ have handled those before an operator is called.
+        for_the_caller = (torch._C._is_any_autocast_enabled, lambda: forward_ad._current_level >= 0)
+    except AttributeError:
+        return None
+    if listeners is None:
+        return None
+    functions_of = ctypes.PyDLL(str(library)).attnkern_python_functions
+    functions_of.restype = ctypes.py_object
+    connect, *functions = functions_of()
+    own = torch.Tensor, torch.Tensor.is_neg, make, DTYPES, listeners, for_the_caller
+    connect(capsule, *own, torch.is_grad_enabled, *_DEVICES[device])
+    return tuple(functions)
 
 
 def build_info() -> dict[str, Any]:
@@ -84,8 +110,8 @@ def build_info() -> dict[str, Any]:
         "attnkern": sys.modules[__package__].__version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
-        "cpu_library": _ERRORS["_C"] or str(_PACKAGE / "_C.abi3.so"),
-        "cuda_library": _ERRORS["_cuda"] or str(_PACKAGE / "_cuda.abi3.so"),
+        "cpu_library": _ERRORS["_C"] or str(path_of("_C")),
+        "cuda_library": _ERRORS["_cuda"] or str(path_of("_cuda")),
         "cpu_isa": _cpu_isa(),
         "built_for_torch": record.get("torch"),
         "cpu_compiler": record.get("compiler"),

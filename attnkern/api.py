@@ -11,8 +11,8 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 
 from . import autograd
 from . import backends as _backends
-from .arguments import is_causal_bias
-from .backends import Explanation, cpu
+from .arguments import is_causal_bias, may_look
+from .backends import Explanation, cpu, cuda
 from .mask import Mask
 from .problem import Problem
 
@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
         if type(attn_mask) is Mask:
             mask, ranges, bits = _as_read(attn_mask, None, query, key)
         options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges
-        result = cpu.call(query, key, value, mask, *options, None, None, False, backend, bits)
+        result = _directly(query)(query, key, value, mask, *options, None, None, False, backend, bits)
         if result is not None:
             return result
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
@@ -181,7 +181,8 @@ def attention(
         mask, ranges, bits = attn_mask, key_ranges, None
         if type(attn_mask) is Mask and block_table is None:
             mask, ranges, bits = _as_read(attn_mask, key_ranges, query, key)
-        result = cpu.call(query, key, value, mask, *options, ranges, sinks, block_table, return_lse, backend, bits)
+        rest = ranges, sinks, block_table, return_lse, backend, bits
+        result = _directly(query, block_table)(query, key, value, mask, *options, *rest)
         if result is not None:
             return result
     relative = relative_bias, relative_bias_center
@@ -190,8 +191,16 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def _directly(query: Any, block_table: Any = None) -> Any:
+    """What may run a call past torch's dispatcher, or gives None."""
+    if type(query) is not Tensor or not query.is_cuda:
+        return cpu.call
+    checked = type(block_table) is Tensor and may_look(block_table)
+    return cuda.by_the_operators if checked else cuda.call
+
+
 def _as_read(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any, Any]:
-    """attn_mask, key_ranges and bits as `cpu.call` reads them: of a Mask, what it has."""
+    """attn_mask, key_ranges and bits as `_directly` reads them: of a Mask, what it has."""
     fits = type(query) is type(key) is Tensor and query.dim() >= 2 <= key.dim()
     if not fits or query.shape[-2] != mask.seqlen_q or key.shape[-2] != mask.seqlen_k:
         return mask, key_ranges, None

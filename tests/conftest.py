@@ -14,6 +14,7 @@ import torch
 
 import attnkern
 from attnkern import rng, testing
+from sequences import ends
 
 pytest_plugins = ["tiers", "proofs"]
 DRAW = os.environ.get("ATTNKERN_TEST_SEED") or "0"  # any other draws other numbers
@@ -55,6 +56,10 @@ class Target:
 
     def randn(self, *shape, dtype=torch.float32, **kwargs):
         return torch.randn(*shape, dtype=dtype, device=self.device, **kwargs)
+
+    def ends(self, lengths, dtype=torch.int32):
+        """Of sequences one after the other, as cu_seqlens has them."""
+        return ends(lengths, dtype, self.device)
 
     def check_call(self, call, dtype=None, **options):
         """A call of tests/matrix.py, with other inputs for every test."""

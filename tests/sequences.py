@@ -15,8 +15,8 @@ LENGTHS = {  # of the queries and of the keys
 }
 
 
-def ends(lengths, dtype=torch.int32):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+def ends(lengths, dtype=torch.int32, device=None):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype, device=device)
 
 
 def packed(target, lengths_q, lengths_k, dtype=torch.float32, heads=4, heads_k=2, size=16, size_v=24):
@@ -27,7 +27,7 @@ def packed(target, lengths_q, lengths_k, dtype=torch.float32, heads=4, heads_k=2
 
 def jagged(values, lengths):
     """(B, n, heads, size) of (T, heads, size)."""
-    return torch.nested.nested_tensor_from_jagged(values, ends(lengths, torch.int64))
+    return torch.nested.nested_tensor_from_jagged(values, ends(lengths, torch.int64, values.device))
 
 
 def nested(q, k, v, lengths_q, lengths_k):

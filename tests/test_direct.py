@@ -1,9 +1,10 @@
-"""Calls past torch's dispatcher (csrc/direct.cpp): the operators' results to the bit, and where nobody can tell."""
+"""Calls past torch's dispatcher (csrc/common/direct.h): the operators' results to the bit, where nobody can tell."""
 
 import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import sys
 import threading
 import time
@@ -21,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnkern
 import routes
-from attnkern import ops, plain, testing
-from attnkern.backends import cpu
+from attnkern import _library, ops, plain, testing
+from attnkern.backends import choice, cpu
 from attnkern.backends.failed import CannotBuild
-from attnkern.params import DTYPES, UNBOUNDED, AttentionParams
+from attnkern.params import DTYPES, MAX_HEAD_DIM, UNBOUNDED, AttentionParams
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
 from random_problems import random_problem
@@ -513,10 +514,47 @@ def test_the_operator_finds_another_backend_for_kernels_that_cannot_be_built(gpu
 
 def test_without_what_it_stands_on_everything_goes_by_the_operators(monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    assert [function() for function in cpu._direct()] == [None] * 3
-    monkeypatch.undo()
-    monkeypatch.setattr(cpu, "load_error", lambda: "it is not there")
-    assert [function() for function in cpu._direct()] == [None] * 3
+    assert _library.past_the_dispatcher(_library.path_of("_C"), "cpu") is None
+
+
+RANGES = torch.tensor([[[[[5, 90]]]], [[[[0, 71]]]]], dtype=torch.int32)
+OF_A_GPU = {  # the kind of kernel, head sizes of a call, what else it has
+    "fast path": ("fast path", 70, 90, {"is_causal": True, "enable_gqa": True}),
+    "ranges": ("fast path", 70, 90, {"key_ranges": RANGES, "enable_gqa": True}),
+    "sinks": ("fast path", 70, 90, {"sinks": torch.randn(2, 4), "enable_gqa": True}),
+    "softcap": ("generic", 40, 50, {"softcap": 2.0, "scale": 0.3, "enable_gqa": True}),
+    "bias": ("generic", 40, 50, {"attn_mask": torch.randn(2, 1, 40, 50), "enable_gqa": True}),
+    "decoding": ("decode", 2, 300, {"enable_gqa": True, "alignment": "bottom_right", "is_causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_GPU)
+def test_the_cuda_kernels_directly(name):
+    """`cuda.call` and `cuda.forward_directly`, in the simulator: to the bit, and by nobody's order but the rules'."""
+    kind, length, keys, options = OF_A_GPU[name]
+    q, k, v = (torch.randn(2, h, n, 64, dtype=torch.bfloat16) for h, n in ((4, length), (2, keys), (2, keys)))
+    backend, given = routes.table.cuda, [options.get(x.name, x.default) for x in PARAMETERS[3:]]
+    at = [x.name for x in PARAMETERS[3:]].index
+    with routes.cuda(90) as recorder:
+        problem = Problem.from_sdpa(q, k, v, **options)
+        assert backend.plan_of(problem).kind == kind
+        for need_lse in (False, True):
+            arguments = (*problem.inputs(), *problem.params, need_lse)
+            want = recorder.run(torch.ops.attnkern.cuda_forward, *arguments, False, None, None)
+            assert_same(recorder.directly("forward", *arguments, "cuda"), want)
+            given[at("return_lse")], given[at("backend")] = need_lse, "cuda"
+            found = recorder.directly("call", q, k, v, *given)
+            assert_same(*((found, want) if need_lse else ([found], want[:1])))
+        assert recorder.directly("forward", *problem.inputs(), *problem.params, False, "triton") is None
+        given[at("backend")] = None
+        for is_first in ({}, {kind}, set(choice.KINDS) - {kind}, set(choice.KINDS)):
+            calls = itertools.product(choice.KINDS, range(2 * (MAX_HEAD_DIM + 1)))
+            recorder.directly("stands_first", 0, bytes(x in is_first for x, _ in calls) if is_first else None)
+            found = recorder.directly("call", q, k, v, *given)
+            assert (found is not None) == (kind in is_first)
+        recorder.directly("stands_first", 0, None)
+        wide = [x.float() if x.is_floating_point() else x for x in (q, k, v)]
+        assert recorder.directly("call", *wide, *given) is None
 
 
 def test_compiled_programs_hold_the_operator():

@@ -11,7 +11,7 @@ import torch
 import attnkern
 from attnkern import testing
 from matrix import FLOATS, in_turn, tagged
-from sequences import ends, packed
+from sequences import packed
 
 contract = pytest.mark.contract
 pytestmark = pytest.mark.threads
@@ -125,7 +125,7 @@ def test_packed_sequences_share_the_threads(target, threads, dtype):
     for count in (1, threads, threads):
         torch.set_num_threads(count)
         out, lse = attnkern.varlen_attention(
-            *leaves[:3], ends(lengths_q), ends(lengths_k), backend=target.backend, **options
+            *leaves[:3], target.ends(lengths_q), target.ends(lengths_k), backend=target.backend, **options
         )
         grads = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out) + out.detach(), torch.ones_like(lse)))
         runs.append((out.detach(), lse.detach(), *grads))

@@ -36,7 +36,7 @@ def test_every_sequence_is_a_call_of_its_own(target, lengths, options, dtype):
     tensors = packed(target, *lengths, dtype)
     given = {"alignment": "bottom_right", "enable_gqa": True, "return_lse": True, **OPTIONS[options]}
     given["backend"] = target.backend
-    out, lse = attnkern.varlen_attention(*tensors, *map(ends, lengths), **given)
+    out, lse = attnkern.varlen_attention(*tensors, *map(target.ends, lengths), **given)
     query, key, value = nested(*tensors, *lengths)
     of_jagged, lse_of_jagged = attnkern.attention(query, key, value, **given)
     assert of_jagged.shape == (len(lengths[0]), 4, query.shape[2], 24)
@@ -61,7 +61,7 @@ def test_every_sequence_is_a_call_of_its_own(target, lengths, options, dtype):
 def test_the_rule_holds_for_each_sequence(target, dtype):
     """The project's own rule, for the middle one of three; cu_seqlens_k are those of the queries."""
     q, k, v = packed(target, [40, 90, 30], [40, 90, 30], dtype, heads_k=4)
-    out = attnkern.varlen_attention(q, k, v, ends([40, 90, 30]), is_causal=True, backend=target.backend)
+    out = attnkern.varlen_attention(q, k, v, target.ends([40, 90, 30]), is_causal=True, backend=target.backend)
     a, b, c = (x.detach()[40:130].transpose(0, 1)[None] for x in (q, k, v))
     testing.expected(a, b, c, is_causal=True)["out"].check(out.detach()[40:130].transpose(0, 1)[None])
 
@@ -112,9 +112,13 @@ def test_large_bounds_are_unbounded(kind, alignment):
 def test_keys_in_use(target, kind):
     lengths, used = ([4, 1, 9], [40, 30, 20]), [17, 30, 0]
     tensors = packed(target, *lengths)
-    given = {"seqused_k": torch.tensor(used, dtype=kind), "enable_gqa": True, "backend": target.backend}
+    given = {
+        "seqused_k": torch.tensor(used, dtype=kind, device=target.device),
+        "enable_gqa": True,
+        "backend": target.backend,
+    }
     for options in ({}, {"is_causal": True}, {"window": (3, 0)}):
-        out = attnkern.varlen_attention(*tensors, *(ends(x, kind) for x in lengths), **given, **options)
+        out = attnkern.varlen_attention(*tensors, *(target.ends(x, kind) for x in lengths), **given, **options)
         want, _ = one_by_one(target.attention, *tensors, *lengths, used, alignment="bottom_right", **options)
         torch.testing.assert_close(out, want)
 
@@ -151,7 +155,7 @@ def test_tokens_behind_the_last_sequence(target, buffers, options):
 
     def results(q, k, v):
         given = {"enable_gqa": True, "return_lse": True, "backend": target.backend, **OPTIONS[options]}
-        out, lse = attnkern.varlen_attention(q, k, v, ends(lengths_q), ends(lengths_k), **given)
+        out, lse = attnkern.varlen_attention(q, k, v, target.ends(lengths_q), target.ends(lengths_k), **given)
         return out, lse.transpose(0, 1), *torch.autograd.grad(out.sum(), (q, k, v))
 
     tight = (x.detach()[:n].requires_grad_() for x, n in ((q, used_q), (k, used_k), (v, used_k)))
@@ -165,7 +169,9 @@ def test_dropout_comes_again(target):
     lengths = [64, 30]
     tensors = packed(target, lengths, lengths, heads_k=4)
     of_jagged = nested(*tensors, lengths, lengths)
-    calls = [lambda **more: attnkern.varlen_attention(*tensors, ends(lengths), **more, backend=target.backend)] * 2
+    calls = [
+        lambda **more: attnkern.varlen_attention(*tensors, target.ends(lengths), **more, backend=target.backend)
+    ] * 2
     calls.append(lambda **more: flat(attnkern.attention(*of_jagged, **more, backend=target.backend)))
     results = []
     for call in calls:
@@ -187,7 +193,7 @@ def test_one_graph_serves_all_lengths(target):
         q, k, v = packed(target, lengths, lengths, heads_k=4)
         results = []
         for function in (compiled, f):
-            out = function(q, k, v, ends(lengths))
+            out = function(q, k, v, target.ends(lengths))
             results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want)

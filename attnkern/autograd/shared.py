@@ -28,19 +28,23 @@ def transformed() -> bool:
 _NOT_PLAIN = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)  # x.conj().imag is -x, unsaid
 for _key in (torch._C.DispatchKey.ZeroTensor, torch._C.DispatchKey.Functionalize):
     _NOT_PLAIN |= torch._C.DispatchKeySet(_key)
+_NOT_PLAIN_BITS = _NOT_PLAIN.raw_repr()
 
 
 def observed(tensors: Sequence[Any]) -> bool:
     """Whether an eager call must go by its operator: something listens to operators, or a tensor isn't plain.
 
-    The CPU's kernels ask this themselves (csrc/direct.cpp).
+    Calls past the dispatcher ask this themselves (csrc/common/direct.h).
     """
-    if listeners is None or torch._C._len_torch_function_stack() or any(listens() for listens in listeners):
+    if listeners is None or torch._C._len_torch_function_stack():
         return True
-    return any(
-        x is not None and (type(x) not in PLAIN or (torch._C._dispatch_keys(x) & _NOT_PLAIN).raw_repr())
-        for x in tensors
-    )
+    for listens in listeners:  # in every call: half as long as any() takes
+        if listens():
+            return True
+    for x in tensors:
+        if x is not None and (type(x) not in PLAIN or torch._C._dispatch_keys(x).raw_repr() & _NOT_PLAIN_BITS):
+            return True
+    return False
 
 
 def goes_into_graph() -> bool:

@@ -76,7 +76,7 @@ FIRST = {name: f"{name} first" for name in _BY_NAME}
 """In place of a backend's name: the call chose it, and another one runs where its kernels cannot be built."""
 KERNELS = {name: backend for backend in (triton, cuda) for name in (backend.NAME, FIRST[backend.NAME])}
 """The backends whose `forward` and `backward` an eager call reaches past the operators where nothing listens to those,
-by the names that operators know them by. (The CPU's are reached by csrc/direct.cpp.)"""
+by the names that operators know them by. (The CPU's are reached by csrc/common/direct.h.)"""
 
 
 def select(problem: Problem, name: str | None = None, training: bool | None = None) -> ModuleType:
@@ -190,13 +190,14 @@ def _rule(problem: Problem, training: bool | None = None) -> tuple[choice.Rule, 
     calls that the CUDA C++ kernels refuse: there is nothing to order."""
     if not problem.q.is_cuda or not torch.cuda.is_available() or cuda.refusals(problem):
         return None
-    plan = cuda.plan_of(problem)
-    return choice.rule_for(choice.kind_of(problem, plan, cuda.capability(problem.q.get_device()), training)), plan
+    plan, index = cuda.plan_of(problem), problem.q.get_device()
+    choice.tell(index)
+    return choice.rule_for(choice.kind_of(problem, plan, cuda.capability(index), training)), plan
 
 
 def _refusals(backend: ModuleType, problem: Problem) -> list[str]:
-    if backend is not reference and backend not in _row(problem):
-        device = problem.q.device.type
+    device = problem.q.device.type
+    if backend is not reference and backend not in TABLE.get(device, ()):
         hint = f", where {triton_interpreted.VARIABLE}=1, set before Python starts, has its kernels interpreted"
         return [f"query is on {device}{hint if backend is triton and device == 'cpu' else ''}"]
     return backend.refusals(problem)

@@ -7,12 +7,15 @@ as JSON (`dump`, `load`) and put to use by `use_rules(load(path))`, like tables 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..params import MAX_HEAD_DIM
 from ..problem import Problem
+from . import cuda, triton
 from .cuda import Plan
 
 PASSES = ("forward", "training")
@@ -30,9 +33,7 @@ class Rule(NamedTuple):
 
     capabilities: tuple[int, ...]  # compute capability times 10
     passes: tuple[str, ...]  # forward: nothing requires a gradient; training: something does
-    # as the plan of the CUDA C++ kernels has it: decode: few queries of many keys; fast path: kernels without a feature
-    # or unaligned rows, or Hopper's without softcap; generic: the rest
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # as the plan of the CUDA C++ kernels has it (csrc/cuda/kind.h); no decode in training
     head_dims: tuple[int, int]  # the larger of both head sizes is in this range, both ends included
     order: tuple[str, ...]
     because: str
@@ -76,15 +77,7 @@ def kind_of(problem: Problem, plan: Plan, capability: int, training: bool | None
     q, _, v, *_ = problem
     if training is None:
         training = problem.wanted() > 0
-    first = plan.launches[0] if plan.launches else None
-    if first is None:
-        kind = "generic"
-    elif first.kernel == "decode" and not training:
-        kind = "decode"
-    elif first.is_fast_path or (first.family == "sm_90a" and not problem.params.softcap):
-        kind = "fast path"
-    else:
-        kind = "generic"
+    kind = "generic" if training and plan.kind == "decode" else plan.kind
     return CallKind(capability, training, kind, max(q.shape[3], v.shape[3]))
 
 
@@ -118,6 +111,31 @@ def use_rules(rules: Sequence[Rule], source: str = UNMEASURED) -> None:
     global _rules, _source
     _rules, _source = (*rules, *RULES), source
     _known_match.cache_clear()
+    for index in _told:
+        cuda.stands_first(index, None)
+    _told.clear()
+
+
+_told: set[int] = set()
+
+
+def tell(index: int) -> None:
+    """Lets calls past the dispatcher know for which calls of a CUDA device the CUDA C++ kernels stand first."""
+    if index in _told:
+        return
+    capability, has_triton = cuda.capability(index), triton.unavailable() is None
+
+    def is_first(kind: str, for_hopper: bool, size: int) -> bool:
+        for name in rule_for(CallKind(capability, False, kind, size)).order:
+            if name == "triton" and has_triton:
+                return False
+            if name == "cuda" or (name == "cuda-sm90" and for_hopper):
+                return True
+        return False
+
+    calls = itertools.product(KINDS, (False, True), range(MAX_HEAD_DIM + 1))
+    cuda.stands_first(index, bytes(itertools.starmap(is_first, calls)))
+    _told.add(index)
 
 
 def load(path: str | Path) -> tuple[list[Rule], str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._library import load_error
+from .._library import load_error, past_the_dispatcher, path_of
 from ..bits import as_described
 from ..params import GRAD_SINKS, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
@@ -64,6 +64,15 @@ def chip(index: int) -> Chip:
     found: Any = torch.cuda.get_device_properties(index)
     shared = found.shared_memory_per_multiprocessor, found.shared_memory_per_block_optin
     return Chip(capability(index), found.multi_processor_count, *shared)
+
+
+def by_the_operators(*arguments: Any) -> None:
+    return None
+
+
+# As backends/cpu.py's; `stands_first` tells `call` which calls of a device are this backend's where none is named.
+_kept = load_error("_cuda") is None and disabled.reason(NAME) is None and past_the_dispatcher(path_of("_cuda"), NAME)
+call, forward_directly, stands_first = _kept or (by_the_operators,) * 3
 
 
 def refusals(problem: Problem) -> list[str]:
@@ -123,6 +132,7 @@ class Plan(NamedTuple):
 
     launches: tuple[Launch, ...]  # in order; the forward pass first
     gathered: tuple[str, ...]  # inputs whose rows aren't whole 16-byte chunks: they are read element by element
+    kind: str  # of the forward pass, what the order of backends depends on: one of csrc/cuda/kind.h
 
 
 def _spec_of_bias(bias: Tensor, seqlen_q: int, seqlen_k: int) -> TensorSpec:
@@ -136,43 +146,46 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
     """
     q, k, v, bias = problem[:4]
     seqlen_k, pages = k.shape[2], 0
-    bias = as_described(bias, seqlen_k)
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        return Plan((), ())
+    if bias is not None:
+        bias = as_described(bias, seqlen_k)
     if problem.pages is not None:
         k, v, table = problem.pages
         pages = table.shape[1]
     return _plan(
         q.dtype,
-        TensorSpec.of(q),
-        TensorSpec.of(k),
-        TensorSpec.of(v),
+        (*_lies(q), *_lies(k), *_lies(v)),
         None if bias is None else _spec_of_bias(bias, q.shape[2], seqlen_k),
         torch.bool if bias is None else bias.dtype,
         problem.params,
         problem.ranges is not None,
         pages,
-        *_modes(),
+        *_modes(q.dtype),
         problem.wanted(),
         chip(q.get_device()) if on is None else on,
     )
 
 
+def _lies(x: Tensor) -> tuple[Any, ...]:
+    """A `TensorSpec`, as fast as every call of a GPU wants it."""
+    return x.shape, x.stride(), x.storage_offset() * x.element_size() % 16 == 0
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     dtype: torch.dtype,
-    q: TensorSpec,
-    k: TensorSpec,
-    v: TensorSpec,
+    of_tensors: tuple[Any, ...],
     bias: TensorSpec | None,
     bias_dtype: torch.dtype,
     params: AttentionParams,
     *rest_and_chip: Any,
 ) -> Plan:
+    q, k, v = (TensorSpec(*of_tensors[n : n + 3]) for n in (0, 3, 6))
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return Plan((), (), "generic")
     *rest, on = rest_and_chip
     described = [[] if x is None else [*x.shape, *x.stride, int(not x.aligned)] for x in (q, k, v, bias)]
     found = json.loads(torch.ops.attnkern.cuda_plan(dtype, *described, bias_dtype, *params, *rest, [*on]))
-    return Plan(tuple(Launch(**launch) for launch in found["launches"]), tuple(found["gathered"]))
+    return Plan(tuple(Launch(**launch) for launch in found["launches"]), tuple(found["gathered"]), found["kind"])
 
 
 def notes(problem: Problem) -> list[str]:
@@ -208,7 +221,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`attnkern::forward` (ops.py) on a CUDA device. splits and schedule replace the plan's: for timing."""
     check_pages(inputs, params)
-    tf32, _ = _modes()
+    if splits is None is schedule and (results := forward_directly(*inputs, *params, need_lse, NAME)) is not None:
+        return results
+    tf32, _ = _modes(inputs.q.dtype)
     operator = torch.ops.attnkern.cuda_forward
     return _run(operator, *inputs, *params, need_lse, tf32, splits, schedule)
 
@@ -224,7 +239,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
     operator = torch.ops.attnkern.cuda_backward
-    return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes())
+    return _run(operator, grad_out, grad_lse, *inputs, out, lse, *params, grad_mask, *_modes(inputs.q.dtype))
 
 
 def _run(operator: Any, *arguments: Any) -> Any:
@@ -238,7 +253,8 @@ def _run(operator: Any, *arguments: Any) -> Any:
         raise torch.OutOfMemoryError(message) from None
 
 
-def _modes() -> tuple[bool, bool]:
-    """Whether torch lets the factors of float32 products be rounded to tf32; whether it asks for the same bits in
-    every run."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32", torch.are_deterministic_algorithms_enabled()
+def _modes(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether torch lets the factors of these tensors' float32 products be rounded to tf32; whether it asks for the
+    same bits in every run."""
+    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return tf32, torch.are_deterministic_algorithms_enabled()

@@ -31,6 +31,7 @@ from .reference import check_pages
 
 NAME = "triton"
 NOT_INSTALLED = 'Triton is not installed: pip install "attnkern[triton]"'
+_INSTALLED = importlib.util.find_spec("triton") is not None  # found out here: Dynamo traces `unavailable`
 MAX_ROW_STRIDE = 2**22  # the rows of a tile add up within 32 bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,7 +41,7 @@ def unavailable() -> str | None:
     """Why this backend cannot run at all here, or None."""
     if (reason := disabled.reason(NAME)) is not None:
         return reason
-    if importlib.util.find_spec("triton") is None:
+    if not _INSTALLED:
         return NOT_INSTALLED
     if triton_interpreted.asked:
         return triton_interpreted.unavailable()

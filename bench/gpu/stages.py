@@ -288,12 +288,11 @@ STAGES = (
     Stage(
         "correctness",
         "every CUDA kernel against float64",
-        120,
-        15,
+        100,
+        30,
         _kernels,
         _correctness,
-        jobs=12,
-        alone=True,
+        jobs=3,
         rehearsed="one head|gaps|pages of 16, d64 one query, sinks|pages of 64, d32 documents",
     ),
     Stage(

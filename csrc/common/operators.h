@@ -2,7 +2,7 @@
 // what the backward pass is given, and put both into the structs of params.h.
 //
 // A Host says what tensors are, how they are made and what stands for one that isn't asked for: torch's dispatcher
-// (Dispatcher, here) or Python itself (csrc/direct.cpp).
+// (Dispatcher, here) or Python itself (common/direct.h).
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -66,6 +66,8 @@ struct Dispatcher {
   }
 
   static void zero(Tensor& x) { torch::stable::zero_(x); }
+
+  static void copy(Tensor& to, const Tensor& from) { torch::stable::copy_(to, from); }
 };
 
 // x itself if it is contiguous, else a copy.

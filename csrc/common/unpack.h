@@ -1,7 +1,7 @@
 // Tensors -> the structs of params.h, for the operators of every device. Checks here guard the kernels against a caller
 // that went around attnkern.problem, which is where users' errors are found and explained.
 //
-// A Tensor is torch::stable::Tensor (only torch's stable C ABI is used) or what csrc/direct.cpp makes of a Python
+// A Tensor is torch::stable::Tensor (only torch's stable C ABI is used) or what common/direct.h makes of a Python
 // object.
 #pragma once
 
@@ -158,7 +158,7 @@ void fill(Attention& p, const Inputs<Tensor>& inputs, const AttentionParams& par
   }
   p.sinks = {};
   if (sinks.has_value()) {
-    const int64_t dims = sinks->dim();  // (without a batch only past the dispatcher: csrc/direct.cpp)
+    const int64_t dims = sinks->dim();  // (without a batch only past the dispatcher: common/direct.h)
     STD_TORCH_CHECK((dims == 1 || (dims == 2 && (sinks->size(0) == p.batch || sinks->size(0) == 1))) &&
                         sinks->size(dims - 1) == p.heads_q && sinks->scalar_type() == lse_type(p),
                     "attnkern: sinks must be (B or 1, Hq) and float32 (float64 for float64)");

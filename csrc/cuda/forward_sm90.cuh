@@ -46,7 +46,10 @@ template <int kHeadDim, int kHeadDimV>
 struct ForwardSm90Tile {
   static constexpr int kKeys = kHeadDim <= 128 || kHeadDimV <= 128 ? 128 : kHeadDim <= 192 ? 96 : 80;
   static constexpr int kStages = kHeadDim <= 64 ? 3 : 2;
-  static constexpr Schedule kSchedule = kHeadDim <= 128 ? Schedule::kPingPong : Schedule::kOverlap;
+  static constexpr Schedule kSchedule = kHeadDim <= 64     ? Schedule::kOverlap
+                                        : kHeadDimV <= 128 ? Schedule::kPingPong
+                                        : kHeadDim <= 192  ? Schedule::kOverlap
+                                                           : Schedule::kPingPong;
 
   template <typename T>
   using Q = SlabTile<T, kGroupRows, kHeadDim>;

@@ -13,6 +13,10 @@
 
 namespace attnkern::cuda {
 
+// What a block gets of shared memory without asking, less than the 48 KB that are static and dynamic memory together:
+// no kernel declares more than the rest.
+constexpr int kUnaskedShared = 47 * 1024;
+
 // Enqueues `blocks` blocks (1-D) of a kernel that takes one struct; a cudaError_t as int.
 template <typename Params>
 int launch_kernel(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, const Params& params,
@@ -20,7 +24,7 @@ int launch_kernel(void (*kernel)(Params), int64_t blocks, int threads, int share
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   const void* function = reinterpret_cast<const void*>(kernel);
-  if (shared_bytes > 48 * 1024) {
+  if (shared_bytes > kUnaskedShared) {
     const cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/unpack.h"
+#include "cuda/kind.h"
 #include "cuda/launch.h"
 #include "cuda/rows.h"
 
@@ -153,6 +154,8 @@ std::string cuda_plan(ScalarType dtype, Numbers q, Numbers k, Numbers v, Numbers
   limits.shared_per_multiprocessor = static_cast<int>(chip[2]), limits.shared_per_block = static_cast<int>(chip[3]);
   Launches launches;
   plan_forward(launches, forward, limits);
+  const auto kind = attnkern::cuda::kKinds[static_cast<int>(attnkern::cuda::kind_of(
+      forward, attnkern::cuda::plan_decode(forward, limits), attnkern::cuda::plan_forward_sm90(forward, limits)))];
   if (grad_mask != 0) {
     p.grad_out = p.out = forward.out;
     p.heads_out = attnkern::cuda::heads_out_of(p);
@@ -169,7 +172,7 @@ std::string cuda_plan(ScalarType dtype, Numbers q, Numbers k, Numbers v, Numbers
     gathered += std::string(gathered.empty() ? "\"" : ", \"") + name + "\"";
   };
   gather(p.q, p.head_dim, "query"), gather(p.k, p.head_dim, "key"), gather(p.v, p.head_dim_v, "value");
-  return "{\"launches\": [" + launches.json() + "], \"gathered\": [" + gathered + "]}";
+  return "{\"launches\": [" + launches.json() + "], \"gathered\": [" + gathered + "], \"kind\": \"" + kind + "\"}";
 }
 
 }  // namespace

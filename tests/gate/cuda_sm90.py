@@ -12,12 +12,12 @@ SCHEDULES = ("serial", "overlap", "ping-pong")  # as launch.h numbers them
 
 # (head size, that of values) -> keys of a block, stages of the pipelines, the schedule that is launched
 TILES = {
-    (64, 64): (128, 3, "ping-pong"),
+    (64, 64): (128, 3, "overlap"),
     (96, 96): (128, 2, "ping-pong"),
     (128, 128): (128, 2, "ping-pong"),
-    (192, 128): (128, 2, "overlap"),
+    (192, 128): (128, 2, "ping-pong"),
     (192, 192): (96, 2, "overlap"),
-    (256, 256): (80, 2, "overlap"),
+    (256, 256): (80, 2, "ping-pong"),
 }
 
 

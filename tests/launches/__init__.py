@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import ptxsim
+from attnkern import _library
 from gate import cache, compilers
 from ptxsim import SHARED_LIMIT, tensormap
 
@@ -35,6 +36,7 @@ LAUNCHED = ctypes.CFUNCTYPE(
     ctypes.c_char_p,
     ctypes.POINTER(ctypes.c_uint),
     ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_uint64,
     ctypes.c_uint64,
     ctypes.POINTER(ctypes.c_void_p),
 )
@@ -97,6 +99,17 @@ class Recorder:
     launched: Callable[[Launch], object] = lambda launch: None  # is told of each, after it
     undefined: list[torch.Tensor] = field(default_factory=list)  # made, and not written yet
 
+    def directly(self, name: str, *arguments: Any) -> Any:
+        """`call` or `forward` past the dispatcher (csrc/cuda/direct_cuda.cpp) on CPU tensors."""
+        known = [x for x in arguments if isinstance(x, torch.Tensor)]
+
+        def run() -> Any:
+            for x in known:
+                self.tell(x, False)
+            return library().direct[name](*arguments)
+
+        return self.run(run)
+
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments), which calls operators of csrc/cuda. Raises what the simulator finds wrong."""
         self.tensors, self.undefined = [], []
@@ -135,7 +148,7 @@ class Recorder:
         self.undefined = [x for x in self.undefined if x.data_ptr() != address]
 
 
-OPERATORS = Path("csrc/cuda/ops_cuda.cpp")
+OPERATORS, DIRECT = Path("csrc/cuda/ops_cuda.cpp"), Path("csrc/cuda/direct_cuda.cpp")
 POISON = 0xFF  # every byte of what was allocated: NaN in every floating dtype
 
 
@@ -160,6 +173,17 @@ class Library:
         runtime = ctypes.CDLL(str(path / "recorded.so"))
         self.set_callbacks, self.set_encode, self.set_chip = runtime.set_callbacks, runtime.set_encode, runtime.set_chip
         self.begin_thread = runtime.begin_thread
+        self.recorder: Recorder | None = None
+
+        def empty_strided(*given: Any) -> torch.Tensor:
+            made = torch._C._dynamo.guards._empty_strided_cpu(*given)  # type: ignore[attr-defined]
+            assert self.recorder is not None
+            self.recorder.tell(made, True)
+            return made
+
+        names = "call", "forward", "stands_first"
+        functions = _library.past_the_dispatcher(path / "recorded.so", "cpu", empty_strided)
+        self.direct = dict(zip(names, functions, strict=True))
         self.set_left_out = runtime.set_left_out
         self.texts = {file.stem: file.read_text() for file in sorted(path.glob("*.ptx"))}
         if os.environ.get("ATTNKERN_LINES"):  # the build's PTX doesn't say which line of the source it is at
@@ -174,9 +198,9 @@ class Library:
 
     def call(self, function: Callable[[], Any], recorder: Recorder) -> Any:
         """function(), its launches handed to the recorder."""
-        target = recorder.target
+        target, self.recorder = recorder.target, recorder
         failures: list[BaseException] = []
-        launch_failure = 719  # cudaErrorLaunchFailure
+        invalid_value, launch_failure = 1, 719  # cudaErrorInvalidValue, cudaErrorLaunchFailure
 
         def kept(function, failed=0):
             """function, for C: an exception is kept for the end, and nothing more is done."""
@@ -192,8 +216,10 @@ class Library:
 
             return run
 
-        def launched(name, grid, block, shared, arguments):
+        def launched(name, grid, block, shared, most, arguments):
             kernel = self.kernel(name.decode(), target)
+            if kernel.program.kernel.static_shared_bytes + shared > most:
+                return invalid_value
             sizes = [parameter.bytes for parameter in kernel.program.kernel.params]
             values = tuple(ctypes.string_at(arguments[n], size) for n, size in enumerate(sizes))
             recorder.launch(Launch(kernel, tuple(grid[:3]), tuple(block[:3]), shared, values))
@@ -261,16 +287,17 @@ def parts() -> tuple[dict[Path, Path], list[Path]]:
             found[built.object] = text
         else:
             missing.append(path)
-    read = [OPERATORS, *ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h")]
-    made = operators().stat().st_mtime if operators().exists() else 0
-    if any((ROOT / path).stat().st_mtime > made for path in read):
-        missing.append(OPERATORS)
+    headers = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h")]
+    for source in (OPERATORS, DIRECT):
+        made = host_object(source).stat().st_mtime if host_object(source).exists() else 0
+        if any((ROOT / path).stat().st_mtime > made for path in (source, *headers)):
+            missing.append(source)
     return found, missing
 
 
-def operators() -> Path:
-    """The build's object of csrc/cuda/ops_cuda.cpp."""
-    return ROOT / compilers.product().BUILD / "release" / f"{OPERATORS}.o"
+def host_object(source: Path) -> Path:
+    """The build's object of one of csrc/cuda/*.cpp."""
+    return ROOT / compilers.product().BUILD / "release" / f"{source}.o"
 
 
 def build() -> Path:
@@ -292,7 +319,8 @@ def build() -> Path:
     host = Path(__file__).with_name("runtime.cpp")
     flags = [*product.CXXFLAGS.split(), "-Icsrc", "-isystem", f"{torch_folder}/include"]
     key = [torch.__version__, *flags, host.read_text(), (ROOT / "csrc/cuda/left_out.h").read_text(), *WRAPPED]
-    out = FOLDER / _digest([*key, *(str(cache.digest(str(path))) for path in (operators(), *objects))])
+    of_host = [host_object(source) for source in (OPERATORS, DIRECT)]
+    out = FOLDER / _digest([*key, *(str(cache.digest(str(path))) for path in (*of_host, *objects))])
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -303,7 +331,7 @@ def build() -> Path:
                 _run("g++", *flags, "-c", host, "-o", f"{folder}/runtime.o")
                 link = ["-shared", "-Wl,-z,defs", f"-L{torch_folder}/lib", "-Wl,--no-as-needed", "-ltorch_cpu"]
                 link += [f"-Wl,--wrap={name}" for name in WRAPPED]
-                _run("g++", f"{folder}/runtime.o", operators(), *objects, *link, "-o", f"{folder}/recorded.so")
+                _run("g++", f"{folder}/runtime.o", *of_host, *objects, *link, "-o", f"{folder}/recorded.so")
                 shutil.copytree(folder, f"{folder}.done")
                 Path(f"{folder}.done").rename(out)
     return out

@@ -13,9 +13,10 @@
 struct Dim3 {
   unsigned x, y, z;
 };
-// What a launch comes back with: 0, or a cudaError_t.
+// What a launch comes back with: 0, or a cudaError_t. `most`: what its static and dynamic shared memory may be
+// together, by what was asked for.
 using Launched = int (*)(const char* kernel, const unsigned* grid, const unsigned* block, uint64_t shared,
-                         void** arguments);
+                         uint64_t most, void** arguments);
 // A tensor that is made (its contents undefined) or used: a reference of its own, which the callee takes over.
 using Told = void (*)(AtenTensorHandle tensor, int made);
 using Zeroed = void (*)(void* address, uint64_t bytes);
@@ -180,12 +181,11 @@ int cudaLaunchKernel(const void* function, Dim3 grid, Dim3 block, void** argumen
   const auto found = kernels().find(function);
   const auto limit = shared_limits().find(function);
   if (found == kernels().end() || grid.x == 0 || grid.y == 0 || grid.z == 0) return kInvalidValue;
-  if (shared > static_cast<uint64_t>(limit == shared_limits().end() ? kDefaultShared : limit->second)) {
-    return kInvalidValue;
-  }
+  const bool asked = limit != shared_limits().end();
+  if (shared > static_cast<uint64_t>(asked ? limit->second : kDefaultShared)) return kInvalidValue;
   const unsigned grids[3] = {grid.x, grid.y, grid.z}, blocks[3] = {block.x, block.y, block.z};
   if (launch_error != 0 || launched == nullptr) return launch_error != 0 ? launch_error : kInvalidValue;
-  return launched(found->second, grids, blocks, shared, arguments);
+  return launched(found->second, grids, blocks, shared, asked ? shared_per_block : kDefaultShared, arguments);
 }
 
 int cudaGetLastError() { return 0; }
