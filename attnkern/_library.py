@@ -72,9 +72,18 @@ def load_error(name: str = "_C") -> str | None:
 _DEVICES = {"cpu": (1, "is_cpu"), "cuda": (2, "is_cuda")}
 
 
-def past_the_dispatcher(library: Path, device: str, empty_strided: Any = None) -> tuple[Any, ...] | None:
+def by_the_operators(*arguments: Any) -> None:
+    """In place of a function that goes past torch's dispatcher: as it answers a call that it doesn't take."""
+    return None
+
+
+NOTHING_DIRECT = (by_the_operators,) * 3
+
+
+def past_the_dispatcher(library: Path, device: str, empty_strided: Any = None) -> tuple[Any, ...]:
     """What a compiled library, which must be loaded, has for Python beside its operators (csrc/common/direct.h), but
-    for `connect`; None where torch lacks what it needs. empty_strided: what makes its results; None: torch's own."""
+    for `connect`; without effect where torch lacks what it needs. empty_strided: what makes its results; None: torch's
+    own."""
     from .arguments import listeners
     from .params import DTYPES
 
@@ -84,9 +93,9 @@ def past_the_dispatcher(library: Path, device: str, empty_strided: Any = None) -
         # Problem and autograd/ have handled those before an operator is called.
         for_the_caller = (torch._C._is_any_autocast_enabled, lambda: forward_ad._current_level >= 0)
     except AttributeError:
-        return None
+        return NOTHING_DIRECT
     if listeners is None:
-        return None
+        return NOTHING_DIRECT
     functions_of = ctypes.PyDLL(str(library)).attnkern_python_functions
     functions_of.restype = ctypes.py_object
     connect, *functions = functions_of()

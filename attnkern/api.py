@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 
 from . import autograd
 from . import backends as _backends
+from ._library import by_the_operators
 from .arguments import is_causal_bias, may_look
 from .backends import Explanation, cpu, cuda
 from .mask import Mask
@@ -196,7 +197,7 @@ def _directly(query: Any, block_table: Any = None) -> Any:
     if type(query) is not Tensor or not query.is_cuda:
         return cpu.call
     checked = type(block_table) is Tensor and may_look(block_table)
-    return cuda.by_the_operators if checked else cuda.call
+    return by_the_operators if checked else cuda.call
 
 
 def _as_read(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any, Any]:

@@ -245,7 +245,8 @@ def test_select_and_explain_follow_the_rules(on, capability):
             hopper = cuda.is_for_hopper(cuda.plan_of(call))
             first = next(name for name in rule.order if hopper or name != "cuda-sm90")
             assert explanation.chosen == table.select(call).NAME == first.removesuffix("-sm90")
-            assert f"{explanation.chosen}: chosen by structure, not measured ({rule.because})" in str(explanation)
+            assert f"{explanation.chosen}: chosen {choice.told(rule)}" in str(explanation)
+            assert ("as measured" in choice.told(rule)) == (capability == 90)
             order = [name for name in explanation.refusals if name != "cpu"]
             assert sorted(order) == ["cuda", "reference", "triton"]
             assert order[-1] == "reference"

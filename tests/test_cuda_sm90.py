@@ -29,7 +29,7 @@ from simulated import BF16, Cuda, simulated  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 PLAIN = AttentionParams(0.125)  # of a fast-path call with head size 64
-KERNEL = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELb([01])E")
+KERNEL = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELi[23]ELb([01])E")
 
 
 class Forward(Cuda):
@@ -127,6 +127,33 @@ def test_schedules(forward, schedule, sizes):
     assert f"8ScheduleE{schedule}" in launch.name
     want = testing.expected(q, k, v)["out"]
     want.check(out, name="out")
+
+
+@pytest.mark.parametrize("schedule", [0, 1, 2])
+def test_schedules_of_three_consumers(forward, schedule):
+    q, k, v = (torch.randn(1, 2, length, 64, dtype=BF16) for length in (530, 560, 560))
+    forward.recorder.multiprocessors, forward.recorder.seed = 2, schedule
+    out, _ = cuda.forward(Inputs(q, k, v), PLAIN, False, schedule=schedule)
+    (launch,) = forward.recorder.launches
+    assert f"8ScheduleE{schedule}" in launch.name
+    assert launch.block == (512, 1, 1)
+    testing.expected(q, k, v)["out"].check(out, name="out")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_three_consumers(forward, dtype):
+    """Six tiles of 192 queries for two blocks of threads; the last tile isn't full, nor is the last block of keys."""
+    forward.recorder.multiprocessors = 2
+    forward(1, 2, 530, 560, 64, dtype=dtype)
+    assert forward.recorder.launches[-1].block == (512, 1, 1)
+    forward(1, 2, 510, 560, 64, dtype=dtype)
+    assert forward.recorder.launches[-1].block == (384, 1, 1)
+
+
+@pytest.mark.prove
+def test_three_consumers_and_a_causal_band(forward):
+    forward(1, 1, 4096, 4100, 40, causal=True)
+    assert forward.recorder.launches[-1].block == (512, 1, 1)
 
 
 def test_a_library_with_one_schedule_refuses_the_others():

@@ -514,12 +514,13 @@ def test_the_operator_finds_another_backend_for_kernels_that_cannot_be_built(gpu
 
 def test_without_what_it_stands_on_everything_goes_by_the_operators(monkeypatch):
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    assert _library.past_the_dispatcher(_library.path_of("_C"), "cpu") is None
+    assert _library.past_the_dispatcher(_library.path_of("_C"), "cpu") is _library.NOTHING_DIRECT
 
 
 RANGES = torch.tensor([[[[[5, 90]]]], [[[[0, 71]]]]], dtype=torch.int32)
 OF_A_GPU = {  # the kind of kernel, head sizes of a call, what else it has
     "fast path": ("fast path", 70, 90, {"is_causal": True, "enable_gqa": True}),
+    "tiles that are counted": ("fast path", 150, 90, {"is_causal": True, "enable_gqa": True}),
     "ranges": ("fast path", 70, 90, {"key_ranges": RANGES, "enable_gqa": True}),
     "sinks": ("fast path", 70, 90, {"sinks": torch.randn(2, 4), "enable_gqa": True}),
     "softcap": ("generic", 40, 50, {"softcap": 2.0, "scale": 0.3, "enable_gqa": True}),
@@ -536,6 +537,7 @@ def test_the_cuda_kernels_directly(name):
     backend, given = routes.table.cuda, [options.get(x.name, x.default) for x in PARAMETERS[3:]]
     at = [x.name for x in PARAMETERS[3:]].index
     with routes.cuda(90) as recorder:
+        recorder.multiprocessors = 2
         problem = Problem.from_sdpa(q, k, v, **options)
         assert backend.plan_of(problem).kind == kind
         for need_lse in (False, True):

@@ -293,7 +293,7 @@ CLASSES = {
     (136, 192): (192, 192),
     (256, 200): (256, 256),
 }
-FORWARD = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELb([01])E")
+FORWARD = re.compile(r"forward_sm90_kernelI(13__nv_bfloat16|6__half)Li(\d+)ELi(\d+)ELi[23]ELb([01])E")
 # What follows Hopper's kernels where the call excludes something: tiles that hold NaN are computed again.
 AGAIN = ["dkdv", "dq"]
 RANGES = tagged("sm90-ranges")

@@ -7,9 +7,7 @@ one source. A program that Dynamo traces must not come here.
 
 from __future__ import annotations
 
-from typing import Any
-
-from .._library import load_error, past_the_dispatcher, path_of
+from .._library import NOTHING_DIRECT, load_error, past_the_dispatcher, path_of
 from ..problem import Problem
 from . import disabled
 
@@ -30,10 +28,5 @@ def refusals(problem: Problem) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def _by_the_operators(*arguments: Any) -> None:
-    return None
-
-
-# Without effect where torch lacks what they need.
-_kept = unavailable() is None and past_the_dispatcher(path_of("_C"), NAME)
-call, forward, backward = _kept or (_by_the_operators,) * 3
+_loaded = unavailable() is None
+call, forward, backward = past_the_dispatcher(path_of("_C"), NAME) if _loaded else NOTHING_DIRECT

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._library import load_error, past_the_dispatcher, path_of
+from .._library import NOTHING_DIRECT, load_error, past_the_dispatcher, path_of
 from ..bits import as_described
 from ..params import GRAD_SINKS, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
@@ -66,13 +66,9 @@ def chip(index: int) -> Chip:
     return Chip(capability(index), found.multi_processor_count, *shared)
 
 
-def by_the_operators(*arguments: Any) -> None:
-    return None
-
-
 # As backends/cpu.py's; `stands_first` tells `call` which calls of a device are this backend's where none is named.
-_kept = load_error("_cuda") is None and disabled.reason(NAME) is None and past_the_dispatcher(path_of("_cuda"), NAME)
-call, forward_directly, stands_first = _kept or (by_the_operators,) * 3
+_loaded = load_error("_cuda") is None and disabled.reason(NAME) is None
+call, forward_directly, stands_first = past_the_dispatcher(path_of("_cuda"), NAME) if _loaded else NOTHING_DIRECT
 
 
 def refusals(problem: Problem) -> list[str]:

@@ -93,7 +93,9 @@ def _rules(rows: Sequence[Record], path: Path, chip: str) -> list[str]:
     fields = choose.Trial._fields
     good = [row for row in rows if row["status"] == "ok"]
     rules = [
-        choose.rule_of(choose.Trial(*(row[name] for name in fields)), row["capability"], row["seconds"], chip)
+        choose.rule_of(
+            choose.Trial(*(row[name] for name in fields)), row["capability"], row["hopper"], row["seconds"], chip
+        )
         for row in good
     ]
     if not rules:

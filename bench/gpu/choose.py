@@ -78,8 +78,11 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     inputs, options = device.inputs(problem), problem.options
     refused = {}
     calls = {}
+    plan: tuple[str, ...] = ()  # of the CUDA C++ kernels
     for backend in BACKENDS:
         told = attnkern.explain(inputs.query, inputs.key, inputs.value, **options, backend=backend)
+        if backend == "cuda":
+            plan = told.plan
         if told.chosen == backend:
             call = call_of(trial, backend, inputs, options)
             try:
@@ -98,13 +101,22 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
         block = device.block()
         rounds = [{n: block(call, device.few(CALLS)) for n, call in calls.items()} for _ in range(device.few(ROUNDS))]
     seconds = {n: statistics.median(one[n] for one in rounds) for n in calls}
-    yield {**trial._asdict(), "capability": device.capability(), "seconds": seconds, "refused": refused}
+    hopper = any("sm_90a" in line for line in plan[:1])
+    yield {
+        **trial._asdict(),
+        "capability": device.capability(),
+        "hopper": hopper,
+        "seconds": seconds,
+        "refused": refused,
+    }
 
 
-def rule_of(trial: Trial, capability: int, seconds: dict[str, float], chip: str) -> choice.Rule:
-    """The backends by their times, and by how much the first wins."""
+def rule_of(trial: Trial, capability: int, hopper: bool, seconds: dict[str, float], chip: str) -> choice.Rule:
+    """The backends by their times, and by how much the first wins. hopper: what was timed of `cuda` are Hopper's own
+    kernels, and the rule is theirs."""
     order = sorted(seconds, key=lambda name: seconds[name])
     ratio = f", {seconds[order[1]] / seconds[order[0]]:.2f}x {order[1]}" if len(order) > 1 else ""
     because = f"{order[0]} {seconds[order[0]] * 1e6:.0f} us{ratio} on {chip}"
     kind, size = (trial.kind,), RANGES[trial.size]
-    return choice.Rule((capability,), (choice.PASSES[trial.training],), kind, size, tuple(order), because)
+    names = ["cuda-sm90" if name == "cuda" and hopper else name for name in order]
+    return choice.Rule((capability,), (choice.PASSES[trial.training],), kind, size, tuple(names), because)

@@ -13,29 +13,35 @@ const char* why_not(const Forward& p, const Chip& chip) {
   return nullptr;
 }
 
+// Whether a third warpgroup pays, which fills the times when the others wait, and makes tiles longer: as an H200 has
+// measured it. Registers allow it up to a head size of 64, without features.
+bool pays_third(const Forward& p) {
+  if (std::max(p.head_dim, p.head_dim_v) > 64 || !is_fast_path(p) || p.band.left < kUnbounded) return false;
+  return std::min(p.seqlen_q, p.seqlen_k) >= (p.band.right < kUnbounded ? 4096 : 512);
+}
+
 }  // namespace
 
 ForwardSm90Plan plan_forward_sm90(const Forward& p, const Chip& chip) {
   ForwardSm90Plan plan{};
   plan.refusal = why_not(p, chip);
   if (plan.refusal != nullptr) return plan;
-  by_tile(p.head_dim, p.head_dim_v, 0, [&]<int kHeadDim, int kHeadDimV>(ForwardSm90Tile<kHeadDim, kHeadDimV> tile) {
-    plan.head_dim = kHeadDim, plan.head_dim_v = kHeadDimV;
-    plan.keys = tile.kKeys, plan.stages = tile.kStages;
-    plan.shared_bytes = is_fast_path(p) ? tile.template kSharedBytes<true> : tile.template kSharedBytes<false>;
-    plan.schedule = tile.kSchedule;
-    return 0;
-  });
-  plan.rows = kRows;
-  plan.threads = kThreads;
-  plan.tiles = ceil_div(p.seqlen_q, kRows) * p.batch * p.heads_q;
+  by_tile(p.head_dim, p.head_dim_v, pays_third(p), 0,
+          [&]<int kD, int kDV, int kCount>(ForwardSm90Tile<kD, kDV, kCount> tile) {
+            plan.head_dim = kD, plan.head_dim_v = kDV;
+            plan.rows = tile.kRows, plan.keys = tile.kKeys, plan.stages = tile.kStages, plan.threads = tile.kThreads;
+            plan.shared_bytes = is_fast_path(p) ? tile.template kSharedBytes<true> : tile.template kSharedBytes<false>;
+            plan.schedule = tile.kSchedule;
+            return 0;
+          });
+  plan.fast_path = is_fast_path(p);
+  plan.tiles = ceil_div(p.seqlen_q, plan.rows) * p.batch * p.heads_q;
   if (plan.tiles > INT32_MAX / 2) {
-    plan.refusal = "there are more than 2^30 tiles of 128 queries";
+    plan.refusal = "there are more than 2^30 tiles of queries";
     return plan;
   }
   plan.blocks = std::min<int64_t>(plan.tiles, chip.multiprocessors);
-  plan.fast_path = is_fast_path(p);
-  plan.order = tile_order(p, kRows, chip.multiprocessors);
+  plan.order = tile_order(p, plan.rows, chip.multiprocessors);
   plan.counters = plan.order.unequal && plan.tiles > plan.blocks;
   return plan;
 }
@@ -48,10 +54,13 @@ int forward_sm90(const Forward& p, const ForwardSm90Plan& plan, int32_t* taken, 
   return by_element(p.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kNone = cudaErrorInvalidValue;
-    return by_tile(p.head_dim, p.head_dim_v, kNone, [&]<int kD, int kDV>(ForwardSm90Tile<kD, kDV> tile) {
-      return plan.fast_path ? launch_forward_sm90<T, kD, kDV, true, tile.kSchedule>(p, plan, taken, stream)
-                            : launch_forward_sm90<T, kD, kDV, false, tile.kSchedule>(p, plan, taken, stream);
-    });
+    const auto launch = [&]<int kD, int kDV, int kCount>(ForwardSm90Tile<kD, kDV, kCount> tile) {
+      if (plan.fast_path) return launch_forward_sm90<T, kD, kDV, kCount, true, tile.kSchedule>(p, plan, taken, stream);
+      if constexpr (kCount == 2)
+        return launch_forward_sm90<T, kD, kDV, 2, false, tile.kSchedule>(p, plan, taken, stream);
+      return kNone;
+    };
+    return by_tile(p.head_dim, p.head_dim_v, has_third(plan), kNone, launch);
   });
 #endif
 }

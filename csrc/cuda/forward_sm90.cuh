@@ -1,6 +1,6 @@
 // The forward pass for Hopper: copies by TMA, products by wgmma, and warpgroups with roles of their own (as in
 // FlashAttention-3: Shah et al., 2024). One producer warp keeps the tiles of Q, K and V coming; each of two consumer
-// warpgroups owns 64 rows of queries. A block of threads takes one tile of 128 rows after the other, so that the copies
+// warpgroups, or three, owns 64 rows of queries. A block of threads takes one tile after the other, so that the copies
 // for the next tile run beside the end of this one. Which tile is next the producer asks of a counter, and tells the
 // consumers.
 #pragma once
@@ -16,11 +16,11 @@
 namespace attnkern::cuda {
 namespace {
 
-constexpr int kRows = kConsumers * kGroupRows;
+constexpr int kMostConsumers = 3;
 enum NamedBarrier {
   kStored = 1,
-  kTurn = kStored + kConsumers,
-  kCleared = kTurn + kConsumers
+  kTurn = kStored + kMostConsumers,
+  kCleared = kTurn + kMostConsumers
 };  // by consumer; 0 is __syncthreads'
 
 // What a coordinate of a tensor map is multiplied by: 0 for a dimension that the tensor repeats.
@@ -41,9 +41,13 @@ struct ForwardSm90Params {
   TileOrder order;
 };
 
-// Keys per block and stages of the pipelines, for a class of head sizes.
-template <int kHeadDim, int kHeadDimV>
+// Consumers, keys per block and stages of the pipelines, for a class of head sizes.
+template <int kHeadDim, int kHeadDimV, int kCount>
 struct ForwardSm90Tile {
+  static constexpr int kConsumers = kCount;
+  static constexpr int kRows = kConsumers * kGroupRows, kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : cuda::kProducerRegisters;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : cuda::kConsumerRegisters;
   static constexpr int kKeys = kHeadDim <= 128 || kHeadDimV <= 128 ? 128 : kHeadDim <= 192 ? 96 : 80;
   static constexpr int kStages = kHeadDim <= 64 ? 3 : 2;
   static constexpr Schedule kSchedule = kHeadDim <= 64     ? Schedule::kOverlap
@@ -79,14 +83,14 @@ struct Shared {
   __device__ __forceinline__ uint32_t v(int stage) const { return base + Config::kFirstV + stage * Config::kVBytes; }
   __device__ __forceinline__ uint32_t barrier(int n) const { return base + Config::kBarriers + 8 * n; }
   __device__ __forceinline__ uint32_t q_info(int consumer) const { return base + Config::kInfo + 4 * consumer; }
-  __device__ __forceinline__ uint32_t k_info(int stage) const { return q_info(kConsumers + stage); }
+  __device__ __forceinline__ uint32_t k_info(int stage) const { return q_info(Config::kConsumers + stage); }
   __device__ __forceinline__ AttendedByWarps<Config::kWarps> attended(int parity) const {
     return {base + Config::kAttended + parity * Config::kAttendedBytes};
   }
   __device__ __forceinline__ uint32_t q_full(int consumer) const { return barrier(consumer); }
-  __device__ __forceinline__ uint32_t q_empty(int consumer) const { return barrier(kConsumers + consumer); }
+  __device__ __forceinline__ uint32_t q_empty(int consumer) const { return barrier(Config::kConsumers + consumer); }
   __device__ __forceinline__ uint32_t pipeline_barrier(int which, int stage) const {
-    return barrier(2 * kConsumers + which * Config::kStages + stage);
+    return barrier(2 * Config::kConsumers + which * Config::kStages + stage);
   }
   __device__ __forceinline__ uint32_t k_full(int stage) const { return pipeline_barrier(0, stage); }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return pipeline_barrier(1, stage); }
@@ -109,24 +113,25 @@ struct Work {
 };
 
 // The blocks of keys that it visits.
-template <int kKeys, bool kFastPath>
+template <class Config, bool kFastPath>
 __device__ __forceinline__ auto keys_of(const ForwardSm90Params& p, const Work& work) {
   if constexpr (kFastPath) {
-    return BandBlocks<kKeys>(p.score.band, work.first_row, work.rows, p.score.seqlen_k);
+    return BandBlocks<Config::kKeys>(p.score.band, work.first_row, work.rows, p.score.seqlen_k);
   } else {
     const Range all = {0, p.score.seqlen_k};
-    return KeyBlocks<kRows, kKeys>(p.score, work.batch, work.head, work.first_row, work.rows, all);
+    return KeyBlocks<Config::kRows, Config::kKeys>(p.score, work.batch, work.head, work.first_row, work.rows, all);
   }
 }
 
+template <class Config>
 __device__ __forceinline__ Work work_of(const ForwardSm90Params& p, int tile) {
   Work work;
   const auto [batch_head, row_block] = p.order[tile];
   work.batch_head = batch_head;
   work.batch = batch_head / p.score.heads;
   work.head = batch_head % p.score.heads;
-  work.first_row = row_block * kRows;
-  work.rows = min(kRows, p.score.seqlen_q - work.first_row);
+  work.first_row = row_block * Config::kRows;
+  work.rows = min(Config::kRows, p.score.seqlen_q - work.first_row);
   return work;
 }
 
@@ -153,8 +158,8 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
   int tile = blockIdx.x;
 #pragma unroll 1
   for (; tile < p.tiles; tile = next_tile(tile)) {
-    const Work work = work_of(p, tile);
-    auto keys = keys_of<Config::kKeys, kFastPath>(p, work);
+    const Work work = work_of<Config>(p, tile);
+    auto keys = keys_of<Config, kFastPath>(p, work);
     // Waits for the opposite parity pass at once in the first round.
     const auto load_k = [&] {
       const int first = keys.first();
@@ -185,7 +190,7 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
     bool any = !keys.done();
     int first = any ? load_k() : 0;
 #pragma unroll
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
       tell(consumer, {tile, any});
       if (!copies) continue;
       ptx::mbarrier_arrive_expect_tx(shared.q_full(consumer), Config::kQBytes);
@@ -203,15 +208,15 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
     }
   }
 #pragma unroll
-  for (int consumer = 0; consumer < kConsumers; ++consumer) {
+  for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
     tell(consumer, {p.tiles, false});
     if (copies) ptx::mbarrier_arrive(shared.q_full(consumer));
   }
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kFastPath, Schedule kSchedule>
+template <typename T, int kHeadDim, int kHeadDimV, int kConsumers, bool kFastPath, Schedule kSchedule>
 struct Consumer {
-  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
+  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV, kConsumers>;
   using Q = typename Config::template Q<T>;
   using K = typename Config::template K<T>;
   using V = typename Config::template V<T>;
@@ -235,10 +240,11 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // The two warpgroups alternate between wait_turn and pass_turn; the first turn is consumer 0's.
-  __device__ __forceinline__ void wait_turn() const { ptx::barrier_sync(kTurn + consumer, kConsumers * kWarpgroup); }
+  // The warpgroups wait for their turn and pass it on to the next; the first one is consumer 0's.
+  __device__ __forceinline__ void wait_turn() const { ptx::barrier_sync(kTurn + consumer, 2 * kWarpgroup); }
   __device__ __forceinline__ void pass_turn() const {
-    ptx::barrier_arrive(kTurn + 1 - consumer, kConsumers * kWarpgroup);
+    const int next = consumer + 1 < Config::kConsumers ? consumer + 1 : 0;
+    ptx::barrier_arrive(kTurn + next, 2 * kWarpgroup);
   }
 
   __device__ __forceinline__ void start_scores() {
@@ -352,13 +358,13 @@ struct Consumer {
       }
     } else {
       if (!hides) return;
-      ptx::barrier_sync(kCleared, kConsumers * kWarpgroup);
+      ptx::barrier_sync(kCleared, Config::kConsumers * kWarpgroup);
       attended = shared.attended(told % 2).all();
       if (all_attended<kKeys / 8>(attended)) return;
     }
     clear_unattended<V, kKeys / 8, Config::kWarps>(shared.v(v_pipeline.stage), 0, attended, consumer * 4 + warp);
     ptx::fence_proxy_async();
-    ptx::barrier_sync(kCleared, kConsumers * kWarpgroup);
+    ptx::barrier_sync(kCleared, Config::kConsumers * kWarpgroup);
   }
 
   __device__ __forceinline__ void attend_serially(const Work& work, Keys keys) {
@@ -487,7 +493,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (kSchedule != Schedule::kOverlap && consumer == 1) pass_turn();
+    if (kSchedule != Schedule::kOverlap && consumer + 1 == Config::kConsumers) pass_turn();
 #pragma unroll 1
     while (true) {
 #pragma unroll
@@ -500,10 +506,10 @@ struct Consumer {
       parity ^= 1;
       const TileInfo info = TileInfo::of(ptx::load_shared_word(shared.q_info(consumer)));
       if (info.tile == p.tiles) break;
-      const Work work = work_of(p, info.tile);
+      const Work work = work_of<Config>(p, info.tile);
       Keys keys = [&] {
         if constexpr (kFastPath) {
-          return keys_of<kKeys, true>(p, work);
+          return keys_of<Config, true>(p, work);
         } else {
           return Keys{};
         }
@@ -520,14 +526,15 @@ struct Consumer {
   }
 };
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kFastPath, Schedule kSchedule>
-__global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_constant__ ForwardSm90Params p) {
-  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
+template <typename T, int kHeadDim, int kHeadDimV, int kConsumers, bool kFastPath, Schedule kSchedule>
+__global__ void __launch_bounds__(ForwardSm90Tile<kHeadDim, kHeadDimV, kConsumers>::kThreads, 1)
+    forward_sm90_kernel(const __grid_constant__ ForwardSm90Params p) {
+  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV, kConsumers>;
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared<Config> shared{ptx::shared_address(memory)};
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
       ptx::mbarrier_init(shared.q_full(consumer), 1);
       ptx::mbarrier_init(shared.q_empty(consumer), 1);
     }
@@ -535,8 +542,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_
     for (int stage = 0; stage < Config::kStages; ++stage) {
       ptx::mbarrier_init(shared.k_full(stage), 1);
       ptx::mbarrier_init(shared.v_full(stage), 1);
-      ptx::mbarrier_init(shared.k_empty(stage), kConsumers * kWarpgroup / 32);  // an arrival per warp
-      ptx::mbarrier_init(shared.v_empty(stage), kConsumers * kWarpgroup / 32);
+      ptx::mbarrier_init(shared.k_empty(stage), Config::kConsumers * kWarpgroup / 32);  // an arrival per warp
+      ptx::mbarrier_init(shared.v_empty(stage), Config::kConsumers * kWarpgroup / 32);
     }
     ptx::fence_mbarrier_init();
   }
@@ -545,31 +552,34 @@ __global__ void __launch_bounds__(kThreads, 1) forward_sm90_kernel(const __grid_
   // One value for all lanes, and known as such to the compiler.
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x / 32 == 0 && (!kFastPath || ptx::elect_one())) produce<T, Config, kFastPath>(p, shared);
     return;
   }
-  ptx::setmaxnreg_inc<kConsumerRegisters>();
-  Consumer<T, kHeadDim, kHeadDimV, kFastPath, kSchedule> consumer{
+  ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+  Consumer<T, kHeadDim, kHeadDimV, kConsumers, kFastPath, kSchedule> consumer{
       p, shared, warpgroup - 1, static_cast<int>(threadIdx.x / 32 % 4), static_cast<int>(threadIdx.x % 32)};
   consumer.run();
 }
 
-// run(ForwardSm90Tile<...>{}) for the narrowest tiles that hold both head sizes; `none` if there are none.
+inline bool has_third(const ForwardSm90Plan& plan) { return plan.rows > 2 * kGroupRows; }
+
+// run(ForwardSm90Tile<...>{}) for the narrowest tiles that hold both head sizes; `none` if there are none. `third`:
+// with a third consumer, where tiles can have one.
 template <typename Result, typename Run>
-Result by_tile(int64_t head_dim, int64_t head_dim_v, Result none, Run run) {
+Result by_tile(int64_t head_dim, int64_t head_dim_v, bool third, Result none, Run run) {
   const int64_t size = std::max(head_dim, head_dim_v);
-  if (size <= 64) return run(ForwardSm90Tile<64, 64>{});
-  if (size <= 96) return run(ForwardSm90Tile<96, 96>{});
-  if (size <= 128) return run(ForwardSm90Tile<128, 128>{});
-  if (size <= 192) return head_dim_v <= 128 ? run(ForwardSm90Tile<192, 128>{}) : run(ForwardSm90Tile<192, 192>{});
-  if (size <= 256) return run(ForwardSm90Tile<256, 256>{});
+  if (size <= 64) return third ? run(ForwardSm90Tile<64, 64, 3>{}) : run(ForwardSm90Tile<64, 64, 2>{});
+  if (size <= 96) return run(ForwardSm90Tile<96, 96, 2>{});
+  if (size <= 128) return run(ForwardSm90Tile<128, 128, 2>{});
+  if (size <= 192) return head_dim_v <= 128 ? run(ForwardSm90Tile<192, 128, 2>{}) : run(ForwardSm90Tile<192, 192, 2>{});
+  if (size <= 256) return run(ForwardSm90Tile<256, 256, 2>{});
   return none;
 }
 
-template <typename T, int kHeadDim, int kHeadDimV, bool kFastPath, Schedule kSchedule>
+template <typename T, int kHeadDim, int kHeadDimV, int kConsumers, bool kFastPath, Schedule kSchedule>
 int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, int32_t* taken, void* stream) {
-  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV>;
+  using Config = ForwardSm90Tile<kHeadDim, kHeadDimV, kConsumers>;
   ForwardSm90Params params{};
   const CUtensorMapDataType type = map_type(p.dtype);
   const auto map = [&](ptx::TensorMap& made, const View& view, int64_t heads, int64_t length, int64_t width, int rows) {
@@ -595,8 +605,8 @@ int launch_forward_sm90(const Forward& p, const ForwardSm90Plan& plan, int32_t* 
     error = cudaMemsetAsync(taken, 0, plan.counters * sizeof(int32_t), static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return error;
   }
-  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kFastPath, kSchedule>, plan.blocks, kThreads,
-                       Config::template kSharedBytes<kFastPath>, params, stream);
+  return launch_kernel(forward_sm90_kernel<T, kHeadDim, kHeadDimV, kConsumers, kFastPath, kSchedule>, plan.blocks,
+                       Config::kThreads, Config::template kSharedBytes<kFastPath>, params, stream);
 }
 
 }  // namespace

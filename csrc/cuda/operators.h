@@ -144,8 +144,8 @@ std::tuple<Tensor, Tensor> forward(const Inputs<Tensor>& inputs, const Attention
     device.check(decode(p, parts, data_of(workspace), stream));
     return {std::move(out), std::move(lse)};
   }
-  std::optional<Tensor> counters;
-  if (plan.counters > 0) counters = empty<Host, 1>(q, {plan.counters}, ScalarType::Int);
+  std::optional<Tensor> counters;  // of four bytes
+  if (plan.counters > 0) counters = floats<Host>(q, plan.counters);
   int32_t* taken = counters ? static_cast<int32_t*>(counters->data_ptr()) : nullptr;
   [[maybe_unused]] const typename Host::WhileKernelsRun running;
   if (instead.schedule) {

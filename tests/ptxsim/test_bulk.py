@@ -337,6 +337,13 @@ def test_tensor_reductions(op, kind):
     assert same(got.numpy(), want)
 
 
+def test_no_reduction_at_a_negative_coordinate():
+    x, described = plain_map()
+    name = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
+    with pytest.raises(Fault, match=re.escape("a reduction at a negative coordinate: (0, -1)")):
+        run(tensor_store(2, 0, (0, -1), name) + DRAIN, x, described, torch.zeros(128, dtype=torch.uint8), size=8192)
+
+
 def test_out_of_bounds_as_nan():
     for kind, bits in (("f16", "f2"), ("f32", "f4"), ("f64", "f8")):
         x = torch.ones(64, dtype=torch.float64)

@@ -438,10 +438,13 @@ def _tensor_store(d: Decoder, rank: int, reduces: bool) -> Callable:
     def step(m):
         addresses = to(m), source(m)
         for lane in _each_lane(m):
-            tile = _Tile(m, lane, int(addresses[0][lane]), [_value(c, m, lane) for c in coordinates])
+            at = [_value(c, m, lane) for c in coordinates]
+            tile = _Tile(m, lane, int(addresses[0][lane]), at)
             _, offset = _place(m, "shared", int(addresses[1][lane]), tile.map.bytes, 128)
             apply = None
             if reduces:
+                if min(at) < 0:  # the ISA doesn't say so; an H200 answers with an illegal instruction
+                    raise m.located(Fault(f"a reduction at a negative coordinate: {tuple(at)}"), lane)
                 apply = applies.get(tile.map.element)
                 if apply is None:
                     raise m.located(Fault(f"no reduction .{name} of {tile.map.element} elements"), lane)

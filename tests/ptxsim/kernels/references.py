@@ -489,12 +489,12 @@ def _tma_copy_3d(entry, rng):
 
 @_builder("tma_reduce_add")
 def _tma_reduce_add(entry, rng):
-    blocks, column, row = 3, -4, 2
+    blocks, column, row = 3, 8, 2  # beyond both ends; before the first column it is an illegal instruction
     total = _ints(rng, 9, 20).float()
     expected = total.numpy().copy()
     for block in range(blocks):
         tile = (np.arange(128) + 128 * block).reshape(8, 16) * 3.0
-        expected[row:, : 16 + column] += tile[: 9 - row, -column:].astype(np.float32)
+        expected[row:, column:] += tile[: 9 - row, : 20 - column].astype(np.float32)
     return _sm90(entry, (blocks,), 128, [Map(total, (16, 8)), column, row], [(total, expected)])
 
 
