@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import attnkern
+from bench.gpu import summary
 
 ROOT = Path(__file__).parent.parent
 SITE = sorted(ROOT.glob("docs/*.md"))
@@ -108,6 +109,18 @@ def test_every_public_name_stands_in_the_reference():
 RATIOS = re.findall(
     r"<!-- ratios:(\S+) -->\n(.*?)\n<!-- ratios:end -->", (ROOT / "docs" / "benchmarks.md").read_text(), re.DOTALL
 )
+
+
+GPUS = re.findall(
+    r"<!-- gpu:(\S+) -->\n(.*?)\n<!-- gpu:end -->", (ROOT / "docs" / "benchmarks.md").read_text(), re.DOTALL
+)
+
+
+@pytest.mark.parametrize(("name", "table"), GPUS, ids=["speed", "decoding"])
+def test_a_gpus_tables_are_those_of_its_results(name, table):
+    page = (ROOT / "bench" / "results" / f"{name}.md").read_text()
+    assert table in page
+    assert summary.page(summary.read(ROOT / "bench" / "results" / f"{name}.jsonl")) == page
 
 
 @pytest.mark.parametrize(("name", "table"), RATIOS, ids=[name for name, _ in RATIOS])
