@@ -80,7 +80,8 @@ def scaled_dot_product_attention(
         if type(attn_mask) is Mask:
             mask, ranges, bits = _as_read(attn_mask, None, query, key)
         options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges
-        result = _directly(query)(query, key, value, mask, *options, None, None, False, backend, bits)
+        direct = cuda.call if type(query) is Tensor and query.is_cuda else cpu.call
+        result = direct(query, key, value, mask, *options, None, None, False, backend, bits)
         if result is not None:
             return result
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
@@ -183,7 +184,10 @@ def attention(
         if type(attn_mask) is Mask and block_table is None:
             mask, ranges, bits = _as_read(attn_mask, key_ranges, query, key)
         rest = ranges, sinks, block_table, return_lse, backend, bits
-        result = _directly(query, block_table)(query, key, value, mask, *options, *rest)
+        direct = cuda.call if type(query) is Tensor and query.is_cuda else cpu.call
+        if direct is cuda.call and type(block_table) is Tensor and may_look(block_table):
+            direct = by_the_operators  # where its numbers are looked at
+        result = direct(query, key, value, mask, *options, *rest)
         if result is not None:
             return result
     relative = relative_bias, relative_bias_center
@@ -192,16 +196,8 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _directly(query: Any, block_table: Any = None) -> Any:
-    """What may run a call past torch's dispatcher, or gives None."""
-    if type(query) is not Tensor or not query.is_cuda:
-        return cpu.call
-    checked = type(block_table) is Tensor and may_look(block_table)
-    return by_the_operators if checked else cuda.call
-
-
 def _as_read(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, Any, Any]:
-    """attn_mask, key_ranges and bits as `_directly` reads them: of a Mask, what it has."""
+    """attn_mask, key_ranges and bits as calls past the dispatcher read them: of a Mask, what it has."""
     fits = type(query) is type(key) is Tensor and query.dim() >= 2 <= key.dim()
     if not fits or query.shape[-2] != mask.seqlen_q or key.shape[-2] != mask.seqlen_k:
         return mask, key_ranges, None

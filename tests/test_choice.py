@@ -1,10 +1,13 @@
 """Which backend a CUDA call gets first, and how its kernels cut the call: for chips that aren't there."""
 
+import ast
 import importlib
 import itertools
 import json
 import math
+import re
 import warnings
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +18,12 @@ import attnkern
 import routes
 from attnkern import ops, plain, testing
 from attnkern.backends import choice, cuda, failed, triton
+from attnkern.params import MAX_HEAD_DIM
 from attnkern.problem import Problem
 from attnkern.signatures import Derivatives, Inputs
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
+ROOT = Path(__file__).parents[1]
 KIB = 1024
 A100 = cuda.Chip(80, 108, 164 * KIB, 163 * KIB)
 H100 = cuda.Chip(90, 132, 228 * KIB, 227 * KIB)
@@ -250,6 +255,33 @@ def test_select_and_explain_follow_the_rules(on, capability):
             order = [name for name in explanation.refusals if name != "cpu"]
             assert sorted(order) == ["cuda", "reference", "triton"]
             assert order[-1] == "reference"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_direct_calls_know_where_the_cuda_kernels_stand_first(on, monkeypatch, capability):
+    """A byte for each kind, with Hopper's kernels or without, and head size: as csrc/cuda/direct_cuda.cpp reads it."""
+    on(capability)
+    told = {}
+    monkeypatch.setattr(cuda, "stands_first", lambda index, table: told.update({index: table}))
+    choice.tell(3)
+    kinds = re.search(r"kKinds\[\] = \{(.*)\};", (ROOT / "csrc/cuda/kind.h").read_text())[1]
+    assert ast.literal_eval(f"({kinds},)") == choice.KINDS
+    assert len(told[3]) == 3 * 2 * (MAX_HEAD_DIM + 1)
+    for (n, kind), hopper, size in itertools.product(enumerate(choice.KINDS), (0, 1), (1, 64, 65, 128, 129, 257, 512)):
+        rule = choice.rule_for(choice.CallKind(capability, False, kind, size))
+        first = next(name for name in rule.order if hopper or name != "cuda-sm90")
+        assert told[3][(2 * n + hopper) * (MAX_HEAD_DIM + 1) + size] == (first != "triton"), (kind, hopper, size)
+    choice.use_rules(())
+    assert told == {3: None}
+
+
+def test_without_triton_the_cuda_kernels_stand_first(on, monkeypatch):
+    on(80)
+    monkeypatch.setattr(triton, "unavailable", lambda: triton.NOT_INSTALLED)
+    told = []
+    monkeypatch.setattr(cuda, "stands_first", lambda index, table: told.append(table))
+    choice.tell(0)
+    assert set(told[0]) == {1}
 
 
 def test_a_refusal_outranks_the_choice(on):
