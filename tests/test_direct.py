@@ -555,6 +555,10 @@ def test_the_cuda_kernels_directly(name):
             found = recorder.directly("call", q, k, v, *given)
             assert (found is not None) == (kind in is_first)
         recorder.directly("stands_first", 0, None)
+        given[at("backend")], recorder.refusal = "cuda", 1  # the driver takes no tensor map: the operator warns of that
+        has_maps = "sm90" in recorder.launches[-1].name
+        assert (recorder.directly("call", q, k, v, *given) is None) == has_maps
+        recorder.refusal = 0
         wide = [x.float() if x.is_floating_point() else x for x in (q, k, v)]
         assert recorder.directly("call", *wide, *given) is None
 

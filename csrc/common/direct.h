@@ -220,6 +220,7 @@ using Inputs = attnkern::Inputs<Tensor>;
 
 struct Python {
   using Tensor = ::Tensor;
+  static constexpr bool kWarns = false;  // torch's warnings become Python's in calls by its dispatcher alone
 
   // Lets other Python threads run.
   class WhileKernelsRun {

@@ -32,6 +32,7 @@ struct Dispatcher {
   using Tensor = torch::stable::Tensor;
   using ScalarType = torch::headeronly::ScalarType;
   struct WhileKernelsRun {};  // the dispatcher has let go of the interpreter already
+  static constexpr bool kWarns = true;
 
   // On the device of `like`.
   static Tensor empty(const Tensor& like, int64_t dims, const int64_t* sizes, const int64_t* strides,

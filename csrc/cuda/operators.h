@@ -148,12 +148,15 @@ std::tuple<Tensor, Tensor> forward(const Inputs<Tensor>& inputs, const Attention
   if (plan.counters > 0) counters = floats<Host>(q, plan.counters);
   int32_t* taken = counters ? static_cast<int32_t*>(counters->data_ptr()) : nullptr;
   [[maybe_unused]] const typename Host::WhileKernelsRun running;
+  const bool takes = plan.refusal == nullptr;
+  const auto hopper = [&] { return forward_sm90(p, plan, taken, stream); };
+  const auto any = [&] { return cuda::forward(p, stream); };
   if (instead.schedule) {
     device.check(forward_by_schedule(p, plan, *instead.schedule, taken, stream));
+  } else if constexpr (Host::kWarns) {
+    device.launch(takes, hopper, any);
   } else {
-    device.launch(
-        plan.refusal == nullptr, [&] { return forward_sm90(p, plan, taken, stream); },
-        [&] { return cuda::forward(p, stream); });
+    device.check(takes ? hopper() : any());
   }
   return {std::move(out), std::move(lse)};
 }
