@@ -16,7 +16,7 @@ from gate.cuda_sm90 import TILES
 ROOT = Path(__file__).parents[1]
 UNBOUNDED = 1 << 62
 MULTIPROCESSORS = 132
-ROWS = 128  # of a tile
+ROWS = 128  # of a tile, but for a third consumer's
 OVERHEAD = 1.2  # of a tile, in blocks of keys: its beginning and its end
 AHEAD = 2  # blocks of keys of a tile that are still to be done when the next one is taken: the stages of the pipelines
 
@@ -31,14 +31,14 @@ def taken(tmp_path_factory):
     subprocess.run(command, check=True)
     function = ctypes.CDLL(str(library)).tile_order
 
-    def order(*sizes, left=UNBOUNDED, right=UNBOUNDED, ranges=False):
+    def order(*sizes, left=UNBOUNDED, right=UNBOUNDED, ranges=False, rows=ROWS):
         batch, heads, _, queries, *_ = sizes
-        tiles = np.full((batch * heads * -(-queries // ROWS), 2), -1, np.int32)
+        tiles = np.full((batch * heads * -(-queries // rows), 2), -1, np.int32)
         some = (ctypes.c_int32 * 2)()
         numbers = (ctypes.c_int64 * 6)(*sizes)
         pointer = tiles.ctypes.data_as(ctypes.c_void_p)
         bounds = ctypes.c_int64(left), ctypes.c_int64(right)
-        function(numbers, *bounds, some if ranges else None, ROWS, MULTIPROCESSORS, pointer)
+        function(numbers, *bounds, some if ranges else None, rows, MULTIPROCESSORS, pointer)
         return tiles
 
     return order
@@ -92,20 +92,21 @@ TABLE += [("causal", 128, heads, heads, 16384) for heads in (7, 11, 40)]  # the 
 
 
 @functools.cache
-def blocks_of(kind, length, keys, seed):
+def blocks_of(kind, length, rows, keys, seed):
     """How many blocks of keys every block of rows visits."""
     begin, end = KINDS[kind][0](length, random.Random(seed))
-    first, last = begin[::ROWS] // keys, (end[ROWS - 1 :: ROWS] - 1) // keys
-    return last - first + 1
+    first = np.arange(0, length, rows)
+    return (end[np.minimum(first + rows, length) - 1] - 1) // keys - begin[first] // keys + 1
 
 
 @pytest.mark.parametrize(("kind", "size", "heads", "heads_k", "length"), TABLE)
 def test_multiprocessors_end_together(taken, kind, size, heads, heads_k, length):
     batch = max(1, 16384 // length)
-    tiles = taken(batch, heads, heads_k, length, length, size, **KINDS[kind][1])
-    keys = TILES[size, size][0]
+    third = size == 64 and kind == "causal" and length >= 4096  # as pays_third has it
+    rows, keys = 192 if third else ROWS, TILES[size, size, 3 if third else 2][0]
+    tiles = taken(batch, heads, heads_k, length, length, size, **KINDS[kind][1], rows=rows)
     for seed in range(3 if kind.startswith("documents") else 1):
-        of_entry = np.stack([blocks_of(kind, length, keys, 100 * seed + n) for n in range(batch)])
+        of_entry = np.stack([blocks_of(kind, length, rows, keys, 100 * seed + n) for n in range(batch)])
         assert makespan(of_entry[tiles[:, 0] // heads, tiles[:, 1]]) <= 1.03
 
 
