@@ -197,6 +197,9 @@ def _on_gpus() -> Iterator[Call]:
     # More tiles than any chip has multiprocessors, twice: blocks that go from one tile to the next.
     yield call("many tiles", "gpu", (2, 40, 1100, 1100, 128))
     yield call("many tiles, causal", "gpu", (2, 40, 1100, 1100, 128), causal=True)
+    # Hopper's forward kernel with a third warpgroup, in tiles of 192 queries.
+    yield call("three consumers", "gpu", (2, 40, 530, 560, 64))
+    yield call("three consumers, causal", "gpu", (1, 2, 4100, 4100, 64), causal=True)
 
 
 def _ranges_on_gpus() -> Iterator[Call]:

@@ -419,7 +419,11 @@ def test_key_ranges_meet_the_hardware_first():
     named = stages._kernels(device.Rehearsed())
     ranged = [name for name, call in gpu_kernels.CALLS.items() if call.ranges]
     paged = [name for name in gpu_kernels.CALLS if name.startswith("pages")]
-    first = {*ranged, *paged, "many tiles", "many tiles, causal"}
+    first = {
+        *ranged,
+        *paged,
+        *(f"{name}{band}" for name in ("many tiles", "three consumers") for band in ("", ", causal")),
+    }
     assert set(named[: len(first)]) == first
     found = [gpu_kernels.CALLS[name] for name in ranged]
     assert {64, 128, 256, 320} <= {call.head_dim for call in found}

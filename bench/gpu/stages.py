@@ -145,7 +145,7 @@ RUNS = 200  # that must give the same bits
 def _kernels(device: Gpu) -> list[str]:
     from gpu_kernels import CALLS
 
-    first = [name for name, call in CALLS.items() if call.ranges or name.startswith(("many tiles", "pages"))]
+    first = [name for name, call in CALLS.items() if call.ranges or name.startswith(("many tiles", "three", "pages"))]
     first += ["d128 causal", "d64 causal", "full", "grouped, d128", "d128 few queries", "d256 causal"]
     return [*first, *(name for name in CALLS if name not in first)]
 
