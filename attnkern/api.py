@@ -11,7 +11,6 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 
 from . import autograd
 from . import backends as _backends
-from ._library import by_the_operators
 from .arguments import is_causal_bias, may_look
 from .backends import Explanation, cpu, cuda
 from .mask import Mask
@@ -80,8 +79,10 @@ def scaled_dot_product_attention(
         if type(attn_mask) is Mask:
             mask, ranges, bits = _as_read(attn_mask, None, query, key)
         options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges
-        direct = cuda.call if type(query) is Tensor and query.is_cuda else cpu.call
-        result = direct(query, key, value, mask, *options, None, None, False, backend, bits)
+        rest = None, None, False, backend, bits
+        result = cpu.call(query, key, value, mask, *options, *rest)
+        if result is None and type(query) is Tensor and query.is_cuda:
+            result = cuda.call(query, key, value, mask, *options, *rest)
         if result is not None:
             return result
     if is_causal is True and attn_mask is not None and not is_causal_bias(attn_mask):
@@ -184,10 +185,10 @@ def attention(
         if type(attn_mask) is Mask and block_table is None:
             mask, ranges, bits = _as_read(attn_mask, key_ranges, query, key)
         rest = ranges, sinks, block_table, return_lse, backend, bits
-        direct = cuda.call if type(query) is Tensor and query.is_cuda else cpu.call
-        if direct is cuda.call and type(block_table) is Tensor and may_look(block_table):
-            direct = by_the_operators  # where its numbers are looked at
-        result = direct(query, key, value, mask, *options, *rest)
+        result = cpu.call(query, key, value, mask, *options, *rest)
+        if result is None and type(query) is Tensor and query.is_cuda:
+            looked_at = type(block_table) is Tensor and may_look(block_table)
+            result = None if looked_at else cuda.call(query, key, value, mask, *options, *rest)
         if result is not None:
             return result
     relative = relative_bias, relative_bias_center
