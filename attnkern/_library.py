@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from .arguments import listeners
+from .params import DTYPES
+
 _PACKAGE = Path(__file__).parent
 # _C first: it needs nothing. _cuda is absent where it was built without nvcc.
 _LIBRARIES = ("_C", "_cuda")
@@ -84,9 +87,6 @@ def past_the_dispatcher(library: Path, device: str, empty_strided: Any = None) -
     """What a compiled library, which must be loaded, has for Python beside its operators (csrc/common/direct.h), but
     for `connect`; without effect where torch lacks what it needs. empty_strided: what makes its results; None: torch's
     own."""
-    from .arguments import listeners
-    from .params import DTYPES
-
     try:
         capsule = torch.Tensor.__dlpack_c_exchange_api__
         make = empty_strided or getattr(torch._C._dynamo.guards, f"_empty_strided_{device}")

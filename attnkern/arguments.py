@@ -85,6 +85,11 @@ def autocast(query: Tensor, *others: Any) -> list[Any]:
     ]
 
 
+def rounds_to_tf32(dtype: torch.dtype) -> bool:
+    """Whether torch lets the factors of such tensors' products on a GPU be rounded to tf32."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def number(name: str, x: Any) -> float:
     """What torch takes for a float: Python and numpy scalars, and 0-dim tensors outside the graph."""
     if isinstance(x, Tensor):

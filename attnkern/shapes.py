@@ -97,6 +97,12 @@ def equal(sizes: Sizes, others: Sizes) -> bool:
     return len(sizes) == len(others) and all(holds(m == n, False) for m, n in zip(sizes, others, strict=True))
 
 
+def lies(x: Tensor) -> tuple[Sizes, Sizes, bool]:
+    """The fields of a `TensorSpec`, without the address, which a fake tensor has none of: storages start at multiples
+    of 16 bytes."""
+    return x.shape, x.stride(), int(x.storage_offset()) * x.element_size() % 16 == 0
+
+
 class TensorSpec(NamedTuple):
     """How a tensor (batch, heads, length, size) lies in memory, or key ranges, (batch, heads, length, 1 or 2, 2) of
     which the first three may be 1: what a GPU's plans know of it."""
@@ -107,8 +113,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> TensorSpec:
-        """Without its address, which a fake tensor has none of: storages start at multiples of 16 bytes."""
-        return cls(x.shape, x.stride(), int(x.storage_offset()) * x.element_size() % 16 == 0)
+        return cls(*lies(x))
 
     def strides(self) -> Sizes:
         """0 where a dimension has one entry: whatever torch says there means nothing."""

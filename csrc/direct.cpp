@@ -8,6 +8,7 @@ namespace {
 struct Cpu {
   static constexpr const char* kName = "cpu";
   static constexpr bool kOnHost = true;
+  static bool takes(ScalarType) { return true; }
 
   template <class Host>
   static auto forward(const Inputs& inputs, const AttentionParams& params, bool need_lse, bool) {

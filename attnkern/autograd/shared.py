@@ -25,10 +25,10 @@ def transformed() -> bool:
 
 
 # Of tensors that look ordinary, and for which the dispatcher does something before an operator's kernel.
-_NOT_PLAIN = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)  # x.conj().imag is -x, unsaid
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)  # x.conj().imag is -x, unsaid
 for _key in (torch._C.DispatchKey.ZeroTensor, torch._C.DispatchKey.Functionalize):
-    _NOT_PLAIN |= torch._C.DispatchKeySet(_key)
-_NOT_PLAIN_BITS = _NOT_PLAIN.raw_repr()
+    _KEYS |= torch._C.DispatchKeySet(_key)
+_NOT_PLAIN = _KEYS.raw_repr()
 
 
 def observed(tensors: Sequence[Any]) -> bool:
@@ -42,7 +42,7 @@ def observed(tensors: Sequence[Any]) -> bool:
         if listens():
             return True
     for x in tensors:
-        if x is not None and (type(x) not in PLAIN or torch._C._dispatch_keys(x).raw_repr() & _NOT_PLAIN_BITS):
+        if x is not None and (type(x) not in PLAIN or torch._C._dispatch_keys(x).raw_repr() & _NOT_PLAIN):
             return True
     return False
 

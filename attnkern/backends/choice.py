@@ -1,7 +1,8 @@
 """Which backend a CUDA call gets first, as data: `RULES`, the first that matches a call counts.
 
-Until somebody measures, the order follows from how the kernels are made, and `explain` says so. Measured rules are kept
-as JSON (`dump`, `load`) and put to use by `use_rules(load(path))`, like tables of tiles. `make gpu` measures.
+On chips that nobody has measured the order follows from how the kernels are made, and `explain` says so. `make gpu`
+measures. A user's own measured rules are kept as JSON (`dump`, `load`) and put to use by `use_rules(load(path))`, like
+tables of tiles.
 """
 
 from __future__ import annotations

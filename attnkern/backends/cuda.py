@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .._library import NOTHING_DIRECT, load_error, past_the_dispatcher, path_of
+from ..arguments import rounds_to_tf32
 from ..bits import as_described
 from ..params import GRAD_SINKS, MAX_HEAD_DIM, MAX_LENGTH, AttentionParams
 from ..problem import Problem
 from ..relative import as_scores, by_distance
-from ..shapes import TensorSpec
+from ..shapes import TensorSpec, lies
 from ..signatures import Inputs
 from . import disabled
 from .reference import check_pages
@@ -102,11 +103,6 @@ class Launch(NamedTuple):
     blocks: int
     words: str  # the variant
 
-    @property
-    def is_fast_path(self) -> bool:
-        """Whether the kernel is one without features."""
-        return "fast path" in self.words
-
     def __str__(self) -> str:
         names = {"decode": "packed queries and keys", "forward": "queries and keys", "backward dq": "queries and keys"}
         names["backward bias"] = names["backward dq"]
@@ -149,7 +145,7 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
         pages = table.shape[1]
     return _plan(
         q.dtype,
-        (*_lies(q), *_lies(k), *_lies(v)),
+        (*lies(q), *lies(k), *lies(v)),
         None if bias is None else _spec_of_bias(bias, q.shape[2], seqlen_k),
         torch.bool if bias is None else bias.dtype,
         problem.params,
@@ -159,11 +155,6 @@ def plan_of(problem: Problem, on: Chip | None = None) -> Plan:
         problem.wanted(),
         chip(q.get_device()) if on is None else on,
     )
-
-
-def _lies(x: Tensor) -> tuple[Any, ...]:
-    """A `TensorSpec`, as fast as every call of a GPU wants it."""
-    return x.shape, x.stride(), x.storage_offset() * x.element_size() % 16 == 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -252,5 +243,4 @@ def _run(operator: Any, *arguments: Any) -> Any:
 def _modes(dtype: torch.dtype) -> tuple[bool, bool]:
     """Whether torch lets the factors of these tensors' float32 products be rounded to tf32; whether it asks for the
     same bits in every run."""
-    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return tf32, torch.are_deterministic_algorithms_enabled()
+    return rounds_to_tf32(dtype), torch.are_deterministic_algorithms_enabled()

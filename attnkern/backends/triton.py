@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import sinks
+from ..arguments import rounds_to_tf32
 from ..bits import WORD, in_bits
 from ..params import (
     GRAD_BIAS,
@@ -128,7 +129,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         None if bias is None else bias.dtype,
         int(params.dropout_p > 0),
         params,
-        _tf32(q),
+        rounds_to_tf32(q.dtype),
         None if ranges is None else spec(ranges, True),
         of_heads is not None,
         None if pages is None else plans.Pages(pages.key.shape[2], pages.table.stride(0)),
@@ -437,7 +438,7 @@ def _problem(plans: Any, inputs: Inputs, params: AttentionParams) -> Any:
         None if bias is None else bias.dtype,
         0 if seed is None else seed.shape[0],
         params,
-        _tf32(q),
+        rounds_to_tf32(q.dtype),
         None if ranges is None else TensorSpec(ranges.shape, ranges.stride(), True),
         inputs.sinks is not None,
         pages,
@@ -457,10 +458,6 @@ def _of_logical_keys(pool: Any, seqlen_k: int) -> Any:
 
 def _spec(x: Tensor) -> TensorSpec:
     return TensorSpec(x.shape, x.stride(), x.data_ptr() % 16 == 0)
-
-
-def _tf32(q: Tensor) -> bool:
-    return q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 import attnkern
-from attnkern.backends import choice
+from attnkern.backends import choice, cuda
+from attnkern.problem import Problem
 from attnkern.testing import Inputs
 from bench.cases import Case, case
 
@@ -78,11 +79,8 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
     inputs, options = device.inputs(problem), problem.options
     refused = {}
     calls = {}
-    plan: tuple[str, ...] = ()  # of the CUDA C++ kernels
     for backend in BACKENDS:
         told = attnkern.explain(inputs.query, inputs.key, inputs.value, **options, backend=backend)
-        if backend == "cuda":
-            plan = told.plan
         if told.chosen == backend:
             call = call_of(trial, backend, inputs, options)
             try:
@@ -101,7 +99,8 @@ def measure(device: Gpu, name: str) -> Iterator[dict[str, Any]]:
         block = device.block()
         rounds = [{n: block(call, device.few(CALLS)) for n, call in calls.items()} for _ in range(device.few(ROUNDS))]
     seconds = {n: statistics.median(one[n] for one in rounds) for n in calls}
-    hopper = any("sm_90a" in line for line in plan[:1])
+    asked = Problem.from_sdpa(inputs.query, inputs.key, inputs.value, **options)
+    hopper = "cuda" in calls and cuda.is_for_hopper(cuda.plan_of(asked))
     yield {
         **trial._asdict(),
         "capability": device.capability(),

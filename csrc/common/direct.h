@@ -9,7 +9,7 @@
 // programs without Python.
 //
 // Each library has these functions of its own, by a struct Kernels: `kName` as users name the backend, `kOnHost`
-// whether the host may read tensors, `forward<Host>` and, where there is one, `backward<Host>`.
+// whether the host may read tensors, `takes` which dtypes, `forward<Host>` and, where there is one, `backward<Host>`.
 #pragma once
 
 // With the macro, ATen's headers refuse: they aren't stable. This one is DLPack's own, plain C with its own version.
@@ -330,7 +330,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const Inputs inputs = a.inputs();
     const AttentionParams params = a.params();
     const bool need_lse = a.truth();
-    if (!a.plain_for(Kernels::kName)) return nullptr;
+    if (!a.plain_for(Kernels::kName) || !Kernels::takes(inputs.q.scalar_type())) return nullptr;
     auto [out, lse] = Kernels::template forward<Python>(inputs, params, need_lse, true);
     return tuple_of(out, lse);
   });
@@ -395,7 +395,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
     Inputs inputs;
     Tensor &q = inputs.q, &k = inputs.k, &v = inputs.v;
-    if (!q.read(arguments[0]) || !k.read(arguments[1]) || !v.read(arguments[2])) return nullptr;
+    if (!q.read(arguments[0]) || !Kernels::takes(q.scalar_type()) || !k.read(arguments[1]) || !v.read(arguments[2]))
+      return nullptr;
     if (mask != kNone && (!inputs.bias.emplace().read(mask) || inputs.bias->scalar_type() == ScalarType::Byte))
       return nullptr;
     if (bits != kNone && !inputs.bias.emplace().read(bits)) return nullptr;

@@ -13,11 +13,11 @@ PyObject* first[kDevices] = {};
 struct Cuda {
   static constexpr const char* kName = "cuda";
   static constexpr bool kOnHost = false;
+  // Whether torch lets float32 be rounded isn't asked here.
+  static bool takes(ScalarType dtype) { return dtype != ScalarType::Float; }
 
   template <class Host>
   static auto forward(const Inputs& inputs, const AttentionParams& params, bool need_lse, bool named) {
-    // Whether torch lets float32 be rounded isn't asked here.
-    STD_TORCH_CHECK(inputs.q.scalar_type() != ScalarType::Float, "attnkern: the dispatcher's");
     const auto accepts = [named](const auto& p, const auto& decoding, const auto& hopper, const auto& device) {
       if (named) return;
       const auto kind = static_cast<int64_t>(attnkern::cuda::kind_of(p, decoding, hopper));

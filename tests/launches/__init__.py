@@ -287,10 +287,11 @@ def parts() -> tuple[dict[Path, Path], list[Path]]:
             found[built.object] = text
         else:
             missing.append(path)
-    headers = [*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h")]
-    for source in (OPERATORS, DIRECT):
+    of_direct = ROOT / "csrc/common/direct.h"  # which the operators don't include
+    headers = {*ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/common/*.h")} - {of_direct}
+    for source, read in ((OPERATORS, headers), (DIRECT, {*headers, of_direct})):
         made = host_object(source).stat().st_mtime if host_object(source).exists() else 0
-        if any((ROOT / path).stat().st_mtime > made for path in (source, *headers)):
+        if any(path.stat().st_mtime > made for path in (ROOT / source, *read)):
             missing.append(source)
     return found, missing
 
