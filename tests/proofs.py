@@ -1,9 +1,10 @@
-"""What has been proven of the GPU kernels: which cases passed, by the content of all that can break them.
+"""What has been proven: which cases passed, by the content of all that can break them.
 
-The files of PROOFS take long and depend on little: kernels, what compiles and launches them, the simulator, the cases
-themselves. The hash of that is a file's key. A case that passed under a key is left out by `.ci/run` as long as the key
-stays, but for a part that changes from commit to commit (tiers.py); `make prove` leaves out none, or with --unproven
-all that passed.
+GPU_PROOFS take long and depend on little: kernels, what compiles and launches them, the simulator, the cases
+themselves. CPU_PROOFS depend on the libraries and on what they import of the package, on the machine's instructions
+and on the packages that are installed. The hash of that is a file's key. A case that passed under a key is left out
+by `.ci/run` as long as the key stays, but for a part that changes from commit to commit (tiers.py); `make prove` leaves
+out none, or with --unproven all that passed.
 
 The record is kept outside the checkout, in attnkern/proofs of the user's cache folder; ATTNKERN_CACHE names another
 folder. With --proofs, which the Makefile gives after it has built, passes are written into it: pytest alone doesn't
@@ -15,11 +16,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
+import os
 import platform
+import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -28,11 +32,14 @@ import pytest
 import tiers
 from gate import cache
 
-# As in tiers.TOUCHES. What depends on the whole package isn't among them.
-PROOFS = {"ptxsim", *tiers.CUDA.split(), *tiers.TRITON.split()} - {"choice", "fuzz"}
+# As in tiers.TOUCHES. What depends on the whole package, or on other packages' behaviour, isn't among them.
+GPU_PROOFS = {"ptxsim", *tiers.CUDA.split(), *tiers.TRITON.split()} - {"choice", "fuzz"}
+CPU_PROOFS = {"isa", *tiers.CALLS.split(), *tiers.TORCH.split()}
+PROOFS = GPU_PROOFS | CPU_PROOFS
 KEPT = 6  # keys of a file, the newest
 AT_ONCE = 50  # cases that pass before they are written down
 TESTS = Path(__file__).parent
+TEXT_IMPORTS = r"(?m)^\s*(?:from|import) (\w[\w.]*)(?: import ([\w, ]+))?"
 
 
 def name_of(case: str) -> str:
@@ -52,14 +59,33 @@ def listed() -> tuple[str, ...]:
 
 @functools.cache
 def imported(file: Path) -> tuple[Path, ...]:
-    """What a Python file of tests/ imports of tests/, of a package every source."""
+    """What a Python file of the checkout imports of it, in code that it holds as text, too. Of a package of tests/ that
+    is every source."""
     found: set[Path] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        for name in {module.split(".")[0] for module in modules} - {""}:
-            found |= {path for path in [TESTS / f"{name}.py"] if path.exists()} | set(sources(name))
+    for folder, name in names_imported(ast.parse(file.read_text()), file):
+        parts = name.split(".")
+        if folder == TESTS and sources(parts[0]):
+            found |= set(sources(parts[0]))
+        else:
+            for count in range(1, len(parts) + 1):
+                module = folder.joinpath(*parts[:count])
+                found |= {path for path in (module.with_suffix(".py"), module / "__init__.py") if path.exists()}
     return tuple(found)
+
+
+def names_imported(code: ast.AST, file: Path) -> Iterator[tuple[Path, str]]:
+    """Modules, or names of modules, and the folders that they may be in."""
+    for node in ast.walk(code):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        folders = [TESTS, tiers.ROOT]
+        if isinstance(node, ast.ImportFrom):
+            names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+            if node.level:
+                folders = [file.parents[node.level - 1]]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for module, attributes in re.findall(TEXT_IMPORTS, node.value):
+                names += [module, *(f"{module}.{name.strip()}" for name in attributes.split(","))]
+        yield from itertools.product(folders, names)
 
 
 @functools.cache
@@ -67,15 +93,19 @@ def sources(package: str) -> tuple[Path, ...]:
     return tuple(path for path in (TESTS / package).rglob("*.*") if path.suffix in (".py", ".cu", ".cpp"))
 
 
-def with_helpers(file: Path, seen: set[Path]) -> set[Path]:
-    """A file of tests/ and all of tests/ that it needs."""
-    if file not in seen:
+def with_imported(files: Iterable[Path], within: Path) -> set[Path]:
+    """These files and all that they need of a folder."""
+    seen: set[Path] = set()
+    waiting, folder = list(files), f"{within}/"
+    while waiting:
+        if (file := waiting.pop()) in seen or not str(file).startswith(folder):
+            continue
         seen.add(file)
-        for helper in imported(file) if file.suffix == ".py" else ():
-            with_helpers(helper, seen)
+        waiting += imported(file) if file.suffix == ".py" else ()
     return seen
 
 
+@functools.cache
 def release_of(package: str) -> str:
     try:
         return f"{package} {version(package)}"
@@ -91,13 +121,30 @@ def key_of(name: str) -> str | None:
         return None
     files = {path for path in listed() if name in tiers.names_touched(path)}
     tests = TESTS.glob("ptxsim/*.py") if name == "ptxsim" else [tiers.ROOT / tiers.path_of(name).split("::")[0]]
-    seen: set[Path] = set()
-    for test in [TESTS / "conftest.py", *tests]:
-        with_helpers(test, seen)
-    files |= {str(path.relative_to(tiers.ROOT)) for path in seen}
+    within = tiers.ROOT if name in CPU_PROOFS else TESTS
+    seen, of_all = with_imported(tests, within), with_imported([TESTS / "conftest.py"], within)
     tools = [platform.python_version(), *map(release_of, ("torch", "triton", "numpy"))]
-    tools.append(json.dumps(json.loads(built.read_text())["cuda"]))
+    flags = json.loads(built.read_text())
+    if name in GPU_PROOFS:
+        seen |= of_all
+        tools.append(json.dumps(flags["cuda"]))
+    else:
+        launches = TESTS / "ptxsim/__init__.py" in seen
+        # conftest.py imports the simulator only where a test has done so.
+        seen |= {path for path in of_all if path.parent == TESTS or TESTS not in path.parents}
+        files |= {path for path in listed() if path.startswith("csrc/") and (launches or "/cuda/" not in path)}
+        files |= {"requirements-dev.txt", "pyproject.toml"}
+        tools += [json.dumps(flags), instructions()]
+    files |= {str(path.relative_to(tiers.ROOT)) for path in seen}
     return cache.key_of(name, *tools, *(f"{path} {cache.digest(path)}" for path in sorted(files)))
+
+
+@functools.cache
+def instructions() -> str:
+    """What this machine's processors have, and how many there are."""
+    about = Path("/proc/cpuinfo")
+    flags = re.search("^(flags|Features).*", about.read_text() if about.exists() else "", re.MULTILINE)
+    return f"{platform.machine()} {os.cpu_count()} {flags.group() if flags else platform.processor()}"
 
 
 def record_of(name: str) -> Path:
@@ -167,8 +214,8 @@ class Passes:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--proofs", action="store_true", help="write down what passes of the GPU proofs: tests/proofs.py")
-    parser.addoption("--unproven", action="store_true", help="all tests but the GPU proofs that stand")
+    parser.addoption("--proofs", action="store_true", help="write down what passes of the proofs: tests/proofs.py")
+    parser.addoption("--unproven", action="store_true", help="all tests but the proofs that stand")
 
 
 def pytest_configure(config):
@@ -177,7 +224,7 @@ def pytest_configure(config):
     else:
         config.proven = proven() if _leaves_out(config) else set()
         config.pluginmanager.register(Passes(config.getoption("--proofs")))
-    config.is_proof = lambda case: name_of(case) in PROOFS
+    config.is_gpu_proof = lambda case: name_of(case) in GPU_PROOFS
 
 
 def _leaves_out(config) -> bool:
@@ -186,4 +233,4 @@ def _leaves_out(config) -> bool:
 
 def pytest_report_header(config) -> Iterator[str]:
     if _leaves_out(config):
-        yield f"{len(config.proven)} cases of GPU proofs passed before, under the same content"
+        yield f"{len(config.proven)} cases of proofs passed before, under the same content"

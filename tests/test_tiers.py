@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,18 +208,27 @@ def test_times_are_of_the_cpu(workers, tmp_path):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Two kernels, a helper of the tests and a test of one of them, in a folder of their own."""
+    """Two kernels, some of the package, a helper of the tests and tests of a GPU's and a CPU's kernel, in a folder of
+    their own."""
     files = {
         "csrc/cuda/forward.cu": "kernel",
-        "attnkern/_build.json": '{"cuda": {"archs": ["80"]}}',
-        "attnkern/mask.py": "",
+        "csrc/cpu/forward.h": "kernel",
+        "attnkern/_build.json": '{"cuda": {"archs": ["80"]}, "flags": "-O3"}',
+        "attnkern/__init__.py": "from .mask import Mask",
+        "attnkern/mask.py": "def later():\n    from . import bits",
+        "attnkern/bits.py": "",
         "attnkern/params.py": "",
-        "tests/conftest.py": "",
+        "attnkern/integrations/__init__.py": "",
+        "attnkern/integrations/distributed.py": "",
+        "attnkern/integrations/shards.py": "",
+        "docs/masks.md": "",
+        "requirements-dev.txt": "",
+        "tests/conftest.py": "import attnkern\n\ndef simulator():\n    import ptxsim",
         "tests/matrix.py": "import ptxsim",
         "tests/ptxsim/__init__.py": "",
         "tests/ptxsim/machine.py": "",
         "tests/test_cuda_kernels.py": "from matrix import call\n\ndef test_it(): ...",
-        "tests/test_band.py": "def test_it(): ...",
+        "tests/test_band.py": 'CODE = """\nfrom attnkern.integrations import shards\n"""\n\ndef test_it(): ...',
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +236,7 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "ROOT", tmp_path)
     monkeypatch.setattr(proofs.cache, "ROOT", tmp_path)
     monkeypatch.setattr(proofs, "TESTS", tmp_path / "tests")
-    monkeypatch.setattr(proofs, "PROOFS", {"cuda_kernels"})
+    monkeypatch.setattr(proofs, "PROOFS", {"band", "cuda_kernels"})
     monkeypatch.setattr(proofs, "listed", lambda: tuple(files))
     monkeypatch.setenv("ATTNKERN_CACHE", str(tmp_path / "cache"))
     forget()
@@ -240,30 +250,43 @@ def forget():
 
 
 @pytest.mark.parametrize(
-    ("changed", "stands"),
+    ("changed", "standing"),
     [
-        ("attnkern/mask.py", True),
-        ("tests/test_band.py", True),
-        ("tests/test_cuda_kernels.py", False),
-        ("csrc/cuda/forward.cu", False),
-        ("attnkern/params.py", False),
-        ("attnkern/_build.json", False),
-        ("tests/ptxsim/machine.py", False),  # by way of matrix
+        ("attnkern/mask.py", "cuda_kernels"),
+        ("attnkern/bits.py", "cuda_kernels"),  # by way of mask, within a function
+        ("attnkern/params.py", ""),
+        ("attnkern/_build.json", ""),
+        ("attnkern/integrations/distributed.py", "cuda_kernels band"),
+        ("attnkern/integrations/shards.py", "cuda_kernels"),  # imported by code in a string
+        ("csrc/cpu/forward.h", "cuda_kernels"),
+        ("csrc/cuda/forward.cu", "band"),
+        ("docs/masks.md", "cuda_kernels band"),
+        ("requirements-dev.txt", "cuda_kernels"),
+        ("tests/conftest.py", ""),
+        ("tests/test_band.py", "cuda_kernels"),
+        ("tests/test_cuda_kernels.py", "band"),
+        ("tests/ptxsim/machine.py", "band"),  # by way of matrix; conftest imports it within a function alone
     ],
 )
-def test_a_proof_stands_until_what_it_depends_on_changes(checkout, changed, stands):
-    case = "tests/test_cuda_kernels.py::test_it"
+def test_a_proof_stands_until_what_it_depends_on_changes(checkout, changed, standing):
+    cases = {name: f"tests/test_{name}.py::test_it" for name in ("band", "cuda_kernels")}
     assert proofs.proven() == set()
-    proofs.write({case, "tests/test_band.py::test_it"})
-    assert proofs.proven() == {case}  # no other is a proof
+    proofs.write({*cases.values(), "tests/test_docs.py::test_it"})
+    assert proofs.proven() == set(cases.values())  # no other is a proof
     text = (checkout / changed).read_text()
     other = text.replace("80", "90") if text.startswith("{") else text + "\n"
     (checkout / changed).write_text(other)
     forget()
-    assert proofs.proven() == ({case} if stands else set())
+    assert proofs.proven() == {cases[name] for name in standing.split()}
     (checkout / changed).write_text(text)
     forget()
-    assert proofs.proven() == {case}
+    assert proofs.proven() == set(cases.values())
+
+
+def test_a_proof_goes_by_every_page_that_it_reads():
+    for name in proofs.CPU_PROOFS:
+        for page in re.findall(r'"docs"(?: / "\w+")* / "[\w.]+"', (tiers.ROOT / tiers.path_of(name)).read_text()):
+            assert name in tiers.names_touched(page.replace('"', "").replace(" / ", "/")), (name, page)
 
 
 def test_only_what_passed_as_a_whole_is_proven(checkout):

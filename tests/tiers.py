@@ -1,12 +1,12 @@
 """Which tests run: `make test` some of everything, `make test-changed` what a change touches, `.ci/run` all but
-cases marked `prove`, GPU proofs that stand (proofs.py), and most of those that don't; `make prove` all.
+cases marked `prove`, proofs that stand (proofs.py), and most GPU proofs that don't; `make prove` all.
 
 A tier has so many seconds. Every test function gets the same share of them, at least one case if that is done within
 LONGEST. It takes the cases first that show a parameter's value for the first time, then those that show two values
 together for the first time, the quickest first. What is left over is cut into shards, and `make test` runs one of them:
 the next one for every commit, so that landing after landing walks through all of it. A case's seconds are CPU time;
 they stand in durations.json, which --time-into writes. `.ci/run` cuts what it leaves out into shards in the same way:
-the GPU proofs that stand, cases marked `prove`, and what a function of GPU proofs has beyond PROVEN seconds, where it
+the proofs that stand, cases marked `prove`, and what a function of GPU proofs has beyond PROVEN seconds, where it
 isn't marked `landing`.
 """
 
@@ -67,8 +67,8 @@ TOUCHES = [
     ),
     ("csrc/cuda/backward*", f"choice cuda_backward cuda_planted_bugs gpu_calls::TestCudaBackward {WITH_ALL_CUDA}"),
     ("csrc/cuda/*", CUDA),
-    ("csrc/cpu/* csrc/exports.map", f"{CALLS} bench_cores build fuzz isa threads"),
-    ("csrc/common/*", f"{CALLS} {CUDA} isa params rng"),
+    ("csrc/cpu/* csrc/exports.map", f"{CALLS} {TORCH} bench_cores build fuzz isa"),
+    ("csrc/common/*", f"{CALLS} {CUDA} {TORCH} isa params rng"),
     ("csrc/*", f"{CALLS} {TORCH} build isa"),
     ("triton_kernels/*", TRITON),
     (
@@ -76,8 +76,8 @@ TOUCHES = [
         "bench_models docs transformers",
     ),
     ("attnkern/integrations/distributed.py attnkern/integrations/shards.py", "distributed docs"),
-    ("attnkern/integrations/*", "contract_coverage jagged sdpa_provider transformers"),
-    ("attnkern/backends/*", f"{CALLS} {CUDA} {TRITON} check features"),
+    ("attnkern/integrations/*", "contract_coverage flash_attn_install jagged sdpa_provider transformers"),
+    ("attnkern/backends/*", f"{CALLS} {CUDA} {TORCH} {TRITON} check"),
     # What the backends are written in terms of.
     ("attnkern/params.py attnkern/rng.py", f"{CALLS} {CUDA} {TORCH} {TRITON} build params rng"),
     ("attnkern/check.py attnkern/__main__.py", "check"),
@@ -97,6 +97,7 @@ TOUCHES = [
     ("docs/shares.md docs/make_share_pages.py", "bench docs readme"),
     ("docs/examples/* docs/make_notebook.py", "distributed docs examples"),
     ("docs/coming_from_flash_attn.md", "docs flash_attn_install"),
+    ("docs/compile.md", "docs features readme"),
     ("CHANGELOG.md", "docs project readme"),
     ("docs/* README.md CONTRIBUTING.md LICENSE mkdocs.yml", "docs readme"),
     (
@@ -281,7 +282,8 @@ def pytest_collection_modifyitems(config, items):
         everything = {item.nodeid for item in items}
         if tier == "landing":
             often = [item for item in items if item.get_closest_marker("prove") is None]
-            part = [item for item in often if config.is_proof(item.nodeid) and not item.get_closest_marker("landing")]
+            of_gpus = [item for item in often if config.is_gpu_proof(item.nodeid)]
+            part = [item for item in of_gpus if not item.get_closest_marker("landing")]
             whole = {item.nodeid for item in often} - {item.nodeid for item in part}
             chosen = (whole | part_of_proofs([with_values(item) for item in part], cost)) - proven
         elif tier == "all":
