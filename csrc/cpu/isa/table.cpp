@@ -1,5 +1,6 @@
 // The table of one instruction set, and which pass a forward problem is for.
 #include "cpu/decode.h"
+#include "cpu/few_keys.h"
 #include "cpu/isa/isa.h"
 #include "cpu/sequences.h"
 
@@ -29,7 +30,8 @@ const Kernels* others(DType dtype) {
 
 struct ForwardUnit {
   static void run(const Forward& p, const Runtime& runtime) {
-    return decodes(p) ? decode(p, runtime) : forward(p, runtime);
+    if (!has_few_keys(p)) return decodes(p) ? decode(p, runtime) : forward(p, runtime);
+    by_dtype(p.dtype, [&]<class T, class Op>() { attend_few_keys<T, Op>(p, runtime); });
   }
   static Plan plan(const Forward& p, int64_t threads, int64_t workers) {
     return decodes(p) ? plan_decode(p, threads) : plan_forward(p, threads, workers);

@@ -1,0 +1,153 @@
+// Forward pass against few keys: packed sequences of some tokens, the first tokens of a cache. All that a head needs of
+// its scores lies in registers and the first-level cache; nothing is packed or transposed.
+#pragma once
+
+#include "score.h"
+#include "tasks.h"
+
+namespace attnkern::cpu {
+namespace {
+
+// With more queries a tile of them is faster (forward.h).
+inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
+
+// Whether a call is for attend_few_keys(): rows in place, under a band.
+inline bool has_few_keys(const Forward& p) {
+  const auto in_place = [](const View& view, int64_t columns) { return columns <= 1 || view.stride[3] == 1; };
+  return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && p.bias.data == nullptr &&
+         p.ranges.data == nullptr && p.pages.table == nullptr && p.dropout_p == 0 && in_place(p.q, p.head_dim) &&
+         in_place(p.k, p.head_dim) && in_place(p.v, p.head_dim_v);
+}
+
+// body(column, load) for each vector of a row: load(x) has the columns that x points to.
+template <class C, class Body>
+[[gnu::always_inline]] inline void for_vectors(int64_t columns, const Body& body) {
+  using S = Simd<C>;
+  int64_t c = 0;
+  for (; c + S::kLanes <= columns; c += S::kLanes) body(c, [](const auto* x) { return S::load_as(x); });
+  if (c < columns) body(c, [rest = columns - c](const auto* x) { return S::load_as(x, rest); });
+}
+
+// Products of kRows queries and kKeys keys, each a vector of parts of its sum: of key j from products + j * step on.
+template <class T, class C, int kRows, int kKeys>
+[[gnu::noinline]] void few_products(const T* q, int64_t q_step, const T* k, int64_t k_step, int64_t columns,
+                                    typename Simd<C>::V* products, int64_t step) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  V sums[kKeys][kRows] = {};
+  for_vectors<C>(columns, [&](int64_t c, const auto& load) __attribute__((always_inline)) {
+    V query[kRows];
+    for (int r = 0; r < kRows; ++r) query[r] = load(q + r * q_step + c);
+    for (int j = 0; j < kKeys; ++j) {
+      const V key = load(k + j * k_step + c);
+      for (int r = 0; r < kRows; ++r) sums[j][r] = S::fma(query[r], key, sums[j][r]);
+    }
+  });
+  for (int j = 0; j < kKeys; ++j)
+    for (int r = 0; r < kRows; ++r) products[j * step + r] = sums[j][r];
+}
+
+// A row's output from column c on: the sum over its keys of probability and value, times `inverse`.
+template <class T, class C, int kVectors>
+inline void few_values(const C* probabilities, const T* v, int64_t v_step, int64_t keys, int64_t columns, C inverse,
+                       T* out) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  V sums[kVectors] = {};
+  for (int64_t j = 0; j < keys; ++j) {
+    const V probability = S::set1(probabilities[j * S::kLanes]);
+    const T* row = v + j * v_step;
+    for (int n = 0; n < kVectors; ++n)
+      sums[n] =
+          S::fma(probability, kVectors == 1 ? S::load_as(row, columns) : S::load_as(row + n * S::kLanes), sums[n]);
+  }
+  for (int n = 0; n < kVectors; ++n) {
+    const V x = inverse == C(0) ? S::zero() : sums[n] * S::set1(inverse);
+    if constexpr (kVectors == 1) S::store_as(out, x, columns);
+    else S::store_as(out + n * S::kLanes, x);
+  }
+}
+
+// `rows` rows of a head from `row` on, a lane each: at most a vector of them.
+template <class T, class Op>
+void attend_few_rows(const Forward& p, int64_t batch, int64_t head, int64_t row, int64_t rows) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  constexpr int64_t kLanes = S::kLanes;
+  const ScoreParams<C> score(p);
+  const T* q = at<T>(p.q, batch, head, row);
+  const T* k = at<T>(p.k, batch, head / (p.heads_q / p.heads_k));
+  const T* v = at<T>(p.v, batch, head / (p.heads_q / p.heads_v));
+  const int64_t keys = p.seqlen_k, q_step = p.q.stride[2], k_step = p.k.stride[2], v_step = p.v.stride[2];
+
+  // Of key j and row r at j * rows + r, so that whole vectors of them are summed.
+  V products[(kFewKeys + 1) * kLanes];
+  for (int64_t j = 0; j < keys; j += 2)
+    for (int64_t r = 0; r < rows; r += 4) {
+      static constexpr decltype(&few_products<T, C, 1, 1>) kRun[2][4] = {
+          {few_products<T, C, 1, 1>, few_products<T, C, 2, 1>, few_products<T, C, 3, 1>, few_products<T, C, 4, 1>},
+          {few_products<T, C, 1, 2>, few_products<T, C, 2, 2>, few_products<T, C, 3, 2>, few_products<T, C, 4, 2>}};
+      kRun[min64(2, keys - j) - 1][min64(4, rows - r) - 1](q + r * q_step, q_step, k + j * k_step, k_step, p.head_dim,
+                                                           products + j * rows + r, rows);
+    }
+  C scores[(kFewKeys + 2) * kLanes], probabilities[kFewKeys * kLanes];
+  for (int64_t i = 0; i < keys * rows; i += kLanes) {
+    for (int64_t n = keys * rows; n < i + kLanes; ++n) products[n] = S::zero();
+    S::store(scores + i, S::sum_each(*reinterpret_cast<V(*)[kLanes]>(products + i)));
+  }
+
+  const Band band = p.band.transposed();
+  const V dead = S::set1(-kInfinity<C>), sink = S::set1(sink_of<C>(p, batch, head)), log2e = S::set1(kLog2E<C>);
+  V m = sink;
+  for (int64_t j = 0; j < keys; ++j) {
+    V x = finish_score<C>(score, S::load(scores + j * rows), S::set1(score.signed_scale), nullptr);
+    const Range seen = band.visited(j, 1, {row, row + rows});
+    x = S::select(bits_between({seen.begin - row, seen.end - row}), x, dead);
+    S::store(probabilities + j * kLanes, x);
+    m = S::max(x, m);
+  }
+  const V shift = m == dead ? S::zero() : m + (m - m);  // NaN where scores overflow
+  V sum = S::exp2((sink - shift) * log2e);
+  for (int64_t j = 0; j < keys; ++j) {
+    const V x = S::template exp2<Op::kSums>((S::load(probabilities + j * kLanes) - shift) * log2e);
+    S::store(probabilities + j * kLanes, x);
+    sum += x;
+  }
+  C inverse[kLanes];
+  S::store(inverse, sum == S::zero() ? S::zero() : S::set1(1) / sum);
+  if (p.lse != nullptr)
+    S::store_as(static_cast<C*>(p.lse) + lse_index(p, batch, head, row), sum == S::zero() ? dead : m + S::log(sum),
+                rows);
+
+  for (int64_t r = 0; r < rows; ++r) {
+    const Range own = p.band.visited(row + r, 1, {0, keys});
+    const C* weights = probabilities + own.begin * kLanes + r;
+    const T* values = v + own.begin * v_step;
+    T* out = at<T>(p.out, batch, head, row + r);
+    int64_t c = 0;
+    const auto add = [&]<int kVectors>() {
+      few_values<T, C, kVectors>(weights, values + c, v_step, own.end - own.begin, p.head_dim_v - c, inverse[r],
+                                 out + c);
+      c += kVectors * kLanes;
+    };
+    while (c + 8 * kLanes <= p.head_dim_v) add.template operator()<8>();
+    while (c + 4 * kLanes <= p.head_dim_v) add.template operator()<4>();
+    while (c < p.head_dim_v) add.template operator()<1>();
+  }
+}
+
+template <class T, class Op>
+void attend_few_keys(const Forward& p, const Runtime& runtime) {
+  constexpr int64_t kRows = Simd<typename Op::Compute>::kLanes;
+  const int64_t heads = p.batch * p.heads_q;
+  const int64_t tasks = runtime.num_threads == 1 ? 1 : min64(heads, 4 * runtime.num_threads);
+  run_tasks(p, runtime, tasks, 0, [&](int64_t task, void*, int64_t) {
+    for (int64_t h = heads * task / tasks; h < heads * (task + 1) / tasks; ++h)
+      for (int64_t row = 0; row < p.seqlen_q; row += kRows)
+        attend_few_rows<T, Op>(p, h / p.heads_q, h % p.heads_q, row, min64(kRows, p.seqlen_q - row));
+  });
+}
+
+}  // namespace
+}  // namespace attnkern::cpu

@@ -1,0 +1,80 @@
+"""At most eight keys: packed sequences of some tokens and a cache's first tokens, which the CPU runs by a kernel of its
+own for up to 16 queries."""
+
+import random
+from itertools import pairwise, product
+
+import pytest
+import torch
+
+import attnkern
+from attnkern import testing
+from matrix import FLOATS
+from sequences import packed
+
+SIZES = [(1, 1), (3, 5), (16, 16), (24, 40), (64, 64), (100, 33), (128, 128), (257, 130)]
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, last level": {"is_causal": True, "alignment": "bottom_right"},
+    "window": {"window": (2, 1), "alignment": "bottom_right"},
+    "own": {"window": (0, 0)},
+    "softcap": {"softcap": 1.5},
+    "negative scale": {"scale": -0.7, "is_causal": True},
+    "no scale": {"scale": 0.0},
+    "sinks": {"sinks": "BH", "is_causal": True},
+}
+
+
+DRAW = random.Random(0)
+CASES = [
+    (*lengths, DRAW.choice(SIZES), DRAW.choice([(1, 1), (4, 2), (6, 1)]), DRAW.choice(list(OPTIONS)), dtype)
+    for lengths in product([1, 2, 3, 4, 5, 8, 9, 16, 17], [1, 2, 3, 5, 7, 8, 9])
+    for dtype in DRAW.sample(FLOATS, 2)
+]
+
+
+@pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "kind", "dtype"), CASES, ids=str)
+def test_output_lse_and_gradients(target, queries, keys, sizes, heads, kind, dtype):
+    options = dict(OPTIONS[kind])
+    sinks = options.pop("sinks", None)
+    inputs = target.inputs(2, heads[0], queries, keys, *sizes, heads_k=heads[1], dtype=dtype)
+    if sinks is not None:
+        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
+    target.check(inputs, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("layout", testing.LAYOUTS)
+def test_strides(target, layout, dtype):
+    target.check(target.inputs(2, 3, 5, 6, 24, dtype=dtype, layout=layout), is_causal=True)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_meets_its_own_keys_alone(bad, dtype):
+    q, k, v = (x.detach() for x in testing.make_inputs(2, 2, 6, 8, 24, dtype=dtype).tensors.values())
+    want, want_lse = attnkern.attention(q, k, v, is_causal=True, return_lse=True, backend="cpu")
+    k[:, :, 4:] = v[:, :, 4:] = bad
+    out, lse = attnkern.attention(q, k, v, is_causal=True, return_lse=True, backend="cpu")
+    assert torch.equal(out[:, :, :4], want[:, :, :4])
+    assert torch.equal(lse[:, :, :4], want_lse[:, :, :4])
+    assert out[:, :, 4:].isnan().all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "sinks"])
+def test_packed_sequences(target, kind, threads, dtype):
+    """In one buffer with others of a tile and more, against a call for each."""
+    torch.set_num_threads(threads)
+    lengths = [3, 1, 8, 0, 2, 9, 5, 40, 4, 4, 1, 17, 6]
+    q, k, v = packed(target, lengths, lengths, dtype, size=24, size_v=16)
+    options = {"alignment": "bottom_right", **OPTIONS[kind], "enable_gqa": True}
+    if "sinks" in options:
+        options["sinks"] = target.randn(q.shape[-2]).to(torch.promote_types(dtype, torch.float32))
+    ends = target.ends(lengths)
+    out, lse = attnkern.varlen_attention(q, k, v, ends, ends, backend=target.backend, return_lse=True, **options)
+    for begin, end in pairwise(ends):
+        rows = [x[begin:end].transpose(0, 1)[None] for x in (q, k, v)]
+        want, want_lse = attnkern.attention(*rows, backend="reference", return_lse=True, **options)
+        allowed = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+        assert torch.allclose(out[begin:end].transpose(0, 1), want[0], allowed, allowed)
+        assert torch.allclose(lse[..., begin:end], want_lse[0], allowed, allowed)
