@@ -21,7 +21,7 @@ from typing import Any
 
 from . import serve, summary
 from .summary import BAD
-from .workers import ROOT, SLOWER, Log, Run
+from .workers import END, ROOT, SLOWER, Log, Run, Worker
 
 TOTAL = 560  # seconds; with the start and the page under ten minutes
 
@@ -30,6 +30,7 @@ def campaign(device: Any, stages: Sequence[Any], log: Log, options: argparse.Nam
     """Runs the stages; 1 if a row failed."""
     start = time.monotonic()
     slower = SLOWER if device.rehearsed else 1
+    spare: list[Worker] = []
     for stage in stages:
         left = total * slower - (time.monotonic() - start)
         limit = min(stage.seconds * slower, left)
@@ -46,7 +47,7 @@ def campaign(device: Any, stages: Sequence[Any], log: Log, options: argparse.Nam
                 rows, failure = [], "left out: compute-sanitizer is not on this machine"
         except Exception as error:
             rows, failure = [], f"failed: {type(error).__name__}: {error}"
-        run = Run(stage, rows, device, log, began + limit, options)
+        run = Run(stage, rows, device, log, began + limit, options, spare)
         if limit >= 1 and rows:
             run.all()
         told = ", ".join(f"{n} {status}" for status, n in run.counts.items())
@@ -58,6 +59,9 @@ def campaign(device: Any, stages: Sequence[Any], log: Log, options: argparse.Nam
         print(f"== {stage.name}: {told}; {took:.0f} s, {time.monotonic() - start:.0f} s in all", flush=True)
         if stage.needed and any(run.counts[status] for status in (*BAD, "stopped")):
             break
+    for worker in spare:
+        worker.end(END)
+        worker.close()
     outcomes = [(record.get("status"), record.get("told", "")) for record in log.records]
     return 1 if any(status in BAD or text.startswith("failed") for status, text in outcomes) else 0
 

@@ -1,4 +1,5 @@
-"""The process in which rows of a stage of `make gpu` run: it reads their names and writes down what they find."""
+"""The process in which rows of `make gpu` run: it reads their stages' and their own names, and writes down what they
+find."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ MARK = "@row "  # before a record in the process's output, where libraries print
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Rows from the standard input (or the one given), records to the standard output. What others print goes to the
-    standard error."""
+    """Stages and rows from the standard input (or what is given), records to the standard output. What others print
+    goes to the standard error."""
     threading.Thread(target=_end_with, args=(options.parent,), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -50,11 +51,12 @@ def _serve_rows(options: argparse.Namespace, out: TextIO) -> None:
         out.write(MARK + json.dumps(record, default=str) + "\n")
         out.flush()
 
-    stage = next(stage for stage in stages.STAGES if stage.name == options.worker)
+    by_name = {stage.name: stage for stage in stages.STAGES}
     device = stages.device()
     send(ready=stages.about(device) if options.about else {})
-    for row in [options.row] if options.row is not None else map(str.strip, sys.stdin):
-        broken = False
+    asked = (line.strip().split("\t") for line in sys.stdin)
+    for name, row in asked if options.row is None else [(options.worker, options.row)]:
+        stage, broken = by_name[name], False
         try:
             for found in stage.measure(device, row):
                 send(found=found)

@@ -293,7 +293,7 @@ STAGES = (
         _kernels,
         _correctness,
         jobs=3,
-        rehearsed="one head|gaps|pages of 16, d64 one query, sinks|pages of 64, d32 documents",
+        rehearsed="one head|pages of 16, d64 one query, sinks",
     ),
     Stage(
         "whole",
@@ -320,7 +320,7 @@ STAGES = (
         15,
         _speed_rows("gpu-ranges", ("cuda", "cuda-plain", "triton", "sdpa")),
         _speed,
-        rehearsed="gpu-documents-1024 * cuda|gpu-streaming-1024 forward *",
+        rehearsed="gpu-documents-1024 backward cuda|gpu-streaming-1024 forward *",
     ),
     Stage(
         "tests",
@@ -330,7 +330,7 @@ STAGES = (
         lambda device: list(TESTS),
         _tests,
         jobs=8,
-        rehearsed="streams*|the simulator*",
+        rehearsed="streams*",
     ),
     Stage(
         "choice",

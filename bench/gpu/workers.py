@@ -1,6 +1,7 @@
 """Rows of a stage of `make gpu`, run in processes of their own, and the results, each on the disk before the next row.
 
-A row that faults, hangs or runs out of memory is a line that says so; the next row runs in a new process.
+A row that faults, hangs or runs out of memory is a line that says so; the next row runs in a new process. Each stage
+has new processes, but for those of a rehearsal, which go on with the next stage: there is no device to be spoilt.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Log:
 
 
 class Worker:
-    """A process that runs rows of one stage, named to it one by one (or the one in its command line)."""
+    """A process that runs rows, named to it one by one with their stages (or the one in its command line)."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Log) -> None:
         self.log, self.printed = log, tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
@@ -70,10 +71,10 @@ class Worker:
             start_new_session=True,
         )
 
-    def send(self, row: str) -> None:
+    def send(self, stage: str, row: str) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which `receive` will find
-            self.process.stdin.write(row.encode() + b"\n")
+            self.process.stdin.write(f"{stage}\t{row}\n".encode())
             self.process.stdin.flush()
 
     def receive(self, until: float) -> dict[str, Any] | None:
@@ -125,12 +126,16 @@ class Worker:
 
 
 class Run:
-    """One stage: its rows, shared out among its processes."""
+    """One stage: its rows, shared out among its processes. A rehearsal takes those from `spare`, and leaves them there
+    for the next stage."""
 
-    def __init__(self, stage: Any, rows: Sequence[str], device: Any, log: Log, until: float, options: Any) -> None:
-        self.stage, self.device, self.log, self.until = stage, device, log, until
+    def __init__(
+        self, stage: Any, rows: Sequence[str], device: Any, log: Log, until: float, options: Any, spare: list[Worker]
+    ) -> None:
+        self.stage, self.device, self.log, self.until, self.spare = stage, device, log, until, spare
         self.waiting, self.options, self.rehearse = list(rows), options, options.rehearse is not None
         self.slower = SLOWER if self.rehearse else 1
+        self.shares = self.rehearse and not (stage.alone or stage.tool or stage.needed)
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
 
@@ -148,14 +153,17 @@ class Run:
             return None if late or not self.waiting else self.waiting.pop(0)
 
     def _rows(self) -> None:
-        worker: Worker | None = None
+        with self.lock:
+            worker = self.spare.pop() if self.shares and self.spare else None
         while (row := self._next()) is not None:
             try:
                 worker = self._row(row, worker)
             except Exception as error:  # a mistake of this module's: the other rows go on
                 self._found(row, status="error", message=f"bench.gpu: {type(error).__name__}: {error}")
                 worker = None
-        if worker is not None:
+        if worker is not None and self.shares:
+            self.spare.append(worker)
+        elif worker is not None:
             worker.end(END)
             worker.close()
 
@@ -172,7 +180,7 @@ class Run:
                 if first["ready"] and not self._known():
                     self.log.add("run", **first["ready"])
         if not self.stage.alone:
-            worker.send(row)
+            worker.send(self.stage.name, row)
         until = min(self.until, time.monotonic() + self.stage.each * self.slower)
         while (record := worker.receive(until)) and "found" in record:
             self._found(row, **record["found"], seconds_in_all=round(time.monotonic() - start, 2))
