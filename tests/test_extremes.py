@@ -4,6 +4,8 @@ tests/test_isa.py draws the same for every instruction set, `make fuzz` for ever
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 
 import pytest
@@ -64,33 +66,51 @@ def _gradients_one_by_one(q, k, v, grad_out, scale):
     return grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad_out
 
 
-@pytest.mark.parametrize("queries", [8, 64, 129])
-@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
-def test_gradients_where_scores_saturate(target, queries, dtype):
+def _exact_gradients(q, k, v, grad_out, scale):
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, _ = testing.naive_attention(*leaves, scale=scale, exact=q.dtype == FP64)
+    return torch.autograd.grad(out, leaves, grad_out.double())
+
+
+def _mean_errors(grads, exact, scale):
+    return torch.stack([(x.double() - y).abs().mean() / scale for x, y in zip(grads, exact, strict=True)])
+
+
+def _saturating(queries, dtype, device):
+    """Inputs and gradients of the output, scales, exact gradients and the mean errors of plain maths."""
+    found = []
+    for seed in range(8):
+        for amplitude, scale, width in ((3.0, 1.2, 192), (6.0, 2.0, 256), (10.0, 3.0, 288), (10.0, 0.1, 64)):
+            sizes, amplitudes = (2, 2, queries, 200, width, 64), (amplitude, amplitude, 1.0)
+            inputs = testing.make_inputs(*sizes, dtype=dtype, device=device, amplitude=amplitudes, seed=seed)
+            generator = torch.Generator().manual_seed(seed)
+            grad_out = torch.randn(2, 2, queries, 64, generator=generator, dtype=FP64).to(inputs.query)
+            given = *inputs.tensors.values(), grad_out
+            exact = _exact_gradients(*given, scale)
+            plain = _mean_errors(_gradients_one_by_one(*given, scale), exact, scale)
+            found.append((given, scale, exact, plain))
+    return found
+
+
+@pytest.fixture(scope="module", params=itertools.product([8, 64, 129], [FP32, FP64]), ids=str)
+def saturating(request):
+    """`_saturating`, of a device, once for all targets."""
+    return functools.cache(functools.partial(_saturating, *request.param))
+
+
+def test_gradients_where_scores_saturate(target, saturating):
     """Scores up to 2e4: the mean error is at most twice that of plain maths in the dtype, which keeps the weights.
 
     The mean is that of some hundred rows with two keys almost alike, whose weights depend on how scores are rounded;
     all others must come out as if nothing had been rounded. Inputs are the same in every run.
     """
-    totals = {}
-    for seed in range(8):
-        for amplitude, scale, width in ((3.0, 1.2, 192), (6.0, 2.0, 256), (10.0, 3.0, 288), (10.0, 0.1, 64)):
-            inputs = target.inputs(
-                2, 2, queries, 200, width, 64, dtype=dtype, amplitude=(amplitude, amplitude, 1.0), seed=seed
-            )
-            leaves = [x.requires_grad_() for x in inputs.tensors.values()]
-            generator = torch.Generator().manual_seed(seed)
-            grad_out = torch.randn(2, 2, queries, 64, generator=generator, dtype=FP64).to(inputs.query)
-            out = target.attention(*leaves, scale=scale)
-            grads = torch.autograd.grad(out, leaves, grad_out)
-            inputs = [x.detach() for x in leaves]
-            want = testing.expected(*inputs, grad_out=grad_out, scale=scale)
-            plain = _gradients_one_by_one(*inputs, grad_out, scale)
-            for name, *both in zip(("query", "key", "value"), grads, plain, strict=True):
-                errors = [(x.double() - want[name].exact).abs().mean() / scale for x in both]
-                totals.setdefault(name, []).append(torch.stack(errors))
-    for name, errors in totals.items():
-        own, most = torch.stack(errors).sum(0).tolist()
+    own_errors = plain_errors = 0
+    for (*inputs, grad_out), scale, exact, plain in saturating(target.device):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        grads = torch.autograd.grad(target.attention(*leaves, scale=scale), leaves, grad_out)
+        own_errors = own_errors + _mean_errors(grads, exact, scale)
+        plain_errors = plain_errors + plain
+    for name, own, most in zip(("query", "key", "value"), own_errors.tolist(), plain_errors.tolist(), strict=True):
         assert own <= 2 * most, f"gradient of {name}: {own:.2g}, plain maths {most:.2g}"
 
 
