@@ -287,10 +287,11 @@ def test_bits_are_read_as_bools_are(target, dtype, sizes):
     tensors = [x.requires_grad_() for x in (q, k, v)]
     near = torch.tensor([3, seqlen_k - 2], dtype=torch.int32).view(1, 1, 1, 1, 2)
     every_option = ({}, {"is_causal": True, "softcap": 3.0}, {"key_ranges": near}, {"dropout_p": 0.4})
-    for shape, density in itertools.product(itertools.product((1, batch), (1, heads), (1, seqlen_q)), (0.03, 0.9)):
-        bools = torch.rand(*shape, seqlen_k) < density
-        bools[..., seqlen_k // 3 : seqlen_k // 2] = False
-        for options in every_option:
+    shapes = itertools.product(*(sorted({1, size}) for size in (batch, heads, seqlen_q)))
+    for place, shape in enumerate(shapes):
+        for n, options in enumerate(every_option):
+            bools = torch.rand(*shape, seqlen_k) < (0.03, 0.9)[(place + n) % 2]  # both with each shape and option
+            bools[..., seqlen_k // 3 : seqlen_k // 2] = False
             results = []
             for mask in (in_bits(bools, seqlen_q, seqlen_k), bools):
                 torch.manual_seed(3)
