@@ -1,5 +1,6 @@
 """The tests' own tools: the rule lets nothing pass that it should not, and the reference says what torch says."""
 
+import json
 import math
 import os
 import subprocess
@@ -199,32 +200,46 @@ def test_examples(x):
 """
 
 
+PROCESSES = """
+import json, os, sys, pytest
+import torch._inductor, attnkern
+for draw, *options in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        os.environ["ATTNKERN_TEST_SEED"] = draw
+        pytest.main(["-rA", "-p", "no:cacheprovider", "--rootdir=.", *options])
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("= end of a run =", flush=True)
+"""
+
+
 def test_draws_come_again(tmp_path):
     """In every process, alone or with others; another ATTNKERN_TEST_SEED draws others. A failure says how to repeat."""
     tests = Path(__file__).parent
     (tmp_path / "conftest.py").write_text((tests / "conftest.py").read_text())
     (tmp_path / "test_draws.py").write_text(DRAWS)
 
-    def run(draw, *names):
-        """What was printed, of the parametrized test and of hypothesis's examples, and the advice."""
-        command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", *names]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{Path(testing.__file__).parents[2]}:{tests}",
-            "ATTNKERN_TEST_SEED": draw,
-        }
+    def run(*runs):
+        """What was printed, of the parametrized test and of hypothesis's examples, and the advice, for each run."""
+        environment = {**os.environ, "PYTHONPATH": f"{Path(testing.__file__).parents[2]}:{tests}"}
+        command = [sys.executable, "-c", PROCESSES, json.dumps(runs)]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        lines = sorted(set(result.stdout.splitlines()))
         kinds = ("number ", "example ", "ATTNKERN_TEST_SEED=")
-        return [[line for line in lines if line.startswith(kind)] for kind in kinds]
+        for text in result.stdout.split("= end of a run =\n")[:-1]:
+            lines = sorted(set(text.splitlines()))
+            yield [[line for line in lines if line.startswith(kind)] for kind in kinds]
 
-    numbers, examples, advice = run("")
+    ((numbers, examples, advice),) = run([""])
     assert len({word for line in numbers for word in line.split()[2:]}) == 2 * 3
     assert len({line.split()[1] for line in examples}) == 5
     assert len({line.split()[2] for line in examples}) == 1  # an example that comes again meets the same torch.rand
     assert advice == ["ATTNKERN_TEST_SEED=0 python -m pytest 'test_draws.py::test_numbers[1]'"]
-    assert run("0", "test_draws.py::test_numbers[1]", "test_draws.py::test_examples") == [numbers[1:], examples, advice]
-    other_numbers, other_examples, advice = run("7")
+    # In another process, and from it.
+    again, others = run(["0", "test_draws.py::test_numbers[1]", "test_draws.py::test_examples"], ["7"])
+    assert again == [numbers[1:], examples, advice]
+    other_numbers, other_examples, advice = others
     assert not set(numbers) & set(other_numbers)
     assert examples != other_examples
     assert advice == ["ATTNKERN_TEST_SEED=7 python -m pytest 'test_draws.py::test_numbers[1]'"]
