@@ -10,9 +10,9 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
-import time
 import traceback
 from itertools import pairwise
 from pathlib import Path
@@ -740,31 +740,41 @@ def main(rank, size, folder, seed):
     dist.destroy_process_group()
 
 
+def fork_ranks(size, folder, seed):
+    """A process for each rank, from this one, which has imported all."""
+    with testing.poisoned_memory():
+        pass
+    children = []
+    for rank in range(size):
+        log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        child = os.fork()
+        if child == 0:
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            return main(rank, size, folder, seed)
+        children.append((child, log))
+    for child, log in children:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.write(log, f"exit status {status}\n".encode())
+
+
 def spawn(size, folder, seed):
     """{name: what went wrong, by rank}, of all checks for this number of processes."""
-    command = [sys.executable, __file__]
+    command = [sys.executable, __file__, *map(str, (size, folder, seed))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    logs = [open(folder / f"{rank}.log", "w") for rank in range(size)]  # noqa: SIM115
-    processes = [
-        subprocess.Popen([*command, *map(str, (rank, size, folder, seed))], stdout=log, stderr=log, env=environment)
-        for rank, log in enumerate(logs)
-    ]
-    deadline = time.monotonic() + TIMEOUT
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    for log in logs:
-        log.close()
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     failures = {name: "" for name, (sizes, _, _) in CHECKS.items() if size in sizes}
-    for rank, process in enumerate(processes):
+    for rank in range(size):
         path = folder / f"{rank}.json"
         report = json.loads(path.read_text()) if path.exists() else {}
         for name in failures:
             if problem := report.get(name, "was not reached"):
-                failures[name] += f"rank {rank} of {size} (exit status {process.returncode}): {problem}\n"
+                failures[name] += f"rank {rank} of {size}: {problem}\n"
     if any(failures.values()):
         failures |= {f"rank {rank} printed": (folder / f"{rank}.log").read_text()[-2000:] for rank in range(size)}
     return failures
@@ -850,4 +860,4 @@ def test_bad_shards_are_refused():
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    fork_ranks(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
