@@ -795,7 +795,7 @@ def test_a_trace_of_real_tensors_looks_at_no_padding(causal):
 
     graph = make_fx(call)(whole)
     for padding in (whole, padded):
-        assert torch.equal(graph(padding), call(padding))
+        torch.testing.assert_close(graph(padding), call(padding))  # other kernels may run without a mask
     assert (type(None) in asked) == (not causal)  # outside a trace a whole batch needs no mask
 
 

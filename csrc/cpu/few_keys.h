@@ -12,7 +12,7 @@ namespace {
 inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
 
 // Whether a call is for attend_few_keys(): rows in place, under a band.
-inline bool has_few_keys(const Forward& p) {
+inline bool has_few_keys(const Attention& p) {
   const auto in_place = [](const View& view, int64_t columns) { return columns <= 1 || view.stride[3] == 1; };
   return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && p.bias.data == nullptr &&
          p.ranges.data == nullptr && p.pages.table == nullptr && p.dropout_p == 0 && in_place(p.q, p.head_dim) &&

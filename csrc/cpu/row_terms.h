@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "few_keys.h"
 #include "gradients.h"
 
 namespace attnkern::cpu {
@@ -69,12 +70,12 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
 template <class T, class C>
 inline constexpr C kLargeLse = std::is_same_v<T, C> ? C(64) : C(1024);
 
-// Whether P of some of these rows of a head is to be normalised by a sum of its own. After decoding it is, where
-// results have the digits to show the other order of summation.
+// Whether P of some of these rows of a head is to be normalised by a sum of its own. After decoding, and with few keys,
+// it is, where results have the digits to show the other order of summation.
 template <class T, class C>
 inline bool needs_norm(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows) {
   using S = Simd<C>;
-  if (std::is_same_v<T, C> && decodes(p)) return true;
+  if (std::is_same_v<T, C> && (decodes(p) || has_few_keys(p))) return true;
   auto small = S::zero() == S::zero();
   for (const int64_t end = row + rows; row < end; row += S::kLanes) {
     const auto lse = numbers_of_rows<C>(p, p.lse, batch, head, row, end - row), magnitude = S::max(lse, -lse);
