@@ -32,7 +32,7 @@ import pytest
 import tiers
 from gate import cache
 
-# As in tiers.TOUCHES. What depends on the whole package, or on other packages' behaviour, isn't among them.
+# As in tiers.TOUCHES. What runs commands or reads the checkout's other files isn't among them.
 GPU_PROOFS = {"ptxsim", *tiers.CUDA.split(), *tiers.TRITON.split()} - {"choice", "fuzz"}
 CPU_PROOFS = {"isa", *tiers.CALLS.split(), *tiers.TORCH.split()}
 PROOFS = GPU_PROOFS | CPU_PROOFS

@@ -742,7 +742,7 @@ def main(rank, size, folder, seed):
 
 def fork_ranks(size, folder, seed):
     """A process for each rank, from this one, which has imported all."""
-    with testing.poisoned_memory():
+    with testing.poisoned_memory():  # which imports more of torch when it is first used
         pass
     children = []
     for rank in range(size):

@@ -2,22 +2,10 @@
 // its scores lies in registers and the first-level cache; nothing is packed or transposed.
 #pragma once
 
-#include "score.h"
-#include "tasks.h"
+#include "forward.h"
 
 namespace attnkern::cpu {
 namespace {
-
-// With more queries a tile of them is faster (forward.h).
-inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
-
-// Whether a call is for attend_few_keys(): rows in place, under a band.
-inline bool has_few_keys(const Attention& p) {
-  const auto in_place = [](const View& view, int64_t columns) { return columns <= 1 || view.stride[3] == 1; };
-  return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && p.bias.data == nullptr &&
-         p.ranges.data == nullptr && p.pages.table == nullptr && p.dropout_p == 0 && in_place(p.q, p.head_dim) &&
-         in_place(p.k, p.head_dim) && in_place(p.v, p.head_dim_v);
-}
 
 // body(column, load) for each vector of a row: load(x) has the columns that x points to.
 template <class C, class Body>
@@ -70,12 +58,12 @@ inline void few_values(const C* probabilities, const T* v, int64_t v_step, int64
 
 // `rows` rows of a head from `row` on, a lane each: at most a vector of them.
 template <class T, class Op>
-void attend_few_rows(const Forward& p, int64_t batch, int64_t head, int64_t row, int64_t rows) {
+void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& score, int64_t batch, int64_t head,
+                     int64_t row, int64_t rows) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
   constexpr int64_t kLanes = S::kLanes;
-  const ScoreParams<C> score(p);
   const T* q = at<T>(p.q, batch, head, row);
   const T* k = at<T>(p.k, batch, head / (p.heads_q / p.heads_k));
   const T* v = at<T>(p.v, batch, head / (p.heads_q / p.heads_v));
@@ -139,13 +127,15 @@ void attend_few_rows(const Forward& p, int64_t batch, int64_t head, int64_t row,
 
 template <class T, class Op>
 void attend_few_keys(const Forward& p, const Runtime& runtime) {
-  constexpr int64_t kRows = Simd<typename Op::Compute>::kLanes;
+  using C = typename Op::Compute;
+  constexpr int64_t kRows = Simd<C>::kLanes;
+  const ScoreParams<C> score(p);
   const int64_t heads = p.batch * p.heads_q;
   const int64_t tasks = runtime.num_threads == 1 ? 1 : min64(heads, 4 * runtime.num_threads);
   run_tasks(p, runtime, tasks, 0, [&](int64_t task, void*, int64_t) {
     for (int64_t h = heads * task / tasks; h < heads * (task + 1) / tasks; ++h)
       for (int64_t row = 0; row < p.seqlen_q; row += kRows)
-        attend_few_rows<T, Op>(p, h / p.heads_q, h % p.heads_q, row, min64(kRows, p.seqlen_q - row));
+        attend_few_rows<T, Op>(p, score, h / p.heads_q, h % p.heads_q, row, min64(kRows, p.seqlen_q - row));
   });
 }
 

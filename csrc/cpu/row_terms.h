@@ -3,7 +3,6 @@
 
 #include <limits>
 
-#include "few_keys.h"
 #include "gradients.h"
 
 namespace attnkern::cpu {
