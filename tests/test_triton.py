@@ -10,6 +10,7 @@ import subprocess
 import pytest
 import torch
 from attnkern.triton_kernels import configs, launch, plan
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnkern
 import simulated
@@ -45,6 +46,23 @@ def test_dropout_of_samples_with_keys_of_their_own(target):
         of_one = Inputs(q[n : n + 1], k[n : n + 1], v[n : n + 1], philox_seed=seeds[n])
         alone, _ = ops.forward(*of_one, *params, False, "triton")
         assert torch.equal(together[n], alone)
+
+
+def test_a_trace_takes_the_backend_by_name(monkeypatch):
+    """What selects it is traced, in one graph, on a device for which Triton has kernels: here the meta device, on which
+    none runs."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(triton, "unavailable", lambda: None)
+    monkeypatch.setattr(launch, "capability", lambda index: 90)
+    monkeypatch.setitem(table.TABLE, "meta", (triton,))
+    leaves = [torch.empty(1, 2, 40, 16, device="meta", requires_grad=True) for _ in range(3)]
+
+    def call(q, k, v):
+        return attnkern.scaled_dot_product_attention(q, k, v, is_causal=True, backend="triton")
+
+    torch.compile(call, fullgraph=True, backend=counter)(*leaves).sum().backward()
+    assert counter.frame_count == 1
+    assert all(x.grad.shape == x.shape for x in leaves)
 
 
 SUBSETS = [("query",), ("key",), ("value",), ("attn_mask",), ("query", "attn_mask"), ("key", "value")]

@@ -57,7 +57,7 @@ def refusals(problem: Problem) -> list[str]:
     reasons = []
     if (reason := unavailable()) is not None:
         reasons.append(reason)
-    elif (capability := _plans().launch.capability(q.get_device())) < 80:
+    elif (capability := _capability(q.get_device())) < 80:
         reasons.append(f"compute capability {capability / 10}, and 8.0 is needed")
     if q.dtype not in _DTYPES:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
@@ -414,6 +414,15 @@ def _plans() -> Any:
     if triton_interpreted.asked:
         triton_interpreted.use(plans)
     return plans
+
+
+def _capability(index: int) -> int:
+    """Compute capability of a device, e.g. 90."""
+    return _plans().launch.capability(index)
+
+
+# A constant to a trace: Dynamo looks through the cache of `_plans`, and traces no import by name. (As in __init__.py.)
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _processors(plans: Any, index: int) -> int:
