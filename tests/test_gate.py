@@ -1,5 +1,6 @@
 """Every kernel keeps to its claims on every architecture; the gate fails where a fault is planted, really compiled."""
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -431,6 +432,37 @@ def test_a_triton_spill_is_found(fresh):
         "of spill stores, budget 0",
         "of spill loads, budget 0",
         "of stack, budget 0",
+    ]
+
+
+USES_OF_R1 = {
+    # What ptxas 12.8 made of a descriptor of wgmma, whose register was never written to.
+    "IADD3 R7, P3, R1, 0x2, RZ": True,
+    "IADD3.X R9, R1.reuse, 0x40000040, RZ, P1, !PT": True,
+    "IMAD.MOV.U32 R0, RZ, RZ, R1": True,
+    "PRMT R34, R32, 0x7604, R1": True,
+    "PRMT R32, R32.reuse, 0x203, R1.reuse": False,  # all bytes are of the first operand
+    "LDC R1, c[0x0][0x28]": False,
+    "IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28]": False,
+    "VIADD R1, R1, 0xfffffff8": False,
+    "IADD3 R1, PT, PT, R1, -0x18, RZ": False,
+    "STL [R1], R3": False,
+    "LDL.LU R9, [R1+0xc]": False,
+    "IADD3 R7, P3, R10, 0x2, RZ": False,
+}
+
+
+def test_a_computation_with_the_stack_pointer_is_found(fresh):
+    """Of a Triton kernel, which has no arrays whose addresses it could take."""
+    case = matmul("80")
+    (kernel,) = rules.of_case(case, "80")
+    listing = "".join(f"/*{16 * n:04x}*/ {line} ;\n" for n, line in enumerate(USES_OF_R1))
+    planted = dataclasses.replace(kernel, packed=binary.pack(listing, {}))
+    found = [line for line, is_one in USES_OF_R1.items() if is_one]
+    assert list(map(str, sass.of_the_stack_pointer(planted))) == found
+    assert rules.broken(case, "80", kernel) == []
+    assert rules.broken(case, "80", planted) == [
+        f"kernel matmul on sm_80: {len(found)} instructions compute with the stack pointer, the first is {found[0]}"
     ]
 
 

@@ -83,6 +83,21 @@ def parse(listing: str) -> list[Instruction]:
     return [Instruction(int(at, 16), guard, name, rest) for at, guard, name, rest in re.findall(pattern, listing)]
 
 
+def of_the_stack_pointer(kernel: Kernel) -> list[Instruction]:
+    """What computes with R1, the stack pointer, beyond addresses and the size of the frame: of a kernel without arrays
+    of its own that is ptxas' name for a register that nothing was written to."""
+    return [x for x in parse(unpack(kernel.packed)) if _reads_stack_pointer(x)]
+
+
+def _reads_stack_pointer(x: Instruction) -> bool:
+    result, _, sources = x.operands.partition(",")
+    if result == "R1" or not re.search(r"(?<![\w\[])-?\|?R1\b(?![.\w]*64)", sources):
+        return False
+    if x.is_a("PRMT") and (chosen := re.search(r"0x([0-9a-f]+), -?R1\b", sources)):
+        return any(int(digit, 16) & 4 for digit in chosen[1])  # a byte of the second operand
+    return True
+
+
 def main_loop(kernel: Kernel) -> Loop:
     """The loop over blocks of keys, or of queries: the innermost that has tensor-core instructions, and exponentials
     where any such loop has; of several the one with the most tensor-core instructions, then the shortest."""

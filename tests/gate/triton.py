@@ -75,6 +75,7 @@ _MASKED: dict[tuple[int, str, int, str], dict[str, tuple[int, str]]] = {
     (80, "forward", 64, "bits"): {"120a": (16, _SM120)},
     (80, "dkdv", 64, "bits"): {"120a": (60, _SM120)},
 }
+_TWO_PARTS = {("forward", 4): {"90a": (44, _FEW)}}  # by kernel and element size
 _PLACES = "addresses of 64 bits, which change with each block's pages, beside the tile"
 _IN_PAGES: dict[tuple[int, int, int, int], dict[str, tuple[int, str]]] = {
     (80, 2, 128, 256): {"86": (32, _PLACES)},
@@ -109,7 +110,21 @@ def cases() -> list[Case]:
     for itemsize, by_size in configs.DECODE.items():
         for size in by_size:
             found += _decode_cases(size, itemsize)
-    return [*found, *_cases_of_masks(), *_cases_of_tables(), *_cases_of_pages()]
+    return [*found, *_cases_of_two_parts(), *_cases_of_masks(), *_cases_of_tables(), *_cases_of_pages()]
+
+
+def _cases_of_two_parts() -> list[Case]:
+    """A head size that is cut into a power of two and a rest: twice the descriptors, and twice the products."""
+    found = []
+    for itemsize, size in ((2, 96), (4, 48)):
+        problem = _problem(90, size, itemsize, "plain")
+        for name in ("forward", "dkdv", "dq"):
+            step = _step(problem, name)
+            assert step is not None
+            about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size} in two parts sm_90"
+            budget = _TWO_PARTS.get((name, itemsize), {})
+            found.append(_case(about, step.kernel, "90a", {"90a": {"UTMALDG": 2}}, budget))
+    return found
 
 
 def _cases_of_masks() -> list[Case]:
