@@ -26,10 +26,16 @@ def problem(target, queries, dtype, heads=(4, 2), sizes=(64, 64)):
 
 
 def same(got, want):
-    """Bit for bit on the CPU; a GPU may have other tiles for pages."""
-    if want[0].is_cpu:
-        return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    return all(torch.allclose(x, y, 8 * torch.finfo(x.dtype).eps, 1e-5) for x, y in zip(got, want, strict=True))
+    """Bit for bit on the CPU. A GPU may have other tiles for pages: weights are then rounded beside other maxima, and
+    an entry that is small because its terms cancel differs by as much as its row's largest."""
+    return all(torch.equal(x, y) if y.is_cpu else close(x, y) for x, y in zip(got, want, strict=True))
+
+
+def close(x, y):
+    """Within a few units in the last place of a row's largest entry; infinities where they are."""
+    largest = y.abs().masked_fill(y.isinf(), 0).amax(-1, keepdim=True).float()
+    allowed = 1e-5 + 4 * torch.finfo(y.dtype).eps * largest
+    return bool(((x == y) | ((x.float() - y.float()).abs() <= allowed)).all())
 
 
 @pytest.mark.parametrize("size", [16, 64])
@@ -172,7 +178,7 @@ def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad, monkeyp
     unused = torch.arange(table.shape[1], device=table.device) * 64 >= ranges[:, 0, 0, :, 1]
     spoiled = table.masked_fill(unused, bad)
     assert torch.equal(target.attention(q, key, value, block_table=spoiled, **options), want)
-    spoiled = spoiled.index_put((torch.tensor(0), torch.tensor(3)), torch.tensor(bad, dtype=torch.int32))
+    spoiled[0, 3] = bad
     with pytest.raises(
         RuntimeError, match=rf"block_table must hold numbers of pages from 0 to 39 .*got {bad} at \[0, 3\]"
     ):
