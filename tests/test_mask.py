@@ -285,12 +285,13 @@ def test_bits_are_read_as_bools_are(target, dtype, sizes):
     batch, heads, heads_k, seqlen_q, seqlen_k = sizes
     q, k, v = target.inputs(batch, heads, seqlen_q, seqlen_k, 32, heads_k=heads_k, dtype=dtype).tensors.values()
     tensors = [x.requires_grad_() for x in (q, k, v)]
-    near = torch.tensor([3, seqlen_k - 2], dtype=torch.int32).view(1, 1, 1, 1, 2)
+    near = torch.tensor([3, seqlen_k - 2], dtype=torch.int32, device=target.device).view(1, 1, 1, 1, 2)
     every_option = ({}, {"is_causal": True, "softcap": 3.0}, {"key_ranges": near}, {"dropout_p": 0.4})
     shapes = itertools.product(*(sorted({1, size}) for size in (batch, heads, seqlen_q)))
     for place, shape in enumerate(shapes):
         for n, options in enumerate(every_option):
-            bools = torch.rand(*shape, seqlen_k) < (0.03, 0.9)[(place + n) % 2]  # both with each shape and option
+            share = (0.03, 0.9)[(place + n) % 2]  # both with each shape and option
+            bools = (torch.rand(*shape, seqlen_k) < share).to(target.device)
             bools[..., seqlen_k // 3 : seqlen_k // 2] = False
             results = []
             for mask in (in_bits(bools, seqlen_q, seqlen_k), bools):
@@ -306,13 +307,13 @@ def test_bits_are_read_as_bools_are(target, dtype, sizes):
 
 def test_derivatives_under_bits(target):
     """Twice, forward, of samples that share the mask and of such with masks of their own."""
-    bools = torch.rand(3, 1, 2, 9, 70) < 0.5
+    bools = (torch.rand(3, 1, 2, 9, 70) < 0.5).to(target.device)
     stacked = [masks.from_bool(x) for x in bools]
     assert all(mask.bits is not None for mask in stacked)
     shared, own = stacked[0], pytree.tree_map(lambda *x: None if x[0] is None else torch.stack(x), *stacked)
-    q = torch.randn(1, 2, 9, 8, dtype=torch.float64)
-    k = torch.randn(1, 2, 70, 8, dtype=torch.float64)
-    many = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64)
+    q = target.randn(1, 2, 9, 8, dtype=torch.float64)
+    k = target.randn(1, 2, 70, 8, dtype=torch.float64)
+    many = target.randn(3, 1, 2, 9, 8, dtype=torch.float64)
 
     def f(q, k, mask):
         return target.attention(q, k, k, mask)
@@ -357,10 +358,11 @@ BESIDE_RANGES = {
 @pytest.mark.parametrize("kind", BESIDE_RANGES)
 def test_beside_key_ranges_both_count(kind, count, target):
     """Also where the two together leave more than two ranges to a row, and beyond the keys."""
-    mask = BESIDE_RANGES[kind]()
+    mask = BESIDE_RANGES[kind]().to(target.device)
     begin = torch.randint(0, 60, (4, 70, count), generator=torch.Generator().manual_seed(0))
     ranges = torch.stack([begin, begin + 25], -1)
     ranges[:, 5] = torch.tensor([80, 2**40])
+    ranges = ranges.to(target.device)
     inputs = target.inputs(2, 4, 70, 90, 16, dtype=torch.float32)
     allowed = testing.ranges_mask(ranges[None], 90) & mask.to_dense()
     tensors = {n: x.requires_grad_() for n, x in inputs.tensors.items()}
