@@ -202,6 +202,7 @@ def random_packed(seed: int, **kinds: Any) -> tuple[Inputs, dict[str, Any], Pack
         heads_k=heads_k,
         dtype=rng.choice(list(kinds.get("dtypes", (torch.float32, torch.bfloat16)))),
         seed=seed,
+        device=kinds.get("device", "cpu"),
     )
     if kinds.get("poison") and rng.random() < 0.5:
         inputs = inputs.with_poison(rng.choice([math.nan, math.inf]))

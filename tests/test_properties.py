@@ -109,7 +109,7 @@ def test_random_problems(target, round):
 @pytest.mark.parametrize("round", range(2))
 def test_random_packed_sequences(target, round):
     for _ in range(25):
-        inputs, options, packed = random_packed(int(torch.randint(2**31, ())), poison=True)
+        inputs, options, packed = random_packed(int(torch.randint(2**31, ())), device=target.device, poison=True)
         testing.check_packed(inputs, packed, backend=target.backend, **options)
 
 

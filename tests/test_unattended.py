@@ -90,7 +90,7 @@ def derivatives(target, inputs, poison, options):
         return x if poison is None else x.masked_fill(dead[name], poison)
 
     def random_like(x, name):
-        return poisoned(torch.randn(x.shape, generator=generator, dtype=x.dtype), name)
+        return poisoned(torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device), name)
 
     def call(q, k, v):
         return function(query=q, key=k, value=v, **masks, **options, backend=target.backend)
