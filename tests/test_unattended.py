@@ -30,25 +30,26 @@ MASKS = {
 SIZES = [(70, 109, 24, 2), (3, 300, 64, 2), (1, 700, 64, 1), (46, 209, 130, 1), (5, 90, 7, 4)]
 
 
-def make(sizes, dtype, *, poison, mask=None, ranges=None, **options):
+def make(target, sizes, dtype, *, poison, mask=None, ranges=None, **options):
     seqlen_q, seqlen_k, size, heads_k = sizes
-    inputs = testing.make_inputs(2, 4, seqlen_q, seqlen_k, size, heads_k=heads_k, dtype=dtype, mask=mask)
+    inputs = target.inputs(2, 4, seqlen_q, seqlen_k, size, heads_k=heads_k, dtype=dtype, mask=mask)
     if ranges is not None:
         inputs = inputs.with_ranges(*ranges, torch.int32, int(torch.randint(2**31, ())))
     return inputs.with_poison(poison), {"enable_gqa": True, **options}
 
 
-def on(target, options):
-    """The options of a check, for a function of its own on the target's backend."""
-    function = options.get("function")
-    return options if function is None else {**options, "function": functools.partial(function, backend=target.backend)}
+def on(target, inputs, options):
+    """The options of a check, for a function of its own on the backend that the target has for these inputs."""
+    if (function := options.get("function")) is None:
+        return options
+    return {**options, "function": functools.partial(function, backend=target._backend(inputs.query))}
 
 
 @pytest.mark.parametrize(**in_turn(**{"sizes, kind": list(product(SIZES, MASKS))}, dtype=FLOATS), ids=str)
 def test_output_lse_and_gradients(target, kind, sizes, dtype):
     for poison in (math.nan, math.inf):
-        inputs, options = make(sizes, dtype, poison=poison, **MASKS[kind])
-        target.check(inputs, **on(target, options))
+        inputs, options = make(target, sizes, dtype, poison=poison, **MASKS[kind])
+        target.check(inputs, **on(target, inputs, options))
 
 
 def test_unused_slots_of_a_cache(target, dtype):
@@ -83,6 +84,7 @@ def derivatives(target, inputs, poison, options):
     options = {name: x for name, x in options.items() if name != "function"}
     clean = {n: x for n, x in inputs.tensors.items() if n in ("query", "key", "value")}
     masks = {n: x for n, x in inputs.tensors.items() if n not in clean}
+    backend = target._backend(inputs.query)
     dead = testing.unattended(**inputs.tensors, **options)
     generator = torch.Generator().manual_seed(5)
 
@@ -93,7 +95,7 @@ def derivatives(target, inputs, poison, options):
         return poisoned(torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device), name)
 
     def call(q, k, v):
-        return function(query=q, key=k, value=v, **masks, **options, backend=target.backend)
+        return function(query=q, key=k, value=v, **masks, **options, backend=backend)
 
     values = [poisoned(x, name) for name, x in clean.items()]
     moved = [random_like(x, name) for name, x in clean.items()]
@@ -106,7 +108,7 @@ def derivatives(target, inputs, poison, options):
 
 @pytest.mark.parametrize("kind", ["bool", "bool of keys", "bits", "ranges", "causal", "softcap"])
 def test_derivatives_of_second_order_and_forward_mode(target, kind):
-    inputs, options = make((9, 40, 8, 2), torch.float64, poison=math.nan, **MASKS[kind])
+    inputs, options = make(target, (9, 40, 8, 2), torch.float64, poison=math.nan, **MASKS[kind])
     got, want = (derivatives(target, inputs, poison, options) for poison in (math.nan, None))
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)
