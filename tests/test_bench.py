@@ -818,6 +818,9 @@ def mapped(size):
 
 
 def test_memory_growth_counts_what_a_call_holds_at_once():
+    """Linux counts resident pages for each core apart, and adds them up by the batch: a reading may lag by some dozen
+    pages a core."""
+
     def call():
         scratch = mapped(32 << 20)  # gone at the end
         return scratch[: 1 << 18].clone()
@@ -826,7 +829,7 @@ def test_memory_growth_counts_what_a_call_holds_at_once():
     result, grown = memory.peak_growth(call, CPU)
     assert result.numel() == 1 << 18
     assert grown is not None
-    assert 32 << 20 <= grown <= 40 << 20
+    assert 31 << 20 <= grown <= 40 << 20
 
 
 def test_math_is_refused_where_its_scores_do_not_fit():
