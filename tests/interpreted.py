@@ -50,7 +50,7 @@ def tiny(call: Call) -> Call:
 
 
 def _nobody_attends(kind: str) -> None:
-    inputs, options = make((20, 35, 16, 2), torch.float32, poison=math.nan, **MASKS[kind])
+    inputs, options = make(TARGET, (20, 35, 16, 2), torch.float32, poison=math.nan, **MASKS[kind])
     TARGET.check(inputs, **options)
 
 
@@ -89,7 +89,7 @@ def _in_pages(queries: int) -> None:
 def _bits() -> None:
     """To the last bit what bools give: the interpreter sums in one order."""
     for queries, keys, shape in ((20, 70, "BHLS"), (20, 109, "1H1S"), (3, 1050, "B1LS")):
-        inputs, options = make((queries, keys, 16, 2), torch.float32, poison=None, mask=("bool", shape))
+        inputs, options = make(TARGET, (queries, keys, 16, 2), torch.float32, poison=None, mask=("bool", shape))
         found = []
         for function in (attnkern.attention, attention_in_bits):
             x = {name: t.clone().requires_grad_(name != "attn_mask") for name, t in inputs.tensors.items()}

@@ -31,7 +31,7 @@ def test_bits_give_what_bools_do(simulated, kind):  # noqa: F811
     """To the last bit, and aren't unpacked for it. Those behind the last key may be anything, as may be hidden keys;
     what is behind a row's last word is not the mask's."""
     _, sizes, dtype, shape = BITS[kind]
-    inputs, options = make(sizes, dtype, poison=None, mask=("bool", shape))
+    inputs, options = make(simulated, sizes, dtype, poison=None, mask=("bool", shape))
     keys = sizes[1]
     hidden = torch.rand(keys, 1) < 0.2
     bools = inputs.attn_mask & ~hidden.squeeze(1)
@@ -51,7 +51,7 @@ def test_bits_give_what_bools_do(simulated, kind):  # noqa: F811
 
 @pytest.mark.parametrize("simulated", [90], indirect=True)
 def test_tiles_without_nan_stay_as_they_are(simulated):  # noqa: F811
-    inputs, options = make((70, 300, 64, 2), BF16, poison=None, **MASKS["ranges of a batch"])
+    inputs, options = make(simulated, (70, 300, 64, 2), BF16, poison=None, **MASKS["ranges of a batch"])
     simulated.check(inputs, **options)
     assert simulated.kernels()[-2:] == ["dkdv", "dq"]
     assert not any(report.statistics["products"] for report in simulated.recorder.reports[-2:])

@@ -4,6 +4,7 @@ multiprocessors of an H100 end at about the same time."""
 import ctypes
 import functools
 import heapq
+import itertools
 import random
 import subprocess
 from pathlib import Path
@@ -135,3 +136,13 @@ def test_heads_come_in_sections(taken):
         assert tiles[:together].tolist() == [[n, 127] for n in range(together)]
         assert tiles[together].tolist() == [0, 126]
     assert taken(1, 16, 16, 16384, 16384, 128)[:3].tolist() == [[0, 0], [0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize("options", [{"ranges": True}, {"right": 0, "ranges": True}, {"left": 255, "right": 0}])
+def test_sections_of_short_sequences_fit_the_cache(taken, options):
+    """But for the last one, which needs tiles enough to end evenly."""
+    for length, together in ((1024, 64), (4096, 16)):  # heads whose keys and values are 32 MiB
+        tiles = taken(16, 16, 16, length, length, 128, **options)
+        begins = np.flatnonzero(np.diff((tiles[:, 1] == tiles[0, 1]).astype(int), prepend=0) == 1)
+        sizes = [len(set(tiles[a:b, 0].tolist())) for a, b in itertools.pairwise(begins)]
+        assert 0 < max(sizes) <= together

@@ -345,7 +345,7 @@ STAGES = (
     *(
         Stage(
             tool,
-            f"compute-sanitizer's {tool} on every CUDA kernel",
+            f"compute-sanitizer's {tool} on {kernels}",
             45,
             40,
             _watched_groups,
@@ -355,7 +355,7 @@ STAGES = (
             tool=tool,
             rehearsed="dropout",
         )
-        for tool in ("memcheck", "racecheck")
+        for tool, kernels in (("memcheck", "every CUDA kernel"), ("racecheck", "every CUDA kernel but Hopper's"))
     ),
     Stage(
         "features",

@@ -40,6 +40,7 @@ BackwardArgs arguments(const BackwardCall& p, const BackwardPlan& plan) {
   a.kv_group = static_cast<int32_t>(p.heads_q / p.heads_out);
   a.dk_float = p.heads_out > p.heads_k, a.dv_float = p.heads_out > p.heads_v;
   a.again = plan.again;
+  a.nan_marks = p.nan_marks;
   return a;
 }
 

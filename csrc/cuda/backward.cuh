@@ -32,6 +32,7 @@ struct BackwardArgs {
   int32_t group_k, group_v, kv_group;  // query heads per head of k, of v, of dk and dv
   bool dk_float, dv_float;             // heads that are still to be added up
   bool again;                          // see BackwardPlan
+  NanMarks nan_marks;                  // the same
 };
 
 // The kernels, each in a file of its own: how many blocks a plan needs, and the launch. rows and heads are of dK and dV

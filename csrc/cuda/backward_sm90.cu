@@ -79,8 +79,8 @@ __device__ __forceinline__ void consume_dkdv(const BackwardSm90Args& p, const Bl
     if constexpr (S::kFused) add_dq<S>(p, block, shared, columns.head(), columns.col(), consumer, dq);
   }
   if constexpr (S::kFused) ptx::barrier_sync(kExchanged, kConsumers * kWarpgroup);  // both have read all of K for dQ
-  if (p.wanted[0]) store_gradient<S>(p.grads[0], block, row, own_barrier(consumer), k_tile, dk, p.softmax_scale);
-  if (p.wanted[1]) store_gradient<S>(p.grads[1], block, row, own_barrier(consumer), v_tile, dv, 1.f);
+  if (p.wanted[0]) store_gradient<S>(p, 0, block, row, own_barrier(consumer), k_tile, dk, p.softmax_scale);
+  if (p.wanted[1]) store_gradient<S>(p, 1, block, row, own_barrier(consumer), v_tile, dv, 1.f);
 }
 
 // The first warpgroup of two that share their rows: P and dV. Between its own products nothing is under way but the
@@ -123,7 +123,7 @@ __device__ __forceinline__ void consume_dv(const BackwardSm90Args& p, const Bloc
     ptx::hold(probabilities);
     release(shared, q.stage, grad_out.stage);
   }
-  if (p.wanted[1]) store_gradient<S>(p.grads[1], block, block.first_row, 1, k_tile, dv, 1.f);
+  if (p.wanted[1]) store_gradient<S>(p, 1, block, block.first_row, 1, k_tile, dv, 1.f);
 }
 
 // The second one: dS and dK.
@@ -164,7 +164,7 @@ __device__ __forceinline__ void consume_dk(const BackwardSm90Args& p, const Bloc
     ptx::hold(gradients);
     release(shared, q.stage, grad_out.stage);
   }
-  if (p.wanted[0]) store_gradient<S>(p.grads[0], block, block.first_row, 2, v_tile, dk, p.softmax_scale);
+  if (p.wanted[0]) store_gradient<S>(p, 0, block, block.first_row, 2, v_tile, dk, p.softmax_scale);
 }
 
 template <class S>
@@ -234,7 +234,7 @@ __device__ __forceinline__ void consume_dq(const BackwardSm90Args& p, const Bloc
     ptx::hold(gradients);
     release(shared, k.stage, v.stage);
   }
-  store_gradient<S>(p.grads[0], block, row, own_barrier(consumer), q_tile, dq, p.softmax_scale);
+  store_gradient<S>(p, 0, block, row, own_barrier(consumer), q_tile, dq, p.softmax_scale);
 }
 
 template <class S>
@@ -306,28 +306,65 @@ __global__ void __launch_bounds__(kThreads, 1) fused_sm90_kernel(const __grid_co
   backward_block<FusedShape<T, kFastPath>>(p);
 }
 
-// The sums -> dQ. Grid: blocks of 64 queries * query heads * batch, blocks fastest.
-template <typename T>
-__global__ void __launch_bounds__(kWarpgroup) round_dq_sm90_kernel(const __grid_constant__ RoundArgs p) {
-  const int64_t blocks = (p.seqlen_q + kSumRows - 1) / kSumRows;
-  const int head = static_cast<int>(blockIdx.x / blocks % p.heads),
-            batch = static_cast<int>(blockIdx.x / blocks / p.heads);
-  const int row = static_cast<int>(blockIdx.x % blocks) * kSumRows + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-  const float4* sums = reinterpret_cast<const float4*>(p.dq_sums) + int64_t{blockIdx.x} * (kHalves * kSumBytes / 16);
-  T* dq = const_cast<T*>(head_of<T>(p.dq, batch, head));
+// Four words of each lane of a quad: lane n gets the n-th of all four, in their order.
+__device__ __forceinline__ void exchange_in_quads(uint32_t (&words)[4]) {
 #pragma unroll
-  for (int n = 0; n < kHalves * kSumTiles; ++n) {
-    const float4 x = sums[sum_index(n)];
-    const int column = n * 8 + threadIdx.x % 4 * 2;
-    if (column >= p.dq.width) continue;
-    const uint32_t words[2] = {ptx::pack<T>(x.x * p.softmax_scale, x.y * p.softmax_scale),
-                               ptx::pack<T>(x.z * p.softmax_scale, x.w * p.softmax_scale)};
+  for (int apart = 1; apart <= 2; apart *= 2) {
+    const bool upper = (threadIdx.x & apart) != 0;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (row + 8 * half >= p.seqlen_q) continue;
-      *reinterpret_cast<uint32_t*>(dq + (row + 8 * half) * p.dq.stride[2] + column) = words[half];
+    for (int n = 0; n < 4; ++n) {
+      if (n & apart) continue;
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? words[n] : words[n + apart], apart);
+      words[n] = upper ? other : words[n];
+      words[n + apart] = upper ? words[n + apart] : other;
     }
   }
+}
+
+// The sums -> dQ. Grid: blocks of 64 queries * query heads * batch, blocks fastest.
+//
+// A lane has two columns of eight, as the products left them. The four lanes of a quad exchange theirs of 32 columns,
+// so that each writes eight in a row: words of 4 bytes would reach only half of every 32 bytes that memory writes.
+template <typename T>
+__global__ void __launch_bounds__(kWarpgroup) round_dq_sm90_kernel(const __grid_constant__ RoundArgs p) {
+  constexpr int kAtOnce = 4;  // eights of columns
+  const int64_t blocks = (p.seqlen_q + kSumRows - 1) / kSumRows, batch_head = blockIdx.x / blocks;
+  const int head = static_cast<int>(batch_head % p.heads), batch = static_cast<int>(batch_head / p.heads);
+  const int warp_row = static_cast<int>(blockIdx.x % blocks) * kSumRows + threadIdx.x / 32 * kMarkRows;
+  const int row = warp_row + threadIdx.x % 32 / 4, part = threadIdx.x % kAtOnce;
+  const float4* sums = reinterpret_cast<const float4*>(p.dq_sums) + int64_t{blockIdx.x} * (kHalves * kSumBytes / 16);
+  T* dq = const_cast<T*>(head_of<T>(p.dq, batch, head));
+  bool nan = false;
+#pragma unroll
+  for (int first = 0; first < kHalves * kSumTiles; first += kAtOnce) {
+    float4 x[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) x[n] = sums[sum_index(first + n)];
+    uint32_t words[2][kAtOnce];  // of both rows
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const float y[4] = {x[n].x * p.softmax_scale, x[n].y * p.softmax_scale, x[n].z * p.softmax_scale,
+                          x[n].w * p.softmax_scale};
+      nan |= isnan(y[0]) || isnan(y[1]) || isnan(y[2]) || isnan(y[3]);
+      words[0][n] = ptx::pack<T>(y[0], y[1]), words[1][n] = ptx::pack<T>(y[2], y[3]);
+    }
+    const int column = (first + part) * 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      exchange_in_quads(words[half]);
+      if (row + 8 * half >= p.seqlen_q) continue;
+      uint16_t* to = reinterpret_cast<uint16_t*>(dq + (row + 8 * half) * p.dq.stride[2] + column);
+      if (column + 8 <= p.dq.width) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(words[half][0], words[half][1], words[half][2], words[half][3]);
+        continue;
+      }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (column + e < p.dq.width) to[e] = static_cast<uint16_t>(words[half][e / 2] >> e % 2 * 16);
+      }
+    }
+  }
+  if (p.nan_marks != nullptr) mark_nan(p.nan_marks, batch_head, warp_row, p.seqlen_q, nan);
 }
 
 // Columns and slots by head size. What the registers hold: two products with the columns beside the sums of a gradient
@@ -424,10 +461,12 @@ int launch_by_keys(const BackwardCall& p, const BackwardLaunch& launch, void (*k
   error = error ? error : make_source(a.cols[0], p, p.q, p.heads_q, p.seqlen_q, p.head_dim, S::kCols);
   error = error ? error : make_source(a.cols[1], p, p.grad_out, p.heads_q, p.seqlen_q, p.head_dim_v, S::kCols);
   const View* grads[] = {&p.dk, &p.dv};
+  uint8_t* nan_marks[] = {p.nan_marks.dk, p.nan_marks.dv};
   const int64_t widths[] = {p.head_dim, p.head_dim_v};
   for (int n = 0; n < 2; ++n) {
     a.wanted[n] = grads[n]->data != nullptr;
     if (error || !a.wanted[n]) continue;
+    a.nan_marks[n] = nan_marks[n];
     error = make_tensor_map(a.grads[n], map_type(p.dtype), 2, *grads[n], p.batch, p.heads_k, p.seqlen_k, widths[n],
                             kGroupRows);
   }
@@ -449,13 +488,18 @@ int launch_dq(const BackwardCall& p, const BackwardLaunch& launch, void* stream)
                 : make_tensor_map(a.grads[0], map_type(p.dtype), 2, p.dq, p.batch, p.heads_q, p.seqlen_q, p.head_dim,
                                   kGroupRows);
   if (error) return error;
+  a.nan_marks[0] = p.nan_marks.dq;
   return launch_kernel(dq_sm90_kernel<S>, launch.blocks, launch.threads, launch.shared_bytes, a, stream);
 }
 
 template <typename T>
 int round_dq(const BackwardCall& p, const BackwardLaunch& launch, void* stream) {
-  const RoundArgs a{rows_of(p.dq, p.head_dim), p.dq_sums, static_cast<float>(p.softmax_scale),
-                    static_cast<int32_t>(p.heads_q), static_cast<int32_t>(p.seqlen_q)};
+  const RoundArgs a{rows_of(p.dq, p.head_dim),
+                    p.nan_marks.dq,
+                    p.dq_sums,
+                    static_cast<float>(p.softmax_scale),
+                    static_cast<int32_t>(p.heads_q),
+                    static_cast<int32_t>(p.seqlen_q)};
   return launch_kernel(round_dq_sm90_kernel<T>, launch.blocks, launch.threads, launch.shared_bytes, a, stream);
 }
 
@@ -483,7 +527,10 @@ BackwardSm90Plan plan_backward_sm90(const BackwardCall& p, const Chip& chip, boo
   plan.refusal = why_not(p, chip);
   if (plan.refusal != nullptr) return plan;
   plan.fast_path = p.softcap == 0 && p.ranges.data == nullptr;
-  if (excludes(p)) plan.again = plan_backward(p, chip.shared_per_block, true);
+  if (excludes(p)) {
+    plan.again = plan_backward(p, chip.shared_per_block, true);
+    plan.nan_marks = marks_of_queries(p) + 2 * marks_of_keys(p);
+  }
   if (!deterministic && !(left_out & kNoSm90Fused) && can_fuse(p)) {
     plan.dq_sums = p.batch * p.heads_q * ceil_div(p.seqlen_q, kSumRows) * (kHalves * kSumBytes / 4);
     using S = FusedShape<__half, true>;

@@ -23,6 +23,7 @@ struct BackwardSm90Args {
   Source rows[2];           // K and V, or Q and dO
   Source cols[2];           // Q and dO, or K and V
   ptx::TensorMap grads[2];  // dK and dV, or dQ
+  uint8_t* nan_marks[2];    // of grads (NanMarks); null: nobody asks
   float* dq_sums;           // of the fused kernel, see sum_of
   Score score;              // scale: times log2(e) without a softcap, over the softcap with one
   const float* lse;         // (batch, heads, seqlen_q), contiguous, natural logarithm
@@ -37,6 +38,7 @@ struct BackwardSm90Args {
 
 struct RoundArgs {
   Rows dq;
+  uint8_t* nan_marks;  // null: nobody asks
   const float* dq_sums;
   float softmax_scale;
   int32_t heads, seqlen_q;
@@ -62,15 +64,15 @@ struct Shape {
   using ColTile = SlabTile<T, kCols, kHeadDim>;
   // Shared memory: rows, as [of rows[0] or rows[1]][row tile]; the pipeline of columns; what the first warpgroup hands
   // to the second; lse or delta of each slot's columns, if those are queries; barriers; beside the fast path what the
-  // producer tells of the columns of each slot, and their head; and the keys of the queries of each step, if those are
-  // columns.
+  // producer tells of the columns of each slot, and their head; and which of the keys the queries of each step attend
+  // to, as bits, if those are columns.
   static constexpr uint32_t kRing = 2 * kRowTiles * RowTile::kBytes;
   static constexpr uint32_t kHanded = kRing + kSlots * ColTile::kBytes;
   static constexpr uint32_t kConstants = kHanded + (kSplit ? kGroupRows * kCols * 4 : 0);
   static constexpr uint32_t kBarriers = kConstants + (kKeyRows ? kSlots * kCols * 4 : 0);
   static constexpr uint32_t kInfo = kBarriers + (2 + 2 * kSlots + (kSplit ? 2 : 0)) * 8;
   static constexpr uint32_t kOwnKeys = (kInfo + 2 * kSlots * 4 + 15) / 16 * 16;
-  static constexpr uint32_t kBytes = kFastPath ? kInfo : kOwnKeys + (kKeyRows ? kSlots / 2 * kCols * 16 : 0);
+  static constexpr uint32_t kBytes = kFastPath ? kInfo : kOwnKeys + (kKeyRows ? kSlots / 2 * kCols * kRows / 8 : 0);
   static_assert(!kKeyRows || kSlots % 2 == 0, "every second slot has queries");
 };
 
@@ -103,7 +105,10 @@ struct Shared {
   __device__ __forceinline__ uint32_t empty(int slot) const { return barrier(2 + S::kSlots + slot); }
   __device__ __forceinline__ uint32_t info(int slot) const { return base + S::kInfo + 4 * slot; }
   __device__ __forceinline__ uint32_t head_info(int slot) const { return info(S::kSlots + slot); }
-  __device__ __forceinline__ uint32_t own_keys(int slot) const { return base + S::kOwnKeys + slot / 2 * S::kCols * 16; }
+  // Which of the group-th 32 keys the query in this column attends to.
+  __device__ __forceinline__ uint32_t own_keys(int slot, int group, int column) const {
+    return base + S::kOwnKeys + ((slot / 2 * (S::kRows / 32) + group) * S::kCols + column) * 4;
+  }
   __device__ __forceinline__ uint32_t handed_full() const { return barrier(2 + 2 * S::kSlots); }
   __device__ __forceinline__ uint32_t handed_empty() const { return barrier(3 + 2 * S::kSlots); }
 };
@@ -116,13 +121,6 @@ __device__ __forceinline__ float* sum_of(const BackwardSm90Args& p, int batch, i
 __device__ __forceinline__ int sum_index(int n) { return n * kWarpgroup + threadIdx.x % kWarpgroup; }
 __device__ __forceinline__ uint4 as_words(const float (&x)[4]) {
   return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
-}
-
-__device__ __forceinline__ OwnKeys as_own_keys(const uint4& x) {
-  return {{static_cast<int>(x.x), static_cast<int>(x.z)}, {static_cast<int>(x.y), static_cast<int>(x.w)}};
-}
-__device__ __forceinline__ uint4 as_words(const OwnKeys& x) {
-  return make_uint4(x.begin[0], x.end[0], x.begin[1], x.end[1]);
 }
 
 // What a block computes: its rows.
@@ -188,9 +186,16 @@ class Columns {
     if (S::kFastPath || p.score.ranges == nullptr) {
       mask_scores<S::kKeyRows>(p.score, s, thread_row, thread_col);
     } else if constexpr (S::kKeyRows) {
-      const uint32_t keys = shared.own_keys(slot) + threadIdx.x % 4 * 32;
-      mask_by_keys<true>(s, thread_row, thread_col,
-                         [&](int n) { return as_own_keys(ptx::load_shared(keys + n * 16)); });
+      const int row = thread_row - block.first_row;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const float2 both = ptx::load_shared_pair(shared.own_keys(slot, row / 32, n * 8 + threadIdx.x % 4 * 2));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const uint32_t keys = __float_as_uint(e % 2 ? both.y : both.x);
+          s[n][e] = keys >> (row % 32 + e / 2 * 8) & 1 ? s[n][e] : -kInfinity;
+        }
+      }
     } else {
       const int32_t* ranges = ranges_of(p.score, block.batch, block.head);
       mask_by_keys<false>(s, thread_row, thread_col, [&](int n) { return own_keys(p.score, ranges, thread_row + n); });
@@ -322,7 +327,13 @@ __device__ __forceinline__ void load_constants(const BackwardSm90Args& p, const 
       ptx::store_shared(shared.constants(at.stage) + (i * 32 + lane) * 4, __float_as_uint(next[i]));
       if (S::kFastPath || which == 1 || p.score.ranges == nullptr) continue;
       const OwnKeys own = own_keys(p.score, ranges_of(p.score, block.batch, head), col + i * 32 + lane);
-      ptx::store_shared(shared.own_keys(at.stage) + (i * 32 + lane) * 16, as_words(own));
+#pragma unroll
+      for (int group = 0; group < S::kRows / 32; ++group) {
+        const int first = block.first_row + group * 32;
+        ptx::store_shared(shared.own_keys(at.stage, group, i * 32 + lane),
+                          bits_between(own.begin[0] - first, own.end[0] - first) |
+                              bits_between(own.begin[1] - first, own.end[1] - first));
+      }
     }
     ptx::mbarrier_arrive(shared.full(at.stage));
     more = !tiles.done();
@@ -392,11 +403,18 @@ __device__ __forceinline__ void by_softcap(const Score& p, Run run) {
   }
 }
 
-// A warpgroup's rows from `row` on, through the tile that it has no more use for: after the barrier, when all four
-// warps have waited for the wgmmas that read it.
+// A warp tells whether its 16 rows of a gradient, from `row` of so many on, hold NaN; `found`: whether this lane's do.
+__device__ __forceinline__ void mark_nan(uint8_t* marks, int64_t head, int row, int rows, bool found) {
+  found = __any_sync(0xffffffffu, found);
+  if (threadIdx.x % 32 == 0 && row < rows) marks[head * marks_of_head(rows) + row / kMarkRows] = found;
+}
+
+// A warpgroup's rows from `row` on of gradient number `which`, through the tile that it has no more use for: after the
+// barrier, when all four warps have waited for the wgmmas that read it.
 template <class S>
-__device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, const Block<S>& block, int row, int barrier,
-                                               uint32_t tile, const float (&grad)[S::kHeadDim / 8][4], float factor) {
+__device__ __forceinline__ void store_gradient(const BackwardSm90Args& p, int which, const Block<S>& block, int row,
+                                               int barrier, uint32_t tile, const float (&grad)[S::kHeadDim / 8][4],
+                                               float factor) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   ptx::barrier_sync(barrier, kWarpgroup);
 #pragma unroll
@@ -421,9 +439,18 @@ __device__ __forceinline__ void store_gradient(const ptx::TensorMap& map, const 
   ptx::fence_proxy_async();
   ptx::barrier_sync(barrier, kWarpgroup);
   if (warp == 0 && ptx::elect_one()) {
-    S::RowTile::store(map, tile, row, block.head, block.batch);
+    S::RowTile::store(p.grads[which], tile, row, block.head, block.batch);
     ptx::bulk_commit();
   }
+  if (p.nan_marks[which] == nullptr) return;
+  bool nan = false;
+#pragma unroll
+  for (int n = 0; n < S::kHeadDim / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) nan |= isnan(grad[n][e] * factor);
+  }
+  mark_nan(p.nan_marks[which], static_cast<int64_t>(block.batch) * p.heads + block.head, row + warp * kMarkRows,
+           S::kKeyRows ? p.score.seqlen_k : p.score.seqlen_q, nan);
 }
 
 // Once per warp, when all its lanes are done.

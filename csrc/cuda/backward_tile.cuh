@@ -192,24 +192,21 @@ struct BackwardBlock {
     }
   }
 
-  // Whether its rows of the gradients hold NaN, as earlier kernels have stored them; or may, where they aren't whole
-  // chunks.
+  // Whether earlier kernels have stored NaN in its rows of a gradient.
   __device__ __forceinline__ bool stored_nan() const {
+    const int heads = kKeyRows ? p.heads_out : p.score.heads;
+    const int64_t first = (static_cast<int64_t>(batch) * heads + head) * marks_of_head(seqlen_rows);
     bool found = false;
-    const auto look = [&](const Rows& grad) {
-      if (grad.data == nullptr) return;
-      const T* rows = head_of<T>(grad, batch, head);
-      constexpr int kChunks = kHeadDim / 8;
-#pragma unroll 4
-      for (int i = threadIdx.x; i < S::kRows * kChunks; i += S::kThreads) {
-        const int row = first_row + i / kChunks, column = i % kChunks * 8;
-        if (row >= seqlen_rows || column >= grad.width) continue;
-        found |= !grad.vector || holds_nan<T>(*reinterpret_cast<const uint4*>(rows + row * grad.stride[2] + column));
+    const auto look = [&](const uint8_t* marks) {
+      if (marks == nullptr) return;
+#pragma unroll
+      for (int row = first_row; row < first_row + S::kRows; row += kMarkRows) {
+        if (row < seqlen_rows) found |= marks[first + row / kMarkRows] != 0;
       }
     };
-    look(kKeyRows ? p.dk : p.dq);
-    if constexpr (kKeyRows) look(p.dv);
-    return __syncthreads_or(found) != 0;
+    look(kKeyRows ? p.nan_marks.dk : p.nan_marks.dq);
+    if constexpr (kKeyRows) look(p.nan_marks.dv);
+    return found;
   }
 
   // K and V of the first of these query heads, or Q and dO.

@@ -66,11 +66,13 @@ struct ForwardSm90Tile {
   static constexpr uint32_t kFirstK = kConsumers * kQBytes, kFirstV = kFirstK + kStages * kKBytes;
   static constexpr uint32_t kBarriers = kFirstV + kStages * kVBytes;
   static constexpr uint32_t kInfo = kBarriers + 8 * (2 * kConsumers + 4 * kStages);
-  // Beside the fast path: what the consumers' warps tell each other of two blocks.
+  // Beside the fast path: what the consumers' warps tell each other of two blocks; the key ranges of a tile's queries,
+  // for the producer.
   static constexpr int kWarps = kConsumers * kWarpgroup / 32;
   static constexpr uint32_t kAttended = kInfo + 4 * (kStages + kConsumers), kAttendedBytes = kWarps * 16;
+  static constexpr uint32_t kRanges = kAttended + 2 * kAttendedBytes;
   template <bool kFastPath>
-  static constexpr int kSharedBytes = kFastPath ? kInfo + 4 * kConsumers : kAttended + 2 * kAttendedBytes;
+  static constexpr int kSharedBytes = kFastPath ? kInfo + 4 * kConsumers : kRanges + kStagedBytes<kRows>;
   static_assert(kHeadDimV <= kHeadDim, "the output leaves through Q's buffer");
 };
 
@@ -87,6 +89,7 @@ struct Shared {
   __device__ __forceinline__ AttendedByWarps<Config::kWarps> attended(int parity) const {
     return {base + Config::kAttended + parity * Config::kAttendedBytes};
   }
+  __device__ __forceinline__ uint32_t ranges() const { return base + Config::kRanges; }
   __device__ __forceinline__ uint32_t q_full(int consumer) const { return barrier(consumer); }
   __device__ __forceinline__ uint32_t q_empty(int consumer) const { return barrier(Config::kConsumers + consumer); }
   __device__ __forceinline__ uint32_t pipeline_barrier(int which, int stage) const {
@@ -112,14 +115,16 @@ struct Work {
   int batch_head, batch, head, first_row, rows;
 };
 
-// The blocks of keys that it visits.
+// The blocks of keys that it visits; `ranges`: where those of its queries have been staged.
 template <class Config, bool kFastPath>
-__device__ __forceinline__ auto keys_of(const ForwardSm90Params& p, const Work& work) {
+__device__ __forceinline__ auto keys_of(const ForwardSm90Params& p, const Work& work,
+                                        [[maybe_unused]] uint32_t ranges) {
   if constexpr (kFastPath) {
     return BandBlocks<Config::kKeys>(p.score.band, work.first_row, work.rows, p.score.seqlen_k);
   } else {
     const Range all = {0, p.score.seqlen_k};
-    return KeyBlocks<Config::kRows, Config::kKeys>(p.score, work.batch, work.head, work.first_row, work.rows, all);
+    return KeyBlocks<Config::kRows, Config::kKeys, 1, true>(p.score, work.batch, work.head, work.first_row, work.rows,
+                                                            all, ranges);
   }
 }
 
@@ -155,16 +160,28 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
     if constexpr (!kFastPath) next = __reduce_max_sync(0xffffffffu, next);
     return next;
   };
-  int tile = blockIdx.x;
-#pragma unroll 1
-  for (; tile < p.tiles; tile = next_tile(tile)) {
+  // Beside the fast path it is taken before the last V has room, and its key ranges come meanwhile.
+  int tile = blockIdx.x, next = 0;
+  const auto stage = [&](int tile) {
+    if (tile >= p.tiles) return;
     const Work work = work_of<Config>(p, tile);
-    auto keys = keys_of<Config, kFastPath>(p, work);
+    stage_ranges<Config::kRows>(p.score, work.batch, work.head, work.first_row, work.rows, shared.ranges());
+  };
+  const auto take_next = [&] {
+    next = next_tile(tile);
+    __syncwarp();  // all have read the ranges of this one
+    stage(next);
+  };
+  if constexpr (!kFastPath) stage(tile);
+#pragma unroll 1
+  for (; tile < p.tiles; tile = next) {
+    const Work work = work_of<Config>(p, tile);
+    auto keys = keys_of<Config, kFastPath>(p, work, shared.ranges());
     // Waits for the opposite parity pass at once in the first round.
     const auto load_k = [&] {
       const int first = keys.first();
       BlockInfo info{first};
-      if constexpr (!kFastPath) info.masked = keys.masked();
+      if constexpr (!kFastPath) info.masked = keys.masked(), info.hides = info.masked && keys.hides();
       keys.advance();
       info.last = keys.done();
       ptx::mbarrier_wait(shared.k_empty(k_pipeline.stage), k_pipeline.parity ^ 1);
@@ -199,13 +216,21 @@ __device__ __forceinline__ void produce(const ForwardSm90Params& p, const Shared
                                   work.batch * p.q_steps.batch);
     }
     parity ^= 1;
+    if constexpr (!kFastPath) {
+      if (!any) take_next();
+    }
 #pragma unroll 1
     while (any) {  // in the order of use
       const int before = first;
       any = !keys.done();
-      if (any) first = load_k();
+      if (any) {
+        first = load_k();
+      } else if constexpr (!kFastPath) {
+        take_next();
+      }
       load_v(before);
     }
+    if constexpr (kFastPath) next = next_tile(tile);
   }
 #pragma unroll
   for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
@@ -233,7 +258,7 @@ struct Consumer {
   float scores[kKeys / 8][4];
   uint32_t probabilities[kKeys / 16][4];  // of the block before: an operand
   RowState state;
-  bool hides = false;  // whether queries and keys of the block before don't all meet: never set on the fast path
+  bool hides = false;  // whether keys of the block before may not be attended to: never set on the fast path
   int told = 0;        // how many such blocks there were
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -312,9 +337,9 @@ struct Consumer {
       if (keys.masked) {
         h.ranges = ranges_of(score, work.batch, work.head);
         mask_scores<false>(score, h, scores, row, col);
-        shared.attended(++told % 2).tell(attended_columns(scores), consumer * 4 + warp);
+        if (keys.hides) shared.attended(++told % 2).tell(attended_columns(scores), consumer * 4 + warp);
       }
-      hides = keys.masked;
+      hides = keys.hides;
     }
     score.scale = p.exponent;
     softmax_step<true>(score, scores, state, factor);
@@ -509,7 +534,7 @@ struct Consumer {
       const Work work = work_of<Config>(p, info.tile);
       Keys keys = [&] {
         if constexpr (kFastPath) {
-          return keys_of<Config, true>(p, work);
+          return keys_of<Config, true>(p, work, 0);
         } else {
           return Keys{};
         }

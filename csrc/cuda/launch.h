@@ -84,6 +84,16 @@ int64_t decode_workspace(const Forward& params, int splits);
 // As `forward`. splits: of plan_decode, at least 1; any other right number gives the same results but for rounding.
 int decode(const Forward& params, int splits, float* workspace, void* stream);
 
+// Where Hopper's kernels have stored NaN: a byte for every 16 rows of each gradient, (batch, heads, rows / 16). Null
+// for a gradient that isn't wanted, and all of them where nobody asks.
+constexpr int kMarkRows = 16;
+struct NanMarks {
+  uint8_t *dq, *dk, *dv;
+};
+ATTNKERN_HOST_DEVICE inline int64_t marks_of_head(int64_t rows) { return (rows + kMarkRows - 1) / kMarkRows; }
+inline int64_t marks_of_queries(const Attention& p) { return p.batch * p.heads_q * marks_of_head(p.seqlen_q); }
+inline int64_t marks_of_keys(const Attention& p) { return p.batch * p.heads_k * marks_of_head(p.seqlen_k); }
+
 // What the backward pass is told of key ranges beside themselves: so many int32 (0 without ranges), for BackwardCall.
 int64_t summary_size(const Attention& params);
 int summarise_ranges(const Attention& params, int32_t* summary, void* stream);
@@ -96,9 +106,16 @@ struct BackwardCall : Backward {
   const float* row_delta;
   const int32_t* range_summary;  // what `summarise_ranges` made; null without key ranges
   int64_t heads_out;
-  float* dq_sums;     // memory for as many as the plan for Hopper says
-  float* table_sums;  // memory for as many as the other plan says
+  float* dq_sums;      // memory for as many as the plan for Hopper says
+  NanMarks nan_marks;  // the same
+  float* table_sums;   // memory for as many as the other plan says
 };
+// The marks in memory for as many as the plan says.
+inline NanMarks nan_marks_of(const BackwardCall& p, uint8_t* marks) {
+  uint8_t* const of_keys = marks + marks_of_queries(p);
+  return {p.dq.data == nullptr ? nullptr : marks, p.dk.data == nullptr ? nullptr : of_keys,
+          p.dv.data == nullptr ? nullptr : of_keys + marks_of_keys(p)};
+}
 // How many heads of dk and dv the kernels write: each has one key head and one value head.
 inline int64_t heads_out_of(const Attention& p) {
   return p.heads_q / std::gcd(p.heads_q / p.heads_k, p.heads_q / p.heads_v);
@@ -120,11 +137,11 @@ struct TablePlan {
 // How a backward problem is cut: a function of the problem and of the bytes of shared memory that a block may have
 // (cudaDevAttrMaxSharedMemoryPerBlockOptin), at least 99 KiB.
 struct BackwardPlan {
-  int head_class;     // width of the tiles; 0: no kernel holds these head sizes, or there is nothing to do
-  bool fast_path;     // without softcap, bias, key ranges, dropout, unaligned rows and heads to be added up
-  bool wide;          // tiles for chips with 163 KiB of shared memory per block
-  bool chunked;       // the kernels that read the head dimension by chunks: float32, and head sizes above 256
-  bool again;         // tiles alone of which a gradient, as it is, holds NaN; the others stay. Not chunked
+  int head_class;  // width of the tiles; 0: no kernel holds these head sizes, or there is nothing to do
+  bool fast_path;  // without softcap, bias, key ranges, dropout, unaligned rows and heads to be added up
+  bool wide;       // tiles for chips with 163 KiB of shared memory per block
+  bool chunked;    // the kernels that read the head dimension by chunks: float32, and head sizes above 256
+  bool again;      // tiles alone of which a gradient, as it is, holds NaN (`nan_marks`); the others stay. Not chunked
   BackwardLaunch dv;  // of these: dV alone, where a block can't hold it and dK; dkdv then is dK alone
   BackwardLaunch dkdv, dq, dbias;
   TablePlan table;
@@ -143,6 +160,7 @@ struct BackwardSm90Plan {
   // What follows them: the kernels for every chip, on tiles that hold NaN. These kernels multiply queries and keys by
   // a weight of 0 too, and 0 * infinity is NaN; those clear what is excluded. Without blocks where nothing is.
   BackwardPlan again;
+  int64_t nan_marks;  // bytes in which these kernels say where they have stored NaN; 0: nobody asks
 };
 // deterministic: the same bits in every run.
 BackwardSm90Plan plan_backward_sm90(const BackwardCall& params, const Chip& chip, bool deterministic);

@@ -88,6 +88,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const auto plan = attnkern::cuda::plan_backward_sm90(p, device.chip, deterministic);
   const Tensor sums = floats<Dispatcher>(q, plan.dq_sums);
   p.dq_sums = data_of(sums);
+  const Tensor marks = attnkern::empty<Dispatcher, 1>(q, {plan.nan_marks}, ScalarType::Byte);
+  if (plan.nan_marks > 0) p.nan_marks = attnkern::cuda::nan_marks_of(p, static_cast<uint8_t*>(marks.data_ptr()));
   device.launch(
       plan.refusal == nullptr, [&] { return attnkern::cuda::backward_sm90(p, plan, stream); },
       [&] {

@@ -104,19 +104,24 @@ struct OwnKeys {
   }
 };
 
-// ranges: of the query's head. A query past the end has no key.
-__device__ __forceinline__ OwnKeys own_keys(const Score& p, const int32_t* ranges, int query) {
+// ends_of(n): number n of its ranges' beginnings and ends. A query past the end has no key.
+template <typename EndsOf>
+__device__ __forceinline__ OwnKeys own_keys_by(const Score& p, int query, EndsOf ends_of) {
   OwnKeys own = {};
   if (query >= p.seqlen_q) return own;
-  const int32_t* ends = ranges + query * p.range_stride[2];
   const int first = max(query + p.low, 0), end = min(query + p.high + 1, p.seqlen_k);
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     if (which >= p.range_count) break;
-    own.begin[which] = min(max(ends[2 * which], first), end);
-    own.end[which] = max(min(ends[2 * which + 1], end), own.begin[which]);
+    own.begin[which] = min(max(ends_of(2 * which), first), end);
+    own.end[which] = max(min(ends_of(2 * which + 1), end), own.begin[which]);
   }
   return own;
+}
+// ranges: of the query's head.
+__device__ __forceinline__ OwnKeys own_keys(const Score& p, const int32_t* ranges, int query) {
+  const int32_t* ends = ranges + query * p.range_stride[2];
+  return own_keys_by(p, query, [&](int n) { return ends[n]; });
 }
 
 // What of the above belongs to one head of one batch element.

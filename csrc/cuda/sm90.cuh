@@ -17,12 +17,15 @@ inline constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
 // What the producer tells the consumers of a block of columns, in a word of shared memory, beside the block itself.
 struct BlockInfo {
-  int first;  // column
+  int first;  // column, a multiple of 16
   bool masked, last;
+  bool hides;  // whether there may be a column that no row reaches
 
-  __device__ __forceinline__ uint32_t word() const { return static_cast<uint32_t>(first) * 4 + masked * 2 + last; }
+  __device__ __forceinline__ uint32_t word() const {
+    return static_cast<uint32_t>(first) / 16 * 8 + hides * 4 + masked * 2 + last;
+  }
   __device__ __forceinline__ static BlockInfo of(uint32_t word) {
-    return {static_cast<int>(word / 4), (word & 2) != 0, (word & 1) != 0};
+    return {static_cast<int>(word / 8 * 16), (word & 2) != 0, (word & 1) != 0, (word & 4) != 0};
   }
 };
 

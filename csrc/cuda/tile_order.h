@@ -38,9 +38,11 @@ inline int64_t cached_heads(const Attention& p) {
   return heads;
 }
 
-// Tiles are given out in order, each to the first multiprocessor that is free, so a section needs tiles enough for all
-// to end with short ones. Causal rows shorten evenly, and few will do. Of a window only the first rows are short, and
-// of key ranges nothing is known here: many tiles even that out. Their rows come last first, as causal ranges want it.
+// Tiles are given out in order, each to the first multiprocessor that is free, so the last section needs tiles enough
+// for all to end with short ones. Causal rows shorten evenly, and few will do. Of a window only the first rows are
+// short, and of key ranges nothing is known here: many tiles even that out. Their rows come last first, as causal
+// ranges want it. The sections before it have what the cache holds: a batch of short sequences, read anew from memory
+// for every block of rows, would be bound by that.
 inline TileOrder tile_order(const Attention& p, int rows, int multiprocessors) {
   TileOrder order{};
   const int64_t batch_heads = p.batch * p.heads_q, row_blocks = (p.seqlen_q + rows - 1) / rows;
@@ -48,16 +50,22 @@ inline TileOrder tile_order(const Attention& p, int rows, int multiprocessors) {
   order.batch_heads = static_cast<int32_t>(batch_heads), order.row_blocks = static_cast<int32_t>(row_blocks);
   order.unequal = ranges || p.band.left < kUnbounded || p.band.right < kUnbounded;
   order.last_rows_first = p.band.right < kUnbounded || (ranges && p.band.left >= kUnbounded);
-  int64_t heads = 1;
+  int64_t heads = 1, last_heads = 1;
   if (order.unequal) {
     const bool shortens = !ranges && p.band.left >= kUnbounded;
-    const int64_t least = shortens ? multiprocessors * 3 / 2 : multiprocessors * 8;
-    const int64_t sharing = p.heads_q / std::max(p.heads_k, p.heads_v), tiles = sharing * row_blocks;
-    heads = std::max(cached_heads(p), (least + tiles - 1) / tiles) * sharing;
+    const int64_t least = shortens ? multiprocessors * 3 / 2 : multiprocessors * 4;
+    const int64_t sharing = p.heads_q / std::max(p.heads_k, p.heads_v);
+    heads = cached_heads(p) * sharing;
+    last_heads = std::max(heads, (least + row_blocks - 1) / row_blocks);
+    // The others are cut into equal sections.
+    const int64_t others = std::max<int64_t>(0, batch_heads - last_heads) / sharing;
+    const int64_t sections = (others * sharing + heads - 1) / heads;
+    if (sections > 0) heads = others / sections * sharing;
+    last_heads = batch_heads - sections * heads;
   }
   heads = std::min(heads, batch_heads);
   order.section_heads = static_cast<int32_t>(heads);
-  order.last_section = static_cast<int32_t>((batch_heads / heads - 1) * heads);
+  order.last_section = static_cast<int32_t>(batch_heads - std::min(last_heads, batch_heads));
   return order;
 }
 

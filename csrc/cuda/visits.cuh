@@ -75,48 +75,93 @@ class BandBlocksOfHeads : public BandBlocks<kBlock, true> {
   int begin_, head_, end_head_;
 };
 
-// run(own) for the keys of every 32nd of so many queries, from the lane's on: kAtOnce of them are read before one is
-// looked at. Past the last query, the last one's come again.
-template <int kAtOnce, typename Run>
-__device__ __forceinline__ void each_own_keys(const Score& p, const int32_t* ranges, int first, int count, Run run) {
+// run(own_of(row)) for every 32nd of so many queries, from the lane's on: the keys of kAtOnce of them are read before
+// one is looked at. Past the last query, the last one's come again.
+template <int kAtOnce, typename OwnOf, typename Run>
+__device__ __forceinline__ void each_own_keys(OwnOf own_of, int count, Run run) {
 #pragma unroll 1
   for (int row = threadIdx.x % 32; row < count; row += 32 * kAtOnce) {
     OwnKeys own[kAtOnce];
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      own[n] = own_keys(p, ranges, first + (n == 0 ? row : min(row + n * 32, count - 1)));
-    }
+    for (int n = 0; n < kAtOnce; ++n) own[n] = own_of(n == 0 ? row : min(row + n * 32, count - 1));
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) run(own[n]);
   }
 }
 
+// The key ranges of a tile's queries, copied into shared memory by the warp that walks by them: there they cost a walk
+// one wait for memory, where every look costs several else. Number n of all queries, then number n + 1.
+template <int kRows>
+constexpr uint32_t kStagedBytes = kRows * 16;
+template <int kRows>
+__device__ __forceinline__ uint32_t staged_at(int n, int row) {
+  return (n * kRows + row) * 4;
+}
+template <int kRows>
+__device__ __forceinline__ void stage_ranges(const Score& p, int batch, int head, int first_row, int rows,
+                                             uint32_t to) {
+  if (p.ranges != nullptr) {
+    const int32_t* ranges = ranges_of(p, batch, head) + first_row * p.range_stride[2];
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < rows; row += 32) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        if (n >= 2 * p.range_count) break;
+        ptx::cp_async<4>(to + staged_at<kRows>(n, row), ranges + row * p.range_stride[2] + n);
+      }
+    }
+  }
+  ptx::cp_async_commit();
+}
+
 // The blocks of keys that a tile of at most kRows queries of one head visits, by the band and the key ranges. For whole
 // warps. kAhead: the first blocks are found with the ranges of so many rows of a lane under way at a time, in as many
-// registers more.
-template <int kRows, int kBlock, int kAhead = 1>
+// registers more. kStaged: the ranges are those that stage_ranges has copied; and it is known whether a block may have
+// keys that no query of the tile attends to.
+template <int kRows, int kBlock, int kAhead = 1, bool kStaged = false>
 class KeyBlocks {
  public:
   // Blocks begin at `columns.begin`; keys past `columns.end` aren't looked at.
-  __device__ __forceinline__ KeyBlocks(const Score& p, int batch, int head, int first_row, int rows, Range columns)
+  __device__ __forceinline__ KeyBlocks(const Score& p, int batch, int head, int first_row, int rows, Range columns,
+                                       uint32_t staged = 0)
       : p_(p),
+        staged_(staged),
         batch_(batch),
         head_(head),
         first_row_(first_row),
         rows_(rows),
         begin_(static_cast<int>(columns.begin)),
         end_(static_cast<int>(columns.end)) {
+    if constexpr (kStaged) {
+      ptx::cp_async_wait<0>();
+      __syncwarp();
+    }
     look<kAhead>(0);
   }
   __device__ __forceinline__ bool done() const { return visited_ == 0; }
   __device__ __forceinline__ int first() const { return begin_ + (window_ + __ffs(visited_) - 1) * kBlock; }
   __device__ __forceinline__ bool masked() const { return (full_ & visited_ & -visited_) == 0; }
+  // False: a query of the tile attends to all of the block, so that every key has one.
+  __device__ __forceinline__ bool hides() const
+    requires kStaged
+  {
+    return (covered_ & visited_ & -visited_) == 0;
+  }
   __device__ __forceinline__ void advance() {
     visited_ &= visited_ - 1;
     if (visited_ == 0) look<1>(window_ + 32);
   }
 
  private:
+  __device__ __forceinline__ OwnKeys own_keys_of(int row) const {
+    if constexpr (kStaged) {
+      return own_keys_by(p_, first_row_ + row, [&](int n) {
+        return static_cast<int>(ptx::load_shared_word(staged_ + staged_at<kRows>(n, row)));
+      });
+    } else {
+      return own_keys(p_, ranges_of(p_, batch_, head_), first_row_ + row);
+    }
+  }
   // run(begin, end) for the two intervals of keys of a row.
   template <typename Run>
   __device__ __forceinline__ void each_interval(const OwnKeys& own, Run run) const {
@@ -127,10 +172,16 @@ class KeyBlocks {
     }
   }
 
+  // The blocks that lie within an interval of keys, as bits. Past the last key there is nothing to hide.
+  __device__ __forceinline__ uint32_t whole_blocks(int begin, int end) const {
+    const int past = end == end_ - begin_ ? end + kBlock - 1 : end;
+    return bits_between((begin + kBlock - 1) / kBlock - window_, past / kBlock - window_);
+  }
+
   // The first block from number `from` on that is visited, and the 31 behind it.
   template <int kAtOnce>
   __device__ __forceinline__ void look(int from) {
-    visited_ = full_ = 0;
+    visited_ = full_ = covered_ = 0;
     if (p_.ranges == nullptr) {
       const Range all = {begin_, end_};
       const Range visited = p_.band.visited(first_row_, rows_, all), full = p_.band.full(first_row_, rows_, all);
@@ -139,10 +190,13 @@ class KeyBlocks {
       visited_ = bits_between(0, static_cast<int>(visited.end - begin_ + kBlock - 1) / kBlock - window_);
       full_ = bits_between(static_cast<int>(full.begin - begin_ + kBlock - 1) / kBlock - window_,
                            static_cast<int>(full.end - begin_) / kBlock - window_);
+      if constexpr (kStaged) {
+        covered_ = whole_blocks(static_cast<int>(visited.begin) - begin_, static_cast<int>(visited.end) - begin_);
+      }
       return;
     }
     const auto each_row = [&](auto run) {
-      each_own_keys<kAtOnce>(p_, ranges_of(p_, batch_, head_), first_row_, rows_, run);
+      each_own_keys<kAtOnce>([&](int row) { return own_keys_of(row); }, rows_, run);
     };
     int nearest = kNoBlock;
     each_row([&](const OwnKeys& own) {
@@ -152,23 +206,27 @@ class KeyBlocks {
     });
     window_ = __reduce_min_sync(0xffffffffu, nearest);
     if (window_ == kNoBlock) return;
-    uint32_t seen = 0, full = ~0u;
+    uint32_t seen = 0, full = ~0u, some = 0;
     each_row([&](const OwnKeys& own) {
       uint32_t covered = 0;
       each_interval(own, [&](int begin, int end) {
         seen |= bits_between(begin / kBlock - window_, (end + kBlock - 1) / kBlock - window_);
         covered |= bits_between((begin + kBlock - 1) / kBlock - window_, end / kBlock - window_);
+        if constexpr (kStaged) some |= whole_blocks(begin, end);
       });
       full &= covered;
     });
+    if constexpr (kStaged) covered_ = __reduce_or_sync(0xffffffffu, some);
     visited_ = __reduce_or_sync(0xffffffffu, seen);
     full_ = __reduce_and_sync(0xffffffffu, full);
   }
 
   const Score& p_;
+  uint32_t staged_;
   int batch_, head_, first_row_, rows_, begin_, end_;
   int window_;               // the first of 32 blocks,
   uint32_t visited_, full_;  // of which a bit says whether it is visited, still to come, and needs no mask
+  uint32_t covered_;         // and whether some query attends to all of it, or by the band all together
 };
 
 // KeyBlocks with queries and keys exchanged: the blocks of kBlock queries, of so many heads one after the other, by
@@ -267,15 +325,17 @@ class QueryBlocks {
       return true;
     }
     bool some = false, all = true;
-    each_own_keys<kAtOnce>(p_, ranges_of(p_, batch_, head_), first_, kBlock, [&](const OwnKeys& own) {
-      bool covers = false;
+    const int32_t* ranges = ranges_of(p_, batch_, head_);
+    each_own_keys<kAtOnce>([&](int row) { return own_keys(p_, ranges, first_ + row); }, kBlock,
+                           [&](const OwnKeys& own) {
+                             bool covers = false;
 #pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        some |= max(own.begin[which], begin_) < min(own.end[which], end_);
-        covers |= own.begin[which] <= begin_ && own.end[which] >= end_;
-      }
-      all &= covers;
-    });
+                             for (int which = 0; which < 2; ++which) {
+                               some |= max(own.begin[which], begin_) < min(own.end[which], end_);
+                               covers |= own.begin[which] <= begin_ && own.end[which] >= end_;
+                             }
+                             all &= covers;
+                           });
     masked_ = !__all_sync(0xffffffffu, all);
     return __any_sync(0xffffffffu, some);
   }

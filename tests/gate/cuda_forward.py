@@ -15,6 +15,9 @@ SPILLS = {  # by kind, head size and variant
         "90a": Budget(16, "3 words of the walk over blocks, one read twice, for four blocks of threads"),
         "100": Budget(24, "5 words of the walk over blocks, one read twice, for four blocks of threads"),
     },
+    ("forward", 32, "generic pages"): {
+        "90a": Budget(24, "6 words of the walk over blocks and pages, for four blocks of threads"),
+    },
 }
 
 

@@ -38,7 +38,8 @@ def _case(tile: tuple[int, int, int], schedule: str, fast_path: bool) -> Case:
     barriers = 2 * consumers + 4 * stages
     shared = consumers * 64 * slabs * 128 + stages * keys * (slabs + slabs_v) * 128 + barriers * 8
     shared += 4 * (consumers if fast_path else stages + consumers)  # what the producer tells the consumers
-    shared += 0 if fast_path else 2 * 4 * consumers * 16  # and what their warps tell each other of two blocks
+    if not fast_path:  # what their warps tell each other of two blocks; the key ranges of the queries
+        shared += 2 * 4 * consumers * 16 + 16 * 64 * consumers
     scores, outputs, exponentials = size // 16, keys // 16, keys // 2 * (1 if fast_path else 2)
     serial, turns = schedule == "serial", 0 if schedule == "overlap" else 2
     counts = {

@@ -1,6 +1,6 @@
 """The cases of csrc/cuda/backward_sm90.cu: every shape that its table names, and what the tile makes of it."""
 
-from .case import Case, Cuda
+from .case import Budget, Case, Cuda
 
 SOURCE = "csrc/cuda/backward_sm90.cu"
 HOPPER = "90a"
@@ -36,6 +36,7 @@ def _fused(fast_path: bool) -> Case:
         require={HOPPER: {**dkdv.require[HOPPER], "HGMMA": 32, "UBLKRED": 1}},
         loop={HOPPER: {"HGMMA": 32, "MUFU.EX2": 32}},
         order={HOPPER: (*first, f"{WAIT}1", ("HGMMA", 12), f"{WAIT}0")},
+        spills={} if fast_path else {HOPPER: Budget(8, "a word of the marks, written before the loop, read behind it")},
     )
 
 
@@ -49,9 +50,9 @@ def _case(kind: str, head_dim: int, fast_path: bool) -> Case:
     constants = slots * columns * 4 if dkdv else 0
     barriers = 2 + 2 * slots + (2 if split else 0)
     shared = tiles + handed + constants + 8 * barriers
-    if not fast_path:  # what the producer tells the consumers, and the keys of the queries
+    if not fast_path:  # what the producer tells the consumers, and a bit for each key of the rows, of each query
         told = shared + 2 * slots * 4
-        shared = -(-told // 16) * 16 + slots // 2 * columns * 16 if dkdv else -(-told // 16) * 16
+        shared = -(-told // 16) * 16 + (slots // 2 * columns * 8 * row_tiles if dkdv else 0)
     counts = {
         "USETMAXREG": 2,
         "HGMMA": 2 * (head_dim // 16) + gradients * (columns // 16),
