@@ -7,6 +7,7 @@ the most instructions of `WORK`, the shortest. Masks at the edge of a band, and 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import re
@@ -97,20 +98,32 @@ def _without_address(packed: str) -> list[Instruction]:
     for at, targets in successors.items():
         for target in targets:
             before[target].append(at)
-    seen: set[tuple[int, str]] = set()
+    # Of a block and a register: the instructions that write it, in order, and which of their words it is.
+    writers: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for at, block in blocks.items():
+        for i, x in enumerate(block):
+            for word, register in enumerate(_written(x)):
+                writers.setdefault((at, register), []).append((i, word))
+    asked: set[tuple[int, int, str]] = set()  # values: a block, the instruction in it (-1: none), the register
+    refuted: set[tuple[int, int, str]] = set()
 
     def comes_of_address(at: int, n: int, register: str) -> bool:
         """Of what a register holds before instruction n of a block."""
-        for i in reversed(range(n)):
-            x = blocks[at][i]
-            written = _written(x)
-            if register in written:
-                found = made_of_address(at, i, x, written.index(register))
-                return found and (not x.guard or comes_of_address(at, i, register))
-        if (at, register) in seen:  # a way that comes back to itself adds nothing
-            return True
-        seen.add((at, register))
-        return bool(before[at]) and all(comes_of_address(one, len(blocks[one]), register) for one in before[at])
+        places = writers.get((at, register), [])
+        last = bisect.bisect_left(places, (n,))
+        i, word = places[last - 1] if last else (-1, 0)
+        value = at, i, register
+        if value not in asked:
+            asked.add(value)  # and taken to be right meanwhile: a way that comes back to itself adds nothing
+            if i >= 0:
+                x = blocks[at][i]
+                right = made_of_address(at, i, x, word) and (not x.guard or comes_of_address(at, i, register))
+            else:
+                ways = before[at]
+                right = bool(ways) and all(comes_of_address(one, len(blocks[one]), register) for one in ways)
+            if not right:
+                refuted.add(value)
+        return value not in refuted
 
     def made_of_address(at: int, i: int, x: Instruction, word: int) -> bool:
         if re.search(r", 0x3fff\b", x.operands) or (x.is_a("SGXT", "USGXT") and x.operands.endswith(" 0xe")):
@@ -122,15 +135,18 @@ def _without_address(packed: str) -> list[Instruction]:
         sources = re.findall(r"(?<![\w\[])(U?R)(\d+)", x.operands.partition(",")[2])
         return any(comes_of_address(at, i, f"{kind}{int(number) + word}") for kind, number in sources)
 
-    found = []
-    for at, block in blocks.items():
-        for n, x in enumerate(block):
-            if x.is_a("HGMMA") and (first := re.search(r"gdesc\[UR(\d+)\]", x.operands)):
-                # The first operand's, unless that is in registers; then the second's.
-                words = (2,) if re.match(r"R\d+, R", x.operands) else (0, 2)
-                seen.clear()
-                if not all(comes_of_address(at, n, f"UR{int(first[1]) + word}") for word in words):
-                    found.append(x)
+    def by_address(at: int, n: int, x: Instruction) -> bool:
+        first = re.search(r"gdesc\[UR(\d+)\]", x.operands) if x.is_a("HGMMA") else None
+        # The first operand's, unless that is in registers; then the second's.
+        words = () if first is None else (2,) if re.match(r"R\d+, R", x.operands) else (0, 2)
+        return all(comes_of_address(at, n, f"UR{int(first[1]) + word}") for word in words)
+
+    # What is refuted stays so; what wasn't is right once nothing more is, since then each leans on others as right.
+    found, known = [], -1
+    while known < len(refuted):
+        known = len(refuted)
+        asked = refuted.copy()
+        found = [x for at, block in blocks.items() for n, x in enumerate(block) if not by_address(at, n, x)]
     return found
 
 
