@@ -435,35 +435,32 @@ def test_a_triton_spill_is_found(fresh):
     ]
 
 
-USES_OF_R1 = {
-    # What ptxas 12.8 made of a descriptor of wgmma, whose register was never written to.
-    "IADD3 R7, P3, R1, 0x2, RZ": True,
-    "IADD3.X R9, R1.reuse, 0x40000040, RZ, P1, !PT": True,
-    "IMAD.MOV.U32 R0, RZ, RZ, R1": True,
-    "PRMT R34, R32, 0x7604, R1": True,
-    "PRMT R32, R32.reuse, 0x203, R1.reuse": False,  # all bytes are of the first operand
-    "LDC R1, c[0x0][0x28]": False,
-    "IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28]": False,
-    "VIADD R1, R1, 0xfffffff8": False,
-    "IADD3 R1, PT, PT, R1, -0x18, RZ": False,
-    "STL [R1], R3": False,
-    "LDL.LU R9, [R1+0xc]": False,
-    "IADD3 R7, P3, R10, 0x2, RZ": False,
+ADDRESS = ("SHF.R.U32.HI R13, RZ, 0x4, R12", "SGXT.U32 R13, R13, 0xe")
+WGMMA = "HGMMA.64x16x8.F32.TF32 R48, R24, gdesc[UR20], R48"
+DESCRIPTORS = {
+    "made of an address": ((*ADDRESS, "IADD3 R14, P0, R13, 0x2, RZ", "R2UR UR22, R14"), True),
+    "kept on the stack": (
+        (*ADDRESS, "STL [R1+0x4], R13", "LDL.64 R14, [R1]", "R2UR UR12, R15", "UIADD3.64 UR22, UR12, 0x2, URZ"),
+        True,
+    ),
+    # As ptxas 12.8 made them.
+    "before the address": (("CS2R R14, SRZ", "IADD3 R14, P0, R14, 0x2, RZ", *ADDRESS, "R2UR UR22, R14"), False),
+    "of the stack pointer": (("LDC R1, c[0x0][0x28]", "IADD3 R7, P3, R1, 0x2, RZ", "R2UR UR22, R7"), False),
+    "on one way only": (("@!P0 BRA 0x40", *ADDRESS, "R2UR UR22, R13"), False),
 }
 
 
-def test_a_computation_with_the_stack_pointer_is_found(fresh):
-    """Of a Triton kernel, which has no arrays whose addresses it could take."""
-    case = matmul("80")
-    (kernel,) = rules.of_case(case, "80")
-    listing = "".join(f"/*{16 * n:04x}*/ {line} ;\n" for n, line in enumerate(USES_OF_R1))
-    planted = dataclasses.replace(kernel, packed=binary.pack(listing, {}))
-    found = [line for line, is_one in USES_OF_R1.items() if is_one]
-    assert list(map(str, sass.of_the_stack_pointer(planted))) == found
-    assert rules.broken(case, "80", kernel) == []
-    assert rules.broken(case, "80", planted) == [
-        f"kernel matmul on sm_80: {len(found)} instructions compute with the stack pointer, the first is {found[0]}"
-    ]
+@pytest.mark.parametrize("case", list(DESCRIPTORS))
+def test_a_descriptor_that_comes_of_no_address_is_found(fresh, case):
+    lines, is_right = DESCRIPTORS[case]
+    matmul_case = matmul("80")
+    (kernel,) = rules.of_case(matmul_case, "80")
+    listing = "".join(f"/*{16 * n:04x}*/ {line} ;\n" for n, line in enumerate((*lines, WGMMA, "EXIT")))
+    counts = {**kernel.sass, "HGMMA.64x16x8.F32.TF32": 1}
+    planted = dataclasses.replace(kernel, packed=binary.pack(listing, {}), sass=counts)
+    said = f"1 wgmma by descriptors that don't come of an address, the first is {WGMMA}"
+    assert rules.broken(matmul_case, "80", kernel) == []
+    assert rules.broken(matmul_case, "80", planted) == ([] if is_right else [f"kernel matmul on sm_80: {said}"])
 
 
 def test_a_triton_kernels_shared_memory_is_held_to_the_chips(fresh):

@@ -37,9 +37,8 @@ KERNELS = ("forward", "dkdv", "dq", "tangent", "second_dkdv", "second_dq")
 # Of these, tiles on sm_90 have 32 rows at most, which mma.sync multiplies. With 64 it would be wgmma, and where two
 # products with weights from registers follow each other, as they do here, Triton (3.7.1) converts the second's weights
 # after the wgmma.fence that has to order it. With descriptors they have 2 stages: with one, TMA writes a tile where a
-# store was, without the proxy fence between. (The simulator reports both.) Tiles of float32's dkdv have 32 keys at most
-# too: with 64, where a head size is in two parts, ptxas 12.8, which Triton 3.6 and 3.7 bring along, makes descriptors
-# of wgmma from a register that nothing was written to, and products read beyond shared memory. (The gate reports that.)
+# store was, without the proxy fence between. (The simulator reports both.) Tiles of float32 have 32 rows at most too
+# where a head size is in two parts, dkdv's at every head size (`_miscompiled`).
 MMA_SYNC = ("tangent", "second_dkdv", "second_dq")
 FEATURES = ("plain", "mods", "tile", "ranges")
 _INSTEAD = {"ranges": "tile"}  # of a feature without a row, before "plain"
@@ -201,14 +200,23 @@ def chunk(head_dim: int, head_dim_v: int, itemsize: int, roomy: bool) -> int:
     return 128 // itemsize if max(head_dim, head_dim_v) > whole[itemsize] else 0
 
 
+def _miscompiled(row: Row, config: Config, in_parts: bool) -> bool:
+    """Whether ptxas 12.8, which Triton 3.6 and 3.7 bring along, may make wrong code of a tile. Of float32 on sm_90 in
+    64 rows or more, which wgmma multiplies, with a head size in two parts: it computes descriptors from an address
+    before that is there, of whatever is in the register. (The gate looks where descriptors come from.)"""
+    rows = config.block_n if row.kernel.endswith("dkdv") else config.block_m
+    return row.arch == 90 and row.itemsize == 4 and rows >= 64 and in_parts
+
+
 def choose(row: Row, head_dim: int, head_dim_v: int, table: Table = TABLE) -> Config:
     """The configuration of a row for two head sizes. LookupError above its largest, 512."""
-    size = max(sum(chunks(head_dim)), sum(chunks(head_dim_v)))
+    cut = chunks(head_dim), chunks(head_dim_v)
+    size, in_parts = max(map(sum, cut)), any(rest for _, rest in cut)
     for arch in dict.fromkeys((row.arch, 80)):
         for feature in dict.fromkeys((row.feature, _INSTEAD.get(row.feature, "plain"), "plain")):
             by_size = table.get(row._replace(arch=arch, feature=feature), {})
             for limit in sorted(by_size):
-                if size <= limit:
+                if size <= limit and not _miscompiled(row, by_size[limit], in_parts):
                     return by_size[limit]
     raise LookupError(f"no configuration for head sizes {head_dim} and {head_dim_v}: {row}")
 

@@ -77,8 +77,8 @@ def broken(case: Case, arch: str, kernel: Kernel) -> list[str]:
     for used, left in sass.setmaxnreg(kernel):
         if used > left:
             lines.append(f"{used} registers behind a USETMAXREG that leaves {left}")
-    if not isinstance(case.source, Cuda) and (found := sass.of_the_stack_pointer(kernel)):
-        lines.append(f"{len(found)} instructions compute with the stack pointer, the first is {found[0]}")
+    if not isinstance(case.source, Cuda) and (found := sass.without_address(kernel)):
+        lines.append(f"{len(found)} wgmma by descriptors that don't come of an address, the first is {found[0]}")
     lines += [f"ptxas: {note}" for note in kernel.notes if is_fatal(note)]
     for opcode, least in case.required(arch).items():
         if (found := kernel.count(opcode)) < least:

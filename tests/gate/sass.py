@@ -7,6 +7,7 @@ the most instructions of `WORK`, the shortest. Masks at the edge of a band, and 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import re
@@ -83,19 +84,97 @@ def parse(listing: str) -> list[Instruction]:
     return [Instruction(int(at, 16), guard, name, rest) for at, guard, name, rest in re.findall(pattern, listing)]
 
 
-def of_the_stack_pointer(kernel: Kernel) -> list[Instruction]:
-    """What computes with R1, the stack pointer, beyond addresses and the size of the frame: of a kernel without arrays
-    of its own that is ptxas' name for a register that nothing was written to."""
-    return [x for x in parse(unpack(kernel.packed)) if _reads_stack_pointer(x)]
+def without_address(kernel: Kernel) -> list[Instruction]:
+    """The products that read shared memory by a descriptor which doesn't come, on every way there, of an address: of
+    14 bits cut from one, as its low word has them. What is added before the address is there, ptxas (12.8) takes from
+    whatever is in the register."""
+    return _without_address(kernel.packed) if kernel.count("HGMMA") else []
 
 
-def _reads_stack_pointer(x: Instruction) -> bool:
-    result, _, sources = x.operands.partition(",")
-    if result == "R1" or not re.search(r"(?<![\w\[])-?\|?R1\b(?![.\w]*64)", sources):
-        return False
-    if x.is_a("PRMT") and (chosen := re.search(r"0x([0-9a-f]+), -?R1\b", sources)):
-        return any(int(digit, 16) & 4 for digit in chosen[1])  # a byte of the second operand
-    return True
+@functools.lru_cache(64)
+def _without_address(packed: str) -> list[Instruction]:
+    blocks, successors = control_flow(parse(unpack(packed)))
+    before: dict[int, list[int]] = {at: [] for at in blocks}
+    for at, targets in successors.items():
+        for target in targets:
+            before[target].append(at)
+    # Of a block and a register: the instructions that write it, in order, and which of their words it is.
+    writers: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for at, block in blocks.items():
+        for i, x in enumerate(block):
+            for word, register in enumerate(_written(x)):
+                writers.setdefault((at, register), []).append((i, word))
+    asked: set[tuple[int, int, str]] = set()  # values: a block, the instruction in it (-1: none), the register
+    refuted: set[tuple[int, int, str]] = set()
+
+    def comes_of_address(at: int, n: int, register: str) -> bool:
+        """Of what a register holds before instruction n of a block."""
+        places = writers.get((at, register), [])
+        last = bisect.bisect_left(places, (n,))
+        i, word = places[last - 1] if last else (-1, 0)
+        value = at, i, register
+        if value not in asked:
+            asked.add(value)  # and taken to be right meanwhile: a way that comes back to itself adds nothing
+            if i >= 0:
+                x = blocks[at][i]
+                right = made_of_address(at, i, x, word) and (not x.guard or comes_of_address(at, i, register))
+            else:
+                ways = before[at]
+                right = bool(ways) and all(comes_of_address(one, len(blocks[one]), register) for one in ways)
+            if not right:
+                refuted.add(value)
+        return value not in refuted
+
+    def made_of_address(at: int, i: int, x: Instruction, word: int) -> bool:
+        if re.search(r", 0x3fff\b", x.operands) or (x.is_a("SGXT", "USGXT") and x.operands.endswith(" 0xe")):
+            return True
+        if x.is_a("LDL"):
+            return (slot := _slot(x)) is not None and comes_of_address(at, i, f"[{slot + 4 * word}]")
+        if not x.is_a("STL", *_PASSING_ON):
+            return False
+        sources = re.findall(r"(?<![\w\[])(U?R)(\d+)", x.operands.partition(",")[2])
+        return any(comes_of_address(at, i, f"{kind}{int(number) + word}") for kind, number in sources)
+
+    def by_address(at: int, n: int, x: Instruction) -> bool:
+        first = re.search(r"gdesc\[UR(\d+)\]", x.operands) if x.is_a("HGMMA") else None
+        # The first operand's, unless that is in registers; then the second's.
+        words = () if first is None else (2,) if re.match(r"R\d+, R", x.operands) else (0, 2)
+        return all(comes_of_address(at, n, f"UR{int(first[1]) + word}") for word in words)
+
+    # What is refuted stays so; what wasn't is right once nothing more is, since then each leans on others as right.
+    found, known = [], -1
+    while known < len(refuted):
+        known = len(refuted)
+        asked = refuted.copy()
+        found = [x for at, block in blocks.items() for n, x in enumerate(block) if not by_address(at, n, x)]
+    return found
+
+
+_PASSING_ON = ("MOV", "UMOV", "IMAD", "R2UR", "IADD3", "UIADD3", "VIADD", "LOP3", "ULOP3", "SEL", "USEL", "SHFL")
+
+
+def _written(x: Instruction) -> list[str]:
+    """The registers, and words of the stack by their place, that an instruction writes, as far as values of descriptors
+    may be in them."""
+    if x.is_a("STL"):
+        words = 4 if ".128" in x.name else 2 if ".64" in x.name else 1
+        return [] if (slot := _slot(x)) is None else [f"[{slot + 4 * n}]" for n in range(words)]
+    result = re.match(r"(U?R)(\d+)\b", x.operands)
+    if result is None or x.is_a("BRA", "BRX", "RET"):
+        return []
+    if product := re.match(r"HGMMA\.64x(\d+)x", x.name):
+        width = int(product[1]) // 2
+    elif re.search(r"\.128|88\.4", x.name):
+        width = 4
+    else:
+        width = 2 if re.search(r"\.64|\.WIDE|88\.2|^CS2R", x.name) else 1
+    return [f"{result[1]}{int(result[2]) + n}" for n in range(width)]
+
+
+def _slot(x: Instruction) -> int | None:
+    """Where on the stack it loads or stores."""
+    found = re.search(r"\[R1(?:\+(0x[0-9a-f]+))?\]", x.operands)
+    return int(found[1] or "0", 16) if found else None
 
 
 def main_loop(kernel: Kernel) -> Loop:

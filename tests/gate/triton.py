@@ -75,7 +75,6 @@ _MASKED: dict[tuple[int, str, int, str], dict[str, tuple[int, str]]] = {
     (80, "forward", 64, "bits"): {"120a": (16, _SM120)},
     (80, "dkdv", 64, "bits"): {"120a": (60, _SM120)},
 }
-_TWO_PARTS = {("forward", 4): {"90a": (44, _FEW)}}  # by kernel and element size
 _PLACES = "addresses of 64 bits, which change with each block's pages, beside the tile"
 _IN_PAGES: dict[tuple[int, int, int, int], dict[str, tuple[int, str]]] = {
     (80, 2, 128, 256): {"86": (32, _PLACES)},
@@ -114,16 +113,25 @@ def cases() -> list[Case]:
 
 
 def _cases_of_two_parts() -> list[Case]:
-    """A head size that is cut into a power of two and a rest: twice the descriptors, and twice the products."""
+    """A head size that is cut into a power of two and a rest: twice the descriptors, and twice the products. Of float32
+    value's alone too, and a bias: with wgmma each of these was miscompiled (`configs._miscompiled`)."""
     found = []
-    for itemsize, size in ((2, 96), (4, 48)):
-        problem = _problem(90, size, itemsize, "plain")
+    for itemsize, size, size_v, feature in (
+        (2, 96, 96, "plain"),
+        (4, 48, 48, "plain"),
+        (4, 48, 48, "tile"),
+        (4, 8, 40, "plain"),
+    ):
+        problem = _problem(90, size, itemsize, feature)
+        v = problem.v._replace(shape=(*problem.v.shape[:3], size_v)).like(size_v).spec()
+        problem = problem._replace(v=v)
         for name in ("forward", "dkdv", "dq"):
             step = _step(problem, name)
             assert step is not None
-            about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} d{size} in two parts sm_90"
-            budget = _TWO_PARTS.get((name, itemsize), {})
-            found.append(_case(about, step.kernel, "90a", {"90a": {"UTMALDG": 2}}, budget))
+            sizes = f"d{size}" + (f"-{size_v}" if size_v != size else "")
+            about = f"triton {name} {'bf16' if itemsize == 2 else 'fp32'} {sizes} {feature} in two parts sm_90"
+            products = {"HMMA" if itemsize == 4 else "HGMMA": 1}
+            found.append(_case(about, step.kernel, "90a", {"90a": {"UTMALDG": 2, **products}}, {}))
     return found
 
 
@@ -266,7 +274,8 @@ def _step(problem: plan.PlanKey, kernel: str) -> plan.Step | None:
         return plan.forward_plan(problem, True).step
     mask = GRAD_Q | GRAD_K | GRAD_V
     if kernel in ("dkdv", "dq"):
-        backward = plan.backward_plan(problem, problem.q, problem.q, False, mask)
+        out = problem.q._replace(shape=(*problem.q.shape[:3], problem.v.shape[3])).like(problem.v.shape[3]).spec()
+        backward = plan.backward_plan(problem, out, out, False, mask)
         return backward.dkdv if kernel == "dkdv" else backward.dq
     tbias = None if problem.bias_dtype in _BIASES.values() else problem.bias
     tangents = plan.TangentSpecs(problem.q, problem.k, problem.v, tbias)
