@@ -29,8 +29,8 @@ EXCLUDED = {
 @pytest.mark.parametrize("kind", ["keys in front of a window and behind it", "queries behind a window"])
 def test_bands_where_columns_come_in_chunks(kind):
     queries, keys, options = EXCLUDED[kind]
-    inputs, options = make((queries, keys, 40, 2), FP32, poison=math.nan, **options)
     with simulated.triton() as target:
+        inputs, options = make(target, (queries, keys, 40, 2), FP32, poison=math.nan, **options)
         target.check(inputs, **options)
     assert all(kernel.constants["CHUNK"] for kernel in target.launched if "CHUNK" in kernel.constants)
 
@@ -38,8 +38,8 @@ def test_bands_where_columns_come_in_chunks(kind):
 @pytest.mark.parametrize(("case", "gpu"), list(enumerate([90, 80, 90, 80, 90])))
 def test_derivatives_of_second_order_and_forward_mode(case, gpu):
     queries, keys, options = list(EXCLUDED.values())[case]
-    inputs, options = make((queries, keys, 64, 2), BF16, poison=math.nan, **options)
     with simulated.triton(gpu) as target:
+        inputs, options = make(target, (queries, keys, 64, 2), BF16, poison=math.nan, **options)
         got, want = (derivatives(target, inputs, poison, options) for poison in (math.nan, None))
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x, y)
@@ -55,9 +55,9 @@ DECODED = {
 @pytest.mark.parametrize("kind", DECODED)
 def test_bits_of_few_queries(kind):
     sizes, dtype, masks = DECODED[kind]
-    inputs, options = make(sizes, dtype, poison=math.nan, **masks)
     with simulated.triton() as target:
-        target.check(inputs, gradients=False, **on(target, options))
+        inputs, options = make(target, sizes, dtype, poison=math.nan, **masks)
+        target.check(inputs, gradients=False, **on(target, inputs, options))
     assert target.kernels() == ["decode_kernel", "combine_kernel"]
 
 
@@ -75,7 +75,6 @@ BITS = {
 def test_bits(kind, monkeypatch):
     """Output, log-sum-exp and gradients, of a mask that becomes no bools; those behind the last key may be anything."""
     gpu, sizes, dtype, options = BITS[kind]
-    inputs, options = make(sizes, dtype, poison=math.nan, **options)
     keys = sizes[1]
     monkeypatch.setattr("attnkern.bits.bools", None)
 
@@ -84,6 +83,7 @@ def test_bits(kind, monkeypatch):
         return target.attention(attn_mask=attnkern.Mask(None, bits, None, sizes[0], keys), **given)
 
     with simulated.triton(gpu) as target:
+        inputs, options = make(target, sizes, dtype, poison=math.nan, **options)
         target.check(inputs, function=attention, **options)
     assert {kernel.constants["BIAS"] & 4 for kernel in target.launched if "BIAS" in kernel.constants} == {4}
 
