@@ -436,7 +436,7 @@ def test_a_triton_spill_is_found(fresh):
 
 
 ADDRESS = ("SHF.R.U32.HI R13, RZ, 0x4, R12", "SGXT.U32 R13, R13, 0xe")
-WGMMA = "HGMMA.64x16x8.F32.TF32 R48, R24, gdesc[UR20], R48"
+BY_DESCRIPTOR = "HGMMA.64x16x8.F32.TF32 R48, R24, gdesc[UR20], R48"
 DESCRIPTORS = {
     "made of an address": ((*ADDRESS, "IADD3 R14, P0, R13, 0x2, RZ", "R2UR UR22, R14"), True),
     "kept on the stack": (
@@ -455,10 +455,10 @@ def test_a_descriptor_that_comes_of_no_address_is_found(fresh, case):
     lines, is_right = DESCRIPTORS[case]
     matmul_case = matmul("80")
     (kernel,) = rules.of_case(matmul_case, "80")
-    listing = "".join(f"/*{16 * n:04x}*/ {line} ;\n" for n, line in enumerate((*lines, WGMMA, "EXIT")))
+    listing = "".join(f"/*{16 * n:04x}*/ {line} ;\n" for n, line in enumerate((*lines, BY_DESCRIPTOR, "EXIT")))
     counts = {**kernel.sass, "HGMMA.64x16x8.F32.TF32": 1}
     planted = dataclasses.replace(kernel, packed=binary.pack(listing, {}), sass=counts)
-    said = f"1 wgmma by descriptors that don't come of an address, the first is {WGMMA}"
+    said = f"1 wgmma by descriptors that don't come of an address, the first is {BY_DESCRIPTOR}"
     assert rules.broken(matmul_case, "80", kernel) == []
     assert rules.broken(matmul_case, "80", planted) == ([] if is_right else [f"kernel matmul on sm_80: {said}"])
 
