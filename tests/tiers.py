@@ -115,12 +115,16 @@ TOUCHES = [
     ("tests/random_problems.py", "direct extremes fuzz isa nn properties refusals testing triton_suite"),
     ("tests/matrix.py", MATRIX),
     ("tests/bad_calls.py", "errors flash_attn_refusals jagged key_ranges mask varlen"),
-    ("tests/sequences.py", "flash_attn jagged threads varlen"),
-    ("tests/triton_launches.py tests/triton_variants.py", "triton_versions"),
+    ("tests/sequences.py", "few_keys flash_attn jagged threads varlen"),
+    ("tests/triton_launches.py", "triton_versions"),
+    ("tests/triton_variants.py", "triton_versions gate"),
     ("tests/interpreted.py", "triton_interpreted"),
     ("tests/cpp/*", "build"),
     ("tests/cuda/*", "cuda_tiles gate tile_order"),
     ("tests/conftest.py tests/proofs.py tests/tiers.py tests/durations.json", "tiers testing rng"),
+    ("tests/test_unattended.py", "cuda_unattended triton_interpreted triton_unattended"),  # and itself
+    ("tests/test_second_order.py", "relative_gpu sinks_gpu"),
+    ("tests/test_triton_suite.py", "triton_gpu"),
     ("tests/test_*", ""),  # itself
     (".*", ""),  # no test reads an editor's or git's settings
 ]

@@ -46,15 +46,15 @@ class Problem(NamedTuple):
     band: tuple[int, int] = (UNBOUNDED, UNBOUNDED)  # left and right
 
     def key(self, capability: int) -> plan.PlanKey:
-        q, k = _dense(2, 4, self.queries, self.size), _dense(2, 4, 1024, self.size)
+        q, k = dense(2, 4, self.queries, self.size), dense(2, 4, 1024, self.size)
         pages = None
         if self.page:
-            k = k._replace(shape=(300, *k.shape[1:]), stride=_dense(300, 4, self.page, self.size).stride)
+            k = k._replace(shape=(300, *k.shape[1:]), stride=dense(300, 4, self.page, self.size).stride)
             pages = plan.Pages(self.page, 1024 // self.page)
         bias = ranges = bias_dtype = None
         if self.bias:
             batch, heads, rows, keys = BIASES[self.bias]
-            bias = _dense(batch, heads, min(rows, self.queries), keys)
+            bias = dense(batch, heads, min(rows, self.queries), keys)
             if self.bias.endswith("by distance"):
                 bias = plan.TensorSpec(bias.shape, (*bias.stride[:2], -1, 1), False)
             bias_dtype = self.dtype if self.bias.startswith("bias") else torch.bool
@@ -109,7 +109,8 @@ PROBLEMS = {
 }
 
 
-def _dense(*shape: int) -> plan.TensorSpec:
+def dense(*shape: int) -> plan.TensorSpec:
+    """A tensor (B, H, L, size) without gaps."""
     return plan.TensorSpec(shape, (0, 0, 0, 0), True).like(shape[3]).spec()
 
 

@@ -53,8 +53,8 @@ class Gpu(Cuda):
             return None
         which = ["--kernel-regex", "kns=attnkern"]
         if tool == "racecheck":
-            # It takes an arrival at an mbarrier for one thread's alone, where __syncwarp has put the warp before it: in
-            # Hopper's kernels it finds nothing but that.
+            # Where a lane arrives at an mbarrier for its warp, after __syncwarp, it doesn't count what the other lanes
+            # did before: in Hopper's kernels it reports that alone.
             which += ["--kernel-regex-exclude", "kns=sm90"]
         return [found, "--tool", tool, *which, "--error-exitcode", "9", "--print-limit", "20"]
 

@@ -11,6 +11,7 @@ from attnkern.triton_kernels import configs, launch, plan
 from attnkern.triton_kernels.configs import Row
 
 from attnkern.params import DECODE_MAX_ROWS, GRAD_BIAS, GRAD_K, GRAD_Q, GRAD_V, AttentionParams
+from triton_variants import dense
 
 from .case import Budget, Case, Triton
 
@@ -123,8 +124,7 @@ def _cases_of_two_parts() -> list[Case]:
         (4, 8, 40, "plain"),
     ):
         problem = _problem(90, size, itemsize, feature)
-        v = problem.v._replace(shape=(*problem.v.shape[:3], size_v)).like(size_v).spec()
-        problem = problem._replace(v=v)
+        problem = problem._replace(v=dense(*problem.v.shape[:3], size_v))
         for name in ("forward", "dkdv", "dq"):
             step = _step(problem, name)
             assert step is not None
@@ -221,7 +221,7 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
         if feature in ("tile", "mask", "bits"):
             entries = keys // 8 if feature == "bits" else keys
             bias = plan.Layout((1, 4, rows, entries), (0, rows * entries, entries, 1)).spec()
-        k = plan.TensorSpec((2, 4, keys, size), (0, 0, 0, 0), True).like(size).spec()
+        k = dense(2, 4, keys, size)
         problem = problem._replace(
             q=problem.q._replace(shape=shape),
             k=k,
@@ -229,7 +229,7 @@ def _decode_cases(size: int, itemsize: int) -> list[Case]:
             bias=bias,
             bias_dtype=None if bias is None else _BIASES.get(feature, problem.dtype),
             params=problem.params._replace(band_offset=keys - rows),  # causal, aligned to the last key
-            ranges=plan.TensorSpec((1, 1, rows, 1), (0, 0, 0, 0), True).like(2).spec() if feature == "ranges" else None,
+            ranges=dense(1, 1, rows, 2) if feature == "ranges" else None,
         )
         forward = plan.forward_plan(problem, True, 132)
         assert forward.step is not None
@@ -256,14 +256,11 @@ def _problem(capability: int, size: int, itemsize: int, feature: str) -> plan.Pl
     """A problem of the kind that a row of the table is for; "tile": a bias shared by the batch, "mask" and "bits": a
     mask so shared, "ranges": two key ranges of each row."""
 
-    def spec(*shape: int) -> plan.TensorSpec:
-        return plan.TensorSpec(shape, (0, 0, 0, 0), True).like(shape[3]).spec()
-
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-    x = spec(2, 4, 1024, size)
-    bias = spec(1, 4, 1024, 128 if feature == "bits" else 1024) if feature in ("tile", *_BIASES) else None
+    x = dense(2, 4, 1024, size)
+    bias = dense(1, 4, 1024, 128 if feature == "bits" else 1024) if feature in ("tile", *_BIASES) else None
     bias_dtype = _BIASES.get(feature, dtype) if bias else None
-    ranges = plan.TensorSpec((1, 1, 1024, 2), (0, 0, 0, 0), True).like(2).spec() if feature == "ranges" else None
+    ranges = dense(1, 1, 1024, 2) if feature == "ranges" else None
     params = AttentionParams(size**-0.5, 30.0 if feature == "mods" else 0.0, window_right=0)
     return plan.PlanKey(capability, dtype, x, x, x, bias, bias_dtype, 0, params, False, ranges)
 
@@ -274,7 +271,7 @@ def _step(problem: plan.PlanKey, kernel: str) -> plan.Step | None:
         return plan.forward_plan(problem, True).step
     mask = GRAD_Q | GRAD_K | GRAD_V
     if kernel in ("dkdv", "dq"):
-        out = problem.q._replace(shape=(*problem.q.shape[:3], problem.v.shape[3])).like(problem.v.shape[3]).spec()
+        out = dense(*problem.q.shape[:3], problem.v.shape[3])
         backward = plan.backward_plan(problem, out, out, False, mask)
         return backward.dkdv if kernel == "dkdv" else backward.dq
     tbias = None if problem.bias_dtype in _BIASES.values() else problem.bias
