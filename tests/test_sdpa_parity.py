@@ -245,8 +245,7 @@ def test_any_head_size(target, head_dim, dtype):
 @pytest.mark.parametrize("seqlen_q", [9, 33])
 def test_long_products_keep_their_digits(target, seqlen_q, dtype):
     """A query's only key weighs 1, whatever both passes make of 512 terms: rounding has nowhere to hide."""
-    for _ in range(20):
-        target.check(target.inputs(1, 2, seqlen_q, 40, 512, dtype=dtype), is_causal=True)
+    target.check(target.inputs(20, 2, seqlen_q, 40, 512, dtype=dtype), is_causal=True)
 
 
 # --- scale
@@ -488,7 +487,11 @@ def test_lazily_negated_views(target):
 
 # --- named cases
 
-SMALL_CASES = [c for c in cases.CASES if c.batch * c.heads_q * c.seqlen_q * c.seqlen_k * c.head_dim <= 2**22]
+SMALL_CASES = [
+    pytest.param(c, marks=[] if c.dtype == "fp32" else pytest.mark.prove)
+    for c in cases.CASES
+    if c.batch * c.heads_q * c.seqlen_q * c.seqlen_k * c.head_dim <= 2**22
+]
 
 
 @contract(65)
