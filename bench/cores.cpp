@@ -1,7 +1,9 @@
 // What a call would take on many cores, from its tasks' times on one. The kernels run as they are, cut for any number
 // of threads, but task by task: each worker's share at first, one task after the other, as its core would meet them;
 // then the times are replayed through the queue itself, by workers that each have a clock. Whoever's clock is behind
-// takes the next task. Parts of a call that one thread runs are timed as they are.
+// takes the next task. Parts of a call that one thread runs are timed as they are. None of the tasks waits for others
+// as it runs, so that sums are added up in another order; when it would, and how far others have come, is noted, and
+// the clocks wait for each other.
 //
 // A line on stdin is a problem, `pass dtype batch heads_q heads_k seqlen_q seqlen_k head_dim mask threads rounds`:
 // forward or backward; float32 or bfloat16; all, causal, packed (causal sequences side by side) or prefix (ranges: the
@@ -18,21 +20,71 @@
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "cpu/tasks.h"
 
-// The linker gives the kernels' calls of thread_scratch() to this one (--wrap, in setup.py), which notes what they ask.
+namespace attnkern::cpu {
+namespace {
+
+uint64_t ticks() {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#else
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000 + static_cast<uint64_t>(now.tv_nsec);
+#endif
+}
+
+// What tasks ask of the library that run one by one.
+struct OneByOne {
+  struct Event {
+    double time;  // in ticks, then as a part of the task's time
+    Progress* progress;
+    int64_t reached;
+    bool waits;
+  };
+  std::vector<std::vector<Event>> events;  // of the tasks so far
+  size_t task = 0;
+
+  void note(Progress& progress, int64_t reached, bool waits) {
+    events[task].push_back({static_cast<double>(ticks()), &progress, reached, waits});
+  }
+};
+OneByOne* one_by_one = nullptr;  // null: threads run the tasks
 std::atomic<std::size_t> most_scratch{0};
-extern "C" void* __real__ZN8attnkern3cpu14thread_scratchEm(std::size_t bytes);
-extern "C" void* __wrap__ZN8attnkern3cpu14thread_scratchEm(std::size_t bytes) {
+
+}  // namespace
+}  // namespace attnkern::cpu
+
+// The linker gives the kernels' calls of these functions to those that follow (--wrap, in setup.py).
+extern "C" {
+void* __real__ZN8attnkern3cpu14thread_scratchEm(std::size_t bytes);
+void* __wrap__ZN8attnkern3cpu14thread_scratchEm(std::size_t bytes) {
+  using namespace attnkern::cpu;
   for (std::size_t known = most_scratch; known < bytes && !most_scratch.compare_exchange_weak(known, bytes);) {
   }
   return __real__ZN8attnkern3cpu14thread_scratchEm(bytes);
+}
+void __real__ZN8attnkern3cpu10wait_untilERNS0_8ProgressEl(attnkern::cpu::Progress& progress, int64_t least);
+void __wrap__ZN8attnkern3cpu10wait_untilERNS0_8ProgressEl(attnkern::cpu::Progress& progress, int64_t least) {
+  using namespace attnkern::cpu;
+  if (one_by_one != nullptr) one_by_one->note(progress, least, true);
+  else __real__ZN8attnkern3cpu10wait_untilERNS0_8ProgressEl(progress, least);
+}
+void __real__ZN8attnkern3cpu8announceERNS0_8ProgressEl(attnkern::cpu::Progress& progress, int64_t reached);
+void __wrap__ZN8attnkern3cpu8announceERNS0_8ProgressEl(attnkern::cpu::Progress& progress, int64_t reached) {
+  using namespace attnkern::cpu;
+  if (one_by_one != nullptr) one_by_one->note(progress, reached, false);
+  else __real__ZN8attnkern3cpu8announceERNS0_8ProgressEl(progress, reached);
+}
 }
 
 namespace attnkern::cpu {
@@ -48,9 +100,13 @@ double cpu_time() {
 class Replay {
  public:
   explicit Replay(int64_t workers)
-      : clocks(static_cast<size_t>(workers)), contexts_(clocks.size()), done_(clocks.size()), stacks_(clocks.size()) {}
+      : clocks(static_cast<size_t>(workers)),
+        contexts_(clocks.size()),
+        stopped_(clocks.size()),
+        awaited_(clocks.size()),
+        stacks_(clocks.size()) {}
 
-  // Runs work(worker) for all; each must call wait() before it looks at what others change. The latest clock.
+  // Runs work(worker) for all; each must call go_on() before it looks at what others change. The latest clock.
   template <class Work>
   double run(const Work& work) {
     work_ = [](void* given, int64_t worker) { (*static_cast<const Work*>(given))(worker); };
@@ -67,13 +123,29 @@ class Replay {
     for (size_t left = clocks.size(); left > 0;) {
       running_ = clocks.size();
       for (size_t w = 0; w < clocks.size(); ++w)
-        if (!done_[w] && (running_ == clocks.size() || clocks[w] < clocks[running_])) running_ = w;
+        if (!stopped_[w] && (running_ == clocks.size() || clocks[w] < clocks[running_])) running_ = w;
+      if (running_ == clocks.size()) throw std::logic_error("all workers wait for each other");
       swapcontext(&home_, &contexts_[running_]);
-      left -= done_[running_] ? 1 : 0;
+      left -= stopped_[running_] && awaited_[running_].progress == nullptr ? 1 : 0;
     }
     return *std::max_element(clocks.begin(), clocks.end());
   }
-  void wait() { swapcontext(&contexts_[running_], &home_); }
+  void go_on() { swapcontext(&contexts_[running_], &home_); }
+  void wait_until(Progress* progress, int64_t least) {
+    if (reached_[progress] >= least) return;
+    awaited_[running_] = {progress, least};
+    stopped_[running_] = true;
+    go_on();
+  }
+  void announce(Progress* progress, int64_t reached) {
+    reached_[progress] = reached;
+    for (size_t w = 0; w < clocks.size(); ++w)
+      if (awaited_[w].progress == progress && awaited_[w].least <= reached) {
+        awaited_[w] = {};
+        stopped_[w] = false;
+        clocks[w] = std::max(clocks[w], clocks[running_]);
+      }
+  }
 
   std::vector<double> clocks;
 
@@ -83,11 +155,17 @@ class Replay {
   static void enter() {
     Replay& own = *current;
     own.work_(own.given_, static_cast<int64_t>(own.running_));
-    own.done_[own.running_] = true;
+    own.stopped_[own.running_] = true;
   }
+  struct Awaited {
+    Progress* progress = nullptr;
+    int64_t least = 0;
+  };
 
   std::vector<ucontext_t> contexts_;
-  std::vector<bool> done_;
+  std::vector<bool> stopped_;  // at its end, or as it waits
+  std::vector<Awaited> awaited_;
+  std::map<Progress*, int64_t> reached_;
   std::vector<std::unique_ptr<char[]>> stacks_;
   ucontext_t home_;
   size_t running_ = 0;
@@ -96,52 +174,97 @@ class Replay {
 };
 Replay* Replay::current = nullptr;
 
-double parallel_cpu = 0, parallel_time = 0;  // of the call: on this core, and with the threads asked for
-int64_t phases = 0, most_tasks = 0;
+double middle_of(std::vector<double> x) {
+  std::nth_element(x.begin(), x.begin() + static_cast<int64_t>(x.size() / 2), x.end());
+  return x[x.size() / 2];
+}
+
+// What one core has made of a phase of a call, round after round.
+struct Phase {
+  int64_t workers = 0;
+  std::vector<int64_t> ends;                 // of the queues
+  std::vector<std::vector<double>> seconds;  // of each task in the rounds
+  OneByOne notes;                            // of the last round
+
+  // What it would take with all workers, if each task took the median of its times. (Of one round, a task that
+  // something else held up would hold up all that wait for it.)
+  double time() const {
+    const TaskQueues queues(static_cast<int64_t>(ends.size()), workers,
+                            [&](int64_t q) { return ends[static_cast<size_t>(q)]; });
+    Replay replay(workers);
+    return replay.run([&](int64_t worker) {
+      const auto take = [&](int64_t task) {
+        const double all = middle_of(seconds[static_cast<size_t>(task)]);
+        double& clock = replay.clocks[static_cast<size_t>(worker)];
+        double done = 0;
+        for (const OneByOne::Event& event : notes.events[static_cast<size_t>(task)]) {
+          clock += all * (event.time - done);
+          done = event.time;
+          replay.go_on();
+          if (event.waits) replay.wait_until(event.progress, event.reached);
+          else replay.announce(event.progress, event.reached);
+        }
+        clock += all * (1 - done);
+        replay.go_on();
+      };
+      queues.work(worker, [] {}, take);
+    });
+  }
+};
+std::vector<Phase> phases;  // of the call
+size_t phase = 0;           // the next one
+double parallel_cpu = 0;    // of the round
+double two_threads_time = 0;
 
 // Takes the place of the threads.
 struct TaskByTask {
   static void parallel(int64_t workers, void (*work)(void*, int64_t), void* context) {
     const double start = cpu_time();
-    run(workers, work, context);
-    ++phases;
+    if (phase == phases.size()) phases.emplace_back();
+    run(phases[phase++], workers, work, context);
     parallel_cpu += cpu_time() - start;
   }
 
  private:
-  static void run(int64_t workers, void (*work)(void*, int64_t), void* context) {
-    TaskQueue& queue = *static_cast<TaskQueue*>(context);
-    TaskQueue::Share* const shares = queue.share_.data();
-    const int64_t count = queue.shares_, tasks = shares[count - 1].end;
-    const std::vector<TaskQueue::Share> given(shares, shares + count);
-    queue.shares_ = 1;  // one of a single task
-    std::vector<double> seconds(static_cast<size_t>(tasks));
-    // One queue for all: every worker in its turn.
+  static void run(Phase& now, int64_t workers, void (*work)(void*, int64_t), void* context) {
+    TaskQueues& queues = *static_cast<TaskQueues*>(context);
+    TaskQueues::Queue* const list = queues.queue_.data();
+    const std::vector<TaskQueues::Queue> given(list, list + queues.count_);
+    const auto tasks = static_cast<size_t>(given.back().end);
+    // Who takes a queue's tasks, in turns: those that begin with it, or the last of those before.
+    std::vector<std::vector<int64_t>> takers(given.size());
+    for (int64_t worker = 0; worker < workers; ++worker)
+      takers[static_cast<size_t>(queues.first_of(worker))].push_back(worker);
+    for (size_t q = 1; q < takers.size(); ++q)
+      if (takers[q].empty()) takers[q] = {takers[q - 1].back()};
+    queues.count_ = 1;  // of a single task
+    now.workers = workers;
+    now.ends.clear();
+    for (const auto& queue : given) now.ends.push_back(queue.end);
+    now.seconds.resize(tasks);
+    now.notes.events.assign(tasks, {});
+    one_by_one = &now.notes;
     for (int64_t worker = 0; worker < workers; ++worker) {
-      const bool own = count == workers;
-      const int64_t first = own ? given[static_cast<size_t>(worker)].next : worker;
-      const int64_t end = own ? given[static_cast<size_t>(worker)].end : tasks, step = own ? 1 : workers;
-      double before = cpu_time();
-      queue.goes_on_ = false;
-      for (int64_t task = first; task < end; task += step) {
-        shares[0] = {task, task + 1};
-        work(context, worker);
-        queue.goes_on_ = true;
-        const double now = cpu_time();
-        seconds[static_cast<size_t>(task)] = now - before;
-        before = now;
+      queues.goes_on_ = false;
+      for (size_t q = 0; q < given.size(); ++q) {
+        const auto own = std::find(takers[q].begin(), takers[q].end(), worker);
+        if (own == takers[q].end()) continue;
+        const auto [begin, end] = given[q];
+        for (int64_t task = begin + (own - takers[q].begin()); task < end;
+             task += static_cast<int64_t>(takers[q].size())) {
+          const auto number = now.notes.task = static_cast<size_t>(task);
+          list[0] = {task, task + 1};
+          const auto start = static_cast<double>(ticks());
+          const double before = cpu_time();
+          work(context, worker);
+          queues.goes_on_ = true;
+          now.seconds[number].push_back(cpu_time() - before);
+          const double all = static_cast<double>(ticks()) - start;
+          for (auto& event : now.notes.events[number]) event.time = (event.time - start) / all;
+        }
       }
     }
-    const TaskQueue again(tasks, workers, count == 1);
-    Replay replay(workers);
-    parallel_time += replay.run([&](int64_t worker) {
-      const auto take = [&](int64_t task) {
-        replay.clocks[static_cast<size_t>(worker)] += seconds[static_cast<size_t>(task)];
-        replay.wait();
-      };
-      again.work(worker, [] {}, take);
-    });
-    most_tasks = std::max(most_tasks, tasks);
+    one_by_one = nullptr;
   }
 };
 
@@ -163,7 +286,7 @@ void two_threads(int64_t workers, void (*work)(void*, int64_t), void* context) {
     timed(0);
     other.join();
   }
-  parallel_time += (seconds[0] + seconds[1]) / 2;
+  two_threads_time += (seconds[0] + seconds[1]) / 2;
   parallel_cpu += cpu_time() - start;
 }
 
@@ -235,7 +358,8 @@ void run(const Problem& of, const Kernels& kernels) {
   Runtime runtime{of.threads, TaskByTask::parallel};
   if (of.threads == -2) runtime = {2, two_threads};
   if (of.pass == "backward") kernels.forward(forward, {1, nullptr});
-  std::vector<double> seconds, alone;
+  phases.clear();
+  std::vector<double> together, alone;
   most_scratch = 0;
   for (int64_t round = -1; round < of.rounds; ++round) {  // the first one warms up
     // As torch gives them: what is written first is memory that no one has touched, or that has just been freed.
@@ -243,19 +367,21 @@ void run(const Problem& of, const Kernels& kernels) {
                  dk = tensor(of.pass == "backward" ? of.heads_k : 0, of.seqlen_k),
                  dv = tensor(of.pass == "backward" ? of.heads_k : 0, of.seqlen_k);
     p.grad_out = out.view, p.dq = dq.view, p.dk = dk.view, p.dv = dv.view;
-    parallel_cpu = parallel_time = 0, phases = most_tasks = 0;
+    parallel_cpu = two_threads_time = 0, phase = 0;
+    if (round == 0) phases.clear();
     const double start = cpu_time();
     of.pass == "backward" ? kernels.backward(p, runtime) : kernels.forward(forward, runtime);
     const double serial = cpu_time() - start - parallel_cpu;
     if (round < 0) continue;
-    seconds.push_back(serial + parallel_time), alone.push_back(serial);
+    together.push_back(two_threads_time), alone.push_back(serial);
   }
-  const auto middle = [](std::vector<double>& x) {
-    std::nth_element(x.begin(), x.begin() + static_cast<int64_t>(x.size() / 2), x.end());
-    return x[x.size() / 2];
-  };
-  std::printf("%.9g %.9g %lld %lld %zu\n", middle(seconds), middle(alone), static_cast<long long>(phases),
-              static_cast<long long>(most_tasks), most_scratch.load());
+  double seconds = middle_of(together) + middle_of(alone);
+  size_t most_tasks = 0;
+  for (const Phase& each : phases) {
+    seconds += each.time();
+    most_tasks = std::max(most_tasks, each.seconds.size());
+  }
+  std::printf("%.9g %.9g %zu %zu %zu\n", seconds, middle_of(alone), phases.size(), most_tasks, most_scratch.load());
   std::fflush(stdout);
 }
 

@@ -79,16 +79,22 @@ def close_enough(runs, dtype):
 @pytest.mark.parametrize(
     ("heads", "sizes", "threads", "options"),
     [
-        # So many threads share a head that they add up dQ after every few hundred queries.
+        # Tasks of a tile of keys take turns at dQ.
         ((1, 1), (1500, 6000, 128), 24, {}),
         ((4, 2), (600, 2500, 128), 24, {"is_causal": True, "enable_gqa": True}),
-        ((1, 1), (1100, 8300, 16), 192, {"relative": True}),
-        # So many that dQ and the other gradients have tasks of their own.
-        ((1, 1), (1100, 8300, 16), 192, {}),
-        ((4, 2), (1100, 8300, 16), 192, {"is_causal": True, "enable_gqa": True}),
-        ((2, 1), (1100, 8300, 16), 192, {"window": (5000, 300), "enable_gqa": True}),
         ((5, 5), (130, 200, 24), 3, {"bias": True}),
         ((1, 1), (300, 640, 24), 64, {"bias": True}),
+        # More threads than tiles: each meets a piece of the queries.
+        ((1, 1), (1100, 8300, 16), 192, {}),
+        ((1, 1), (1100, 8300, 16), 192, {"relative": True}),
+        ((4, 2), (1100, 8300, 16), 192, {"is_causal": True, "enable_gqa": True}),
+        ((2, 1), (1100, 8300, 16), 192, {"window": (5000, 300), "enable_gqa": True}),
+        ((3, 3), (900, 1500, 40), 64, {"window": (70, 900)}),
+        # Tiles that meet few queries, and queries that meet no key.
+        ((2, 1), (900, 1400, 24), 48, {"ranges": 1, "enable_gqa": True}),
+        ((3, 3), (500, 700, 24), 8, {"ranges": 2, "is_causal": True}),
+        # Sums too large for all heads at once.
+        ((6, 3), (9000, 200, 120), 8, {"enable_gqa": True}),
     ],
     ids=str,
 )
@@ -97,6 +103,11 @@ def test_gradients_of_shared_heads(kernel_target, heads, sizes, threads, options
     tensors = kernel_target.inputs(1, heads[0], seqlen_q, seqlen_k, size, heads_k=heads[1], dtype=dtype).tensors
     options = dict(options)
     named = {}
+    if count := options.pop("ranges", 0):
+        begin = torch.randint(seqlen_k, (1, heads[0], seqlen_q, count))
+        begin = torch.where(torch.rand(begin.shape) < 0.1, seqlen_k, begin).sort().values
+        found = torch.stack([begin, begin + torch.randint(seqlen_k // 2, begin.shape)], -1)
+        options["key_ranges"] = found.to(kernel_target.device, torch.int32)
     if options.pop("relative", False):
         named["relative_bias"] = torch.linspace(
             -1, 1, seqlen_q + seqlen_k - 1, dtype=dtype, device=kernel_target.device
@@ -107,10 +118,12 @@ def test_gradients_of_shared_heads(kernel_target, heads, sizes, threads, options
     named = dict(zip(named, leaves[3:], strict=True))
     runs = []
     for count in (1, threads, threads):
-        torch.set_num_threads(count)
+        torch.set_num_threads(1)
         out = kernel_target.attention(*leaves[:3], **options, **named)
+        torch.set_num_threads(count)
         runs.append(torch.autograd.grad(out, leaves, torch.ones_like(out) + out.detach()))
     close_enough(runs, dtype)
+    assert torch.equal(runs[0][0], runs[1][0])  # dQ: tiles of keys in their order, however many threads there are
 
 
 @contract(42, 61)

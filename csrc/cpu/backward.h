@@ -10,44 +10,24 @@
 //
 // with delta = rowsum(dO * O) - dLSE. dK and dV stay in the tile's own accumulators, dQ accumulates in float32 over the
 // tiles in their order: the result does not depend on the number of threads' timing. Where there are fewer KV groups
-// than threads, the tiles are dealt out to several tasks with a dQ of their own, summed at the end in a fixed order.
+// than threads, tiles are tasks, which take turns at dQ in that order (query_gradient.h).
 #pragma once
 
-#include "bias_gradient.h"
+#include "query_gradient.h"
 #include "sinks.h"
 
 namespace attnkern::cpu {
 namespace {
 
-// Where a head's dQ is summed: in the output itself, or in a buffer of the compute type with rows of whole vectors. Or
-// in both: an output of 16-bit elements has room for the float32 sums of half of its rows.
+// The queries of a task that shares a tile of keys with others, which have the queries before and behind. Sums of dK
+// and dV then meet in `sums`, those of each head of the group in turn; null: there is no other task.
 template <class C>
-struct QueryGrad {
-  C* data;            // of the rows from `split` on
-  int64_t step;       // from row to row
-  int64_t head_step;  // from head to head
-  int64_t split = 0;
-  C* first = nullptr;  // of the rows before it
-  int64_t first_head_step = 0;
-
-  C* row(int64_t head, int64_t i) const {
-    return i < split ? first + head * first_head_step + i * step : data + head * head_step + (i - split) * step;
-  }
-  PrefetchRows to_prefetch(int64_t head, int64_t i, int64_t rows, int64_t columns) const {
-    constexpr int64_t kBytes = sizeof(C);
-    if (data == nullptr) return {};
-    return {reinterpret_cast<const char*>(row(head, i)), step * kBytes, rows, columns * kBytes};
-  }
-};
-
-// The queries of a step, where several tasks share a KV group: after each step their parts of dQ are added up, so that
-// these need no memory that grows with the length. Meanwhile the sums of dK and dV are kept, those of each tile of keys
-// and head of the group in turn; null: there is one step.
-template <class C>
-struct Step {
+struct Piece {
   Range rows;
   bool first = true, last = true;
   C* sums = nullptr;
+  Progress* before = nullptr;  // of the task that has the sums before; null: there is none
+  int64_t awaited = 0;         // when it has had them
 };
 
 // Whether queries come from far away: rows of Q and dO, and the sums of dQ, that every tile reads.
@@ -161,13 +141,28 @@ inline void add_query_grad(const QueryGrad<typename Op::Compute>& dq, int64_t he
   }
 }
 
-// All keys of tiles first, first + stride, ... for the query heads [head, head + heads) of one batch entry.
+// Stores what a tile of keys has met of all queries, or adds what it has met of a piece to `kept`, which is moved on.
+template <class T, class Op>
+inline void end_keys(Result<T, Op>& result, bool wanted, int64_t columns, const typename Op::Compute* factor,
+                     const Piece<typename Op::Compute>& piece, typename Op::Compute*& kept) {
+  using C = typename Op::Compute;
+  if (!wanted) return;
+  if (kept != nullptr) {
+    if (piece.before != nullptr) wait_until(*piece.before, piece.awaited);
+    result.join(kept, piece.first, piece.last);
+    kept += kTile<C> * round_up(columns, Simd<C>::kLanes);
+  }
+  if (piece.last) result.end(factor);
+}
+
+// The keys of_keys, which begin with a tile, for the query heads [head, head + heads) of one batch entry. `turns`: at
+// dQ, where other tasks add to it; else null.
 template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
-                    int64_t first_tile, int64_t tile_stride, RowTerms<typename Op::Compute> terms,
+                    Range of_keys, RowTerms<typename Op::Compute> terms,
                     const VisitingQueries<typename Op::Compute>& visiting, QueryGrad<typename Op::Compute> dq,
-                    bool bias_grad, typename Op::Compute* bias_grads, PackedCache<typename Op::Scalar>* cache,
-                    const Step<typename Op::Compute>& now) {
+                    Turns<T, typename Op::Compute>* turns, bool bias_grad, typename Op::Compute* bias_grads,
+                    PackedCache<typename Op::Scalar>* cache, const Piece<typename Op::Compute>& piece) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -189,30 +184,27 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   // Excluded blocks are left out, unless the bias's gradient is stored: it would have to be set to 0 there.
   const bool leaves_out = score.has_bias && !(bias_grad && bias_grads == nullptr);
 
-  for (int64_t key = first_tile * kTile<C>; key < p.seqlen_k; key += tile_stride * kTile<C>) {
+  for (int64_t key = of_keys.begin; key < of_keys.end; key += kTile<C>) {
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
     const int64_t vectors = (keys + S::kLanes - 1) / S::kLanes;
     Rows<Scalar> k_rows{};
-    const int64_t dk_sums = kTile<C> * round_up(p.head_dim, S::kLanes),
-                  dv_sums = kTile<C> * round_up(p.head_dim_v, S::kLanes);
-    C* kept =
-        now.sums + (now.sums == nullptr ? 0 : key / kTile<C> * (heads / group_k * dk_sums + heads / group_v * dv_sums));
+    bool keys_loaded = false, values_loaded = false;
+    C* kept = piece.sums;
     for (int64_t h = head; h < head + heads; ++h) {
       const int64_t head_k = h / group_k, head_v = h / group_v;
-      if (h == head || h % group_k == 0) {
+      if (h == head || h % group_k == 0) dk.begin(batch, head_k, key, keys), keys_loaded = false;
+      if (h == head || h % group_v == 0) dv.begin(batch, head_v, key, keys), values_loaded = false;
+      const Range within = visiting.of(batch, h, key / kTile<C>, piece.rows);
+      if (within.end > within.begin && !keys_loaded) {
         load_key_tile<T, Op>(p, scratch, score, batch, head_k, key, keys);
-        if (wanted.dq) k_rows = key_rows_of_sums<T, Op>(p, scratch, batch, h, key, keys);
-        dk.begin(batch, head_k, key, keys);
-        if (now.sums != nullptr) dk.go_on(kept, now.first), kept += dk_sums;
+        if (wanted.dq) k_rows = key_rows_of_sums<T, Op>(p, scratch, batch, head_k * group_k, key, keys);
+        keys_loaded = true;
       }
-      if (h == head || h % group_v == 0) {
+      if (within.end > within.begin && !values_loaded) {
         load_value_tile<T, Op>(p, scratch, batch, head_v, key, keys);
-        dv.begin(batch, head_v, key, keys);
-        if (now.sums != nullptr) dv.go_on(kept, now.first), kept += dv_sums;
+        values_loaded = true;
       }
-
-      const Range met = visiting.of(batch, h, key / kTile<C>);
-      const Range within{max64(met.begin, now.rows.begin), min64(met.end, now.rows.end)};
+      if (turns != nullptr) turns->begin(h - head);
       BandWalk<C> walk(p.band.transposed(), key, keys, within, kBlock<Op>);
       BlockPlan block;
       while (walk.next(block)) {
@@ -260,7 +252,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           if (wanted.dk) q_sum = queries.packed_q(scratch.q_pairs);
           if (wanted.dv) grad_sum = queries.packed_grad(scratch.grad_pairs);
         }
-        const bool last = walk.done() && now.sums == nullptr;
+        const bool last = walk.done() && piece.sums == nullptr;
         if (wanted.dv) {
           grad_sum = attended_rows<T, Op>(grad_sum, p.grad_out, batch, h, block, p.head_dim_v,
                                           Op::kPack == 2 ? scratch.grad_pairs : scratch.grad_rows);
@@ -273,11 +265,17 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           dk.add(block, factors.ds, q_sum, p.band.transposed(), nullptr,
                  last && (h + 1) % group_k == 0 ? scale : nullptr);
         }
-        if (wanted.dq) add_query_grad(dq, h - head, block, keys, columns, factors, k_rows);
+        if (wanted.dq) {
+          const int64_t end = block.row + block.rows;
+          if (turns != nullptr) turns->open(end);
+          add_query_grad(dq, h - head, block, keys, columns, factors, k_rows);
+          if (turns != nullptr) turns->pass(end);
+        }
       }
+      if (turns != nullptr) turns->end();
 
-      if (wanted.dk && now.last && (h + 1) % group_k == 0) dk.end(scale);
-      if (wanted.dv && now.last && (h + 1) % group_v == 0) dv.end(ones);
+      if ((h + 1) % group_k == 0) end_keys(dk, wanted.dk, p.head_dim, scale, piece, kept);
+      if ((h + 1) % group_v == 0) end_keys(dv, wanted.dv, p.head_dim_v, ones, piece, kept);
     }
   }
 }

@@ -121,8 +121,10 @@ inline void score_rows(const typename RowDot<C, T>::Query* q, int64_t q_step, in
   // What is converted takes so long that as many rows as there are sums share it.
   constexpr int kMost = kVectorBytes == 32 && sizeof(T) == 2 && sizeof(C) == 4 ? 8 : 4;
   int64_t first = 0;
-  if constexpr (kMost == 8)
+  if constexpr (kMost == 8) {
     for (; first + kMost <= rows; first += kMost) run.template operator()<kMost>(first);
+    if (rows - first == 7) return run.template operator()<7>(first);
+  }
   for_row_runs(rows - first, [&]<int kRuns>(int64_t r) {
     constexpr int kRows = kRuns < Simd<C>::kLanes ? kRuns : Simd<C>::kLanes;
     for (int64_t i = first + r; i < first + r + kRuns; i += kRows) run.template operator()<kRows>(i);
@@ -135,13 +137,16 @@ inline void add_values(const C* p, int64_t rows, const Values& values, int64_t k
                        PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
   constexpr int64_t kLanes = Simd<C>::kLanes;
   int64_t c = 0;
+  constexpr int kMost = kVectorBytes == 32 ? 6 : 4;
   const auto pass = [&]<int kVectors, int kMostRows>() {
-    for_row_runs(rows, [&]<int kRows>(int64_t r) {
+    const auto run = [&]<int kRows>(int64_t r) {
       if constexpr (kRows <= kMostRows)
         decode_values<C, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, values, c, keys, columns - c,
                                                         r == 0 ? prefetch : PrefetchAhead{}, factor + r,
                                                         out + r * out_step + c, out_step);
-    });
+    };
+    if constexpr (kMostRows > 4) for_even_runs<kMostRows>(rows, run);
+    else for_row_runs(rows, run);
     c += kVectors * kLanes;
   };
   // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
@@ -149,8 +154,8 @@ inline void add_values(const C* p, int64_t rows, const Values& values, int64_t k
     if (rows < 4 && columns == 8 * kLanes) pass.template operator()<8, 2>();
   if (kRegisters == 32 || rows < 4)
     while (c + 4 * kLanes <= columns) pass.template operator()<4, kRegisters / 8>();
-  while (c + 2 * kLanes <= columns) pass.template operator()<2, 4>();
-  while (c < columns) pass.template operator()<1, 4>();
+  while (c + 2 * kLanes <= columns) pass.template operator()<2, kMost>();
+  while (c < columns) pass.template operator()<1, kMost>();
 }
 
 // Products of a block to probabilities under the rows' new maximum, in bfloat16 if `rounded`; rescales the sums so far,
@@ -428,7 +433,8 @@ class DecodeCall {
   int64_t scratch_bytes(int64_t phase) const {
     return phase == 0 ? heads_of_set_ * sizes_.bytes : sizes_.out_step * static_cast<int64_t>(sizeof(C));
   }
-  bool in_order(int64_t) const { return false; }
+  int64_t queues(int64_t) const { return 0; }
+  int64_t queue_end(int64_t, int64_t) const { return 0; }
   // Whether the merge is worth threads.
   bool merges_in_parallel() const { return heads_ * rows_ * parts_ > 64; }
   void run(int64_t phase, int64_t task, void* memory, int64_t) const {

@@ -152,7 +152,7 @@ template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
         V value[kVectors];
 #pragma GCC unroll 8
         for (int c = 0; c < kVectors; ++c) value[c] = load(v, c);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           const V probability = S::set1(p[r * kKeysOfBlock + j]);
 #pragma GCC unroll 8
@@ -326,6 +326,18 @@ template <class Body>
   for (; r + 4 <= n; r += 4) body.template operator()<4>(r);
   for (; r + 2 <= n; r += 2) body.template operator()<2>(r);
   for (; r < n; ++r) body.template operator()<1>(r);
+}
+
+// Splits n rows evenly into as few runs as can be, of up to kMost.
+template <int kMost, class Body>
+[[gnu::always_inline]] inline void for_even_runs(int64_t n, const Body& body) {
+  for (int64_t r = 0, runs = (n + kMost - 1) / kMost; runs > 0; --runs) {
+    const int64_t now = n / runs;
+    [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
+      ((now == kLess + 1 ? body.template operator()<kLess + 1>(r) : void()), ...);
+    }(std::make_integer_sequence<int, kMost>{});
+    r += now, n -= now;
+  }
 }
 
 // Runs of n rows where the caller's kernel is for kRows rows, or for any number (4).

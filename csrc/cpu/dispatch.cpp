@@ -63,6 +63,21 @@ const Kernels* select_kernels(const char** error) {
   return chosen;
 }
 
+void wait_until(Progress& progress, int64_t least) {
+  int32_t reached;
+  for (int64_t turns = 0; (reached = progress.reached.load(std::memory_order_acquire)) < least; ++turns) {
+    if (turns > 1000) progress.reached.wait(reached, std::memory_order_acquire);  // its thread may need this core
+#if defined(__x86_64__)
+    else __builtin_ia32_pause();
+#endif
+  }
+}
+
+void announce(Progress& progress, int64_t reached) {
+  progress.reached.store(static_cast<int32_t>(reached), std::memory_order_release);
+  progress.reached.notify_all();
+}
+
 void out_of_memory(int64_t bytes) {
   throw std::runtime_error("attnkern: can't allocate memory: you tried to allocate " + std::to_string(bytes) +
                            " bytes of scratch memory");

@@ -261,7 +261,8 @@ class ForwardCall {
   int64_t phases() const { return 1; }
   int64_t tasks(int64_t) const { return heads_ * tiles_; }
   int64_t scratch_bytes(int64_t) const { return sizes_.bytes + caches_.bytes(); }
-  bool in_order(int64_t) const { return in_order_; }
+  int64_t queues(int64_t) const { return in_order_ ? 1 : 0; }
+  int64_t queue_end(int64_t phase, int64_t) const { return tasks(phase); }
   void run(int64_t, int64_t task, void* memory, int64_t worker) const {
     const ForwardScratch<Op> scratch(memory, p_);
     // Last tiles first: under a causal mask they are the longest. First tiles first under a window: keys that no tile

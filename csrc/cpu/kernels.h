@@ -1,6 +1,7 @@
 // The table of CPU kernels. Each instruction set fills one (isa/table.cpp); dispatch.cpp picks one by cpuid.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -46,6 +47,15 @@ const Kernels* select_kernels(const char** error);
 
 // A thread's own scratch memory, 64-byte aligned, kept between calls.
 void* thread_scratch(std::size_t bytes);
+
+// How far tasks have come, for others that follow them. In a cache line of its own.
+struct alignas(64) Progress {
+  std::atomic<int32_t> reached{0};
+};
+// Waits until another thread has announced `least` or more. What it has written before is then seen here. (Out of line:
+// bench/cores.cpp has its own.)
+void wait_until(Progress& progress, int64_t least);
+void announce(Progress& progress, int64_t reached);
 
 // Throws an error that says how much scratch memory there is no room for; out of line, so that no kernel unit holds
 // code of the standard library.

@@ -73,7 +73,8 @@ template <class C>
 class VisitingQueries {
  public:
   explicit VisitingQueries(const Backward& p)
-      : all_{0, p.seqlen_q},
+      : queries_(p.band.transposed()),
+        seqlen_k_(p.seqlen_k),
         ranges_(p.ranges),
         tiles_(max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>)),
         ends_(p.ranges.data == nullptr ? 0 : 2 * tiles_ * p.ranges.batch * p.ranges.heads) {
@@ -97,17 +98,24 @@ class VisitingQueries {
       }
   }
 
-  Range of(int64_t batch, int64_t head, int64_t tile) const {
-    if (ends_.data() == nullptr) return all_;
-    const int32_t* ends = of_head(ranges_.batch == 1 ? 0 : batch, ranges_.heads == 1 ? 0 : head) + 2 * tile;
-    return {ends[0], ends[1]};
+  // Whether those of a tile begin and end no later than those of the next one.
+  bool rise() const { return ends_.data() == nullptr; }
+  // Those of a tile, as far as they lie in `within`.
+  Range of(int64_t batch, int64_t head, int64_t tile, Range within) const {
+    if (ends_.data() != nullptr) {
+      const int32_t* ends = of_head(ranges_.batch == 1 ? 0 : batch, ranges_.heads == 1 ? 0 : head) + 2 * tile;
+      within = {max64(within.begin, ends[0]), min64(within.end, ends[1])};
+    }
+    const int64_t key = tile * kTile<C>;
+    return queries_.visited(key, min64(kTile<C>, seqlen_k_ - key), within);
   }
 
  private:
   int32_t* of_head(int64_t batch, int64_t head) const {
     return ends_.data() + 2 * tiles_ * (batch * ranges_.heads + head);
   }
-  Range all_;
+  Band queries_;
+  int64_t seqlen_k_;
   KeyRanges ranges_;
   int64_t tiles_;
   Buffer<int32_t> ends_;

@@ -331,6 +331,26 @@ class SharedSequences {
     for (int64_t i = 0; i < workers_; ++i) leave(i);
     return tasks;
   }
+  // The most that a task of a phase needs: had a worker first to look for it, with no memory left others would wait for
+  // its task for ever.
+  int64_t scratch_bytes(int64_t phase) const {
+    int64_t most = 0;
+    for (int64_t i = 0; i < count_; ++i)
+      if (const Plan& plan = list_.data()[i].plan; phase < plan.phases(plan.call))
+        most = max64(most, plan.scratch_bytes(plan.call, phase));
+    return most;
+  }
+  // The queues of all calls.
+  int64_t queues(int64_t phase) const {
+    int64_t count = 0;
+    for (int64_t i = 0; i < count_; ++i) count += queues_of(list_.data()[i].plan, phase);
+    return count;
+  }
+  int64_t queue_end(int64_t phase, int64_t queue) const {
+    const Shared* shared = list_.data();
+    for (int64_t own; queue >= (own = queues_of(shared->plan, phase)); ++shared) queue -= own;
+    return shared->first_task + shared->plan.queue_end(shared->plan.call, phase, queue);
+  }
   void run(int64_t phase, int64_t task, int64_t worker) const {
     const Shared* shared = list_.data();
     // The last one that begins at the task or before: those before it that begin there, too, have no task.
@@ -359,6 +379,9 @@ class SharedSequences {
     Plan plan;
     int64_t first_task;
   };
+  static int64_t queues_of(const Plan& plan, int64_t phase) {
+    return phase < plan.phases(plan.call) ? plan.queues(plan.call, phase) : 0;
+  }
   const Pass& pass_;
   Buffer<Shared> list_;
   int64_t count_ = 0;
@@ -386,14 +409,17 @@ void run_sequences(const Pass& pass, const Sequences& sequences, const Runtime& 
     const int64_t begun = shared.begin(phase), tasks = max64(0, begun);
     const int64_t others = phase == 0 && shared_count < count ? count * parts : 0;
     if (begun < 0 && others == 0) break;
-    run_tasks(p, runtime, tasks + others, 0, [&](int64_t task, void*, int64_t worker) {
+    const auto body = [&](int64_t task, void*, int64_t worker) {
       if (task < tasks) return shared.run(phase, task, worker);
       const int64_t other = task - tasks;
       const Sequence& s = sequences[other / parts];
       if (is_shared(s)) return;
       shared.leave(worker);
       pass.run(pass.call_of(s, {other % parts * (groups / parts), groups / parts}), {1, runtime.parallel});
-    });
+    };
+    run_tasks(
+        p, runtime, tasks + others, shared.scratch_bytes(phase), body, Pass::kTakesTurns ? shared.queues(phase) : 0,
+        [&](int64_t queue) { return shared.queue_end(phase, queue); }, [](int64_t) {});
   }
   shared.end();
 }
@@ -402,6 +428,7 @@ void run_sequences(const Pass& pass, const Sequences& sequences, const Runtime& 
 template <class Unit>
 struct ForwardPass : Unit {
   using Problem = Forward;
+  static constexpr bool kTakesTurns = false;
   const Forward& p;
   const Sequences& sequences;
 
@@ -432,6 +459,7 @@ void add_sinks(const Backward& p, const Sequences& sequences, int64_t entries, c
 template <class Unit>
 struct BackwardPass : Unit {
   using Problem = Backward;
+  static constexpr bool kTakesTurns = true;  // tasks of a shared sequence wait for some before them
   const Backward& p;
   const Sequences& sequences;
   void* sinks_parts;  // (sequences, entries, Hq) of C, null if there is no gradient of sinks

@@ -15,6 +15,9 @@ struct Plan {
   int64_t (*phases)(const void* call);
   int64_t (*tasks)(const void* call, int64_t phase);
   int64_t (*scratch_bytes)(const void* call, int64_t phase);
+  // A phase's tasks may have to be taken in their order, from so many queues; 0: from any.
+  int64_t (*queues)(const void* call, int64_t phase);
+  int64_t (*queue_end)(const void* call, int64_t phase, int64_t queue);
   void (*run)(const void* call, int64_t phase, int64_t task, void* memory, int64_t worker);
   void (*forget)(const void* call, int64_t worker);
   void (*end)(void* call);      // what follows all phases
@@ -29,6 +32,10 @@ Plan plan_of(Call* call) {
           [](const void* given) { return static_cast<const Call*>(given)->phases(); },
           [](const void* given, int64_t phase) { return static_cast<const Call*>(given)->tasks(phase); },
           [](const void* given, int64_t phase) { return static_cast<const Call*>(given)->scratch_bytes(phase); },
+          [](const void* given, int64_t phase) { return static_cast<const Call*>(given)->queues(phase); },
+          [](const void* given, int64_t phase, int64_t queue) {
+            return static_cast<const Call*>(given)->queue_end(phase, queue);
+          },
           [](const void* given, int64_t phase, int64_t task, void* memory, int64_t worker) {
             static_cast<const Call*>(given)->run(phase, task, memory, worker);
           },
@@ -45,42 +52,52 @@ inline int64_t heads_of_kv_group(const Attention& p) { return std::lcm(p.heads_q
 inline constexpr int64_t kTaskRows = 512;
 inline int64_t task_pieces(int64_t rows) { return (rows + kTaskRows - 1) / kTaskRows; }
 
-// Tasks 0 .. tasks - 1, taken one by one by whichever worker is free. Each worker begins with a run of neighbours of
-// its own, so that call after call the same core meets the same heads and has their rows, and those of the results, in
-// its caches; then it helps the next worker. `in_order`: one queue for all, for tasks of which the first are the
-// longest.
-class TaskQueue {
+// Tasks 0 .. tasks - 1, cut into queues of neighbours, from which they are taken one by one, in their order, by
+// whichever worker is free. Each worker begins somewhere else, at even distances, so that call after call the same core
+// meets the same heads and has their rows, and those of the results, in its caches; then it goes on to the next queue.
+class TaskQueues {
  public:
-  TaskQueue(int64_t tasks, int64_t workers, bool in_order) : shares_(in_order ? 1 : workers), share_(shares_) {
-    for (int64_t i = 0; i < shares_; ++i) share_.data()[i] = {tasks * i / shares_, tasks * (i + 1) / shares_};
+  // end_of(i): where queue i ends.
+  template <class EndOf>
+  TaskQueues(int64_t count, int64_t workers, const EndOf& end_of) : count_(count), workers_(workers), queue_(count) {
+    for (int64_t i = 0, begin = 0; i < count; begin = queue_.data()[i++].end) queue_.data()[i] = {begin, end_of(i)};
   }
 
+  // The queue that a worker begins with.
+  int64_t first_of(int64_t worker) const {
+    const int64_t task = worker * queue_.data()[count_ - 1].end / workers_;
+    int64_t queue = 0;
+    while (queue_.data()[queue].end <= task) ++queue;
+    return queue;
+  }
   // begin(), then body(task) until no task is left.
   template <class Begin, class Body>
   void work(int64_t worker, const Begin& begin, const Body& body) const {
     if (!goes_on_) begin();
-    for (int64_t i = 0; i < shares_; ++i) {
-      Share& share = share_.data()[(worker + i) % shares_];
+    const int64_t first = first_of(worker);
+    for (int64_t i = 0; i < count_; ++i) {
+      Queue& queue = queue_.data()[(first + i) % count_];
       int64_t task;
-      while ((task = __atomic_fetch_add(&share.next, 1, __ATOMIC_RELAXED)) < share.end) body(task);
+      while ((task = __atomic_fetch_add(&queue.next, 1, __ATOMIC_RELAXED)) < queue.end) body(task);
     }
   }
 
  private:
   friend struct TaskByTask;  // of bench/cores.cpp, which times each task
-  struct alignas(64) Share {
+  struct alignas(64) Queue {
     int64_t next, end;
   };
-  int64_t shares_;
-  Buffer<Share> share_;
+  int64_t count_, workers_;
+  Buffer<Queue> queue_;
   bool goes_on_ = false;  // the workers have begun before
 };
 
 // Runs body(task, scratch, worker) for every task of problem p, on at most num_threads workers, each of which calls
-// begin(worker) first.
-template <class Problem, class Body, class Begin>
+// begin(worker) first. The tasks are in `queues` queues, which end at end_of(queue); where that is 0, in one for each
+// worker.
+template <class Problem, class Body, class EndOf, class Begin>
 inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
-                      bool in_order, const Begin& begin) {
+                      int64_t queues, const EndOf& end_of, const Begin& begin) {
   const int64_t workers = min64(runtime.num_threads, tasks);
   if (workers <= 1) {
     void* scratch = thread_scratch(static_cast<std::size_t>(scratch_bytes));
@@ -88,27 +105,29 @@ inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, i
     for (int64_t task = 0; task < tasks; ++task) body(task, scratch, 0);
     return;
   }
+  const auto end = [&](int64_t queue) { return queues > 0 ? end_of(queue) : tasks * (queue + 1) / workers; };
   struct Context {
-    TaskQueue queue;  // first: bench/cores.cpp looks for it here
+    TaskQueues queues;  // first: bench/cores.cpp looks for it here
     const Problem& problem;
     int64_t scratch_bytes;
     const Body& body;
     const Begin& begin;
-  } context{TaskQueue(tasks, workers, in_order), p, scratch_bytes, body, begin};
+  } context{TaskQueues(queues > 0 ? queues : workers, workers, end), p, scratch_bytes, body, begin};
   const auto work = [](void* raw, int64_t worker) {
     Context& shared = *static_cast<Context*>(raw);
     // Another core has just written it: all of it at once, not miss after miss as the fields are read.
     for (std::size_t byte = 0; byte < sizeof(Problem); byte += 64)
       __builtin_prefetch(reinterpret_cast<const char*>(&shared.problem) + byte);
     void* scratch = thread_scratch(static_cast<std::size_t>(shared.scratch_bytes));
-    shared.queue.work(worker, [&] { shared.begin(worker); }, [&](int64_t task) { shared.body(task, scratch, worker); });
+    shared.queues.work(
+        worker, [&] { shared.begin(worker); }, [&](int64_t task) { shared.body(task, scratch, worker); });
   };
   runtime.parallel(workers, work, &context);
 }
 template <class Problem, class Body>
 inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes,
                       const Body& body) {
-  run_tasks(p, runtime, tasks, scratch_bytes, body, false, [](int64_t) {});
+  run_tasks(p, runtime, tasks, scratch_bytes, body, 0, [](int64_t) { return int64_t{0}; }, [](int64_t) {});
 }
 
 // A phase of a call that is alone.
@@ -116,8 +135,8 @@ template <class Problem, class Call>
 inline void run_phase(const Problem& p, const Runtime& runtime, const Call& call, int64_t phase) {
   run_tasks(
       p, runtime, call.tasks(phase), call.scratch_bytes(phase),
-      [&](int64_t task, void* memory, int64_t worker) { call.run(phase, task, memory, worker); }, call.in_order(phase),
-      [&](int64_t worker) { call.forget(worker); });
+      [&](int64_t task, void* memory, int64_t worker) { call.run(phase, task, memory, worker); }, call.queues(phase),
+      [&](int64_t queue) { return call.queue_end(phase, queue); }, [&](int64_t worker) { call.forget(worker); });
 }
 
 }  // namespace

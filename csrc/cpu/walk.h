@@ -194,12 +194,6 @@ class Result {
     rows_.started = false;
     rows_.factor = nullptr;
   }
-  // What follows is added to sums that are kept in `sums`, as begin() was given them before.
-  void go_on(C* sums, bool first) {
-    rows_.sums = sums;
-    if (first) std::memset(sums, 0, static_cast<size_t>(rows_.step * kTile<C>) * sizeof(C));
-    rows_.started = true;
-  }
   // Adds the sum over a block's rows of `factors`, transposed, times `rows`; what was summed before counts `correction`
   // times, if that isn't null. If `factor` isn't null nothing follows, and results by rows are stored.
   void add(const BlockPlan& block, const Scalar* factors, Rows<Scalar> rows, const Band& band, const C* correction,
@@ -219,17 +213,32 @@ class Result {
     }
     rows_.started = true;
   }
+  // Adds the sums of other blocks, which lie in `kept`, unless these are the `first`; and keeps them there, unless they
+  // are the `last`.
+  void join(C* kept, bool first, bool last) {
+    using S = Simd<C>;
+    start();
+    for (int64_t i = 0; i < rows_.step * kTile<C>; i += S::kLanes) {
+      const auto sum = first ? S::load(rows_.sums + i) : S::load(kept + i) + S::load(rows_.sums + i);
+      S::store((last ? rows_.sums : kept) + i, sum);
+    }
+  }
   // Stores what the last block has not.
   void end(const C* factor) {
     if (stored()) return;
     rows_.factor = factor;
-    if (!rows_.started)  // the lanes met no block
-      std::memset(rows_.sums, 0, static_cast<size_t>(rows_.step * kTile<C>) * sizeof(C));
+    start();
     if (by_rows_) rows_.store(lanes_);
     else store_transposed(rows_.sums, lanes_, rows_.columns, factor, rows_.out, rows_.out_step);
   }
 
  private:
+  // Zeros, if the lanes met no block.
+  void start() {
+    if (!rows_.started) std::memset(rows_.sums, 0, static_cast<size_t>(rows_.step * kTile<C>) * sizeof(C));
+    rows_.started = true;
+  }
+
   const View& view_;
   bool by_rows_;
   int64_t lane_ = 0, lanes_ = 0;
