@@ -7,9 +7,10 @@
 //
 // A line on stdin is a problem, `pass dtype batch heads_q heads_k seqlen_q seqlen_k head_dim mask threads rounds`:
 // forward or backward; float32 or bfloat16; all, causal, packed (causal sequences side by side) or prefix (ranges: the
-// first quarter of the keys, and those before). A line on stdout is `seconds alone phases tasks scratch` of it: what
-// the call takes, what one thread takes of that alone, how often threads start, tasks of the longest phase, bytes that
-// each thread keeps. With 1 thread it is a plain call; with -2 one by two real threads. Times are medians of CPU time.
+// first quarter of the keys, and those before). A line on stdout is `seconds alone one phases tasks scratch` of it:
+// what the call takes, what one thread takes of that alone, what the call takes that is cut for one thread, in turns
+// with it; how often threads start, tasks of the longest phase, bytes that each thread keeps. With 1 thread it is a
+// plain call; with -2 one by two real threads. Times are medians of CPU time.
 #include <malloc.h>
 #include <time.h>
 #include <ucontext.h>
@@ -359,9 +360,10 @@ void run(const Problem& of, const Kernels& kernels) {
   if (of.threads == -2) runtime = {2, two_threads};
   if (of.pass == "backward") kernels.forward(forward, {1, nullptr});
   phases.clear();
-  std::vector<double> together, alone;
+  std::vector<double> together, alone, ones;
   most_scratch = 0;
-  for (int64_t round = -1; round < of.rounds; ++round) {  // the first one warms up
+  // The first round warms up, where there are several.
+  for (int64_t round = of.rounds > 1 ? -1 : 0; round < of.rounds; ++round) {
     // As torch gives them: what is written first is memory that no one has touched, or that has just been freed.
     const Tensor dq = tensor(of.pass == "backward" ? of.heads_q : 0, of.seqlen_q),
                  dk = tensor(of.pass == "backward" ? of.heads_k : 0, of.seqlen_k),
@@ -369,10 +371,15 @@ void run(const Problem& of, const Kernels& kernels) {
     p.grad_out = out.view, p.dq = dq.view, p.dk = dk.view, p.dv = dv.view;
     parallel_cpu = two_threads_time = 0, phase = 0;
     if (round == 0) phases.clear();
-    const double start = cpu_time();
-    of.pass == "backward" ? kernels.backward(p, runtime) : kernels.forward(forward, runtime);
-    const double serial = cpu_time() - start - parallel_cpu;
+    const auto call = [&](const Runtime& threads) {
+      const double start = cpu_time();
+      of.pass == "backward" ? kernels.backward(p, threads) : kernels.forward(forward, threads);
+      return cpu_time() - start;
+    };
+    const double one = call({1, nullptr}), all = call(runtime);
+    const double serial = all - parallel_cpu;
     if (round < 0) continue;
+    ones.push_back(one);
     together.push_back(two_threads_time), alone.push_back(serial);
   }
   double seconds = middle_of(together) + middle_of(alone);
@@ -381,7 +388,8 @@ void run(const Problem& of, const Kernels& kernels) {
     seconds += each.time();
     most_tasks = std::max(most_tasks, each.seconds.size());
   }
-  std::printf("%.9g %.9g %zu %zu %zu\n", seconds, middle_of(alone), phases.size(), most_tasks, most_scratch.load());
+  std::printf("%.9g %.9g %.9g %zu %zu %zu\n", seconds, middle_of(alone), middle_of(ones), phases.size(), most_tasks,
+              most_scratch.load());
   std::fflush(stdout);
 }
 

@@ -2,8 +2,9 @@
 
 `build/ninja/cores` (bench/cores.cpp, `python setup.py build_cores`) runs the kernels of the library. They cut a call
 for as many threads as they are told, and one core runs the tasks. The efficiency is what one thread takes of a call cut
-for one, over what T threads take together of a call cut for T. All is CPU time, so others may use the machine. What
-several cores share isn't in it: memory, the last cache, the clock, and what it takes to wake threads up.
+for one, over what T threads take together of a call cut for T, measured in turns. All is CPU time, so others may use
+the machine. What several cores share isn't in it: memory, the last cache, the clock, and what it takes to wake threads
+up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import report
 from .plots import machine_line
@@ -86,6 +87,18 @@ def problems() -> list[Problem]:
     return found
 
 
+class Answer(NamedTuple):
+    """Of bench/cores.cpp: `seconds` of a call; those that one thread takes `alone`; those that `one` thread takes of
+    the call cut for it, measured in turns with the other; tasks of the longest phase; bytes that a thread keeps."""
+
+    seconds: float
+    alone: float
+    one: float
+    phases: int
+    tasks: int
+    scratch: int
+
+
 class Cores:
     """The program, which answers a line with a line."""
 
@@ -94,17 +107,16 @@ class Cores:
             raise ValueError(f"{program.name} is not built: python setup.py build_cores")
         self._process = subprocess.Popen([program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
-    def ask(self, problem: Problem, threads: int, rounds: int = 1) -> tuple[float, float, int, int, int]:
-        """Seconds of the call, of it those that one thread takes alone; phases; tasks of the longest phase; bytes of
-        scratch that a thread keeps."""
+    def ask(self, problem: Problem, threads: int, rounds: int = 1) -> Answer:
+        """Of a call that is cut for so many threads."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(problem.line(threads, rounds))
         self._process.stdin.flush()
         words = self._process.stdout.readline().split()
-        if len(words) != 5:
+        if len(words) != 6:
             raise RuntimeError(f"{PROGRAM.name} ended at {problem.line(threads, rounds)!r}")
-        return float(words[0]), float(words[1]), int(words[2]), int(words[3]), int(words[4])
+        return Answer(*map(float, words[:3]), *map(int, words[3:]))
 
     def close(self) -> None:
         self._process.communicate()
@@ -126,7 +138,7 @@ def scratch_problems(pass_name: str, dtype: str) -> list[Problem]:
 def scratch(cores: Cores) -> dict[tuple[str, str], list[float]]:
     """KiB that a thread keeps at most, for SCRATCH_SIZES: of each pass and dtype."""
     return {
-        (pass_name, dtype): [cores.ask(problem, 1)[4] / 1024 for problem in scratch_problems(pass_name, dtype)]
+        (pass_name, dtype): [cores.ask(problem, 1).scratch / 1024 for problem in scratch_problems(pass_name, dtype)]
         for pass_name in ("forward", "decode", "backward")
         for dtype in DTYPES
     }
@@ -142,16 +154,16 @@ def scratch_table(found: dict[tuple[str, str], list[float]]) -> str:
 
 def measure(cores: Cores, problem: Problem, threads: Sequence[int], turns: int = 3, budget: float = 4.0) -> Row:
     """A row: seconds for 1, 2 (by tasks, and by two real threads) and `threads`, medians of turns."""
-    first = cores.ask(problem, 1)[0]
-    counts = (1, 2, TWO, *threads)
-    rounds = max(1, min(31, int(budget / first / len(counts) / turns) - 1))
-    turns = turns if first * len(counts) * 2 * turns < 4 * budget else 1
-    found: dict[int, list[tuple[float, float, int, int, int]]] = {t: [] for t in counts}
+    first = cores.ask(problem, 1).seconds
+    counts = (2, TWO, *threads)
+    rounds = max(1, min(31, int(budget / first / (2 * len(counts)) / turns) - 1))
+    turns = turns if first * 4 * len(counts) * turns < 4 * budget else 1
+    found: dict[int, list[Answer]] = {t: [] for t in counts}
     for _ in range(turns):
         for t in counts:
             found[t].append(cores.ask(problem, t, rounds))
-    seconds = {t: statistics.median(x[0] for x in found[t]) for t in counts}
-    one = seconds[1]
+    seconds = {t: statistics.median(x.seconds for x in found[t]) for t in counts}
+    one = statistics.median(x.one for t in counts for x in found[t])
     return {
         "key": problem.key,
         "case": problem.name,
@@ -161,12 +173,12 @@ def measure(cores: Cores, problem: Problem, threads: Sequence[int], turns: int =
         "by_two": seconds[2],
         "two": seconds[TWO],
         "threads": list(threads),
-        "efficiency": [one / t / seconds[t] for t in threads],
+        "efficiency": [statistics.median(x.one / t / x.seconds for x in found[t]) for t in threads],
         "enough": [one / t >= ENOUGH for t in threads],
-        "alone": [statistics.median(x[1] for x in found[t]) / seconds[t] for t in threads],
-        "phases": found[threads[-1]][0][2],
-        "tasks": [found[t][0][3] for t in threads],
-        "scratch": max(found[t][0][4] for t in threads),
+        "alone": [statistics.median(x.alone for x in found[t]) / seconds[t] for t in threads],
+        "phases": found[threads[-1]][0].phases,
+        "tasks": [found[t][0].tasks for t in threads],
+        "scratch": max(found[t][0].scratch for t in threads),
         "status": "ok",
     }
 

@@ -73,7 +73,7 @@ def measure(row: str, provider: str, threads: int, length: int) -> int | None:
 def table(rows: Iterable[Row]) -> str:
     """In Markdown: what each call took beyond its inputs and results."""
     cells: dict[str, dict[str, str]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row["provider"] != "attnkern", row["threads"])):
         column = f"{row['provider']}, {row['threads']} thread{'s' * (row['threads'] > 1)}"
         cells.setdefault(row["case"], {})[column] = report.size(row["peak"])
     columns = list(dict.fromkeys(column for found in cells.values() for column in found))

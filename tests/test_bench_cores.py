@@ -27,13 +27,13 @@ def program():
 
 
 def test_tasks_are_dealt_out(program):
-    seconds, alone, phases, tasks, scratch = program.ask(TINY, 3)
-    assert 0 < alone < seconds
-    assert phases > 1
-    assert tasks >= 3
-    assert scratch > 0
-    one, alone, phases, tasks, _ = program.ask(TINY, 1)
-    assert (alone, phases, tasks) == (one, 0, 0)
+    shared, plain = program.ask(TINY, 3), program.ask(TINY, 1)
+    assert 0 < shared.alone < shared.seconds
+    assert shared.phases > 1
+    assert shared.tasks >= 3
+    assert shared.scratch > 0
+    assert shared.one > 0
+    assert (plain.alone, plain.phases, plain.tasks) == (plain.seconds, 0, 0)
 
 
 @pytest.mark.parametrize("mask", ["all", "causal", "packed", "prefix"])
@@ -63,7 +63,7 @@ def test_scratch_is_what_the_page_says_and_no_longer_call_takes_more(program):
         longer = replace(problem, seqlen_k=2 * problem.seqlen_k, seqlen_q=min(problem.seqlen_q * 2 - 1, 2047))
         more_heads = replace(problem, heads_q=4 * problem.heads_q, heads_k=4 * problem.heads_k)
         for other in (longer, more_heads):
-            assert program.ask(other, 2)[4] <= sizes[-1] * 1024
+            assert program.ask(other, 2).scratch <= sizes[-1] * 1024
 
 
 def test_the_page_has_the_tables_of_the_stored_rows():

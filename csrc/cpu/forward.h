@@ -261,8 +261,9 @@ class ForwardCall {
   int64_t phases() const { return 1; }
   int64_t tasks(int64_t) const { return heads_ * tiles_; }
   int64_t scratch_bytes(int64_t) const { return sizes_.bytes + caches_.bytes(); }
-  int64_t queues(int64_t) const { return in_order_ ? 1 : 0; }
-  int64_t queue_end(int64_t phase, int64_t) const { return tasks(phase); }
+  // One for each head, so that a worker packs values of few.
+  int64_t queues(int64_t) const { return in_order_ ? heads_ : 0; }
+  int64_t queue_end(int64_t, int64_t queue) const { return (queue + 1) * tiles_; }
   void run(int64_t, int64_t task, void* memory, int64_t worker) const {
     const ForwardScratch<Op> scratch(memory, p_);
     // Last tiles first: under a causal mask they are the longest. First tiles first under a window: keys that no tile
