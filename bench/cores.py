@@ -116,7 +116,9 @@ class Cores:
         words = self._process.stdout.readline().split()
         if len(words) != 6:
             raise RuntimeError(f"{PROGRAM.name} ended at {problem.line(threads, rounds)!r}")
-        return Answer(*map(float, words[:3]), *map(int, words[3:]))
+        seconds, alone, one = map(float, words[:3])
+        phases, tasks, scratch = map(int, words[3:])
+        return Answer(seconds, alone, one, phases, tasks, scratch)
 
     def close(self) -> None:
         self._process.communicate()

@@ -59,17 +59,17 @@ class TaskQueues {
  public:
   // end_of(i): where queue i ends.
   template <class EndOf>
-  TaskQueues(int64_t count, int64_t workers, const EndOf& end_of) : count_(count), workers_(workers), queue_(count) {
+  TaskQueues(int64_t count, int64_t workers, const EndOf& end_of)
+      : count_(count), queue_(count), first_(count == workers ? 0 : workers) {
     for (int64_t i = 0, begin = 0; i < count; begin = queue_.data()[i++].end) queue_.data()[i] = {begin, end_of(i)};
+    if (first_.data() == nullptr) return;
+    const int64_t tasks = queue_.data()[count - 1].end;
+    for (int64_t worker = 0, i = 0; worker < workers; first_.data()[worker++] = static_cast<int32_t>(i))
+      while (queue_.data()[i].end <= worker * tasks / workers) ++i;
   }
 
-  // The queue that a worker begins with.
-  int64_t first_of(int64_t worker) const {
-    const int64_t task = worker * queue_.data()[count_ - 1].end / workers_;
-    int64_t queue = 0;
-    while (queue_.data()[queue].end <= task) ++queue;
-    return queue;
-  }
+  // The queue that a worker begins with. (Not looked for by the worker: the queues' cache lines go from core to core.)
+  int64_t first_of(int64_t worker) const { return first_.data() == nullptr ? worker : first_.data()[worker]; }
   // begin(), then body(task) until no task is left.
   template <class Begin, class Body>
   void work(int64_t worker, const Begin& begin, const Body& body) const {
@@ -87,9 +87,10 @@ class TaskQueues {
   struct alignas(64) Queue {
     int64_t next, end;
   };
-  int64_t count_, workers_;
+  int64_t count_;
   Buffer<Queue> queue_;
-  bool goes_on_ = false;  // the workers have begun before
+  const Buffer<int32_t> first_;  // empty: each with its own
+  bool goes_on_ = false;         // the workers have begun before
 };
 
 // Runs body(task, scratch, worker) for every task of problem p, on at most num_threads workers, each of which calls
