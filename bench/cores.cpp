@@ -1,7 +1,7 @@
 // What a call would take on many cores, from its tasks' times on one. The kernels run as they are, cut for any number
-// of threads, but task by task: each worker's share at first, one task after the other, as its core would meet them;
-// then the times are replayed through the queue itself, by workers that each have a clock. Whoever's clock is behind
-// takes the next task. Parts of a call that one thread runs are timed as they are. None of the tasks waits for others
+// of threads, but task by task: each worker's at first, one task after the other, as its core would meet them; then the
+// times are replayed through the queues themselves, by workers that each have a clock. Whoever's clock is behind takes
+// the next task. Parts of a call that one thread runs are timed as they are. None of the tasks waits for others
 // as it runs, so that sums are added up in another order; when it would, and how far others have come, is noted, and
 // the clocks wait for each other.
 //
@@ -52,7 +52,7 @@ struct OneByOne {
     int64_t reached;
     bool waits;
   };
-  std::vector<std::vector<Event>> events;  // of the tasks so far
+  std::vector<std::vector<Event>> events;  // of the tasks
   size_t task = 0;
 
   void note(Progress& progress, int64_t reached, bool waits) {
@@ -103,7 +103,7 @@ class Replay {
   explicit Replay(int64_t workers)
       : clocks(static_cast<size_t>(workers)),
         contexts_(clocks.size()),
-        stopped_(clocks.size()),
+        done_(clocks.size()),
         awaited_(clocks.size()),
         stacks_(clocks.size()) {}
 
@@ -124,10 +124,11 @@ class Replay {
     for (size_t left = clocks.size(); left > 0;) {
       running_ = clocks.size();
       for (size_t w = 0; w < clocks.size(); ++w)
-        if (!stopped_[w] && (running_ == clocks.size() || clocks[w] < clocks[running_])) running_ = w;
+        if (!done_[w] && awaited_[w].progress == nullptr && (running_ == clocks.size() || clocks[w] < clocks[running_]))
+          running_ = w;
       if (running_ == clocks.size()) throw std::logic_error("all workers wait for each other");
       swapcontext(&home_, &contexts_[running_]);
-      left -= stopped_[running_] && awaited_[running_].progress == nullptr ? 1 : 0;
+      left -= done_[running_] ? 1 : 0;
     }
     return *std::max_element(clocks.begin(), clocks.end());
   }
@@ -135,7 +136,6 @@ class Replay {
   void wait_until(Progress* progress, int64_t least) {
     if (reached_[progress] >= least) return;
     awaited_[running_] = {progress, least};
-    stopped_[running_] = true;
     go_on();
   }
   void announce(Progress* progress, int64_t reached) {
@@ -143,7 +143,6 @@ class Replay {
     for (size_t w = 0; w < clocks.size(); ++w)
       if (awaited_[w].progress == progress && awaited_[w].least <= reached) {
         awaited_[w] = {};
-        stopped_[w] = false;
         clocks[w] = std::max(clocks[w], clocks[running_]);
       }
   }
@@ -156,7 +155,7 @@ class Replay {
   static void enter() {
     Replay& own = *current;
     own.work_(own.given_, static_cast<int64_t>(own.running_));
-    own.stopped_[own.running_] = true;
+    own.done_[own.running_] = true;
   }
   struct Awaited {
     Progress* progress = nullptr;
@@ -164,8 +163,8 @@ class Replay {
   };
 
   std::vector<ucontext_t> contexts_;
-  std::vector<bool> stopped_;  // at its end, or as it waits
-  std::vector<Awaited> awaited_;
+  std::vector<bool> done_;
+  std::vector<Awaited> awaited_;  // null where a worker doesn't wait
   std::map<Progress*, int64_t> reached_;
   std::vector<std::unique_ptr<char[]>> stacks_;
   ucontext_t home_;
