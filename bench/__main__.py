@@ -53,7 +53,8 @@ INTERRUPTION = "[yellow]interrupted: what had finished is kept, the same command
 
 Cases = Annotated[str, typer.Option("--cases", help="Names, tags and globs, comma-separated (see `list`).")]
 Device = Annotated[
-    str | None, typer.Option("--device", help="cpu or cuda. Default: cuda if attnkern has kernels for it.")
+    str | None,
+    typer.Option("--device", help="cpu or cuda. Default: cuda if attnkern has kernels for it; of targets cpu."),
 ]
 
 
@@ -112,9 +113,9 @@ def run(
     Rows go to a file as they finish; the same command later goes on where it stopped. Exit code 1: a wrong or failed
     row.
     """
-    where = _device(device, may_be_absent=dry_run)
+    target_set = None if cases is None else targets.named(cases)
+    where = _device(device or (None if target_set is None else "cpu"), may_be_absent=dry_run)
     pattern = cases or ("gpu-sweep" if where.type == "cuda" else "quick-sweep")
-    target_set = targets.named(pattern)
     defaults = sets.defaults_for(pattern)
     if target_set is not None and (passes or set_ or providers_):
         raise typer.BadParameter(f"{pattern} fixes --passes, --set and --providers", param_hint="--cases")

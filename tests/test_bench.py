@@ -1051,6 +1051,18 @@ def test_avx2_is_measured_in_a_process_of_its_own(monkeypatch):
     assert targets.environment("cpu-goals-avx2:L64") == {}
 
 
+def test_targets_are_the_cpus_on_a_machine_with_a_gpu_too(monkeypatch):
+    """Where other cases go to the GPU, unless something else is asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kernels = types.SimpleNamespace(name="cuda", device_types=("cuda",), available=True)
+    monkeypatch.setattr(attnkern, "backends", lambda: (kernels,))
+    for name in targets.SETS:
+        assert "targets" in bench("run", "--dry-run", "--cases", name)
+    refused = bench("run", "--dry-run", "--cases", "cpu-goals", "--device", "cuda", code=2)
+    assert "cpu-goals are targets for a CPU" in refused
+    assert "gpu-" in bench("run", "--dry-run")
+
+
 def test_reads_are_of_the_cases_size():
     peak = machine.read_bandwidth(CPU, 1, True, 1 << 20)
     assert peak.work == 1 << 20
