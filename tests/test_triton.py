@@ -17,6 +17,7 @@ import simulated
 from attnkern import ops, rng, testing
 from attnkern.backends import disabled
 from attnkern.backends.failed import CannotBuild
+from attnkern.params import empty_like_heads
 from attnkern.problem import Problem
 from attnkern.signatures import Inputs
 from simulated import BF16, FP32
@@ -218,7 +219,6 @@ def test_what_it_refuses():
         assert triton.refusals(problem(dtype=torch.float64)) == ["query is float64"]
         assert triton.refusals(problem(v=(1, 2, 9, 513))) == ["head size 513 is above 512"]
         assert triton.refusals(problem(q=(1, 2, 9, 512), dtype=FP32)) == []
-        assert triton.refusals(problem(q=(1, 2, 9, 0))) == ["head size is 0"]
         long = torch.zeros(1, 1, 1, 64, dtype=BF16).expand(1, 1, 2**30, 64)
         assert triton.refusals(Problem.from_sdpa(long[:, :, :1], long, long)) == [
             f"length {2**30} is above {2**30 - 1}"
@@ -226,6 +226,23 @@ def test_what_it_refuses():
     with simulated.triton(75):
         assert triton.refusals(problem()) == ["compute capability 7.5, and 8.0 is needed"]
     assert triton.refusals(problem()) == [triton.unavailable()]
+
+
+@pytest.mark.parametrize(
+    ("target", "size", "size_v"), [(80, 8, 0), (90, 8, 0), (90, 0, 8), (80, 0, 0)], indirect=["target"]
+)
+def test_head_size_zero(target, size, size_v):
+    """Kernels get a column of zeros. Results are laid out as the operators' fakes have them."""
+    inputs = testing.make_inputs(2, 4, 5, 7, size, size_v, heads_k=2, dtype=BF16, layout="blhd")
+    results = target.check(inputs, is_causal=True, enable_gqa=True)
+    assert set(target.kernels()) == {"forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"}
+    tensors = [x.detach().requires_grad_() for x in inputs.tensors.values()]
+    explanation = attnkern.explain(*tensors, backend="triton", is_causal=True, enable_gqa=True)
+    assert [line.split(":")[0] for line in explanation.plan] == ["forward", "delta", "dkdv", "dq"]
+    layouts = {"out": empty_like_heads(inputs.query, size_v)}
+    layouts |= {name: empty_like_heads(x, x.shape[3]) for name, x in inputs.tensors.items()}
+    for name, x in layouts.items():
+        assert (results[name].shape, results[name].stride()) == (x.shape, x.stride()), name
 
 
 def test_explain_tells_of_copies():

@@ -75,6 +75,12 @@ def test_feature(name, gpu, record_property):
     record_property("triton", f"sm_{gpu}  second order: {name}")
 
 
+@pytest.mark.parametrize(("size", "size_v"), [(8, 0), (0, 8)])
+def test_head_size_zero(size, size_v):
+    inputs = testing.make_inputs(1, 2, 5, 7, size, size_v, dtype=BF16)
+    assert "tangent_kernel" in check(80, inputs, is_causal=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_on_a_gpu(name):

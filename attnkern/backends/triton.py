@@ -63,8 +63,6 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"query is {str(q.dtype).removeprefix('torch.')}")
     if (size := max(q.shape[3], v.shape[3])) > MAX_HEAD_DIM:
         reasons.append(f"head size {size} is above {MAX_HEAD_DIM}")
-    if 0 in (q.shape[3], v.shape[3]):
-        reasons.append("head size is 0")
     if (length := max(q.shape[2], k.shape[2])) > MAX_LENGTH:
         reasons.append(f"length {length} is above {MAX_LENGTH}")
     if triton_interpreted.asked:
@@ -118,7 +116,7 @@ def _launches(problem: Problem) -> tuple[list[tuple[str, Any]], int]:
         # As kernels get it: where it lies, or its copy.
         return TensorSpec.of(x if as_it_is else torch.empty(x.shape, dtype=x.dtype, device="meta"))
 
-    specs = [spec(x, _has_rows(x)) for x in (q, k, v)]
+    specs = [spec(x, _has_rows(x)) for x in map(_widened, (q, k, v))]
     if pages is not None:
         specs[1:] = (_of_logical_keys(x, seqlen_k) for x in specs[1:])
     key = plans.PlanKey(
@@ -163,6 +161,9 @@ def _line(name: str, step: Any, splits: int) -> str:
 
 def forward(inputs: Inputs, params: AttentionParams, need_lse: bool) -> tuple[Tensor, Tensor]:
     """`attnkern::forward` (ops.py) on a CUDA device."""
+    if _lacks_columns(inputs):
+        out, lse = forward(_with_columns(inputs), params, need_lse)
+        return _narrowed(out, inputs.v), lse
     plans, inputs = _plans(), _as_read(inputs)
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
     index, run = q.get_device(), plans.launch.run
@@ -204,6 +205,10 @@ def backward(
     grad_mask: int,
 ) -> tuple[Tensor, ...]:
     """`attnkern::backward` (ops.py) on a CUDA device."""
+    if _lacks_columns(inputs):
+        wide = _with_columns(inputs)
+        dq, dk, dv, *rest = backward(_widened(grad_out), grad_lse, wide, _widened(out), lse, params, grad_mask)
+        return _narrowed(dq, inputs.q), _narrowed(dk, inputs.k), _narrowed(dv, inputs.v), *rest
     plans, bias, inputs = _plans(), inputs.bias, _as_read(inputs)
     q = inputs.q
     grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
@@ -237,6 +242,9 @@ def tangent(
     inputs: Inputs, tangents: Derivatives, out: Tensor, lse: Tensor, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """`attnkern::tangent` (ops.py) on a CUDA device."""
+    if _lacks_columns(inputs):
+        tout, tlse = tangent(_with_columns(inputs), _with_columns(tangents), _widened(out), lse, params)
+        return _narrowed(tout, inputs.v), tlse
     plans, inputs = _plans(), _as_read(inputs)
     q, out, lse = inputs.q, _rows(out), lse.contiguous()
     read, specs = _tangents_as_read(plans, tangents, inputs)
@@ -265,6 +273,12 @@ def second_backward(
     grad_mask: int,
 ) -> tuple[Tensor, ...]:
     """`attnkern::second_backward` (ops.py) on a CUDA device."""
+    if _lacks_columns(inputs):
+        of_queries = _widened(grad_out), grad_lse, _with_columns(inputs), _widened(out), lse
+        results = second_backward(_with_columns(cotangents), *of_queries, params, grad_mask)
+        g_grad_out, g_grad_lse, dq, dk, dv, *rest = results
+        narrow = _narrowed(dq, inputs.q), _narrowed(dk, inputs.k), _narrowed(dv, inputs.v)
+        return _narrowed(g_grad_out, inputs.v), g_grad_lse, *narrow, *rest
     plans, bias, inputs = _plans(), inputs.bias, _as_read(inputs)
     q = inputs.q
     grad_out, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
@@ -300,6 +314,30 @@ def second_backward(
     g_grad_out = tout if grad_mask & GRAD_GRAD_OUT else q.new_empty(0)
     g_grad_lse = mu if grad_mask & GRAD_GRAD_LSE else lse.new_empty(0)
     return g_grad_out, g_grad_lse, *grads, dbias, gsinks
+
+
+def _lacks_columns(inputs: Inputs) -> bool:
+    return inputs.q.shape[3] == 0 or inputs.v.shape[3] == 0
+
+
+def _with_columns(tensors: Any) -> Any:
+    """`Inputs` or `Derivatives`, those of head size 0 `_widened`."""
+    q, k, v = (None if x is None else _widened(x) for x in tensors[:3])
+    return tensors._replace(q=q, k=k, v=v)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """x; of head size 0 one column of zeros, which adds nothing to any sum. (Kernels have a column at least.)"""
+    if x.shape[3]:
+        return x
+    return torch.empty_strided(*_spec(x).like(1), dtype=x.dtype, device=x.device).zero_()
+
+
+def _narrowed(x: Tensor, of: Tensor) -> Tensor:
+    """A result x as wide as `of`, if that was `_widened`, without its column. x may be of shape (0,), not asked for."""
+    if of.shape[3] or x.ndim != 4:
+        return x
+    return torch.empty_strided(*_spec(x).like(0), dtype=x.dtype, device=x.device)
 
 
 def _as_read(inputs: Inputs) -> Inputs:
