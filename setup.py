@@ -54,13 +54,14 @@ HERE = platform.machine()
 X86, ARM, ANY = ("x86_64",), ("aarch64",), ("x86_64", "aarch64")
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512"
 ISA = {  # best first: the machines it is compiled on, its own flags for csrc/cpu/isa/*.cpp
+    "amx": (X86, f"{AVX512} -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16"),
     "avx512bf16": (X86, f"{AVX512} -mavx512bf16 -mavx512vbmi"),
     "avx512": (X86, AVX512),
     "avx2": (X86, "-mavx2 -mfma -mf16c"),
     "neon": (ARM, ""),
     "generic": (ANY, ""),
 }
-BELOW = {"avx512bf16": "avx512"}  # which other set runs the dtypes that it adds no instructions for
+BELOW = {"amx": "avx512", "avx512bf16": "avx512"}  # which other set runs the dtypes that it adds no instructions for
 # The target, torch 2.10, must not exceed the oldest torch served: a newer one would not load there.
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 # What is to be inlined says so: -O3's larger limit for the rest takes a sixth of the compile time and makes no call
@@ -69,6 +70,8 @@ INLINING = "--param max-inline-insns-single=70"
 CXXFLAGS = (
     f"-O3 {INLINING} -std=c++20 -ffp-contract=fast -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -Wall -Wextra"
 )
+# tests/emulated has AMX and the vectors beside it in plain C++, which AVX2 runs.
+EMULATED = Path("tests/emulated/immintrin.h")
 SANITIZE = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 NVCCFLAGS = "-O3 -std=c++20 -Xcompiler -fPIC,-fvisibility=hidden"
 SCHEDULES = Path("csrc/cuda/forward_schedules_sm90.cu")  # for timing and tests
@@ -320,7 +323,8 @@ def native_isa(own):
     """The best one that this machine runs; csrc/cpu/dispatch.cpp asks for the same features."""
     listed = re.search(r"^(?:flags|Features)\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.M)
     features = {name.replace("_", "") for name in listed[1].split()} if listed else set()
-    needed = {isa: set(re.findall(r"-m(avx\w+|fma|f16c)", flags)) for isa, (_, flags) in ISA.items()}
+    named = {isa: re.findall(r"-m((?:avx|amx)[\w-]+|fma|f16c)", flags) for isa, (_, flags) in ISA.items()}
+    needed = {isa: {name.replace("-", "") for name in names} for isa, names in named.items()}
     return next(isa for isa in own if needed[isa] <= features)
 
 
@@ -449,6 +453,29 @@ class BuildSanitized(Command):
         ninja.run()
 
 
+class BuildEmulated(Command):
+    """The CPU library with the kernels for AMX, emulated, and those that AVX2 runs: build/ninja/_C.emulated.so."""
+
+    user_options: ClassVar[list] = []
+    initialize_options = finalize_options = lambda self: None
+
+    def run(self):
+        (cxx, machine), torch, ninja = find_compiler(), find_torch(), Ninja("emulated", "release")
+        if machine not in X86:
+            raise SystemExit(f"{EMULATED} is for x86-64, the compiler for {machine}.")
+        flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
+        emulated = f"-DATTNKERN_EMULATED=0x{key_of(EMULATED.read_text())[:8]}"
+        objects = ninja.compile(sorted(Path("csrc").glob("*.cpp")), cxx, f"{flags} -isystem {torch}/include")
+        objects += ninja.compile(sorted(Path("csrc/cpu").glob("*.cpp")), cxx, f"{flags} {emulated}", ".emulated")
+        passes = sorted(Path("csrc/cpu/isa").glob("*.cpp"))
+        for isa in ("generic", "avx2"):
+            objects += ninja.compile(passes, cxx, f"{flags} {ISA[isa][1]} -DATTNKERN_ISA={isa}", f".{isa}")
+        flags += f" {ISA['avx2'][1]} -Og -Wno-psabi -I{EMULATED.parent} {emulated}"
+        objects += ninja.compile(passes, cxx, f"{flags} -DATTNKERN_ISA=amx", ".amx.emulated")
+        ninja.add("link", BUILD / "_C.emulated.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
+        ninja.run()
+
+
 class BuildCores(Command):
     """bench/cores.cpp with the objects of the CPU kernels, as they are in the library: build/ninja/cores.
 
@@ -486,5 +513,6 @@ if __name__ == "__main__":  # tests/gate imports this module for its flags
             "build_schedules": BuildSchedules,
             "build_sanitized": BuildSanitized,
             "build_cores": BuildCores,
+            "build_emulated": BuildEmulated,
         },
     )

@@ -61,8 +61,13 @@ class Target:
         return "bandwidth_share" if self.reads else "peak_share"
 
     def wanted(self, isa: str) -> float:
-        """The share that is asked of the kernels of this instruction set."""
+        """The share that is asked of the kernels of this instruction set.
+
+        None of the matrix unit's peak: beside it exponentials take most of the time, and their bound isn't known.
+        """
         share = self.share if self.converted is None or isa == "avx512bf16" else self.converted
+        if isa == "amx":
+            return 0.0 if self.case.dtype == "bf16" and not self.reads else share
         return share if isa.startswith("avx512") else share - NARROWER
 
 

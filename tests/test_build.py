@@ -398,6 +398,9 @@ def test_each_instruction_set_gets_its_own_flags_and_a_second_build_does_nothing
         assert "-mavx512" not in flags["avx2"]
         assert "-mavx512bf16" not in flags["avx512"]
         assert "-mavx512bf16" in flags["avx512bf16"]
+        assert "-mamx" not in flags["avx512bf16"]
+        assert "-mavx512bf16" in flags["amx"]
+        assert "-mamx-tile -mamx-bf16" in flags["amx"]
     assert all("-march" not in c for c in commands)
     _, commands = fake_build(ATTNKERN_CUDA="0")
     assert [c for c in commands if " -o " in c] == []
@@ -499,9 +502,10 @@ def test_instruction_sets_that_nobody_asked_for_are_left_out(fake_build):
     one = "avx2" if "avx2" in ISAS else "neon"
     assert compiled(one) == {one, "generic"}
     if "avx2" in ISAS:
-        assert compiled("avx512bf16") == {"avx512bf16", "avx512", "generic"}  # float32's kernels are the latter's
+        for isa in ("avx512bf16", "amx"):
+            assert compiled(isa) == {isa, "avx512", "generic"}  # float32's kernels are avx512's
     best = runnable_isas()[0]
-    assert compiled("native") == {best} | ({"avx512"} if best == "avx512bf16" else set())
+    assert compiled("native") == {best} | ({"avx512"} if best in ("avx512bf16", "amx") else set())
     env = {"ATTNKERN_CUDA": "0", "CXX": str(fake_build.folder / "bin" / "g++"), "ATTNKERN_CPU_ISAS": "generic mmx"}
     text = run(sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, **env)
     told = r"ATTNKERN_CPU_ISAS must be native or name instruction sets of \w+ \(.*generic\), got 'mmx'\.\n"

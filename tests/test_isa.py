@@ -2,13 +2,16 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import fuzz
 
+ROOT = Path(__file__).resolve().parents[1]
 contract = pytest.mark.contract
 
 MATRIX = """
@@ -19,8 +22,9 @@ from random_problems import attention_in_bits, far_key, random_packed, random_pr
 
 torch.set_num_threads(1)
 torch.manual_seed({seed})
+only = {only!r}
 assert torch.ops.attnkern.cpu_isa() == {isa!r} == attnkern.build_info()["cpu_isa"]
-dtypes = torch.float32, torch.float64, torch.bfloat16, torch.float16
+dtypes = [getattr(torch, only)] if only else [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 count = 0
 turn = itertools.count()
 def in_turn(*choices):
@@ -96,10 +100,12 @@ print("checked", count)
 """
 
 
-def forced(isa, code):
+def forced(isa, code, folder="."):
+    """Runs code by the kernels of an instruction set, those of the package in this folder, if there is one."""
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "ATTNKERN_CPU_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=folder,  # which comes before PYTHONPATH
         capture_output=True,
         text=True,
         check=False,
@@ -110,11 +116,25 @@ def forced(isa, code):
 @pytest.mark.parametrize("isa", list(fuzz.ISAS.get(platform.machine(), ["generic"])))
 def test_every_instruction_set(isa, fresh_seed):
     """One that the machine lacks is refused by name (test_build shows the text)."""
-    result = forced(isa, MATRIX.format(isa=isa, seed=fresh_seed))
+    result = forced(isa, MATRIX.format(isa=isa, seed=fresh_seed, only=None))
     if "ATTNKERN_CPU_ISA" in result.stderr and isa != "generic":
         assert "RuntimeError" in result.stderr
         return
     assert result.returncode == 0, f"ATTNKERN_CPU_ISA={isa}, seed {fresh_seed}\n{result.stderr[-4000:]}"
+    assert result.stdout.startswith("checked")
+
+
+@contract(36)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulation is AVX2's")
+def test_matrix_unit_emulated(tmp_path, fresh_seed):
+    """The kernels for AMX, and AVX512-BF16's where they take its place, by instructions in plain C++."""
+    command = [sys.executable, "setup.py", "-q", "build_emulated"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "ATTNKERN_CPU_ISAS": ""}, check=True)
+    package = tmp_path / "attnkern"
+    shutil.copytree(ROOT / "attnkern", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (package / "_C.abi3.so").symlink_to(ROOT / "build" / "ninja" / "_C.emulated.so")
+    result = forced("amx", MATRIX.format(isa="amx", seed=fresh_seed, only="bfloat16"), tmp_path)
+    assert result.returncode == 0, f"seed {fresh_seed}\n{result.stderr[-4000:]}"
     assert result.stdout.startswith("checked")
 
 

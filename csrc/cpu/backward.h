@@ -51,6 +51,9 @@ inline Rows<typename Op::Scalar> key_rows_of_sums(const Backward& p, const Backw
     interleave_rows(at<T>(p.k, batch, head_k, key), p.k.stride[2], p.k.stride[3], keys, p.head_dim, scratch.k_rows,
                     step);
     rows = {scratch.k_rows, step};
+    if (scratch.tiles)  // whole pieces of keys
+      for (int64_t pair = (keys + 1) / 2; pair < kTile<typename Op::Compute> / 2; ++pair)
+        std::memset(scratch.k_rows + pair * step, 0, static_cast<size_t>(step) * sizeof(typename Op::Scalar));
   }
   return without_unattended_keys<T, Op>(p, scratch, batch, head, key, keys, rows);
 }
@@ -73,13 +76,13 @@ struct QueryRows {
                               space, cache == nullptr ? nullptr : cache + 1);
   }
   // For the products of the scores; padded to whole vectors if they are read by vectors later.
-  Rows<Scalar> q(Scalar* space, bool padded) const {
-    if constexpr (kConverts<T, Op>) return packed_q(space);
-    else return operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, space, padded);
+  BlockRows<Scalar> q(Scalar* space, bool padded, bool tiles) const {
+    if constexpr (kConverts<T, Op>) return {packed_q(space)};
+    else return rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, space, padded, tiles);
   }
-  Rows<Scalar> grad(Scalar* space, bool padded) const {
-    if constexpr (kConverts<T, Op>) return packed_grad(space);
-    else return operand_rows<Op, T>(p.grad_out, batch, head, block.row, block.rows, p.head_dim_v, space, padded);
+  BlockRows<Scalar> grad(Scalar* space, bool padded, bool tiles) const {
+    if constexpr (kConverts<T, Op>) return {packed_grad(space)};
+    else return rows_of_scores<T, Op>(p.grad_out, batch, head, block, p.seqlen_q, p.head_dim_v, space, padded, tiles);
   }
 };
 
@@ -141,6 +144,25 @@ inline void add_query_grad(const QueryGrad<typename Op::Compute>& dq, int64_t he
   }
 }
 
+// Adds a block to a sum over queries by the matrix unit: `pairs`, factors along the queries, times `rows`. False where
+// these hold infinities or NaN.
+template <class T, class Op>
+inline bool add_by_unit(Result<T, Op>& result, const View& rows, int64_t heads, int64_t batch, int64_t head,
+                        const BlockPlan& block, int64_t vectors, int64_t last_row, int64_t columns,
+                        typename Op::Scalar* space, PackedCache<typename Op::Scalar>* cache,
+                        typename Op::Scalar* pairs) {
+  using Unit = Tiles<Op>;
+  const int64_t begin = block.row - Unit::rows_before(block);
+  const int64_t count = round_up(block.row + block.rows - begin, Unit::kKeys);
+  const auto pieces =
+      Unit::template values<T>(rows, heads, batch, head, begin, begin + count, last_row, columns, space, cache);
+  if (pieces == nullptr) return false;
+  const auto [sums, started] = result.open();
+  Unit::add_values(count / Unit::kKeys, columns, vectors, pieces, Unit::complete_pairs(block, vectors, pairs), nullptr,
+                   started, sums);
+  return true;
+}
+
 // Stores what a tile of keys has met of all queries, or adds what it has met of a piece to `kept`, which is moved on.
 template <class T, class Op>
 inline void end_keys(Result<T, Op>& result, bool wanted, int64_t columns, const typename Op::Compute* factor,
@@ -172,14 +194,19 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   const int64_t columns = (p.head_dim + S::kLanes - 1) / S::kLanes;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
   // With a bias, computing both products in registers pays off for pairs only.
-  const bool biased = Op::kPack == 2 && score.has_bias && !score.capped() && !score.dropout;
+  const bool biased = Op::kPack == 2 && score.has_bias && !score.capped() && !score.dropout && !scratch.tiles;
   const bool prefetches_bias =
       biased && !p.relative && p.seqlen_q * p.seqlen_k * static_cast<int64_t>(sizeof(C)) >= kFarBytes;
   const bool prefetches = score.fast_path() && prefetches_queries<T, C>(p, wanted);
   C scale[kTile<C>], ones[kTile<C>];  // of dK: dS is the gradient of scores that already are scaled
   for (C& lane : scale) lane = score.signed_scale;
   for (C& lane : ones) lane = C(1);
-  Result<T, Op> dk(p.dk, p.seqlen_k, p.head_dim, scratch.dk), dv(p.dv, p.seqlen_k, p.head_dim_v, scratch.dv);
+  Result<T, Op> dk(p.dk, p.seqlen_k, p.head_dim, scratch.dk, scratch.tiles);
+  Result<T, Op> dv(p.dv, p.seqlen_k, p.head_dim_v, scratch.dv, scratch.tiles);
+  const typename Tiles<Op>::Setup tiles(scratch.tiles);
+  int64_t most = kBlock<Op>;
+  if constexpr (Tiles<Op>::kHas)
+    if (scratch.tiles) most = Tiles<Op>::kMostRows;
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
   // Excluded blocks are left out, unless the bias's gradient is stored: it would have to be set to 0 there.
   const bool leaves_out = score.has_bias && !(bias_grad && bias_grads == nullptr);
@@ -189,6 +216,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
     const int64_t vectors = (keys + S::kLanes - 1) / S::kLanes;
     Rows<Scalar> k_rows{};
     bool keys_loaded = false, values_loaded = false;
+    bool numbers = true;  // no key holds an infinity or NaN
     C* kept = piece.sums;
     for (int64_t h = head; h < head + heads; ++h) {
       const int64_t head_k = h / group_k, head_v = h / group_v;
@@ -198,6 +226,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
       if (within.end > within.begin && !keys_loaded) {
         load_key_tile<T, Op>(p, scratch, score, batch, head_k, key, keys);
         if (wanted.dq) k_rows = key_rows_of_sums<T, Op>(p, scratch, batch, head_k * group_k, key, keys);
+        if (scratch.tiles)
+          numbers = !rows_of_non_numbers<T, C>(p.k, batch, head_k, key, p.head_dim, {{bits_between({0, keys})}}).any();
         keys_loaded = true;
       }
       if (within.end > within.begin && !values_loaded) {
@@ -205,7 +235,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         values_loaded = true;
       }
       if (turns != nullptr) turns->begin(h - head);
-      BandWalk<C> walk(p.band.transposed(), key, keys, within, kBlock<Op>);
+      BandWalk<C> walk(p.band.transposed(), key, keys, within, most);
       BlockPlan block;
       while (walk.next(block)) {
         if (block.segments == 0 || (leaves_out && excludes_all<T>(p, batch, h, block.row, block.rows, key, keys)))
@@ -214,9 +244,10 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         if ((score.has_mask || score.has_ranges) &&
             !apply_mask<C>(p, walk, 2, batch, h, key, keys, scratch.mask, block, mask))
           continue;
-        const QueryRows<T, Op> queries{p, batch, h, block, cache == nullptr ? nullptr : cache + 2 * (h - head)};
-        const auto q_rows = queries.q(scratch.q_rows, dk.by_rows());
-        const auto grad_rows = queries.grad(scratch.grad_rows, dv.by_rows());
+        PackedCache<Scalar>* const of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
+        const QueryRows<T, Op> queries{p, batch, h, block, scratch.tiles ? nullptr : of_head};
+        const auto q_rows = queries.q(scratch.q_rows, dk.by_rows(), scratch.tiles);
+        const auto grad_rows = queries.grad(scratch.grad_rows, dv.by_rows(), scratch.tiles);
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
         PrefetchStreams prefetch;
         if (prefetches)
@@ -230,7 +261,17 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                                             q_rows, grad_rows, mask, bias_grad,
                                             prefetches || prefetches_bias ? &prefetch : nullptr);
         };
-        if (score.fast_path()) {
+        if (score.fast_path() && scratch.tiles) {
+          if constexpr (Tiles<Op>::kHas)
+            for (int64_t s = 0; s < block.segments; ++s) {
+              const Segment& segment = block.segment[s];
+              const int64_t row = segment.row - block.row, at = row * kTile<C>;
+              products_to_memory(p, scratch, segment, row, need_ds, q_rows, grad_rows);
+              gradients_of_products(segment, walk, score.template product_factor<Op>(), row_terms.from(segment.row),
+                                    bits_from(mask, row), need_ds, scratch.scores + at, scratch.grad_scores + at,
+                                    scratch.p_pairs + at / 2, scratch.ds_pairs + at / 2, scratch.ds_rows + at / 2);
+            }
+        } else if (score.fast_path()) {
           by_tiles.template operator()<false>();
         } else if (biased) {
           if constexpr (Op::kPack == 2) {
@@ -248,18 +289,28 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         const GradientFactors<Op> factors(scratch, block, score.fast_path() || biased);
         // The rows of Q and dO once more, as operand A of dV and dK, which sum over the queries.
         Rows<Scalar> q_sum = q_rows, grad_sum = grad_rows;
+        const auto by_unit = [&](Result<T, Op>& result, const View& rows, int64_t of_columns, Scalar* space,
+                                 PackedCache<Scalar>* packed, [[maybe_unused]] Scalar* pairs) {
+          if constexpr (Tiles<Op>::kHas)
+            return scratch.tiles && add_by_unit<T, Op>(result, rows, p.heads_q, batch, h, block, vectors, p.seqlen_q,
+                                                       of_columns, space, packed, pairs);
+          return false;
+        };
+        const bool dv_done = wanted.dv && by_unit(dv, p.grad_out, p.head_dim_v, scratch.grad_pairs,
+                                                  of_head == nullptr ? nullptr : of_head + 1, scratch.p_pairs);
+        const bool dk_done = wanted.dk && by_unit(dk, p.q, p.head_dim, scratch.q_pairs, of_head, scratch.ds_pairs);
         if constexpr (Op::kPack == 2) {
-          if (wanted.dk) q_sum = queries.packed_q(scratch.q_pairs);
-          if (wanted.dv) grad_sum = queries.packed_grad(scratch.grad_pairs);
+          if (wanted.dk && !dk_done) q_sum = queries.packed_q(scratch.q_pairs);
+          if (wanted.dv && !dv_done) grad_sum = queries.packed_grad(scratch.grad_pairs);
         }
         const bool last = walk.done() && piece.sums == nullptr;
-        if (wanted.dv) {
+        if (wanted.dv && !dv_done) {
           grad_sum = attended_rows<T, Op>(grad_sum, p.grad_out, batch, h, block, p.head_dim_v,
                                           Op::kPack == 2 ? scratch.grad_pairs : scratch.grad_rows);
           dv.add(block, factors.probabilities, grad_sum, p.band.transposed(), nullptr,
                  last && (h + 1) % group_v == 0 ? ones : nullptr);
         }
-        if (wanted.dk) {
+        if (wanted.dk && !dk_done) {
           q_sum = attended_rows<T, Op>(q_sum, p.q, batch, h, block, p.head_dim,
                                        Op::kPack == 2 ? scratch.q_pairs : scratch.q_rows);
           dk.add(block, factors.ds, q_sum, p.band.transposed(), nullptr,
@@ -268,7 +319,20 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         if (wanted.dq) {
           const int64_t end = block.row + block.rows;
           if (turns != nullptr) turns->open(end);
-          add_query_grad(dq, h - head, block, keys, columns, factors, k_rows);
+          bool done = false;
+          if constexpr (Tiles<Op>::kHas)
+            if (scratch.tiles && numbers) {
+              Tiles<Op>::complete_rows(block, keys, factors.ds_rows);
+              for (int64_t row = block.row; row < end;) {
+                const int64_t rows_end = row < dq.split ? min64(end, dq.split) : end;
+                Tiles<Op>::add_lanes(rows_end - row, columns, keys,
+                                     factors.ds_rows + (row - block.row) * factors.ds_step, k_rows,
+                                     dq.row(h - head, row), dq.step);
+                row = rows_end;
+              }
+              done = true;
+            }
+          if (!done) add_query_grad(dq, h - head, block, keys, columns, factors, k_rows);
           if (turns != nullptr) turns->pass(end);
         }
       }

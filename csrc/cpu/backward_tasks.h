@@ -99,7 +99,8 @@ class BackwardCall {
                     bias_.size),
         // Of q and of grad_out, where the queries are walked more than once.
         caches_(workers, cut_.tiles > 1 && (kConverts<T, Op> || Op::kPack == 2) ? 2 * cut_.kv_group : 0,
-                (p.seqlen_q + Op::kPack - 1) / Op::kPack, round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes)) {}
+                cached_rows<Op>(p.seqlen_q, sizes_.tiles) / Op::kPack,
+                round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes)) {}
 
   int64_t phases() const { return sweeps_ ? 3 : 1; }
   int64_t tasks(int64_t phase) const {

@@ -19,7 +19,8 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
   const int64_t scratch_bytes = BackwardScratch<Op>(nullptr, p).bytes;
   const int64_t sums = (per_query ? kSpan : 1) * kTile<C>;
   const auto body = [&](int64_t task, void* memory, int64_t) {
-    const BackwardScratch<Op> scratch(memory, p);
+    BackwardScratch<Op> scratch(memory, p);
+    scratch.tiles = false;
     C* sum = reinterpret_cast<C*>(static_cast<char*>(memory) + scratch_bytes);  // [query][lane]
     for (int64_t i = 0; i < sums; ++i) sum[i] = C(0);
     const ScoreParams<C> score(p);
@@ -49,8 +50,8 @@ void backward_bias(const Backward& p, const Runtime& runtime, RowTerms<typename 
             const auto grad_rows =
                 operand_rows<Op, T>(p.grad_out, batch, head, block.row, block.rows, p.head_dim_v, scratch.grad_rows);
             score_block<T, Op>(p, scratch, score, walk, block, batch, head, key, keys,
-                               terms.from((batch * p.heads_q + head) * p.seqlen_q), true, true, mask, q_rows,
-                               grad_rows);
+                               terms.from((batch * p.heads_q + head) * p.seqlen_q), true, true, mask, {q_rows},
+                               {grad_rows});
             for (int64_t s = 0; s < block.segments; ++s) {
               const Segment& segment = block.segment[s];
               for (int64_t i = segment.row; i < segment.row + segment.rows; ++i)

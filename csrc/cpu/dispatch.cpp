@@ -1,4 +1,9 @@
 // Chooses the kernels once, by cpuid or by ATTNKERN_CPU_ISA, and owns the threads' scratch memory.
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -16,15 +21,28 @@ struct Candidate {
   bool supported;
 };
 
+#if defined(__x86_64__) && !defined(ATTNKERN_EMULATED)
+// Linux gives a process the tiles' registers when it asks; its threads have them too.
+bool may_use_tiles() {
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return ::syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+#endif
+
 // Best first.
 std::span<const Candidate> candidates() {
   static const Candidate table[] = {
-#if defined(__x86_64__)
+#if defined(ATTNKERN_EMULATED)  // tests/emulated
+      {&amx::kernels, true},     {&avx512bf16::kernels, true}, {&avx512::kernels, true}, {&avx2::kernels, true},
+#elif defined(__x86_64__)
 #define ATTNKERN_HAS_AVX512                                                                                         \
   (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-      {&avx512bf16::kernels,
-       ATTNKERN_HAS_AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")},
+#define ATTNKERN_HAS_AVX512BF16 \
+  (ATTNKERN_HAS_AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+      {&amx::kernels, ATTNKERN_HAS_AVX512BF16 && __builtin_cpu_supports("amx-tile") &&
+                          __builtin_cpu_supports("amx-bf16") && may_use_tiles()},
+      {&avx512bf16::kernels, bool(ATTNKERN_HAS_AVX512BF16)},
       {&avx512::kernels, bool(ATTNKERN_HAS_AVX512)},
       {&avx2::kernels,
        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},

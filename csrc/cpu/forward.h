@@ -53,8 +53,9 @@ inline PrefetchStreams keys_to_prefetch(const Forward& p, const BlockPlan& block
   constexpr int64_t kLanes = Simd<typename Op::Compute>::kLanes;
   const int64_t vectors = (queries + kLanes - 1) / kLanes, depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
   const int64_t row = block.row + block.rows;
-  const int64_t calls =
-      max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block.rows, vectors, depth, steps));
+  int64_t calls = max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block.rows, vectors, depth, steps));
+  if constexpr (Tiles<Op>::kHas)
+    if (Tiles<Op>::uses(p)) calls = Tiles<Op>::calls(block.rows, vectors, depth);
   const auto rows_of = [&](const View& view, int64_t heads, int64_t columns) -> PrefetchByLine<PrefetchRows> {
     return {together_to_prefetch<T>(KeyRows(view, p.pages), batch, head / (p.heads_q / heads), row, block.rows,
                                     p.seqlen_k, columns),
@@ -105,19 +106,36 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
 
   transpose_tile<Op>(operand_rows<Op, T>(p.q, batch, head, query, queries, p.head_dim, scratch.rows), queries, depth,
                      score.template operand_factor<Op>(), scratch.query_tile);
+  if (scratch.tiles) complete_tile<Op>(depth, scratch.query_tile);
+  const typename Tiles<Op>::Setup tiles(scratch.tiles);
   for (int64_t v = 0; v < vectors; ++v) {
     S::store(scratch.largest + v * S::kLanes, S::set1(-kInfinity<C>));
     S::store(scratch.sum + v * S::kLanes, S::zero());
   }
 
-  Result<T, Op> out(p.out, p.seqlen_q, p.head_dim_v, scratch.out);
+  Result<T, Op> out(p.out, p.seqlen_q, p.head_dim_v, scratch.out, scratch.tiles);
   out.begin(batch, head, query, queries);
   bool opening = true;
   const auto accumulate = [&](const BlockPlan& block, const C* probabilities, bool rescale, bool last) {
+    if constexpr (Tiles<Op>::kHas) {
+      const int64_t begin = block.row - Tiles<Op>::rows_before(block);
+      const int64_t keys = round_up(block.row + block.rows - begin, Tiles<Op>::kKeys);
+      const uint32_t* pieces =
+          !scratch.tiles ? nullptr
+                         : Tiles<Op>::template values<T>(v_rows, p.heads_v, batch, head_v, begin, begin + keys,
+                                                         p.seqlen_k, p.head_dim_v, scratch.rows, cache);
+      if (pieces != nullptr) {
+        const auto pairs = reinterpret_cast<Scalar*>(const_cast<C*>(probabilities));
+        const auto [sums, started] = out.open();
+        Tiles<Op>::add_values(keys / Tiles<Op>::kKeys, p.head_dim_v, vectors, pieces,
+                              Tiles<Op>::complete_pairs(block, vectors, pairs), scratch.correction, started, sums);
+        return;
+      }
+    }
     Rows<Scalar> values;
     if (kConverts<T, Op> || Op::kPack == 2 || copies)
       values = packed_rows<T, Op>(v_rows, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
-                                  scratch.rows, cache);
+                                  scratch.rows, scratch.tiles ? nullptr : cache);
     else
       values =
           operand_rows<Op, T>(v_rows, batch, head_v, block.row, block.rows, p.head_dim_v, scratch.rows, out.by_rows());
@@ -143,7 +161,10 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     accumulate(*waiting, probabilities.scores, true, last);
   };
   const VisitedKeys visited(p, batch, head, 1, query, queries, {0, p.seqlen_k});
-  BandWalk<C> walk(p.band, query, queries, visited.first(), kBlock<Op>, visited.second());
+  int64_t most = kBlock<Op>;
+  if constexpr (Tiles<Op>::kHas)
+    if (scratch.tiles) most = Tiles<Op>::kMostRows;
+  BandWalk<C> walk(p.band, query, queries, visited.first(), most, visited.second());
   const bool prefetches_bias = p.bias.data != nullptr && has_bias_rows(p);
   while (walk.next(*block)) {
     if (block->segments == 0 ||
@@ -158,6 +179,13 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       keys = packed_rows<T, Op>(k_rows, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
                                 scratch.rows, cache == nullptr ? nullptr : cache + 1);
     else keys = operand_rows<Op, T>(k_rows, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
+    int64_t readable = kUnbounded;  // rows of them
+    if constexpr (Tiles<Op>::kHas) {
+      if (scratch.tiles && depth % 16 != 0)
+        keys = Tiles<Op>::template padded_rows<T>(k_rows, batch, head_k, block->row, block->rows, p.head_dim,
+                                                  scratch.rows);
+      if (keys.data != scratch.rows) readable = min64(p.seqlen_k - block->row, rows_together(k_rows, block->row));
+    }
     PrefetchStreams prefetch, *next = nullptr;
     if (prefetches || prefetches_bias) {
       prefetch = keys_to_prefetch<T, Op>(p, *block, batch, head, query, queries, prefetches, prefetches_bias,
@@ -165,9 +193,11 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       next = &prefetch;
     }
     if (waits) {
-      if (score.has_bias) bias_tile<C, T>(p, 3, batch, head, block->row, block->rows, query, queries, scores);
+      if (score.has_bias)
+        bias_tile<C, T>(p, 3, batch, head, block->row, block->rows, query, queries,
+                        scratch.tiles ? scratch.bias : scores);
       store_scores<Op, kFastPath>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next,
-                                  &probabilities);
+                                  &probabilities, readable);
       finish_waiting(false);
       if (score.dropout) dropout_tile<C>(p, 3, batch, head, block->row, block->rows, query, queries, scratch.keep);
       const bool small = shift_to_maximum<Op, kFastPath>(scratch, vectors, factor);
@@ -186,7 +216,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       rescale = probabilities_in_registers(scratch, score, walk, *block, vectors, depth, keys, mask, next, opening);
     else
       probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys,
-                                          mask, next);
+                                          mask, next, readable);
     accumulate(*block, scratch.scores, rescale, walk.done());
   }
   finish_waiting(true);
@@ -255,7 +285,7 @@ class ForwardCall {
         tiles_(p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile_ - 1) / tile_),
         prefetches_(p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far()),
         sizes_(nullptr, p),
-        caches_(workers, copies(), (p.seqlen_k + Op::kPack - 1) / Op::kPack,
+        caches_(workers, copies(), cached_rows<Op>(p.seqlen_k, sizes_.tiles) / Op::kPack,
                 round_up(copies() == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes)) {}
 
   int64_t phases() const { return 1; }

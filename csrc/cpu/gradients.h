@@ -75,12 +75,31 @@ struct BiasGradPlan {
   int64_t across = 1, members_across = 1;  // of one entry of the batch
 };
 
+// Rows of a block, of which so many may be read.
+template <class Scalar>
+struct BlockRows : Rows<Scalar> {
+  int64_t readable = kUnbounded;
+};
+
+// A block's rows as the products of the scores read them.
+template <class T, class Op>
+inline BlockRows<typename Op::Scalar> rows_of_scores(const View& view, int64_t batch, int64_t head,
+                                                     const BlockPlan& block, int64_t last_row, int64_t columns,
+                                                     typename Op::Scalar* space, bool padded,
+                                                     [[maybe_unused]] bool tiles) {
+  if constexpr (Tiles<Op>::kHas)
+    if (tiles && columns % Tiles<Op>::kKeys != 0)
+      return {Tiles<Op>::template padded_rows<T>(view, batch, head, block.row, block.rows, columns, space)};
+  const auto rows = operand_rows<Op, T>(view, batch, head, block.row, block.rows, columns, space, padded);
+  return {rows, rows.data == space ? kUnbounded : last_row - block.row};
+}
+
 template <class Op>
 struct BackwardScratch {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
 
-  BackwardScratch(void* memory, const Backward& p) {
+  BackwardScratch(void* memory, const Backward& p) : tiles(Tiles<Op>::uses(p)) {
     Arena arena(memory);
     const int64_t e = row_scalars<Op>(p.head_dim), ev = row_scalars<Op>(p.head_dim_v);
     const int64_t rows = max64(kBlock<Op>, kTile<C>), pairs = Op::kPack == 1 ? 0 : 1;
@@ -91,8 +110,13 @@ struct BackwardScratch {
     grad_rows = arena.take<Scalar>(rows * ev);
     q_pairs = arena.take<Scalar>(pairs * rows * e);
     grad_pairs = arena.take<Scalar>(pairs * rows * ev);
-    p_pairs = arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
-    ds_pairs = arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
+    // In tiles: behind room for what lies before a block in its first piece of queries.
+    int64_t before = 0;
+    if constexpr (Tiles<Op>::kHas)
+      if (tiles) before = Tiles<Op>::kKeys / 2 * kTile<C>;
+    p_pairs = arena.take<Scalar>(before + pairs * kBlock<Op> / 2 * kTile<C>) + before;
+    ds_pairs = arena.take<Scalar>(before + pairs * kBlock<Op> / 2 * kTile<C>) + before;
+    tail = arena.take<Scalar>(tiles ? 16 * max64(e, ev) : 0);
     ds_rows = arena.take<Scalar>(pairs * kBlock<Op> * kTile<C> / 2);
     scores = arena.take<C>(kBlock<Op> * kTile<C>);
     grad_scores = arena.take<C>(kBlock<Op> * kTile<C>);
@@ -104,7 +128,8 @@ struct BackwardScratch {
     bytes = arena.used();
   }
 
-  Scalar *k_tile, *v_tile, *k_rows, *q_rows, *grad_rows, *q_pairs, *grad_pairs, *p_pairs, *ds_pairs, *ds_rows;
+  bool tiles;  // products go to the matrix unit
+  Scalar *k_tile, *v_tile, *k_rows, *q_rows, *grad_rows, *q_pairs, *grad_pairs, *p_pairs, *ds_pairs, *ds_rows, *tail;
   LaneBits* mask;
   C *scores, *grad_scores, *bias, *keep, *dk, *dv;
   int64_t bytes;
@@ -362,6 +387,29 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
   }
 }
 
+// S of a segment, and dP if it is wanted, to memory.
+template <class Op>
+inline void products_to_memory(const Backward& p, const BackwardScratch<Op>& scratch, const Segment& segment,
+                               int64_t row, bool need_ds, BlockRows<typename Op::Scalar> q_rows,
+                               BlockRows<typename Op::Scalar> grad_rows) {
+  using C = typename Op::Compute;
+  const int64_t lane = segment.first * Simd<C>::kLanes, at = row * kTile<C> + lane;
+  const int64_t vectors = segment.last - segment.first;
+  const auto product = [&](BlockRows<typename Op::Scalar> rows, int64_t columns, const typename Op::Scalar* tile,
+                           C* target) {
+    const int64_t depth = (columns + Op::kPack - 1) / Op::kPack;
+    rows.data += row * rows.step;
+    if constexpr (Tiles<Op>::kHas)
+      if (scratch.tiles)
+        return Tiles<Op>::scores(segment.rows, rows.readable - row, vectors, round_up(depth, 16), rows, tile + lane,
+                                 scratch.tail, target + at, [] {});
+    gemm<typename Op::Product>(segment.rows, vectors, depth, {rows.data, rows.step, tile + lane, kTile<C>},
+                               {target + at, kTile<C>, Epilogue::kStore, nullptr});
+  };
+  product(q_rows, p.head_dim, scratch.k_tile, scratch.scores);
+  if (need_ds) product(grad_rows, p.head_dim_v, scratch.v_tile, scratch.grad_scores);
+}
+
 // The scores of one block of queries against the tile of keys in scratch: fills scratch.scores with P and
 // scratch.grad_scores with dS for the block's segments (and scratch.bias with d(bias), if bias_grad).
 template <class T, class Op>
@@ -369,24 +417,14 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch,
                         const ScoreParams<typename Op::Compute>& score, const BandWalk<typename Op::Compute>& walk,
                         const BlockPlan& block, int64_t batch, int64_t head, int64_t key, int64_t keys,
                         RowTerms<typename Op::Compute> terms, bool need_ds, bool bias_grad, const LaneBits* mask,
-                        Rows<typename Op::Scalar> q_rows, Rows<typename Op::Scalar> grad_rows) {
+                        BlockRows<typename Op::Scalar> q_rows, BlockRows<typename Op::Scalar> grad_rows) {
   using C = typename Op::Compute;
-  using S = Simd<C>;
-  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack, depth_v = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
   if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
   if (score.dropout) dropout_tile<C>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.keep);
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
-    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes, at = row * kTile<C>;
-    const int64_t vectors = segment.last - segment.first;
-    gemm<typename Op::Product>(segment.rows, vectors, depth,
-                               {q_rows.data + row * q_rows.step, q_rows.step, scratch.k_tile + lane, kTile<C>},
-                               {scratch.scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
-    if (need_ds)
-      gemm<typename Op::Product>(
-          segment.rows, vectors, depth_v,
-          {grad_rows.data + row * grad_rows.step, grad_rows.step, scratch.v_tile + lane, kTile<C>},
-          {scratch.grad_scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
+    const int64_t row = segment.row - block.row, at = row * kTile<C>;
+    products_to_memory(p, scratch, segment, row, need_ds, q_rows, grad_rows);
     differentiate_scores<Op>(score, walk, segment, terms, scratch.bias + at, bias_grad, bits_from(mask, row),
                              score.dropout ? scratch.keep + at : nullptr, scratch.scores + at,
                              scratch.grad_scores + at);
@@ -401,6 +439,7 @@ inline void load_key_tile(const Backward& p, const BackwardScratch<Op>& scratch,
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
   transpose_tile<Op>(operand_rows<Op, T>(p.k, batch, head, key, keys, p.head_dim, scratch.q_rows), keys, depth,
                      score.template operand_factor<Op>(), scratch.k_tile);
+  if (scratch.tiles) complete_tile<Op>(depth, scratch.k_tile);
 }
 template <class T, class Op>
 inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head,
@@ -408,6 +447,7 @@ inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratc
   const int64_t depth = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
   transpose_tile<Op>(operand_rows<Op, T>(p.v, batch, head, key, keys, p.head_dim_v, scratch.grad_rows), keys, depth, 1,
                      scratch.v_tile);
+  if (scratch.tiles) complete_tile<Op>(depth, scratch.v_tile);
 }
 
 // The rows of K of a tile that dQ sums over, of the query head that comes first of those that share them, without what
@@ -469,6 +509,49 @@ inline void pack_segment(const Segment& segment, const float* p, const float* ds
       PairDot::Scalar* target = ds_rows + at / 2;
       store_rows(first, second, target, single ? nullptr : target + kStep / 2);
     }
+}
+
+// P and dS of a segment of the fast path from products in memory, in the forms of pack_segment. `factor`: what the
+// products aren't scaled by yet; `mask`: may be null.
+inline void gradients_of_products(const Segment& segment, const BandWalk<float>& walk, float factor,
+                                  RowTerms<float> terms, const LaneBits* mask, bool need_ds, const float* scores,
+                                  const float* grad_scores, PairDot::Scalar* p_pairs, PairDot::Scalar* ds_pairs,
+                                  PairDot::Scalar* ds_rows) {
+  using S = Simd<float>;
+  using V = S::V;
+  constexpr int64_t kStep = kTile<float>;
+  const Exponential<PairDot, true, Precision::kProbability> exponential(factor);
+  const Range live = walk.live_lanes(segment.row);
+  for (int64_t v = segment.first; v < segment.last; ++v) {
+    const bool partial = segment.partial && !LaneMask<float>::all(live, v, segment.rows);
+    LaneMask<float> band(live, v);
+    for (int64_t i = 0; i < segment.rows; i += 2) {
+      const bool single = i + 1 == segment.rows;
+      V p[2] = {S::zero(), S::zero()}, ds[2] = {S::zero(), S::zero()};
+      for (int64_t half = 0; half < (single ? 1 : 2); ++half) {
+        const int64_t row = i + half, at = row * kStep + v * S::kLanes;
+        p[half] = exponential(S::load(scores + at), S::set1(terms.shift[row]));
+        if (terms.norm != nullptr) p[half] *= S::set1(terms.norm[row]);
+        if (need_ds) ds[half] = p[half] * (S::load(grad_scores + at) - S::set1(terms.delta[row]));
+        // Where query and key don't meet, anything may be NaN.
+        if (mask != nullptr) {
+          p[half] = S::select(mask[row] >> (v * S::kLanes), p[half], S::zero());
+          ds[half] = S::select(mask[row] >> (v * S::kLanes), ds[half], S::zero());
+        }
+        if (partial) {
+          p[half] = band.select(p[half], S::zero());
+          ds[half] = band.select(ds[half], S::zero());
+          band.advance();
+        }
+      }
+      const int64_t at = i * kStep + v * S::kLanes, pair = i / 2 * kStep + v * S::kLanes;
+      store_probabilities<PairDot>(p[0], p[1], p_pairs + pair);
+      if (!need_ds) continue;
+      store_probabilities<PairDot>(ds[0], ds[1], ds_pairs + pair);
+      PairDot::Scalar* target = ds_rows + at / 2;
+      store_rows(ds[0], ds[1], target, single ? nullptr : target + kStep / 2);
+    }
+  }
 }
 #endif
 

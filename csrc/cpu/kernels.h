@@ -37,6 +37,9 @@ namespace avx512 {
 namespace avx512bf16 {  // comes with avx512
 [[gnu::weak]] extern const Kernels kernels;
 }
+namespace amx {  // comes with avx512
+[[gnu::weak]] extern const Kernels kernels;
+}
 namespace neon {
 [[gnu::weak]] extern const Kernels kernels;
 }

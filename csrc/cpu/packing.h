@@ -17,6 +17,7 @@ struct alignas(64) PackedCache {  // shares no cache line with another worker
   Scalar* memory;                 // of the head's first rows
   int64_t room;                   // rows, or pairs of rows
   int64_t head = -1, begin = 0, end = 0;
+  bool numbers = true;  // and nothing else, where that was asked
 };
 inline constexpr int64_t kPackedCacheBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
 
@@ -141,6 +142,7 @@ class NonNumbers {
       for (int64_t n = 0; n < kSums; ++n) sums_[n] = S::fma(S::load_as(row + c + n * S::kLanes), S::zero(), sums_[n]);
     for (; c < columns; c += S::kLanes) sums_[0] = S::fma(S::load_as(row + c, columns - c), S::zero(), sums_[0]);
   }
+  void add_vector(typename S::V x) { sums_[0] = S::fma(x, S::zero(), sums_[0]); }
   bool found() const {
     auto numbers = sums_[0] == sums_[0];
     for (int64_t n = 1; n < kSums; ++n) numbers &= sums_[n] == sums_[n];

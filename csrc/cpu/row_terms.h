@@ -163,6 +163,7 @@ template <class T, class Op, class C = typename Op::Compute>
   const LaneSums<C> sums(scratch.grad_scores, rows);
   const int64_t head_k = head / (p.heads_q / p.heads_k);
   C key_lengths[kTile<C>] = {};
+  const typename Tiles<Op>::Setup tiles(scratch.tiles);
   for (int64_t key = 0; key < p.seqlen_k; key += kTile<C>) {
     const int64_t keys = min64(kTile<C>, p.seqlen_k - key);
     load_key_tile<T, Op>(p, scratch, score, batch, head_k, key, keys);
@@ -177,7 +178,8 @@ template <class T, class Op, class C = typename Op::Compute>
           !apply_mask<C>(p, walk, 2, batch, head, key, keys, scratch.mask, block, mask))
         continue;
       if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
-      const auto q_rows = operand_rows<Op, T>(p.q, batch, head, block.row, block.rows, p.head_dim, scratch.q_rows);
+      const auto q_rows =
+          rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, scratch.q_rows, false, scratch.tiles);
       for (int64_t s = 0; s < block.segments; ++s) {
         const Segment& segment = block.segment[s];
         const int64_t first = segment.row - block.row, lane = segment.first * S::kLanes, at = first * kTile<C>;
@@ -187,7 +189,8 @@ template <class T, class Op, class C = typename Op::Compute>
                         {scratch.scores + at + lane, kTile<C>, Epilogue::kStore, nullptr});
         };
         // In the order of summation that P is computed in: GradientTile's, or score_block's.
-        if (score.fast_path()) multiply.template operator()<Op>();
+        if (scratch.tiles) products_to_memory(p, scratch, segment, first, false, q_rows, {});
+        else if (score.fast_path()) multiply.template operator()<Op>();
         else multiply.template operator()<typename Op::Product>();
         const auto add = score.fast_path() ? add_to_sums<Op, true> : add_to_sums<Op, false>;
         add(score, walk, segment, keys, scratch.bias + at, bits_from(mask, first), scratch.scores + at, key_lengths,

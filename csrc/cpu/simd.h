@@ -22,8 +22,9 @@
 #endif
 #endif
 
-// An operand of inline assembly: x, a vector, in a register.
-#if defined(__aarch64__)
+// An operand of inline assembly: x, a vector, in a register. (An emulation has vectors wider than its registers.)
+#if defined(ATTNKERN_IN_REGISTER)
+#elif defined(__aarch64__)
 #define ATTNKERN_IN_REGISTER(x) "+w"(x)
 #else
 #define ATTNKERN_IN_REGISTER(x) "+v"(x)

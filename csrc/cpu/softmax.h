@@ -1,8 +1,7 @@
 // From products to probabilities: masked, under a running maximum, dropped and packed as the next product reads them.
 #pragma once
 
-#include "packing.h"
-#include "score.h"
+#include "amx.h"
 
 namespace attnkern::cpu {
 namespace {
@@ -12,16 +11,21 @@ struct ForwardScratch {
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
 
-  ForwardScratch(void* memory, const Forward& p) {
+  ForwardScratch(void* memory, const Forward& p) : tiles(Tiles<Op>::uses(p)) {
     Arena arena(memory);
     const int64_t width = max64(row_scalars<Op>(p.head_dim), row_scalars<Op>(p.head_dim_v) * Op::kPack);
     query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
     rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
-    scores = arena.take<C>(Op::kPack * kBlock<Op> * kTile<C>);  // in pairs: of two blocks
+    // In pairs: of two blocks. In tiles: behind room for what lies before a block in its first piece of keys.
+    int64_t before = 0;
+    if constexpr (Tiles<Op>::kHas)
+      if (tiles) before = Tiles<Op>::kKeys;
+    scores = arena.take<C>((before + Op::kPack * kBlock<Op>)*kTile<C>) + before * kTile<C>;
     mask = arena.take<LaneBits>(kBlock<Op>);
     const ScoreParams<C> score(p);
-    bias = arena.take<C>(score.has_bias && score.capped() ? kBlock<Op> * kTile<C> : 0);
+    bias = arena.take<C>(score.has_bias && (score.capped() || tiles) ? kBlock<Op> * kTile<C> : 0);
     keep = arena.take<C>(p.dropout_p > 0 ? kBlock<Op> * kTile<C> : 0);
+    tail = arena.take<Scalar>(tiles ? 16 * row_scalars<Op>(p.head_dim) : 0);
     out = arena.take<C>(round_up(p.head_dim_v, Simd<C>::kLanes) * kTile<C>);
     inverse = arena.take<C>(kTile<C>);
     largest = arena.take<C>(kTile<C>);
@@ -33,10 +37,11 @@ struct ForwardScratch {
     bytes = arena.used();
   }
 
-  Scalar *query_tile, *rows;
+  bool tiles;  // products go to the matrix unit
+  Scalar *query_tile, *rows, *tail;
   LaneBits* mask;
   C *scores, *bias, *keep, *out, *inverse, *largest, *sum, *block_largest, *correction, *shift,
-      *block_sum;  // bias: of a cap
+      *block_sum;  // bias: of a cap, or beside tiles
   int64_t bytes;
 };
 
@@ -223,47 +228,6 @@ struct ScoreTile {
   }
 };
 
-// S^T of a block to memory, masked (by `mask`, too, if it isn't null); block_largest is their maximum per lane. On the
-// generic path without a cap they are scaled, and `scores` hold their bias if there is one; else they are the products.
-template <class Op, bool kFastPath>
-inline void store_scores(const ForwardScratch<Op>& scratch, const ScoreParams<typename Op::Compute>& score,
-                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
-                         int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
-                         typename Op::Compute* scores, PrefetchStreams* next = nullptr,
-                         PairProbabilities<Op, kFastPath>* waiting = nullptr) {
-  using C = typename Op::Compute;
-  using S = Simd<C>;
-  // Of elements that aren't in pairs the fast path comes here for few blocks: the generic path's tile serves it too.
-  constexpr bool kPairs = Op::kPack == 2;
-  // But its maxima are of products summed in the order of ProbabilityTile's.
-  using Tile = ScoreTile<std::conditional_t<kFastPath, Op, typename Op::Product>, !(kPairs && kFastPath),
-                         std::conditional_t<kPairs, PairProbabilities<Op, kFastPath>, void>>;
-  const bool products = kFastPath || score.capped();
-  PairProbabilities<Op, kFastPath> none;
-  if (waiting == nullptr) waiting = &none;
-  const int64_t pace = waiting->pace(block.rows, depth);
-  for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
-  for (int64_t s = 0; s < block.segments; ++s) {
-    const Segment& segment = block.segment[s];
-    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
-        segment.rows, segment.last - segment.first,
-        Tile{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
-             depth,
-             products ? C(1) : score.scale,
-             !products && score.has_bias,
-             bits_from(mask, row),
-             segment.partial,
-             walk.live_lanes(segment.row),
-             segment.first,
-             scores + row * kTile<C> + lane,
-             scratch.block_largest + lane,
-             waiting,
-             pace,
-             next});
-  }
-}
-
 // Products -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`.
 template <class C>
 inline void transform_scores(const ScoreParams<C>& score, const BandWalk<C>& walk, const BlockPlan& block,
@@ -291,6 +255,103 @@ inline void transform_scores(const ScoreParams<C>& score, const BandWalk<C>& wal
       }
       S::store(largest + v * S::kLanes, m);
     }
+  }
+}
+
+// The band and `mask`, which may be null, on scores in memory, with the maximum per lane.
+template <class C>
+inline void mask_scores(const BandWalk<C>& walk, const BlockPlan& block, const LaneBits* mask, C* scores, C* largest) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  constexpr int kChains = 4;  // a maximum waits for the one before
+  const V dead = S::set1(-kInfinity<C>);
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const Range live = walk.live_lanes(segment.row);
+    for (int64_t v = segment.first; v < segment.last; ++v) {
+      const bool partial = segment.partial && !LaneMask<C>::all(live, v, segment.rows);
+      LaneMask<C> band(live, v);
+      V m[kChains] = {S::load(largest + v * S::kLanes), dead, dead, dead};
+      int64_t row = segment.row - block.row;
+      const int64_t end = row + segment.rows;
+      C* x = scores + row * kTile<C> + v * S::kLanes;
+      if (mask == nullptr && !partial)
+        for (; row + kChains <= end; row += kChains, x += kChains * kTile<C>)
+          for (int i = 0; i < kChains; ++i) m[i] = S::max(S::load(x + i * kTile<C>), m[i]);
+      for (; row < end; ++row, x += kTile<C>) {
+        V score = S::load(x);
+        if (mask != nullptr) score = S::select(mask[row] >> (v * S::kLanes), score, dead);
+        if (partial) {
+          score = band.select(score, dead);
+          band.advance();
+        }
+        S::store(x, score);
+        m[0] = S::max(score, m[0]);
+      }
+      S::store(largest + v * S::kLanes, S::max(S::max(m[1], m[2]), S::max(m[3], m[0])));
+    }
+  }
+}
+
+// S^T of a block to memory, masked (by `mask`, too, if it isn't null); block_largest is their maximum per lane. On the
+// generic path without a cap they are scaled, and `scores` hold their bias if there is one; else they are the products.
+template <class Op, bool kFastPath>
+inline void store_scores(const ForwardScratch<Op>& scratch, const ScoreParams<typename Op::Compute>& score,
+                         const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
+                         int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
+                         typename Op::Compute* scores, PrefetchStreams* next = nullptr,
+                         PairProbabilities<Op, kFastPath>* waiting = nullptr, int64_t readable = kUnbounded) {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  // Of elements that aren't in pairs the fast path comes here for few blocks: the generic path's tile serves it too.
+  constexpr bool kPairs = Op::kPack == 2;
+  // But its maxima are of products summed in the order of ProbabilityTile's.
+  using Tile = ScoreTile<std::conditional_t<kFastPath, Op, typename Op::Product>, !(kPairs && kFastPath),
+                         std::conditional_t<kPairs, PairProbabilities<Op, kFastPath>, void>>;
+  const bool products = kFastPath || score.capped();
+  PairProbabilities<Op, kFastPath> none;
+  if (waiting == nullptr) waiting = &none;
+  for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
+  if constexpr (Tiles<Op>::kHas) {
+    if (scratch.tiles) {
+      const auto steps = static_cast<int64_t>(waiting->end - waiting->next),
+                 calls = Tiles<Op>::calls(block.rows, vectors, depth);
+      const int64_t at_once = (steps + calls - 1) / calls;
+      for (int64_t s = 0; s < block.segments; ++s) {
+        const Segment& segment = block.segment[s];
+        const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+        Tiles<Op>::scores(segment.rows, readable - row, segment.last - segment.first, round_up(depth, 16),
+                          {keys.data + row * keys.step, keys.step}, scratch.query_tile + lane, scratch.tail,
+                          scores + row * kTile<C> + lane, [&]() __attribute__((always_inline)) {
+                            for (int64_t i = 0; i < at_once && waiting->next < waiting->end; ++i) waiting->step();
+                            if (next != nullptr) next->prefetch();
+                          });
+      }
+      if constexpr (kFastPath) mask_scores<C>(walk, block, mask, scores, scratch.block_largest);
+      else if (!score.capped())
+        transform_scores<C>(score, walk, block, scratch.bias, mask, scores, scratch.block_largest);
+      return;
+    }
+  }
+  const int64_t pace = waiting->pace(block.rows, depth);
+  for (int64_t s = 0; s < block.segments; ++s) {
+    const Segment& segment = block.segment[s];
+    const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
+    for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(
+        segment.rows, segment.last - segment.first,
+        Tile{{keys.data + row * keys.step, keys.step, scratch.query_tile + lane, kTile<C>},
+             depth,
+             products ? C(1) : score.scale,
+             !products && score.has_bias,
+             bits_from(mask, row),
+             segment.partial,
+             walk.live_lanes(segment.row),
+             segment.first,
+             scores + row * kTile<C> + lane,
+             scratch.block_largest + lane,
+             waiting,
+             pace,
+             next});
   }
 }
 
@@ -453,7 +514,7 @@ template <class T, class Op>
                                                     const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                     int64_t batch, int64_t head, int64_t query, int64_t queries,
                                                     int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
-                                                    PrefetchStreams* next) {
+                                                    PrefetchStreams* next, int64_t readable) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
@@ -461,7 +522,7 @@ template <class T, class Op>
   if (score.has_bias)
     bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, capped ? scratch.bias : scratch.scores);
   store_scores<Op, false>(scratch, score, walk, block, vectors, depth, keys, capped ? nullptr : mask, scratch.scores,
-                          next);
+                          next, nullptr, readable);
   if (capped) {
     for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
     transform_scores<C>(score, walk, block, scratch.bias, mask, scratch.scores, scratch.block_largest);

@@ -178,10 +178,11 @@ class Result {
  public:
   using C = typename Op::Compute;
   using Scalar = typename Op::Scalar;
-  // Of a tensor with `rows` rows a head; `sums` has room for kTile rows of whole vectors.
-  Result(const View& view, int64_t rows, int64_t columns, C* sums)
+  // Of a tensor with `rows` rows a head; `sums` has room for kTile rows of whole vectors. `transposed`: the rows stay
+  // along the lanes in any case.
+  Result(const View& view, int64_t rows, int64_t columns, C* sums, bool transposed = false)
       : view_(view),
-        by_rows_(sums_by_rows<C>(rows, columns)),
+        by_rows_(!transposed && sums_by_rows<C>(rows, columns)),
         rows_{sums, round_up(columns, Simd<C>::kLanes), nullptr, view.stride[2], columns} {}
   // Then `rows` of add() must be padded to whole vectors.
   bool by_rows() const { return by_rows_; }
@@ -212,6 +213,16 @@ class Result {
                                              correction});
     }
     rows_.started = true;
+  }
+  // The sums by columns, for one who adds a block to them; not `started`: the block's are the first.
+  struct Sums {
+    C* sums;
+    bool started;
+  };
+  Sums open() {
+    const Sums sums{rows_.sums, rows_.started};
+    rows_.started = true;
+    return sums;
   }
   // Adds the sums of other blocks, which lie in `kept`, unless these are the `first`; and keeps them there, unless they
   // are the `last`.

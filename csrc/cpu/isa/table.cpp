@@ -21,7 +21,9 @@ Runtime threads_for(const Forward& p, const Runtime& runtime, int64_t scores) {
 
 // The kernels for dtypes that have no instructions here that the set below lacks; null: there are none.
 const Kernels* others(DType dtype) {
-#if defined(__AVX512BF16__)
+#if defined(ATTNKERN_EMULATED)
+  return dtype == DType::kBFloat16 ? nullptr : &avx2::kernels;
+#elif defined(__AVX512BF16__)
   return dtype == DType::kBFloat16 ? nullptr : &avx512::kernels;
 #else
   return static_cast<void>(dtype), nullptr;
@@ -67,7 +69,7 @@ void run_backward(const Backward& p, const Runtime& runtime) {
 
 double peak_work(DType dtype, int64_t iterations) {
   if (dtype == DType::kFloat64) return gemm_peak<Dot<double>>(iterations);
-  return dtype == DType::kBFloat16 ? gemm_peak<BFloat16Dot>(iterations) : gemm_peak<Dot<float>>(iterations);
+  return dtype == DType::kBFloat16 ? Tiles<BFloat16Dot>::peak(iterations) : gemm_peak<Dot<float>>(iterations);
 }
 
 }  // namespace
