@@ -120,6 +120,7 @@ TOUCHES = [
     ("tests/triton_variants.py", "triton_versions gate"),
     ("tests/interpreted.py", "triton_interpreted"),
     ("tests/cpp/*", "build"),
+    ("tests/emulated/*", "isa"),
     ("tests/cuda/*", "cuda_tiles gate tile_order"),
     ("tests/conftest.py tests/proofs.py tests/tiers.py tests/durations.json", "tiers testing rng"),
     ("tests/test_unattended.py", "cuda_unattended triton_interpreted triton_unattended"),  # and itself
