@@ -20,6 +20,7 @@ namespace {
 template <class Op>
 struct Tiles {
   static constexpr bool kHas = false;
+  static constexpr int64_t kKeys = 0, kMostRows = 0;
   static bool uses(const Attention&) { return false; }
   static double peak(int64_t iterations) { return gemm_peak<Op>(iterations); }
   struct Setup {
@@ -377,10 +378,38 @@ inline void complete_tile(int64_t depth, typename Op::Scalar* tile) {
 
 // Of `rows` rows those that a packed cache has room for: whole pairs, or pieces of tiles.
 template <class Op>
-inline int64_t cached_rows(int64_t rows, [[maybe_unused]] bool tiles) {
-  if constexpr (Tiles<Op>::kHas)
-    if (tiles) return round_up(rows, Tiles<Op>::kKeys);
-  return round_up(rows, Op::kPack);
+inline int64_t cached_rows(int64_t rows, bool tiles) {
+  return round_up(rows, tiles ? Tiles<Op>::kKeys : Op::kPack);
+}
+
+// Rows of a block, at most.
+template <class Op>
+inline int64_t most_rows(bool tiles) {
+  return tiles ? Tiles<Op>::kMostRows : kBlock<Op>;
+}
+
+// Adds a block to a result by the matrix unit: `pairs`, its factors along the lanes, times `rows`, those of a head that
+// has `last_row`. What was summed before counts `correction` times, if that isn't null. False, and nothing is done,
+// where the rows hold infinities or NaN, or products don't go to the unit.
+template <class T, class Op, class AnyRows>
+inline bool add_by_unit(Result<T, Op>& result, bool tiles, const AnyRows& rows, int64_t heads, int64_t batch,
+                        int64_t head, const BlockPlan& block, int64_t vectors, int64_t last_row, int64_t columns,
+                        typename Op::Scalar* scratch, PackedCache<typename Op::Scalar>* cache,
+                        typename Op::Scalar* pairs, const typename Op::Compute* correction) {
+  using Unit = Tiles<Op>;
+  if constexpr (Unit::kHas) {
+    const int64_t begin = block.row - Unit::rows_before(block);
+    const int64_t count = round_up(block.row + block.rows - begin, Unit::kKeys);
+    const auto pieces = !tiles ? nullptr
+                               : Unit::template values<T>(rows, heads, batch, head, begin, begin + count, last_row,
+                                                          columns, scratch, cache);
+    if (pieces == nullptr) return false;
+    const auto [sums, started] = result.open();
+    Unit::add_values(count / Unit::kKeys, columns, vectors, pieces, Unit::complete_pairs(block, vectors, pairs),
+                     correction, started, sums);
+    return true;
+  }
+  return false;
 }
 
 }  // namespace

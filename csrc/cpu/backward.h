@@ -144,25 +144,6 @@ inline void add_query_grad(const QueryGrad<typename Op::Compute>& dq, int64_t he
   }
 }
 
-// Adds a block to a sum over queries by the matrix unit: `pairs`, factors along the queries, times `rows`. False where
-// these hold infinities or NaN.
-template <class T, class Op>
-inline bool add_by_unit(Result<T, Op>& result, const View& rows, int64_t heads, int64_t batch, int64_t head,
-                        const BlockPlan& block, int64_t vectors, int64_t last_row, int64_t columns,
-                        typename Op::Scalar* space, PackedCache<typename Op::Scalar>* cache,
-                        typename Op::Scalar* pairs) {
-  using Unit = Tiles<Op>;
-  const int64_t begin = block.row - Unit::rows_before(block);
-  const int64_t count = round_up(block.row + block.rows - begin, Unit::kKeys);
-  const auto pieces =
-      Unit::template values<T>(rows, heads, batch, head, begin, begin + count, last_row, columns, space, cache);
-  if (pieces == nullptr) return false;
-  const auto [sums, started] = result.open();
-  Unit::add_values(count / Unit::kKeys, columns, vectors, pieces, Unit::complete_pairs(block, vectors, pairs), nullptr,
-                   started, sums);
-  return true;
-}
-
 // Stores what a tile of keys has met of all queries, or adds what it has met of a piece to `kept`, which is moved on.
 template <class T, class Op>
 inline void end_keys(Result<T, Op>& result, bool wanted, int64_t columns, const typename Op::Compute* factor,
@@ -204,9 +185,6 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
   Result<T, Op> dk(p.dk, p.seqlen_k, p.head_dim, scratch.dk, scratch.tiles);
   Result<T, Op> dv(p.dv, p.seqlen_k, p.head_dim_v, scratch.dv, scratch.tiles);
   const typename Tiles<Op>::Setup tiles(scratch.tiles);
-  int64_t most = kBlock<Op>;
-  if constexpr (Tiles<Op>::kHas)
-    if (scratch.tiles) most = Tiles<Op>::kMostRows;
   const bool need_ds = wanted.dq || wanted.dk || bias_grad;
   // Excluded blocks are left out, unless the bias's gradient is stored: it would have to be set to 0 there.
   const bool leaves_out = score.has_bias && !(bias_grad && bias_grads == nullptr);
@@ -235,7 +213,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         values_loaded = true;
       }
       if (turns != nullptr) turns->begin(h - head);
-      BandWalk<C> walk(p.band.transposed(), key, keys, within, most);
+      BandWalk<C> walk(p.band.transposed(), key, keys, within, most_rows<Op>(scratch.tiles));
       BlockPlan block;
       while (walk.next(block)) {
         if (block.segments == 0 || (leaves_out && excludes_all<T>(p, batch, h, block.row, block.rows, key, keys)))
@@ -245,7 +223,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
             !apply_mask<C>(p, walk, 2, batch, h, key, keys, scratch.mask, block, mask))
           continue;
         PackedCache<Scalar>* const of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
-        const QueryRows<T, Op> queries{p, batch, h, block, scratch.tiles ? nullptr : of_head};
+        const QueryRows<T, Op> queries{p, batch, h, block, scratch.tiles ? nullptr : of_head};  // else it holds pieces
         const auto q_rows = queries.q(scratch.q_rows, dk.by_rows(), scratch.tiles);
         const auto grad_rows = queries.grad(scratch.grad_rows, dv.by_rows(), scratch.tiles);
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
@@ -289,16 +267,13 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         const GradientFactors<Op> factors(scratch, block, score.fast_path() || biased);
         // The rows of Q and dO once more, as operand A of dV and dK, which sum over the queries.
         Rows<Scalar> q_sum = q_rows, grad_sum = grad_rows;
-        const auto by_unit = [&](Result<T, Op>& result, const View& rows, int64_t of_columns, Scalar* space,
-                                 PackedCache<Scalar>* packed, [[maybe_unused]] Scalar* pairs) {
-          if constexpr (Tiles<Op>::kHas)
-            return scratch.tiles && add_by_unit<T, Op>(result, rows, p.heads_q, batch, h, block, vectors, p.seqlen_q,
-                                                       of_columns, space, packed, pairs);
-          return false;
-        };
-        const bool dv_done = wanted.dv && by_unit(dv, p.grad_out, p.head_dim_v, scratch.grad_pairs,
-                                                  of_head == nullptr ? nullptr : of_head + 1, scratch.p_pairs);
-        const bool dk_done = wanted.dk && by_unit(dk, p.q, p.head_dim, scratch.q_pairs, of_head, scratch.ds_pairs);
+        const bool dv_done =
+            wanted.dv && add_by_unit(dv, scratch.tiles, p.grad_out, p.heads_q, batch, h, block, vectors, p.seqlen_q,
+                                     p.head_dim_v, scratch.grad_pairs, of_head == nullptr ? nullptr : of_head + 1,
+                                     scratch.p_pairs, static_cast<const C*>(nullptr));
+        const bool dk_done = wanted.dk && add_by_unit(dk, scratch.tiles, p.q, p.heads_q, batch, h, block, vectors,
+                                                      p.seqlen_q, p.head_dim, scratch.q_pairs, of_head,
+                                                      scratch.ds_pairs, static_cast<const C*>(nullptr));
         if constexpr (Op::kPack == 2) {
           if (wanted.dk && !dk_done) q_sum = queries.packed_q(scratch.q_pairs);
           if (wanted.dv && !dv_done) grad_sum = queries.packed_grad(scratch.grad_pairs);

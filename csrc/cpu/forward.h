@@ -116,22 +116,10 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
   Result<T, Op> out(p.out, p.seqlen_q, p.head_dim_v, scratch.out, scratch.tiles);
   out.begin(batch, head, query, queries);
   bool opening = true;
-  const auto accumulate = [&](const BlockPlan& block, const C* probabilities, bool rescale, bool last) {
-    if constexpr (Tiles<Op>::kHas) {
-      const int64_t begin = block.row - Tiles<Op>::rows_before(block);
-      const int64_t keys = round_up(block.row + block.rows - begin, Tiles<Op>::kKeys);
-      const uint32_t* pieces =
-          !scratch.tiles ? nullptr
-                         : Tiles<Op>::template values<T>(v_rows, p.heads_v, batch, head_v, begin, begin + keys,
-                                                         p.seqlen_k, p.head_dim_v, scratch.rows, cache);
-      if (pieces != nullptr) {
-        const auto pairs = reinterpret_cast<Scalar*>(const_cast<C*>(probabilities));
-        const auto [sums, started] = out.open();
-        Tiles<Op>::add_values(keys / Tiles<Op>::kKeys, p.head_dim_v, vectors, pieces,
-                              Tiles<Op>::complete_pairs(block, vectors, pairs), scratch.correction, started, sums);
-        return;
-      }
-    }
+  const auto accumulate = [&](const BlockPlan& block, C* probabilities, bool rescale, bool last) {
+    if (add_by_unit(out, scratch.tiles, v_rows, p.heads_v, batch, head_v, block, vectors, p.seqlen_k, p.head_dim_v,
+                    scratch.rows, cache, reinterpret_cast<Scalar*>(probabilities), scratch.correction))
+      return;
     Rows<Scalar> values;
     if (kConverts<T, Op> || Op::kPack == 2 || copies)
       values = packed_rows<T, Op>(v_rows, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
@@ -142,8 +130,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     values = attended_rows<T, Op>(values, v_rows, batch, head_v, block, p.head_dim_v, scratch.rows);
     const bool stores = last && out.by_rows();
     if (stores) finish_sums<Op, kFastPath>(p, scratch, batch, head, vectors);
-    out.add(block, reinterpret_cast<const Scalar*>(probabilities), values, p.band,
-            rescale ? scratch.correction : nullptr, stores ? scratch.inverse : nullptr);
+    out.add(block, reinterpret_cast<Scalar*>(probabilities), values, p.band, rescale ? scratch.correction : nullptr,
+            stores ? scratch.inverse : nullptr);
   };
 
   // Probabilities that are rounded to bfloat16 lose least if the largest is 1: scores in pairs wait for their block's
@@ -161,10 +149,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     accumulate(*waiting, probabilities.scores, true, last);
   };
   const VisitedKeys visited(p, batch, head, 1, query, queries, {0, p.seqlen_k});
-  int64_t most = kBlock<Op>;
-  if constexpr (Tiles<Op>::kHas)
-    if (scratch.tiles) most = Tiles<Op>::kMostRows;
-  BandWalk<C> walk(p.band, query, queries, visited.first(), most, visited.second());
+  BandWalk<C> walk(p.band, query, queries, visited.first(), most_rows<Op>(scratch.tiles), visited.second());
   const bool prefetches_bias = p.bias.data != nullptr && has_bias_rows(p);
   while (walk.next(*block)) {
     if (block->segments == 0 ||

@@ -111,11 +111,12 @@ struct BackwardScratch {
     q_pairs = arena.take<Scalar>(pairs * rows * e);
     grad_pairs = arena.take<Scalar>(pairs * rows * ev);
     // In tiles: behind room for what lies before a block in its first piece of queries.
-    int64_t before = 0;
-    if constexpr (Tiles<Op>::kHas)
-      if (tiles) before = Tiles<Op>::kKeys / 2 * kTile<C>;
-    p_pairs = arena.take<Scalar>(before + pairs * kBlock<Op> / 2 * kTile<C>) + before;
-    ds_pairs = arena.take<Scalar>(before + pairs * kBlock<Op> / 2 * kTile<C>) + before;
+    const auto take_pairs = [&] {
+      if (tiles) arena.take<Scalar>(Tiles<Op>::kKeys / 2 * kTile<C>);
+      return arena.take<Scalar>(pairs * kBlock<Op> / 2 * kTile<C>);
+    };
+    p_pairs = take_pairs();
+    ds_pairs = take_pairs();
     tail = arena.take<Scalar>(tiles ? 16 * max64(e, ev) : 0);
     ds_rows = arena.take<Scalar>(pairs * kBlock<Op> * kTile<C> / 2);
     scores = arena.take<C>(kBlock<Op> * kTile<C>);

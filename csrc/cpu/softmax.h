@@ -17,10 +17,8 @@ struct ForwardScratch {
     query_tile = arena.take<Scalar>(row_scalars<Op>(p.head_dim) * kTile<C>);
     rows = arena.take<Scalar>(max64(kBlock<Op>, kTile<C>) * width);
     // In pairs: of two blocks. In tiles: behind room for what lies before a block in its first piece of keys.
-    int64_t before = 0;
-    if constexpr (Tiles<Op>::kHas)
-      if (tiles) before = Tiles<Op>::kKeys;
-    scores = arena.take<C>((before + Op::kPack * kBlock<Op>)*kTile<C>) + before * kTile<C>;
+    if (tiles) arena.take<C>(Tiles<Op>::kKeys * kTile<C>);
+    scores = arena.take<C>(Op::kPack * kBlock<Op> * kTile<C>);
     mask = arena.take<LaneBits>(kBlock<Op>);
     const ScoreParams<C> score(p);
     bias = arena.take<C>(score.has_bias && (score.capped() || tiles) ? kBlock<Op> * kTile<C> : 0);
