@@ -214,6 +214,11 @@ def find_nvcc(machine=HERE):
     return nvcc, "nvcc not found"
 
 
+def library_flags():
+    """For the C++ of the CPU's library."""
+    return f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
+
+
 def max_jobs():
     """MAX_JOBS, at most the cores and one job per 2 GB of free memory."""
     available = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
@@ -275,6 +280,11 @@ class Ninja:
             self.add(rule, out, [source], tool, flags, hash_of(source, out, command, said, *release_of(tool)))
         return objects
 
+    def compile_passes(self, cxx, flags, isa, variant=""):
+        """csrc/cpu/isa/*.cpp for an instruction set, whose flags are among these."""
+        passes = sorted(Path("csrc/cpu/isa").glob("*.cpp"))
+        return self.compile(passes, cxx, f"{flags} -DATTNKERN_ISA={isa}", f".{isa}{variant}")
+
     def compile_kernels(self, machine, cxx, flags):
         """The CPU kernels: csrc/cpu/*.cpp, and the passes for each instruction set.
 
@@ -282,9 +292,8 @@ class Ninja:
         comes first, then the instruction sets, the lowest first, so that no unit gets a better one's.
         """
         objects = self.compile(sorted(Path("csrc/cpu").glob("*.cpp")), cxx, flags)
-        passes = sorted(Path("csrc/cpu/isa").glob("*.cpp"))
         for isa in reversed(cpu_isas(machine)):
-            objects += self.compile(passes, cxx, f"{flags} {ISA[isa][1]} -DATTNKERN_ISA={isa}", f".{isa}")
+            objects += self.compile_passes(cxx, f"{flags} {ISA[isa][1]}", isa)
         return objects
 
     def run(self):
@@ -368,7 +377,7 @@ class BuildLibraries(build_ext):
         (cxx, machine), torch = find_compiler(), find_torch()
         nvcc, why_not = find_nvcc(machine)
         package = Path("." if self.inplace else self.build_lib) / "attnkern"
-        flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
+        flags = library_flags()
         torch_flags = f"{flags} -isystem {torch}/include"
         # Another machine's objects have a folder of their own: these stay.
         ninja = Ninja("release" if machine == HERE else f"release-{machine}")
@@ -463,15 +472,14 @@ class BuildEmulated(Command):
         (cxx, machine), torch, ninja = find_compiler(), find_torch(), Ninja("emulated", "release")
         if machine not in X86:
             raise SystemExit(f"{EMULATED} is for x86-64, the compiler for {machine}.")
-        flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
+        flags = library_flags()
         emulated = f"-DATTNKERN_EMULATED=0x{key_of(EMULATED.read_text())[:8]}"
         objects = ninja.compile(sorted(Path("csrc").glob("*.cpp")), cxx, f"{flags} -isystem {torch}/include")
         objects += ninja.compile(sorted(Path("csrc/cpu").glob("*.cpp")), cxx, f"{flags} {emulated}", ".emulated")
-        passes = sorted(Path("csrc/cpu/isa").glob("*.cpp"))
         for isa in ("generic", "avx2"):
-            objects += ninja.compile(passes, cxx, f"{flags} {ISA[isa][1]} -DATTNKERN_ISA={isa}", f".{isa}")
+            objects += ninja.compile_passes(cxx, f"{flags} {ISA[isa][1]}", isa)
         flags += f" {ISA['avx2'][1]} -Og -Wno-psabi -I{EMULATED.parent} {emulated}"
-        objects += ninja.compile(passes, cxx, f"{flags} -DATTNKERN_ISA=amx", ".amx.emulated")
+        objects += ninja.compile_passes(cxx, flags, "amx", ".emulated")
         ninja.add("link", BUILD / "_C.emulated.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
         ninja.run()
 
@@ -487,7 +495,7 @@ class BuildCores(Command):
 
     def run(self):
         (cxx, machine), ninja = find_compiler(), Ninja("cores", "release")
-        flags = f"{CXXFLAGS} {TARGET} -Icsrc {os.environ.get('CXXFLAGS', '')}".rstrip()
+        flags = library_flags()
         objects = ninja.compile_kernels(machine, cxx, flags)
         objects += ninja.compile([Path("bench/cores.cpp")], cxx, flags)
         # What the program answers itself.

@@ -63,7 +63,7 @@ class Target:
     def wanted(self, isa: str) -> float:
         """The share that is asked of the kernels of this instruction set.
 
-        None of the matrix unit's peak: beside it exponentials take most of the time, and their bound isn't known.
+        None of the matrix unit's peak: how much of it exponentials leave isn't known.
         """
         share = self.share if self.converted is None or isa == "avx512bf16" else self.converted
         if isa == "amx":

@@ -5,13 +5,11 @@ import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import fuzz
 
-ROOT = Path(__file__).resolve().parents[1]
 contract = pytest.mark.contract
 
 MATRIX = """
@@ -130,10 +128,10 @@ if platform.machine() == "x86_64":  # the emulation is AVX2's
     def test_matrix_unit_emulated(tmp_path, fresh_seed):
         """The kernels for AMX, and AVX512-BF16's where they take its place, by instructions in plain C++."""
         command = [sys.executable, "setup.py", "-q", "build_emulated"]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "ATTNKERN_CPU_ISAS": ""}, check=True)
+        subprocess.run(command, cwd=fuzz.ROOT, env={**os.environ, "ATTNKERN_CPU_ISAS": ""}, check=True)
         package = tmp_path / "attnkern"
-        shutil.copytree(ROOT / "attnkern", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        (package / "_C.abi3.so").symlink_to(ROOT / "build" / "ninja" / "_C.emulated.so")
+        shutil.copytree(fuzz.ROOT / "attnkern", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        (package / "_C.abi3.so").symlink_to(fuzz.ROOT / "build" / "ninja" / "_C.emulated.so")
         result = forced("amx", MATRIX.format(isa="amx", seed=fresh_seed, only="bfloat16"), tmp_path)
         assert result.returncode == 0, f"seed {fresh_seed}\n{result.stderr[-4000:]}"
         assert result.stdout.startswith("checked")

@@ -16,6 +16,21 @@
 namespace attnkern::cpu {
 namespace {
 
+// Rows of a block, of which so many may be read.
+template <class Scalar>
+struct ReadableRows : Rows<Scalar> {
+  int64_t readable = kUnbounded;
+};
+
+// A block's rows as the products of the scores read them; `last_row`: of the head.
+template <class T, class Op, class AnyRows>
+inline ReadableRows<typename Op::Scalar> rows_of_scores(const AnyRows& view, int64_t batch, int64_t head,
+                                                        const BlockPlan& block, int64_t last_row, int64_t columns,
+                                                        typename Op::Scalar* space, bool padded) {
+  const auto rows = operand_rows<Op, T>(view, batch, head, block.row, block.rows, columns, space, padded);
+  return {rows, rows.data == space ? kUnbounded : min64(last_row - block.row, rows_together(view, block.row))};
+}
+
 // What of Op's products the matrix unit does.
 template <class Op>
 struct Tiles {
@@ -70,19 +85,19 @@ struct TileSums {
     if constexpr (kRows > 1) _tile_loadd(2, c + 16 * step, bytes);
     if constexpr (kRows > 1 && kColumns > 1) _tile_loadd(3, c + 16 * step + 16, bytes);
   }
-  // Adds 16 pairs of the sum. Steps are bytes.
-  [[gnu::always_inline]] static inline void add(const uint32_t* a0, const uint32_t* a1, int64_t a_step,
-                                                const uint32_t* b, int64_t b_step) {
+  // Adds 16 pairs of the sum: of 16 rows of A, 16 others, and 16 rows of B.
+  [[gnu::always_inline]] static inline void add(Rows<uint32_t> a0, Rows<uint32_t> a1, Rows<uint32_t> b) {
+    constexpr int64_t kBytes = sizeof(uint32_t);
     asm volatile("" : : : "memory");
-    _tile_loadd(6, b, b_step);
-    _tile_loadd(4, a0, a_step);
+    _tile_loadd(6, b.data, b.step * kBytes);
+    _tile_loadd(4, a0.data, a0.step * kBytes);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kColumns > 1) {
-      _tile_loadd(7, b + 16, b_step);
+      _tile_loadd(7, b.data + 16, b.step * kBytes);
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (kRows > 1) {
-      _tile_loadd(5, a1, a_step);
+      _tile_loadd(5, a1.data, a1.step * kBytes);
       _tile_dpbf16ps(2, 5, 6);
     }
     if constexpr (kRows > 1 && kColumns > 1) _tile_dpbf16ps(3, 5, 7);
@@ -115,7 +130,7 @@ struct Tiles<PairDot> {
     const TileSetup setup(true);
     alignas(64) const uint32_t zeros[32] = {};
     TileSums<2, 2>::clear();
-    TileSums<2, 2>::add(zeros, zeros, 0, zeros, 0);
+    TileSums<2, 2>::add({zeros, 0}, {zeros, 0}, {zeros, 0});
     for (int64_t i = 0; i < iterations; ++i) {
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
@@ -143,29 +158,15 @@ struct Tiles<PairDot> {
     return ((rows + 31) / 32) * ((vectors + 1) / 2) * (round_up(depth, 16) / 16);
   }
 
-  // Rows with zeros up to whole pieces of 16 pairs.
-  template <class T, class AnyRows>
-  static Rows<uint32_t> padded_rows(const AnyRows& view, int64_t batch, int64_t head, int64_t row, int64_t rows,
-                                    int64_t columns, uint32_t* scratch) {
-    const int64_t step = round_up((columns + 1) / 2, 16), stride = view.stride[3];
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* from = at<T>(view, batch, head, row + r);
-      T* to = reinterpret_cast<T*>(scratch + r * step);
-      if (stride == 1) std::memcpy(to, from, static_cast<size_t>(columns) * sizeof(T));
-      else
-        for (int64_t c = 0; c < columns; ++c) to[c] = from[c * stride];
-      for (int64_t c = columns; c < 2 * step; ++c) to[c] = T{};
-    }
-    return {scratch, step};
-  }
-
-  // scores[row][lane] = sum over `depth` pairs, a multiple of 16, of rows and the lanes' tile: for `rows` rows, of
-  // which `readable` may be read, and vectors of lanes. Up to 15 more rows of `scores` are overwritten. `tail`: room
+  // scores[row][lane] = sum over `pairs` pairs of rows and the lanes' tile, both with zeros up to a multiple of 16: for
+  // `rows` rows from `first_row` on and vectors of lanes. Up to 15 more rows of `scores` are overwritten. `tail`: room
   // for 16 rows. between() is called after every 16 pairs of four tiles.
   template <class Between>
-  static void scores(int64_t rows, int64_t readable, int64_t vectors, int64_t depth, Rows<uint32_t> keys,
+  static void scores(int64_t rows, int64_t vectors, int64_t pairs, ReadableRows<uint32_t> all, int64_t first_row,
                      const uint32_t* lanes, uint32_t* tail, float* scores, const Between& between) {
     constexpr int64_t kStep = kTile<float>, kBytes = sizeof(uint32_t);
+    const int64_t depth = round_up(pairs, 16), readable = all.readable - first_row;
+    const Rows<uint32_t> keys{all.data + first_row * all.step, all.step};
     const int64_t tiles = (rows + 15) / 16, last = 16 * (tiles - 1);
     Rows<uint32_t> at_end{keys.data + last * keys.step, keys.step};
     if (readable - last < 16) {
@@ -182,24 +183,12 @@ struct Tiles<PairDot> {
                  const Rows<uint32_t> first = rows_from(row), second = rows_from(row + kRows - 1);
                  float* const target = scores + 16 * row * kStep + 16 * vector;
                  const uint32_t* const b = lanes + 16 * vector;
-                 if (first.step == second.step) {
-                   Sums::clear();
-                   for (int64_t k = 0; k < depth; k += 16) {
-                     Sums::add(first.data + k, second.data + k, first.step * kBytes, b + k * kStep, kStep * kBytes);
-                     between();
-                   }
-                   Sums::store(target, kStep);
-                 } else {  // the last rows lie apart
-                   const Rows<uint32_t> own[2] = {first, second};
-                   for (int i = 0; i < 2; ++i) {
-                     using One = TileSums<1, kColumns>;
-                     One::clear();
-                     for (int64_t k = 0; k < depth; k += 16)
-                       One::add(own[i].data + k, nullptr, own[i].step * kBytes, b + k * kStep, kStep * kBytes);
-                     One::store(target + 16 * i * kStep, kStep);
-                   }
+                 Sums::clear();
+                 for (int64_t k = 0; k < depth; k += 16) {
+                   Sums::add({first.data + k, first.step}, {second.data + k, second.step}, {b + k * kStep, kStep});
                    between();
                  }
+                 Sums::store(target, kStep);
                });
   }
 
@@ -249,14 +238,10 @@ struct Tiles<PairDot> {
     const int64_t piece = round_up(columns, 16) / 16 * kScalars;
     const bool cached = cache != nullptr && begin % kKeys == 0 && end / 2 <= cache->room;
     if (!cached) return pack_values<T>(view, batch, head, begin, end, last_row, columns, scratch) ? scratch : nullptr;
-    const int64_t index = batch * heads + head;
-    if (cache->head != index || begin < cache->begin || begin > cache->end)
-      *cache = {cache->memory, cache->room, index, begin, begin};
-    if (cache->end < end) {
-      cache->numbers &= pack_values<T>(view, batch, head, cache->end, end, last_row, columns,
-                                       cache->memory + cache->end / kKeys * piece);
-      cache->end = end;
-    }
+    cache->hold(batch * heads + head, begin, end, [&](int64_t first, int64_t last) {
+      cache->numbers &=
+          pack_values<T>(view, batch, head, first, last, last_row, columns, cache->memory + first / kKeys * piece);
+    });
     return cache->numbers ? cache->memory + begin / kKeys * piece : nullptr;
   }
 
@@ -264,25 +249,32 @@ struct Tiles<PairDot> {
   // the next one: pieces of their own.)
   static int64_t rows_before(const BlockPlan& block) { return block.row % 2 == 0 ? block.row % kKeys : 0; }
 
-  // Sets to 0 what the probabilities of a block, `pairs`, lack of whole pieces of keys and of all vectors; returns
-  // where these begin.
-  static const uint32_t* complete_pairs(const BlockPlan& block, int64_t vectors, uint32_t* pairs) {
-    constexpr int64_t kStep = kTile<float>;
-    const int64_t before = rows_before(block);
-    const auto clear = [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
-      for (int64_t row = begin; row < end && last > first; ++row)
-        std::memset(pairs + row * kStep + 16 * first, 0, static_cast<size_t>(16 * (last - first)) * sizeof(uint32_t));
+  // Sets to 0 what a block's segments leave out of the rows [begin, end), `unit` of the block's rows in each, counted
+  // from its first, and of [0, last) in a row, of which only what lies before `live` can be theirs.
+  template <class T>
+  static void clear_left_out(const BlockPlan& block, int64_t unit, int64_t begin, int64_t end, int64_t live,
+                             int64_t last, T* rows, int64_t step) {
+    const auto clear = [&](int64_t first_row, int64_t last_row, int64_t from, int64_t to) {
+      for (int64_t row = first_row; row < last_row && to > from; ++row)
+        std::memset(rows + row * step + from, 0, static_cast<size_t>(to - from) * sizeof(T));
     };
-    int64_t next = -before / 2;
     for (int64_t s = 0; s < block.segments; ++s) {
       const Segment& segment = block.segment[s];
-      const int64_t begin = (segment.row - block.row) / 2, end = begin + (segment.rows + 1) / 2;
-      clear(next, begin, 0, vectors);
-      clear(begin, end, 0, segment.first);
-      clear(begin, end, segment.last, vectors);
-      next = end;
+      const int64_t first = (segment.row - block.row) / unit, behind = first + (segment.rows + unit - 1) / unit;
+      clear(begin, first, 0, last);
+      clear(first, behind, 0, 16 * segment.first);
+      clear(first, behind, min64(live, 16 * segment.last), last);
+      begin = behind;
     }
-    clear(next, (round_up(before + block.rows, kKeys) - before) / 2, 0, vectors);
+    clear(begin, end, 0, last);
+  }
+
+  // Zeros where the probabilities of a block, `pairs`, lack of whole pieces of keys and of all vectors; returns where
+  // these begin.
+  static const uint32_t* complete_pairs(const BlockPlan& block, int64_t vectors, uint32_t* pairs) {
+    constexpr int64_t kStep = kTile<float>;
+    const int64_t before = rows_before(block), end = round_up(before + block.rows, kKeys) - before;
+    clear_left_out(block, 2, -before / 2, end / 2, 16 * vectors, 16 * vectors, pairs, kStep);
     return pairs - before / 2 * kStep;
   }
 
@@ -291,7 +283,7 @@ struct Tiles<PairDot> {
   static void add_values(int64_t pieces, int64_t columns, int64_t vectors, const uint32_t* values,
                          const uint32_t* probabilities, const float* correction, bool started, float* sums) {
     using S = Simd<float>;
-    constexpr int64_t kStep = kTile<float>, kBytes = sizeof(uint32_t);
+    constexpr int64_t kStep = kTile<float>;
     const int64_t tiles = (columns + 15) / 16, piece = tiles * kScalars;
     alignas(64) float space[32 * 32];
     for_blocks(tiles, vectors,
@@ -304,7 +296,7 @@ struct Tiles<PairDot> {
                  const uint32_t* a = values + row * kScalars;
                  const uint32_t* b = probabilities + 16 * vector;
                  for (int64_t i = 0; i < pieces; ++i, a += piece, b += 16 * kStep)
-                   Sums::add(a, a + kScalars, 16 * kBytes, b, kStep * kBytes);
+                   Sums::add({a, 16}, {a + kScalars, 16}, {b, kStep});
                  if (loads || !started) return Sums::store(target, kStep);
                  Sums::store(space, 32);
                  for (int64_t v = 0; v < kColumns; ++v) {
@@ -321,7 +313,7 @@ struct Tiles<PairDot> {
   // of rows of `pairs`. `columns`: in vectors. A row's sum doesn't depend on how many there are.
   static void add_lanes(int64_t rows, int64_t columns, int64_t lanes, const uint32_t* row_pairs, Rows<uint32_t> pairs,
                         float* sums, int64_t step) {
-    constexpr int64_t kStep = kTile<float> / 2, kBytes = sizeof(uint32_t);
+    constexpr int64_t kStep = kTile<float> / 2;
     const int64_t depth = (lanes + kKeys - 1) / kKeys;
     alignas(64) float space[32 * 32];
     for_blocks((rows + 15) / 16, columns,
@@ -338,43 +330,20 @@ struct Tiles<PairDot> {
                  Sums::load(whole ? target : space, whole ? step : 32);
                  const uint32_t* const a = row_pairs + 16 * row * kStep;
                  for (int64_t k = 0; k < depth; ++k)
-                   Sums::add(a + 16 * k, a + 16 * (k + kStep), kStep * kBytes,
-                             pairs.data + 16 * (k * pairs.step + vector), pairs.step * kBytes);
+                   Sums::add({a + 16 * k, kStep}, {a + 16 * (k + kStep), kStep},
+                             {pairs.data + 16 * (k * pairs.step + vector), pairs.step});
                  Sums::store(whole ? target : space, whole ? step : 32);
                  if (!whole) copy_rows(space, 32, target, step);
                });
   }
 
-  // Sets to 0 what rows of pairs along the lanes lack of whole pieces: lanes and rows that a block's segments leave
-  // out, and lanes from `lanes` on.
+  // The same for rows of pairs along the lanes: lanes from `lanes` on are none of theirs.
   static void complete_rows(const BlockPlan& block, int64_t lanes, uint32_t* row_pairs) {
-    constexpr int64_t kStep = kTile<float> / 2;
-    const int64_t end = round_up(lanes, kKeys);
-    const auto clear = [&](int64_t begin, int64_t rows_end, int64_t first, int64_t last) {
-      for (int64_t row = begin; row < rows_end && last > first; ++row)
-        std::memset(reinterpret_cast<uint16_t*>(row_pairs + row * kStep) + first, 0,
-                    static_cast<size_t>(last - first) * sizeof(uint16_t));
-    };
-    int64_t next = 0;
-    for (int64_t s = 0; s < block.segments; ++s) {
-      const Segment& segment = block.segment[s];
-      const int64_t begin = segment.row - block.row;
-      clear(next, begin, 0, end);
-      next = begin + segment.rows;
-      clear(begin, next, 0, 16 * segment.first);
-      clear(begin, next, min64(lanes, 16 * segment.last), end);
-    }
-    clear(next, block.rows, 0, end);
+    clear_left_out(block, 1, 0, block.rows, lanes, round_up(lanes, kKeys), reinterpret_cast<uint16_t*>(row_pairs),
+                   kTile<float>);
   }
 };
 #endif
-
-// Zeros behind the `depth` pairs of a tile of lanes, up to whole pieces of 16.
-template <class Op>
-inline void complete_tile(int64_t depth, typename Op::Scalar* tile) {
-  constexpr int64_t kStep = kTile<typename Op::Compute>;
-  std::memset(tile + depth * kStep, 0, static_cast<size_t>((round_up(depth, 16) - depth) * kStep) * sizeof(*tile));
-}
 
 // Of `rows` rows those that a packed cache has room for: whole pairs, or pieces of tiles.
 template <class Op>

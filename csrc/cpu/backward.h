@@ -75,14 +75,14 @@ struct QueryRows {
     return packed_rows<T, Op>(p.grad_out, p.heads_q, batch, head, block.row, block.rows, p.seqlen_q, p.head_dim_v,
                               space, cache == nullptr ? nullptr : cache + 1);
   }
-  // For the products of the scores; padded to whole vectors if they are read by vectors later.
-  BlockRows<Scalar> q(Scalar* space, bool padded, bool tiles) const {
+  // For the products of the scores; padded to whole vectors if they are read by vectors later, or by tiles.
+  ReadableRows<Scalar> q(Scalar* space, bool padded) const {
     if constexpr (kConverts<T, Op>) return {packed_q(space)};
-    else return rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, space, padded, tiles);
+    else return rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, space, padded);
   }
-  BlockRows<Scalar> grad(Scalar* space, bool padded, bool tiles) const {
+  ReadableRows<Scalar> grad(Scalar* space, bool padded) const {
     if constexpr (kConverts<T, Op>) return {packed_grad(space)};
-    else return rows_of_scores<T, Op>(p.grad_out, batch, head, block, p.seqlen_q, p.head_dim_v, space, padded, tiles);
+    else return rows_of_scores<T, Op>(p.grad_out, batch, head, block, p.seqlen_q, p.head_dim_v, space, padded);
   }
 };
 
@@ -204,7 +204,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
       if (within.end > within.begin && !keys_loaded) {
         load_key_tile<T, Op>(p, scratch, score, batch, head_k, key, keys);
         if (wanted.dq) k_rows = key_rows_of_sums<T, Op>(p, scratch, batch, head_k * group_k, key, keys);
-        if (scratch.tiles)
+        if (wanted.dq && scratch.tiles)
           numbers = !rows_of_non_numbers<T, C>(p.k, batch, head_k, key, p.head_dim, {{bits_between({0, keys})}}).any();
         keys_loaded = true;
       }
@@ -224,8 +224,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           continue;
         PackedCache<Scalar>* const of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
         const QueryRows<T, Op> queries{p, batch, h, block, scratch.tiles ? nullptr : of_head};  // else it holds pieces
-        const auto q_rows = queries.q(scratch.q_rows, dk.by_rows(), scratch.tiles);
-        const auto grad_rows = queries.grad(scratch.grad_rows, dv.by_rows(), scratch.tiles);
+        const auto q_rows = queries.q(scratch.q_rows, Op::kPack == 1 ? dk.by_rows() : scratch.tiles);
+        const auto grad_rows = queries.grad(scratch.grad_rows, Op::kPack == 1 ? dv.by_rows() : scratch.tiles);
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);
         PrefetchStreams prefetch;
         if (prefetches)

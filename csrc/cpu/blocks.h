@@ -176,7 +176,8 @@ inline int64_t row_scalars(int64_t columns) {
   return round_up((columns + Op::kPack - 1) / Op::kPack, Op::S::kLanes);
 }
 
-// Rows of a block as operand A (or, padded = true, as operand B: whole vectors may be read from every row).
+// Rows of a block as operand A (or, padded = true, as operand B: whole vectors may be read from every row; of pairs
+// they end in zeros).
 template <class Op, class T, class AnyRows>
 inline Rows<typename Op::Scalar> operand_rows(const AnyRows& view, int64_t batch, int64_t head, int64_t row,
                                               int64_t rows, int64_t columns, typename Op::Scalar* scratch,
@@ -193,7 +194,7 @@ inline Rows<typename Op::Scalar> operand_rows(const AnyRows& view, int64_t batch
                            scratch + first * step, step);
     });
   } else {
-    if (unit && together && columns % 2 == 0 && row_stride % 2 == 0)
+    if (unit && together && columns % 2 == 0 && row_stride % 2 == 0 && !(padded && columns % (2 * Op::S::kLanes) != 0))
       return {reinterpret_cast<const Scalar*>(at<T>(view, batch, head, row)), row_stride / 2};
     for_runs(view, row, rows, [&](int64_t first, int64_t count) {
       const T* from = at<T>(view, batch, head, row + first);
@@ -202,7 +203,7 @@ inline Rows<typename Op::Scalar> operand_rows(const AnyRows& view, int64_t batch
         if (unit) std::memcpy(to, from, static_cast<size_t>(columns) * sizeof(T));
         else
           for (int64_t c = 0; c < columns; ++c) to[c] = from[c * column_stride];
-        if (columns % 2 != 0) to[columns] = T{};
+        for (int64_t c = columns; c < (padded ? 2 * step : round_up(columns, 2)); ++c) to[c] = T{};
       }
     });
   }
@@ -220,7 +221,8 @@ template <class C, class T, class Load>
   }
 }
 
-// tile[column][lane] = factor * rows[lane][column] for lane < count (others 0). Of pairs only the factor's sign counts.
+// tile[column][lane] = factor * rows[lane][column] for lane < count (others 0), and zeros for columns up to a whole
+// vector of them. Of pairs only the factor's sign counts.
 template <class Op>
 [[gnu::noinline]] void transpose_tile(Rows<typename Op::Scalar> rows, int64_t count, int64_t scalars,
                                       typename Op::Compute factor, typename Op::Scalar* tile) {
@@ -254,8 +256,7 @@ template <class Op>
       }
       C* target = reinterpret_cast<C*>(tile + column * kTile<C> + lane);
 #pragma GCC unroll 16
-      for (int c = 0; c < kLanes; ++c)
-        if (c < width) S::store(target + c * kTile<C>, block[c]);
+      for (int c = 0; c < kLanes; ++c) S::store(target + c * kTile<C>, block[c]);
     }
   }
 }

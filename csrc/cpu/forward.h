@@ -106,7 +106,6 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
 
   transpose_tile<Op>(operand_rows<Op, T>(p.q, batch, head, query, queries, p.head_dim, scratch.rows), queries, depth,
                      score.template operand_factor<Op>(), scratch.query_tile);
-  if (scratch.tiles) complete_tile<Op>(depth, scratch.query_tile);
   const typename Tiles<Op>::Setup tiles(scratch.tiles);
   for (int64_t v = 0; v < vectors; ++v) {
     S::store(scratch.largest + v * S::kLanes, S::set1(-kInfinity<C>));
@@ -159,18 +158,12 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     if ((score.has_mask || !visited.shares(block->row, block->rows)) &&
         !apply_mask<C>(p, walk, 3, batch, head, query, queries, scratch.mask, *block, mask))
       continue;
-    Rows<Scalar> keys;
+    ReadableRows<Scalar> keys;
     if (kConverts<T, Op> || copies)
-      keys = packed_rows<T, Op>(k_rows, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
-                                scratch.rows, cache == nullptr ? nullptr : cache + 1);
-    else keys = operand_rows<Op, T>(k_rows, batch, head_k, block->row, block->rows, p.head_dim, scratch.rows);
-    int64_t readable = kUnbounded;  // rows of them
-    if constexpr (Tiles<Op>::kHas) {
-      if (scratch.tiles && depth % 16 != 0)
-        keys = Tiles<Op>::template padded_rows<T>(k_rows, batch, head_k, block->row, block->rows, p.head_dim,
-                                                  scratch.rows);
-      if (keys.data != scratch.rows) readable = min64(p.seqlen_k - block->row, rows_together(k_rows, block->row));
-    }
+      keys = {packed_rows<T, Op>(k_rows, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
+                                 scratch.rows, cache == nullptr ? nullptr : cache + 1)};
+    else
+      keys = rows_of_scores<T, Op>(k_rows, batch, head_k, *block, p.seqlen_k, p.head_dim, scratch.rows, scratch.tiles);
     PrefetchStreams prefetch, *next = nullptr;
     if (prefetches || prefetches_bias) {
       prefetch = keys_to_prefetch<T, Op>(p, *block, batch, head, query, queries, prefetches, prefetches_bias,
@@ -182,7 +175,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
         bias_tile<C, T>(p, 3, batch, head, block->row, block->rows, query, queries,
                         scratch.tiles ? scratch.bias : scores);
       store_scores<Op, kFastPath>(scratch, score, walk, *block, vectors, depth, keys, mask, scores, next,
-                                  &probabilities, readable);
+                                  &probabilities);
       finish_waiting(false);
       if (score.dropout) dropout_tile<C>(p, 3, batch, head, block->row, block->rows, query, queries, scratch.keep);
       const bool small = shift_to_maximum<Op, kFastPath>(scratch, vectors, factor);
@@ -201,7 +194,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
       rescale = probabilities_in_registers(scratch, score, walk, *block, vectors, depth, keys, mask, next, opening);
     else
       probabilities_through_memory<T, Op>(p, scratch, score, walk, *block, batch, head, query, queries, depth, keys,
-                                          mask, next, readable);
+                                          mask, next);
     accumulate(*block, scratch.scores, rescale, walk.done());
   }
   finish_waiting(true);

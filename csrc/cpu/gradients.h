@@ -75,25 +75,6 @@ struct BiasGradPlan {
   int64_t across = 1, members_across = 1;  // of one entry of the batch
 };
 
-// Rows of a block, of which so many may be read.
-template <class Scalar>
-struct BlockRows : Rows<Scalar> {
-  int64_t readable = kUnbounded;
-};
-
-// A block's rows as the products of the scores read them.
-template <class T, class Op>
-inline BlockRows<typename Op::Scalar> rows_of_scores(const View& view, int64_t batch, int64_t head,
-                                                     const BlockPlan& block, int64_t last_row, int64_t columns,
-                                                     typename Op::Scalar* space, bool padded,
-                                                     [[maybe_unused]] bool tiles) {
-  if constexpr (Tiles<Op>::kHas)
-    if (tiles && columns % Tiles<Op>::kKeys != 0)
-      return {Tiles<Op>::template padded_rows<T>(view, batch, head, block.row, block.rows, columns, space)};
-  const auto rows = operand_rows<Op, T>(view, batch, head, block.row, block.rows, columns, space, padded);
-  return {rows, rows.data == space ? kUnbounded : last_row - block.row};
-}
-
 template <class Op>
 struct BackwardScratch {
   using C = typename Op::Compute;
@@ -391,20 +372,20 @@ inline void gradients_in_registers(const BackwardScratch<Op>& scratch, const Sco
 // S of a segment, and dP if it is wanted, to memory.
 template <class Op>
 inline void products_to_memory(const Backward& p, const BackwardScratch<Op>& scratch, const Segment& segment,
-                               int64_t row, bool need_ds, BlockRows<typename Op::Scalar> q_rows,
-                               BlockRows<typename Op::Scalar> grad_rows) {
+                               int64_t row, bool need_ds, ReadableRows<typename Op::Scalar> q_rows,
+                               ReadableRows<typename Op::Scalar> grad_rows) {
   using C = typename Op::Compute;
   const int64_t lane = segment.first * Simd<C>::kLanes, at = row * kTile<C> + lane;
   const int64_t vectors = segment.last - segment.first;
-  const auto product = [&](BlockRows<typename Op::Scalar> rows, int64_t columns, const typename Op::Scalar* tile,
+  const auto product = [&](ReadableRows<typename Op::Scalar> rows, int64_t columns, const typename Op::Scalar* tile,
                            C* target) {
     const int64_t depth = (columns + Op::kPack - 1) / Op::kPack;
-    rows.data += row * rows.step;
     if constexpr (Tiles<Op>::kHas)
       if (scratch.tiles)
-        return Tiles<Op>::scores(segment.rows, rows.readable - row, vectors, round_up(depth, 16), rows, tile + lane,
-                                 scratch.tail, target + at, [] {});
-    gemm<typename Op::Product>(segment.rows, vectors, depth, {rows.data, rows.step, tile + lane, kTile<C>},
+        return Tiles<Op>::scores(segment.rows, vectors, depth, rows, row, tile + lane, scratch.tail, target + at,
+                                 [] {});
+    gemm<typename Op::Product>(segment.rows, vectors, depth,
+                               {rows.data + row * rows.step, rows.step, tile + lane, kTile<C>},
                                {target + at, kTile<C>, Epilogue::kStore, nullptr});
   };
   product(q_rows, p.head_dim, scratch.k_tile, scratch.scores);
@@ -418,7 +399,7 @@ inline void score_block(const Backward& p, const BackwardScratch<Op>& scratch,
                         const ScoreParams<typename Op::Compute>& score, const BandWalk<typename Op::Compute>& walk,
                         const BlockPlan& block, int64_t batch, int64_t head, int64_t key, int64_t keys,
                         RowTerms<typename Op::Compute> terms, bool need_ds, bool bias_grad, const LaneBits* mask,
-                        BlockRows<typename Op::Scalar> q_rows, BlockRows<typename Op::Scalar> grad_rows) {
+                        ReadableRows<typename Op::Scalar> q_rows, ReadableRows<typename Op::Scalar> grad_rows) {
   using C = typename Op::Compute;
   if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
   if (score.dropout) dropout_tile<C>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.keep);
@@ -440,7 +421,6 @@ inline void load_key_tile(const Backward& p, const BackwardScratch<Op>& scratch,
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
   transpose_tile<Op>(operand_rows<Op, T>(p.k, batch, head, key, keys, p.head_dim, scratch.q_rows), keys, depth,
                      score.template operand_factor<Op>(), scratch.k_tile);
-  if (scratch.tiles) complete_tile<Op>(depth, scratch.k_tile);
 }
 template <class T, class Op>
 inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head,
@@ -448,7 +428,6 @@ inline void load_value_tile(const Backward& p, const BackwardScratch<Op>& scratc
   const int64_t depth = (p.head_dim_v + Op::kPack - 1) / Op::kPack;
   transpose_tile<Op>(operand_rows<Op, T>(p.v, batch, head, key, keys, p.head_dim_v, scratch.grad_rows), keys, depth, 1,
                      scratch.v_tile);
-  if (scratch.tiles) complete_tile<Op>(depth, scratch.v_tile);
 }
 
 // The rows of K of a tile that dQ sums over, of the query head that comes first of those that share them, without what

@@ -18,6 +18,15 @@ struct alignas(64) PackedCache {  // shares no cache line with another worker
   int64_t room;                   // rows, or pairs of rows
   int64_t head = -1, begin = 0, end = 0;
   bool numbers = true;  // and nothing else, where that was asked
+
+  // Makes it hold the rows [row, last) of head `index`: pack(first, last) for those that it lacks.
+  template <class Pack>
+  void hold(int64_t index, int64_t row, int64_t last, const Pack& pack) {
+    if (head != index || row < begin || row > end) *this = {memory, room, index, row, row};
+    if (end >= last) return;
+    pack(end, last);
+    end = last;
+  }
 };
 inline constexpr int64_t kPackedCacheBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
 
@@ -112,13 +121,8 @@ inline Rows<typename Op::Scalar> packed_rows(const AnyRows& view, int64_t heads,
     copy(row, end, scratch);
     return {scratch, step};
   }
-  const int64_t index = batch * heads + head;
-  if (cache->head != index || row < cache->begin || row > cache->end)
-    *cache = {cache->memory, cache->room, index, row, row};
-  if (cache->end < end) {
-    copy(cache->end, end, cache->memory + cache->end / Op::kPack * step);
-    cache->end = end;
-  }
+  cache->hold(batch * heads + head, row, end,
+              [&](int64_t first, int64_t last) { copy(first, last, cache->memory + first / Op::kPack * step); });
   return {cache->memory + row / Op::kPack * step, step};
 }
 

@@ -179,7 +179,7 @@ template <class T, class Op, class C = typename Op::Compute>
         continue;
       if (score.has_bias) bias_tile<C, T>(p, 2, batch, head, block.row, block.rows, key, keys, scratch.bias);
       const auto q_rows =
-          rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, scratch.q_rows, false, scratch.tiles);
+          rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, scratch.q_rows, scratch.tiles);
       for (int64_t s = 0; s < block.segments; ++s) {
         const Segment& segment = block.segment[s];
         const int64_t first = segment.row - block.row, lane = segment.first * S::kLanes, at = first * kTile<C>;

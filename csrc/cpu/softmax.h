@@ -226,39 +226,11 @@ struct ScoreTile {
   }
 };
 
-// Products -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`.
-template <class C>
-inline void transform_scores(const ScoreParams<C>& score, const BandWalk<C>& walk, const BlockPlan& block,
-                             const C* bias, const LaneBits* mask, C* scores, C* largest) {
-  using S = Simd<C>;
-  using V = typename S::V;
-  const V scale = S::set1(score.scale), dead = S::set1(-kInfinity<C>);
-  for (int64_t s = 0; s < block.segments; ++s) {
-    const Segment& segment = block.segment[s];
-    const Range live = walk.live_lanes(segment.row);
-    for (int64_t v = segment.first; v < segment.last; ++v) {
-      const bool partial = segment.partial && !LaneMask<C>::all(live, v, segment.rows);
-      LaneMask<C> band(live, v);
-      V m = S::load(largest + v * S::kLanes);
-      int64_t row = segment.row - block.row, at = row * kTile<C> + v * S::kLanes;
-      for (const int64_t end = row + segment.rows; row < end; ++row, at += kTile<C>) {
-        V x = finish_score(score, S::load(scores + at), scale, bias + at);
-        if (mask != nullptr) x = S::select(mask[row] >> (v * S::kLanes), x, dead);
-        if (partial) {
-          x = band.select(x, dead);
-          band.advance();
-        }
-        S::store(scores + at, x);
-        m = S::max(x, m);
-      }
-      S::store(largest + v * S::kLanes, m);
-    }
-  }
-}
-
-// The band and `mask`, which may be null, on scores in memory, with the maximum per lane.
-template <class C>
-inline void mask_scores(const BandWalk<C>& walk, const BlockPlan& block, const LaneBits* mask, C* scores, C* largest) {
+// Scores in memory: x = finish(x, where it lies), then the band and `mask`, which may be null; the maximum per lane
+// goes to `largest`. With kMasksOnly they are what they are, but for the band and the mask.
+template <bool kMasksOnly, class C, class Finish>
+inline void finish_scores(const BandWalk<C>& walk, const BlockPlan& block, const LaneBits* mask, C* scores, C* largest,
+                          const Finish& finish) {
   using S = Simd<C>;
   using V = typename S::V;
   constexpr int kChains = 4;  // a maximum waits for the one before
@@ -270,25 +242,35 @@ inline void mask_scores(const BandWalk<C>& walk, const BlockPlan& block, const L
       const bool partial = segment.partial && !LaneMask<C>::all(live, v, segment.rows);
       LaneMask<C> band(live, v);
       V m[kChains] = {S::load(largest + v * S::kLanes), dead, dead, dead};
-      int64_t row = segment.row - block.row;
+      int64_t row = segment.row - block.row, at = row * kTile<C> + v * S::kLanes;
       const int64_t end = row + segment.rows;
-      C* x = scores + row * kTile<C> + v * S::kLanes;
-      if (mask == nullptr && !partial)
-        for (; row + kChains <= end; row += kChains, x += kChains * kTile<C>)
-          for (int i = 0; i < kChains; ++i) m[i] = S::max(S::load(x + i * kTile<C>), m[i]);
-      for (; row < end; ++row, x += kTile<C>) {
-        V score = S::load(x);
-        if (mask != nullptr) score = S::select(mask[row] >> (v * S::kLanes), score, dead);
+      if (kMasksOnly && mask == nullptr && !partial)
+        for (; row + kChains <= end; row += kChains)
+          for (int i = 0; i < kChains; ++i, at += kTile<C>) m[i] = S::max(S::load(scores + at), m[i]);
+      for (; row < end; ++row, at += kTile<C>) {
+        V x = finish(S::load(scores + at), at);
+        if (mask != nullptr) x = S::select(mask[row] >> (v * S::kLanes), x, dead);
         if (partial) {
-          score = band.select(score, dead);
+          x = band.select(x, dead);
           band.advance();
         }
-        S::store(x, score);
-        m[0] = S::max(score, m[0]);
+        S::store(scores + at, x);
+        m[0] = S::max(x, m[0]);
       }
-      S::store(largest + v * S::kLanes, S::max(S::max(m[1], m[2]), S::max(m[3], m[0])));
+      if constexpr (kMasksOnly) m[0] = S::max(S::max(m[1], m[2]), S::max(m[3], m[0]));
+      S::store(largest + v * S::kLanes, m[0]);
     }
   }
+}
+
+// Products -> scale, softcap, bias and band in place; the maximum per lane goes to `largest`.
+template <class C>
+inline void transform_scores(const ScoreParams<C>& score, const BandWalk<C>& walk, const BlockPlan& block,
+                             const C* bias, const LaneBits* mask, C* scores, C* largest) {
+  using S = Simd<C>;
+  const auto scale = S::set1(score.scale);
+  finish_scores<false>(walk, block, mask, scores, largest,
+                       [&](auto x, int64_t at) { return finish_score(score, x, scale, bias + at); });
 }
 
 // S^T of a block to memory, masked (by `mask`, too, if it isn't null); block_largest is their maximum per lane. On the
@@ -296,9 +278,9 @@ inline void mask_scores(const BandWalk<C>& walk, const BlockPlan& block, const L
 template <class Op, bool kFastPath>
 inline void store_scores(const ForwardScratch<Op>& scratch, const ScoreParams<typename Op::Compute>& score,
                          const BandWalk<typename Op::Compute>& walk, const BlockPlan& block, int64_t vectors,
-                         int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
+                         int64_t depth, ReadableRows<typename Op::Scalar> keys, const LaneBits* mask,
                          typename Op::Compute* scores, PrefetchStreams* next = nullptr,
-                         PairProbabilities<Op, kFastPath>* waiting = nullptr, int64_t readable = kUnbounded) {
+                         PairProbabilities<Op, kFastPath>* waiting = nullptr) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   // Of elements that aren't in pairs the fast path comes here for few blocks: the generic path's tile serves it too.
@@ -318,14 +300,14 @@ inline void store_scores(const ForwardScratch<Op>& scratch, const ScoreParams<ty
       for (int64_t s = 0; s < block.segments; ++s) {
         const Segment& segment = block.segment[s];
         const int64_t row = segment.row - block.row, lane = segment.first * S::kLanes;
-        Tiles<Op>::scores(segment.rows, readable - row, segment.last - segment.first, round_up(depth, 16),
-                          {keys.data + row * keys.step, keys.step}, scratch.query_tile + lane, scratch.tail,
-                          scores + row * kTile<C> + lane, [&]() __attribute__((always_inline)) {
+        Tiles<Op>::scores(segment.rows, segment.last - segment.first, depth, keys, row, scratch.query_tile + lane,
+                          scratch.tail, scores + row * kTile<C> + lane, [&]() __attribute__((always_inline)) {
                             for (int64_t i = 0; i < at_once && waiting->next < waiting->end; ++i) waiting->step();
                             if (next != nullptr) next->prefetch();
                           });
       }
-      if constexpr (kFastPath) mask_scores<C>(walk, block, mask, scores, scratch.block_largest);
+      if constexpr (kFastPath)
+        finish_scores<true>(walk, block, mask, scores, scratch.block_largest, [](auto x, int64_t) { return x; });
       else if (!score.capped())
         transform_scores<C>(score, walk, block, scratch.bias, mask, scores, scratch.block_largest);
       return;
@@ -446,8 +428,9 @@ template <class Op>
 [[gnu::noinline]] bool probabilities_in_registers(const ForwardScratch<Op>& scratch,
                                                   const ScoreParams<typename Op::Compute>& score,
                                                   const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
-                                                  int64_t vectors, int64_t depth, Rows<typename Op::Scalar> keys,
-                                                  const LaneBits* mask, PrefetchStreams* next, bool& opening) {
+                                                  int64_t vectors, int64_t depth,
+                                                  ReadableRows<typename Op::Scalar> keys, const LaneBits* mask,
+                                                  PrefetchStreams* next, bool& opening) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
@@ -511,8 +494,8 @@ template <class T, class Op>
                                                     const ScoreParams<typename Op::Compute>& score,
                                                     const BandWalk<typename Op::Compute>& walk, const BlockPlan& block,
                                                     int64_t batch, int64_t head, int64_t query, int64_t queries,
-                                                    int64_t depth, Rows<typename Op::Scalar> keys, const LaneBits* mask,
-                                                    PrefetchStreams* next, int64_t readable) {
+                                                    int64_t depth, ReadableRows<typename Op::Scalar> keys,
+                                                    const LaneBits* mask, PrefetchStreams* next) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
@@ -520,7 +503,7 @@ template <class T, class Op>
   if (score.has_bias)
     bias_tile<C, T>(p, 3, batch, head, block.row, block.rows, query, queries, capped ? scratch.bias : scratch.scores);
   store_scores<Op, false>(scratch, score, walk, block, vectors, depth, keys, capped ? nullptr : mask, scratch.scores,
-                          next, nullptr, readable);
+                          next);
   if (capped) {
     for (int64_t v = 0; v < vectors; ++v) S::store(scratch.block_largest + v * S::kLanes, S::set1(-kInfinity<C>));
     transform_scores<C>(score, walk, block, scratch.bias, mask, scratch.scores, scratch.block_largest);

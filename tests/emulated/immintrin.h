@@ -22,7 +22,6 @@ namespace emulated {
 template <class T>
 struct Lanes {
   typedef T V __attribute__((vector_size(64), may_alias));
-  typedef T Half __attribute__((vector_size(32), may_alias));
   static constexpr int kCount = 64 / sizeof(T);
 };
 using F = Lanes<float>::V;
