@@ -182,10 +182,10 @@ def test_many_query_heads_share_a_key_head(target, heads, queries, sizes, kind, 
 LONG = list(product(["all", "window", "bool", "bias", "grouped"], [torch.bfloat16, torch.float32, torch.float16]))
 
 
-@pytest.mark.parametrize(**in_turn(**{"kind, dtype": LONG}, rows=[1, 2, 3, 4]), ids=str)
+@pytest.mark.parametrize(**in_turn(**{"kind, dtype": LONG}, rows=[1, 2, 3, 4, 5, 8]), ids=str)
 def test_more_keys_than_a_cache_holds(kernel_target, rows, dtype, kind):
     """From 8 MiB of K and V on, 2 to 4 rows of bfloat16 have a kernel of their own on the CPU, and with AVX2 1 to 4 of
-    any type."""
+    any type, of float32 up to 8."""
     head_dim = HEAD_DIMS[(LONG.index((kind, dtype)) + rows) % 7]
     keys = 2**23 // (2 * dtype.itemsize * head_dim) + 37
     heads, queries = (rows, 1) if kind == "grouped" else (1, rows)
@@ -193,3 +193,13 @@ def test_more_keys_than_a_cache_holds(kernel_target, rows, dtype, kind):
     inputs = kernel_target.inputs(1, heads, queries, keys, head_dim, heads_k=1, dtype=dtype, mask=mask)
     options = {"is_causal": True, "window": (keys - 100, 0), "alignment": "bottom_right"} if kind == "window" else {}
     kernel_target.check(inputs, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize(**in_turn(rows=[1, 3, 5, 6, 7, 8, 12, 16], dtype=[torch.float32, torch.bfloat16]), ids=str)
+def test_heads_side_by_side(kernel_target, rows, dtype):
+    """Where a token's heads lie side by side, up to 16 rows read several of them together on a CPU with AVX2, from 8
+    MiB of K and V on; sooner, or with more rows, a head after the other."""
+    head_dim = HEAD_DIMS[rows % 7]
+    keys = 2**23 // (2 * dtype.itemsize * head_dim * 3) + 37
+    inputs = kernel_target.inputs(1, 3 * rows, 1, keys, head_dim, heads_k=3, dtype=dtype, layout="blhd")
+    kernel_target.check(inputs, enable_gqa=True)

@@ -124,6 +124,8 @@ inline void score_rows(const typename RowDot<C, T>::Query* q, int64_t q_step, in
   if constexpr (kMost == 8) {
     for (; first + kMost <= rows; first += kMost) run.template operator()<kMost>(first);
     if (rows - first == 7) return run.template operator()<7>(first);
+    if (rows - first == 6) return run.template operator()<6>(first);
+    if (rows - first == 5) return run.template operator()<5>(first);
   }
   for_row_runs(rows - first, [&]<int kRuns>(int64_t r) {
     constexpr int kRows = kRuns < Simd<C>::kLanes ? kRuns : Simd<C>::kLanes;
@@ -423,6 +425,7 @@ class DecodeCall {
         heads_of_set_(heads_of_set(threads)),
         sets_((p.heads_k + heads_of_set_ - 1) / heads_of_set_),
         sizes_(scratch(nullptr)),
+        others_(scratch(nullptr, &sizes_)),
         step_(sizes_.out_step + 2),
         merged_(heads_ * rows_ * parts_ * step_) {}
 
@@ -431,7 +434,8 @@ class DecodeCall {
     return rows_ == 0 ? 0 : phase == 0 ? p_.batch * sets_ * parts_ : heads_ * rows_;
   }
   int64_t scratch_bytes(int64_t phase) const {
-    return phase == 0 ? heads_of_set_ * sizes_.bytes : sizes_.out_step * static_cast<int64_t>(sizeof(C));
+    return phase == 0 ? sizes_.bytes + (heads_of_set_ - 1) * others_.bytes
+                      : sizes_.out_step * static_cast<int64_t>(sizeof(C));
   }
   int64_t queues(int64_t) const { return 0; }
   int64_t queue_end(int64_t, int64_t) const { return 0; }
@@ -447,8 +451,8 @@ class DecodeCall {
   void end() const {}
 
  private:
-  DecodeScratch<Op> scratch(void* memory) const {
-    return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, rows_ >= kRowsForScoreTiles<T, Op>};
+  DecodeScratch<Op> scratch(void* memory, const DecodeScratch<Op>* first = nullptr) const {
+    return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, rows_ >= kRowsForScoreTiles<T, Op>, first};
   }
   // How many key heads a task reads together: there are to be two tasks for each thread, if heads suffice for that.
   int64_t heads_of_set(int64_t threads) const {
@@ -461,8 +465,9 @@ class DecodeCall {
     const int64_t head_k = set * heads_of_set_, heads = min64(heads_of_set_, p_.heads_k - head_k);
     const int64_t begin = min64(visited_.end, visited_.begin + part * part_keys_);
     DecodeScratch<Op> own[kHeadsTogether];
-    for (int64_t h = 0; h < heads; ++h)
-      new (own + h) DecodeScratch<Op>(scratch(static_cast<char*>(memory) + h * sizes_.bytes));
+    char* next = static_cast<char*>(memory);
+    for (int64_t h = 0; h < heads; next += own[h++].bytes)
+      new (own + h) DecodeScratch<Op>(scratch(next, h == 0 ? nullptr : own));
     const auto run = p_.pages.table == nullptr
                          ? (many_ ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
                          : (many_ ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
@@ -482,7 +487,7 @@ class DecodeCall {
   const int64_t blocks_, parts_, part_keys_;
   const bool many_;
   const int64_t heads_of_set_, sets_;
-  const DecodeScratch<Op> sizes_;
+  const DecodeScratch<Op> sizes_, others_;  // of a task's first key head, and of each other
   const int64_t step_;
   const Buffer<C> merged_;
 };

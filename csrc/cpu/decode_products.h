@@ -92,8 +92,9 @@ struct RowDot<float, BFloat16> {
 };
 #endif
 
-// scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time; what is
-// prefetched lies `ahead` elements behind. Here as below, a row of scores has room for a block's keys.
+// scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time, or two
+// where registers hold twice the sums; what is prefetched lies `ahead` elements behind. Here as below, a row of scores
+// has room for a block's keys.
 template <class C, class T, int kRows, int64_t kKeysOfBlock>
 [[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
                                      int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetched, int64_t ahead,
@@ -101,31 +102,40 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
   using S = Simd<C>;
   using V = typename S::V;
   using Dot = RowDot<C, T>;
-  constexpr int kKeys = S::kLanes / kRows, kWidth = Dot::kWidth;
+  constexpr int kKeys = kRows > 4 && 2 * kRows + 4 <= kRegisters ? 2 : S::kLanes / kRows, kWidth = Dot::kWidth;
+  constexpr int kVectors = (kRows * kKeys + S::kLanes - 1) / S::kLanes;  // of sums, one a lane
   const int64_t whole = columns / kWidth * kWidth;
   for (int64_t j = 0; j < keys; j += kKeys) {
-    V sum[S::kLanes];
+    V sum[kVectors][S::kLanes];
+#pragma GCC unroll 2
+    for (int i = 0; i < kVectors; ++i)
 #pragma GCC unroll 16
-    for (int t = 0; t < S::kLanes; ++t) sum[t] = S::zero();
+      for (int t = 0; t < S::kLanes; ++t) sum[i][t] = S::zero();
     const bool prefetches = j < prefetched;
     const T* row[kKeys];
     for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
-    const auto step = [&](int64_t c, int64_t width) {
-      decltype(Dot::load_query(q)) query[kRows];
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) query[r] = Dot::load_query(q + r * q_step + c);
+    const auto step = [&](int64_t c, int64_t width) __attribute__((always_inline)) {
+      decltype(Dot::load(k)) value[kKeys];
 #pragma GCC unroll 16
       for (int key = 0; key < kKeys; ++key) {
-        const auto value = width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) sum[r * kKeys + key] = Dot::accumulate(sum[r * kKeys + key], value, query[r]);
+        value[key] = width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
         if (prefetches && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const auto query = Dot::load_query(q + r * q_step + c);
+#pragma GCC unroll 16
+        for (int key = 0; key < kKeys; ++key) {
+          V& total = sum[(r * kKeys + key) / S::kLanes][(r * kKeys + key) % S::kLanes];
+          total = Dot::accumulate(total, value[key], query);
+        }
       }
     };
     for (int64_t c = 0; c < whole; c += kWidth) step(c, kWidth);
     if (whole < columns) step(whole, columns - whole);
-    C sums[S::kLanes];
-    S::store(sums, S::sum_each(sum));
+    C sums[kVectors * S::kLanes];
+#pragma GCC unroll 2
+    for (int i = 0; i < kVectors; ++i) S::store(sums + i * S::kLanes, S::sum_each(sum[i]));
     const auto store = [&](int64_t count) __attribute__((always_inline)) {
       for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kKeysOfBlock + j, sums + r * kKeys, count * sizeof(C));
     };

@@ -13,7 +13,8 @@ struct DecodeScratch {
   using Scalar = typename Op::Scalar;
 
   DecodeScratch() = default;
-  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles) {
+  // Of a head beside `first`, which is at work when that isn't: they share what holds nothing meanwhile.
+  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles, const DecodeScratch* first) {
     Arena arena(memory);
     constexpr int64_t kLanes = Simd<C>::kLanes;
     q_step = round_up(p.head_dim, 2 * kLanes);      // room for either kind of RowDot
@@ -22,14 +23,18 @@ struct DecodeScratch {
     q_as_given = arena.take<C>(rows * q_step);
     out = arena.take<C>(rows * out_step);
     recent = arena.take<C>(rows * recent_step());
-    block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
-    key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
     scores = arena.take<C>(rows * keys);
     bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
     keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
     largest = arena.take<C>(rows);
     sums = arena.take<C>(rows * kLanes);
     factor = arena.take<C>(rows);
+    if (first != nullptr) {
+      block = first->block, key_tile = first->key_tile;
+    } else {
+      block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
+      key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
+    }
     bytes = arena.used();
   }
   // Of a row of `recent`: as one of `out`, and a vector after it.
@@ -404,8 +409,8 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   add_recent();
 }
 
-// Key heads of a task, and turns of each that follow each other, at most.
-inline constexpr int64_t kHeadsTogether = 8, kTurnsTogether = 4;
+// Key heads of a task, turns of each that follow each other, and rows of each, at most.
+inline constexpr int64_t kHeadsTogether = 8, kTurnsTogether = 4, kRowsOfHeadsTogether = 16;
 
 // Whether a key's rows of all heads lie side by side.
 inline bool side_by_side(const View& rows) { return rows.stride[1] < rows.stride[2]; }
@@ -587,14 +592,16 @@ template <class T, class Op>
 using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                              int64_t heads, int64_t key, int64_t keys);
 
-// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns, and with 16 registers up to 4 of any type, one of
-// float32 always. As measured: what is in a cache is multiplied faster in blocks, what is not is read faster in turns.
+// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns, and with 16 registers more than one row of any
+// type, one of float32 always. As measured: what is in a cache is multiplied faster in blocks, what is not is read
+// faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
 // The kernel of turns for these rows, of_size<kRows, kDim>(), or null. With 16 registers, sums lie in memory and one
-// kernel does for any number of rows. (More rows have too much to multiply for it, two of float16 too if there are 32.)
+// kernel does for any number of rows, of which up to `most` take turns. (With 32, more than four rows have too much to
+// multiply for it, two of float16 too.)
 template <class Kernel, class T, class Op, class OfSize>
-Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
+Kernel kernel_of_turns(const Forward& p, int64_t rows, [[maybe_unused]] int64_t most, const OfSize& of_size) {
   using C = typename Op::Compute;
   if constexpr (sizeof(C) == 4 && kVectorBytes >= 32) {
     if (const ScoreParams<C> score(p); score.capped() || score.dropout || p.head_dim != p.head_dim_v ||
@@ -603,7 +610,7 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
     const auto of_dim = [&]<int kDim>() -> Kernel {
       const int64_t bytes = p.batch * p.heads_k * p.seqlen_k * 2 * kDim * static_cast<int64_t>(sizeof(T));
       if constexpr (kRegisters == 16) {
-        const bool pays = rows <= (bytes >= kTurnsFrom ? 4 : sizeof(T) == 4 ? 1 : 0);
+        const bool pays = rows <= (bytes >= kTurnsFrom ? most : sizeof(T) == 4 ? 1 : 0);
         return pays ? of_size.template operator()<4, kDim>() : nullptr;
       } else {
         if (rows == 1) return of_size.template operator()<1, kDim>();
@@ -630,7 +637,7 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
 template <class T, class Op, class Keys>
 DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
   return kernel_of_turns<DecodeStream<T, Op>, T, Op>(
-      p, rows, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
+      p, rows, sizeof(T) == 4 ? 8 : 4, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
 }
 
 // That for several key heads: where a key's rows of all heads lie side by side, and with 32 registers for 3 and 4 rows
@@ -642,7 +649,7 @@ DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
   if (!gathers && !(side_by_side(p.k) && side_by_side(p.v))) return nullptr;
   if (p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
   return kernel_of_turns<DecodeHeads<T, Op>, T, Op>(
-      p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
+      p, rows, kRowsOfHeadsTogether, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
 }
 
 }  // namespace
