@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,7 @@ class Problem(NamedTuple):
                     *(window, alignment, softcap, key_ranges, sinks, relative_bias, relative_bias_center),
                 )
             _check_not_nested(mask, key_ranges, sinks)
+            _check_placed(query, key, value, attn_mask=mask, sinks=sinks, relative_bias=relative_bias)
         if autocasts(query.device):
             query, key, value, mask = autocast(query, key, value, mask)
         if alignment == "bottom_right" and torch.jit.is_tracing():
@@ -432,6 +434,25 @@ def _check_types(
 def _check_not_nested(*tensors: Tensor | None) -> None:
     if any(x is not None and x.is_nested and x.layout != torch.jagged for x in tensors):
         raise RuntimeError("attnkern: nested tensors are supported in the jagged layout only (layout=torch.jagged)")
+
+
+def _check_placed(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> None:
+    """Raises where some are DTensors and others aren't: torch's own error names no argument."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    # A graph cannot ask for torch's leave to mix them, and a transform hides what it wraps.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    from torch.distributed.tensor import DTensor
+
+    tensors = {"query": query, "key": key, "value": value, **others}
+    placed = {name: isinstance(x, DTensor) for name, x in tensors.items() if isinstance(x, Tensor)}
+    if len(set(placed.values())) < 2 or DTensor._op_dispatcher._allow_implicit_replication:
+        return
+    whole = next(name for name, is_placed in placed.items() if not is_placed)
+    raise RuntimeError(
+        f"attnkern: {whole} must be a DTensor, as {next(filter(placed.get, placed))} is: distribute_tensor makes one"
+    )
 
 
 def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, key: Tensor) -> Tensor:

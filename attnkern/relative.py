@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import show, type_error
+from .mask import replicated
 from .params import AttentionParams
 
 
@@ -117,7 +118,7 @@ def table(given: Tensor, center: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     # (Whether it is the table already is a question that would tie a graph to its lengths.)
     if torch.compiler.is_compiling() or given.shape[-1] != entries or center != seqlen_q - 1:
         at = torch.arange(entries, device=given.device) + (center - (seqlen_q - 1))
-        given = given.index_select(-1, at.clamp(0, given.shape[-1] - 1))
+        given = given.index_select(-1, replicated(at.clamp(0, given.shape[-1] - 1), given))
     return given.contiguous()[(None,) * (3 - given.dim())]
 
 

@@ -62,7 +62,9 @@ def check(*sizes, **parameters):
     return add
 
 
+@functools.cache
 def mesh_of(*shape):
+    """One mesh for all checks: torch 2.13 may fail to compile on another that is equal (docs/limits.md)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", shape, mesh_dim_names=("first", "second")[: len(shape)])
@@ -312,23 +314,81 @@ def heads_under_dropout_are_gathered():
     assert attnkern.attention(*tensors, dropout_p=0.4).placements == (Replicate(),)
 
 
-@check(2)
-def sharded_attention_compiles():
+@check(2, mesh=["the same", "made anew"])
+def sharded_attention_compiles(mesh):
+    """After eager calls, on the mesh that they had; on another that is equal, once torch has forgotten them."""
     from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     inputs, grad_out, _ = problem(heads_k=4)
-    mesh = mesh_of(SIZE)
+    placed = [distribute_tensor(x, mesh_of(SIZE), [Shard(1)]).requires_grad_() for x in inputs.tensors.values()]
+    attnkern.attention(*placed, is_causal=True, enable_gqa=True).detach()
+    is_new, mesh = mesh == "made anew", mesh_of(SIZE)
+    if is_new:
+        mesh = mesh_of.__wrapped__(SIZE)
+        _clear_sharding_prop_cache()
     leaves = {n: distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for n, x in inputs.tensors.items()}
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def attend(query, key, value):
         return attnkern.attention(query, key, value, is_causal=True, enable_gqa=True)
 
+    torch._dynamo.reset()
     out = attend(**leaves)
     assert out.placements == (Shard(1),)
     grads = torch.autograd.grad(out, list(leaves.values()), distribute_tensor(grad_out, mesh, [Shard(1)]))
     results = {"out": out, **dict(zip(leaves, grads, strict=True))}
     hold_to_rule(whole(results), inputs, grad_out, is_causal=True)
+    if is_new:
+        _clear_sharding_prop_cache()
+
+
+@check(2, kind=["relative_bias", "relative_bias with its center", "sinks"], compiled=[False, True])
+def biases_of_heads_are_cut(kind, compiled):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    inputs, grad_out, _ = problem()
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    options = {"relative_bias_center": 2} if "center" in kind else {}
+    entries = 5 if options else 31
+    name = kind.split()[0]
+    tensors[name] = torch.randn(8) if name == "sinks" else torch.randn(8, entries)
+    plain = {n: x.clone().requires_grad_() for n, x in tensors.items()}
+    want = attnkern.attention(**plain, **options)
+    grads = torch.autograd.grad(want, list(plain.values()), grad_out)
+    mesh = mesh_of(SIZE)
+    dims = {n: int(n != "sinks" and "bias" not in n) for n in tensors}
+    leaves = {n: distribute_tensor(x, mesh, [Shard(dims[n])]).requires_grad_() for n, x in tensors.items()}
+    torch._dynamo.reset()
+    call = torch.compile(attnkern.attention, backend="aot_eager", fullgraph=True) if compiled else attnkern.attention
+    out = call(**leaves, **options)
+    assert out.placements == (Shard(1),)
+    got = torch.autograd.grad(out, list(leaves.values()), distribute_tensor(grad_out, mesh, [Shard(1)]))
+    for x, y in zip((out, *got), (want, *grads), strict=True):
+        torch.testing.assert_close(x.full_tensor(), y, rtol=1e-4, atol=1e-5)
+
+
+@check(2)
+def what_is_no_dtensor_is_named():
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    x = torch.randn(2, 2, 4, 8)
+    on = distribute_tensor(x, mesh_of(SIZE), [Replicate()])
+    for name, others in {
+        "attn_mask": {"attn_mask": torch.ones(4, 4, dtype=torch.bool)},
+        "sinks": {"sinks": torch.zeros(2)},
+        "relative_bias": {"relative_bias": torch.zeros(2, 7)},
+    }.items():
+        with refused(RuntimeError, f"{name} must be a DTensor, as query is: distribute_tensor makes one"):
+            attnkern.attention(on, on, on, **others)
+        with implicit_replication():
+            got = attnkern.attention(on, on, on, **others)
+        torch.testing.assert_close(got.full_tensor(), attnkern.attention(x, x, x, **others))
+    with refused(RuntimeError, "value must be a DTensor, as query is"):
+        attnkern.attention(on, on, x)
+    with refused(RuntimeError, "query must be a DTensor, as key is"):
+        attnkern.attention(x, on, on)
 
 
 LENGTH = 77  # tokens, which no number of processes divides
