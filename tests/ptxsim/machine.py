@@ -729,18 +729,24 @@ class Machine:
 
 
 def _conflicts(address: np.ndarray, size: int, lanes: np.ndarray) -> int:
-    """The turns beyond the first of every part of a warp that is served at once. Addresses may be negative."""
+    """The turns beyond the first of every part of a warp that is served at once. Addresses may be negative.
+
+    An access is aligned to its size, so that it fills its banks alone: they count as one that is as wide.
+    """
     count = max(size // 4, 1)
-    part = lanes // (32 // count)
-    word = ((address.view(np.int64) >> 2)[:, None] + np.arange(count)).reshape(-1)
-    least = int(word.min())
-    word -= least - least % 32
-    words = int(word.max()) + 1
-    key = np.sort((np.repeat(part, count) * 32 + word % 32) * words + word)
-    bank = key[np.diff(key, prepend=-1) != 0] // words  # lanes at one word count once
+    banks = 32 // count
+    unit = address.view(np.int64) >> (4 * count).bit_length() - 1
+    least = int(unit.min())
+    unit -= least - least % banks
+    units = int(unit.max()) + 1
+    key = (lanes // banks * banks + unit % banks) * units + unit
+    key.sort()
+    bank = key[np.diff(key, prepend=-1) != 0] // units  # lanes at one word count once
     begins = np.flatnonzero(np.diff(bank, prepend=-1))
-    bank, turns = bank[begins], np.diff(begins, append=len(bank))
-    first = np.flatnonzero(np.diff(bank // 32, prepend=-1))
+    if len(begins) == len(bank):
+        return 0
+    turns, part = np.diff(begins, append=len(bank)), bank[begins] // banks
+    first = np.flatnonzero(np.diff(part, prepend=-1))
     return int((np.maximum.reduceat(turns, first) - 1).sum())
 
 
