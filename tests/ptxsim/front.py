@@ -58,13 +58,15 @@ class Compiled:
 @contextlib.contextmanager
 def _uncollected():
     """Without the collector: hundreds of thousands of objects are made, all of which stay, and it would look through
-    them again and again."""
+    them again and again. Behind it they count as old ones, which it has looked through."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
             gc.enable()
 
 
@@ -77,7 +79,9 @@ def _decoded(text: str, name: str, target: int) -> Program:
 @functools.lru_cache(maxsize=32)
 def _parsed(text: str, name: str) -> ptx.Kernel:
     """What all targets have in common."""
-    return ptx.parse(text, name).kernel(name)
+    kernel = ptx.parse(text, name).kernel(name)
+    kernel.module.kernels = {}  # a cycle would keep the megabytes of a kernel that nobody needs any more
+    return kernel
 
 
 @dataclass
