@@ -115,19 +115,26 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
     const T* row[kKeys];
     for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
     const auto step = [&](int64_t c, int64_t width) __attribute__((always_inline)) {
-      decltype(Dot::load(k)) value[kKeys];
-#pragma GCC unroll 16
-      for (int key = 0; key < kKeys; ++key) {
-        value[key] = width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
+      const auto value_of = [&](int key) __attribute__((always_inline)) {
         if (prefetches && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const auto query = Dot::load_query(q + r * q_step + c);
+        return width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
+      };
+      if constexpr (kRows == 1) {
+        const auto query = Dot::load_query(q + c);
 #pragma GCC unroll 16
-        for (int key = 0; key < kKeys; ++key) {
-          V& total = sum[(r * kKeys + key) / S::kLanes][(r * kKeys + key) % S::kLanes];
-          total = Dot::accumulate(total, value[key], query);
+        for (int key = 0; key < kKeys; ++key) sum[0][key] = Dot::accumulate(sum[0][key], value_of(key), query);
+      } else {
+        decltype(Dot::load(k)) value[kKeys];
+#pragma GCC unroll 16
+        for (int key = 0; key < kKeys; ++key) value[key] = value_of(key);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const auto query = Dot::load_query(q + r * q_step + c);
+#pragma GCC unroll 16
+          for (int key = 0; key < kKeys; ++key) {
+            V& total = sum[(r * kKeys + key) / S::kLanes][(r * kKeys + key) % S::kLanes];
+            total = Dot::accumulate(total, value[key], query);
+          }
         }
       }
     };
