@@ -118,7 +118,11 @@ def table(given: Tensor, center: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     # (Whether it is the table already is a question that would tie a graph to its lengths.)
     if torch.compiler.is_compiling() or given.shape[-1] != entries or center != seqlen_q - 1:
         at = torch.arange(entries, device=given.device) + (center - (seqlen_q - 1))
-        given = given.index_select(-1, replicated(at.clamp(0, given.shape[-1] - 1), given))
+        at = replicated(at.clamp(0, given.shape[-1] - 1), given)
+        if type(given).__name__ == "DTensor":  # for which torch 2.11 has no derivative of index_select
+            given = given.gather(-1, at.expand(*given.shape[:-1], -1))
+        else:
+            given = given.index_select(-1, at)
     return given.contiguous()[(None,) * (3 - given.dim())]
 
 
