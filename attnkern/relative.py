@@ -114,11 +114,16 @@ def by_distance(bias: Tensor | None) -> bool:
 
 def table(given: Tensor, center: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """(B|1, H|1, L + S - 1) of a table (R,), (H|1, R) or (B|1, H|1, R) and its center."""
-    entries = torch.sym_max(seqlen_q + seqlen_k - 1, 0)
+    entries = seqlen_q + seqlen_k - 1  # (No graph of torch 2.11 takes torch.sym_max of plain numbers.)
+    entries = max(0, entries) if isinstance(entries, int) else torch.sym_max(entries, 0)
     # (Whether it is the table already is a question that would tie a graph to its lengths.)
     if torch.compiler.is_compiling() or given.shape[-1] != entries or center != seqlen_q - 1:
         at = torch.arange(entries, device=given.device) + (center - (seqlen_q - 1))
-        given = given.index_select(-1, replicated(at.clamp(0, given.shape[-1] - 1), given))
+        at = replicated(at.clamp(0, given.shape[-1] - 1), given)
+        if type(given).__name__ == "DTensor":  # for which torch 2.11 has no derivative of index_select
+            given = given.gather(-1, at.expand(*given.shape[:-1], -1))
+        else:
+            given = given.index_select(-1, at)
     return given.contiguous()[(None,) * (3 - given.dim())]
 
 

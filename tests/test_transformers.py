@@ -631,7 +631,8 @@ def test_models_that_compute_attention_themselves_are_told_of(monkeypatch):
     model = transformers.AutoModelForCausalLM.from_config(THEIR_OWN["xglm"](), attn_implementation="attnkern")
     with pytest.warns(attnkern.FallbackWarning, match="XGLMModel computes attention in its own code"):
         model(tokens(1, 5))
-    with warnings.catch_warnings(action="error", category=attnkern.FallbackWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", attnkern.FallbackWarning)
         model(tokens(1, 5))
     found = [f for f in FAMILIES if f not in OWN_LAYERS and integration._computes_itself(type(config_of(f)))]
     assert not found
