@@ -208,7 +208,7 @@ def backward_of_parts(target, grad_out, q, k, v, out, lse, keep=None, **options)
             lse,
             None if keep is None else keep[..., a:b],
             enable_gqa=True,
-            backend=target.backend,
+            backend=target.backend_for(q),
             **options,
         )
         for a, b in ((0, 30), (30, 70))
@@ -274,7 +274,7 @@ def test_backward_of_the_whole_is_the_gradient(target, dtype):
     leaves = [x.requires_grad_() for x in inputs.tensors.values()]
     out, lse = target.attention(*leaves, return_lse=True)
     grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
-    grads = attnkern.attention_backward(grad_out, *leaves, out, lse, backend=target.backend)
+    grads = attnkern.attention_backward(grad_out, *leaves, out, lse, backend=target.backend_for(*leaves))
     want = testing.expected(*leaves, grad_out=grad_out)
     for (name, x), got in zip(inputs.tensors.items(), grads, strict=True):
         assert (got.shape, got.dtype, got.requires_grad) == (x.shape, dtype, False)
