@@ -200,7 +200,7 @@ class Problem(NamedTuple):
         if normal.value is not None:
             value = normal.value.of(value)
         if normal.mask is not None:
-            mask = normal.mask.of(mask)
+            mask = normal.mask.of(mask) if of_bits is None else normal.mask.of_bits(mask)
         if sinks is not None:
             if normal.sinks is not None:
                 sinks = normal.sinks.of(sinks)
