@@ -49,6 +49,7 @@ from .params import (
     check_softcap,
     ends_are_dense,
     holds,
+    int_of_numpy,
 )
 from .shapes import Kind, Sizes, View, broadcast_sizes, equal, fit, shared_heads
 from .signatures import GRAD_BITS, Inputs, for_operators
@@ -468,6 +469,7 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
         )
     check_place("relative_bias", Kind.of(given), Kind.of(query))
     check_added("relative_bias", given.dtype, query.dtype)
+    center = int_of_numpy(center)
     if center is None:
         center = seqlen_q - 1
     elif isinstance(center, bool) or not isinstance(center, (int, torch.SymInt)):
