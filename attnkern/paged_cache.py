@@ -15,7 +15,7 @@ from torch import Tensor
 from .api import attention
 from .arguments import Window, show, type_error
 from .packed import paged_ranges
-from .params import LEAST_PAGE
+from .params import DTYPES, LEAST_PAGE
 from .varlen import check_packed_window
 
 _HUGE = 2**21  # bytes of a huge page
@@ -45,7 +45,7 @@ class PagedCache:
             The heads come first in a page, so that what one head reads lies together.
 
     Raises:
-        ValueError: sizes that are not positive, page_size that is no power of two from 16 on.
+        ValueError: sizes that are not positive, page_size that is no power of two from 16 on, a dtype of no call.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class PagedCache:
                 raise ValueError(f"attnkern: {name} must be 1 or more, got {size}")
         if page_size < LEAST_PAGE or page_size & (page_size - 1):
             raise ValueError(f"attnkern: page_size must be a power of two from {LEAST_PAGE} on, got {page_size}")
+        if dtype not in DTYPES:
+            raise ValueError(f"attnkern: dtype must be float32, float64, bfloat16 or float16, got {show(dtype)}")
         self.page_size = page_size
         self.keys, self.values = (
             _pool((layers, pages, heads, page_size, size), dtype, torch.device(device))
@@ -77,6 +79,7 @@ class PagedCache:
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._next = 0
+        self._changes = 0  # how often sequences have lost a page that they had
 
     @property
     def free_pages(self) -> int:
@@ -170,6 +173,7 @@ class PagedCache:
             pages += [self._taken() for _ in range(more)]
             self._lengths[s] += n
         if new:
+            self._changes += 1
             for x in (self.keys, self.values):
                 x[:, new] = x[:, old]
         return Step(self, tuple(sequences), tuple(before), tuple(each))
@@ -185,6 +189,7 @@ class PagedCache:
         return page
 
     def _release(self, pages: Sequence[int]) -> None:
+        self._changes += bool(pages)
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page] == 0:
@@ -229,7 +234,10 @@ def _pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < 4 * _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # there isn't so much, as torch says
+        return torch.empty(shape, dtype=dtype, device=device)
     with contextlib.suppress(OSError):  # a system without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     held = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
@@ -254,6 +262,8 @@ class Step:
         # As many new tokens in every sequence are a batch of them; else they are packed.
         self._batch = len(tokens) if len(set(tokens)) == 1 and tokens[0] > 0 else 0
         rows = [cache._pages[s] for s in sequences]
+        self._rows = {s: tuple(row) for s, row in zip(sequences, rows, strict=True)}
+        self._changes = cache._changes
         most = max(map(len, rows), default=0)
         # One tensor, one copy to the device: the table, and how many tokens there were and are new.
         padded = [[*row, *[0] * (most - len(row)), b, n] for row, b, n in zip(rows, before, tokens, strict=True)]
@@ -272,7 +282,10 @@ class Step:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Puts the tokens' keys (T, Hk, E) and values (T, Hv, Ev) into the pages of a layer."""
+        self._check_pages()
         for name, x, pool in (("key", key, self._cache.keys), ("value", value, self._cache.values)):
+            if not isinstance(x, Tensor):
+                raise type_error(name, "Tensor", x)
             expected = (len(self.positions), pool.shape[2], pool.shape[4])
             if tuple(x.shape) != expected or x.dtype != pool.dtype or x.device != pool.device:
                 raise RuntimeError(
@@ -307,6 +320,9 @@ class Step:
             if key is None or value is None:
                 raise RuntimeError("attnkern: key and value must be given together")
             self.write(layer, key, value)
+        if not isinstance(query, Tensor):
+            raise type_error("query", "Tensor", query)
+        self._check_pages()
         if query.dim() != 3 or query.shape[0] != len(self.positions):
             raise RuntimeError(f"attnkern: query must be ({len(self.positions)}, Hq, E), got {show(query.shape)}")
         ranges = self._key_ranges(*check_packed_window(is_causal, window, "bottom_right"), query)
@@ -319,6 +335,18 @@ class Step:
             return results.transpose(1, 2).flatten(0, 1)
         out, lse = results
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+    def _check_pages(self) -> None:
+        """Raises where a sequence has lost a page of the step: it may be another's by now."""
+        cache = self._cache
+        if self._changes != cache._changes:
+            for sequence, row in self._rows.items():
+                if tuple(cache._pages.get(sequence, ())[: len(row)]) != row:
+                    raise RuntimeError(
+                        f"attnkern: sequence {sequence} of this step has been freed or cut, or got a page of its own, "
+                        "since: call PagedCache.step again"
+                    )
+            self._changes = cache._changes
 
     def _key_ranges(self, left: int | None, right: int | None, query: Tensor) -> Tensor:
         """The keys of each token, the same for all layers."""

@@ -134,6 +134,7 @@ def test_errors():
         ({"pages": 0}, "pages must be 1 or more, got 0"),
         ({"page_size": 24}, "page_size must be a power of two from 16 on, got 24"),
         ({"head_dim_v": 0}, "head_dim_v must be 1 or more"),
+        ({"dtype": torch.int32}, "dtype must be float32, float64, bfloat16 or float16, got int32"),
     ):
         with pytest.raises(ValueError, match=message):
             attnkern.PagedCache(**({"pages": 4, "heads": 1, "head_dim": 8} | given))
@@ -161,6 +162,12 @@ def test_errors():
     step = paged.step([a], [3])
     q = torch.randn(3, 2, 8)
     for call, message in (
+        (lambda: step.attention(0, None), "'query' must be Tensor, not NoneType"),
+        (lambda: step.write(0, [1], q), "'key' must be Tensor, not list"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    for call, message in (
         (lambda: step.attention(0, q[:2]), r"query must be \(3, Hq, E\), got \(2, 2, 8\)"),
         (lambda: step.attention(0, q, q), "key and value must be given together"),
         (lambda: step.write(0, q, q), r"key must be \(3, 1, 8\) float32 cpu, got \(3, 2, 8\)"),
@@ -168,6 +175,35 @@ def test_errors():
     ):
         with pytest.raises(RuntimeError, match=message):
             call()
+
+
+@pytest.mark.parametrize("change", ["freed", "cut", "given a page of its own"])
+def test_a_step_of_pages_that_a_sequence_has_lost(change):
+    """They may be another sequence's by now, which would read what the step writes."""
+    paged = attnkern.PagedCache(8, 1, 4, page_size=16)
+    first, second = paged.add(), paged.add()
+    step = paged.step([first, second], [20, 3])
+    rows = [torch.randn(23, 1, 4) for _ in range(3)]
+    want = step.attention(0, *rows)
+    if change == "freed":
+        paged.free(first)
+    elif change == "cut":
+        paged.cut(first, 16)
+    else:
+        paged.fork(first)
+        paged.step([first])
+    kept = paged.keys.view(torch.uint8).clone()  # with the NaN of new memory
+    for use in (lambda: step.attention(0, *rows), lambda: step.write(0, *rows[1:]), lambda: step.attention(0, rows[0])):
+        with pytest.raises(RuntimeError, match=f"sequence {first} of this step has been freed or cut, or got a page"):
+            use()
+    assert torch.equal(paged.keys.view(torch.uint8), kept)
+    # What others give back changes nothing.
+    third = paged.add()
+    again = paged.step([third], [23])
+    found = again.attention(0, *rows)
+    paged.free(second)
+    assert torch.equal(again.attention(0, *rows), found)
+    assert found.shape == want.shape
 
 
 def test_positions():
