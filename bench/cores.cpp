@@ -183,14 +183,16 @@ double middle_of(std::vector<double> x) {
 struct Phase {
   int64_t workers = 0;
   std::vector<int64_t> ends;                 // of the queues
+  std::vector<int64_t> firsts;               // the queues that the workers begin with
   std::vector<std::vector<double>> seconds;  // of each task in the rounds
   OneByOne notes;                            // of the last round
 
   // What it would take with all workers, if each task took the median of its times. (Of one round, a task that
   // something else held up would hold up all that wait for it.)
   double time() const {
-    const TaskQueues queues(static_cast<int64_t>(ends.size()), workers,
-                            [&](int64_t q) { return ends[static_cast<size_t>(q)]; });
+    const TaskQueues queues(
+        static_cast<int64_t>(ends.size()), workers, [&](int64_t q) { return ends[static_cast<size_t>(q)]; },
+        [&](int64_t q) { return static_cast<double>(std::count(firsts.begin(), firsts.end(), q)); });
     Replay replay(workers);
     return replay.run([&](int64_t worker) {
       const auto take = [&](int64_t task) {
@@ -239,7 +241,8 @@ struct TaskByTask {
       if (takers[q].empty()) takers[q] = {takers[q - 1].back()};
     queues.count_ = 1;  // of a single task
     now.workers = workers;
-    now.ends.clear();
+    now.ends.clear(), now.firsts.clear();
+    for (int64_t worker = 0; worker < workers; ++worker) now.firsts.push_back(queues.first_of(worker));
     for (const auto& queue : given) now.ends.push_back(queue.end);
     now.seconds.resize(tasks);
     now.notes.events.assign(tasks, {});

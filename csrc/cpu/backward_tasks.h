@@ -19,8 +19,9 @@ BackwardCut cut_backward(const Backward& p, int64_t threads, int64_t workers, co
   // Tasks of a shared group for each thread, so that all end at about the same time; but a tile of keys is read and
   // transposed for a task, which pays from so many queries on.
   constexpr int64_t kTasks = 8, kLeastRows = 192;
-  // Sums of the shared groups take 16 MiB, or those of one group. So do tables of distances.
-  constexpr int64_t kSums = 1 << 22;
+  // Sums of the shared groups take 16 MiB, or 1 MiB for each thread if that is more, or those of one group. Tables of
+  // distances take 16 MiB.
+  constexpr int64_t kSums = 1 << 22, kSumsOfThread = 1 << 18;
   const int64_t kv_group = heads_of_kv_group(p), groups = p.batch * p.heads_q / kv_group;
   const int64_t tiles = max64(1, (p.seqlen_k + kTile<C> - 1) / kTile<C>);
   // Beside other calls there are no threads that whole groups could keep busy alike.
@@ -33,7 +34,8 @@ BackwardCut cut_backward(const Backward& p, int64_t threads, int64_t workers, co
   cut.pieces = max64(1, (p.seqlen_q + cut.piece_rows - 1) / cut.piece_rows);
   const int64_t of_queries = QueryGradSums<T, C>::in_output(p) ? 0 : kv_group * p.seqlen_q * p.head_dim;
   const int64_t of_keys = cut.pieces == 1 ? 0 : tiles * sums_of_tile<C>(p, kv_group);
-  cut.slots = max64(1, min64(left, kSums * threads / workers / max64(1, of_queries + of_keys)));
+  cut.slots =
+      max64(1, min64(left, max64(kSums, kSumsOfThread * workers) * threads / workers / max64(1, of_queries + of_keys)));
   if (bias.way == bias.kByTask)
     cut.tables = max64(1, min64(min64(tiles * cut.pieces, 2 * threads), kSums / (left * max64(1, bias.size))));
   return cut;

@@ -347,9 +347,14 @@ class SharedSequences {
     return count;
   }
   int64_t queue_end(int64_t phase, int64_t queue) const {
-    const Shared* shared = list_.data();
-    for (int64_t own; queue >= (own = queues_of(shared->plan, phase)); ++shared) queue -= own;
+    const Shared* const shared = owner_of(phase, queue);
     return shared->first_task + shared->plan.queue_end(shared->plan.call, phase, queue);
+  }
+  // Scores of a queue's tasks, as if all were computed.
+  double queue_work(int64_t phase, int64_t queue) const {
+    const Shared* const shared = owner_of(phase, queue);
+    const auto scores = static_cast<double>(shared->call.seqlen_q) * static_cast<double>(shared->call.seqlen_k);
+    return scores / static_cast<double>(queues_of(shared->plan, phase));
   }
   void run(int64_t phase, int64_t task, int64_t worker) const {
     const Shared* shared = list_.data();
@@ -379,6 +384,12 @@ class SharedSequences {
     Plan plan;
     int64_t first_task;
   };
+  // Whose queue it is; which of its own, then.
+  const Shared* owner_of(int64_t phase, int64_t& queue) const {
+    const Shared* shared = list_.data();
+    for (int64_t own; queue >= (own = queues_of(shared->plan, phase)); ++shared) queue -= own;
+    return shared;
+  }
   static int64_t queues_of(const Plan& plan, int64_t phase) {
     return phase < plan.phases(plan.call) ? plan.queues(plan.call, phase) : 0;
   }
@@ -419,7 +430,8 @@ void run_sequences(const Pass& pass, const Sequences& sequences, const Runtime& 
     };
     run_tasks(
         p, runtime, tasks + others, shared.scratch_bytes(phase), body, Pass::kTakesTurns ? shared.queues(phase) : 0,
-        [&](int64_t queue) { return shared.queue_end(phase, queue); }, [](int64_t) {});
+        [&](int64_t queue) { return shared.queue_end(phase, queue); },
+        [&](int64_t queue) { return shared.queue_work(phase, queue); }, [](int64_t) {});
   }
   shared.end();
 }

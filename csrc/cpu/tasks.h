@@ -57,15 +57,21 @@ inline int64_t task_pieces(int64_t rows) { return (rows + kTaskRows - 1) / kTask
 // meets the same heads and has their rows, and those of the results, in its caches; then it goes on to the next queue.
 class TaskQueues {
  public:
-  // end_of(i): where queue i ends.
-  template <class EndOf>
-  TaskQueues(int64_t count, int64_t workers, const EndOf& end_of)
-      : count_(count), queue_(count), first_(count == workers ? 0 : workers) {
-    for (int64_t i = 0, begin = 0; i < count; begin = queue_.data()[i++].end) queue_.data()[i] = {begin, end_of(i)};
-    if (first_.data() == nullptr) return;
-    const int64_t tasks = queue_.data()[count - 1].end;
+  // A queue for each worker.
+  TaskQueues(int64_t tasks, int64_t workers) : count_(workers), queue_(workers), first_(0) {
+    for (int64_t i = 0; i < workers; ++i) queue_.data()[i] = {tasks * i / workers, tasks * (i + 1) / workers};
+  }
+  // end_of(i): where queue i ends. work_of(i): how much its tasks are, of the work of all.
+  template <class EndOf, class WorkOf>
+  TaskQueues(int64_t count, int64_t workers, const EndOf& end_of, const WorkOf& work_of)
+      : count_(count), queue_(count), first_(workers) {
+    double work = 0, before = 0;
+    for (int64_t i = 0, begin = 0; i < count; begin = queue_.data()[i++].end) {
+      queue_.data()[i] = {begin, end_of(i)};
+      work += work_of(i);
+    }
     for (int64_t worker = 0, i = 0; worker < workers; first_.data()[worker++] = static_cast<int32_t>(i))
-      while (queue_.data()[i].end <= worker * tasks / workers) ++i;
+      while (i + 1 < count && before + work_of(i) <= work * worker / workers) before += work_of(i++);
   }
 
   // The queue that a worker begins with. (Not looked for by the worker: the queues' cache lines go from core to core.)
@@ -89,16 +95,16 @@ class TaskQueues {
   };
   int64_t count_;
   Buffer<Queue> queue_;
-  const Buffer<int32_t> first_;  // empty: each with its own
+  const Buffer<int32_t> first_;  // empty: each with its own queue
   bool goes_on_ = false;         // the workers have begun before
 };
 
 // Runs body(task, scratch, worker) for every task of problem p, on at most num_threads workers, each of which calls
-// begin(worker) first. The tasks are in `queues` queues, which end at end_of(queue); where that is 0, in one for each
+// begin(worker) first. The tasks are in `queues` queues, as TaskQueues has them; where that is 0, in one for each
 // worker.
-template <class Problem, class Body, class EndOf, class Begin>
+template <class Problem, class Body, class EndOf, class WorkOf, class Begin>
 inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes, const Body& body,
-                      int64_t queues, const EndOf& end_of, const Begin& begin) {
+                      int64_t queues, const EndOf& end_of, const WorkOf& work_of, const Begin& begin) {
   const int64_t workers = min64(runtime.num_threads, tasks);
   if (workers <= 1) {
     void* scratch = thread_scratch(static_cast<std::size_t>(scratch_bytes));
@@ -106,14 +112,14 @@ inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, i
     for (int64_t task = 0; task < tasks; ++task) body(task, scratch, 0);
     return;
   }
-  const auto end = [&](int64_t queue) { return queues > 0 ? end_of(queue) : tasks * (queue + 1) / workers; };
   struct Context {
     TaskQueues queues;  // first: bench/cores.cpp looks for it here
     const Problem& problem;
     int64_t scratch_bytes;
     const Body& body;
     const Begin& begin;
-  } context{TaskQueues(queues > 0 ? queues : workers, workers, end), p, scratch_bytes, body, begin};
+  } context{queues > 0 ? TaskQueues(queues, workers, end_of, work_of) : TaskQueues(tasks, workers), p, scratch_bytes,
+            body, begin};
   const auto work = [](void* raw, int64_t worker) {
     Context& shared = *static_cast<Context*>(raw);
     // Another core has just written it: all of it at once, not miss after miss as the fields are read.
@@ -128,7 +134,9 @@ inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, i
 template <class Problem, class Body>
 inline void run_tasks(const Problem& p, const Runtime& runtime, int64_t tasks, int64_t scratch_bytes,
                       const Body& body) {
-  run_tasks(p, runtime, tasks, scratch_bytes, body, 0, [](int64_t) { return int64_t{0}; }, [](int64_t) {});
+  run_tasks(
+      p, runtime, tasks, scratch_bytes, body, 0, [](int64_t) { return int64_t{0}; }, [](int64_t) { return 0.0; },
+      [](int64_t) {});
 }
 
 // A phase of a call that is alone.
@@ -137,7 +145,11 @@ inline void run_phase(const Problem& p, const Runtime& runtime, const Call& call
   run_tasks(
       p, runtime, call.tasks(phase), call.scratch_bytes(phase),
       [&](int64_t task, void* memory, int64_t worker) { call.run(phase, task, memory, worker); }, call.queues(phase),
-      [&](int64_t queue) { return call.queue_end(phase, queue); }, [&](int64_t worker) { call.forget(worker); });
+      [&](int64_t queue) { return call.queue_end(phase, queue); },
+      [&](int64_t queue) {
+        return static_cast<double>(call.queue_end(phase, queue) - (queue > 0 ? call.queue_end(phase, queue - 1) : 0));
+      },
+      [&](int64_t worker) { call.forget(worker); });
 }
 
 }  // namespace
