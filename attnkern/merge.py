@@ -69,11 +69,16 @@ def merge_attention(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
     outs, lses = zip(*parts, strict=True)
     stacked = torch.stack(lses)
-    dead = (stacked == -math.inf).all(0)
+    empty = stacked == -math.inf
+    dead = empty.all(0)
     stacked = stacked.masked_fill(dead, 0.0)
     weights = stacked.softmax(0).masked_fill(dead, 0.0)
     dtype = torch.promote_types(outs[0].dtype, lses[0].dtype)
-    out = sum(w.unsqueeze(-1) * o.to(dtype) for w, o in zip(weights, outs, strict=True))
+    # What a row without keys holds counts for nothing, NaN either.
+    out = sum(
+        w.unsqueeze(-1) * o.to(dtype).masked_fill(e.unsqueeze(-1), 0.0)
+        for w, o, e in zip(weights, outs, empty, strict=True)
+    )
     return out.to(outs[0].dtype), stacked.logsumexp(0).masked_fill(dead, -math.inf)
 
 

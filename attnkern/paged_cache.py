@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .api import attention
-from .arguments import Window, show
+from .arguments import Window, show, type_error
 from .packed import paged_ranges
 from .params import LEAST_PAGE
 from .varlen import check_packed_window
@@ -98,7 +99,7 @@ class PagedCache:
 
         Whichever of the two grows first into a page that both have gets a copy of that one page.
         """
-        length = self._checked_length(sequence, length)
+        sequence, length = self._checked(sequence, length)
         pages = self._pages[sequence][: self._pages_of(length)]
         for page in pages:
             self._users[page] += 1
@@ -106,7 +107,7 @@ class PagedCache:
 
     def cut(self, sequence: int, length: int) -> None:
         """Drops the tokens of a sequence behind its first `length` ones, and the pages that only they were in."""
-        length = self._checked_length(sequence, length)
+        sequence, length = self._checked(sequence, length)
         kept = self._pages_of(length)
         self._release(self._pages[sequence][kept:])
         del self._pages[sequence][kept:]
@@ -114,13 +115,13 @@ class PagedCache:
 
     def free(self, sequence: int) -> None:
         """Ends a sequence. Its pages are free, but for those that others have, too."""
-        self._checked_length(sequence, None)
+        sequence, _ = self._checked(sequence, None)
         self._release(self._pages.pop(sequence))
         del self._lengths[sequence]
 
     def length(self, sequence: int) -> int:
         """How many tokens a sequence has."""
-        return self._checked_length(sequence, None)
+        return self._checked(sequence, None)[1]
 
     def step(self, sequences: Sequence[int], tokens: Sequence[int] | int = 1) -> Step:
         """Makes room for more tokens of some sequences, and counts them as theirs.
@@ -136,14 +137,15 @@ class PagedCache:
             ValueError: no such sequence, the same one twice, fewer than 0 tokens. RuntimeError: there are too few pages
             for all of it; nothing has changed then.
         """
-        each = [tokens] * len(sequences) if isinstance(tokens, int) else list(tokens)
+        sequences = _integers("sequences", sequences)
+        each = _integers("tokens", tokens, len(sequences))
         if len(each) != len(sequences):
             raise ValueError(f"attnkern: tokens must be a number for each of {len(sequences)} sequences, got {each}")
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"attnkern: sequences must be different, got {list(sequences)}")
         if any(n < 0 for n in each):
             raise ValueError(f"attnkern: tokens must be 0 or more, got {each}")
-        before = [self._checked_length(s, None) for s in sequences]
+        before = [self.length(s) for s in sequences]
         copied, added = [], []
         for s, length, n in zip(sequences, before, each, strict=True):
             at = length // self.page_size
@@ -191,14 +193,34 @@ class PagedCache:
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _checked_length(self, sequence: int, length: int | None) -> int:
-        """`length`, None: all, of a sequence that there is."""
+    def _checked(self, sequence: int, length: int | None) -> tuple[int, int]:
+        """A sequence that there is, and `length`, None: all, of it."""
+        sequence = _integer("sequence", sequence)
         if sequence not in self._lengths:
             raise ValueError(f"attnkern: sequence must be one of the cache's {len(self._lengths)}, got {sequence}")
         most = self._lengths[sequence]
-        if length is not None and not 0 <= length <= most:
+        length = most if length is None else _integer("length", length)
+        if not 0 <= length <= most:
             raise ValueError(f"attnkern: length must be from 0 to the sequence's {most} tokens, got {length}")
-        return most if length is None else length
+        return sequence, length
+
+
+def _integer(name: str, x: Any) -> int:
+    """As Python's int: a tensor for a number would be another one once it changes."""
+    try:
+        return operator.index(x)
+    except TypeError:
+        raise type_error(name, "int", x) from None
+
+
+def _integers(name: str, x: Any, copies: int | None = None) -> list[int]:
+    """As a list of Python's ints; with `copies` x may be one integer that stands for so many."""
+    x = x.tolist() if hasattr(x, "tolist") else x  # a tensor, or numpy's
+    if copies is not None and hasattr(x, "__index__"):
+        return [x] * copies
+    if not isinstance(x, Iterable):
+        raise type_error(name, "a sequence of ints" if copies is None else "int or a sequence of ints", x)
+    return [_integer(name, n) for n in x]
 
 
 def _pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

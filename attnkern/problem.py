@@ -49,6 +49,7 @@ from .params import (
     check_softcap,
     ends_are_dense,
     holds,
+    int_of_numpy,
 )
 from .shapes import Kind, Sizes, View, broadcast_sizes, equal, fit, shared_heads
 from .signatures import GRAD_BITS, Inputs, for_operators
@@ -200,7 +201,7 @@ class Problem(NamedTuple):
         if normal.value is not None:
             value = normal.value.of(value)
         if normal.mask is not None:
-            mask = normal.mask.of(mask)
+            mask = normal.mask.of(mask) if of_bits is None else normal.mask.of_bits(mask)
         if sinks is not None:
             if normal.sinks is not None:
                 sinks = normal.sinks.of(sinks)
@@ -468,6 +469,7 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
         )
     check_place("relative_bias", Kind.of(given), Kind.of(query))
     check_added("relative_bias", given.dtype, query.dtype)
+    center = int_of_numpy(center)
     if center is None:
         center = seqlen_q - 1
     elif isinstance(center, bool) or not isinstance(center, (int, torch.SymInt)):

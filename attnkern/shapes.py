@@ -58,6 +58,13 @@ class View(NamedTuple):
             x = x.expand(self.broadcast)
         return x.reshape(self.shape)
 
+    def of_bits(self, x: Tensor) -> Tensor:
+        """`of` for a mask in bits, whose last dimension stays, where the view is that of the bools."""
+        kept = x.shape[-1:]
+        if self.broadcast is not None:
+            x = x.expand((*self.broadcast[:-1], *kept))
+        return x.reshape((*self.shape[:-1], *kept))
+
 
 def shared_heads(rule: str, a: int, b: int) -> int:
     """Numbers of heads a and b broadcast as torch does; `rule` says in the error what b must be."""

@@ -147,6 +147,8 @@ def _index(name: str, selection: Any, n: int, device: torch.device) -> slice | T
         return selection.to(device, torch.int64)  # out of range: torch's indexing says so
     try:
         numbers = [selection] if not isinstance(selection, Sequence) else selection
+        if any(isinstance(x, bool) for x in numbers):  # which an index takes for a mask, not for 0 and 1
+            raise TypeError
         wanted = [operator.index(x) for x in numbers]
     except TypeError:
         raise TypeError(

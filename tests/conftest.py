@@ -33,14 +33,17 @@ class Target:
     device: str
 
     def sdpa(self, *args, **kwargs):
-        return attnkern.scaled_dot_product_attention(*args, **kwargs, backend=self._backend(*args, **kwargs))
+        return attnkern.scaled_dot_product_attention(*args, **kwargs, backend=self.backend_for(*args, **kwargs))
 
     def attention(self, *args, **kwargs):
-        return attnkern.attention(*args, **kwargs, backend=self._backend(*args, **kwargs))
+        return attnkern.attention(*args, **kwargs, backend=self.backend_for(*args, **kwargs))
 
-    def _backend(self, query, *_, **__):
-        """No kernel of a GPU takes float64 or rows without an element."""
-        refused = self.device == "cuda" and (query.dtype == torch.float64 or query.size(-1) == 0)
+    def varlen_attention(self, *args, **kwargs):
+        return attnkern.varlen_attention(*args, **kwargs, backend=self.backend_for(*args, **kwargs))
+
+    def backend_for(self, query, *_, **__):
+        """No kernel of a GPU takes float64, rows without an element or head sizes above 512."""
+        refused = self.device == "cuda" and (query.dtype == torch.float64 or not 0 < query.size(-1) <= 512)
         return "reference" if refused else self.backend
 
     def inputs(self, *args, **kwargs):
@@ -67,7 +70,7 @@ class Target:
         return check(call.inputs(self.device, dtype=dtype), **call.options, **options)
 
     def check(self, inputs, **options):
-        return testing.check_attention(inputs, backend=self._backend(inputs.query, **options), **options)
+        return testing.check_attention(inputs, backend=self.backend_for(inputs.query, **options), **options)
 
     def kept(self, dropout_p, batch, heads, seqlen_q, seqlen_k):
         """What the next call with dropout keeps, as `rng.keep_mask` says."""
@@ -109,6 +112,31 @@ class Target:
             assert out.isfinite().all()
             assert torch.equal(out, found[0][0])
             assert torch.equal(lse, found[0][1])
+
+    def check_no_numbers(self, inputs, **options):
+        """NaN in a query's row, NaN or infinity in a row of a float mask: its output, log-sum-exp and gradient of the
+        query are NaN, those of other rows keep their bits. With dropout, whatever it keeps."""
+
+        def results(given):
+            seed_torch(7)
+            leaf = given.query.detach().requires_grad_()
+            tensors = {**given.tensors, "query": leaf}
+            found = self.attention(**tensors, **options, return_lse=True)
+            return *found, *torch.autograd.grad(found, leaf, [torch.ones_like(x) for x in found])
+
+        at = (inputs.query.size(0) - 1, inputs.query.size(1) - 1, inputs.query.size(2) // 2)
+        places = [("query", math.nan, (*at, 0))]
+        if inputs.attn_mask is not None:
+            places += [("attn_mask", value, (*at, inputs.key.size(2) // 2)) for value in (math.nan, math.inf)]
+        clean = results(inputs)
+        for name, value, entry in places:
+            changed = getattr(inputs, name).clone()
+            changed[entry] = value
+            for got, want in zip(results(dataclasses.replace(inputs, **{name: changed})), clean, strict=True):
+                assert got[at].isnan().all(), (name, value)
+                others = torch.ones(got.shape[:3], dtype=torch.bool)
+                others[at] = False
+                assert torch.equal(got[others], want[others]), (name, value)
 
 
 # A backend is added to every test by being available in attnkern.backends().

@@ -558,6 +558,17 @@ CALLS: tuple[Call, ...] = (
     call("few queries", "hidden-keys", (1, 1, 2, 140, 64)),
     call("few queries, softcap", "hidden-keys", (1, 1, 3, 100, 64), softcap=5.0),
     call("one query, float32", "hidden-keys", (1, 1, 1, 100, 64), dtype="fp32"),
+    # Numbers that are none, in a row of queries or of a mask, through every kernel that has a softmax.
+    call("causal", "no-numbers no-numbers-sm90", (1, 2, 40, 40, 64), causal=True),
+    call("softcap, sinks", "no-numbers no-numbers-sm90", (1, 2, 30, 70, 96), softcap=5.0, sinks="H"),
+    call("bias", "no-numbers", (1, 2, 40, 70, 64), mask="float BHLS"),
+    call("bias, dropout", "no-numbers", (1, 2, 40, 70, 32), mask="float BHLS", dropout=0.5),
+    call("bias, float32", "no-numbers", (1, 2, 40, 70, 40), mask="float BHLS", dtype="fp32"),
+    call("bias, d264", "no-numbers", (1, 2, 40, 70, 264), mask="float BHLS"),
+    call("few queries", "no-numbers", (1, 2, 3, 60, 64), mask="float BHLS"),
+    call("few queries, float32", "no-numbers", (1, 2, 3, 60, 40), mask="float BHLS", dtype="fp32"),
+    call("few queries, d264", "no-numbers", (1, 2, 3, 60, 264), mask="float BHLS"),
+    call("one query in parts", "no-numbers split", (1, 2, 1, 700, 64), mask="float BHLS"),
     # Few queries.
     call("one query", "cuda-decode split", (2, 2, 1, 700, 64)),
     call("grouped", "cuda-decode decode-wide split", (1, (8, 2), 1, 500, 64)),

@@ -86,6 +86,10 @@ def dropped(target: Any, call: Call) -> None:
     target.check_dropped_entries(call.head_dim, call.torch_dtype, gradients=not call.forward_only)
 
 
+def no_numbers(target: Any, call: Call) -> None:
+    target.check_no_numbers(call.inputs(), **call.options)
+
+
 def _test(kind: Kind) -> Callable[..., None]:
     @pytest.mark.parametrize(("call", "gpu"), list(kind.cases))
     def test(self, call, gpu, record_property, request):
@@ -280,6 +284,7 @@ class TestCudaMasks(Cuda):
         "relative_bias": Kind(on("relative-gpu")),
         "what_is_excluded": Kind(on("cuda-unattended")),
         "what_bands_exclude": Kind(on("excluding-bands")),
+        "no_numbers": Kind(on("no-numbers"), check=no_numbers),
     }
 
 
@@ -383,6 +388,7 @@ class TestHopperMasks(Hopper):
             on((call(f"d{n}", "", (2, 2, 130, 150, n), causal=True, sinks="H") for n in (64, 128, 256)), 90),
             gradients=False,
         ),
+        "no_numbers": Kind(on("no-numbers-sm90", 90), check=no_numbers),
         "what_is_excluded": Kind(on("sm90-unattended", 90)),
         "what_is_excluded_in_one_walk": Kind(on("sm90-fused-unattended", 90), any_order=True),
         "what_bands_exclude": Kind(
@@ -453,5 +459,6 @@ class TestTriton(Calls):
         "what_is_excluded": Kind(on("triton-unattended", 80, 90)),
         "what_is_excluded_from_decoding": Kind(on("triton-decode-unattended"), gradients=False, first="decode"),
         "what_bands_exclude": Kind(on("excluding-bands", 80, 90)),
+        "no_numbers": Kind(on("no-numbers"), check=no_numbers),
         "empty": Kind(on("empty"), landing=True),
     }

@@ -103,6 +103,18 @@ def test_merge_with_a_part_without_keys(target, dtype):
     assert (merged_lse == -INF).all()
 
 
+def test_merge_does_not_look_at_rows_without_keys(target):
+    """They may hold NaN, as those of other libraries do, or what was in memory."""
+    out, lse = target.randn(1, 2, 5, 8), target.randn(1, 2, 5)
+    nothing = torch.full_like(out, math.nan).requires_grad_(), torch.full_like(lse, -INF).requires_grad_()
+    merged = attnkern.merge_attention(nothing, (out, lse), nothing)
+    torch.testing.assert_close(merged, (out, lse))
+    assert all((grad == 0).all() for grad in torch.autograd.grad(merged[0].sum() + merged[1].sum(), nothing))
+    merged, merged_lse = attnkern.merge_attention(nothing, nothing)
+    assert (merged == 0).all()
+    assert (merged_lse == -INF).all()
+
+
 def test_gradients_through_parts_without_keys(target):
     inputs = target.inputs(1, 2, 6, 12, 8)
     keep = torch.ones(6, 12, dtype=torch.bool, device=target.device)
@@ -208,7 +220,7 @@ def backward_of_parts(target, grad_out, q, k, v, out, lse, keep=None, **options)
             lse,
             None if keep is None else keep[..., a:b],
             enable_gqa=True,
-            backend=target.backend,
+            backend=target.backend_for(q),
             **options,
         )
         for a, b in ((0, 30), (30, 70))
@@ -274,7 +286,7 @@ def test_backward_of_the_whole_is_the_gradient(target, dtype):
     leaves = [x.requires_grad_() for x in inputs.tensors.values()]
     out, lse = target.attention(*leaves, return_lse=True)
     grad_out = (0.25 * torch.randn(out.shape, dtype=torch.float64)).to(out)
-    grads = attnkern.attention_backward(grad_out, *leaves, out, lse, backend=target.backend)
+    grads = attnkern.attention_backward(grad_out, *leaves, out, lse, backend=target.backend_for(*leaves))
     want = testing.expected(*leaves, grad_out=grad_out)
     for (name, x), got in zip(inputs.tensors.items(), grads, strict=True):
         assert (got.shape, got.dtype, got.requires_grad) == (x.shape, dtype, False)

@@ -306,6 +306,19 @@ def test_bits_are_read_as_bools_are(target, dtype, sizes):
             torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("lead", "shape"), [((), ()), ((2,), ()), ((2,), (2,)), ((2, 1), (2, 1)), ((2, 3, 1), (3, 1)), ((2, 3, 2), (2,))]
+)
+def test_bits_beside_queries_of_every_rank(target, lead, shape):
+    """2-D and 3-D, which have no batch, and 5-D, over whose first dimension the mask is spread."""
+    bools = (torch.rand(*shape, 9, 70) < 0.5).to(target.device)
+    q, k = target.randn(*lead, 9, 8), target.randn(*lead, 70, 8)
+    mask = masks.from_bool(bools)
+    assert mask.bits is not None
+    results = [target.attention(q, k, k, m, return_lse=True) for m in (mask, bools)]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_derivatives_under_bits(target):
     """Twice, forward, of samples that share the mask and of such with masks of their own."""
     bools = (torch.rand(3, 1, 2, 9, 70) < 0.5).to(target.device)

@@ -1012,6 +1012,8 @@ def test_memory_is_that_of_the_result():
         ({"heads": [0, -3]}, IndexError, r"heads must be in \[-2, 2\), got -3"),
         ({"rows": 1.0}, TypeError, "rows must be None, an int, a slice, a sequence of ints or a 1-D integer tensor"),
         ({"rows": torch.ones(5).bool()}, TypeError, r"rows must be a 1-D integer tensor, got bool of shape \(5,\)"),
+        ({"rows": [True, False]}, TypeError, r"rows must be None, an int, .*, got \[True, False\]"),
+        ({"heads": True}, TypeError, "heads must be None, an int, .*, got True"),
         ({"rows": torch.tensor(1)}, TypeError, r"rows must be a 1-D integer tensor, got int64 of shape \(\)"),
         ({"heads": ["a"] * 99}, TypeError, r"heads must be None, an int, .*, got \['a', .*\.\.\.$"),
         ({"lse": torch.randn(1, 2, 4)}, RuntimeError, r"lse must have the shape \(1, 2, 5\) of the queries, got"),

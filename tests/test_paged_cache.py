@@ -149,6 +149,15 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    for call, message in (
+        (lambda: paged.step(a), "'sequences' must be a sequence of ints, not int"),
+        (lambda: paged.step([a], 1.5), "'tokens' must be int or a sequence of ints, not float"),
+        (lambda: paged.step([a], [1.5]), "'tokens' must be int, not float"),
+        (lambda: paged.cut(a, 0.5), "'length' must be int, not float"),
+        (lambda: paged.length([a]), "'sequence' must be int, not list"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
     step = paged.step([a], [3])
     q = torch.randn(3, 2, 8)
     for call, message in (
@@ -170,6 +179,23 @@ def test_positions():
     assert step.positions.tolist() == [0, 1, 2, 20, 21]
     assert step.cu_seqlens_q.tolist() == [0, 3, 5]
     assert step.seqused_k.tolist() == [3, 22]
+
+
+def test_numbers_in_tensors():
+    """Are taken as they are at the time, and stay the caller's."""
+    paged = attnkern.PagedCache(8, 1, 8, page_size=16)
+    a, b = paged.add(), paged.add()
+    counts, both = torch.tensor([3, 5]), torch.tensor([a, b])
+    assert paged.step([a, b], counts).positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert paged.step(both, list(counts)).positions.tolist() == [3, 4, 5, 5, 6, 7, 8, 9]
+    assert paged.step(list(both), counts[0]).positions.tolist() == [6, 7, 8, 10, 11, 12]
+    assert paged.step(both.numpy(), counts.numpy()).positions.tolist() == [9, 10, 11, 13, 14, 15, 16, 17]
+    c = paged.fork(both[0], counts[0])
+    paged.cut(both[1], counts[1])
+    assert paged.step([c, b]).positions.tolist() == [3, 5]
+    paged.free(both[0])
+    assert [paged.length(c), paged.length(both[1])] == [4, 6]
+    assert counts.tolist() == [3, 5]
 
 
 def test_no_tokens_and_no_sequences():

@@ -250,8 +250,8 @@ def test_no_tensor(target):
 
 
 def test_operators_refuse_gradients(kernel_target):
-    x, pool = torch.randn(1, 1, 2, 8), torch.randn(2, 1, 16, 8)
-    inputs = Inputs(x, pool, pool, block_table=torch.zeros(1, 2, dtype=torch.int32))
+    x, pool = kernel_target.randn(1, 1, 2, 8), kernel_target.randn(2, 1, 16, 8)
+    inputs = Inputs(x, pool, pool, block_table=torch.zeros(1, 2, dtype=torch.int32, device=x.device))
     params = AttentionParams(1.0)
     out, lse = torch.ops.attnkern.forward(*inputs, *params, True, kernel_target.backend)
     with pytest.raises(RuntimeError, match="no gradient of keys and values in pages"):

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +108,12 @@ def test_packed_sequences(target):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="relative_bias needs cu_seqlens_k=None"):
         attnkern.varlen_attention(q, k, v, ends, ends, **options)
+
+
+def test_a_center_of_numpy():
+    q, table = torch.randn(1, 2, 5, 8), torch.randn(2, 7)
+    got, want = (attnkern.attention(q, q, q, relative_bias=table, relative_bias_center=n) for n in (np.int64(2), 2))
+    assert torch.equal(got, want)
 
 
 def test_jagged_sequences():

@@ -42,7 +42,7 @@ def on(target, inputs, options):
     """The options of a check, for a function of its own on the backend that the target has for these inputs."""
     if (function := options.get("function")) is None:
         return options
-    return {**options, "function": functools.partial(function, backend=target._backend(inputs.query))}
+    return {**options, "function": functools.partial(function, backend=target.backend_for(inputs.query))}
 
 
 @pytest.mark.parametrize(**in_turn(**{"sizes, kind": list(product(SIZES, MASKS))}, dtype=FLOATS), ids=str)
@@ -58,7 +58,8 @@ def test_unused_slots_of_a_cache(target, dtype):
         inputs = target.inputs(1, 4, sum(lengths_q), 200, 16, heads_k=2, dtype=dtype).with_poison(math.nan)
         packed = testing.Packed([0, lengths_q[0], sum(lengths_q)], [0, 80, 200], [33, 64])
         for options in ({}, {"is_causal": True, "alignment": "bottom_right"}):
-            testing.check_packed(inputs, packed, backend=target.backend, looks=True, enable_gqa=True, **options)
+            options |= {"looks": True, "enable_gqa": True, "backend": target.backend_for(inputs.query)}
+            testing.check_packed(inputs, packed, **options)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -84,7 +85,7 @@ def derivatives(target, inputs, poison, options):
     options = {name: x for name, x in options.items() if name != "function"}
     clean = {n: x for n, x in inputs.tensors.items() if n in ("query", "key", "value")}
     masks = {n: x for n, x in inputs.tensors.items() if n not in clean}
-    backend = target._backend(inputs.query)
+    backend = target.backend_for(inputs.query)
     dead = testing.unattended(**inputs.tensors, **options)
     generator = torch.Generator().manual_seed(5)
 

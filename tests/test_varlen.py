@@ -35,7 +35,7 @@ def test_every_sequence_is_a_call_of_its_own(target, lengths, options, dtype):
     lengths = LENGTHS[lengths]
     tensors = packed(target, *lengths, dtype)
     given = {"alignment": "bottom_right", "enable_gqa": True, "return_lse": True, **OPTIONS[options]}
-    given["backend"] = target.backend
+    given["backend"] = target.backend_for(*tensors)
     out, lse = attnkern.varlen_attention(*tensors, *map(target.ends, lengths), **given)
     query, key, value = nested(*tensors, *lengths)
     of_jagged, lse_of_jagged = attnkern.attention(query, key, value, **given)
@@ -61,7 +61,7 @@ def test_every_sequence_is_a_call_of_its_own(target, lengths, options, dtype):
 def test_the_rule_holds_for_each_sequence(target, dtype):
     """The project's own rule, for the middle one of three; cu_seqlens_k are those of the queries."""
     q, k, v = packed(target, [40, 90, 30], [40, 90, 30], dtype, heads_k=4)
-    out = attnkern.varlen_attention(q, k, v, target.ends([40, 90, 30]), is_causal=True, backend=target.backend)
+    out = target.varlen_attention(q, k, v, target.ends([40, 90, 30]), is_causal=True)
     a, b, c = (x.detach()[40:130].transpose(0, 1)[None] for x in (q, k, v))
     testing.expected(a, b, c, is_causal=True)["out"].check(out.detach()[40:130].transpose(0, 1)[None])
 

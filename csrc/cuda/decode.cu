@@ -192,7 +192,7 @@ struct WarpResults {
       }
       const int64_t batch_head = static_cast<int64_t>(at.batch) * p.score.heads + head;
       if (p.splits == 1) sum += sink_term<false>(p.score, batch_head, largest);
-      total = sum > 0.f ? total / sum : 0.f;
+      total *= inverse_of(sum);
       const int64_t of_row = batch_head * p.score.seqlen_q + r / p.pack;
       if (p.splits > 1) {
         p.part_out[(of_row * p.splits + at.split) * p.v.width + d] = total;
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
   sum += sink_term<false>(p.score, at / seqlen_q, largest);
-  const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+  const float inverse = inverse_of(sum);
   T* target = const_cast<T*>(head_of<T>(p.out, static_cast<int>(batch), head)) + i * p.out.stride[2];
   const bool live = d < p.v.width;
   const float* parts = p.part_out + at * p.splits * p.v.width + d;

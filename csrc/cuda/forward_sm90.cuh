@@ -488,7 +488,7 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const float max = state.max[half];
       const float sum = quad_sum(state.sum[half]) + sink_term<true>(score, work.batch_head, max);
-      inverse[half] = sum > 0.f ? 1.f / sum : 0.f;
+      inverse[half] = inverse_of(sum);
       const int i = first_row + warp * 16 + half * 8 + lane / 4;
       if (p.lse != nullptr && lane % 4 == 0 && i < p.score.seqlen_q) {
         p.lse[static_cast<int64_t>(work.batch_head) * p.score.seqlen_q + i] =

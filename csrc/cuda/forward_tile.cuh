@@ -166,7 +166,7 @@ __device__ __forceinline__ void store_output(const ForwardParams& p, const Forwa
     for (int half = 0; half < 2; ++half) {
       const float max = state[m].max[half];
       const float sum = quad_sum(state[m].sum[half]) + sink_term<kFastPath>(p.score, at.batch_head, max);
-      float inverse = sum > 0.f ? 1.f / sum : 0.f;
+      float inverse = inverse_of(sum);
       if (!kFastPath && p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
       const int tile_row = warp_row + m * 16 + half * 8 + lane / 4, i = first_row + tile_row;
       Config::store_row(q_tile, warp_row + m * 16, out[m], half, inverse);

@@ -382,7 +382,7 @@ __device__ __forceinline__ void store_output(const SplitParams& p, const typenam
       const int head = first_head + r % p.pack, query = r / p.pack;
       const int64_t at = (static_cast<int64_t>(batch) * p.score.heads + head) * seqlen_q + query;
       if (p.splits == 1) sum += sink_term<false>(p.score, at / seqlen_q, state[m].max[half]);
-      float inverse = sum > 0.f ? 1.f / sum : 0.f;
+      float inverse = inverse_of(sum);
       if (p.score.seeds != nullptr) inverse *= p.score.dropout_scale;
       if (part == 0 && lane % 4 == 0) {
         if (p.splits > 1) {

@@ -62,17 +62,19 @@ __device__ __forceinline__ void softmax_step(const Score& p, float (&s)[kTiles][
   }
 }
 
-// The natural log-sum-exp of a row from its maximum and its whole sum; -inf for a row without keys.
+// What a row's output is multiplied by: 0 in a row without keys. A row with a NaN among its scores is NaN, also where
+// dropout has taken that one out of the output.
+__device__ __forceinline__ float inverse_of(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
+
+// The natural log-sum-exp of a row from its maximum and its whole sum; -inf for a row without keys, NaN where a score
+// is, which the maximum doesn't show.
 template <bool kFastPath>
 __device__ __forceinline__ float log_sum_exp(const Score& p, float max, float sum) {
-  if (max == -kInfinity) return -kInfinity;
   return kFastPath ? (max * p.scale + ptx::lg2(sum)) * kLn2 : max + ptx::lg2(sum) * kLn2;
 }
 
 // The log-sum-exp in the natural-log domain, for float32: lg2.approx is off by 2^-22 where the result is small.
-__device__ __forceinline__ float exact_log_sum_exp(float max, float sum) {
-  return max == -kInfinity ? -kInfinity : max + logf(sum);
-}
+__device__ __forceinline__ float exact_log_sum_exp(float max, float sum) { return max + logf(sum); }
 
 // As exact as outputs of T want it.
 template <typename T, bool kFastPath>
