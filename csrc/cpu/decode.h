@@ -33,7 +33,7 @@ template <class T, class Op, class Keys>
   constexpr int64_t kPortionBytes = 16384;
   const Keys k_rows = rows_of<Keys>(p.k, p.pages);
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
-  const auto* q = reinterpret_cast<const Scalar*>(Op::kPack == 2 ? scratch.q_as_given : scratch.q);
+  const auto* q = reinterpret_cast<const Scalar*>(Op::kPack == 2 ? scratch.own_q : scratch.q);
   // What is transposed is to lie in the first-level cache with what comes.
   const int64_t row_bytes = round_up(max64(1, p.head_dim), S::kLanes) * static_cast<int64_t>(sizeof(T));
   const int64_t portion = max64(S::kLanes, min64(kTile<C>, kPortionBytes / row_bytes / S::kLanes * S::kLanes));
@@ -96,13 +96,14 @@ template <class T, class Op>
 void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k) {
   using C = typename Op::Compute;
   using S = Simd<C>;
+  using Dot = RowDot<C, T>;
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   for (int64_t r = 0; r < rows; ++r) {
     const T* query = at<T>(p.q, batch, head_k * group + r / p.seqlen_q, r % p.seqlen_q);
     convert_rows<C>(query, 0, p.head_dim <= 1 ? 1 : p.q.stride[3], 1, p.head_dim, scratch.q + r * scratch.q_step, 0);
-    if constexpr (!std::is_same_v<typename RowDot<C, T>::Query, C>) {
-      T* given = reinterpret_cast<T*>(scratch.q_as_given) + r * scratch.q_step;
-      for (int64_t c = 0; c < scratch.q_step; ++c) given[c] = c < p.head_dim ? query[c * p.q.stride[3]] : T{};
+    if constexpr (!Dot::kConverted) {
+      auto* own = reinterpret_cast<typename Dot::Query*>(scratch.own_q) + r * scratch.q_step;
+      Dot::take_query(own, scratch.q_step, query, p.q.stride[3], p.head_dim);
     }
     scratch.largest[r] = -kInfinity<C>;
     S::store(scratch.sums + r * S::kLanes, S::zero());
@@ -286,8 +287,7 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     else
       with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
         using Key = std::remove_cvref_t<decltype(*k.row(0))>;
-        using Query = typename RowDot<C, Key>::Query;
-        const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, C> ? scratch.q : scratch.q_as_given);
+        const auto* q = queries_of<Key>(scratch);
         for (int64_t j = 0, now; j < keys; j += now) {
           const Key* row = k.row(j);
           now = min64(min64(portion, keys - j), k.together(j));

@@ -66,10 +66,43 @@ inline void prefetch_row(const T* row, int64_t columns) {
     __builtin_prefetch(reinterpret_cast<const char*>(row) + byte);
 }
 
-// How a vector of a row of T meets one of a query: converted, or as pairs that are multiplied as they are.
+// Two vectors of columns of bfloat16, side by side, as those of even and those of odd number: of two elements in 32
+// bits, a shift makes one a float and a mask the other, while elements in order must be spread.
+struct ByParity {
+  using S = Simd<float>;
+  using V = S::V;
+  V even, odd;
+
+  static ByParity load(const BFloat16* p) {
+    typedef int32_t Two __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
+    const S::IV two = *reinterpret_cast<const Two*>(p);
+    return {(V)(two << 16), (V)(two & -0x10000)};
+  }
+  static ByParity of(V a, V b) {
+    return [&]<int... kLane>(std::integer_sequence<int, kLane...>) -> ByParity {
+      return {__builtin_shufflevector(a, b, (2 * kLane)...), __builtin_shufflevector(a, b, (2 * kLane + 1)...)};
+    }(std::make_integer_sequence<int, S::kLanes>{});
+  }
+  // The vector from column number kFirst on.
+  template <int kFirst>
+  V columns() const {
+    return [&]<int... kLane>(std::integer_sequence<int, kLane...>) {
+      return __builtin_shufflevector(even, odd, (kLane % 2 * S::kLanes + (kFirst + kLane) / 2)...);
+    }(std::make_integer_sequence<int, S::kLanes>{});
+  }
+};
+
+// Whether kVectors vectors of columns of T are read so. (AVX-512 isn't: not measured.)
+template <class T, int kVectors = 2>
+inline constexpr bool kReadsByParity = kVectorBytes < 64 && kVectors % 2 == 0 && std::is_same_v<T, BFloat16>;
+
+// How a vector of a row of T meets one of a query: converted, in order or by parity, or as pairs that are multiplied as
+// they are. `Query` are the query's elements, kConverted whether they are in order and converted; else take_query makes
+// `room` of them.
 template <class C, class T>
 struct RowDot {
   using Query = C;
+  static constexpr bool kConverted = true;
   using V = typename Simd<C>::V;
   static constexpr int kWidth = Simd<C>::kLanes;  // elements
   static V load_query(const Query* p) { return Simd<C>::load(p); }
@@ -82,13 +115,44 @@ template <>
 struct RowDot<float, BFloat16> {
   using Query = BFloat16;
   using V = Simd<float>::V;
+  static constexpr bool kConverted = false;
   static constexpr int kWidth = 32;
+  static void take_query(Query* to, int64_t room, const BFloat16* from, int64_t stride, int64_t columns) {
+    for (int64_t c = 0; c < room; ++c) to[c] = c < columns ? from[c * stride] : BFloat16{};
+  }
   static __m512i load_query(const Query* p) { return _mm512_loadu_si512(p); }
   static __m512i load(const BFloat16* p) { return _mm512_loadu_si512(p); }
   static __m512i load(const BFloat16* p, int64_t n) {
     return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p);
   }
   static V accumulate(V sum, __m512i a, __m512i b) { return PairDot::accumulate(sum, a, b); }
+};
+#elif !defined(__AVX512F__)
+template <>
+struct RowDot<float, BFloat16> {
+  using S = Simd<float>;
+  using Query = float;
+  using V = S::V;
+  static constexpr bool kConverted = false;
+  static constexpr int kWidth = 2 * S::kLanes;
+  static void take_query(Query* to, int64_t room, const BFloat16* from, int64_t stride, int64_t columns) {
+    for (int64_t c = 0; c < room; c += kWidth) {
+      Query next[kWidth] = {};
+      for (int64_t i = 0; i < min64(kWidth, columns - c); ++i) next[i] = to_float(from[(c + i) * stride]);
+      const auto query = ByParity::of(S::load(next), S::load(next + S::kLanes));
+      S::store(to + c, query.even), S::store(to + c + S::kLanes, query.odd);
+    }
+  }
+  static ByParity load_query(const Query* p) { return {S::load(p), S::load(p + S::kLanes)}; }
+  static ByParity load(const BFloat16* p) { return ByParity::load(p); }
+  static ByParity load(const BFloat16* p, int64_t n) {
+    BFloat16 elements[kWidth] = {};
+    std::memcpy(elements, p, static_cast<size_t>(n) * sizeof(BFloat16));
+    return load(elements);
+  }
+  static V accumulate(V sum, const ByParity& a, const ByParity& b) {
+    return S::fma(a.odd, b.odd, S::fma(a.even, b.even, sum));
+  }
 };
 #endif
 
@@ -159,6 +223,8 @@ template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
                                      PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
+  using T = std::remove_cvref_t<decltype(*values.row(0))>;
+  constexpr bool kByParity = kReadsByParity<T, kVectors>;
   // Sums of longer runs of keys would lose digits.
   for (int64_t first = 0; first < keys; first += kDecodeKeys) {
     const int64_t last = min64(keys, first + kDecodeKeys);
@@ -167,8 +233,7 @@ template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
       for (; j < end; ++j, v += values.stride) {
         if (j < prefetch.keys) prefetch_row(v + ahead, min64(columns, kVectors * S::kLanes));
         V value[kVectors];
-#pragma GCC unroll 8
-        for (int c = 0; c < kVectors; ++c) value[c] = load(v, c);
+        load(v, value);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           const V probability = S::set1(p[r * kKeysOfBlock + j]);
@@ -182,12 +247,28 @@ template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
       int64_t ahead = 0;
       if (Values::kTogether || j < prefetch.keys) ahead = values.row(j + prefetch.ahead) + column - v;
       end = min64(last, j + values.together(j));
-      if (columns >= kVectors * S::kLanes)
-        accumulate(j, end, v, ahead, [](auto* row, int c) { return S::load_as(row + c * S::kLanes); });
-      else accumulate(j, end, v, ahead, [&](auto* row, int) { return S::load_as(row, columns); });
+      if (columns >= kVectors * S::kLanes) {
+        accumulate(j, end, v, ahead, [](auto* row, V(&value)[kVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+          for (int c = 0; c < kVectors; ++c) {
+            if constexpr (!kByParity) value[c] = S::load_as(row + c * S::kLanes);
+            else if (c % 2 == 0) {
+              const auto two = ByParity::load(row + c * S::kLanes);
+              value[c] = two.even, value[c + 1] = two.odd;
+            }
+          }
+        });
+      } else {
+        accumulate(j, end, v, ahead, [&](auto* row, V(&value)[kVectors]) { value[0] = S::load_as(row, columns); });
+      }
     }
     for (int r = 0; r < kRows; ++r)
       for (int c = 0; c < kVectors; ++c) {
+        if constexpr (kByParity)
+          if (c % 2 == 0) {
+            const ByParity two{sum[r][c], sum[r][c + 1]};
+            sum[r][c] = two.columns<0>(), sum[r][c + 1] = two.columns<S::kLanes>();
+          }
         C* total = out + r * out_step + c * S::kLanes;
         S::store(total, S::fma(S::load(total), S::set1(first == 0 ? factor[r] : C(1)), sum[r][c]));
       }

@@ -20,7 +20,7 @@ struct DecodeScratch {
     q_step = round_up(p.head_dim, 2 * kLanes);      // room for either kind of RowDot
     out_step = round_up(p.head_dim_v, 2 * kLanes);  // ... and for ValuePairsTile
     q = arena.take<C>(rows * q_step);
-    q_as_given = arena.take<C>(rows * q_step);
+    own_q = arena.take<C>(rows * q_step);
     out = arena.take<C>(rows * out_step);
     recent = arena.take<C>(rows * recent_step());
     scores = arena.take<C>(rows * keys);
@@ -41,9 +41,16 @@ struct DecodeScratch {
   int64_t recent_step() const { return out_step + Simd<C>::kLanes; }
 
   Scalar* key_tile;
-  C *q, *q_as_given, *out, *recent, *block, *scores, *bias, *keep, *largest, *sums, *factor;
+  C *q, *own_q, *out, *recent, *block, *scores, *bias, *keep, *largest, *sums, *factor;
   int64_t q_step, out_step, bytes;
 };
+
+// The queries as they meet rows of T.
+template <class T, class Op>
+inline auto* queries_of(const DecodeScratch<Op>& scratch) {
+  using Dot = RowDot<typename Op::Compute, T>;
+  return reinterpret_cast<const typename Dot::Query*>(Dot::kConverted ? scratch.q : scratch.own_q);
+}
 
 // Where a row's bias and dropout factors begin, for a key of the block.
 template <class C>
@@ -66,6 +73,14 @@ template <class T, class Op>
 // The sums of a turn's values, in pairs of keys (bfloat16) or one by one.
 template <class T, class Op, int kRows>
 inline constexpr bool kTurnsInPairs = Op::kPack == 2 && kRows >= kRowsForValueTiles<T, Op>;
+
+// In which order the sums of two vectors of columns lie in scratch.recent: that of the columns, by parity, or as they
+// come of pairs of keys.
+enum class SumOrder { kOwn, kByParity, kOfPairs };
+template <class T, class Op, int kRows>
+inline constexpr SumOrder kSumOrder = kTurnsInPairs<T, Op, kRows> ? SumOrder::kOfPairs
+                                      : kReadsByParity<T>         ? SumOrder::kByParity
+                                                                  : SumOrder::kOwn;
 
 // Calls move(where a vector of sums belongs, the vector) for all of them.
 template <int kRows, int kVectors, class V, class Move>
@@ -99,7 +114,7 @@ inline void transpose_groups(V (&x)[kRows]) {
 }
 
 // Adds scratch.recent to scratch.out and sums, and clears it.
-template <int kDim, bool kPairs, class Op>
+template <int kDim, SumOrder kOrder, class Op>
 [[gnu::noinline]] void add_recent_sums(const DecodeScratch<Op>& scratch, int64_t rows) {
   using S = Simd<float>;
   using V = S::V;
@@ -107,10 +122,15 @@ template <int kDim, bool kPairs, class Op>
   const auto add = [](float* total, V sum) { S::store(total, S::load(total) + sum); };
   for (int64_t r = 0; r < rows; ++r) {
     float *out = scratch.out + r * scratch.out_step, *recent = scratch.recent + r * scratch.recent_step();
-    if constexpr (kPairs) {
+    if constexpr (kOrder != SumOrder::kOwn) {
       for (int64_t c = 0; c < kDim; c += 2 * kLanes) {
         const V a = S::load(recent + c), b = S::load(recent + c + kLanes);
-        add(out + c, in_order<0>(a, b)), add(out + c + kLanes, in_order<8>(a, b));
+        if constexpr (kOrder == SumOrder::kOfPairs) {
+          add(out + c, in_order<0>(a, b)), add(out + c + kLanes, in_order<8>(a, b));
+        } else {
+          const ByParity two{a, b};
+          add(out + c, two.columns<0>()), add(out + c + kLanes, two.columns<kLanes>());
+        }
       }
     } else {
       for (int64_t c = 0; c < kDim; c += kLanes) add(out + c, S::load(recent + c));
@@ -251,6 +271,7 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
 [[gnu::always_inline]] inline void add_turn(const AnyTurn<T>& now, bool prefetches, const float* probabilities,
                                             int64_t column, Simd<float>::V (&sum)[kRun][kVectors]) {
   using S = Simd<float>;
+  using V = S::V;
   constexpr int kLanes = S::kLanes;
   const T* row = now.row + column;
   if constexpr (kPairs) {
@@ -288,11 +309,17 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
         if constexpr (kRegisters == 16 && kRun > 1) prefetch_in_order<kColumns, kDim>(now, column, i);
         else prefetch_row(row + now.ahead, kColumns);
       }
-#pragma GCC unroll 16
-      for (int c = 0; c < kVectors; ++c) {
-        const auto value = S::load_as(row + c * kLanes);
+      const auto add = [&](int c, V value) __attribute__((always_inline)) {
 #pragma GCC unroll 4
         for (int r = 0; r < kRun; ++r) sum[r][c] = S::fma(S::set1(probabilities[r * kLanes + i]), value, sum[r][c]);
+      };
+#pragma GCC unroll 16
+      for (int c = 0; c < kVectors; ++c) {
+        if constexpr (!kReadsByParity<T, kVectors>) add(c, S::load_as(row + c * kLanes));
+        else if (c % 2 == 0) {
+          const auto two = ByParity::load(row + c * kLanes);
+          add(c, two.even), add(c + 1, two.odd);
+        }
       }
     }
   }
@@ -331,16 +358,17 @@ template <class T, class Op, class Keys, int kRows, int kDim>
                                      int64_t key, int64_t keys) {
   using S = Simd<float>;
   using V = S::V;
-  using Query = typename RowDot<float, T>::Query;
   constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
+  constexpr SumOrder kOrder = kSumOrder<T, Op, kRows>;
   constexpr bool kInRegisters = kRows < 4;  // the sums of values, from turn to turn
+  static_assert(!kInRegisters || kOrder == SumOrder::kOwn);
   constexpr int kLanes = S::kLanes;
   constexpr int64_t kAhead = (kPairs ? 8192 : 4096) / (kDim * sizeof(T));  // rows; as measured
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch.recent_step();
   Turns<T, Keys, kDim, kAhead> k(p, p.k, batch, head_k, key, keys), v(p, p.v, batch, head_k, key, keys);
   const ScoreParams<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
-  const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? scratch.q : scratch.q_as_given);
+  const auto* q = queries_of<T>(scratch);
   [[maybe_unused]] V kept[kInRegisters ? kRows : 1][kInRegisters ? kDim / kLanes : 1] = {};
   [[maybe_unused]] V kept_sum[kInRegisters ? kRows : 1] = {};
   alignas(64) [[maybe_unused]] float few[kInRegisters ? 2 * kRows * kLanes : 1];
@@ -369,7 +397,7 @@ template <class T, class Op, class Keys, int kRows, int kDim>
       move_sums(scratch.out, scratch.out_step, kept, add);
       for (int r = 0; r < kRows; ++r) add(scratch.sums + r * kLanes, kept_sum[r]);
     } else {
-      add_recent_sums<kDim, kPairs>(scratch, rows);
+      add_recent_sums<kDim, kOrder>(scratch, rows);
     }
   };
 
@@ -480,7 +508,7 @@ template <class Op>
 inline int64_t early_rows(int64_t rows) { return 2 * min64(rows, 3); }
 
 // Scores of turns of a head to probabilities. Only one turn may have a greater maximum.
-template <class Op, bool kPairs, int kDim, class T>
+template <class Op, SumOrder kOrder, int kDim, class T>
 [[gnu::noinline]] void probabilities_of_turns(const DecodeScratch<Op>& scratch, float signed_scale, int64_t rows,
                                               int64_t turns, const float* scores, float* probabilities,
                                               const TurnOfHead<T>* prefetched) {
@@ -491,7 +519,7 @@ template <class Op, bool kPairs, int kDim, class T>
   for (int64_t r = 0; r < rows; ++r) {
     V m = S::set1(scratch.largest[r]);
     if (const V x = S::product(S::load(scores + r * kLanes), scale); turns == 1 && !S::all(x <= m)) {
-      add_recent_sums<kDim, kPairs>(scratch, rows);
+      add_recent_sums<kDim, kOrder>(scratch, rows);
       m = raise_maximum<kDim>(scratch, r, m, x);
     }
     const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
@@ -506,7 +534,8 @@ template <class Op, bool kPairs, int kDim, class T>
       const V x = S::product(S::load(scores + place), scale);
       const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
       total += probability;
-      if constexpr (kPairs) S::store_as(reinterpret_cast<BFloat16*>(probabilities + place), probability);
+      if constexpr (kOrder == SumOrder::kOfPairs)
+        S::store_as(reinterpret_cast<BFloat16*>(probabilities + place), probability);
       else S::store(probabilities + place, probability);
     }
     S::store(sum, total);
@@ -519,8 +548,8 @@ template <class T, class Op, int kRows, int kDim>
 [[gnu::noinline]] void decode_heads(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                                     int64_t heads, int64_t key, int64_t keys) {
   using S = Simd<float>;
-  using Query = typename RowDot<float, T>::Query;
   constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
+  constexpr SumOrder kOrder = kSumOrder<T, Op, kRows>;
   constexpr int kLanes = S::kLanes;
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch->recent_step();
   const int64_t part = rows * kLanes;  // scores or probabilities of a turn
@@ -535,7 +564,7 @@ template <class T, class Op, int kRows, int kDim>
   const auto score_turns = [&](int64_t j, int64_t turns, int64_t place, int64_t next) {
     for (int64_t head = 0; head < heads; ++head) {
       const DecodeScratch<Op>& own = scratch[head];
-      const auto* q = reinterpret_cast<const Query*>(std::is_same_v<Query, float> ? own.q : own.q_as_given);
+      const auto* q = queries_of<T>(own);
       for (int64_t t = 0; t < turns; ++t) {
         const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes, 0);
         float* scores = own.scores + (place + t) * part;
@@ -550,13 +579,13 @@ template <class T, class Op, int kRows, int kDim>
       const DecodeScratch<Op>& own = scratch[head];
       const float* scores = own.scores + place * part;
       float* probabilities = own.scores + 2 * kTurnsTogether * part;
-      if (j % kDecodeKeys == 0) add_recent_sums<kDim, kPairs>(own, rows);
+      if (j % kDecodeKeys == 0) add_recent_sums<kDim, kOrder>(own, rows);
       TurnOfHead<T> of_turns[kTurnsTogether];
       for (int64_t t = 0; t < turns; ++t)
         of_turns[t] = v.turn(head, j + t * kLanes, other, next + t * kLanes, early_rows(rows));
       for (int64_t t = 0, now; t < turns; t += now) {
         now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
-        probabilities_of_turns<Op, kPairs, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
+        probabilities_of_turns<Op, kOrder, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
           add_columns_to_memory<kPairs, kDim, kRun>(
               own.recent + r * recent_step, recent_step,
@@ -582,7 +611,7 @@ template <class T, class Op, int kRows, int kDim>
     add_turns(j, now, place, after < keys ? k : v, after < keys ? after : next);
     j = next;
   }
-  for (int64_t head = 0; head < heads; ++head) add_recent_sums<kDim, kPairs>(scratch[head], rows);
+  for (int64_t head = 0; head < heads; ++head) add_recent_sums<kDim, kOrder>(scratch[head], rows);
 }
 
 template <class T, class Op>
