@@ -346,12 +346,12 @@ class SharedSequences {
     for (int64_t i = 0; i < count_; ++i) count += queues_of(list_.data()[i].plan, phase);
     return count;
   }
-  int64_t queue_end(int64_t phase, int64_t queue) const {
+  int64_t queue_end(int64_t phase, int64_t queue) {
     const Shared* const shared = owner_of(phase, queue);
     return shared->first_task + shared->plan.queue_end(shared->plan.call, phase, queue);
   }
   // Scores of a queue's tasks, as if all were computed.
-  double queue_work(int64_t phase, int64_t queue) const {
+  double queue_work(int64_t phase, int64_t queue) {
     const Shared* const shared = owner_of(phase, queue);
     const auto scores = static_cast<double>(shared->call.seqlen_q) * static_cast<double>(shared->call.seqlen_k);
     return scores / static_cast<double>(queues_of(shared->plan, phase));
@@ -384,17 +384,20 @@ class SharedSequences {
     Plan plan;
     int64_t first_task;
   };
-  // Whose queue it is; which of its own, then.
-  const Shared* owner_of(int64_t phase, int64_t& queue) const {
-    const Shared* shared = list_.data();
-    for (int64_t own; queue >= (own = queues_of(shared->plan, phase)); ++shared) queue -= own;
-    return shared;
+  // Whose queue it is; which of its own, then. Queue after queue is asked for: it goes on from the last one's owner.
+  const Shared* owner_of(int64_t phase, int64_t& queue) {
+    if (phase != owner_phase_ || queue < owner_first_) owner_ = list_.data(), owner_first_ = 0, owner_phase_ = phase;
+    for (int64_t own; queue - owner_first_ >= (own = queues_of(owner_->plan, phase)); ++owner_) owner_first_ += own;
+    queue -= owner_first_;
+    return owner_;
   }
   static int64_t queues_of(const Plan& plan, int64_t phase) {
     return phase < plan.phases(plan.call) ? plan.queues(plan.call, phase) : 0;
   }
   const Pass& pass_;
   Buffer<Shared> list_;
+  const Shared* owner_ = nullptr;
+  int64_t owner_first_ = 0, owner_phase_ = -1;  // its first queue; of which phase
   int64_t count_ = 0;
   const int64_t workers_;
   Buffer<const Shared*> last_;  // whose call a worker's scratch holds rows of
