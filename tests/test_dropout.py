@@ -49,6 +49,18 @@ def test_bits_are_those_of_philox(target, sizes, dropout_p):
     assert torch.equal(got, testing.philox_keep(drawn, *sizes, dropout_p, device=target.device))
 
 
+@contract(32, 34)
+@pytest.mark.parametrize("queries", [1, 2, 4, 5, 8, 9, 16, 17])
+def test_bits_where_there_are_few(target, queries):
+    """One run of the generator for several of its numbers of one query."""
+    for keys in (1, 2, 3, 6, 7, 8, 9, 31, 33):
+        seed = int(torch.randint(2**31, ()))
+        got = survivors(target, 2, 2, queries, keys, 0.5, seed)
+        torch.manual_seed(seed)
+        drawn = rng.draw_seed(torch.device(target.device))
+        assert torch.equal(got, testing.philox_keep(drawn, 2, 2, queries, keys, 0.5, target.device))
+
+
 @contract(34)
 @pytest.mark.parametrize("dropout_p", [0.5 / 65536, 2.5 / 65536, 1 - 2.5 / 65536, 1e-9, 1 - 1e-9])
 def test_thresholds_halfway_between_two_values(target, dropout_p):

@@ -24,6 +24,8 @@ OPTIONS = {
     "negative scale": {"scale": -0.7, "is_causal": True},
     "no scale": {"scale": 0.0},
     "sinks": {"sinks": "BH", "is_causal": True},
+    "dropout": {"dropout_p": 0.4},
+    "causal with dropout and sinks": {"dropout_p": 0.3, "is_causal": True, "sinks": "H"},
 }
 
 
@@ -42,7 +44,8 @@ def test_output_lse_and_gradients(target, queries, keys, sizes, heads, kind, dty
     inputs = target.inputs(2, heads[0], queries, keys, *sizes, heads_k=heads[1], dtype=dtype)
     if sinks is not None:
         inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
-    target.check(inputs, enable_gqa=True, **options)
+    check = target.check_dropout if "dropout_p" in options else target.check
+    check(inputs, enable_gqa=True, **options)
 
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)

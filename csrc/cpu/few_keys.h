@@ -102,6 +102,14 @@ void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& 
     S::store(probabilities + j * kLanes, x);
     sum += x;
   }
+  if (score.dropout) {
+    C keep[kFewKeys * kTile<C>];
+    dropout_tile<C>(p, 3, batch, head, 0, keys, row, rows, keep);
+    for (int64_t j = 0; j < keys; ++j) {
+      C* const x = probabilities + j * kLanes;
+      for (int64_t r = 0; r < rows; ++r) x[r] *= keep[j * kTile<C> + r];
+    }
+  }
   C inverse[kLanes];
   S::store(inverse, sum == S::zero() ? S::zero() : S::set1(1) / sum);
   if (p.lse != nullptr)

@@ -221,11 +221,12 @@ inline bool decodes(const Attention& p) {
   return keys.end - keys.begin >= kDecodeKeysPerQuery * p.seqlen_q;
 }
 
-// Calls with few keys go a third way (few_keys.h), under a band alone. With more queries a tile of them is faster.
+// Calls with few keys go a third way (few_keys.h), under a band and dropout alone. With more queries a tile of them is
+// faster.
 inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
 inline bool has_few_keys(const Attention& p) {
   return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && p.bias.data == nullptr &&
-         p.ranges.data == nullptr && p.pages.table == nullptr && p.dropout_p == 0 && reads_in_place(p.q, p.head_dim) &&
+         p.ranges.data == nullptr && p.pages.table == nullptr && reads_in_place(p.q, p.head_dim) &&
          reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
 }
 
