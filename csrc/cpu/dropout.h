@@ -9,19 +9,18 @@ namespace {
 
 inline constexpr int kPhiloxLanes = 16;
 
-// What the lanes of Philox are: so many neighbouring queries, of as many calls of a block of keys side by side as there
-// are lanes left. The block's calls from `calls` on have no key of the tile.
-struct PhiloxCut {
-  int64_t queries, calls;
+// What the lanes are: run<n>() with n neighbouring queries, for 16 / n calls of a block of keys side by side.
+template <class Run>
+inline void by_queries(int64_t queries, const Run& run) {
+  if (queries <= 4) run.template operator()<4>();
+  else if (queries <= 8) run.template operator()<8>();
+  else run.template operator()<kPhiloxLanes>();
+}
 
-  PhiloxCut(int64_t queries_of_tile, int64_t first_key, int64_t keys)
-      : queries(queries_of_tile <= 4   ? 4
-                : queries_of_tile <= 8 ? 8
-                                       : kPhiloxLanes),
-        calls(first_key % philox::kBlockKeys == 0 ? min64((keys + 1) / 2, philox::kCallsPerBlock)
-                                                  : philox::kCallsPerBlock) {}
-  int64_t beside() const { return kPhiloxLanes / queries; }
-};
+// The calls of each block that have keys of a tile: those from this one on have none.
+inline int64_t calls_of_block(int64_t first_key, int64_t keys) {
+  return first_key % philox::kBlockKeys == 0 ? min64((keys + 1) / 2, philox::kCallsPerBlock) : philox::kCallsPerBlock;
+}
 
 #if defined(__AVX512F__)
 // Philox of one seed, head and entry of the batch for 16 counters at once.
@@ -82,16 +81,19 @@ struct Keeping {
 
   // Rows are keys, lanes are queries.
   void fill_keys(const PhiloxLanes& philox, int64_t key, int64_t keys, int64_t query, int64_t queries, C* tile) const {
+    by_queries(queries, [&]<int kQueries>() { fill_keys<kQueries>(philox, key, keys, query, queries, tile); });
+  }
+  template <int kQueries>
+  void fill_keys(const PhiloxLanes& philox, int64_t key, int64_t keys, int64_t query, int64_t queries, C* tile) const {
+    constexpr int kBeside = kPhiloxLanes / kQueries;
     const __m512i limit = _mm512_set1_epi32(static_cast<int>(threshold)), low_half = _mm512_set1_epi32(0xffff);
-    const PhiloxCut cut(queries, key, keys);
-    const __m512i below = _mm512_set1_epi32(static_cast<int>(cut.queries - 1));
-    const __m512i number = lane_numbers(), of_row = _mm512_and_si512(number, below);
-    const __m512i of_call =
-        _mm512_srl_epi32(number, _mm_cvtsi32_si128(__builtin_ctz(static_cast<uint32_t>(cut.queries))));
-    for (int64_t i = 0; i < queries; i += cut.queries) {
+    const __m512i of_row = _mm512_and_si512(lane_numbers(), _mm512_set1_epi32(kQueries - 1));
+    const __m512i of_call = _mm512_srli_epi32(lane_numbers(), __builtin_ctz(kQueries));
+    const int64_t calls = calls_of_block(key, keys);
+    for (int64_t i = 0; i < queries; i += kQueries) {
       const __m512i lanes = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(query + i)), of_row);
       for (int64_t block = key / philox::kBlockKeys; block * philox::kBlockKeys < key + keys; ++block)
-        for (int64_t call = 0; call < cut.calls; call += cut.beside()) {
+        for (int64_t call = 0; call < calls; call += kBeside) {
           __m512i words[4];
           const auto first = static_cast<int>(block * philox::kCallsPerBlock + call);
           philox.words(_mm512_add_epi32(_mm512_set1_epi32(first), of_call), lanes, words);
@@ -99,11 +101,11 @@ struct Keeping {
             const __m512i word = words[half / 2];
             const __m512i value = half % 2 == 0 ? _mm512_and_si512(word, low_half) : _mm512_srli_epi32(word, 16);
             const uint32_t bits = _mm512_cmpge_epu32_mask(value, limit);
-            for (int64_t n = 0; n < cut.beside(); ++n) {
+            for (int n = 0; n < kBeside; ++n) {
               const int64_t j = block * philox::kBlockKeys + half / 2 * 8 + (call + n) * 2 + half % 2 - key;
               if (j < 0 || j >= keys) continue;
               for (int lane = 0; lane < kPhiloxLanes; lane += S::kLanes)
-                store(tile + j * kTile<C> + i + lane, bits >> (n * cut.queries + lane));
+                store(tile + j * kTile<C> + i + lane, bits >> (n * kQueries + lane));
             }
           }
         }
@@ -145,15 +147,15 @@ struct Keeping {
 };
 #endif
 
-// Philox for 16 counters at once, whose queries repeat after `queries`, a power of two, and whose calls go on with them
-// (the loops vectorise): words[w][lane].
-inline void philox_lanes(uint64_t seed, uint32_t call, uint32_t query, uint32_t queries, uint64_t batch_head,
+// Philox for kQueries neighbouring queries and as many neighbouring calls as make 16 counters, all at once (the loops
+// vectorise): words[w][lane].
+template <int kQueries>
+inline void philox_lanes(uint64_t seed, uint32_t call, uint32_t query, uint64_t batch_head,
                          uint32_t (&words)[4][kPhiloxLanes]) {
   uint32_t x0[kPhiloxLanes], x1[kPhiloxLanes], x2[kPhiloxLanes], x3[kPhiloxLanes];
-  const int shift = __builtin_ctz(queries);
   for (uint32_t lane = 0; lane < kPhiloxLanes; ++lane) {
-    x0[lane] = call + (lane >> shift);
-    x1[lane] = query + (lane & (queries - 1));
+    x0[lane] = call + lane / kQueries;
+    x1[lane] = query + lane % kQueries;
     x2[lane] = static_cast<uint32_t>(batch_head);
     x3[lane] = static_cast<uint32_t>(batch_head >> 32);
   }
@@ -196,25 +198,29 @@ inline void dropout_tile(const Attention& p, int loop_dim, int64_t batch, int64_
   const int64_t query = keys_loop ? lane : loop, queries = keys_loop ? lanes : loops;
   const int64_t key = keys_loop ? loop : lane, keys = keys_loop ? loops : lanes;
   const int64_t query_step = keys_loop ? 1 : kTile<C>, key_step = keys_loop ? kTile<C> : 1;
-  const PhiloxCut cut(queries, key, keys);
-  for (int64_t i = 0; i < queries; i += cut.queries) {
-    const int64_t count = min64(cut.queries, queries - i);
-    for (int64_t block = key / philox::kBlockKeys; block * philox::kBlockKeys < key + keys; ++block)
-      for (int64_t first = 0; first < cut.calls; first += cut.beside()) {
-        uint32_t words[4][kPhiloxLanes];
-        philox_lanes(seed, static_cast<uint32_t>(block * philox::kCallsPerBlock + first),
-                     static_cast<uint32_t>(query + i), static_cast<uint32_t>(cut.queries), batch_head, words);
-        for (int64_t call = first, lane = 0; lane < kPhiloxLanes; ++call, lane += cut.queries)
-          for (int w = 0; w < 4; ++w)
-            for (int half = 0; half < 2; ++half) {
-              const int64_t j = block * philox::kBlockKeys + w * 8 + call * 2 + half - key;
-              if (j < 0 || j >= keys) continue;
-              C* target = tile + i * query_step + j * key_step;
-              for (int64_t r = 0; r < count; ++r)
-                target[r * query_step] = ((words[w][lane + r] >> (16 * half)) & 0xffffu) >= threshold ? kept : C(0);
-            }
-      }
-  }
+  const int64_t calls = calls_of_block(key, keys);
+  by_queries(queries, [&]<int kQueries>() {
+    constexpr int kBeside = kPhiloxLanes / kQueries;
+    for (int64_t i = 0; i < queries; i += kQueries) {
+      const int64_t count = min64(kQueries, queries - i);
+      for (int64_t block = key / philox::kBlockKeys; block * philox::kBlockKeys < key + keys; ++block)
+        for (int64_t call = 0; call < calls; call += kBeside) {
+          uint32_t words[4][kPhiloxLanes];
+          philox_lanes<kQueries>(seed, static_cast<uint32_t>(block * philox::kCallsPerBlock + call),
+                                 static_cast<uint32_t>(query + i), batch_head, words);
+          for (int n = 0; n < kBeside; ++n)
+            for (int w = 0; w < 4; ++w)
+              for (int half = 0; half < 2; ++half) {
+                const int64_t j = block * philox::kBlockKeys + w * 8 + (call + n) * 2 + half - key;
+                if (j < 0 || j >= keys) continue;
+                const uint32_t* const word = words[w] + n * kQueries;
+                C* target = tile + i * query_step + j * key_step;
+                for (int64_t r = 0; r < count; ++r)
+                  target[r * query_step] = ((word[r] >> (16 * half)) & 0xffffu) >= threshold ? kept : C(0);
+              }
+        }
+    }
+  });
 }
 
 }  // namespace
