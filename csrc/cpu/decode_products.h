@@ -259,7 +259,9 @@ template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
           }
         });
       } else {
-        accumulate(j, end, v, ahead, [&](auto* row, V(&value)[kVectors]) { value[0] = S::load_as(row, columns); });
+        accumulate(j, end, v, ahead, [&](auto* row, V(&value)[kVectors]) {
+          for (V& x : value) x = S::load_as(row, columns);
+        });
       }
     }
     for (int r = 0; r < kRows; ++r)
