@@ -201,6 +201,8 @@ inline void dropout_tile(const Attention& p, int loop_dim, int64_t batch, int64_
   const int64_t calls = calls_of_block(key, keys);
   by_queries(queries, [&]<int kQueries>() {
     constexpr int kBeside = kPhiloxLanes / kQueries;
+    const C kept_entry = kept;  // the tile might hold what is captured, for all that the compiler knows
+    const int64_t to_query = query_step, to_key = key_step;
     for (int64_t i = 0; i < queries; i += kQueries) {
       const int64_t count = min64(kQueries, queries - i);
       for (int64_t block = key / philox::kBlockKeys; block * philox::kBlockKeys < key + keys; ++block)
@@ -214,9 +216,9 @@ inline void dropout_tile(const Attention& p, int loop_dim, int64_t batch, int64_
                 const int64_t j = block * philox::kBlockKeys + w * 8 + (call + n) * 2 + half - key;
                 if (j < 0 || j >= keys) continue;
                 const uint32_t* const word = words[w] + n * kQueries;
-                C* target = tile + i * query_step + j * key_step;
+                C* target = tile + i * to_query + j * to_key;
                 for (int64_t r = 0; r < count; ++r)
-                  target[r * query_step] = ((word[r] >> (16 * half)) & 0xffffu) >= threshold ? kept : C(0);
+                  target[r * to_query] = ((word[r] >> (16 * half)) & 0xffffu) >= threshold ? kept_entry : C(0);
               }
         }
     }
