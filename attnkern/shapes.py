@@ -60,10 +60,8 @@ class View(NamedTuple):
 
     def of_bits(self, x: Tensor) -> Tensor:
         """`of` for a mask in bits, whose last dimension stays, where the view is that of the bools."""
-        kept = x.shape[-1:]
-        if self.broadcast is not None:
-            x = x.expand((*self.broadcast[:-1], *kept))
-        return x.reshape((*self.shape[:-1], *kept))
+        broadcast = None if self.broadcast is None else (*self.broadcast[:-1], x.shape[-1])
+        return View(broadcast, (*self.shape[:-1], x.shape[-1])).of(x)
 
 
 def shared_heads(rule: str, a: int, b: int) -> int:
