@@ -28,7 +28,7 @@ def packed_ranges(
     Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded.
     """
     check_ends("cu_seqlens_q", ends_q, query)
-    check_ends("cu_seqlens_k", ends_k, key)
+    check_ends("cu_seqlens_k", ends_k, query, key.shape[0])
     if ends_k.shape != ends_q.shape:
         raise RuntimeError(
             f"attnkern: cu_seqlens_k must have the shape of cu_seqlens_q {tuple(ends_q.shape)}, "

@@ -231,7 +231,9 @@ CU = ends([4, 6])
 attend = attnkern.varlen_attention
 BAD = [
     bad("query must have the shape (tokens, Hq, E), got (1, 10, 2, 8)", lambda: attend(Q[None], Q, Q, CU)),
+    bad("'query' must be Tensor, not numpy.ndarray", lambda: attend(Q.numpy(), Q, Q, CU), TypeError),
     bad("value must have key's 10 tokens, got 8", lambda: attend(Q, Q, Q[:8], CU)),
+    bad("key must be on query's device cpu, got meta", lambda: attend(Q, Q.to("meta"), Q, CU)),
     bad("key's number of heads must be 1 or query's 2, got 3$", lambda: attend(Q, Q[:, :1].expand(-1, 3, -1), Q, CU)),
     bad("'cu_seqlens_q' must be Tensor, not list", lambda: attend(Q, Q, Q, [0, 10]), TypeError),
     bad("cu_seqlens_q must be int32 or int64 with shape ... got float32", lambda: attend(Q, Q, Q, CU.float())),
