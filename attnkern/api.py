@@ -140,7 +140,8 @@ def attention(
             E) and (pages, Hv, size, Ev), with a power of two from 16 on as size and any strides, and key j of sequence
             b is row j % size of page block_table[b, j // size], S is pages of a sequence * size. key_ranges say which
             keys there are; numbers of pages that no query attends to are not looked at. query is (B, Hq, L, E). Not
-            differentiable, nor are the other arguments beside it. `attnkern.PagedCache` keeps pages.
+            differentiable, nor are the other arguments beside it. torch.autocast casts the query to the pools' dtype,
+            and leaves these. `attnkern.PagedCache` keeps pages.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:

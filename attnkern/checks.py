@@ -41,19 +41,23 @@ def check_added(name: str, dtype: torch.dtype, of_query: torch.dtype) -> None:
         raise RuntimeError(f"attnkern: {name} must be {allowed}, got {show(dtype)}")
 
 
+def check_mask_dtype(name: str, dtype: torch.dtype, of_query: torch.dtype, hint: str = "") -> None:
+    if dtype not in (torch.bool, torch.float32, of_query):
+        allowed = "bool or query's dtype float32"
+        if of_query != torch.float32:
+            allowed = f"bool, float32 or query's dtype {show(of_query)}"
+        raise RuntimeError(f"attnkern: {name} must be {allowed}, got {show(dtype)}{hint}")
+
+
 def check_mask(mask: Kind, query: Kind, scores: Sizes) -> None:
     shape, dtype, *_ = mask
     check_place("attn_mask", mask, query)
-    if dtype not in (torch.bool, torch.float32, query.dtype):
-        allowed = "bool or query's dtype float32"
-        if query.dtype != torch.float32:
-            allowed = f"bool, float32 or query's dtype {show(query.dtype)}"
-        hint = ""
-        if not dtype.is_floating_point and not dtype.is_complex:
-            hint = " (masks.padding makes a Mask of lengths)"
-            if len(shape) > 1:
-                hint = " (attn_mask.bool() attends where it is not 0)"
-        raise RuntimeError(f"attnkern: attn_mask must be {allowed}, got {show(dtype)}{hint}")
+    hint = ""
+    if not dtype.is_floating_point and not dtype.is_complex:
+        hint = " (masks.padding makes a Mask of lengths)"
+        if len(shape) > 1:
+            hint = " (attn_mask.bool() attends where it is not 0)"
+    check_mask_dtype("attn_mask", dtype, query.dtype, hint)
     if len(shape) > len(scores) or not fit(shape, scores):
         raise RuntimeError(
             f"attnkern: attn_mask must broadcast to the scores' shape {show(scores)}, got {show(shape)}"

@@ -12,6 +12,7 @@ from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from . import api, autograd, rng
 from .arguments import mask_type_error, may_look, show, type_error
+from .checks import check_mask_dtype
 from .mask import Mask, span
 from .packed import is_jagged
 from .params import UNBOUNDED, Band, within_ranges
@@ -132,11 +133,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask, ranges = _of_mask(attn_mask)
         elif attn_mask is not None and (not is_causal or need_weights or key_padding_mask is not None):
             # torch's rule for the hint: it stands for the mask only where nothing else is asked for.
-            mask, is_causal = _attended(attn_mask), False
+            mask, is_causal = _attended("attn_mask", attn_mask, q.dtype), False
             if mask.dim() == 3:
                 mask = mask.unflatten(0, (batch_size, self.num_heads))
         if key_padding_mask is not None:
-            real = _attended(key_padding_mask).view(batch_size, 1, 1, seqlen_k)
+            real = _attended("key_padding_mask", key_padding_mask, q.dtype).view(batch_size, 1, 1, seqlen_k)
             mask, ranges = _with_padding(mask, ranges, real)
         if appended := (self.bias_k is not None) + self.add_zero_attn:
             k, v = self._append(k, v, sequence, batch)
@@ -348,6 +349,8 @@ class CrossAttention(nn.Module):
             if size % num_heads:
                 raise ValueError(f"attnkern: {name} must be a multiple of num_heads={num_heads}, got {size}")
         self.num_heads, self.dropout, self.window, self.alignment = num_heads, dropout, window, alignment
+        # Not asked of the projections, in whose place there may be other modules.
+        self.query_dim, self.context_dim = query_dim, context_dim
         self.q_proj = nn.Linear(query_dim, k_dim, bias, device, dtype)
         self.k_proj = nn.Linear(context_dim, k_dim, bias, device, dtype)
         self.v_proj = nn.Linear(context_dim, v_dim, bias, device, dtype)
@@ -394,10 +397,7 @@ class CrossAttention(nn.Module):
             raise RuntimeError(
                 f"attnkern: context must have x's rank and batch size, {show(x.shape)}, got {show(context.shape)}"
             )
-        for name, tensor, width in (
-            ("x", x, self.q_proj.in_features),
-            ("context", context, self.k_proj.in_features),
-        ):
+        for name, tensor, width in (("x", x, self.query_dim), ("context", context, self.context_dim)):
             if tensor.shape[-1] != width:
                 raise RuntimeError(f"attnkern: {name}'s last size must be {width}, got {show(tensor.shape)}")
         lead, seqlen_q, seqlen_k = tuple(x.shape[:-2]), x.shape[-2], context.shape[-2]
@@ -507,9 +507,16 @@ def _with_padding(
     return _both(_dense(mask), real), ranges
 
 
-def _attended(mask: Tensor) -> Tensor:
-    """A mask of torch's modules, True = hidden, as one of functions, True = attended; one that is added stays."""
-    return ~mask if mask.dtype == torch.bool else mask
+def _attended(name: str, mask: Tensor, of_query: torch.dtype) -> Tensor:
+    """A mask of torch's modules, True = hidden, as one of functions, True = attended; one that is added stays.
+
+    But for 16 bits of another dtype than query's, which torch takes beside a bool mask: float32 holds them all."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    if mask.dtype in (torch.float16, torch.bfloat16) and mask.dtype != of_query:
+        return mask.float()
+    check_mask_dtype(name, mask.dtype, of_query)
+    return mask
 
 
 def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -28,7 +28,7 @@ def packed_ranges(
     Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded.
     """
     check_ends("cu_seqlens_q", ends_q, query)
-    check_ends("cu_seqlens_k", ends_k, key)
+    check_ends("cu_seqlens_k", ends_k, query, key.shape[0])
     if ends_k.shape != ends_q.shape:
         raise RuntimeError(
             f"attnkern: cu_seqlens_k must have the shape of cu_seqlens_q {tuple(ends_q.shape)}, "
@@ -86,7 +86,7 @@ def _ranges(
     # Before the first sequence and behind the last stands one more, without keys, for the tokens of none.
     first_q, first_k = (F.pad(ends, (1, 0)) for ends in (ends_q, ends_k))
     lengths_q, lengths_k = (
-        F.pad(ends.diff() if used is None else used, (1, 1)) for ends, used in ((ends_q, used_q), (ends_k, used_k))
+        _lengths(ends) if used is None else F.pad(used, (1, 1)) for ends, used in ((ends_q, used_q), (ends_k, used_k))
     )
     token = torch.arange(tokens, device=ends_q.device)
     # (Not out of bounds where ends are wrong and weren't looked at.)
@@ -100,6 +100,15 @@ def _ranges(
     if used_q is not None:
         end = end.where(token - first_q[sequence] < lengths_q[sequence], begin)
     return torch.stack([begin, end], -1).to(torch.int32).unsqueeze(1)
+
+
+def _lengths(ends: Tensor) -> Tensor:
+    """The lengths of sequences, and of the empty ones around them.
+
+    (Of two tensors as long as the result: `diff` has a size of n - 1, which export would hold to be other than 1, and
+    its program would then refuse a single sequence.)
+    """
+    return torch.cat([ends, ends[-1:]]) - torch.cat([ends[:1], ends])
 
 
 def within_window(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .api import attention
-from .arguments import Window, show, type_error
+from .arguments import Window, autocasts, show, type_error
 from .packed import paged_ranges
 from .params import DTYPES, LEAST_PAGE
 from .varlen import check_packed_window
@@ -45,7 +45,8 @@ class PagedCache:
             The heads come first in a page, so that what one head reads lies together.
 
     Raises:
-        ValueError: sizes that are not positive, page_size that is no power of two from 16 on, a dtype of no call.
+        TypeError: an argument of the wrong type. ValueError: sizes that are not positive, page_size that is no power of
+        two from 16 on, a dtype of no call.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        sizes = {"pages": pages, "heads": heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "layers": layers}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"attnkern: {name} must be 1 or more, got {size}")
+        pages, heads, head_dim = _size("pages", pages), _size("heads", heads), _size("head_dim", head_dim)
+        head_dim_v = head_dim if head_dim_v is None else _size("head_dim_v", head_dim_v)
+        layers = _size("layers", layers)
+        page_size = _integer("page_size", page_size)
         if page_size < LEAST_PAGE or page_size & (page_size - 1):
             raise ValueError(f"attnkern: page_size must be a power of two from {LEAST_PAGE} on, got {page_size}")
+        if not isinstance(dtype, torch.dtype):
+            raise type_error("dtype", "torch.dtype", dtype)
         if dtype not in DTYPES:
             raise ValueError(f"attnkern: dtype must be float32, float64, bfloat16 or float16, got {show(dtype)}")
         self.page_size = page_size
@@ -218,6 +220,12 @@ def _integer(name: str, x: Any) -> int:
         raise type_error(name, "int", x) from None
 
 
+def _size(name: str, x: Any) -> int:
+    if (x := _integer(name, x)) < 1:
+        raise ValueError(f"attnkern: {name} must be 1 or more, got {x}")
+    return x
+
+
 def _integers(name: str, x: Any, copies: int | None = None) -> list[int]:
     """As a list of Python's ints; with `copies` x may be one integer that stands for so many."""
     x = x.tolist() if hasattr(x, "tolist") else x  # a tensor, or numpy's
@@ -283,7 +291,9 @@ class Step:
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Puts the tokens' keys (T, Hk, E) and values (T, Hv, Ev) into the pages of a layer."""
         self._check_pages()
-        for name, x, pool in (("key", key, self._cache.keys), ("value", value, self._cache.values)):
+        layer = self._checked_layer(layer)
+        both = ("key", key, self._cache.keys), ("value", value, self._cache.values)
+        for name, x, pool in both:
             if not isinstance(x, Tensor):
                 raise type_error(name, "Tensor", x)
             expected = (len(self.positions), pool.shape[2], pool.shape[4])
@@ -292,6 +302,7 @@ class Step:
                     f"attnkern: {name} must be {expected} {show(pool.dtype)} {pool.device}, got {show(x.shape)} "
                     f"{show(x.dtype)} {x.device}"
                 )
+        for _, x, pool in both:
             pool[layer][self._page, :, self._row] = x.detach()
 
     @torch.no_grad()
@@ -304,14 +315,18 @@ class Step:
         *,
         is_causal: bool = True,
         window: Window = None,
-        **options: Any,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+        backend: str | None = None,
     ) -> Any:
         """Attention of the tokens to all that their sequences hold in a layer, after `write` of key and value if given.
 
         Args:
-            layer: from 0 on. query: (T, Hq, E). key, value: as in `write`.
+            layer: from 0 on. query: (T, Hq, E), of the cache's dtype and device. key, value: as in `write`.
             is_causal, window: within each sequence, the last new token level with the last that there is.
-            options: scale, softcap, sinks, return_lse, backend of `attnkern.attention`.
+            scale, softcap, return_lse, backend: as in `attnkern.attention`; sinks likewise, (Hq,).
 
         Returns:
             (T, Hq, Ev); with return_lse also lse (Hq, T). There is no gradient.
@@ -325,16 +340,40 @@ class Step:
         self._check_pages()
         if query.dim() != 3 or query.shape[0] != len(self.positions):
             raise RuntimeError(f"attnkern: query must be ({len(self.positions)}, Hq, E), got {show(query.shape)}")
+        layer, cache = self._checked_layer(layer), self._cache
+        fits = query.dtype == cache.keys.dtype or autocasts(query.device)
+        if not fits or query.device != cache.keys.device:
+            raise RuntimeError(
+                f"attnkern: query must be {show(cache.keys.dtype)} {cache.keys.device}, as the cache, got "
+                f"{show(query.dtype)} {query.device}"
+            )
         ranges = self._key_ranges(*check_packed_window(is_causal, window, "bottom_right"), query)
         table = self.block_table if self._batch else self.block_table.reshape(1, -1)
         batch = self._batch or 1
         q = query.unflatten(0, (batch, len(self.positions) // batch)).transpose(1, 2)
-        pools = self._cache.keys[layer], self._cache.values[layer]
-        results: Any = attention(q, *pools, key_ranges=ranges, block_table=table, enable_gqa=True, **options)
-        if not options.get("return_lse"):
+        results: Any = attention(
+            q,
+            cache.keys[layer],
+            cache.values[layer],
+            scale=scale,
+            enable_gqa=True,
+            softcap=softcap,
+            key_ranges=ranges,
+            sinks=sinks,
+            block_table=table,
+            return_lse=return_lse,
+            backend=backend,
+        )
+        if not return_lse:
             return results.transpose(1, 2).flatten(0, 1)
         out, lse = results
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+    def _checked_layer(self, layer: int) -> int:
+        layer, layers = _integer("layer", layer), len(self._cache.keys)
+        if not 0 <= layer < layers:
+            raise ValueError(f"attnkern: layer must be from 0 to {layers - 1}, got {layer}")
+        return layer
 
     def _check_pages(self) -> None:
         """Raises where a sequence has lost a page of the step: it may be another's by now."""

@@ -39,6 +39,8 @@ def pages_of(query: Any, key: Any, value: Any, block_table: Any) -> Pages:
     for name, x in (("query", query), ("key", key), ("value", value), ("block_table", block_table)):
         if not isinstance(x, Tensor):
             raise type_error(name, "Tensor", x)
+        if x.is_nested:
+            raise ValueError(f"attnkern: {name} must be dense beside a block_table, got a nested tensor")
     for name, x in (("key", key), ("value", value)):
         if x.dim() != 4:
             raise RuntimeError(

@@ -226,7 +226,12 @@ class Problem(NamedTuple):
             block_table = replicated(block_table, query)
         pages = pages_of(query, key, value, block_table)
         key, value = pages.views()
-        return cls.from_sdpa(query, key, value, *others)._replace(pages=pages)
+        if not autocasts(query.device):
+            return cls.from_sdpa(query, key, value, *others)._replace(pages=pages)
+        if query.is_floating_point() and query.dtype != torch.float64:
+            query = query.to(key.dtype)  # to cast the pools would copy all of their pages
+        with torch.autocast(query.device.type, enabled=False):
+            return cls.from_sdpa(query, key, value, *others)._replace(pages=pages)
 
     @classmethod
     def _of_jagged(

@@ -138,18 +138,20 @@ def varlen_attention(
 def check_packed(query: Any, key: Any, value: Any) -> None:
     """Raises unless they are tensors of packed tokens."""
     for name, x, size in (("query", query, "Hq, E"), ("key", key, "Hk, E"), ("value", value, "Hk, Ev")):
-        if not isinstance(x, Tensor) or x.dim() != 3:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise RuntimeError(f"attnkern: {name} must have the shape (tokens, {size}), got {got}")
+        if not isinstance(x, Tensor):
+            raise type_error(name, "Tensor", x)
+        if x.dim() != 3:
+            raise RuntimeError(f"attnkern: {name} must have the shape (tokens, {size}), got {tuple(x.shape)}")
     if holds(key.shape[0] != value.shape[0], False):
         raise RuntimeError(f"attnkern: value must have key's {key.shape[0]} tokens, got {value.shape[0]}")
 
 
 def _checked_table(query: Any, key: Any, value: Any, cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> Tensor:
     """Raises unless they are packed queries and pools of pages with the keys that each sequence has in them."""
-    if not isinstance(query, Tensor) or query.dim() != 3:
-        got = tuple(query.shape) if isinstance(query, Tensor) else type(query).__name__
-        raise RuntimeError(f"attnkern: query must have the shape (tokens, Hq, E), got {got}")
+    if not isinstance(query, Tensor):
+        raise type_error("query", "Tensor", query)
+    if query.dim() != 3:
+        raise RuntimeError(f"attnkern: query must have the shape (tokens, Hq, E), got {tuple(query.shape)}")
     if cu_seqlens_k is not None:
         raise ValueError(
             "attnkern: cu_seqlens_k must be None beside a block_table: seqused_k says which keys there are"

@@ -318,6 +318,9 @@ def test_padding_and_back():
         assert torch.equal(grad, mask[..., None].expand_as(x).float())
     *_, cu_seqlens, longest, used = unpad_input(x, mask, torch.tensor([[0, 0, 1, 1, 1], [1, 0, 0, 0, 0], [0] * 5]))
     assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 5, 6, 9], 5, [2, 0, 3])
+    # A token of both masks, and one that a number above 1 marks, are one token.
+    tokens, *_, cu_seqlens, longest, used = unpad_input(x, 2 * mask, torch.ones_like(mask))
+    assert (len(tokens), cu_seqlens.tolist(), longest, used.tolist()) == (15, [0, 5, 10, 15], 5, [2, 0, 3])
 
 
 def test_packed_arguments_are_slices():

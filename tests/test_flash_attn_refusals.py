@@ -112,7 +112,35 @@ BAD = [
     bad("x must have the shape (batch_size, seqlen,", lambda: apply_rotary_emb(T, COS, COS)),
     bad("with rotary_dim at most 8", lambda: apply_rotary_emb(Q, COS.repeat(1, 2), COS.repeat(1, 2))),
     bad("attention_mask must have the shape (2, 5), got (2, 4)", lambda: unpad_input(Q, torch.ones(2, 4))),
+    bad("attention_mask must be bool or integer, got float32", lambda: unpad_input(Q, torch.ones(2, 5))),
     bad("indices must have the shape (total,)", lambda: pad_input(T, torch.arange(3), 2, 5)),
+    bad("'indices' must be Tensor, not list", lambda: pad_input(T, [0, 1], 2, 5), TypeError),
+    bad("cache_seqlens must have the shape (2,), got ()", lambda: cached(Q, Q, Q, cache_seqlens=torch.tensor(3))),
+    bad(
+        "rotary_cos and rotary_sin must have a row for each position, of which these are 4 to 8, got 6 rows",
+        lambda: cached(Q, Q.clone(), Q.clone(), Q[:, :1], Q[:, :1], COS, COS, cache_seqlens=4, causal=True),
+    ),
+    bad(
+        "'max_seqlen_k' must be int, not NoneType",
+        lambda: packed(T, T, T, CU, CU, 5, None, 0.1, return_attn_probs=True),
+        TypeError,
+    ),
+    bad(
+        "max_seqlen must be 0 or more, got -1",
+        lambda: flash_attn_varlen_qkvpacked_func(T[:, None].expand(-1, 3, -1, -1), CU, -1, 0.1, return_attn_probs=True),
+    ),
+    bad(
+        "k_cache's page_size must be a power of two from 16 on, got 12",
+        lambda: cached(Q, PAGES[:, :12], PAGES[:, :12], cache_seqlens=1, block_table=CU[:2, None]),
+    ),
+    bad(
+        "v_cache must have k_cache's num_pages 3, got 2",
+        lambda: cached(Q, PAGES, PAGES[:2], cache_seqlens=1, block_table=CU[:2, None]),
+    ),
+    bad(
+        "k_cache must have a page or more",
+        lambda: cached(Q, PAGES[:0], PAGES[:0], cache_seqlens=0, block_table=CU[:2, None]),
+    ),
     bad(
         "k must have the shape (num_pages, page_size, nheads_k, headdim)",
         lambda: packed(T, T, T, CU, CU, 5, 5, block_table=CU),

@@ -175,6 +175,7 @@ def test_explain():
 
 X = jagged(torch.zeros(11, 3, 8), [4, 7]).transpose(1, 2)
 DENSE = torch.zeros(2, 3, 7, 8)
+POOL = torch.zeros(4, 2, 16, 8)
 STRIDED = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(3, 7, 8)])
 BAD = [
     bad(
@@ -204,6 +205,11 @@ BAD = [
     ),
     bad("supported in the jagged layout only", lambda: attnkern.attention(STRIDED, STRIDED, STRIDED)),
     bad("supported in the jagged layout only", lambda: attnkern.attention(X, STRIDED, STRIDED)),
+    bad(
+        "query must be dense beside a block_table, got a nested tensor",
+        lambda: attnkern.attention(X, POOL, POOL, block_table=torch.zeros(2, 1, dtype=torch.int32)),
+        ValueError,
+    ),
     bad(
         "key must have query's batch size (number of sequences) 2, got 3",
         lambda: attnkern.attention(X, *[jagged(torch.zeros(11, 3, 8), [4, 4, 3]).transpose(1, 2)] * 2),

@@ -350,6 +350,21 @@ def test_a_row_of_large_negative_masks_is_a_mean(lowest):
     torch.testing.assert_close(want[1][0, 1], torch.full((5,), 0.2))
 
 
+@pytest.mark.parametrize("need", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_padding_of_16_bits_beside_a_bool_mask(dtype, need):
+    """As torch takes it. (It warns of two masks of different types.)"""
+    theirs, ours = pair(batch_first=True)
+    x = torch.randn(2, 5, E)
+    padding = torch.zeros(2, 5, dtype=dtype)
+    padding[0, 3:], padding[1, 1] = -math.inf, 0.5
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    options = {"key_padding_mask": padding, "attn_mask": causal, "need_weights": need}
+    with pytest.warns(UserWarning, match="mismatched"):
+        expected = theirs(x, x, x, **options)
+    torch.testing.assert_close(ours(x, x, x, **options), expected)
+
+
 def test_dropout_in_training_only():
     module = MultiheadAttention(E, H, dropout=0.4, batch_first=True, dtype=torch.float64)
     x, value = torch.randn(2, 2, 33, E, dtype=torch.float64)
@@ -675,7 +690,10 @@ SELF_CALLS = [
     *MASKS_OF_OTHER_SIZES,
     ({"key_padding_mask": masks.causal(L)}, TypeError, A_MASK_AS_PADDING.format("key_padding_mask")),
     ({"key": None}, TypeError, "argument 'key' must be Tensor, not NoneType"),
-    ({"attn_mask": torch.zeros(L, S).double()}, RuntimeError, "attn_mask must be bool or query's dtype float32, got f"),
+    *(
+        ({name: torch.zeros(n, S).double()}, RuntimeError, f"{name} must be bool or query's dtype float32, got float64")
+        for name, n in (("attn_mask", L), ("key_padding_mask", N))
+    ),
 ]
 CROSS_CALLS = [
     *MASKS_OF_OTHER_SIZES,
@@ -809,6 +827,17 @@ def test_cross_attention_defaults():
     dropping = CrossAttention(8, num_heads=2, dropout=0.5)
     assert not torch.equal(dropping(x), dropping(x))
     assert torch.equal(dropping.eval()(x), dropping(x))
+
+
+def test_other_modules_in_place_of_the_projections():
+    """As what adapts a model puts there: without the attributes of nn.Linear."""
+    module, x, context = CrossAttention(8, 6, num_heads=2), torch.randn(2, 5, 8), torch.randn(2, 7, 6)
+    expected = module(x, context)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(module, name, torch.nn.Sequential(getattr(module, name)))
+    assert torch.equal(module(x, context), expected)
+    with pytest.raises(RuntimeError, match="context's last size must be 6, got"):
+        module(x, x)
 
 
 # --- attention_weights

@@ -138,6 +138,14 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=message):
             attnkern.PagedCache(**({"pages": 4, "heads": 1, "head_dim": 8} | given))
+    for given, message in (
+        ({"pages": "4"}, "'pages' must be int, not str"),
+        ({"head_dim": 8.0}, "'head_dim' must be int, not float"),
+        ({"page_size": 16.0}, "'page_size' must be int, not float"),
+        ({"dtype": "float32"}, "'dtype' must be torch.dtype, not str"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            attnkern.PagedCache(**({"pages": 4, "heads": 1, "head_dim": 8} | given))
     paged = attnkern.PagedCache(4, 1, 8, page_size=16)
     a = paged.add()
     for call, message in (
@@ -164,17 +172,49 @@ def test_errors():
     for call, message in (
         (lambda: step.attention(0, None), "'query' must be Tensor, not NoneType"),
         (lambda: step.write(0, [1], q), "'key' must be Tensor, not list"),
+        (lambda: step.attention(q, q), "'layer' must be int, not Tensor"),
+        (lambda: step.write(slice(1), q[:, :1], q[:, :1]), "'layer' must be int, not slice"),
+        # Which a step decides itself, or for which it knows no places.
+        (lambda: step.attention(0, q, alignment="top_left"), "unexpected keyword argument 'alignment'"),
+        (lambda: step.attention(0, q, relative_bias=q[0]), "unexpected keyword argument 'relative_bias'"),
     ):
         with pytest.raises(TypeError, match=message):
             call()
+    for layer in (1, -1):
+        with pytest.raises(ValueError, match=f"layer must be from 0 to 0, got {layer}"):
+            step.attention(layer, q)
     for call, message in (
         (lambda: step.attention(0, q[:2]), r"query must be \(3, Hq, E\), got \(2, 2, 8\)"),
+        (lambda: step.attention(0, q.double()), "query must be float32 cpu, as the cache, got float64 cpu"),
+        (lambda: step.attention(0, q.to("meta")), "query must be float32 cpu, as the cache, got float32 meta"),
         (lambda: step.attention(0, q, q), "key and value must be given together"),
         (lambda: step.write(0, q, q), r"key must be \(3, 1, 8\) float32 cpu, got \(3, 2, 8\)"),
         (lambda: step.write(0, q[:, :1].double(), q[:, :1]), r"key must be \(3, 1, 8\) float32 cpu, got .* float64"),
     ):
         with pytest.raises(RuntimeError, match=message):
             call()
+
+
+def test_a_value_that_does_not_fit_leaves_the_keys_as_they_were():
+    paged = attnkern.PagedCache(4, 1, 8, page_size=16)
+    step = paged.step([paged.add()], [3])
+    kept = torch.ones(3, 1, 8)
+    step.write(0, kept, kept)
+    with pytest.raises(RuntimeError, match="value must be"):
+        step.write(0, -kept, kept[:2])
+    assert torch.equal(paged.keys[0, step.block_table[0, 0], 0, :3], kept[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_leaves_the_pages_as_they_are(dtype):
+    """The query goes to their dtype."""
+    paged = attnkern.PagedCache(4, 1, 8, page_size=16, dtype=dtype)
+    step = paged.step([paged.add()], [3])
+    q, k, v = (torch.randn(3, heads, 8, dtype=dtype) for heads in (2, 1, 1))
+    want = step.attention(0, q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        for given in (q, q.float()):
+            assert torch.equal(step.attention(0, given), want)
 
 
 @pytest.mark.parametrize("change", ["freed", "cut", "given a page of its own"])

@@ -200,6 +200,22 @@ def test_one_graph_serves_all_lengths(target):
     assert counter.frame_count == 1
 
 
+def test_an_exported_program_takes_one_sequence():
+    """2 s."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x, cu):
+            return attnkern.varlen_attention(x, x, x, cu, is_causal=True)
+
+    x, ends = torch.randn(7, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+    sizes = {0: torch.export.Dim("tokens")}, {0: torch.export.Dim("ends")}
+    program = torch.export.export(Module(), (x, ends), dynamic_shapes=sizes, strict=False)
+    for lengths in ([7], [2, 0, 4]):
+        x = torch.randn(sum(lengths), 2, 8)
+        ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        torch.testing.assert_close(program.module()(x, ends), Module()(x, ends))
+
+
 def test_memory_follows_the_tokens():
     """400 sequences of 20 to 50 tokens: no tensor of tokens x tokens, nor of sequences x longest x longest."""
     lengths = [20 + 7 * n % 31 for n in range(400)]
@@ -215,7 +231,9 @@ CU = ends([4, 6])
 attend = attnkern.varlen_attention
 BAD = [
     bad("query must have the shape (tokens, Hq, E), got (1, 10, 2, 8)", lambda: attend(Q[None], Q, Q, CU)),
+    bad("'query' must be Tensor, not numpy.ndarray", lambda: attend(Q.numpy(), Q, Q, CU), TypeError),
     bad("value must have key's 10 tokens, got 8", lambda: attend(Q, Q, Q[:8], CU)),
+    bad("key must be on query's device cpu, got meta", lambda: attend(Q, Q.to("meta"), Q, CU)),
     bad("key's number of heads must be 1 or query's 2, got 3$", lambda: attend(Q, Q[:, :1].expand(-1, 3, -1), Q, CU)),
     bad("'cu_seqlens_q' must be Tensor, not list", lambda: attend(Q, Q, Q, [0, 10]), TypeError),
     bad("cu_seqlens_q must be int32 or int64 with shape ... got float32", lambda: attend(Q, Q, Q, CU.float())),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import autocasts, number, show, type_error
-from ..params import DTYPES, int_of_numpy, shown
+from ..params import DTYPES, LEAST_PAGE, int_of_numpy, shown
 
 _BATCH = "batch_size, seqlen"
 _PACKED = "total"
@@ -67,7 +67,8 @@ def check_dims(name: str, x: Any, sizes: str) -> None:
     wanted = sizes.split(", ")
     fits = x.dim() == len(wanted) and all(n == int(m) for n, m in zip(x.shape, wanted, strict=True) if m.isdigit())
     if not fits:
-        raise RuntimeError(f"attnkern: {name} must have the shape ({sizes}), got {show(x.shape)}")
+        shape = f"({sizes})" if len(wanted) > 1 else f"({sizes},)"
+        raise RuntimeError(f"attnkern: {name} must have the shape {shape}, got {show(x.shape)}")
 
 
 def check_vector(name: str, x: Any, size: int, device: torch.device) -> None:
@@ -133,6 +134,13 @@ def check_pages(q: Any, k: Any, v: Any, block_table: Any, names: tuple[str, str]
     and block_table is int32 or int64 (batch_size, pages of a sequence)."""
     for name, x in zip(names, (k, v), strict=True):
         check_dims(name, x, "num_pages, page_size, nheads_k, headdim")
-    of_one = [x[:1].flatten(0, 1) if packed else x[:1].expand(batch, -1, -1, -1) for x in (k, v)]
-    check_tensors(q, of_one[0], of_one[1], packed, names=("q", *names))
     check_dims("block_table", block_table, f"{batch}, pages of a sequence")
+    (count, size), (name_k, name_v) = k.shape[:2], names
+    if size < LEAST_PAGE or size & (size - 1):
+        raise RuntimeError(f"attnkern: {name_k}'s page_size must be a power of two from {LEAST_PAGE} on, got {size}")
+    if v.shape[0] != count:
+        raise RuntimeError(f"attnkern: {name_v} must have {name_k}'s num_pages {count}, got {v.shape[0]}")
+    if count == 0 and block_table.numel() > 0:
+        raise RuntimeError(f"attnkern: {name_k} must have a page or more beside a block_table that isn't empty")
+    of_one = [x.new_empty(()).expand(x.shape[1:] if packed else (batch, *x.shape[1:])) for x in (k, v)]
+    check_tensors(q, of_one[0], of_one[1], packed, names=("q", *names))

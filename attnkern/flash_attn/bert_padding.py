@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import show
+from ..arguments import show, type_error
 from .arguments import check_dims
 
 
@@ -35,24 +35,34 @@ def unpad_input(
         (batch + 1,); the longest sequence's length; seqused int32 (batch,), the tokens of attention_mask.
 
     Raises:
-        TypeError: arguments of the wrong type. RuntimeError: masks of another shape.
+        TypeError: arguments of the wrong type. RuntimeError: masks of another shape, or floating point.
     """
     if not isinstance(hidden_states, Tensor) or hidden_states.dim() < 2:
         check_dims("hidden_states", hidden_states, "batch, seqlen, ...")
     batch, seqlen = hidden_states.shape[:2]
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None or name == "attention_mask":
-            check_dims(name, mask, f"{batch}, {seqlen}")
-    every = attention_mask if unused_mask is None else attention_mask + unused_mask
-    used, lengths = (mask.sum(-1, dtype=torch.int32) for mask in (attention_mask, every))
+    _check_mask("attention_mask", attention_mask, batch, seqlen)
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, batch, seqlen)
+    selected = attention_mask != 0
+    every = selected if unused_mask is None else selected | (unused_mask != 0)
+    used, lengths = (mask.sum(-1, dtype=torch.int32) for mask in (selected, every))
     indices = every.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if batch else 0
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
 
 
+def _check_mask(name: str, mask: Tensor, batch: int, seqlen: int) -> None:
+    check_dims(name, mask, f"{batch}, {seqlen}")
+    if mask.is_floating_point():  # which may be one of 0 and -inf, to be added
+        raise RuntimeError(f"attnkern: {name} must be bool or integer, got {show(mask.dtype)}")
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) of packed tokens (total, ...) at `indices` (total,) of the flattened batch; 0 elsewhere."""
+    for name, x in (("hidden_states", hidden_states), ("indices", indices)):
+        if not isinstance(x, Tensor):
+            raise type_error(name, "Tensor", x)
     if hidden_states.shape[:1] != indices.shape:
         raise RuntimeError(
             f"attnkern: indices must have the shape (total,), one for each of hidden_states "

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..api import attention
-from ..arguments import may_look
+from ..arguments import may_look, type_error
 from ..packed import check_ends, packed_ranges, paged_ranges, places
+from ..params import int_of_numpy
 from .arguments import (
     bounds,
     cap_of,
@@ -191,7 +192,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (batch_size + 1,), int32 or int64: sequence s has the queries cu_seqlens_q[s] to
             cu_seqlens_q[s + 1]; the first is 0, the last total_q or less. Queries behind the last attend to nothing.
         cu_seqlens_k: the same of the keys.
-        max_seqlen_q, max_seqlen_k: not read, but as the sizes of S_dmask.
+        max_seqlen_q, max_seqlen_k: ints, not read but as the sizes of S_dmask.
         alibi_slopes: float32 (nheads,) or (batch_size, nheads). Of (nheads,), where cu_seqlens_k is cu_seqlens_q, one
             tensor, a call holds 4 * nheads * (total_q + total_k) bytes for it; elsewhere, unless causal and of 16 bits,
             4 * nheads * total_q * total_k.
@@ -216,6 +217,8 @@ def flash_attn_varlen_func(
         options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
         return _of_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, *options)
     check_tensors(q, k, v, packed=True)
+    if return_attn_probs and dropout_p != 0:
+        _check_longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     return _of_packed(q, k, v, *lengths, *options)
@@ -241,6 +244,8 @@ def flash_attn_varlen_kvpacked_func(
     check_dims("kv", kv, "total_k, 2, nheads_k, headdim")
     k, v = kv.unbind(1)
     check_tensors(q, k, v, packed=True, names=("q", "kv", "kv"))
+    if return_attn_probs and dropout_p != 0:
+        _check_longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     return _of_packed(q, k, v, *lengths, *options)
@@ -265,6 +270,8 @@ def flash_attn_varlen_qkvpacked_func(
     check_ends("cu_seqlens", cu_seqlens, qkv)
     q, k, v = qkv.unbind(1)
     check_tensors(q, k, v, packed=True, names=("qkv", "qkv", "qkv"))
+    if return_attn_probs and dropout_p != 0:
+        _check_longest(max_seqlen=max_seqlen)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     return _of_packed(q, k, v, *lengths, *options)
@@ -385,6 +392,16 @@ def _packed_alibi(
     else:
         slopes_q, slopes_k = (F.pad(slopes, (0, 0, 0, 1))[sequence].mT for sequence in (of_q, of_k))
     return Alibi.of(slopes_q[None], slopes_k[None], places_q, places_k, right, q.dtype)
+
+
+def _check_longest(**longest: Any) -> None:
+    """Where they are read, as sizes of S_dmask: integers, in 0-d tensors as well, that are no less than 0."""
+    for name, n in longest.items():
+        n = int_of_numpy(n)
+        if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt, Tensor)):
+            raise type_error(name, "int", n)
+        if not isinstance(n, Tensor) and n < 0:
+            raise RuntimeError(f"attnkern: {name} must be 0 or more, got {n}")
 
 
 def _unpacked(weights: Tensor, ends_q: Tensor, ends_k: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

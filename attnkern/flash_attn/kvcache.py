@@ -23,7 +23,7 @@ from .arguments import (
     scale_of,
 )
 from .calls import Alibi, attend
-from .layers.rotary import apply_rotary_emb, check_angles
+from .layers.rotary import check_angles, turn
 
 
 @torch.no_grad()
@@ -58,8 +58,8 @@ def flash_attn_with_kvcache(
         k_cache: (batch_cache, seqlen_cache, nheads_k, headdim), v_cache likewise; changed where k and v are given.
         k, v: (batch_size, Lnew, nheads_k, headdim), written behind the cache_seqlens tokens that each sequence has.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), positions >= seqlen_cache, beside k and v: these are turned
-            before they are written, from position cache_seqlens on, and so is q if causal or with a window; else all
-            of q is turned as at position cache_seqlens.
+            before they are written, from position cache_seqlens on, and so is q if causal or with a window (more
+            queries than new keys may then need more positions); else all of q is turned as at position cache_seqlens.
         cache_seqlens: how many tokens of the cache there are, for all or, int32 or int64 (batch_size,), for each
             sequence; None: all.
         cache_batch_idx: int32 or int64 (batch_size,): which row of the cache is each sequence's; None: the first ones.
@@ -94,11 +94,13 @@ def flash_attn_with_kvcache(
         check_slopes(alibi_slopes, batch, heads, q.device)
     if rotary_cos is not None or rotary_sin is not None:
         _check_rotary(q, k, rotary_cos, rotary_sin, seqlen_cache)
-        turn: Any = functools.partial(apply_rotary_emb, interleaved=rotary_interleaved, seqlen_offsets=seqlens)
+        turned: Any = functools.partial(
+            turn, interleaved=rotary_interleaved, seqlen_offsets=seqlens, names=("rotary_cos", "rotary_sin")
+        )
         each = left is not None or right is not None
         asked = q if each else q.flatten(1, 2).unsqueeze(1)  # all its tokens as heads of one
-        q = turn(asked, rotary_cos, rotary_sin).reshape(q.shape)
-        k = turn(k, rotary_cos, rotary_sin)
+        q = turned(asked, rotary_cos, rotary_sin).reshape(q.shape)
+        k = turned(k, rotary_cos, rotary_sin)
     total: Any = seqlen_cache if seqlens is None else seqlens
     if k is not None and v is not None:
         _append(k_cache, v_cache, k, v, total, cache_batch_idx, block_table)

@@ -42,14 +42,28 @@ def apply_rotary_emb(
     Source: J. Su et al., "RoFormer", 2021.
     """
     check_dims("x", x, "total, nheads, headdim" if cu_seqlens is not None else "batch_size, seqlen, nheads, headdim")
-    check_angles(cos, sin, x, "cos", "sin")
+    return turn(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
+
+
+def turn(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    names: tuple[str, str] = ("cos", "sin"),
+) -> Tensor:
+    """`apply_rotary_emb` of an x that fits; `names` are the caller's of cos and sin."""
+    check_angles(cos, sin, x, *names)
     positions = _positions(x, seqlen_offsets, cu_seqlens)
     if may_look(positions) and positions.numel():
         least, most = int(positions.min()), int(positions.max())
         if least < 0 or most >= cos.shape[0]:
             raise RuntimeError(
-                f"attnkern: cos and sin must have a row for each position, of which these are {least} to {most}, "
-                f"got {cos.shape[0]} rows"
+                f"attnkern: {' and '.join(names)} must have a row for each position, of which these are {least} to "
+                f"{most}, got {cos.shape[0]} rows"
             )
     turned = _turned(x, cos[positions], sin[positions], interleaved)
     if cu_seqlens is not None:
