@@ -180,7 +180,7 @@ def test_numbers_of_no_page_matter_only_where_they_are_used(target, bad, monkeyp
     assert torch.equal(target.attention(q, key, value, block_table=spoiled, **options), want)
     spoiled[0, 3] = bad
     with pytest.raises(
-        RuntimeError, match=rf"block_table must hold numbers of pages from 0 to 39 .*got {bad} at \[0, 3\]"
+        RuntimeError, match=rf"^attnkern: block_table must hold numbers of pages from 0 to 39 .*got {bad} at \[0, 3\]"
     ):
         target.attention(q, key, value, block_table=spoiled, **options)
 

@@ -20,6 +20,8 @@
     "-Wmaybe-uninitialized"  // GCC's own headers start from an undefined register (bug 105593)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 // An operand of inline assembly: x, a vector, in a register. (An emulation has vectors wider than its registers.)

@@ -53,8 +53,9 @@ inline constexpr int64_t kTaskRows = 512;
 inline int64_t task_pieces(int64_t rows) { return (rows + kTaskRows - 1) / kTaskRows; }
 
 // Tasks 0 .. tasks - 1, cut into queues of neighbours, from which they are taken one by one, in their order, by
-// whichever worker is free. Each worker begins somewhere else, at even distances, so that call after call the same core
-// meets the same heads and has their rows, and those of the results, in its caches; then it goes on to the next queue.
+// whichever worker is free. Each worker begins with a share of the work of its own, so that call after call the same
+// core meets the same heads and has their rows, and those of the results, in its caches; then it goes on to the next
+// queue.
 class TaskQueues {
  public:
   // A queue for each worker.
