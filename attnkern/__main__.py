@@ -24,6 +24,13 @@ def show() -> None:
         print(f"{backend.name:<16} {', '.join(backend.device_types):<16} {state}")
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return seconds
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m attnkern", description="What is installed, and whether it is right."
@@ -35,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Runs a few calls of every kernel family that this machine has, forward and backward, against "
         "float64, each family in a process of its own. Exit status: 0 all right, 1 something isn't.",
     )
-    check.add_argument("--seconds", type=float, metavar="S", help="how long a family may take (default: 120)")
+    check.add_argument("--seconds", type=_seconds, metavar="S", help="how long a family may take (default: 120)")
     check.add_argument("--one", metavar="FAMILY", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.command is None:

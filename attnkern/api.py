@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 
 from . import autograd
 from . import backends as _backends
-from .arguments import is_causal_bias, may_look
+from .arguments import check_bool, is_causal_bias, may_look
 from .backends import Explanation, cpu, cuda
 from .mask import Mask
 from .problem import Problem
@@ -192,6 +192,7 @@ def attention(
             result = None if looked_at else cuda.call(query, key, value, mask, *options, *rest)
         if result is not None:
             return result
+    check_bool("return_lse", return_lse)
     relative = relative_bias, relative_bias_center
     problem = Problem.from_sdpa(query, key, value, attn_mask, *options, key_ranges, sinks, *relative, block_table)
     out, lse = autograd.attention(problem, backend, return_lse)
@@ -235,6 +236,7 @@ def explain(
     the backends), `.notes` (extra work, such as copies) and `.plan` (how its kernels cut the call). Invalid arguments
     raise what the call raises; a named backend that refuses gives chosen=None and the text of the call's error.
     """
+    check_bool("return_lse", return_lse)
     options = dropout_p, is_causal, scale, enable_gqa, window, alignment, softcap, key_ranges
     biases = sinks, relative_bias, relative_bias_center
     problem = Problem.from_sdpa(query, key, value, attn_mask, *options, *biases, block_table)

@@ -102,6 +102,11 @@ def number(name: str, x: Any) -> float:
     raise type_error(name, "float", x)
 
 
+def check_bool(name: str, x: object) -> None:
+    if not isinstance(x, bool):
+        raise type_error(name, "bool", x)
+
+
 def constant(x: Any) -> Any:
     """A number that a trace may hold as a symbol, as a constant guarded on: operators take their floats as such."""
     if torch.compiler.is_compiling() or isinstance(x, (torch.SymInt, torch.SymFloat)):

@@ -79,9 +79,9 @@ def check_sinks(sinks: Kind, query: Kind, heads: Sizes) -> None:
     check_place("sinks", sinks, query)
     check_added("sinks", dtype, query.dtype)
     if not 0 < len(shape) <= len(heads) or not fit(shape, heads):
+        shapes = show(heads) if len(heads) == 1 else f"{show(heads[-1:])} or {show(heads)}"
         raise RuntimeError(
-            f"attnkern: sinks must have one number for each of query's heads, {show(heads[-1:])} or {show(heads)}, got "
-            f"{show(shape)}"
+            f"attnkern: sinks must have one number for each of query's heads, {shapes}, got {show(shape)}"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Window, check_not_traced, may_look, show, type_error, type_name
+from .arguments import Window, check_bool, check_not_traced, may_look, show, type_error, type_name
 from .mask import Mask
 from .packed import packed_ranges
 from .params import UNBOUNDED, check_alignment, int_of_numpy, shown
@@ -39,7 +39,7 @@ def padding(
         TypeError: arguments of the wrong type. RuntimeError: lengths of another shape or dtype. ValueError: lengths
         below 0 or above S (unchecked on a GPU, where they count as 0 and S).
     """
-    _check_bool("left", left)
+    check_bool("left", left)
     lengths = _integers("lengths", lengths, dims=(1,))
     if seqlen_k is None:
         check_not_traced()
@@ -75,7 +75,7 @@ def document(
         TypeError: arguments of the wrong type. RuntimeError: tensors of another shape or dtype. ValueError: both or
         neither of ids and cu_seqlens; cu_seqlens that doesn't begin with 0, falls, or exceeds L (unchecked on a GPU).
     """
-    _check_bool("is_causal", is_causal)
+    check_bool("is_causal", is_causal)
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"attnkern: document takes ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
     if ids is not None:
@@ -351,11 +351,6 @@ def _check_tensor(name: str, x: object, *, has_values: bool = False) -> None:
     if has_values and (x.layout != torch.strided or x.is_meta):
         got = "a meta tensor, which has no values" if x.is_meta else f"layout {x.layout}"
         raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got {got}")
-
-
-def _check_bool(name: str, x: object) -> None:
-    if not isinstance(x, bool):
-        raise type_error(name, "bool", x)
 
 
 def _size(name: str, x: Any) -> int:

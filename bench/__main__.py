@@ -59,10 +59,10 @@ Device = Annotated[
 
 
 def _parsed(option: str, parse: Callable[..., T], *values: Any) -> T:
-    """``parse(*values)``, a ValueError as a usage error that names the option (exit code 2)."""
+    """``parse(*values)``, a ValueError or a file's as a usage error that names the option (exit code 2)."""
     try:
         return parse(*values)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
 
 
@@ -115,7 +115,7 @@ def run(
     """
     target_set = None if cases is None else targets.named(cases)
     where = _device(device or (None if target_set is None else "cpu"), may_be_absent=dry_run)
-    pattern = cases or ("gpu-sweep" if where.type == "cuda" else "quick-sweep")
+    pattern = ("gpu-sweep" if where.type == "cuda" else "quick-sweep") if cases is None else cases
     defaults = sets.defaults_for(pattern)
     if target_set is not None and (passes or set_ or providers_):
         raise typer.BadParameter(f"{pattern} fixes --passes, --set and --providers", param_hint="--cases")
@@ -134,7 +134,7 @@ def run(
     pass_names = list(defaults.passes)
     if passes is not None:
         pass_names = _parsed("--passes", options.names, passes, options.PASS_NAMES)
-    names = providers_ or defaults.providers
+    names = defaults.providers if providers_ is None else providers_
     if providers_ is None and names is not None:  # a set's wish, as far as it can be had here
         offered = [p.name for p in providers.all_providers(where)]
         names = ",".join(n for n in names.split(",") if n in offered)

@@ -38,6 +38,8 @@ def integers(text: str) -> list[int]:
         value, last, step = _integer(match[1]), _integer(match[2]), _integer(match[4])
         if step < (2 if match[3] == "x" else 1):
             raise ValueError(f"{part!r} never gets to its end")
+        if value > last:
+            raise ValueError(f"{part!r} ends before it begins")
         while value <= last:
             found.append(value)
             value = value * step if match[3] == "x" else value + step

@@ -212,11 +212,14 @@ def test_list_names_sets_cases_and_providers():
     ("arguments", "option", "words"),
     [
         (["--cases", "llama9"], "--cases", "'llama9' is no case, tag or matching glob"),
+        (["--cases", ""], "--cases", "no case is named"),
+        (["--providers", ""], "--providers", "no provider is named"),
         (["--providers", "flashinfer"], "--providers", "'flashinfer' is no provider on cpu"),
         (["--passes", "sideways"], "--passes", "'sideways' is none of fwd, bwd"),
         (["--set", "dtype=fp8"], "--set", "'fp8' is none of"),
         (["--set", "seqlen"], "--set", "must be field=values"),
         (["--set", "seqlen=512:64k:x1"], "--set", "never gets to its end"),
+        (["--set", "seqlen=512:16:x2"], "--set", "ends before it begins"),
         (["--set", "seqlen=-5"], "--set", "no positive number"),
         (["--set", "window=7"], "--set", "no window"),
         (["--set", "heads_k=3"], "--set", "no multiple"),
@@ -232,6 +235,13 @@ def test_bad_options_are_named(arguments, option, words):
     printed = re.sub(r"[│╭╮╰╯─ ]+", " ", printed)
     assert option in printed
     assert words in printed
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    """A folder, and a file in what is none."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "rows.jsonl"):
+        assert "--out" in bench("run", "--cases", "llama3-8b", "--out", path, code=2)
 
 
 # --- comparing, reading, drawing --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import attnkern
+import attnkern.__main__ as command
 import routes
 from attnkern import check
 from attnkern.backends import disabled
@@ -37,6 +38,13 @@ def test_on_this_machine():
     assert " times as fast" in found["speed"]
     for name in check.FAMILIES:
         assert found[name].startswith(("right: ", "not run: "))
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
+def test_time_that_is_none(seconds, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["check", "--seconds", seconds])
+    assert "argument --seconds" in capsys.readouterr().err
 
 
 def test_every_family_that_can_be_left_out_is_checked():

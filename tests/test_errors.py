@@ -210,6 +210,8 @@ def option(message, error, **options):
 OPTIONS = [
     option("window...-1", ValueError, window=(-1, 0)),
     option("window...-3", ValueError, window=(0, -3)),
+    option("return_lse...bool...int", TypeError, return_lse=1),
+    option("return_lse...bool...NoneType", TypeError, return_lse=None),
     option("window...5", TypeError, window=5),
     option("window...(1,)", TypeError, window=(1,)),
     option("window...(1, 2, 3)", TypeError, window=(1, 2, 3)),
