@@ -376,12 +376,14 @@ def _goals(found: dict[targets.Target, Row], rivals: dict[tuple[str, str], Row],
             rival = rivals.get((row["case"], row["pass"]), {}).get(target.field)
             if rival is not None:
                 axes.plot(rival, y, ".", color=grey, markersize=6)
-            axes.plot(target.wanted(row["isa"]), y, "|", color=STYLES[BASELINE][0], markersize=10, markeredgewidth=1.6)
+            if wanted := target.wanted(row["isa"]):
+                axes.plot(wanted, y, "|", color=STYLES[BASELINE][0], markersize=10, markeredgewidth=1.6)
             axes.plot(row[target.field], y, "o", color=colour, markerfacecolor=colour if reached else "none")
         axes.set_title(DTYPES[dtype], fontsize=10, fontweight="bold", loc="left")
         axes.set_yticks(range(len(labels)), labels, fontsize=8)
         axes.set_xlim(0, 1.02)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.set_xlabel("share of the measured peak (one query: of a read)", fontsize=8)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
