@@ -84,7 +84,7 @@ class Mask:
         first row to the last, twice if they come to bits, with _TILE scores at a time (but at least one row).
         Dimensions in which all is the same become 1.
         """
-        check_not_traced()
+        check_not_traced(like)
         edges = torch.full((*like.shape[:3], 2, 2), seqlen_k, device=like.device)
         for rows in _tiles(like, seqlen_k):
             found = _runs(tile(rows).expand(*like.shape[:2], -1, seqlen_k))
@@ -373,6 +373,7 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     merged = torch.stack([begin.where(live, end), end], -1)
     if ranges.shape[-2] == 2:
         return merged
+    check_not_traced(live)
     most = int(live.flatten(0, -2).any(0).sum())
     return merged[..., : max(1, most), :]
 

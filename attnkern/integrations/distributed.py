@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from .. import masks
 from ..api import attention
-from ..arguments import autocast, autocasts
+from ..arguments import autocast, autocasts, check_bool, type_error
+from ..backends import select
 from ..mask import Mask
 from ..merge import attention_backward, merge_attention
 from ..params import shown
@@ -31,6 +32,7 @@ from .shards import (
     ShardedMask,
     Shards,
     balanced_shards,
+    check_dim,
     check_initialised,
     even_shards,
     in_order,
@@ -105,6 +107,7 @@ def context_parallel(
         return
     parts = mesh.size() * (2 if load_balance else 1)
     for n, (buffer, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=True)):
+        check_dim(f"buffers[{n}]", buffer, f"buffer_seq_dims[{n}]", dim)
         check_length(f"buffers[{n}]", buffer.shape[dim], mesh.size(), parts)
 
     from torch.distributed.tensor.experimental import _attention as engine
@@ -215,6 +218,8 @@ def check_mesh(mesh: Any, tensors: Sequence[Tensor]) -> None:
             "(mesh['name'] takes one out)"
         )
     for n, x in enumerate(tensors):
+        if not isinstance(x, Tensor):
+            raise type_error(f"buffers[{n}]", "Tensor", x)
         if x.device.type != mesh.device_type:
             raise RuntimeError(
                 f"attnkern: buffers[{n}] must be on the mesh's device {mesh.device_type}, got {x.device}"
@@ -236,6 +241,7 @@ def _check_under_mask(sharded: Any, mesh: Any, buffers: Sequence[Tensor], dims: 
             f"attnkern: attn_mask must be sharded over the mesh's ranks {shown(of_mesh)}, got {shown(ranks)}"
         )
     for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        check_dim(f"buffers[{n}]", x, f"buffer_seq_dims[{n}]", dim)
         if x.shape[dim] != sharded.mask.seqlen_q:
             raise RuntimeError(
                 f"attnkern: buffers[{n}] must have {sharded.mask.seqlen_q} tokens in dimension {dim}, as attn_mask, "
@@ -299,8 +305,11 @@ def sharded_attention(
     if exchange not in ("ring", "all_to_all"):
         raise ValueError(f"attnkern: exchange must be 'ring' or 'all_to_all', got {shown(exchange)}")
     check_no_dropout(dropout_p, "where the sequence is sharded")
-    Problem.from_sdpa(query, key, value, None, 0, False, scale, enable_gqa, softcap=softcap)
+    check_bool("return_lse", return_lse)
+    problem = Problem.from_sdpa(query, key, value, None, 0, False, scale, enable_gqa, softcap=softcap)
     _check_shards(query, key, value, attn_mask)
+    if backend is not None:  # what it refuses is said before anything is sent: an error amid messages leaves them there
+        select(problem, backend)
     if autocasts(query.device):
         query, key, value = autocast(query, key, value)
     options = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "backend": backend}
