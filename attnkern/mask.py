@@ -57,7 +57,7 @@ class Mask:
     `&`, `|` and `~` are exact. The result is ranges where two per row suffice, and bits otherwise. Of ranges they take
     time and memory for L rows, not L * S. Whether two suffice is seen from the data, for which a GPU is waited, and
     which no graph holds; not so for `&`, `|` and `~` of masks with one range per row, whose results have at most two.
-    Masks of other sizes or devices: RuntimeError.
+    Dynamo doesn't trace `~`, which ends a graph where it stands. Masks of other sizes or devices: RuntimeError.
     """
 
     ranges: Tensor | None

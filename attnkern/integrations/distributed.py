@@ -97,12 +97,13 @@ def context_parallel(
             "attnkern: buffer_seq_dims must have one dimension for each of buffers, "
             f"got {len(buffer_seq_dims)} for {len(buffers)}"
         )
+    not_restored = set(no_restore_buffers or ())
     if attn_mask is not None:
         if isinstance(attn_mask, Mask):
             shards = None if load_balance else even_shards(attn_mask.seqlen_q, mesh.size())
             attn_mask = shard_mask(attn_mask, mesh.get_group(), shards)
         _check_under_mask(attn_mask, mesh, buffers, buffer_seq_dims)
-        with _under_mask(attn_mask, buffers, buffer_seq_dims, no_restore_buffers or set()) as unshard:
+        with _under_mask(attn_mask, buffers, buffer_seq_dims, not_restored) as unshard:
             yield unshard
         return
     parts = mesh.size() * (2 if load_balance else 1)
@@ -116,6 +117,8 @@ def context_parallel(
     was = options.enable_load_balance
     replace = functools.partial(setattr, F, "scaled_dot_product_attention")
     with contextlib.ExitStack() as stack:
+        for x in buffers:  # torch's resizes them where they lie
+            _become(stack, x, x, not_restored)
         stack.enter_context(use_as_sdpa())
         stack.callback(replace, F.scaled_dot_product_attention)
         replace(_of_dtensors)
@@ -125,7 +128,7 @@ def context_parallel(
             mesh,
             buffers=list(buffers),
             buffer_seq_dims=list(buffer_seq_dims),
-            no_restore_buffers=no_restore_buffers,
+            no_restore_buffers=not_restored,
         )
         stack.enter_context(ring)
         torchs = F.scaled_dot_product_attention  # makes DTensors of the parts, and calls _of_dtensors
@@ -154,20 +157,20 @@ def _under_mask(
         return [sharded.unshard(x, dim) for x, dim in zip(tensors, seq_dims, strict=True)]
 
     parts = [sharded.shard(x, dim) for x, dim in zip(buffers, dims, strict=True)]
-    whole = [None if x in not_restored else x.clone() for x in buffers]
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = functools.partial(scaled_dot_product_attention, attend)
-        for x, part, kept in zip(buffers, parts, whole, strict=True):
-            _become(x, part.clone())
-            if kept is not None:
-                stack.callback(_become, x, kept)
+        for x, part in zip(buffers, parts, strict=True):
+            _become(stack, x, part, not_restored)
         yield unshard
 
 
-@torch.no_grad()
-def _become(x: Tensor, other: Tensor) -> None:
-    x.resize_(other.shape).copy_(other)
+def _become(stack: contextlib.ExitStack, x: Any, other: Tensor, not_restored: set[Tensor]) -> None:
+    """Gives x what `other` holds, in memory of its own, and its former memory in the end. So what it was a view of, as
+    tokens and labels are of one text, stays as it is."""
+    if x not in not_restored:
+        stack.callback(x.set_, x.detach())
+    x.set_(other.detach().clone(memory_format=torch.contiguous_format))
 
 
 def scaled_dot_product_attention(
@@ -220,6 +223,8 @@ def check_mesh(mesh: Any, tensors: Sequence[Tensor]) -> None:
     for n, x in enumerate(tensors):
         if not isinstance(x, Tensor):
             raise type_error(f"buffers[{n}]", "Tensor", x)
+        if x.requires_grad:
+            raise RuntimeError(f"attnkern: buffers[{n}] must not require a gradient: it is sharded in place")
         if x.device.type != mesh.device_type:
             raise RuntimeError(
                 f"attnkern: buffers[{n}] must be on the mesh's device {mesh.device_type}, got {x.device}"
