@@ -131,8 +131,11 @@ def may_look(*tensors: Tensor) -> bool:
     return has_values(*tensors) and (on_cpu or os.environ.get("ATTNKERN_CHECK") == "1")
 
 
-def check_not_traced() -> None:
-    """Raises while torch.jit.trace runs, which keeps as a constant what is seen of a mask's data."""
+def check_not_traced(*tensors: Tensor) -> None:
+    """Raises while torch.jit.trace runs, which keeps as a constant what is seen of a mask's data; and if they have
+    none."""
+    if any(x.is_meta for x in tensors):
+        raise RuntimeError("attnkern: this mask depends on what its data are, got a meta tensor, which has no values")
     if torch.jit.is_tracing():
         raise RuntimeError(
             "attnkern: this mask depends on what its data are, which torch.jit.trace would keep as constants: make it "

@@ -57,7 +57,7 @@ class Mask:
     `&`, `|` and `~` are exact. The result is ranges where two per row suffice, and bits otherwise. Of ranges they take
     time and memory for L rows, not L * S. Whether two suffice is seen from the data, for which a GPU is waited, and
     which no graph holds; not so for `&`, `|` and `~` of masks with one range per row, whose results have at most two.
-    Masks of other sizes or devices: RuntimeError.
+    Dynamo doesn't trace `~`, which ends a graph where it stands. Masks of other sizes or devices: RuntimeError.
     """
 
     ranges: Tensor | None
@@ -84,7 +84,7 @@ class Mask:
         first row to the last, twice if they come to bits, with _TILE scores at a time (but at least one row).
         Dimensions in which all is the same become 1.
         """
-        check_not_traced()
+        check_not_traced(like)
         edges = torch.full((*like.shape[:3], 2, 2), seqlen_k, device=like.device)
         for rows in _tiles(like, seqlen_k):
             found = _runs(tile(rows).expand(*like.shape[:2], -1, seqlen_k))
@@ -373,6 +373,7 @@ def union_of_ranges(ranges: Tensor, seqlen_k: int) -> Tensor:
     merged = torch.stack([begin.where(live, end), end], -1)
     if ranges.shape[-2] == 2:
         return merged
+    check_not_traced(live)
     most = int(live.flatten(0, -2).any(0).sum())
     return merged[..., : max(1, most), :]
 

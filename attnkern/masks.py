@@ -20,6 +20,7 @@ from .params import UNBOUNDED, check_alignment, int_of_numpy, shown
 from .varlen import check_packed_window
 
 Integers = int | Sequence[int] | Tensor
+_LONGEST = torch.iinfo(torch.int32).max
 
 
 def padding(
@@ -42,10 +43,10 @@ def padding(
     check_bool("left", left)
     lengths = _integers("lengths", lengths, dims=(1,))
     if seqlen_k is None:
-        check_not_traced()
+        check_not_traced(lengths)
         seqlen_k = int(lengths.max()) if len(lengths) else 0
-    seqlen_k = _size("seqlen_k", seqlen_k)
-    seqlen_q = seqlen_k if seqlen_q is None else _size("seqlen_q", seqlen_q)
+    seqlen_k = _length("seqlen_k", seqlen_k)
+    seqlen_q = seqlen_k if seqlen_q is None else _length("seqlen_q", seqlen_q)
     _check_counts("lengths", lengths, seqlen_k)
     ends = (seqlen_k - lengths, torch.full_like(lengths, seqlen_k)) if left else (torch.zeros_like(lengths), lengths)
     return Mask.of_ranges(torch.stack(ends, -1)[:, None, None, None], seqlen_q, seqlen_k)
@@ -87,9 +88,9 @@ def document(
         if len(starts) == 0:
             raise RuntimeError("attnkern: cu_seqlens must have at least one entry, 0, got none")
         if seqlen is None:
-            check_not_traced()
+            check_not_traced(starts)
             seqlen = int(starts[-1])
-        seqlen = _size("seqlen", seqlen)
+        seqlen = _length("seqlen", seqlen)
         if may_look(starts):
             if starts[0] != 0:
                 raise ValueError(f"attnkern: cu_seqlens must begin with 0, got {int(starts[0])}")
@@ -139,7 +140,7 @@ def packed(
 
 def _of_ids(ids: Tensor) -> Mask:
     """`document` of ids (L,) or (B, L)."""
-    check_not_traced()
+    check_not_traced(ids)
     ids = torch.atleast_2d(ids)
     seqlen = ids.shape[1]
     i = torch.arange(seqlen, device=ids.device)
@@ -174,8 +175,8 @@ def prefix_lm(
 
     Source: C. Raffel et al., "Exploring the limits of transfer learning", JMLR 2020.
     """
-    seqlen_q = _size("seqlen_q", seqlen_q)
-    seqlen_k = seqlen_q if seqlen_k is None else _size("seqlen_k", seqlen_k)
+    seqlen_q = _length("seqlen_q", seqlen_q)
+    seqlen_k = seqlen_q if seqlen_k is None else _length("seqlen_k", seqlen_k)
     lengths = _integers("prefix", prefix, dims=(0, 1), device=device).reshape(-1, 1)
     _check_counts("prefix", lengths, seqlen_k)
     end = (torch.arange(seqlen_q, device=lengths.device) + 1).maximum(lengths)
@@ -221,8 +222,8 @@ def sliding_window(
     Source of windows: I. Beltagy et al., "Longformer", 2020; of sinks: G. Xiao et al., "Efficient streaming language
     models with attention sinks", ICLR 2024.
     """
-    seqlen_q = _size("seqlen_q", seqlen_q)
-    seqlen_k = seqlen_q if seqlen_k is None else _size("seqlen_k", seqlen_k)
+    seqlen_q = _length("seqlen_q", seqlen_q)
+    seqlen_k = seqlen_q if seqlen_k is None else _length("seqlen_k", seqlen_k)
     sinks = min(_size("sinks", sinks), seqlen_k)
     check_alignment(alignment)
     left = UNBOUNDED if left is None else min(_size("left", left), UNBOUNDED)
@@ -269,7 +270,7 @@ def from_mask_mod(
         hint = " (its mask_mod is one)" if hasattr(mask_mod, "mask_mod") else ""
         raise TypeError(f"{type_error('mask_mod', 'a function', mask_mod)}{hint}")
     batch, heads = (1 if n is None else _size(name, n) for name, n in (("B", B), ("H", H)))
-    seqlen_q, seqlen_k = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
+    seqlen_q, seqlen_k = _length("Q_LEN", Q_LEN), _length("KV_LEN", KV_LEN)
     device = torch.get_default_device() if device is None else torch.device(device)
     if 0 in (batch, heads, seqlen_q, seqlen_k):
         return Mask.of_ranges(torch.zeros(batch, heads, seqlen_q, 1, 2, device=device).int(), seqlen_q, seqlen_k)
@@ -334,7 +335,7 @@ def from_ranges(ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
         sizes.
     """
     _check_tensor("ranges", ranges)
-    seqlen_q, seqlen_k = _size("seqlen_q", seqlen_q), _size("seqlen_k", seqlen_k)
+    seqlen_q, seqlen_k = _length("seqlen_q", seqlen_q), _length("seqlen_k", seqlen_k)
     if ranges.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"attnkern: ranges must be int32 or int64, got {show(ranges.dtype)}")
     shape = tuple(ranges.shape)
@@ -348,9 +349,11 @@ def from_ranges(ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
 def _check_tensor(name: str, x: object, *, has_values: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise type_error(name, "Tensor", x)
-    if has_values and (x.layout != torch.strided or x.is_meta):
+    if has_values and (x.layout != torch.strided or x.is_meta or x.is_nested):
         got = "a meta tensor, which has no values" if x.is_meta else f"layout {x.layout}"
-        raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got {got}")
+        raise RuntimeError(
+            f"attnkern: {name} must be a dense (strided) tensor, got {'a nested tensor' if x.is_nested else got}"
+        )
 
 
 def _size(name: str, x: Any) -> int:
@@ -360,6 +363,14 @@ def _size(name: str, x: Any) -> int:
     if x < 0:
         raise ValueError(f"attnkern: {name} must be >= 0, got {x}")
     return x  # type: ignore[return-value]
+
+
+def _length(name: str, x: Any) -> int:
+    x = _size(name, x)
+    # Ranges are int32. (Of a graph's sizes this would be a guard, which torch.export takes for a bound of the user's.)
+    if not torch.compiler.is_compiling() and x > _LONGEST:
+        raise ValueError(f"attnkern: {name} must be at most {_LONGEST}, got {x}")
+    return x
 
 
 def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | str | None = None) -> Tensor:

@@ -576,6 +576,20 @@ def context_parallel_under_a_mask(is_causal, load_balance):
     hold_to_rule(results, inputs, grad_out, parts=2 * SIZE, attn_mask=mask.to_dense(), is_causal=is_causal)
 
 
+@check(2, masked=[False, True])
+def buffers_may_be_views_of_one_tensor(masked):
+    text = torch.arange(2.0 * (4 * SIZE + 1)).view(2, -1)
+    before, (tokens, labels) = text.clone(), (text[:, :-1], text[:, 1:])
+    mask = masks.causal(4 * SIZE) if masked else None
+    with context_parallel(mesh_of(SIZE), buffers=[tokens, labels], buffer_seq_dims=[1, 1], attn_mask=mask) as unshard:
+        assert tokens.shape == (2, 4)
+        assert torch.equal(labels, tokens + 1)
+        whole = unshard([tokens, labels], [1, 1])
+    for part, want in zip([text, tokens, labels, *whole], [before, *[before[:, :-1], before[:, 1:]] * 2], strict=True):
+        assert torch.equal(part, want)
+    assert tokens.data_ptr() == text.data_ptr()
+
+
 @check(2, 4)
 def sharding_says_what_it_needs():
     mask = masks.causal(LENGTH)
@@ -602,6 +616,18 @@ def sharding_says_what_it_needs():
         sharded.shard(x, 2)
     with refused(RuntimeError, f"x must have {count} tokens in dimension 2 on rank {RANK}, got (2, 4, 1, 8)"):
         sharded.unshard(x[:, :, :1], 2)
+    with refused(TypeError, "argument 'x' must be Tensor, not list"):
+        sharded.shard([1], 0)
+    with refused(TypeError, "argument 'dim' must be int, not str"):
+        sharded.unshard(x, "tokens")
+    with refused(IndexError, f"dim must be a dimension of x (2, 4, {count}, 8), got 9"):
+        sharded.unshard(x, 9)
+    with refused(TypeError, "argument 'return_lse' must be bool, not str"):
+        sharded_attention(x, x, x, sharded, return_lse="yes")
+    for backend, error in (("none", ValueError), ("cuda", RuntimeError)):
+        with refused(error, "backend"):
+            sharded_attention(x, x, x, sharded, backend=backend)
+    sharded_attention(x, x, x, sharded)  # no message of those calls is under way
     with refused(TypeError, "argument 'attn_mask' must be ShardedMask, not Mask"):
         sharded_attention(x, x, x, mask)
     with refused(ValueError, "exchange must be 'ring' or 'all_to_all', got 'allgather'"):
@@ -729,6 +755,15 @@ def context_parallel_says_what_it_needs():
         unequal = context_parallel(mesh, buffers=[x], buffer_seq_dims=[2, 2], **options)
         with refused(ValueError, "buffer_seq_dims must have one dimension for each of buffers, got 2 for 1"), unequal:
             raise AssertionError("it was let in")
+        with (
+            refused(IndexError, "buffer_seq_dims[0] must be a dimension of buffers[0] (1, 2,"),
+            context_parallel(mesh, buffers=[x], buffer_seq_dims=[9], **options),
+        ):
+            raise AssertionError("it was let in")
+    with refused(RuntimeError, "buffers[1] must not require a gradient"):
+        enter(mesh, x, x.clone().requires_grad_())
+    with refused(TypeError, "argument 'buffers[1]' must be Tensor, not NoneType"):
+        enter(mesh, x, None)
     with refused(RuntimeError, "buffers[1] must be on the mesh's device cpu, got meta"):
         enter(mesh, x, x.to("meta"))
     odd = x[:, :, :-1]

@@ -539,6 +539,8 @@ def test_it_moves_shows_and_draws_itself():
 Q = torch.zeros(2, 4, 5, 8)
 BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, None, None, 5, 5, device="cpu")
 
+RANGE = torch.tensor([0, 2**32])[None, None, None, None]
+
 
 def attend(mask, **options):
     return attnkern.attention(Q, Q, Q, mask, **options)
@@ -582,6 +584,18 @@ BAD = [
     ),
     bad("mask must be a dense", lambda: masks.from_bool(torch.ones(4, 4).bool().to_sparse())),
     bad("got a meta tensor", lambda: masks.from_bool(torch.ones(4, 4, device="meta").bool())),
+    bad(
+        "mask must be a dense (strided) tensor, got a nested tensor",
+        lambda: masks.from_bool(torch.nested.nested_tensor([torch.ones(3, 3).bool()])),
+    ),
+    bad("seqlen_k must be at most 2147483647, got 2147483653", lambda: masks.causal(4, 2**31 + 5), ValueError),
+    bad("seqlen_k must be at most 2147483647", lambda: masks.from_ranges(RANGE, 4, 2**32), ValueError),
+    bad("KV_LEN must be at most", lambda: masks.from_mask_mod(natten, None, None, 4, 2**40), ValueError),
+    bad("on what its data are, got a meta tensor", lambda: masks.document(torch.ones(4, device="meta").int())),
+    bad("on what its data are, got a meta tensor", lambda: masks.padding(torch.ones(4, device="meta").int())),
+    bad(
+        "on what its data are, got a meta tensor", lambda: masks.from_mask_mod(natten, None, None, 4, 4, device="meta")
+    ),
     bad("cu_seqlens_q ...meta", lambda: masks.packed(torch.ones(4, device="meta").int())),
     bad("lengths must be within int64", lambda: masks.padding([2**70]), ValueError),
     bad("got [1.5, ......$", lambda: masks.padding([1.5] * 10000), TypeError),

@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from .. import masks
 from ..api import attention
-from ..arguments import autocast, autocasts
+from ..arguments import autocast, autocasts, check_bool, type_error
+from ..backends import select
 from ..mask import Mask
 from ..merge import attention_backward, merge_attention
 from ..params import shown
@@ -31,6 +32,7 @@ from .shards import (
     ShardedMask,
     Shards,
     balanced_shards,
+    check_dim,
     check_initialised,
     even_shards,
     in_order,
@@ -95,16 +97,18 @@ def context_parallel(
             "attnkern: buffer_seq_dims must have one dimension for each of buffers, "
             f"got {len(buffer_seq_dims)} for {len(buffers)}"
         )
+    not_restored = set(no_restore_buffers or ())
     if attn_mask is not None:
         if isinstance(attn_mask, Mask):
             shards = None if load_balance else even_shards(attn_mask.seqlen_q, mesh.size())
             attn_mask = shard_mask(attn_mask, mesh.get_group(), shards)
         _check_under_mask(attn_mask, mesh, buffers, buffer_seq_dims)
-        with _under_mask(attn_mask, buffers, buffer_seq_dims, no_restore_buffers or set()) as unshard:
+        with _under_mask(attn_mask, buffers, buffer_seq_dims, not_restored) as unshard:
             yield unshard
         return
     parts = mesh.size() * (2 if load_balance else 1)
     for n, (buffer, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=True)):
+        check_dim(f"buffers[{n}]", buffer, f"buffer_seq_dims[{n}]", dim)
         check_length(f"buffers[{n}]", buffer.shape[dim], mesh.size(), parts)
 
     from torch.distributed.tensor.experimental import _attention as engine
@@ -113,6 +117,8 @@ def context_parallel(
     was = options.enable_load_balance
     replace = functools.partial(setattr, F, "scaled_dot_product_attention")
     with contextlib.ExitStack() as stack:
+        for x in buffers:  # torch's resizes them where they lie
+            _become(stack, x, x, not_restored)
         stack.enter_context(use_as_sdpa())
         stack.callback(replace, F.scaled_dot_product_attention)
         replace(_of_dtensors)
@@ -122,7 +128,7 @@ def context_parallel(
             mesh,
             buffers=list(buffers),
             buffer_seq_dims=list(buffer_seq_dims),
-            no_restore_buffers=no_restore_buffers,
+            no_restore_buffers=not_restored,
         )
         stack.enter_context(ring)
         torchs = F.scaled_dot_product_attention  # makes DTensors of the parts, and calls _of_dtensors
@@ -151,20 +157,20 @@ def _under_mask(
         return [sharded.unshard(x, dim) for x, dim in zip(tensors, seq_dims, strict=True)]
 
     parts = [sharded.shard(x, dim) for x, dim in zip(buffers, dims, strict=True)]
-    whole = [None if x in not_restored else x.clone() for x in buffers]
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = functools.partial(scaled_dot_product_attention, attend)
-        for x, part, kept in zip(buffers, parts, whole, strict=True):
-            _become(x, part.clone())
-            if kept is not None:
-                stack.callback(_become, x, kept)
+        for x, part in zip(buffers, parts, strict=True):
+            _become(stack, x, part, not_restored)
         yield unshard
 
 
-@torch.no_grad()
-def _become(x: Tensor, other: Tensor) -> None:
-    x.resize_(other.shape).copy_(other)
+def _become(stack: contextlib.ExitStack, x: Any, other: Tensor, not_restored: set[Tensor]) -> None:
+    """Gives x what `other` holds, in memory of its own, and its former memory in the end. So what it was a view of, as
+    tokens and labels are of one text, stays as it is."""
+    if x not in not_restored:
+        stack.callback(x.set_, x.detach())
+    x.set_(other.detach().clone(memory_format=torch.contiguous_format))
 
 
 def scaled_dot_product_attention(
@@ -215,6 +221,10 @@ def check_mesh(mesh: Any, tensors: Sequence[Tensor]) -> None:
             "(mesh['name'] takes one out)"
         )
     for n, x in enumerate(tensors):
+        if not isinstance(x, Tensor):
+            raise type_error(f"buffers[{n}]", "Tensor", x)
+        if x.requires_grad:
+            raise RuntimeError(f"attnkern: buffers[{n}] must not require a gradient: it is sharded in place")
         if x.device.type != mesh.device_type:
             raise RuntimeError(
                 f"attnkern: buffers[{n}] must be on the mesh's device {mesh.device_type}, got {x.device}"
@@ -236,6 +246,7 @@ def _check_under_mask(sharded: Any, mesh: Any, buffers: Sequence[Tensor], dims: 
             f"attnkern: attn_mask must be sharded over the mesh's ranks {shown(of_mesh)}, got {shown(ranks)}"
         )
     for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        check_dim(f"buffers[{n}]", x, f"buffer_seq_dims[{n}]", dim)
         if x.shape[dim] != sharded.mask.seqlen_q:
             raise RuntimeError(
                 f"attnkern: buffers[{n}] must have {sharded.mask.seqlen_q} tokens in dimension {dim}, as attn_mask, "
@@ -299,8 +310,11 @@ def sharded_attention(
     if exchange not in ("ring", "all_to_all"):
         raise ValueError(f"attnkern: exchange must be 'ring' or 'all_to_all', got {shown(exchange)}")
     check_no_dropout(dropout_p, "where the sequence is sharded")
-    Problem.from_sdpa(query, key, value, None, 0, False, scale, enable_gqa, softcap=softcap)
+    check_bool("return_lse", return_lse)
+    problem = Problem.from_sdpa(query, key, value, None, 0, False, scale, enable_gqa, softcap=softcap)
     _check_shards(query, key, value, attn_mask)
+    if backend is not None:  # what it refuses is said before anything is sent: an error amid messages leaves them there
+        select(problem, backend)
     if autocasts(query.device):
         query, key, value = autocast(query, key, value)
     options = {"scale": scale, "enable_gqa": enable_gqa, "softcap": softcap, "backend": backend}

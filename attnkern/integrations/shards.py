@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import type_error
 from ..mask import BLOCK, Mask, union_of_ranges
 
 Run = tuple[int, int]
@@ -176,8 +177,9 @@ class ShardedMask:
 
     def shard(self, x: Tensor, dim: int, keys: bool = False) -> Tensor:
         """This rank's tokens of x, whose dimension `dim` is the whole sequence of queries (or of keys). Differentiable.
-        Raises RuntimeError where it has another length."""
+        Raises RuntimeError where it has another length, IndexError where there is no such dimension."""
         shards, length = (self.keys, self.mask.seqlen_k) if keys else (self.queries, self.mask.seqlen_q)
+        check_dim("x", x, "dim", dim)
         if x.shape[dim] != length:
             raise RuntimeError(
                 f"attnkern: x must have {length} {'keys' if keys else 'queries'} in dimension {dim}, as the mask, "
@@ -190,6 +192,7 @@ class ShardedMask:
         differentiable. Raises RuntimeError where it has another length."""
         shards = self.keys if keys else self.queries
         counts = [length_of(runs) for runs in shards]
+        check_dim("x", x, "dim", dim)
         if x.shape[dim] != counts[self.rank]:
             raise RuntimeError(
                 f"attnkern: x must have {counts[self.rank]} tokens in dimension {dim} on rank {self.rank}, "
@@ -391,6 +394,16 @@ def check_initialised(what: str) -> None:
     """Raises unless there are processes to talk to."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"attnkern: {what} needs torch.distributed.init_process_group to be called first")
+
+
+def check_dim(name: str, x: Any, dim_name: str, dim: Any) -> None:
+    """Raises unless x is a tensor that has the dimension."""
+    if not isinstance(x, Tensor):
+        raise type_error(name, "Tensor", x)
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise type_error(dim_name, "int", dim)
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"attnkern: {dim_name} must be a dimension of {name} {tuple(x.shape)}, got {dim}")
 
 
 def _check_mask(mask: Any) -> None:
