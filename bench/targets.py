@@ -229,10 +229,13 @@ def rows_by_target(rows: Sequence[Row]) -> dict[Target, Row]:
 
 
 def counts(found: dict[Target, Row]) -> str:
-    """``70 of 78 targets reached, 8 missed``."""
-    statuses = [status_of(target, row) for target, row in found.items()]
-    failed = (f"{statuses.count(name)} {name}" for name in STATUSES[1:] if name in statuses)
-    return ", ".join((f"{statuses.count('reached')} of {len(found)} targets reached", *failed))
+    """``70 of 78 targets reached, 8 missed``; rows that have none for their share are counted apart."""
+    with_target = {target: row for target, row in found.items() if target.wanted(row["isa"])}
+    statuses = [status_of(target, row) for target, row in with_target.items()]
+    others = [f"{statuses.count(name)} {name}" for name in STATUSES[1:] if name in statuses]
+    if without := len(found) - len(with_target):
+        others.append(f"{without} rows without a target")
+    return ", ".join((f"{statuses.count('reached')} of {len(with_target)} targets reached", *others))
 
 
 def missed(target: Target, row: Row) -> str:
