@@ -306,7 +306,7 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
       if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
         if (prefetches) now.prefetch(i, column, kColumns);
       } else if (prefetches) {
-        if constexpr (kRegisters == 16 && kRun > 1) prefetch_in_order<kColumns, kDim>(now, column, i);
+        if constexpr (kRegisters == 16) prefetch_in_order<kColumns, kDim>(now, column, i);
         else prefetch_row(row + now.ahead, kColumns);
       }
       const auto add = [&](int c, V value) __attribute__((always_inline)) {
