@@ -30,7 +30,7 @@ using namespace attnkern;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-size_t bytes_of(DType dtype) {
+size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat64: return 8;
     case DType::kFloat32: return 4;
@@ -72,9 +72,9 @@ struct Tensor {
     for (int n = 0; n < 4 && elements > 0; ++n) elements += (size[n] - 1) * view.stride[n];
     // Shifted: aligned to the element only, as a slice of a larger tensor is.
     first = layout == Layout::kShifted ? 1 : 0;
-    storage.reset(new unsigned char[(first + elements) * bytes_of(dtype)]);
-    std::memset(storage.get(), 0xff, (first + elements) * bytes_of(dtype));  // NaN: what isn't written is seen
-    view.data = storage.get() + first * bytes_of(dtype);
+    storage.reset(new unsigned char[(first + elements) * size_of(dtype)]);
+    std::memset(storage.get(), 0xff, (first + elements) * size_of(dtype));  // NaN: what isn't written is seen
+    view.data = storage.get() + first * size_of(dtype);
   }
 
   void set_strides(int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -85,7 +85,7 @@ struct Tensor {
     const int64_t index[4] = {b, h, i, j};
     int64_t offset = first;
     for (int n = 0; n < 4; ++n) offset += (size[n] == 1 ? 0 : index[n]) * view.stride[n];
-    return storage.get() + offset * static_cast<int64_t>(bytes_of(dtype));
+    return storage.get() + offset * static_cast<int64_t>(size_of(dtype));
   }
   double* row(int64_t b, int64_t h, int64_t i) { return static_cast<double*>(at(b, h, i, 0)); }
   double get(int64_t b, int64_t h, int64_t i, int64_t j) const {
