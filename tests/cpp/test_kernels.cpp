@@ -72,9 +72,14 @@ struct Tensor {
     for (int n = 0; n < 4 && elements > 0; ++n) elements += (size[n] - 1) * view.stride[n];
     // Shifted: aligned to the element only, as a slice of a larger tensor is.
     first = layout == Layout::kShifted ? 1 : 0;
-    storage.reset(new unsigned char[(first + elements) * size_of(dtype)]);
-    std::memset(storage.get(), 0xff, (first + elements) * size_of(dtype));  // NaN: what isn't written is seen
+    storage.reset(new unsigned char[bytes()]);
+    std::memset(storage.get(), 0xff, bytes());  // NaN: what isn't written is seen
     view.data = storage.get() + first * size_of(dtype);
+  }
+
+  size_t bytes() const { return (first + elements) * size_of(dtype); }
+  void clear() {
+    if (storage != nullptr) std::memset(storage.get(), 0, bytes());
   }
 
   void set_strides(int64_t a, int64_t b, int64_t c, int64_t d) {
@@ -253,6 +258,8 @@ class Run {
     backward.dk = dk_.view;
     backward.dv = dv_.view;
     if (c_.bias != Bias::kNone && c_.bias != Bias::kBool) backward.dbias = dbias_.view;
+    if (has_no_score(backward))  // then the operators fill them with zeros
+      for (Tensor* gradient : {&dq_, &dk_, &dv_, &dbias_}) gradient->clear();
     kernels.backward(backward, runtime);
     naive();
     std::string failed;
