@@ -132,8 +132,8 @@ def may_look(*tensors: Tensor) -> bool:
 
 
 def check_not_traced(*tensors: Tensor) -> None:
-    """Raises while torch.jit.trace runs, which keeps as a constant what is seen of a mask's data; and if they have
-    none."""
+    """Raises where a mask's data can't be looked at: meta tensors have none, and torch.jit.trace keeps as a
+    constant what is seen."""
     if any(x.is_meta for x in tensors):
         raise RuntimeError("attnkern: this mask depends on what its data are, got a meta tensor, which has no values")
     if torch.jit.is_tracing():

@@ -349,11 +349,15 @@ def from_ranges(ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
 def _check_tensor(name: str, x: object, *, has_values: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise type_error(name, "Tensor", x)
-    if has_values and (x.layout != torch.strided or x.is_meta or x.is_nested):
-        got = "a meta tensor, which has no values" if x.is_meta else f"layout {x.layout}"
-        raise RuntimeError(
-            f"attnkern: {name} must be a dense (strided) tensor, got {'a nested tensor' if x.is_nested else got}"
-        )
+    if not has_values:
+        return
+    got = f"layout {x.layout}" if x.layout != torch.strided else None
+    if x.is_nested:
+        got = "a nested tensor"
+    elif x.is_meta:
+        got = "a meta tensor, which has no values"
+    if got is not None:
+        raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got {got}")
 
 
 def _size(name: str, x: Any) -> int:

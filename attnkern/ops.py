@@ -23,6 +23,7 @@ from . import backends, plain
 from .backends import reference
 from .backends.failed import CannotBuild
 from .bits import is_mask, row_bytes
+from .pages import is_page_size
 from .params import (
     DTYPES,
     GRAD_BIAS,
@@ -140,7 +141,7 @@ def _known(inputs: Any, ranges_are_dense: bool, seed_is_contiguous: bool, *param
             "block_table must be int32 (B, pages of a sequence)",
         )
         _require(
-            rows >= LEAST_PAGE and rows & (rows - 1) == 0 and (k.shape[0] > 0 or table.shape[1] == 0),
+            is_page_size(rows) and (k.shape[0] > 0 or table.shape[1] == 0),
             f"the rows of a page must be a power of two from {LEAST_PAGE} on",
         )
     seqlen_k = inputs.seqlen_k

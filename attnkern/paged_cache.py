@@ -15,6 +15,7 @@ from torch import Tensor
 from .api import attention
 from .arguments import Window, autocasts, show, type_error
 from .packed import paged_ranges
+from .pages import is_page_size
 from .params import DTYPES, LEAST_PAGE
 from .varlen import check_packed_window
 
@@ -65,7 +66,7 @@ class PagedCache:
         head_dim_v = head_dim if head_dim_v is None else _size("head_dim_v", head_dim_v)
         layers = _size("layers", layers)
         page_size = _integer("page_size", page_size)
-        if page_size < LEAST_PAGE or page_size & (page_size - 1):
+        if not is_page_size(page_size):
             raise ValueError(f"attnkern: page_size must be a power of two from {LEAST_PAGE} on, got {page_size}")
         if not isinstance(dtype, torch.dtype):
             raise type_error("dtype", "torch.dtype", dtype)

@@ -34,6 +34,11 @@ class Pages(NamedTuple):
         return tuple(x[table].transpose(1, 2).flatten(2, 3) for x in (self.key, self.value))  # type: ignore[return-value]
 
 
+def is_page_size(rows: int) -> bool:
+    """Whether pages may have so many rows."""
+    return rows >= LEAST_PAGE and rows & (rows - 1) == 0
+
+
 def pages_of(query: Any, key: Any, value: Any, block_table: Any) -> Pages:
     """The arguments of a call with a block_table. Raises where they make no pages."""
     for name, x in (("query", query), ("key", key), ("value", value), ("block_table", block_table)):
@@ -54,7 +59,7 @@ def pages_of(query: Any, key: Any, value: Any, block_table: Any) -> Pages:
         raise RuntimeError(
             f"attnkern: value must have key's {count} pages of {size} rows, got {value.shape[0]} of {value.shape[2]}"
         )
-    if size < LEAST_PAGE or size & (size - 1):
+    if not is_page_size(size):
         raise RuntimeError(
             f"attnkern: the rows of a page (key's dimension 2) must be a power of two from {LEAST_PAGE} on, got {size}"
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import autocasts, number, show, type_error
+from ..pages import is_page_size
 from ..params import DTYPES, LEAST_PAGE, int_of_numpy, shown
 
 _BATCH = "batch_size, seqlen"
@@ -136,7 +137,7 @@ def check_pages(q: Any, k: Any, v: Any, block_table: Any, names: tuple[str, str]
         check_dims(name, x, "num_pages, page_size, nheads_k, headdim")
     check_dims("block_table", block_table, f"{batch}, pages of a sequence")
     (count, size), (name_k, name_v) = k.shape[:2], names
-    if size < LEAST_PAGE or size & (size - 1):
+    if not is_page_size(size):
         raise RuntimeError(f"attnkern: {name_k}'s page_size must be a power of two from {LEAST_PAGE} on, got {size}")
     if v.shape[0] != count:
         raise RuntimeError(f"attnkern: {name_v} must have {name_k}'s num_pages {count}, got {v.shape[0]}")

@@ -217,9 +217,8 @@ def flash_attn_varlen_func(
         options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
         return _of_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, *options)
     check_tensors(q, k, v, packed=True)
-    if return_attn_probs and dropout_p != 0:
-        _check_longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    lengths = cu_seqlens_q, cu_seqlens_k, longest
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     return _of_packed(q, k, v, *lengths, *options)
 
@@ -244,9 +243,8 @@ def flash_attn_varlen_kvpacked_func(
     check_dims("kv", kv, "total_k, 2, nheads_k, headdim")
     k, v = kv.unbind(1)
     check_tensors(q, k, v, packed=True, names=("q", "kv", "kv"))
-    if return_attn_probs and dropout_p != 0:
-        _check_longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    lengths = cu_seqlens_q, cu_seqlens_k, longest
     options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     return _of_packed(q, k, v, *lengths, *options)
 
@@ -270,9 +268,7 @@ def flash_attn_varlen_qkvpacked_func(
     check_ends("cu_seqlens", cu_seqlens, qkv)
     q, k, v = qkv.unbind(1)
     check_tensors(q, k, v, packed=True, names=("qkv", "qkv", "qkv"))
-    if return_attn_probs and dropout_p != 0:
-        _check_longest(max_seqlen=max_seqlen)
-    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    lengths = cu_seqlens, cu_seqlens, {"max_seqlen": max_seqlen}
     options: Any = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     return _of_packed(q, k, v, *lengths, *options)
 
@@ -283,8 +279,7 @@ def _of_packed(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    longest: dict[str, Any],
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
@@ -293,7 +288,10 @@ def _of_packed(
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
 ) -> Results:
-    """`flash_attn_varlen_func` of tensors that fit."""
+    """`flash_attn_varlen_func` of tensors that fit; `longest` has the caller's sizes of S_dmask by name, that of the
+    queries first and that of the keys last."""
+    if return_attn_probs and dropout_p != 0:
+        _check_longest(longest)
     check_device("cu_seqlens_q", cu_seqlens_q, q.device)
     check_device("cu_seqlens_k", cu_seqlens_k, q.device)
     left, right = bounds(causal, window_size)
@@ -307,7 +305,8 @@ def _of_packed(
     if return_attn_probs:
         out, lse, s_dmask = attend(q, k, v, dropout_p, scale, None, softcap, ranges, alibi)
         if s_dmask.dim() > 1:
-            s_dmask = _unpacked(s_dmask[0], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            sizes = [*longest.values()]
+            s_dmask = _unpacked(s_dmask[0], cu_seqlens_q, cu_seqlens_k, sizes[0], sizes[-1])
         return out.squeeze(0).transpose(0, 1), lse.squeeze(0), s_dmask
     result: Any = attention(
         q,
@@ -394,8 +393,8 @@ def _packed_alibi(
     return Alibi.of(slopes_q[None], slopes_k[None], places_q, places_k, right, q.dtype)
 
 
-def _check_longest(**longest: Any) -> None:
-    """Where they are read, as sizes of S_dmask: integers, in 0-d tensors as well, that are no less than 0."""
+def _check_longest(longest: dict[str, Any]) -> None:
+    """Raises unless they can be sizes of S_dmask: integers, in 0-d tensors as well, that are no less than 0."""
     for name, n in longest.items():
         n = int_of_numpy(n)
         if isinstance(n, bool) or not isinstance(n, (int, torch.SymInt, Tensor)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..params import LEAST_PAGE
+from ..pages import is_page_size
 from ..varlen import varlen_attention
 from .transformers import NAME
 
@@ -79,7 +79,7 @@ def _no_mask_needed(theirs: Any) -> Any:
 
 def _reads_pages(cache: Any, config: Any, page_size: int) -> bool:
     """Whether all layers keep keys and values in pages that `attention` reads."""
-    if page_size < LEAST_PAGE or page_size & (page_size - 1):
+    if not is_page_size(page_size):
         return False
     kinds = cache.group_layers_by_attn_type(config)
     return all(cache.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
