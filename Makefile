@@ -126,8 +126,8 @@ wheel-test: $(READY)  ## dist/'s wheels in empty environments without a compiler
 	@$(PY) tests/wheels.py $(WHEELS) --folder build --torches $(WHEEL_TORCHES) $(if $(WHEEL_PYTHONS),--pythons $(WHEEL_PYTHONS))
 
 sanitize: $(READY)  ## the CPU kernels' C++ tests under AddressSanitizer and UBSan
-	@$(PY) setup.py -q build_sanitized
-	@$(RUN) build/ninja/test_kernels
+	@$(PY) setup.py -q build_kernel_tests --sanitize
+	@$(RUN) build/ninja/test_kernels.sanitize
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info attnkern/*.so attnkern/_build.json .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -447,18 +447,28 @@ class BuildSchedules(Command):
         ninja.run()
 
 
-class BuildSanitized(Command):
-    """tests/cpp/*.cpp with the CPU kernels under AddressSanitizer and UBSan: build/ninja/test_kernels."""
+class BuildKernelTests(Command):
+    """tests/cpp/*.cpp with the objects of the CPU kernels, as they are in the library: build/ninja/test_kernels.
 
-    user_options: ClassVar[list] = []
-    initialize_options = finalize_options = lambda self: None
+    --sanitize: both under AddressSanitizer and UBSan, build/ninja/test_kernels.sanitize.
+    """
+
+    user_options: ClassVar[list] = [("sanitize", None, "under AddressSanitizer and UBSan")]
+    boolean_options: ClassVar[list] = ["sanitize"]
+
+    def initialize_options(self):
+        self.sanitize = False
+
+    def finalize_options(self):
+        pass
 
     def run(self):
-        (cxx, machine), ninja = find_compiler(), Ninja("sanitize")
-        flags = f"{CXXFLAGS} {SANITIZE} -Icsrc"
+        (cxx, machine), suffix = find_compiler(), ".sanitize" if self.sanitize else ""
+        ninja = Ninja(f"test_kernels{suffix}", "sanitize" if self.sanitize else "release")
+        flags = f"{CXXFLAGS} {SANITIZE} -Icsrc" if self.sanitize else library_flags()
         objects = ninja.compile_kernels(machine, cxx, flags)
         objects += ninja.compile(sorted(Path("tests/cpp").glob("*.cpp")), cxx, flags)
-        ninja.add("link", BUILD / "test_kernels", objects, cxx, SANITIZE)
+        ninja.add("link", BUILD / f"test_kernels{suffix}", objects, cxx, SANITIZE if self.sanitize else "-pthread")
         ninja.run()
 
 
@@ -519,7 +529,7 @@ if __name__ == "__main__":  # tests/gate imports this module for its flags
             "bdist_wheel": BuildWheel,
             "build_ext": BuildLibraries,
             "build_schedules": BuildSchedules,
-            "build_sanitized": BuildSanitized,
+            "build_kernel_tests": BuildKernelTests,
             "build_cores": BuildCores,
             "build_emulated": BuildEmulated,
         },

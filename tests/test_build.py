@@ -258,6 +258,13 @@ if platform.machine() == "x86_64":
         assert leaked == set()
 
 
+def test_the_kernels_cpp_tests_pass_with_the_librarys_objects():
+    """Those of `make sanitize`, without sanitizers: they compile, and the kernels as they are shipped pass them."""
+    env = {"ATTNKERN_CPU_ISAS": " ".join(attnkern.build_info()["cpu_isas"])}
+    run(sys.executable, "setup.py", "-q", "build_kernel_tests", **env)
+    assert re.search(r"^[1-9] instruction sets tested, 0 failed", run(ROOT / "build/ninja/test_kernels"), re.M)
+
+
 @pytest.mark.parametrize("isa", [*sorted(ISAS), "mmx"])
 def test_an_instruction_set_is_forced_or_refused_with_the_choices(isa):
     code = """
