@@ -7,6 +7,7 @@ length that is not given for the keys is that of the queries.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -349,12 +350,10 @@ def from_ranges(ranges: Tensor, seqlen_q: int, seqlen_k: int) -> Mask:
 def _check_tensor(name: str, x: object, *, has_values: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise type_error(name, "Tensor", x)
-    if not has_values:
-        return
     got = f"layout {x.layout}" if x.layout != torch.strided else None
     if x.is_nested:
         got = "a nested tensor"
-    elif x.is_meta:
+    elif x.is_meta and has_values:
         got = "a meta tensor, which has no values"
     if got is not None:
         raise RuntimeError(f"attnkern: {name} must be a dense (strided) tensor, got {got}")
@@ -383,12 +382,13 @@ def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | s
         numbers = x if isinstance(x, Sequence) else [x]
         if hasattr(x, "__array__"):  # numpy's
             x = torch.tensor(x, device=device)
-        elif any(isinstance(n, bool) or not hasattr(n, "__index__") for n in numbers):
+        elif not all(map(_is_integer, numbers)):
             raise TypeError(f"attnkern: {name} must be integers or an integer tensor, got {shown(x)}")
-        elif any(not -(2**63) <= n < 2**63 for n in numbers):
+        elif any(not -(2**63) <= operator.index(n) < 2**63 for n in numbers):
             raise ValueError(f"attnkern: {name} must be within int64, got {shown(x)}")
         else:
             x = torch.tensor(x, dtype=torch.int64, device=device)
+    _check_tensor(name, x)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         hint = " (masks.from_bool makes a Mask of a bool tensor)" if x.dtype == torch.bool else ""
         raise RuntimeError(f"attnkern: {name} must have an integer dtype, got {show(x.dtype)}{hint}")
@@ -397,6 +397,15 @@ def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | s
         plural = "" if wanted == "1" else "s"
         raise RuntimeError(f"attnkern: {name} must have {wanted} dimension{plural}, got the shape {tuple(x.shape)}")
     return x.to(torch.int64)
+
+
+def _is_integer(x: Any) -> bool:
+    """Whether x is an int, numpy's, or a tensor of one."""
+    try:
+        operator.index(x)
+    except TypeError:
+        return False
+    return not isinstance(x, bool)
 
 
 def _check_counts(name: str, counts: Tensor, seqlen_k: int) -> None:

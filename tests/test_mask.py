@@ -598,6 +598,23 @@ BAD = [
     ),
     bad("cu_seqlens_q ...meta", lambda: masks.packed(torch.ones(4, device="meta").int())),
     bad("lengths must be within int64", lambda: masks.padding([2**70]), ValueError),
+    bad(
+        "lengths must be integers or an integer tensor, got [tensor(1.5000)]",
+        lambda: masks.padding([torch.tensor(1.5)]),
+        TypeError,
+    ),
+    bad(
+        "lengths must be a dense (strided) tensor, got layout torch.sparse_coo",
+        lambda: masks.padding(torch.tensor([1, 2]).to_sparse(), 5, 5),
+    ),
+    bad(
+        "ids must be a dense (strided) tensor, got a nested tensor",
+        lambda: masks.document(torch.nested.nested_tensor([torch.tensor([1, 1])], layout=torch.jagged)),
+    ),
+    bad(
+        "ranges must be a dense (strided) tensor, got layout torch.sparse_coo",
+        lambda: masks.from_ranges(torch.zeros(1, 1, 4, 1, 2).int().to_sparse(), 4, 4),
+    ),
     bad("got [1.5, ......$", lambda: masks.padding([1.5] * 10000), TypeError),
     bad("prefix must be integers or an integer tensor, got True", lambda: masks.prefix_lm(True, 4), TypeError),
     bad("must have 1 dimension, got", lambda: masks.padding(torch.ones(2, 2).int())),
@@ -689,10 +706,12 @@ def test_a_subclass_is_a_mask():
     assert torch.equal(attnkern.attention(q, q, q, sub), attnkern.attention(q, q, q, mask))
 
 
-def test_numpy_goes_where_lists_and_ints_go():
+def test_numpy_and_tensors_of_one_number_go_where_lists_and_ints_go():
     lengths = np.array([3, 5], dtype=np.int32)
     for given in (lengths, list(lengths), [3, 5]):
         assert torch.equal(masks.padding(given, np.int64(4), np.int32(6)).ranges, masks.padding([3, 5], 4, 6).ranges)
+    tensors = [torch.tensor(3), torch.tensor(5)]  # of which none can be compared with 2**63
+    assert torch.equal(masks.padding(tensors, 4, 6).ranges, masks.padding([3, 5], 4, 6).ranges)
     assert masks.document(np.array([[0, 0, 1]])).shape == (1, 1, 3, 3)
     assert masks.prefix_lm(np.int64(2), 4).shape == (1, 1, 4, 4)
     assert torch.equal(masks.sliding_window(np.int64(2), 0, 4).ranges, masks.sliding_window(2, 0, 4).ranges)

@@ -282,6 +282,17 @@ def test_bad_arguments(case):
             ValueError,
             "num_buckets must be at least 4 and max_distance above 2, got 8 and 2",
         ),
+        (lambda: attnkern.alibi(torch.zeros(2), 2, 2.0), TypeError, "argument 'seqlen_k' must be int, not float"),
+        (
+            lambda: attnkern.t5_relative_bias(torch.zeros(8, 2), 8.0, 32, True, 2, 2),
+            TypeError,
+            "argument 'num_buckets' must be int, not float",
+        ),
+        (
+            lambda: attnkern.t5_relative_bias(torch.zeros(8, 2), 8, 32, "decoder", 2, 2),
+            TypeError,
+            "argument 'bidirectional' must be bool, not str",
+        ),
     ],
 )
 def test_bad_arguments_of_the_makers(call, error, message):
