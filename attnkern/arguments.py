@@ -48,7 +48,7 @@ def checked_window(window: Any) -> Window:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"attnkern: argument 'window' must be (left, right) or None, not {shown(window)}")
-    bounds: Any = tuple(int_of_numpy(x) for x in window)
+    bounds: Any = tuple(int_of_numpy(untraced(x)) for x in window)
     for bound in bounds:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
             raise TypeError(f"attnkern: the bounds in 'window' must be int or None, not {type_name(bound)}")
@@ -90,8 +90,16 @@ def rounds_to_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def untraced(x: Any) -> Any:
+    """A scalar of numpy, which Dynamo takes for an array without dimensions, as a number; anything else as it is."""
+    if torch.compiler.is_compiling() and not isinstance(x, Tensor) and getattr(x, "ndim", None) == 0:
+        return x.item()
+    return x
+
+
 def number(name: str, x: Any) -> float:
     """What torch takes for a float: Python and numpy scalars, and 0-dim tensors outside the graph."""
+    x = untraced(x)
     if isinstance(x, Tensor):
         if x.ndim == 0 and not x.requires_grad and not x.is_complex():
             return float(x.item())
@@ -167,6 +175,8 @@ def type_name(x: object) -> str:
     if isinstance(x, Tensor):
         return f"Tensor of shape {show(x.shape)}{' that requires grad' if x.requires_grad else ''}"
     kind = type(x)
+    if torch.compiler.is_compiling():  # Dynamo can't read a type's module, and would say so instead of the error
+        return kind.__name__
     ours = kind.__module__.partition(".")[0] in ("builtins", "attnkern")
     return kind.__name__ if ours else f"{kind.__module__}.{kind.__name__}"
 

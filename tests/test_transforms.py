@@ -8,6 +8,7 @@ import operator
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -423,6 +424,31 @@ def test_compile_takes_the_shape_of_a_mask_and_of_empty_dimensions(target):
     ):
         x = inputs.tensors.values()
         assert_close(function(*x), target.sdpa(*x))
+
+
+@contract(53)
+def test_compile_takes_numbers_of_numpy(target):
+    """Dynamo takes them for arrays without dimensions."""
+    q, table = target.randn(2, 3, 5, 8), target.randn(9)
+    scale, one, left, center = 1 / np.sqrt(8), np.float64(1), np.int64(2), np.int64(4)
+
+    def call(q, table):
+        options = {"scale": scale, "softcap": one, "window": (left, 0)}
+        return target.attention(q, q, q, relative_bias=table, relative_bias_center=center, **options)
+
+    function, _ = compiled(call)
+    assert_close(function(q, table), call(q, table))
+    # What is computed in the graph, as torch takes it.
+    function, _ = compiled(lambda q: target.sdpa(q, q, q, scale=1 / np.sqrt(q.shape[-1])))
+    assert_close(function(q), target.sdpa(q, q, q))
+
+
+@pytest.mark.parametrize("x", [1, "yes", [True]], ids=lambda x: type(x).__name__)
+def test_errors_in_whole_graphs_say_what_is_wrong(x):
+    q = torch.randn(2, 3, 5, 8)
+    function, _ = compiled(lambda q: attnkern.attention(q, q, q, is_causal=x))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"'is_causal' must be bool, not {type(x).__name__}"):
+        function(q)
 
 
 # --- sizes that depend on data
