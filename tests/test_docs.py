@@ -87,6 +87,11 @@ def test_links_and_pictures_exist(page):
             assert not heading or heading in _anchors(target), link
 
 
+def test_every_picture_stands_on_a_page():
+    shown = {link.rpartition("/")[2] for page in PAGES for link in LINK.findall(page.read_text())}
+    assert {picture.name for picture in (ROOT / "docs" / "images").iterdir()} <= shown
+
+
 @pytest.mark.parametrize("page", SITE, ids=lambda p: p.name)
 def test_names_are_where_the_docs_say(page):
     """ "`name` in [file](link)" and "`name` and `other` in ...": that file has them."""
