@@ -102,8 +102,9 @@ def test_names_are_where_the_docs_say(page):
 
 
 def test_every_page_stands_in_the_navigation():
-    listed = re.findall(r"^ +- .*: (\w+\.md)$", MKDOCS, re.MULTILINE)
-    assert sorted(listed) == sorted({*listed}) == [page.name for page in SITE]
+    """README.md as index.md."""
+    listed = re.findall(r"^ +- .*: (\w+\.md)(?: #.*)?$", MKDOCS, re.MULTILINE)
+    assert sorted(listed) == sorted({*listed}) == sorted(["index.md", *(page.name for page in SITE)])
 
 
 def test_every_public_name_stands_in_the_reference():
@@ -150,3 +151,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     index = (tmp_path / "api.html").read_text()
     assert 'id="attnkern.attention"' in index
     assert "fonts.googleapis" not in index  # nothing is fetched when a page is read
+    first = (tmp_path / "index.html").read_text()
+    assert all(f'{name}="images/speed-{shade}.png"' in first for name, shade in (("src", "light"), ("srcset", "dark")))
+    assert 'href="limits.html"' in first
