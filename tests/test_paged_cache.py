@@ -149,7 +149,7 @@ def test_errors():
     paged = attnkern.PagedCache(4, 1, 8, page_size=16)
     a = paged.add()
     for call, message in (
-        (lambda: paged.step([7]), "sequence must be one of the cache's 1, got 7"),
+        (lambda: paged.step([7]), "sequence must be one that add or fork made, and free hasn't ended, got 7"),
         (lambda: paged.step([a, a]), "sequences must be different"),
         (lambda: paged.step([a], [1, 2]), "tokens must be a number for each of 1 sequences"),
         (lambda: paged.step([a], [-1]), "tokens must be 0 or more"),
