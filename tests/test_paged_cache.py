@@ -154,7 +154,7 @@ def test_errors():
         (lambda: paged.step([a], [1, 2]), "tokens must be a number for each of 1 sequences"),
         (lambda: paged.step([a], [-1]), "tokens must be 0 or more"),
         (lambda: paged.fork(a, 3), "length must be from 0 to the sequence's 0 tokens, got 3"),
-        (lambda: paged.free(9), "sequence must be one of"),
+        (lambda: paged.free(9), "sequence must be one that"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
