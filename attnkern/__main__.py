@@ -25,17 +25,22 @@ def show() -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, more than 0, got {text}")
     return seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m attnkern", description="What is installed, and whether it is right."
+        prog="python -m attnkern",
+        usage="%(prog)s [-h] [check [--seconds S]]",
+        description="Without a command: what is installed, and which backends can run.",
     )
-    commands = parser.add_subparsers(dest="command", metavar="check")
+    commands = parser.add_subparsers(dest="command", metavar="check", prog="python -m attnkern")
     check = commands.add_parser(
         "check",
         help="run every kernel family of this machine against float64; exit status 1 if one is wrong",

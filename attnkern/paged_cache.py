@@ -205,7 +205,9 @@ class PagedCache:
         """A sequence that there is, and `length`, None: all, of it."""
         sequence = _integer("sequence", sequence)
         if sequence not in self._lengths:
-            raise ValueError(f"attnkern: sequence must be one of the cache's {len(self._lengths)}, got {sequence}")
+            raise ValueError(
+                f"attnkern: sequence must be one that add or fork made, and free hasn't ended, got {sequence}"
+            )
         most = self._lengths[sequence]
         length = most if length is None else _integer("length", length)
         if not 0 <= length <= most:

@@ -264,12 +264,14 @@ def _write_files(
     record.write_csv(table, rows, columns)
     console.print(f"rows   {path}\ntable  {table}", soft_wrap=True, highlight=False)
     if plot and rows:
-        for drawn in plots.draw(rows, runs, path.with_suffix("")):
-            console.print(f"plot   {drawn}", soft_wrap=True, highlight=False)
-        _write_page(path.with_suffix(""), rows, runs)
+        _draw(path.with_suffix(""), rows, runs)
 
 
-def _write_page(stem: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> None:
+def _draw(stem: Path, rows: Sequence[Row], runs: Sequence[dict[str, Any]]) -> None:
+    """Pictures of the rows, and their page, beside `stem`."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for drawn in plots.draw(rows, runs, stem):
+        console.print(f"plot   {drawn}", soft_wrap=True, highlight=False)
     written = page.write(stem.with_name(f"{stem.name}-report.html"), rows, runs)
     console.print(f"page   {written}", soft_wrap=True, highlight=False)
 
@@ -487,12 +489,12 @@ def plot(
     out: Annotated[Path | None, typer.Option(help="How the pictures' paths begin. Default: the file's.")] = None,
 ) -> None:
     """Draw a run again, and write its page."""
-    found, runs = _parsed("ROWS", record.read, rows)
+    by_key, runs = _parsed("ROWS", record.read, rows)
+    found = list(by_key.values())
+    if not found or not all(record.drawable(row) for row in found):
+        raise typer.BadParameter(f"{rows} must hold rows of run, models or serve, and no others", param_hint="ROWS")
     stem = out or rows.with_suffix("")
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    for path in plots.draw(list(found.values()), runs, stem):
-        console.print(f"plot   {path}", soft_wrap=True, highlight=False)
-    _write_page(stem, list(found.values()), runs)
+    _parsed("--out", _draw, stem, found, runs)
 
 
 if __name__ == "__main__":

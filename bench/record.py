@@ -87,6 +87,11 @@ def read(path: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
     return rows, runs
 
 
+def drawable(row: Row) -> bool:
+    """Whether a row says what pictures and pages name it by; those of `cores` and of training's memory don't."""
+    return {"case", "pass", "provider", "dtype", "status"} <= row.keys()
+
+
 COLUMNS = (
     *("case", "pass", "provider", "dtype", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"),
     *("head_dim_v", "causal", "window", "mask", "live", "dropout", "softcap", "layout", "status", "kernel", "seconds"),

@@ -1,7 +1,8 @@
 """What the site does beside mkdocs' own.
 
-A link that leads out of docs/ leads to a page of the site that shows the file: so every link is good in the repository
-and on the site, and the site needs no address of the repository. Sections of docstrings that are prose stay prose.
+The first page is README.md. A link that leads out of docs/ leads to a page of the site that shows the file: so every
+link is good in the repository and on the site, and the site needs no address of the repository. Sections of docstrings
+that are prose stay prose.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import griffe
 from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[#)])")
+LINK = re.compile(r"(?:(?<=\]\()|(?<=src=\")|(?<=srcset=\"))([^)\s#\"]+)(?=[#)\"])")
 LANGUAGES = {
     ".py": "python",
     ".cpp": "cpp",
@@ -32,6 +33,9 @@ LANGUAGES = {
 def on_files(files: Any, config: Any) -> Any:
     """A page for each file outside docs/ that a page links to, and for those that such a page links to."""
     waiting = [(f"docs/{f.src_uri}", Path(f.abs_src_path).read_text()) for f in files.documentation_pages()]
+    readme = (ROOT / "README.md").read_text()
+    waiting.append(("README.md", readme))
+    files.append(File.generated(config, "index.md", content=readme))
     while waiting:
         path, text = waiting.pop()
         for link in LINK.findall(text):
@@ -52,6 +56,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with links to what `on_files` made in place of links to the repository's files."""
     here = page.file.src_uri
     path = here.removeprefix("source/") if here.startswith("source/") else f"docs/{here}"
+    if here == "index.md":
+        path = "README.md"
 
     def shown(match: re.Match[str]) -> str:
         target = _repository_path(path, match[0])

@@ -314,6 +314,17 @@ def test_compare_refuses_files_that_are_no_runs(tmp_path):
     bench("compare", base, base, "--by", "colour", code=2)
 
 
+def test_plot_refuses_rows_that_it_cannot_draw(tmp_path):
+    """No rows, and rows of other commands: no page without anything, and no traceback."""
+    empty = write(tmp_path / "empty.jsonl", [])
+    results = Path(record.__file__).parent / "results"
+    for path in (empty, results / "cores-cpu.jsonl", results / "training-memory-cpu.jsonl"):
+        printed = bench("plot", path, "--out", tmp_path / "drawn" / "x", code=2)
+        assert "must hold rows of run, models or serve" in re.sub(r"[│\s]+", " ", printed), path
+    assert not (tmp_path / "drawn").exists()
+    assert "--out" in bench("plot", write(tmp_path / "rows.jsonl", [row(64)]), "--out", empty / "x", code=2)
+
+
 def test_a_torn_last_line_is_passed_over(tmp_path):
     path = write(tmp_path / "rows.jsonl", [row(64)])
     with path.open("a") as file:

@@ -44,7 +44,7 @@ def test_on_this_machine():
 def test_time_that_is_none(seconds, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["check", "--seconds", seconds])
-    assert "argument --seconds" in capsys.readouterr().err
+    assert f"argument --seconds: must be a number of seconds, more than 0, got {seconds}" in capsys.readouterr().err
 
 
 def test_every_family_that_can_be_left_out_is_checked():

@@ -87,6 +87,11 @@ def test_links_and_pictures_exist(page):
             assert not heading or heading in _anchors(target), link
 
 
+def test_every_picture_stands_on_a_page():
+    shown = {link.rpartition("/")[2] for page in PAGES for link in LINK.findall(page.read_text())}
+    assert {picture.name for picture in (ROOT / "docs" / "images").iterdir()} <= shown
+
+
 @pytest.mark.parametrize("page", SITE, ids=lambda p: p.name)
 def test_names_are_where_the_docs_say(page):
     """ "`name` in [file](link)" and "`name` and `other` in ...": that file has them."""
@@ -97,8 +102,9 @@ def test_names_are_where_the_docs_say(page):
 
 
 def test_every_page_stands_in_the_navigation():
-    listed = re.findall(r"^ +- .*: (\w+\.md)$", MKDOCS, re.MULTILINE)
-    assert sorted(listed) == sorted({*listed}) == [page.name for page in SITE]
+    """README.md as index.md."""
+    listed = re.findall(r"^ +- .*: (\w+\.md)(?: #.*)?$", MKDOCS, re.MULTILINE)
+    assert sorted(listed) == sorted({*listed}) == sorted(["index.md", *(page.name for page in SITE)])
 
 
 def test_every_public_name_stands_in_the_reference():
@@ -145,3 +151,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     index = (tmp_path / "api.html").read_text()
     assert 'id="attnkern.attention"' in index
     assert "fonts.googleapis" not in index  # nothing is fetched when a page is read
+    first = (tmp_path / "index.html").read_text()
+    assert all(f'{name}="images/speed-{shade}.png"' in first for name, shade in (("src", "light"), ("srcset", "dark")))
+    assert 'href="limits.html"' in first
