@@ -217,10 +217,10 @@ class PagedCache:
 
 def _integer(name: str, x: Any) -> int:
     """As Python's int: a tensor for a number would be another one once it changes."""
-    try:
-        return operator.index(x)
-    except TypeError:
-        raise type_error(name, "int", x) from None
+    with contextlib.suppress(TypeError):
+        if not isinstance(x, bool):
+            return operator.index(x)
+    raise type_error(name, "int", x)
 
 
 def _size(name: str, x: Any) -> int:
@@ -233,7 +233,7 @@ def _integers(name: str, x: Any, copies: int | None = None) -> list[int]:
     """As a list of Python's ints; with `copies` x may be one integer that stands for so many."""
     x = x.tolist() if hasattr(x, "tolist") else x  # a tensor, or numpy's
     if copies is not None and hasattr(x, "__index__"):
-        return [x] * copies
+        return [_integer(name, x)] * copies
     if not isinstance(x, Iterable):
         raise type_error(name, "a sequence of ints" if copies is None else "int or a sequence of ints", x)
     return [_integer(name, n) for n in x]
@@ -247,7 +247,7 @@ def _pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.empty(shape, dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # there isn't so much, as torch says
+    except (OSError, OverflowError):  # there isn't so much, as torch says
         return torch.empty(shape, dtype=dtype, device=device)
     with contextlib.suppress(OSError):  # a system without them
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -278,7 +278,7 @@ class Step:
         most = max(map(len, rows), default=0)
         # One tensor, one copy to the device: the table, and how many tokens there were and are new.
         padded = [[*row, *[0] * (most - len(row)), b, n] for row, b, n in zip(rows, before, tokens, strict=True)]
-        numbers = torch.tensor(padded, dtype=torch.int64)
+        numbers = torch.tensor(padded, dtype=torch.int64, device="cpu")
         numbers = numbers.view(len(rows), most + 2).to(cache.keys.device, non_blocking=True)
         self.block_table = numbers[:, :most].to(torch.int32)
         first, new = numbers[:, most], numbers[:, most + 1]

@@ -142,6 +142,7 @@ def test_errors():
         ({"pages": "4"}, "'pages' must be int, not str"),
         ({"head_dim": 8.0}, "'head_dim' must be int, not float"),
         ({"page_size": 16.0}, "'page_size' must be int, not float"),
+        ({"pages": True}, "'pages' must be int, not bool"),
         ({"dtype": "float32"}, "'dtype' must be torch.dtype, not str"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -162,12 +163,17 @@ def test_errors():
         (lambda: paged.step(a), "'sequences' must be a sequence of ints, not int"),
         (lambda: paged.step([a], 1.5), "'tokens' must be int or a sequence of ints, not float"),
         (lambda: paged.step([a], [1.5]), "'tokens' must be int, not float"),
+        (lambda: paged.step([a], True), "'tokens' must be int, not bool"),
         (lambda: paged.cut(a, 0.5), "'length' must be int, not float"),
         (lambda: paged.length([a]), "'sequence' must be int, not list"),
     ):
         with pytest.raises(TypeError, match=message):
             call()
-    step = paged.step([a], [3])
+    with pytest.raises(RuntimeError, match="Storage size|DefaultCPUAllocator|can't allocate|overflow"):
+        attnkern.PagedCache(10**15, 64, 128, layers=100)
+    with torch.device("meta"):  # the default one isn't asked
+        step = paged.step([a], [3])
+    assert step.positions.tolist() == [0, 1, 2]
     q = torch.randn(3, 2, 8)
     for call, message in (
         (lambda: step.attention(0, None), "'query' must be Tensor, not NoneType"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import may_look, show
+from ..arguments import check_bool, may_look, show
 from ..packed import within_window
 from ..params import int_of_numpy
 from .arguments import (
@@ -92,6 +92,7 @@ def flash_attn_with_kvcache(
     (batch, seqlen_q, heads, _), seqlen_cache = q.shape, _room(k_cache, block_table)
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, batch, heads, q.device)
+    check_bool("rotary_interleaved", rotary_interleaved)
     if rotary_cos is not None or rotary_sin is not None:
         _check_rotary(q, k, rotary_cos, rotary_sin, seqlen_cache)
         turned: Any = functools.partial(

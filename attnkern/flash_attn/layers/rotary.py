@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...arguments import may_look, show
+from ...arguments import check_bool, may_look, show
 from ...packed import check_ends, places
 from ...params import int_of_numpy
 from ..arguments import check_dims, check_vector
@@ -41,6 +41,8 @@ def apply_rotary_emb(
 
     Source: J. Su et al., "RoFormer", 2021.
     """
+    check_bool("interleaved", interleaved)
+    check_bool("inplace", inplace)
     check_dims("x", x, "total, nheads, headdim" if cu_seqlens is not None else "batch_size, seqlen, nheads, headdim")
     return turn(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens)
 
