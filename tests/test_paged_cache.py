@@ -169,7 +169,7 @@ def test_errors():
     ):
         with pytest.raises(TypeError, match=message):
             call()
-    with pytest.raises(RuntimeError, match="Storage size|DefaultCPUAllocator|can't allocate|overflow"):
+    with pytest.raises(RuntimeError, match=r"Storage size|DefaultCPUAllocator|can't allocate|overflow"):
         attnkern.PagedCache(10**15, 64, 128, layers=100)
     with torch.device("meta"):  # the default one isn't asked
         step = paged.step([a], [3])
