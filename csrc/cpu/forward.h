@@ -230,17 +230,33 @@ inline bool has_few_keys(const Attention& p) {
          reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
 }
 
-// Queries of a task. Where a thread gets few tasks, as many whole vectors as end soonest: the threads' rounds, times
-// what a tile takes. A narrow one takes more for each vector. Uneven tasks come longest first, and fill the gaps.
+// How a head's queries are cut into tasks: `vectors` of them, which may reach beyond the last query, into `tiles`.
+struct ForwardCut {
+  int64_t tiles, vectors;
+  template <class C>
+  int64_t begin_of(int64_t tile) const {
+    return vectors * tile / tiles * Simd<C>::kLanes;
+  }
+};
+// Whole tiles; where a thread gets few of them, as many even ones as end soonest: the threads' rounds, times what a
+// tile takes. A narrow one takes more for each vector. Uneven tasks, half as much as the longest on average, come
+// longest first, and fill the gaps.
 template <class C>
-inline int64_t forward_tile_rows(int64_t heads, int64_t rows, int64_t threads, bool uneven) {
-  int64_t best = kTile<C>, least = 0;
-  if (threads == 1 || heads * ((rows + best - 1) / best) >= 4 * threads) return best;
-  for (int64_t tile = kTile<C>; tile > 0; tile -= Simd<C>::kLanes) {
-    const int64_t tasks = heads * ((rows + tile - 1) / tile);
-    const int64_t twice_rounds = uneven ? max64(2, tasks / threads + 1) : 2 * ((tasks + threads - 1) / threads);
-    const int64_t time = twice_rounds * (8 * tile + kTile<C>);
-    if (least == 0 || time < least) best = tile, least = time;
+inline ForwardCut cut_forward(int64_t heads, int64_t rows, int64_t threads, bool uneven) {
+  constexpr int64_t kLanes = Simd<C>::kLanes, kRounds = 8;
+  const int64_t whole = (rows + kTile<C> - 1) / kTile<C>, vectors = (rows + kLanes - 1) / kLanes;
+  ForwardCut best{whole, whole * (kTile<C> / kLanes)};
+  if (threads == 1 || heads * whole == 0 || heads * whole >= kRounds * threads) return best;
+  const int64_t fewest = (heads * whole + threads - 1) / threads;
+  double least = 0;
+  for (int64_t rounds = fewest; rounds < fewest + kRounds; ++rounds) {
+    const int64_t tiles = min64(vectors, max64(whole, rounds * threads / heads));
+    const auto time_of = [](double tile_rows) { return 8 * tile_rows + kTile<C>; };
+    const double longest = time_of(static_cast<double>((vectors + tiles - 1) / tiles * kLanes));
+    const double tile = time_of(static_cast<double>(rows) / static_cast<double>(tiles));
+    const double time = uneven ? std::max(longest, 0.5 * static_cast<double>(rounds + 1) * tile)
+                               : static_cast<double>(rounds - 1) * tile + longest;
+    if (least == 0 || time < least) best = {tiles, vectors}, least = time;
   }
   return best;
 }
@@ -260,27 +276,27 @@ class ForwardCall {
         in_order_(heads_ < threads && uneven_),
         window_(is_window(p.band)),
         fast_path_(ScoreParams<C>(p).fast_path()),
-        tile_(min64(forward_tile_rows<C>(heads_, p.seqlen_q, threads, uneven_), round_up(p.seqlen_q, Simd<C>::kLanes))),
-        tiles_(p.seqlen_q == 0 ? 0 : (p.seqlen_q + tile_ - 1) / tile_),
+        cut_(cut_forward<C>(heads_, p.seqlen_q, threads, uneven_)),
         prefetches_(p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far()),
         sizes_(nullptr, p),
         caches_(workers, copies(), cached_rows<Op>(p.seqlen_k, sizes_.tiles) / Op::kPack,
                 round_up(copies() == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes)) {}
 
   int64_t phases() const { return 1; }
-  int64_t tasks(int64_t) const { return heads_ * tiles_; }
+  int64_t tasks(int64_t) const { return heads_ * cut_.tiles; }
   int64_t scratch_bytes(int64_t) const { return sizes_.bytes + caches_.bytes(); }
   // One for each head, so that a worker packs values of few.
   int64_t queues(int64_t) const { return in_order_ ? heads_ : 0; }
-  int64_t queue_end(int64_t, int64_t queue) const { return (queue + 1) * tiles_; }
+  int64_t queue_end(int64_t, int64_t queue) const { return (queue + 1) * cut_.tiles; }
   void run(int64_t, int64_t task, void* memory, int64_t worker) const {
     const ForwardScratch<Op> scratch(memory, p_);
     // Last tiles first: under a causal mask they are the longest. First tiles first under a window: keys that no tile
     // has met come last, so that they are prefetched, and packed, behind those that are there.
-    const int64_t head = task / tiles_, query = (window_ ? task % tiles_ : tiles_ - 1 - task % tiles_) * tile_;
+    const int64_t head = task / cut_.tiles, at = task % cut_.tiles, tile = window_ ? at : cut_.tiles - 1 - at;
+    const int64_t query = cut_.begin_of<C>(tile), end = min64(cut_.begin_of<C>(tile + 1), p_.seqlen_q);
     const auto run = fast_path_ ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
     run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), head / p_.heads_q,
-        head % p_.heads_q, query, min64(tile_, p_.seqlen_q - query), prefetches_);
+        head % p_.heads_q, query, end - query, prefetches_);
   }
   // To be called before a worker's scratch is used for this call, at first and whenever others have used it.
   void forget(int64_t worker) const { caches_.forget(worker); }
@@ -288,17 +304,17 @@ class ForwardCall {
 
  private:
   // Few tiles hardly bring keys and values nearer, nor do those of a window, which meet keys that none has met before.
-  int64_t far() const { return tiles_ <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
+  int64_t far() const { return cut_.tiles <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
   // Values in pairs, or values and keys converted or gathered, where a head has more tiles than one.
   int64_t copies() const {
-    if (tiles_ <= 1) return 0;
+    if (cut_.tiles <= 1) return 0;
     return Op::kPack == 2 ? 1 : kConverts<T, Op> || p_.pages.table != nullptr ? 2 : 0;
   }
 
   const Forward& p_;
   const int64_t heads_;
   const bool uneven_, in_order_, window_, fast_path_;
-  const int64_t tile_, tiles_;
+  const ForwardCut cut_;
   const bool prefetches_;
   const ForwardScratch<Op> sizes_;
   const PackedCaches<typename Op::Scalar> caches_;
