@@ -36,6 +36,15 @@ def test_tasks_are_dealt_out(program):
     assert (plain.alone, plain.phases, plain.tasks) == (plain.seconds, 0, 0)
 
 
+def test_calls_are_cut_so_that_threads_end_together(program):
+    """32 tiles of 64 queries in each of 8 heads would leave a third of 96 threads without a task in the last round."""
+    plain = cores.Problem("forward", "fp32", 1, 8, 8, 2048, 64, 16, "all")
+    assert program.ask(plain, 96).tasks == 3 * 96
+    assert program.ask(plain, 1).tasks == 0
+    assert program.ask(replace(plain, pass_name="backward", seqlen_k=2048), 96).tasks >= 8 * 96
+    assert program.ask(replace(plain, pass_name="backward", seqlen_k=2048, mask="causal"), 96).tasks >= 16 * 96
+
+
 @pytest.mark.parametrize("mask", ["all", "causal", "packed", "prefix"])
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
 def test_a_row(program, pass_name, mask):

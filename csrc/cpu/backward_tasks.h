@@ -17,10 +17,11 @@ int64_t sums_of_tile(const Backward& p, int64_t kv_group) {
 template <class T, class C>
 BackwardCut cut_backward(const Backward& p, int64_t threads, int64_t workers, const BiasGradPlan<C>& bias) {
   // Tasks of shared groups for each thread, so that all end at about the same time, and more where a band or ranges
-  // make them uneven; but a tile of keys is read and transposed for a task, which pays from so many queries on.
+  // make them uneven; but a tile of keys is read and transposed for a task, which pays from so many queries on, or from
+  // fewer, if threads would have hardly any tasks.
   const bool uneven = p.band.left < kUnbounded || p.band.right < kUnbounded || p.ranges.data != nullptr;
   const int64_t tasks_of_thread = uneven ? 16 : 8;
-  constexpr int64_t kLeastRows = 128;
+  constexpr int64_t kLeastRows = 192, kFewestRows = 128, kFewTasks = 6;
   // Sums of the shared groups take 16 MiB, or 1 MiB for each thread if that is more, or those of one group. Tables of
   // distances take 16 MiB.
   constexpr int64_t kSums = 1 << 22, kSumsOfThread = 1 << 18;
@@ -31,10 +32,12 @@ BackwardCut cut_backward(const Backward& p, int64_t threads, int64_t workers, co
   BackwardCut cut{kv_group, groups - left, left, tiles};
   if (left == 0) return cut;
   const int64_t wanted_pieces = (tasks_of_thread * threads + left * tiles - 1) / (left * tiles);
-  const int64_t pieces = max64(1, min64(wanted_pieces, p.seqlen_q / kLeastRows));
+  const auto pieces_of = [&](int64_t rows) { return max64(1, min64(wanted_pieces, p.seqlen_q / rows)); };
+  const bool few = left * tiles * pieces_of(kLeastRows) < kFewTasks * threads;
+  const int64_t pieces = pieces_of(few ? kFewestRows : kLeastRows);
   cut.piece_rows = max64(2, round_up((p.seqlen_q + pieces - 1) / pieces, 64));
   // No last piece that is much shorter than the others.
-  while (cut.piece_rows > kLeastRows && 4 * (round_up(p.seqlen_q, cut.piece_rows) - p.seqlen_q) > cut.piece_rows)
+  while (cut.piece_rows > kFewestRows && 4 * (round_up(p.seqlen_q, cut.piece_rows) - p.seqlen_q) > cut.piece_rows)
     cut.piece_rows -= 64;
   cut.pieces = max64(1, (p.seqlen_q + cut.piece_rows - 1) / cut.piece_rows);
   const int64_t of_queries = QueryGradSums<T, C>::in_output(p) ? 0 : kv_group * p.seqlen_q * p.head_dim;
