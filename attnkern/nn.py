@@ -238,7 +238,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             if x.is_nested:
                 raise AssertionError(
                     f"attnkern: {name} must not be a nested tensor but of the jagged layout (layout=torch.jagged), or "
-                    "padded, with key_padding_mask (and nn.TransformerEncoder made with enable_nested_tensor=False)"
+                    "padded, with key_padding_mask (and nn.TransformerEncoder made with enable_nested_tensor=False, or "
+                    "with use_nested_tensor set to False since)"
                 )
         rank = query.dim()
         if rank not in (2, 3):

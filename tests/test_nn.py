@@ -460,6 +460,9 @@ def test_nested_tensors_are_refused_in_one_sentence():
     x, padding = torch.randn(2, 9, E), torch.arange(9) >= torch.tensor([[9], [5]])
     with torch.no_grad(), pytest.raises(AssertionError, match="enable_nested_tensor=False"):
         encoder(x, src_key_padding_mask=padding)
+    encoder.use_nested_tensor = False  # as the error says
+    with torch.no_grad():
+        assert encoder(x, src_key_padding_mask=padding).isfinite().all()
     layer.self_attn = MultiheadAttention(E, H, batch_first=True)
     with torch.no_grad(), pytest.warns(UserWarning, match="enable_nested_tensor is True"):
         later = torch.nn.TransformerEncoder(layer, 1).eval()
