@@ -92,7 +92,9 @@ def rounds_to_tf32(dtype: torch.dtype) -> bool:
 
 def untraced(x: Any) -> Any:
     """A scalar of numpy, which Dynamo takes for an array without dimensions, as a number; anything else as it is."""
-    if torch.compiler.is_compiling() and not isinstance(x, Tensor) and getattr(x, "ndim", None) == 0:
+    # Not of a number that a graph has as a symbol: to ask it for an attribute would make it a constant.
+    plain = isinstance(x, (float, int, torch.SymFloat, torch.SymInt, Tensor))
+    if torch.compiler.is_compiling() and not plain and getattr(x, "ndim", None) == 0:
         return x.item()
     return x
 
