@@ -463,12 +463,14 @@ class BuildKernelTests(Command):
         pass
 
     def run(self):
-        (cxx, machine), suffix = find_compiler(), ".sanitize" if self.sanitize else ""
-        ninja = Ninja(f"test_kernels{suffix}", "sanitize" if self.sanitize else "release")
-        flags = f"{CXXFLAGS} {SANITIZE} -Icsrc" if self.sanitize else library_flags()
+        (cxx, machine), name = find_compiler(), "test_kernels"
+        folder, flags, link_flags = "release", library_flags(), "-pthread"
+        if self.sanitize:
+            name, folder, flags, link_flags = f"{name}.sanitize", "sanitize", f"{CXXFLAGS} {SANITIZE} -Icsrc", SANITIZE
+        ninja = Ninja(name, folder)
         objects = ninja.compile_kernels(machine, cxx, flags)
         objects += ninja.compile(sorted(Path("tests/cpp").glob("*.cpp")), cxx, flags)
-        ninja.add("link", BUILD / f"test_kernels{suffix}", objects, cxx, SANITIZE if self.sanitize else "-pthread")
+        ninja.add("link", BUILD / name, objects, cxx, link_flags)
         ninja.run()
 
 

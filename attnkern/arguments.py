@@ -4,6 +4,7 @@ values may be looked at, and how errors show the rest."""
 from __future__ import annotations
 
 import numbers
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -92,11 +93,10 @@ def rounds_to_tf32(dtype: torch.dtype) -> bool:
 
 def untraced(x: Any) -> Any:
     """A scalar of numpy, which Dynamo takes for an array without dimensions, as a number; anything else as it is."""
-    # Not of a number that a graph has as a symbol: to ask it for an attribute would make it a constant.
-    plain = isinstance(x, (float, int, torch.SymFloat, torch.SymInt, Tensor))
-    if torch.compiler.is_compiling() and not plain and getattr(x, "ndim", None) == 0:
-        return x.item()
-    return x
+    # To ask a number that a graph has as a symbol for an attribute would make it a constant.
+    if not torch.compiler.is_compiling() or isinstance(x, (float, int, torch.SymFloat, torch.SymInt, Tensor)):
+        return x
+    return x.item() if getattr(x, "ndim", None) == 0 else x
 
 
 def number(name: str, x: Any) -> float:
@@ -110,6 +110,22 @@ def number(name: str, x: Any) -> float:
     elif isinstance(x, numbers.Real) or is_numpy_bool(x):
         return float(x)
     raise type_error(name, "float", x)
+
+
+def integer(name: str, x: Any) -> Any:
+    """An int, numpy's as Python's, or a size of a graph; TypeError for anything else, bools among them."""
+    x = int_of_numpy(x)
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise type_error(name, "int", x)
+    return x
+
+
+def index_of(x: Any) -> int | None:
+    """An int, numpy's, or a tensor of one, as Python's int; None of anything else, bools among them."""
+    try:
+        return None if isinstance(x, bool) else operator.index(x)
+    except TypeError:
+        return None
 
 
 def check_bool(name: str, x: object) -> None:

@@ -7,17 +7,26 @@ length that is not given for the keys is that of the queries.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import Window, check_bool, check_not_traced, may_look, show, type_error, type_name
+from .arguments import (
+    Window,
+    check_bool,
+    check_not_traced,
+    index_of,
+    integer,
+    may_look,
+    show,
+    type_error,
+    type_name,
+)
 from .mask import Mask
 from .packed import packed_ranges
-from .params import UNBOUNDED, check_alignment, int_of_numpy, shown
+from .params import UNBOUNDED, check_alignment, shown
 from .varlen import check_packed_window
 
 Integers = int | Sequence[int] | Tensor
@@ -360,12 +369,9 @@ def _check_tensor(name: str, x: object, *, has_values: bool = False) -> None:
 
 
 def _size(name: str, x: Any) -> int:
-    x = int_of_numpy(x)
-    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-        raise type_error(name, "int", x)
-    if x < 0:
+    if (x := integer(name, x)) < 0:
         raise ValueError(f"attnkern: {name} must be >= 0, got {x}")
-    return x  # type: ignore[return-value]
+    return x
 
 
 def _length(name: str, x: Any) -> int:
@@ -379,12 +385,12 @@ def _length(name: str, x: Any) -> int:
 def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | str | None = None) -> Tensor:
     """int64 of so many dimensions, of an int, a sequence of ints or a tensor."""
     if not isinstance(x, Tensor):
-        numbers = x if isinstance(x, Sequence) else [x]
+        numbers = [index_of(n) for n in (x if isinstance(x, Sequence) else [x])]
         if hasattr(x, "__array__"):  # numpy's
             x = torch.tensor(x, device=device)
-        elif not all(map(_is_integer, numbers)):
+        elif None in numbers:
             raise TypeError(f"attnkern: {name} must be integers or an integer tensor, got {shown(x)}")
-        elif any(not -(2**63) <= operator.index(n) < 2**63 for n in numbers):
+        elif any(not -(2**63) <= n < 2**63 for n in numbers if n is not None):
             raise ValueError(f"attnkern: {name} must be within int64, got {shown(x)}")
         else:
             x = torch.tensor(x, dtype=torch.int64, device=device)
@@ -397,15 +403,6 @@ def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | s
         plural = "" if wanted == "1" else "s"
         raise RuntimeError(f"attnkern: {name} must have {wanted} dimension{plural}, got the shape {tuple(x.shape)}")
     return x.to(torch.int64)
-
-
-def _is_integer(x: Any) -> bool:
-    """Whether x is an int, numpy's, or a tensor of one."""
-    try:
-        operator.index(x)
-    except TypeError:
-        return False
-    return not isinstance(x, bool)
 
 
 def _check_counts(name: str, counts: Tensor, seqlen_k: int) -> None:

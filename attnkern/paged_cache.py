@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .api import attention
-from .arguments import Window, autocasts, show, type_error
+from .arguments import Window, autocasts, index_of, show, type_error
 from .packed import paged_ranges
 from .pages import is_page_size
 from .params import DTYPES, LEAST_PAGE
@@ -217,10 +216,9 @@ class PagedCache:
 
 def _integer(name: str, x: Any) -> int:
     """As Python's int: a tensor for a number would be another one once it changes."""
-    with contextlib.suppress(TypeError):
-        if not isinstance(x, bool):
-            return operator.index(x)
-    raise type_error(name, "int", x)
+    if (found := index_of(x)) is None:
+        raise type_error(name, "int", x)
+    return found
 
 
 def _size(name: str, x: Any) -> int:

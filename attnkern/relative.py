@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import check_bool, show, type_error
+from .arguments import check_bool, integer, show, type_error
 from .mask import replicated
-from .params import AttentionParams, int_of_numpy
+from .params import AttentionParams
 
 
 def alibi(slopes: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -74,7 +74,7 @@ def t5_relative_bias(
     Source: C. Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer", 2020.
     """
     _check("weight", weight, "(num_buckets, H)", 2)
-    _check_integers(num_buckets=num_buckets, max_distance=max_distance)
+    integer("num_buckets", num_buckets), integer("max_distance", max_distance)
     check_bool("bidirectional", bidirectional)
     if weight.shape[0] != num_buckets:
         raise RuntimeError(f"attnkern: weight must have {num_buckets} rows (num_buckets), got {show(weight.shape)}")
@@ -95,9 +95,8 @@ def t5_relative_bias(
 
 def _distances(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """Of a table's entries, j - i where the last query is level with the last key."""
-    _check_integers(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     for name, n in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if n < 0:
+        if integer(name, n) < 0:
             raise ValueError(f"attnkern: {name} must be at least 0, got {n}")
     return torch.arange(max(0, seqlen_q + seqlen_k - 1), device=device) - (seqlen_k - 1)
 
@@ -109,12 +108,6 @@ def _check(name: str, x: object, shape: str, dims: int) -> None:
         raise TypeError(f"attnkern: {name} must be a floating-point tensor, got {show(x.dtype)}")
     if x.dim() != dims:
         raise RuntimeError(f"attnkern: {name} must have the shape {shape}, got {show(x.shape)}")
-
-
-def _check_integers(**arguments: object) -> None:
-    for name, x in arguments.items():
-        if isinstance(x, bool) or not isinstance(int_of_numpy(x), (int, torch.SymInt)):
-            raise type_error(name, "int", x)
 
 
 def by_distance(bias: Tensor | None) -> bool:
