@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from .params import int_of_numpy, shown
+from .params import int_of_numpy, shown, untraced
 
 Window = tuple[int | None, int | None] | None
 
@@ -49,7 +49,7 @@ def checked_window(window: Any) -> Window:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"attnkern: argument 'window' must be (left, right) or None, not {shown(window)}")
-    bounds: Any = tuple(int_of_numpy(untraced(x)) for x in window)
+    bounds: Any = tuple(int_of_numpy(x) for x in window)
     for bound in bounds:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
             raise TypeError(f"attnkern: the bounds in 'window' must be int or None, not {type_name(bound)}")
@@ -89,14 +89,6 @@ def autocast(query: Tensor, *others: Any) -> list[Any]:
 def rounds_to_tf32(dtype: torch.dtype) -> bool:
     """Whether torch lets the factors of such tensors' products on a GPU be rounded to tf32."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-def untraced(x: Any) -> Any:
-    """A scalar of numpy, which Dynamo takes for an array without dimensions, as a number; anything else as it is."""
-    # To ask a number that a graph has as a symbol for an attribute would make it a constant.
-    if not torch.compiler.is_compiling() or isinstance(x, (float, int, torch.SymFloat, torch.SymInt, Tensor)):
-        return x
-    return x.item() if getattr(x, "ndim", None) == 0 else x
 
 
 def number(name: str, x: Any) -> float:

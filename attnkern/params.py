@@ -46,8 +46,17 @@ def shown(x: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+def untraced(x: Any) -> Any:
+    """A scalar of numpy, which Dynamo takes for an array without dimensions, as a number; anything else as it is."""
+    # To ask a number that a graph has as a symbol for an attribute would make it a constant.
+    if not torch.compiler.is_compiling() or isinstance(x, (float, int, torch.SymFloat, torch.SymInt, Tensor)):
+        return x
+    return x.item() if getattr(x, "ndim", None) == 0 else x
+
+
 def int_of_numpy(x: Any) -> Any:
     """An integer of numpy's as int; anything else as it is."""
+    x = untraced(x)
     return int(x) if isinstance(x, numbers.Integral) and not isinstance(x, int) else x
 
 

@@ -34,7 +34,6 @@ from .arguments import (
     number,
     show,
     type_error,
-    untraced,
 )
 from .checks import check_added, check_kind, check_mask, check_place, check_ranges, check_sinks
 from .mask import Mask, check_sizes, replicated
@@ -475,7 +474,7 @@ def _with_relative(mask: Tensor | None, given: Any, center: Any, query: Tensor, 
         )
     check_place("relative_bias", Kind.of(given), Kind.of(query))
     check_added("relative_bias", given.dtype, query.dtype)
-    center = int_of_numpy(untraced(center))
+    center = int_of_numpy(center)
     if center is None:
         center = seqlen_q - 1
     elif isinstance(center, bool) or not isinstance(center, (int, torch.SymInt)):
