@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
             mask, ranges, bits = _as_read(attn_mask, None, query, key)
         options = dropout_p, is_causal, scale, enable_gqa, None, "top_left", None, ranges
         rest = None, None, False, backend, bits
-        result = cpu.call(query, key, value, mask, *options, *rest)
+        result = cpu.call(query, key, value, mask, *options, *rest, autograd.eager)
         if result is None and type(query) is Tensor and query.is_cuda:
             result = cuda.call(query, key, value, mask, *options, *rest)
         if result is not None:
@@ -186,7 +186,7 @@ def attention(
         if type(attn_mask) is Mask and block_table is None:
             mask, ranges, bits = _as_read(attn_mask, key_ranges, query, key)
         rest = ranges, sinks, block_table, return_lse, backend, bits
-        result = cpu.call(query, key, value, mask, *options, *rest)
+        result = cpu.call(query, key, value, mask, *options, *rest, autograd.eager)
         if result is None and type(query) is Tensor and query.is_cuda:
             looked_at = type(block_table) is Tensor and may_look(block_table)
             result = None if looked_at else cuda.call(query, key, value, mask, *options, *rest)

@@ -1,6 +1,6 @@
 """Gradients, of every order and under every transform."""
 
-from .functions import attention, part_backward
+from .functions import attention, eager, part_backward
 from .of_weights import weights
 
-__all__ = ["attention", "part_backward", "weights"]
+__all__ = ["attention", "eager", "part_backward", "weights"]

@@ -88,16 +88,33 @@ def attention(
         need_lse = return_lse or needs_grad
         kernels: Any = None
         if chosen is cpu:
-            kernels = partial(cpu.forward, *inputs, *params, need_lse, name)
+            kernels = cpu.forward
         elif not observed(inputs):
-            kernels = partial(chosen.forward, Inputs(*for_operators(inputs)), params, need_lse)
+            kernels = partial(_by_kernels, chosen)
         if kernels is not None:
             try:
-                results = _apply_eagerly(*_savable(inputs), params, name, kernels) if needs_grad else kernels()
+                if needs_grad:
+                    results = _apply_eagerly(*_savable(inputs), (params, name, kernels))
+                else:
+                    results = kernels(*inputs, *params, need_lse, name)
             except CannotBuild:
                 results = None  # the operator finds another backend
     out, lse = results or _by_operators(inputs, params, return_lse, name)
     return problem.restore(out), problem.restore(lse) if return_lse else lse
+
+
+def eager(*args: Any) -> tuple[Tensor, Tensor]:
+    """(q, k, v, bias, sinks, key_ranges, params) -> (out, lse) of a call for the CPU's kernels to which no rule of
+    Problem applies (csrc/common/direct.h), with gradients."""
+    *tensors, params = args
+    return _apply_eagerly(*tensors, None, None, (params, cpu.NAME, cpu.forward))
+
+
+def _by_kernels(backend: Any, *args: Any) -> Any:
+    """The arguments of `attnkern::forward` -> its results, by a backend's kernels."""
+    *given, need_lse, _ = args
+    inputs = Inputs(*for_operators(given[:NUM_INPUTS]))
+    return backend.forward(inputs, AttentionParams(*given[NUM_INPUTS:]), need_lse)
 
 
 def _needs_grad(inputs: Inputs) -> bool:
@@ -116,7 +133,7 @@ def _by_operators(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend
     if not _needs_grad(inputs):
         return ops.forward(*for_operators(inputs), *params, need_lse, backend)
     if not torch.compiler.is_compiling():
-        return _apply_eagerly(*_savable(inputs), params, backend, None)
+        return _apply_eagerly(*_savable(inputs), (params, backend, _by_operator))
     # Dynamo takes no tensor twice, as in attention(x, x, x).
     inputs = inputs._replace(k=inputs.k.view_as(inputs.k), v=inputs.v.view_as(inputs.v))
     function = _Attention if need_lse else _AttentionOutOnly
@@ -231,18 +248,20 @@ class _Attention(torch.autograd.Function):
         return unflatten((out, lse), n, batch)
 
 
+def _by_operator(*args: Any) -> tuple[Tensor, Tensor]:
+    return ops.forward(*for_operators(args))
+
+
 class _EagerAttention(torch.autograd.Function):
-    """(*inputs, params, backend, kernels) -> (out, lse) without transforms: `_Attention`, with less of torch's Python
-    around it. `kernels` is a call past the dispatcher, which may give None; or None: by the operator."""
+    """(*inputs, (params, backend, kernels)) -> (out, lse) without transforms: `_Attention`, with less of torch's Python
+    around it. `kernels` takes the arguments of `attnkern::forward`; its answer may be None: by the operator, then."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any):
-        *inputs, params, backend, kernels = args
-        results = None if kernels is None else kernels()
-        out, lse = results or ops.forward(*for_operators((*inputs, *params, True, backend)))
+        *inputs, (ctx.params, ctx.backend, kernels) = args
+        call = *inputs, *ctx.params, True, ctx.backend
+        out, lse = kernels(*call) or _by_operator(*call)
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.params = params
-        ctx.backend = backend
         ctx.set_materialize_grads(False)
         return out, lse
 

@@ -23,6 +23,7 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -51,6 +52,7 @@ PYTHON void PyEval_RestoreThread(PyThreadState*);
 PYTHON PyObject* PyCFunction_NewEx(PyMethodDef*, PyObject* self, PyObject* module);
 PYTHON void* PyCapsule_GetPointer(PyObject*, const char* name);
 PYTHON double PyFloat_AsDouble(PyObject*);
+PYTHON PyObject* PyFloat_FromDouble(double);
 PYTHON long long PyLong_AsLongLong(PyObject*);
 PYTHON PyObject* PyLong_FromLongLong(long long);
 PYTHON PyObject* PyImport_ImportModule(const char* name);
@@ -363,18 +365,35 @@ int64_t bound_of(PyObject* x) {
   return bound < kUnbounded ? bound : kUnbounded;
 }
 
-// attnkern.attention with all of its arguments in order; one more, if there is any, are the bits of a Mask, as bytes,
-// in place of its attn_mask: a call to which no rule of attnkern/problem.py applies but those here and in fill(). 4-D
-// tensors of one batch, no gradient, no dropout.
+// AttentionParams of attnkern/params.py, as a tuple.
+Owned numbers_of(const AttentionParams& params) {
+  const auto object_of = []<class T>(T x) {
+    if constexpr (std::is_same_v<T, double>) return PyFloat_FromDouble(x);
+    else return PyLong_FromLongLong(x);
+  };
+  PyObject* const numbers[] = {
+#define OBJECT(type, name) object_of(params.name),
+      ATTNKERN_PARAMS(OBJECT)
+#undef OBJECT
+  };
+  Owned tuple(PyTuple_New(attnkern::kParamCount));
+  for (int i = 0; i < attnkern::kParamCount; ++i) PyTuple_SetItem(tuple.get(), i, numbers[i]);
+  return tuple;
+}
+
+// attnkern.attention with all of its arguments in order; then, if there is any, the bits of a Mask, as bytes, in place
+// of its attn_mask; and what is called where there is a gradient, `eager` of attnkern/autograd. A call to which no rule
+// of attnkern/problem.py applies but those here and in fill(): 4-D tensors of one batch, no dropout.
 template <class Kernels>
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    if (count != 16 && count != 17) return nullptr;
+    if (count < 16 || count > 18) return nullptr;
     PyObject *const mask = arguments[3], *const dropout_p = arguments[4], *const is_causal = arguments[5],
                     *const scale = arguments[6], *const enable_gqa = arguments[7], *const window = arguments[8],
                     *const alignment = arguments[9], *const softcap = arguments[10], *const key_ranges = arguments[11],
                     *const sinks = arguments[12], *const block_table = arguments[13], *const return_lse = arguments[14],
-                    *const backend = arguments[15], *const bits = count == 17 ? arguments[16] : kNone;
+                    *const backend = arguments[15], *const bits = count > 16 ? arguments[16] : kNone,
+                    *const with_gradient = count > 17 ? arguments[17] : kNone;
     // First of all: another device's users are not to wait for the rest.
     const auto has = [](PyObject* x, PyObject* attribute) {
       return Owned(PyObject_GetAttr(x, attribute)).get() == &_Py_TrueStruct;
@@ -388,9 +407,13 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         !(softcap == kNone || is_number(softcap)) ||
         !(window == kNone || (is_type(window, &PyTuple_Type) && PyTuple_Size(window) == 2)))
       return nullptr;
+    bool needs_grad = false;
     if (answers_true(python.is_grad_enabled))
-      for (PyObject* x : {arguments[0], arguments[1], arguments[2], mask, sinks})
-        if (x != kNone && (!is_tensor(x) || has(x, python.requires_grad))) return nullptr;
+      for (PyObject* x : {arguments[0], arguments[1], arguments[2], mask, sinks}) {
+        if (x != kNone && !is_tensor(x)) return nullptr;
+        needs_grad = needs_grad || (x != kNone && has(x, python.requires_grad));
+      }
+    if (needs_grad && (with_gradient == kNone || block_table != kNone)) return nullptr;
     if (any_answers_true(python.listeners) || any_answers_true(python.for_the_caller)) return nullptr;
 
     Inputs inputs;
@@ -403,7 +426,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
     std::vector<float> wide_sinks;
     if (sinks != kNone && inputs.sinks->scalar_type() == q.scalar_type()) {
-      if (!Kernels::kOnHost) return nullptr;
+      if (!Kernels::kOnHost || (needs_grad && q.element_size() == 2)) return nullptr;
       inputs.sinks->widen(wide_sinks);
     }
     if (key_ranges != kNone && !inputs.key_ranges.emplace().read(key_ranges)) return nullptr;
@@ -421,6 +444,17 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const int64_t pages = block_table == kNone ? 1 : inputs.block_table->dim() == 2 ? inputs.block_table->size(1) : 0;
     params.band_offset = bottom_right ? pages * k.size(2) - q.size(2) : 0;
     const bool need_lse = return_lse == &_Py_TrueStruct;
+    if (needs_grad) {
+      attnkern::Attention checked;
+      fill(checked, inputs, params);
+      Owned results(PyObject_CallFunctionObjArgs(with_gradient, arguments[0], arguments[1], arguments[2],
+                                                 bits == kNone ? mask : bits, sinks, key_ranges,
+                                                 numbers_of(params).get(), nullptr));
+      if (results.get() == nullptr || need_lse) return results.release();
+      PyObject* const out = PyTuple_GetItem(results.get(), 0);
+      Py_IncRef(out);
+      return out;
+    }
     auto [out, lse] = Kernels::template forward<Python>(inputs, params, need_lse, named);
     return need_lse ? tuple_of(out, lse) : out.release();
   });
