@@ -148,6 +148,46 @@ def test_plain_calls_are_direct(options, operators):
     assert_same(*((results, expected) if "return_lse" in options else ([results], [expected])))
 
 
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (1,), "mask"], ids=str)
+@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
+def test_plain_calls_with_gradients_are_direct(options, wanted, operators, monkeypatch):
+    """None of the rules in Python is asked, and results are the operators' to the bit."""
+    q, k, v = testing.make_inputs(2, 2, 5).tensors.values()
+    mask = options.get("attn_mask")
+    if wanted == "mask":
+        if mask is None or not mask.is_floating_point():
+            mask = torch.zeros(2, 2, 5, 5)
+        options = options | {"attn_mask": mask.clone().requires_grad_()}
+        leaves = [options["attn_mask"]]
+    else:
+        leaves = [(q, k, v)[i].requires_grad_() for i in wanted]
+
+    def results():
+        given = attnkern.attention(q, k, v, **options)
+        outs = given if isinstance(given, tuple) else (given,)
+        seeds = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in outs]
+        return [*outs, *torch.autograd.grad(outs, leaves, seeds)]
+
+    with operators():
+        expected = results()
+    monkeypatch.setattr(Problem, "from_sdpa", None)
+    assert_same(results(), expected)
+
+
+def test_masks_and_sinks_with_gradients_are_direct(operators, monkeypatch):
+    q, k, v = (torch.randn(2, 2, n, 8, requires_grad=True) for n in (9, 12, 12))
+    sinks = torch.randn(2, requires_grad=True)
+
+    def results():
+        out = attnkern.attention(q, k, v, BITS, sinks=sinks)
+        return [out, *torch.autograd.grad(out, (q, k, v, sinks), torch.ones_like(out))]
+
+    with operators():
+        expected = results()
+    monkeypatch.setattr(Problem, "from_sdpa", None)
+    assert_same(results(), expected)
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sinks_of_16_bits_are_direct(dtype, shape, operators):

@@ -214,11 +214,15 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
 inline constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeysPerQuery = 16;
 inline bool decodes(const Attention& p) {
   if (p.heads_k != p.heads_v || p.heads_k == 0) return false;
-  const int64_t group = p.heads_q / p.heads_k;
-  if (group * p.seqlen_q <= kDecodeRows) return true;
-  if (!shares_rows(group, p.seqlen_q) || p.seqlen_q > kDecodeQueries) return false;
-  const Range keys = p.band.visited(0, p.seqlen_q, {0, p.seqlen_k});
-  return keys.end - keys.begin >= kDecodeKeysPerQuery * p.seqlen_q;
+  const int64_t group = p.heads_q / p.heads_k, queries = p.seqlen_q;
+  const Range visited = p.band.visited(0, queries, {0, p.seqlen_k});
+  const int64_t keys = visited.end - visited.begin;
+  if (group * queries > kDecodeRows)
+    return shares_rows(group, queries) && queries <= kDecodeQueries && keys >= kDecodeKeysPerQuery * queries;
+  // Keys of 16 bits are converted for each tile: that takes more queries to pay.
+  const bool halves = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
+  const int64_t lanes = p.dtype == DType::kFloat64 ? Simd<double>::kLanes : Simd<float>::kLanes;
+  return 8 * queries <= 5 * lanes || keys > (halves ? 3 * queries - 8 : 8 * queries);
 }
 
 // Calls with few keys go a third way (few_keys.h), under a band and dropout alone. With more queries a tile of them is
