@@ -257,20 +257,13 @@ def fresh_seed(request):
 
 def _keep_freed(on):
     """glibc's malloc gives nothing back to the system: fresh pages are a sixth of the time of the references' tensors.
-    But a heap fragments, most of all under the simulator's arrays (12 GB after an hour): above 2 GiB, what is free
-    goes back. `on` is False: glibc's defaults, and nothing is kept."""
+    Else its defaults, and nothing is kept."""
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "mallopt"):
         libc.mallopt(-3, 2**25 if on else 2**17)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**30 if on else 2**17)  # M_TRIM_THRESHOLD
-        if not on or _resident() > 2**31:
+        if not on:
             libc.malloc_trim(0)
-
-
-def _resident():
-    """Bytes of this process in memory."""
-    with open("/proc/self/statm") as counts:
-        return int(counts.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)

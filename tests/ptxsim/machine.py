@@ -115,7 +115,7 @@ class Machine:
         self.statistics = statistics
         self.random = None if seed is None else np.random.default_rng(seed)
         self.pending: list[Async] = []
-        self.exit_hooks: list[Callable] = []
+        self.exit_hooks: list[Callable] = []  # given the machine: if they held it, their cycle would keep its gigabytes
         self.conflicts: dict[int, int] = {}  # what `bank_conflicts` has counted before
         self.state: dict[str, object] = {}  # what a family keeps: barriers, mbarriers, commit groups
         self.checker = Checker(self) if check else None
@@ -660,7 +660,7 @@ class Machine:
                 self.resume(mask, pc)
             self.collecting = {}
         for hook in self.exit_hooks:
-            hook(self.mask)
+            hook(self, self.mask)
 
     # -- words
 

@@ -1,12 +1,14 @@
 """Bulk copies and reductions: bytes moved, boxes and swizzles, the two ends of a store, proxies, and every misuse."""
 
+import gc
 import re
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from ptxsim import Deadlock, Fault, Hazard, PtxError, UnsupportedInstruction, snippets, tensormap
+from ptxsim import Deadlock, Fault, Hazard, PtxError, UnsupportedInstruction, front, snippets, tensormap
 from ptxsim.boxes import by_element, unit_at
 
 SEEDS = [None, 0, 1, 2]
@@ -581,6 +583,25 @@ def test_a_fence_by_the_issuing_thread_alone_covers_what_it_knows():
 def test_a_block_may_not_end_before_its_stores_have_read():
     with pytest.raises(Fault, match="a bulk store may still read its shared memory"):
         run(fill(1) + PUBLISH + store(256) + "@%p30 cp.async.bulk.commit_group;", np.zeros(64, np.uint32))
+
+
+def test_a_machine_goes_without_the_collector(monkeypatch):
+    """Which comes seldom beside a million objects of decoded kernels, and a machine may hold gigabytes."""
+    made = []
+
+    class Watched(front.Machine):
+        def run(self):
+            made.append(weakref.ref(self))
+            super().run()
+
+    monkeypatch.setattr(front, "Machine", Watched)
+    gc.disable()
+    try:
+        run(fill(1) + PUBLISH + store(256) + DRAIN, np.zeros(64, np.uint32))
+        run(expect(256) + load(256) + wait(), numbers(64))
+        assert [ref() for ref in made] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -116,7 +116,7 @@ def _watch_exits(m):
         return
     m.state["bulk exits"] = stored = np.zeros(m.n, np.int64)  # each lane's newest store
 
-    def ended(mask):
+    def ended(m, mask):
         for block in np.unique(m.block_of[mask]).tolist():
             of_block = slice(block * m.warps * 32, (block + 1) * m.warps * 32)
             if m.live[of_block].any():
