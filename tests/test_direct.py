@@ -64,7 +64,8 @@ def assert_same(direct, by_operator):
         else:
             assert (mine.shape, mine.dtype, mine.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
             assert mine.untyped_storage().resizable()
-            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))  # bits: a NaN is itself
+            bits = [x.unsqueeze(-1).view(torch.uint8) for x in (mine, theirs)]
+            assert torch.equal(*bits)  # a NaN is itself
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -135,6 +136,11 @@ PLAIN = {
     "mask and causal": {"attn_mask": torch.zeros(2, 2, 1, 5), "is_causal": True},
     "bool mask": {"attn_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)},
     "float mask": {"attn_mask": torch.zeros(2, 2, 1, 5)},
+    "mask of 3 dimensions": {"attn_mask": torch.linspace(-1, 1, 50).view(5, 5, 2).permute(2, 0, 1)},
+    "mask of 2 dimensions": {"attn_mask": torch.linspace(-1, 1, 25).view(5, 5).T},
+    "bool mask of 2 dimensions": {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
+    "mask of 1 dimension": {"attn_mask": torch.linspace(-1, 1, 5)},
+    "mask of 0 dimensions": {"attn_mask": torch.tensor(0.5)},
     "key ranges": {"key_ranges": torch.tensor([[1, 4], [3, 5]], dtype=torch.int32).view(2, 1, 1, 1, 2)},
 }
 
@@ -274,7 +280,8 @@ NOT_PLAIN = {
     "sparse": changed(2, torch.Tensor.to_sparse),
     "lengths that do not fit": changed(1, lambda x: x[:, :, :3]),
     "no element": [x[:0] for x in changed(0, torch.clone)],
-    "a mask of 2 dimensions": [*changed(0, torch.clone), torch.zeros(5, 7)],
+    "a mask of 5 dimensions": [*changed(0, torch.clone), torch.zeros(1, 2, 4, 5, 7)],
+    "a mask of 3 dimensions that does not fit": [*changed(0, torch.clone), torch.zeros(2, 5, 7)],
     "a mask that does not fit": [*changed(0, torch.clone), torch.zeros(2, 4, 5, 3)],
     "a mask of bytes": [*changed(0, torch.clone), torch.zeros(2, 4, 5, 8, dtype=torch.uint8)],
     "a mask of int64": [*changed(0, torch.clone), torch.zeros(2, 4, 5, 7, dtype=torch.int64)],

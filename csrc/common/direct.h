@@ -207,13 +207,24 @@ class Tensor {
     if (scalar_type_ == ScalarType::BFloat16) of(static_cast<const torch::headeronly::BFloat16*>(data_ptr()));
     if (scalar_type_ == ScalarType::Half) of(static_cast<const torch::headeronly::Half*>(data_ptr()));
   }
+  // With dimensions of one in front, four in all.
+  void pad_dimensions() {
+    const int64_t more = kDimensions - dim();
+    if (more <= 0) return;
+    for (int64_t d = 0; d < kDimensions; ++d) {
+      sizes_[d] = d < more ? 1 : size(d - more);
+      strides_[d] = d < more ? 0 : stride(d - more);
+    }
+    view_.ndim = kDimensions, view_.shape = sizes_, view_.strides = strides_;
+  }
   ScalarType scalar_type() const { return scalar_type_; }
   void* data_ptr() const { return static_cast<char*>(view_.data) + view_.byte_offset; }
   PyObject* release() { return owned_.release(); }
 
  private:
+  static constexpr int64_t kDimensions = 4;
   DLTensor view_{};
-  int64_t strides_[2]{};  // of what widen() has made
+  int64_t sizes_[kDimensions]{}, strides_[kDimensions]{};  // of what widen() and pad_dimensions() have made
   ScalarType scalar_type_ = ScalarType::Undefined;
   Owned owned_;
 };
@@ -422,6 +433,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       return nullptr;
     if (mask != kNone && (!inputs.bias.emplace().read(mask) || inputs.bias->scalar_type() == ScalarType::Byte))
       return nullptr;
+    if (mask != kNone) inputs.bias->pad_dimensions();
     if (bits != kNone && !inputs.bias.emplace().read(bits)) return nullptr;
     if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
     std::vector<float> wide_sinks;
