@@ -114,9 +114,8 @@ def eager(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _by_kernels(backend: Any, *args: Any) -> Any:
     """The arguments of `attnkern::forward` -> its results, by a backend's kernels."""
-    *given, need_lse, _ = args
-    inputs = Inputs(*for_operators(given[:NUM_INPUTS]))
-    return backend.forward(inputs, AttentionParams(*given[NUM_INPUTS:]), need_lse)
+    *params, need_lse, _ = args[NUM_INPUTS:]
+    return backend.forward(Inputs(*for_operators(args[:NUM_INPUTS])), AttentionParams(*params), need_lse)
 
 
 def _needs_grad(inputs: Inputs) -> bool:
