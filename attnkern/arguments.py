@@ -112,10 +112,13 @@ def integer(name: str, x: Any) -> Any:
     return x
 
 
-def index_of(x: Any) -> int | None:
-    """An int, numpy's, or a tensor of one, as Python's int; None of anything else, bools among them."""
+def index_of(x: Any) -> Any:
+    """An int, numpy's, or a tensor of one, as Python's int, or a size of a graph; None of anything else, bools among
+    them."""
+    if isinstance(x, (int, torch.SymInt)):  # which operator.index would make a constant of a graph's size
+        return None if isinstance(x, bool) else x
     try:
-        return None if isinstance(x, bool) else operator.index(x)
+        return operator.index(x)
     except TypeError:
         return None
 
@@ -158,6 +161,11 @@ def check_not_traced(*tensors: Tensor) -> None:
         raise RuntimeError(
             "attnkern: this mask depends on what its data are, which torch.jit.trace would keep as constants: make it "
             "before, or give its lengths, or use torch.export"
+        )
+    if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_batchedtensor, tensors)):
+        raise RuntimeError(
+            "attnkern: this mask depends on what its data are, which torch.vmap hides: make it outside, or give its "
+            "lengths"
         )
 
 

@@ -138,10 +138,10 @@ def packed(
     """
     left, right = check_packed_window(is_causal, window, alignment)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    check_not_traced()
     lengths = []
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_tensor(name, ends, has_values=True)
+        check_not_traced(ends)
         lengths.append(max(0, int(ends.flatten()[-1])) if ends.numel() else 0)
     q, k = (cu_seqlens_q.new_empty(()).expand(n) for n in lengths)  # for their number and device; they take no memory
     ranges = packed_ranges(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
@@ -386,11 +386,12 @@ def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | s
     """int64 of so many dimensions, of an int, a sequence of ints or a tensor."""
     if not isinstance(x, Tensor):
         numbers = [index_of(n) for n in (x if isinstance(x, Sequence) else [x])]
-        if hasattr(x, "__array__"):  # numpy's
+        # (Dynamo can't ask a number that a graph has as a symbol for an attribute.)
+        if not isinstance(x, (int, torch.SymInt, Sequence)) and hasattr(x, "__array__"):  # numpy's
             x = torch.tensor(x, device=device)
         elif None in numbers:
             raise TypeError(f"attnkern: {name} must be integers or an integer tensor, got {shown(x)}")
-        elif any(not -(2**63) <= n < 2**63 for n in numbers if n is not None):
+        elif not torch.compiler.is_compiling() and any(not -(2**63) <= n < 2**63 for n in numbers if n is not None):
             raise ValueError(f"attnkern: {name} must be within int64, got {shown(x)}")
         else:
             x = torch.tensor(x, dtype=torch.int64, device=device)

@@ -91,8 +91,9 @@ class PagedCache:
     def __repr__(self) -> str:
         layers, pages, heads, size, head_dim = self.keys.shape
         return (
-            f"PagedCache({len(self._pages)} sequences in {pages - self.free_pages} of {pages} pages of {size} tokens, "
-            f"{layers} layers, {heads} heads of {head_dim}, {show(self.keys.dtype)}, {self.keys.device})"
+            f"PagedCache({_counted(len(self._pages), 'sequence')} in {pages - self.free_pages} of {pages} pages of "
+            f"{size} tokens, {_counted(layers, 'layer')}, {_counted(heads, 'head')} of {head_dim}, "
+            f"{show(self.keys.dtype)}, {self.keys.device})"
         )
 
     def add(self) -> int:
@@ -214,6 +215,10 @@ class PagedCache:
         return sequence, length
 
 
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
 def _integer(name: str, x: Any) -> int:
     """As Python's int: a tensor for a number would be another one once it changes."""
     if (found := index_of(x)) is None:
@@ -288,6 +293,10 @@ class Step:
         self._page = numbers[sequence, self.positions // cache.page_size]
         self._row = self.positions % cache.page_size
         self._ranges: dict[Any, Tensor] = {}
+
+    def __repr__(self) -> str:
+        tokens, sequences = _counted(len(self.positions), "token"), _counted(len(self._rows), "sequence")
+        return f"Step({tokens} of {sequences})"
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Puts the tokens' keys (T, Hk, E) and values (T, Hv, Ev) into the pages of a layer."""

@@ -141,7 +141,7 @@ def run(
     rivals = _parsed("--providers", providers.choose, names, where)
     groups = [(c, p) for c in chosen for p in pass_names if passes or p.startswith("forward") or not c.forward_only]
     if threads is not None:
-        torch.set_num_threads(threads)
+        _parsed("--threads", torch.set_num_threads, threads)
     sampling = Sampling(block, rounds or defaults.rounds, min(3, rounds or 3), budget or defaults.budget, cpu_time)
 
     if dry_run:
@@ -317,7 +317,7 @@ def models_(
     if not chosen:
         raise typer.BadParameter(f"{models} has none of {passes}", param_hint="--passes")
     if threads is not None:
-        torch.set_num_threads(threads)
+        _parsed("--threads", torch.set_num_threads, threads)
     where, sampling = torch.device("cpu"), Sampling(0.2, rounds, min(3, rounds), seconds)
     groups = [(workload, workload.pass_name) for workload in chosen]
     runner = whole.ModelRunner(where, sampling, seed)
@@ -367,7 +367,7 @@ def serve_(
     wanted = (requests, running, tokens, prompt, output, prefix, shared, arrivals, layers, seed, sizes)
     streams = [_parsed("--tokens", Stream, dtype, *wanted) for dtype in kinds]
     if threads is not None:
-        torch.set_num_threads(threads)
+        _parsed("--threads", torch.set_num_threads, threads)
     where, sampling = torch.device("cpu"), Sampling(cpu_time=cpu_time)
     groups = [(stream, "serve") for stream in streams]
     runner = serving.ServeRunner(where, sampling, seed)
@@ -391,7 +391,7 @@ def cores_(
 ) -> None:
     """How well the CPU kernels would share their work among many cores: tasks timed on one, replayed for many."""
     wanted = threads.split(",")
-    if not all(n.isdigit() and int(n) > 1 for n in wanted):
+    if not all(n.isdecimal() and int(n) > 1 for n in wanted):
         raise typer.BadParameter(f"{threads!r} is not a list of numbers from 2 on", param_hint="--threads")
     if pass_ not in (None, "forward", "backward"):
         raise typer.BadParameter(f"{pass_!r} is neither forward nor backward", param_hint="--pass")
@@ -401,6 +401,7 @@ def cores_(
     chosen = [p for p in chosen if only is None or fnmatchcase(p.key, only)]
     if not chosen:
         raise typer.BadParameter(f"no row is like {only!r}", param_hint="--only")
+    old = _parsed("--before", record.read, before)[0] if before else None
     program = _parsed("cores", many.Cores)
     path = out or machine.ROOT / "bench" / "runs" / "cores.jsonl"
     log = _parsed("--out", Log, path, only is None)
@@ -413,7 +414,6 @@ def cores_(
     finally:
         log.close()
         program.close()
-    old = record.read(before)[0] if before else None
     rows = many.in_order(log.rows)
     path.with_suffix(".md").write_text(many.markdown(rows, log.runs, old), encoding="utf-8")
     console.print(many.summary(rows), highlight=False)

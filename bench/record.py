@@ -80,7 +80,7 @@ def read(path: Path) -> tuple[dict[str, Row], list[dict[str, Any]]]:
             elif kind == "row":
                 rows.pop(record["key"], None)  # the latest measurement also has the latest place
                 rows[record["key"]] = record
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             continue
     if lines and not rows and not runs:
         raise ValueError(f"{path} holds no benchmark rows")

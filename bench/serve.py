@@ -232,7 +232,7 @@ def page_sizes(text: str) -> list[int]:
     """``64,16``."""
     found = []
     for part in filter(None, (p.strip() for p in text.split(","))):
-        if not part.isdigit() or int(part) < LEAST_PAGE or int(part) & (int(part) - 1):
+        if not part.isdecimal() or int(part) < LEAST_PAGE or int(part) & (int(part) - 1):
             raise ValueError(f"{part!r} is no power of two from {LEAST_PAGE} on")
         found.append(int(part))
     if not found:

@@ -307,7 +307,7 @@ def test_compare_refuses_files_that_are_no_runs(tmp_path):
     base = write(tmp_path / "base.jsonl", [row(64)])
     other = write(tmp_path / "other.jsonl", [row(256)])
     text = tmp_path / "notes.txt"
-    text.write_text("hello\n")
+    text.write_text("hello\n[1, 2]\n")
     assert "no row in common" in re.sub(r"[│ ]+", " ", bench("compare", base, other, code=2))
     assert "holds no benchmark rows" in re.sub(r"[│ ]+", " ", bench("compare", base, text, code=2))
     bench("compare", base, tmp_path / "missing.jsonl", code=2)

@@ -109,9 +109,19 @@ def test_the_command_writes_its_rows(program, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [("--threads", "1"), ("--threads", "many"), ("--pass", "sideways"), ("--only", "none")]
+    "options",
+    [("--threads", "1"), ("--threads", "many"), ("--threads", "²"), ("--pass", "sideways"), ("--only", "none")],
 )
 def test_what_no_run_can_do_is_said(options):
     result = CliRunner().invoke(app, ["cores", *options])
     assert result.exit_code == 2
     assert options[0] in result.output
+
+
+def test_a_file_to_compare_with_that_holds_no_rows_is_said_before_anything_is_measured(tmp_path):
+    before, out = tmp_path / "notes.txt", tmp_path / "rows.jsonl"
+    before.write_text("hello\n")
+    result = CliRunner().invoke(app, ["cores", "--before", str(before), "--out", str(out)])
+    assert result.exit_code == 2
+    assert "--before" in result.output
+    assert not out.exists()

@@ -7,6 +7,7 @@ import operator
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -724,3 +725,42 @@ def test_it_cannot_be_changed():
     assert isinstance(mask, Mask)
     with pytest.raises(AttributeError):
         mask.seqlen_q = 5
+
+
+def test_makers_take_a_size_that_a_graph_has_as_a_symbol():
+    """One graph for all lengths, and nothing that torch.export takes for a bound of them."""
+
+    class Makers(torch.nn.Module):
+        def forward(self, x):
+            n = x.shape[0]
+            made = (
+                masks.prefix_lm(n - 1, n),
+                masks.padding([n - 1, 3], n, n),
+                masks.document(cu_seqlens=[0, 3, n], seqlen=n),
+            )
+            return [mask.ranges + 0 for mask in made]
+
+    counter = CompileCounter()
+    compiled = torch.compile(Makers(), backend=counter, fullgraph=True, dynamic=True)
+    sizes = ({0: torch.export.Dim("n", min=4)},)
+    exported = torch.export.export(Makers(), (torch.zeros(8),), dynamic_shapes=sizes).module()
+    for n in (8, 9, 13):
+        for run in (compiled, exported):
+            for found, expected in zip(run(torch.zeros(n)), Makers()(torch.zeros(n)), strict=True):
+                assert torch.equal(found, expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (masks.document, torch.tensor([[0, 0, 1], [0, 1, 1]])),
+        (masks.from_bool, torch.ones(2, 3, 3, dtype=torch.bool)),
+        (masks.packed, torch.tensor([[0, 2, 3], [0, 1, 3]])),
+        (lambda lengths: masks.padding(lengths[None]), torch.tensor([2, 3])),
+        (lambda ranges: masks.from_ranges(ranges, 3, 3), torch.ones(2, 1, 1, 1, 3, 2, dtype=torch.int64)),
+    ],
+)
+def test_a_maker_that_looks_at_its_data_says_so_under_vmap(make, data):
+    with pytest.raises(RuntimeError, match=r"this mask depends on what its data are, which torch\.vmap hides"):
+        torch.vmap(lambda x: make(x).to_dense())(data)

@@ -126,7 +126,16 @@ def test_a_step_that_finds_no_room_changes_nothing():
         paged.step([a, b], [3, 20])
     assert (paged.length(a), paged.length(b), paged.free_pages) == (30, 0, 2)
     paged.step([a, b], [2, 20])
-    assert repr(paged) == "PagedCache(2 sequences in 4 of 4 pages of 16 tokens, 1 layers, 1 heads of 8, float32, cpu)"
+    assert (paged.length(a), paged.length(b), paged.free_pages) == (32, 20, 0)
+
+
+def test_a_cache_and_a_step_say_what_they_hold():
+    paged = attnkern.PagedCache(4, 1, 8, layers=2, page_size=16)
+    assert repr(paged) == "PagedCache(0 sequences in 0 of 4 pages of 16 tokens, 2 layers, 1 head of 8, float32, cpu)"
+    a = paged.add()
+    assert repr(paged.step([a])) == "Step(1 token of 1 sequence)"
+    assert repr(paged) == "PagedCache(1 sequence in 1 of 4 pages of 16 tokens, 2 layers, 1 head of 8, float32, cpu)"
+    assert repr(paged.step([a, paged.add()], [0, 17])) == "Step(17 tokens of 2 sequences)"
 
 
 def test_errors():
