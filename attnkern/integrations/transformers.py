@@ -240,7 +240,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
 
     config: Any = arguments.get("config")
     own = taken_over(config)
-    if own is None and _computes_itself(type(config)):
+    if own is None and (_computes_itself(type(config)) or type(config).__name__ in _ADD_MASKS):
         return eager_mask(**arguments)
     q_length, q_offset = arguments.get("q_length"), arguments.get("q_offset")
     if own is not None and needs_eager_mask(config, q_length, arguments["kv_length"], q_offset):
@@ -265,6 +265,8 @@ def attention_mask(**arguments: Any) -> Tensor | None:
             return CompactMask.of((shape[0], *shape[2:]), device, content, lambda: cast(Tensor, dense()).squeeze(1))
         return CompactMask.of(shape, device, content, dense)
 
+    if getattr(config, "index_topk", None) is not None:
+        return dense()  # the layers' indexer scores keys by it
     if skip_all and function is bidirectional_mask_function and _is_whole(padding):
         return None
     compiled = torch.compiler.is_compiling()
@@ -283,6 +285,10 @@ def attention_mask(**arguments: Any) -> Tensor | None:
         return compact(ranges)
     packed = ranges.packed(shape[0])
     return packed.squeeze(-1) if own == "Falcon" and config.alibi else packed
+
+
+_ADD_MASKS = frozenset({"BigBirdPegasusConfig", "Gemma4AudioConfig", "GitConfig", "InformerConfig"})
+"""Models of which some layers call AttentionInterface and others do without, and want eager's mask for their scores."""
 
 
 def _computes_itself(config: type) -> bool:
@@ -444,17 +450,25 @@ def attention_forward(
     softcap: float | None = None,
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function.
 
     Args:
-        module: the layer; its `is_causal` counts (default True) where neither a mask nor `is_causal` is given.
+        module: the layer; its `is_causal` counts (default False, as by eager) where neither a mask nor `is_causal` is
+            given.
         query: (B, H, L, E). key, value: (B, Hk, S, E or Ev), Hk dividing H.
         attention_mask: what `attention_mask` makes, or bool (True = attend) or float (added), broadcast to
             (B, H, L, S); it may be longer than S. The model's `sliding_window` is in it already.
         position_bias: added to the scores, broadcast to (B, H, L, S), with its gradient (T5, ALiBi).
         s_aux: (H,), one more score in every row's softmax, without a value: attention sinks (gpt-oss, MiMo-V2).
+        sinks: (B, H, L, 1), such a score for each query (Inkling 2).
+        indices: (B, L, n), the keys that each query sees, as far as the mask lets it (DeepSeek-V3.2).
+        block_indices: (B, Hi, L, n), the same for blocks of the layer's `indexer.block_size` keys, each Hi for H / Hi
+            heads; -1 is none (MiniMax-M3).
         dropout, scaling, softcap: as dropout_p, scale and softcap of `attnkern.attention`.
         others: cu_seq_lens_q and cu_seq_lens_k, where sequences packed into the rows of the batch, one after the
             other, begin and end (B * L and B * S tokens): a query sees its own only. read_index and what comes with
@@ -469,11 +483,17 @@ def attention_forward(
     """
     if others.get("output_attentions"):
         raise no_weights()
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     common: dict[str, Any] = {"scale": scaling, "softcap": softcap, "enable_gqa": key.shape[1] != query.shape[1]}
     if s_aux is not None:
         common["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
+    chosen = _chosen_keys(module, query.shape[1], key.shape[2], indices, block_indices)
     if "read_index" in others:
+        if chosen is not None or sinks is not None:
+            raise ValueError(
+                "attnkern: continuous batching needs layers without indices, block_indices and sinks, got "
+                f"{type(module).__qualname__}"
+            )
         from .transformers_serving import paged_attention
 
         return paged_attention(module.layer_idx, query, key, value, others, **common), None
@@ -491,8 +511,35 @@ def attention_forward(
             mask = position_bias.masked_fill(~mask, -torch.inf)
         else:
             mask = position_bias + mask
-    out: Any = attention(query, key, value, mask, dropout, **common, **options)
+    if chosen is not None:
+        chosen = chosen[..., : key.shape[2]]
+        if mask is None:
+            mask = chosen
+        else:
+            mask = mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, -torch.inf)
+    out: Any = attention(query, key, value, mask, dropout, return_lse=sinks is not None, **common, **options)
+    if sinks is not None:
+        out, lse = out
+        # What the sink leaves of a row's weights: exp(lse) / (exp(lse) + exp(sink)).
+        out = out * torch.sigmoid(lse.unsqueeze(-1) - sinks).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _chosen_keys(
+    module: Any, heads: int, seqlen_k: int, indices: Tensor | None, block_indices: Tensor | None
+) -> Tensor | None:
+    """Where a query may look, bool (B, 1 or H, L, S), by what the layer's indexer has chosen."""
+    if indices is not None:
+        empty = torch.zeros(*indices.shape[:-1], seqlen_k, dtype=torch.bool, device=indices.device)
+        return empty.scatter(-1, indices.long(), True).unsqueeze(1)
+    if block_indices is not None:
+        size = module.indexer.block_size
+        blocks = -(-seqlen_k // size)
+        empty = torch.zeros(*block_indices.shape[:-1], blocks + 1, dtype=torch.bool, device=block_indices.device)
+        chosen = empty.scatter(-1, torch.where(block_indices < 0, blocks, block_indices), True)[..., :blocks]
+        chosen = chosen.repeat_interleave(size, -1)[..., :seqlen_k]
+        return chosen.repeat_interleave(heads // block_indices.shape[1], 1)
+    return None
 
 
 def no_weights() -> ValueError:
