@@ -669,11 +669,12 @@ def twins(config):
     return theirs, ours
 
 
-@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", CHOOSERS)
+# Not MiniMax-M3 with padding: its indexer looks at rows that see no key. Eager gives them the mean of all values.
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [(name, padding) for name in CHOOSERS for padding in (False, True) if (name, padding) != ("MiniMaxM3VLText", True)],
+)
 def test_keys_and_sinks_of_each_query(name, padding):
-    if padding and name == "MiniMaxM3VLText":
-        pytest.skip("its indexer looks at padding, whose rows see no key: eager gives the mean there")
     models = twins(getattr(transformers, f"{name}Config")(**CHOOSERS[name]))
     arguments, counts = inputs("llama", padding)
     (out, grad), (ours, our_grad) = (run(model, arguments, counts) for model in models)
@@ -685,11 +686,12 @@ def test_keys_and_sinks_of_each_query(name, padding):
         torch.testing.assert_close(compiled if counts is None else compiled[counts], out, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["BigBirdPegasus", "Git", "Gemma4Audio", "Splinter"])
+MIXED = [x for x in ("BigBirdPegasus", "Git", "Gemma4Audio", "Splinter") if hasattr(transformers, f"{x}Config")]
+
+
+@pytest.mark.parametrize("name", MIXED)
 def test_models_of_which_some_layers_compute_attention_themselves(name):
     """They add the mask to their scores. Splinter's call AttentionInterface, and say nothing of is_causal."""
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"this version of transformers has no {name}")
     ids, mask = tokens(2, 11), torch.ones(2, 11, dtype=torch.int64)
     arguments = {"input_ids": ids} | ({} if name == "Splinter" else {"attention_mask": mask})
     mask[1, 7:] = 0
