@@ -186,9 +186,12 @@ inline void copy_turn(const KeyRows& rows, int64_t batch, int64_t head, int64_t 
   });
 }
 
-// The rows of K or V from `key` on, a turn at a time.
+// The rows of K or V from `key` on, a turn at a time, in their order.
 template <class T, class Keys, int kDim, int64_t kAhead>
 class Turns {
+  static constexpr bool kInPages = !std::is_same_v<Keys, View>;
+  static constexpr int64_t kLanes = Simd<float>::kLanes, kTurnsAhead = (kAhead + kLanes - 1) / kLanes;
+
  public:
   Turns(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys)
       : rows_(rows_of<Keys>(view, p.pages)),
@@ -196,29 +199,46 @@ class Turns {
         batch_(batch),
         head_(head),
         key_(key),
-        keys_(keys) {}
+        keys_(keys) {
+    if constexpr (kInPages) {
+      found_[0] = last_ = first_;
+      for (int64_t turn = 1; turn < kTurnsAhead; ++turn) find(turn);
+    }
+  }
 
   // That of the keys from number j on.
   [[gnu::always_inline]] Turn<T> from(int64_t j) {
     const int64_t step = rows_.stride[2];
-    if constexpr (std::is_same_v<Keys, View>) {
+    if constexpr (!kInPages) {
       return {first_ + j * step, step, kAhead * step};
     } else {
-      constexpr int kLanes = Simd<float>::kLanes;
-      const int64_t next = j + round_up(kAhead, kLanes);
-      const T* row = at<T>(rows_, batch_, head_, key_ + j);
-      if (rows_together(rows_, key_ + j) >= kLanes)
-        return {row, step, next < keys_ ? at<T>(rows_, batch_, head_, key_ + next) - row : 0};
+      find(j / kLanes + kTurnsAhead);
+      const T* row = found_[j / kLanes % kFound];
+      if (rows_together(rows_, key_ + j) >= kLanes) [[likely]]
+        return {row, step, last_ - row};
       copy_turn<kDim>(rows_, batch_, head_, key_ + j, copy_);
       return {copy_, kDim, 0};
     }
   }
 
  private:
+  static constexpr int64_t kFound = int64_t{1} << std::bit_width(static_cast<uint64_t>(kTurnsAhead));
+
+  // The rows of a turn, which are prefetched before they are read: those behind the turn before, unless a page begins.
+  [[gnu::always_inline]] void find(int64_t turn) {
+    const int64_t j = turn * kLanes;
+    if (j >= keys_) return;
+    const int64_t size = int64_t{1} << rows_.pages.shift, place = (rows_.pages.first + key_ + j) & (size - 1);
+    last_ = place >= kLanes ? last_ + kLanes * rows_.stride[2] : at<T>(rows_, batch_, head_, key_ + j);
+    found_[turn % kFound] = last_;
+  }
+
   const Keys rows_;
   const T* const first_;
   const int64_t batch_, head_, key_, keys_;
-  alignas(64) T copy_[std::is_same_v<Keys, View> ? 1 : Simd<float>::kLanes * kDim];  // of rows in two pages
+  const T* last_ = nullptr;
+  const T* found_[kInPages ? kFound : 1];
+  alignas(64) T copy_[kInPages ? kLanes * kDim : 1];  // of rows in two pages
 };
 
 // scores[row] = q[row] . K of a turn's keys, for kRun rows.
