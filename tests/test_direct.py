@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnkern
@@ -178,6 +179,28 @@ def test_plain_calls_with_gradients_are_direct(options, wanted, operators, monke
         expected = results()
     monkeypatch.setattr(Problem, "from_sdpa", None)
     assert_same(results(), expected)
+
+
+def test_what_is_raised_while_tensors_are_saved_comes_through():
+    """A checkpoint ends its second forward pass by an exception."""
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+
+    def refuse(x):
+        raise KeyError("not this")
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, lambda x: x), pytest.raises(KeyError, match="not this"):
+        sdpa(q, q, q)
+    (grad,) = torch.autograd.grad(checkpoint(lambda x: sdpa(x, x, x).sum(), q, use_reentrant=False), q)
+    assert torch.equal(grad, torch.autograd.grad(sdpa(q, q, q).sum(), q)[0])
+
+
+def test_masks_of_inference_mode_beside_gradients():
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with torch.inference_mode():
+        mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    out = sdpa(q, q, q, mask)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert torch.equal(grad, torch.autograd.grad(sdpa(q, q, q, mask.clone()).sum(), q)[0])
 
 
 def test_masks_and_sinks_with_gradients_are_direct(operators, monkeypatch):

@@ -66,6 +66,8 @@ TOUCHES = [
         f"choice cuda_kernels cuda_pages cuda_planted_bugs gpu_calls::TestCudaForward {WITH_ALL_CUDA}",
     ),
     ("csrc/cuda/backward*", f"choice cuda_backward cuda_planted_bugs gpu_calls::TestCudaBackward {WITH_ALL_CUDA}"),
+    # Simulated kernels are launched by the operators, but for test_direct.py's.
+    ("csrc/common/direct.h csrc/cuda/direct_cuda.cpp", f"{CALLS} {TORCH} build choice isa"),
     ("csrc/cuda/*", CUDA),
     ("csrc/cpu/* csrc/exports.map", f"{CALLS} {TORCH} bench_cores build fuzz isa"),
     ("csrc/common/*", f"{CALLS} {CUDA} {TORCH} isa params rng"),

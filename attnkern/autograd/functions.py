@@ -106,10 +106,11 @@ def attention(
 def eager(*args: Any) -> tuple[Tensor, Tensor]:
     """(q, k, v, bias, sinks, key_ranges, params) -> (out, lse) of a call for the CPU's kernels to which no rule of
     Problem applies (csrc/common/direct.h), with gradients."""
-    q, k, v, bias, *others, params = args
-    if bias is not None and bias.dim() < 4:
-        bias = bias[(None,) * (4 - bias.dim())]
-    return _apply_eagerly(q, k, v, bias, *others, None, None, (params, cpu.NAME, cpu.forward))
+    *tensors, params = args
+    inputs = _savable(Inputs(*tensors))
+    if (bias := inputs.bias) is not None and bias.dim() < 4:
+        inputs = inputs._replace(bias=bias[(None,) * (4 - bias.dim())])
+    return _apply_eagerly(*inputs, (params, cpu.NAME, cpu.forward))
 
 
 def _by_kernels(backend: Any, *args: Any) -> Any:

@@ -321,12 +321,17 @@ PyObject* tuple_of(Tensors&... tensors) {
   return tuple;
 }
 
+// What Python code has raised that isn't to be swallowed: torch's own, in which a checkpoint ends early, or the user's.
+struct Raised {};
+
 // None for a call that is not plain (`function` returns null) and for one that fails.
 template <class Function>
 PyObject* or_none(Function&& function) {
   PyObject* result = nullptr;
   try {
     if (python.dlpack != nullptr) result = function();
+  } catch (const Raised&) {
+    return nullptr;
   } catch (const std::exception&) {
   }
   if (result == nullptr && PyErr_Occurred() != nullptr) PyErr_Clear();
@@ -462,7 +467,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       Owned results(PyObject_CallFunctionObjArgs(with_gradient, arguments[0], arguments[1], arguments[2],
                                                  bits == kNone ? mask : bits, sinks, key_ranges,
                                                  numbers_of(params).get(), nullptr));
-      if (results.get() == nullptr || need_lse) return results.release();
+      if (results.get() == nullptr) throw Raised();
+      if (need_lse) return results.release();
       PyObject* const out = PyTuple_GetItem(results.get(), 0);
       Py_IncRef(out);
       return out;
