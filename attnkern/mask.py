@@ -341,6 +341,15 @@ def replicated(x: Any, query: Any) -> Any:
     return DTensor.from_local(x, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
 
 
+def both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The mask of two dense masks together: each bool (True = attended) or floating point (added)."""
+    if a is None or b is None:
+        return b if a is None else a
+    if b.dtype == torch.bool:
+        return a & b if a.dtype == torch.bool else a.masked_fill(~b, -math.inf)
+    return b.masked_fill(~a, -math.inf) if a.dtype == torch.bool else a + b
+
+
 def intersection_of_ranges(these: Tensor, those: Tensor) -> Tensor:
     """(..., n * m, 2) of (..., n, 2) and (..., m, 2): every range with every other. One may end before it begins."""
     mine, theirs = these.unsqueeze(-2), those.unsqueeze(-3)

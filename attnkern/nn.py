@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 from . import api, autograd, rng
 from .arguments import mask_type_error, may_look, show, type_error
 from .checks import check_mask_dtype
-from .mask import Mask, span
+from .mask import Mask, both, span
 from .packed import is_jagged
 from .params import UNBOUNDED, Band, within_ranges
 from .problem import Problem
@@ -144,9 +143,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             # Every query sees what is appended: no band has such a shape.
             band = Band(*(UNBOUNDED if x is None else x for x in window or (None, None)))
             band = band._replace(right=0) if is_causal else band
-            mask = _both(_dense(mask), band.mask(seqlen_q, seqlen_k, q.device))
+            mask = both(_dense(mask), band.mask(seqlen_q, seqlen_k, q.device))
             if ranges is not None:
-                mask, ranges = _both(mask, within_ranges(ranges, slice(0, seqlen_k))), None
+                mask, ranges = both(mask, within_ranges(ranges, slice(0, seqlen_k))), None
             mask = None if mask is None else F.pad(mask, (0, appended), value=mask.dtype == torch.bool)
             window, is_causal = None, False
 
@@ -505,7 +504,7 @@ def _with_padding(
                 begin, end = ranges.unbind(-1)
                 first, last = begin.maximum(first), end.minimum(last)
             return mask, torch.stack([first, last], -1)
-    return _both(_dense(mask), real), ranges
+    return both(_dense(mask), real), ranges
 
 
 def _attended(name: str, mask: Tensor, of_query: torch.dtype) -> Tensor:
@@ -518,15 +517,6 @@ def _attended(name: str, mask: Tensor, of_query: torch.dtype) -> Tensor:
         return mask.float()
     check_mask_dtype(name, mask.dtype, of_query)
     return mask
-
-
-def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The mask of two masks together: each bool (True = attended) or floating point (added)."""
-    if a is None or b is None:
-        return b if a is None else a
-    if b.dtype == torch.bool:
-        return a & b if a.dtype == torch.bool else a.masked_fill(~b, -math.inf)
-    return b.masked_fill(~a, -math.inf) if a.dtype == torch.bool else a + b
 
 
 def _real(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tensor | None:

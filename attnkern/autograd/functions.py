@@ -90,7 +90,7 @@ def attention(
         if chosen is cpu:
             kernels = cpu.forward
         elif not observed(inputs):
-            kernels = partial(_by_kernels, chosen)
+            kernels = partial(_forward_by_backend, chosen)
         if kernels is not None:
             try:
                 if needs_grad:
@@ -113,8 +113,8 @@ def eager(*args: Any) -> tuple[Tensor, Tensor]:
     return _apply_eagerly(*inputs, (params, cpu.NAME, cpu.forward))
 
 
-def _by_kernels(backend: Any, *args: Any) -> Any:
-    """The arguments of `attnkern::forward` -> its results, by a backend's kernels."""
+def _forward_by_backend(backend: Any, *args: Any) -> Any:
+    """The same as `_forward_by_operator`, past the dispatcher, by a backend's kernels."""
     *params, need_lse, _ = args[NUM_INPUTS:]
     return backend.forward(Inputs(*for_operators(args[:NUM_INPUTS])), AttentionParams(*params), need_lse)
 
@@ -133,9 +133,9 @@ def _by_operators(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend
         function = _attention_jvp if goes_into_graph() else _AttentionJVP.apply
         return function(*for_operators(_savable(inputs)), *params, backend)
     if not _needs_grad(inputs):
-        return ops.forward(*for_operators(inputs), *params, need_lse, backend)
+        return _forward_by_operator(*inputs, *params, need_lse, backend)
     if not torch.compiler.is_compiling():
-        return _apply_eagerly(*_savable(inputs), (params, backend, _by_operator))
+        return _apply_eagerly(*_savable(inputs), (params, backend, _forward_by_operator))
     # Dynamo takes no tensor twice, as in attention(x, x, x).
     inputs = inputs._replace(k=inputs.k.view_as(inputs.k), v=inputs.v.view_as(inputs.v))
     function = _Attention if need_lse else _AttentionOutOnly
@@ -250,7 +250,8 @@ class _Attention(torch.autograd.Function):
         return unflatten((out, lse), n, batch)
 
 
-def _by_operator(*args: Any) -> tuple[Tensor, Tensor]:
+def _forward_by_operator(*args: Any) -> tuple[Tensor, Tensor]:
+    """The arguments of `attnkern::forward` -> its results, where the sinks may be (Hq,)."""
     return ops.forward(*for_operators(args))
 
 
@@ -262,7 +263,7 @@ class _EagerAttention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any):
         *inputs, (ctx.params, ctx.backend, kernels) = args
         call = *inputs, *ctx.params, True, ctx.backend
-        out, lse = kernels(*call) or _by_operator(*call)
+        out, lse = kernels(*call) or _forward_by_operator(*call)
         ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..api import attention
 from ..arguments import has_values
 from ..backends.failed import FallbackWarning
-from ..mask import span
+from ..mask import both, span
 from ..packed import packed_ranges
 
 NAME = "attnkern"
@@ -487,9 +487,8 @@ def attention_forward(
     common: dict[str, Any] = {"scale": scaling, "softcap": softcap, "enable_gqa": key.shape[1] != query.shape[1]}
     if s_aux is not None:
         common["sinks"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
-    chosen = _chosen_keys(module, query.shape[1], key.shape[2], indices, block_indices)
     if "read_index" in others:
-        if chosen is not None or sinks is not None:
+        if not (sinks is indices is block_indices is None):
             raise ValueError(
                 "attnkern: continuous batching needs layers without indices, block_indices and sinks, got "
                 f"{type(module).__qualname__}"
@@ -497,6 +496,7 @@ def attention_forward(
         from .transformers_serving import paged_attention
 
         return paged_attention(module.layer_idx, query, key, value, others, **common), None
+    chosen = _chosen_keys(module, query.shape[1], key.shape[2], indices, block_indices)
     packed = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     key, value, mask, options = _with_mask(query, key, value, attention_mask, causal, packed)
     if position_bias is not None and mask is None and query.shape[2] > 1 and _is_by_distance(module):
@@ -505,18 +505,9 @@ def attention_forward(
         position_bias = position_bias[..., : key.shape[2]]
         if position_bias.dtype != torch.float32:
             position_bias = position_bias.to(query.dtype)
-        if mask is None:
-            mask = position_bias
-        elif mask.dtype == torch.bool:
-            mask = position_bias.masked_fill(~mask, -torch.inf)
-        else:
-            mask = position_bias + mask
+        mask = both(position_bias, mask)
     if chosen is not None:
-        chosen = chosen[..., : key.shape[2]]
-        if mask is None:
-            mask = chosen
-        else:
-            mask = mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, -torch.inf)
+        mask = both(mask, chosen[..., : key.shape[2]])
     out: Any = attention(query, key, value, mask, dropout, return_lse=sinks is not None, **common, **options)
     if sinks is not None:
         out, lse = out

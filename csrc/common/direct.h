@@ -443,6 +443,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
     std::vector<float> wide_sinks;
     if (sinks != kNone && inputs.sinks->scalar_type() == q.scalar_type()) {
+      // (Autograd would save them as they are; the backward pass reads them as float32.)
       if (!Kernels::kOnHost || (needs_grad && q.element_size() == 2)) return nullptr;
       inputs.sinks->widen(wide_sinks);
     }

@@ -2,6 +2,8 @@
 // read, so that both streams go on while scores become probabilities.
 #pragma once
 
+#include <bit>
+
 #include "decode_products.h"
 
 namespace attnkern::cpu {
@@ -228,8 +230,8 @@ class Turns {
   [[gnu::always_inline]] void find(int64_t turn) {
     const int64_t j = turn * kLanes;
     if (j >= keys_) return;
-    const int64_t size = int64_t{1} << rows_.pages.shift, place = (rows_.pages.first + key_ + j) & (size - 1);
-    last_ = place >= kLanes ? last_ + kLanes * rows_.stride[2] : at<T>(rows_, batch_, head_, key_ + j);
+    const bool same_page = rows_together(rows_, key_ + j - kLanes) > kLanes;
+    last_ = same_page ? last_ + kLanes * rows_.stride[2] : at<T>(rows_, batch_, head_, key_ + j);
     found_[turn % kFound] = last_;
   }
 
