@@ -112,12 +112,13 @@ void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batc
 }
 
 // decode_scores for any number of rows.
-template <class C, class T, int64_t kKeysOfBlock>
-inline void score_rows(const typename RowDot<C, T>::Query* q, int64_t q_step, int64_t rows, const T* k,
-                       int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetched, int64_t ahead, C* scores) {
+template <class C, int64_t kKeysOfBlock, class Keys>
+inline void score_rows(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
+                       const Keys& k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
+  using T = typename Keys::Element;
   const auto run = [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
-    decode_scores<C, T, kRows, kKeysOfBlock>(q + r * q_step, q_step, k, k_stride, keys, columns,
-                                             r == 0 ? prefetched : 0, ahead, scores + r * kKeysOfBlock);
+    decode_scores<C, kRows, kKeysOfBlock>(q + r * q_step, q_step, k, keys, columns, r == 0 ? prefetch : PrefetchAhead{},
+                                          scores + r * kKeysOfBlock);
   };
   // What is converted takes so long that as many rows as there are sums share it.
   constexpr int kMost = kVectorBytes == 32 && sizeof(T) == 2 && sizeof(C) == 4 ? 8 : 4;
@@ -155,6 +156,8 @@ inline void add_values(const C* p, int64_t rows, const Values& values, int64_t k
   // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
   if constexpr (kVectorBytes == 64)
     if (rows < 4 && columns == 8 * kLanes) pass.template operator()<8, 2>();
+  if constexpr (kVectorBytes == 32 && !Values::kTogether)
+    while (rows == 1 && c + 8 * kLanes <= columns) pass.template operator()<8, 1>();
   if (kRegisters == 32 || rows < 4)
     while (c + 4 * kLanes <= columns) pass.template operator()<4, kRegisters / 8>();
   while (c + 2 * kLanes <= columns) pass.template operator()<2, kMost>();
@@ -286,14 +289,12 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     if (by_score_tiles) score_tiles<T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
     else
       with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
-        using Key = std::remove_cvref_t<decltype(*k.row(0))>;
-        const auto* q = queries_of<Key>(scratch);
-        for (int64_t j = 0, now; j < keys; j += now) {
-          const Key* row = k.row(j);
-          now = min64(min64(portion, keys - j), k.together(j));
+        const auto* q = queries_of<typename std::remove_cvref_t<decltype(k)>::Element>(scratch);
+        for (int64_t j = 0; j < keys; j += portion) {
+          const int64_t now = min64(portion, keys - j);
           const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
-          score_rows<C, Key, kKeysOfBlock>(q, scratch.q_step, rows, row, k.stride, now, p.head_dim, prefetched,
-                                           prefetched > 0 ? k.row(j + portion) - row : 0, scratch.scores + j);
+          score_rows<C, kKeysOfBlock>(q, scratch.q_step, rows, k.from(j), now, p.head_dim, {prefetched, portion},
+                                      scratch.scores + j);
         }
       });
     block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);

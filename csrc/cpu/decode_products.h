@@ -30,17 +30,20 @@ struct PrefetchAhead {
 // A block's rows of keys or values from its first on.
 template <class T>
 struct BlockRows {
+  using Element = T;
   static constexpr bool kTogether = true;
   const T* first;
   int64_t stride;
 
   const T* row(int64_t i) const { return first + i * stride; }
+  BlockRows from(int64_t i) const { return {row(i), stride}; }
   static constexpr int64_t together(int64_t) { return kUnbounded; }
 };
 
 // A block's rows in pages, from row `key` of a head on.
 template <class T>
 struct PagedRows {
+  using Element = T;
   static constexpr bool kTogether = false;
   const KeyRows* rows;
   int64_t stride, batch, head, key;
@@ -48,6 +51,7 @@ struct PagedRows {
   bool prefetches = false;  // each row one that comes later
 
   const T* row(int64_t i) const { return at<T>(*rows, batch, head, key + i); }
+  PagedRows from(int64_t i) const { return {rows, stride, batch, head, key + i}; }
   int64_t together(int64_t i) const { return rows_together(*rows, key + i); }
 };
 
@@ -157,27 +161,32 @@ struct RowDot<float, BFloat16> {
 #endif
 
 // scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time, or two
-// where registers hold twice the sums; what is prefetched lies `ahead` elements behind. Here as below, a row of scores
-// has room for a block's keys.
-template <class C, class T, int kRows, int64_t kKeysOfBlock>
-[[gnu::noinline]] void decode_scores(const typename RowDot<C, T>::Query* q, int64_t q_step, const T* k,
-                                     int64_t k_stride, int64_t keys, int64_t columns, int64_t prefetched, int64_t ahead,
-                                     C* scores) {
+// where registers hold twice the sums. Here as below, a row of scores has room for a block's keys.
+template <class C, int kRows, int64_t kKeysOfBlock, class Keys>
+[[gnu::noinline]] void decode_scores(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step,
+                                     const Keys k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
   using S = Simd<C>;
   using V = typename S::V;
+  using T = typename Keys::Element;
   using Dot = RowDot<C, T>;
   constexpr int kKeys = kRows > 4 && 2 * kRows + 4 <= kRegisters ? 2 : S::kLanes / kRows, kWidth = Dot::kWidth;
   constexpr int kVectors = (kRows * kKeys + S::kLanes - 1) / S::kLanes;  // of sums, one a lane
   const int64_t whole = columns / kWidth * kWidth;
-  for (int64_t j = 0; j < keys; j += kKeys) {
+  int64_t end = 0, ahead = 0;  // of the rows that lie together; from them to those that they prefetch
+  const T* next = nullptr;
+  for (int64_t j = 0; j < keys; j = min64(j + kKeys, end), next += kKeys * k.stride) {
+    if (j == end) {
+      next = k.row(j), end = min64(keys, j + k.together(j));
+      if (j < prefetch.keys) ahead = k.row(j + prefetch.ahead) - next;
+    }
     V sum[kVectors][S::kLanes];
 #pragma GCC unroll 2
     for (int i = 0; i < kVectors; ++i)
 #pragma GCC unroll 16
       for (int t = 0; t < S::kLanes; ++t) sum[i][t] = S::zero();
-    const bool prefetches = j < prefetched;
+    const bool prefetches = j < prefetch.keys;
     const T* row[kKeys];
-    for (int key = 0; key < kKeys; ++key) row[key] = k + min64(j + key, keys - 1) * k_stride;
+    for (int key = 0; key < kKeys; ++key) row[key] = next + min64(key, end - 1 - j) * k.stride;
     const auto step = [&](int64_t c, int64_t width) __attribute__((always_inline)) {
       const auto value_of = [&](int key) __attribute__((always_inline)) {
         if (prefetches && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead);
@@ -188,7 +197,7 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
 #pragma GCC unroll 16
         for (int key = 0; key < kKeys; ++key) sum[0][key] = Dot::accumulate(sum[0][key], value_of(key), query);
       } else {
-        decltype(Dot::load(k)) value[kKeys];
+        decltype(Dot::load(row[0])) value[kKeys];
 #pragma GCC unroll 16
         for (int key = 0; key < kKeys; ++key) value[key] = value_of(key);
 #pragma GCC unroll 8
@@ -210,9 +219,9 @@ template <class C, class T, int kRows, int64_t kKeysOfBlock>
     const auto store = [&](int64_t count) __attribute__((always_inline)) {
       for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kKeysOfBlock + j, sums + r * kKeys, count * sizeof(C));
     };
-    // Where rows lie in pages, the last ones may end within a vector, and the next row's scores come right behind.
-    if (j + kKeys <= keys) store(kKeys);
-    else store(keys - j);
+    // The next row's scores come right behind a block's last ones.
+    if (j + kKeys <= end) store(kKeys);
+    else store(end - j);
   }
 }
 
@@ -223,7 +232,7 @@ template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
                                      PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
   using S = Simd<C>;
   using V = typename S::V;
-  using T = std::remove_cvref_t<decltype(*values.row(0))>;
+  using T = typename Values::Element;
   constexpr bool kByParity = kReadsByParity<T, kVectors>;
   // Sums of longer runs of keys would lose digits.
   for (int64_t first = 0; first < keys; first += kDecodeKeys) {
