@@ -91,6 +91,9 @@ class Case:
         other_lengths = self.seqlen_q != self.seqlen_k and self.ranged_kind != "padding"
         if self.ranged_kind and (other_lengths or self.window is not None):
             raise ValueError(f"case {self.name}: mask={self.mask!r} needs as many keys as queries, and no window")
+        for field, number, most in (("dropout", self.dropout, 1), ("softcap", self.softcap, math.inf)):
+            if not 0 <= number <= most:
+                raise ValueError(f"case {self.name}: {field} must be from 0 to {most:g}, got {number:g}")
         if self.sinks and self.mask != "none":
             raise ValueError(f"case {self.name}: sinks need mask='none', got {self.mask!r}")
 

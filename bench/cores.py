@@ -26,6 +26,7 @@ THREADS = (8, 32, 96, 192)
 ENOUGH = 50e-6  # seconds of work for each thread: less is not worth more threads
 WANTED = 0.85
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+FEWEST = 3  # times of a task: of one alone, what held it up would hold up all that wait for it
 TWO = -2  # two real threads, for the program
 
 
@@ -158,7 +159,7 @@ def measure(cores: Cores, problem: Problem, threads: Sequence[int], turns: int =
     """A row: seconds for 1, 2 (by tasks, and by two real threads) and `threads`, medians of turns."""
     first = cores.ask(problem, 1).seconds
     counts = (2, TWO, *threads)
-    rounds = max(1, min(31, int(budget / first / (2 * len(counts)) / turns) - 1))
+    rounds = max(FEWEST, min(31, int(budget / first / (2 * len(counts)) / turns) - 1))
     turns = turns if first * 4 * len(counts) * turns < 4 * budget else 1
     found: dict[int, list[Answer]] = {t: [] for t in counts}
     for _ in range(turns):

@@ -761,6 +761,10 @@ def test_case_names_are_unique_and_selectable():
         select("gpt2,gpt3")
     with pytest.raises(ValueError, match="at least 1"):
         case("c", 0)
+    with pytest.raises(ValueError, match="dropout must be from 0 to 1, got 2"):
+        case("c", 1, dropout=2)
+    with pytest.raises(ValueError, match="softcap must be from 0 to inf, got nan"):
+        case("c", 1, softcap=math.nan)
 
 
 def test_the_quick_sweep_covers_what_it_promises():

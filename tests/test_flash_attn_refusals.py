@@ -91,6 +91,10 @@ BAD = [
         lambda: cached(Q, Q[:, :, :2], Q[:, :, :2], Q, Q, cache_seqlens=0),
     ),
     bad(
+        "v_cache must have an element of its own for each place that v is written to, got an expanded tensor of",
+        lambda: cached(Q, torch.zeros_like(Q), Q[:1].expand(2, -1, -1, -1), Q[:, :1], Q[:, :1], cache_seqlens=0),
+    ),
+    bad(
         "rotary_cos and rotary_sin must be given together, got rotary_cos alone",
         lambda: cached(Q, Q, Q, Q, Q, COS, cache_seqlens=0),
     ),

@@ -208,6 +208,11 @@ def _check(
                     f"attnkern: {name} must have {name}_cache's nheads_k, headdim and dtype, "
                     f"{show(cache.shape[2:])} {show(cache.dtype)}, got {show(x.shape[2:])} {show(x.dtype)}"
                 )
+            if any(size > 1 and step == 0 for size, step in zip(cache.shape, cache.stride(), strict=True)):
+                raise RuntimeError(
+                    f"attnkern: {name}_cache must have an element of its own for each place that {name} is written to, "
+                    f"got an expanded tensor of strides {tuple(cache.stride())}"
+                )
         if seqlens is None:
             raise RuntimeError("attnkern: cache_seqlens must be given beside k and v, which are written behind it")
         new = k.shape[1]
