@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from . import api, autograd, rng
-from .arguments import mask_type_error, may_look, show, type_error
+from .arguments import is_causal_bias, mask_type_error, may_look, show, type_error
 from .checks import check_mask_dtype
 from .mask import Mask, both, span
 from .packed import is_jagged
@@ -272,7 +272,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         for name, mask in masks.items():
             if isinstance(mask, Mask) and name == "attn_mask":
                 _check_sizes(mask, (n, self.num_heads, seqlen_q, seqlen_k))
-            elif mask is not None and not isinstance(mask, Tensor):
+            elif mask is not None and (not isinstance(mask, Tensor) or is_causal_bias(mask)):
                 raise _no_mask(name, mask)
             elif mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(
@@ -523,7 +523,7 @@ def _real(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tens
     """A mask of bool or integers as bool, of one of these shapes."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
+    if not isinstance(mask, Tensor) or is_causal_bias(mask):
         raise _no_mask(name, mask)
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"attnkern: {name} must be bool or an integer type (1 = attended to), got {show(mask.dtype)}")
@@ -534,4 +534,8 @@ def _real(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tens
 
 
 def _no_mask(name: str, x: object) -> TypeError:
+    if is_causal_bias(x):  # a Tensor by its class, without elements
+        return TypeError(
+            f"attnkern: argument '{name}' must be Tensor or None, not CausalBias (masks.causal makes a Mask)"
+        )
     return mask_type_error(x) if name == "attn_mask" else type_error(name, "Tensor or None (attn_mask takes a Mask)", x)

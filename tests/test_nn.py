@@ -16,6 +16,7 @@ import torch
 import torch._dynamo.testing
 import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkern
@@ -688,9 +689,18 @@ MASKS_OF_OTHER_SIZES = [
     ({"attn_mask": mask}, RuntimeError, r"attn_mask must be a Mask for \(3, 4, 5, 7\) scores, got one for")
     for mask in (masks.causal(L, S + 1), masks.causal(L + 1, S), masks.padding([3, 7], L, S))
 ]
+CAUSAL_BIASES = [
+    (
+        {"attn_mask": bias(L, S)},
+        TypeError,
+        r"argument 'attn_mask' must be Tensor or None, not CausalBias \(masks.causal",
+    )
+    for bias in (causal_lower_right, causal_upper_left)
+]
 A_MASK_AS_PADDING = r"argument '{}' must be Tensor or None \(attn_mask takes a Mask\), not Mask"
 SELF_CALLS = [
     *MASKS_OF_OTHER_SIZES,
+    *CAUSAL_BIASES,
     ({"key_padding_mask": masks.causal(L)}, TypeError, A_MASK_AS_PADDING.format("key_padding_mask")),
     ({"key": None}, TypeError, "argument 'key' must be Tensor, not NoneType"),
     *(
@@ -700,6 +710,7 @@ SELF_CALLS = [
 ]
 CROSS_CALLS = [
     *MASKS_OF_OTHER_SIZES,
+    *CAUSAL_BIASES,
     ({"padding_mask": masks.causal(L)}, TypeError, A_MASK_AS_PADDING.format("padding_mask")),
     ({"x": torch.randn(L)}, RuntimeError, "x must have 2"),
     ({"context": torch.randn(S, 20)}, RuntimeError, "context must have x's rank and batch size"),
