@@ -686,17 +686,26 @@ def test_keys_and_sinks_of_each_query(name, padding):
         torch.testing.assert_close(compiled if counts is None else compiled[counts], out, rtol=1e-4, atol=1e-4)
 
 
-MIXED = [x for x in ("BigBirdPegasus", "Git", "Gemma4Audio", "Splinter") if hasattr(transformers, f"{x}Config")]
+MIXED = ("BigBirdPegasus", "DeepseekV4", "Git", "Gemma4Audio", "Splinter")
+MIXED = [x for x in MIXED if hasattr(transformers, f"{x}Config")]
+COMPRESSED = EXPERTS | {"q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "qk_rope_head_dim": 4, "num_hash_layers": 0}
+COMPRESSED |= {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 2, "moe_intermediate_size": 24}
+COMPRESSED |= {"n_routed_experts": 4, "compress_ratios": [4, 2], "num_key_value_heads": 1}
+COMPRESSED |= {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
+COMPRESSED |= {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_models_of_which_some_layers_compute_attention_themselves(name):
-    """They add the mask to their scores. Splinter's call AttentionInterface, and say nothing of is_causal."""
+    """They add the mask to their scores, or join it with another such mask (DeepSeek-V4, of compressed keys).
+    Splinter's call AttentionInterface, and say nothing of is_causal."""
     ids, mask = tokens(2, 11), torch.ones(2, 11, dtype=torch.int64)
     arguments = {"input_ids": ids} | ({} if name == "Splinter" else {"attention_mask": mask})
     mask[1, 7:] = 0
     if name == "BigBirdPegasus":
         sizes, arguments["decoder_input_ids"] = BART, ids[:, :7]
+    elif name == "DeepseekV4":
+        sizes = COMPRESSED
     elif name == "Git":
         vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         sizes = ENCODER | {"vision_config": vision | {"image_size": 12, "patch_size": 4}}
@@ -709,6 +718,31 @@ def test_models_of_which_some_layers_compute_attention_themselves(name):
     with torch.no_grad():
         expected, out = (model(**arguments)[0] for model in twins(getattr(transformers, f"{name}Config")(**sizes)))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+SHARED = ALTERNATING | {"num_hidden_layers": 4, "layer_types": ALTERNATING["layer_types"] * 2, "eos_token_id": -1}
+SHARED |= {"num_kv_shared_layers": 2, "global_head_dim": 8, "hidden_size_per_layer_input": 8}
+SHARED |= {"vocab_size_per_layer_input": 97}
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "holes"])
+@pytest.mark.parametrize("name", [x for x in ("Gemma4Text",) if hasattr(transformers, f"{x}Config")])
+def test_layers_that_compute_the_last_queries_alone(name, padding):
+    """Gemma 4's that share keys cut the rows of the mask, of the static cache's as well."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**SHARED)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ours = copy.deepcopy(theirs)
+    ours.set_attn_implementation("attnkern")
+    real = torch.ones(2, 11, dtype=torch.bool) if padding == "none" else padding_of(padding, 11)
+    arguments = {"input_ids": tokens(2, 11), "attention_mask": real.long()}
+    options = STATIC | {"disable_compile": True, "max_new_tokens": 3}
+    results = []
+    for model in (theirs, ours):
+        with torch.no_grad():
+            last = model(**arguments, use_cache=False, logits_to_keep=2).logits
+        results.append([generate(model, arguments, **options)[1], last])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
 # --- masks
@@ -967,7 +1001,7 @@ def test_what_may_be_no_ranges_is_dense_and_says_so_once(function, use_vmap, nam
 
 def test_a_mask_for_others_is_refused():
     mask = made()[0].contiguous()  # plain, as for compiled graphs
-    with pytest.raises(RuntimeError, match=r"made for 5 queries and 10 keys, got int32 \(2, 5, 2, 2\)"):
+    with pytest.raises(RuntimeError, match=r"made for 5 queries and 10 keys, got int32 \(2, 1, 5, 4\)"):
         attend(torch.cat([mask, mask], -1))
     with pytest.raises(RuntimeError, match="made for 4 queries and 10 keys"):
         attend(mask, q_length=4)

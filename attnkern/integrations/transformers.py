@@ -208,25 +208,29 @@ class RowRanges(NamedTuple):
     real: Tensor | None  # bool (B, 1, 1, S); None: all in the ranges are
 
     def packed(self, batch_size: int) -> Tensor:
-        """One int32 tensor (B, L, 2, 1), or with `real` (B, L + S, 2, 1), for compiled graphs.
+        """One int32 tensor (B, 1, L, 2), or with `real` (B, L + S, 2, 1), for compiled graphs.
 
-        By its 4 dimensions transformers knows a mask that is made already. Code that takes it for a dense one, and
-        joins it with another along the keys, makes a shape that `unpack` refuses.
+        By its 4 dimensions transformers knows a mask that is made already. Code that takes it for a dense one may cut
+        queries off the first kind; where it joins it with another along the keys, it makes a shape that `unpack`
+        refuses.
         """
-        parts = [self.ranges[:, 0, :, 0]]
-        if self.real is not None:
-            parts.append(self.real[:, 0, 0, :, None].expand(-1, -1, 2).to(torch.int32))
-        return torch.cat([x.expand(batch_size, -1, -1) for x in parts], 1).unsqueeze(-1)
+        own = self.ranges[:, 0, :, 0].expand(batch_size, -1, -1)
+        if self.real is None:
+            return own.unsqueeze(1).contiguous()
+        flags = self.real[:, 0, 0, :, None].expand(batch_size, -1, 2).to(torch.int32)
+        return torch.cat([own, flags], 1).unsqueeze(-1)
 
     @classmethod
     def unpack(cls, x: Tensor, seqlen_q: int, seqlen_k: int) -> RowRanges:
+        if x.dim() == 4 and x.shape[1:] == (1, seqlen_q, 2):
+            return cls(x[:, :, :, None], None)
         rows = x.shape[1]
-        if x.dim() != 4 or x.shape[2:] != (2, 1) or (rows != seqlen_q and rows < seqlen_q + seqlen_k):
+        if x.dim() != 4 or x.shape[2:] != (2, 1) or rows < seqlen_q + seqlen_k:
             raise RuntimeError(
                 "attnkern: attention_mask must be bool, floating point, or what attnkern's mask function made for "
                 f"{seqlen_q} queries and {seqlen_k} keys, got int32 {tuple(x.shape)}"
             )
-        real = None if rows == seqlen_q else x[:, None, None, seqlen_q : seqlen_q + seqlen_k, 0, 0] != 0
+        real = x[:, None, None, seqlen_q : seqlen_q + seqlen_k, 0, 0] != 0
         return cls(x[:, None, :seqlen_q, None, :, 0], real)
 
 
@@ -281,14 +285,19 @@ def attention_mask(**arguments: Any) -> Tensor | None:
             _tell(unknown)
         return dense() if own is None else eager_mask(**arguments)
     ranges = _ranges(function, shape, q_offset, arguments.get("kv_offset", 0), padding, arguments.get("device"))
+    if ranges.real is not None and q_length > 1 and type(config).__name__ in _CUT_MASKS and config.num_kv_shared_layers:
+        return dense()
     if not compiled:
         return compact(ranges)
     packed = ranges.packed(shape[0])
-    return packed.squeeze(-1) if own == "Falcon" and config.alibi else packed
+    return packed.view(shape[0], -1, 2) if own == "Falcon" and config.alibi else packed
 
 
-_ADD_MASKS = frozenset({"BigBirdPegasusConfig", "Gemma4AudioConfig", "GitConfig", "InformerConfig"})
-"""Models of which some layers call AttentionInterface and others do without, and want eager's mask for their scores."""
+_ADD_MASKS = frozenset({"BigBirdPegasusConfig", "DeepseekV4Config", "Gemma4AudioConfig", "GitConfig", "InformerConfig"})
+"""Models of which some layers call AttentionInterface and others do without, and want eager's mask for their scores;
+and those whose layers join another mask to it, of numbers to be added (DeepSeek-V4, for its compressed keys)."""
+_CUT_MASKS = frozenset({"Gemma4TextConfig", "Gemma4UnifiedTextConfig"})
+"""Models whose layers that share keys compute the last queries alone, and cut their mask as a dense one."""
 
 
 def _computes_itself(config: type) -> bool:

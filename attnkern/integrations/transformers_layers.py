@@ -104,7 +104,7 @@ def _falcon(
         # Falcon scales the bias along with the scores.
         bias = (alibi.float() if alibi.dtype != torch.float64 else alibi).unflatten(0, (-1, self.num_heads))
         bias = bias * self.inv_norm_factor
-        attention_mask = _of_4_dimensions(attention_mask)
+        attention_mask = _of_4_dimensions(attention_mask, query.shape[1])
     out = _attend(self, query, key, value, attention_mask, layer_past, p, None, bias, output_attentions)
     return self.dense(out), None
 
@@ -169,10 +169,10 @@ def _attend(
     return out.flatten(2)
 
 
-def _of_4_dimensions(mask: Tensor) -> Tensor:
+def _of_4_dimensions(mask: Tensor, seqlen_q: int) -> Tensor:
     """A mask as `attention_forward` takes it, of one of three dimensions that `attention_mask` has made for Falcon."""
     if not isinstance(mask, CompactMask):
-        return mask.unsqueeze(-1)
+        return mask.unsqueeze(1 if mask.shape[1] == seqlen_q else -1)
     batch_size, seqlen_q, seqlen_k = mask.shape
     if mask.is_written_to:
         return mask.dense().unsqueeze(1)
