@@ -135,6 +135,18 @@ inline void score_rows(const typename RowDot<C, typename Keys::Element>::Query* 
   });
 }
 
+// score_rows for a block: all rows meet `portion` keys, and prefetch as many that come later, then the next.
+template <class C, int64_t kKeysOfBlock, class Keys>
+inline void score_portions(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
+                           const Keys& k, int64_t keys, int64_t columns, int64_t portion, int64_t prefetched,
+                           C* scores) {
+  for (int64_t j = 0; j < keys; j += portion) {
+    const int64_t now = min64(portion, keys - j);
+    score_rows<C, kKeysOfBlock>(q, q_step, rows, k.from(j), now, columns,
+                                {max64(0, min64(now, prefetched - j)), portion}, scores + j);
+  }
+}
+
 // decode_values for any number of rows and columns.
 template <class C, int64_t kKeysOfBlock, class Values>
 inline void add_values(const C* p, int64_t rows, const Values& values, int64_t keys, int64_t columns,
@@ -290,12 +302,8 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     else
       with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
         const auto* q = queries_of<typename std::remove_cvref_t<decltype(k)>::Element>(scratch);
-        for (int64_t j = 0; j < keys; j += portion) {
-          const int64_t now = min64(portion, keys - j);
-          const int64_t prefetched = in_place ? max64(0, min64(now, prefetch.keys - j)) : 0;
-          score_rows<C, kKeysOfBlock>(q, scratch.q_step, rows, k.from(j), now, p.head_dim, {prefetched, portion},
-                                      scratch.scores + j);
-        }
+        score_portions<C, kKeysOfBlock>(q, scratch.q_step, rows, k, keys, p.head_dim, portion,
+                                        in_place ? prefetch.keys : 0, scratch.scores);
       });
     block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
     if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);

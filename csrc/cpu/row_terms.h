@@ -69,12 +69,9 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
 template <class T, class C>
 inline constexpr C kLargeLse = std::is_same_v<T, C> ? C(64) : C(1024);
 
-// Whether P of some of these rows of a head is to be normalised by a sum of its own. After decoding, and with few keys,
-// it is, where results have the digits to show the other order of summation.
 template <class T, class C>
-inline bool needs_norm(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows) {
+inline bool has_large_lse(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows) {
   using S = Simd<C>;
-  if (std::is_same_v<T, C> && (decodes(p) || has_few_keys(p))) return true;
   auto small = S::zero() == S::zero();
   for (const int64_t end = row + rows; row < end; row += S::kLanes) {
     const auto lse = numbers_of_rows<C>(p, p.lse, batch, head, row, end - row), magnitude = S::max(lse, -lse);
@@ -84,10 +81,17 @@ inline bool needs_norm(const Backward& p, int64_t batch, int64_t head, int64_t r
 }
 // The same for all rows of the call.
 template <class T, class C>
-inline bool needs_norm(const Backward& p) {
+inline bool has_large_lse(const Backward& p) {
   for (int64_t head = 0; head < p.batch * p.heads_q; ++head)
-    if (needs_norm<T, C>(p, head / p.heads_q, head % p.heads_q, 0, p.seqlen_q)) return true;
+    if (has_large_lse<T, C>(p, head / p.heads_q, head % p.heads_q, 0, p.seqlen_q)) return true;
   return false;
+}
+
+// Whether P is to be normalised by a sum of its own, of some of these rows of a head or of the call. After decoding,
+// and with few keys, it is, where results have the digits to show the other order of summation.
+template <class T, class C, class... Rows>
+inline bool needs_norm(const Backward& p, Rows... rows) {
+  return (std::is_same_v<T, C> && (decodes(p) || has_few_keys(p))) || has_large_lse<T, C>(p, rows...);
 }
 
 // The Euclidean length of a row: |q| |k| bounds their product, and so how far its rounding may be off.

@@ -13,11 +13,15 @@ namespace attnkern::cpu::ATTNKERN_ISA {
 void forward(const Forward&, const Runtime&);
 void decode(const Forward&, const Runtime&);
 void backward(const Backward&, const Runtime&);
+// A backward pass for which the kernels of decoding will do (few_queries.h).
+bool has_few_queries(const Backward&);
+void backward_few_queries(const Backward&, const Runtime&);
 // The same as tasks, cut for so many threads, of which `workers` run them, or those of other calls beside them. The
 // problem must stay where it is.
 Plan plan_forward(const Forward&, int64_t threads, int64_t workers);
 Plan plan_decode(const Forward&, int64_t threads);
 Plan plan_backward(const Backward&, int64_t threads, int64_t workers);
+Plan plan_few_queries(const Backward&, int64_t threads);
 
 namespace {
 

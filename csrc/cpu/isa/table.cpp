@@ -12,7 +12,7 @@ namespace {
 
 // One thread for what it finishes before a second one has started: some microseconds of arithmetic, or of reading,
 // where an element of K or V counts as ten scores. `scores`: of a head of one entry of the batch.
-Runtime threads_for(const Forward& p, const Runtime& runtime, int64_t scores) {
+Runtime threads_for(const Attention& p, const Runtime& runtime, int64_t scores) {
   constexpr int64_t kSmall = 1 << 20;
   const int64_t reads = 10 * p.heads_k * p.seqlen_k;
   const bool small = p.batch * (p.heads_q * scores + reads) * (p.head_dim + p.head_dim_v) < kSmall;
@@ -41,8 +41,13 @@ struct ForwardUnit {
 };
 
 struct BackwardUnit {
-  static void run(const Backward& p, const Runtime& runtime) { backward(p, runtime); }
-  static Plan plan(const Backward& p, int64_t threads, int64_t workers) { return plan_backward(p, threads, workers); }
+  static void run(const Backward& p, const Runtime& runtime) {
+    if (!has_few_queries(p)) return backward(p, runtime);
+    backward_few_queries(p, threads_for(p, runtime, p.seqlen_q * p.seqlen_k));
+  }
+  static Plan plan(const Backward& p, int64_t threads, int64_t workers) {
+    return has_few_queries(p) ? plan_few_queries(p, threads) : plan_backward(p, threads, workers);
+  }
 };
 
 void run_forward(const Forward& p, const Runtime& runtime) {
@@ -63,7 +68,7 @@ void run_backward(const Backward& p, const Runtime& runtime) {
   // (The gradient of a table is that of all sequences.)
   if (p.relative && p.dbias.data != nullptr) return backward(p, runtime);
   const Sequences sequences(p);
-  if (sequences.count() == 0) return backward(p, runtime);
+  if (sequences.count() == 0) return BackwardUnit::run(p, runtime);
   backward_sequences<BackwardUnit>(p, sequences, runtime);
 }
 

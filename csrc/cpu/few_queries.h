@@ -1,0 +1,276 @@
+// Backward pass of a few queries against many keys, as heads that pool a sequence have them: bound by reading K and V
+// once, and by writing their gradients once.
+//
+// The query heads that share a key head are handled together ("rows"), by the products of decoding: the head dimension
+// lies along the lanes, and rows of K and V are read as they lie in memory. Of a block of keys:
+//
+//     S = Q K^T    dP = dO V^T             decode_scores
+//     P = exp(S - lse)    dS = P * (dP - delta)    keys along the lanes
+//     dV = P^T dO    dK = dS^T Q           a key's row at a time, which is stored at once
+//     dQ += dS K                           decode_values
+//
+// S is summed up in the order of the forward pass, so P needs no sum of its own as it does where tiles of keys are
+// transposed (row_terms.h). Where there are fewer heads than threads the keys are split, and the parts of dQ added up.
+#pragma once
+
+#include "decode.h"
+#include "sinks.h"
+
+namespace attnkern::cpu {
+namespace {
+
+// Rows of a key head, at most; and no more than have their scores computed row by row in the forward pass, too.
+inline constexpr int64_t kRowsOfFewQueries = 16;
+
+// (bfloat16 in pairs isn't measured.)
+template <class T, class Op>
+inline bool has_few_queries(const Backward& p) {
+  using C = typename Op::Compute;
+  constexpr int64_t kMostRows = min64(kRowsOfFewQueries, kRowsForScoreTiles<T, Op> - 1);
+  if (Op::kPack != 1 || p.heads_k != p.heads_v || p.heads_k == 0 || p.seqlen_k == 0 || p.head_dim == 0 ||
+      p.head_dim_v == 0 || p.heads_q / p.heads_k * p.seqlen_q > kMostRows)
+    return false;
+  const ScoreParams<C> score(p);
+  return (decodes(p) || has_few_keys(p)) && !score.capped() && !score.dropout && p.bias.data == nullptr &&
+         p.ranges.data == nullptr && !has_large_lse<T, C>(p);
+}
+
+// Rows of the gradient of keys or values: for each of kKeys keys the sum over `rows` rows of x, weighted, of kVectors
+// vectors of columns. One alone may be incomplete: `columns` are left.
+template <class T, class C, int kKeys, int kVectors>
+inline void rows_of_keys(const C* weights, int64_t rows, const C* x, int64_t x_step, int64_t columns, C factor, T* out,
+                         int64_t out_step) {
+  using S = Simd<C>;
+  typename S::V sum[kKeys][kVectors] = {};
+  for (int64_t r = 0; r < rows; ++r, x += x_step, weights += kDecodeKeys) {
+    typename S::V value[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) value[v] = S::load(x + v * S::kLanes);
+#pragma GCC unroll 4
+    for (int j = 0; j < kKeys; ++j) {
+      const auto weight = S::set1(weights[j]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[j][v] = S::fma(weight, value[v], sum[j][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < kKeys; ++j)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const auto result = sum[j][v] * S::set1(factor);
+      if constexpr (kVectors == 1) S::store_as(out + j * out_step, result, columns);
+      else S::store_as(out + j * out_step + v * S::kLanes, result);
+    }
+}
+
+// The same for all columns of `keys` keys.
+template <class T, class C>
+[[gnu::noinline]] void store_rows_of_keys(const C* weights, int64_t rows, const C* x, int64_t x_step, int64_t keys,
+                                          int64_t columns, C factor, T* out, int64_t out_step) {
+  constexpr int64_t kLanes = Simd<C>::kLanes;
+  constexpr int kVectors = sizeof(T) < sizeof(C) ? 4 : 2, kKeys = 8 / kVectors;  // whole lines, where there are such
+  const auto keys_from = [&]<int kNow>(int64_t j) {
+    int64_t c = 0;
+    T* const target = out + j * out_step;
+    for (; c + kVectors * kLanes <= columns; c += kVectors * kLanes)
+      rows_of_keys<T, C, kNow, kVectors>(weights + j, rows, x + c, x_step, columns, factor, target + c, out_step);
+    for (; c < columns; c += kLanes)
+      rows_of_keys<T, C, kNow, 1>(weights + j, rows, x + c, x_step, columns - c, factor, target + c, out_step);
+  };
+  int64_t j = 0;
+  for (; j + kKeys <= keys; j += kKeys) keys_from.template operator()<kKeys>(j);
+  for (; j < keys; ++j) keys_from.template operator()<1>(j);
+}
+
+// A backward pass of few queries as tasks: parts of the keys of each key head; then, where there are several parts,
+// the sums of dQ.
+template <class T, class Op>
+class FewQueriesCall {
+  using C = typename Op::Compute;
+  using S = Simd<C>;
+  using V = typename S::V;
+  using Query = typename RowDot<C, T>::Query;
+
+ public:
+  // Cut for so many threads.
+  FewQueriesCall(const Backward& p, int64_t threads)
+      : p_(p),
+        sinks_(p),
+        group_(p.heads_q / p.heads_k),
+        rows_(group_ * p.seqlen_q),
+        heads_(p.batch * p.heads_k),
+        blocks_((p.seqlen_k + kDecodeKeys - 1) / kDecodeKeys),
+        parts_(threads == 1 ? 1 : max64(1, min64((4 * threads + heads_ - 1) / heads_, blocks_))),
+        part_keys_((blocks_ + parts_ - 1) / parts_ * kDecodeKeys),
+        reached_(p.band.reached(p.seqlen_q, {0, p.seqlen_k})),
+        step_(round_up(max64(p.head_dim, p.head_dim_v), 2 * S::kLanes)),
+        delta_(p.batch * p.heads_q * p.seqlen_q),
+        sums_(parts_ == 1 || p.dq.data == nullptr ? 0 : heads_ * parts_ * rows_ * step_),
+        bytes_(Scratch(nullptr, *this).bytes) {}
+
+  int64_t phases() const { return sums_.data() == nullptr ? 1 : 2; }
+  int64_t tasks(int64_t phase) const { return phase == 0 ? heads_ * parts_ : heads_; }
+  int64_t scratch_bytes(int64_t phase) const { return phase == 0 ? bytes_ : 0; }
+  int64_t queues(int64_t) const { return 0; }
+  int64_t queue_end(int64_t, int64_t) const { return 0; }
+  void run(int64_t phase, int64_t task, void* memory, int64_t) const {
+    if (phase == 0) return run_part(task, memory);
+    C* const sums = sums_.data() + task * parts_ * rows_ * step_;
+    for (int64_t part = 1; part < parts_; ++part)
+      for (int64_t i = 0; i < rows_ * step_; i += S::kLanes)
+        S::store(sums + i, S::load(sums + i) + S::load(sums + part * rows_ * step_ + i));
+    store_query_grads(task, sums);
+  }
+  void forget(int64_t) const {}
+  void end() const { sinks_.store(); }
+
+ private:
+  // A task's memory. Rows of Q and dO are converted, and as they meet rows of K and V.
+  struct Scratch {
+    Scratch(void* memory, const FewQueriesCall& call) {
+      Arena arena(memory);
+      const int64_t numbers = call.rows_ * call.step_, scores = call.rows_ * kDecodeKeys;
+      q = arena.take<C>(numbers), grad = arena.take<C>(numbers);
+      own_q = arena.take<Query>(numbers), own_grad = arena.take<Query>(numbers);
+      dq = arena.take<C>(numbers);
+      p = arena.take<C>(scores), ds = arena.take<C>(scores);
+      const bool copies =
+          !reads_in_place(call.p_.k, call.p_.head_dim) || !reads_in_place(call.p_.v, call.p_.head_dim_v);
+      copy = arena.take<C>(copies ? kDecodeKeys * call.step_ : 0);
+      bytes = arena.used();
+    }
+    C *q, *grad, *dq, *p, *ds, *copy;
+    Query *own_q, *own_grad;
+    int64_t bytes;
+  };
+  // Of a row: the keys that it attends to, its log-sum-exp and its delta.
+  struct Row {
+    Range keys;
+    C lse, delta;
+  };
+
+  // Rows of Q or dO; zeros for a row without keys, whatever it holds.
+  void take_rows(const View& view, int64_t columns, int64_t batch, int64_t head_k, const Row* row, C* target,
+                 Query* own) const {
+    for (int64_t r = 0; r < rows_; ++r, target += step_, own += step_) {
+      std::memset(target, 0, static_cast<size_t>(step_) * sizeof(C));
+      std::memset(own, 0, static_cast<size_t>(step_) * sizeof(Query));
+      if (row[r].keys.end <= row[r].keys.begin) continue;
+      const T* source = at<T>(view, batch, head_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q);
+      convert_rows<C>(source, 0, columns <= 1 ? 1 : view.stride[3], 1, columns, target, 0);
+      if constexpr (!RowDot<C, T>::kConverted) RowDot<C, T>::take_query(own, step_, source, view.stride[3], columns);
+    }
+  }
+  // products[row] = x[row] . each of a block's keys or values, whose rows prefetch those that come before `end`.
+  void multiply(const View& view, int64_t columns, int64_t batch, int64_t head_k, int64_t key, int64_t keys,
+                int64_t end, const C* x, const Query* own, const Scratch& scratch, C* products) const {
+    const int64_t portion = keys_of_portion<T>(columns);
+    with_rows<C, T>(view, batch, head_k, key, keys, columns, scratch.copy, [&](const auto& rows, bool in_place) {
+      using Element = typename std::remove_cvref_t<decltype(rows)>::Element;
+      using Dot = RowDot<C, Element>;
+      const auto* queries = reinterpret_cast<const typename Dot::Query*>(
+          Dot::kConverted ? static_cast<const void*>(x) : static_cast<const void*>(own));
+      score_portions<C, kDecodeKeys>(queries, step_, rows_, rows, keys, columns, portion,
+                                     in_place ? max64(0, min64(keys, end - key - portion)) : 0, products);
+    });
+  }
+  // Products to P and dS.
+  void differentiate(const Row* row, int64_t key, int64_t keys, const Scratch& scratch) const {
+    const V scale = S::set1(static_cast<C>(p_.softmax_scale)), log2e = S::set1(kLog2E<C>);
+    for (int64_t r = 0; r < rows_; ++r) {
+      const Range live{row[r].keys.begin - key, row[r].keys.end - key};
+      const V lse = S::set1(row[r].lse), delta = S::set1(row[r].delta);
+      C *const p = scratch.p + r * kDecodeKeys, *const ds = scratch.ds + r * kDecodeKeys;
+      for (int64_t j = 0; j < keys; j += S::kLanes) {
+        // The product as the forward pass has it: of a large score, the rounding alone would be a large exponent.
+        V probability = S::template exp2<Op::kSums>((S::product(S::load(p + j), scale) - lse) * log2e);
+        V grad = probability * (S::load(ds + j) - delta);
+        if (!LaneMask<C>::all(live, j / S::kLanes, 1)) {
+          const LaneMask<C> attended(live, j / S::kLanes);
+          probability = attended.select(probability, S::zero()), grad = attended.select(grad, S::zero());
+        }
+        S::store(p + j, probability), S::store(ds + j, grad);
+      }
+    }
+  }
+  void store_query_grads(int64_t head, const C* sums) const {
+    const V scale = S::set1(static_cast<C>(p_.softmax_scale));
+    for (int64_t r = 0; r < rows_; ++r) {
+      T* const target = at<T>(p_.dq, head / p_.heads_k, head % p_.heads_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q);
+      for (int64_t c = 0; c < p_.head_dim; c += S::kLanes)
+        S::store_as(target + c, S::load(sums + r * step_ + c) * scale, p_.head_dim - c);
+    }
+  }
+  static void clear(const View& view, int64_t batch, int64_t head, Range rows, int64_t columns) {
+    for (int64_t row = rows.begin; view.data != nullptr && row < rows.end; ++row)
+      std::memset(at<T>(view, batch, head, row), 0, static_cast<size_t>(columns) * sizeof(T));
+  }
+
+  void run_part(int64_t task, void* memory) const {
+    const int64_t part = task % parts_, head = task / parts_, batch = head / p_.heads_k, head_k = head % p_.heads_k;
+    const Range given{min64(p_.seqlen_k, part * part_keys_), min64(p_.seqlen_k, (part + 1) * part_keys_)};
+    const int64_t begin = max64(given.begin, min64(given.end, reached_.begin));
+    const int64_t end = max64(begin, min64(given.end, reached_.end));
+    const Scratch scratch(memory, *this);
+    Row row[kRowsOfFewQueries];
+    for (int64_t g = 0; g < group_; ++g) {
+      const int64_t head_q = head_k * group_ + g, index = (batch * p_.heads_q + head_q) * p_.seqlen_q;
+      C delta[kRowsOfFewQueries + S::kLanes];
+      for (int64_t i = 0; i < p_.seqlen_q; i += S::kLanes)
+        S::store(delta + i, delta_of_rows<T, C>(p_, batch, head_q, i, min64(S::kLanes, p_.seqlen_q - i)));
+      const C* lse = static_cast<const C*>(p_.lse) + lse_index(p_, batch, head_q, 0);
+      for (int64_t i = 0; i < p_.seqlen_q; ++i) {
+        const Range keys = p_.band.visited(i, 1, {begin, end});
+        row[g * p_.seqlen_q + i] = {lse[i] == -kInfinity<C> ? Range{begin, begin} : keys, lse[i], delta[i]};
+        if (part == 0) delta_.data()[index + i] = delta[i];
+      }
+      if (part == 0) sinks_.add(batch, head_q, 0, p_.seqlen_q, delta_.data());
+    }
+    take_rows(p_.q, p_.head_dim, batch, head_k, row, scratch.q, scratch.own_q);
+    take_rows(p_.grad_out, p_.head_dim_v, batch, head_k, row, scratch.grad, scratch.own_grad);
+    C* const dq = sums_.data() == nullptr ? scratch.dq : sums_.data() + task * rows_ * step_;
+    std::memset(dq, 0, static_cast<size_t>(rows_ * step_) * sizeof(C));
+    C ones[kRowsOfFewQueries];
+    for (C& one : ones) one = C(1);
+    for (int64_t key = begin, keys; key < end; key += keys) {
+      keys = min64(kDecodeKeys, end - key);
+      multiply(p_.k, p_.head_dim, batch, head_k, key, keys, end, scratch.q, scratch.own_q, scratch, scratch.p);
+      multiply(p_.v, p_.head_dim_v, batch, head_k, key, keys, end, scratch.grad, scratch.own_grad, scratch, scratch.ds);
+      differentiate(row, key, keys, scratch);
+      if (p_.dv.data != nullptr)
+        store_rows_of_keys<T>(scratch.p, rows_, scratch.grad, step_, keys, p_.head_dim_v, C(1),
+                              at<T>(p_.dv, batch, head_k, key), p_.dv.stride[2]);
+      if (p_.dk.data != nullptr)
+        store_rows_of_keys<T>(scratch.ds, rows_, scratch.q, step_, keys, p_.head_dim, static_cast<C>(p_.softmax_scale),
+                              at<T>(p_.dk, batch, head_k, key), p_.dk.stride[2]);
+      if (p_.dq.data != nullptr)
+        with_rows<C, T>(p_.k, batch, head_k, key, keys, p_.head_dim, scratch.copy, [&](const auto& rows, bool) {
+          add_values<C, kDecodeKeys>(scratch.ds, rows_, rows, keys, p_.head_dim, PrefetchAhead{}, ones, dq, step_);
+        });
+    }
+    for (const Range apart : {Range{given.begin, begin}, Range{end, given.end}}) {
+      clear(p_.dk, batch, head_k, apart, p_.head_dim);
+      clear(p_.dv, batch, head_k, apart, p_.head_dim_v);
+    }
+    if (p_.dq.data != nullptr && sums_.data() == nullptr) store_query_grads(head, dq);
+  }
+
+  const Backward& p_;
+  const SinksGradient<C> sinks_;
+  const int64_t group_, rows_, heads_;
+  const int64_t blocks_, parts_, part_keys_;
+  const Range reached_;
+  const int64_t step_;  // of a row
+  const Buffer<C> delta_, sums_;
+  const int64_t bytes_;
+};
+
+template <class T, class Op>
+void backward_few_queries(const Backward& p, const Runtime& runtime) {
+  const FewQueriesCall<T, Op> call(p, runtime.num_threads);
+  for (int64_t phase = 0; phase < call.phases(); ++phase) run_phase(p, runtime, call, phase);
+  call.end();
+}
+
+}  // namespace
+}  // namespace attnkern::cpu

@@ -1,0 +1,97 @@
+"""The backward pass of up to 16 rows of a key head (8 of float32), which the CPU runs by the products of decoding."""
+
+import math
+import random
+from itertools import product
+
+import pytest
+import torch
+
+import attnkern
+from attnkern import testing
+from matrix import FLOATS
+
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, last level": {"is_causal": True, "alignment": "bottom_right"},
+    "window": {"window": (40, 3), "alignment": "bottom_right"},
+    "window of one": {"window": (0, 0), "alignment": "bottom_right"},
+    "negative scale": {"scale": -0.7, "is_causal": True, "alignment": "bottom_right"},
+    "no scale": {"scale": 0.0},
+    "sinks": {"sinks": "BH"},
+}
+DRAW = random.Random(0)
+SIZES = [(1, 1), (3, 5), (16, 16), (24, 40), (64, 64), (80, 80), (100, 33), (128, 128), (257, 130)]
+# Of one head, so that the threads share its keys; and of several.
+HEADS = [(1, 1, 1), (2, 3, 3), (2, 4, 2), (1, 8, 2), (1, 6, 1), (1, 16, 1)]
+CASES = [
+    (queries, keys, DRAW.choice(SIZES), DRAW.choice(HEADS), DRAW.choice(list(OPTIONS)), DRAW.choice([1, 3]), dtype)
+    for queries, keys in product([1, 2, 3, 4, 5, 7, 8, 12], [7, 9, 64, 255, 257, 700])
+    for dtype in DRAW.sample(FLOATS, 2)
+]
+
+
+@pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "kind", "threads", "dtype"), CASES, ids=str)
+def test_output_lse_and_gradients(target, queries, keys, sizes, heads, kind, threads, dtype):
+    torch.set_num_threads(threads)
+    options = dict(OPTIONS[kind])
+    sinks = options.pop("sinks", None)
+    batch, heads_q, heads_k = heads
+    inputs = target.inputs(batch, heads_q, queries, keys, *sizes, heads_k=heads_k, dtype=dtype)
+    if sinks is not None:
+        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
+    target.check(inputs, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("layout", testing.LAYOUTS)
+def test_strides(target, layout, dtype):
+    target.check(target.inputs(2, 3, 2, 300, 24, dtype=dtype, layout=layout))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (30, 0), "alignment": "bottom_right"}], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(3, 300), (8, 5)])
+def test_what_no_query_attends_to_and_rows_without_keys(target, queries, keys, options, poison, dtype):
+    options = options | {"alignment": "bottom_right" if queries > keys else options.get("alignment", "top_left")}
+    target.check(target.inputs(1, 2, queries, keys, 16, dtype=dtype).with_poison(poison), **options)
+
+
+@pytest.mark.parametrize("length", [20.0, 90.0])
+def test_large_scores(target, length, dtype):
+    """The log-sum-exp of some has no digits left for P."""
+    inputs = target.inputs(1, 2, 4, 300, 16, dtype=dtype)
+    with torch.no_grad():
+        inputs.query.mul_(length / 4)
+        inputs.key.mul_(length / 20)
+    target.check(inputs)
+
+
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "key and value"])
+def test_some_gradients(wanted):
+    tensors = testing.make_inputs(1, 4, 2, 600, 32, heads_k=2).tensors
+    found = []
+    for backend in ("cpu", "reference"):
+        inputs = [x.detach().requires_grad_(name in wanted) for name, x in tensors.items()]
+        out = attnkern.attention(*inputs, enable_gqa=True, backend=backend)
+        found.append(torch.autograd.grad(out.square().sum(), [x for x in inputs if x.requires_grad]))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_bits_are_the_same_call_after_call_and_those_of_heads_alone(dtype):
+    """Where each head is a task."""
+    torch.set_num_threads(1)
+    q, k, v = (x.detach() for x in testing.make_inputs(2, 3, 4, 700, 48, dtype=dtype).tensors.values())
+
+    def gradients(*inputs):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = attnkern.attention(*leaves, backend="cpu")
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    whole = gradients(q, k, v)
+    for got, want in zip(gradients(q, k, v), whole, strict=True):
+        assert torch.equal(got, want)
+    alone = gradients(q[1:, 2:], k[1:, 2:], v[1:, 2:])
+    for got, want in zip(alone, whole, strict=True):
+        assert torch.equal(got, want[1:, 2:])
