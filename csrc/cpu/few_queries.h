@@ -10,7 +10,8 @@
 //     dQ += dS K                           decode_values
 //
 // S is summed up in the order of the forward pass, so P needs no sum of its own as it does where tiles of keys are
-// transposed (row_terms.h). Where there are fewer heads than threads the keys are split, and the parts of dQ added up.
+// transposed (row_terms.h). A task has some of a head's keys, always as many, and the tasks' parts of dQ are added up
+// in their order: the sums have the same bits however many threads there are.
 #pragma once
 
 #include "decode.h"
@@ -82,6 +83,9 @@ template <class T, class C>
   for (; j < keys; ++j) keys_from.template operator()<1>(j);
 }
 
+// Keys of a task.
+inline constexpr int64_t kKeysOfPart = 2 * kDecodeKeys;
+
 // A backward pass of few queries as tasks: parts of the keys of each key head; then, where there are several parts,
 // the sums of dQ.
 template <class T, class Op>
@@ -92,16 +96,13 @@ class FewQueriesCall {
   using Query = typename RowDot<C, T>::Query;
 
  public:
-  // Cut for so many threads.
-  FewQueriesCall(const Backward& p, int64_t threads)
+  explicit FewQueriesCall(const Backward& p)
       : p_(p),
         sinks_(p),
         group_(p.heads_q / p.heads_k),
         rows_(group_ * p.seqlen_q),
         heads_(p.batch * p.heads_k),
-        blocks_((p.seqlen_k + kDecodeKeys - 1) / kDecodeKeys),
-        parts_(threads == 1 ? 1 : max64(1, min64((4 * threads + heads_ - 1) / heads_, blocks_))),
-        part_keys_((blocks_ + parts_ - 1) / parts_ * kDecodeKeys),
+        parts_((p.seqlen_k + kKeysOfPart - 1) / kKeysOfPart),
         reached_(p.band.reached(p.seqlen_q, {0, p.seqlen_k})),
         step_(round_up(max64(p.head_dim, p.head_dim_v), 2 * S::kLanes)),
         delta_(p.batch * p.heads_q * p.seqlen_q),
@@ -208,7 +209,7 @@ class FewQueriesCall {
 
   void run_part(int64_t task, void* memory) const {
     const int64_t part = task % parts_, head = task / parts_, batch = head / p_.heads_k, head_k = head % p_.heads_k;
-    const Range given{min64(p_.seqlen_k, part * part_keys_), min64(p_.seqlen_k, (part + 1) * part_keys_)};
+    const Range given{part * kKeysOfPart, min64(p_.seqlen_k, (part + 1) * kKeysOfPart)};
     const int64_t begin = max64(given.begin, min64(given.end, reached_.begin));
     const int64_t end = max64(begin, min64(given.end, reached_.end));
     const Scratch scratch(memory, *this);
@@ -257,8 +258,7 @@ class FewQueriesCall {
 
   const Backward& p_;
   const SinksGradient<C> sinks_;
-  const int64_t group_, rows_, heads_;
-  const int64_t blocks_, parts_, part_keys_;
+  const int64_t group_, rows_, heads_, parts_;
   const Range reached_;
   const int64_t step_;  // of a row
   const Buffer<C> delta_, sums_;
@@ -267,7 +267,7 @@ class FewQueriesCall {
 
 template <class T, class Op>
 void backward_few_queries(const Backward& p, const Runtime& runtime) {
-  const FewQueriesCall<T, Op> call(p, runtime.num_threads);
+  const FewQueriesCall<T, Op> call(p);
   for (int64_t phase = 0; phase < call.phases(); ++phase) run_phase(p, runtime, call, phase);
   call.end();
 }

@@ -23,10 +23,10 @@ void attnkern::cpu::ATTNKERN_ISA::backward_few_queries(const Backward& p, const 
   });
 }
 
-attnkern::cpu::Plan attnkern::cpu::ATTNKERN_ISA::plan_few_queries(const Backward& p, int64_t threads) {
+attnkern::cpu::Plan attnkern::cpu::ATTNKERN_ISA::plan_few_queries(const Backward& p) {
   Plan plan{};
   by_dtype(p.dtype, [&]<class T, class Op>() {
-    if constexpr (Op::kPack == 1) plan = plan_of(new FewQueriesCall<T, Op>(p, threads));
+    if constexpr (Op::kPack == 1) plan = plan_of(new FewQueriesCall<T, Op>(p));
   });
   return plan;
 }

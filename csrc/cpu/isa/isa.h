@@ -21,7 +21,7 @@ void backward_few_queries(const Backward&, const Runtime&);
 Plan plan_forward(const Forward&, int64_t threads, int64_t workers);
 Plan plan_decode(const Forward&, int64_t threads);
 Plan plan_backward(const Backward&, int64_t threads, int64_t workers);
-Plan plan_few_queries(const Backward&, int64_t threads);
+Plan plan_few_queries(const Backward&);
 
 namespace {
 

@@ -46,7 +46,7 @@ struct BackwardUnit {
     backward_few_queries(p, threads_for(p, runtime, p.seqlen_q * p.seqlen_k));
   }
   static Plan plan(const Backward& p, int64_t threads, int64_t workers) {
-    return has_few_queries(p) ? plan_few_queries(p, threads) : plan_backward(p, threads, workers);
+    return has_few_queries(p) ? plan_few_queries(p) : plan_backward(p, threads, workers);
   }
 };
 
