@@ -104,6 +104,18 @@ inline void for_runs(const AnyRows& view, int64_t row, int64_t rows, const Body&
   }
 }
 
+// As at<T>() for the type of the call's tensors.
+inline char* bytes_at(const Attention& p, const View& view, int64_t batch, int64_t head, int64_t row) {
+  return static_cast<char*>(view.data) +
+         (batch * view.stride[0] + head * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype);
+}
+
+// Zeros in rows of a head of a gradient, if it is wanted.
+inline void clear_rows(const Attention& p, const View& view, int64_t batch, int64_t head, Range rows, int64_t columns) {
+  for (int64_t row = rows.begin; view.data != nullptr && row < rows.end; ++row)
+    std::memset(bytes_at(p, view, batch, head, row), 0, static_cast<size_t>(columns * bytes_of(p.dtype)));
+}
+
 // Whether rows are read as they lie in memory.
 inline bool reads_in_place(const View& view, int64_t columns) { return view.stride[3] == 1 || columns <= 1; }
 

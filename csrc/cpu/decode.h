@@ -96,15 +96,11 @@ template <class T, class Op>
 void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k) {
   using C = typename Op::Compute;
   using S = Simd<C>;
-  using Dot = RowDot<C, T>;
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   for (int64_t r = 0; r < rows; ++r) {
     const T* query = at<T>(p.q, batch, head_k * group + r / p.seqlen_q, r % p.seqlen_q);
-    convert_rows<C>(query, 0, p.head_dim <= 1 ? 1 : p.q.stride[3], 1, p.head_dim, scratch.q + r * scratch.q_step, 0);
-    if constexpr (!Dot::kConverted) {
-      auto* own = reinterpret_cast<typename Dot::Query*>(scratch.own_q) + r * scratch.q_step;
-      Dot::take_query(own, scratch.q_step, query, p.q.stride[3], p.head_dim);
-    }
+    take_row(query, p.q.stride[3], p.head_dim, scratch.q_step, scratch.q + r * scratch.q_step,
+             scratch.own_q + r * scratch.q_step);
     scratch.largest[r] = -kInfinity<C>;
     S::store(scratch.sums + r * S::kLanes, S::zero());
   }
@@ -135,15 +131,15 @@ inline void score_rows(const typename RowDot<C, typename Keys::Element>::Query* 
   });
 }
 
-// score_rows for a block: all rows meet `portion` keys, and prefetch as many that come later, then the next.
+// score_rows for a block: all rows meet as many keys as are prefetched meanwhile, then the next.
 template <class C, int64_t kKeysOfBlock, class Keys>
 inline void score_portions(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
-                           const Keys& k, int64_t keys, int64_t columns, int64_t portion, int64_t prefetched,
-                           C* scores) {
+                           const Keys& k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
+  const int64_t portion = prefetch.ahead;
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
     score_rows<C, kKeysOfBlock>(q, q_step, rows, k.from(j), now, columns,
-                                {max64(0, min64(now, prefetched - j)), portion}, scores + j);
+                                {max64(0, min64(now, prefetch.keys - j)), portion}, scores + j);
   }
 }
 
@@ -168,6 +164,7 @@ inline void add_values(const C* p, int64_t rows, const Values& values, int64_t k
   // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
   if constexpr (kVectorBytes == 64)
     if (rows < 4 && columns == 8 * kLanes) pass.template operator()<8, 2>();
+  // One row in pages: twice as many, for half as many looks at the table.
   if constexpr (kVectorBytes == 32 && !Values::kTogether)
     while (rows == 1 && c + 8 * kLanes <= columns) pass.template operator()<8, 1>();
   if (kRegisters == 32 || rows < 4)
@@ -302,8 +299,8 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     else
       with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
         const auto* q = queries_of<typename std::remove_cvref_t<decltype(k)>::Element>(scratch);
-        score_portions<C, kKeysOfBlock>(q, scratch.q_step, rows, k, keys, p.head_dim, portion,
-                                        in_place ? prefetch.keys : 0, scratch.scores);
+        score_portions<C, kKeysOfBlock>(q, scratch.q_step, rows, k, keys, p.head_dim,
+                                        {in_place ? prefetch.keys : 0, portion}, scratch.scores);
       });
     block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
     if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);

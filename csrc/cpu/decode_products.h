@@ -160,6 +160,21 @@ struct RowDot<float, BFloat16> {
 };
 #endif
 
+// A row of queries, converted, and in `own` as it meets rows of T, if that is another form; both have `room`.
+template <class T, class C>
+inline void take_row(const T* row, int64_t stride, int64_t columns, int64_t room, C* converted, C* own) {
+  using Dot = RowDot<C, T>;
+  convert_rows<C>(row, 0, columns <= 1 ? 1 : stride, 1, columns, converted, 0);
+  if constexpr (!Dot::kConverted)
+    Dot::take_query(reinterpret_cast<typename Dot::Query*>(own), room, row, stride, columns);
+}
+// Of these two, the rows that meet rows of T.
+template <class T, class C>
+inline auto* queries_of(const C* converted, const C* own) {
+  using Dot = RowDot<C, T>;
+  return reinterpret_cast<const typename Dot::Query*>(Dot::kConverted ? converted : own);
+}
+
 // scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time, or two
 // where registers hold twice the sums. Here as below, a row of scores has room for a block's keys.
 template <class C, int kRows, int64_t kKeysOfBlock, class Keys>

@@ -50,8 +50,7 @@ struct DecodeScratch {
 // The queries as they meet rows of T.
 template <class T, class Op>
 inline auto* queries_of(const DecodeScratch<Op>& scratch) {
-  using Dot = RowDot<typename Op::Compute, T>;
-  return reinterpret_cast<const typename Dot::Query*>(Dot::kConverted ? scratch.q : scratch.own_q);
+  return queries_of<T>(scratch.q, scratch.own_q);
 }
 
 // Where a row's bias and dropout factors begin, for a key of the block.

@@ -4,10 +4,10 @@
 // The query heads that share a key head are handled together ("rows"), by the products of decoding: the head dimension
 // lies along the lanes, and rows of K and V are read as they lie in memory. Of a block of keys:
 //
-//     S = Q K^T    dP = dO V^T             decode_scores
+//     S = Q K^T    dP = dO V^T                     decode_scores
 //     P = exp(S - lse)    dS = P * (dP - delta)    keys along the lanes
-//     dV = P^T dO    dK = dS^T Q           a key's row at a time, which is stored at once
-//     dQ += dS K                           decode_values
+//     dV = P^T dO    dK = dS^T Q                   a key's row at a time, which is stored at once
+//     dQ += dS K                                   decode_values
 //
 // S is summed up in the order of the forward pass, so P needs no sum of its own as it does where tiles of keys are
 // transposed (row_terms.h). A task has some of a head's keys, always as many, and the tasks' parts of dQ are added up
@@ -93,7 +93,6 @@ class FewQueriesCall {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
-  using Query = typename RowDot<C, T>::Query;
 
  public:
   explicit FewQueriesCall(const Backward& p)
@@ -103,9 +102,8 @@ class FewQueriesCall {
         rows_(group_ * p.seqlen_q),
         heads_(p.batch * p.heads_k),
         parts_((p.seqlen_k + kKeysOfPart - 1) / kKeysOfPart),
-        reached_(p.band.reached(p.seqlen_q, {0, p.seqlen_k})),
         step_(round_up(max64(p.head_dim, p.head_dim_v), 2 * S::kLanes)),
-        delta_(p.batch * p.heads_q * p.seqlen_q),
+        delta_(p.dsinks == nullptr ? 0 : p.batch * p.heads_q * p.seqlen_q),
         sums_(parts_ == 1 || p.dq.data == nullptr ? 0 : heads_ * parts_ * rows_ * step_),
         bytes_(Scratch(nullptr, *this).bytes) {}
 
@@ -132,7 +130,7 @@ class FewQueriesCall {
       Arena arena(memory);
       const int64_t numbers = call.rows_ * call.step_, scores = call.rows_ * kDecodeKeys;
       q = arena.take<C>(numbers), grad = arena.take<C>(numbers);
-      own_q = arena.take<Query>(numbers), own_grad = arena.take<Query>(numbers);
+      own_q = arena.take<C>(numbers), own_grad = arena.take<C>(numbers);
       dq = arena.take<C>(numbers);
       p = arena.take<C>(scores), ds = arena.take<C>(scores);
       const bool copies =
@@ -140,8 +138,7 @@ class FewQueriesCall {
       copy = arena.take<C>(copies ? kDecodeKeys * call.step_ : 0);
       bytes = arena.used();
     }
-    C *q, *grad, *dq, *p, *ds, *copy;
-    Query *own_q, *own_grad;
+    C *q, *grad, *own_q, *own_grad, *dq, *p, *ds, *copy;
     int64_t bytes;
   };
   // Of a row: the keys that it attends to, its log-sum-exp and its delta.
@@ -152,27 +149,23 @@ class FewQueriesCall {
 
   // Rows of Q or dO; zeros for a row without keys, whatever it holds.
   void take_rows(const View& view, int64_t columns, int64_t batch, int64_t head_k, const Row* row, C* target,
-                 Query* own) const {
+                 C* own) const {
     for (int64_t r = 0; r < rows_; ++r, target += step_, own += step_) {
       std::memset(target, 0, static_cast<size_t>(step_) * sizeof(C));
-      std::memset(own, 0, static_cast<size_t>(step_) * sizeof(Query));
+      std::memset(own, 0, static_cast<size_t>(step_) * sizeof(C));
       if (row[r].keys.end <= row[r].keys.begin) continue;
       const T* source = at<T>(view, batch, head_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q);
-      convert_rows<C>(source, 0, columns <= 1 ? 1 : view.stride[3], 1, columns, target, 0);
-      if constexpr (!RowDot<C, T>::kConverted) RowDot<C, T>::take_query(own, step_, source, view.stride[3], columns);
+      take_row(source, view.stride[3], columns, step_, target, own);
     }
   }
   // products[row] = x[row] . each of a block's keys or values, whose rows prefetch those that come before `end`.
   void multiply(const View& view, int64_t columns, int64_t batch, int64_t head_k, int64_t key, int64_t keys,
-                int64_t end, const C* x, const Query* own, const Scratch& scratch, C* products) const {
+                int64_t end, const C* x, const C* own, const Scratch& scratch, C* products) const {
     const int64_t portion = keys_of_portion<T>(columns);
     with_rows<C, T>(view, batch, head_k, key, keys, columns, scratch.copy, [&](const auto& rows, bool in_place) {
-      using Element = typename std::remove_cvref_t<decltype(rows)>::Element;
-      using Dot = RowDot<C, Element>;
-      const auto* queries = reinterpret_cast<const typename Dot::Query*>(
-          Dot::kConverted ? static_cast<const void*>(x) : static_cast<const void*>(own));
-      score_portions<C, kDecodeKeys>(queries, step_, rows_, rows, keys, columns, portion,
-                                     in_place ? max64(0, min64(keys, end - key - portion)) : 0, products);
+      const auto* queries = queries_of<typename std::remove_cvref_t<decltype(rows)>::Element>(x, own);
+      score_portions<C, kDecodeKeys>(queries, step_, rows_, rows, keys, columns,
+                                     {in_place ? max64(0, min64(keys, end - key - portion)) : 0, portion}, products);
     });
   }
   // Products to P and dS.
@@ -195,23 +188,17 @@ class FewQueriesCall {
     }
   }
   void store_query_grads(int64_t head, const C* sums) const {
-    const V scale = S::set1(static_cast<C>(p_.softmax_scale));
-    for (int64_t r = 0; r < rows_; ++r) {
-      T* const target = at<T>(p_.dq, head / p_.heads_k, head % p_.heads_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q);
-      for (int64_t c = 0; c < p_.head_dim; c += S::kLanes)
-        S::store_as(target + c, S::load(sums + r * step_ + c) * scale, p_.head_dim - c);
-    }
-  }
-  static void clear(const View& view, int64_t batch, int64_t head, Range rows, int64_t columns) {
-    for (int64_t row = rows.begin; view.data != nullptr && row < rows.end; ++row)
-      std::memset(at<T>(view, batch, head, row), 0, static_cast<size_t>(columns) * sizeof(T));
+    for (int64_t g = 0; g < group_; ++g)
+      store_query_grad<T>(p_, head / p_.heads_k, head % p_.heads_k * group_ + g, 0, p_.seqlen_q,
+                          sums + g * p_.seqlen_q * step_, step_);
   }
 
   void run_part(int64_t task, void* memory) const {
     const int64_t part = task % parts_, head = task / parts_, batch = head / p_.heads_k, head_k = head % p_.heads_k;
     const Range given{part * kKeysOfPart, min64(p_.seqlen_k, (part + 1) * kKeysOfPart)};
-    const int64_t begin = max64(given.begin, min64(given.end, reached_.begin));
-    const int64_t end = max64(begin, min64(given.end, reached_.end));
+    const Range reached = p_.band.reached(p_.seqlen_q, given);
+    const int64_t begin = min64(reached.begin, given.end), end = max64(begin, min64(reached.end, given.end));
+    const bool of_sinks = part == 0 && p_.dsinks != nullptr;
     const Scratch scratch(memory, *this);
     Row row[kRowsOfFewQueries];
     for (int64_t g = 0; g < group_; ++g) {
@@ -223,9 +210,9 @@ class FewQueriesCall {
       for (int64_t i = 0; i < p_.seqlen_q; ++i) {
         const Range keys = p_.band.visited(i, 1, {begin, end});
         row[g * p_.seqlen_q + i] = {lse[i] == -kInfinity<C> ? Range{begin, begin} : keys, lse[i], delta[i]};
-        if (part == 0) delta_.data()[index + i] = delta[i];
+        if (of_sinks) delta_.data()[index + i] = delta[i];
       }
-      if (part == 0) sinks_.add(batch, head_q, 0, p_.seqlen_q, delta_.data());
+      if (of_sinks) sinks_.add(batch, head_q, 0, p_.seqlen_q, delta_.data());
     }
     take_rows(p_.q, p_.head_dim, batch, head_k, row, scratch.q, scratch.own_q);
     take_rows(p_.grad_out, p_.head_dim_v, batch, head_k, row, scratch.grad, scratch.own_grad);
@@ -250,8 +237,8 @@ class FewQueriesCall {
         });
     }
     for (const Range apart : {Range{given.begin, begin}, Range{end, given.end}}) {
-      clear(p_.dk, batch, head_k, apart, p_.head_dim);
-      clear(p_.dv, batch, head_k, apart, p_.head_dim_v);
+      clear_rows(p_, p_.dk, batch, head_k, apart, p_.head_dim);
+      clear_rows(p_, p_.dv, batch, head_k, apart, p_.head_dim_v);
     }
     if (p_.dq.data != nullptr && sums_.data() == nullptr) store_query_grads(head, dq);
   }
@@ -259,9 +246,9 @@ class FewQueriesCall {
   const Backward& p_;
   const SinksGradient<C> sinks_;
   const int64_t group_, rows_, heads_, parts_;
-  const Range reached_;
-  const int64_t step_;  // of a row
-  const Buffer<C> delta_, sums_;
+  const int64_t step_;     // of a row
+  const Buffer<C> delta_;  // for the gradient of the sinks
+  const Buffer<C> sums_;
   const int64_t bytes_;
 };
 

@@ -210,7 +210,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
 
 // Calls with few query rows of one key head go another way (decode.h), which sums a product's terms in another order:
 // up to kDecodeRows of any kind, and more where heads share them. Not so where a head's own queries fill the lanes as
-// well, or meet so few keys that a task's beginning and end count.
+// well, or meet so few keys that a task's beginning and end count. (As measured with AVX2.)
 inline constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeysPerQuery = 16;
 inline bool decodes(const Attention& p) {
   if (p.heads_k != p.heads_v || p.heads_k == 0) return false;

@@ -473,6 +473,19 @@ inline void store_bias_grad(const Backward& p, const BlockPlan& block, int64_t b
   }
 }
 
+// Writes rows of a dQ buffer, scaled, to the output, which may be the buffer.
+template <class T, class C>
+inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows, const C* source,
+                             int64_t step) {
+  using S = Simd<C>;
+  const auto scale = S::set1(static_cast<C>(p.softmax_scale));
+  for (int64_t i = 0; i < rows; ++i) {
+    T* target = at<T>(p.dq, batch, head, row + i);
+    for (int64_t d = 0; d < p.head_dim; d += S::kLanes)
+      S::store_as(target + d, S::load(source + i * step + d) * scale, p.head_dim - d);
+  }
+}
+
 #if defined(__AVX512BF16__)
 // P and dS of a segment in the two forms that the bfloat16 products read: pairs of rows, and dS also as single rows.
 inline void pack_segment(const Segment& segment, const float* p, const float* ds, PairDot::Scalar* p_pairs,

@@ -27,19 +27,6 @@ struct QueryGrad {
   }
 };
 
-// Writes rows of a dQ buffer, scaled, to the output, which may be the buffer.
-template <class T, class C>
-inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows, const C* source,
-                             int64_t step) {
-  using S = Simd<C>;
-  const auto scale = S::set1(static_cast<C>(p.softmax_scale));
-  for (int64_t i = 0; i < rows; ++i) {
-    T* target = at<T>(p.dq, batch, head, row + i);
-    for (int64_t d = 0; d < p.head_dim; d += S::kLanes)
-      S::store_as(target + d, S::load(source + i * step + d) * scale, p.head_dim - d);
-  }
-}
-
 // Which tasks there are. The first `whole` KV groups are a task each. The `left` ones after them are shared: each tile
 // of keys is a task, or is one with each piece of the queries.
 struct BackwardCut {
@@ -129,8 +116,7 @@ class QueryGradSums {
   // Before the first task of a shared group: zeros, in rows of head `h` of shared group `index`.
   void begin_shared(int64_t index, int64_t h, int64_t batch, int64_t head, Range rows) const {
     if (!wanted_) return;
-    for (int64_t row = rows.begin; row < rows.end; ++row)
-      std::memset(at<T>(p_.dq, batch, head, row), 0, static_cast<size_t>(p_.head_dim) * sizeof(T));
+    clear_rows(p_, p_.dq, batch, head, rows, p_.head_dim);
     if (!direct_ && index < cut_.slots) clear(sums_of(index), h, rows);
   }
   QueryGrad<C> shared(int64_t slot, int64_t batch, int64_t head) const {

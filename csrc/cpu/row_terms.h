@@ -69,6 +69,7 @@ inline void compute_terms(const Backward& p, bool fast_path, int64_t batch, int6
 template <class T, class C>
 inline constexpr C kLargeLse = std::is_same_v<T, C> ? C(64) : C(1024);
 
+// Whether the log-sum-exp of some of these rows of a head is as large.
 template <class T, class C>
 inline bool has_large_lse(const Backward& p, int64_t batch, int64_t head, int64_t row, int64_t rows) {
   using S = Simd<C>;

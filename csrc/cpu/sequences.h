@@ -230,12 +230,6 @@ struct Heads {
 // Of a log-sum-exp, or a sink.
 inline int64_t bytes_of_numbers(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 
-// As at<T>() for the type of the call's tensors.
-inline char* bytes_at(const Attention& p, const View& view, int64_t batch, int64_t head, int64_t row) {
-  return static_cast<char*>(view.data) +
-         (batch * view.stride[0] + head * view.stride[1] + row * view.stride[2]) * bytes_of(p.dtype);
-}
-
 // What has rows of queries, of keys and of values.
 template <class Queries, class Keys, class Values>
 void for_views(Forward& p, const Queries& queries, const Keys& keys, const Values& values) {
@@ -450,15 +444,6 @@ struct ForwardPass : Unit {
   Forward call_of(const Sequence& s, Heads heads) const { return cpu::call_of(p, sequences, s, heads); }
 };
 
-// Zeros in rows [begin, end) of a gradient of keys or values.
-inline void clear_rows(const Attention& p, const View& view, int64_t batch, int64_t heads, Range rows,
-                       int64_t columns) {
-  if (view.data == nullptr) return;
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t row = rows.begin; row < rows.end; ++row)
-      std::memset(bytes_at(p, view, batch, h, row), 0, static_cast<size_t>(columns * bytes_of(p.dtype)));
-}
-
 // Sums up what the calls of the sequences have made of the gradient of the sinks, (sequences, entries, Hq).
 template <class C>
 void add_sinks(const Backward& p, const Sequences& sequences, int64_t entries, const C* parts) {
@@ -511,8 +496,8 @@ void backward_sequences(const Backward& p, const Sequences& sequences, const Run
     const bool last = i + 1 == sequences.count() || sequences[i + 1].batch != s.batch;
     for (int64_t b = s.batch; b < s.batch + sequences.entries(p); ++b)
       for (const Range gap : {Range{end, s.keys.begin}, Range{last ? s.keys.end : p.seqlen_k, p.seqlen_k}}) {
-        clear_rows(p, p.dk, b, p.heads_k, gap, p.head_dim);
-        clear_rows(p, p.dv, b, p.heads_v, gap, p.head_dim_v);
+        for (int64_t h = 0; h < p.heads_k; ++h) clear_rows(p, p.dk, b, h, gap, p.head_dim);
+        for (int64_t h = 0; h < p.heads_v; ++h) clear_rows(p, p.dv, b, h, gap, p.head_dim_v);
       }
     end = last ? 0 : s.keys.end;
   }
