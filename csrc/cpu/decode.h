@@ -99,8 +99,7 @@ void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batc
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   for (int64_t r = 0; r < rows; ++r) {
     const T* query = at<T>(p.q, batch, head_k * group + r / p.seqlen_q, r % p.seqlen_q);
-    take_row(query, p.q.stride[3], p.head_dim, scratch.q_step, scratch.q + r * scratch.q_step,
-             scratch.own_q + r * scratch.q_step);
+    take_row(query, p.q.stride[3], p.head_dim, scratch.q_step, r, scratch.q, scratch.own_q);
     scratch.largest[r] = -kInfinity<C>;
     S::store(scratch.sums + r * S::kLanes, S::zero());
   }

@@ -160,15 +160,16 @@ struct RowDot<float, BFloat16> {
 };
 #endif
 
-// A row of queries, converted, and in `own` as it meets rows of T, if that is another form; both have `room`.
+// Row number r of a block of queries, `step` elements each, converted, and in `own` as it meets rows of T, if that is
+// another form.
 template <class T, class C>
-inline void take_row(const T* row, int64_t stride, int64_t columns, int64_t room, C* converted, C* own) {
+inline void take_row(const T* row, int64_t stride, int64_t columns, int64_t step, int64_t r, C* converted, C* own) {
   using Dot = RowDot<C, T>;
-  convert_rows<C>(row, 0, columns <= 1 ? 1 : stride, 1, columns, converted, 0);
+  convert_rows<C>(row, 0, columns <= 1 ? 1 : stride, 1, columns, converted + r * step, 0);
   if constexpr (!Dot::kConverted)
-    Dot::take_query(reinterpret_cast<typename Dot::Query*>(own), room, row, stride, columns);
+    Dot::take_query(reinterpret_cast<typename Dot::Query*>(own) + r * step, step, row, stride, columns);
 }
-// Of these two, the rows that meet rows of T.
+// Of these two blocks, the one that meets rows of T.
 template <class T, class C>
 inline auto* queries_of(const C* converted, const C* own) {
   using Dot = RowDot<C, T>;

@@ -150,12 +150,11 @@ class FewQueriesCall {
   // Rows of Q or dO; zeros for a row without keys, whatever it holds.
   void take_rows(const View& view, int64_t columns, int64_t batch, int64_t head_k, const Row* row, C* target,
                  C* own) const {
-    for (int64_t r = 0; r < rows_; ++r, target += step_, own += step_) {
-      std::memset(target, 0, static_cast<size_t>(step_) * sizeof(C));
-      std::memset(own, 0, static_cast<size_t>(step_) * sizeof(C));
+    for (C* both : {target, own}) std::memset(both, 0, static_cast<size_t>(rows_ * step_) * sizeof(C));
+    for (int64_t r = 0; r < rows_; ++r) {
       if (row[r].keys.end <= row[r].keys.begin) continue;
       const T* source = at<T>(view, batch, head_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q);
-      take_row(source, view.stride[3], columns, step_, target, own);
+      take_row(source, view.stride[3], columns, step_, r, target, own);
     }
   }
   // products[row] = x[row] . each of a block's keys or values, whose rows prefetch those that come before `end`.
