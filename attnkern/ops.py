@@ -1,7 +1,7 @@
 """The operators: schemas, shapes and strides, and which backend a call goes to. No arithmetic.
 
-Programs see `attnkern::forward`, `backward`, `tangent` and `second_backward`; the operators below them are those of a
-compiled library.
+Programs see `attnkern::forward`, `backward`, `tangent` and `second_backward`, those of torch.export `attention`, which
+is made of them; the operators below them are those of a compiled library.
 
 They are what torch.compile, export, the profiler, the FLOP counter, DTensor and selective checkpointing see. Autograd
 is outside (autograd/) and so is autocast (problem.py). The CPU implementation registers itself from C++
@@ -39,6 +39,7 @@ from .params import (
 from .problem import Problem
 from .shapes import Kind
 from .signatures import (
+    ATTENTION,
     BACKWARD,
     CUDA_BACKWARD,
     CUDA_FORWARD,
@@ -82,7 +83,7 @@ def _define(schema: str, **options: Any) -> None:
 # Any strides are right, but the output's follow the inputs': Inductor must not change them behind the fakes' back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-for _signature in (FORWARD, BACKWARD, TANGENT, SECOND_BACKWARD):
+for _signature in (FORWARD, BACKWARD, TANGENT, SECOND_BACKWARD, ATTENTION):
     _define(_signature.schema, tags=_TAGS)
 for _signature in (CUDA_FORWARD, CUDA_BACKWARD):
     _define(_signature.schema)
@@ -95,6 +96,7 @@ forward = torch.ops.attnkern.forward.default
 backward = torch.ops.attnkern.backward.default
 tangent = torch.ops.attnkern.tangent.default
 second_backward = torch.ops.attnkern.second_backward.default
+attention = torch.ops.attnkern.attention.default
 
 # What kernels rely on. problem.py has checked calls of attnkern.attention; these checks are for a caller of the bare
 # operators. Those of the compiled libraries make the same ones in C++ (csrc/common/unpack.h).

@@ -157,6 +157,8 @@ _OUT, _GRADIENTS = "Tensor out, Tensor lse", _gradients("d")
 
 FORWARD = Signature("forward", {**_OF_FORWARD, "backend": "str"}, _OUT)
 """lse has shape (0,) unless need_lse."""
+ATTENTION = Signature("attention", {**_OF_FORWARD, "backend": "str"}, _OUT)
+"""`forward` with its derivatives (autograd/functions.py): what a program of torch.export holds."""
 BACKWARD = Signature("backward", {**_OF_BACKWARD, "backend": "str"}, _GRADIENTS)
 TANGENT = Signature(
     "tangent",

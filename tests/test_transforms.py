@@ -565,6 +565,81 @@ def test_export_with_dynamic_sizes(target, strict):
 
 
 @contract(54)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": (4, 2)}, {"return_lse": True}], ids=str)
+def test_exported_programs_have_derivatives(target, options, strict):
+    """Every kind that the function itself has: they hold an operator that calls it again."""
+    dtype = torch.float64 if target.device == "cpu" else torch.float32
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, bias, sinks):
+            if "sinks" in options:
+                return target.attention(q, k, v, bias, sinks=sinks)
+            return target.attention(q, k, v, bias, **options)
+
+    drawn = target.inputs(2, 2, 9, 13, 8, dtype=dtype, mask=("float", "1H1S"))
+    sinks = torch.randn(2, dtype=dtype, device=target.device)
+    x = (*drawn.tensors.values(), sinks)
+    x = x if "sinks" in options else (*x[:4], None)
+    program = torch.export.export(Module(), x, strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    given = tuple(range(4 + ("sinks" in options)))
+
+    def loss(run):
+        def of(*x):
+            results = run(*x) if len(x) == 5 else run(*x, None)
+            return sum(each.square().sum() for each in (results if isinstance(results, tuple) else [results]))
+
+        return of
+
+    leaves = [x[n].detach().clone().requires_grad_() for n in given]
+    want, moves = loss(Module()), tuple(torch.randn_like(each) for each in leaves)
+    for run in (program.module(), torch.export.load(file).module()):
+        got = loss(run)
+        first, second = (torch.autograd.grad(f(*leaves), leaves, create_graph=True) for f in (got, want))
+        assert_close(first, second)
+        assert_close(*(torch.autograd.grad(grads[0].square().sum(), leaves[1]) for grads in (first, second)))
+        assert_close(*(torch.func.grad(f, given)(*x[: len(given)]) for f in (got, want)))
+        assert_close(*(torch.func.jvp(f, x[: len(given)], moves) for f in (got, want)))
+        many = tuple(torch.stack([each, each + 1]) for each in x[: len(given)])
+        assert_close(*(torch.func.vmap(torch.func.grad(f))(*many) for f in (got, want)))
+
+
+@contract(54)
+def test_an_exported_program_trains(target):
+    """A loop of an optimizer, the program compiled or not, gives the model's own parameters."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projection = torch.nn.Linear(16, 48)
+
+        def forward(self, x):
+            q, k, v = self.projection(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            return target.sdpa(q, k, v, is_causal=True)
+
+    model = Module().to(target.device)
+    x = torch.randn(2, 7, 16, device=target.device)
+    program = torch.export.export(model, (x,)).module()
+    ways = [copy.deepcopy(each) for each in (model, program, program)]  # the program has the model's own parameters
+    ways[2].compile()
+    results = []
+    for run in ways:
+        parameters = list(run.parameters())
+        optimizer = torch.optim.SGD(parameters, 0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            run(x).square().sum().backward()
+            optimizer.step()
+        results.append([each.detach().clone() for each in parameters])
+    for each in results[1:]:
+        assert_close(each, results[0])
+    assert not torch.equal(results[0][0], model.projection.weight)
+
+
+@contract(54)
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_through_autograd(target, mode):
     def call(*x):
@@ -766,6 +841,7 @@ def operator_samples(target):
         bits = sum(bit for bit, has in zip(GRAD_BITS, has_gradient, strict=True) if has)
         grads = torch.randn_like(out), torch.randn_like(lse)
         yield "forward", forward
+        yield "attention", forward
         yield "backward", (*grads, *inputs, out, lse, *params, bits, target.backend)
         each = zip(inputs.differentiable, has_gradient, strict=True)
         moves = [torch.randn_like(x) if has else None for x, has in each]

@@ -25,6 +25,7 @@ from ..backends.failed import CannotBuild
 from ..params import GRAD_K, GRAD_Q, GRAD_V, AttentionParams
 from ..problem import Problem
 from ..signatures import (
+    ATTENTION,
     BACKWARD,
     GRAD_BITS,
     NUM_DERIVATIVES,
@@ -128,7 +129,14 @@ def _needs_grad(inputs: Inputs) -> bool:
 
 
 def _by_operators(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
-    """out and lse of what `Problem.given` gives, in the way that is active, by `attnkern::forward`."""
+    """out and lse of what `Problem.given` gives, in the way that is active, by `attnkern::forward`. A program of
+    torch.export doesn't know yet which way that will be."""
+    if torch.compiler.is_exporting() and not transformed():
+        return ops.attention(*for_operators(inputs), *params, need_lse, backend)
+    return _in_active_way(inputs, params, need_lse, backend)
+
+
+def _in_active_way(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     if transformed():
         function = _attention_jvp if goes_into_graph() else _AttentionJVP.apply
         return function(*for_operators(_savable(inputs)), *params, backend)
@@ -141,6 +149,16 @@ def _by_operators(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend
     function = _Attention if need_lse else _AttentionOutOnly
     return function.apply(*for_operators(inputs), *params, backend)
 
+
+def _attention_operator(*flat: Any) -> tuple[Tensor, Tensor]:
+    call = ATTENTION.of(flat)
+    out, lse = _in_active_way(call.inputs, call.params, call.need_lse, call.backend)
+    return out, lse if call.need_lse else lse.new_empty(0)
+
+
+ops.library.impl("attention", _attention_operator, "CompositeImplicitAutograd")
+# Before a transform unwraps the tensors of its level: the Functions have rules for it.
+ops.library.impl("attention", _attention_operator, "FuncTorchDynamicLayerFrontMode")
 
 _BACKWARD_INPUTS = 2  # of the arguments of `attnkern::backward`: after grad_out and grad_lse
 
