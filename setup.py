@@ -475,7 +475,8 @@ class BuildKernelTests(Command):
 
 
 class BuildEmulated(Command):
-    """The CPU library with the kernels for AMX, emulated, and those that AVX2 runs: build/ninja/_C.emulated.so."""
+    """The CPU library with the kernels for AMX and for AVX-512 without bfloat16, emulated, and those that AVX2 runs:
+    build/ninja/_C.emulated.so."""
 
     user_options: ClassVar[list] = []
     initialize_options = finalize_options = lambda self: None
@@ -491,7 +492,9 @@ class BuildEmulated(Command):
         for isa in ("generic", "avx2"):
             objects += ninja.compile_passes(cxx, f"{flags} {ISA[isa][1]}", isa)
         flags += f" {ISA['avx2'][1]} -Og -Wno-psabi -I{EMULATED.parent} {emulated}"
-        objects += ninja.compile_passes(cxx, flags, "amx", ".emulated")
+        for isa in ("amx", "avx512"):
+            bf16 = f"-DATTNKERN_EMULATED_BF16={int(isa in BELOW)}"
+            objects += ninja.compile_passes(cxx, f"{flags} {bf16}", isa, ".emulated")
         ninja.add("link", BUILD / "_C.emulated.so", objects, cxx, f"{LDFLAGS} -L{torch}/lib -ltorch_cpu")
         ninja.run()
 

@@ -125,14 +125,16 @@ def test_every_instruction_set(isa, fresh_seed):
 if platform.machine() == "x86_64":  # the emulation is AVX2's
 
     @contract(36)
-    def test_matrix_unit_emulated(tmp_path, fresh_seed):
-        """The kernels for AMX, and AVX512-BF16's where they take its place, by instructions in plain C++."""
+    @pytest.mark.parametrize(("isa", "dtype"), [("amx", "bfloat16"), ("avx512", None)])
+    def test_instructions_emulated(isa, dtype, tmp_path, fresh_seed):
+        """The kernels for AMX, with AVX512-BF16's where they take its place, and for AVX-512 without it: instructions
+        in plain C++."""
         command = [sys.executable, "setup.py", "-q", "build_emulated"]
         subprocess.run(command, cwd=fuzz.ROOT, env={**os.environ, "ATTNKERN_CPU_ISAS": ""}, check=True)
         package = tmp_path / "attnkern"
         shutil.copytree(fuzz.ROOT / "attnkern", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         (package / "_C.abi3.so").symlink_to(fuzz.ROOT / "build" / "ninja" / "_C.emulated.so")
-        result = forced("amx", MATRIX.format(isa="amx", seed=fresh_seed, only="bfloat16"), tmp_path)
+        result = forced(isa, MATRIX.format(isa=isa, seed=fresh_seed, only=dtype), tmp_path)
         assert result.returncode == 0, f"seed {fresh_seed}\n{result.stderr[-4000:]}"
         assert result.stdout.startswith("checked")
 

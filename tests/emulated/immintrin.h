@@ -12,8 +12,11 @@
 #include <utility>
 
 #define __AVX512F__ 1
+#if ATTNKERN_EMULATED_BF16
 #define __AVX512BF16__ 1
 #define __AMX_BF16__ 1
+#endif
+#pragma GCC diagnostic ignored "-Wunused-function"
 #define ATTNKERN_IN_REGISTER(x) "+m"(x)
 
 namespace {
@@ -101,7 +104,7 @@ template <class T, class V>
   return by_halves<__m512, __m256>(
       [](const __m256* h) { return _mm256_round_ps(h[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }, x);
 }
-[[gnu::noinline, maybe_unused]] __m512d roundscale_pd(D x) {
+[[gnu::noinline]] __m512d roundscale_pd(D x) {
   return by_halves<__m512d, __m256d>(
       [](const __m256d* h) { return _mm256_round_pd(h[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }, x);
 }
