@@ -547,6 +547,21 @@ def test_compiled_as_one_graph(family, calls):
         torch.testing.assert_close(actual, model(**arguments, use_cache=False).logits[counts])
 
 
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+def test_layers_compiled_one_by_one(padding, monkeypatch):
+    """The mask, made outside, goes into each layer's graph in few numbers."""
+    torch._dynamo.reset()
+    variant, (arguments, counts) = make("mistral"), inputs("mistral", padding)
+    model = variant("attnkern")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(integration.CompactMask, "dense", None)
+    model.config.use_cache = False
+    results = [run(m, arguments, counts) for m in (model, variant("eager"))]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", OWN_LAYERS)
 def test_other_implementations_compute_as_before(family, calls):
     """To the bit: the forward that was there runs, though `register` came before."""

@@ -134,9 +134,11 @@ class CompactMask(Tensor):
             # generate() asks for it, of masks of static caches, before it compiles.
             return args[0]._plain()
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _OUTSIDE:
+            # Dynamo guards and imitates what goes into a graph as it lies in memory, with its own few elements.
+            at_work = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+            if func in _OUTSIDE or (at_work and func in _IN_MEMORY):
                 return func(*args, **kwargs)
-            if not torch.compiler.is_compiling():
+            if at_work or not torch.compiler.is_compiling():
                 with contextlib.suppress(_ElementsCount), _ElementsStay():
                     result = func(*args, **kwargs)
                     if isinstance(result, (CompactMask, *_FACTS)):
@@ -150,6 +152,8 @@ _OUTSIDE = {
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_nested", "is_sparse")
 } | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.get_device}
 """What is asked of a CompactMask in every layer: told at once, in less time than `_ElementsStay` takes."""
+_IN_MEMORY = {Tensor.stride, Tensor.untyped_storage} | {getattr(Tensor, name).__get__ for name in ("grad", "_base")}
+"""What Dynamo asks of a graph's inputs besides."""
 _FACTS = (bool, int, torch.Size, torch.dtype, torch.device, torch.layout)
 """The types of answers that don't depend on its elements, where no operator has been called."""
 
