@@ -996,6 +996,32 @@ def test_derivatives_of_weights(average):
         torch.testing.assert_close(of_samples, torch.autograd.grad(loss(*inputs), inputs))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_weights_have_gradients(strict):
+    """Of the module, with dropout and averaged, and of the function, whose lse is of more keys: a share of 1."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = MultiheadAttention(E, H, dropout=0.3, batch_first=True)
+
+        def forward(self, x, lse):
+            chosen = attnkern.attention_weights(x, x, lse=lse, rows=[1, 3], window=(2, None))
+            return *self.attention(x, x, x), chosen
+
+    model, x = Model(), torch.randn(2, 5, E)
+    _, lse = attnkern.attention(x, torch.cat((x, x), 1), torch.cat((x, x), 1), return_lse=True)
+    program = torch.export.export(model, (x, lse), strict=strict).module()
+    results = []
+    for run in (model, program):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(3)
+        outs = run(leaf, lse)
+        loss = sum(each.square().sum() for each in outs)
+        results.append((*outs, *torch.autograd.grad(loss, [leaf, *run.parameters()])))
+    torch.testing.assert_close(*results)
+
+
 def test_heads_in_several_tiles(monkeypatch):
     """Tiles of a few rows or of one head, forward and backward, dropout included, are those of one large tile."""
     q, k = torch.randn(2, 4, 9, 8, requires_grad=True), torch.randn(2, 2, 11, 8, requires_grad=True)

@@ -608,6 +608,27 @@ def test_exported_programs_have_derivatives(target, options, strict):
 
 
 @contract(54)
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_hold_vmap_and_jvp(target, strict):
+    """Transforms within the model, which run in the program; as far as torch exports them (it has no `grad` there)."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            many = torch.func.vmap(target.sdpa, (0, None, None))(q, k[0], v[0])
+            weights = torch.func.vmap(attnkern.attention_weights)(q, k)
+            return many, weights, torch.func.jvp(target.sdpa, (q, k, v), (k, v, q))[1]
+
+    x = leaves_of(target, 2, 3, 7, 7, 8)
+    program = torch.export.export(Module(), tuple(x), strict=strict).module()
+    results = []
+    for run in (program, Module()):
+        many, weights, tangent = run(*x)
+        grads = torch.autograd.grad(many.square().sum() + weights.square().sum(), x)
+        results.append((many, weights, tangent, *grads))
+    assert_close(*results)
+
+
+@contract(54)
 def test_an_exported_program_trains(target):
     """A loop of an optimizer, the program compiled or not, gives the model's own parameters."""
 

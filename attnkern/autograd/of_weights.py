@@ -57,6 +57,8 @@ def _weights(
     params: Sequence[Any],
     average: bool,
 ) -> Tensor:
+    if torch.compiler.is_exporting():
+        return _one_expression(q, k, bias, sinks, lse, seed, rows, AttentionParams(*params), average)
     if transformed():
         function = _weights_jvp if goes_into_graph() else _WeightsJVP.apply
         return function(q, k, savable(bias), sinks, lse, seed, rows, *params, average)
@@ -65,6 +67,28 @@ def _weights(
             return _WeightsJVP.apply(q, k, savable(bias), sinks, lse, seed, rows, *params, average)
         return _Weights.apply(q, k.view_as(k), bias, sinks, lse, seed, rows, *params, average)
     return tiles.weights(q, k, bias, sinks, lse, seed, rows, AttentionParams(*params), average)
+
+
+def _one_expression(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    seed: Tensor | None,
+    rows: Tensor | None,
+    params: AttentionParams,
+    average: bool,
+) -> Tensor:
+    """The same as one expression of torch's operators: a program of torch.export holds no Function, and is trained."""
+    num_heads = q.shape[1]
+    heads = slice(0, num_heads)
+    primals = (x if x is None else tiles.heads_of(x, heads, num_heads) for x in (q, k, bias, sinks))
+    p = tiles.weights_of_heads(*primals, seed, rows, params, num_heads, heads)
+    p = (p.mean(1) if average else p).to(q.dtype)
+    if lse is None:
+        return p
+    return p + (tiles.weights(q, k, bias, sinks, lse, seed, rows, params, average) - p).detach()
 
 
 class _Weights(torch.autograd.Function):
