@@ -136,8 +136,10 @@ def heads_of(x: Tensor, heads: slice, num_heads: int) -> Tensor:
         return x[:, heads]
     if x.shape[1] == 1:
         return x
-    index = torch.arange(num_heads, device=x.device)[heads] // (num_heads // x.shape[1])
-    return x.index_select(1, index)
+    group = num_heads // x.shape[1]
+    first, end = heads.start // group, -(-heads.stop // group)
+    shared = x[:, first:end].repeat_interleave(group, 1)  # no index: a DTensor takes none
+    return shared[:, heads.start - first * group : heads.stop - first * group]
 
 
 def at_a_time(size: int, device: torch.device) -> int:

@@ -314,6 +314,20 @@ def heads_under_dropout_are_gathered():
     assert attnkern.attention(*tensors, dropout_p=0.4).placements == (Replicate(),)
 
 
+@check(2, dim=[0, 1])
+def sharded_weights(dim):
+    """attention_weights of DTensors where query heads share key heads, and its gradients."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    full = [torch.randn(2, heads, 5, 8).requires_grad_() for heads in (4, 2)]
+    placed = [distribute_tensor(x.detach(), mesh_of(SIZE), [Shard(dim)]).requires_grad_() for x in full]
+    got, want = (attnkern.attention_weights(*x, enable_gqa=True) for x in (placed, full))
+    torch.testing.assert_close(got.full_tensor(), want)
+    grads, expected = (torch.autograd.grad(w.square().sum(), x) for w, x in ((got, placed), (want, full)))
+    for g, e in zip(grads, expected, strict=True):
+        torch.testing.assert_close(g.full_tensor(), e)
+
+
 @check(2, mesh=["the same", "made anew"])
 def sharded_attention_compiles(mesh):
     """After eager calls, on the mesh that they had; on another that is equal, once torch has forgotten them."""
