@@ -153,10 +153,15 @@ def may_look(*tensors: Tensor) -> bool:
 
 
 def check_not_traced(*tensors: Tensor) -> None:
-    """Raises where a mask's data can't be looked at: meta tensors have none, and torch.jit.trace keeps as a
-    constant what is seen."""
+    """Raises where a mask's data can't be looked at: meta tensors have none, torch.export's come later, and
+    torch.jit.trace keeps as a constant what is seen."""
     if any(x.is_meta for x in tensors):
         raise RuntimeError("attnkern: this mask depends on what its data are, got a meta tensor, which has no values")
+    if tensors and torch.compiler.is_exporting():
+        raise RuntimeError(
+            "attnkern: this mask depends on what its data are, which torch.export doesn't know: make it outside and "
+            "pass it to the model, or give its lengths"
+        )
     if torch.jit.is_tracing():
         raise RuntimeError(
             "attnkern: this mask depends on what its data are, which torch.jit.trace would keep as constants: make it "

@@ -1,7 +1,7 @@
 """The operators: schemas, shapes and strides, and which backend a call goes to. No arithmetic.
 
-Programs see `attnkern::forward`, `backward`, `tangent` and `second_backward`, those of torch.export `attention`, which
-is made of them; the operators below them are those of a compiled library.
+Programs see `attnkern::forward`, `backward`, `tangent` and `second_backward`, those of torch.export `attention` and
+`weights`, which are made of them; the operators below them are those of a compiled library.
 
 They are what torch.compile, export, the profiler, the FLOP counter, DTensor and selective checkpointing see. Autograd
 is outside (autograd/) and so is autocast (problem.py). The CPU implementation registers itself from C++
@@ -88,6 +88,11 @@ for _signature in (FORWARD, BACKWARD, TANGENT, SECOND_BACKWARD, ATTENTION):
 for _signature in (CUDA_FORWARD, CUDA_BACKWARD):
     _define(_signature.schema)
 _define(
+    "weights(Tensor q, Tensor k, Tensor? bias, Tensor? sinks, Tensor? lse, Tensor? philox_seed, Tensor? rows, "
+    f"{SCHEMA}, bool average) -> Tensor",
+    tags=_TAGS,
+)
+_define(
     f"cuda_plan(ScalarType dtype, int[] q, int[] k, int[] v, int[] bias, ScalarType bias_dtype, {SCHEMA},"
     " bool key_ranges, int pages, bool tf32, bool deterministic, int grad_mask, int[] chip) -> str"
 )
@@ -97,6 +102,7 @@ backward = torch.ops.attnkern.backward.default
 tangent = torch.ops.attnkern.tangent.default
 second_backward = torch.ops.attnkern.second_backward.default
 attention = torch.ops.attnkern.attention.default
+weights = torch.ops.attnkern.weights.default
 
 # What kernels rely on. problem.py has checked calls of attnkern.attention; these checks are for a caller of the bare
 # operators. Those of the compiled libraries make the same ones in C++ (csrc/common/unpack.h).

@@ -744,6 +744,17 @@ def test_masks_that_look_at_data_are_refused_in_a_jit_trace(what):
         traced(lambda x: MASKS_OF_DATA[what](x).to_dense(), torch.tensor([0, 2]))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("what", ["padding", "ids", "cu_seqlens", "packed", "bool"])
+def test_masks_that_look_at_data_are_refused_in_an_export(what, strict):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return MASKS_OF_DATA[what](x).to_dense()
+
+    with pytest.raises(Exception, match=r"which torch\.export doesn't know"):
+        torch.export.export(Module(), (torch.tensor([0, 2]),), strict=strict)
+
+
 class Holder(torch.nn.Module):
     """A model of one's own around a module or a function."""
 

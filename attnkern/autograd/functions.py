@@ -45,6 +45,7 @@ from .shared import (
     flatten_pages,
     flatten_shared,
     goes_into_graph,
+    in_programs,
     mask_of,
     materialized,
     observed,
@@ -150,15 +151,12 @@ def _in_active_way(inputs: Inputs, params: Sequence[Any], need_lse: bool, backen
     return function.apply(*for_operators(inputs), *params, backend)
 
 
+@in_programs("attention")
 def _attention_operator(*flat: Any) -> tuple[Tensor, Tensor]:
     call = ATTENTION.of(flat)
     out, lse = _in_active_way(call.inputs, call.params, call.need_lse, call.backend)
     return out, lse if call.need_lse else lse.new_empty(0)
 
-
-ops.library.impl("attention", _attention_operator, "CompositeImplicitAutograd")
-# Before a transform unwraps the tensors of its level: the Functions have rules for it.
-ops.library.impl("attention", _attention_operator, "FuncTorchDynamicLayerFrontMode")
 
 _BACKWARD_INPUTS = 2  # of the arguments of `attnkern::backward`: after grad_out and grad_lse
 

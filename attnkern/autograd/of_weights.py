@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import bits, tiles
+from .. import bits, ops, tiles
 from ..params import AttentionParams, within_ranges
 from ..problem import Problem
 from .shared import (
@@ -17,6 +17,7 @@ from .shared import (
     flatten,
     flatten_shared,
     goes_into_graph,
+    in_programs,
     padded,
     primals_of,
     pull_back,
@@ -58,7 +59,21 @@ def _weights(
     average: bool,
 ) -> Tensor:
     if torch.compiler.is_exporting():
-        return _one_expression(q, k, bias, sinks, lse, seed, rows, AttentionParams(*params), average)
+        return ops.weights(q, k, bias, sinks, lse, seed, rows, *params, average)
+    return _in_active_way(q, k, bias, sinks, lse, seed, rows, params, average)
+
+
+def _in_active_way(
+    q: Tensor,
+    k: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    seed: Tensor | None,
+    rows: Tensor | None,
+    params: Sequence[Any],
+    average: bool,
+) -> Tensor:
     if transformed():
         function = _weights_jvp if goes_into_graph() else _WeightsJVP.apply
         return function(q, k, savable(bias), sinks, lse, seed, rows, *params, average)
@@ -69,26 +84,10 @@ def _weights(
     return tiles.weights(q, k, bias, sinks, lse, seed, rows, AttentionParams(*params), average)
 
 
-def _one_expression(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    seed: Tensor | None,
-    rows: Tensor | None,
-    params: AttentionParams,
-    average: bool,
-) -> Tensor:
-    """The same as one expression of torch's operators: a program of torch.export holds no Function, and is trained."""
-    num_heads = q.shape[1]
-    heads = slice(0, num_heads)
-    primals = (x if x is None else tiles.heads_of(x, heads, num_heads) for x in (q, k, bias, sinks))
-    p = tiles.weights_of_heads(*primals, seed, rows, params, num_heads, heads)
-    p = (p.mean(1) if average else p).to(q.dtype)
-    if lse is None:
-        return p
-    return p + (tiles.weights(q, k, bias, sinks, lse, seed, rows, params, average) - p).detach()
+@in_programs("weights")
+def _weights_operator(*args: Any) -> Tensor:
+    q, k, bias, sinks, lse, seed, rows, *params, average = args
+    return _in_active_way(q, k, bias, sinks, lse, seed, rows, params, average)
 
 
 class _Weights(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import ops
 from ..arguments import PLAIN, listeners
 from ..backends import reference
 from ..params import AttentionParams
@@ -70,6 +71,18 @@ def _put_in_graph_whole() -> None:
 
 
 _put_in_graph_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while Dynamo traces
+
+
+def in_programs(operator: str) -> Callable[[Callable], Callable]:
+    """A program of torch.export holds an operator, not what it called: which way is active, it knows when it is run."""
+
+    def register(function: Callable) -> Callable:
+        ops.library.impl(operator, function, "CompositeImplicitAutograd")
+        # Before a transform unwraps the tensors of its level: the Functions have rules for it.
+        ops.library.impl(operator, function, "FuncTorchDynamicLayerFrontMode")
+        return function
+
+    return register
 
 
 def savable(x: Tensor | None) -> Tensor | None:
