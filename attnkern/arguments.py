@@ -152,12 +152,17 @@ def may_look(*tensors: Tensor) -> bool:
     return has_values(*tensors) and (on_cpu or os.environ.get("ATTNKERN_CHECK") == "1")
 
 
+def exporting() -> bool:
+    """As torch.compiler.is_exporting(), which torch 2.11 answers with True whenever it compiles."""
+    return torch.compiler._is_exporting_flag
+
+
 def check_not_traced(*tensors: Tensor) -> None:
     """Raises where a mask's data can't be looked at: meta tensors have none, torch.export's come later, and
     torch.jit.trace keeps as a constant what is seen."""
     if any(x.is_meta for x in tensors):
         raise RuntimeError("attnkern: this mask depends on what its data are, got a meta tensor, which has no values")
-    if tensors and torch.compiler.is_exporting():
+    if tensors and exporting():
         raise RuntimeError(
             "attnkern: this mask depends on what its data are, which torch.export doesn't know: make it outside and "
             "pass it to the model, or give its lengths"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, ops, rng, sharding
+from ..arguments import exporting
 from ..backends import cpu, reference
 from ..backends.failed import CannotBuild
 from ..params import GRAD_K, GRAD_Q, GRAD_V, AttentionParams
@@ -132,7 +133,7 @@ def _needs_grad(inputs: Inputs) -> bool:
 def _by_operators(inputs: Inputs, params: Sequence[Any], need_lse: bool, backend: str) -> tuple[Tensor, Tensor]:
     """out and lse of what `Problem.given` gives, in the way that is active, by `attnkern::forward`. A program of
     torch.export doesn't know yet which way that will be."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return ops.attention(*for_operators(inputs), *params, need_lse, backend)
     return _in_active_way(inputs, params, need_lse, backend)
 

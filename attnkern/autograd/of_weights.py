@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import bits, ops, tiles
+from ..arguments import exporting
 from ..params import AttentionParams, within_ranges
 from ..problem import Problem
 from .shared import (
@@ -58,7 +59,7 @@ def _weights(
     params: Sequence[Any],
     average: bool,
 ) -> Tensor:
-    if torch.compiler.is_exporting():
+    if exporting():
         return ops.weights(q, k, bias, sinks, lse, seed, rows, *params, average)
     return _in_active_way(q, k, bias, sinks, lse, seed, rows, params, average)
 
