@@ -39,6 +39,22 @@ def test_repeatable_with_several_threads(target, name):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("length", [200, 600])  # of which values are copied; keys, too
+def test_heads_of_a_token_side_by_side(kernel_target, length, threads, dtype):
+    """Rows that crowd in a cache are copied: the bits are those of rows one after the other."""
+    torch.set_num_threads(threads)
+    apart = [torch.randn(2, length, 8, 64, dtype=dtype, device=kernel_target.device).transpose(1, 2) for _ in range(3)]
+    apart[2][:, :, -3:] = torch.nan
+    together = [x.contiguous() for x in apart]
+    ranges = torch.tensor([0, length - 5], dtype=torch.int32, device=kernel_target.device).expand(1, 1, length, 1, 2)
+    for options in ({"key_ranges": ranges}, {"key_ranges": ranges, "is_causal": True, "softcap": 3.0}):
+        results = [kernel_target.attention(*x, **options, return_lse=True) for x in (apart, together)]
+        for one, other in zip(*results, strict=True):
+            assert one.isfinite().all()
+            assert torch.equal(one, other)
+
+
 @contract(34, 61)
 @pytest.mark.parametrize("sizes", [(1, 1, 130, 300, 16), (1, 2, 2, 1500, 16)], ids=str)
 def test_dropout_with_several_threads(target, sizes, dtype):

@@ -119,6 +119,14 @@ inline void clear_rows(const Attention& p, const View& view, int64_t batch, int6
 // Whether rows are read as they lie in memory.
 inline bool reads_in_place(const View& view, int64_t columns) { return view.stride[3] == 1 || columns <= 1; }
 
+// Whether rows crowd in few lines of the first-level cache, as those of a token's heads side by side often do: they
+// begin a multiple of a quarter of the 4 KiB apart after which its lines come round again.
+template <class T>
+inline bool crowds(const View& view, int64_t columns) {
+  const int64_t bytes = view.stride[2] * static_cast<int64_t>(sizeof(T));
+  return bytes % 1024 == 0 && view.stride[2] > columns && reads_in_place(view, columns);
+}
+
 // What a head's tiles meet again and again comes from memory, or from far away in the caches, from this size on.
 inline constexpr int64_t kFarBytes = 4 << 20;
 

@@ -7,8 +7,9 @@
 //     P^T = exp(S^T - m)   running maximum m, sum l and rescaling are all vertical: no sum across lanes anywhere
 //     O += P V             A = P^T where S^T was, broadcast;  B = V rows as they lie in memory, columns along the lanes
 //
-// so K and V are neither packed nor transposed, whatever their strides, and O comes out as the user has it. Where that
-// would leave more lanes idle than the queries do, the second product is O^T += V^T P^T instead, with lanes as in the
+// so K and V are neither packed nor transposed, and O comes out as the user has it. (Rows that
+// crowd in the nearest cache are copied: copies() in ForwardCall.) Where that would leave more lanes idle than
+// the queries do, the second product is O^T += V^T P^T instead, with lanes as in the
 // first (sums_by_rows). Each block's sums begin at 0 and are then added to the rescaled total (one fma): the order of
 // summation that loses least.
 #pragma once
@@ -92,15 +93,13 @@ inline bool shift_to_maximum(const ForwardScratch<Op>& scratch, int64_t vectors,
 
 template <class T, class Op, bool kFastPath>
 void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCache<typename Op::Scalar>* cache,
-                  int64_t batch, int64_t head, int64_t query, int64_t queries, bool prefetches) {
+                  int64_t copies, int64_t batch, int64_t head, int64_t query, int64_t queries, bool prefetches) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
   const ScoreParams<C> score(p);
   const int64_t head_k = head / (p.heads_q / p.heads_k), head_v = head / (p.heads_q / p.heads_v);
   const KeyRows k_rows(p.k, p.pages), v_rows(p.v, p.pages);
-  // Rows that lie in several pages are copied once for all tiles of a head.
-  const bool copies = Op::kPack == 1 && p.pages.table != nullptr && cache != nullptr;
   const int64_t vectors = (queries + S::kLanes - 1) / S::kLanes;
   const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
 
@@ -120,7 +119,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                     scratch.rows, cache, reinterpret_cast<Scalar*>(probabilities), scratch.correction))
       return;
     Rows<Scalar> values;
-    if (kConverts<T, Op> || Op::kPack == 2 || copies)
+    if (kConverts<T, Op> || Op::kPack == 2 || copies > 0)
       values = packed_rows<T, Op>(v_rows, p.heads_v, batch, head_v, block.row, block.rows, p.seqlen_k, p.head_dim_v,
                                   scratch.rows, scratch.tiles ? nullptr : cache);
     else
@@ -159,7 +158,7 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
         !apply_mask<C>(p, walk, 3, batch, head, query, queries, scratch.mask, *block, mask))
       continue;
     ReadableRows<Scalar> keys;
-    if (kConverts<T, Op> || copies)
+    if (kConverts<T, Op> || copies == 2)
       keys = {packed_rows<T, Op>(k_rows, p.heads_k, batch, head_k, block->row, block->rows, p.seqlen_k, p.head_dim,
                                  scratch.rows, cache == nullptr ? nullptr : cache + 1)};
     else
@@ -299,7 +298,7 @@ class ForwardCall {
     const int64_t head = task / cut_.tiles, at = task % cut_.tiles, tile = window_ ? at : cut_.tiles - 1 - at;
     const int64_t query = cut_.begin_of<C>(tile), end = min64(cut_.begin_of<C>(tile + 1), p_.seqlen_q);
     const auto run = fast_path_ ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
-    run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), head / p_.heads_q,
+    run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), copies(), head / p_.heads_q,
         head % p_.heads_q, query, end - query, prefetches_);
   }
   // To be called before a worker's scratch is used for this call, at first and whenever others have used it.
@@ -309,10 +308,16 @@ class ForwardCall {
  private:
   // Few tiles hardly bring keys and values nearer, nor do those of a window, which meet keys that none has met before.
   int64_t far() const { return cut_.tiles <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
-  // Values in pairs, or values and keys converted or gathered, where a head has more tiles than one.
+  // What is copied once for all tiles of a head: 1, values, in pairs; 2, keys, too, converted or gathered. And rows
+  // that crowd, of which a tile reads the values for every few queries, the keys for every few vectors of them.
   int64_t copies() const {
+    constexpr int64_t kTilesForValues = 3, kTilesForKeys = 8;
     if (cut_.tiles <= 1) return 0;
-    return Op::kPack == 2 ? 1 : kConverts<T, Op> || p_.pages.table != nullptr ? 2 : 0;
+    if (Op::kPack == 2) return 1;
+    if (kConverts<T, Op> || p_.pages.table != nullptr) return 2;
+    if (cut_.tiles < kTilesForValues || window_ || !crowds<T>(p_.v, p_.head_dim_v)) return 0;
+    const int64_t of_both = 2 * p_.seqlen_k * max64(p_.head_dim, p_.head_dim_v) * static_cast<int64_t>(sizeof(C));
+    return cut_.tiles >= kTilesForKeys && crowds<T>(p_.k, p_.head_dim) && of_both <= kPackedCacheBytes ? 2 : 1;
   }
 
   const Forward& p_;
