@@ -143,7 +143,7 @@ class Mask:
     @property
     def octets(self) -> Tensor:
         """`bits` as operators take them: uint8 (B|1, Hq|1, L|1, 8 * ceil(S / 64))."""
-        if torch._C._are_functorch_transforms_active():  # torch.vmap knows no other dtype's view before torch 2.13
+        if torch._C._are_functorch_transforms_active():  # torch 2.11 has no vmap of a view(dtype)
             places = torch.arange(0, 64, 8, device=self._stored.device)
             return (self._stored.unsqueeze(-1) >> places).to(torch.uint8).flatten(-2)
         return self._stored.contiguous().view(torch.uint8)

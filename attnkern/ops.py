@@ -1,7 +1,7 @@
 """The operators: schemas, shapes and strides, and which backend a call goes to. No arithmetic.
 
-Programs see `attnkern::forward`, `backward`, `tangent` and `second_backward`, those of torch.export `attention` and
-`weights`, which are made of them; the operators below them are those of a compiled library.
+Programs see `attnkern::forward`, `backward`, `tangent` and `second_backward`; those of torch.export see `attention` and
+`weights`, which have derivatives. The operators below them are those of a compiled library.
 
 They are what torch.compile, export, the profiler, the FLOP counter, DTensor and selective checkpointing see. Autograd
 is outside (autograd/) and so is autocast (problem.py). The CPU implementation registers itself from C++
@@ -48,6 +48,7 @@ from .signatures import (
     SECOND_BACKWARD,
     SECOND_ORDER_BITS,
     TANGENT,
+    WEIGHTS,
     Derivatives,
     Inputs,
     Signature,
@@ -83,15 +84,10 @@ def _define(schema: str, **options: Any) -> None:
 # Any strides are right, but the output's follow the inputs': Inductor must not change them behind the fakes' back.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-for _signature in (FORWARD, BACKWARD, TANGENT, SECOND_BACKWARD, ATTENTION):
+for _signature in (FORWARD, BACKWARD, TANGENT, SECOND_BACKWARD, ATTENTION, WEIGHTS):
     _define(_signature.schema, tags=_TAGS)
 for _signature in (CUDA_FORWARD, CUDA_BACKWARD):
     _define(_signature.schema)
-_define(
-    "weights(Tensor q, Tensor k, Tensor? bias, Tensor? sinks, Tensor? lse, Tensor? philox_seed, Tensor? rows, "
-    f"{SCHEMA}, bool average) -> Tensor",
-    tags=_TAGS,
-)
 _define(
     f"cuda_plan(ScalarType dtype, int[] q, int[] k, int[] v, int[] bias, ScalarType bias_dtype, {SCHEMA},"
     " bool key_ranges, int pages, bool tf32, bool deterministic, int grad_mask, int[] chip) -> str"

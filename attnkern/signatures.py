@@ -180,6 +180,23 @@ SECOND_BACKWARD = Signature(
 )
 """The gradient of the sum of <cot_dx, dx> over the results dx of `backward`. A cotangent that is None is zero."""
 
+WEIGHTS = Signature(
+    "weights",
+    {
+        "q": "Tensor",
+        "k": "Tensor",
+        "bias": "Tensor?",
+        "sinks": "Tensor?",
+        "lse": "Tensor?",
+        "philox_seed": "Tensor?",
+        "rows": "Tensor?",
+        "params": AttentionParams,
+        "average": "bool",
+    },
+    "Tensor weights",
+)
+"""`tiles.weights` with its derivatives (autograd/of_weights.py): what a program of torch.export holds."""
+
 CUDA_FORWARD = Signature("cuda_forward", {**_OF_FORWARD, "tf32": "bool", "splits": "int?", "schedule": "int?"}, _OUT)
 """Of csrc/cuda: with the backend's own arguments. Splits or a schedule that are given replace the plan's."""
 CUDA_BACKWARD = Signature("cuda_backward", {**_OF_BACKWARD, "tf32": "bool", "deterministic": "bool"}, _GRADIENTS)

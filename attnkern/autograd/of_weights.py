@@ -45,36 +45,17 @@ def weights(
         keep = within_ranges(ranges, slice(0, k.shape[2]))
         bias = keep if bias is None else bias & keep if bias.dtype == torch.bool else bias.where(keep, -math.inf)
     lse = None if lse is None else lse.detach()
-    return _weights(q, k, bias, sinks, lse, philox_seed, rows, params, average)
+    return _weights(q, k, bias, sinks, lse, philox_seed, rows, *params, average)
 
 
-def _weights(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    seed: Tensor | None,
-    rows: Tensor | None,
-    params: Sequence[Any],
-    average: bool,
-) -> Tensor:
-    if exporting():
-        return ops.weights(q, k, bias, sinks, lse, seed, rows, *params, average)
-    return _in_active_way(q, k, bias, sinks, lse, seed, rows, params, average)
+def _weights(*args: Any) -> Tensor:
+    """Of the arguments of `attnkern::weights`, in the way that is active."""
+    return ops.weights(*args) if exporting() else _in_active_way(*args)
 
 
-def _in_active_way(
-    q: Tensor,
-    k: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    lse: Tensor | None,
-    seed: Tensor | None,
-    rows: Tensor | None,
-    params: Sequence[Any],
-    average: bool,
-) -> Tensor:
+@in_programs("weights")
+def _in_active_way(*args: Any) -> Tensor:
+    q, k, bias, sinks, lse, seed, rows, *params, average = args
     if transformed():
         function = _weights_jvp if goes_into_graph() else _WeightsJVP.apply
         return function(q, k, savable(bias), sinks, lse, seed, rows, *params, average)
@@ -83,12 +64,6 @@ def _in_active_way(
             return _WeightsJVP.apply(q, k, savable(bias), sinks, lse, seed, rows, *params, average)
         return _Weights.apply(q, k.view_as(k), bias, sinks, lse, seed, rows, *params, average)
     return tiles.weights(q, k, bias, sinks, lse, seed, rows, AttentionParams(*params), average)
-
-
-@in_programs("weights")
-def _weights_operator(*args: Any) -> Tensor:
-    q, k, bias, sinks, lse, seed, rows, *params, average = args
-    return _in_active_way(q, k, bias, sinks, lse, seed, rows, params, average)
 
 
 class _Weights(torch.autograd.Function):
@@ -143,7 +118,7 @@ class _Weights(torch.autograd.Function):
             lse = flatten(stack(lse, in_dims[4], n))
         if seed is not None:
             seed = stack(seed, in_dims[5], n).reshape(-1).contiguous()
-        out = _weights(flatten(q), flatten(k), bias, sinks, lse, seed, rows, params, average)
+        out = _weights(flatten(q), flatten(k), bias, sinks, lse, seed, rows, *params, average)
         return out.unflatten(0, (n, batch)), 0
 
 
