@@ -7,11 +7,10 @@
 //     P^T = exp(S^T - m)   running maximum m, sum l and rescaling are all vertical: no sum across lanes anywhere
 //     O += P V             A = P^T where S^T was, broadcast;  B = V rows as they lie in memory, columns along the lanes
 //
-// so K and V are neither packed nor transposed, and O comes out as the user has it. (Rows that
-// crowd in the nearest cache are copied: copies() in ForwardCall.) Where that would leave more lanes idle than
-// the queries do, the second product is O^T += V^T P^T instead, with lanes as in the
-// first (sums_by_rows). Each block's sums begin at 0 and are then added to the rescaled total (one fma): the order of
-// summation that loses least.
+// so K and V are neither packed nor transposed, and O comes out as the user has it. (Rows that crowd in the nearest
+// cache are copied: copies() in ForwardCall.) Where that would leave more lanes idle than the queries do, the second
+// product is O^T += V^T P^T instead, with lanes as in the first (sums_by_rows). Each block's sums begin at 0 and are
+// then added to the rescaled total (one fma): the order of summation that loses least.
 #pragma once
 
 #include "softmax.h"
@@ -282,8 +281,9 @@ class ForwardCall {
         cut_(cut_forward<C>(heads_, p.seqlen_q, threads, uneven_)),
         prefetches_(p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far()),
         sizes_(nullptr, p),
-        caches_(workers, copies(), cached_rows<Op>(p.seqlen_k, sizes_.tiles) / Op::kPack,
-                round_up(copies() == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes)) {}
+        copies_(copies()),
+        caches_(workers, copies_, cached_rows<Op>(p.seqlen_k, sizes_.tiles) / Op::kPack,
+                round_up(copies_ == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes)) {}
 
   int64_t phases() const { return 1; }
   int64_t tasks(int64_t) const { return heads_ * cut_.tiles; }
@@ -298,7 +298,7 @@ class ForwardCall {
     const int64_t head = task / cut_.tiles, at = task % cut_.tiles, tile = window_ ? at : cut_.tiles - 1 - at;
     const int64_t query = cut_.begin_of<C>(tile), end = min64(cut_.begin_of<C>(tile + 1), p_.seqlen_q);
     const auto run = fast_path_ ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
-    run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), copies(), head / p_.heads_q,
+    run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), copies_, head / p_.heads_q,
         head % p_.heads_q, query, end - query, prefetches_);
   }
   // To be called before a worker's scratch is used for this call, at first and whenever others have used it.
@@ -326,6 +326,7 @@ class ForwardCall {
   const ForwardCut cut_;
   const bool prefetches_;
   const ForwardScratch<Op> sizes_;
+  const int64_t copies_;
   const PackedCaches<typename Op::Scalar> caches_;
 };
 
