@@ -37,8 +37,8 @@ def bools(bits: Tensor, seqlen_k: int) -> Tensor:
     """bool (..., S) of bits (..., 8 * ceil(S / 64)), uint8."""
     kind: Any = {"dtype": torch.uint8, "device": bits.device}
     octets = (torch.arange(256, **kind).unsqueeze(-1) >> torch.arange(8, **kind)).bitwise_and_(1)
-    table = octets.view(torch.int64).flatten()  # by bytes: 8 bools in one number
-    unpacked = table.index_select(0, bits.flatten().int()).view(torch.bool)
+    # A table, since no view as another dtype has a rule under torch.func.vmap before torch 2.13.
+    unpacked = octets.bool().index_select(0, bits.flatten().int())
     return unpacked.view(*bits.shape[:-1], bits.shape[-1] * 8)[..., :seqlen_k]
 
 

@@ -42,17 +42,30 @@ def test_repeatable_with_several_threads(target, name):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("length", [200, 600])  # of which values are copied; keys, too
 def test_heads_of_a_token_side_by_side(kernel_target, length, threads, dtype):
-    """Rows that crowd in a cache are copied: the bits are those of rows one after the other."""
+    """Rows that lie apart are copied: results and gradients have the bits of rows one after the other."""
     torch.set_num_threads(threads)
-    apart = [torch.randn(2, length, 8, 64, dtype=dtype, device=kernel_target.device).transpose(1, 2) for _ in range(3)]
-    apart[2][:, :, -3:] = torch.nan
-    together = [x.contiguous() for x in apart]
-    ranges = torch.tensor([0, length - 5], dtype=torch.int32, device=kernel_target.device).expand(1, 1, length, 1, 2)
-    for options in ({"key_ranges": ranges}, {"key_ranges": ranges, "is_causal": True, "softcap": 3.0}):
-        results = [kernel_target.attention(*x, **options, return_lse=True) for x in (apart, together)]
-        for one, other in zip(*results, strict=True):
-            assert one.isfinite().all()
+
+    def apart(heads):
+        return torch.randn(2, length, heads, 64, dtype=dtype, device=kernel_target.device).transpose(1, 2)
+
+    inputs, grad_out = [apart(8), apart(4), apart(4)], apart(8)
+    # A query without a key, and keys without a query: their numbers reach no sum.
+    ranges = torch.tensor([0, length - 5], dtype=torch.int32, device=kernel_target.device).repeat(1, 1, length, 1, 1)
+    ranges[:, :, 3] = 0
+    inputs[0][:, :, 3], grad_out[:, :, 3], inputs[2][:, :, -3:] = torch.nan, torch.nan, torch.nan
+    for options in (
+        {"key_ranges": ranges},
+        {"key_ranges": ranges, "is_causal": True, "softcap": 3.0},
+        {"key_ranges": ranges, "window": (70, 0)},
+    ):
+        both = []
+        for placed in (lambda x: x, torch.Tensor.contiguous):
+            leaves = [placed(x).requires_grad_() for x in inputs]
+            out, lse = kernel_target.attention(*leaves, **options, enable_gqa=True, return_lse=True)
+            both.append([lse, out, *torch.autograd.grad(out, leaves, placed(grad_out))])
+        for one, other in zip(*both, strict=True):
             assert torch.equal(one, other)
+        assert all(x.isfinite().all() for x in both[0][1:])
 
 
 @contract(34, 61)

@@ -45,7 +45,10 @@ inline Rows<typename Op::Scalar> key_rows_of_sums(const Backward& p, const Backw
   const int64_t head_k = head / (p.heads_q / p.heads_k);
   Rows<typename Op::Scalar> rows;
   if constexpr (Op::kPack == 1) {
-    rows = operand_rows<Op, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.k_rows, true);
+    rows = copies_rows<T, typename Op::Compute>(p, p.k, p.head_dim, p.seqlen_q)
+               ? packed_rows<T, Op>(p.k, p.heads_k, batch, head_k, key, keys, p.seqlen_k, p.head_dim, scratch.k_rows,
+                                    nullptr)
+               : operand_rows<Op, T>(p.k, batch, head_k, key, keys, p.head_dim, scratch.k_rows, true);
   } else {
     const int64_t step = round_up(p.head_dim, Simd<typename Op::Compute>::kLanes);
     interleave_rows(at<T>(p.k, batch, head_k, key), p.k.stride[2], p.k.stride[3], keys, p.head_dim, scratch.k_rows,
@@ -65,9 +68,10 @@ struct QueryRows {
   const Backward& p;
   int64_t batch, head;
   const BlockPlan& block;
+  bool copies;
   PackedCache<Scalar>* cache;  // of the head's Q, and behind it of its dO; may be null
 
-  // Copied: converted, or in pairs as products that sum over the queries read them.
+  // Copied: converted, or since they lie apart, or in pairs as products that sum over the queries read them.
   Rows<Scalar> packed_q(Scalar* space) const {
     return packed_rows<T, Op>(p.q, p.heads_q, batch, head, block.row, block.rows, p.seqlen_q, p.head_dim, space, cache);
   }
@@ -77,12 +81,12 @@ struct QueryRows {
   }
   // For the products of the scores; padded to whole vectors if they are read by vectors later, or by tiles.
   ReadableRows<Scalar> q(Scalar* space, bool padded) const {
-    if constexpr (kConverts<T, Op>) return {packed_q(space)};
-    else return rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, space, padded);
+    if (Op::kPack == 1 && copies) return {packed_q(space)};
+    return rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, space, padded);
   }
   ReadableRows<Scalar> grad(Scalar* space, bool padded) const {
-    if constexpr (kConverts<T, Op>) return {packed_grad(space)};
-    else return rows_of_scores<T, Op>(p.grad_out, batch, head, block, p.seqlen_q, p.head_dim_v, space, padded);
+    if (Op::kPack == 1 && copies) return {packed_grad(space)};
+    return rows_of_scores<T, Op>(p.grad_out, batch, head, block, p.seqlen_q, p.head_dim_v, space, padded);
   }
 };
 
@@ -165,7 +169,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                     Range of_keys, RowTerms<typename Op::Compute> terms,
                     const VisitingQueries<typename Op::Compute>& visiting, QueryGrad<typename Op::Compute> dq,
                     Turns<T, typename Op::Compute>* turns, bool bias_grad, typename Op::Compute* bias_grads,
-                    PackedCache<typename Op::Scalar>* cache, const Piece<typename Op::Compute>& piece) {
+                    bool copies, PackedCache<typename Op::Scalar>* cache, const Piece<typename Op::Compute>& piece) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -223,7 +227,8 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
             !apply_mask<C>(p, walk, 2, batch, h, key, keys, scratch.mask, block, mask))
           continue;
         PackedCache<Scalar>* const of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
-        const QueryRows<T, Op> queries{p, batch, h, block, scratch.tiles ? nullptr : of_head};  // else it holds pieces
+        // For the matrix unit the cache holds pieces of rows.
+        const QueryRows<T, Op> queries{p, batch, h, block, copies, scratch.tiles ? nullptr : of_head};
         const auto q_rows = queries.q(scratch.q_rows, Op::kPack == 1 ? dk.by_rows() : scratch.tiles);
         const auto grad_rows = queries.grad(scratch.grad_rows, Op::kPack == 1 ? dv.by_rows() : scratch.tiles);
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);

@@ -119,12 +119,16 @@ inline void clear_rows(const Attention& p, const View& view, int64_t batch, int6
 // Whether rows are read as they lie in memory.
 inline bool reads_in_place(const View& view, int64_t columns) { return view.stride[3] == 1 || columns <= 1; }
 
-// Whether rows crowd in few lines of the first-level cache, as those of a token's heads side by side often do: they
-// begin a multiple of a quarter of the 4 KiB apart after which its lines come round again.
+// Whether rows lie apart, as those of a token's heads side by side do.
+inline bool lie_apart(const View& view, int64_t columns) {
+  return view.stride[2] > columns && reads_in_place(view, columns);
+}
+
+// Whether such rows crowd in few lines of the first-level cache: they begin a multiple of a quarter of the 4 KiB apart
+// after which its lines come round again.
 template <class T>
 inline bool crowds(const View& view, int64_t columns) {
-  const int64_t bytes = view.stride[2] * static_cast<int64_t>(sizeof(T));
-  return bytes % 1024 == 0 && view.stride[2] > columns && reads_in_place(view, columns);
+  return lie_apart(view, columns) && view.stride[2] * static_cast<int64_t>(sizeof(T)) % 1024 == 0;
 }
 
 // What a head's tiles meet again and again comes from memory, or from far away in the caches, from this size on.
@@ -175,13 +179,17 @@ struct Rows {
   int64_t step;  // Scalars from row to row
 };
 
-// Copies rows x columns with conversion; columns up to round_up(columns, lanes) are written, with zeros.
+// Copies rows x columns with conversion; columns up to round_up(columns, lanes) are written, with zeros. Rows that lie
+// apart are prefetched, since the machine does so only where one follows the other.
 template <class C, class T>
 inline void convert_rows(const T* source, int64_t row_stride, int64_t column_stride, int64_t rows, int64_t columns,
                          C* target, int64_t step) {
   using S = Simd<C>;
+  constexpr int64_t kRowsAhead = 8, kLine = 64 / static_cast<int64_t>(sizeof(T));
+  const int64_t ahead = row_stride > columns + kLine ? kRowsAhead * row_stride : 0;
   for (int64_t r = 0; r < rows; ++r, source += row_stride, target += step) {
     if (column_stride == 1) {
+      for (int64_t c = 0; ahead > 0 && c < columns; c += kLine) __builtin_prefetch(source + ahead + c);
       for (int64_t c = 0; c < columns; c += S::kLanes) S::store(target + c, S::load_as(source + c, columns - c));
     } else {
       for (int64_t c = 0; c < columns; ++c) target[c] = to_compute<C>(source[c * column_stride]);

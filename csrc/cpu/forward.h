@@ -7,8 +7,8 @@
 //     P^T = exp(S^T - m)   running maximum m, sum l and rescaling are all vertical: no sum across lanes anywhere
 //     O += P V             A = P^T where S^T was, broadcast;  B = V rows as they lie in memory, columns along the lanes
 //
-// so K and V are neither packed nor transposed, and O comes out as the user has it. (Rows that crowd in the nearest
-// cache are copied: copies() in ForwardCall.) Where that would leave more lanes idle than the queries do, the second
+// so K and V are neither packed nor transposed, and O comes out as the user has it. (Rows that lie apart are copied:
+// copies() in ForwardCall.) Where that would leave more lanes idle than the queries do, the second
 // product is O^T += V^T P^T instead, with lanes as in the first (sums_by_rows). Each block's sums begin at 0 and are
 // then added to the rescaled total (one fma): the order of summation that loses least.
 #pragma once
@@ -309,15 +309,15 @@ class ForwardCall {
   // Few tiles hardly bring keys and values nearer, nor do those of a window, which meet keys that none has met before.
   int64_t far() const { return cut_.tiles <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
   // What is copied once for all tiles of a head: 1, values, in pairs; 2, keys, too, converted or gathered. And rows
-  // that crowd, of which a tile reads the values for every few queries, the keys for every few vectors of them.
+  // that lie apart, of which a tile reads the values for every few queries, the keys for every few vectors of them.
   int64_t copies() const {
-    constexpr int64_t kTilesForValues = 3, kTilesForKeys = 8;
+    constexpr int64_t kTilesForCrowds = 3, kTilesForRows = 8;
     if (cut_.tiles <= 1) return 0;
     if (Op::kPack == 2) return 1;
     if (kConverts<T, Op> || p_.pages.table != nullptr) return 2;
-    if (cut_.tiles < kTilesForValues || window_ || !crowds<T>(p_.v, p_.head_dim_v)) return 0;
-    const int64_t of_both = 2 * p_.seqlen_k * max64(p_.head_dim, p_.head_dim_v) * static_cast<int64_t>(sizeof(C));
-    return cut_.tiles >= kTilesForKeys && crowds<T>(p_.k, p_.head_dim) && of_both <= kPackedCacheBytes ? 2 : 1;
+    if (window_ || !lie_apart(p_.v, p_.head_dim_v)) return 0;
+    if (cut_.tiles < (crowds<T>(p_.v, p_.head_dim_v) ? kTilesForCrowds : kTilesForRows)) return 0;
+    return cut_.tiles >= kTilesForRows && lie_apart(p_.k, p_.head_dim) ? 2 : 1;
   }
 
   const Forward& p_;

@@ -6,6 +6,13 @@
 namespace attnkern::cpu {
 namespace {
 
+// Whether rows are copied, since they lie apart, that meet `others` rows of the other side: several tiles of them. And
+// under a window, where a row meets few tiles, rows that crowd.
+template <class T, class C>
+inline bool copies_rows(const Backward& p, const View& view, int64_t columns, int64_t others) {
+  return others > kTile<C> && (is_window(p.band) ? crowds<T>(view, columns) : lie_apart(view, columns));
+}
+
 // Where a head's dQ is summed: in the output itself, or in a buffer of the compute type with rows of whole vectors. Or
 // in both: an output of 16-bit elements has room for the float32 sums of half of its rows.
 template <class C>
@@ -80,7 +87,12 @@ class QueryGradSums {
         large_sums_(large_ ? workers * cut.kv_group * large_step_ : 0),
         shared_sums_(wanted_ && !direct_ && cut.left > 0 ? cut.slots * cut.kv_group * head_step_ : 0) {}
 
-  static bool in_output(const Backward& p) { return std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0; }
+  // Rows that lie apart are no place for sums, unless the sums are too many to stay in a worker's scratch.
+  static bool in_output(const Backward& p) {
+    return std::is_same_v<T, C> && p.head_dim % Simd<C>::kLanes == 0 &&
+           !(copies_rows<T, C>(p, p.dq, p.head_dim, p.seqlen_k) &&
+             heads_of_kv_group(p) * p.seqlen_q * p.head_dim <= kScratchSums);
+  }
   int64_t scratch_bytes() const { return large_ ? 0 : sums_ * static_cast<int64_t>(sizeof(C)); }
   bool wanted() const { return wanted_; }
 
