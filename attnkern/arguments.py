@@ -141,9 +141,14 @@ def has_values(*tensors: Tensor) -> bool:
     """Whether tensors have values that a program may branch on: not in a graph or trace, which serves other values."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
         return False
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # make_fx, of real tensors too
+    if making_graph():
         return False
     return not any(isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta for x in tensors)
+
+
+def making_graph() -> bool:
+    """Whether make_fx, of real tensors too, or AOTAutograd is running."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def may_look(*tensors: Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnkern
 from attnkern import masks, testing
@@ -567,6 +568,54 @@ def compiled_and_checkpointed():
         out = call(*own)
         assert torch.equal(out, expected)
         assert all(map(torch.equal, torch.autograd.grad(out.sum(), own), grads))
+
+
+class Attends(torch.nn.Module):
+    """x + a call of `attend`, of 4 heads, as a program of torch.export holds it."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, x):
+        return x + self.attend(x, 2 * x, x)
+
+
+@check(2, exchange=["ring", "all_to_all"])
+def sharded_attention_does_not_go_into_programs(exchange):
+    sharded = shard_mask(MASKS["documents"]())
+    own = sharded.shard(torch.randn(2, 4, LENGTH, 8), 2)
+    refuses_tracers(Attends(lambda *x: sharded_attention(*x, sharded, exchange=exchange)), own, "sharded_attention")
+
+
+@check(2, masked=[False, True])
+def context_parallel_compiles(masked):
+    x = torch.randn(2, 4, 32, 8)
+    mask = masks.causal(32) if masked else None
+    model = Attends(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    compiled = torch.compile(model, backend="aot_eager")
+    assert torch.equal(compiled(x), model(x))
+    with context_parallel(mesh_of(SIZE), buffers=[x], buffer_seq_dims=[2], attn_mask=mask):
+        assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"  # Dynamo's first call reads it
+        leaf = x.clone().requires_grad_()
+        expected, out = model(leaf), compiled(leaf)
+        assert torch.equal(out, expected)
+        assert torch.equal(*(torch.autograd.grad(y.square().sum(), leaf)[0] for y in (out, expected)))
+        refuses_tracers(model, leaf, "context_parallel")
+    assert torch.equal(compiled(x), model(x))
+
+
+def refuses_tracers(model, x, name):
+    """A program would hold no messages; where there is one rank, its gradients may be those of a constant."""
+    for trace in (
+        functools.partial(torch.export.export, strict=False),
+        functools.partial(torch.jit.trace, check_trace=False),
+        lambda model, args: make_fx(model)(*args),
+    ):
+        with refused(RuntimeError, f"{name} exchanges messages between ranks"):
+            trace(model, (x,))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="exchanges messages"):
+        torch.export.export(model, (x,), strict=True)
 
 
 @check(2, 4, is_causal=[False, True], load_balance=[False, True])

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from .. import masks
 from ..api import attention
-from ..arguments import autocast, autocasts, check_bool, type_error
+from ..arguments import autocast, autocasts, check_bool, exporting, making_graph, type_error
 from ..backends import select
 from ..mask import Mask
 from ..merge import attention_backward, merge_attention
@@ -133,7 +133,7 @@ def context_parallel(
         stack.enter_context(ring)
         torchs = F.scaled_dot_product_attention  # makes DTensors of the parts, and calls _of_dtensors
         stack.callback(replace, torchs)
-        replace(functools.partial(scaled_dot_product_attention, torchs))
+        replace(_in_place_of_sdpa(torchs))
         yield functools.partial(engine.context_parallel_unshard, mesh)
 
 
@@ -159,7 +159,7 @@ def _under_mask(
     parts = [sharded.shard(x, dim) for x, dim in zip(buffers, dims, strict=True)]
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
-        F.scaled_dot_product_attention = functools.partial(scaled_dot_product_attention, attend)
+        F.scaled_dot_product_attention = _in_place_of_sdpa(attend)
         for x, part in zip(buffers, parts, strict=True):
             _become(stack, x, part, not_restored)
         yield unshard
@@ -173,28 +173,36 @@ def _become(stack: contextlib.ExitStack, x: Any, other: Tensor, not_restored: se
     x.set_(other.detach().clone(memory_format=torch.contiguous_format))
 
 
-def scaled_dot_product_attention(
-    ring: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """F.sdpa inside `context_parallel`: refuses what the ring doesn't support, before any rank waits for another."""
-    if attn_mask is not None:
-        raise RuntimeError("attnkern: attn_mask must be None under context_parallel, whose ranks see parts of the keys")
-    check_no_dropout(dropout_p, "under context_parallel")
-    if not enable_gqa and not query.shape[1] == key.shape[1] == value.shape[1]:
-        raise RuntimeError(
-            "attnkern: query, key and value must have as many heads as each other without enable_gqa, "
-            f"got {query.shape[1]}, {key.shape[1]}, {value.shape[1]}"
-        )
-    return ring(query, key, value, is_causal=is_causal, scale=scale)
+def _in_place_of_sdpa(ring: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """F.sdpa inside `context_parallel`. Compiled models call it between their graphs: messages don't go into them."""
+
+    @torch.compiler.disable(reason="attnkern: context_parallel exchanges messages, which no graph holds")
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Refuses what the ring doesn't support, before any rank waits for another."""
+        _check_not_traced("context_parallel")
+        if attn_mask is not None:
+            raise RuntimeError(
+                "attnkern: attn_mask must be None under context_parallel, whose ranks see parts of the keys"
+            )
+        check_no_dropout(dropout_p, "under context_parallel")
+        if not enable_gqa and not query.shape[1] == key.shape[1] == value.shape[1]:
+            raise RuntimeError(
+                "attnkern: query, key and value must have as many heads as each other without enable_gqa, "
+                f"got {query.shape[1]}, {key.shape[1]}, {value.shape[1]}"
+            )
+        return ring(query, key, value, is_causal=is_causal, scale=scale)
+
+    return scaled_dot_product_attention
 
 
 def _of_dtensors(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
@@ -309,6 +317,7 @@ def sharded_attention(
         )
     if exchange not in ("ring", "all_to_all"):
         raise ValueError(f"attnkern: exchange must be 'ring' or 'all_to_all', got {shown(exchange)}")
+    _check_not_traced("sharded_attention")
     check_no_dropout(dropout_p, "where the sequence is sharded")
     check_bool("return_lse", return_lse)
     problem = Problem.from_sdpa(query, key, value, None, 0, False, scale, enable_gqa, softcap=softcap)
@@ -529,6 +538,15 @@ def _check_shards(query: Tensor, key: Tensor, value: Tensor, sharded: ShardedMas
         )
     if mask.device != query.device:
         raise RuntimeError(f"attnkern: attn_mask must be on query's device {query.device}, got {mask.device}")
+
+
+def _check_not_traced(name: str) -> None:
+    """Raises if a program is being made of this call, which would hold neither messages nor right gradients."""
+    if exporting() or torch.jit.is_tracing() or (not torch.compiler.is_compiling() and making_graph()):
+        raise RuntimeError(
+            f"attnkern: {name} exchanges messages between ranks, which torch.export and other tracers can't put into "
+            "a program: use torch.compile, which calls it between its graphs"
+        )
 
 
 def check_no_dropout(dropout_p: float, where: str) -> None:
