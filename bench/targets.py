@@ -95,9 +95,6 @@ def _squares() -> Iterator[Target]:
 
 
 def _others() -> Iterator[Target]:
-    for (dtype, pass_name), shares in SHARES.items():  # as of each head's rows one after the other
-        side_by_side = case(f"{dtype} D64 L1024 side by side", 1024, heads=16, dtype=dtype, layout="blhd")
-        yield Target(side_by_side, pass_name, shares[list(SIZES).index((1024, 64))][0] / 100)
     for dtype, longest in (("fp32", 0.90), ("bf16", 0.83)):
         wide = case(f"{dtype} D64 L16384 causal", 16384, heads=1, dtype=dtype, causal=True)
         yield Target(wide, "forward", longest)
