@@ -68,9 +68,11 @@ struct QueryRows {
   const Backward& p;
   int64_t batch, head;
   const BlockPlan& block;
-  bool copies;
   PackedCache<Scalar>* cache;  // of the head's Q, and behind it of its dO; may be null
 
+  // Whether rows are copied for the products of the scores: converted, or since they lie apart, for which there is a
+  // cache then.
+  bool copies() const { return Op::kPack == 1 && (kConverts<T, Op> || cache != nullptr); }
   // Copied: converted, or since they lie apart, or in pairs as products that sum over the queries read them.
   Rows<Scalar> packed_q(Scalar* space) const {
     return packed_rows<T, Op>(p.q, p.heads_q, batch, head, block.row, block.rows, p.seqlen_q, p.head_dim, space, cache);
@@ -81,11 +83,11 @@ struct QueryRows {
   }
   // For the products of the scores; padded to whole vectors if they are read by vectors later, or by tiles.
   ReadableRows<Scalar> q(Scalar* space, bool padded) const {
-    if (Op::kPack == 1 && copies) return {packed_q(space)};
+    if (copies()) return {packed_q(space)};
     return rows_of_scores<T, Op>(p.q, batch, head, block, p.seqlen_q, p.head_dim, space, padded);
   }
   ReadableRows<Scalar> grad(Scalar* space, bool padded) const {
-    if (Op::kPack == 1 && copies) return {packed_grad(space)};
+    if (copies()) return {packed_grad(space)};
     return rows_of_scores<T, Op>(p.grad_out, batch, head, block, p.seqlen_q, p.head_dim_v, space, padded);
   }
 };
@@ -169,7 +171,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
                     Range of_keys, RowTerms<typename Op::Compute> terms,
                     const VisitingQueries<typename Op::Compute>& visiting, QueryGrad<typename Op::Compute> dq,
                     Turns<T, typename Op::Compute>* turns, bool bias_grad, typename Op::Compute* bias_grads,
-                    bool copies, PackedCache<typename Op::Scalar>* cache, const Piece<typename Op::Compute>& piece) {
+                    PackedCache<typename Op::Scalar>* cache, const Piece<typename Op::Compute>& piece) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -228,7 +230,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
           continue;
         PackedCache<Scalar>* const of_head = cache == nullptr ? nullptr : cache + 2 * (h - head);
         // For the matrix unit the cache holds pieces of rows.
-        const QueryRows<T, Op> queries{p, batch, h, block, copies, scratch.tiles ? nullptr : of_head};
+        const QueryRows<T, Op> queries{p, batch, h, block, scratch.tiles ? nullptr : of_head};
         const auto q_rows = queries.q(scratch.q_rows, Op::kPack == 1 ? dk.by_rows() : scratch.tiles);
         const auto grad_rows = queries.grad(scratch.grad_rows, Op::kPack == 1 ? dv.by_rows() : scratch.tiles);
         const RowTerms<C> row_terms = terms.from((batch * p.heads_q + h) * p.seqlen_q);

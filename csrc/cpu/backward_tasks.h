@@ -107,10 +107,8 @@ class BackwardCall {
                      : bias_sums() && !bias_.in_output() ? sweeps_of_whole_
                                                          : 0) *
                     bias_.size),
-        copies_(kConverts<T, Op> || Op::kPack == 2 || copies_rows<T, C>(p, p.q, p.head_dim, p.seqlen_k) ||
-                copies_rows<T, C>(p, p.grad_out, p.head_dim_v, p.seqlen_k)),
         // Of q and of grad_out, where the queries are walked more than once.
-        caches_(workers, copies_ && cut_.tiles > 1 ? 2 * cut_.kv_group : 0,
+        caches_(workers, cut_.tiles > 1 && copies_queries() ? 2 * cut_.kv_group : 0,
                 cached_rows<Op>(p.seqlen_q, sizes_.tiles) / Op::kPack,
                 round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes)) {}
 
@@ -157,6 +155,11 @@ class BackwardCall {
   void end() const { sinks_.store(); }
 
  private:
+  // Rows of q and grad_out: converted, in pairs, or since they lie apart.
+  bool copies_queries() const {
+    return kConverts<T, Op> || Op::kPack == 2 || copies_rows<T, C>(p_, p_.q, p_.head_dim, p_.seqlen_k) ||
+           copies_rows<T, C>(p_, p_.grad_out, p_.head_dim_v, p_.seqlen_k);
+  }
   bool bias_apart() const { return bias_.way == bias_.kApart; }
   bool bias_sums() const { return bias_.way == bias_.kAdded; }
   bool by_task() const { return bias_.way == bias_.kByTask; }
@@ -196,7 +199,7 @@ class BackwardCall {
       for (int64_t h = head; h < head + cut_.kv_group; ++h) make_terms_of(own.scratch, batch, h, 0, p_.seqlen_q);
     const QueryGrad<C> dq = query_grads_.begin(batch, head, own.sums, worker);
     backward_heads<T, Op>(p_, own.scratch, batch, head, cut_.kv_group, {0, p_.seqlen_k}, terms_, visiting_, dq, nullptr,
-                          adds_bias(), grads_of_bias, copies_, own.cache, {{0, p_.seqlen_q}});
+                          adds_bias(), grads_of_bias, own.cache, {{0, p_.seqlen_q}});
     query_grads_.end(batch, head, dq);
   }
   void sweep_shared(const SharedTask& task, void* memory, int64_t worker) const {
@@ -221,7 +224,7 @@ class BackwardCall {
     const QueryGrad<C> dq = query_grads_.shared(task.slot, batch, head);
     Turns<T, C> turns(p_, cut_, visiting_, progress_, query_grads_, dq, task, piece.rows);
     backward_heads<T, Op>(p_, own.scratch, batch, head, cut_.kv_group, {key, min64(p_.seqlen_k, key + kTile<C>)},
-                          terms_, visiting_, dq, query_grads_.wanted() ? &turns : nullptr, adds_bias(), table, copies_,
+                          terms_, visiting_, dq, query_grads_.wanted() ? &turns : nullptr, adds_bias(), table,
                           own.cache, piece);
     announce(progress_.of(task.group, task.tile, task.piece), progress_.done());
   }
@@ -242,7 +245,6 @@ class BackwardCall {
   const Buffer<C> kept_;  // dK and dV of shared groups, where they are sums of pieces
   const int64_t sweeps_of_whole_;
   const Buffer<C> bias_grads_;
-  const bool copies_;  // rows of q and grad_out: converted, in pairs, or since they lie apart
   const PackedCaches<typename Op::Scalar> caches_;
 };
 

@@ -8,9 +8,9 @@
 //     O += P V             A = P^T where S^T was, broadcast;  B = V rows as they lie in memory, columns along the lanes
 //
 // so K and V are neither packed nor transposed, and O comes out as the user has it. (Rows that lie apart are copied:
-// copies() in ForwardCall.) Where that would leave more lanes idle than the queries do, the second
-// product is O^T += V^T P^T instead, with lanes as in the first (sums_by_rows). Each block's sums begin at 0 and are
-// then added to the rescaled total (one fma): the order of summation that loses least.
+// copies() in ForwardCall.) Where that would leave more lanes idle than the queries do, the second product is
+// O^T += V^T P^T instead, with lanes as in the first (sums_by_rows). Each block's sums begin at 0 and are then added to
+// the rescaled total (one fma): the order of summation that loses least.
 #pragma once
 
 #include "softmax.h"
