@@ -570,6 +570,67 @@ def compiled_and_checkpointed():
         assert all(map(torch.equal, torch.autograd.grad(out.sum(), own), grads))
 
 
+@check(2, exchange=["ring", "all_to_all"], with_gradients=[False, True], ranks=[1, 2])
+def a_whole_graph_does_not_hold_sharded_attention(exchange, with_gradients, ranks):
+    """On one rank neither, which has no messages, so that a model that compiles there compiles on many."""
+    groups = [dist.new_group([rank]) for rank in range(SIZE)] if ranks == 1 else [None] * SIZE
+    sharded = shard_mask(MASKS["documents"](), group=groups[RANK])
+    torch._dynamo.reset()  # a call that was compiled in parts, as the last one, is not compiled again
+    own = sharded.shard(torch.randn(2, 4, LENGTH, 8), 2).requires_grad_(with_gradients)
+
+    def attend(x):
+        return sharded_attention(2 * x, x, x, sharded, exchange=exchange)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="exchanges messages between ranks, which no graph holds"):
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(own)
+    assert torch.equal(torch.compile(attend, backend="aot_eager")(own), attend(own))
+
+
+@check(2, checkpointed=[False, True])
+def a_ring_has_no_second_derivatives(checkpointed):
+    """An error for each input, not None or 0, and none for those who only might have wanted some."""
+    sharded = shard_mask(MASKS["documents"]())
+    own = [sharded.shard(torch.randn(2, 4, LENGTH, 8), 2).requires_grad_() for _ in range(3)]
+    attend = functools.partial(sharded_attention, attn_mask=sharded)
+    if checkpointed:
+        attend = functools.partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=False)
+    out = attend(*own)
+    seed = torch.randn_like(out).requires_grad_()
+    want = torch.autograd.grad(out, own, seed, retain_graph=True)
+    grads = torch.autograd.grad(out, own, seed, create_graph=True)
+    assert all(map(torch.equal, grads, want))
+    for x in (*own, seed):
+        with refused(RuntimeError, "ring has no derivatives of second order: exchange='all_to_all' has them"):
+            torch.autograd.grad(sum(x.sum() for x in grads), x, retain_graph=True, materialize_grads=True)
+
+
+@check(2, exchange=["ring", "all_to_all", "context_parallel", "context_parallel under a mask"])
+def transforms_are_refused(exchange):
+    x = torch.randn(2, 4, 8 * SIZE, 8)
+    mask = masks.causal(8 * SIZE)
+    if exchange in ("ring", "all_to_all"):
+        sharded = shard_mask(mask)
+        x, place = sharded.shard(x, 2), contextlib.nullcontext()
+
+        def attend(x):
+            return sharded_attention(x, x, x, sharded, exchange=exchange).sum()
+    else:
+        given = mask if exchange.endswith("mask") else None
+        place = context_parallel(mesh_of(SIZE), buffers=[x], buffer_seq_dims=[2], attn_mask=given)
+
+        def attend(x):
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
+    with place:
+        for call in (
+            lambda: torch.func.grad(attend)(x),
+            lambda: torch.func.vmap(attend)(x[None]),
+            lambda: torch.func.jvp(attend, (x,), (x,)),
+        ):
+            with refused(RuntimeError, "exchanges messages between ranks, which torch.func's transforms can't follow"):
+                call()
+
+
 class Attends(torch.nn.Module):
     """x + a call of `attend`, of 4 heads, as a program of torch.export holds it."""
 

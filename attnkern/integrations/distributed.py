@@ -271,6 +271,7 @@ def check_length(name: str, length: int, ranks: int, parts: int) -> None:
         )
 
 
+@torch.compiler.disable(reason="attnkern: sharded_attention exchanges messages between ranks, which no graph holds")
 def sharded_attention(
     query: Tensor,
     key: Tensor,
@@ -374,10 +375,19 @@ class _RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> Any:
-        query, key, value, out, lse = ctx.saved_tensors
-        sharded, options = ctx.how
+        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        with torch.no_grad():
+            grads = _RingAttention._gradients(saved, grad_out, grad_lse, *ctx.how)
+        if torch.is_grad_enabled():
+            grads = _DifferentiableOnce.apply(*grads, *saved[:3], grad_out, grad_lse)
+        return *grads, None, None
+
+    @staticmethod
+    def _gradients(
+        saved: tuple[Tensor, ...], grad_out: Tensor, grad_lse: Tensor, sharded: ShardedMask, options: dict
+    ) -> tuple[Tensor, ...]:
+        query, key, value, out, lse = saved
         grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value))
         returning = _Returning(sharded, grad_key, grad_value)
         for owner, (k, v) in _arriving(sharded, key, value):
@@ -393,7 +403,25 @@ class _RingAttention(torch.autograd.Function):
                 grad_v[:, :, keys] += dv
             returning.give(owner, grad_k, grad_v)
         returning.wait()
-        return *(x.to(query.dtype) for x in (grad_query, grad_key, grad_value)), None, None
+        return tuple(x.to(query.dtype) for x in (grad_query, grad_key, grad_value))
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """(three gradients, what they depend on) -> the gradients, whose own derivatives are refused.
+
+    torch's `once_differentiable` doesn't tell autograd what gradients depend on: a derivative by one of these would be
+    None, or 0 by materialize_grads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *sources: Tensor) -> Any:
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "attnkern: sharded_attention's ring has no derivatives of second order: exchange='all_to_all' has them"
+        )
 
 
 class _Exchange:
@@ -541,11 +569,17 @@ def _check_shards(query: Tensor, key: Tensor, value: Tensor, sharded: ShardedMas
 
 
 def _check_not_traced(name: str) -> None:
-    """Raises if a program is being made of this call, which would hold neither messages nor right gradients."""
+    """Raises if a program is being made of this call, which would hold neither messages nor right gradients, or if a
+    transform follows it, whose tensors can't be sent."""
     if exporting() or torch.jit.is_tracing() or (not torch.compiler.is_compiling() and making_graph()):
         raise RuntimeError(
             f"attnkern: {name} exchanges messages between ranks, which torch.export and other tracers can't put into "
             "a program: use torch.compile, which calls it between its graphs"
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"attnkern: {name} exchanges messages between ranks, which torch.func's transforms can't follow: use "
+            "torch.autograd for gradients"
         )
 
 
