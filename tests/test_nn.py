@@ -1079,6 +1079,7 @@ def test_memory_is_that_of_the_result():
     [
         ({"rows": 5}, IndexError, r"rows must be in \[-5, 5\), got 5"),
         ({"heads": [0, -3]}, IndexError, r"heads must be in \[-2, 2\), got -3"),
+        ({"rows": torch.tensor([0, 5])}, IndexError, r"rows must be in \[-5, 5\), got 5"),
         ({"rows": 1.0}, TypeError, "rows must be None, an int, a slice, a sequence of ints or a 1-D integer tensor"),
         ({"rows": torch.ones(5).bool()}, TypeError, r"rows must be a 1-D integer tensor, got bool of shape \(5,\)"),
         ({"rows": [True, False]}, TypeError, r"rows must be None, an int, .*, got \[True, False\]"),
@@ -1086,6 +1087,9 @@ def test_memory_is_that_of_the_result():
         ({"rows": torch.tensor(1)}, TypeError, r"rows must be a 1-D integer tensor, got int64 of shape \(\)"),
         ({"heads": ["a"] * 99}, TypeError, r"heads must be None, an int, .*, got \['a', .*\.\.\.$"),
         ({"lse": torch.randn(1, 2, 4)}, RuntimeError, r"lse must have the shape \(1, 2, 5\) of the queries, got"),
+        ({"lse": torch.randn(1, 2, 5).to("meta")}, RuntimeError, "lse must be on query's device cpu, got meta"),
+        ({"lse": torch.randn(1, 2, 5).to_sparse()}, RuntimeError, r"lse must be a dense \(strided\) tensor, got"),
+        ({"heads": torch.zeros(1, dtype=torch.complex128)}, TypeError, "heads must be a 1-D integer tensor"),
         ({"lse": torch.zeros(1, 2, 5).long()}, TypeError, "lse must be a floating-point tensor or None"),
         ({"key": torch.randn(1, 2, 7, 9)}, RuntimeError, "key's last size must be query's, 8"),
         ({"window": (-1, 0)}, ValueError, "window's bounds must be >= 0"),
