@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Runs a few calls of every kernel family that this machine has, forward and backward, against "
         "float64, each family in a process of its own. Exit status: 0 all right, 1 something isn't.",
     )
-    check.add_argument("--seconds", type=_seconds, metavar="S", help="how long a family may take (default: 120)")
+    check.add_argument("--seconds", type=_seconds, metavar="S", help="how long a call may take (default: 120)")
     check.add_argument("--one", metavar="FAMILY", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.command is None:

@@ -127,9 +127,10 @@ def attention_backward(
         batch, num_heads, seqlen_q, _ = problem.q.shape
         for name, x, found in (("query", query, problem.q), ("key", key, problem.k), ("value", value, problem.v)):
             if x.shape != found.shape:
+                beside = "" if x is query else f" beside query {tuple(query.shape)}"
                 raise RuntimeError(
-                    f"attnkern: attention_backward takes 4-D tensors of one batch size, got {name} {tuple(x.shape)} "
-                    f"beside query {tuple(query.shape)}"
+                    f"attnkern: attention_backward takes 4-D tensors of one batch size, got {name} {tuple(x.shape)}"
+                    f"{beside}"
                 )
         rows, exact = (batch, num_heads, seqlen_q), torch.promote_types(query.dtype, torch.float32)
         given: Any

@@ -387,9 +387,18 @@ class CrossAttention(nn.Module):
             (N, L, out_dim), or with need_weights the pair. A position that sees nothing gathers 0.
 
         Raises:
-            RuntimeError: ranks, widths, batch sizes or masks that do not fit. TypeError: a floating-point mask.
+            RuntimeError: ranks, widths, batch sizes or masks that do not fit. TypeError: a floating-point mask, x or
+            context that is no tensor.
         """
         context = x if context is None else context
+        for name, tensor in (("x", x), ("context", context)):
+            if not isinstance(tensor, Tensor):
+                raise type_error(name, "Tensor", tensor)
+            if tensor.is_nested and not is_jagged(tensor):
+                raise RuntimeError(
+                    f"attnkern: {name} must not be a nested tensor but of the jagged layout (layout=torch.jagged), or "
+                    "padded, with padding_mask"
+                )
         rank = x.dim()
         if rank not in (2, 3):
             raise RuntimeError(f"attnkern: x must have 2 (unbatched) or 3 dimensions, got {show(x.shape)}")

@@ -71,6 +71,8 @@ class PagedCache:
             raise type_error("dtype", "torch.dtype", dtype)
         if dtype not in DTYPES:
             raise ValueError(f"attnkern: dtype must be float32, float64, bfloat16 or float16, got {show(dtype)}")
+        if not isinstance(device, (torch.device, str, int)):
+            raise type_error("device", "torch.device, str or int", device)
         self.page_size = page_size
         self.keys, self.values = (
             _pool((layers, pages, heads, page_size, size), dtype, torch.device(device))

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd
-from .arguments import is_causal_bias, show, type_name
+from .arguments import is_causal_bias, may_look, show, type_name
+from .checks import check_place
 from .mask import Mask
 from .packed import Jagged
 from .params import shown
 from .problem import Problem
+from .shapes import Kind
 
 Selection = int | slice | Sequence[int] | Tensor | None
 """Which rows or heads: None is all, an int is one (its dimension stays), negative ones count from the end."""
@@ -63,7 +65,7 @@ def attention_weights(
 
     Raises:
         As `attention`; IndexError: rows or heads out of range; TypeError: rows or heads of another type;
-        RuntimeError: lse of another shape, heads without a head dimension.
+        RuntimeError: lse of another shape or device, heads without a head dimension.
 
     Source of the weights from the saved log-sum-exp: the backward pass of T. Dao et al., "FlashAttention", 2022.
     """
@@ -97,7 +99,7 @@ def attention_weights(
     batch, num_heads, seqlen_q, _ = q.shape
     if lse is not None:
         shape = (*(q.shape[:2] if lead is None else lead), seqlen_q)
-        lse = _checked_lse(lse, shape).reshape(batch, num_heads, seqlen_q)
+        lse = _checked_lse(lse, shape, query).reshape(batch, num_heads, seqlen_q)
     positions = None
     if rows is not None:
         index = _index("rows", rows, seqlen_q, q.device)
@@ -123,10 +125,11 @@ def attention_weights(
     return weights.reshape(*lead, *weights.shape[-2:])
 
 
-def _checked_lse(lse: Any, shape: tuple[int, ...]) -> Tensor:
+def _checked_lse(lse: Any, shape: tuple[int, ...], query: Tensor) -> Tensor:
     if not isinstance(lse, Tensor) or not lse.is_floating_point():
         kind = show(lse.dtype) if isinstance(lse, Tensor) else type_name(lse)
         raise TypeError(f"attnkern: lse must be a floating-point tensor or None, got {kind}")
+    check_place("lse", Kind.of(lse), Kind.of(query))
     if tuple(lse.shape) != shape:
         raise RuntimeError(f"attnkern: lse must have the shape {shape} of the queries, got {tuple(lse.shape)}")
     return lse
@@ -139,12 +142,15 @@ def _index(name: str, selection: Any, n: int, device: torch.device) -> slice | T
             return selection
         selection = list(range(*selection.indices(n)))
     if isinstance(selection, Tensor):
-        if selection.dim() != 1 or selection.is_floating_point() or selection.dtype in (torch.bool, torch.complex64):
+        kind = selection.dtype
+        if selection.dim() != 1 or kind.is_floating_point or kind.is_complex or kind == torch.bool:
             raise TypeError(
-                f"attnkern: {name} must be a 1-D integer tensor, got {show(selection.dtype)} of shape "
-                f"{show(selection.shape)}"
+                f"attnkern: {name} must be a 1-D integer tensor, got {show(kind)} of shape {show(selection.shape)}"
             )
-        return selection.to(device, torch.int64)  # out of range: torch's indexing says so
+        index = selection.to(device, torch.int64)
+        if may_look(index):  # elsewhere torch's indexing says it
+            _check_within(name, index.tolist(), n)
+        return index
     try:
         numbers = [selection] if not isinstance(selection, Sequence) else selection
         if any(isinstance(x, bool) for x in numbers):  # which an index takes for a mask, not for 0 and 1
@@ -155,7 +161,11 @@ def _index(name: str, selection: Any, n: int, device: torch.device) -> slice | T
             f"attnkern: {name} must be None, an int, a slice, a sequence of ints or a 1-D integer tensor, "
             f"got {shown(selection)}"
         ) from None
+    _check_within(name, wanted, n)
+    return torch.tensor(wanted, dtype=torch.int64, device=device)
+
+
+def _check_within(name: str, wanted: list[int], n: int) -> None:
     for x in wanted:
         if not -n <= x < n:
             raise IndexError(f"attnkern: {name} must be in [{-n}, {n}), got {x}")
-    return torch.tensor(wanted, dtype=torch.int64, device=device)

@@ -108,6 +108,13 @@ def test_trouble_is_told_and_the_others_go_on(monkeypatch, capsys):
     assert found["status"].startswith(f"NOT RIGHT: {', '.join(wrong)}. ")
 
 
+def test_what_is_slow_does_not_hang(monkeypatch):
+    """The time is that of a call, not of all: a busy machine takes minutes for them, and is right."""
+    slow = "for _ in range(12): time.sleep(0.5); tell(right='another')\ntell(done=True)"
+    monkeypatch.setattr(check, "command", lambda name: [sys.executable, "-c", PROCESS + slow])
+    assert check.run("cpu", seconds=5.0).text.startswith("right: 13 calls in ")
+
+
 def test_nothing_but_plain_torch_is_no_success(monkeypatch, capsys):
     monkeypatch.setattr(check, "command", lambda name: [sys.executable, "-c", PROCESS + TROUBLE["cpu"][0]])
     monkeypatch.setattr(check, "families", lambda: {"cpu": "the compiled library is not loaded", "reference": None})

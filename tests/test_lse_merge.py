@@ -321,7 +321,7 @@ def test_backward_of_a_part_without_keys(target):
         ({"lse": torch.zeros(2, 2, 5, 1)}, RuntimeError, r"lse must be \(2, 2, 5\) float32"),
         ({"grad_lse": torch.zeros(2, 5)}, RuntimeError, "grad_lse must be"),
         ({"lse": None}, TypeError, "'lse' must be Tensor, not NoneType"),
-        ({"query": torch.zeros(2, 5, 8)}, RuntimeError, "attention_backward takes 4-D tensors"),
+        ({"query": torch.zeros(2, 5, 8)}, RuntimeError, r"takes 4-D tensors .*, got query \(2, 5, 8\)$"),
         ({"key": torch.zeros(1, 2, 7, 8)}, RuntimeError, r"4-D tensors of one batch size, got key \(1, 2, 7, 8\)"),
         ({"key": torch.zeros(2, 2, 6, 8)}, RuntimeError, "key and value must have the same length"),
     ],

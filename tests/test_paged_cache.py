@@ -153,6 +153,7 @@ def test_errors():
         ({"page_size": 16.0}, "'page_size' must be int, not float"),
         ({"pages": True}, "'pages' must be int, not bool"),
         ({"dtype": "float32"}, "'dtype' must be torch.dtype, not str"),
+        ({"device": None}, "'device' must be torch.device, str or int, not NoneType"),
     ):
         with pytest.raises(TypeError, match=message):
             attnkern.PagedCache(**({"pages": 4, "heads": 1, "head_dim": 8} | given))
