@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import attnkern
+from bench import targets
+from bench.__main__ import app
+from bench.cases import select
 from bench.gpu import summary
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +71,20 @@ def test_commands_exist():
     assert {"test", "bench"} <= targets
     for name in targets:
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"make {name}"
+
+
+def test_benchmarks_have_the_options_that_they_are_shown_with():
+    """`python -m bench`, and the cases that it names."""
+    commands, shown = typer.main.get_command(app).commands, []
+    for page in PAGES:
+        for code in CODE.findall(page.read_text()):
+            shown += re.findall(r"python -m bench (\w+)([^`\n]*)", code)
+    assert len(shown) > 10
+    for name, words in shown:
+        options = {option for x in commands[name].params for option in (*x.opts, *x.secondary_opts)}
+        assert {*re.findall(r"--[\w-]+", words)} <= options, (name, words)
+        for cases in re.findall(r"--cases ([\w,-]+)", words):
+            assert all(targets.named(x) or select(x) for x in cases.split(","))
 
 
 def _anchors(page: Path) -> set[str]:
