@@ -1,10 +1,8 @@
 """Every kernel keeps to its claims on every architecture; the gate fails where a fault is planted, really compiled."""
 
-import ctypes
 import dataclasses
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -13,7 +11,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-import torch
 import triton
 import triton.language as tl
 
@@ -23,7 +20,6 @@ from gate.case import KIB, Budget, Case, Cuda, Triton
 from ptxsim import SHARED_LIMIT
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "proving_kernels.md"
 CASES = cases.all_cases()
 EVERY = 16  # of a Triton kernel's cases for an architecture, .ci/run has one in so many
 
@@ -57,48 +53,6 @@ def test_kernels_keep_to_their_claims(case, arch):
 def test_no_kernel_is_without_a_case():
     assert any(path.endswith("delta.cu") for path in cases.cuda_sources())
     assert cases.unclaimed(CASES) == []
-
-
-class DeltaArgs(ctypes.Structure):
-    """As csrc/cuda/delta.cu has it."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("grad_out", "out", "lse", "grad_lse", "delta")),
-        *((name, ctypes.c_int64 * 3) for name in ("grad_out_stride", "out_stride")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "seqlen", "head_dim")),
-    )
-
-
-def test_what_the_page_shows_runs(tmp_path, monkeypatch):
-    """Its blocks, one after the other: two launches in the simulator, two cases, and an order in the text of a list."""
-    blocks = re.findall(r"^( *)```py(?:thon)?\n(.*?)^ *```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    triton_launch, cuda_launch, cuda_case, order, triton_case = (textwrap.dedent(code) for _, code in blocks)
-    file = tmp_path / "shown.py"  # Triton reads a kernel's source in its file
-    file.write_text(triton_launch)
-    spec = importlib.util.spec_from_file_location("shown", file)
-    shown = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shown)
-    torch.testing.assert_close(shown.y, shown.x + 1)
-
-    grad_out, out = torch.randn(2, 2, 5, 32, 64).unbind()
-    lse, delta = torch.zeros(2, 5, 32), torch.empty(2, 5, 32)
-    pointers = [x if x is None else x.data_ptr() for x in (grad_out, out, lse, None, delta)]
-    strides = [(ctypes.c_int64 * 3)(*x.stride()[:3]) for x in (grad_out, out)]
-    names = {"params": DeltaArgs(*pointers, *strides, 2, 5, 32, 64), "ptxsim": shown.ptxsim, "add_one": shown.add_one}
-    names |= {"grad_out": grad_out, "out": out, "lse": lse, "delta": delta}
-    names |= {"Budget": Budget, "Case": Case, "Cuda": Cuda, "Triton": Triton}
-    monkeypatch.chdir(ROOT)
-    exec(cuda_launch, names)
-    torch.testing.assert_close(delta, (grad_out * out).sum(-1))
-
-    exec(order, names)
-    dataclasses.replace(eval(cuda_case, names), order=names["order"])  # it would refuse what is no order
-    for code in (cuda_case, triton_case):
-        case = eval(code, names)
-        for arch in case.archs.split():
-            found = rules.of_case(case, arch)
-            assert found
-            assert [line for kernel in found for line in rules.broken(case, arch, kernel)] == []
 
 
 # ------------------------------------------------------------------------------------------------- planted in .cu files

@@ -101,7 +101,6 @@ TOUCHES = [
     ("docs/coming_from_flash_attn.md", "docs flash_attn_install"),
     ("docs/compile.md", "docs features readme"),
     ("docs/distributed.md", "distributed docs readme"),
-    ("docs/proving_kernels.md", "docs gate readme"),
     ("CHANGELOG.md", "docs project readme"),
     ("docs/* README.md CONTRIBUTING.md LICENSE mkdocs.yml", "docs readme"),
     (

@@ -2,7 +2,7 @@
 
     report = ptxsim.launch(triton_function, (grid_x, grid_y), q, k, v, out, scale, BLOCK=64, target=90, num_warps=4)
     kernel = ptxsim.cuda("delta.cu", "delta_kernel", target=80)
-    report = ptxsim.launch(kernel, (8,), params, block=256, tensors=[grad_out, out, lse, delta])
+    report = ptxsim.launch(kernel, (8,), params, block=256, tensors=[grad_out, out, delta])
 
 Tensors are CPU tensors, and their own addresses are the kernel's global addresses: nothing is copied, so that
 structures of pointers made by host code work as they are. Bounds are those of the storage behind each tensor.
