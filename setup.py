@@ -221,9 +221,12 @@ def library_flags():
 
 def max_jobs():
     """MAX_JOBS, at most the cores and one job per 2 GB of free memory."""
+    wanted = os.environ.get("MAX_JOBS")
+    if wanted and not wanted.strip().isdecimal():
+        raise SystemExit(f"MAX_JOBS must be a number of jobs, got {wanted!r}.")
     available = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
     bound = min(len(os.sched_getaffinity(0)), int(available[1]) // 2**21 if available else 1)
-    return max(1, min(bound, int(os.environ.get("MAX_JOBS", bound))))
+    return max(1, min(bound, int(wanted or bound)))
 
 
 # -MMD: system headers are left out, among them torch's, which lie in another folder for another checkout. The hash of
@@ -255,6 +258,7 @@ class Ninja:
     def __init__(self, name, folder=None):
         self.name, self.folder, self.edges = name, BUILD / (folder or name), []
         self.cache = objects_folder()
+        self.jobs = max_jobs()  # here: a bad MAX_JOBS is said before anything is built
 
         def once(command):
             # ":": where nothing is kept, another hash makes it another command, so that ninja runs it.
@@ -307,7 +311,7 @@ class Ninja:
             # Ninja begins with what is listed first: CUDA's units, which take longest, so that none is left at the end.
             edges = [edge for _, edge in sorted(self.edges, key=lambda edge: edge[0] != "compile_cuda")]
             path.write_text("\n".join([*self.rules, *edges]) + "\n")
-            if subprocess.run([ninja, "-f", path, "-j", str(max_jobs())]).returncode:
+            if subprocess.run([ninja, "-f", path, "-j", str(self.jobs)]).returncode:
                 raise SystemExit("attnkern was not built: the compiler's message is above.")
         if self.cache:
             with contextlib.suppress(FileNotFoundError):  # another checkout's build does the same

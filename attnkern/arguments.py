@@ -154,7 +154,18 @@ def making_graph() -> bool:
 def may_look(*tensors: Tensor) -> bool:
     """Whether values are there and may be checked: at no cost on the CPU, or where ATTNKERN_CHECK=1 asks for it."""
     on_cpu = all(x.device.type == "cpu" for x in tensors)
-    return has_values(*tensors) and (on_cpu or os.environ.get("ATTNKERN_CHECK") == "1")
+    return has_values(*tensors) and (on_cpu or asked_to_look())
+
+
+def asked_to_look() -> bool:
+    """Whether ATTNKERN_CHECK is 1, now. Raises ValueError where it is neither 0 nor 1."""
+    value = os.environ.get("ATTNKERN_CHECK") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"attnkern: ATTNKERN_CHECK must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+asked_to_look()  # a bad value is an error when attnkern is imported, on any device
 
 
 def exporting() -> bool:

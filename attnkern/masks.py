@@ -407,9 +407,9 @@ def _integers(name: str, x: Any, dims: tuple[int, ...], device: torch.device | s
 
 
 def _check_counts(name: str, counts: Tensor, seqlen_k: int) -> None:
-    if may_look(counts) and bool(((counts < 0) | (counts > seqlen_k)).any()):
-        least, most = int(counts.min()), int(counts.max())
-        raise ValueError(f"attnkern: {name} must be from 0 to the keys' length {seqlen_k}, got {least} to {most}")
+    if may_look(counts) and bool((wrong := (counts < 0) | (counts > seqlen_k)).any()):
+        found = int(counts[wrong][0])
+        raise ValueError(f"attnkern: {name} must be from 0 to the number of keys, {seqlen_k}, got {found}")
 
 
 def _as_stored(mask: Tensor) -> Tensor:

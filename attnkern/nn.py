@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.init import constant_, xavier_normal_, xavier_uniform_
 
 from . import api, autograd, rng
-from .arguments import is_causal_bias, mask_type_error, may_look, show, type_error
+from .arguments import is_causal_bias, mask_type_error, may_look, number, show, type_error
 from .checks import check_mask_dtype
 from .mask import Mask, both, span
 from .packed import is_jagged
@@ -57,7 +57,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Raises what torch raises: AssertionError for ranks, widths, a key_padding_mask that does not fit and masks of
     integers; RuntimeError for an attn_mask or batch sizes that do not fit; ValueError for sizes that are not positive,
-    or a negative window; TypeError for another window than (left, right), and sinks that aren't bool.
+    a dropout that is no probability, or a negative window; TypeError for a dropout that is no number, another window
+    than (left, right), and sinks that aren't bool.
 
     In nn.TransformerEncoderLayer, evaluation without gradients uses this module as well, not torch's own fast path.
 
@@ -83,6 +84,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         window: Window = None,
         sinks: bool = False,
     ) -> None:
+        _check_dropout(dropout)
         _check_band(window, "top_left")
         _check_sinks(sinks)
         super().__init__(
@@ -309,8 +311,9 @@ class CrossAttention(nn.Module):
         window, alignment: as in `attnkern.attention`: position i of x sees positions i - left to i + right of context.
         sinks: as in `MultiheadAttention`.
 
-    Raises ValueError for sizes that are not positive, heads that do not divide k_dim or v_dim, a negative window or an
-    unknown alignment; TypeError for another window than (left, right), and sinks that aren't bool.
+    Raises ValueError for sizes that are not positive, heads that do not divide k_dim or v_dim, a dropout that is no
+    probability, a negative window or an unknown alignment; TypeError for a dropout that is no number, another window
+    than (left, right), and sinks that aren't bool.
     """
 
     sinks: nn.Parameter | None
@@ -332,6 +335,7 @@ class CrossAttention(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check_dropout(dropout)
         _check_band(window, alignment)
         _check_sinks(sinks)
         super().__init__()
@@ -440,6 +444,12 @@ def _check_band(window: Any, alignment: Any) -> None:
     """Raises in the constructor what a call with them would raise."""
     x = torch.empty(1, 1, device="meta")
     Problem.from_sdpa(x, x, x, window=window, alignment=alignment)
+
+
+def _check_dropout(dropout: Any) -> None:
+    """As torch.nn.Dropout: torch's own MultiheadAttention takes any number, and fails in training."""
+    if not 0 <= number("dropout", dropout) <= 1:
+        raise ValueError(f"attnkern: dropout must be between 0 and 1, got {dropout}")
 
 
 def _check_sinks(sinks: Any) -> None:

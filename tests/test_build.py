@@ -599,6 +599,7 @@ def test_without_nvcc_one_line_says_so_and_a_stale_cuda_library_goes(fake_build)
             "ATTNKERN_CUDA=1, but nvcc was not found in /nonexistent/bin",
         ),
         ({"ATTNKERN_CUDA": "yes"}, "ATTNKERN_CUDA must be auto, 0 or 1, got 'yes'"),
+        ({"MAX_JOBS": "abc"}, "MAX_JOBS must be a number of jobs, got 'abc'"),
         ({"CXX": "/nonexistent/g++"}, "C++ compiler /nonexistent/g++ not found"),
     ],
 )

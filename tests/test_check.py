@@ -15,6 +15,7 @@ import attnkern
 import attnkern.__main__ as command
 import routes
 from attnkern import check
+from attnkern.arguments import asked_to_look
 from attnkern.backends import disabled
 
 table = importlib.import_module("attnkern.backends")  # as an attribute of the package it is the public function
@@ -323,6 +324,17 @@ def test_an_unknown_family_is_an_error_with_the_choices():
         f"ValueError: attnkern: ATTNKERN_DISABLE must hold names of {', '.join(disabled.FAMILIES)}, "
         "separated by commas, got 'cuda-sm91'"
     )
+
+
+def test_an_unknown_wish_to_look_at_values_is_an_error_with_the_choices(monkeypatch):
+    """As ATTNKERN_DISABLE's: when attnkern is imported, on machines too where nothing reads it later."""
+    env = {**os.environ, "ATTNKERN_CHECK": "yes"}
+    done = subprocess.run([sys.executable, "-c", "import attnkern"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: attnkern: ATTNKERN_CHECK must be 0 or 1, got 'yes'"
+    for value, asked in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("ATTNKERN_CHECK", value)
+        assert asked_to_look() == asked
 
 
 def test_the_variable_reaches_the_cuda_library():

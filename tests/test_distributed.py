@@ -39,6 +39,7 @@ from attnkern.integrations.distributed import (
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 240  # s, for all checks of one number of processes; a collective waits 30 s
+PAGE = ROOT / "docs" / "distributed.md"
 EXAMPLE = runpy.run_path(str(ROOT / "docs" / "examples" / "sharded_documents.py"))
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -796,6 +797,30 @@ def sharding_says_what_it_needs():
 @check(2, 4)
 def the_example_is_right():
     assert EXAMPLE["compare"](dist.group.WORLD) < 1e-4
+
+
+@check(2)
+def what_the_page_shows_runs():
+    """Its blocks, on the ranks' CPU tensors, against attention of one process."""
+    ring, under_a_mask = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    tokens, positions, embedding = torch.randint(10, (1, 64)), torch.arange(64)[None], torch.randn(74, 2, 16)
+
+    def model(tokens, positions):
+        x = (embedding[tokens] + embedding[10 + positions]).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+
+    names = {"tokens": tokens, "positions": positions, "model": model, "world_size": SIZE}
+    expected = model(tokens, positions)
+    exec(ring, names | {"init_device_mesh": lambda device, shape: mesh_of(*shape)}, found := {})
+    assert found["logits"].shape[1] == 64 // SIZE
+    torch.testing.assert_close(found["whole"], expected)
+
+    q, (k, v) = torch.randn(1, 4, 64, 16), torch.randn(2, 1, 2, 64, 16)
+    names = {"q": q, "k": k, "v": v, "ends": torch.tensor([0, 20, 37, 64])}
+    expected = attnkern.attention(q, k, v, masks.document(cu_seqlens=names["ends"], is_causal=True), enable_gqa=True)
+    exec(under_a_mask, names)
+    assert names["out"].shape[2] == 64 // SIZE
+    torch.testing.assert_close(names["whole"], expected)
 
 
 @check(2, 4, load_balance=[False, True], is_causal=[False, True], rotation=["allgather", "alltoall"])

@@ -5,17 +5,27 @@ a comment. A block in ```py is shown only: it is of a library that need not be i
 """
 
 import csv
+import ctypes
+import dataclasses
+import importlib.util
 import re
 import statistics
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import attnkern
+from bench import targets
+from bench.__main__ import app
+from bench.cases import select
 from bench.gpu import summary
+from gate import rules
+from gate.case import Budget, Case, Cuda, Triton
 
 ROOT = Path(__file__).parent.parent
 SITE = sorted(ROOT.glob("docs/*.md"))
@@ -67,6 +77,64 @@ def test_commands_exist():
     assert {"test", "bench"} <= targets
     for name in targets:
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), f"make {name}"
+
+
+def test_benchmarks_have_the_options_that_they_are_shown_with():
+    """`python -m bench`, and the cases that it names."""
+    commands, shown = typer.main.get_command(app).commands, []
+    for page in PAGES:
+        for code in CODE.findall(page.read_text()):
+            shown += re.findall(r"python -m bench (\w+)([^`\n]*)", code)
+    assert len(shown) > 10
+    for name, words in shown:
+        options = {option for x in commands[name].params for option in (*x.opts, *x.secondary_opts)}
+        assert {*re.findall(r"--[\w-]+", words)} <= options, (name, words)
+        for cases in re.findall(r"--cases ([\w,-]+)", words):
+            assert all(targets.named(x) or select(x) for x in cases.split(","))
+
+
+class DeltaArgs(ctypes.Structure):
+    """As csrc/cuda/delta.cu has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("grad_out", "out", "lse", "grad_lse", "delta")),
+        *((name, ctypes.c_int64 * 3) for name in ("grad_out_stride", "out_stride")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "seqlen", "head_dim")),
+    )
+
+
+def test_what_the_page_on_proving_kernels_shows_runs(tmp_path, monkeypatch):
+    """Its blocks, one after the other: two launches in the simulator, two cases, and an order in the text of a list."""
+    blocks = re.findall(
+        r"^( *)```py(?:thon)?\n(.*?)^ *```", (ROOT / "docs/proving_kernels.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    triton_launch, cuda_launch, cuda_case, order, triton_case = (textwrap.dedent(code) for _, code in blocks)
+    file = tmp_path / "shown.py"  # Triton reads a kernel's source in its file
+    file.write_text(triton_launch)
+    spec = importlib.util.spec_from_file_location("shown", file)
+    shown = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shown)
+    torch.testing.assert_close(shown.y, shown.x + 1)
+
+    grad_out, out = torch.randn(2, 2, 5, 32, 64).unbind()
+    lse, delta = torch.zeros(2, 5, 32), torch.empty(2, 5, 32)
+    pointers = [x if x is None else x.data_ptr() for x in (grad_out, out, lse, None, delta)]
+    strides = [(ctypes.c_int64 * 3)(*x.stride()[:3]) for x in (grad_out, out)]
+    names = {"params": DeltaArgs(*pointers, *strides, 2, 5, 32, 64), "ptxsim": shown.ptxsim, "add_one": shown.add_one}
+    names |= {"grad_out": grad_out, "out": out, "lse": lse, "delta": delta}
+    names |= {"Budget": Budget, "Case": Case, "Cuda": Cuda, "Triton": Triton}
+    monkeypatch.chdir(ROOT)
+    exec(cuda_launch, names)
+    torch.testing.assert_close(delta, (grad_out * out).sum(-1))
+
+    exec(order, names)
+    dataclasses.replace(eval(cuda_case, names), order=names["order"])  # it would refuse what is no order
+    for code in (cuda_case, triton_case):
+        case = eval(code, names)
+        for arch in case.archs.split():
+            found = rules.of_case(case, arch)
+            assert found
+            assert [line for kernel in found for line in rules.broken(case, arch, kernel)] == []
 
 
 def _anchors(page: Path) -> set[str]:

@@ -675,6 +675,9 @@ def test_bad_constructors_raise_what_torch_raises(arguments):
 
 
 OPTIONS = [  # of both constructors, and of CrossAttention's
+    ({"dropout": 1.5}, ValueError, "dropout must be between 0 and 1, got 1.5"),
+    ({"dropout": float("nan")}, ValueError, "dropout must be between 0 and 1, got nan"),
+    ({"dropout": "0.1"}, TypeError, "argument 'dropout' must be float, not str"),
     ({"sinks": torch.zeros(H)}, TypeError, "argument 'sinks' must be bool, not Tensor"),
     ({"window": 3}, TypeError, r"argument 'window' must be \(left, right\) or None, not 3"),
     ({"window": (-1, 0)}, ValueError, r"window's bounds must be >= 0 \(None: unbounded\), got \(-1, 0\)"),

@@ -100,6 +100,7 @@ TOUCHES = [
     ("docs/examples/* docs/make_notebook.py", "distributed docs examples"),
     ("docs/coming_from_flash_attn.md", "docs flash_attn_install"),
     ("docs/compile.md", "docs features readme"),
+    ("docs/distributed.md", "distributed docs readme"),
     ("CHANGELOG.md", "docs project readme"),
     ("docs/* README.md CONTRIBUTING.md LICENSE mkdocs.yml", "docs readme"),
     (
