@@ -197,8 +197,8 @@ def test_more_keys_than_a_cache_holds(kernel_target, rows, dtype, kind):
 
 @pytest.mark.parametrize(**in_turn(rows=[1, 3, 5, 6, 7, 8, 12, 16], dtype=[torch.float32, torch.bfloat16]), ids=str)
 def test_heads_side_by_side(kernel_target, rows, dtype):
-    """Where a token's heads lie side by side, up to 16 rows read several of them together on a CPU with AVX2, from 8
-    MiB of K and V on; sooner, or with more rows, a head after the other."""
+    """Where a token's heads lie side by side, up to ten rows of float32 and eight of 16 bits read several of them
+    together on a CPU with AVX2, from 8 MiB of K and V on; sooner, or with more rows, a head after the other."""
     head_dim = HEAD_DIMS[rows % 7]
     keys = 2**23 // (2 * dtype.itemsize * head_dim * 3) + 37
     inputs = kernel_target.inputs(1, 3 * rows, 1, keys, head_dim, heads_k=3, dtype=dtype, layout="blhd")

@@ -40,15 +40,18 @@ def test_repeatable_with_several_threads(target, name):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("length", [200, 600])  # of which values are copied; keys, too
-def test_heads_of_a_token_side_by_side(kernel_target, length, threads, dtype):
+# Of which values are copied; keys, too; more than the cache has room for.
+@pytest.mark.parametrize("sizes", [(2, 200, 8, 64), (2, 600, 8, 64), (1, 500, 4, 256)], ids=str)
+def test_heads_of_a_token_side_by_side(kernel_target, sizes, threads, dtype):
     """Rows that lie apart are copied: results and gradients have the bits of rows one after the other."""
     torch.set_num_threads(threads)
 
-    def apart(heads):
-        return torch.randn(2, length, heads, 64, dtype=dtype, device=kernel_target.device).transpose(1, 2)
+    batch, length, heads, head_dim = sizes
 
-    inputs, grad_out = [apart(8), apart(4), apart(4)], apart(8)
+    def apart(heads):
+        return torch.randn(batch, length, heads, head_dim, dtype=dtype, device=kernel_target.device).transpose(1, 2)
+
+    inputs, grad_out = [apart(heads), apart(heads // 2), apart(heads // 2)], apart(heads)
     # A query without a key, and keys without a query: their numbers reach no sum.
     ranges = torch.tensor([0, length - 5], dtype=torch.int32, device=kernel_target.device).repeat(1, 1, length, 1, 1)
     ranges[:, :, 3] = 0

@@ -110,7 +110,7 @@ class BackwardCall {
         // Of q and of grad_out, where the queries are walked more than once.
         caches_(workers, cut_.tiles > 1 && copies_queries() ? 2 * cut_.kv_group : 0,
                 cached_rows<Op>(p.seqlen_q, sizes_.tiles) / Op::kPack,
-                round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes)) {}
+                round_up(max64(p.head_dim, p.head_dim_v), Simd<C>::kLanes), is_window(p.band) && Op::kPack == 1) {}
 
   int64_t phases() const { return sweeps_ ? 3 : 1; }
   int64_t tasks(int64_t phase) const {

@@ -283,7 +283,8 @@ class ForwardCall {
         sizes_(nullptr, p),
         copies_(copies()),
         caches_(workers, copies_, cached_rows<Op>(p.seqlen_k, sizes_.tiles) / Op::kPack,
-                round_up(copies_ == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes)) {}
+                round_up(copies_ == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes),
+                window_ && Op::kPack == 1) {}
 
   int64_t phases() const { return 1; }
   int64_t tasks(int64_t) const { return heads_ * cut_.tiles; }
@@ -315,7 +316,8 @@ class ForwardCall {
     if (cut_.tiles <= 1) return 0;
     if (Op::kPack == 2) return 1;
     if (kConverts<T, Op> || p_.pages.table != nullptr) return 2;
-    if (window_ || !lie_apart(p_.v, p_.head_dim_v)) return 0;
+    if (!lie_apart(p_.v, p_.head_dim_v)) return 0;
+    if (window_) return crowds<T>(p_.v, p_.head_dim_v) ? 2 : 0;
     if (cut_.tiles < (crowds<T>(p_.v, p_.head_dim_v) ? kTilesForCrowds : kTilesForRows)) return 0;
     return cut_.tiles >= kTilesForRows && lie_apart(p_.k, p_.head_dim) ? 2 : 1;
   }

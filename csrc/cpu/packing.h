@@ -14,19 +14,22 @@ inline constexpr bool kConverts = Op::kPack == 1 && !std::is_same_v<T, typename 
 // head needs them again.
 template <class Scalar>
 struct alignas(64) PackedCache {  // shares no cache line with another worker
-  Scalar* memory;                 // of the head's first rows
+  Scalar* memory;                 // of the head's rows from `first` on
   int64_t room;                   // rows, or pairs of rows
-  int64_t head = -1, begin = 0, end = 0;
+  bool moves;                     // where it is full it begins anew; otherwise it keeps a head's first rows
+  int64_t head = -1, begin = 0, end = 0, first = 0;
   bool numbers = true;  // and nothing else, where that was asked
 
   // Makes it hold the rows [row, last) of head `index`: pack(first, last) for those that it lacks.
   template <class Pack>
   void hold(int64_t index, int64_t row, int64_t last, const Pack& pack) {
-    if (head != index || row < begin || row > end) *this = {memory, room, index, row, row};
+    if (head != index || row < begin || row > end || (moves && last - first > room))
+      *this = {memory, room, moves, index, row, row, moves ? row : 0};
     if (end >= last) return;
     pack(end, last);
     end = last;
   }
+  Scalar* at(int64_t row, int64_t pack, int64_t step) const { return memory + (row - first) / pack * step; }
 };
 inline constexpr int64_t kPackedCacheBytes = 3 << 18;  // of a worker, at most: with it a call needs no more than torch
 
@@ -36,8 +39,10 @@ template <class Scalar>
 class PackedCaches {
  public:
   // A worker has `records` caches of so many rows, or pairs of rows, of `scalars` each, if there is memory for all.
-  PackedCaches(int64_t workers, int64_t records, int64_t rows, int64_t scalars)
+  // They move if a window does.
+  PackedCaches(int64_t workers, int64_t records, int64_t rows, int64_t scalars, bool moves)
       : records_(records),
+        moves_(moves),
         room_(min64(rows, kPackedCacheBytes / max64(1, records * scalars * static_cast<int64_t>(sizeof(Scalar))))),
         record_scalars_(room_ * scalars),
         rows_(workers * records) {}
@@ -52,11 +57,13 @@ class PackedCaches {
   // To be called before a worker's first of(), and after another call has used its scratch: it has packed nothing.
   // (The workers make their records themselves: for all of them one thread would take as long as for a task.)
   void forget(int64_t worker) const {
-    for (int64_t i = 0; i < records_; ++i) rows_.data()[worker * records_ + i] = {nullptr, room_};
+    for (int64_t i = 0; i < records_; ++i) rows_.data()[worker * records_ + i] = {nullptr, room_, moves_};
   }
 
  private:
-  int64_t records_, room_, record_scalars_;
+  int64_t records_;
+  bool moves_;
+  int64_t room_, record_scalars_;
   Buffer<PackedCache<Scalar>> rows_;
 };
 
@@ -115,15 +122,15 @@ inline Rows<typename Op::Scalar> packed_rows(const AnyRows& view, int64_t heads,
     }
   };
   const int64_t end = row + rows;
-  const bool room = cache != nullptr && (end + Op::kPack - 1) / Op::kPack <= cache->room;
+  const bool room = cache != nullptr && ((cache->moves ? rows : end) + Op::kPack - 1) / Op::kPack <= cache->room;
   // A pair that only begins here would bring the next row in: 0 times infinity.
   if (!room || row % Op::kPack != 0 || (rows % Op::kPack != 0 && end != last_row)) {
     copy(row, end, scratch);
     return {scratch, step};
   }
   cache->hold(batch * heads + head, row, end,
-              [&](int64_t first, int64_t last) { copy(first, last, cache->memory + first / Op::kPack * step); });
-  return {cache->memory + row / Op::kPack * step, step};
+              [&](int64_t first, int64_t last) { copy(first, last, cache->at(first, Op::kPack, step)); });
+  return {cache->at(row, Op::kPack, step), step};
 }
 
 // Whether rows hold infinities or NaN: times 0 such a number is NaN, and NaN is a sum that it enters.
