@@ -753,9 +753,11 @@ def test_bad_calls(cls, changes, error, match):
 
 
 def test_bad_dropout():
-    x = torch.randn(N, L, E)
+    """One that was set later, which the constructor hasn't seen."""
+    module, x = MultiheadAttention(E, H), torch.randn(N, L, E)
+    module.dropout = 1.5
     with pytest.raises(RuntimeError, match=r"dropout_p must be between 0 and 1, got 1\.5"):
-        MultiheadAttention(E, H, dropout=1.5)(x, x, x)
+        module(x, x, x)
 
 
 # --- CrossAttention
