@@ -217,10 +217,13 @@ inline bool decodes(const Attention& p) {
   const int64_t keys = visited.end - visited.begin;
   if (group * queries > kDecodeRows)
     return shares_rows(group, queries) && queries <= kDecodeQueries && keys >= kDecodeKeysPerQuery * queries;
-  // Keys of 16 bits are converted for each tile: that takes more queries to pay.
+  // Keys of 16 bits are converted for each tile: that takes more queries to pay. What comes from memory is read faster
+  // in decoding's order.
   const bool halves = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
   const int64_t lanes = p.dtype == DType::kFloat64 ? Simd<double>::kLanes : Simd<float>::kLanes;
-  return 8 * queries <= 5 * lanes || keys > (halves ? 3 * queries - 8 : 8 * queries);
+  const int64_t bytes = p.batch * p.heads_k * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
+  const bool near = kVectorBytes < 64 && p.dtype == DType::kFloat32 && bytes < kFarBytes;
+  return 8 * queries <= 5 * lanes || keys > (halves ? 3 * queries - 8 : near ? 24 * queries : 8 * queries);
 }
 
 // Calls with few keys go a third way (few_keys.h), under a band and dropout alone. With more queries a tile of them is
