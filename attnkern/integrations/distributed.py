@@ -271,7 +271,6 @@ def check_length(name: str, length: int, ranks: int, parts: int) -> None:
         )
 
 
-@torch.compiler.disable(reason="attnkern: sharded_attention exchanges messages between ranks, which no graph holds")
 def sharded_attention(
     query: Tensor,
     key: Tensor,
@@ -333,6 +332,13 @@ def sharded_attention(
     else:
         results = _RingAttention.apply(query, key, value, attn_mask, options)
     return results if return_lse else results[0]
+
+
+# Dynamo doesn't follow it, but breaks the graph for this reason. (As by torch.compiler.disable, which imports Dynamo.)
+sharded_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
+sharded_attention._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "attnkern: sharded_attention exchanges messages between ranks, which no graph holds"
+)
 
 
 def sharded_varlen_attention(
