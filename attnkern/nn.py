@@ -233,15 +233,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | Mask | None,
     ) -> None:
         """The types of torch's errors, one sentence each."""
+        padding = (
+            "key_padding_mask (and nn.TransformerEncoder made with enable_nested_tensor=False, or with "
+            "use_nested_tensor set to False since)"
+        )
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor):
-                raise type_error(name, "Tensor", x)
-            if x.is_nested:
-                raise AssertionError(
-                    f"attnkern: {name} must not be a nested tensor but of the jagged layout (layout=torch.jagged), or "
-                    "padded, with key_padding_mask (and nn.TransformerEncoder made with enable_nested_tensor=False, or "
-                    "with use_nested_tensor set to False since)"
-                )
+            _check_tensor(name, x, padding, AssertionError)
         rank = query.dim()
         if rank not in (2, 3):
             raise AssertionError(f"attnkern: query must have 2 (unbatched) or 3 dimensions, got {show(query.shape)}")
@@ -396,13 +393,7 @@ class CrossAttention(nn.Module):
         """
         context = x if context is None else context
         for name, tensor in (("x", x), ("context", context)):
-            if not isinstance(tensor, Tensor):
-                raise type_error(name, "Tensor", tensor)
-            if tensor.is_nested and not is_jagged(tensor):
-                raise RuntimeError(
-                    f"attnkern: {name} must not be a nested tensor but of the jagged layout (layout=torch.jagged), or "
-                    "padded, with padding_mask"
-                )
+            _check_tensor(name, tensor, "padding_mask", RuntimeError, jagged=True)
         rank = x.dim()
         if rank not in (2, 3):
             raise RuntimeError(f"attnkern: x must have 2 (unbatched) or 3 dimensions, got {show(x.shape)}")
@@ -438,6 +429,17 @@ class CrossAttention(nn.Module):
         )
         out = self.out_proj(out.transpose(-2, -3).flatten(-2))
         return out if weights is None else (out, weights)
+
+
+def _check_tensor(name: str, x: Any, padding: str, error: type[Exception], jagged: bool = False) -> None:
+    """Raises where x is no tensor, or a nested one. One of the jagged layout is right where `jagged` says so."""
+    if not isinstance(x, Tensor):
+        raise type_error(name, "Tensor", x)
+    if x.is_nested and not (jagged and is_jagged(x)):
+        raise error(
+            f"attnkern: {name} must not be a nested tensor but of the jagged layout (layout=torch.jagged), or padded, "
+            f"with {padding}"
+        )
 
 
 def _check_band(window: Any, alignment: Any) -> None:
