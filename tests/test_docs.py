@@ -1,7 +1,8 @@
 """README and docs say what is true: examples, commands, links, names of functions, pages of the site.
 
 A block in ```python is run, by itself. What it prints stands in the ```text block behind it, or behind each `print` as
-a comment. A block in ```py is shown only: it is of a library that need not be installed, or of several processes.
+a comment. A block in ```py isn't run so: it is of a library that need not be installed, of several processes, or of
+the simulator. Tests of their own run those of docs/proving_kernels.md (here) and docs/distributed.md.
 """
 
 import csv

@@ -334,7 +334,7 @@ def sharded_attention(
     return results if return_lse else results[0]
 
 
-# Dynamo doesn't follow it, but breaks the graph for this reason. (As by torch.compiler.disable, which imports Dynamo.)
+# Dynamo follows nothing so marked, and gives the reason. (torch.compiler.disable marks, too, but imports Dynamo.)
 sharded_attention._torchdynamo_disable = True  # type: ignore[attr-defined]
 sharded_attention._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "attnkern: sharded_attention exchanges messages between ranks, which no graph holds"

@@ -240,9 +240,9 @@ struct Tiles<PairDot> {
     if (!cached) return pack_values<T>(view, batch, head, begin, end, last_row, columns, scratch) ? scratch : nullptr;
     cache->hold(batch * heads + head, begin, end, [&](int64_t first, int64_t last) {
       cache->numbers &=
-          pack_values<T>(view, batch, head, first, last, last_row, columns, cache->memory + first / kKeys * piece);
+          pack_values<T>(view, batch, head, first, last, last_row, columns, cache->at(first, kKeys, piece));
     });
-    return cache->numbers ? cache->memory + begin / kKeys * piece : nullptr;
+    return cache->numbers ? cache->at(begin, kKeys, piece) : nullptr;
   }
 
   // A block's rows of pairs stand in whole pieces of keys: how many rows before its first one. (Odd rows are pairs with

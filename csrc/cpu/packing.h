@@ -39,7 +39,7 @@ template <class Scalar>
 class PackedCaches {
  public:
   // A worker has `records` caches of so many rows, or pairs of rows, of `scalars` each, if there is memory for all.
-  // They move if a window does.
+  // Those of rows move under a window. (Those of pairs don't: not measured.)
   PackedCaches(int64_t workers, int64_t records, int64_t rows, int64_t scalars, bool moves)
       : records_(records),
         moves_(moves),
