@@ -75,18 +75,19 @@ class Derivatives(NamedTuple):
     sinks: Any = None
 
 
-SINKS = Inputs._fields.index("sinks")
+BIAS, SINKS = Inputs._fields.index("bias"), Inputs._fields.index("sinks")
 NUM_INPUTS, NUM_DERIVATIVES = len(Inputs._fields), len(Derivatives._fields)
 
 
 def for_operators(arguments: tuple[Any, ...], first: int = 0) -> tuple[Any, ...]:
     """An operator's arguments, of which the inputs begin at `first`, where the sinks may be (Hq,), as a call gives
-    them."""
-    at = first + SINKS
-    sinks = arguments[at]
-    if sinks is None or sinks.dim() == 2:
-        return arguments
-    return *arguments[:at], sinks.unsqueeze(0), *arguments[at + 1 :]
+    them, and the bias (L, S)."""
+    bias, sinks = arguments[first + BIAS], arguments[first + SINKS]
+    if bias is not None and bias.dim() == 2:
+        arguments = *arguments[: first + BIAS], bias[None, None], *arguments[first + BIAS + 1 :]
+    if sinks is not None and sinks.dim() == 1:
+        arguments = *arguments[: first + SINKS], sinks.unsqueeze(0), *arguments[first + SINKS + 1 :]
+    return arguments
 
 
 GRAD_BITS = Derivatives(GRAD_Q, GRAD_K, GRAD_V, GRAD_BIAS, GRAD_SINKS)

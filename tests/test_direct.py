@@ -203,6 +203,26 @@ def test_masks_of_inference_mode_beside_gradients():
     assert torch.equal(grad, torch.autograd.grad(sdpa(q, q, q, mask.clone()).sum(), q)[0])
 
 
+@pytest.mark.parametrize(
+    "mask", [torch.linspace(-1, 1, 25).view(5, 5).T, torch.ones(5, 5).tril() > 0], ids=["float", "bool"]
+)
+def test_a_mask_of_two_dimensions_has_every_derivative(mask, operators):
+    """A plain call saves it as it is given; whatever then goes by an operator takes four dimensions."""
+    leaves = [x.double().requires_grad_() for x in testing.make_inputs(2, 2, 5).tensors.values()]
+    seed = torch.linspace(-1, 1, leaves[0].numel()).view(leaves[0].shape).double()
+    mask = mask.double() if mask.is_floating_point() else mask
+
+    def derivatives(mask):
+        first = torch.autograd.grad(sdpa(*leaves, mask), leaves, seed, create_graph=True)
+        second = torch.autograd.grad(first, leaves, [x.detach() for x in leaves])
+        out = sdpa(*leaves, mask)
+        many = torch.autograd.grad(out, leaves, torch.stack([seed, -seed]), is_grads_batched=True, retain_graph=True)
+        with operators():
+            return *first, *second, *many, *torch.autograd.grad(out, leaves, seed)
+
+    assert_same(derivatives(mask), derivatives(mask[None, None]))
+
+
 def test_masks_and_sinks_with_gradients_are_direct(operators, monkeypatch):
     q, k, v = (torch.randn(2, 2, n, 8, requires_grad=True) for n in (9, 12, 12))
     sinks = torch.randn(2, requires_grad=True)

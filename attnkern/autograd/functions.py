@@ -106,14 +106,17 @@ def attention(
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 
-def eager(*args: Any) -> tuple[Tensor, Tensor]:
-    """(q, k, v, bias, sinks, key_ranges, params) -> (out, lse) of a call for the CPU's kernels to which no rule of
-    Problem applies (csrc/common/direct.h), with gradients."""
-    *tensors, params = args
-    inputs = _savable(Inputs(*tensors))
-    if (bias := inputs.bias) is not None and bias.dim() < 4:
-        inputs = inputs._replace(bias=bias[(None,) * (4 - bias.dim())])
-    return _apply_eagerly(*inputs, (params, cpu.NAME, cpu.forward))
+def eager(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, key_ranges: Tensor | None, params: Any
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a call for the CPU's kernels to which no rule of Problem applies (csrc/common/direct.h), with
+    gradients."""
+    if bias is not None:
+        # A view costs as much as a tenth of a short call: where nothing needs one, a mask (L, S) stays as it is.
+        if bias.dim() < 4 and (bias.dim() != 2 or bias.requires_grad):
+            bias = bias[(None,) * (4 - bias.dim())]
+        bias = savable(bias)
+    return _apply_eagerly(q, k, v, bias, sinks, savable(key_ranges), None, None, (params, cpu.NAME, cpu.forward))
 
 
 def _forward_by_backend(backend: Any, *args: Any) -> Any:

@@ -280,12 +280,11 @@ class Arguments {
     next();
     return {};
   }
-  Inputs inputs() {
-    Inputs read;
-#define READ(type, name) read_tensor(read.name);
+  void read(Inputs& inputs) {
+#define READ(type, name) read_tensor(inputs.name);
     ATTNKERN_TENSORS(READ)
 #undef READ
-    return read;
+    if (inputs.bias.has_value() && inputs.bias->dim() == 2) inputs.bias->pad_dimensions();  // a mask (L, S)
   }
   int64_t integer() { return PyLong_AsLongLong(next()); }
   AttentionParams params() {
@@ -345,7 +344,8 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (count != attnkern::kTensorCount + attnkern::kParamCount + kOthers || any_answers_true(python.listeners))
       return nullptr;
     Arguments a(arguments, count);
-    const Inputs inputs = a.inputs();
+    Inputs inputs;
+    a.read(inputs);
     const AttentionParams params = a.params();
     const bool need_lse = a.truth();
     if (!a.plain_for(Kernels::kName) || !Kernels::takes(inputs.q.scalar_type())) return nullptr;
@@ -363,7 +363,8 @@ PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     Arguments a(arguments, count);
     const Tensor grad_out = a.tensor();
     const OptionalTensor grad_lse = a.optional_tensor();
-    const Inputs inputs = a.inputs();
+    Inputs inputs;
+    a.read(inputs);
     const Tensor out = a.tensor(), lse = a.tensor();
     const AttentionParams params = a.params();
     const int64_t grad_mask = a.integer();
