@@ -72,6 +72,25 @@ def test_heads_of_a_token_side_by_side(kernel_target, sizes, threads, dtype):
 
 
 @contract(34, 61)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (9, 3)}], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 12, 20, 20), (12, 12, 150, 130)], ids=str)
+def test_many_short_heads(kernel_target, sizes, options, dtype):
+    """While one is computed, the next one's rows are prefetched: the bits are those of few heads alone."""
+    torch.set_num_threads(1)
+    batch, heads, seqlen_q, seqlen_k = sizes
+
+    def rows(*sizes):
+        return torch.randn(*sizes, dtype=dtype, device=kernel_target.device)
+
+    q, v = rows(batch, heads, seqlen_q, 64), rows(batch, seqlen_k, heads // 2, 48).transpose(1, 2)
+    k = rows(1, heads // 4, seqlen_k, 64).expand(batch, -1, -1, -1)
+    out, lse = kernel_target.attention(q, k, v, **options, enable_gqa=True, return_lse=True)
+    for few in (slice(0, 1), slice(batch - 2, None)):
+        alone = kernel_target.attention(q[few], k[few], v[few], **options, enable_gqa=True, return_lse=True)
+        assert torch.equal(out[few], alone[0])
+        assert torch.equal(lse[few], alone[1])
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 130, 300, 16), (1, 2, 2, 1500, 16)], ids=str)
 def test_dropout_with_several_threads(target, sizes, dtype):
     torch.set_num_threads(3)

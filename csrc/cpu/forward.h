@@ -90,9 +90,21 @@ inline bool shift_to_maximum(const ForwardScratch<Op>& scratch, int64_t vectors,
   return S::all(small);
 }
 
+// What the task of the next head begins with. The machine's own prefetching ends where the rows of a head do.
+struct NextHead {
+  PrefetchRows q, k, v;
+
+  // To be prefetched while the scores of a block are computed.
+  PrefetchStreams streams(int64_t rows, int64_t vectors, int64_t depth) const {
+    const int64_t calls = max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(rows, vectors, depth));
+    return {{k, calls}, {v, calls}, {q, calls}};
+  }
+};
+
 template <class T, class Op, bool kFastPath>
 void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCache<typename Op::Scalar>* cache,
-                  int64_t copies, int64_t batch, int64_t head, int64_t query, int64_t queries, bool prefetches) {
+                  int64_t copies, int64_t batch, int64_t head, int64_t query, int64_t queries, bool prefetches,
+                  const NextHead* next_head) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -166,6 +178,9 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     if (prefetches || prefetches_bias) {
       prefetch = keys_to_prefetch<T, Op>(p, *block, batch, head, query, queries, prefetches, prefetches_bias,
                                          probabilities.pace(block->rows, depth));
+      next = &prefetch;
+    } else if (next_head != nullptr && walk.done()) {
+      prefetch = next_head->streams(block->rows, vectors, depth);
       next = &prefetch;
     }
     if (waits) {
@@ -282,6 +297,8 @@ class ForwardCall {
         window_(is_window(p.band)),
         fast_path_(ScoreParams<C>(p).fast_path()),
         cut_(cut_forward<C>(heads_, p.seqlen_q, threads, uneven_)),
+        workers_(workers),
+        prefetches_heads_(prefetches_heads()),
         prefetches_(p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far()),
         sizes_(nullptr, p),
         copies_(copies()),
@@ -302,8 +319,10 @@ class ForwardCall {
     const int64_t head = task / cut_.tiles, at = task % cut_.tiles, tile = window_ ? at : cut_.tiles - 1 - at;
     const int64_t query = cut_.begin_of<C>(tile), end = min64(cut_.begin_of<C>(tile + 1), p_.seqlen_q);
     const auto run = fast_path_ ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
+    const bool prefetches = prefetches_heads_ && at == cut_.tiles - 1 && head + 1 < heads_;
+    const NextHead next_head = prefetches ? begin_of_head(head + 1) : NextHead();
     run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), copies_, head / p_.heads_q,
-        head % p_.heads_q, query, end - query, prefetches_);
+        head % p_.heads_q, query, end - query, prefetches_, prefetches ? &next_head : nullptr);
   }
   // To be called before a worker's scratch is used for this call, at first and whenever others have used it.
   void forget(int64_t worker) const { caches_.forget(worker); }
@@ -312,6 +331,33 @@ class ForwardCall {
  private:
   // Few tiles hardly bring keys and values nearer, nor do those of a window, which meet keys that none has met before.
   int64_t far() const { return cut_.tiles <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
+  // Many heads of few tiles. Of rows that lie apart, short ones of one tile that don't all begin in the same lines of
+  // the first-level cache: others would drive out of it what is read now.
+  bool prefetches_heads() const {
+    constexpr int64_t kTiles = 4, kShortRow = 256, kPage = 4096, kBytes = sizeof(T);
+    if (Op::kPack == 2 || kConverts<T, Op> || p_.pages.table != nullptr || in_order_) return false;
+    if (cut_.tiles > (lie_apart(p_.k, p_.head_dim) || lie_apart(p_.v, p_.head_dim_v) ? 1 : kTiles)) return false;
+    const auto crowded = [&](const View& view, int64_t columns) {
+      return lie_apart(view, columns) && (columns * kBytes > kShortRow || view.stride[2] * kBytes % kPage == 0);
+    };
+    if (crowded(p_.k, p_.head_dim) || crowded(p_.v, p_.head_dim_v)) return false;
+    // A sequence of a packed call is one of many.
+    const int64_t entries = p_.all_rows > 0 ? p_.all_rows / max64(1, p_.seqlen_q) : p_.batch;
+    const int64_t entry =
+        p_.seqlen_q * p_.heads_q * p_.head_dim + p_.seqlen_k * (p_.heads_k * p_.head_dim + p_.heads_v * p_.head_dim_v);
+    return entries * entry * kBytes >= kFarBytes / 4 * 3 * workers_;
+  }
+  NextHead begin_of_head(int64_t head) const {
+    const int64_t batch = head / p_.heads_q, at = head % p_.heads_q, group_k = p_.heads_q / p_.heads_k,
+                  group_v = p_.heads_q / p_.heads_v, tile = window_ ? 0 : cut_.tiles - 1;
+    const auto rows_of = [&](const View& view, int64_t h, int64_t row, int64_t rows, int64_t length, int64_t columns) {
+      return rows_to_prefetch<T>(view, batch, h, row, rows, length, columns);
+    };
+    NextHead next{rows_of(p_.q, at, cut_.begin_of<C>(tile), kTile<C>, p_.seqlen_q, p_.head_dim), {}, {}};
+    if (at % group_k == 0) next.k = rows_of(p_.k, at / group_k, 0, kBlock<Op>, p_.seqlen_k, p_.head_dim);
+    if (at % group_v == 0) next.v = rows_of(p_.v, at / group_v, 0, kBlock<Op>, p_.seqlen_k, p_.head_dim_v);
+    return next;
+  }
   // What is copied once for all tiles of a head: 1, values, in pairs; 2, keys, too, converted or gathered. And rows
   // that lie apart, of which a tile reads the values for every few queries, the keys for every few vectors of them.
   int64_t copies() const {
@@ -329,7 +375,8 @@ class ForwardCall {
   const int64_t heads_;
   const bool uneven_, in_order_, window_, fast_path_;
   const ForwardCut cut_;
-  const bool prefetches_;
+  const int64_t workers_;
+  const bool prefetches_heads_, prefetches_;
   const ForwardScratch<Op> sizes_;
   const int64_t copies_;
   const PackedCaches<typename Op::Scalar> caches_;
