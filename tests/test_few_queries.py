@@ -44,6 +44,58 @@ def test_output_lse_and_gradients(target, queries, keys, sizes, heads, kind, thr
     target.check(inputs, enable_gqa=True, **options)
 
 
+# Keys, sizes and heads as above; a mask as of make_mask, or ranges as of with_ranges.
+EXCLUDING = ["bool B11S", "bool BHLS", "bool 1H1S", "anything B11 1", "few BHL 1", "near 11L 1", "anything B1L 2"]
+MASKED = [
+    (queries, keys, DRAW.choice(SIZES[:6]), DRAW.choice(HEADS), kind, DRAW.choice(["full", "causal", "sinks"]), dtype)
+    for kind in EXCLUDING
+    for queries, keys in DRAW.sample(list(product([1, 2, 3, 5, 8], [20, 64, 257, 700])), 4)
+    for dtype in DRAW.sample(FLOATS, 2)
+]
+
+
+@pytest.mark.parametrize("poison", [None, math.nan])
+@pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "excluding", "kind", "dtype"), MASKED, ids=str)
+def test_masks(target, queries, keys, sizes, heads, excluding, kind, dtype, poison):
+    """What a mask or ranges exclude from all queries has gradients of 0, whatever it holds."""
+    options = dict(OPTIONS[kind])
+    sinks = options.pop("sinks", None)
+    batch, heads_q, heads_k = heads
+    how, shape, *count = excluding.split()
+    mask = None if count else (how, shape)
+    inputs = target.inputs(batch, heads_q, queries, keys, *sizes, heads_k=heads_k, dtype=dtype, mask=mask)
+    if count:
+        inputs = inputs.with_ranges(how, shape, int(count[0]), torch.int32, 0)
+    if sinks is not None:
+        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
+    target.check(inputs if poison is None else inputs.with_poison(poison), enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("mask", ["float BHLS", "holes B1LS", "float LS", "holes 1H1S fp32", "float B11S", "relative"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 300), (3, 64), (8, 520)])
+def test_a_bias_without_gradient(kernel_target, mask, queries, keys, dtype):
+    """It gives the gradients that tiles give where the bias has one, too."""
+    kind, shape, *mask_dtype = mask.split() * 2 if mask == "relative" else mask.split()
+    given = {} if kind == "relative" else {"mask": (kind, shape)}
+    if mask_dtype and kind != "relative":
+        given["mask_dtype"] = torch.promote_types(dtype, torch.float32)
+    inputs = kernel_target.inputs(2, 4, queries, keys, 48, heads_k=2, dtype=dtype, **given)
+    if kind == "relative":
+        inputs = inputs.with_relative_bias(4, queries + keys - 1, dtype, 0)
+    found = []
+    for with_gradient in (False, True):
+        tensors = {
+            n: x.detach().requires_grad_(with_gradient or n in ("query", "key", "value"))
+            for n, x in inputs.tensors.items()
+        }
+        out = kernel_target.attention(**tensors, enable_gqa=True)
+        leaves = [tensors[n] for n in ("query", "key", "value")] + [x for x in tensors.values() if with_gradient][3:]
+        found.append(torch.autograd.grad(out, leaves, torch.ones_like(out))[:3])
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-12 if dtype == torch.float64 else 2e-2
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=tolerance * want.abs().max().item(), rtol=0)
+
+
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
 def test_strides(target, layout, dtype):
     target.check(target.inputs(2, 3, 2, 300, 24, dtype=dtype, layout=layout))

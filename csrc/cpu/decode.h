@@ -16,7 +16,7 @@ namespace {
 
 // Whether the mask leaves none of these keys for any of the rows.
 template <class T>
-inline bool excludes_all_of_rows(const Forward& p, int64_t batch, int64_t head_k, int64_t key, int64_t keys) {
+inline bool excludes_all_of_rows(const Attention& p, int64_t batch, int64_t head_k, int64_t key, int64_t keys) {
   const int64_t group = p.heads_q / p.heads_k, different = p.bias.stride[1] == 0 ? 1 : group;
   for (int64_t g = 0; g < different; ++g)
     if (!excludes_all<T>(p, batch, head_k * group + g, 0, p.seqlen_q, key, keys)) return false;
@@ -182,7 +182,7 @@ void block_probabilities(const Forward& p, const DecodeScratch<Op>& scratch, int
   using V = typename S::V;
   const ScoreParams<C> score(p, true);
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
-  if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key, keys);
+  if (score.has_bias) decode_bias<T>(p, batch, head_k, key, keys, scratch.bias);
   for (int64_t g = 0; g < group && score.dropout; ++g)
     for (int64_t first = 0; first < keys; first += kTile<C>)
       // (Whole vectors of it: the probabilities after the last key are to be numbers, where keys come in pairs.)

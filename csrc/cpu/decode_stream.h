@@ -59,16 +59,15 @@ inline int64_t in_tiles(int64_t row, int64_t rows, int64_t key) {
   return key / kTile<C> * kTile<C> * rows + row * kTile<C> + key % kTile<C>;
 }
 
-// scratch.bias <- the bias of all rows for keys [key, key + keys), in tiles of kTile lanes.
-template <class T, class Op>
-[[gnu::noinline]] void decode_bias(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
-                                   int64_t key, int64_t keys) {
-  using C = typename Op::Compute;
+// bias <- that of all rows of a key head for keys [key, key + keys), in tiles of kTile lanes.
+template <class T, class C>
+[[gnu::noinline]] void decode_bias(const Attention& p, int64_t batch, int64_t head_k, int64_t key, int64_t keys,
+                                   C* bias) {
   const int64_t group = p.heads_q / p.heads_k, rows = group * p.seqlen_q;
   for (int64_t first = 0; first < keys; first += kTile<C>)
     for (int64_t g = 0; g < group; ++g)
       bias_tile<C, T>(p, 2, batch, head_k * group + g, 0, p.seqlen_q, key + first, min64(kTile<C>, keys - first),
-                      scratch.bias + in_tiles<C>(g * p.seqlen_q, rows, first));
+                      bias + in_tiles<C>(g * p.seqlen_q, rows, first));
 }
 
 // The sums of a turn's values, in pairs of keys (bfloat16) or one by one.
@@ -427,7 +426,7 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   for (int64_t j = 0; j < keys; j += kLanes) {
     if (j % kDecodeKeys == 0) {
       add_recent();
-      if (score.has_bias) decode_bias<T>(p, scratch, batch, head_k, key + j, min64(kDecodeKeys, keys - j));
+      if (score.has_bias) decode_bias<T>(p, batch, head_k, key + j, min64(kDecodeKeys, keys - j), scratch.bias);
     }
 #pragma GCC unroll 2
     for (int64_t r = 0; r < rows; ++r) {

@@ -5,7 +5,7 @@
 // lies along the lanes, and rows of K and V are read as they lie in memory. Of a block of keys:
 //
 //     S = Q K^T    dP = dO V^T                     decode_scores
-//     P = exp(S - lse)    dS = P * (dP - delta)    keys along the lanes
+//     P = exp(S - lse)    dS = P * (dP - delta)    keys along the lanes, with a mask or bias
 //     dV = P^T dO    dK = dS^T Q                   a key's row at a time, which is stored at once
 //     dQ += dS K                                   decode_values
 //
@@ -32,8 +32,8 @@ inline bool has_few_queries(const Backward& p) {
       p.head_dim_v == 0 || p.heads_q / p.heads_k * p.seqlen_q > kMostRows)
     return false;
   const ScoreParams<C> score(p);
-  return (decodes(p) || has_few_keys(p)) && !score.capped() && !score.dropout && p.bias.data == nullptr &&
-         p.ranges.data == nullptr && !has_large_lse<T, C>(p);
+  return (decodes(p) || has_few_keys(p)) && !score.capped() && !score.dropout && p.dbias.data == nullptr &&
+         p.ranges.count < 2 && !has_large_lse<T, C>(p);
 }
 
 // Rows of the gradient of keys or values: for each of kKeys keys the sum over `rows` rows of x, weighted, of kVectors
@@ -97,6 +97,7 @@ class FewQueriesCall {
  public:
   explicit FewQueriesCall(const Backward& p)
       : p_(p),
+        score_(p, true),
         sinks_(p),
         group_(p.heads_q / p.heads_k),
         rows_(group_ * p.seqlen_q),
@@ -133,12 +134,13 @@ class FewQueriesCall {
       own_q = arena.take<C>(numbers), own_grad = arena.take<C>(numbers);
       dq = arena.take<C>(numbers);
       p = arena.take<C>(scores), ds = arena.take<C>(scores);
+      bias = arena.take<C>(call.score_.has_bias ? scores : 0);
       const bool copies =
           !reads_in_place(call.p_.k, call.p_.head_dim) || !reads_in_place(call.p_.v, call.p_.head_dim_v);
       copy = arena.take<C>(copies ? kDecodeKeys * call.step_ : 0);
       bytes = arena.used();
     }
-    C *q, *grad, *own_q, *own_grad, *dq, *p, *ds, *copy;
+    C *q, *grad, *own_q, *own_grad, *dq, *p, *ds, *bias, *copy;
     int64_t bytes;
   };
   // Of a row: the keys that it attends to, its log-sum-exp and its delta.
@@ -169,15 +171,22 @@ class FewQueriesCall {
   }
   // Products to P and dS.
   void differentiate(const Row* row, int64_t key, int64_t keys, const Scratch& scratch) const {
-    const V scale = S::set1(static_cast<C>(p_.softmax_scale)), log2e = S::set1(kLog2E<C>);
+    const V scale = S::set1(score_.signed_scale), log2e = S::set1(kLog2E<C>), excluded = S::set1(-kInfinity<C>);
     for (int64_t r = 0; r < rows_; ++r) {
       const Range live{row[r].keys.begin - key, row[r].keys.end - key};
       const V lse = S::set1(row[r].lse), delta = S::set1(row[r].delta);
       C *const p = scratch.p + r * kDecodeKeys, *const ds = scratch.ds + r * kDecodeKeys;
       for (int64_t j = 0; j < keys; j += S::kLanes) {
         // The product as the forward pass has it: of a large score, the rounding alone would be a large exponent.
-        V probability = S::template exp2<Op::kSums>((S::product(S::load(p + j), scale) - lse) * log2e);
+        V x = S::product(S::load(p + j), scale);
+        const C* const bias = score_.has_bias ? scratch.bias + in_tiles<C>(r, rows_, j) : nullptr;
+        if (bias != nullptr) x += S::load(bias);
+        V probability = S::template exp2<Op::kSums>((x - lse) * log2e);
         V grad = probability * (S::load(ds + j) - delta);
+        if (score_.mask_added) {  // whatever K and V hold
+          const auto dead = S::load(bias) == excluded;
+          probability = dead ? S::zero() : probability, grad = dead ? S::zero() : grad;
+        }
         if (!LaneMask<C>::all(live, j / S::kLanes, 1)) {
           const LaneMask<C> attended(live, j / S::kLanes);
           probability = attended.select(probability, S::zero()), grad = attended.select(grad, S::zero());
@@ -185,6 +194,35 @@ class FewQueriesCall {
         S::store(p + j, probability), S::store(ds + j, grad);
       }
     }
+  }
+  // dQ += dS K, without what lies in keys that no row attends to: 0 times infinity or NaN would be NaN.
+  void add_query_grads(int64_t batch, int64_t head_k, int64_t key, int64_t keys, const Scratch& scratch, C* dq) const {
+    C ones[kRowsOfFewQueries];
+    for (C& one : ones) one = C(1);
+    int64_t begin = 0;
+    const auto add_until = [&](int64_t end) {
+      if (end > begin)
+        with_rows<C, T>(p_.k, batch, head_k, key + begin, end - begin, p_.head_dim, scratch.copy,
+                        [&](const auto& rows, bool) {
+                          add_values<C, kDecodeKeys>(scratch.ds + begin, rows_, rows, end - begin, p_.head_dim,
+                                                     PrefetchAhead{}, ones, dq, step_);
+                        });
+    };
+    const bool by_band_alone = p_.ranges.data == nullptr && !score_.mask_added;
+    for (int64_t first = 0; first < keys && !by_band_alone; first += 64) {
+      const int64_t now = min64(64, keys - first);
+      const LaneBits attended = attended_keys(p_, batch, head_k * group_, group_, key + first, now);
+      const RowBits others{{~attended & bits_between({0, now})}};
+      rows_of_non_numbers<T, C>(p_.k, batch, head_k, key + first, p_.head_dim, others).for_each([&](int64_t j) {
+        add_until(first + j);
+        begin = first + j + 1;
+      });
+    }
+    add_until(keys);
+  }
+  void clear_keys(int64_t batch, int64_t head_k, Range keys) const {
+    clear_rows(p_, p_.dk, batch, head_k, keys, p_.head_dim);
+    clear_rows(p_, p_.dv, batch, head_k, keys, p_.head_dim_v);
   }
   void store_query_grads(int64_t head, const C* sums) const {
     for (int64_t g = 0; g < group_; ++g)
@@ -196,7 +234,7 @@ class FewQueriesCall {
     const int64_t part = task % parts_, head = task / parts_, batch = head / p_.heads_k, head_k = head % p_.heads_k;
     const Range given{part * kKeysOfPart, min64(p_.seqlen_k, (part + 1) * kKeysOfPart)};
     const Range reached = p_.band.reached(p_.seqlen_q, given);
-    const int64_t begin = min64(reached.begin, given.end), end = max64(begin, min64(reached.end, given.end));
+    int64_t begin = min64(reached.begin, given.end), end = max64(begin, min64(reached.end, given.end));
     const bool of_sinks = part == 0 && p_.dsinks != nullptr;
     const Scratch scratch(memory, *this);
     Row row[kRowsOfFewQueries];
@@ -207,42 +245,49 @@ class FewQueriesCall {
         S::store(delta + i, delta_of_rows<T, C>(p_, batch, head_q, i, min64(S::kLanes, p_.seqlen_q - i)));
       const C* lse = static_cast<const C*>(p_.lse) + lse_index(p_, batch, head_q, 0);
       for (int64_t i = 0; i < p_.seqlen_q; ++i) {
-        const Range keys = p_.band.visited(i, 1, {begin, end});
+        Range keys = p_.band.visited(i, 1, {begin, end});
+        if (p_.ranges.data != nullptr) keys = range_of_row(p_.ranges, batch, head_q, i, 0, keys);
         row[g * p_.seqlen_q + i] = {lse[i] == -kInfinity<C> ? Range{begin, begin} : keys, lse[i], delta[i]};
         if (of_sinks) delta_.data()[index + i] = delta[i];
       }
       if (of_sinks) sinks_.add(batch, head_q, 0, p_.seqlen_q, delta_.data());
     }
+    if (p_.ranges.data != nullptr) {
+      Range met{end, begin};
+      for (int64_t r = 0; r < rows_; ++r)
+        if (const Range& keys = row[r].keys; keys.end > keys.begin)
+          met = {min64(met.begin, keys.begin), max64(met.end, keys.end)};
+      begin = min64(met.begin, met.end), end = met.end;
+    }
     take_rows(p_.q, p_.head_dim, batch, head_k, row, scratch.q, scratch.own_q);
     take_rows(p_.grad_out, p_.head_dim_v, batch, head_k, row, scratch.grad, scratch.own_grad);
     C* const dq = sums_.data() == nullptr ? scratch.dq : sums_.data() + task * rows_ * step_;
     std::memset(dq, 0, static_cast<size_t>(rows_ * step_) * sizeof(C));
-    C ones[kRowsOfFewQueries];
-    for (C& one : ones) one = C(1);
     for (int64_t key = begin, keys; key < end; key += keys) {
       keys = min64(kDecodeKeys, end - key);
+      if (score_.has_bias && excludes_all_of_rows<T>(p_, batch, head_k, key, keys)) {
+        clear_keys(batch, head_k, {key, key + keys});
+        continue;
+      }
       multiply(p_.k, p_.head_dim, batch, head_k, key, keys, end, scratch.q, scratch.own_q, scratch, scratch.p);
       multiply(p_.v, p_.head_dim_v, batch, head_k, key, keys, end, scratch.grad, scratch.own_grad, scratch, scratch.ds);
+      if (score_.has_bias) decode_bias<T>(p_, batch, head_k, key, keys, scratch.bias);
       differentiate(row, key, keys, scratch);
       if (p_.dv.data != nullptr)
         store_rows_of_keys<T>(scratch.p, rows_, scratch.grad, step_, keys, p_.head_dim_v, C(1),
                               at<T>(p_.dv, batch, head_k, key), p_.dv.stride[2]);
       if (p_.dk.data != nullptr)
-        store_rows_of_keys<T>(scratch.ds, rows_, scratch.q, step_, keys, p_.head_dim, static_cast<C>(p_.softmax_scale),
+        store_rows_of_keys<T>(scratch.ds, rows_, scratch.q, step_, keys, p_.head_dim, score_.signed_scale,
                               at<T>(p_.dk, batch, head_k, key), p_.dk.stride[2]);
-      if (p_.dq.data != nullptr)
-        with_rows<C, T>(p_.k, batch, head_k, key, keys, p_.head_dim, scratch.copy, [&](const auto& rows, bool) {
-          add_values<C, kDecodeKeys>(scratch.ds, rows_, rows, keys, p_.head_dim, PrefetchAhead{}, ones, dq, step_);
-        });
+      if (p_.dq.data != nullptr) add_query_grads(batch, head_k, key, keys, scratch, dq);
     }
-    for (const Range apart : {Range{given.begin, begin}, Range{end, given.end}}) {
-      clear_rows(p_, p_.dk, batch, head_k, apart, p_.head_dim);
-      clear_rows(p_, p_.dv, batch, head_k, apart, p_.head_dim_v);
-    }
+    clear_keys(batch, head_k, {given.begin, begin});
+    clear_keys(batch, head_k, {end, given.end});
     if (p_.dq.data != nullptr && sums_.data() == nullptr) store_query_grads(head, dq);
   }
 
   const Backward& p_;
+  const ScoreParams<C> score_;  // a mask is added
   const SinksGradient<C> sinks_;
   const int64_t group_, rows_, heads_, parts_;
   const int64_t step_;     // of a row
