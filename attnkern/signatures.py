@@ -80,8 +80,8 @@ NUM_INPUTS, NUM_DERIVATIVES = len(Inputs._fields), len(Derivatives._fields)
 
 
 def for_operators(arguments: tuple[Any, ...], first: int = 0) -> tuple[Any, ...]:
-    """An operator's arguments, of which the inputs begin at `first`, where the sinks may be (Hq,), as a call gives
-    them, and the bias (L, S)."""
+    """An operator's arguments, of which the inputs begin at `first`. Those given may have sinks (Hq,) and a bias
+    (L, S), as calls have them."""
     bias, sinks = arguments[first + BIAS], arguments[first + SINKS]
     if bias is not None and bias.dim() == 2:
         arguments = *arguments[: first + BIAS], bias[None, None], *arguments[first + BIAS + 1 :]

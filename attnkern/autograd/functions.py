@@ -112,7 +112,8 @@ def eager(
     """out and lse of a call for the CPU's kernels to which no rule of Problem applies (csrc/common/direct.h), with
     gradients."""
     if bias is not None:
-        # A view costs as much as a tenth of a short call: where nothing needs one, a mask (L, S) stays as it is.
+        # A mask (L, S) without gradient stays as it is: a view takes time that is felt in a short call. (With three
+        # dimensions it would be a table of distances.)
         if bias.dim() < 4 and (bias.dim() != 2 or bias.requires_grad):
             bias = bias[(None,) * (4 - bias.dim())]
         bias = savable(bias)
@@ -271,7 +272,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward_by_operator(*args: Any) -> tuple[Tensor, Tensor]:
-    """The arguments of `attnkern::forward` -> its results, where the sinks may be (Hq,)."""
+    """The arguments of `attnkern::forward` -> its results, for inputs as `for_operators` takes them."""
     return ops.forward(*for_operators(args))
 
 

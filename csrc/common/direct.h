@@ -280,6 +280,7 @@ class Arguments {
     next();
     return {};
   }
+  // (Not returned: a tensor whose dimensions are padded points into itself.)
   void read(Inputs& inputs) {
 #define READ(type, name) read_tensor(inputs.name);
     ATTNKERN_TENSORS(READ)
