@@ -28,7 +28,7 @@ from attnkern.backends import choice, cpu
 from attnkern.backends.failed import CannotBuild
 from attnkern.params import DTYPES, MAX_HEAD_DIM, UNBOUNDED, AttentionParams
 from attnkern.problem import Problem
-from attnkern.signatures import Inputs
+from attnkern.signatures import GRAD_BITS, Inputs
 from random_problems import random_problem
 
 sdpa = attnkern.scaled_dot_product_attention
@@ -89,10 +89,12 @@ def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
                 mask += ops.GRAD_BIAS
             if given.sinks is not None:
                 mask += ops.GRAD_SINKS
-            rest = out, lse, *params, mask, "cpu"
-            grads = cpu.backward(grad_out, grad_lse, *given, *rest)
+            needed = [bool(mask & bit) for bit in GRAD_BITS]
+            with torch.no_grad():
+                grads = cpu.backward(grad_out, grad_lse, (*given, out, lse), params, (*needed, False))
             assert grads is not None, inputs.recipe
-            assert_same(grads, ops.backward(grad_out, grad_lse, *given, *rest))
+            assert [x is not None for x in grads] == [*needed, False], inputs.recipe
+            assert_same(grads[:-1], ops.backward(grad_out, grad_lse, *given, out, lse, *params, mask, "cpu"))
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -400,7 +402,8 @@ def test_nothing_is_direct_where_operators_are_seen(listener):
     with listener():
         assert call(q, k, v) is None
         assert cpu.forward(*Inputs(q, k, v), *params, True, "cpu") is None
-        assert cpu.backward(out, None, *Inputs(q, k, v), out, lse, *params, 7, "cpu") is None
+        with torch.no_grad():
+            assert cpu.backward(out, None, (*Inputs(q, k, v), out, lse), params, (True,) * 5) is None
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -466,7 +469,8 @@ def test_references_are_kept_right():
         call(*tensors)
         out, lse = cpu.forward(*Inputs(*tensors), *params, True, "cpu")
         cpu.forward(*Inputs(*tensors), *params, False, "cuda")
-        cpu.backward(out, lse, *Inputs(*tensors), out, lse, *params, 5, "cpu")
+        with torch.no_grad():
+            cpu.backward(out, lse, (*Inputs(*tensors), out, lse), params, (True, False, True, False, False))
         sdpa(*leaves).sum().backward()
 
     def counts():

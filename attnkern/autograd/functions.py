@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -96,28 +97,35 @@ def attention(
             kernels = partial(_forward_by_backend, chosen)
         if kernels is not None:
             try:
-                if needs_grad:
-                    results = _apply_eagerly(*_savable(inputs), (params, name, kernels))
-                else:
-                    results = kernels(*inputs, *params, need_lse, name)
+                results = kernels(*inputs, *params, need_lse, name)
             except CannotBuild:
                 results = None  # the operator finds another backend
+            if needs_grad and results is not None:
+                results = _apply_eagerly(*_savable(inputs), (params, name, *results))
     out, lse = results or _by_operators(inputs, params, return_lse, name)
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
 
 def eager(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, key_ranges: Tensor | None, params: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    key_ranges: Tensor | None,
+    params: Any,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a call for the CPU's kernels to which no rule of Problem applies (csrc/common/direct.h), with
-    gradients."""
+    """out and lse, with gradients, of a call of the CPU's kernels to which no rule of Problem applies
+    (csrc/common/direct.h)."""
     if bias is not None:
         # A mask (L, S) without gradient stays as it is: a view takes time that is felt in a short call. (With three
         # dimensions it would be a table of distances.)
         if bias.dim() < 4 and (bias.dim() != 2 or bias.requires_grad):
             bias = bias[(None,) * (4 - bias.dim())]
         bias = savable(bias)
-    return _apply_eagerly(q, k, v, bias, sinks, savable(key_ranges), None, None, (params, cpu.NAME, cpu.forward))
+    return _apply_eagerly(q, k, v, bias, sinks, savable(key_ranges), None, None, (params, cpu.NAME, out, lse))
 
 
 def _forward_by_backend(backend: Any, *args: Any) -> Any:
@@ -149,7 +157,9 @@ def _in_active_way(inputs: Inputs, params: Sequence[Any], need_lse: bool, backen
     if not _needs_grad(inputs):
         return _forward_by_operator(*inputs, *params, need_lse, backend)
     if not torch.compiler.is_compiling():
-        return _apply_eagerly(*_savable(inputs), (params, backend, _forward_by_operator))
+        with torch.no_grad():
+            results = _forward_by_operator(*inputs, *params, True, backend)
+        return _apply_eagerly(*_savable(inputs), (params, backend, *results))
     # Dynamo takes no tensor twice, as in attention(x, x, x).
     inputs = inputs._replace(k=inputs.k.view_as(inputs.k), v=inputs.v.view_as(inputs.v))
     function = _Attention if need_lse else _AttentionOutOnly
@@ -182,17 +192,12 @@ def _backward(*args: Any) -> Any:
         return ops.backward(*for_operators(args, _BACKWARD_INPUTS))
     if torch.is_grad_enabled():
         return _apply_backward(*for_operators(args, _BACKWARD_INPUTS))
-    results = None
-    if args[-1] == cpu.NAME:
-        results = cpu.backward(*args)
-    elif (chosen := backends.KERNELS.get(args[-1])) is not None and not observed(args[: BACKWARD.num_tensors]):
+    if (chosen := backends.KERNELS.get(args[-1])) is not None and not observed(args[: BACKWARD.num_tensors]):
         call = BACKWARD.of(for_operators(args, _BACKWARD_INPUTS))
         given = call.grad_out, call.grad_lse, call.inputs, call.out, call.lse
-        try:
+        with suppress(CannotBuild):  # the operator finds another backend
             return chosen.backward(*given, AttentionParams(*call.params), call.grad_mask)
-        except CannotBuild:
-            results = None  # the operator finds another backend
-    return ops.backward(*for_operators(args, _BACKWARD_INPUTS)) if results is None else results
+    return ops.backward(*for_operators(args, _BACKWARD_INPUTS))
 
 
 def _attention_jvp(*args: Any) -> tuple[Tensor, Tensor]:
@@ -277,21 +282,25 @@ def _forward_by_operator(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 class _EagerAttention(torch.autograd.Function):
-    """(*inputs, (params, backend, kernels)) -> (out, lse) without transforms: `_Attention`, with less of torch's Python
-    around it. `kernels` takes the arguments of `attnkern::forward`; its answer may be None: by the operator, then."""
+    """(*inputs, (params, backend, out, lse)) -> (out, lse) without transforms: `_Attention` of a call that has been
+    computed, with less of torch's Python around it."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any):
-        *inputs, (ctx.params, ctx.backend, kernels) = args
-        call = *inputs, *ctx.params, True, ctx.backend
-        out, lse = kernels(*call) or _forward_by_operator(*call)
+        *inputs, (ctx.params, ctx.backend, out, lse) = args
         ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None):
-        return padded(_input_grads(ctx, grad_out, grad_lse), len(ctx.needs_input_grad))
+        saved = None
+        if ctx.backend == cpu.NAME and not torch.compiler.is_compiling():
+            saved = ctx.saved_tensors  # once: a checkpoint computes them anew
+            grads = cpu.backward(grad_out, grad_lse, saved, ctx.params, ctx.needs_input_grad)
+            if grads is not None:
+                return grads
+        return padded(_input_grads(ctx, grad_out, grad_lse, saved), len(ctx.needs_input_grad))
 
 
 class _AttentionOutOnly(_Attention):
@@ -306,12 +315,14 @@ def _asked_for(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> list[T
     return [g if need else None for g, need in zip(grads, needed, strict=True)]
 
 
-def _input_grads(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Sequence[Tensor | None]:
-    """Gradients of the differentiable inputs, as far as they are needed."""
+def _input_grads(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, saved: Sequence[Any] | None = None
+) -> Sequence[Tensor | None]:
+    """Gradients of the differentiable inputs, as far as they are needed. saved: ctx.saved_tensors, if known."""
     needed = ctx.needs_input_grad[:NUM_DERIVATIVES]
     if grad_out is None and grad_lse is None:
         return [None] * NUM_DERIVATIVES
-    *inputs, out, lse = ctx.saved_tensors
+    *inputs, out, lse = ctx.saved_tensors if saved is None else saved
     cotangents = materialized(grad_out, grad_lse, out)
     grads = _backward(*cotangents, *inputs, out, lse, *ctx.params, mask_of(needed, GRAD_BITS), ctx.backend)
     grads = _asked_for(grads, needed)

@@ -296,10 +296,10 @@ class Arguments {
     return read;
   }
   bool truth() { return next() == &_Py_TrueStruct; }
-  // The last one: whether all are what they should be, and it names these kernels.
-  bool plain_for(const char* name) {
-    return plain_ && next_ + 1 == end_ && is_string(next(), name) && PyErr_Occurred() == nullptr;
-  }
+  // Whether all of them have been read, and are what they should be.
+  bool plain() const { return plain_ && next_ == end_ && PyErr_Occurred() == nullptr; }
+  // The last one: whether it names these kernels.
+  bool names(const char* name) { return is_string(next(), name); }
 
  private:
   PyObject* next() { return *next_++; }
@@ -349,30 +349,48 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     a.read(inputs);
     const AttentionParams params = a.params();
     const bool need_lse = a.truth();
-    if (!a.plain_for(Kernels::kName) || !Kernels::takes(inputs.q.scalar_type())) return nullptr;
+    if (!a.names(Kernels::kName) || !a.plain() || !Kernels::takes(inputs.q.scalar_type())) return nullptr;
     auto [out, lse] = Kernels::template forward<Python>(inputs, params, need_lse, true);
     return tuple_of(out, lse);
   });
 }
 
+// The gradients of what an autograd Function has saved: (grad_out, grad_lse, (inputs, out, lse), params, which of its
+// arguments need a gradient) -> as many gradients, None for those that need none.
 template <class Kernels>
 PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    constexpr int kOthers = 6;  // grad_out, grad_lse; out, lse; grad_mask, backend
-    if (count != attnkern::kTensorCount + attnkern::kParamCount + kOthers || any_answers_true(python.listeners))
+    constexpr int kResults = 2, kGradients = 5;
+    if (count != 5 || any_answers_true(python.listeners) || any_answers_true(python.for_the_caller) ||
+        answers_true(python.is_grad_enabled))
       return nullptr;
-    Arguments a(arguments, count);
+    PyObject *const saved = arguments[2], *const numbers = arguments[3], *const needed = arguments[4];
+    if (PyTuple_Size(saved) != attnkern::kTensorCount + kResults || PyTuple_Size(numbers) != attnkern::kParamCount ||
+        PyTuple_Size(needed) < kGradients)
+      return nullptr;
+    std::vector<PyObject*> flat{arguments[0], arguments[1]};
+    for (int i = 0; i < attnkern::kTensorCount + kResults; ++i) flat.push_back(PyTuple_GetItem(saved, i));
+    for (int i = 0; i < attnkern::kParamCount; ++i) flat.push_back(PyTuple_GetItem(numbers, i));
+    Arguments a(flat.data(), flat.size());
     const Tensor grad_out = a.tensor();
     const OptionalTensor grad_lse = a.optional_tensor();
     Inputs inputs;
     a.read(inputs);
     const Tensor out = a.tensor(), lse = a.tensor();
     const AttentionParams params = a.params();
-    const int64_t grad_mask = a.integer();
-    if (!a.plain_for(Kernels::kName)) return nullptr;
+    if (!a.plain()) return nullptr;
+    constexpr int64_t bits[kGradients] = {attnkern::kGradQ, attnkern::kGradK, attnkern::kGradV, attnkern::kGradBias,
+                                          attnkern::kGradSinks};
+    const auto needs = [&](int i) { return PyTuple_GetItem(needed, i) == &_Py_TrueStruct; };
+    int64_t grad_mask = 0;
+    for (int i = 0; i < kGradients; ++i) grad_mask |= needs(i) ? bits[i] : 0;
     auto [dq, dk, dv, dbias, dsinks] =
         Kernels::template backward<Python>(grad_out, grad_lse, inputs, out, lse, params, grad_mask);
-    return tuple_of(dq, dk, dv, dbias, dsinks);
+    Tensor* const grads[kGradients] = {&dq, &dk, &dv, &dbias, &dsinks};
+    Owned tuple(PyTuple_New(PyTuple_Size(needed)));
+    for (int i = 0; i < PyTuple_Size(needed); ++i)
+      PyTuple_SetItem(tuple.get(), i, i < kGradients && needs(i) ? grads[i]->release() : none());
+    return tuple.release();
   });
 }
 
@@ -464,20 +482,17 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     const int64_t pages = block_table == kNone ? 1 : inputs.block_table->dim() == 2 ? inputs.block_table->size(1) : 0;
     params.band_offset = bottom_right ? pages * k.size(2) - q.size(2) : 0;
     const bool need_lse = return_lse == &_Py_TrueStruct;
-    if (needs_grad) {
-      attnkern::Attention checked;
-      fill(checked, inputs, params);
-      Owned results(PyObject_CallFunctionObjArgs(with_gradient, arguments[0], arguments[1], arguments[2],
-                                                 bits == kNone ? mask : bits, sinks, key_ranges,
-                                                 numbers_of(params).get(), nullptr));
-      if (results.get() == nullptr) throw Raised();
-      if (need_lse) return results.release();
-      PyObject* const out = PyTuple_GetItem(results.get(), 0);
-      Py_IncRef(out);
-      return out;
-    }
-    auto [out, lse] = Kernels::template forward<Python>(inputs, params, need_lse, named);
-    return need_lse ? tuple_of(out, lse) : out.release();
+    auto [out, lse] = Kernels::template forward<Python>(inputs, params, need_lse || needs_grad, named);
+    if (!needs_grad) return need_lse ? tuple_of(out, lse) : out.release();
+    const Owned values[] = {Owned(out.release()), Owned(lse.release())};
+    Owned results(PyObject_CallFunctionObjArgs(with_gradient, arguments[0], arguments[1], arguments[2],
+                                               bits == kNone ? mask : bits, sinks, key_ranges, numbers_of(params).get(),
+                                               values[0].get(), values[1].get(), nullptr));
+    if (results.get() == nullptr) throw Raised();
+    if (need_lse) return results.release();
+    PyObject* const differentiable = PyTuple_GetItem(results.get(), 0);
+    Py_IncRef(differentiable);
+    return differentiable;
   });
 }
 
