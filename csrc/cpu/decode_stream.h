@@ -644,33 +644,44 @@ template <class T, class Op>
 using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                              int64_t heads, int64_t key, int64_t keys);
 
-// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns, and with 16 registers more than one row of any
-// type, one of float32 always. As measured: what is in a cache is multiplied faster in blocks, what is not is read
-// faster in turns.
+// Bytes of K and V from which on 2 to 4 rows of bfloat16 take turns, 3 and more of float32, and with 16 registers more
+// than one row of any type, one of float32 always. As measured: what is in a cache is multiplied faster in blocks, what
+// is not is read faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
+// How many rows take turns, at most; kHeads: those of several key heads. As measured: with 32 registers, more have too
+// much to multiply for it, and three and more wide rows of float32 that lie one after the other are read as fast in
+// blocks.
+template <class T, class Op, bool kHeads, int kDim>
+constexpr int64_t most_rows_of_turns() {
+  if (kRegisters == 16) return kHeads ? kRowsOfHeadsTogether<T> : sizeof(T) == 4 ? 8 : 4;
+  if (Op::kPack == 2) return 4;
+  if (sizeof(T) < 4) return 1;
+  if (kHeads || kDim <= 64) return 8;
+  return kDim <= 128 ? 2 : 1;
+}
+
 // The kernel of turns for these rows, of_size<kRows, kDim>(), or null. With 16 registers, sums lie in memory and one
-// kernel does for any number of rows, of which up to `most` take turns. (With 32, more than four rows have too much to
-// multiply for it, two of float16 too.)
-template <class Kernel, class T, class Op, class OfSize>
-Kernel kernel_of_turns(const Forward& p, int64_t rows, [[maybe_unused]] int64_t most, const OfSize& of_size) {
+// kernel does for any number of rows.
+template <class Kernel, class T, class Op, bool kHeads, class OfSize>
+Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
   using C = typename Op::Compute;
   if constexpr (sizeof(C) == 4 && kVectorBytes >= 32) {
     if (const ScoreParams<C> score(p); score.capped() || score.dropout || p.head_dim != p.head_dim_v ||
                                        !reads_in_place(p.k, p.head_dim) || !reads_in_place(p.v, p.head_dim_v))
       return nullptr;
     const auto of_dim = [&]<int kDim>() -> Kernel {
+      constexpr int64_t kMost = most_rows_of_turns<T, Op, kHeads, kDim>();
       const int64_t bytes = p.batch * p.heads_k * p.seqlen_k * 2 * kDim * static_cast<int64_t>(sizeof(T));
       if constexpr (kRegisters == 16) {
-        const bool pays = rows <= (bytes >= kTurnsFrom ? most : sizeof(T) == 4 ? 1 : 0);
+        const bool pays = rows <= (bytes >= kTurnsFrom ? kMost : sizeof(T) == 4 ? 1 : 0);
         return pays ? of_size.template operator()<4, kDim>() : nullptr;
       } else {
         if (rows == 1) return of_size.template operator()<1, kDim>();
-        if (Op::kPack == 2 && bytes < kTurnsFrom) return nullptr;
-        if constexpr ((sizeof(T) == 4 || Op::kPack == 2) && kDim <= 128)
+        if (rows > kMost || bytes < (Op::kPack == 2 ? kTurnsFrom : rows > 2 ? 4 * kTurnsFrom : 0)) return nullptr;
+        if constexpr (kMost >= 2 && kDim <= 128)
           if (rows == 2) return of_size.template operator()<2, kDim>();
-        if constexpr (Op::kPack == 2)
-          if (rows <= 4) return of_size.template operator()<4, kDim>();
+        if constexpr (kMost > 2) return of_size.template operator()<4, kDim>();
         return nullptr;
       }
     };
@@ -688,8 +699,8 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, [[maybe_unused]] int64_t 
 
 template <class T, class Op, class Keys>
 DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
-  return kernel_of_turns<DecodeStream<T, Op>, T, Op>(
-      p, rows, sizeof(T) == 4 ? 8 : 4, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
+  return kernel_of_turns<DecodeStream<T, Op>, T, Op, false>(
+      p, rows, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
 }
 
 // That for several key heads: where a key's rows of all heads lie side by side, and with 32 registers for 3 and 4 rows
@@ -700,8 +711,8 @@ DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
   const bool gathers = kRegisters == 32 && p.pages.table != nullptr && rows > 2;
   if (!gathers && !(side_by_side(p.k) && side_by_side(p.v))) return nullptr;
   if (p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
-  return kernel_of_turns<DecodeHeads<T, Op>, T, Op>(
-      p, rows, kRowsOfHeadsTogether<T>, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
+  return kernel_of_turns<DecodeHeads<T, Op>, T, Op, true>(
+      p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
 }
 
 }  // namespace
