@@ -92,6 +92,29 @@ def test_many_short_heads(kernel_target, sizes, options, dtype):
         assert torch.equal(lse[few], alone[1])
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (9, 3)}], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 12, 20, 20), (12, 12, 150, 130)], ids=str)
+def test_gradients_of_many_short_heads(kernel_target, sizes, options, dtype):
+    """While those of one are computed, the rows that the next one's begin with are prefetched: the same bits."""
+    torch.set_num_threads(1)
+    batch, heads, seqlen_q, seqlen_k = sizes
+
+    def rows(seqlen, columns, apart):
+        shape = (batch, seqlen, heads, columns) if apart else (batch, heads, seqlen, columns)
+        x = torch.randn(*shape, dtype=dtype, device=kernel_target.device)
+        return x.transpose(1, 2) if apart else x
+
+    def grads(q, k, v, grad_out):
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(kernel_target.attention(*inputs, **options), inputs, grad_out)
+
+    given = rows(seqlen_q, 64, True), rows(seqlen_k, 64, False), rows(seqlen_k, 48, True), rows(seqlen_q, 48, False)
+    together = grads(*given)
+    for few in (slice(0, 1), slice(batch - 2, None)):
+        for all_of_them, alone in zip(together, grads(*(x.detach()[few] for x in given)), strict=True):
+            assert torch.equal(all_of_them[few], alone)
+
+
 @contract(34, 61)
 @pytest.mark.parametrize("sizes", [(1, 1, 130, 300, 16), (1, 2, 2, 1500, 16)], ids=str)
 def test_dropout_with_several_threads(target, sizes, dtype):

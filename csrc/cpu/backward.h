@@ -165,13 +165,15 @@ inline void end_keys(Result<T, Op>& result, bool wanted, int64_t columns, const 
 }
 
 // The keys of_keys, which begin with a tile, for the query heads [head, head + heads) of one batch entry. `turns`: at
-// dQ, where other tasks add to it; else null.
+// dQ, where other tasks add to it; else null. next_head: rows of the next task, to be prefetched meanwhile; may be
+// null.
 template <class T, class Op>
 void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64_t batch, int64_t head, int64_t heads,
                     Range of_keys, RowTerms<typename Op::Compute> terms,
                     const VisitingQueries<typename Op::Compute>& visiting, QueryGrad<typename Op::Compute> dq,
                     Turns<T, typename Op::Compute>* turns, bool bias_grad, typename Op::Compute* bias_grads,
-                    PackedCache<typename Op::Scalar>* cache, const Piece<typename Op::Compute>& piece) {
+                    PackedCache<typename Op::Scalar>* cache, const Piece<typename Op::Compute>& piece,
+                    PrefetchByLine<PrefetchSeries>* next_head) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -238,13 +240,14 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
         if (prefetches)
           prefetch = queries_to_prefetch<T, Op>(p, block, batch, h, vectors,
                                                 dq.to_prefetch(h - head, block.row, block.rows, p.head_dim));
+        else if (next_head != nullptr) prefetch.first = *next_head;
         const int64_t bias_head = p.bias_size[1] == p.heads_q ? h - head : 0;
         const int64_t bias_entries = p.relative ? distances(p) : p.seqlen_q * p.seqlen_k;
         C* const bias_sums = bias_grads == nullptr ? nullptr : bias_grads + bias_head * bias_entries;
         const auto by_tiles = [&]<bool kBias>() {
           gradients_in_registers<Op, kBias>(scratch, score, walk, block, depth, need_ds ? depth_v : 0, row_terms,
                                             q_rows, grad_rows, mask, bias_grad,
-                                            prefetches || prefetches_bias ? &prefetch : nullptr);
+                                            prefetches || prefetches_bias || next_head ? &prefetch : nullptr);
         };
         if (score.fast_path() && scratch.tiles) {
           if constexpr (Tiles<Op>::kHas)
@@ -258,6 +261,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
             }
         } else if (score.fast_path()) {
           by_tiles.template operator()<false>();
+          if (next_head != nullptr) *next_head = prefetch.first;
         } else if (biased) {
           if constexpr (Op::kPack == 2) {
             bias_tile<C, T>(p, 2, batch, h, block.row, block.rows, key, keys, scratch.bias);

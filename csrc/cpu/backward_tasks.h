@@ -99,6 +99,8 @@ class BackwardCall {
         sweeps_(p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr || by_task()),
         cut_(cut_backward<T>(p, threads, workers, bias_)),
         visiting_(p),
+        prefetches_heads_(prefetches_heads(workers)),
+        prefetch_calls_of_head_(prefetch_calls_of_head()),
         query_grads_(p, cut_, workers),
         progress_(p, cut_),
         kept_(cut_.left > 0 && cut_.pieces > 1 ? cut_.slots * cut_.tiles * sums_of_tile<C>(p, cut_.kv_group) : 0),
@@ -182,6 +184,53 @@ class BackwardCall {
     if (h == 0 && row == 0) progress_.begin(index);
   }
 
+  // What the task of a head reads first and, where it isn't converted at the end, what it writes. (Results whose rows
+  // lie 4 KiB apart would drive each other out of the caches.)
+  struct NextHead {
+    PrefetchRows places[8];
+    int64_t count = 0;
+  };
+  NextHead head_to_prefetch(int64_t head) const {
+    constexpr int64_t kPage = 4096;
+    NextHead next;
+    const auto add = [&](const View& view, int64_t rows, int64_t columns) {
+      if (view.data != nullptr)
+        next.places[next.count++] =
+            rows_to_prefetch<T>(view, head / p_.heads_q, head % p_.heads_q, 0, rows, rows, columns);
+    };
+    add(p_.grad_out, p_.seqlen_q, p_.head_dim_v), add(p_.out, p_.seqlen_q, p_.head_dim_v);
+    add(p_.k, p_.seqlen_k, p_.head_dim), add(p_.v, p_.seqlen_k, p_.head_dim_v), add(p_.q, p_.seqlen_q, p_.head_dim);
+    const auto add_result = [&](const View& view, int64_t rows, int64_t columns) {
+      const bool crowds = lie_apart(view, columns) && view.stride[2] * bytes_of(p_.dtype) % kPage == 0;
+      if (std::is_same_v<T, C> && !crowds) add(view, rows, columns);
+    };
+    add_result(p_.dq, p_.seqlen_q, p_.head_dim);
+    add_result(p_.dk, p_.seqlen_k, p_.head_dim), add_result(p_.dv, p_.seqlen_k, p_.head_dim_v);
+    return next;
+  }
+  // Many short heads, each with keys of its own, that come from far away: the machine's own prefetching ends where the
+  // rows of a head do. Two of them are to lie in the second-level cache.
+  bool prefetches_heads(int64_t workers) const {
+    constexpr int64_t kMostBytes = (kVectorBytes == 64 ? 512 : 256) << 10;
+    // A sequence of a packed call is one of many.
+    const int64_t entries = p_.all_rows > 0 ? p_.all_rows / max64(1, p_.seqlen_q) : p_.batch;
+    const int64_t bytes = 2 * (p_.seqlen_q + p_.seqlen_k) * (p_.head_dim + p_.head_dim_v) * bytes_of(p_.dtype);
+    return cut_.kv_group == 1 && ScoreParams<C>(p_).fast_path() && !sizes_.tiles && bytes <= kMostBytes &&
+           entries * p_.heads_q * bytes >= kFarBytes * workers;
+  }
+  // How often the tiles of a head call for it.
+  int64_t prefetch_calls_of_head() const {
+    int64_t calls = 0;
+    for (int64_t tile = 0; prefetches_heads_ && tile < cut_.tiles; ++tile) {
+      const int64_t keys = min64(kTile<C>, p_.seqlen_k - tile * kTile<C>);
+      const Range queries = p_.band.transposed().visited(tile * kTile<C>, keys, {0, p_.seqlen_q});
+      const int64_t vectors = (keys + Simd<C>::kLanes - 1) / Simd<C>::kLanes;
+      if (queries.end > queries.begin)
+        calls += prefetch_calls_of_gradients<Op>(p_, queries.end - queries.begin, vectors);
+    }
+    return max64(1, calls);
+  }
+
   // A task's memory.
   struct Memory {
     BackwardScratch<Op> scratch;
@@ -198,8 +247,11 @@ class BackwardCall {
     if (!bias_apart())
       for (int64_t h = head; h < head + cut_.kv_group; ++h) make_terms_of(own.scratch, batch, h, 0, p_.seqlen_q);
     const QueryGrad<C> dq = query_grads_.begin(batch, head, own.sums, worker);
+    const NextHead next_head = prefetches_heads_ && group + 1 < cut_.whole ? head_to_prefetch(group + 1) : NextHead();
+    PrefetchByLine<PrefetchSeries> prefetch({next_head.places, next_head.count}, prefetch_calls_of_head_);
     backward_heads<T, Op>(p_, own.scratch, batch, head, cut_.kv_group, {0, p_.seqlen_k}, terms_, visiting_, dq, nullptr,
-                          adds_bias(), grads_of_bias, own.cache, {{0, p_.seqlen_q}});
+                          adds_bias(), grads_of_bias, own.cache, {{0, p_.seqlen_q}},
+                          next_head.count > 0 ? &prefetch : nullptr);
     query_grads_.end(batch, head, dq);
   }
   void sweep_shared(const SharedTask& task, void* memory, int64_t worker) const {
@@ -225,7 +277,7 @@ class BackwardCall {
     Turns<T, C> turns(p_, cut_, visiting_, progress_, query_grads_, dq, task, piece.rows);
     backward_heads<T, Op>(p_, own.scratch, batch, head, cut_.kv_group, {key, min64(p_.seqlen_k, key + kTile<C>)},
                           terms_, visiting_, dq, query_grads_.wanted() ? &turns : nullptr, adds_bias(), table,
-                          own.cache, piece);
+                          own.cache, piece, nullptr);
     announce(progress_.of(task.group, task.tile, task.piece), progress_.done());
   }
 
@@ -240,6 +292,8 @@ class BackwardCall {
   const bool sweeps_;
   const BackwardCut cut_;
   const VisitingQueries<C> visiting_;
+  const bool prefetches_heads_;
+  const int64_t prefetch_calls_of_head_;
   const QueryGradSums<T, C> query_grads_;
   const TasksProgress progress_;
   const Buffer<C> kept_;  // dK and dV of shared groups, where they are sums of pieces

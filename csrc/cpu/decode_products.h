@@ -67,7 +67,7 @@ inline PagedRows<T> block_rows(const KeyRows& rows, int64_t batch, int64_t head,
 template <class T>
 inline void prefetch_row(const T* row, int64_t columns) {
   for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, kForOneReading);
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, kPrefetchTo);
 }
 
 // Two vectors of columns of bfloat16, side by side, as those of even and those of odd number: of two elements in 32
@@ -205,7 +205,7 @@ template <class C, int kRows, int64_t kKeysOfBlock, class Keys>
     for (int key = 0; key < kKeys; ++key) row[key] = next + min64(key, end - 1 - j) * k.stride;
     const auto step = [&](int64_t c, int64_t width) __attribute__((always_inline)) {
       const auto value_of = [&](int key) __attribute__((always_inline)) {
-        if (prefetches && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead, 0, kForOneReading);
+        if (prefetches && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead, 0, kPrefetchTo);
         return width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
       };
       if constexpr (kRows == 1) {
@@ -316,13 +316,13 @@ struct PrefetchingTile {
   Factors<Op, false> factors;
   int64_t depth;
   Target<typename Op::Compute> target;
-  PrefetchByLine<Prefetch, kForOneReading>* prefetch;
+  PrefetchByLine<Prefetch>* prefetch;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
     typename Op::V sum[kRows][kVectors] = {};
     ProductWalk<Op, false> walk(factors, row, vector * Op::S::kLanes);
-    PrefetchByLine<Prefetch, kForOneReading> next = *prefetch;  // in registers
+    PrefetchByLine<Prefetch> next = *prefetch;  // in registers
     add_products(walk, 0, depth, &next, sum);
     *prefetch = next;
     target.take(sum, row, vector);
@@ -335,8 +335,7 @@ inline void gemm_prefetching(int64_t rows, int64_t vectors, int64_t depth, const
                              const Target<typename Op::Compute>& target, const Prefetch& prefetch) {
   if (vectors == 0) return;
   constexpr int kSums = kTileRows * kTileVectors;
-  PrefetchByLine<Prefetch, kForOneReading> next(prefetch,
-                                                prefetch_calls_of_pass<kSums, kTileVectors>(rows, vectors, depth));
+  PrefetchByLine<Prefetch> next(prefetch, prefetch_calls_of_pass<kSums, kTileVectors>(rows, vectors, depth));
   for_tiles<kSums, kTileVectors, 1>(rows, vectors, PrefetchingTile<Op, Prefetch>{factors, depth, target, &next});
 }
 
@@ -393,8 +392,8 @@ struct ValuePairsTile {
         if (ahead != 0) {
 #pragma GCC unroll 2
           for (int c = 0; c < kVectors; ++c) {
-            __builtin_prefetch(source + ahead + c * 32, 0, kForOneReading);
-            __builtin_prefetch(source + v.stride + ahead + c * 32, 0, kForOneReading);
+            __builtin_prefetch(source + ahead + c * 32, 0, kPrefetchTo);
+            __builtin_prefetch(source + v.stride + ahead + c * 32, 0, kPrefetchTo);
           }
         }
       source += 2 * v.stride;

@@ -56,15 +56,14 @@ inline PrefetchStreams keys_to_prefetch(const Forward& p, const BlockPlan& block
   int64_t calls = max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block.rows, vectors, depth, steps));
   if constexpr (Tiles<Op>::kHas)
     if (Tiles<Op>::uses(p)) calls = Tiles<Op>::calls(block.rows, vectors, depth);
-  const auto rows_of = [&](const View& view, int64_t heads, int64_t columns) -> PrefetchByLine<PrefetchRows> {
-    return {together_to_prefetch<T>(KeyRows(view, p.pages), batch, head / (p.heads_q / heads), row, block.rows,
-                                    p.seqlen_k, columns),
-            calls};
+  const auto rows_of = [&](const View& view, int64_t heads, int64_t columns) {
+    return together_to_prefetch<T>(KeyRows(view, p.pages), batch, head / (p.heads_q / heads), row, block.rows,
+                                   p.seqlen_k, columns);
   };
   PrefetchStreams prefetch;
   if (keys) {
-    prefetch.first = rows_of(p.k, p.heads_k, p.head_dim);
-    prefetch.second = rows_of(p.v, p.heads_v, p.head_dim_v);
+    prefetch.first = {rows_of(p.k, p.heads_k, p.head_dim), calls};
+    prefetch.second = {rows_of(p.v, p.heads_v, p.head_dim_v), calls};
   }
   if (bias)
     prefetch.third = {bias_to_prefetch<T>(p, batch, head, query, queries, row, min64(block.rows, p.seqlen_k - row)),

@@ -135,10 +135,10 @@ class ProductWalk {
   int64_t a_step_, b_step_;
 };
 
-// To which cache decoding prefetches K and V, which it reads once, as __builtin_prefetch counts: with AVX-512 to the
-// second, which waits for more lines at a time (a Zen 4 then reads up to twice as many bytes a second from memory);
-// with less to the first, as measured.
-inline constexpr int kNearest = 3, kForOneReading = kVectorBytes == 64 ? 2 : kNearest;
+// To which cache rows are prefetched, as __builtin_prefetch counts: with AVX-512 to the second, which waits for more
+// lines at a time (a Zen 4 then reads up to twice as many bytes a second from memory); with less to the first, as
+// measured.
+inline constexpr int kPrefetchTo = kVectorBytes == 64 ? 2 : 3;
 
 // Rows to prefetch, because they are read soon. A few at a time, between products: all at once they would wait for each
 // other, and leave the memory idle afterwards.
@@ -147,6 +147,31 @@ struct PrefetchRows {
   int64_t step = 0, rows = 0, bytes = 0;  // from row to row; how many; of a row
 
   void advance() { --rows, row += step; }
+  int64_t all_bytes() const { return rows * bytes; }
+};
+
+// Rows of several places, one place after the other.
+struct PrefetchSeries : PrefetchRows {
+  const PrefetchRows* others = nullptr;
+  int64_t count = 0;  // of these
+
+  PrefetchSeries() = default;
+  PrefetchSeries(const PrefetchRows& rows) : PrefetchRows(rows) {}
+  PrefetchSeries(const PrefetchRows* places, int64_t number) : others(places), count(number) { go_on(); }
+  void advance() {
+    PrefetchRows::advance();
+    go_on();
+  }
+  int64_t all_bytes() const {
+    int64_t sum = PrefetchRows::all_bytes();
+    for (int64_t i = 0; i < count; ++i) sum += others[i].all_bytes();
+    return sum;
+  }
+
+ private:
+  void go_on() {
+    while (rows == 0 && count > 0) static_cast<PrefetchRows&>(*this) = *others++, --count;
+  }
 };
 
 // Rows that lie in pages.
@@ -170,7 +195,7 @@ class PrefetchByRow {
   PrefetchByRow(const Rows& rows, int64_t calls) : rows_(rows), at_once_((rows.rows + calls - 1) / calls) {}
   void prefetch() {
     for (int64_t row = 0; row < at_once_ && rows_.rows > 0; ++row, rows_.advance())
-      for (int64_t byte = 0; byte < rows_.bytes; byte += 64) __builtin_prefetch(rows_.row + byte, 0, kForOneReading);
+      for (int64_t byte = 0; byte < rows_.bytes; byte += 64) __builtin_prefetch(rows_.row + byte, 0, kPrefetchTo);
   }
 
  private:
@@ -179,17 +204,16 @@ class PrefetchByRow {
 };
 
 // Prefetches rows by cache lines, as evenly as possible.
-template <class Rows, int kTo = kNearest>
+template <class Rows>
 class PrefetchByLine {
  public:
   PrefetchByLine() = default;
-  PrefetchByLine(const Rows& rows, int64_t calls)
-      : rows_(rows), at_once_((rows.rows * rows.bytes / calls + 63) / 64 * 64) {}
+  PrefetchByLine(const Rows& rows, int64_t calls) : rows_(rows), at_once_((rows.all_bytes() / calls + 63) / 64 * 64) {}
   void prefetch() {
     for (int64_t left = at_once_; left > 0 && rows_.rows > 0;) {
       const int64_t end = next_ + left < rows_.bytes ? next_ + left : rows_.bytes;
       left -= end - next_;
-      for (; next_ < end; next_ += 64) __builtin_prefetch(rows_.row + next_, 0, kTo);
+      for (; next_ < end; next_ += 64) __builtin_prefetch(rows_.row + next_, 0, kPrefetchTo);
       if (end < rows_.bytes) return;
       next_ = 0;
       rows_.advance();
@@ -202,7 +226,8 @@ class PrefetchByLine {
 };
 // Prefetches from up to three places at once.
 struct PrefetchStreams {
-  PrefetchByLine<PrefetchRows> first, second, third;
+  PrefetchByLine<PrefetchSeries> first;
+  PrefetchByLine<PrefetchRows> second, third;
   void prefetch() {
     first.prefetch();
     second.prefetch();
