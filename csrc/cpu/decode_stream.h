@@ -649,6 +649,12 @@ using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch,
 // is not is read faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
+// Those of the call. (A sequence of a packed one is one of many.)
+inline int64_t key_bytes(const Forward& p) {
+  const int64_t entries = p.all_rows > 0 ? p.all_rows / max64(1, p.seqlen_q) : p.batch;
+  return entries * p.heads_k * p.seqlen_k * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
+}
+
 // How many rows take turns, at most; kHeads: those of several key heads. As measured: with 32 registers, more have too
 // much to multiply for it, and three and more wide rows of float32 that lie one after the other are read as fast in
 // blocks.
@@ -672,13 +678,16 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
       return nullptr;
     const auto of_dim = [&]<int kDim>() -> Kernel {
       constexpr int64_t kMost = most_rows_of_turns<T, Op, kHeads, kDim>();
-      const int64_t bytes = p.batch * p.heads_k * p.seqlen_k * 2 * kDim * static_cast<int64_t>(sizeof(T));
+      const int64_t bytes = key_bytes(p);
       if constexpr (kRegisters == 16) {
         const bool pays = rows <= (bytes >= kTurnsFrom ? kMost : sizeof(T) == 4 ? 1 : 0);
         return pays ? of_size.template operator()<4, kDim>() : nullptr;
       } else {
         if (rows == 1) return of_size.template operator()<1, kDim>();
-        if (rows > kMost || bytes < (Op::kPack == 2 ? kTurnsFrom : rows > 2 ? 4 * kTurnsFrom : 0)) return nullptr;
+        const int64_t least = Op::kPack == 2 ? kTurnsFrom : rows > 2 ? 4 * kTurnsFrom : 0;
+        // (Few keys take turns only where a head by itself would read rows that lie far apart.)
+        const bool few = least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
+        if (rows > kMost || bytes < least || few) return nullptr;
         if constexpr (kMost >= 2 && kDim <= 128)
           if (rows == 2) return of_size.template operator()<2, kDim>();
         if constexpr (kMost > 2) return of_size.template operator()<4, kDim>();
@@ -703,12 +712,13 @@ DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
       p, rows, []<int kRows, int kDim>() { return &decode_stream<T, Op, Keys, kRows, kDim>; });
 }
 
-// That for several key heads: where a key's rows of all heads lie side by side, and with 32 registers for 3 and 4 rows
-// in pages. (Rows that do little with what they read are better off with the two streams of a head.) The heads have the
-// same keys.
+// That for several key heads: where a key's rows of all heads lie side by side, and with 32 registers for more than two
+// rows in pages that a cache holds. (Rows that do little with what they read are better off with the two streams of a
+// head, and so is what comes from memory.) The heads have the same keys.
 template <class T, class Op>
 DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
-  const bool gathers = kRegisters == 32 && p.pages.table != nullptr && rows > 2;
+  constexpr int64_t kMemory = 64 << 20;
+  const bool gathers = kRegisters == 32 && p.pages.table != nullptr && rows > 2 && key_bytes(p) < kMemory;
   if (!gathers && !(side_by_side(p.k) && side_by_side(p.v))) return nullptr;
   if (p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
   return kernel_of_turns<DecodeHeads<T, Op>, T, Op, true>(
