@@ -97,11 +97,12 @@ def attention(
             kernels = partial(_forward_by_backend, chosen)
         if kernels is not None:
             try:
-                results = kernels(*inputs, *params, need_lse, name)
+                if needs_grad:
+                    results = _apply_by(kernels, inputs, params, name)
+                else:
+                    results = kernels(*inputs, *params, need_lse, name)
             except CannotBuild:
                 results = None  # the operator finds another backend
-            if needs_grad and results is not None:
-                results = _apply_eagerly(*_savable(inputs), (params, name, *results))
     out, lse = results or _by_operators(inputs, params, return_lse, name)
     return problem.restore(out), problem.restore(lse) if return_lse else lse
 
@@ -125,7 +126,7 @@ def eager(
         if bias.dim() < 4 and (bias.dim() != 2 or bias.requires_grad):
             bias = bias[(None,) * (4 - bias.dim())]
         bias = savable(bias)
-    return _apply_eagerly(q, k, v, bias, sinks, savable(key_ranges), None, None, (params, cpu.NAME, out, lse))
+    return _apply_eagerly(q, k, v, bias, sinks, savable(key_ranges), None, None, (params, cpu.NAME, lambda: (out, lse)))
 
 
 def _forward_by_backend(backend: Any, *args: Any) -> Any:
@@ -157,9 +158,7 @@ def _in_active_way(inputs: Inputs, params: Sequence[Any], need_lse: bool, backen
     if not _needs_grad(inputs):
         return _forward_by_operator(*inputs, *params, need_lse, backend)
     if not torch.compiler.is_compiling():
-        with torch.no_grad():
-            results = _forward_by_operator(*inputs, *params, True, backend)
-        return _apply_eagerly(*_savable(inputs), (params, backend, *results))
+        return _apply_by(_forward_by_operator, inputs, params, backend)
     # Dynamo takes no tensor twice, as in attention(x, x, x).
     inputs = inputs._replace(k=inputs.k.view_as(inputs.k), v=inputs.v.view_as(inputs.v))
     function = _Attention if need_lse else _AttentionOutOnly
@@ -276,18 +275,26 @@ class _Attention(torch.autograd.Function):
         return unflatten((out, lse), n, batch)
 
 
+def _apply_by(kernels: Any, inputs: Inputs, params: Sequence[Any], backend: str) -> tuple[Tensor, Tensor]:
+    """`kernels` takes the arguments of `attnkern::forward`; its answer may be None: by the operator, then."""
+    given = _savable(inputs)
+    call = *given, *params, True, backend
+    return _apply_eagerly(*given, (params, backend, lambda: kernels(*call) or _forward_by_operator(*call)))
+
+
 def _forward_by_operator(*args: Any) -> tuple[Tensor, Tensor]:
     """The arguments of `attnkern::forward` -> its results, for inputs as `for_operators` takes them."""
     return ops.forward(*for_operators(args))
 
 
 class _EagerAttention(torch.autograd.Function):
-    """(*inputs, (params, backend, out, lse)) -> (out, lse) without transforms: `_Attention` of a call that has been
-    computed, with less of torch's Python around it."""
+    """(*inputs, (params, backend, results)) -> (out, lse), which results() gives: `_Attention` without transforms, and
+    with less of torch's Python around it. (What computes them here has its warnings made Python's.)"""
 
     @staticmethod
     def forward(ctx: Any, *args: Any):
-        *inputs, (ctx.params, ctx.backend, out, lse) = args
+        *inputs, (ctx.params, ctx.backend, results) = args
+        out, lse = results()
         ctx.save_for_backward(*inputs, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse

@@ -287,7 +287,6 @@ class Arguments {
 #undef READ
     if (inputs.bias.has_value() && inputs.bias->dim() == 2) inputs.bias->pad_dimensions();  // a mask (L, S)
   }
-  int64_t integer() { return PyLong_AsLongLong(next()); }
   AttentionParams params() {
     AttentionParams read;
 #define READ(type, name) read_number(read.name);
