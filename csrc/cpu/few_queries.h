@@ -149,6 +149,16 @@ class FewQueriesCall {
     C lse, delta;
   };
 
+  // Whether the mask leaves a query any of these keys.
+  bool attends(int64_t batch, int64_t head, int64_t query, Range keys) const {
+    for (int64_t key = keys.begin, now; key < keys.end; key += now) {
+      now = min64(64, keys.end - key);
+      LaneBits attended = 0;
+      mask_bits(p_, 2, batch, head, query, 1, key, now, &attended);
+      if ((attended & bits_between({0, now})) != 0) return true;
+    }
+    return false;
+  }
   // Rows of Q or dO; zeros for a row without keys, whatever it holds.
   void take_rows(const View& view, int64_t columns, int64_t batch, int64_t head_k, const Row* row, C* target,
                  C* own) const {
@@ -247,7 +257,10 @@ class FewQueriesCall {
       for (int64_t i = 0; i < p_.seqlen_q; ++i) {
         Range keys = p_.band.visited(i, 1, {begin, end});
         if (p_.ranges.data != nullptr) keys = range_of_row(p_.ranges, batch, head_q, i, 0, keys);
-        row[g * p_.seqlen_q + i] = {lse[i] == -kInfinity<C> ? Range{begin, begin} : keys, lse[i], delta[i]};
+        // (A sink alone makes the log-sum-exp a number.)
+        const bool without_keys = lse[i] == -kInfinity<C> ||
+                                  (p_.sinks.data != nullptr && score_.mask_added && !attends(batch, head_q, i, keys));
+        row[g * p_.seqlen_q + i] = {without_keys ? Range{begin, begin} : keys, lse[i], delta[i]};
         if (of_sinks) delta_.data()[index + i] = delta[i];
       }
       if (of_sinks) sinks_.add(batch, head_q, 0, p_.seqlen_q, delta_.data());
