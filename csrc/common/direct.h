@@ -359,8 +359,8 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 template <class Kernels>
 PyObject* backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
-    constexpr int kResults = 2, kGradients = 5;
-    if (count != 5 || any_answers_true(python.listeners) || any_answers_true(python.for_the_caller) ||
+    constexpr int kArguments = 5, kResults = 2, kGradients = 5;
+    if (count != kArguments || any_answers_true(python.listeners) || any_answers_true(python.for_the_caller) ||
         answers_true(python.is_grad_enabled))
       return nullptr;
     PyObject *const saved = arguments[2], *const numbers = arguments[3], *const needed = arguments[4];
@@ -496,8 +496,8 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 // (exchange API's capsule, Tensor, Tensor.is_neg, empty_strided, dtypes as in attnkern::DType, functions that must all
-// answer false before any call, those before `call`, is_grad_enabled, DLPack's number of the kernels' device, the
-// attribute by which tensors say that they are there)
+// answer false before any call, those before `call` and `backward`, is_grad_enabled, DLPack's number of the kernels'
+// device, the attribute by which tensors say that they are there)
 PyObject* connect(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   const auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(arguments[0], "dlpack_exchange_api"));
   if (api == nullptr) PyErr_Clear();

@@ -184,14 +184,13 @@ class BackwardCall {
     if (h == 0 && row == 0) progress_.begin(index);
   }
 
-  // What the task of a head reads first and, where it isn't converted at the end, what it writes. (Results whose rows
-  // lie 4 KiB apart would drive each other out of the caches.)
+  // What the task of a head reads first and, where it isn't converted at the end, what it writes. (Results
+  // whose rows collide would drive each other out of the caches.)
   struct NextHead {
     PrefetchRows places[8];
     int64_t count = 0;
   };
   NextHead head_to_prefetch(int64_t head) const {
-    constexpr int64_t kPage = 4096;
     NextHead next;
     const auto add = [&](const View& view, int64_t rows, int64_t columns) {
       if (view.data != nullptr)
@@ -201,8 +200,7 @@ class BackwardCall {
     add(p_.grad_out, p_.seqlen_q, p_.head_dim_v), add(p_.out, p_.seqlen_q, p_.head_dim_v);
     add(p_.k, p_.seqlen_k, p_.head_dim), add(p_.v, p_.seqlen_k, p_.head_dim_v), add(p_.q, p_.seqlen_q, p_.head_dim);
     const auto add_result = [&](const View& view, int64_t rows, int64_t columns) {
-      const bool crowds = lie_apart(view, columns) && view.stride[2] * bytes_of(p_.dtype) % kPage == 0;
-      if (std::is_same_v<T, C> && !crowds) add(view, rows, columns);
+      if (std::is_same_v<T, C> && !collide<T>(view, columns)) add(view, rows, columns);
     };
     add_result(p_.dq, p_.seqlen_q, p_.head_dim);
     add_result(p_.dk, p_.seqlen_k, p_.head_dim), add_result(p_.dv, p_.seqlen_k, p_.head_dim_v);
@@ -212,11 +210,9 @@ class BackwardCall {
   // rows of a head do. Two of them are to lie in the second-level cache.
   bool prefetches_heads(int64_t workers) const {
     constexpr int64_t kMostBytes = (kVectorBytes == 64 ? 512 : 256) << 10;
-    // A sequence of a packed call is one of many.
-    const int64_t entries = p_.all_rows > 0 ? p_.all_rows / max64(1, p_.seqlen_q) : p_.batch;
     const int64_t bytes = 2 * (p_.seqlen_q + p_.seqlen_k) * (p_.head_dim + p_.head_dim_v) * bytes_of(p_.dtype);
     return cut_.kv_group == 1 && ScoreParams<C>(p_).fast_path() && !sizes_.tiles && bytes <= kMostBytes &&
-           entries * p_.heads_q * bytes >= kFarBytes * workers;
+           entries_of_call(p_) * p_.heads_q * bytes >= kFarBytes * workers;
   }
   // How often the tiles of a head call for it.
   int64_t prefetch_calls_of_head() const {

@@ -124,11 +124,22 @@ inline bool lie_apart(const View& view, int64_t columns) {
   return view.stride[2] > columns && reads_in_place(view, columns);
 }
 
+// Whether such rows begin a multiple of 4 KiB apart, where the lines of the first-level cache come round again.
+template <class T>
+inline bool collide(const View& view, int64_t columns) {
+  return lie_apart(view, columns) && view.stride[2] * static_cast<int64_t>(sizeof(T)) % 4096 == 0;
+}
+
 // Whether such rows crowd in few lines of the first-level cache: they begin a multiple of a quarter of the 4 KiB apart
 // after which its lines come round again.
 template <class T>
 inline bool crowds(const View& view, int64_t columns) {
   return lie_apart(view, columns) && view.stride[2] * static_cast<int64_t>(sizeof(T)) % 1024 == 0;
+}
+
+// How many entries the batch of a call has: a sequence of a packed call is one of many.
+inline int64_t entries_of_call(const Attention& p) {
+  return p.all_rows > 0 ? p.all_rows / max64(1, p.seqlen_q) : p.batch;
 }
 
 // What a head's tiles meet again and again comes from memory, or from far away in the caches, from this size on.

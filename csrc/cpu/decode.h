@@ -9,7 +9,7 @@
 
 #include <new>
 
-#include "decode_stream.h"
+#include "decode_turns.h"
 
 namespace attnkern::cpu {
 namespace {

@@ -333,18 +333,16 @@ class ForwardCall {
   // Many heads of few tiles. Of rows that lie apart, short ones of one tile that don't all begin in the same lines of
   // the first-level cache: others would drive out of it what is read now.
   bool prefetches_heads() const {
-    constexpr int64_t kTiles = 4, kShortRow = 256, kPage = 4096, kBytes = sizeof(T);
+    constexpr int64_t kTiles = 4, kShortRow = 256, kBytes = sizeof(T);
     if (Op::kPack == 2 || kConverts<T, Op> || p_.pages.table != nullptr || in_order_) return false;
     if (cut_.tiles > (lie_apart(p_.k, p_.head_dim) || lie_apart(p_.v, p_.head_dim_v) ? 1 : kTiles)) return false;
     const auto crowded = [&](const View& view, int64_t columns) {
-      return lie_apart(view, columns) && (columns * kBytes > kShortRow || view.stride[2] * kBytes % kPage == 0);
+      return collide<T>(view, columns) || (lie_apart(view, columns) && columns * kBytes > kShortRow);
     };
     if (crowded(p_.k, p_.head_dim) || crowded(p_.v, p_.head_dim_v)) return false;
-    // A sequence of a packed call is one of many.
-    const int64_t entries = p_.all_rows > 0 ? p_.all_rows / max64(1, p_.seqlen_q) : p_.batch;
     const int64_t entry =
         p_.seqlen_q * p_.heads_q * p_.head_dim + p_.seqlen_k * (p_.heads_k * p_.head_dim + p_.heads_v * p_.head_dim_v);
-    return entries * entry * kBytes >= kFarBytes / 4 * 3 * workers_;
+    return entries_of_call(p_) * entry * kBytes >= kFarBytes / 4 * 3 * workers_;
   }
   NextHead begin_of_head(int64_t head) const {
     const int64_t batch = head / p_.heads_q, at = head % p_.heads_q, group_k = p_.heads_q / p_.heads_k,

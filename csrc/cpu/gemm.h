@@ -224,7 +224,7 @@ class PrefetchByLine {
   Rows rows_;
   int64_t at_once_ = 0, next_ = 0;  // bytes
 };
-// Prefetches from up to three places at once.
+// Prefetches from three places at once, of which the first may be a series.
 struct PrefetchStreams {
   PrefetchByLine<PrefetchSeries> first;
   PrefetchByLine<PrefetchRows> second, third;

@@ -1,0 +1,190 @@
+// decode_stream for several key heads at a time, whose rows are read in the order in which they lie in memory.
+#pragma once
+
+#include "decode_stream.h"
+
+namespace attnkern::cpu {
+namespace {
+
+// Key heads of a task, turns of each that follow each other, and rows of each, at most. (Measured with AVX2: more rows
+// have so much to compute that blocks of one head are faster, though its rows lie far apart.)
+inline constexpr int64_t kHeadsTogether = 8, kTurnsTogether = 4;
+template <class T>
+inline constexpr int64_t kRowsOfHeadsTogether = sizeof(T) == 4 ? 10 : 8;
+
+// Whether a key's rows of all heads lie side by side.
+inline bool side_by_side(const View& rows) { return rows.stride[1] < rows.stride[2]; }
+
+// Rows of K or V of several heads from `key` on, which may lie in pages.
+template <class T, int kDim>
+class TurnsOfHeads {
+ public:
+  static constexpr int64_t kLanes = Simd<float>::kLanes;
+
+  TurnsOfHeads(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t heads, int64_t key,
+               int64_t keys)
+      : rows_(view, p.pages),
+        batch_(batch),
+        head_(head),
+        key_(key),
+        keys_(keys),
+        side_by_side_(side_by_side(view)),
+        dense_(side_by_side_ && view.stride[1] * heads == view.stride[2]) {}
+
+  // How many turns from key number j on a head meets before the next one does, of `most`: those of which its rows lie
+  // together. (Where heads lie side by side, more than one wouldn't stay in the first-level cache for the last head.)
+  int64_t turns(int64_t j, int64_t most) const {
+    return side_by_side_ ? 1 : max64(1, min64(min64(most, kTurnsTogether), rows_together(rows_, key_ + j) / kLanes));
+  }
+  // That of the keys from number j on; `other` are prefetched meanwhile, from their number `next` on and in the order
+  // in which they lie in memory.
+  [[gnu::always_inline]] TurnOfHead<T> turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t next,
+                                            int64_t early) {
+    TurnOfHead<T> now;
+    now.early = early;
+    if (together(j)) {
+      now.row = row(head, j), now.step = rows_.stride[2];
+    } else {
+      copy_turn<kDim>(rows_, batch_, head_ + head, key_ + j, copy_);
+      now.row = copy_, now.step = kDim;
+    }
+    if (next >= other.keys_ || !other.together(next)) now.other = now.row, now.other_step = now.step;
+    else if (other.dense_)
+      now.other_step = other.rows_.stride[1], now.other = other.row(0, next) + head * kLanes * now.other_step;
+    else now.other = other.row(head, next), now.other_step = other.rows_.stride[2];
+    return now;
+  }
+
+ private:
+  bool together(int64_t j) const { return rows_together(rows_, key_ + j) >= kLanes; }
+  const T* row(int64_t head, int64_t j) const { return at<T>(rows_, batch_, head_ + head, key_ + j); }
+
+  const KeyRows rows_;
+  const int64_t batch_, head_, key_, keys_;
+  const bool side_by_side_, dense_;
+  alignas(64) T copy_[kLanes * kDim];  // of rows in two pages
+};
+
+// How many of the turns, up to the first that doesn't, leave the rows' maxima as they are.
+template <class Op>
+[[gnu::noinline]] int64_t turns_without_maximum(const DecodeScratch<Op>& scratch, float scale, int64_t rows,
+                                                int64_t turns, const float* scores) {
+  using S = Simd<float>;
+  for (int64_t t = 0; t < turns; ++t)
+    for (int64_t r = 0; r < rows; ++r, scores += S::kLanes)
+      if (!S::all(S::product(S::load(scores), S::set1(scale)) <= S::set1(scratch.largest[r]))) return t;
+  return turns;
+}
+
+// How many rows are prefetched while a turn's scores become probabilities.
+inline int64_t early_rows(int64_t rows) { return 2 * min64(rows, 3); }
+
+// Scores of turns of a head to probabilities. Only one turn may have a greater maximum.
+template <class Op, SumOrder kOrder, int kDim, class T>
+[[gnu::noinline]] void probabilities_of_turns(const DecodeScratch<Op>& scratch, float signed_scale, int64_t rows,
+                                              int64_t turns, const float* scores, float* probabilities,
+                                              const TurnOfHead<T>* prefetched) {
+  using S = Simd<float>;
+  using V = S::V;
+  constexpr int kLanes = S::kLanes;
+  const V scale = S::set1(signed_scale);
+  for (int64_t r = 0; r < rows; ++r) {
+    V m = S::set1(scratch.largest[r]);
+    if (const V x = S::product(S::load(scores + r * kLanes), scale); turns == 1 && !S::all(x <= m)) {
+      add_recent_sums<kDim, kOrder>(scratch, rows);
+      m = raise_maximum<kDim>(scratch, r, m, x);
+    }
+    const V shift = m == S::set1(-kInfinity<float>) ? S::zero() : m + (m - m);  // NaN where scores overflow
+    float* sum = scratch.recent + r * scratch.recent_step() + scratch.out_step;
+    V total = S::load(sum);
+#pragma GCC unroll 4
+    for (int64_t t = 0; t < turns; ++t) {
+      const int64_t place = (t * rows + r) * kLanes;
+      const TurnOfHead<T>& turn = prefetched[t];
+      for (int64_t i = 2 * r; i < 2 * r + 2 && i < turn.early; ++i)
+        prefetch_row(turn.other + i * turn.other_step, kDim);
+      const V x = S::product(S::load(scores + place), scale);
+      const V probability = S::exp2<Op::kSums>((x - shift) * S::set1(kLog2E<float>));
+      total += probability;
+      if constexpr (kOrder == SumOrder::kOfPairs)
+        S::store_as(reinterpret_cast<BFloat16*>(probabilities + place), probability);
+      else S::store(probabilities + place, probability);
+    }
+    S::store(sum, total);
+  }
+}
+
+// decode_stream for several key heads, which may lie in pages, and without a bias: some turns of all heads, first of K
+// and then of V. Meanwhile the next of these are prefetched. Each head adds up in the order of decode_stream.
+template <class T, class Op, int kRows, int kDim>
+[[gnu::noinline]] void decode_heads(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
+                                    int64_t heads, int64_t key, int64_t keys) {
+  using S = Simd<float>;
+  constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
+  constexpr SumOrder kOrder = kSumOrder<T, Op, kRows>;
+  constexpr int kLanes = S::kLanes;
+  const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch->recent_step();
+  const int64_t part = rows * kLanes;  // scores or probabilities of a turn
+  const float scale = ScoreParams<float>(p, true).signed_scale;
+  using Turns = TurnsOfHeads<T, kDim>;
+  Turns k(p, p.k, batch, head_k, heads, key, keys), v(p, p.v, batch, head_k, heads, key, keys);
+  const auto turns_from = [&](int64_t j) {
+    const int64_t most = min64(keys - j, kDecodeKeys - j % kDecodeKeys) / kLanes;
+    return v.turns(j, k.turns(j, most));
+  };
+  // Of each head's scratch.scores: those of some turns, those of the next ones, probabilities.
+  const auto score_turns = [&](int64_t j, int64_t turns, int64_t place, int64_t next) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const DecodeScratch<Op>& own = scratch[head];
+      const auto* q = queries_of<T>(own);
+      for (int64_t t = 0; t < turns; ++t) {
+        const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes, 0);
+        float* scores = own.scores + (place + t) * part;
+        for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+          score_turn<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
+        });
+      }
+    }
+  };
+  const auto add_turns = [&](int64_t j, int64_t turns, int64_t place, const Turns& other, int64_t next) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const DecodeScratch<Op>& own = scratch[head];
+      const float* scores = own.scores + place * part;
+      float* probabilities = own.scores + 2 * kTurnsTogether * part;
+      if (j % kDecodeKeys == 0) add_recent_sums<kDim, kOrder>(own, rows);
+      TurnOfHead<T> of_turns[kTurnsTogether];
+      for (int64_t t = 0; t < turns; ++t)
+        of_turns[t] = v.turn(head, j + t * kLanes, other, next + t * kLanes, early_rows(rows));
+      for (int64_t t = 0, now; t < turns; t += now) {
+        now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
+        probabilities_of_turns<Op, kOrder, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
+        for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+          add_columns_to_memory<kPairs, kDim, kRun>(
+              own.recent + r * recent_step, recent_step,
+              [&]<int kColumns>(int64_t column, auto& sum) __attribute__((always_inline)) {
+                for (int64_t i = 0; i < now; ++i)
+                  add_turn<kPairs, kDim, kColumns>(of_turns[t + i], r == 0, probabilities + i * part + r * kLanes,
+                                                   column, sum);
+              });
+        });
+      }
+    }
+  };
+
+  for (int64_t head = 0; head < heads; ++head)
+    std::memset(scratch[head].recent, 0, static_cast<size_t>(rows * recent_step) * sizeof(float));
+  int64_t turns = turns_from(0);
+  score_turns(0, turns, 0, 0);
+  for (int64_t j = 0, place = 0; j < keys; place = kTurnsTogether - place) {
+    const int64_t now = turns, next = j + now * kLanes;
+    turns = next < keys ? turns_from(next) : 0;
+    if (turns > 0) score_turns(next, turns, kTurnsTogether - place, j);
+    const int64_t after = next + turns * kLanes;
+    add_turns(j, now, place, after < keys ? k : v, after < keys ? after : next);
+    j = next;
+  }
+  for (int64_t head = 0; head < heads; ++head) add_recent_sums<kDim, kOrder>(scratch[head], rows);
+}
+
+}  // namespace
+}  // namespace attnkern::cpu
