@@ -45,17 +45,22 @@ inline void finish_sums(const Forward& p, const ForwardScratch<Op>& scratch, int
   }
 }
 
-// To be prefetched while the scores of a block are computed, with so many steps of other work: of the next block K and
-// V and the mask or bias.
+// How often rows can be prefetched while the scores of a block are computed, with so many steps of other work.
+template <class Op>
+inline int64_t prefetch_calls_of_scores(const Forward& p, int64_t rows, int64_t vectors, int64_t depth, int64_t steps) {
+  if constexpr (Tiles<Op>::kHas)
+    if (Tiles<Op>::uses(p)) return Tiles<Op>::calls(rows, vectors, depth);
+  return max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(rows, vectors, depth, steps));
+}
+
+// To be prefetched then: of the next block K and V and the mask or bias.
 template <class T, class Op>
 inline PrefetchStreams keys_to_prefetch(const Forward& p, const BlockPlan& block, int64_t batch, int64_t head,
                                         int64_t query, int64_t queries, bool keys, bool bias, int64_t steps) {
   constexpr int64_t kLanes = Simd<typename Op::Compute>::kLanes;
   const int64_t vectors = (queries + kLanes - 1) / kLanes, depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
   const int64_t row = block.row + block.rows;
-  int64_t calls = max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(block.rows, vectors, depth, steps));
-  if constexpr (Tiles<Op>::kHas)
-    if (Tiles<Op>::uses(p)) calls = Tiles<Op>::calls(block.rows, vectors, depth);
+  const int64_t calls = prefetch_calls_of_scores<Op>(p, block.rows, vectors, depth, steps);
   const auto rows_of = [&](const View& view, int64_t heads, int64_t columns) {
     return together_to_prefetch<T>(KeyRows(view, p.pages), batch, head / (p.heads_q / heads), row, block.rows,
                                    p.seqlen_k, columns);
@@ -93,11 +98,7 @@ inline bool shift_to_maximum(const ForwardScratch<Op>& scratch, int64_t vectors,
 struct NextHead {
   PrefetchRows q, k, v;
 
-  // To be prefetched while the scores of a block are computed.
-  PrefetchStreams streams(int64_t rows, int64_t vectors, int64_t depth) const {
-    const int64_t calls = max64(1, prefetch_calls<kTileRows * kTileVectors, kTileVectors>(rows, vectors, depth));
-    return {{k, calls}, {v, calls}, {q, calls}};
-  }
+  PrefetchStreams streams(int64_t calls) const { return {{k, calls}, {v, calls}, {q, calls}}; }
 };
 
 template <class T, class Op, bool kFastPath>
@@ -179,7 +180,8 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                                          probabilities.pace(block->rows, depth));
       next = &prefetch;
     } else if (next_head != nullptr && walk.done()) {
-      prefetch = next_head->streams(block->rows, vectors, depth);
+      prefetch = next_head->streams(
+          prefetch_calls_of_scores<Op>(p, block->rows, vectors, depth, probabilities.pace(block->rows, depth)));
       next = &prefetch;
     }
     if (waits) {
@@ -330,19 +332,21 @@ class ForwardCall {
  private:
   // Few tiles hardly bring keys and values nearer, nor do those of a window, which meet keys that none has met before.
   int64_t far() const { return cut_.tiles <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
-  // Many heads of few tiles. Of rows that lie apart, short ones of one tile that don't all begin in the same lines of
-  // the first-level cache: others would drive out of it what is read now.
+  // Many heads of few tiles, from memory. To the first-level cache, of rows that lie apart short ones of one tile that
+  // don't all begin in the same lines of it: others would drive out of it what is read now.
   bool prefetches_heads() const {
     constexpr int64_t kTiles = 4, kShortRow = 256, kBytes = sizeof(T);
-    if (Op::kPack == 2 || kConverts<T, Op> || p_.pages.table != nullptr || in_order_) return false;
-    if (cut_.tiles > (lie_apart(p_.k, p_.head_dim) || lie_apart(p_.v, p_.head_dim_v) ? 1 : kTiles)) return false;
-    const auto crowded = [&](const View& view, int64_t columns) {
-      return collide<T>(view, columns) || (lie_apart(view, columns) && columns * kBytes > kShortRow);
-    };
-    if (crowded(p_.k, p_.head_dim) || crowded(p_.v, p_.head_dim_v)) return false;
+    if (p_.pages.table != nullptr || in_order_ || cut_.tiles > kTiles) return false;
+    if (kPrefetchTo == 3) {
+      const auto crowded = [&](const View& view, int64_t columns) {
+        return collide<T>(view, columns) ||
+               (lie_apart(view, columns) && (cut_.tiles > 1 || columns * kBytes > kShortRow));
+      };
+      if (crowded(p_.k, p_.head_dim) || crowded(p_.v, p_.head_dim_v)) return false;
+    }
     const int64_t entry =
         p_.seqlen_q * p_.heads_q * p_.head_dim + p_.seqlen_k * (p_.heads_k * p_.head_dim + p_.heads_v * p_.head_dim_v);
-    return entries_of_call(p_) * entry * kBytes >= kFarBytes / 4 * 3 * workers_;
+    return entries_of_call(p_) * entry * kBytes >= (kBytes == 2 ? 6 : 3) * kFarBytes / 4 * workers_;
   }
   NextHead begin_of_head(int64_t head) const {
     const int64_t batch = head / p_.heads_q, at = head % p_.heads_q, group_k = p_.heads_q / p_.heads_k,
