@@ -91,25 +91,20 @@ template <int kRows, int kVectors, class V, class Move>
     for (int c = 0; c < kVectors; ++c) move(sums + r * step + c * Simd<float>::kLanes, sum[r][c]);
 }
 
-// Every second of the equal parts of a and then of b, from number kFrom on.
-template <int kParts, int kFrom, class V, int... kLane>
-inline V every_second(V a, V b, std::integer_sequence<int, kLane...>) {
-  constexpr int kPart = sizeof...(kLane) / kParts;  // lanes
-  return __builtin_shufflevector(a, b, ((kLane / kPart * 2 + kFrom) * kPart + kLane % kPart)...);
-}
-
 // kRows vectors of kRows equal parts: part j of vector i becomes part i of vector j.
 template <int kRows, class V>
 inline void transpose_groups(V (&x)[kRows]) {
-  constexpr auto kLanes = std::make_integer_sequence<int, Simd<float>::kLanes>{};
-  const auto even = [&](V a, V b) { return every_second<kRows, 0>(a, b, kLanes); };
-  const auto odd = [&](V a, V b) { return every_second<kRows, 1>(a, b, kLanes); };
-  if constexpr (kRows == 2) {
-    const V a = x[0], b = x[1];
-    x[0] = even(a, b), x[1] = odd(a, b);
-  } else if constexpr (kRows == 4) {
-    const V a = even(x[0], x[1]), b = even(x[2], x[3]), c = odd(x[0], x[1]), d = odd(x[2], x[3]);
-    x[0] = even(a, b), x[1] = even(c, d), x[2] = odd(a, b), x[3] = odd(c, d);
+  if constexpr (kRows > 1) {
+    constexpr int kLanes = Simd<float>::kLanes;
+    const auto even = [](V a, V b) { return Simd<float>::every_second<kLanes / kRows, kLanes, 0>(a, b); };
+    const auto odd = [](V a, V b) { return Simd<float>::every_second<kLanes / kRows, kLanes, 1>(a, b); };
+    if constexpr (kRows == 2) {
+      const V a = x[0], b = x[1];
+      x[0] = even(a, b), x[1] = odd(a, b);
+    } else {
+      const V a = even(x[0], x[1]), b = even(x[2], x[3]), c = odd(x[0], x[1]), d = odd(x[2], x[3]);
+      x[0] = even(a, b), x[1] = even(c, d), x[2] = odd(a, b), x[3] = odd(c, d);
+    }
   }
 }
 

@@ -473,7 +473,14 @@ struct Simd {
     transpose_round<1>(rows);
   }
 
+  // Of a and then of b, within every kWithin lanes: every second part of kPart lanes, from number kFrom on.
+  template <int kPart, int kWithin, int kFrom>
+  static V every_second(V a, V b) {
+    return parts_of<kPart, kWithin, kFrom>(a, b, std::make_integer_sequence<int, kLanes>{});
+  }
+
   // Lane t of the result is the sum over the lanes of x[t]: rounds of adding neighbours, each halving the vectors.
+  // First within 128 bits, then these as a whole: every sum takes two shuffles that need no index register.
   static V sum_each(V (&x)[kLanes]) {
     sum_round<1>(x);
     return x[0];
@@ -516,11 +523,22 @@ struct Simd {
   template <int kStep>
   static void sum_round(V (&x)[kLanes]) {
     if constexpr (kStep < kLanes) {
-      constexpr auto kSequence = std::make_integer_sequence<int, kLanes>{};
+      constexpr int kPart = kStep < kQuarter ? 1 : kQuarter, kWithin = kStep < kQuarter ? kQuarter : kLanes;
       for (int i = 0; i < kLanes; i += 2 * kStep)
-        x[i] = exchange_low<kStep>(x[i], x[i + kStep], kSequence) + exchange_high<kStep>(x[i], x[i + kStep], kSequence);
+        x[i] =
+            every_second<kPart, kWithin, 0>(x[i], x[i + kStep]) + every_second<kPart, kWithin, 1>(x[i], x[i + kStep]);
       sum_round<2 * kStep>(x);
     }
+  }
+  static constexpr int kQuarter = 16 / sizeof(C);  // lanes of 128 bits
+  template <int kPart, int kWithin, int kFrom, int... kLane>
+  static V parts_of(V a, V b, std::integer_sequence<int, kLane...>) {
+    constexpr int kEach = kWithin / kPart / 2;  // parts of a, and of b
+    const auto from = [](int lane) constexpr {
+      const int part = lane % kWithin / kPart;
+      return (part < kEach ? 0 : kLanes) + lane / kWithin * kWithin + (part % kEach * 2 + kFrom) * kPart + lane % kPart;
+    };
+    return __builtin_shufflevector(a, b, from(kLane)...);
   }
 
 #if defined(__AVX512F__)
