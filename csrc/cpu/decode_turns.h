@@ -13,9 +13,10 @@ template <class T, class Op>
 using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                              int64_t heads, int64_t key, int64_t keys);
 
-// Bytes of a call's K and V from which on 2 to 4 rows of bfloat16 take turns, 3 and more of float32 from four times as
-// many on, and with 16 registers more than one row of any type; one row of float32 always. As measured: what is in a
-// cache is multiplied faster in blocks, what is not is read faster in turns.
+// Bytes of a call's K and V from which on 2 to 4 rows of bfloat16 take turns, from three times as many on unless heads
+// lie side by side, 3 and more of float32 from four times as many on, and with 16 registers more than one row of any
+// type; one row of float32 always. As measured: what is in a cache is multiplied faster in blocks, what is not is read
+// faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
 inline int64_t key_bytes(const Forward& p) {
@@ -50,7 +51,8 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
         return pays ? of_size.template operator()<4, kDim>() : nullptr;
       } else {
         if (rows == 1) return of_size.template operator()<1, kDim>();
-        const int64_t least = Op::kPack == 2 ? kTurnsFrom : rows > 2 ? 4 * kTurnsFrom : 0;
+        const int64_t of_pairs = side_by_side(p.k) && p.pages.table == nullptr ? kTurnsFrom : 3 * kTurnsFrom;
+        const int64_t least = Op::kPack == 2 ? of_pairs : rows > 2 ? 4 * kTurnsFrom : 0;
         // (Few keys take turns only where a head by itself would read rows that lie far apart.)
         const bool few = least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
         if (rows > kMost || key_bytes(p) < least || few) return nullptr;
