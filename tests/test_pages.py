@@ -152,7 +152,8 @@ def test_more_keys_than_a_cache_holds(rows, size):
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_heads_read_together(dtype, rows, size):
     """The CPU reads the rows of several key heads in the order in which they lie in memory: as without pages, from any
-    row on, by any number of threads, more heads than are read together. Up to four rows as head by head, too."""
+    row on, by any number of threads, more heads than are read together. Up to four rows as head by head, too, but for
+    bfloat16, of which several rows take turns from other sizes on."""
     q, k, v = (torch.randn(2, n, s, 64, dtype=dtype) for n, s in ((10 * rows, 1), (10, 2080), (10, 2080)))
     q[:, :rows] *= 30  # maxima that grow late
     k[:, :, 700:], k[1, 3, 1000, 7] = k[:, :, 700:] * 2, float("nan")
@@ -165,7 +166,7 @@ def test_heads_read_together(dtype, rows, size):
         for paged, whole in ((pools, (k, v)), (by_row[:2], by_row[2:])):
             wanted.append(attnkern.attention(q, *whole, **options).nan_to_num(3))
             assert torch.equal(attnkern.attention(q, *paged, block_table=table, **options).nan_to_num(3), wanted[-1])
-        assert rows > 4 or torch.equal(*wanted)
+        assert rows > (1 if dtype == torch.bfloat16 else 4) or torch.equal(*wanted)
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31 - 1, 40])

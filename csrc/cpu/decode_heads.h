@@ -121,7 +121,7 @@ template <class T, class Op, int kRows, int kDim>
                                     int64_t heads, int64_t key, int64_t keys) {
   using S = Simd<float>;
   constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
-  constexpr SumOrder kOrder = kSumOrder<T, Op, kRows>;
+  constexpr SumOrder kOrder = kSumOrder<T, Op, kRows, kDim>;
   constexpr int kLanes = S::kLanes;
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch->recent_step();
   const int64_t part = rows * kLanes;  // scores or probabilities of a turn

@@ -79,9 +79,18 @@ struct ByParity {
 
   static ByParity load(const BFloat16* p) {
     typedef int32_t Two __attribute__((vector_size(kVectorBytes), aligned(2), may_alias));
-    const S::IV two = *reinterpret_cast<const Two*>(p);
-    return {(V)(two << 16), (V)(two & -0x10000)};
+    return of_pairs(*reinterpret_cast<const Two*>(p));
   }
+  static ByParity load(const BFloat16* p, int64_t n) {
+#if defined(__AVX512F__)
+    return of_pairs((S::IV)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p));
+#else
+    BFloat16 elements[2 * S::kLanes] = {};
+    std::memcpy(elements, p, static_cast<size_t>(n) * sizeof(BFloat16));
+    return load(elements);
+#endif
+  }
+  static ByParity of_pairs(S::IV two) { return {(V)(two << 16), (V)(two & -0x10000)}; }
   static ByParity of(V a, V b) {
     return [&]<int... kLane>(std::integer_sequence<int, kLane...>) -> ByParity {
       return {__builtin_shufflevector(a, b, (2 * kLane)...), __builtin_shufflevector(a, b, (2 * kLane + 1)...)};
@@ -96,9 +105,9 @@ struct ByParity {
   }
 };
 
-// Whether kVectors vectors of columns of T are read so. (AVX-512 isn't: not measured.)
-template <class T, int kVectors = 2>
-inline constexpr bool kReadsByParity = kVectorBytes < 64 && kVectors % 2 == 0 && std::is_same_v<T, BFloat16>;
+// Whether kVectors vectors of columns of T are read so.
+template <class T, int kVectors>
+inline constexpr bool kReadsByParity = kVectors % 2 == 0 && std::is_same_v<T, BFloat16>;
 
 // How a vector of a row of T meets one of a query: converted, in order or by parity, or as pairs that are multiplied as
 // they are. `Query` are the query's elements, kConverted whether they are in order and converted; else take_query makes
@@ -131,7 +140,7 @@ struct RowDot<float, BFloat16> {
   }
   static V accumulate(V sum, __m512i a, __m512i b) { return PairDot::accumulate(sum, a, b); }
 };
-#elif !defined(__AVX512F__)
+#else
 template <>
 struct RowDot<float, BFloat16> {
   using S = Simd<float>;
@@ -149,11 +158,7 @@ struct RowDot<float, BFloat16> {
   }
   static ByParity load_query(const Query* p) { return {S::load(p), S::load(p + S::kLanes)}; }
   static ByParity load(const BFloat16* p) { return ByParity::load(p); }
-  static ByParity load(const BFloat16* p, int64_t n) {
-    BFloat16 elements[kWidth] = {};
-    std::memcpy(elements, p, static_cast<size_t>(n) * sizeof(BFloat16));
-    return load(elements);
-  }
+  static ByParity load(const BFloat16* p, int64_t n) { return ByParity::load(p, n); }
   static V accumulate(V sum, const ByParity& a, const ByParity& b) {
     return S::fma(a.odd, b.odd, S::fma(a.even, b.even, sum));
   }

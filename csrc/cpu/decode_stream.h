@@ -77,10 +77,24 @@ inline constexpr bool kTurnsInPairs = Op::kPack == 2 && kRows >= kRowsForValueTi
 // In which order the sums of two vectors of columns lie in scratch.recent: that of the columns, by parity, or as they
 // come of pairs of keys.
 enum class SumOrder { kOwn, kByParity, kOfPairs };
-template <class T, class Op, int kRows>
-inline constexpr SumOrder kSumOrder = kTurnsInPairs<T, Op, kRows> ? SumOrder::kOfPairs
-                                      : kReadsByParity<T>         ? SumOrder::kByParity
-                                                                  : SumOrder::kOwn;
+template <class T, class Op, int kRows, int kDim>
+inline constexpr SumOrder kSumOrder = kTurnsInPairs<T, Op, kRows>                     ? SumOrder::kOfPairs
+                                      : kReadsByParity<T, kDim / Simd<float>::kLanes> ? SumOrder::kByParity
+                                                                                      : SumOrder::kOwn;
+
+// Adds two vectors of sums to those of their columns.
+template <SumOrder kOrder, class V>
+[[gnu::always_inline]] inline void add_two_sums(float* total, V a, V b) {
+  using S = Simd<float>;
+  const ByParity two{a, b};
+  if constexpr (kOrder == SumOrder::kOfPairs) {
+    const V first = in_order<0>(a, b);
+    b = in_order<8>(a, b), a = first;
+  } else if constexpr (kOrder == SumOrder::kByParity) {
+    a = two.columns<0>(), b = two.columns<S::kLanes>();
+  }
+  S::store(total, S::load(total) + a), S::store(total + S::kLanes, S::load(total + S::kLanes) + b);
+}
 
 // Calls move(where a vector of sums belongs, the vector) for all of them.
 template <int kRows, int kVectors, class V, class Move>
@@ -118,15 +132,8 @@ template <int kDim, SumOrder kOrder, class Op>
   for (int64_t r = 0; r < rows; ++r) {
     float *out = scratch.out + r * scratch.out_step, *recent = scratch.recent + r * scratch.recent_step();
     if constexpr (kOrder != SumOrder::kOwn) {
-      for (int64_t c = 0; c < kDim; c += 2 * kLanes) {
-        const V a = S::load(recent + c), b = S::load(recent + c + kLanes);
-        if constexpr (kOrder == SumOrder::kOfPairs) {
-          add(out + c, in_order<0>(a, b)), add(out + c + kLanes, in_order<8>(a, b));
-        } else {
-          const ByParity two{a, b};
-          add(out + c, two.columns<0>()), add(out + c + kLanes, two.columns<kLanes>());
-        }
-      }
+      for (int64_t c = 0; c < kDim; c += 2 * kLanes)
+        add_two_sums<kOrder>(out + c, S::load(recent + c), S::load(recent + c + kLanes));
     } else {
       for (int64_t c = 0; c < kDim; c += kLanes) add(out + c, S::load(recent + c));
     }
@@ -374,9 +381,8 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   using S = Simd<float>;
   using V = S::V;
   constexpr bool kPairs = kTurnsInPairs<T, Op, kRows>;
-  constexpr SumOrder kOrder = kSumOrder<T, Op, kRows>;
+  constexpr SumOrder kOrder = kSumOrder<T, Op, kRows, kDim>;
   constexpr bool kInRegisters = kRows < 4;  // the sums of values, from turn to turn
-  static_assert(!kInRegisters || kOrder == SumOrder::kOwn);
   constexpr int kLanes = S::kLanes;
   constexpr int64_t kAhead = (kPairs ? 8192 : 4096) / (kDim * sizeof(T));  // rows; as measured
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch.recent_step();
@@ -409,7 +415,17 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   const auto add_recent = [&]() __attribute__((always_inline)) {
     if constexpr (kInRegisters) {
       const auto add = [](float* total, V& sum) { S::store(total, S::load(total) + sum), sum = S::zero(); };
-      move_sums(scratch.out, scratch.out_step, kept, add);
+      if constexpr (kOrder == SumOrder::kByParity) {
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+          for (int c = 0; c < kDim / kLanes; c += 2) {
+            add_two_sums<kOrder>(scratch.out + r * scratch.out_step + c * kLanes, kept[r][c], kept[r][c + 1]);
+            kept[r][c] = kept[r][c + 1] = S::zero();
+          }
+      } else {
+        move_sums(scratch.out, scratch.out_step, kept, add);
+      }
       for (int r = 0; r < kRows; ++r) add(scratch.sums + r * kLanes, kept_sum[r]);
     } else {
       add_recent_sums<kDim, kOrder>(scratch, rows);

@@ -51,7 +51,7 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
         return pays ? of_size.template operator()<4, kDim>() : nullptr;
       } else {
         if (rows == 1) return of_size.template operator()<1, kDim>();
-        const int64_t of_pairs = side_by_side(p.k) && p.pages.table == nullptr ? kTurnsFrom : 3 * kTurnsFrom;
+        const int64_t of_pairs = side_by_side(p.k) ? kTurnsFrom : 3 * kTurnsFrom;
         const int64_t least = Op::kPack == 2 ? of_pairs : rows > 2 ? 4 * kTurnsFrom : 0;
         // (Few keys take turns only where a head by itself would read rows that lie far apart.)
         const bool few = least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
