@@ -124,9 +124,12 @@ inline void score_rows(const typename RowDot<C, typename Keys::Element>::Query* 
     if (rows - first == 6) return run.template operator()<6>(first);
     if (rows - first == 5) return run.template operator()<5>(first);
   }
-  for_row_runs(rows - first, [&]<int kRuns>(int64_t r) {
-    constexpr int kRows = kRuns < Simd<C>::kLanes ? kRuns : Simd<C>::kLanes;
-    for (int64_t i = first + r; i < first + r + kRuns; i += kRows) run.template operator()<kRows>(i);
+  constexpr int kAtOnce = min64(4, Simd<C>::kLanes);
+  for (; first + kAtOnce <= rows; first += kAtOnce) run.template operator()<kAtOnce>(first);
+  if constexpr (kAtOnce == 4)
+    if (rows - first == 3) return run.template operator()<3>(first);
+  for_row_runs(rows - first, [&]<int kRows>(int64_t r) {
+    if constexpr (kRows <= kAtOnce) run.template operator()<kRows>(first + r);
   });
 }
 

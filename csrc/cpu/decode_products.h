@@ -14,11 +14,12 @@ inline constexpr int64_t kDecodeKeys = 256, kManyKeys = 1024, kFewRows = 4;
 // transposed keys. (Rows that are to be converted gain nothing from it.)
 template <class T, class Op>
 inline constexpr int64_t kRowsForScoreTiles = kConverts<T, Op> ? kSharedMaxRows + 1
-                                              : Op::kPack == 2 ? 5
-                                                               : 9;
+                                              : Op::kPack == 2 || sizeof(T) != 4 || kVectorBytes < 32 ? 9
+                                              : kVectorBytes == 32                                    ? 13
+                                                                                                      : 25;
 template <class T, class Op>
 inline constexpr int64_t kRowsForValueTiles = kConverts<T, Op> ? kSharedMaxRows + 1
-                                              : Op::kPack == 2 ? 4
+                                              : Op::kPack == 2 ? 3
                                                                : 6;
 
 // Each of the first `keys` rows of a block prefetches the one that is read `ahead` keys later. Spread over the work: a

@@ -20,16 +20,17 @@
 namespace attnkern::cpu {
 namespace {
 
-// Rows of a key head, at most; and no more than have their scores computed row by row in the forward pass, too.
-inline constexpr int64_t kRowsOfFewQueries = 16;
+// Rows of a key head, at most; of types that aren't converted, no more than have their scores computed row by row in
+// the forward pass, too. Tiles multiply more queries faster in pairs (as measured with AVX-512).
+inline constexpr int64_t kRowsOfFewQueries = 16, kFewQueriesInPairs = 4;
 
-// (bfloat16 in pairs isn't measured.)
 template <class T, class Op>
 inline bool has_few_queries(const Backward& p) {
   using C = typename Op::Compute;
-  constexpr int64_t kMostRows = min64(kRowsOfFewQueries, kRowsForScoreTiles<T, Op> - 1);
-  if (Op::kPack != 1 || p.heads_k != p.heads_v || p.heads_k == 0 || p.seqlen_k == 0 || p.head_dim == 0 ||
-      p.head_dim_v == 0 || p.heads_q / p.heads_k * p.seqlen_q > kMostRows)
+  constexpr int64_t kMostRows =
+      sizeof(T) == 2 ? kRowsOfFewQueries : min64(kRowsOfFewQueries, kRowsForScoreTiles<T, Op> - 1);
+  if ((Op::kPack == 2 && p.seqlen_q > kFewQueriesInPairs) || p.heads_k != p.heads_v || p.heads_k == 0 ||
+      p.seqlen_k == 0 || p.head_dim == 0 || p.head_dim_v == 0 || p.heads_q / p.heads_k * p.seqlen_q > kMostRows)
     return false;
   const ScoreParams<C> score(p);
   return (decodes(p) || has_few_keys(p)) && !score.capped() && !score.dropout && p.dbias.data == nullptr &&
