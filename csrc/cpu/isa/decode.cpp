@@ -18,15 +18,11 @@ bool attnkern::cpu::ATTNKERN_ISA::has_few_queries(const Backward& p) {
 }
 
 void attnkern::cpu::ATTNKERN_ISA::backward_few_queries(const Backward& p, const Runtime& runtime) {
-  by_dtype(p.dtype, [&]<class T, class Op>() {
-    cpu::backward_few_queries<T, Op>(p, runtime);
-  });
+  by_dtype(p.dtype, [&]<class T, class Op>() { cpu::backward_few_queries<T, Op>(p, runtime); });
 }
 
 attnkern::cpu::Plan attnkern::cpu::ATTNKERN_ISA::plan_few_queries(const Backward& p) {
   Plan plan{};
-  by_dtype(p.dtype, [&]<class T, class Op>() {
-    plan = plan_of(new FewQueriesCall<T, Op>(p));
-  });
+  by_dtype(p.dtype, [&]<class T, class Op>() { plan = plan_of(new FewQueriesCall<T, Op>(p)); });
   return plan;
 }
