@@ -111,25 +111,11 @@ template <class C, int64_t kKeysOfBlock, class Keys>
 inline void score_rows(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
                        const Keys& k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
   using T = typename Keys::Element;
-  const auto run = [&]<int kRows>(int64_t r) __attribute__((always_inline)) {
+  // What is converted takes so long that as many rows as there are sums share it.
+  constexpr int64_t kMost = kVectorBytes == 32 && sizeof(T) == 2 && sizeof(C) == 4 ? 8 : 4;
+  for_long_runs<min64(kMost, Simd<C>::kLanes)>(rows, [&]<int kRows>(int64_t r) {
     decode_scores<C, kRows, kKeysOfBlock>(q + r * q_step, q_step, k, keys, columns, r == 0 ? prefetch : PrefetchAhead{},
                                           scores + r * kKeysOfBlock);
-  };
-  // What is converted takes so long that as many rows as there are sums share it.
-  constexpr int kMost = kVectorBytes == 32 && sizeof(T) == 2 && sizeof(C) == 4 ? 8 : 4;
-  int64_t first = 0;
-  if constexpr (kMost == 8) {
-    for (; first + kMost <= rows; first += kMost) run.template operator()<kMost>(first);
-    if (rows - first == 7) return run.template operator()<7>(first);
-    if (rows - first == 6) return run.template operator()<6>(first);
-    if (rows - first == 5) return run.template operator()<5>(first);
-  }
-  constexpr int kAtOnce = min64(4, Simd<C>::kLanes);
-  for (; first + kAtOnce <= rows; first += kAtOnce) run.template operator()<kAtOnce>(first);
-  if constexpr (kAtOnce == 4)
-    if (rows - first == 3) return run.template operator()<3>(first);
-  for_row_runs(rows - first, [&]<int kRows>(int64_t r) {
-    if constexpr (kRows <= kAtOnce) run.template operator()<kRows>(first + r);
   });
 }
 

@@ -71,6 +71,11 @@ inline void prefetch_row(const T* row, int64_t columns) {
     __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, kPrefetchTo);
 }
 
+#if defined(__AVX512F__)
+// Of 32 elements the first n.
+inline __mmask32 first_of_32(int64_t n) { return static_cast<__mmask32>((uint64_t{1} << min64(32, n)) - 1); }
+#endif
+
 // Two vectors of columns of bfloat16, side by side, as those of even and those of odd number: of two elements in 32
 // bits, a shift makes one a float and a mask the other, while elements in order must be spread.
 struct ByParity {
@@ -84,7 +89,7 @@ struct ByParity {
   }
   static ByParity load(const BFloat16* p, int64_t n) {
 #if defined(__AVX512F__)
-    return of_pairs((S::IV)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p));
+    return of_pairs((S::IV)_mm512_maskz_loadu_epi16(first_of_32(n), p));
 #else
     BFloat16 elements[2 * S::kLanes] = {};
     std::memcpy(elements, p, static_cast<size_t>(n) * sizeof(BFloat16));
@@ -136,9 +141,7 @@ struct RowDot<float, BFloat16> {
   }
   static __m512i load_query(const Query* p) { return _mm512_loadu_si512(p); }
   static __m512i load(const BFloat16* p) { return _mm512_loadu_si512(p); }
-  static __m512i load(const BFloat16* p, int64_t n) {
-    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), p);
-  }
+  static __m512i load(const BFloat16* p, int64_t n) { return _mm512_maskz_loadu_epi16(first_of_32(n), p); }
   static V accumulate(V sum, __m512i a, __m512i b) { return PairDot::accumulate(sum, a, b); }
 };
 #else
@@ -353,6 +356,23 @@ inline V in_order(V a, V b) {
                                  f + 7, f + 20, f + 21, f + 22, f + 23);
 }
 
+// In which order the sums of two vectors of columns lie: that of the columns, by parity, or as they come of pairs of
+// keys.
+enum class SumOrder { kOwn, kByParity, kOfPairs };
+// Adds two vectors of sums to those of their columns.
+template <SumOrder kOrder, class V>
+[[gnu::always_inline]] inline void add_two_sums(float* total, V a, V b) {
+  using S = Simd<float>;
+  const ByParity two{a, b};
+  if constexpr (kOrder == SumOrder::kOfPairs) {
+    const V first = in_order<0>(a, b);
+    b = in_order<8>(a, b), a = first;
+  } else if constexpr (kOrder == SumOrder::kByParity) {
+    a = two.columns<0>(), b = two.columns<S::kLanes>();
+  }
+  S::store(total, S::load(total) + a), S::store(total + S::kLanes, S::load(total + S::kLanes) + b);
+}
+
 #if defined(__AVX512BF16__)
 // out[row] += sum_key p[row][key] V[key] in bfloat16, two keys at a time: rows of V become pairs in registers. A
 // "vector" is one of 32 columns here, two of `out`.
@@ -370,8 +390,7 @@ struct ValuePairsTile {
     using S = Simd<float>;
     constexpr int64_t kAhead = kTile<float>;
     __mmask32 mask[kVectors];
-    for (int c = 0; c < kVectors; ++c)
-      mask[c] = static_cast<__mmask32>((uint64_t{1} << min64(32, columns - (vector + c) * 32)) - 1);
+    for (int c = 0; c < kVectors; ++c) mask[c] = first_of_32(columns - (vector + c) * 32);
     S::V sum[kRows][2 * kVectors] = {};
     const uint32_t* probabilities = p + row * kKeysOfBlock;
     const BFloat16* source = v.row(0) + vector * 32;
@@ -432,12 +451,9 @@ struct ValuePairsTile {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-      for (int c = 0; c < kVectors; ++c) {
-        const S::V a = sum[r][2 * c], b = sum[r][2 * c + 1];
-        float* total = out + (row + r) * out_step + (vector + c) * 32;
-        S::store(total, S::load(total) + in_order<0>(a, b));
-        S::store(total + 16, S::load(total + 16) + in_order<8>(a, b));
-      }
+      for (int c = 0; c < kVectors; ++c)
+        add_two_sums<SumOrder::kOfPairs>(out + (row + r) * out_step + (vector + c) * 32, sum[r][2 * c],
+                                         sum[r][2 * c + 1]);
   }
 };
 #endif
@@ -459,14 +475,26 @@ template <class Body>
   for (; r < n; ++r) body.template operator()<1>(r);
 }
 
+// body<n>(r), of up to kMost rows.
+template <int kMost, class Body>
+[[gnu::always_inline]] inline void with_run(int64_t n, int64_t r, const Body& body) {
+  [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
+    ((n == kLess + 1 ? body.template operator()<kLess + 1>(r) : void()), ...);
+  }(std::make_integer_sequence<int, kMost>{});
+}
+
+// Splits n rows into runs of kMost, and one of what is left.
+template <int kMost, class Body>
+[[gnu::always_inline]] inline void for_long_runs(int64_t n, const Body& body) {
+  for (int64_t r = 0; r < n; r += kMost) with_run<kMost>(min64(kMost, n - r), r, body);
+}
+
 // Splits n rows evenly into as few runs as can be, of up to kMost.
 template <int kMost, class Body>
 [[gnu::always_inline]] inline void for_even_runs(int64_t n, const Body& body) {
   for (int64_t r = 0, runs = (n + kMost - 1) / kMost; runs > 0; --runs) {
     const int64_t now = n / runs;
-    [&]<int... kLess>(std::integer_sequence<int, kLess...>) {
-      ((now == kLess + 1 ? body.template operator()<kLess + 1>(r) : void()), ...);
-    }(std::make_integer_sequence<int, kMost>{});
+    with_run<kMost>(now, r, body);
     r += now, n -= now;
   }
 }

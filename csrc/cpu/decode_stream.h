@@ -74,27 +74,11 @@ template <class T, class C>
 template <class T, class Op, int kRows>
 inline constexpr bool kTurnsInPairs = Op::kPack == 2 && kRows >= kRowsForValueTiles<T, Op>;
 
-// In which order the sums of two vectors of columns lie in scratch.recent: that of the columns, by parity, or as they
-// come of pairs of keys.
-enum class SumOrder { kOwn, kByParity, kOfPairs };
+// That of the sums in scratch.recent.
 template <class T, class Op, int kRows, int kDim>
 inline constexpr SumOrder kSumOrder = kTurnsInPairs<T, Op, kRows>                     ? SumOrder::kOfPairs
                                       : kReadsByParity<T, kDim / Simd<float>::kLanes> ? SumOrder::kByParity
                                                                                       : SumOrder::kOwn;
-
-// Adds two vectors of sums to those of their columns.
-template <SumOrder kOrder, class V>
-[[gnu::always_inline]] inline void add_two_sums(float* total, V a, V b) {
-  using S = Simd<float>;
-  const ByParity two{a, b};
-  if constexpr (kOrder == SumOrder::kOfPairs) {
-    const V first = in_order<0>(a, b);
-    b = in_order<8>(a, b), a = first;
-  } else if constexpr (kOrder == SumOrder::kByParity) {
-    a = two.columns<0>(), b = two.columns<S::kLanes>();
-  }
-  S::store(total, S::load(total) + a), S::store(total + S::kLanes, S::load(total + S::kLanes) + b);
-}
 
 // Calls move(where a vector of sums belongs, the vector) for all of them.
 template <int kRows, int kVectors, class V, class Move>
@@ -308,7 +292,7 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
       __m512i value[kVectors];
 #pragma GCC unroll 8
       for (int c = 0; c < kVectors; c += 2) {
-        const auto mask = static_cast<__mmask32>((uint64_t{1} << min64(32, kColumns - c * kLanes)) - 1);
+        const auto mask = first_of_32(kColumns - c * kLanes);
         const __m512i low = _mm512_maskz_loadu_epi16(mask, row + c * kLanes);
         const __m512i high = _mm512_maskz_loadu_epi16(mask, row + now.step + c * kLanes);
         value[c] = _mm512_unpacklo_epi16(low, high);  // within 128-bit quarters: put in order at the end

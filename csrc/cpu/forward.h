@@ -45,7 +45,7 @@ inline void finish_sums(const Forward& p, const ForwardScratch<Op>& scratch, int
   }
 }
 
-// How often rows can be prefetched while the scores of a block are computed, with so many steps of other work.
+// How often rows can be prefetched while the scores of a block are computed: after so many steps each time.
 template <class Op>
 inline int64_t prefetch_calls_of_scores(const Forward& p, int64_t rows, int64_t vectors, int64_t depth, int64_t steps) {
   if constexpr (Tiles<Op>::kHas)
@@ -54,13 +54,10 @@ inline int64_t prefetch_calls_of_scores(const Forward& p, int64_t rows, int64_t 
 }
 
 // To be prefetched then: of the next block K and V and the mask or bias.
-template <class T, class Op>
+template <class T>
 inline PrefetchStreams keys_to_prefetch(const Forward& p, const BlockPlan& block, int64_t batch, int64_t head,
-                                        int64_t query, int64_t queries, bool keys, bool bias, int64_t steps) {
-  constexpr int64_t kLanes = Simd<typename Op::Compute>::kLanes;
-  const int64_t vectors = (queries + kLanes - 1) / kLanes, depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
+                                        int64_t query, int64_t queries, bool keys, bool bias, int64_t calls) {
   const int64_t row = block.row + block.rows;
-  const int64_t calls = prefetch_calls_of_scores<Op>(p, block.rows, vectors, depth, steps);
   const auto rows_of = [&](const View& view, int64_t heads, int64_t columns) {
     return together_to_prefetch<T>(KeyRows(view, p.pages), batch, head / (p.heads_q / heads), row, block.rows,
                                    p.seqlen_k, columns);
@@ -175,13 +172,14 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
     else
       keys = rows_of_scores<T, Op>(k_rows, batch, head_k, *block, p.seqlen_k, p.head_dim, scratch.rows, scratch.tiles);
     PrefetchStreams prefetch, *next = nullptr;
+    const auto calls = [&] {
+      return prefetch_calls_of_scores<Op>(p, block->rows, vectors, depth, probabilities.pace(block->rows, depth));
+    };
     if (prefetches || prefetches_bias) {
-      prefetch = keys_to_prefetch<T, Op>(p, *block, batch, head, query, queries, prefetches, prefetches_bias,
-                                         probabilities.pace(block->rows, depth));
+      prefetch = keys_to_prefetch<T>(p, *block, batch, head, query, queries, prefetches, prefetches_bias, calls());
       next = &prefetch;
     } else if (next_head != nullptr && walk.done()) {
-      prefetch = next_head->streams(
-          prefetch_calls_of_scores<Op>(p, block->rows, vectors, depth, probabilities.pace(block->rows, depth)));
+      prefetch = next_head->streams(calls());
       next = &prefetch;
     }
     if (waits) {
