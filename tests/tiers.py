@@ -41,7 +41,7 @@ UNKNOWN = 0.3  # seconds of a case that was never timed
 LONG = 0.1  # of one that durations.json names; the others of its file take `brief`
 
 CALLS = "band clients decode direct dropout errors extremes few_keys few_queries gqa gradients key_ranges lse_merge"
-CALLS += " mask masks pages properties refusals relative sdpa_parity sinks unattended"
+CALLS += " mask masks odd_queries pages properties refusals relative sdpa_parity sinks unattended"
 TORCH = "distributed features flash_attn flash_attn_install flash_attn_refusals jagged memory nn overrides"
 TORCH += " paged_cache sdpa_provider second_order threads transformers transforms varlen"
 CUDA = "choice cuda_backward cuda_kernels cuda_key_ranges cuda_pages cuda_planted_bugs cuda_sm90 cuda_sm90_backward"

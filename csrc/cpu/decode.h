@@ -106,19 +106,6 @@ void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batc
   for (int64_t i = 0; i < rows * scratch.out_step; ++i) scratch.out[i] = C(0);
 }
 
-// decode_scores for any number of rows.
-template <class C, int64_t kKeysOfBlock, class Keys>
-inline void score_rows(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
-                       const Keys& k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
-  using T = typename Keys::Element;
-  // What is converted takes so long that as many rows as there are sums share it.
-  constexpr int64_t kMost = kVectorBytes == 32 && sizeof(T) == 2 && sizeof(C) == 4 ? 8 : 4;
-  for_long_runs<min64(kMost, Simd<C>::kLanes)>(rows, [&]<int kRows>(int64_t r) {
-    decode_scores<C, kRows, kKeysOfBlock>(q + r * q_step, q_step, k, keys, columns, r == 0 ? prefetch : PrefetchAhead{},
-                                          scores + r * kKeysOfBlock);
-  });
-}
-
 // score_rows for a block: all rows meet as many keys as are prefetched meanwhile, then the next.
 template <class C, int64_t kKeysOfBlock, class Keys>
 inline void score_portions(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
@@ -129,36 +116,6 @@ inline void score_portions(const typename RowDot<C, typename Keys::Element>::Que
     score_rows<C, kKeysOfBlock>(q, q_step, rows, k.from(j), now, columns,
                                 {max64(0, min64(now, prefetch.keys - j)), portion}, scores + j);
   }
-}
-
-// decode_values for any number of rows and columns.
-template <class C, int64_t kKeysOfBlock, class Values>
-inline void add_values(const C* p, int64_t rows, const Values& values, int64_t keys, int64_t columns,
-                       PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
-  constexpr int64_t kLanes = Simd<C>::kLanes;
-  int64_t c = 0;
-  constexpr int kMost = kVectorBytes == 32 ? 6 : 4;
-  const auto pass = [&]<int kVectors, int kMostRows>() {
-    const auto run = [&]<int kRows>(int64_t r) {
-      if constexpr (kRows <= kMostRows)
-        decode_values<C, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, values, c, keys, columns - c,
-                                                        r == 0 ? prefetch : PrefetchAhead{}, factor + r,
-                                                        out + r * out_step + c, out_step);
-    };
-    if constexpr (kMostRows > 4) for_even_runs<kMostRows>(rows, run);
-    else for_row_runs(rows, run);
-    c += kVectors * kLanes;
-  };
-  // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
-  if constexpr (kVectorBytes == 64)
-    if (rows < 4 && columns == 8 * kLanes) pass.template operator()<8, 2>();
-  // One row in pages: twice as many, for half as many looks at the table.
-  if constexpr (kVectorBytes == 32 && !Values::kTogether)
-    while (rows == 1 && c + 8 * kLanes <= columns) pass.template operator()<8, 1>();
-  if (kRegisters == 32 || rows < 4)
-    while (c + 4 * kLanes <= columns) pass.template operator()<4, kRegisters / 8>();
-  while (c + 2 * kLanes <= columns) pass.template operator()<2, kMost>();
-  while (c < columns) pass.template operator()<1, kMost>();
 }
 
 // Products of a block to probabilities under the rows' new maximum, in bfloat16 if `rounded`; rescales the sums so far,

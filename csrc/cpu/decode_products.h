@@ -1,7 +1,7 @@
 // The products of a few rows of queries with many keys, which are read once and prefetched meanwhile.
 #pragma once
 
-#include "forward.h"
+#include "softmax.h"
 
 namespace attnkern::cpu {
 namespace {
@@ -21,6 +21,12 @@ template <class T, class Op>
 inline constexpr int64_t kRowsForValueTiles = kConverts<T, Op> ? kSharedMaxRows + 1
                                               : Op::kPack == 2 ? 3
                                                                : 6;
+
+// Where a row's bias and dropout factors begin, for a key of the block.
+template <class C>
+inline int64_t in_tiles(int64_t row, int64_t rows, int64_t key) {
+  return key / kTile<C> * kTile<C> * rows + row * kTile<C> + key % kTile<C>;
+}
 
 // Each of the first `keys` rows of a block prefetches the one that is read `ahead` keys later. Spread over the work: a
 // burst of them would leave the memory idle afterwards.
@@ -497,6 +503,49 @@ template <int kMost, class Body>
     with_run<kMost>(now, r, body);
     r += now, n -= now;
   }
+}
+
+// decode_scores for any number of rows.
+template <class C, int64_t kKeysOfBlock, class Keys>
+inline void score_rows(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
+                       const Keys& k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
+  using T = typename Keys::Element;
+  // What is converted takes so long that as many rows as there are sums share it.
+  constexpr int64_t kMost = kVectorBytes == 32 && sizeof(T) == 2 && sizeof(C) == 4 ? 8 : 4;
+  for_long_runs<min64(kMost, Simd<C>::kLanes)>(rows, [&]<int kRows>(int64_t r) {
+    decode_scores<C, kRows, kKeysOfBlock>(q + r * q_step, q_step, k, keys, columns, r == 0 ? prefetch : PrefetchAhead{},
+                                          scores + r * kKeysOfBlock);
+  });
+}
+
+// decode_values for any number of rows and columns.
+template <class C, int64_t kKeysOfBlock, class Values>
+inline void add_values(const C* p, int64_t rows, const Values& values, int64_t keys, int64_t columns,
+                       PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
+  constexpr int64_t kLanes = Simd<C>::kLanes;
+  int64_t c = 0;
+  constexpr int kMost = kVectorBytes == 32 ? 6 : 4;
+  const auto pass = [&]<int kVectors, int kMostRows>() {
+    const auto run = [&]<int kRows>(int64_t r) {
+      if constexpr (kRows <= kMostRows)
+        decode_values<C, kRows, kVectors, kKeysOfBlock>(p + r * kKeysOfBlock, values, c, keys, columns - c,
+                                                        r == 0 ? prefetch : PrefetchAhead{}, factor + r,
+                                                        out + r * out_step + c, out_step);
+    };
+    if constexpr (kMostRows > 4) for_even_runs<kMostRows>(rows, run);
+    else for_row_runs(rows, run);
+    c += kVectors * kLanes;
+  };
+  // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
+  if constexpr (kVectorBytes == 64)
+    if (rows < 4 && columns == 8 * kLanes) pass.template operator()<8, 2>();
+  // One row in pages: twice as many, for half as many looks at the table.
+  if constexpr (kVectorBytes == 32 && !Values::kTogether)
+    while (rows == 1 && c + 8 * kLanes <= columns) pass.template operator()<8, 1>();
+  if (kRegisters == 32 || rows < 4)
+    while (c + 4 * kLanes <= columns) pass.template operator()<4, kRegisters / 8>();
+  while (c + 2 * kLanes <= columns) pass.template operator()<2, kMost>();
+  while (c < columns) pass.template operator()<1, kMost>();
 }
 
 // Runs of n rows where the caller's kernel is for kRows rows, or for any number (4).

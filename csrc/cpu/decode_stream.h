@@ -53,12 +53,6 @@ inline auto* queries_of(const DecodeScratch<Op>& scratch) {
   return queries_of<T>(scratch.q, scratch.own_q);
 }
 
-// Where a row's bias and dropout factors begin, for a key of the block.
-template <class C>
-inline int64_t in_tiles(int64_t row, int64_t rows, int64_t key) {
-  return key / kTile<C> * kTile<C> * rows + row * kTile<C> + key % kTile<C>;
-}
-
 // bias <- that of all rows of a key head for keys [key, key + keys), in tiles of kTile lanes.
 template <class T, class C>
 [[gnu::noinline]] void decode_bias(const Attention& p, int64_t batch, int64_t head_k, int64_t key, int64_t keys,

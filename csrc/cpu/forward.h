@@ -13,7 +13,7 @@
 // the rescaled total (one fma): the order of summation that loses least.
 #pragma once
 
-#include "softmax.h"
+#include "odd_queries.h"
 #include "tasks.h"
 
 namespace attnkern::cpu {
@@ -289,17 +289,20 @@ class ForwardCall {
   // Cut for so many threads; `workers`: how many run tasks, of this call or of others beside it.
   ForwardCall(const Forward& p, int64_t threads, int64_t workers)
       : p_(p),
+        odd_(odd_queries<Op>(p)),
+        queries_(p.seqlen_q - odd_),
         heads_(p.batch * p.heads_q),
         // A causal mask makes the first tasks the longest.
         uneven_((p.band.left < kUnbounded) != (p.band.right < kUnbounded)),
         in_order_(heads_ < threads && uneven_),
         window_(is_window(p.band)),
         fast_path_(ScoreParams<C>(p).fast_path()),
-        cut_(cut_forward<C>(heads_, p.seqlen_q, threads, uneven_)),
+        cut_(cut_forward<C>(heads_, queries_, threads, uneven_)),
         workers_(workers),
         prefetches_heads_(prefetches_heads()),
         prefetches_(p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far()),
         sizes_(nullptr, p),
+        odd_sizes_(nullptr, p, odd_),
         copies_(copies()),
         caches_(workers, copies_, cached_rows<Op>(p.seqlen_k, sizes_.tiles) / Op::kPack,
                 round_up(copies_ == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes),
@@ -307,7 +310,7 @@ class ForwardCall {
 
   int64_t phases() const { return 1; }
   int64_t tasks(int64_t) const { return heads_ * cut_.tiles; }
-  int64_t scratch_bytes(int64_t) const { return sizes_.bytes + caches_.bytes(); }
+  int64_t scratch_bytes(int64_t) const { return tile_bytes() + caches_.bytes(); }
   // One for each head, so that a worker packs values of few.
   int64_t queues(int64_t) const { return in_order_ ? heads_ : 0; }
   int64_t queue_end(int64_t, int64_t queue) const { return (queue + 1) * cut_.tiles; }
@@ -316,18 +319,23 @@ class ForwardCall {
     // Last tiles first: under a causal mask they are the longest. First tiles first under a window: keys that no tile
     // has met come last, so that they are prefetched, and packed, behind those that are there.
     const int64_t head = task / cut_.tiles, at = task % cut_.tiles, tile = window_ ? at : cut_.tiles - 1 - at;
-    const int64_t query = cut_.begin_of<C>(tile), end = min64(cut_.begin_of<C>(tile + 1), p_.seqlen_q);
+    const int64_t query = cut_.begin_of<C>(tile), end = min64(cut_.begin_of<C>(tile + 1), queries_);
     const auto run = fast_path_ ? forward_tile<T, Op, true> : forward_tile<T, Op, false>;
     const bool prefetches = prefetches_heads_ && at == cut_.tiles - 1 && head + 1 < heads_;
     const NextHead next_head = prefetches ? begin_of_head(head + 1) : NextHead();
-    run(p_, scratch, caches_.of(worker, static_cast<char*>(memory) + sizes_.bytes), copies_, head / p_.heads_q,
-        head % p_.heads_q, query, end - query, prefetches_, prefetches ? &next_head : nullptr);
+    const auto cache = caches_.of(worker, static_cast<char*>(memory) + tile_bytes());
+    const int64_t batch = head / p_.heads_q, of_batch = head % p_.heads_q;
+    run(p_, scratch, cache, copies_, batch, of_batch, query, end - query, prefetches_,
+        prefetches ? &next_head : nullptr);
+    if (odd_ > 0 && tile == cut_.tiles - 1 && !OddQueries<T, Op>(p_, memory, batch, of_batch, queries_).attend())
+      run(p_, scratch, cache, copies_, batch, of_batch, queries_, odd_, false, nullptr);
   }
   // To be called before a worker's scratch is used for this call, at first and whenever others have used it.
   void forget(int64_t worker) const { caches_.forget(worker); }
   void end() const {}
 
  private:
+  int64_t tile_bytes() const { return max64(sizes_.bytes, odd_sizes_.bytes); }
   // Few tiles hardly bring keys and values nearer, nor do those of a window, which meet keys that none has met before.
   int64_t far() const { return cut_.tiles <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
   // Many heads of few tiles, from memory. To the first-level cache, of rows that lie apart short ones of one tile that
@@ -371,12 +379,13 @@ class ForwardCall {
   }
 
   const Forward& p_;
-  const int64_t heads_;
+  const int64_t odd_, queries_, heads_;  // queries_: of the tiles
   const bool uneven_, in_order_, window_, fast_path_;
   const ForwardCut cut_;
   const int64_t workers_;
   const bool prefetches_heads_, prefetches_;
   const ForwardScratch<Op> sizes_;
+  const OddScratch<Op> odd_sizes_;
   const int64_t copies_;
   const PackedCaches<typename Op::Scalar> caches_;
 };
