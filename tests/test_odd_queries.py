@@ -22,7 +22,8 @@ OPTIONS = {
     "no scale": {"scale": 0.0},
     "sinks": {"sinks": "BH", "is_causal": True},
 }
-EXCLUDING = ["bool B11S", "bool BHLS", "float BHLS", "holes 1H1S", "relative", "anything B11 1", "near 11L 1", "few BHL 1"]
+EXCLUDING = ["bool B11S", "bool BHLS", "float BHLS", "holes 1H1S", "relative"]
+EXCLUDING += ["anything B11 1", "near 11L 1", "few BHL 1"]
 
 DRAW = random.Random(0)
 # One to eight beyond vectors of 4, 8 or 16, after one vector or tiles; 1025 keys are too many for this way.
