@@ -48,6 +48,28 @@ def test_output_lse_and_gradients(target, queries, keys, sizes, heads, kind, dty
     check(inputs, enable_gqa=True, **options)
 
 
+MASKS = ["bool B11S", "bool BHLS", "bool 1H1S", "float BHLS", "float LS", "holes B1LS", "holes B11S", "relative"]
+MASKED = [
+    (queries, keys, DRAW.choice(SIZES), DRAW.choice([(1, 1), (4, 2)]), DRAW.choice(["full", "causal", "sinks"]), mask)
+    for mask in MASKS
+    for queries, keys in DRAW.sample(list(product([1, 2, 4, 7, 8, 10, 13, 16], [1, 2, 3, 4, 7, 8])), 6)
+]
+
+
+@pytest.mark.parametrize("poison", [None, torch.nan, torch.inf])
+@pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "kind", "mask"), MASKED, ids=str)
+def test_masks(target, queries, keys, sizes, heads, kind, mask, dtype, poison):
+    options = dict(OPTIONS[kind])
+    sinks = options.pop("sinks", None)
+    given = {} if mask == "relative" else {"mask": tuple(mask.split())}
+    inputs = target.inputs(2, heads[0], queries, keys, *sizes, heads_k=heads[1], dtype=dtype, **given)
+    if mask == "relative":
+        inputs = inputs.with_relative_bias(heads[0], queries + keys - 1, dtype, 0)
+    if sinks is not None:
+        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
+    target.check(inputs if poison is None else inputs.with_poison(poison), enable_gqa=True, **options)
+
+
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
 def test_strides(target, layout, dtype):
     target.check(target.inputs(2, 3, 5, 6, 24, dtype=dtype, layout=layout), is_causal=True)

@@ -240,13 +240,21 @@ inline bool decodes(const Attention& p) {
   return 8 * queries <= 5 * lanes || keys > (halves ? 3 * queries - 8 : near ? 24 * queries : 8 * queries);
 }
 
-// Calls with few keys go a third way (few_keys.h), under a band and dropout alone. With more queries a tile of them is
-// faster.
+// Calls with few keys go a third way (few_keys.h), but for ranges, bits and pages. With more queries a tile of them is
+// faster, and with so many scores: with AVX-512 behind some queries, the sooner in pairs of bfloat16, with AVX2 where
+// there is a bias. (As measured.)
 inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
 inline bool has_few_keys(const Attention& p) {
-  return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && p.bias.data == nullptr &&
-         p.ranges.data == nullptr && p.pages.table == nullptr && reads_in_place(p.q, p.head_dim) &&
-         reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
+#if defined(__AVX512BF16__)
+  constexpr int64_t kQueries = 10, kScores = 60;
+#else
+  constexpr int64_t kQueries = 12, kScores = kVectorBytes == 64 ? 80 : 100;
+#endif
+  if (p.seqlen_q > kQueries && p.seqlen_q * p.seqlen_k >= kScores && (kVectorBytes == 64 || p.bias.data != nullptr))
+    return false;
+  return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && !p.bits && p.ranges.data == nullptr &&
+         p.pages.table == nullptr && reads_in_place(p.q, p.head_dim) && reads_in_place(p.k, p.head_dim) &&
+         reads_in_place(p.v, p.head_dim_v);
 }
 
 // How a head's queries are cut into tasks: `vectors` of them, which may reach beyond the last query, into `tiles`.
