@@ -241,17 +241,18 @@ inline bool decodes(const Attention& p) {
 }
 
 // Calls with few keys go a third way (few_keys.h), but for ranges, bits and pages. With more queries a tile of them is
-// faster, and with so many scores: with AVX-512 behind some queries, the sooner in pairs of bfloat16, with AVX2 where
-// there is a bias. (As measured.)
+// faster: with AVX-512 where they meet so many scores, the sooner in pairs of bfloat16 (as measured), and where there
+// is a bias and the backward pass isn't one of few queries (few_queries.h), which would have to sum up P again.
 inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
 inline bool has_few_keys(const Attention& p) {
 #if defined(__AVX512BF16__)
   constexpr int64_t kQueries = 10, kScores = 60;
 #else
-  constexpr int64_t kQueries = 12, kScores = kVectorBytes == 64 ? 80 : 100;
+  constexpr int64_t kQueries = 12, kScores = 80;
 #endif
-  if (p.seqlen_q > kQueries && p.seqlen_q * p.seqlen_k >= kScores && (kVectorBytes == 64 || p.bias.data != nullptr))
-    return false;
+  constexpr int64_t kBiased = kVectorBytes == 64 ? kQueriesOfFewKeys : kVectorBytes == 32 ? 12 : 8;
+  if (kVectorBytes == 64 && p.seqlen_q > kQueries && p.seqlen_q * p.seqlen_k >= kScores) return false;
+  if (p.bias.data != nullptr && p.seqlen_q > kBiased) return false;
   return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && !p.bits && p.ranges.data == nullptr &&
          p.pages.table == nullptr && reads_in_place(p.q, p.head_dim) && reads_in_place(p.k, p.head_dim) &&
          reads_in_place(p.v, p.head_dim_v);
