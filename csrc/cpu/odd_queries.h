@@ -19,7 +19,7 @@ inline int64_t odd_queries(const Forward& p) {
   const bool one_vector = p.seqlen_q < 2 * kLanes;
   const int64_t odd = p.seqlen_q % kLanes;
   const int64_t most = Op::kPack == 2 ? (one_vector ? 0 : kFew) : one_vector ? kFew : kLanes / 2;
-  const bool decodes = p.dropout_p == 0 && p.ranges.count <= 1 && p.pages.table == nullptr && !Tiles<Op>::uses(p) &&
+  const bool decodes = p.dropout_p == 0 && p.ranges.count <= 1 && !Tiles<Op>::uses(p) &&
                        reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
   return decodes && p.seqlen_q > kLanes && odd <= most && p.seqlen_k <= kOddKeys ? odd : 0;
 }
@@ -67,11 +67,15 @@ class OddQueries {
 
   // Writes their results. Returns false if these aren't to count: an infinity or NaN has come from keys that a mask or
   // a range may exclude.
+  bool attend() const { return p_.pages.table == nullptr ? attend<View>() : attend<KeyRows>(); }
+
+ private:
+  template <class Keys>
   bool attend() const {
-    multiply_keys();
+    multiply_keys<Keys>();
     C inverse[kLanes];
     for (int64_t r = 0; r < rows_; ++r) inverse[r] = make_probabilities(r);
-    multiply_values();
+    multiply_values<Keys>();
     NonNumbers<C> sums;
     for (int64_t r = 0; r < rows_; ++r) {
       const C* const out = scratch_.out + r * scratch_.out_step;
@@ -85,7 +89,6 @@ class OddQueries {
     return !(score_.has_bias || score_.has_ranges) || !sums.found();
   }
 
- private:
   // Those that a row attends to, counted from the first that any row does.
   Range keys_of(int64_t r) const {
     Range own = p_.band.visited(query_ + r, 1, visited_);
@@ -93,11 +96,13 @@ class OddQueries {
     return {own.begin - visited_.begin, own.end - visited_.begin};
   }
 
+  template <class Keys>
   void multiply_keys() const {
     for (int64_t r = 0; r < rows_; ++r)
       take_row(at<T>(p_.q, batch_, head_, query_ + r), p_.q.stride[3], p_.head_dim, scratch_.q_step, r, scratch_.q,
                scratch_.own_q);
-    const auto k = block_rows<T>(p_.k, batch_, head_ / (p_.heads_q / p_.heads_k), visited_.begin);
+    const Keys k_rows = rows_of<Keys>(p_.k, p_.pages);
+    const auto k = block_rows<T>(k_rows, batch_, head_ / (p_.heads_q / p_.heads_k), visited_.begin);
     score_rows<C, kOddKeys>(queries_of<T>(scratch_.q, scratch_.own_q), scratch_.q_step, rows_, k, keys_, p_.head_dim,
                             {}, scratch_.scores);
     for (int64_t j = 0; score_.has_bias && j < keys_; j += kTile<C>)
@@ -141,6 +146,7 @@ class OddQueries {
   }
 
   // Keys that all rows attend to are multiplied for all of them, the others row by row.
+  template <class Keys>
   void multiply_values() const {
     Range common{0, keys_};
     for (int64_t r = 0; r < rows_; ++r) {
@@ -151,7 +157,8 @@ class OddQueries {
     for (int64_t c = 0; c < rows_ * scratch_.out_step; c += kLanes) S::store(scratch_.out + c, S::zero());
     C factor[kLanes];
     for (C& x : factor) x = C(1);
-    const auto v = block_rows<T>(p_.v, batch_, head_ / (p_.heads_q / p_.heads_v), visited_.begin);
+    const Keys v_rows = rows_of<Keys>(p_.v, p_.pages);
+    const auto v = block_rows<T>(v_rows, batch_, head_ / (p_.heads_q / p_.heads_v), visited_.begin);
     const auto add = [&](int64_t r, int64_t rows, Range keys) {
       if (keys.end > keys.begin)
         add_values<C, kOddKeys>(scratch_.scores + r * kOddKeys + keys.begin, rows, v.from(keys.begin),
