@@ -10,6 +10,7 @@ import torch
 
 import attnkern
 from attnkern import testing
+from excluding import problem
 from matrix import FLOATS
 from sequences import one_by_one, packed
 
@@ -39,13 +40,9 @@ CASES = [
 
 @pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "kind", "dtype"), CASES, ids=str)
 def test_output_lse_and_gradients(target, queries, keys, sizes, heads, kind, dtype):
-    options = dict(OPTIONS[kind])
-    sinks = options.pop("sinks", None)
-    inputs = target.inputs(2, heads[0], queries, keys, *sizes, heads_k=heads[1], dtype=dtype)
-    if sinks is not None:
-        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
+    inputs, options = problem(target, OPTIONS[kind], (queries, keys), sizes, (2, *heads), dtype)
     check = target.check_dropout if "dropout_p" in options else target.check
-    check(inputs, enable_gqa=True, **options)
+    check(inputs, **options)
 
 
 MASKS = ["bool B11S", "bool BHLS", "bool 1H1S", "float BHLS", "float LS", "holes B1LS", "holes B11S", "relative"]
@@ -59,15 +56,8 @@ MASKED = [
 @pytest.mark.parametrize("poison", [None, torch.nan, torch.inf])
 @pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "kind", "mask"), MASKED, ids=str)
 def test_masks(target, queries, keys, sizes, heads, kind, mask, dtype, poison):
-    options = dict(OPTIONS[kind])
-    sinks = options.pop("sinks", None)
-    given = {} if mask == "relative" else {"mask": tuple(mask.split())}
-    inputs = target.inputs(2, heads[0], queries, keys, *sizes, heads_k=heads[1], dtype=dtype, **given)
-    if mask == "relative":
-        inputs = inputs.with_relative_bias(heads[0], queries + keys - 1, dtype, 0)
-    if sinks is not None:
-        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
-    target.check(inputs if poison is None else inputs.with_poison(poison), enable_gqa=True, **options)
+    inputs, options = problem(target, OPTIONS[kind], (queries, keys), sizes, (2, *heads), dtype, mask)
+    target.check(inputs if poison is None else inputs.with_poison(poison), **options)
 
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)

@@ -9,6 +9,7 @@ import torch
 
 import attnkern
 from attnkern import testing
+from excluding import problem
 from matrix import FLOATS
 
 OPTIONS = {
@@ -35,13 +36,8 @@ CASES = [
 @pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "kind", "threads", "dtype"), CASES, ids=str)
 def test_output_lse_and_gradients(target, queries, keys, sizes, heads, kind, threads, dtype):
     torch.set_num_threads(threads)
-    options = dict(OPTIONS[kind])
-    sinks = options.pop("sinks", None)
-    batch, heads_q, heads_k = heads
-    inputs = target.inputs(batch, heads_q, queries, keys, *sizes, heads_k=heads_k, dtype=dtype)
-    if sinks is not None:
-        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
-    target.check(inputs, enable_gqa=True, **options)
+    inputs, options = problem(target, OPTIONS[kind], (queries, keys), sizes, heads, dtype)
+    target.check(inputs, **options)
 
 
 # Keys, sizes and heads as above; a mask as of make_mask, or ranges as of with_ranges.
@@ -58,17 +54,8 @@ MASKED = [
 @pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "excluding", "kind", "dtype"), MASKED, ids=str)
 def test_masks(target, queries, keys, sizes, heads, excluding, kind, dtype, poison):
     """What a mask or ranges exclude from all queries has gradients of 0, whatever it holds."""
-    options = dict(OPTIONS[kind])
-    sinks = options.pop("sinks", None)
-    batch, heads_q, heads_k = heads
-    how, shape, *count = excluding.split()
-    mask = None if count else (how, shape)
-    inputs = target.inputs(batch, heads_q, queries, keys, *sizes, heads_k=heads_k, dtype=dtype, mask=mask)
-    if count:
-        inputs = inputs.with_ranges(how, shape, int(count[0]), torch.int32, 0)
-    if sinks is not None:
-        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
-    target.check(inputs if poison is None else inputs.with_poison(poison), enable_gqa=True, **options)
+    inputs, options = problem(target, OPTIONS[kind], (queries, keys), sizes, heads, dtype, excluding)
+    target.check(inputs if poison is None else inputs.with_poison(poison), **options)
 
 
 @pytest.mark.parametrize("mask", ["float BHLS", "holes B1LS", "float LS", "holes 1H1S fp32", "float B11S", "relative"])

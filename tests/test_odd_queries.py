@@ -9,6 +9,7 @@ import torch
 
 import attnkern
 from attnkern import testing
+from excluding import problem
 from matrix import FLOATS
 
 OPTIONS = {
@@ -38,35 +39,18 @@ CASES = [
 ]
 
 
-def problem(target, queries, keys, sizes, heads, kind, excluding, dtype):
-    """Its inputs and options."""
-    options = dict(OPTIONS[kind])
-    sinks = options.pop("sinks", None)
-    batch, heads_q, heads_k = heads
-    how, *rest = excluding.split() or [""]
-    mask = (how, rest[0]) if len(rest) == 1 else None
-    inputs = target.inputs(batch, heads_q, queries, keys, *sizes, heads_k=heads_k, dtype=dtype, mask=mask)
-    if how == "relative":
-        inputs = inputs.with_relative_bias(heads_q, queries + keys - 1, dtype, 0)
-    elif len(rest) == 2:
-        inputs = inputs.with_ranges(how, rest[0], int(rest[1]), torch.int32, 0)
-    if sinks is not None:
-        inputs = inputs.with_sinks(sinks, torch.promote_types(dtype, torch.float32), 0)
-    return inputs, options
-
-
 @pytest.mark.parametrize(("queries", "keys", "sizes", "heads", "kind", "excluding", "dtype"), CASES, ids=str)
 def test_output_lse_and_gradients(target, queries, keys, sizes, heads, kind, excluding, dtype):
-    inputs, options = problem(target, queries, keys, sizes, heads, kind, excluding, dtype)
-    target.check(inputs, enable_gqa=True, **options)
+    inputs, options = problem(target, OPTIONS[kind], (queries, keys), sizes, heads, dtype, excluding)
+    target.check(inputs, **options)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("excluding", ["bool B11S", "bool BHLS", "anything B11 1", "few BHL 1"])
 @pytest.mark.parametrize("queries", [17, 50, 65])
 def test_what_a_mask_or_range_excludes(target, queries, excluding, poison, dtype):
-    inputs, _ = problem(target, queries, queries, (24, 40), (2, 3, 3), "full", excluding, dtype)
-    target.check(inputs.with_poison(poison))
+    inputs, options = problem(target, {}, (queries, queries), (24, 40), (2, 3, 3), dtype, excluding)
+    target.check(inputs.with_poison(poison), **options)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -119,6 +119,7 @@ TOUCHES = [
     ("tests/random_problems.py", "direct extremes fuzz isa nn properties refusals testing triton_suite"),
     ("tests/matrix.py", MATRIX),
     ("tests/bad_calls.py", "errors flash_attn_refusals jagged key_ranges mask varlen"),
+    ("tests/excluding.py", "few_keys few_queries odd_queries"),
     ("tests/sequences.py", "few_keys flash_attn jagged threads varlen"),
     ("tests/triton_launches.py", "triton_versions"),
     ("tests/triton_variants.py", "triton_versions gate"),

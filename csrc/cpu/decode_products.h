@@ -191,6 +191,51 @@ inline auto* queries_of(const C* converted, const C* own) {
   return reinterpret_cast<const typename Dot::Query*>(Dot::kConverted ? converted : own);
 }
 
+// What a head's rows need while they meet keys.
+template <class Op>
+struct DecodeScratch {
+  using C = typename Op::Compute;
+  using Scalar = typename Op::Scalar;
+
+  DecodeScratch() = default;
+  // Of a head beside `first`, which is at work when that isn't: they share what holds nothing meanwhile.
+  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles, const DecodeScratch* first) {
+    Arena arena(memory);
+    constexpr int64_t kLanes = Simd<C>::kLanes;
+    q_step = round_up(p.head_dim, 2 * kLanes);      // room for either kind of RowDot
+    out_step = round_up(p.head_dim_v, 2 * kLanes);  // ... and for ValuePairsTile
+    q = arena.take<C>(rows * q_step);
+    own_q = arena.take<C>(rows * q_step);
+    out = arena.take<C>(rows * out_step);
+    recent = arena.take<C>(rows * recent_step());
+    scores = arena.take<C>(rows * keys);
+    bias = arena.take<C>(p.bias.data == nullptr ? 0 : rows * keys);
+    keep = arena.take<C>(p.dropout_p > 0 ? rows * keys : 0);
+    largest = arena.take<C>(rows);
+    sums = arena.take<C>(rows * kLanes);
+    factor = arena.take<C>(rows);
+    if (first != nullptr) {
+      block = first->block, key_tile = first->key_tile;
+    } else {
+      block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
+      key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
+    }
+    bytes = arena.used();
+  }
+  // Of a row of `recent`: as one of `out`, and a vector after it.
+  int64_t recent_step() const { return out_step + Simd<C>::kLanes; }
+
+  Scalar* key_tile;
+  C *q, *own_q, *out, *recent, *block, *scores, *bias, *keep, *largest, *sums, *factor;
+  int64_t q_step, out_step, bytes;
+};
+
+// The queries as they meet rows of T.
+template <class T, class Op>
+inline auto* queries_of(const DecodeScratch<Op>& scratch) {
+  return queries_of<T>(scratch.q, scratch.own_q);
+}
+
 // scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time, or two
 // where registers hold twice the sums. Here as below, a row of scores has room for a block's keys.
 template <class C, int kRows, int64_t kKeysOfBlock, class Keys>

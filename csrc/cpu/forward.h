@@ -308,7 +308,7 @@ class ForwardCall {
         prefetches_heads_(prefetches_heads()),
         prefetches_(p.seqlen_k * (p.head_dim + p.head_dim_v) * static_cast<int64_t>(sizeof(T)) >= far()),
         sizes_(nullptr, p),
-        odd_sizes_(nullptr, p, odd_),
+        odd_bytes_(odd_ == 0 ? 0 : odd_scratch<Op>(nullptr, p, odd_).bytes),
         copies_(copies()),
         caches_(workers, copies_, cached_rows<Op>(p.seqlen_k, sizes_.tiles) / Op::kPack,
                 round_up(copies_ == 2 ? max64(p.head_dim, p.head_dim_v) : p.head_dim_v, Simd<C>::kLanes),
@@ -341,7 +341,7 @@ class ForwardCall {
   void end() const {}
 
  private:
-  int64_t tile_bytes() const { return max64(sizes_.bytes, odd_sizes_.bytes); }
+  int64_t tile_bytes() const { return max64(sizes_.bytes, odd_bytes_); }
   // Few tiles hardly bring keys and values nearer, nor do those of a window, which meet keys that none has met before.
   int64_t far() const { return cut_.tiles <= 4 || window_ ? kFarBytes / 4 : kFarBytes; }
   // Many heads of few tiles, from memory. To the first-level cache, of rows that lie apart short ones of one tile that
@@ -391,8 +391,7 @@ class ForwardCall {
   const int64_t workers_;
   const bool prefetches_heads_, prefetches_;
   const ForwardScratch<Op> sizes_;
-  const OddScratch<Op> odd_sizes_;
-  const int64_t copies_;
+  const int64_t odd_bytes_, copies_;
   const PackedCaches<typename Op::Scalar> caches_;
 };
 

@@ -25,25 +25,9 @@ inline int64_t odd_queries(const Forward& p) {
 }
 
 template <class Op>
-struct OddScratch {
-  using C = typename Op::Compute;
-
-  OddScratch(void* memory, const Forward& p, int64_t queries) {
-    Arena arena(memory);
-    constexpr int64_t kLanes = Simd<C>::kLanes;
-    q_step = round_up(p.head_dim, 2 * kLanes);  // room for either kind of RowDot
-    out_step = round_up(p.head_dim_v, 2 * kLanes);
-    q = arena.take<C>(queries * q_step);
-    own_q = arena.take<C>(queries * q_step);
-    out = arena.take<C>(queries * out_step);
-    scores = arena.take<C>(queries * kOddKeys);
-    bias = arena.take<C>(p.bias.data == nullptr ? 0 : queries * kOddKeys);
-    bytes = arena.used();
-  }
-
-  C *q, *own_q, *out, *scores, *bias;
-  int64_t q_step, out_step, bytes;
-};
+inline DecodeScratch<Op> odd_scratch(void* memory, const Forward& p, int64_t queries) {
+  return {memory, p, queries, kOddKeys, false, nullptr};
+}
 
 // The odd queries of a head, from `query` on.
 template <class T, class Op>
@@ -61,7 +45,7 @@ class OddQueries {
         head_(head),
         query_(query),
         rows_(p.seqlen_q - query),
-        scratch_(memory, p, rows_),
+        scratch_(odd_scratch<Op>(memory, p, rows_)),
         visited_(VisitedKeys(p, batch, head, 1, query, rows_, p.band.visited(query, rows_, {0, p.seqlen_k})).first()),
         keys_(visited_.end - visited_.begin) {}
 
@@ -103,8 +87,8 @@ class OddQueries {
                scratch_.own_q);
     const Keys k_rows = rows_of<Keys>(p_.k, p_.pages);
     const auto k = block_rows<T>(k_rows, batch_, head_ / (p_.heads_q / p_.heads_k), visited_.begin);
-    score_rows<C, kOddKeys>(queries_of<T>(scratch_.q, scratch_.own_q), scratch_.q_step, rows_, k, keys_, p_.head_dim,
-                            {}, scratch_.scores);
+    score_rows<C, kOddKeys>(queries_of<T>(scratch_), scratch_.q_step, rows_, k, keys_, p_.head_dim, {},
+                            scratch_.scores);
     for (int64_t j = 0; score_.has_bias && j < keys_; j += kTile<C>)
       bias_tile<C, T>(p_, 2, batch_, head_, query_, rows_, visited_.begin + j, min64(kTile<C>, keys_ - j),
                       scratch_.bias + in_tiles<C>(0, rows_, j));
@@ -176,7 +160,7 @@ class OddQueries {
   const Forward& p_;
   const ScoreParams<C> score_;
   const int64_t batch_, head_, query_, rows_;
-  const OddScratch<Op> scratch_;
+  const DecodeScratch<Op> scratch_;
   const Range visited_;
   const int64_t keys_;
 };
