@@ -267,11 +267,14 @@ def test_sinks_and_their_gradient(family, calls):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("family", ["mistral", "gpt_oss", "bart", "t5", *OWN_LAYERS])
 def test_training_with_gradient_checkpointing(family, reentrant):
+    """The same bits; of gradients but for a rounding: autograd sums up those of what layers share in another order."""
     variant, (arguments, counts) = make(family), inputs(family, False)
     model = variant("attnkern").train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    expected = run(variant("attnkern").train(), arguments, counts)
-    torch.testing.assert_close(run(model, arguments, counts), expected)
+    out, grads = run(model, arguments, counts)
+    expected, expected_grads = run(variant("attnkern").train(), arguments, counts)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(grads, expected_grads, rtol=0, atol=1e-5 * float(expected_grads.abs().max()))
 
 
 def generate(model, arguments, **options):

@@ -35,14 +35,16 @@ template <class T, class C, int kRows, int kKeys>
     for (int r = 0; r < kRows; ++r) products[j * step + r] = sums[j][r];
 }
 
-// A row's output from column c on: the sum over its keys of probability and value, times `inverse`.
-template <class T, class C, int kVectors>
-inline void few_values(const C* probabilities, const T* v, int64_t v_step, int64_t keys, int64_t columns, C inverse,
-                       T* out) {
+// A row's output from column c on: the sum over its keys, without those of `excluded`, of probability and value, times
+// `inverse`.
+template <bool kExcludes, class T, class C, int kVectors>
+[[gnu::always_inline]] inline void few_values(const C* probabilities, const T* v, int64_t v_step, int64_t keys,
+                                              int64_t columns, C inverse, LaneBits excluded, T* out) {
   using S = Simd<C>;
   using V = typename S::V;
   V sums[kVectors] = {};
   for (int64_t j = 0; j < keys; ++j) {
+    if (kExcludes && (excluded >> j & 1) != 0) continue;
     const V probability = S::set1(probabilities[j * S::kLanes]);
     const T* row = v + j * v_step;
     for (int n = 0; n < kVectors; ++n)
@@ -57,7 +59,7 @@ inline void few_values(const C* probabilities, const T* v, int64_t v_step, int64
 }
 
 // `rows` rows of a head from `row` on, a lane each: at most a vector of them.
-template <class T, class Op>
+template <class T, class Op, bool kBiased>
 void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& score, int64_t batch, int64_t head,
                      int64_t row, int64_t rows) {
   using C = typename Op::Compute;
@@ -67,7 +69,8 @@ void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& 
   const T* q = at<T>(p.q, batch, head, row);
   const T* k = at<T>(p.k, batch, head / (p.heads_q / p.heads_k));
   const T* v = at<T>(p.v, batch, head / (p.heads_q / p.heads_v));
-  const int64_t keys = p.seqlen_k, q_step = p.q.stride[2], k_step = p.k.stride[2], v_step = p.v.stride[2];
+  const int64_t keys = kBiased ? min64(p.seqlen_k, kFewKeys) : p.seqlen_k, q_step = p.q.stride[2],
+                k_step = p.k.stride[2], v_step = p.v.stride[2];
 
   // Of key j and row r at j * rows + r, so that whole vectors of them are summed.
   V products[(kFewKeys + 1) * kLanes];
@@ -87,9 +90,21 @@ void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& 
 
   const Band band = p.band.transposed();
   const V dead = S::set1(-kInfinity<C>), sink = S::set1(sink_of<C>(p, batch, head)), log2e = S::set1(kLog2E<C>);
+  // Nothing counts of keys that a bias excludes from all rows, or a mask from a row.
+  C bias[kBiased ? kFewKeys * kTile<C> : 1];
+  LaneBits excluded_from_all = 0;
+  if constexpr (kBiased) bias_tile<C, T>(p, 3, batch, head, 0, keys, row, rows, bias);
   V m = sink;
   for (int64_t j = 0; j < keys; ++j) {
-    V x = finish_score<C>(score, S::load(scores + j * rows), S::set1(score.signed_scale), nullptr);
+    const C* of_key = nullptr;
+    if constexpr (kBiased) of_key = bias + j * kTile<C>;
+    V x = finish_score<C>(score, S::load(scores + j * rows), S::set1(score.signed_scale), of_key);
+    if constexpr (kBiased) {
+      const V own = S::load(of_key);
+      const bool from_all = S::all(S::select(bits_between({0, rows}), own, dead) == dead);
+      excluded_from_all |= LaneBits{from_all} << j;
+      if (score.mask_added || from_all) x = own == dead ? dead : x;
+    }
     const Range seen = band.visited(j, 1, {row, row + rows});
     x = S::select(bits_between({seen.begin - row, seen.end - row}), x, dead);
     S::store(probabilities + j * kLanes, x);
@@ -121,10 +136,17 @@ void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& 
     const C* weights = probabilities + own.begin * kLanes + r;
     const T* values = v + own.begin * v_step;
     T* out = at<T>(p.out, batch, head, row + r);
+    LaneBits excluded = 0;
+    if constexpr (kBiased) {
+      excluded = excluded_from_all;
+      for (int64_t j = 0; j < keys && score.mask_added; ++j)
+        excluded |= LaneBits{bias[j * kTile<C> + r] == -kInfinity<C>} << j;
+      excluded >>= own.begin;
+    }
     int64_t c = 0;
     const auto add = [&]<int kVectors>() {
-      few_values<T, C, kVectors>(weights, values + c, v_step, own.end - own.begin, p.head_dim_v - c, inverse[r],
-                                 out + c);
+      few_values<kBiased, T, C, kVectors>(weights, values + c, v_step, own.end - own.begin, p.head_dim_v - c,
+                                          inverse[r], excluded, out + c);
       c += kVectors * kLanes;
     };
     while (c + 8 * kLanes <= p.head_dim_v) add.template operator()<8>();
@@ -137,13 +159,17 @@ template <class T, class Op>
 void attend_few_keys(const Forward& p, const Runtime& runtime) {
   using C = typename Op::Compute;
   constexpr int64_t kRows = Simd<C>::kLanes;
-  const ScoreParams<C> score(p);
+  const ScoreParams<C> score(p, true);
   const int64_t heads = p.batch * p.heads_q;
   const int64_t tasks = runtime.num_threads == 1 ? 1 : min64(heads, 4 * runtime.num_threads);
   run_tasks(p, runtime, tasks, 0, [&](int64_t task, void*, int64_t) {
-    for (int64_t h = heads * task / tasks; h < heads * (task + 1) / tasks; ++h)
-      for (int64_t row = 0; row < p.seqlen_q; row += kRows)
-        attend_few_rows<T, Op>(p, score, h / p.heads_q, h % p.heads_q, row, min64(kRows, p.seqlen_q - row));
+    const auto attend = [&]<bool kBiased>() {
+      for (int64_t h = heads * task / tasks; h < heads * (task + 1) / tasks; ++h)
+        for (int64_t row = 0; row < p.seqlen_q; row += kRows)
+          attend_few_rows<T, Op, kBiased>(p, score, h / p.heads_q, h % p.heads_q, row, min64(kRows, p.seqlen_q - row));
+    };
+    if (score.has_bias) attend.template operator()<true>();
+    else attend.template operator()<false>();
   });
 }
 

@@ -240,8 +240,9 @@ inline bool decodes(const Attention& p) {
   return 8 * queries <= 5 * lanes || keys > (halves ? 3 * queries - 8 : near ? 24 * queries : 8 * queries);
 }
 
-// Calls with few keys go a third way (few_keys.h), under a band and dropout alone. With more queries a tile of them is
-// faster, with AVX-512 also where they meet so many scores, the sooner in pairs of bfloat16. (As measured.)
+// Calls with few keys go a third way (few_keys.h), but for ranges, bits and pages. With more queries a tile of them is
+// faster: with AVX-512 where they meet so many scores, the sooner in pairs of bfloat16 (as measured), and where there
+// is a bias and the backward pass isn't one of few queries (few_queries.h), which would have to sum up P again.
 inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
 inline bool has_few_keys(const Attention& p) {
 #if defined(__AVX512BF16__)
@@ -249,10 +250,12 @@ inline bool has_few_keys(const Attention& p) {
 #else
   constexpr int64_t kQueries = 12, kScores = 80;
 #endif
+  constexpr int64_t kBiased = kVectorBytes == 64 ? kQueriesOfFewKeys : kVectorBytes == 32 ? 12 : 8;
   if (kVectorBytes == 64 && p.seqlen_q > kQueries && p.seqlen_q * p.seqlen_k >= kScores) return false;
-  return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && p.bias.data == nullptr &&
-         p.ranges.data == nullptr && p.pages.table == nullptr && reads_in_place(p.q, p.head_dim) &&
-         reads_in_place(p.k, p.head_dim) && reads_in_place(p.v, p.head_dim_v);
+  if (p.bias.data != nullptr && p.seqlen_q > kBiased) return false;
+  return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && !p.bits && p.ranges.data == nullptr &&
+         p.pages.table == nullptr && reads_in_place(p.q, p.head_dim) && reads_in_place(p.k, p.head_dim) &&
+         reads_in_place(p.v, p.head_dim_v);
 }
 
 // How a head's queries are cut into tasks: `vectors` of them, which may reach beyond the last query, into `tiles`.
