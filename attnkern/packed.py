@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -235,7 +234,7 @@ def check_ends(name: str, ends: Any, packed: Tensor, tokens: int | None = None) 
         raise RuntimeError(f"attnkern: {name} must have the shape (sequences + 1,), got (0,)")
     if may_look(ends):
         found = ends.tolist()
-        if found[0] != 0 or found[-1] > tokens or any(a > b for a, b in pairwise(found)):
+        if found[0] != 0 or found[-1] > tokens or found != sorted(found):
             shown = str(found if len(found) <= 8 else [*found[:4], "...", *found[-3:]]).replace("'", "")
             raise RuntimeError(
                 f"attnkern: {name} must begin with 0, never fall and not exceed the number of tokens, "

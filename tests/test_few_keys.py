@@ -60,6 +60,30 @@ def test_masks(target, queries, keys, sizes, heads, kind, mask, dtype, poison):
     target.check(inputs if poison is None else inputs.with_poison(poison), **options)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("layout", ["contiguous", "blhd"])
+@pytest.mark.parametrize("queries", [1, 2, 3, 5, 8])
+def test_heads_together_have_the_bits_of_each(queries, layout, dtype, threads):
+    """Of seven heads in lanes of one vector, one has a key that its bias excludes, and each a sink of its own."""
+    torch.set_num_threads(threads)
+    inputs = testing.make_inputs(2, 7, queries, 6, 24, dtype=dtype, layout=layout)
+    q, k, v = (x.detach() for x in inputs.tensors.values())
+    bias = torch.randn(1, 7, queries, 6).to(dtype)
+    bias[:, 4, :, 2] = -torch.inf
+    v[:, 4, 2] = torch.nan
+    sinks = torch.randn(7, dtype=torch.promote_types(dtype, torch.float32))
+
+    def attend(heads):
+        of_heads = [x[:, heads] for x in (q, k, v, bias)]
+        return attnkern.attention(*of_heads, sinks=sinks[heads], return_lse=True, backend="cpu")
+
+    together = attend(slice(7))
+    assert not together[0].isnan().any()
+    for h in range(7):
+        for got, want in zip(together, attend(slice(h, h + 1)), strict=True):
+            assert torch.equal(got[:, h : h + 1], want)
+
+
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
 def test_strides(target, layout, dtype):
     target.check(target.inputs(2, 3, 5, 6, 24, dtype=dtype, layout=layout), is_causal=True)

@@ -1,5 +1,6 @@
 // Forward pass against few keys: packed sequences of some tokens, the first tokens of a cache. All that a head needs of
-// its scores lies in registers and the first-level cache; nothing is packed or transposed.
+// its scores lies in registers and the first-level cache; nothing is packed or transposed. Heads of so few rows that
+// several fit in a vector share its softmax.
 #pragma once
 
 #include "forward.h"
@@ -58,55 +59,90 @@ template <bool kExcludes, class T, class C, int kVectors>
   }
 }
 
-// `rows` rows of a head from `row` on, a lane each: at most a vector of them.
-template <class T, class Op, bool kBiased>
-void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& score, int64_t batch, int64_t head,
-                     int64_t row, int64_t rows) {
+// Prefetches as many rows of a head as are read or written now, those that come kFewKeys later: of sequences that
+// follow. A row that lies beside those of other heads is the machine's own prefetching's last. To the second-level
+// cache: in few lines of the first one such rows would drive out each other.
+template <int kForWriting, class T>
+[[gnu::always_inline]] inline void prefetch_later(const View& view, int64_t batch, int64_t head, int64_t row,
+                                                  int64_t rows, int64_t columns) {
+  if (!lie_apart(view, columns)) return;
+  for (int64_t i = 0; i < rows; ++i) {
+    const char* later = reinterpret_cast<const char*>(at<T>(view, batch, head, row + i + kFewKeys));
+    for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
+      __builtin_prefetch(later + byte, kForWriting, 2);
+  }
+}
+
+// Rows [row, row + rows) of `heads` heads from `first` on, a lane each: at most a vector of them. Of several heads they
+// are all rows, without dropout.
+template <class T, class Op, bool kBiased, bool kSeveral>
+void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& score, int64_t batch, int64_t first,
+                     int64_t heads, int64_t row, int64_t rows) {
+  if (!kSeveral) heads = 1;  // which the compiler then knows
   using C = typename Op::Compute;
   using S = Simd<C>;
   using V = typename S::V;
   constexpr int64_t kLanes = S::kLanes;
-  const T* q = at<T>(p.q, batch, head, row);
-  const T* k = at<T>(p.k, batch, head / (p.heads_q / p.heads_k));
-  const T* v = at<T>(p.v, batch, head / (p.heads_q / p.heads_v));
+  const int64_t lanes = heads * rows, group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
   const int64_t keys = kBiased ? min64(p.seqlen_k, kFewKeys) : p.seqlen_k, q_step = p.q.stride[2],
                 k_step = p.k.stride[2], v_step = p.v.stride[2];
 
-  // Of key j and row r at j * rows + r, so that whole vectors of them are summed.
+  // Of key j and lane n at j * lanes + n, so that whole vectors of them are summed.
   V products[(kFewKeys + 1) * kLanes];
-  for (int64_t j = 0; j < keys; j += 2)
-    for (int64_t r = 0; r < rows; r += 4) {
-      static constexpr decltype(&few_products<T, C, 1, 1>) kRun[2][4] = {
-          {few_products<T, C, 1, 1>, few_products<T, C, 2, 1>, few_products<T, C, 3, 1>, few_products<T, C, 4, 1>},
-          {few_products<T, C, 1, 2>, few_products<T, C, 2, 2>, few_products<T, C, 3, 2>, few_products<T, C, 4, 2>}};
-      kRun[min64(2, keys - j) - 1][min64(4, rows - r) - 1](q + r * q_step, q_step, k + j * k_step, k_step, p.head_dim,
-                                                           products + j * rows + r, rows);
-    }
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t head_q = first + h, head_k = head_q / group_k, head_v = head_q / group_v;
+    const T* q = at<T>(p.q, batch, head_q, row);
+    const T* k = at<T>(p.k, batch, head_k);
+    prefetch_later<0, T>(p.q, batch, head_q, row, rows, p.head_dim);
+    prefetch_later<1, T>(p.out, batch, head_q, row, rows, p.head_dim_v);
+    if (row == 0 && head_k * group_k == head_q) prefetch_later<0, T>(p.k, batch, head_k, 0, keys, p.head_dim);
+    if (row == 0 && head_v * group_v == head_q) prefetch_later<0, T>(p.v, batch, head_v, 0, keys, p.head_dim_v);
+    for (int64_t j = 0; j < keys; j += 2)
+      for (int64_t r = 0; r < rows; r += 4) {
+        static constexpr decltype(&few_products<T, C, 1, 1>) kRun[2][4] = {
+            {few_products<T, C, 1, 1>, few_products<T, C, 2, 1>, few_products<T, C, 3, 1>, few_products<T, C, 4, 1>},
+            {few_products<T, C, 1, 2>, few_products<T, C, 2, 2>, few_products<T, C, 3, 2>, few_products<T, C, 4, 2>}};
+        kRun[min64(2, keys - j) - 1][min64(4, rows - r) - 1](q + r * q_step, q_step, k + j * k_step, k_step, p.head_dim,
+                                                             products + j * lanes + h * rows + r, lanes);
+      }
+  }
   C scores[(kFewKeys + 2) * kLanes], probabilities[kFewKeys * kLanes];
-  for (int64_t i = 0; i < keys * rows; i += kLanes) {
-    for (int64_t n = keys * rows; n < i + kLanes; ++n) products[n] = S::zero();
+  for (int64_t i = 0; i < keys * lanes; i += kLanes) {
+    for (int64_t n = keys * lanes; n < i + kLanes; ++n) products[n] = S::zero();
     S::store(scores + i, S::sum_each(*reinterpret_cast<V(*)[kLanes]>(products + i)));
   }
 
   const Band band = p.band.transposed();
-  const V dead = S::set1(-kInfinity<C>), sink = S::set1(sink_of<C>(p, batch, head)), log2e = S::set1(kLog2E<C>);
-  // Nothing counts of keys that a bias excludes from all rows, or a mask from a row.
+  const V dead = S::set1(-kInfinity<C>), log2e = S::set1(kLog2E<C>);
+  LaneBits of_row = 1;  // the lane of a row in each head
+  V sink = S::set1(sink_of<C>(p, batch, first));
+  for (int64_t h = 1; h < heads; ++h) {
+    of_row |= LaneBits{1} << (h * rows);
+    if (p.sinks.data != nullptr)
+      sink = S::select(bits_between({h * rows, kLanes}), S::set1(sink_of<C>(p, batch, first + h)), sink);
+  }
+  // Nothing counts of keys that a mask excludes from a row, or a bias from all rows of a head: bits of those.
   C bias[kBiased ? kFewKeys * kTile<C> : 1];
-  LaneBits excluded_from_all = 0;
-  if constexpr (kBiased) bias_tile<C, T>(p, 3, batch, head, 0, keys, row, rows, bias);
+  LaneBits excluded_from_all[kBiased ? kLanes : 1] = {};
+  for (int64_t h = 0; kBiased && h < heads; ++h)  // (What one fills up the next writes over.)
+    bias_tile<C, T>(p, 3, batch, first + h, 0, keys, row, rows, bias + h * rows);
   V m = sink;
   for (int64_t j = 0; j < keys; ++j) {
-    const C* of_key = nullptr;
-    if constexpr (kBiased) of_key = bias + j * kTile<C>;
-    V x = finish_score<C>(score, S::load(scores + j * rows), S::set1(score.signed_scale), of_key);
+    const C* const of_key = kBiased ? bias + j * kTile<C> : nullptr;
+    V x = finish_score<C>(score, S::load(scores + j * lanes), S::set1(score.signed_scale), of_key);
     if constexpr (kBiased) {
       const V own = S::load(of_key);
-      const bool from_all = S::all(S::select(bits_between({0, rows}), own, dead) == dead);
-      excluded_from_all |= LaneBits{from_all} << j;
-      if (score.mask_added || from_all) x = own == dead ? dead : x;
+      if (score.mask_added) x = own == dead ? dead : x;
+      else if (!S::all(own != dead))
+        for (int64_t h = 0; h < heads; ++h) {
+          const LaneBits of_head = bits_between({h * rows, (h + 1) * rows});
+          if (!S::all(S::select(of_head, own, dead) == dead)) continue;
+          excluded_from_all[h] |= LaneBits{1} << j;
+          x = S::select(of_head, dead, x);
+        }
     }
     const Range seen = band.visited(j, 1, {row, row + rows});
-    x = S::select(bits_between({seen.begin - row, seen.end - row}), x, dead);
+    x = S::select(bits_between({seen.begin - row, seen.end - row}) * of_row, x, dead);
     S::store(probabilities + j * kLanes, x);
     m = S::max(x, m);
   }
@@ -119,7 +155,7 @@ void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& 
   }
   if (score.dropout) {
     C keep[kFewKeys * kTile<C>];
-    dropout_tile<C>(p, 3, batch, head, 0, keys, row, rows, keep);
+    dropout_tile<C>(p, 3, batch, first, 0, keys, row, rows, keep);
     for (int64_t j = 0; j < keys; ++j) {
       C* const x = probabilities + j * kLanes;
       for (int64_t r = 0; r < rows; ++r) x[r] *= keep[j * kTile<C> + r];
@@ -127,31 +163,38 @@ void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& 
   }
   C inverse[kLanes];
   S::store(inverse, sum == S::zero() ? S::zero() : S::set1(1) / sum);
-  if (p.lse != nullptr)
-    S::store_as(static_cast<C*>(p.lse) + lse_index(p, batch, head, row), sum == S::zero() ? dead : m + S::log(sum),
-                rows);
+  if (p.lse != nullptr) {
+    C lse[2 * kLanes];
+    S::store(lse, sum == S::zero() ? dead : m + S::log(sum));
+    for (int64_t h = 0; h < heads; ++h)
+      std::memcpy(static_cast<C*>(p.lse) + lse_index(p, batch, first + h, row), lse + h * rows,
+                  static_cast<size_t>(rows) * sizeof(C));
+  }
 
-  for (int64_t r = 0; r < rows; ++r) {
-    const Range own = p.band.visited(row + r, 1, {0, keys});
-    const C* weights = probabilities + own.begin * kLanes + r;
-    const T* values = v + own.begin * v_step;
-    T* out = at<T>(p.out, batch, head, row + r);
-    LaneBits excluded = 0;
-    if constexpr (kBiased) {
-      excluded = excluded_from_all;
-      for (int64_t j = 0; j < keys && score.mask_added; ++j)
-        excluded |= LaneBits{bias[j * kTile<C> + r] == -kInfinity<C>} << j;
-      excluded >>= own.begin;
+  for (int64_t n = 0, h = 0; h < heads; ++h) {
+    const T* v = at<T>(p.v, batch, (first + h) / group_v);
+    for (int64_t r = 0; r < rows; ++r, ++n) {
+      const Range own = p.band.visited(row + r, 1, {0, keys});
+      const C* weights = probabilities + own.begin * kLanes + n;
+      const T* values = v + own.begin * v_step;
+      T* out = at<T>(p.out, batch, first + h, row + r);
+      LaneBits excluded = 0;
+      if constexpr (kBiased) {
+        excluded = excluded_from_all[h];
+        for (int64_t j = 0; j < keys && score.mask_added; ++j)
+          excluded |= LaneBits{bias[j * kTile<C> + n] == -kInfinity<C>} << j;
+        excluded >>= own.begin;
+      }
+      int64_t c = 0;
+      const auto add = [&]<int kVectors>() {
+        few_values<kBiased, T, C, kVectors>(weights, values + c, v_step, own.end - own.begin, p.head_dim_v - c,
+                                            inverse[n], excluded, out + c);
+        c += kVectors * kLanes;
+      };
+      while (c + 8 * kLanes <= p.head_dim_v) add.template operator()<8>();
+      while (c + 4 * kLanes <= p.head_dim_v) add.template operator()<4>();
+      while (c < p.head_dim_v) add.template operator()<1>();
     }
-    int64_t c = 0;
-    const auto add = [&]<int kVectors>() {
-      few_values<kBiased, T, C, kVectors>(weights, values + c, v_step, own.end - own.begin, p.head_dim_v - c,
-                                          inverse[r], excluded, out + c);
-      c += kVectors * kLanes;
-    };
-    while (c + 8 * kLanes <= p.head_dim_v) add.template operator()<8>();
-    while (c + 4 * kLanes <= p.head_dim_v) add.template operator()<4>();
-    while (c < p.head_dim_v) add.template operator()<1>();
   }
 }
 
@@ -161,15 +204,24 @@ void attend_few_keys(const Forward& p, const Runtime& runtime) {
   constexpr int64_t kRows = Simd<C>::kLanes;
   const ScoreParams<C> score(p, true);
   const int64_t heads = p.batch * p.heads_q;
+  const int64_t at_once = score.dropout ? 1 : max64(1, kRows / max64(1, p.seqlen_q));
   const int64_t tasks = runtime.num_threads == 1 ? 1 : min64(heads, 4 * runtime.num_threads);
   run_tasks(p, runtime, tasks, 0, [&](int64_t task, void*, int64_t) {
-    const auto attend = [&]<bool kBiased>() {
-      for (int64_t h = heads * task / tasks; h < heads * (task + 1) / tasks; ++h)
+    const auto attend = [&]<bool kBiased, bool kSeveral>() {
+      const int64_t end = heads * (task + 1) / tasks;
+      for (int64_t h = heads * task / tasks, now; h < end; h += now) {
+        const int64_t batch = h / p.heads_q, first = h - batch * p.heads_q;
+        now = min64(at_once, min64(end - h, p.heads_q - first));
         for (int64_t row = 0; row < p.seqlen_q; row += kRows)
-          attend_few_rows<T, Op, kBiased>(p, score, h / p.heads_q, h % p.heads_q, row, min64(kRows, p.seqlen_q - row));
+          attend_few_rows<T, Op, kBiased, kSeveral>(p, score, batch, first, now, row, min64(kRows, p.seqlen_q - row));
+      }
     };
-    if (score.has_bias) attend.template operator()<true>();
-    else attend.template operator()<false>();
+    const auto attend_by = [&]<bool kBiased>() {
+      if (at_once > 1) attend.template operator()<kBiased, true>();
+      else attend.template operator()<kBiased, false>();
+    };
+    if (score.has_bias) attend_by.template operator()<true>();
+    else attend_by.template operator()<false>();
   });
 }
 
