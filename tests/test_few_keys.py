@@ -100,21 +100,42 @@ def test_a_row_meets_its_own_keys_alone(bad, dtype):
     assert out[:, :, 4:].isnan().all()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_the_gradient_of_a_query_meets_its_own_keys_alone(bad, dtype):
+    q, *keys_and_values = (x.detach() for x in testing.make_inputs(2, 2, 2, 6, 24, dtype=dtype).tensors.values())
+    q.requires_grad_()
+    grad = torch.randn(2, 2, 2, 24, dtype=dtype)
+
+    def grad_of_query():
+        return torch.autograd.grad(attnkern.attention(q, *keys_and_values, is_causal=True, backend="cpu"), q, grad)[0]
+
+    want = grad_of_query()
+    for x in keys_and_values:
+        x[:, :, 1:] = bad
+    found = grad_of_query()
+    assert torch.equal(found[:, :, 0], want[:, :, 0])
+    assert found[:, :, 1].isnan().all()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("kind", ["full", "causal", "window", "sinks"])
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "sinks", "softcap"])
 def test_packed_sequences(target, kind, threads, dtype):
     """In one buffer with others of a tile and more, against a call for each."""
     torch.set_num_threads(threads)
-    lengths = [3, 1, 8, 0, 2, 9, 5, 40, 4, 4, 1, 17, 6]
-    q, k, v = packed(target, lengths, lengths, dtype, size=24, size_v=16)
+    lengths = [3, 1, 8, 0, 2, 9, 5, 40, 4, 4, 1, 17, 6, 7]
+    tensors = packed(target, lengths, lengths, dtype, size=24, size_v=16)
     options = {"alignment": "bottom_right", **OPTIONS[kind], "enable_gqa": True}
     if "sinks" in options:
-        options["sinks"] = target.randn(q.shape[-2]).to(torch.promote_types(dtype, torch.float32))
+        options["sinks"] = target.randn(tensors[0].shape[-2]).to(torch.promote_types(dtype, torch.float32))
     ends = target.ends(lengths)
-    found = target.varlen_attention(q, k, v, ends, ends, return_lse=True, **options)
+    found = target.varlen_attention(*tensors, ends, ends, return_lse=True, **options)
     del options["enable_gqa"]
     reference = functools.partial(attnkern.attention, backend="reference")
-    want = one_by_one(reference, q, k, v, lengths, lengths, **options)
+    want = one_by_one(reference, *tensors, lengths, lengths, **options)
+    grads = [target.randn(*x.shape).to(x.dtype) for x in found]
+    found, want = ((*x, *torch.autograd.grad(x, tensors, grads)) for x in (found, want))
     allowed = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
     for got, expected in zip(found, want, strict=True):
-        torch.testing.assert_close(got, expected, atol=allowed, rtol=allowed)
+        # (Of 16 bits the reference rounds what it computes on the way.)
+        scale = max(1, float(expected.detach().abs().max()))
+        torch.testing.assert_close(got, expected, atol=allowed * scale, rtol=allowed)

@@ -73,6 +73,39 @@ template <int kForWriting, class T>
   }
 }
 
+// Scores of rows [row, row + rows) of `heads` heads of a from `first` on with the first `keys` rows of b, of which
+// `group` heads share one: of key j and lane n, which count the rows of all heads, from scores + j * heads * rows + n
+// on.
+template <class T, class C>
+[[gnu::always_inline]] inline void few_scores(const View& a, const View& b, int64_t batch, int64_t first, int64_t heads,
+                                              int64_t group, int64_t row, int64_t rows, int64_t keys, int64_t columns,
+                                              C* scores) {
+  using S = Simd<C>;
+  using V = typename S::V;
+  constexpr int64_t kLanes = S::kLanes;
+  const int64_t lanes = heads * rows;
+  V products[(kFewKeys + 1) * kLanes];  // whole vectors of them are summed
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t head_a = first + h, head_b = head_a / group;
+    prefetch_later<0, T>(a, batch, head_a, row, rows, columns);
+    if (row == 0 && head_b * group == head_a) prefetch_later<0, T>(b, batch, head_b, 0, keys, columns);
+    const T *of_a = at<T>(a, batch, head_a, row), *of_b = at<T>(b, batch, head_b);
+    for (int64_t j = 0; j < keys; j += 2)
+      for (int64_t r = 0; r < rows; r += 4) {
+        static constexpr decltype(&few_products<T, C, 1, 1>) kRun[2][4] = {
+            {few_products<T, C, 1, 1>, few_products<T, C, 2, 1>, few_products<T, C, 3, 1>, few_products<T, C, 4, 1>},
+            {few_products<T, C, 1, 2>, few_products<T, C, 2, 2>, few_products<T, C, 3, 2>, few_products<T, C, 4, 2>}};
+        kRun[min64(2, keys - j) - 1][min64(4, rows - r) - 1](of_a + r * a.stride[2], a.stride[2],
+                                                             of_b + j * b.stride[2], b.stride[2], columns,
+                                                             products + j * lanes + h * rows + r, lanes);
+      }
+  }
+  for (int64_t i = 0; i < keys * lanes; i += kLanes) {
+    for (int64_t n = keys * lanes; n < i + kLanes; ++n) products[n] = S::zero();
+    S::store(scores + i, S::sum_each(*reinterpret_cast<V(*)[kLanes]>(products + i)));
+  }
+}
+
 // Rows [row, row + rows) of `heads` heads from `first` on, a lane each: at most a vector of them. Of several heads they
 // are all rows, without dropout.
 template <class T, class Op, bool kBiased, bool kSeveral>
@@ -84,33 +117,10 @@ void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& 
   using V = typename S::V;
   constexpr int64_t kLanes = S::kLanes;
   const int64_t lanes = heads * rows, group_k = p.heads_q / p.heads_k, group_v = p.heads_q / p.heads_v;
-  const int64_t keys = kBiased ? min64(p.seqlen_k, kFewKeys) : p.seqlen_k, q_step = p.q.stride[2],
-                k_step = p.k.stride[2], v_step = p.v.stride[2];
+  const int64_t keys = kBiased ? min64(p.seqlen_k, kFewKeys) : p.seqlen_k, v_step = p.v.stride[2];
 
-  // Of key j and lane n at j * lanes + n, so that whole vectors of them are summed.
-  V products[(kFewKeys + 1) * kLanes];
-  for (int64_t h = 0; h < heads; ++h) {
-    const int64_t head_q = first + h, head_k = head_q / group_k, head_v = head_q / group_v;
-    const T* q = at<T>(p.q, batch, head_q, row);
-    const T* k = at<T>(p.k, batch, head_k);
-    prefetch_later<0, T>(p.q, batch, head_q, row, rows, p.head_dim);
-    prefetch_later<1, T>(p.out, batch, head_q, row, rows, p.head_dim_v);
-    if (row == 0 && head_k * group_k == head_q) prefetch_later<0, T>(p.k, batch, head_k, 0, keys, p.head_dim);
-    if (row == 0 && head_v * group_v == head_q) prefetch_later<0, T>(p.v, batch, head_v, 0, keys, p.head_dim_v);
-    for (int64_t j = 0; j < keys; j += 2)
-      for (int64_t r = 0; r < rows; r += 4) {
-        static constexpr decltype(&few_products<T, C, 1, 1>) kRun[2][4] = {
-            {few_products<T, C, 1, 1>, few_products<T, C, 2, 1>, few_products<T, C, 3, 1>, few_products<T, C, 4, 1>},
-            {few_products<T, C, 1, 2>, few_products<T, C, 2, 2>, few_products<T, C, 3, 2>, few_products<T, C, 4, 2>}};
-        kRun[min64(2, keys - j) - 1][min64(4, rows - r) - 1](q + r * q_step, q_step, k + j * k_step, k_step, p.head_dim,
-                                                             products + j * lanes + h * rows + r, lanes);
-      }
-  }
   C scores[(kFewKeys + 2) * kLanes], probabilities[kFewKeys * kLanes];
-  for (int64_t i = 0; i < keys * lanes; i += kLanes) {
-    for (int64_t n = keys * lanes; n < i + kLanes; ++n) products[n] = S::zero();
-    S::store(scores + i, S::sum_each(*reinterpret_cast<V(*)[kLanes]>(products + i)));
-  }
+  few_scores<T>(p.q, p.k, batch, first, heads, group_k, row, rows, keys, p.head_dim, scores);
 
   const Band band = p.band.transposed();
   const V dead = S::set1(-kInfinity<C>), log2e = S::set1(kLog2E<C>);
@@ -172,7 +182,10 @@ void attend_few_rows(const Forward& p, const ScoreParams<typename Op::Compute>& 
   }
 
   for (int64_t n = 0, h = 0; h < heads; ++h) {
-    const T* v = at<T>(p.v, batch, (first + h) / group_v);
+    const int64_t head_v = (first + h) / group_v;
+    const T* v = at<T>(p.v, batch, head_v);
+    if (row == 0 && head_v * group_v == first + h) prefetch_later<0, T>(p.v, batch, head_v, 0, keys, p.head_dim_v);
+    prefetch_later<1, T>(p.out, batch, first + h, row, rows, p.head_dim_v);
     for (int64_t r = 0; r < rows; ++r, ++n) {
       const Range own = p.band.visited(row + r, 1, {0, keys});
       const C* weights = probabilities + own.begin * kLanes + n;

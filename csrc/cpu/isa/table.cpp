@@ -1,6 +1,6 @@
 // The table of one instruction set, and which pass a forward problem is for.
 #include "cpu/decode.h"
-#include "cpu/few_keys.h"
+#include "cpu/few_keys_backward.h"
 #include "cpu/isa/isa.h"
 #include "cpu/sequences.h"
 
@@ -42,8 +42,15 @@ struct ForwardUnit {
 
 struct BackwardUnit {
   static void run(const Backward& p, const Runtime& runtime) {
+    const Runtime threads = threads_for(p, runtime, p.seqlen_q * p.seqlen_k);
+    bool few = false;
+    by_dtype(p.dtype, [&]<class T, class Op>() {
+      few = has_few_keys_and_queries<T, Op>(p);
+      if (few) backward_few_keys<T, Op>(p, threads);
+    });
+    if (few) return;
     if (!has_few_queries(p)) return backward(p, runtime);
-    backward_few_queries(p, threads_for(p, runtime, p.seqlen_q * p.seqlen_k));
+    backward_few_queries(p, threads);
   }
   static Plan plan(const Backward& p, int64_t threads, int64_t workers) {
     return has_few_queries(p) ? plan_few_queries(p) : plan_backward(p, threads, workers);
