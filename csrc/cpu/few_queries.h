@@ -33,7 +33,7 @@ inline bool has_few_queries(const Backward& p) {
       p.seqlen_k == 0 || p.head_dim == 0 || p.head_dim_v == 0 || p.heads_q / p.heads_k * p.seqlen_q > kMostRows)
     return false;
   const ScoreParams<C> score(p);
-  return (decodes(p) || has_few_keys(p)) && !score.capped() && !score.dropout && p.dbias.data == nullptr &&
+  return (decodes(p, true) || has_few_keys(p)) && !score.capped() && !score.dropout && p.dbias.data == nullptr &&
          p.ranges.count < 2 && !has_large_lse<T, C>(p);
 }
 

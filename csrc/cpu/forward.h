@@ -220,17 +220,32 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
+// Up to so many keys tiles of so many queries are faster than decoding, with AVX-512 (as measured): up to half a vector of
+// queries leaves decoding more, and keys that aren't converted or are multiplied in pairs leave it less.
+inline int64_t keys_of_tiles(int64_t queries, DType dtype) {
+#if defined(__AVX512BF16__)
+  const bool pairs = dtype == DType::kBFloat16;
+#else
+  const bool pairs = false;
+#endif
+  if (queries <= 4) return 0;
+  if (queries <= 8) return pairs ? 11 * queries - 23 : dtype == DType::kFloat32 ? 7 * queries - 25 : 4 * queries - 12;
+  return pairs ? 45 * (queries - 6) : dtype == DType::kFloat32 ? 30 * (queries - 7) : 10 * (queries - 6);
+}
+
 // Calls with few query rows of one key head go another way (decode.h), which sums a product's terms in another order:
 // up to kDecodeRows of any kind, and more where heads share them. Not so where a head's own queries fill the lanes as
-// well, or meet so few keys that a task's beginning and end count. (As measured with AVX2.)
+// well, or meet so few keys that a task's beginning and end count. (As measured with AVX2.) `backward`: whether the
+// backward pass does; its tiles are transposed twice, and take more queries to pay.
 inline constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeysPerQuery = 16;
-inline bool decodes(const Attention& p) {
+inline bool decodes(const Attention& p, bool backward = false) {
   if (p.heads_k != p.heads_v || p.heads_k == 0) return false;
   const int64_t group = p.heads_q / p.heads_k, queries = p.seqlen_q;
   const Range visited = p.band.visited(0, queries, {0, p.seqlen_k});
   const int64_t keys = visited.end - visited.begin;
   if (group * queries > kDecodeRows)
     return shares_rows(group, queries) && queries <= kDecodeQueries && keys >= kDecodeKeysPerQuery * queries;
+  if (kVectorBytes == 64 && p.dtype != DType::kFloat64 && !backward) return keys > keys_of_tiles(queries, p.dtype);
   // Keys of 16 bits are converted for each tile: that takes more queries to pay. What comes from memory is read faster
   // in decoding's order.
   const bool halves = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
