@@ -220,23 +220,24 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
-// Up to so many keys tiles of so many queries are faster than decoding, with AVX-512 (as measured): up to half a vector of
-// queries leaves decoding more, and keys that aren't converted or are multiplied in pairs leave it less.
+// Up to so many keys tiles of so many queries are faster than decoding, with AVX-512 (as measured): up to half a vector
+// of queries leaves decoding more, and keys that aren't converted or are multiplied in pairs leave it less. Up to eight
+// of float32 are decoded, since their backward pass is: it shows which order of summation the forward pass had.
 inline int64_t keys_of_tiles(int64_t queries, DType dtype) {
 #if defined(__AVX512BF16__)
   const bool pairs = dtype == DType::kBFloat16;
 #else
   const bool pairs = false;
 #endif
-  if (queries <= 4) return 0;
-  if (queries <= 8) return pairs ? 11 * queries - 23 : dtype == DType::kFloat32 ? 7 * queries - 25 : 4 * queries - 12;
+  if (queries <= 4 || (queries <= 8 && dtype == DType::kFloat32)) return 0;
+  if (queries <= 8) return pairs ? 11 * queries - 23 : 4 * queries - 12;
   return pairs ? 45 * (queries - 6) : dtype == DType::kFloat32 ? 30 * (queries - 7) : 10 * (queries - 6);
 }
 
 // Calls with few query rows of one key head go another way (decode.h), which sums a product's terms in another order:
 // up to kDecodeRows of any kind, and more where heads share them. Not so where a head's own queries fill the lanes as
 // well, or meet so few keys that a task's beginning and end count. (As measured with AVX2.) `backward`: whether the
-// backward pass does; its tiles are transposed twice, and take more queries to pay.
+// backward pass does; its tiles are transposed twice, and take more queries of 16 bits to pay.
 inline constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeysPerQuery = 16;
 inline bool decodes(const Attention& p, bool backward = false) {
   if (p.heads_k != p.heads_v || p.heads_k == 0) return false;
@@ -245,10 +246,11 @@ inline bool decodes(const Attention& p, bool backward = false) {
   const int64_t keys = visited.end - visited.begin;
   if (group * queries > kDecodeRows)
     return shares_rows(group, queries) && queries <= kDecodeQueries && keys >= kDecodeKeysPerQuery * queries;
-  if (kVectorBytes == 64 && p.dtype != DType::kFloat64 && !backward) return keys > keys_of_tiles(queries, p.dtype);
   // Keys of 16 bits are converted for each tile: that takes more queries to pay. What comes from memory is read faster
   // in decoding's order.
   const bool halves = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
+  if (kVectorBytes == 64 && (p.dtype == DType::kFloat32 || (halves && !backward)))
+    return keys > keys_of_tiles(queries, p.dtype);
   const int64_t lanes = p.dtype == DType::kFloat64 ? Simd<double>::kLanes : Simd<float>::kLanes;
   const int64_t bytes = p.batch * p.heads_k * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
   const bool near = kVectorBytes < 64 && p.dtype == DType::kFloat32 && bytes < kFarBytes;
@@ -256,17 +258,19 @@ inline bool decodes(const Attention& p, bool backward = false) {
 }
 
 // Calls with few keys go a third way (few_keys.h), but for ranges, bits and pages. With more queries a tile of them is
-// faster: with AVX-512 where they meet so many scores, the sooner in pairs of bfloat16 (as measured), and where there
-// is a bias and the backward pass isn't one of few queries (few_queries.h), which would have to sum up P again.
+// faster: with AVX-512 where they meet so many scores, the sooner in pairs of bfloat16 (as measured), unless rows lie
+// apart, which that way prefetches; and where there is a bias and the backward pass isn't one of few queries
+// (few_queries.h), which would have to sum up P again.
 inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
 inline bool has_few_keys(const Attention& p) {
 #if defined(__AVX512BF16__)
-  constexpr int64_t kQueries = 10, kScores = 60;
+  constexpr int64_t kQueries = 6, kScores = 42;
 #else
   constexpr int64_t kQueries = 12, kScores = 80;
 #endif
   constexpr int64_t kBiased = kVectorBytes == 64 ? kQueriesOfFewKeys : kVectorBytes == 32 ? 12 : 8;
-  if (kVectorBytes == 64 && p.seqlen_q > kQueries && p.seqlen_q * p.seqlen_k >= kScores) return false;
+  if (kVectorBytes == 64 && p.seqlen_q > kQueries && p.seqlen_q * p.seqlen_k >= kScores && !lie_apart(p.k, p.head_dim))
+    return false;
   if (p.bias.data != nullptr && p.seqlen_q > kBiased) return false;
   return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && !p.bits && p.ranges.data == nullptr &&
          p.pages.table == nullptr && reads_in_place(p.q, p.head_dim) && reads_in_place(p.k, p.head_dim) &&
