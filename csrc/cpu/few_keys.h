@@ -59,9 +59,10 @@ template <bool kExcludes, class T, class C, int kVectors>
   }
 }
 
-// Prefetches as many rows of a head as are read or written now, those that come kFewKeys later: of sequences that
-// follow. A row that lies beside those of other heads is the machine's own prefetching's last. To the second-level
-// cache: in few lines of the first one such rows would drive out each other.
+// Prefetches as many rows of a head as are read or written now: those kFewKeys behind them, which belong to sequences
+// that follow. Only where rows lie apart: the machine's own prefetching ends with such a row. To the second-level
+// cache: they share few lines of the first one, and would drive each other out. (Inlined early, since gcc takes a
+// function that only prefetches for one without effects, and drops its calls.)
 template <int kForWriting, class T>
 [[gnu::always_inline]] inline void prefetch_later(const View& view, int64_t batch, int64_t head, int64_t row,
                                                   int64_t rows, int64_t columns) {

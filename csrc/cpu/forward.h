@@ -236,7 +236,7 @@ inline int64_t keys_of_tiles(int64_t queries, DType dtype) {
 
 // Calls with few query rows of one key head go another way (decode.h), which sums a product's terms in another order:
 // up to kDecodeRows of any kind, and more where heads share them. Not so where a head's own queries fill the lanes as
-// well, or meet so few keys that a task's beginning and end count. (As measured with AVX2.) `backward`: whether the
+// well, or meet so few keys that a task's beginning and end count. (As measured.) `backward`: whether the
 // backward pass does; its tiles are transposed twice, and take more queries of 16 bits to pay.
 inline constexpr int64_t kDecodeRows = 16, kDecodeQueries = 12, kDecodeKeysPerQuery = 16;
 inline bool decodes(const Attention& p, bool backward = false) {
@@ -246,11 +246,11 @@ inline bool decodes(const Attention& p, bool backward = false) {
   const int64_t keys = visited.end - visited.begin;
   if (group * queries > kDecodeRows)
     return shares_rows(group, queries) && queries <= kDecodeQueries && keys >= kDecodeKeysPerQuery * queries;
-  // Keys of 16 bits are converted for each tile: that takes more queries to pay. What comes from memory is read faster
-  // in decoding's order.
   const bool halves = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
   if (kVectorBytes == 64 && (p.dtype == DType::kFloat32 || (halves && !backward)))
     return keys > keys_of_tiles(queries, p.dtype);
+  // Keys of 16 bits are converted for each tile: that takes more queries to pay. What comes from memory is read faster
+  // in decoding's order.
   const int64_t lanes = p.dtype == DType::kFloat64 ? Simd<double>::kLanes : Simd<float>::kLanes;
   const int64_t bytes = p.batch * p.heads_k * keys * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
   const bool near = kVectorBytes < 64 && p.dtype == DType::kFloat32 && bytes < kFarBytes;
