@@ -203,13 +203,14 @@ class PrefetchByRow {
   int64_t at_once_;
 };
 
-// Prefetches rows by cache lines, as evenly as possible.
+// Prefetches rows by cache lines, as evenly as possible. Part of the loop that calls it: the sums of a register tile
+// would go to memory for a call.
 template <class Rows>
 class PrefetchByLine {
  public:
   PrefetchByLine() = default;
   PrefetchByLine(const Rows& rows, int64_t calls) : rows_(rows), at_once_((rows.all_bytes() / calls + 63) / 64 * 64) {}
-  void prefetch() {
+  [[gnu::always_inline]] inline void prefetch() {
     for (int64_t left = at_once_; left > 0 && rows_.rows > 0;) {
       const int64_t end = next_ + left < rows_.bytes ? next_ + left : rows_.bytes;
       left -= end - next_;
@@ -228,7 +229,7 @@ class PrefetchByLine {
 struct PrefetchStreams {
   PrefetchByLine<PrefetchSeries> first;
   PrefetchByLine<PrefetchRows> second, third;
-  void prefetch() {
+  [[gnu::always_inline]] inline void prefetch() {
     first.prefetch();
     second.prefetch();
     third.prefetch();
