@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import may_look, show, type_error
+from .arguments import listeners, may_look, show, type_error
 from .params import UNBOUNDED, holds
+
+
+class _Recent(NamedTuple):
+    """The ranges of the last call on the CPU, for the next: the layers of a model have the same sequences."""
+
+    call: tuple[Any, ...]
+    numbers: tuple[Tensor | None, ...]  # copies
+    ranges: Tensor
+
+
+_recent: _Recent | None = None
+_MOST_TOKENS = 1 << 17  # of ranges that are kept: 1 MiB
+
+
+def _recent_or(call: tuple[Any, ...], numbers: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:
+    """The ranges of the last call, if this one has the same sizes and options and `numbers` with the same values; else
+    make()."""
+    global _recent
+    if (
+        torch.compiler.is_compiling()
+        or not all(x is None or (type(x) is Tensor and x.is_cpu) for x in numbers)
+        or listeners is None
+        or any(listens() for listens in listeners)
+    ):
+        return make()
+    call = *call, torch.is_inference_mode_enabled()  # whose tensors autograd doesn't take
+    last = _recent
+    if last is not None and last.call == call and all(map(_equal, last.numbers, numbers)):
+        return last.ranges
+    ranges = make()
+    if ranges.shape[0] <= _MOST_TOKENS:
+        _recent = _Recent(call, tuple(None if x is None else x.clone() for x in numbers), ranges)
+    return ranges
+
+
+def _equal(x: Tensor | None, y: Tensor | None) -> bool:
+    return x is y if x is None or y is None else x.dtype == y.dtype and torch.equal(x, y)
 
 
 def packed_ranges(
@@ -24,8 +62,24 @@ def packed_ranges(
 ) -> Tensor:
     """The keys of each query, int32 (T, 1, 2): those of its sequence within the window.
 
-    Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded.
+    Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded. The
+    result may be that of other calls, too: nobody may modify it.
     """
+    options = left, right, alignment
+    call = packed_ranges, query.shape[0], key.shape[0], query.device, *options
+    return _recent_or(call, (ends_q, ends_k, used), lambda: _packed(query, key, ends_q, ends_k, used, *options))
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor,
+    used: Tensor | None,
+    left: int | None,
+    right: int | None,
+    alignment: str,
+) -> Tensor:
     check_ends("cu_seqlens_q", ends_q, query)
     check_ends("cu_seqlens_k", ends_k, query, key.shape[0])
     if ends_k.shape != ends_q.shape:
@@ -49,6 +103,21 @@ def paged_ranges(
     alignment: str,
 ) -> Tensor:
     """`packed_ranges` of keys in pages of `size` rows, counted through block_table (sequences, pages of each)."""
+    options = left, right, alignment
+    call = paged_ranges, query.shape[0], block_table.shape, size, query.device, *options
+    return _recent_or(call, (ends_q, used), lambda: _paged(query, block_table, size, ends_q, used, *options))
+
+
+def _paged(
+    query: Tensor,
+    block_table: Tensor,
+    size: int,
+    ends_q: Tensor,
+    used: Tensor,
+    left: int | None,
+    right: int | None,
+    alignment: str,
+) -> Tensor:
     check_ends("cu_seqlens_q", ends_q, query)
     sequences, each = block_table.shape
     if holds(sequences != ends_q.shape[0] - 1, False):
@@ -186,7 +255,11 @@ def of_jagged(
         _check_alike("key", key, "query", query)
         return *values, None
     of_queries, of_keys = ((x.offsets(), x.lengths()) for x in (query, key))
-    return *values, _ranges(values[0].shape[-2], of_queries, of_keys, left, right, alignment)
+    tokens, options = values[0].shape[-2], (left, right, alignment)
+    ranges = _recent_or(
+        (of_jagged, tokens, *options), (*of_queries, *of_keys), lambda: _ranges(tokens, of_queries, of_keys, *options)
+    )
+    return *values, ranges
 
 
 def _check_alike(name: str, x: Any, of: str, other: Any) -> None:

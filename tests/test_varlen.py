@@ -3,6 +3,7 @@
 import inspect
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnkern
 from attnkern import masks, testing
@@ -395,6 +397,48 @@ def test_keys_in_use_elsewhere_are_checked_where_it_is_asked_for(elsewhere, monk
     monkeypatch.setenv("ATTNKERN_CHECK", "1")
     with pytest.raises(ValueError, match="seqused_k must be"):
         packed_ranges(q, q, cu, cu, used, None, None, "bottom_right")
+
+
+def test_ranges_of_the_call_before():
+    """Are taken again for the same sequences alone: not where numbers have changed, by numpy, too, or sizes or options
+    have, nor from inference mode or another mode."""
+    query, key, value = (torch.randn(12, 2, 8, requires_grad=True) for _ in range(3))
+    numbers = np.array([0, 5, 12])
+    ends = torch.from_numpy(numbers)  # torch doesn't see it change
+
+    def check(lengths, query=query, **options):
+        out = attnkern.varlen_attention(query, key, value, ends, **options)
+        begin = 0
+        for length in lengths:
+            rows = [x[begin : begin + length].transpose(0, 1) for x in (query, key, value)]
+            alone = attnkern.attention(*rows, **{"alignment": "bottom_right", **options}).transpose(0, 1)
+            torch.testing.assert_close(out[begin : begin + length], alone, atol=1e-5, rtol=1e-5)
+            begin += length
+        assert not out[begin:].any()
+        return out
+
+    with torch.inference_mode():
+        check([5, 7])
+    first = check([5, 7])
+    torch.autograd.grad(first.sum(), (query, key, value))
+    assert torch.equal(check([5, 7]), first)
+    with FlopCounterMode(display=False):
+        check([5, 7])
+    check([5, 7], is_causal=True)
+    check([5, 7], window=(2, 1))
+    numbers[1] = 3
+    check([3, 9])
+    numbers[2] = 10
+    check([3, 7])
+    check([3, 7], query[:11])
+    with pytest.raises(RuntimeError, match="not exceed the number of tokens, 9"):
+        attnkern.varlen_attention(query[:9], key, value, ends)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attnkern.varlen_attention(*(torch.empty(12, 2, 8) for _ in range(3)), torch.tensor([0, 3, 10]))
+    check([3, 7])
+    mask = masks.document(ends)
+    mask.ranges.zero_()
+    check([3, 7])
 
 
 @pytest.mark.parametrize("setting", [None, "1"])
