@@ -123,11 +123,14 @@ struct GradientFactors {
   }
 };
 
-// dQ += dS K for a block and a tile of `keys` keys, whose rows are k_rows.
-template <class Op>
-inline void add_query_grad(const QueryGrad<typename Op::Compute>& dq, int64_t head, const BlockPlan& block,
-                           int64_t keys, int64_t columns, const GradientFactors<Op>& factors,
-                           Rows<typename Op::Scalar> k_rows) {
+// dQ += dS K for a block of head `head`, number `member` of its KV group, and the tile of `keys` keys from `key` on,
+// whose rows are k_rows.
+template <class T, class Op>
+inline void add_query_grad(const Backward& p, const QueryGrad<typename Op::Compute>& dq, int64_t batch, int64_t head,
+                           int64_t member, const BlockPlan& block, int64_t key, int64_t keys, int64_t columns,
+                           const GradientFactors<Op>& factors, Rows<typename Op::Scalar> k_rows) {
+  using C = typename Op::Compute;
+  const Epilogue epilogue = dq.first_stores && key == 0 ? Epilogue::kStore : Epilogue::kAdd;
   constexpr int64_t kLanes = Simd<typename Op::Compute>::kLanes;
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
@@ -141,10 +144,16 @@ inline void add_query_grad(const QueryGrad<typename Op::Compute>& dq, int64_t he
     }
     for (int64_t i = segment.row, last = i + segment.rows; i < last;) {
       const int64_t end = i < dq.split ? min64(last, dq.split) : last;
-      gemm<typename Op::Product>(end - i, columns, (live + Op::kPack - 1) / Op::kPack,
-                                 {factors.ds_rows + (i - block.row) * factors.ds_step + lane / Op::kPack,
-                                  factors.ds_step, k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step},
-                                 {dq.row(head, i), dq.step, Epilogue::kAdd, nullptr});
+      const auto multiply = [&](const auto& target) {
+        gemm<typename Op::Product>(end - i, columns, (live + Op::kPack - 1) / Op::kPack,
+                                   {factors.ds_rows + (i - block.row) * factors.ds_step + lane / Op::kPack,
+                                    factors.ds_step, k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step},
+                                   target);
+      };
+      if (dq.at_once)
+        multiply(
+            ScaledRows<T, C>{at<T>(p.dq, batch, head, i), p.dq.stride[2], p.head_dim, static_cast<C>(p.softmax_scale)});
+      else multiply(Target<C>{dq.row(member, i), dq.step, epilogue, nullptr});
       i = end;
     }
   }
@@ -318,7 +327,7 @@ void backward_heads(const Backward& p, const BackwardScratch<Op>& scratch, int64
               }
               done = true;
             }
-          if (!done) add_query_grad(dq, h - head, block, keys, columns, factors, k_rows);
+          if (!done) add_query_grad<T>(p, dq, batch, h, h - head, block, key, keys, columns, factors, k_rows);
           if (turns != nullptr) turns->pass(end);
         }
       }

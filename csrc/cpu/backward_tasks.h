@@ -99,6 +99,7 @@ class BackwardCall {
         sweeps_(p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr || by_task()),
         cut_(cut_backward<T>(p, threads, workers, bias_)),
         visiting_(p),
+        first_tile_meets_all_(first_tile_meets_all()),
         prefetches_heads_(prefetches_heads(workers)),
         prefetch_calls_of_head_(prefetch_calls_of_head()),
         query_grads_(p, cut_, workers),
@@ -184,6 +185,14 @@ class BackwardCall {
     if (h == 0 && row == 0) progress_.begin(index);
   }
 
+  // Whether every query has scores with the first tile of keys.
+  bool first_tile_meets_all() const {
+    const ScoreParams<C> score(p_);
+    if (score.has_bias || score.has_mask || score.has_ranges || sizes_.tiles || p_.seqlen_k == 0) return false;
+    const Range met = p_.band.transposed().visited(0, min64(kTile<C>, p_.seqlen_k), {0, p_.seqlen_q});
+    return met.end - met.begin == p_.seqlen_q;
+  }
+
   // What the task of a head reads first and, where it isn't converted at the end, what it writes. (Results
   // whose rows collide would drive each other out of the caches.)
   struct NextHead {
@@ -242,7 +251,7 @@ class BackwardCall {
     const int64_t batch = group * cut_.kv_group / p_.heads_q, head = group * cut_.kv_group % p_.heads_q;
     if (!bias_apart())
       for (int64_t h = head; h < head + cut_.kv_group; ++h) make_terms_of(own.scratch, batch, h, 0, p_.seqlen_q);
-    const QueryGrad<C> dq = query_grads_.begin(batch, head, own.sums, worker);
+    const QueryGrad<C> dq = query_grads_.begin(batch, head, first_tile_meets_all_, own.sums, worker);
     const NextHead next_head = prefetches_heads_ && group + 1 < cut_.whole ? head_to_prefetch(group + 1) : NextHead();
     PrefetchByLine<PrefetchSeries> prefetch({next_head.places, next_head.count}, prefetch_calls_of_head_);
     backward_heads<T, Op>(p_, own.scratch, batch, head, cut_.kv_group, {0, p_.seqlen_k}, terms_, visiting_, dq, nullptr,
@@ -288,7 +297,7 @@ class BackwardCall {
   const bool sweeps_;
   const BackwardCut cut_;
   const VisitingQueries<C> visiting_;
-  const bool prefetches_heads_;
+  const bool first_tile_meets_all_, prefetches_heads_;
   const int64_t prefetch_calls_of_head_;
   const QueryGradSums<T, C> query_grads_;
   const TasksProgress progress_;

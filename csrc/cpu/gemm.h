@@ -330,12 +330,12 @@ struct Target {
   }
 };
 
-// A register tile of a product that goes to memory.
-template <class Op>
+// A register tile of a product that goes to memory: `To` takes it.
+template <class Op, class To>
 struct ProductTile {
   Factors<Op, false> factors;
   int64_t depth;
-  Target<typename Op::Compute> target;
+  To target;
 
   template <int kRows, int kVectors>
   void run(int64_t row, int64_t vector) const {
@@ -468,10 +468,9 @@ inline int64_t prefetch_calls(int64_t rows, int64_t vectors, int64_t depth, int6
 }
 
 // C = A B for rows x vectors of C (vectors in units of a register).
-template <class Op>
-inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors,
-                 const Target<typename Op::Compute>& target) {
-  for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(rows, vectors, ProductTile<Op>{factors, depth, target});
+template <class Op, class To = Target<typename Op::Compute>>
+inline void gemm(int64_t rows, int64_t vectors, int64_t depth, const Factors<Op, false>& factors, const To& target) {
+  for_tiles<kTileRows * kTileVectors, kTileVectors, 1>(rows, vectors, ProductTile<Op, To>{factors, depth, target});
 }
 
 }  // namespace

@@ -479,12 +479,41 @@ inline void store_query_grad(const Backward& p, int64_t batch, int64_t head, int
                              int64_t step) {
   using S = Simd<C>;
   const auto scale = S::set1(static_cast<C>(p.softmax_scale));
-  for (int64_t i = 0; i < rows; ++i) {
+  const int64_t columns = p.head_dim;
+  for (int64_t i = 0; i < rows; ++i, source += step) {
     T* target = at<T>(p.dq, batch, head, row + i);
-    for (int64_t d = 0; d < p.head_dim; d += S::kLanes)
-      S::store_as(target + d, S::load(source + i * step + d) * scale, p.head_dim - d);
+    int64_t d = 0;
+    for (; columns - d >= 2 * S::kLanes; d += 2 * S::kLanes)
+      S::store_two_as(target + d, S::load(source + d) * scale, S::load(source + d + S::kLanes) * scale);
+    for (; d < columns; d += S::kLanes) S::store_as(target + d, S::load(source + d) * scale, columns - d);
   }
 }
+
+// Takes dQ's rows of a tile of keys that is the only one.
+template <class T, class C>
+struct ScaledRows {
+  using S = Simd<C>;
+  T* rows;
+  int64_t step, columns;
+  C scale;
+
+  template <int kRows, int kVectors>
+  [[gnu::always_inline]] inline void take(typename S::V (&sum)[kRows][kVectors], int64_t row, int64_t vector) const {
+    const auto factor = S::set1(scale);
+    T* target = rows + row * step + vector * S::kLanes;
+    const int64_t left = columns - vector * S::kLanes;
+    const bool whole = left >= kVectors * S::kLanes;
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r, target += step) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] *= factor;
+      if (whole) store_row(sum[r], target);
+      else
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) S::store_as(target + v * S::kLanes, sum[r][v], left - v * S::kLanes);
+    }
+  }
+};
 
 #if defined(__AVX512BF16__)
 // P and dS of a segment in the two forms that the bfloat16 products read: pairs of rows, and dS also as single rows.

@@ -23,6 +23,9 @@ struct QueryGrad {
   int64_t split = 0;
   C* first = nullptr;  // of the rows before it
   int64_t first_head_step = 0;
+  // Of a whole KV group, where the first tile of keys meets all queries: it stores its sums, to which others add; if it
+  // is the only one, they are the results, and go to the output at once. Else all add to zeros.
+  bool first_stores = false, at_once = false;
 
   C* row(int64_t head, int64_t i) const {
     return i < split ? first + head * first_head_step + i * step : data + head * head_step + (i - split) * step;
@@ -96,11 +99,13 @@ class QueryGradSums {
   int64_t scratch_bytes() const { return large_ ? 0 : sums_ * static_cast<int64_t>(sizeof(C)); }
   bool wanted() const { return wanted_; }
 
-  // Zeros, for the sums of a whole group's heads from `head` on. `scratch`: the worker's, of scratch_bytes().
-  QueryGrad<C> begin(int64_t batch, int64_t head, void* scratch, int64_t worker) const {
+  // The sums of a whole group's heads from `head` on, zeros unless the `first_stores`. `scratch`: the worker's, of
+  // scratch_bytes().
+  QueryGrad<C> begin(int64_t batch, int64_t head, bool first_stores, void* scratch, int64_t worker) const {
     const int64_t kv_group = cut_.kv_group;
     QueryGrad<C> dq{nullptr, step_, head_step_};
-    if (!wanted_) return dq;
+    dq.at_once = first_stores && cut_.tiles == 1;
+    if (!wanted_ || dq.at_once) return dq;
     C* output = reinterpret_cast<C*>(at<T>(p_.dq, batch, head));
     if (direct_) dq = {output, p_.dq.stride[2], p_.dq.stride[1]};
     else if (!large_) dq.data = static_cast<C*>(scratch);
@@ -111,12 +116,13 @@ class QueryGradSums {
             rows_in_output_,
             output,
             p_.dq.stride[1] / 2};
-    for (int64_t h = 0; h < kv_group; ++h) clear(dq, h, {0, p_.seqlen_q});
+    dq.first_stores = first_stores;
+    for (int64_t h = 0; h < kv_group && !first_stores; ++h) clear(dq, h, {0, p_.seqlen_q});
     return dq;
   }
   // Writes the output.
   void end(int64_t batch, int64_t head, const QueryGrad<C>& dq) const {
-    if (!wanted_) return;
+    if (!wanted_ || dq.at_once) return;
     for (int64_t h = 0; h < cut_.kv_group; ++h) {
       // In this order, since the sums lie in the output: a row is shorter than its sums, so no unread sum is
       // overwritten.

@@ -15,7 +15,17 @@ inline typename Simd<C>::V product_of_rows(const T* a, int64_t a_stride, const T
   using S = Simd<C>;
   typename S::V product = S::zero();
   if (a_stride == 1 && b_stride == 1) {
-    for (int64_t d = 0; d < size; d += S::kLanes) {
+    int64_t d = 0;
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16>)
+      for (; d < size; d += 32) {
+        const __m512i factors = _mm512_maskz_loadu_epi16(first_of_32(size - d), b + d);
+        const auto count = _mm512_test_epi16_mask(factors, _mm512_set1_epi16(0x7f80));  // a subnormal is 0 here
+        const __m512i others = _mm512_maskz_loadu_epi16(count, a + d);
+        product = _mm512_dpbf16_ps(product, (__m512bh)others, (__m512bh)factors);
+      }
+#endif
+    for (; d < size; d += S::kLanes) {
       const auto factor = S::load_as(b + d, size - d);
       product = S::fma(factor == S::zero() ? S::zero() : S::load_as(a + d, size - d), factor, product);
     }

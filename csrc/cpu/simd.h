@@ -399,6 +399,17 @@ struct Simd {
     }
   }
 
+  // One after the other.
+  template <class T>
+  static void store_two_as(T* p, V first, V second) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16> && sizeof(C) == 4)
+      return _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+#endif
+    store_as(p, first);
+    store_as(p + kLanes, second);
+  }
+
   // The first n lanes (0 <= n <= kLanes); the others are 0.
   template <class T>
   static V load_as(const T* p, int64_t n) {

@@ -51,6 +51,15 @@ inline bool sums_by_rows(int64_t rows, int64_t columns) {
   return round_up(columns, Simd<C>::kLanes) * rows <= columns * round_up(rows, Simd<C>::kLanes);
 }
 
+// Vectors of columns of a row.
+template <class T, class V, int kVectors>
+[[gnu::always_inline]] inline void store_row(const V (&row)[kVectors], T* target) {
+  using S = Simd<std::remove_cvref_t<decltype(row[0][0])>>;
+#pragma GCC unroll 4
+  for (int v = 0; v + 1 < kVectors; v += 2) S::store_two_as(target + v * S::kLanes, row[v], row[v + 1]);
+  if constexpr (kVectors % 2 != 0) S::store_as(target + (kVectors - 1) * S::kLanes, row[kVectors - 1]);
+}
+
 // The sums of a result whose columns lie along the lanes, and the user's rows that they become. A factor for each row
 // is an array of the tile's length.
 template <class C, class T>
@@ -127,10 +136,12 @@ struct RowSumsTile {
         const auto scale = S::set1(to.factor[row + r]);
         T* const out = to.out + (row + r) * to.out_step + column;
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          if (whole_vectors) S::store_as(out + v * S::kLanes, to.scaled(sum[r][v], scale));
-          else S::store_as(out + v * S::kLanes, to.scaled(sum[r][v], scale), to.columns - column - v * S::kLanes);
-        }
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = to.scaled(sum[r][v], scale);
+        if (whole_vectors) store_row(sum[r], out);
+        else
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v)
+            S::store_as(out + v * S::kLanes, sum[r][v], to.columns - column - v * S::kLanes);
       }
     }
   }
