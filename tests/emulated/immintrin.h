@@ -285,6 +285,8 @@ inline void tile_zero(int tile) {
   emulated::mask_of((emulated::U16)(a), (emulated::U16)(b), [](auto x, auto y) { return x >= y; })
 #define _mm512_test_epi8_mask(a, b) \
   emulated::mask_of((emulated::U8)(a), (emulated::U8)(b), [](auto x, auto y) { return (x & y) != 0; })
+#define _mm512_test_epi16_mask(a, b) \
+  emulated::mask_of((emulated::U16)(a), (emulated::U16)(b), [](auto x, auto y) { return (x & y) != 0; })
 #define _mm_testn_epi8_mask(a, b)                                                 \
   emulated::mask_of(emulated::bits_of<Bytes16>(a), emulated::bits_of<Bytes16>(b), \
                     [](auto x, auto y) { return (x & y) == 0; })
