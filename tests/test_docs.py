@@ -161,6 +161,16 @@ def test_every_picture_stands_on_a_page():
     assert {picture.name for picture in (ROOT / "docs" / "images").iterdir()} <= shown
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_row_of_a_table_stands_in_one(page):
+    """Below a head and a rule with as many columns."""
+    for table in re.findall(r"(?:^\|.*\n)+", CODE.sub("code", page.read_text()), re.MULTILINE):
+        head, *rest = table.splitlines()
+        assert rest, head
+        assert re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", rest[0]), head
+        assert {row.count("|") - row.count(r"\|") for row in rest} == {head.count("|") - head.count(r"\|")}, head
+
+
 @pytest.mark.parametrize("page", SITE, ids=lambda p: p.name)
 def test_names_are_where_the_docs_say(page):
     """ "`name` in [file](link)" and "`name` and `other` in ...": that file has them."""
