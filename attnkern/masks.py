@@ -144,7 +144,7 @@ def packed(
         check_not_traced(ends)
         lengths.append(max(0, int(ends.flatten()[-1])) if ends.numel() else 0)
     q, k = (cu_seqlens_q.new_empty(()).expand(n) for n in lengths)  # for their number and device; they take no memory
-    ranges = packed_ranges(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment).clone()
+    ranges = packed_ranges(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
     return Mask.of_ranges(ranges[None, None], *lengths)
 
 
