@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -25,31 +26,48 @@ _recent: _Recent | None = None
 _MOST_TOKENS = 1 << 17  # of ranges that are kept: 1 MiB
 
 
-def _recent_or(call: tuple[Any, ...], numbers: tuple[Tensor | None, ...], make: Callable[[], Tensor]) -> Tensor:
-    """The ranges of the last call, if this one has the same sizes and options and `numbers` with the same values; else
-    make()."""
-    global _recent
-    if (
-        torch.compiler.is_compiling()
-        or not all(x is None or (type(x) is Tensor and x.is_cpu) for x in numbers)
-        or listeners is None
-        or any(listens() for listens in listeners)
-    ):
-        return make()
-    call = *call, torch.is_inference_mode_enabled()  # whose tensors autograd doesn't take
-    last = _recent
-    if last is not None and last.call == call and all(map(_equal, last.numbers, numbers)):
-        return last.ranges
-    ranges = make()
-    if ranges.shape[0] <= _MOST_TOKENS:
-        _recent = _Recent(call, tuple(None if x is None else x.clone() for x in numbers), ranges)
-    return ranges
+_P = ParamSpec("_P")
+
+
+def _kept(*by_value: int) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
+    """A decorator for a function of ranges, which then returns those of its last call if this one has the same
+    arguments: tensors at the places `by_value` of the same values, others of the same shape.
+
+    On the CPU, in eager calls without keywords. Nobody may modify the result: others may have it, too.
+    """
+
+    def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+        @functools.wraps(function)
+        def of_call(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+            global _recent
+            if torch.compiler.is_compiling() or kwargs or listeners is None or any(listens() for listens in listeners):
+                return function(*args, **kwargs)
+            numbers: Any = tuple(args[i] for i in by_value)
+            if not all(x is None or (type(x) is Tensor and x.is_cpu) for x in numbers):
+                return function(*args, **kwargs)
+            others = (
+                (x.shape, x.device) if isinstance(x, Tensor) else x for i, x in enumerate(args) if i not in by_value
+            )
+            # (Autograd takes no tensors of inference mode.)
+            call = function, *others, torch.is_inference_mode_enabled()
+            last = _recent
+            if last is not None and last.call == call and all(map(_equal, last.numbers, numbers)):
+                return last.ranges
+            ranges = function(*args, **kwargs)
+            if ranges.shape[0] <= _MOST_TOKENS:
+                _recent = _Recent(call, tuple(None if x is None else x.clone() for x in numbers), ranges)
+            return ranges
+
+        return of_call
+
+    return decorated
 
 
 def _equal(x: Tensor | None, y: Tensor | None) -> bool:
     return x is y if x is None or y is None else x.dtype == y.dtype and torch.equal(x, y)
 
 
+@_kept(2, 3, 4)
 def packed_ranges(
     query: Tensor,
     key: Tensor,
@@ -62,24 +80,8 @@ def packed_ranges(
 ) -> Tensor:
     """The keys of each query, int32 (T, 1, 2): those of its sequence within the window.
 
-    Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded. The
-    result may be that of other calls, too: nobody may modify it.
+    Takes and checks cu_seqlens_q, cu_seqlens_k and seqused_k of `varlen_attention`; left and right None: unbounded.
     """
-    options = left, right, alignment
-    call = packed_ranges, query.shape[0], key.shape[0], query.device, *options
-    return _recent_or(call, (ends_q, ends_k, used), lambda: _packed(query, key, ends_q, ends_k, used, *options))
-
-
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    used: Tensor | None,
-    left: int | None,
-    right: int | None,
-    alignment: str,
-) -> Tensor:
     check_ends("cu_seqlens_q", ends_q, query)
     check_ends("cu_seqlens_k", ends_k, query, key.shape[0])
     if ends_k.shape != ends_q.shape:
@@ -92,6 +94,7 @@ def _packed(
     return _ranges(query.shape[0], (ends_q, None), (ends_k, used), left, right, alignment)
 
 
+@_kept(3, 4)
 def paged_ranges(
     query: Tensor,
     block_table: Tensor,
@@ -103,21 +106,6 @@ def paged_ranges(
     alignment: str,
 ) -> Tensor:
     """`packed_ranges` of keys in pages of `size` rows, counted through block_table (sequences, pages of each)."""
-    options = left, right, alignment
-    call = paged_ranges, query.shape[0], block_table.shape, size, query.device, *options
-    return _recent_or(call, (ends_q, used), lambda: _paged(query, block_table, size, ends_q, used, *options))
-
-
-def _paged(
-    query: Tensor,
-    block_table: Tensor,
-    size: int,
-    ends_q: Tensor,
-    used: Tensor,
-    left: int | None,
-    right: int | None,
-    alignment: str,
-) -> Tensor:
     check_ends("cu_seqlens_q", ends_q, query)
     sequences, each = block_table.shape
     if holds(sequences != ends_q.shape[0] - 1, False):
@@ -197,6 +185,13 @@ def places(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor]:
     return sequence, token - ends[sequence]
 
 
+@_kept(1, 2, 3, 4)
+def _jagged_ranges(
+    tokens: int, ends_q: Tensor, used_q: Tensor | None, ends_k: Tensor, used_k: Tensor | None, *window: Any
+) -> Tensor:
+    return _ranges(tokens, (ends_q, used_q), (ends_k, used_k), *window)
+
+
 class Jagged(NamedTuple):
     """What makes a jagged nested tensor of a dense one."""
 
@@ -255,11 +250,7 @@ def of_jagged(
         _check_alike("key", key, "query", query)
         return *values, None
     of_queries, of_keys = ((x.offsets(), x.lengths()) for x in (query, key))
-    tokens, options = values[0].shape[-2], (left, right, alignment)
-    ranges = _recent_or(
-        (of_jagged, tokens, *options), (*of_queries, *of_keys), lambda: _ranges(tokens, of_queries, of_keys, *options)
-    )
-    return *values, ranges
+    return *values, _jagged_ranges(values[0].shape[-2], *of_queries, *of_keys, left, right, alignment)
 
 
 def _check_alike(name: str, x: Any, of: str, other: Any) -> None:
