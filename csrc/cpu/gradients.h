@@ -501,16 +501,11 @@ struct ScaledRows {
   [[gnu::always_inline]] inline void take(typename S::V (&sum)[kRows][kVectors], int64_t row, int64_t vector) const {
     const auto factor = S::set1(scale);
     T* target = rows + row * step + vector * S::kLanes;
-    const int64_t left = columns - vector * S::kLanes;
-    const bool whole = left >= kVectors * S::kLanes;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r, target += step) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[r][v] *= factor;
-      if (whole) store_row(sum[r], target);
-      else
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) S::store_as(target + v * S::kLanes, sum[r][v], left - v * S::kLanes);
+      store_row(sum[r], target, columns - vector * S::kLanes);
     }
   }
 };

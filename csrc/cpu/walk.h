@@ -51,13 +51,18 @@ inline bool sums_by_rows(int64_t rows, int64_t columns) {
   return round_up(columns, Simd<C>::kLanes) * rows <= columns * round_up(rows, Simd<C>::kLanes);
 }
 
-// Vectors of columns of a row.
+// Vectors of columns of a row, of which there are so many from the first vector on.
 template <class T, class V, int kVectors>
-[[gnu::always_inline]] inline void store_row(const V (&row)[kVectors], T* target) {
+[[gnu::always_inline]] inline void store_row(const V (&row)[kVectors], T* target, int64_t columns) {
   using S = Simd<std::remove_cvref_t<decltype(row[0][0])>>;
+  if (columns >= kVectors * S::kLanes) {
 #pragma GCC unroll 4
-  for (int v = 0; v + 1 < kVectors; v += 2) S::store_two_as(target + v * S::kLanes, row[v], row[v + 1]);
-  if constexpr (kVectors % 2 != 0) S::store_as(target + (kVectors - 1) * S::kLanes, row[kVectors - 1]);
+    for (int v = 0; v + 1 < kVectors; v += 2) S::store_two_as(target + v * S::kLanes, row[v], row[v + 1]);
+    if constexpr (kVectors % 2 != 0) S::store_as(target + (kVectors - 1) * S::kLanes, row[kVectors - 1]);
+  } else {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) S::store_as(target + v * S::kLanes, row[v], columns - v * S::kLanes);
+  }
 }
 
 // The sums of a result whose columns lie along the lanes, and the user's rows that they become. A factor for each row
@@ -130,18 +135,13 @@ struct RowSumsTile {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) S::store(sums + r * to.step + v * S::kLanes, sum[r][v]);
     } else {
-      const bool whole_vectors = to.columns - column >= kVectors * S::kLanes;
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) {
         const auto scale = S::set1(to.factor[row + r]);
         T* const out = to.out + (row + r) * to.out_step + column;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) sum[r][v] = to.scaled(sum[r][v], scale);
-        if (whole_vectors) store_row(sum[r], out);
-        else
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v)
-            S::store_as(out + v * S::kLanes, sum[r][v], to.columns - column - v * S::kLanes);
+        store_row(sum[r], out, to.columns - column);
       }
     }
   }
