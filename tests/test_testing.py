@@ -118,6 +118,37 @@ def test_the_rule_is_sharp(dtype):
         assert not testing.errors(wrong.to(dtype), want.exact, want.baseline, unit=want.unit).ok
 
 
+@pytest.mark.parametrize("factor", ["P", "dS"])
+def test_factors_may_be_rounded_as_subnormal_numbers(factor):
+    """Weights that sinks leave so small that float16 rounds them, and the scores' gradients, to steps of 2^-24.
+
+    Of one problem: steps of 2^-24 take half of what is allowed, or less.
+    """
+    inputs = testing.make_inputs(1, 2, 160, 65, 40, dtype=torch.float16, seed=0)
+    sinks = torch.full((2,), 15.0)
+    grad_out = testing.make_inputs(1, 2, 160, 65, 40, dtype=torch.float16, seed=1).query
+    q, k, v = (x.double() for x in inputs.tensors.values())
+    out, lse = testing.naive_attention(q, k, v, sinks=sinks.double())
+    want = testing.expected(*inputs.tensors.values(), sinks=sinks, grad_out=grad_out)
+
+    def rounded(x, steps):
+        return (x / (steps * 2.0**-24)).round() * (steps * 2.0**-24)
+
+    do, scale = grad_out.double(), 40**-0.5
+    weights = (scale * q @ k.mT - lse[..., None]).exp()
+    assert 2.0**-24 < weights.max() < torch.finfo(torch.float16).tiny
+    of_scores = weights * (do @ v.mT - (do * out).sum(-1, keepdim=True))
+    for steps, passes in ((1, True), (8, False)):
+        if factor == "P":
+            computed = {"value": rounded(weights, steps).mT @ do}
+        else:
+            ds = rounded(of_scores, steps)
+            computed = {"query": scale * ds @ k, "key": scale * ds.mT @ q}
+        for name, x in computed.items():
+            found = testing.errors(x.half(), want[name].exact, want[name].baseline, factor=3, unit=want[name].unit)
+            assert found.ok == passes, (steps, name, found)
+
+
 @pytest.mark.parametrize("name", GRADED)
 def test_a_twentieth_more_of_the_largest_entry_is_caught(name, dtype):
     """Of one problem. It is 1.5 times what bfloat16 allows here, or more; 10 of 500 drawn problems allow it."""

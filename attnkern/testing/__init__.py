@@ -9,8 +9,9 @@ does). Then
 where `unit` is what one rounding in the dtype can do to that entry: eps * (|exact| + the root-sum-square of the terms
 added up to it). The sum matters where large terms cancel (a score gradient P * (dP - delta) with one key is exactly 0:
 every real kernel leaves a rounding of dP there), and root-sum-square rather than the sum of magnitudes, because
-roundings are independent: the allowance does not grow with the sequence. What flushing subnormal numbers to zero costs
-comes on top. A NaN never passes; an infinity passes only where `exact` has it.
+roundings are independent: the allowance does not grow with the sequence. A weight or a score's gradient, which kernels
+round to be multiplied again, counts as no smaller than twice the dtype's least normal number. What flushing subnormal
+numbers to zero costs comes on top. A NaN never passes; an infinity passes only where `exact` has it.
 
 The reference here is written apart from `attnkern.backends.reference`, so that neither can hide the other's mistake.
 Nothing in this module needs pytest or hypothesis.

@@ -312,9 +312,15 @@ def _units(
     }
     if grad_out is None:
         return units
+
+    def factor(squares: Tensor) -> Tensor:
+        # Of numbers that are rounded to the dtype to be multiplied again. Below its normal numbers a rounding no longer
+        # gets smaller with the number: by up to half a step, and two steps are seven of its standard deviations.
+        return torch.where(squares > 0, squares.clamp(min=(2.0 * torch.finfo(dtype).tiny) ** 2), squares)
+
     do = grad_out.detach().double()
     do2, delta = do.square(), do * exact["out"]
-    units["value"] = unit("value", reduce("value", w2.mT @ do2))
+    units["value"] = unit("value", reduce("value", factor(w2).mT @ do2))
     # delta is made of the output, rounded and with the error that its terms brought along, which remains where they
     # cancel.
     delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * delta.square().sum(-1, keepdim=True)
@@ -337,8 +343,8 @@ def _units(
         ds2 = (weights * (1.0 + condition * (1.0 + 2.0 * slope / softcap))).square() * terms2
     # delta is one rounded number for the whole row, so its error reaches dq through a coherent sum over the keys.
     coherent = delta2 * (weights @ k).square()
-    units["query"] = unit("query", abs(scale) * reduce("query", ds2 @ k.square() + coherent))
-    units["key"] = unit("key", abs(scale) * reduce("key", ds2.mT @ q.square()))
+    units["query"] = unit("query", abs(scale) * reduce("query", factor(ds2) @ k.square() + coherent))
+    units["key"] = unit("key", abs(scale) * reduce("key", factor(ds2).mT @ q.square()))
     for name, count in additions.items():
         # torch adds up what the bias was broadcast to in pairs, a kernel one after the other.
         one_by_one = eps_accumulate / eps * math.sqrt(count) * exact[name].abs()
