@@ -131,23 +131,29 @@ inline void add_query_grad(const Backward& p, const QueryGrad<typename Op::Compu
                            const GradientFactors<Op>& factors, Rows<typename Op::Scalar> k_rows) {
   using C = typename Op::Compute;
   const Epilogue epilogue = dq.first_stores && key == 0 ? Epilogue::kStore : Epilogue::kAdd;
-  constexpr int64_t kLanes = Simd<typename Op::Compute>::kLanes;
+  // At an edge of the band so many rows meet no more keys than they attend to.
+  constexpr int64_t kLanes = Simd<C>::kLanes, kEdgeRows = kGroup / 2;
   for (int64_t s = 0; s < block.segments; ++s) {
     const Segment& segment = block.segment[s];
-    const int64_t row = segment.row - block.row, lane = segment.first * kLanes;
+    const int64_t row = segment.row - block.row;
     // Lanes past the last key hold garbage: sum over real keys only.
-    const int64_t live = min64(segment.last * kLanes, keys) - lane;
+    const Range lanes{segment.first * kLanes, min64(segment.last * kLanes, keys)};
     if constexpr (Op::kPack == 2) {
-      if (live % 2 != 0)  // the odd key's partner is a zero row of K, but dS must be finite there
+      if (lanes.end % 2 != 0)  // the odd key's partner is a zero row of K, but dS must be finite there
         for (int64_t i = row; i < row + segment.rows; ++i)
-          reinterpret_cast<uint16_t*>(factors.ds_rows + i * factors.ds_step)[lane + live] = 0;
+          reinterpret_cast<uint16_t*>(factors.ds_rows + i * factors.ds_step)[lanes.end] = 0;
     }
     for (int64_t i = segment.row, last = i + segment.rows; i < last;) {
-      const int64_t end = i < dq.split ? min64(last, dq.split) : last;
+      const int64_t most = segment.partial ? min64(last, i + kEdgeRows) : last;
+      const int64_t end = i < dq.split ? min64(most, dq.split) : most;
+      const Range live = segment.partial ? p.band.visited(i, end - i, {key + lanes.begin, key + lanes.end})
+                                         : Range{key + lanes.begin, key + lanes.end};
+      // In pairs.
+      const int64_t first = (live.begin - key) / Op::kPack, behind = (live.end - key + Op::kPack - 1) / Op::kPack;
       const auto multiply = [&](const auto& target) {
-        gemm<typename Op::Product>(end - i, columns, (live + Op::kPack - 1) / Op::kPack,
-                                   {factors.ds_rows + (i - block.row) * factors.ds_step + lane / Op::kPack,
-                                    factors.ds_step, k_rows.data + lane / Op::kPack * k_rows.step, k_rows.step},
+        gemm<typename Op::Product>(end - i, columns, max64(behind - first, 0),
+                                   {factors.ds_rows + (i - block.row) * factors.ds_step + first, factors.ds_step,
+                                    k_rows.data + first * k_rows.step, k_rows.step},
                                    target);
       };
       if (dq.at_once)
