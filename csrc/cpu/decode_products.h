@@ -517,11 +517,13 @@ inline int64_t keys_of_portion(int64_t columns) {
   return sizeof(T) == 2 ? 64 : max64(16, min64(64, 8192 / row_bytes / 16 * 16));
 }
 
-// Splits n rows into runs of 4, 2 and 1.
+// Splits n rows into runs of 4 and what is left of them: with few registers, of 2 and 1.
 template <class Body>
 [[gnu::always_inline]] inline void for_row_runs(int64_t n, const Body& body) {
   int64_t r = 0;
   for (; r + 4 <= n; r += 4) body.template operator()<4>(r);
+  if constexpr (kRegisters == 32)
+    if (r + 3 == n) return body.template operator()<3>(r);
   for (; r + 2 <= n; r += 2) body.template operator()<2>(r);
   for (; r < n; ++r) body.template operator()<1>(r);
 }
@@ -583,7 +585,7 @@ inline void add_values(const C* p, int64_t rows, const Values& values, int64_t k
   };
   // Whole rows at a time, where there are registers for it. Only a last vector is incomplete.
   if constexpr (kVectorBytes == 64)
-    if (rows < 4 && columns == 8 * kLanes) pass.template operator()<8, 2>();
+    if (rows < 3 && columns == 8 * kLanes) pass.template operator()<8, 2>();
   // One row in pages: twice as many, for half as many looks at the table.
   if constexpr (kVectorBytes == 32 && !Values::kTogether)
     while (rows == 1 && c + 8 * kLanes <= columns) pass.template operator()<8, 1>();

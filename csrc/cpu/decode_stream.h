@@ -185,11 +185,11 @@ template <class T, int kDim, int kRun, template <class> class AnyTurn>
   using S = Simd<float>;
   using V = S::V;
   using Dot = RowDot<float, T>;
-  constexpr int kLanes = S::kLanes, kGroup = kLanes / kRun;
+  constexpr int kLanes = S::kLanes, kGroups = kRun == 3 ? 4 : kRun, kGroup = kLanes / kGroups;
   const T* row = now.row;
-  V all[kRun];  // of each group of keys: kRun rows of sums
+  V all[kGroups];  // of each group of keys: kRun rows of sums
 #pragma GCC unroll 2
-  for (int group = 0; group < kRun; ++group) {
+  for (int group = 0; group < kGroups; ++group) {
     V sum[kLanes] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup; ++i, row += now.step) {
@@ -287,7 +287,8 @@ template <bool kPairs, int kDim, int kRun, class Add>
 [[gnu::always_inline]] inline void add_columns_to_memory(float* sums, int64_t step, const Add& add) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
-  constexpr int kBlock = min64(kVectors, kRegisters / 2 / kRun), kRest = kVectors % kBlock, kWhole = kVectors - kRest;
+  constexpr int kBlock = min64(kVectors, kRegisters / 2 / (kRun == 3 ? 4 : kRun)), kRest = kVectors % kBlock,
+                kWhole = kVectors - kRest;
   const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
     S::V sum[kRun][kCount];
     float* first = sums + c * kLanes;
@@ -304,7 +305,7 @@ template <bool kPairs, int kDim, int kRun, class Add>
 // scale and perhaps a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector of keys
 // each, and rows are read in the order of the memory, so that neither of the two streams stops for long. A turn's
 // probabilities become ready while the next one's scores are computed. kRows: 1, 2, or 4 for any number of rows, which
-// then meet a turn's keys in runs of 4, 2 and 1 while these lie in the first-level cache.
+// then meet a turn's keys in runs of up to 4 while these lie in the first-level cache.
 //
 // Registers, 16 of sums each: scores have kRun rows x 16 / kRun keys, values kRun rows x 16 / kRun vectors of columns.
 // From turn to turn the sums of values stay there (1 and 2 rows) or lie in scratch.recent. They are added to
