@@ -114,6 +114,19 @@ template <class Op, SumOrder kOrder, int kDim, class T>
   }
 }
 
+// score_turn and add_values_of_turns apart from other runs of rows: a function that holds them all has too few
+// registers for the places of their rows.
+template <class T, int kDim, int kRun>
+[[gnu::noinline]] void score_run(const TurnOfHead<T>& now, bool prefetches, const typename RowDot<float, T>::Query* q,
+                                 int64_t q_step, float* scores) {
+  score_turn<T, kDim, kRun>(now, prefetches, q, q_step, scores);
+}
+template <bool kPairs, int kDim, int kRun, class T>
+[[gnu::noinline]] void add_run(const TurnOfHead<T>* turns, int64_t count, bool prefetches, const float* probabilities,
+                               int64_t part, float* sums, int64_t step) {
+  add_values_of_turns<kPairs, kDim, kRun>(turns, count, prefetches, probabilities, part, sums, step);
+}
+
 // decode_stream for several key heads, which may lie in pages, and without a bias: some turns of all heads, first of K
 // and then of V. Meanwhile the next of these are prefetched. Each head adds up in the order of decode_stream.
 template <class T, class Op, int kRows, int kDim>
@@ -141,7 +154,7 @@ template <class T, class Op, int kRows, int kDim>
         const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes, 0);
         float* scores = own.scores + (place + t) * part;
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-          score_turn<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
+          score_run<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
         });
       }
     }
@@ -159,13 +172,8 @@ template <class T, class Op, int kRows, int kDim>
         now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
         probabilities_of_turns<Op, kOrder, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-          add_columns_to_memory<kPairs, kDim, kRun>(
-              own.recent + r * recent_step, recent_step,
-              [&]<int kColumns>(int64_t column, auto& sum) __attribute__((always_inline)) {
-                for (int64_t i = 0; i < now; ++i)
-                  add_turn<kPairs, kDim, kColumns>(of_turns[t + i], r == 0, probabilities + i * part + r * kLanes,
-                                                   column, sum);
-              });
+          add_run<kPairs, kDim, kRun>(of_turns + t, now, r == 0, probabilities + r * kLanes, part,
+                                      own.recent + r * recent_step, recent_step);
         });
       }
     }

@@ -177,6 +177,15 @@ class Turns {
   alignas(64) T copy_[kInPages ? kLanes * kDim : 1];  // of rows in two pages
 };
 
+// The row behind another. A compiler that could see all rows of a turn would keep their places in registers, those of
+// vectors, too, and sums in memory.
+template <class T>
+[[gnu::always_inline]] inline const T* next_row(const T* row, int64_t step) {
+  row += step;
+  asm("" : "+r"(row));
+  return row;
+}
+
 // scores[row] = q[row] . K of a turn's keys, for kRun rows.
 template <class T, int kDim, int kRun, template <class> class AnyTurn>
 [[gnu::always_inline]] inline void score_turn(const AnyTurn<T>& now, bool prefetches,
@@ -192,7 +201,7 @@ template <class T, int kDim, int kRun, template <class> class AnyTurn>
   for (int group = 0; group < kGroups; ++group) {
     V sum[kLanes] = {};
 #pragma GCC unroll 16
-    for (int i = 0; i < kGroup; ++i, row += now.step) {
+    for (int i = 0; i < kGroup; ++i, row = next_row(row, now.step)) {
       if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
         if (prefetches) now.prefetch(group * kGroup + i, 0, kDim);
       } else if (prefetches) {
@@ -233,7 +242,7 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
   if constexpr (kPairs) {
 #if defined(__AVX512BF16__)
 #pragma GCC unroll 8
-    for (int i = 0; i < kLanes / 2; ++i, row += 2 * now.step) {
+    for (int i = 0; i < kLanes / 2; ++i, row = next_row(row, 2 * now.step)) {
       if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
         if (prefetches) now.prefetch(2 * i, column, kColumns), now.prefetch(2 * i + 1, column, kColumns);
       } else if (prefetches) {
@@ -258,7 +267,7 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
 #endif
   } else {
 #pragma GCC unroll 4
-    for (int i = 0; i < kLanes; ++i, row += now.step) {
+    for (int i = 0; i < kLanes; ++i, row = next_row(row, now.step)) {
       if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
         if (prefetches) now.prefetch(i, column, kColumns);
       } else if (prefetches) {
@@ -281,10 +290,12 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
   }
 }
 
-// Adds all kDim columns to sums that lie in memory: as many at a time as there are registers for. add<columns>(the
-// first, sums) adds some.
-template <bool kPairs, int kDim, int kRun, class Add>
-[[gnu::always_inline]] inline void add_columns_to_memory(float* sums, int64_t step, const Add& add) {
+// Adds all kDim columns of some turns, whose probabilities lie `part` apart, to sums that lie in memory: as many
+// columns at a time as there are registers for.
+template <bool kPairs, int kDim, int kRun, class T, template <class> class AnyTurn>
+[[gnu::always_inline]] inline void add_values_of_turns(const AnyTurn<T>* turns, int64_t count, bool prefetches,
+                                                       const float* probabilities, int64_t part, float* sums,
+                                                       int64_t step) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
   constexpr int kBlock = min64(kVectors, kRegisters / 2 / (kRun == 3 ? 4 : kRun)), kRest = kVectors % kBlock,
@@ -293,7 +304,8 @@ template <bool kPairs, int kDim, int kRun, class Add>
     S::V sum[kRun][kCount];
     float* first = sums + c * kLanes;
     move_sums(first, step, sum, [](float* from, S::V& to) { to = S::load(from); });
-    add.template operator()<kColumns>(c * kLanes, sum);
+    for (int64_t i = 0; i < count; ++i)
+      add_turn<kPairs, kDim, kColumns>(turns[i], prefetches, probabilities + i * part, c * kLanes, sum);
     move_sums(first, step, sum, [](float* to, S::V& from) { S::store(to, from); });
   };
   constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
@@ -340,11 +352,8 @@ template <class T, class Op, class Keys, int kRows, int kDim>
     if constexpr (kInRegisters) add_turn<kPairs, kDim, kDim>(now, true, probabilities, 0, kept);
     else
       for_row_runs(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-        add_columns_to_memory<kPairs, kDim, kRun>(
-            scratch.recent + r * recent_step, recent_step,
-            [&]<int kColumns>(int64_t column, auto& sum) __attribute__((always_inline)) {
-              add_turn<kPairs, kDim, kColumns>(now, r == 0, probabilities + r * kLanes, column, sum);
-            });
+        add_values_of_turns<kPairs, kDim, kRun>(&now, 1, r == 0, probabilities + r * kLanes, 0,
+                                                scratch.recent + r * recent_step, recent_step);
       });
   };
   const auto add_recent = [&]() __attribute__((always_inline)) {
