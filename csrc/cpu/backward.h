@@ -148,10 +148,10 @@ inline void add_query_grad(const Backward& p, const QueryGrad<typename Op::Compu
       const int64_t end = i < dq.split ? min64(most, dq.split) : most;
       const Range live = segment.partial ? p.band.visited(i, end - i, {key + lanes.begin, key + lanes.end})
                                          : Range{key + lanes.begin, key + lanes.end};
-      // In pairs.
+      // In pairs. (Rows that meet nothing have a range that may lie anywhere.)
       const int64_t first = (live.begin - key) / Op::kPack, behind = (live.end - key + Op::kPack - 1) / Op::kPack;
       const auto multiply = [&](const auto& target) {
-        gemm<typename Op::Product>(end - i, columns, max64(behind - first, 0),
+        gemm<typename Op::Product>(end - i, columns, live.end > live.begin ? behind - first : 0,
                                    {factors.ds_rows + (i - block.row) * factors.ds_step + first, factors.ds_step,
                                     k_rows.data + first * k_rows.step, k_rows.step},
                                    target);
