@@ -146,8 +146,7 @@ inline void add_query_grad(const Backward& p, const QueryGrad<typename Op::Compu
     for (int64_t i = segment.row, last = i + segment.rows; i < last;) {
       const int64_t most = segment.partial ? min64(last, i + kEdgeRows) : last;
       const int64_t end = i < dq.split ? min64(most, dq.split) : most;
-      const Range live = segment.partial ? p.band.visited(i, end - i, {key + lanes.begin, key + lanes.end})
-                                         : Range{key + lanes.begin, key + lanes.end};
+      const Range live = p.band.visited(i, end - i, {key + lanes.begin, key + lanes.end});
       // In pairs. (Rows that meet nothing have a range that may lie anywhere.)
       const int64_t first = (live.begin - key) / Op::kPack, behind = (live.end - key + Op::kPack - 1) / Op::kPack;
       const auto multiply = [&](const auto& target) {

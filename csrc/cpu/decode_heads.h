@@ -114,8 +114,8 @@ template <class Op, SumOrder kOrder, int kDim, class T>
   }
 }
 
-// score_turn and add_values_of_turns apart from other runs of rows: a function that holds them all has too few
-// registers for the places of their rows.
+// score_turn and add_values_of_turns apart from other runs of rows: a function that holds runs of all lengths has too
+// few registers for the places of their rows.
 template <class T, int kDim, int kRun>
 [[gnu::noinline]] void score_run(const TurnOfHead<T>& now, bool prefetches, const typename RowDot<float, T>::Query* q,
                                  int64_t q_step, float* scores) {
@@ -154,7 +154,8 @@ template <class T, class Op, int kRows, int kDim>
         const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes, 0);
         float* scores = own.scores + (place + t) * part;
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-          score_run<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
+          if constexpr (kRows < 4) score_turn<T, kDim, kRun>(turn, true, q, own.q_step, scores);
+          else score_run<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
         });
       }
     }
@@ -172,8 +173,12 @@ template <class T, class Op, int kRows, int kDim>
         now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
         probabilities_of_turns<Op, kOrder, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-          add_run<kPairs, kDim, kRun>(of_turns + t, now, r == 0, probabilities + r * kLanes, part,
-                                      own.recent + r * recent_step, recent_step);
+          if constexpr (kRows < 4)
+            add_values_of_turns<kPairs, kDim, kRun>(of_turns + t, now, true, probabilities, part, own.recent,
+                                                    recent_step);
+          else
+            add_run<kPairs, kDim, kRun>(of_turns + t, now, r == 0, probabilities + r * kLanes, part,
+                                        own.recent + r * recent_step, recent_step);
         });
       }
     }

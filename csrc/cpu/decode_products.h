@@ -517,17 +517,6 @@ inline int64_t keys_of_portion(int64_t columns) {
   return sizeof(T) == 2 ? 64 : max64(16, min64(64, 8192 / row_bytes / 16 * 16));
 }
 
-// Splits n rows into runs of 4 and what is left of them: with few registers, of 2 and 1.
-template <class Body>
-[[gnu::always_inline]] inline void for_row_runs(int64_t n, const Body& body) {
-  int64_t r = 0;
-  for (; r + 4 <= n; r += 4) body.template operator()<4>(r);
-  if constexpr (kRegisters == 32)
-    if (r + 3 == n) return body.template operator()<3>(r);
-  for (; r + 2 <= n; r += 2) body.template operator()<2>(r);
-  for (; r < n; ++r) body.template operator()<1>(r);
-}
-
 // body<n>(r), of up to kMost rows.
 template <int kMost, class Body>
 [[gnu::always_inline]] inline void with_run(int64_t n, int64_t r, const Body& body) {
@@ -540,6 +529,19 @@ template <int kMost, class Body>
 template <int kMost, class Body>
 [[gnu::always_inline]] inline void for_long_runs(int64_t n, const Body& body) {
   for (int64_t r = 0; r < n; r += kMost) with_run<kMost>(min64(kMost, n - r), r, body);
+}
+
+// Splits n rows into runs of 4, and what is left into one run, or with few registers into 2 and 1.
+template <class Body>
+[[gnu::always_inline]] inline void for_row_runs(int64_t n, const Body& body) {
+  if constexpr (kRegisters == 32) {
+    for_long_runs<4>(n, body);
+  } else {
+    int64_t r = 0;
+    for (; r + 4 <= n; r += 4) body.template operator()<4>(r);
+    for (; r + 2 <= n; r += 2) body.template operator()<2>(r);
+    for (; r < n; ++r) body.template operator()<1>(r);
+  }
 }
 
 // Splits n rows evenly into as few runs as can be, of up to kMost.

@@ -186,6 +186,10 @@ template <class T>
   return row;
 }
 
+// The parts into which kRun rows cut lanes and registers: three rows leave one of four empty.
+template <int kRun>
+inline constexpr int kPartsOf = std::bit_ceil(static_cast<unsigned>(kRun));
+
 // scores[row] = q[row] . K of a turn's keys, for kRun rows.
 template <class T, int kDim, int kRun, template <class> class AnyTurn>
 [[gnu::always_inline]] inline void score_turn(const AnyTurn<T>& now, bool prefetches,
@@ -194,7 +198,7 @@ template <class T, int kDim, int kRun, template <class> class AnyTurn>
   using S = Simd<float>;
   using V = S::V;
   using Dot = RowDot<float, T>;
-  constexpr int kLanes = S::kLanes, kGroups = kRun == 3 ? 4 : kRun, kGroup = kLanes / kGroups;
+  constexpr int kLanes = S::kLanes, kGroups = kPartsOf<kRun>, kGroup = kLanes / kGroups;
   const T* row = now.row;
   V all[kGroups];  // of each group of keys: kRun rows of sums
 #pragma GCC unroll 2
@@ -298,7 +302,7 @@ template <bool kPairs, int kDim, int kRun, class T, template <class> class AnyTu
                                                        int64_t step) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
-  constexpr int kBlock = min64(kVectors, kRegisters / 2 / (kRun == 3 ? 4 : kRun)), kRest = kVectors % kBlock,
+  constexpr int kBlock = min64(kVectors, kRegisters / 2 / kPartsOf<kRun>), kRest = kVectors % kBlock,
                 kWhole = kVectors - kRest;
   const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
     S::V sum[kRun][kCount];
