@@ -1,7 +1,8 @@
 """What `python -m attnkern check`, the tests and the benchmark share: tolerance rule, float64 reference, inputs.
 
 The rule, the only one in the project. Let `exact` be float64 maths and `baseline` torch's own maths in the dtype at
-hand (matmul, softmax, matmul; float16 and bfloat16 as float32 numbers of all digits, and rounded once). Then
+hand (matmul, softmax, matmul; float16 and bfloat16 are stretched to have all of float32's digits, computed in float32,
+and rounded once). Then
 
     |actual - exact| <= factor * max|baseline - exact| + unit        with factor 2 (outputs) or 3 (gradients)
 

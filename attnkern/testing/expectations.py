@@ -37,8 +37,9 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def _computed(run: Callable[..., dict[str, Tensor]], exact: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The yardstick: what torch's own maths in the dtype gives; `run` is that maths.
 
-    Products of 16-bit numbers have few digits, and sums of them round less than other sums of float32, unless a kernel
-    scales a factor first: log-sum-exp had 2.3 times the error then. So factors of 16 bits are stretched here.
+    Products of 16-bit numbers have few digits, so that float32 adds them up almost exactly. A kernel that scales one
+    factor first has ordinary float32 numbers, and 2.3 times the error in log-sum-exp. So 16-bit inputs are stretched
+    here, which gives them all of float32's digits.
 
     There is no wider dtype to measure float64 maths with. Float64 maths is therefore repeated with every product
     rounded differently: the repetitions differ from each other as much as from the exact result. With few entries one
@@ -316,14 +317,14 @@ def _units(
     if grad_out is None:
         return units
 
-    def factor(squares: Tensor) -> Tensor:
-        # Of numbers that are rounded to the dtype to be multiplied again. Below its normal numbers a rounding no longer
-        # gets smaller with the number: by up to half a step, and two steps are seven of its standard deviations.
+    def multiplied(squares: Tensor) -> Tensor:
+        # Of numbers that are rounded to the dtype before they are multiplied. Below the normal numbers a rounding is up
+        # to half a step, however small the number; two steps are seven of its standard deviations.
         return torch.where(squares > 0, squares.clamp(min=(2.0 * torch.finfo(dtype).tiny) ** 2), squares)
 
     do = grad_out.detach().double()
     do2, delta = do.square(), do * exact["out"]
-    units["value"] = unit("value", reduce("value", factor(w2).mT @ do2))
+    units["value"] = unit("value", reduce("value", multiplied(w2).mT @ do2))
     # delta is made of the output, rounded and with the error that its terms brought along, which remains where they
     # cancel.
     delta2 = (1.0 + 2.0 * eps_accumulate / eps) ** 2 * delta.square().sum(-1, keepdim=True)
@@ -346,8 +347,8 @@ def _units(
         ds2 = (weights * (1.0 + condition * (1.0 + 2.0 * slope / softcap))).square() * terms2
     # delta is one rounded number for the whole row, so its error reaches dq through a coherent sum over the keys.
     coherent = delta2 * (weights @ k).square()
-    units["query"] = unit("query", abs(scale) * reduce("query", factor(ds2) @ k.square() + coherent))
-    units["key"] = unit("key", abs(scale) * reduce("key", factor(ds2).mT @ q.square()))
+    units["query"] = unit("query", abs(scale) * reduce("query", multiplied(ds2) @ k.square() + coherent))
+    units["key"] = unit("key", abs(scale) * reduce("key", multiplied(ds2).mT @ q.square()))
     for name, count in additions.items():
         # torch adds up what the bias was broadcast to in pairs, a kernel one after the other.
         one_by_one = eps_accumulate / eps * math.sqrt(count) * exact[name].abs()
