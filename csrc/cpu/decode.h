@@ -9,6 +9,7 @@
 
 #include <new>
 
+#include "decode_scores.h"
 #include "decode_turns.h"
 
 namespace attnkern::cpu {
@@ -21,33 +22,6 @@ inline bool excludes_all_of_rows(const Attention& p, int64_t batch, int64_t head
   for (int64_t g = 0; g < different; ++g)
     if (!excludes_all<T>(p, batch, head_k * group + g, 0, p.seqlen_q, key, keys)) return false;
   return true;
-}
-
-// decode_scores by register tiles: keys lie along the lanes, as in the backward pass.
-template <class T, class Op, class Keys>
-[[gnu::noinline]] void score_tiles(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_k,
-                                   int64_t rows, int64_t key, int64_t keys, int64_t end) {
-  using C = typename Op::Compute;
-  using S = Simd<C>;
-  using Scalar = typename Op::Scalar;
-  constexpr int64_t kPortionBytes = 16384;
-  const Keys k_rows = rows_of<Keys>(p.k, p.pages);
-  const int64_t depth = (p.head_dim + Op::kPack - 1) / Op::kPack;
-  const auto* q = reinterpret_cast<const Scalar*>(Op::kPack == 2 ? scratch.own_q : scratch.q);
-  // What is transposed is to lie in the first-level cache with what comes.
-  const int64_t row_bytes = round_up(max64(1, p.head_dim), S::kLanes) * static_cast<int64_t>(sizeof(T));
-  const int64_t portion = max64(S::kLanes, min64(kTile<C>, kPortionBytes / row_bytes / S::kLanes * S::kLanes));
-  for (int64_t j = 0; j < keys; j += portion) {
-    const int64_t now = min64(portion, keys - j);
-    const auto k =
-        operand_rows<Op, T>(k_rows, batch, head_k, key + j, now, p.head_dim, reinterpret_cast<Scalar*>(scratch.block));
-    transpose_tile<Op>(k, now, depth, 1, scratch.key_tile);
-    gemm_prefetching<typename Op::Product>(
-        rows, (now + Op::S::kLanes - 1) / Op::S::kLanes, depth,
-        {q, scratch.q_step / Op::kPack, scratch.key_tile, kTile<C>},
-        {scratch.scores + j, kDecodeKeys, Epilogue::kStore, nullptr},
-        rows_to_prefetch<T>(k_rows, batch, head_k, key + j + portion, now, end, p.head_dim));
-  }
 }
 
 // decode_values by register tiles.
@@ -104,18 +78,10 @@ void begin_part(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batc
     S::store(scratch.sums + r * S::kLanes, S::zero());
   }
   for (int64_t i = 0; i < rows * scratch.out_step; ++i) scratch.out[i] = C(0);
-}
-
-// score_rows for a block: all rows meet as many keys as are prefetched meanwhile, then the next.
-template <class C, int64_t kKeysOfBlock, class Keys>
-inline void score_portions(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
-                           const Keys& k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
-  const int64_t portion = prefetch.ahead;
-  for (int64_t j = 0; j < keys; j += portion) {
-    const int64_t now = min64(portion, keys - j);
-    score_rows<C, kKeysOfBlock>(q, q_step, rows, k.from(j), now, columns,
-                                {max64(0, min64(now, prefetch.keys - j)), portion}, scores + j);
-  }
+  if constexpr (kAlongLanes<C, T>)
+    if (can_lie_along_lanes<C, T>(p.head_dim))
+      lay_along_lanes<C, T>({queries_of<T>(scratch), scratch.q_step, rows}, p.head_dim,
+                            reinterpret_cast<typename RowDot<C, T>::Query*>(scratch.q_lanes));
 }
 
 // Products of a block to probabilities under the rows' new maximum, in bfloat16 if `rounded`; rescales the sums so far,
@@ -210,9 +176,8 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   static_assert(kKeysOfBlock % kTile<float> == 0);
   const int64_t rows = p.heads_q / p.heads_k * p.seqlen_q;
   // (Few rows of bfloat16 wait for memory anyway, and keep their probabilities' digits.)
-  const bool by_score_tiles = kKeysOfBlock == kDecodeKeys && rows >= kRowsForScoreTiles<T, Op>,
-             by_value_tiles =
-                 rows >= kRowsForValueTiles<T, Op> && (Op::kPack == 1 || reads_in_place(p.v, p.head_dim_v));
+  const bool by_value_tiles =
+      rows >= kRowsForValueTiles<T, Op> && (Op::kPack == 1 || reads_in_place(p.v, p.head_dim_v));
   // All rows meet as many keys as are prefetched meanwhile, then the next. One row alone has so little to do with wide
   // elements that the processor itself looks far enough ahead.
   const int64_t portion = keys_of_portion<T>(p.head_dim);
@@ -240,13 +205,14 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
     }
     keys = min64(kKeysOfBlock, last - key);
     const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
-    if (by_score_tiles) score_tiles<T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
-    else
-      with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
-        const auto* q = queries_of<typename std::remove_cvref_t<decltype(k)>::Element>(scratch);
-        score_portions<C, kKeysOfBlock>(q, scratch.q_step, rows, k, keys, p.head_dim,
-                                        {in_place ? prefetch.keys : 0, portion}, scratch.scores);
-      });
+    with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
+      using Element = typename std::remove_cvref_t<decltype(k)>::Element;
+      const auto* lanes = in_place && can_lie_along_lanes<C, T>(p.head_dim)
+                              ? queries_of<Element>(scratch.q_lanes, scratch.q_lanes)
+                              : nullptr;
+      score_portions<C, kKeysOfBlock>({queries_of<Element>(scratch), scratch.q_step, rows, lanes}, k, keys, p.head_dim,
+                                      {in_place ? prefetch.keys : 0, portion}, scratch.scores);
+    });
     block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
     if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
     else
@@ -403,7 +369,7 @@ class DecodeCall {
 
  private:
   DecodeScratch<Op> scratch(void* memory, const DecodeScratch<Op>* first = nullptr) const {
-    return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, rows_ >= kRowsForScoreTiles<T, Op>, first};
+    return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, first};
   }
   // How many key heads a task reads together: there are to be two tasks for each thread, if heads suffice for that.
   int64_t heads_of_set(int64_t threads) const {

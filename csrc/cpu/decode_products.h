@@ -10,13 +10,8 @@ namespace {
 // first-level cache: the greater number is for few rows.
 inline constexpr int64_t kDecodeKeys = 256, kManyKeys = 1024, kFewRows = 4;
 
-// Rows from which on products are computed by register tiles, as in the other passes. For the scores that takes
-// transposed keys. (Rows that are to be converted gain nothing from it.)
-template <class T, class Op>
-inline constexpr int64_t kRowsForScoreTiles = kConverts<T, Op> ? kSharedMaxRows + 1
-                                              : Op::kPack == 2 || sizeof(T) != 4 || kVectorBytes < 32 ? 9
-                                              : kVectorBytes == 32                                    ? 13
-                                                                                                      : 25;
+// Rows from which on values are multiplied by register tiles, as in the other passes. (Rows that are to be converted
+// gain nothing from it.)
 template <class T, class Op>
 inline constexpr int64_t kRowsForValueTiles = kConverts<T, Op> ? kSharedMaxRows + 1
                                               : Op::kPack == 2 ? 3
@@ -195,17 +190,17 @@ inline auto* queries_of(const C* converted, const C* own) {
 template <class Op>
 struct DecodeScratch {
   using C = typename Op::Compute;
-  using Scalar = typename Op::Scalar;
 
   DecodeScratch() = default;
   // Of a head beside `first`, which is at work when that isn't: they share what holds nothing meanwhile.
-  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, bool tiles, const DecodeScratch* first) {
+  DecodeScratch(void* memory, const Forward& p, int64_t rows, int64_t keys, const DecodeScratch* first) {
     Arena arena(memory);
     constexpr int64_t kLanes = Simd<C>::kLanes;
     q_step = round_up(p.head_dim, 2 * kLanes);      // room for either kind of RowDot
     out_step = round_up(p.head_dim_v, 2 * kLanes);  // ... and for ValuePairsTile
     q = arena.take<C>(rows * q_step);
     own_q = arena.take<C>(rows * q_step);
+    q_lanes = arena.take<C>(round_up(rows, 4) * q_step);
     out = arena.take<C>(rows * out_step);
     recent = arena.take<C>(rows * recent_step());
     scores = arena.take<C>(rows * keys);
@@ -214,19 +209,15 @@ struct DecodeScratch {
     largest = arena.take<C>(rows);
     sums = arena.take<C>(rows * kLanes);
     factor = arena.take<C>(rows);
-    if (first != nullptr) {
-      block = first->block, key_tile = first->key_tile;
-    } else {
-      block = arena.take<C>(keys > kDecodeKeys ? 0 : keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
-      key_tile = arena.take<Scalar>(tiles ? row_scalars<Op>(p.head_dim) * kTile<C> : 0);
-    }
+    block = first != nullptr     ? first->block
+            : keys > kDecodeKeys ? nullptr
+                                 : arena.take<C>(keys * round_up(max64(p.head_dim, p.head_dim_v), kLanes));
     bytes = arena.used();
   }
   // Of a row of `recent`: as one of `out`, and a vector after it.
   int64_t recent_step() const { return out_step + Simd<C>::kLanes; }
 
-  Scalar* key_tile;
-  C *q, *own_q, *out, *recent, *block, *scores, *bias, *keep, *largest, *sums, *factor;
+  C *q, *own_q, *q_lanes, *out, *recent, *block, *scores, *bias, *keep, *largest, *sums, *factor;
   int64_t q_step, out_step, bytes;
 };
 
@@ -236,73 +227,8 @@ inline auto* queries_of(const DecodeScratch<Op>& scratch) {
   return queries_of<T>(scratch.q, scratch.own_q);
 }
 
-// scores[row][key] = q[row] . K[key] for kRows rows and `keys` keys of a block, kLanes / kRows keys at a time, or two
-// where registers hold twice the sums. Here as below, a row of scores has room for a block's keys.
-template <class C, int kRows, int64_t kKeysOfBlock, class Keys>
-[[gnu::noinline]] void decode_scores(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step,
-                                     const Keys k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
-  using S = Simd<C>;
-  using V = typename S::V;
-  using T = typename Keys::Element;
-  using Dot = RowDot<C, T>;
-  constexpr int kKeys = kRows > 4 && 2 * kRows + 4 <= kRegisters ? 2 : S::kLanes / kRows, kWidth = Dot::kWidth;
-  constexpr int kVectors = (kRows * kKeys + S::kLanes - 1) / S::kLanes;  // of sums, one a lane
-  const int64_t whole = columns / kWidth * kWidth;
-  int64_t end = 0, ahead = 0;  // of the rows that lie together; from them to those that they prefetch
-  const T* next = nullptr;
-  for (int64_t j = 0; j < keys; j = min64(j + kKeys, end), next += kKeys * k.stride) {
-    if (j == end) {
-      next = k.row(j), end = min64(keys, j + k.together(j));
-      if (j < prefetch.keys) ahead = k.row(j + prefetch.ahead) - next;
-    }
-    V sum[kVectors][S::kLanes];
-#pragma GCC unroll 2
-    for (int i = 0; i < kVectors; ++i)
-#pragma GCC unroll 16
-      for (int t = 0; t < S::kLanes; ++t) sum[i][t] = S::zero();
-    const bool prefetches = j < prefetch.keys;
-    const T* row[kKeys];
-    for (int key = 0; key < kKeys; ++key) row[key] = next + min64(key, end - 1 - j) * k.stride;
-    const auto step = [&](int64_t c, int64_t width) __attribute__((always_inline)) {
-      const auto value_of = [&](int key) __attribute__((always_inline)) {
-        if (prefetches && c * sizeof(T) % 64 == 0) __builtin_prefetch(row[key] + c + ahead, 0, kPrefetchTo);
-        return width == kWidth ? Dot::load(row[key] + c) : Dot::load(row[key] + c, width);
-      };
-      if constexpr (kRows == 1) {
-        const auto query = Dot::load_query(q + c);
-#pragma GCC unroll 16
-        for (int key = 0; key < kKeys; ++key) sum[0][key] = Dot::accumulate(sum[0][key], value_of(key), query);
-      } else {
-        decltype(Dot::load(row[0])) value[kKeys];
-#pragma GCC unroll 16
-        for (int key = 0; key < kKeys; ++key) value[key] = value_of(key);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          const auto query = Dot::load_query(q + r * q_step + c);
-#pragma GCC unroll 16
-          for (int key = 0; key < kKeys; ++key) {
-            V& total = sum[(r * kKeys + key) / S::kLanes][(r * kKeys + key) % S::kLanes];
-            total = Dot::accumulate(total, value[key], query);
-          }
-        }
-      }
-    };
-    for (int64_t c = 0; c < whole; c += kWidth) step(c, kWidth);
-    if (whole < columns) step(whole, columns - whole);
-    C sums[kVectors * S::kLanes];
-#pragma GCC unroll 2
-    for (int i = 0; i < kVectors; ++i) S::store(sums + i * S::kLanes, S::sum_each(sum[i]));
-    const auto store = [&](int64_t count) __attribute__((always_inline)) {
-      for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kKeysOfBlock + j, sums + r * kKeys, count * sizeof(C));
-    };
-    // The next row's scores come right behind a block's last ones.
-    if (j + kKeys <= end) store(kKeys);
-    else store(end - j);
-  }
-}
-
 // out[row] = out[row] * factor[row] + sum_key p[row][key] V[key] for kVectors vectors of the head dimension. One alone
-// may be incomplete: `columns` are left.
+// may be incomplete: `columns` are left. A row of p has room for a block's keys.
 template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
 [[gnu::noinline]] void decode_values(const C* p, const Values values, int64_t column, int64_t keys, int64_t columns,
                                      PrefetchAhead prefetch, const C* factor, C* out, int64_t out_step) {
@@ -552,19 +478,6 @@ template <int kMost, class Body>
     with_run<kMost>(now, r, body);
     r += now, n -= now;
   }
-}
-
-// decode_scores for any number of rows.
-template <class C, int64_t kKeysOfBlock, class Keys>
-inline void score_rows(const typename RowDot<C, typename Keys::Element>::Query* q, int64_t q_step, int64_t rows,
-                       const Keys& k, int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
-  using T = typename Keys::Element;
-  // What is converted takes so long that as many rows as there are sums share it.
-  constexpr int64_t kMost = kVectorBytes == 32 && sizeof(T) == 2 && sizeof(C) == 4 ? 8 : 4;
-  for_long_runs<min64(kMost, Simd<C>::kLanes)>(rows, [&]<int kRows>(int64_t r) {
-    decode_scores<C, kRows, kKeysOfBlock>(q + r * q_step, q_step, k, keys, columns, r == 0 ? prefetch : PrefetchAhead{},
-                                          scores + r * kKeysOfBlock);
-  });
 }
 
 // decode_values for any number of rows and columns.

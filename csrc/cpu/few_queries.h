@@ -20,15 +20,15 @@
 namespace attnkern::cpu {
 namespace {
 
-// Rows of a key head, at most; of types that aren't converted, no more than have their scores computed row by row in
-// the forward pass, too. Tiles multiply more queries faster in pairs (as measured with AVX-512).
+// Rows of a key head, at most, and queries in pairs (as measured with AVX-512): tiles multiply more of them faster.
 inline constexpr int64_t kRowsOfFewQueries = 16, kFewQueriesInPairs = 4;
 
 template <class T, class Op>
 inline bool has_few_queries(const Backward& p) {
   using C = typename Op::Compute;
-  constexpr int64_t kMostRows =
-      sizeof(T) == 2 ? kRowsOfFewQueries : min64(kRowsOfFewQueries, kRowsForScoreTiles<T, Op> - 1);
+  constexpr int64_t kMostRows = sizeof(T) == 2 || (sizeof(T) == 4 && kVectorBytes == 64) ? kRowsOfFewQueries
+                                : sizeof(T) == 4 && kVectorBytes == 32                   ? 12
+                                                                                         : 8;
   if ((Op::kPack == 2 && p.seqlen_q > kFewQueriesInPairs) || p.heads_k != p.heads_v || p.heads_k == 0 ||
       p.seqlen_k == 0 || p.head_dim == 0 || p.head_dim_v == 0 || p.heads_q / p.heads_k * p.seqlen_q > kMostRows)
     return false;
@@ -176,7 +176,7 @@ class FewQueriesCall {
     const int64_t portion = keys_of_portion<T>(columns);
     with_rows<C, T>(view, batch, head_k, key, keys, columns, scratch.copy, [&](const auto& rows, bool in_place) {
       const auto* queries = queries_of<typename std::remove_cvref_t<decltype(rows)>::Element>(x, own);
-      score_portions<C, kDecodeKeys>(queries, step_, rows_, rows, keys, columns,
+      score_portions<C, kDecodeKeys>({queries, step_, rows_}, rows, keys, columns,
                                      {in_place ? max64(0, min64(keys, end - key - portion)) : 0, portion}, products);
     });
   }

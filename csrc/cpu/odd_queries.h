@@ -3,7 +3,7 @@
 // row, after the tiles of their head, whose keys and values lie in a cache then.
 #pragma once
 
-#include "decode_products.h"
+#include "decode_scores.h"
 
 namespace attnkern::cpu {
 namespace {
@@ -26,7 +26,7 @@ inline int64_t odd_queries(const Forward& p) {
 
 template <class Op>
 inline DecodeScratch<Op> odd_scratch(void* memory, const Forward& p, int64_t queries) {
-  return {memory, p, queries, kOddKeys, false, nullptr};
+  return {memory, p, queries, kOddKeys, nullptr};
 }
 
 // The odd queries of a head, from `query` on.
@@ -87,7 +87,7 @@ class OddQueries {
                scratch_.own_q);
     const Keys k_rows = rows_of<Keys>(p_.k, p_.pages);
     const auto k = block_rows<T>(k_rows, batch_, head_ / (p_.heads_q / p_.heads_k), visited_.begin);
-    score_rows<C, kOddKeys>(queries_of<T>(scratch_), scratch_.q_step, rows_, k, keys_, p_.head_dim, {},
+    score_rows<C, kOddKeys>({queries_of<T>(scratch_), scratch_.q_step, rows_}, k, keys_, p_.head_dim, {},
                             scratch_.scores);
     for (int64_t j = 0; score_.has_bias && j < keys_; j += kTile<C>)
       bias_tile<C, T>(p_, 2, batch_, head_, query_, rows_, visited_.begin + j, min64(kTile<C>, keys_ - j),

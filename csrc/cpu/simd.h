@@ -490,11 +490,44 @@ struct Simd {
     return parts_of<kPart, kWithin, kFrom>(a, b, std::make_integer_sequence<int, kLanes>{});
   }
 
-  // Lane t of the result is the sum over the lanes of x[t]: rounds of adding neighbours, each halving the vectors.
-  // First within 128 bits, then these as a whole: every sum takes two shuffles that need no index register.
+  // Lane t of x[i * kCount] becomes the sum over lanes [i * kCount, (i + 1) * kCount) of x[t]: rounds of adding
+  // neighbours, each halving the vectors, then of a transposition. First within 128 bits, then these as a whole: no
+  // shuffle needs an index register.
+  template <int kCount, int kOf = kLanes, int kFrom = 1>
+  static void sum_each(V (&x)[kOf]) {
+    sum_round<kCount, kFrom>(x);
+  }
+  // Lane t of the result is the sum over all lanes of x[t].
   static V sum_each(V (&x)[kLanes]) {
-    sum_round<1>(x);
+    sum_each<kLanes>(x);
     return x[0];
+  }
+
+  // The elements at p, kCount of them, again and again.
+  template <int kCount>
+  static V repeat(const void* p) {
+    constexpr size_t kBytes = kCount * sizeof(C);
+    if constexpr (kBytes == kVectorBytes) {
+      V x;
+      std::memcpy(&x, p, sizeof(x));
+      return x;
+    }
+#if defined(__AVX512F__)
+    else if constexpr (kBytes == 32)
+      return (V)_mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+    else if constexpr (kBytes == 16) return (V)_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+    else if constexpr (kBytes == 16)
+      return (V)_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#endif
+    else {
+      using Element = std::conditional_t<kBytes == 8, int64_t, int32_t>;
+      static_assert(kBytes == sizeof(Element));
+      typedef Element Elements __attribute__((vector_size(kVectorBytes)));
+      Element element;
+      std::memcpy(&element, p, sizeof(element));
+      return (V)(Elements{} + element);
+    }
   }
 
   // The last lane first.
@@ -531,14 +564,18 @@ struct Simd {
     return __builtin_shufflevector(x, x, (kLane ^ kStep)...);
   }
 
-  template <int kStep>
-  static void sum_round(V (&x)[kLanes]) {
-    if constexpr (kStep < kLanes) {
+  template <int kCount, int kStep, int kOf>
+  static void sum_round(V (&x)[kOf]) {
+    if constexpr (kStep < kOf) {
       constexpr int kPart = kStep < kQuarter ? 1 : kQuarter, kWithin = kStep < kQuarter ? kQuarter : kLanes;
-      for (int i = 0; i < kLanes; i += 2 * kStep)
-        x[i] =
-            every_second<kPart, kWithin, 0>(x[i], x[i + kStep]) + every_second<kPart, kWithin, 1>(x[i], x[i + kStep]);
-      sum_round<2 * kStep>(x);
+      for (int i = 0; i < kOf; i += kStep < kCount ? kStep : kCount) {
+        if ((i & kStep) != 0) continue;
+        const V even = every_second<kPart, kWithin, 0>(x[i], x[i + kStep]);
+        const V odd = every_second<kPart, kWithin, 1>(x[i], x[i + kStep]);
+        if constexpr (kStep < kCount) x[i] = even + odd;
+        else x[i] = even, x[i + kStep] = odd;
+      }
+      sum_round<kCount, 2 * kStep>(x);
     }
   }
   static constexpr int kQuarter = 16 / sizeof(C);  // lanes of 128 bits
