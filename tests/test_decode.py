@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+import attnkern
 from attnkern import testing
 from matrix import FLOATS, in_turn
 
@@ -203,3 +204,36 @@ def test_heads_side_by_side(kernel_target, rows, dtype):
     keys = 2**23 // (2 * dtype.itemsize * head_dim * 3) + 37
     inputs = kernel_target.inputs(1, 3 * rows, 1, keys, head_dim, heads_k=3, dtype=dtype, layout="blhd")
     kernel_target.check(inputs, enable_gqa=True)
+
+
+SHARED_CACHES = list(product(["heads", "tokens", "pages"], [128, 96, 256, 64]))
+
+
+@pytest.mark.parametrize(
+    **in_turn(**{"kind, head_dim": SHARED_CACHES}, dtype=[torch.bfloat16, torch.float32], rows=[8, 5, 3, 6, 7, 4]),
+    ids=str,
+)
+def test_sequences_share_a_cache_of_64_mib(kind, head_dim, rows, dtype):
+    """As many bytes as make five to eight rows of bfloat16 take turns, too. Sequences that see the same keys count them
+    once each: so there are few keys, and the expected result is that of one sequence with all queries."""
+    sequences, heads_k = 64, 2
+    keys = 2**26 // (sequences * heads_k * 2 * head_dim * dtype.itemsize) + 37
+    torch.manual_seed(0)
+    query = torch.randn(sequences, heads_k * rows, 1, head_dim, dtype=dtype)
+    key, value = torch.randn(2, 1, heads_k, keys, head_dim, dtype=dtype)
+    alone = query.unflatten(1, (heads_k, rows)).transpose(0, 1).reshape(1, heads_k, sequences * rows, head_dim)
+    want = testing.expected(alone, key, value)
+    pages = {}
+    if kind == "tokens":
+        key, value = (testing.with_layout(x, "blhd") for x in (key, value))
+    if kind == "pages":
+        padded = torch.nn.functional.pad(torch.cat((key, value)), (0, 0, 0, -keys % 64))
+        key, value = padded.unflatten(2, (-1, 64)).transpose(1, 2).contiguous()
+        pages["block_table"] = torch.arange(key.size(0), dtype=torch.int32).expand(sequences, -1).contiguous()
+        pages["key_ranges"] = torch.tensor([[[0, keys]]], dtype=torch.int32)
+    else:
+        key, value = (x.expand(sequences, -1, -1, -1) for x in (key, value))
+    out, lse = attnkern.attention(query, key, value, enable_gqa=True, return_lse=True, backend="cpu", **pages)
+    for name, result in {"out": out, "lse": lse[..., None]}.items():
+        folded = result.unflatten(1, (heads_k, rows)).transpose(0, 1).reshape(1, heads_k, sequences * rows, -1)
+        want[name].check(folded if name == "out" else folded[..., 0], name=name)

@@ -4,7 +4,7 @@
 
 #include <bit>
 
-#include "decode_products.h"
+#include "decode_scores.h"
 
 namespace attnkern::cpu {
 namespace {
@@ -226,6 +226,20 @@ template <class T, int kDim, int kRun, template <class> class AnyTurn>
   for (int r = 0; r < kRun; ++r) S::store(scores + r * kLanes, all[r]);
 }
 
+// score_turn for eight rows that lie along the lanes.
+template <class T, int kDim>
+[[gnu::always_inline]] inline void score_turn_of_lanes(const Turn<T>& now,
+                                                       const typename RowDot<float, T>::Query* lanes, float* scores) {
+  using S = Simd<float>;
+  constexpr int kLanes = S::kLanes, kTerms = kLanes / 8;
+  const QueryVectors<float, T, 1, 8> q{lanes, 0, kDim};
+  S::V sum[1][kLanes] = {};
+  q.add_products(RowsTogether<T, kLanes>(now.row, now.step), now.row, now.step, now.ahead, sum);
+  S::template sum_each<kTerms>(sum[0]);
+#pragma GCC unroll 8
+  for (int r = 0; r < 8; ++r) S::store(scores + r * kLanes, sum[0][r * kTerms]);
+}
+
 // Prefetches the rows of a turn that comes later in the order of the memory, though some columns of all rows are read
 // first: with row i of kColumns columns from `column` on, as many elements.
 template <int kColumns, int kDim, class T>
@@ -321,7 +335,7 @@ template <bool kPairs, int kDim, int kRun, class T, template <class> class AnyTu
 // scale and perhaps a bias. Continues what scratch.out, largest and sums hold. K and V take turns, a vector of keys
 // each, and rows are read in the order of the memory, so that neither of the two streams stops for long. A turn's
 // probabilities become ready while the next one's scores are computed. kRows: 1, 2, or 4 for any number of rows, which
-// then meet a turn's keys in runs of up to 4 while these lie in the first-level cache.
+// then meet a turn's keys in runs of up to 4, or eight along the lanes, while these lie in the first-level cache.
 //
 // Registers, 16 of sums each: scores have kRun rows x 16 / kRun keys, values kRun rows x 16 / kRun vectors of columns.
 // From turn to turn the sums of values stay there (1 and 2 rows) or lie in scratch.recent. They are added to
@@ -348,6 +362,8 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   float* const probabilities = scores + rows * kLanes;
 
   const auto score_rows_of = [&](const Turn<T>& now) __attribute__((always_inline)) {
+    if constexpr (kRows == 4 && kRegisters == 32 && Op::kPack == 2)  // (float32 gains nothing from it)
+      if (rows == 8) return score_turn_of_lanes<T, kDim>(now, queries_of<T>(scratch.q_lanes, scratch.q_lanes), scores);
     for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
       score_turn<T, kDim, kRun>(now, r == 0, q + r * scratch.q_step, scratch.q_step, scores + r * kLanes);
     });

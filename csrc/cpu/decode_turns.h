@@ -14,9 +14,9 @@ using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch,
                              int64_t heads, int64_t key, int64_t keys);
 
 // Bytes of a call's K and V from which on 2 to 4 rows of bfloat16 take turns, from three times as many on unless heads
-// lie side by side, 3 and more of float32 from four times as many on, and with 16 registers more than one row of any
-// type; one row of float32 always. As measured: what is in a cache is multiplied faster in blocks, what is not is read
-// faster in turns.
+// lie side by side, 5 to 8 from eight times as many on, 3 and more of float32 from four times as many on, and with 16
+// registers more than one row of any type; one row of float32 always. As measured: what is in a cache is multiplied
+// faster in blocks, what is not is read faster in turns.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
 inline int64_t key_bytes(const Forward& p) {
@@ -24,12 +24,12 @@ inline int64_t key_bytes(const Forward& p) {
 }
 
 // How many rows take turns, at most; kHeads: those of several key heads. As measured: with 32 registers, more have too
-// much to multiply for it, and three and more wide rows of float32 that lie one after the other are read as fast in
-// blocks.
+// much to multiply for it, as short ones of bfloat16 have, and three and more wide rows of float32 that lie one after
+// the other are read as fast in blocks.
 template <class T, class Op, bool kHeads, int kDim>
 constexpr int64_t most_rows_of_turns() {
   if (kRegisters == 16) return kHeads ? kRowsOfHeadsTogether<T> : sizeof(T) == 4 ? 8 : 4;
-  if (Op::kPack == 2) return 4;
+  if (Op::kPack == 2) return kDim < 96 ? 4 : kHeads || kDim <= 128 ? 8 : 7;
   if (sizeof(T) < 4) return 1;
   if (kHeads || kDim <= 64) return 8;
   return kDim <= 128 ? 2 : 1;
@@ -52,7 +52,10 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
       } else {
         if (rows == 1) return of_size.template operator()<1, kDim>();
         const int64_t of_pairs = side_by_side(p.k) ? kTurnsFrom : 3 * kTurnsFrom;
-        const int64_t least = Op::kPack == 2 ? of_pairs : rows > 2 ? 4 * kTurnsFrom : 0;
+        const int64_t least = Op::kPack == 2 && rows <= 4 ? of_pairs
+                              : Op::kPack == 2            ? 8 * kTurnsFrom
+                              : rows > 2                  ? 4 * kTurnsFrom
+                                                          : 0;
         // (Few keys take turns only where a head by itself would read rows that lie far apart.)
         const bool few = least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
         if (rows > kMost || key_bytes(p) < least || few) return nullptr;
