@@ -122,8 +122,9 @@ inline void copy_turn(const KeyRows& rows, int64_t batch, int64_t head, int64_t 
   });
 }
 
-// The rows of K or V from `key` on, a turn at a time, in their order.
-template <class T, class Keys, int kDim, int64_t kAhead>
+// The rows of K or V from `key` on, a turn at a time, in their order. kAhead: how many rows ahead they are prefetched;
+// kDenseAhead: where they follow each other.
+template <class T, class Keys, int kDim, int64_t kAhead, int64_t kDenseAhead>
 class Turns {
   static constexpr bool kInPages = !std::is_same_v<Keys, View>;
   static constexpr int64_t kLanes = Simd<float>::kLanes, kTurnsAhead = (kAhead + kLanes - 1) / kLanes;
@@ -132,6 +133,7 @@ class Turns {
   Turns(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys)
       : rows_(rows_of<Keys>(view, p.pages)),
         first_(at<T>(rows_, batch, head, key)),
+        ahead_((rows_.stride[2] == kDim ? kDenseAhead : kAhead) * rows_.stride[2]),
         batch_(batch),
         head_(head),
         key_(key),
@@ -146,7 +148,7 @@ class Turns {
   [[gnu::always_inline]] Turn<T> from(int64_t j) {
     const int64_t step = rows_.stride[2];
     if constexpr (!kInPages) {
-      return {first_ + j * step, step, kAhead * step};
+      return {first_ + j * step, step, ahead_};
     } else {
       find(j / kLanes + kTurnsAhead);
       const T* row = found_[j / kLanes % kFound];
@@ -171,6 +173,7 @@ class Turns {
 
   const Keys rows_;
   const T* const first_;
+  const int64_t ahead_;  // unless in pages
   const int64_t batch_, head_, key_, keys_;
   const T* last_ = nullptr;
   const T* found_[kInPages ? kFound : 1];
@@ -308,6 +311,11 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
   }
 }
 
+// How many vectors of columns of a value kRun rows meet at once: there are registers for their sums.
+template <bool kPairs, int kDim, int kRun>
+inline constexpr int kVectorsOfValues = min64(
+    (kPairs ? round_up(kDim, 2 * Simd<float>::kLanes) : kDim) / Simd<float>::kLanes, kRegisters / 2 / kPartsOf<kRun>);
+
 // Adds all kDim columns of some turns, whose probabilities lie `part` apart, to sums that lie in memory: as many
 // columns at a time as there are registers for.
 template <bool kPairs, int kDim, int kRun, class T, template <class> class AnyTurn>
@@ -316,8 +324,7 @@ template <bool kPairs, int kDim, int kRun, class T, template <class> class AnyTu
                                                        int64_t step) {
   using S = Simd<float>;
   constexpr int kLanes = S::kLanes, kVectors = (kPairs ? round_up(kDim, 2 * kLanes) : kDim) / kLanes;
-  constexpr int kBlock = min64(kVectors, kRegisters / 2 / kPartsOf<kRun>), kRest = kVectors % kBlock,
-                kWhole = kVectors - kRest;
+  constexpr int kBlock = kVectorsOfValues<kPairs, kDim, kRun>, kRest = kVectors % kBlock, kWhole = kVectors - kRest;
   const auto columns = [&]<int kCount, int kColumns>(int64_t c) __attribute__((always_inline)) {
     S::V sum[kRun][kCount];
     float* first = sums + c * kLanes;
@@ -329,6 +336,19 @@ template <bool kPairs, int kDim, int kRun, class T, template <class> class AnyTu
   constexpr int kColumns = kWhole == kBlock ? min64(kDim, kBlock * kLanes) : kBlock * kLanes;
   for (int64_t c = 0; c < kWhole; c += kBlock) columns.template operator()<kBlock, kColumns>(c);
   if constexpr (kRest != 0) columns.template operator()<kRest, kDim - kWhole * kLanes>(kWhole);
+}
+
+// How many rows ahead K and V are prefetched; as measured.
+template <class T, bool kPairs, int kDim>
+inline constexpr int64_t kRowsAhead = (kPairs ? 8192 : 4096) / (kDim * sizeof(T));
+// And where rows follow each other, which with AVX-512 the processor prefetches, too, unless one row of float32 meets
+// them: four of them or 1 KiB, or a turn and 4 KiB where some columns of all of a turn's values come first.
+template <class T, bool kPairs, int kRows, int kDim>
+constexpr int64_t dense_rows_ahead() {
+  constexpr int64_t kLanes = Simd<float>::kLanes, kBytes = kDim * sizeof(T);
+  if (kRegisters == 16 || (kRows == 1 && sizeof(T) == 4)) return kRowsAhead<T, kPairs, kDim>;
+  if (kRows == 4 && kDim > kVectorsOfValues<kPairs, kDim, 4> * kLanes) return max64(kLanes, 4096 / kBytes);
+  return max64(4, 1024 / kBytes);
 }
 
 // Rows of queries against keys [key, key + keys), whole vectors of keys that every query attends to; scores have a
@@ -349,9 +369,9 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   constexpr SumOrder kOrder = kSumOrder<T, Op, kRows, kDim>;
   constexpr bool kInRegisters = kRows < 4;  // the sums of values, from turn to turn
   constexpr int kLanes = S::kLanes;
-  constexpr int64_t kAhead = (kPairs ? 8192 : 4096) / (kDim * sizeof(T));  // rows; as measured
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch.recent_step();
-  Turns<T, Keys, kDim, kAhead> k(p, p.k, batch, head_k, key, keys), v(p, p.v, batch, head_k, key, keys);
+  using RowsInTurns = Turns<T, Keys, kDim, kRowsAhead<T, kPairs, kDim>, dense_rows_ahead<T, kPairs, kRows, kDim>()>;
+  RowsInTurns k(p, p.k, batch, head_k, key, keys), v(p, p.v, batch, head_k, key, keys);
   const ScoreParams<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
   const auto* q = queries_of<T>(scratch);
