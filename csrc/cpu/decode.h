@@ -1,10 +1,11 @@
 // Forward pass for a few queries against many keys (decoding with a KV cache): bound by reading K and V once.
 //
 // The query heads that share a key head are handled together ("rows"), so that grouped-query attention reads its cache
-// once. Few rows: the head dimension lies along the lanes, rows of K and V are read as they lie in memory. Many rows:
-// register tiles, as in the other passes. What comes next is prefetched. Both work on a block of keys at a time, first
-// K, then V; the commonest shapes of few rows have a kernel in which they take turns more often. Where there are fewer
-// heads than threads the keys are split, and the parts merged by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
+// once. The head dimension lies along the lanes, of eight rows some of it beside the rows, and rows of K and V are read
+// as they lie in memory; many rows meet values by register tiles, as in the other passes. What comes next is
+// prefetched. Both work on a block of keys at a time, first K, then V; the commonest shapes of few rows have a kernel
+// in which they take turns more often. Where there are fewer heads than threads the keys are split, and the parts
+// merged by their log-sum-exp (Dao et al., Flash-Decoding, 2023).
 #pragma once
 
 #include <new>

@@ -123,17 +123,17 @@ inline void copy_turn(const KeyRows& rows, int64_t batch, int64_t head, int64_t 
 }
 
 // The rows of K or V from `key` on, a turn at a time, in their order. kAhead: how many rows ahead they are prefetched;
-// kDenseAhead: where they follow each other.
+// kDenseAhead: where they follow each other and may be near.
 template <class T, class Keys, int kDim, int64_t kAhead, int64_t kDenseAhead>
 class Turns {
   static constexpr bool kInPages = !std::is_same_v<Keys, View>;
   static constexpr int64_t kLanes = Simd<float>::kLanes, kTurnsAhead = (kAhead + kLanes - 1) / kLanes;
 
  public:
-  Turns(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys)
+  Turns(const Forward& p, const View& view, int64_t batch, int64_t head, int64_t key, int64_t keys, bool may_be_near)
       : rows_(rows_of<Keys>(view, p.pages)),
         first_(at<T>(rows_, batch, head, key)),
-        ahead_((rows_.stride[2] == kDim ? kDenseAhead : kAhead) * rows_.stride[2]),
+        ahead_((may_be_near && rows_.stride[2] == kDim ? kDenseAhead : kAhead) * rows_.stride[2]),
         batch_(batch),
         head_(head),
         key_(key),
@@ -371,7 +371,8 @@ template <class T, class Op, class Keys, int kRows, int kDim>
   constexpr int kLanes = S::kLanes;
   const int64_t rows = kRows < 4 ? kRows : p.heads_q / p.heads_k * p.seqlen_q, recent_step = scratch.recent_step();
   using RowsInTurns = Turns<T, Keys, kDim, kRowsAhead<T, kPairs, kDim>, dense_rows_ahead<T, kPairs, kRows, kDim>()>;
-  RowsInTurns k(p, p.k, batch, head_k, key, keys), v(p, p.v, batch, head_k, key, keys);
+  const bool near = rows <= 5 || Op::kPack == 2;  // (as measured: more rows of float32 take so long that far is better)
+  RowsInTurns k(p, p.k, batch, head_k, key, keys, near), v(p, p.v, batch, head_k, key, keys, near);
   const ScoreParams<float> score(p, true);
   const V scale = S::set1(score.signed_scale);
   const auto* q = queries_of<T>(scratch);
