@@ -59,7 +59,8 @@ inline V by_halves(const Body& body, const Vs&... xs) {
 template <class Part>
 inline __m512i repeat(const Part& part) {
   __m512i x;
-  for (size_t i = 0; i < sizeof(x); i += sizeof(part)) std::memcpy(reinterpret_cast<char*>(&x) + i, &part, sizeof(part));
+  for (size_t i = 0; i < sizeof(x); i += sizeof(part))
+    std::memcpy(reinterpret_cast<char*>(&x) + i, &part, sizeof(part));
   return x;
 }
 
