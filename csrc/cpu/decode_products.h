@@ -200,7 +200,7 @@ struct DecodeScratch {
     out_step = round_up(p.head_dim_v, 2 * kLanes);  // ... and for ValuePairsTile
     q = arena.take<C>(rows * q_step);
     own_q = arena.take<C>(rows * q_step);
-    q_lanes = arena.take<C>(round_up(rows, 4) * q_step);
+    q_lanes = arena.take<C>(round_up(rows, 4) * q_step / Op::kPack);
     out = arena.take<C>(rows * out_step);
     recent = arena.take<C>(rows * recent_step());
     scores = arena.take<C>(rows * keys);

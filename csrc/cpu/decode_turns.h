@@ -52,10 +52,8 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
       } else {
         if (rows == 1) return of_size.template operator()<1, kDim>();
         const int64_t of_pairs = side_by_side(p.k) ? kTurnsFrom : 3 * kTurnsFrom;
-        const int64_t least = Op::kPack == 2 && rows <= 4 ? of_pairs
-                              : Op::kPack == 2            ? 8 * kTurnsFrom
-                              : rows > 2                  ? 4 * kTurnsFrom
-                                                          : 0;
+        const int64_t of_others = rows > 2 ? 4 * kTurnsFrom : 0;
+        const int64_t least = Op::kPack == 1 ? of_others : rows > 4 ? 8 * kTurnsFrom : of_pairs;
         // (Few keys take turns only where a head by itself would read rows that lie far apart.)
         const bool few = least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
         if (rows > kMost || key_bytes(p) < least || few) return nullptr;

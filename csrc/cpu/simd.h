@@ -503,28 +503,18 @@ struct Simd {
     return x[0];
   }
 
-  // The elements at p, kCount of them, again and again.
+  // The kCount elements at p, which are 8 bytes or with AVX2 16, again and again.
   template <int kCount>
   static V repeat(const void* p) {
-    constexpr size_t kBytes = kCount * sizeof(C);
-    if constexpr (kBytes == kVectorBytes) {
-      V x;
-      std::memcpy(&x, p, sizeof(x));
-      return x;
-    }
-#if defined(__AVX512F__)
-    else if constexpr (kBytes == 32)
-      return (V)_mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
-    else if constexpr (kBytes == 16) return (V)_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-#elif defined(__AVX2__)
-    else if constexpr (kBytes == 16)
+#if defined(__AVX2__)
+    if constexpr (kCount * sizeof(C) == 16)
       return (V)_mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    else
 #endif
-    else {
-      using Element = std::conditional_t<kBytes == 8, int64_t, int32_t>;
-      static_assert(kBytes == sizeof(Element));
-      typedef Element Elements __attribute__((vector_size(kVectorBytes)));
-      Element element;
+    {
+      static_assert(kCount * sizeof(C) == 8);
+      typedef int64_t Elements __attribute__((vector_size(kVectorBytes)));
+      int64_t element;
       std::memcpy(&element, p, sizeof(element));
       return (V)(Elements{} + element);
     }

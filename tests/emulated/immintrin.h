@@ -56,14 +56,6 @@ inline V by_halves(const Body& body, const Vs&... xs) {
   return result;
 }
 
-template <class Part>
-inline __m512i repeat(const Part& part) {
-  __m512i x;
-  for (size_t i = 0; i < sizeof(x); i += sizeof(part))
-    std::memcpy(reinterpret_cast<char*>(&x) + i, &part, sizeof(part));
-  return x;
-}
-
 inline __m512 fmadd_ps(F a, F b, F c) {
   return by_halves<__m512, __m256>([](const __m256* x) { return _mm256_fmadd_ps(x[0], x[1], x[2]); }, a, b, c);
 }
@@ -338,8 +330,6 @@ typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 #define _mm512_storeu_si512(p, x) emulated::store_some<uint8_t>(p, ~uint64_t{0}, x)
 #define _mm512_setzero_si512() (__m512i{})
 #define _mm512_set1_ps(x) ((__m512)(emulated::F{} + (x)))
-#define _mm512_broadcast_i64x4(x) emulated::repeat(x)
-#define _mm512_broadcast_i32x4(x) emulated::repeat(x)
 #define _mm512_set1_epi64(x) ((__m512i)(emulated::U64{} + static_cast<uint64_t>(x)))
 #define _mm512_set1_epi32(x) ((__m512i)(emulated::U32{} + static_cast<uint32_t>(x)))
 #define _mm512_set1_epi16(x) ((__m512i)(emulated::U16{} + static_cast<uint16_t>(x)))
