@@ -132,11 +132,12 @@ def attention_backward(
                     f"attnkern: attention_backward takes 4-D tensors of one batch size, got {name} {tuple(x.shape)}"
                     f"{beside}"
                 )
-        rows, exact = (batch, num_heads, seqlen_q), torch.promote_types(query.dtype, torch.float32)
+        of_out = problem.q.dtype  # under autocast not query's
+        rows, exact = (batch, num_heads, seqlen_q), torch.promote_types(of_out, torch.float32)
         given: Any
         for name, given, shape, dtype in (
-            ("grad_out", grad_out, (*rows, value.shape[-1]), query.dtype),
-            ("out", out, (*rows, value.shape[-1]), query.dtype),
+            ("grad_out", grad_out, (*rows, value.shape[-1]), of_out),
+            ("out", out, (*rows, value.shape[-1]), of_out),
             ("lse", lse, rows, exact),
             ("grad_lse", grad_lse, rows, exact),
         ):
@@ -153,4 +154,5 @@ def attention_backward(
         q, k, v = (x.detach().requires_grad_() for x in problem[:3])
         chosen = select(problem._replace(q=q, k=k, v=v), backend)
         name = name_for_operators(chosen, problem, backend)
-        return autograd.part_backward(problem, grad_out, grad_lse, out, lse, name)
+        grads = autograd.part_backward(problem, grad_out, grad_lse, out, lse, name)
+        return tuple(grad.to(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))  # type: ignore[return-value]

@@ -279,6 +279,64 @@ def test_one_graph_serves_a_growing_cache():
     assert counter.frame_count == 1
 
 
+def of_lengths(q, k_cache, v_cache, k, lengths, rows):
+    return flash_attn_with_kvcache(
+        *(q, k_cache.clone(), v_cache.clone(), k, k),
+        cache_seqlens=lengths,
+        cache_batch_idx=rows,
+        cache_leftpad=lengths // 2,
+        causal=True,
+    )
+
+
+def of_one_length(q, k_cache, v_cache, slopes):
+    return flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=3, alibi_slopes=slopes)
+
+
+def of_pages(q, k_cache, v_cache, table):
+    return flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=3, block_table=table)
+
+
+def packed_in_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, table):
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, 1, 1, block_table=table)
+
+
+def call_of_sizes(name, n):
+    """A call in which one size or more is n."""
+    batch, seqlen, rows, pages = n, 9, n, 3
+    if name == "longer caches":
+        batch, seqlen, rows = 2, n, 2
+    elif name == "more rows":
+        batch, rows = 2, n
+    elif name == "more pages":
+        batch, pages = 2, n
+    q, k = torch.randn(batch, 1, 4, 8), torch.randn(batch, 1, 2, 8)
+    caches = torch.randn(2, rows, seqlen, 2, 8).unbind()
+    pool = torch.randn(2, pages, 16, 2, 8).unbind()
+    table = torch.arange(batch * 2).view(batch, 2) % pages
+    if name == "more pages":
+        return of_pages, (q, *pool, table)
+    if name == "packed":
+        return packed_in_pages, (q[:, 0], *pool, torch.arange(batch + 1), torch.arange(batch + 1) * 5, table)
+    if name == "slopes":
+        return of_one_length, (q, *caches, torch.rand(batch, 4))
+    return of_lengths, (q, *caches, k, torch.arange(batch) % 3, torch.arange(batch).flip(0))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", ["batches", "longer caches", "more rows", "more pages", "packed", "slopes"])
+def test_a_second_graph_serves_all_sizes(name, dynamic):
+    """The first may be one of its own sizes."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = {}
+    for n in range(3, 8):
+        attend, arguments = call_of_sizes(name, n)
+        if attend not in compiled:
+            compiled[attend] = torch.compile(attend, fullgraph=True, backend=counter, dynamic=dynamic)
+        torch.testing.assert_close(compiled[attend](*arguments), attend(*arguments))
+    assert counter.frame_count <= 2
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("offsets", [0, 3, [2, 0, 5]], ids=str)
 def test_rotary(offsets, interleaved):

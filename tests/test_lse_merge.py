@@ -294,6 +294,19 @@ def test_backward_of_the_whole_is_the_gradient(target, dtype):
         e.check(got, gradient=True, name=name, recipe=inputs.recipe)
 
 
+def test_backward_under_autocast(target):
+    """It takes what `attention` gives there; gradients have the dtypes of the arguments."""
+    q, k, v = target.inputs(1, 2, 9, 12, 8).tensors.values()
+    rounded = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    with torch.autocast(target.device, torch.bfloat16):
+        out, lse = target.attention(q, k, v, return_lse=True)
+        grads = attnkern.attention_backward(out, q, k, v, out, lse, backend=target.backend)
+    want = torch.autograd.grad(target.attention(*rounded), rounded, out)
+    for x, y in zip(grads, want, strict=True):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x, y.float(), rtol=1e-2, atol=1e-2)
+
+
 def test_backward_of_a_part_without_keys(target):
     """Rows that see nothing of a part get nothing from it; rows that see nothing at all are 0."""
     inputs = target.inputs(1, 2, 6, 12, 8)

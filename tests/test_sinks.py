@@ -72,6 +72,17 @@ def test_without_keys(target):
     assert torch.equal(grad, torch.full_like(grad, 5.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_heads_without_keys(dtype):
+    """So many that the backward pass would prefetch the next head's rows, spread over work that there isn't."""
+    q, k = (torch.randn(2, 128, n, 64, dtype=dtype, requires_grad=True) for n in (200, 0))
+    sinks = torch.randn(128, requires_grad=True)
+    out = attnkern.attention(q, k, k, sinks=sinks, backend="cpu")
+    assert not out.any()
+    for x, grad in zip((q, k, sinks), torch.autograd.grad(out.sum(), (q, k, sinks)), strict=True):
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_shapes(target, ranks):
     """(Hq,) and whatever broadcasts to the output's leading dimensions."""

@@ -41,7 +41,7 @@ def _refuse(q: Any, k: Any, v: Any, packed: bool, names: tuple[str, str, str]) -
     of_q, of_k, of_v = names
     lead = _PACKED if packed else _BATCH
     for name, x, heads in ((of_q, q, "nheads"), (of_k, k, "nheads_k"), (of_v, v, "nheads_k")):
-        check_dims(name, x, f"{lead}, {heads}, headdim")
+        check_dims(name, x, lead, heads, "headdim")
     if q.dtype not in DTYPES:
         raise RuntimeError(f"attnkern: {of_q} must be {', '.join(map(show, DTYPES))}, got {show(q.dtype)}")
     for name, x in ((of_k, k), (of_v, v)):
@@ -61,20 +61,25 @@ def _refuse(q: Any, k: Any, v: Any, packed: bool, names: tuple[str, str, str]) -
     raise RuntimeError(f"attnkern: {of_k}'s nheads_k must divide {of_q}'s nheads {q.shape[-2]}, got {k.shape[-2]}")
 
 
-def check_dims(name: str, x: Any, sizes: str) -> None:
-    """Raises unless x is a tensor of these sizes, of which those that are numbers must be met: "total, 3, nheads"."""
+def check_dims(name: str, x: Any, *sizes: str | int) -> None:
+    """Raises unless x is a tensor of these sizes: numbers, which must be met, and names of others, one by one or
+    several in a string."""
     if not isinstance(x, Tensor):
         raise type_error(name, "Tensor", x)
-    wanted = sizes.split(", ")
-    fits = x.dim() == len(wanted) and all(n == int(m) for n, m in zip(x.shape, wanted, strict=True) if m.isdigit())
-    if not fits:
-        shape = f"({sizes})" if len(wanted) > 1 else f"({sizes},)"
-        raise RuntimeError(f"attnkern: {name} must have the shape {shape}, got {show(x.shape)}")
+    wanted = [part for size in sizes for part in (size.split(", ") if isinstance(size, str) else [size])]
+    if len(x.shape) != len(wanted) or any(
+        not isinstance(m, str) and n != m for n, m in zip(x.shape, wanted, strict=True)
+    ):
+        # (Only now as text: in a graph, sizes that become text are constants.)
+        shape = ", ".join(map(str, wanted))
+        raise RuntimeError(
+            f"attnkern: {name} must have the shape ({shape}{',' * (len(wanted) == 1)}), got {show(x.shape)}"
+        )
 
 
 def check_vector(name: str, x: Any, size: int, device: torch.device) -> None:
     """Raises unless x is an int32 or int64 tensor (batch_size,) on the device."""
-    check_dims(name, x, str(size) if isinstance(size, int) else "batch_size")
+    check_dims(name, x, size)
     if x.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"attnkern: {name} must be int32 or int64, got {show(x.dtype)}")
     check_device(name, x, device)
@@ -135,7 +140,7 @@ def check_pages(q: Any, k: Any, v: Any, block_table: Any, names: tuple[str, str]
     and block_table is int32 or int64 (batch_size, pages of a sequence)."""
     for name, x in zip(names, (k, v), strict=True):
         check_dims(name, x, "num_pages, page_size, nheads_k, headdim")
-    check_dims("block_table", block_table, f"{batch}, pages of a sequence")
+    check_dims("block_table", block_table, batch, "pages of a sequence")
     (count, size), (name_k, name_v) = k.shape[:2], names
     if not is_page_size(size):
         raise RuntimeError(f"attnkern: {name_k}'s page_size must be a power of two from {LEAST_PAGE} on, got {size}")

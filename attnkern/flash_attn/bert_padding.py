@@ -53,7 +53,7 @@ def unpad_input(
 
 
 def _check_mask(name: str, mask: Tensor, batch: int, seqlen: int) -> None:
-    check_dims(name, mask, f"{batch}, {seqlen}")
+    check_dims(name, mask, batch, seqlen)
     if mask.is_floating_point():  # which may be one of 0 and -inf, to be added
         raise RuntimeError(f"attnkern: {name} must be bool or integer, got {show(mask.dtype)}")
 

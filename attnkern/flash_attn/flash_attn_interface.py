@@ -101,7 +101,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Results:
     """`flash_attn_func` of keys and values in one tensor kv (batch_size, Lk, 2, nheads_k, headdim)."""
-    check_dims("kv", kv, "batch_size, seqlen, 2, nheads_k, headdim")
+    check_dims("kv", kv, "batch_size, seqlen", 2, "nheads_k, headdim")
     k, v = kv.unbind(2)
     check_tensors(q, k, v, names=("q", "kv", "kv"))
     return _of_batch(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
@@ -119,7 +119,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Results:
     """`flash_attn_func` of one tensor qkv (batch_size, L, 3, nheads, headdim)."""
-    check_dims("qkv", qkv, "batch_size, seqlen, 3, nheads, headdim")
+    check_dims("qkv", qkv, "batch_size, seqlen", 3, "nheads, headdim")
     q, k, v = qkv.unbind(2)
     check_tensors(q, k, v, names=("qkv", "qkv", "qkv"))
     return _of_batch(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
@@ -240,7 +240,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Results:
     """`flash_attn_varlen_func` of keys and values in one tensor kv (total_k, 2, nheads_k, headdim)."""
-    check_dims("kv", kv, "total_k, 2, nheads_k, headdim")
+    check_dims("kv", kv, "total_k", 2, "nheads_k, headdim")
     k, v = kv.unbind(1)
     check_tensors(q, k, v, packed=True, names=("q", "kv", "kv"))
     longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
@@ -263,7 +263,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Results:
     """`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
-    check_dims("qkv", qkv, "total, 3, nheads, headdim")
+    check_dims("qkv", qkv, "total", 3, "nheads, headdim")
     check_device("cu_seqlens", cu_seqlens, qkv.device)
     check_ends("cu_seqlens", cu_seqlens, qkv)
     q, k, v = qkv.unbind(1)
@@ -339,7 +339,7 @@ def _of_pages(
 ) -> Results:
     """`flash_attn_varlen_func` of keys and values in pages, which are counted through from sequence to sequence."""
     check_dims("cu_seqlens_q", cu_seqlens_q, "batch_size + 1")
-    check_dims("cu_seqlens_k", cu_seqlens_k, str(cu_seqlens_q.shape[0]))
+    check_dims("cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape[0])
     sequences = cu_seqlens_q.shape[0] - 1
     check_pages(q, k, v, block_table, ("k", "v"), True, sequences)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k), ("block_table", block_table)):

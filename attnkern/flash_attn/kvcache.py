@@ -222,14 +222,14 @@ def _check(
     if not (seqlens is None or isinstance(seqlens, (Tensor, torch.SymInt)) or type(seqlens) is int):
         raise TypeError(f"attnkern: argument 'cache_seqlens' must be int or Tensor, not {type(seqlens).__name__}")
     room = seqlen_cache - new
-    _check_values("cache_batch_idx", rows, caches - 1, f"k_cache's last row, {caches - 1}")
-    _check_values("cache_seqlens", seqlens, room, f"what k_cache has room for beside {new} new tokens, {room}")
+    _check_values("cache_batch_idx", rows, caches - 1, "k_cache's last row, {most}")
+    _check_values("cache_seqlens", seqlens, room, "what k_cache has room for beside {new} new tokens, {most}", new=new)
     _check_values("cache_leftpad", leftpad, room if seqlens is None else seqlens, "cache_seqlens")
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None) -> None:
     for name, x, heads in (("q", q, "nheads"), ("k_cache", k_cache, "nheads_k"), ("v_cache", v_cache, "nheads_k")):
-        check_dims(name, x, f"batch_size, seqlen, {heads}, headdim")
+        check_dims(name, x, "batch_size, seqlen", heads, "headdim")
     batch, caches = q.shape[0], k_cache.shape[0]
     if rows is None and caches < batch:
         raise RuntimeError(f"attnkern: k_cache must have q's batch_size {batch} or more, got {caches}")
@@ -239,8 +239,9 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | No
     check_tensors(q, of_each[0], of_each[1], names=("q", "k_cache", "v_cache"))
 
 
-def _check_values(name: str, x: Any, most: Any, which: str) -> None:
-    """Raises where x is below 0 or above `most`, as far as values are looked at."""
+def _check_values(name: str, x: Any, most: Any, which: str, **sizes: Any) -> None:
+    """Raises where x is below 0 or above `most`, as far as values are looked at. `which` says what that is, where {most}
+    and {names of sizes} stand for numbers: in a graph, a number that becomes text is a constant."""
     if x is None or any(isinstance(n, Tensor) and not may_look(n) for n in (x, most)):
         return
     if not isinstance(x, Tensor):
@@ -248,7 +249,7 @@ def _check_values(name: str, x: Any, most: Any, which: str) -> None:
     else:
         found = x[(x < 0) | (x > most)].tolist()
     if found:
-        raise RuntimeError(f"attnkern: {name} must be from 0 to {which}, got {found[0]}")
+        raise RuntimeError(f"attnkern: {name} must be from 0 to {which.format(most=most, **sizes)}, got {found[0]}")
 
 
 def _check_rotary(q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, seqlen_cache: int) -> None:

@@ -220,8 +220,8 @@ class BackwardCall {
   bool prefetches_heads(int64_t workers) const {
     constexpr int64_t kMostBytes = (kVectorBytes == 64 ? 512 : 256) << 10;
     const int64_t bytes = 2 * (p_.seqlen_q + p_.seqlen_k) * (p_.head_dim + p_.head_dim_v) * bytes_of(p_.dtype);
-    return cut_.kv_group == 1 && ScoreParams<C>(p_).fast_path() && !sizes_.tiles && bytes <= kMostBytes &&
-           entries_of_call(p_) * p_.heads_q * bytes >= kFarBytes * workers;
+    return p_.seqlen_k > 0 && cut_.kv_group == 1 && ScoreParams<C>(p_).fast_path() && !sizes_.tiles &&
+           bytes <= kMostBytes && entries_of_call(p_) * p_.heads_q * bytes >= kFarBytes * workers;
   }
   // How often the tiles of a head call for it.
   int64_t prefetch_calls_of_head() const {
