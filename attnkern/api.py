@@ -134,12 +134,14 @@ def attention(
         relative_bias: (R,), (1 or Hq, R) or (1 or B, 1 or Hq, R), float32 or query's dtype: query i adds number j - i
             + relative_bias_center of its head to its scaled score with key j, the first or last one where there is no
             such number. Differentiable. `alibi` and `t5_relative_bias` make it. Beside an attn_mask that is no Mask of
-            ranges the two become one dense bias (a bool mask's False is -inf, then).
+            ranges the two become one dense bias (a bool mask's False is -inf, then, beside which NaN in a key that
+            no query attends to enters its rows, as in F.sdpa with a float mask).
         relative_bias_center: an index into relative_bias: where the distance 0 stands; None: L - 1.
         block_table: (B, pages of a sequence), int32 or int64: key and value are pools of pages then, (pages, Hk, size,
             E) and (pages, Hv, size, Ev), with a power of two from 16 on as size and any strides, and key j of sequence
             b is row j % size of page block_table[b, j // size], S is pages of a sequence * size. key_ranges say which
-            keys there are; numbers of pages that no query attends to are not looked at. query is (B, Hq, L, E). Not
+            keys there are; numbers of pages where these, is_causal and window leave none to any query are not looked
+            at (an attn_mask doesn't count here, but for a Mask of ranges). query is (B, Hq, L, E). Not
             differentiable, nor are the other arguments beside it. torch.autocast casts the query to the pools' dtype,
             and leaves these. `attnkern.PagedCache` keeps pages.
         return_lse: also return the log-sum-exp of the scores.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .api import attention
 from .arguments import Window, autocasts, index_of, show, type_error
-from .packed import paged_ranges
+from .packed import paged_ranges, within_window
 from .pages import is_page_size
 from .params import DTYPES, LEAST_PAGE
 from .varlen import check_packed_window
@@ -83,7 +83,8 @@ class PagedCache:
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._next = 0
-        self._changes = 0  # how often sequences have lost a page that they had
+        self._cuts: dict[int, int] = {}  # how often each sequence has lost tokens that it had
+        self._changes = 0  # how often any has lost tokens or a page
 
     @property
     def free_pages(self) -> int:
@@ -117,6 +118,9 @@ class PagedCache:
         """Drops the tokens of a sequence behind its first `length` ones, and the pages that only they were in."""
         sequence, length = self._checked(sequence, length)
         kept = self._pages_of(length)
+        if length < self._lengths[sequence]:
+            self._cuts[sequence] += 1
+            self._changes += 1
         self._release(self._pages[sequence][kept:])
         del self._pages[sequence][kept:]
         self._lengths[sequence] = length
@@ -125,7 +129,7 @@ class PagedCache:
         """Ends a sequence. Its pages are free, but for those that others have, too."""
         sequence, _ = self._checked(sequence, None)
         self._release(self._pages.pop(sequence))
-        del self._lengths[sequence]
+        del self._lengths[sequence], self._cuts[sequence]
 
     def length(self, sequence: int) -> int:
         """How many tokens a sequence has."""
@@ -143,7 +147,8 @@ class PagedCache:
 
         Raises:
             ValueError: no such sequence, the same one twice, fewer than 0 tokens. RuntimeError: there are too few pages
-            for all of it; nothing has changed then.
+            for all of it, or, beside different numbers of tokens, a sequence is too long for so many others; nothing
+            has changed then.
         """
         sequences = _integers("sequences", sequences)
         each = _integers("tokens", tokens, len(sequences))
@@ -167,6 +172,13 @@ class PagedCache:
                 f"attnkern: the cache has {self.free_pages} free pages, and the step needs {needed}: free sequences, "
                 "or give it fewer"
             )
+        longest = max((self._pages_of(length + n) for length, n in zip(before, each, strict=True)), default=0)
+        if len(set(each)) > 1 and len(each) * longest * self.page_size >= 2**31:
+            raise RuntimeError(
+                "attnkern: sequences of a step with different numbers of tokens, all as long as the longest, must have "
+                f"less than 2**31 keys, got {len(each)} x {longest} pages of {self.page_size}: make a step of the long "
+                "ones by themselves"
+            )
         old, new = [], []
         for s, place, more, n in zip(sequences, copied, added, each, strict=True):
             pages = self._pages[s]
@@ -185,7 +197,7 @@ class PagedCache:
 
     def _new(self, pages: list[int], length: int) -> int:
         self._next += 1
-        self._pages[self._next], self._lengths[self._next] = pages, length
+        self._pages[self._next], self._lengths[self._next], self._cuts[self._next] = pages, length, 0
         return self._next
 
     def _taken(self) -> int:
@@ -278,7 +290,7 @@ class Step:
         # As many new tokens in every sequence are a batch of them; else they are packed.
         self._batch = len(tokens) if len(set(tokens)) == 1 and tokens[0] > 0 else 0
         rows = [cache._pages[s] for s in sequences]
-        self._rows = {s: tuple(row) for s, row in zip(sequences, rows, strict=True)}
+        self._rows = {s: (tuple(row), cache._cuts[s]) for s, row in zip(sequences, rows, strict=True)}
         self._changes = cache._changes
         most = max(map(len, rows), default=0)
         # One tensor, one copy to the device: the table, and how many tokens there were and are new.
@@ -388,11 +400,12 @@ class Step:
         return layer
 
     def _check_pages(self) -> None:
-        """Raises where a sequence has lost a page of the step: it may be another's by now."""
+        """Raises where a sequence has lost a page of the step, which may be another's by now, or tokens, in whose place
+        there may be others."""
         cache = self._cache
         if self._changes != cache._changes:
-            for sequence, row in self._rows.items():
-                if tuple(cache._pages.get(sequence, ())[: len(row)]) != row:
+            for sequence, (row, cuts) in self._rows.items():
+                if cache._cuts.get(sequence) != cuts or tuple(cache._pages[sequence][: len(row)]) != row:
                     raise RuntimeError(
                         f"attnkern: sequence {sequence} of this step has been freed or cut, or got a page of its own, "
                         "since: call PagedCache.step again"
@@ -402,15 +415,14 @@ class Step:
     def _key_ranges(self, left: int | None, right: int | None, query: Tensor) -> Tensor:
         """The keys of each token, the same for all layers."""
         if (found := self._ranges.get((left, right))) is None:
-            size = self._cache.page_size
-            found = paged_ranges(
-                query, self.block_table, size, self.cu_seqlens_q, self.seqused_k, left, right, "bottom_right"
-            )
             if self._batch:
-                # Counted from the first key of each sequence, no longer from that of all.
-                sequences, each = self.block_table.shape
-                found = found.unflatten(0, (sequences, -1)).unsqueeze(1)
-                first = torch.arange(sequences, dtype=torch.int32, device=found.device) * (each * size)
-                found = found - first.view(-1, 1, 1, 1, 1)
+                ends, level = self.seqused_k.to(torch.int64)[:, None], self.positions.view(self._batch, -1)
+                inside = within_window(torch.zeros_like(ends), ends, level, left, right)
+                found = torch.stack(torch.broadcast_tensors(*inside), -1).to(torch.int32)[:, None, :, None]
+            else:
+                found = paged_ranges(
+                    *(query, self.block_table, self._cache.page_size, self.cu_seqlens_q, self.seqused_k),
+                    *(left, right, "bottom_right"),
+                )
             self._ranges[left, right] = found
         return found

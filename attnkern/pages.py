@@ -94,6 +94,6 @@ def check_table(pages: Pages, used: Tensor | None) -> None:
     if found := bad.nonzero()[:1].tolist():
         sequence, i = found[0]
         raise RuntimeError(
-            f"attnkern: block_table must hold numbers of pages from 0 to {count - 1} wherever a query attends to keys, "
-            f"got {int(pages.table[sequence, i])} at [{sequence}, {i}]"
+            f"attnkern: block_table must hold numbers of pages from 0 to {count - 1} wherever key_ranges, is_causal "
+            f"and window leave keys, got {int(pages.table[sequence, i])} at [{sequence}, {i}]"
         )

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from attnkern.flash_attn import (
@@ -45,6 +46,7 @@ BAD = [
     bad("argument 'softmax_scale' must be float", lambda: dense(Q, Q, Q, softmax_scale="1"), TypeError),
     bad("softmax_scale must be a finite", lambda: dense(Q, Q, Q, softmax_scale=math.inf), ValueError),
     bad("argument 'softcap' must be float, not str", lambda: dense(Q, Q, Q, softcap="1"), TypeError),
+    bad("softcap must be from", lambda: dense(Q, Q, Q, softcap=math.nan), ValueError),
     bad("softcap must be from", lambda: dense(Q, Q, Q, softcap=math.nan), ValueError),
     bad("dropout_p must be between 0 and 1, got 2.0", lambda: dense(Q, Q, Q, dropout_p=2.0)),
     bad("argument 'alibi_slopes' must be Tensor", lambda: dense(Q, Q, Q, alibi_slopes=0.5), TypeError),
@@ -166,3 +168,15 @@ BAD = [
 @refused(BAD)
 def test_bad_calls(call, error, message):
     check_refused(call, error, message)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": math.nan}, {"softmax_scale": math.inf}, {"window_size": 3}, {"alibi_slopes": SLOPE[:3]}],
+    ids=lambda x: str(next(iter(x))),
+)
+def test_a_call_that_is_refused_writes_nothing(options):
+    caches = torch.zeros(2, 2, 9, 4, 8).unbind()
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=next(iter(options))):
+        cached(Q, *caches, Q, Q, cache_seqlens=3, **options)
+    assert not any(x.any() for x in caches)

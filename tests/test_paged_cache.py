@@ -1,5 +1,6 @@
 """PagedCache: sequences that come, grow, are shared and go, against keys and values kept as lists."""
 
+import math
 import random
 
 import pytest
@@ -260,6 +261,45 @@ def test_a_step_of_pages_that_a_sequence_has_lost(change):
     paged.free(second)
     assert torch.equal(again.attention(0, *rows), found)
     assert found.shape == want.shape
+
+
+def test_a_step_of_tokens_that_a_sequence_has_lost():
+    """The page came back to it, with another token in the place that the step would write to."""
+    paged = attnkern.PagedCache(4, 1, 4, page_size=16)
+    sequence = paged.add()
+    x = torch.randn(5, 1, 4)
+    step = paged.step([sequence], 5)
+    step.write(0, x, x)
+    paged.cut(sequence, 5)  # nothing is lost
+    step.attention(0, x, x, x)
+    paged.cut(sequence, 0)
+    again = paged.step([sequence], 7)
+    assert torch.equal(again.block_table, step.block_table)
+    with pytest.raises(RuntimeError, match=f"sequence {sequence} of this step has been freed or cut"):
+        step.write(0, x, x)
+
+
+@pytest.mark.parametrize("window", [None, (3, 0), (0, 0)])
+def test_a_long_sequence_beside_many_short_ones(window):
+    """More keys than 2**31, if all were as long. As many tokens each are no more than a batch; else it is an error
+    before any is counted."""
+    size, pages, others = 2048, 1024, 1023
+    paged = attnkern.PagedCache(pages + others, 1, 8, page_size=size, dtype=torch.float16)
+    long, *short = (paged.add() for _ in range(1 + others))
+    paged.step([long], size * pages - 1)
+    paged.keys.zero_(), paged.values.zero_()
+    x = torch.ones(1 + others, 1, 8, dtype=torch.float16)
+    out = paged.step([long, *short]).attention(0, x, x, x, window=window)
+    assert torch.equal(out[1:], x[1:])  # of one key
+    seen = size * pages if window is None else window[0] + 1
+    weight = math.exp(8**0.5) / (math.exp(8**0.5) + seen - 1)
+    torch.testing.assert_close(out[0].double(), torch.full((1, 8), weight).double(), rtol=2e-3, atol=1e-7)
+    paged.cut(long, size * pages - 1)
+    with pytest.raises(
+        RuntimeError, match=rf"than 2\*\*31 keys, got {1 + others} x {pages} pages of {size}: make a step"
+    ):
+        paged.step([long, *short], [1] + [2] * others)
+    assert [paged.length(long), paged.length(short[0])] == [size * pages - 1, 1]
 
 
 def test_positions():

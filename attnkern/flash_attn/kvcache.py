@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..arguments import check_bool, may_look, show
 from ..packed import within_window
-from ..params import int_of_numpy
+from ..params import check_softcap, int_of_numpy
 from .arguments import (
     bounds,
     cap_of,
@@ -89,6 +89,7 @@ def flash_attn_with_kvcache(
     _check(q, k_cache, v_cache, k, v, seqlens, cache_batch_idx, cache_leftpad, block_table)
     left, right = bounds(causal, window_size)
     scale, softcap = scale_of(softmax_scale), cap_of(softcap)
+    check_softcap(softcap, q.dtype)  # before anything is written
     (batch, seqlen_q, heads, _), seqlen_cache = q.shape, _room(k_cache, block_table)
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, batch, heads, q.device)
@@ -240,8 +241,8 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | No
 
 
 def _check_values(name: str, x: Any, most: Any, which: str, **sizes: Any) -> None:
-    """Raises where x is below 0 or above `most`, as far as values are looked at. `which` says what that is, where {most}
-    and {names of sizes} stand for numbers: in a graph, a number that becomes text is a constant."""
+    """Raises where x is below 0 or above `most`, as far as values are looked at. `which` says what that is; {most} and
+    {names of sizes} stand for numbers, which in a graph are constants from when they become text."""
     if x is None or any(isinstance(n, Tensor) and not may_look(n) for n in (x, most)):
         return
     if not isinstance(x, Tensor):
