@@ -48,7 +48,8 @@ class Alibi(NamedTuple):
         (B|1, 1, S) on one line.
 
         Where no query sees a key behind its own place (`right` is 0), slope * place of the key makes the same weights,
-        at one number for each key. It rounds in proportion to the place, which 16 bits don't notice.
+        at one number for each key. It rounds in proportion to the place: by more than float16 does where slope * place
+        is above 8192, by more than bfloat16 from eight times as much on.
         """
         exact = torch.promote_types(dtype, torch.float32)
         slopes_q, slopes_k, places_q, places_k = (

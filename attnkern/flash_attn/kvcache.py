@@ -71,7 +71,8 @@ def flash_attn_with_kvcache(
             cache_batch_idx must be None.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`, the last query level with
             the last key that the cache then holds. Where cache_seqlens is a tensor, slopes make a bias of
-            4 * batch_size * nheads * Lq * seqlen_cache bytes, unless causal and of 16 bits.
+            4 * batch_size * nheads * Lq * seqlen_cache bytes, unless causal and of 16 bits: then one of 4 * nheads *
+            seqlen_cache bytes, which rounds by more than float16 does where slope * place of a key is above 8192.
         rotary_interleaved: as in `attnkern.flash_attn.layers.rotary.apply_rotary_emb`.
         num_splits: not read.
         return_softmax_lse: also return the log-sum-exp.

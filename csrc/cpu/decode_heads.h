@@ -38,10 +38,12 @@ class TurnsOfHeads {
   }
   // That of the keys from number j on; `other` are prefetched meanwhile, from their number `next` on and in the order
   // in which they lie in memory.
-  [[gnu::always_inline]] TurnOfHead<T> turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t next,
-                                            int64_t early) {
-    TurnOfHead<T> now;
+  template <class TurnOfOne>
+  [[gnu::always_inline]] TurnOfOne turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t next,
+                                        int64_t early) {
+    TurnOfOne now;
     now.early = early;
+    if constexpr (std::is_same_v<TurnOfOne, TurnBesideOthers<T>>) now.next_head = rows_.stride[1];
     if (together(j)) {
       now.row = row(head, j), now.step = rows_.stride[2];
     } else {
@@ -80,10 +82,10 @@ template <class Op>
 inline int64_t early_rows(int64_t rows) { return 2 * min64(rows, 3); }
 
 // Scores of turns of a head to probabilities. Only one turn may have a greater maximum.
-template <class Op, SumOrder kOrder, int kDim, class T>
+template <class Op, SumOrder kOrder, int kDim, class TurnOfOne>
 [[gnu::noinline]] void probabilities_of_turns(const DecodeScratch<Op>& scratch, float signed_scale, int64_t rows,
                                               int64_t turns, const float* scores, float* probabilities,
-                                              const TurnOfHead<T>* prefetched) {
+                                              const TurnOfOne* prefetched) {
   using S = Simd<float>;
   using V = S::V;
   constexpr int kLanes = S::kLanes;
@@ -100,7 +102,7 @@ template <class Op, SumOrder kOrder, int kDim, class T>
 #pragma GCC unroll 4
     for (int64_t t = 0; t < turns; ++t) {
       const int64_t place = (t * rows + r) * kLanes;
-      const TurnOfHead<T>& turn = prefetched[t];
+      const TurnOfOne& turn = prefetched[t];
       for (int64_t i = 2 * r; i < 2 * r + 2 && i < turn.early; ++i)
         prefetch_row(turn.other + i * turn.other_step, kDim);
       const V x = S::product(S::load(scores + place), scale);
@@ -116,20 +118,21 @@ template <class Op, SumOrder kOrder, int kDim, class T>
 
 // score_turn and add_values_of_turns apart from other runs of rows: a function that holds runs of all lengths has too
 // few registers for the places of their rows.
-template <class T, int kDim, int kRun>
-[[gnu::noinline]] void score_run(const TurnOfHead<T>& now, bool prefetches, const typename RowDot<float, T>::Query* q,
+template <class T, int kDim, int kRun, class TurnOfOne>
+[[gnu::noinline]] void score_run(const TurnOfOne& now, bool prefetches, const typename RowDot<float, T>::Query* q,
                                  int64_t q_step, float* scores) {
   score_turn<T, kDim, kRun>(now, prefetches, q, q_step, scores);
 }
-template <bool kPairs, int kDim, int kRun, class T>
-[[gnu::noinline]] void add_run(const TurnOfHead<T>* turns, int64_t count, bool prefetches, const float* probabilities,
+template <bool kPairs, int kDim, int kRun, class TurnOfOne>
+[[gnu::noinline]] void add_run(const TurnOfOne* turns, int64_t count, bool prefetches, const float* probabilities,
                                int64_t part, float* sums, int64_t step) {
   add_values_of_turns<kPairs, kDim, kRun>(turns, count, prefetches, probabilities, part, sums, step);
 }
 
 // decode_stream for several key heads, which may lie in pages, and without a bias: some turns of all heads, first of K
 // and then of V. Meanwhile the next of these are prefetched. Each head adds up in the order of decode_stream.
-template <class T, class Op, int kRows, int kDim>
+// TurnOfOne: TurnOfHead<T>, or TurnBesideOthers<T> where heads lie so.
+template <class T, class Op, int kRows, int kDim, class TurnOfOne>
 [[gnu::noinline]] void decode_heads(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                                     int64_t heads, int64_t key, int64_t keys) {
   using S = Simd<float>;
@@ -151,7 +154,7 @@ template <class T, class Op, int kRows, int kDim>
       const DecodeScratch<Op>& own = scratch[head];
       const auto* q = queries_of<T>(own);
       for (int64_t t = 0; t < turns; ++t) {
-        const auto turn = k.turn(head, j + t * kLanes, v, next + t * kLanes, 0);
+        const auto turn = k.template turn<TurnOfOne>(head, j + t * kLanes, v, next + t * kLanes, 0);
         float* scores = own.scores + (place + t) * part;
         for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
           if constexpr (kRows < 4) score_turn<T, kDim, kRun>(turn, true, q, own.q_step, scores);
@@ -166,9 +169,9 @@ template <class T, class Op, int kRows, int kDim>
       const float* scores = own.scores + place * part;
       float* probabilities = own.scores + 2 * kTurnsTogether * part;
       if (j % kDecodeKeys == 0) add_recent_sums<kDim, kOrder>(own, rows);
-      TurnOfHead<T> of_turns[kTurnsTogether];
+      TurnOfOne of_turns[kTurnsTogether];
       for (int64_t t = 0; t < turns; ++t)
-        of_turns[t] = v.turn(head, j + t * kLanes, other, next + t * kLanes, early_rows(rows));
+        of_turns[t] = v.template turn<TurnOfOne>(head, j + t * kLanes, other, next + t * kLanes, early_rows(rows));
       for (int64_t t = 0, now; t < turns; t += now) {
         now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
         probabilities_of_turns<Op, kOrder, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);

@@ -66,10 +66,10 @@ inline PagedRows<T> block_rows(const KeyRows& rows, int64_t batch, int64_t head,
   return {&rows, rows.stride[2], batch, head, key};
 }
 
-template <class T>
+template <int kTo = kPrefetchTo, class T>
 inline void prefetch_row(const T* row, int64_t columns) {
   for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(T)); byte += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, kPrefetchTo);
+    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, kTo);
 }
 
 #if defined(__AVX512F__)

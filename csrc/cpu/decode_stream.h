@@ -112,6 +112,20 @@ struct TurnOfHead {
   }
 };
 
+// The same where the heads of a token lie side by side, `next_head` apart. What comes four rows later is prefetched,
+// too, from the second-level cache to the first: the processor itself looks for rows that follow each other.
+template <class T>
+struct TurnBesideOthers : TurnOfHead<T> {
+  static constexpr int64_t kLanes = Simd<float>::kLanes, kAhead = 4;
+  int64_t next_head;
+  [[gnu::always_inline]] void prefetch(int64_t i, int64_t column, int64_t columns) const {
+    TurnOfHead<T>::prefetch(i, column, columns);
+    const int64_t later =
+        i < kLanes - kAhead ? (i + kAhead) * this->step : (i + kAhead - kLanes) * this->step + next_head;
+    prefetch_row<3>(this->row + later + column, columns);
+  }
+};
+
 // Copies the rows of a turn from `key` on, which lie in two pages.
 template <int kDim, class T>
 inline void copy_turn(const KeyRows& rows, int64_t batch, int64_t head, int64_t key, T* copy) {

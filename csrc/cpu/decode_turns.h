@@ -88,10 +88,16 @@ template <class T, class Op>
 DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
   constexpr int64_t kMemory = 64 << 20;
   const bool gathers = kRegisters == 32 && p.pages.table != nullptr && rows > 2 && key_bytes(p) < kMemory;
-  if (!gathers && !(side_by_side(p.k) && side_by_side(p.v))) return nullptr;
+  const bool beside = side_by_side(p.k) && side_by_side(p.v);
+  if (!gathers && !beside) return nullptr;
   if (p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
-  return kernel_of_turns<DecodeHeads<T, Op>, T, Op, true>(
-      p, rows, []<int kRows, int kDim>() { return &decode_heads<T, Op, kRows, kDim>; });
+  return kernel_of_turns<DecodeHeads<T, Op>, T, Op, true>(p, rows, [&]<int kRows, int kDim>() -> DecodeHeads<T, Op> {
+    if constexpr (kRegisters == 32)
+      if (kRows < 4 || (beside && rows <= 4)) return &decode_heads<T, Op, kRows, kDim, TurnBesideOthers<T>>;
+    if constexpr (kRegisters == 16 || kRows == 4)  // (as measured, more rows gain nothing from what is closer)
+      return &decode_heads<T, Op, kRows, kDim, TurnOfHead<T>>;
+    return nullptr;
+  });
 }
 
 }  // namespace

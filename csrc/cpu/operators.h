@@ -46,8 +46,8 @@ inline void check_pages(const Attention& p) {
       if (page >= 0 && page < p.pages.count) continue;
       throw std::runtime_error(  // a user's mistake: without the place in this file, which torch's checks put in front
           "attnkern: block_table must hold numbers of pages from 0 to " + std::to_string(p.pages.count - 1) +
-          " wherever key_ranges, is_causal and window leave keys, got " + std::to_string(page) + " at [" + std::to_string(b) + ", " +
-          std::to_string(i) + "]");
+          " wherever key_ranges, is_causal and window leave keys, got " + std::to_string(page) + " at [" +
+          std::to_string(b) + ", " + std::to_string(i) + "]");
     }
   };
   for (int64_t b = 0; b < p.batch; ++b) {
