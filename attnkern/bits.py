@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .dtensor import replicated
+
 WORD = 64
 """Keys of a word, of which a row has whole ones."""
 
@@ -36,9 +38,11 @@ def row_bytes(seqlen_k: int) -> int:
 def bools(bits: Tensor, seqlen_k: int) -> Tensor:
     """bool (..., S) of bits (..., 8 * ceil(S / 64)), uint8."""
     kind: Any = {"dtype": torch.uint8, "device": bits.device}
-    octets = (torch.arange(256, **kind).unsqueeze(-1) >> torch.arange(8, **kind)).bitwise_and_(1)
+    octets = replicated(
+        (torch.arange(256, **kind).unsqueeze(-1) >> torch.arange(8, **kind)).bitwise_and_(1).bool(), bits
+    )
     # A table of bools, not of bytes viewed as bools: torch 2.11 has no vmap of a view(dtype).
-    unpacked = octets.bool().index_select(0, bits.flatten().int())
+    unpacked = octets.index_select(0, bits.flatten().int())
     return unpacked.view(*bits.shape[:-1], bits.shape[-1] * 8)[..., :seqlen_k]
 
 

@@ -335,15 +335,6 @@ def check_sizes(mask: Mask, *tensors: Tensor) -> None:
             )
 
 
-def replicated(x: Any, query: Any) -> Any:
-    """x, which every rank has as a whole, beside a query that is a DTensor; anything else as it is."""
-    if type(x) is not Tensor or type(query).__name__ != "DTensor":
-        return x
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(x, query.device_mesh, [Replicate()] * query.device_mesh.ndim, run_check=False)
-
-
 def both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """The mask of two dense masks together: each bool (True = attended) or floating point (added)."""
     if a is None or b is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import rng
+from .dtensor import replicated
 
 UNBOUNDED = 2**62
 """A bound of a band that excludes nothing. (Far from the int64 limits: i + offset + UNBOUNDED cannot overflow.)"""
@@ -104,7 +105,7 @@ def within_ranges(key_ranges: Tensor, keys: slice) -> Tensor:
 
     A row attends to key j iff begin <= j < end for one of its R ranges (begin, end).
     """
-    j = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=key_ranges.device)
+    j = replicated(torch.arange(keys.start, keys.stop, dtype=torch.int32, device=key_ranges.device), key_ranges)
     first, *others = ((x[..., :1] <= j) & (j < x[..., 1:]) for x in key_ranges.unbind(-2))
     for other in others:
         first = first | other

@@ -36,7 +36,8 @@ from .arguments import (
     type_error,
 )
 from .checks import check_added, check_kind, check_mask, check_place, check_ranges, check_sinks
-from .mask import Mask, check_sizes, replicated
+from .dtensor import replicated
+from .mask import Mask, check_sizes
 from .packed import Jagged, of_jagged
 from .pages import Pages, pages_of
 from .params import (

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import check_bool, integer, show, type_error
-from .mask import replicated
+from .dtensor import replicated
 from .params import AttentionParams
 
 

@@ -22,6 +22,8 @@ Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011
 import torch
 from torch import Tensor
 
+from .dtensor import replicated
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -89,7 +91,7 @@ def keep_mask(
     """
 
     def index(n: int) -> Tensor:
-        return torch.arange(n, dtype=torch.int64, device=seed.device)
+        return replicated(torch.arange(n, dtype=torch.int64, device=seed.device), seed)
 
     groups = seed.shape[0]
     key = seed.repeat_interleave(batch // groups)[batches].view(-1, 1, 1, 1)

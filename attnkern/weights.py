@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from . import autograd
 from .arguments import is_causal_bias, may_look, show, type_name
 from .checks import check_place
+from .dtensor import replicated
 from .mask import Mask
 from .packed import Jagged
 from .params import shown
@@ -104,6 +105,7 @@ def attention_weights(
     if rows is not None:
         index = _index("rows", rows, seqlen_q, q.device)
         positions = torch.arange(seqlen_q, dtype=torch.int64, device=q.device)[index]
+        index = replicated(index, q)
         q = q[:, :, index]
         bias, ranges = (x if x is None or x.shape[2] == 1 else x[:, :, index] for x in (bias, ranges))
         lse = None if lse is None else lse[:, :, index]
@@ -111,10 +113,11 @@ def attention_weights(
         if lead == ():
             raise RuntimeError("attnkern: heads needs a head dimension (-3) in query, got 2 dimensions")
         index = _index("heads", heads, num_heads, q.device)
+        of_head, index = torch.arange(num_heads, device=q.device)[index], replicated(index, q)
         q = q[:, index]
         if k.shape[1] != 1:
             group = num_heads // k.shape[1] if num_heads else 1
-            k = k[:, torch.arange(num_heads, device=q.device)[index] // group]
+            k = k[:, replicated(of_head // group, k)]
         bias, ranges = (x if x is None or x.shape[1] == 1 else x[:, index] for x in (bias, ranges))
         sinks, lse = (x if x is None else x[:, index] for x in (sinks, lse))
     chosen = Problem(q, k, v, bias, sinks, ranges, params, None)

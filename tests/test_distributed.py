@@ -384,6 +384,42 @@ def biases_of_heads_are_cut(kind, compiled):
         torch.testing.assert_close(x.full_tensor(), y, rtol=1e-4, atol=1e-5)
 
 
+def third_derivative(query):
+    grad = attnkern.attention(query, query, query, is_causal=True)
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(grad.square().sum(), query, create_graph=True)
+    return grad
+
+
+BITS = masks.from_bool(torch.arange(256).view(16, 16) % 5 < 3)
+IN_PLAIN_TORCH = {
+    "bits beside a table": lambda x: attnkern.attention(x, x, x, BITS, relative_bias=x[0, :, 0]),
+    "reference, causal": lambda x: attnkern.attention(x, x, x, is_causal=True, backend="reference"),
+    "reference, ranges": lambda x: attnkern.attention(x, x, x, masks.causal(16), backend="reference"),
+    "reference, bits": lambda x: attnkern.attention(x, x, x, BITS, backend="reference"),
+    "reference, all dropped": lambda x: attnkern.attention(x, x, x, dropout_p=1.0, backend="reference"),
+    "weights, causal": lambda x: attnkern.attention_weights(x, x, is_causal=True),
+    "weights, ranges": lambda x: attnkern.attention_weights(x, x, masks.causal(16)),
+    "weights, some": lambda x: attnkern.attention_weights(x, x, window=(3, 1), rows=[1, 7, 4], heads=[6, 0]),
+    "third derivative": third_derivative,
+}
+
+
+@check(2, placement=["batch", "heads", "nothing"], call=list(IN_PLAIN_TORCH))
+def plain_torch_takes_dtensors(placement, call):
+    """Masks, ranges and random numbers that it makes are beside them."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    inputs, *_ = problem()
+    x = inputs.query.clone().requires_grad_()
+    where = {"batch": Shard(0), "heads": Shard(1), "nothing": Replicate()}[placement]
+    of_ranks = distribute_tensor(inputs.query, mesh_of(SIZE), [where]).requires_grad_()
+    want, got = (IN_PLAIN_TORCH[call](leaf) for leaf in (x, of_ranks))
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-5)
+    (want,), (got,) = (torch.autograd.grad(y.square().sum(), leaf) for y, leaf in ((want, x), (got, of_ranks)))
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-3, atol=1e-4)
+
+
 @check(2)
 def what_is_no_dtensor_is_named():
     from torch.distributed.tensor import Replicate, distribute_tensor

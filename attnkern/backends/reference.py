@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .. import bits, relative, rng
 from ..arguments import autocasts, may_look
+from ..dtensor import replicated
 from ..pages import Pages, check_table
 from ..params import AttentionParams, is_length_major, within_ranges
 from ..problem import Problem
@@ -59,7 +60,7 @@ def check_pages(inputs: Inputs, params: AttentionParams) -> None:
     there by the band and the ranges."""
     q, table = inputs.q, inputs.block_table
     if table is not None and 0 not in q.shape[:3] and may_look(table):
-        used = may_attend(q.shape[2], inputs.seqlen_k, None, inputs.key_ranges, params, q.device)
+        used = may_attend(q.shape[2], inputs.seqlen_k, None, inputs.key_ranges, params, q)
         wide = None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape)
         check_table(Pages(inputs.k, inputs.v, table), wide)
 
@@ -73,7 +74,7 @@ def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:
         k, v = Pages(k, v, inputs.block_table).gathered()
     batch, num_heads, seqlen_q, _ = q.shape
     k, v = per_query_head(k, num_heads), per_query_head(v, num_heads)
-    live = may_attend(seqlen_q, k.shape[-2], bias, inputs.key_ranges, params, q.device)
+    live = may_attend(seqlen_q, k.shape[-2], bias, inputs.key_ranges, params, q)
     q, k, v = attended(live, [q], [k, v])
     x = masked(products(q, k, params), bias, live)
     without_keys = (x == -math.inf).all(-1, keepdim=True)
@@ -99,7 +100,7 @@ def scores(
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return scores(q, k, bias, key_ranges, params, rows)
-    live = may_attend(q.shape[-2], k.shape[-2], bias, key_ranges, params, q.device, rows)
+    live = may_attend(q.shape[-2], k.shape[-2], bias, key_ranges, params, q, rows)
     return masked(products(q, k, params), bias, live)
 
 
@@ -132,10 +133,11 @@ def may_attend(
     bias: Tensor | None,
     key_ranges: Tensor | None,
     params: AttentionParams,
-    device: torch.device,
+    q: Tensor,
     rows: Tensor | None = None,
 ) -> Tensor | None:
-    """bool, to be broadcast to (B, Hq, L, S): what a bool bias, the band and the ranges leave; None: all.
+    """bool, to be broadcast to (B, Hq, L, S) and on the device of q: what a bool bias, the band and the ranges leave;
+    None: all.
 
     `rows` says which queries these are; None: all of them.
     """
@@ -143,7 +145,7 @@ def may_attend(
         bias = bits.bools(bias, seqlen_k)
     masks = (
         bias if bias is not None and bias.dtype == torch.bool else None,
-        params.band.mask(seqlen_q, seqlen_k, device, rows),
+        replicated(params.band.mask(seqlen_q, seqlen_k, q.device, rows), q),
         None if key_ranges is None else within_ranges(key_ranges, slice(0, seqlen_k)),
     )
     given = [mask for mask in masks if mask is not None]
