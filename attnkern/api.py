@@ -14,7 +14,7 @@ from . import backends as _backends
 from .arguments import check_bool, is_causal_bias, may_look
 from .backends import Explanation, cpu, cuda
 from .mask import Mask
-from .problem import Problem
+from .problem import Problem, in_int32
 
 # dropout_p's default is the integer: Dynamo takes a float default for a dynamic input, and compiles twice to find out
 # that it is none.
@@ -185,8 +185,10 @@ def attention(
             return result
     elif relative_bias is None is relative_bias_center:
         mask, ranges, bits = attn_mask, key_ranges, None
+        if type(ranges) is Tensor and ranges.dtype is torch.int64:
+            ranges = in_int32(ranges, 2**31 - 1)
         if type(attn_mask) is Mask and block_table is None:
-            mask, ranges, bits = _as_read(attn_mask, key_ranges, query, key)
+            mask, ranges, bits = _as_read(attn_mask, ranges, query, key)
         rest = ranges, sinks, block_table, return_lse, backend, bits
         result = cpu.call(query, key, value, mask, *options, *rest, autograd.eager)
         if result is None and type(query) is Tensor and query.is_cuda:

@@ -551,10 +551,15 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, An
     return held, ranges, ((*held.shape[:-1], mask.seqlen_k), torch.bool, held.device, held.layout)
 
 
+def in_int32(ranges: Tensor, most: int) -> Tensor:
+    """key_ranges in int64 as such ranges in int32, whose ends are `most` or less."""
+    return ranges.clamp(0, most).to(torch.int32)
+
+
 def _narrowed(ranges: Tensor, seqlen_k: int) -> Tensor:
     """key_ranges as kernels read them: int32, begin and end side by side."""
     if ranges.dtype == torch.int64:
-        ranges = ranges.clamp(0, seqlen_k).to(torch.int32)
+        ranges = in_int32(ranges, seqlen_k)
     return ranges if ends_are_dense(ranges) else ranges.contiguous()
 
 

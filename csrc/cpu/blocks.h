@@ -190,6 +190,31 @@ struct Rows {
   int64_t step;  // Scalars from row to row
 };
 
+// convert_rows where a column's elements follow each other: blocks that are transposed in registers.
+template <class C, class T, class To>
+[[gnu::noinline]] void convert_columns(const T* source, int64_t column_stride, int64_t rows, int64_t columns,
+                                       To* target, int64_t step) {
+  using S = Simd<C>;
+  constexpr int64_t kLanes = S::kLanes;
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int64_t of_rows = min64(kLanes, rows - r);
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      typename S::V block[kLanes];
+      const int64_t of_columns = min64(kLanes, columns - c);
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const T* column = source + (c + i) * column_stride + r;
+        block[i] = i >= of_columns ? S::zero() : of_rows == kLanes ? S::load_as(column) : S::load_as(column, of_rows);
+      }
+      S::transpose(block);
+      for (int64_t i = 0; i < of_rows; ++i) {
+        To* to = target + (r + i) * step + c;
+        if constexpr (std::is_same_v<To, C>) S::store(to, block[i]);
+        else S::store_as(to, block[i], of_columns);
+      }
+    }
+  }
+}
+
 // Copies rows x columns with conversion; columns up to round_up(columns, lanes) are written, with zeros. Rows that lie
 // apart are prefetched, since the machine does so only where one follows the other.
 template <class C, class T>
@@ -197,6 +222,8 @@ inline void convert_rows(const T* source, int64_t row_stride, int64_t column_str
                          C* target, int64_t step) {
   using S = Simd<C>;
   constexpr int64_t kRowsAhead = 8, kLine = 64 / static_cast<int64_t>(sizeof(T));
+  if (row_stride == 1 && column_stride != 1 && rows > 1)
+    return convert_columns<C>(source, column_stride, rows, columns, target, step);
   const int64_t ahead = row_stride > columns + kLine ? kRowsAhead * row_stride : 0;
   for (int64_t r = 0; r < rows; ++r, source += row_stride, target += step) {
     if (column_stride == 1) {
@@ -237,10 +264,14 @@ inline Rows<typename Op::Scalar> operand_rows(const AnyRows& view, int64_t batch
       return {reinterpret_cast<const Scalar*>(at<T>(view, batch, head, row)), row_stride / 2};
     for_runs(view, row, rows, [&](int64_t first, int64_t count) {
       const T* from = at<T>(view, batch, head, row + first);
+      const bool by_columns = !unit && row_stride == 1 && count > 1;
+      if (by_columns)
+        convert_columns<float>(from, column_stride, count, columns, reinterpret_cast<T*>(scratch + first * step),
+                               2 * step);
       for (int64_t r = first; r < first + count; ++r, from += row_stride) {
         T* to = reinterpret_cast<T*>(scratch + r * step);
         if (unit) std::memcpy(to, from, static_cast<size_t>(columns) * sizeof(T));
-        else
+        else if (!by_columns)
           for (int64_t c = 0; c < columns; ++c) to[c] = from[c * column_stride];
         for (int64_t c = columns; c < (padded ? 2 * step : round_up(columns, 2)); ++c) to[c] = T{};
       }
