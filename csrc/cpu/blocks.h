@@ -196,11 +196,12 @@ template <class C, class T, class To>
                                        To* target, int64_t step) {
   using S = Simd<C>;
   constexpr int64_t kLanes = S::kLanes;
-  for (int64_t r = 0; r < rows; r += kLanes) {
-    const int64_t of_rows = min64(kLanes, rows - r);
-    for (int64_t c = 0; c < columns; c += kLanes) {
+  // Row by row within a few columns: so many streams the processor prefetches.
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const int64_t of_columns = min64(kLanes, columns - c);
+    for (int64_t r = 0; r < rows; r += kLanes) {
+      const int64_t of_rows = min64(kLanes, rows - r);
       typename S::V block[kLanes];
-      const int64_t of_columns = min64(kLanes, columns - c);
       for (int64_t i = 0; i < kLanes; ++i) {
         const T* column = source + (c + i) * column_stride + r;
         block[i] = i >= of_columns ? S::zero() : of_rows == kLanes ? S::load_as(column) : S::load_as(column, of_rows);
