@@ -134,14 +134,14 @@ def attention(
         relative_bias: (R,), (1 or Hq, R) or (1 or B, 1 or Hq, R), float32 or query's dtype: query i adds number j - i
             + relative_bias_center of its head to its scaled score with key j, the first or last one where there is no
             such number. Differentiable. `alibi` and `t5_relative_bias` make it. Beside an attn_mask that is no Mask of
-            ranges the two become one dense bias (a bool mask's False is -inf, then, beside which NaN in a key that
-            no query attends to enters its rows, as in F.sdpa with a float mask).
+            ranges the two become one dense bias (a bool mask's False is -inf, then: NaN in a key that no query
+            attends to reaches the results, as with a float mask in F.sdpa).
         relative_bias_center: an index into relative_bias: where the distance 0 stands; None: L - 1.
         block_table: (B, pages of a sequence), int32 or int64: key and value are pools of pages then, (pages, Hk, size,
             E) and (pages, Hv, size, Ev), with a power of two from 16 on as size and any strides, and key j of sequence
             b is row j % size of page block_table[b, j // size], S is pages of a sequence * size. key_ranges say which
-            keys there are; numbers of pages where these, is_causal and window leave none to any query are not looked
-            at (an attn_mask doesn't count here, but for a Mask of ranges). query is (B, Hq, L, E). Not
+            keys there are. A page's number is looked at only where they (or a Mask of ranges), is_causal and window
+            leave a query some of its keys; what another attn_mask leaves out doesn't count. query is (B, Hq, L, E). Not
             differentiable, nor are the other arguments beside it. torch.autocast casts the query to the pools' dtype,
             and leaves these. `attnkern.PagedCache` keeps pages.
         return_lse: also return the log-sum-exp of the scores.
@@ -186,7 +186,7 @@ def attention(
     elif relative_bias is None is relative_bias_center:
         mask, ranges, bits = attn_mask, key_ranges, None
         if type(ranges) is Tensor and ranges.dtype is torch.int64:
-            ranges = in_int32(ranges, 2**31 - 1)
+            ranges = in_int32(ranges)
         if type(attn_mask) is Mask and block_table is None:
             mask, ranges, bits = _as_read(attn_mask, ranges, query, key)
         rest = ranges, sinks, block_table, return_lse, backend, bits

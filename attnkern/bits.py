@@ -38,11 +38,9 @@ def row_bytes(seqlen_k: int) -> int:
 def bools(bits: Tensor, seqlen_k: int) -> Tensor:
     """bool (..., S) of bits (..., 8 * ceil(S / 64)), uint8."""
     kind: Any = {"dtype": torch.uint8, "device": bits.device}
-    octets = replicated(
-        (torch.arange(256, **kind).unsqueeze(-1) >> torch.arange(8, **kind)).bitwise_and_(1).bool(), bits
-    )
+    octets = (torch.arange(256, **kind).unsqueeze(-1) >> torch.arange(8, **kind)).bitwise_and_(1)
     # A table of bools, not of bytes viewed as bools: torch 2.11 has no vmap of a view(dtype).
-    unpacked = octets.index_select(0, bits.flatten().int())
+    unpacked = replicated(octets.bool(), bits).index_select(0, bits.flatten().int())
     return unpacked.view(*bits.shape[:-1], bits.shape[-1] * 8)[..., :seqlen_k]
 
 

@@ -152,7 +152,7 @@ def _ranges(
     if alignment == "bottom_right":
         level = level + lengths_k - lengths_q
     level, begin, end = token + level[sequence], first_k[sequence], (first_k + lengths_k)[sequence]
-    begin, end = within_window(begin, end, level, left, right)
+    begin, end = _within_window(begin, end, level, left, right)
     if used_q is not None:
         end = end.where(token - first_q[sequence] < lengths_q[sequence], begin)
     return torch.stack([begin, end], -1).to(torch.int32).unsqueeze(1)
@@ -167,7 +167,14 @@ def _lengths(ends: Tensor) -> Tensor:
     return torch.cat([ends, ends[-1:]]) - torch.cat([ends[:1], ends])
 
 
-def within_window(
+def ranges_within_window(begin: Tensor, end: Tensor, level: Tensor, left: int | None, right: int | None) -> Tensor:
+    """key_ranges (B, 1, L, 1, 2) in int64 of a batch: the keys [begin, end) (B, 1) of a sequence that lie within the
+    window around a query's `level` (B, L)."""
+    inside = torch.broadcast_tensors(*_within_window(begin, end, level, left, right))
+    return torch.stack(inside, -1)[:, None, :, None]
+
+
+def _within_window(
     begin: Tensor, end: Tensor, level: Tensor, left: int | None, right: int | None
 ) -> tuple[Tensor, Tensor]:
     """What of the keys [begin, end) of int64 lies within the window around `level`; left and right None: unbounded."""

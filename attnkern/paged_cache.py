@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .api import attention
 from .arguments import Window, autocasts, index_of, show, type_error
-from .packed import paged_ranges, within_window
+from .packed import paged_ranges, ranges_within_window
 from .pages import is_page_size
 from .params import DTYPES, LEAST_PAGE
 from .varlen import check_packed_window
@@ -83,8 +83,9 @@ class PagedCache:
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
         self._next = 0
-        self._cuts: dict[int, int] = {}  # how often each sequence has lost tokens that it had
-        self._changes = 0  # how often any has lost tokens or a page
+        # Of each sequence, when tokens left their places (the number of the change), and how many stayed, least first.
+        self._losses: dict[int, list[tuple[int, int]]] = {}
+        self._changes = 0
 
     @property
     def free_pages(self) -> int:
@@ -119,8 +120,7 @@ class PagedCache:
         sequence, length = self._checked(sequence, length)
         kept = self._pages_of(length)
         if length < self._lengths[sequence]:
-            self._cuts[sequence] += 1
-            self._changes += 1
+            self._lose(sequence, length)
         self._release(self._pages[sequence][kept:])
         del self._pages[sequence][kept:]
         self._lengths[sequence] = length
@@ -129,7 +129,8 @@ class PagedCache:
         """Ends a sequence. Its pages are free, but for those that others have, too."""
         sequence, _ = self._checked(sequence, None)
         self._release(self._pages.pop(sequence))
-        del self._lengths[sequence], self._cuts[sequence]
+        del self._lengths[sequence], self._losses[sequence]
+        self._changes += 1
 
     def length(self, sequence: int) -> int:
         """How many tokens a sequence has."""
@@ -159,12 +160,13 @@ class PagedCache:
         if any(n < 0 for n in each):
             raise ValueError(f"attnkern: tokens must be 0 or more, got {each}")
         before = [self.length(s) for s in sequences]
+        pages_after = [self._pages_of(length + n) for length, n in zip(before, each, strict=True)]
         copied, added = [], []
-        for s, length, n in zip(sequences, before, each, strict=True):
+        for s, length, n, after in zip(sequences, before, each, pages_after, strict=True):
             at = length // self.page_size
             shared = n > 0 and length % self.page_size > 0 and self._users[self._pages[s][at]] > 1
             copied.append(at if shared else None)
-            added.append(self._pages_of(length + n) - len(self._pages[s]))
+            added.append(after - len(self._pages[s]))
         # (The last of several that share a page keeps it, if all of them grow: a page more than needed, at most.)
         needed = sum(added) + sum(place is not None for place in copied)
         if needed > self.free_pages:
@@ -172,7 +174,7 @@ class PagedCache:
                 f"attnkern: the cache has {self.free_pages} free pages, and the step needs {needed}: free sequences, "
                 "or give it fewer"
             )
-        longest = max((self._pages_of(length + n) for length, n in zip(before, each, strict=True)), default=0)
+        longest = max(pages_after, default=0)
         if len(set(each)) > 1 and len(each) * longest * self.page_size >= 2**31:
             raise RuntimeError(
                 "attnkern: sequences of a step with different numbers of tokens, all as long as the longest, must have "
@@ -187,18 +189,26 @@ class PagedCache:
                 self._users[pages[place]] -= 1
                 pages[place] = self._taken()
                 new.append(pages[place])
+                self._lose(s, place * self.page_size)
             pages += [self._taken() for _ in range(more)]
             self._lengths[s] += n
         if new:
-            self._changes += 1
             for x in (self.keys, self.values):
                 x[:, new] = x[:, old]
         return Step(self, tuple(sequences), tuple(before), tuple(each))
 
     def _new(self, pages: list[int], length: int) -> int:
         self._next += 1
-        self._pages[self._next], self._lengths[self._next], self._cuts[self._next] = pages, length, 0
+        self._pages[self._next], self._lengths[self._next], self._losses[self._next] = pages, length, []
         return self._next
+
+    def _lose(self, sequence: int, length: int) -> None:
+        """Notes that a sequence's tokens behind the first `length` ones are no longer where they were."""
+        self._changes += 1
+        losses = self._losses[sequence]
+        while losses and losses[-1][1] >= length:
+            losses.pop()
+        losses.append((self._changes, length))
 
     def _taken(self) -> int:
         page = self._free.pop()
@@ -206,7 +216,6 @@ class PagedCache:
         return page
 
     def _release(self, pages: Sequence[int]) -> None:
-        self._changes += bool(pages)
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page] == 0:
@@ -290,7 +299,7 @@ class Step:
         # As many new tokens in every sequence are a batch of them; else they are packed.
         self._batch = len(tokens) if len(set(tokens)) == 1 and tokens[0] > 0 else 0
         rows = [cache._pages[s] for s in sequences]
-        self._rows = {s: (tuple(row), cache._cuts[s]) for s, row in zip(sequences, rows, strict=True)}
+        self._ends = {s: b + n for s, b, n in zip(sequences, before, tokens, strict=True)}
         self._changes = cache._changes
         most = max(map(len, rows), default=0)
         # One tensor, one copy to the device: the table, and how many tokens there were and are new.
@@ -309,7 +318,7 @@ class Step:
         self._ranges: dict[Any, Tensor] = {}
 
     def __repr__(self) -> str:
-        tokens, sequences = _counted(len(self.positions), "token"), _counted(len(self._rows), "sequence")
+        tokens, sequences = _counted(len(self.positions), "token"), _counted(len(self._ends), "sequence")
         return f"Step({tokens} of {sequences})"
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -400,12 +409,12 @@ class Step:
         return layer
 
     def _check_pages(self) -> None:
-        """Raises where a sequence has lost a page of the step, which may be another's by now, or tokens, in whose place
-        there may be others."""
+        """Raises where tokens up to the step's last have left their places, which may be others' by now."""
         cache = self._cache
         if self._changes != cache._changes:
-            for sequence, (row, cuts) in self._rows.items():
-                if cache._cuts.get(sequence) != cuts or tuple(cache._pages[sequence][: len(row)]) != row:
+            for sequence, end in self._ends.items():
+                losses = cache._losses.get(sequence, [(cache._changes, -1)])  # of one that has been freed: all
+                if any(change > self._changes and kept < end for change, kept in losses):
                     raise RuntimeError(
                         f"attnkern: sequence {sequence} of this step has been freed or cut, or got a page of its own, "
                         "since: call PagedCache.step again"
@@ -417,8 +426,7 @@ class Step:
         if (found := self._ranges.get((left, right))) is None:
             if self._batch:
                 ends, level = self.seqused_k.to(torch.int64)[:, None], self.positions.view(self._batch, -1)
-                inside = within_window(torch.zeros_like(ends), ends, level, left, right)
-                found = torch.stack(torch.broadcast_tensors(*inside), -1).to(torch.int32)[:, None, :, None]
+                found = ranges_within_window(torch.zeros_like(ends), ends, level, left, right).to(torch.int32)
             else:
                 found = paged_ranges(
                     *(query, self.block_table, self._cache.page_size, self.cu_seqlens_q, self.seqused_k),

@@ -44,7 +44,7 @@ def backward(
     none = (lse == -math.inf).unsqueeze(-1)
     queries = [x.to(exact).masked_fill(none, 0.0) for x in (q, grad_out, out)]
     keys = [reference.per_query_head(x, heads).to(exact) for x in (k, v)]
-    live = reference.may_attend(seqlen_q, seqlen_k, bias, inputs.key_ranges, params, q)
+    live = reference.may_attend(q, seqlen_k, bias, inputs.key_ranges, params)
     query, grad, result, key, value = reference.attended(live, queries, keys)
     capped = reference.products(query, key, params)
     scores, dead = reference.alive(reference.masked(capped, bias, live))

@@ -209,7 +209,7 @@ class Problem(NamedTuple):
             if sinks.dtype != torch.float32 or query.dtype == torch.float64:  # in half the time of `to`
                 sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
         if key_ranges is not None:
-            key_ranges = _narrowed(key_ranges, key.shape[2])
+            key_ranges = _narrowed(key_ranges)
             if normal.ranges is not None:
                 key_ranges = normal.ranges.of(key_ranges)
         if relative_bias is None:
@@ -551,15 +551,15 @@ def _of_mask(mask: Mask, key_ranges: Any, query: Any, key: Any) -> tuple[Any, An
     return held, ranges, ((*held.shape[:-1], mask.seqlen_k), torch.bool, held.device, held.layout)
 
 
-def in_int32(ranges: Tensor, most: int) -> Tensor:
-    """key_ranges in int64 as such ranges in int32, whose ends are `most` or less."""
-    return ranges.clamp(0, most).to(torch.int32)
+def in_int32(ranges: Tensor) -> Tensor:
+    """key_ranges in int64 as such ranges in int32: no key has a number beyond."""
+    return ranges.clamp(0, 2**31 - 1).to(torch.int32)
 
 
-def _narrowed(ranges: Tensor, seqlen_k: int) -> Tensor:
+def _narrowed(ranges: Tensor) -> Tensor:
     """key_ranges as kernels read them: int32, begin and end side by side."""
     if ranges.dtype == torch.int64:
-        ranges = in_int32(ranges, seqlen_k)
+        ranges = in_int32(ranges)
     return ranges if ends_are_dense(ranges) else ranges.contiguous()
 
 

@@ -249,7 +249,7 @@ def _tile(
         ranges = (ranges if ranges.shape[2] == 1 else ranges[:, :, rows]) - keys.start
     positions = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=q.device)
     shifted = params._replace(band_offset=params.band_offset - keys.start)
-    live = reference.may_attend(q.shape[2], k.shape[2], bias, ranges, shifted, q, positions)
+    live = reference.may_attend(q, k.shape[2], bias, ranges, shifted, positions)
     q, tq, k, v, tk, tv = reference.attended(live, [q, tq], [k, v, tk, tv])
     x = (q @ k.mT).mul_(params.softmax_scale)
     tz = _sum(None if tq is None else tq @ k.mT, None if tk is None else q @ tk.mT)

@@ -47,7 +47,6 @@ BAD = [
     bad("softmax_scale must be a finite", lambda: dense(Q, Q, Q, softmax_scale=math.inf), ValueError),
     bad("argument 'softcap' must be float, not str", lambda: dense(Q, Q, Q, softcap="1"), TypeError),
     bad("softcap must be from", lambda: dense(Q, Q, Q, softcap=math.nan), ValueError),
-    bad("softcap must be from", lambda: dense(Q, Q, Q, softcap=math.nan), ValueError),
     bad("dropout_p must be between 0 and 1, got 2.0", lambda: dense(Q, Q, Q, dropout_p=2.0)),
     bad("argument 'alibi_slopes' must be Tensor", lambda: dense(Q, Q, Q, alibi_slopes=0.5), TypeError),
     bad(

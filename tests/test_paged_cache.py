@@ -270,7 +270,9 @@ def test_a_step_of_tokens_that_a_sequence_has_lost():
     x = torch.randn(5, 1, 4)
     step = paged.step([sequence], 5)
     step.write(0, x, x)
-    paged.cut(sequence, 5)  # nothing is lost
+    paged.step([sequence], 3)
+    paged.cut(sequence, 6)
+    paged.cut(sequence, 5)  # nothing of the step is lost
     step.attention(0, x, x, x)
     paged.cut(sequence, 0)
     again = paged.step([sequence], 7)

@@ -60,7 +60,7 @@ def check_pages(inputs: Inputs, params: AttentionParams) -> None:
     there by the band and the ranges."""
     q, table = inputs.q, inputs.block_table
     if table is not None and 0 not in q.shape[:3] and may_look(table):
-        used = may_attend(q.shape[2], inputs.seqlen_k, None, inputs.key_ranges, params, q)
+        used = may_attend(q, inputs.seqlen_k, None, inputs.key_ranges, params)
         wide = None if used is None else used.reshape((1,) * (4 - used.dim()) + used.shape)
         check_table(Pages(inputs.k, inputs.v, table), wide)
 
@@ -74,7 +74,7 @@ def attention(inputs: Inputs, params: AttentionParams) -> tuple[Tensor, Tensor]:
         k, v = Pages(k, v, inputs.block_table).gathered()
     batch, num_heads, seqlen_q, _ = q.shape
     k, v = per_query_head(k, num_heads), per_query_head(v, num_heads)
-    live = may_attend(seqlen_q, k.shape[-2], bias, inputs.key_ranges, params, q)
+    live = may_attend(q, k.shape[-2], bias, inputs.key_ranges, params)
     q, k, v = attended(live, [q], [k, v])
     x = masked(products(q, k, params), bias, live)
     without_keys = (x == -math.inf).all(-1, keepdim=True)
@@ -100,7 +100,7 @@ def scores(
     if autocasts(q.device):
         with torch.autocast(q.device.type, enabled=False):
             return scores(q, k, bias, key_ranges, params, rows)
-    live = may_attend(q.shape[-2], k.shape[-2], bias, key_ranges, params, q, rows)
+    live = may_attend(q, k.shape[-2], bias, key_ranges, params, rows)
     return masked(products(q, k, params), bias, live)
 
 
@@ -128,24 +128,23 @@ def with_sinks(x: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def may_attend(
-    seqlen_q: int,
+    q: Tensor,
     seqlen_k: int,
     bias: Tensor | None,
     key_ranges: Tensor | None,
     params: AttentionParams,
-    q: Tensor,
     rows: Tensor | None = None,
 ) -> Tensor | None:
     """bool, to be broadcast to (B, Hq, L, S) and on the device of q: what a bool bias, the band and the ranges leave;
     None: all.
 
-    `rows` says which queries these are; None: all of them.
+    `rows` says which queries q's are; None: all of them.
     """
     if bias is not None and bits.in_bits(bias):
         bias = bits.bools(bias, seqlen_k)
     masks = (
         bias if bias is not None and bias.dtype == torch.bool else None,
-        replicated(params.band.mask(seqlen_q, seqlen_k, q.device, rows), q),
+        replicated(params.band.mask(q.shape[-2], seqlen_k, q.device, rows), q),
         None if key_ranges is None else within_ranges(key_ranges, slice(0, seqlen_k)),
     )
     given = [mask for mask in masks if mask is not None]

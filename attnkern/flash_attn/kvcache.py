@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import check_bool, may_look, show
-from ..packed import within_window
+from ..packed import ranges_within_window
 from ..params import check_softcap, int_of_numpy
 from .arguments import (
     bounds,
@@ -124,8 +124,7 @@ def flash_attn_with_kvcache(
     window, ranges = (None if left is right is None else (left, right)), None
     if not of_one or cache_leftpad is not None:
         begin = torch.zeros_like(ends) if cache_leftpad is None else cache_leftpad.to(torch.int64)[:, None]
-        inside = torch.broadcast_tensors(*within_window(begin, ends, level, left, right))
-        ranges = torch.stack(inside, -1)[:, None, :, None]
+        ranges = ranges_within_window(begin, ends, level, left, right)
         window = None
     alibi = None
     if alibi_slopes is not None and of_one:
