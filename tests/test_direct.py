@@ -145,6 +145,8 @@ PLAIN = {
     "mask of 1 dimension": {"attn_mask": torch.linspace(-1, 1, 5)},
     "mask of 0 dimensions": {"attn_mask": torch.tensor(0.5)},
     "key ranges": {"key_ranges": torch.tensor([[1, 4], [3, 5]], dtype=torch.int32).view(2, 1, 1, 1, 2)},
+    "key ranges of all rows": {"key_ranges": torch.tensor([[1, 4]], dtype=torch.int32)},
+    "key ranges of each row": {"key_ranges": torch.tensor([1, 4], dtype=torch.int32).repeat(5, 1, 1)},
 }
 
 

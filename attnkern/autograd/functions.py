@@ -126,6 +126,8 @@ def eager(
         if bias.dim() < 4 and (bias.dim() != 2 or bias.requires_grad):
             bias = bias[(None,) * (4 - bias.dim())]
         bias = savable(bias)
+    if key_ranges is not None and key_ranges.dim() < 5:
+        key_ranges = key_ranges[(None,) * (5 - key_ranges.dim())]
     return _apply_eagerly(q, k, v, bias, sinks, savable(key_ranges), None, None, (params, cpu.NAME, lambda: (out, lse)))
 
 

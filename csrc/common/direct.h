@@ -207,24 +207,24 @@ class Tensor {
     if (scalar_type_ == ScalarType::BFloat16) of(static_cast<const torch::headeronly::BFloat16*>(data_ptr()));
     if (scalar_type_ == ScalarType::Half) of(static_cast<const torch::headeronly::Half*>(data_ptr()));
   }
-  // With dimensions of one in front, four in all.
-  void pad_dimensions() {
-    const int64_t more = kDimensions - dim();
+  // With dimensions of one in front, `dims` in all, which are kMostDimensions or fewer.
+  void pad_dimensions(int64_t dims) {
+    const int64_t more = dims - dim();
     if (more <= 0) return;
-    for (int64_t d = 0; d < kDimensions; ++d) {
+    for (int64_t d = 0; d < dims; ++d) {
       sizes_[d] = d < more ? 1 : size(d - more);
       strides_[d] = d < more ? 0 : stride(d - more);
     }
-    view_.ndim = kDimensions, view_.shape = sizes_, view_.strides = strides_;
+    view_.ndim = static_cast<int32_t>(dims), view_.shape = sizes_, view_.strides = strides_;
   }
   ScalarType scalar_type() const { return scalar_type_; }
   void* data_ptr() const { return static_cast<char*>(view_.data) + view_.byte_offset; }
   PyObject* release() { return owned_.release(); }
 
  private:
-  static constexpr int64_t kDimensions = 4;
+  static constexpr int64_t kMostDimensions = 5;
   DLTensor view_{};
-  int64_t sizes_[kDimensions]{}, strides_[kDimensions]{};  // of what widen() and pad_dimensions() have made
+  int64_t sizes_[kMostDimensions]{}, strides_[kMostDimensions]{};  // of what widen() and pad_dimensions() have made
   ScalarType scalar_type_ = ScalarType::Undefined;
   Owned owned_;
 };
@@ -285,7 +285,7 @@ class Arguments {
 #define READ(type, name) read_tensor(inputs.name);
     ATTNKERN_TENSORS(READ)
 #undef READ
-    if (inputs.bias.has_value() && inputs.bias->dim() == 2) inputs.bias->pad_dimensions();  // a mask (L, S)
+    if (inputs.bias.has_value() && inputs.bias->dim() == 2) inputs.bias->pad_dimensions(4);  // a mask (L, S)
   }
   AttentionParams params() {
     AttentionParams read;
@@ -457,7 +457,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       return nullptr;
     if (mask != kNone && (!inputs.bias.emplace().read(mask) || inputs.bias->scalar_type() == ScalarType::Byte))
       return nullptr;
-    if (mask != kNone) inputs.bias->pad_dimensions();
+    if (mask != kNone) inputs.bias->pad_dimensions(4);
     if (bits != kNone && !inputs.bias.emplace().read(bits)) return nullptr;
     if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
     std::vector<float> wide_sinks;
@@ -467,6 +467,7 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       inputs.sinks->widen(wide_sinks);
     }
     if (key_ranges != kNone && !inputs.key_ranges.emplace().read(key_ranges)) return nullptr;
+    if (key_ranges != kNone && inputs.key_ranges->dim() > 1) inputs.key_ranges->pad_dimensions(5);
     if (block_table != kNone && !inputs.block_table.emplace().read(block_table)) return nullptr;
     if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;
     const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };
