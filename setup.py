@@ -55,6 +55,7 @@ X86, ARM, ANY = ("x86_64",), ("aarch64",), ("x86_64", "aarch64")
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512"
 ISA = {  # best first: the machines it is compiled on, its own flags for csrc/cpu/isa/*.cpp
     "amx": (X86, f"{AVX512} -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16"),
+    "zen5": (X86, f"{AVX512} -mavx512bf16 -mavx512vbmi -mavx512vp2intersect"),
     "avx512bf16": (X86, f"{AVX512} -mavx512bf16 -mavx512vbmi"),
     "avx512": (X86, AVX512),
     "avx2": (X86, "-mavx2 -mfma -mf16c"),

@@ -65,10 +65,10 @@ class Target:
 
         None of the matrix unit's peak: how much of it exponentials leave isn't known.
         """
-        share = self.share if self.converted is None or isa == "avx512bf16" else self.converted
+        share = self.share if self.converted is None or isa in ("zen5", "avx512bf16") else self.converted
         if isa == "amx":
             return 0.0 if self.case.dtype == "bf16" and not self.reads else share
-        return share if isa.startswith("avx512") else share - NARROWER
+        return share if isa.startswith(("zen5", "avx512")) else share - NARROWER
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 ISAS: dict[str, dict[str, set[str]]] = {  # with what the machine must have, as /proc/cpuinfo names it
     "x86_64": {
         "amx": {*AVX512, "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"},
+        "zen5": {*AVX512, "avx512_bf16", "avx512vbmi"},
         "avx512bf16": {*AVX512, "avx512_bf16", "avx512vbmi"},
         "avx512": AVX512,
         "avx2": {"avx2", "fma", "f16c"},

@@ -321,7 +321,7 @@ inline void decode_finish(const Forward& p, int64_t batch, int64_t head, int64_t
         sum == C(0) ? -kInfinity<C> : static_cast<C>(static_cast<double>(m) + std::log(static_cast<double>(sum)));
 }
 
-// Decoding in two phases: parts of the keys of each key head, and their merge.
+// Decoding in two phases: parts of the keys of each key head, and their merge. A single part is merged at once.
 template <class T, class Op>
 class DecodeCall {
   using C = typename Op::Compute;
@@ -345,15 +345,16 @@ class DecodeCall {
         sizes_(scratch(nullptr)),
         others_(scratch(nullptr, &sizes_)),
         step_(sizes_.out_step + 2),
-        merged_(heads_ * rows_ * parts_ * step_) {}
+        merged_(parts_ == 1 ? 0 : heads_ * rows_ * parts_ * step_) {}
 
   int64_t phases() const { return 2; }
   int64_t tasks(int64_t phase) const {
-    return rows_ == 0 ? 0 : phase == 0 ? p_.batch * sets_ * parts_ : heads_ * rows_;
+    if (rows_ == 0) return 0;
+    return phase == 0 ? p_.batch * sets_ * parts_ : parts_ == 1 ? 0 : heads_ * rows_;
   }
   int64_t scratch_bytes(int64_t phase) const {
-    return phase == 0 ? sizes_.bytes + (heads_of_set_ - 1) * others_.bytes
-                      : sizes_.out_step * static_cast<int64_t>(sizeof(C));
+    const int64_t merged = sizes_.out_step * static_cast<int64_t>(sizeof(C));
+    return phase == 0 ? heads_bytes() + (parts_ == 1 ? part_bytes() + merged : 0) : merged;
   }
   int64_t queues(int64_t) const { return 0; }
   int64_t queue_end(int64_t, int64_t) const { return 0; }
@@ -361,9 +362,7 @@ class DecodeCall {
   bool merges_in_parallel() const { return heads_ * rows_ * parts_ > 64; }
   void run(int64_t phase, int64_t task, void* memory, int64_t) const {
     if (phase == 0) return run_part(task, memory);
-    const int64_t head = task / rows_, r = task % rows_;
-    decode_finish<T>(p_, head / p_.heads_k, head % p_.heads_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q,
-                     merged_.data() + task * parts_ * step_, parts_, step_, static_cast<C*>(memory));
+    finish(task / rows_, task % rows_, merged_.data() + task * parts_ * step_, static_cast<C*>(memory));
   }
   void forget(int64_t) const {}
   void end() const {}
@@ -371,6 +370,13 @@ class DecodeCall {
  private:
   DecodeScratch<Op> scratch(void* memory, const DecodeScratch<Op>* first = nullptr) const {
     return {memory, p_, rows_, many_ ? kManyKeys : kDecodeKeys, first};
+  }
+  int64_t heads_bytes() const { return sizes_.bytes + (heads_of_set_ - 1) * others_.bytes; }
+  int64_t part_bytes() const { return round_up(step_, Simd<C>::kLanes) * static_cast<int64_t>(sizeof(C)); }
+  // Merges the parts of a row of a key head, which are counted over the batch.
+  void finish(int64_t head, int64_t r, const C* parts, C* merged) const {
+    decode_finish<T>(p_, head / p_.heads_k, head % p_.heads_k * group_ + r / p_.seqlen_q, r % p_.seqlen_q, parts,
+                     parts_, step_, merged);
   }
   // How many key heads a task reads together: there are to be two tasks for each thread, if heads suffice for that.
   int64_t heads_of_set(int64_t threads) const {
@@ -390,12 +396,16 @@ class DecodeCall {
                          ? (many_ ? decode_part<kManyKeys, T, Op, View> : decode_part<kDecodeKeys, T, Op, View>)
                          : (many_ ? decode_part<kManyKeys, T, Op, KeyRows> : decode_part<kDecodeKeys, T, Op, KeyRows>);
     run(p_, own, batch, head_k, heads, begin, min64(visited_.end, begin + part_keys_));
+    char* const single = static_cast<char*>(memory) + heads_bytes();
     for (int64_t h = 0; h < heads; ++h)
       for (int64_t r = 0; r < rows_; ++r) {
-        C* target = merged_.data() + (((batch * p_.heads_k + head_k + h) * rows_ + r) * parts_ + part) * step_;
+        const int64_t head = batch * p_.heads_k + head_k + h;
+        C* target =
+            parts_ == 1 ? reinterpret_cast<C*>(single) : merged_.data() + ((head * rows_ + r) * parts_ + part) * step_;
         std::memcpy(target, own[h].out + r * own[h].out_step, static_cast<size_t>(own[h].out_step) * sizeof(C));
         target[step_ - 2] = own[h].largest[r];
         target[step_ - 1] = Simd<C>::sum(Simd<C>::load(own[h].sums + r * Simd<C>::kLanes));
+        if (parts_ == 1) finish(head, r, target, reinterpret_cast<C*>(single + part_bytes()));
       }
   }
 

@@ -258,7 +258,7 @@ template <class T, int kDim>
 }
 
 // Prefetches the rows of a turn that comes later in the order of the memory, though some columns of all rows are read
-// first: with row i of kColumns columns from `column` on, as many elements.
+// first: with number i of kColumns elements each, of the columns from `column` on, as many.
 template <int kColumns, int kDim, class T>
 [[gnu::always_inline]] inline void prefetch_in_order(const Turn<T>& now, int64_t column, int64_t i) {
   const int64_t first = column * Simd<float>::kLanes + i * kColumns;
@@ -281,7 +281,8 @@ template <bool kPairs, int kDim, int kColumns, class T, int kRun, int kVectors, 
       if constexpr (!std::is_same_v<AnyTurn<T>, Turn<T>>) {
         if (prefetches) now.prefetch(2 * i, column, kColumns), now.prefetch(2 * i + 1, column, kColumns);
       } else if (prefetches) {
-        prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
+        if constexpr (kZen5 && kDim % (2 * kColumns) == 0) prefetch_in_order<2 * kColumns, kDim>(now, column, i);
+        else prefetch_row(row + now.ahead, kColumns), prefetch_row(row + now.step + now.ahead, kColumns);
       }
       __m512i value[kVectors];
 #pragma GCC unroll 8
@@ -354,7 +355,7 @@ template <bool kPairs, int kDim, int kRun, class T, template <class> class AnyTu
 
 // How many rows ahead K and V are prefetched; as measured.
 template <class T, bool kPairs, int kDim>
-inline constexpr int64_t kRowsAhead = (kPairs ? 8192 : 4096) / (kDim * sizeof(T));
+inline constexpr int64_t kRowsAhead = (kPairs && !kZen5 ? 8192 : 4096) / (kDim * sizeof(T));
 // And where rows follow each other, which with AVX-512 the processor prefetches, too, unless one row of float32 meets
 // them: four of them or 1 KiB, or a turn and 4 KiB where some columns of all of a turn's values come first.
 template <class T, bool kPairs, int kRows, int kDim>

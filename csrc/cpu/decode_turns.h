@@ -16,7 +16,8 @@ using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch,
 // Bytes of a call's K and V from which on 2 to 4 rows of bfloat16 take turns, from three times as many on unless heads
 // lie side by side, 5 to 8 from eight times as many on, 3 and more of float32 from four times as many on, and with 16
 // registers more than one row of any type; one row of float32 always. As measured: what is in a cache is multiplied
-// faster in blocks, what is not is read faster in turns.
+// faster in blocks, what is not is read faster in turns. (A Zen 5 reads more than two rows of bfloat16 in pages, and
+// more than four, faster in blocks.)
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
 inline int64_t key_bytes(const Forward& p) {
@@ -29,7 +30,7 @@ inline int64_t key_bytes(const Forward& p) {
 template <class T, class Op, bool kHeads, int kDim>
 constexpr int64_t most_rows_of_turns() {
   if (kRegisters == 16) return kHeads ? kRowsOfHeadsTogether<T> : sizeof(T) == 4 ? 8 : 4;
-  if (Op::kPack == 2) return kDim < 96 ? 4 : kHeads || kDim <= 128 ? 8 : 7;
+  if (Op::kPack == 2) return kZen5 || kDim < 96 ? 4 : kHeads || kDim <= 128 ? 8 : 7;
   if (sizeof(T) < 4) return 1;
   if (kHeads || kDim <= 64) return 8;
   return kDim <= 128 ? 2 : 1;
@@ -57,6 +58,7 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
         // (Few keys take turns only where a head by itself would read rows that lie far apart.)
         const bool few = least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
         if (rows > kMost || key_bytes(p) < least || few) return nullptr;
+        if (kZen5 && Op::kPack == 2 && !kHeads && p.pages.table != nullptr && rows > 2) return nullptr;
         if constexpr (kMost >= 2 && kDim <= 128)
           if (rows == 2) return of_size.template operator()<2, kDim>();
         if constexpr (kMost > 2) return of_size.template operator()<4, kDim>();

@@ -18,7 +18,7 @@ namespace {
 
 struct Candidate {
   const Kernels* kernels;  // nullptr: left out of this build
-  bool supported;
+  bool supported, only_by_name = false;
 };
 
 #if defined(__x86_64__) && !defined(ATTNKERN_EMULATED)
@@ -42,6 +42,8 @@ std::span<const Candidate> candidates() {
   (ATTNKERN_HAS_AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
       {&amx::kernels, ATTNKERN_HAS_AVX512BF16 && __builtin_cpu_supports("amx-tile") &&
                           __builtin_cpu_supports("amx-bf16") && may_use_tiles()},
+      // (Of the processors with bfloat16's instructions only these have this one, which isn't used.)
+      {&zen5::kernels, bool(ATTNKERN_HAS_AVX512BF16), !__builtin_cpu_supports("avx512vp2intersect")},
       {&avx512bf16::kernels, bool(ATTNKERN_HAS_AVX512BF16)},
       {&avx512::kernels, bool(ATTNKERN_HAS_AVX512)},
       {&avx2::kernels,
@@ -62,9 +64,9 @@ const Kernels* select_kernels(const char** error) {
     const char* wanted = std::getenv("ATTNKERN_CPU_ISA");
     const bool any = wanted == nullptr || *wanted == '\0';
     std::string runnable;
-    for (const auto& [kernels, supported] : candidates()) {
+    for (const auto& [kernels, supported, only_by_name] : candidates()) {
       if (kernels == nullptr || !supported) continue;
-      if (any || std::strcmp(wanted, kernels->name) == 0) return kernels;
+      if (any ? !only_by_name : std::strcmp(wanted, kernels->name) == 0) return kernels;
       runnable += std::string(runnable.empty() ? "" : ", ") + kernels->name;
     }
     if (runnable.empty()) {

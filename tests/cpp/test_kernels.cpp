@@ -587,7 +587,7 @@ int main(int argc, char** argv) {
   char* const current =
       static_cast<char*>(mmap(nullptr, kCurrentSize, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   int failures = 0, tested = 0;
-  for (const char* isa : {"no such set", "amx", "avx512bf16", "avx512", "avx2", "neon", "generic"}) {
+  for (const char* isa : {"no such set", "amx", "zen5", "avx512bf16", "avx512", "avx2", "neon", "generic"}) {
     std::fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {

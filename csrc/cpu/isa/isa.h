@@ -35,7 +35,7 @@ using BFloat16Dot = ConvertedDot;  // rows are converted to float32 as they are 
 // own, table.cpp leaves the others to the set below.
 template <class Run>
 void by_dtype([[maybe_unused]] DType dtype, const Run& run) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AVX512VP2INTERSECT__)
   run.template operator()<BFloat16, BFloat16Dot>();
 #else
   switch (dtype) {

@@ -23,7 +23,7 @@ Runtime threads_for(const Attention& p, const Runtime& runtime, int64_t scores) 
 const Kernels* others(DType dtype) {
 #if defined(ATTNKERN_EMULATED)
   return dtype == DType::kBFloat16 ? nullptr : &avx2::kernels;
-#elif defined(__AVX512BF16__)
+#elif defined(__AVX512BF16__) && !defined(__AVX512VP2INTERSECT__)
   return dtype == DType::kBFloat16 ? nullptr : &avx512::kernels;
 #else
   return static_cast<void>(dtype), nullptr;
