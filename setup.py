@@ -62,7 +62,8 @@ ISA = {  # best first: the machines it is compiled on, its own flags for csrc/cp
     "neon": (ARM, ""),
     "generic": (ANY, ""),
 }
-BELOW = {"amx": "avx512", "avx512bf16": "avx512"}  # which other set runs the dtypes that it adds no instructions for
+# Which other set runs the dtypes that one has no kernels for.
+BELOW = dict.fromkeys(("amx", "zen5", "avx512bf16"), "avx512")
 # The target, torch 2.10, must not exceed the oldest torch served: a newer one would not load there.
 TARGET = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 # What is to be inlined says so: -O3's larger limit for the rest takes a sixth of the compile time and makes no call

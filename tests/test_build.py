@@ -510,10 +510,10 @@ def test_instruction_sets_that_nobody_asked_for_are_left_out(fake_build):
     one = "avx2" if "avx2" in ISAS else "neon"
     assert compiled(one) == {one, "generic"}
     if "avx2" in ISAS:
-        for isa in ("avx512bf16", "amx"):
+        for isa in ("zen5", "avx512bf16", "amx"):
             assert compiled(isa) == {isa, "avx512", "generic"}  # float32's kernels are avx512's
     best = run(sys.executable, "-c", "import attnkern; print(attnkern.build_info()['cpu_isa'])", ATTNKERN_CPU_ISA="").strip()
-    assert compiled("native") == {best} | ({"avx512"} if best in ("avx512bf16", "amx") else set())
+    assert compiled("native") == {best} | ({"avx512"} if best in ("zen5", "avx512bf16", "amx") else set())
     env = {"ATTNKERN_CUDA": "0", "CXX": str(fake_build.folder / "bin" / "g++"), "ATTNKERN_CPU_ISAS": "generic mmx"}
     text = run(sys.executable, "setup.py", "-q", "build_ext", cwd=fake_build.folder, status=1, **env)
     told = r"ATTNKERN_CPU_ISAS must be native or name instruction sets of \w+ \(.*generic\), got 'mmx'\.\n"

@@ -34,7 +34,7 @@ namespace avx2 {
 namespace avx512 {
 [[gnu::weak]] extern const Kernels kernels;
 }
-namespace zen5 {  // the instructions of avx512bf16, as AMD's Zen 5 is fastest with them
+namespace zen5 {  // comes with avx512: the instructions of avx512bf16, as AMD's Zen 5 is fastest with them
 [[gnu::weak]] extern const Kernels kernels;
 }
 namespace avx512bf16 {  // comes with avx512

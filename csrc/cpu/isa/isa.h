@@ -31,11 +31,13 @@ using BFloat16Dot = PairDot;
 using BFloat16Dot = ConvertedDot;  // rows are converted to float32 as they are read
 #endif
 
-// run.operator()<T, Op>() for elements T of a dtype and their products. Where only bfloat16 has instructions of its
-// own, table.cpp leaves the others to the set below.
+// run.operator()<T, Op>() for elements T of a dtype and their products. What has no instructions of its own here, and on
+// a Zen 5 isn't float32, table.cpp leaves to the set below.
 template <class Run>
 void by_dtype([[maybe_unused]] DType dtype, const Run& run) {
-#if defined(__AVX512BF16__) && !defined(__AVX512VP2INTERSECT__)
+#if defined(__AVX512BF16__)
+  if constexpr (kZen5)
+    if (dtype == DType::kFloat32) return run.template operator()<float, Dot<float> >();
   run.template operator()<BFloat16, BFloat16Dot>();
 #else
   switch (dtype) {

@@ -19,12 +19,12 @@ Runtime threads_for(const Attention& p, const Runtime& runtime, int64_t scores) 
   return {small ? 1 : runtime.num_threads, runtime.parallel};
 }
 
-// The kernels for dtypes that have no instructions here that the set below lacks; null: there are none.
+// The kernels for dtypes that by_dtype leaves to the set below; null: there are none.
 const Kernels* others(DType dtype) {
 #if defined(ATTNKERN_EMULATED)
   return dtype == DType::kBFloat16 ? nullptr : &avx2::kernels;
-#elif defined(__AVX512BF16__) && !defined(__AVX512VP2INTERSECT__)
-  return dtype == DType::kBFloat16 ? nullptr : &avx512::kernels;
+#elif defined(__AVX512BF16__)
+  return dtype == DType::kBFloat16 || (kZen5 && dtype == DType::kFloat32) ? nullptr : &avx512::kernels;
 #else
   return static_cast<void>(dtype), nullptr;
 #endif
