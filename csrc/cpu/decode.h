@@ -25,6 +25,16 @@ inline bool excludes_all_of_rows(const Attention& p, int64_t batch, int64_t head
   return true;
 }
 
+// How many rows ahead K or V are prefetched: `most`, or fewer where heads lie side by side and rows go to the
+// first-level cache. There they crowd, by their distance, so that a later one would drive out those that nobody has
+// read.
+template <class T>
+inline int64_t rows_ahead(const View& rows, int64_t most) {
+  constexpr int64_t kApart = 32 << 10;  // bytes
+  if (!kZen5 || !side_by_side(rows)) return most;
+  return min64(most, max64(4, kApart / (rows.stride[2] * static_cast<int64_t>(sizeof(T)))));
+}
+
 // decode_values by register tiles.
 template <int64_t kKeysOfBlock, class T, class Op, class Keys>
 [[gnu::noinline]] void value_tiles(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_v,
@@ -44,7 +54,8 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    const auto prefetch = rows_to_prefetch<T>(v_rows, batch, head_v, key + j + kTile<C>, now, end, p.head_dim_v);
+    const int64_t ahead = rows_ahead<T>(p.v, kTile<C>);
+    const auto prefetch = rows_to_prefetch<T>(v_rows, batch, head_v, key + j + ahead, now, end, p.head_dim_v);
     if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)
       const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;
@@ -183,6 +194,7 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   // elements that the processor itself looks far enough ahead.
   const int64_t portion = keys_of_portion<T>(p.head_dim);
   const Keys k_rows = rows_of<Keys>(p.k, p.pages), v_rows = rows_of<Keys>(p.v, p.pages);
+  const int64_t ahead = rows_ahead<T>(p.k, portion);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
   const auto stream = stream_for<T, Op, Keys>(p, rows);
   Range streamed = full;
@@ -205,14 +217,14 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       continue;
     }
     keys = min64(kKeysOfBlock, last - key);
-    const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - portion)) : 0, portion};
+    const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - ahead)) : 0, ahead};
     with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
       using Element = typename std::remove_cvref_t<decltype(k)>::Element;
       const auto* lanes = in_place && can_lie_along_lanes<C, T>(p.head_dim)
                               ? queries_of<Element>(scratch.q_lanes, scratch.q_lanes)
                               : nullptr;
       score_portions<C, kKeysOfBlock>({queries_of<Element>(scratch), scratch.q_step, rows, lanes}, k, keys, p.head_dim,
-                                      {in_place ? prefetch.keys : 0, portion}, scratch.scores);
+                                      {in_place ? prefetch.keys : 0, ahead}, portion, scratch.scores);
     });
     block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
     if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);

@@ -228,14 +228,13 @@ inline void score_rows(const RowsOfQueries<typename RowDot<C, typename Keys::Ele
   });
 }
 
-// score_rows for a block: all rows meet as many keys as are prefetched meanwhile, then the next.
+// score_rows for a block: all rows meet the keys of a portion, then the next.
 template <class C, int64_t kKeysOfBlock, class Keys>
 inline void score_portions(const RowsOfQueries<typename RowDot<C, typename Keys::Element>::Query>& q, const Keys& k,
-                           int64_t keys, int64_t columns, PrefetchAhead prefetch, C* scores) {
-  const int64_t portion = prefetch.ahead;
+                           int64_t keys, int64_t columns, PrefetchAhead prefetch, int64_t portion, C* scores) {
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    score_rows<C, kKeysOfBlock>(q, k.from(j), now, columns, {max64(0, min64(now, prefetch.keys - j)), portion},
+    score_rows<C, kKeysOfBlock>(q, k.from(j), now, columns, {max64(0, min64(now, prefetch.keys - j)), prefetch.ahead},
                                 scores + j);
   }
 }

@@ -177,7 +177,8 @@ class FewQueriesCall {
     with_rows<C, T>(view, batch, head_k, key, keys, columns, scratch.copy, [&](const auto& rows, bool in_place) {
       const auto* queries = queries_of<typename std::remove_cvref_t<decltype(rows)>::Element>(x, own);
       score_portions<C, kDecodeKeys>({queries, step_, rows_}, rows, keys, columns,
-                                     {in_place ? max64(0, min64(keys, end - key - portion)) : 0, portion}, products);
+                                     {in_place ? max64(0, min64(keys, end - key - portion)) : 0, portion}, portion,
+                                     products);
     });
   }
   // Products to P and dS.
