@@ -31,8 +31,8 @@ using BFloat16Dot = PairDot;
 using BFloat16Dot = ConvertedDot;  // rows are converted to float32 as they are read
 #endif
 
-// run.operator()<T, Op>() for elements T of a dtype and their products. What has no instructions of its own here, and on
-// a Zen 5 isn't float32, table.cpp leaves to the set below.
+// run.operator()<T, Op>() for elements T of a dtype and their products. What has no instructions of its own here, and
+// isn't a Zen 5's float32, table.cpp leaves to the set below.
 template <class Run>
 void by_dtype([[maybe_unused]] DType dtype, const Run& run) {
 #if defined(__AVX512BF16__)
