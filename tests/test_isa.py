@@ -98,6 +98,25 @@ print("checked", count)
 """
 
 
+# float32 by two sets that differ in prefetching alone.
+BITS = """
+import hashlib, itertools, torch
+import attnkern
+assert attnkern.build_info()["cpu_isa"] == {isa!r}
+torch.manual_seed({seed})
+found = hashlib.sha256()
+for length, keys, dim, threads in itertools.product((1, 4, 7, 9, 13, 33), (1, 5, 8, 9, 40, 300), (16, 64), (1, 2)):
+    torch.set_num_threads(threads)
+    for layout in ("contiguous", "blhd"):
+        leaves = [x.requires_grad_() for x in attnkern.testing.make_inputs(
+            2, 4, length, keys, dim, heads_k=2, layout=layout).tensors.values()]
+        out = attnkern.attention(*leaves, enable_gqa=True)
+        for x in (out, *torch.autograd.grad(out, leaves, torch.ones_like(out))):
+            found.update(x.detach().contiguous().view(torch.uint8).numpy().tobytes())
+print(found.hexdigest())
+"""
+
+
 def forced(isa, code, folder="."):
     """Runs code by the kernels of an instruction set, those of the package in this folder, if there is one."""
     return subprocess.run(
@@ -120,6 +139,14 @@ def test_every_instruction_set(isa, fresh_seed):
         return
     assert result.returncode == 0, f"ATTNKERN_CPU_ISA={isa}, seed {fresh_seed}\n{result.stderr[-4000:]}"
     assert result.stdout.startswith("checked")
+
+
+def test_a_zen_5s_float32_has_the_bits_of_avx512(fresh_seed):
+    """Which kernels a call goes to is a matter of its dtype, not of what instructions another dtype has."""
+    sets = [isa for isa in ("zen5", "avx512") if isa in fuzz.runnable_isas()]
+    results = [forced(isa, BITS.format(isa=isa, seed=fresh_seed)) for isa in sets]
+    assert all(result.returncode == 0 for result in results), results[0].stderr[-4000:]
+    assert len({result.stdout for result in results}) <= 1, f"seed {fresh_seed}"
 
 
 if platform.machine() == "x86_64":  # the emulation is AVX2's

@@ -220,15 +220,20 @@ void forward_tile(const Forward& p, const ForwardScratch<Op>& scratch, PackedCac
                 static_cast<size_t>(queries) * sizeof(C));
 }
 
+// Whether products of a dtype are made of pairs.
+inline bool in_pairs([[maybe_unused]] DType dtype) {
+#if defined(__AVX512BF16__)
+  return dtype == DType::kBFloat16;
+#else
+  return false;
+#endif
+}
+
 // Up to so many keys tiles of so many queries are faster than decoding, with AVX-512 (as measured): up to half a vector
 // of queries leaves decoding more, and keys that aren't converted or are multiplied in pairs leave it less. Up to eight
 // of float32 are decoded, since their backward pass is: it shows which order of summation the forward pass had.
 inline int64_t keys_of_tiles(int64_t queries, DType dtype) {
-#if defined(__AVX512BF16__)
-  const bool pairs = dtype == DType::kBFloat16;
-#else
-  const bool pairs = false;
-#endif
+  const bool pairs = in_pairs(dtype);
   if (queries <= 4 || (queries <= 8 && dtype == DType::kFloat32)) return 0;
   if (queries <= 8) return pairs ? 11 * queries - 23 : 4 * queries - 12;
   return pairs ? 45 * (queries - 6) : dtype == DType::kFloat32 ? 30 * (queries - 7) : 10 * (queries - 6);
@@ -263,13 +268,10 @@ inline bool decodes(const Attention& p, bool backward = false) {
 // (few_queries.h), which would have to sum up P again.
 inline constexpr int64_t kFewKeys = 8, kQueriesOfFewKeys = 16;
 inline bool has_few_keys(const Attention& p) {
-#if defined(__AVX512BF16__)
-  constexpr int64_t kQueries = 6, kScores = 42;
-#else
-  constexpr int64_t kQueries = 12, kScores = 80;
-#endif
+  const bool pairs = in_pairs(p.dtype);
+  const int64_t queries = pairs ? 6 : 12, scores = pairs ? 42 : 80;
   constexpr int64_t kBiased = kVectorBytes == 64 ? kQueriesOfFewKeys : kVectorBytes == 32 ? 12 : 8;
-  if (kVectorBytes == 64 && p.seqlen_q > kQueries && p.seqlen_q * p.seqlen_k >= kScores && !lie_apart(p.k, p.head_dim))
+  if (kVectorBytes == 64 && p.seqlen_q > queries && p.seqlen_q * p.seqlen_k >= scores && !lie_apart(p.k, p.head_dim))
     return false;
   if (p.bias.data != nullptr && p.seqlen_q > kBiased) return false;
   return p.seqlen_k <= kFewKeys && p.seqlen_q <= kQueriesOfFewKeys && !p.bits && p.ranges.data == nullptr &&
