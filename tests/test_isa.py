@@ -102,13 +102,14 @@ print("checked", count)
 BITS = """
 import hashlib, itertools, torch
 import attnkern
+from attnkern import testing
 assert attnkern.build_info()["cpu_isa"] == {isa!r}
 torch.manual_seed({seed})
 found = hashlib.sha256()
 for length, keys, dim, threads in itertools.product((1, 4, 7, 9, 13, 33), (1, 5, 8, 9, 40, 300), (16, 64), (1, 2)):
     torch.set_num_threads(threads)
     for layout in ("contiguous", "blhd"):
-        leaves = [x.requires_grad_() for x in attnkern.testing.make_inputs(
+        leaves = [x.requires_grad_() for x in testing.make_inputs(
             2, 4, length, keys, dim, heads_k=2, layout=layout).tensors.values()]
         out = attnkern.attention(*leaves, enable_gqa=True)
         for x in (out, *torch.autograd.grad(out, leaves, torch.ones_like(out))):
