@@ -26,8 +26,7 @@ inline bool excludes_all_of_rows(const Attention& p, int64_t batch, int64_t head
 }
 
 // How many rows ahead K or V are prefetched: `most`, or fewer where heads lie side by side and rows go to the
-// first-level cache. There they crowd, by their distance, so that a later one would drive out those that nobody has
-// read.
+// first-level cache. It has few places for rows so far apart: one that comes later would drive out one not yet read.
 template <class T>
 inline int64_t rows_ahead(const View& rows, int64_t most) {
   constexpr int64_t kApart = 32 << 10;  // bytes
@@ -51,10 +50,9 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   const auto* probabilities = reinterpret_cast<const Scalar*>(scratch.scores);
   const Keys v_rows = rows_of<Keys>(p.v, p.pages);
   // What several runs of rows read again and again is to stay in the first-level cache.
-  const int64_t portion = rows <= kTileRows ? keys : kTile<C>;
+  const int64_t portion = rows <= kTileRows ? keys : kTile<C>, ahead = rows_ahead<T>(p.v, kTile<C>);
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    const int64_t ahead = rows_ahead<T>(p.v, kTile<C>);
     const auto prefetch = rows_to_prefetch<T>(v_rows, batch, head_v, key + j + ahead, now, end, p.head_dim_v);
     if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)

@@ -258,7 +258,7 @@ template <class T, int kDim>
 }
 
 // Prefetches the rows of a turn that comes later in the order of the memory, though some columns of all rows are read
-// first: with number i of kColumns elements each, of the columns from `column` on, as many.
+// first: call number i of those columns, which begin at `column`, prefetches the next kColumns elements.
 template <int kColumns, int kDim, class T>
 [[gnu::always_inline]] inline void prefetch_in_order(const Turn<T>& now, int64_t column, int64_t i) {
   const int64_t first = column * Simd<float>::kLanes + i * kColumns;

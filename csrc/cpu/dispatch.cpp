@@ -18,7 +18,7 @@ namespace {
 
 struct Candidate {
   const Kernels* kernels;  // nullptr: left out of this build
-  bool supported, only_by_name = false;
+  bool supported;
 };
 
 #if defined(__x86_64__) && !defined(ATTNKERN_EMULATED)
@@ -33,17 +33,21 @@ bool may_use_tiles() {
 std::span<const Candidate> candidates() {
   static const Candidate table[] = {
 #if defined(ATTNKERN_EMULATED)  // tests/emulated
-      {&amx::kernels, true},     {&avx512bf16::kernels, true}, {&avx512::kernels, true}, {&avx2::kernels, true},
+      {&amx::kernels, true},
+      {&avx512bf16::kernels, true},
+      {&avx512::kernels, true},
+      {&avx2::kernels, true},
 #elif defined(__x86_64__)
 #define ATTNKERN_HAS_AVX512                                                                                         \
   (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && \
    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
 #define ATTNKERN_HAS_AVX512BF16 \
   (ATTNKERN_HAS_AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+// (With bfloat16's instructions only a Zen 5 has this one, which isn't used.)
+#define ATTNKERN_IS_ZEN5 __builtin_cpu_supports("avx512vp2intersect")
       {&amx::kernels, ATTNKERN_HAS_AVX512BF16 && __builtin_cpu_supports("amx-tile") &&
                           __builtin_cpu_supports("amx-bf16") && may_use_tiles()},
-      // (Of the processors with bfloat16's instructions only these have this one, which isn't used.)
-      {&zen5::kernels, bool(ATTNKERN_HAS_AVX512BF16), !__builtin_cpu_supports("avx512vp2intersect")},
+      {&zen5::kernels, ATTNKERN_HAS_AVX512BF16 && ATTNKERN_IS_ZEN5},
       {&avx512bf16::kernels, bool(ATTNKERN_HAS_AVX512BF16)},
       {&avx512::kernels, bool(ATTNKERN_HAS_AVX512)},
       {&avx2::kernels,
@@ -52,6 +56,9 @@ std::span<const Candidate> candidates() {
       {&neon::kernels, true},
 #endif
       {&generic::kernels, true},
+#if defined(__x86_64__) && !defined(ATTNKERN_EMULATED)
+      {&zen5::kernels, ATTNKERN_HAS_AVX512BF16 && !ATTNKERN_IS_ZEN5},  // by name: others are faster here
+#endif
   };
   return table;
 }
@@ -64,9 +71,9 @@ const Kernels* select_kernels(const char** error) {
     const char* wanted = std::getenv("ATTNKERN_CPU_ISA");
     const bool any = wanted == nullptr || *wanted == '\0';
     std::string runnable;
-    for (const auto& [kernels, supported, only_by_name] : candidates()) {
+    for (const auto& [kernels, supported] : candidates()) {
       if (kernels == nullptr || !supported) continue;
-      if (any ? !only_by_name : std::strcmp(wanted, kernels->name) == 0) return kernels;
+      if (any || std::strcmp(wanted, kernels->name) == 0) return kernels;
       runnable += std::string(runnable.empty() ? "" : ", ") + kernels->name;
     }
     if (runnable.empty()) {

@@ -135,8 +135,8 @@ class ProductWalk {
   int64_t a_step_, b_step_;
 };
 
-// Whether these are the kernels of AMD's Zen 5, which alone has both bfloat16's instructions and this one (and it isn't
-// used). Its first-level cache has 48 KiB, half as much again as that of a Zen 4, and is filled as fast as the second.
+// Whether these are the kernels of AMD's Zen 5. With bfloat16's instructions it alone has VP2INTERSECT, which isn't
+// used. Its first-level cache has 48 KiB, half as much again as that of a Zen 4, and is filled as fast as the second.
 #if defined(__AVX512VP2INTERSECT__) && defined(__AVX512BF16__)
 inline constexpr bool kZen5 = true;
 #else
