@@ -49,6 +49,28 @@ def test_same_bits_as_contiguous(target, dtype, queries, size):
         assert same(target.attention(q, key, value, block_table=table, **options, **more), want)
 
 
+@pytest.mark.parametrize("layout", ["heads first", "side by side"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("megabytes", [44, 72])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_same_bits_from_memory(dtype, megabytes, head_dim, layout):
+    """Decoding keys that no cache holds, which a CPU reads by other kernels: by how many rows share a key head."""
+    batch, heads = 3, 4
+    length = megabytes * 2**20 // (batch * heads * 2 * head_dim * dtype.itemsize) // 64 * 64
+    k, v = (torch.randn(batch, heads, length, head_dim).to(dtype) for _ in range(2))
+    (key, value), table = in_pages(64, k, v)
+    if layout == "side by side":
+        k, v, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v, key, value))
+    lengths = torch.tensor([length, length - 5, length // 2])
+    ranges = torch.stack([torch.zeros_like(lengths), lengths], -1)[:, None, None, None]
+    for rows in (1, 2, 3, 4, 5, 8):
+        q = torch.randn(batch, rows * heads, 1, head_dim).to(dtype)
+        options = {"enable_gqa": True, "key_ranges": ranges, "return_lse": True}
+        want = attnkern.attention(q, k, v, **options)
+        got = attnkern.attention(q, key, value, block_table=table, **options)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True)), rows
+
+
 OPTIONS = {
     "softcap": {"softcap": 5.0},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},

@@ -12,6 +12,13 @@ inline constexpr int64_t kHeadsTogether = 8, kTurnsTogether = 4;
 template <class T>
 inline constexpr int64_t kRowsOfHeadsTogether = sizeof(T) == 4 ? 10 : 8;
 
+// Whether a turn of a head has so few bytes, of rows that lie in pages, that its K and V and those of the next head
+// stay in the first-level cache together. (Measured on a Zen 5 alone.)
+template <class T>
+constexpr bool head_by_head(int64_t head_dim) {
+  return kZen5 && head_dim * static_cast<int64_t>(sizeof(T)) <= 128;
+}
+
 // Whether a key's rows of all heads lie side by side.
 inline bool side_by_side(const View& rows) { return rows.stride[1] < rows.stride[2]; }
 
@@ -31,16 +38,19 @@ class TurnsOfHeads {
         side_by_side_(side_by_side(view)),
         dense_(side_by_side_ && view.stride[1] * heads == view.stride[2]) {}
 
-  // How many turns from key number j on a head meets before the next one does, of `most`: those of which its rows lie
+  // How many turns from key number j on a head meets before the next one does, of `most`, each of rows that lie
   // together. (Where heads lie side by side, more than one wouldn't stay in the first-level cache for the last head.)
   int64_t turns(int64_t j, int64_t most) const {
-    return side_by_side_ ? 1 : max64(1, min64(min64(most, kTurnsTogether), rows_together(rows_, key_ + j) / kLanes));
+    int64_t count = 1;
+    if (side_by_side_ || !together(j)) return count;
+    while (count < min64(most, kTurnsTogether) && together(j + count * kLanes)) ++count;
+    return count;
   }
-  // That of the keys from number j on; `other` are prefetched meanwhile, from their number `next` on and in the order
-  // in which they lie in memory.
+  // That of the keys from number j on; `other` are prefetched meanwhile: those of `other_head` from their number `next`
+  // on, in the order in which they lie in memory.
   template <class TurnOfOne>
-  [[gnu::always_inline]] TurnOfOne turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t next,
-                                        int64_t early) {
+  [[gnu::always_inline]] TurnOfOne turn(int64_t head, int64_t j, const TurnsOfHeads& other, int64_t other_head,
+                                        int64_t next, int64_t early) {
     TurnOfOne now;
     now.early = early;
     if constexpr (std::is_same_v<TurnOfOne, TurnBesideOthers<T>>) now.next_head = rows_.stride[1];
@@ -52,8 +62,8 @@ class TurnsOfHeads {
     }
     if (next >= other.keys_ || !other.together(next)) now.other = now.row, now.other_step = now.step;
     else if (other.dense_)
-      now.other_step = other.rows_.stride[1], now.other = other.row(0, next) + head * kLanes * now.other_step;
-    else now.other = other.row(head, next), now.other_step = other.rows_.stride[2];
+      now.other_step = other.rows_.stride[1], now.other = other.row(0, next) + other_head * kLanes * now.other_step;
+    else now.other = other.row(other_head, next), now.other_step = other.rows_.stride[2];
     return now;
   }
 
@@ -130,8 +140,8 @@ template <bool kPairs, int kDim, int kRun, class TurnOfOne>
 }
 
 // decode_stream for several key heads, which may lie in pages, and without a bias: some turns of all heads, first of K
-// and then of V. Meanwhile the next of these are prefetched. Each head adds up in the order of decode_stream.
-// TurnOfOne: TurnOfHead<T>, or TurnBesideOthers<T> where heads lie so.
+// and then of V, or of a head after the other. Meanwhile the next of these are prefetched. Each head adds up in the
+// order of decode_stream. TurnOfOne: TurnOfHead<T>, or TurnBesideOthers<T> where heads lie so.
 template <class T, class Op, int kRows, int kDim, class TurnOfOne>
 [[gnu::noinline]] void decode_heads(const Forward& p, const DecodeScratch<Op>* scratch, int64_t batch, int64_t head_k,
                                     int64_t heads, int64_t key, int64_t keys) {
@@ -148,56 +158,70 @@ template <class T, class Op, int kRows, int kDim, class TurnOfOne>
     const int64_t most = min64(keys - j, kDecodeKeys - j % kDecodeKeys) / kLanes;
     return v.turns(j, k.turns(j, most));
   };
-  // Of each head's scratch.scores: those of some turns, those of the next ones, probabilities.
-  const auto score_turns = [&](int64_t j, int64_t turns, int64_t place, int64_t next) {
-    for (int64_t head = 0; head < heads; ++head) {
-      const DecodeScratch<Op>& own = scratch[head];
-      const auto* q = queries_of<T>(own);
-      for (int64_t t = 0; t < turns; ++t) {
-        const auto turn = k.template turn<TurnOfOne>(head, j + t * kLanes, v, next + t * kLanes, 0);
-        float* scores = own.scores + (place + t) * part;
-        for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-          if constexpr (kRows < 4) score_turn<T, kDim, kRun>(turn, true, q, own.q_step, scores);
-          else score_run<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
-        });
-      }
+  // Both prefetch rows of `other_head` meanwhile, from number `next` of `other` on. Of each head's scratch.scores:
+  // those of some turns, those of the next ones, probabilities.
+  const auto score_turns = [&](int64_t head, int64_t j, int64_t turns, int64_t place, const Turns& other,
+                               int64_t other_head, int64_t next) {
+    const DecodeScratch<Op>& own = scratch[head];
+    const auto* q = queries_of<T>(own);
+    for (int64_t t = 0; t < turns; ++t) {
+      const auto turn = k.template turn<TurnOfOne>(head, j + t * kLanes, other, other_head, next + t * kLanes, 0);
+      float* scores = own.scores + (place + t) * part;
+      for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+        if constexpr (kRows < 4) score_turn<T, kDim, kRun>(turn, true, q, own.q_step, scores);
+        else score_run<T, kDim, kRun>(turn, r == 0, q + r * own.q_step, own.q_step, scores + r * kLanes);
+      });
     }
   };
-  const auto add_turns = [&](int64_t j, int64_t turns, int64_t place, const Turns& other, int64_t next) {
-    for (int64_t head = 0; head < heads; ++head) {
-      const DecodeScratch<Op>& own = scratch[head];
-      const float* scores = own.scores + place * part;
-      float* probabilities = own.scores + 2 * kTurnsTogether * part;
-      if (j % kDecodeKeys == 0) add_recent_sums<kDim, kOrder>(own, rows);
-      TurnOfOne of_turns[kTurnsTogether];
-      for (int64_t t = 0; t < turns; ++t)
-        of_turns[t] = v.template turn<TurnOfOne>(head, j + t * kLanes, other, next + t * kLanes, early_rows(rows));
-      for (int64_t t = 0, now; t < turns; t += now) {
-        now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
-        probabilities_of_turns<Op, kOrder, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
-        for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
-          if constexpr (kRows < 4)
-            add_values_of_turns<kPairs, kDim, kRun>(of_turns + t, now, true, probabilities, part, own.recent,
-                                                    recent_step);
-          else
-            add_run<kPairs, kDim, kRun>(of_turns + t, now, r == 0, probabilities + r * kLanes, part,
-                                        own.recent + r * recent_step, recent_step);
-        });
-      }
+  const auto add_turns = [&](int64_t head, int64_t j, int64_t turns, int64_t place, const Turns& other,
+                             int64_t other_head, int64_t next) {
+    const DecodeScratch<Op>& own = scratch[head];
+    const float* scores = own.scores + place * part;
+    float* probabilities = own.scores + 2 * kTurnsTogether * part;
+    if (j % kDecodeKeys == 0) add_recent_sums<kDim, kOrder>(own, rows);
+    TurnOfOne of_turns[kTurnsTogether];
+    for (int64_t t = 0; t < turns; ++t)
+      of_turns[t] =
+          v.template turn<TurnOfOne>(head, j + t * kLanes, other, other_head, next + t * kLanes, early_rows(rows));
+    for (int64_t t = 0, now; t < turns; t += now) {
+      now = max64(1, turns_without_maximum(own, scale, rows, turns - t, scores + t * part));
+      probabilities_of_turns<Op, kOrder, kDim>(own, scale, rows, now, scores + t * part, probabilities, of_turns + t);
+      for_rows_of<kRows>(rows, [&]<int kRun>(int64_t r) __attribute__((always_inline)) {
+        if constexpr (kRows < 4)
+          add_values_of_turns<kPairs, kDim, kRun>(of_turns + t, now, true, probabilities, part, own.recent,
+                                                  recent_step);
+        else
+          add_run<kPairs, kDim, kRun>(of_turns + t, now, r == 0, probabilities + r * kLanes, part,
+                                      own.recent + r * recent_step, recent_step);
+      });
     }
   };
 
   for (int64_t head = 0; head < heads; ++head)
     std::memset(scratch[head].recent, 0, static_cast<size_t>(rows * recent_step) * sizeof(float));
-  int64_t turns = turns_from(0);
-  score_turns(0, turns, 0, 0);
-  for (int64_t j = 0, place = 0; j < keys; place = kTurnsTogether - place) {
-    const int64_t now = turns, next = j + now * kLanes;
-    turns = next < keys ? turns_from(next) : 0;
-    if (turns > 0) score_turns(next, turns, kTurnsTogether - place, j);
-    const int64_t after = next + turns * kLanes;
-    add_turns(j, now, place, after < keys ? k : v, after < keys ? after : next);
-    j = next;
+  if (!head_by_head<T>(kDim) || side_by_side(p.k)) {  // K of all heads, then V
+    int64_t turns = turns_from(0);
+    for (int64_t head = 0; head < heads; ++head) score_turns(head, 0, turns, 0, v, head, 0);
+    for (int64_t j = 0, place = 0; j < keys; place = kTurnsTogether - place) {
+      const int64_t now = turns, next = j + now * kLanes;
+      turns = next < keys ? turns_from(next) : 0;
+      for (int64_t head = 0; turns > 0 && head < heads; ++head)
+        score_turns(head, next, turns, kTurnsTogether - place, v, head, j);
+      const int64_t after = next + turns * kLanes;
+      for (int64_t head = 0; head < heads; ++head)
+        add_turns(head, j, now, place, after < keys ? k : v, head, after < keys ? after : next);
+      j = next;
+    }
+  } else {  // a head's K and V, which are prefetched while the head before is at work
+    for (int64_t j = 0, turns; j < keys; j += turns * kLanes) {
+      turns = turns_from(j);
+      for (int64_t head = 0; head < heads; ++head) {
+        const bool last = head + 1 == heads;
+        const int64_t other = last ? 0 : head + 1, next = last ? j + turns * kLanes : j;
+        score_turns(head, j, turns, 0, k, other, next);
+        add_turns(head, j, turns, 0, v, other, next);
+      }
+    }
   }
   for (int64_t head = 0; head < heads; ++head) add_recent_sums<kDim, kOrder>(scratch[head], rows);
 }

@@ -357,11 +357,12 @@ template <bool kPairs, int kDim, int kRun, class T, template <class> class AnyTu
 template <class T, bool kPairs, int kDim>
 inline constexpr int64_t kRowsAhead = (kPairs && !kZen5 ? 8192 : 4096) / (kDim * sizeof(T));
 // And where rows follow each other, which with AVX-512 the processor prefetches, too, unless one row of float32 meets
-// them: four of them or 1 KiB, or a turn and 4 KiB where some columns of all of a turn's values come first.
+// them: four of them or 1 KiB, or a turn and 4 KiB where some columns of all of a turn's values come first. (A Zen 5 is
+// fastest with 4 KiB throughout, the 64 lines that it waits for at a time: it drops what is prefetched beyond them.)
 template <class T, bool kPairs, int kRows, int kDim>
 constexpr int64_t dense_rows_ahead() {
   constexpr int64_t kLanes = Simd<float>::kLanes, kBytes = kDim * sizeof(T);
-  if (kRegisters == 16 || (kRows == 1 && sizeof(T) == 4)) return kRowsAhead<T, kPairs, kDim>;
+  if (kZen5 || kRegisters == 16 || (kRows == 1 && sizeof(T) == 4)) return kRowsAhead<T, kPairs, kDim>;
   if (kRows == 4 && kDim > kVectorsOfValues<kPairs, kDim, 4> * kLanes) return max64(kLanes, 4096 / kBytes);
   return max64(4, 1024 / kBytes);
 }

@@ -16,17 +16,17 @@ using DecodeHeads = void (*)(const Forward& p, const DecodeScratch<Op>* scratch,
 // Bytes of a call's K and V from which on 2 to 4 rows of bfloat16 take turns, from three times as many on unless heads
 // lie side by side, 5 to 8 from eight times as many on, 3 and more of float32 from four times as many on, and with 16
 // registers more than one row of any type; one row of float32 always. As measured: what is in a cache is multiplied
-// faster in blocks, what is not is read faster in turns. (A Zen 5 reads more than two rows of bfloat16 in pages, and
-// more than four, faster in blocks.)
+// faster in blocks, what is not is read faster in turns. (A Zen 5 reads more than four rows of bfloat16 faster in
+// blocks.) Pages decide nothing here: the bits are to be those of the same keys without them.
 inline constexpr int64_t kTurnsFrom = 8 << 20;
 
 inline int64_t key_bytes(const Forward& p) {
   return entries_of_call(p) * p.heads_k * p.seqlen_k * (p.head_dim + p.head_dim_v) * bytes_of(p.dtype);
 }
 
-// How many rows take turns, at most; kHeads: those of several key heads. As measured: with 32 registers, more have too
-// much to multiply for it, as short ones of bfloat16 have, and three and more wide rows of float32 that lie one after
-// the other are read as fast in blocks.
+// How many rows take turns, at most; kHeads: those of key heads side by side. As measured: with 32 registers, more have
+// too much to multiply for it, as short ones of bfloat16 have, and three and more wide rows of float32 that lie one
+// after the other are read as fast in blocks.
 template <class T, class Op, bool kHeads, int kDim>
 constexpr int64_t most_rows_of_turns() {
   if (kRegisters == 16) return kHeads ? kRowsOfHeadsTogether<T> : sizeof(T) == 4 ? 8 : 4;
@@ -58,7 +58,6 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
         // (Few keys take turns only where a head by itself would read rows that lie far apart.)
         const bool few = least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
         if (rows > kMost || key_bytes(p) < least || few) return nullptr;
-        if (kZen5 && Op::kPack == 2 && !kHeads && p.pages.table != nullptr && rows > 2) return nullptr;
         if constexpr (kMost >= 2 && kDim <= 128)
           if (rows == 2) return of_size.template operator()<2, kDim>();
         if constexpr (kMost > 2) return of_size.template operator()<4, kDim>();
@@ -84,22 +83,26 @@ DecodeStream<T, Op> stream_for(const Forward& p, int64_t rows) {
 }
 
 // That for several key heads: where a key's rows of all heads lie side by side, and with 32 registers for more than two
-// rows in pages that a cache holds. (Rows that do little with what they read are better off with the two streams of a
-// head, and so is what comes from memory.) The heads have the same keys.
+// rows in pages, if without pages they would take turns, too. (Rows that do little with what they read are better off
+// with the two streams of a head, and so is what comes from memory, unless rows are short.) The heads have the same
+// keys.
 template <class T, class Op>
 DecodeHeads<T, Op> heads_for(const Forward& p, int64_t rows) {
   constexpr int64_t kMemory = 64 << 20;
-  const bool gathers = kRegisters == 32 && p.pages.table != nullptr && rows > 2 && key_bytes(p) < kMemory;
   const bool beside = side_by_side(p.k) && side_by_side(p.v);
-  if (!gathers && !beside) return nullptr;
+  const bool gathers = kRegisters == 32 && p.pages.table != nullptr && rows > 2;
+  if (!beside && !(gathers && (head_by_head<T>(p.head_dim) || key_bytes(p) < kMemory))) return nullptr;
   if (p.heads_k == 1 || p.bias.data != nullptr || p.ranges.stride[1] != 0) return nullptr;
-  return kernel_of_turns<DecodeHeads<T, Op>, T, Op, true>(p, rows, [&]<int kRows, int kDim>() -> DecodeHeads<T, Op> {
+  using Kernel = DecodeHeads<T, Op>;
+  const auto of_size = [&]<int kRows, int kDim>() -> Kernel {
     if constexpr (kRegisters == 32)
       if (kRows < 4 || (beside && rows <= 4)) return &decode_heads<T, Op, kRows, kDim, TurnBesideOthers<T>>;
     if constexpr (kRegisters == 16 || kRows == 4)  // (as measured, more rows gain nothing from what is closer)
       return &decode_heads<T, Op, kRows, kDim, TurnOfHead<T>>;
     return nullptr;
-  });
+  };
+  return beside ? kernel_of_turns<Kernel, T, Op, true>(p, rows, of_size)
+                : kernel_of_turns<Kernel, T, Op, false>(p, rows, of_size);
 }
 
 }  // namespace
