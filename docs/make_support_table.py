@@ -1,8 +1,9 @@
 """Makes the table of which backend takes what from the backends' own refusals.
 
 python docs/make_support_table.py                              prints it
-python docs/make_support_table.py docs/support.md README.md    puts it between the files' support markers, and the lines
-                                                               that are not "yes" throughout between exceptions markers
+python docs/make_support_table.py docs/support.md README.md    puts it between the files' support markers, that of pages
+                                                               between pages markers, and the lines that are not "yes"
+                                                               throughout between exceptions markers
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from attnkern import testing
 from attnkern.backends import TABLE, explain
 from attnkern.problem import Problem
 
-MARKERS = {name: (f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in ("support", "exceptions")}
+MARKERS = {name: (f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in ("support", "pages", "exceptions")}
 
 
 class Feature(NamedTuple):
@@ -71,7 +72,41 @@ def features() -> list[Feature]:
     ]
 
 
-def table(*, exceptions: bool = False) -> str:
+def features_in_pages() -> list[Feature]:
+    """Every line of the table of calls whose keys and values lie in pages."""
+    tables = torch.tensor([[2, 0], [1, 1]], dtype=torch.int32)
+
+    def feature(
+        name: str, length: int = 5, heads: int = 2, size: int = 16, head_dim_v: int = 8, **options: Any
+    ) -> Feature:
+        dtype = options.pop("dtype", torch.float32)
+        query, key = torch.zeros(2, heads, length, 8, dtype=dtype), torch.zeros(3, 2, size, 8, dtype=dtype)
+        value, mask = torch.zeros(3, 2, size, head_dim_v, dtype=dtype), options.pop("attn_mask", None)
+        return Feature(name, testing.Inputs(query, key, value, mask, name), {"block_table": tables, **options})
+
+    lengths = torch.tensor([[0, 20], [0, 3]]).view(2, 1, 1, 1, 2)
+    return [
+        *(feature(name, dtype=getattr(torch, name)) for name in ("float32", "float64", "bfloat16", "float16")),
+        feature("pages of 16", size=16),
+        feature("pages of 256", size=256),
+        feature("`key_ranges`: lengths of sequences", key_ranges=lengths),
+        feature("one query (decoding)", length=1, key_ranges=lengths),
+        feature("value of another head size", head_dim_v=12),
+        feature("`enable_gqa`: fewer key and value heads", heads=4, enable_gqa=True),
+        feature('`is_causal` with `alignment="bottom_right"`', is_causal=True, alignment="bottom_right"),
+        feature("`window`", window=(2, 1)),
+        feature("`attn_mask`, bool", attn_mask=torch.ones(2, 1, 5, 32, dtype=torch.bool)),
+        feature("`attn_mask`, float", attn_mask=torch.zeros(2, 5, 32)),
+        feature("`scale`", scale=-0.5),
+        feature("`softcap`", softcap=30.0),
+        feature("`sinks`", sinks=torch.zeros(2)),
+        feature("`relative_bias`", relative_bias=torch.zeros(2, 36)),
+        feature("`dropout_p`", dropout_p=0.1),
+        feature("`return_lse`", return_lse=True),
+    ]
+
+
+def table(of: list[Feature], *, exceptions: bool = False) -> str:
     """The Markdown table: a line per feature, a column per device and backend, the backend used first to the left.
 
     With `exceptions` it has only the lines that say something else than "yes".
@@ -82,7 +117,7 @@ def table(*, exceptions: bool = False) -> str:
         "| | " + " | ".join(f"{device}: `{name}`" for device, name in columns) + " |",
         "|---|" + "---|" * len(columns),
     ]
-    for feature in features():
+    for feature in of:
         cells = {column: cell(feature, *column) for column in columns}
         if exceptions and {*cells.values()} == {"yes"}:
             continue
@@ -91,10 +126,14 @@ def table(*, exceptions: bool = False) -> str:
 
 
 def cell(feature: Feature, device: str, backend: str) -> str:
-    """ "yes" (forward and backward), "forward only: ..." or "no: ...", with the backend's reasons."""
-    forward, backward = (_refusals(feature, device, backend, gradients=g) for g in (False, True))
-    if forward:
+    """ "yes" (forward and backward), "forward only: ..." or "no: ...", with the backend's reasons.
+
+    Pages have no gradient, so of them "yes" means forward."""
+    if forward := _refusals(feature, device, backend, gradients=False):
         return f"no: {'; '.join(forward)}"
+    if "block_table" in feature.options:
+        return "yes"
+    backward = _refusals(feature, device, backend, gradients=True)
     return f"forward only: {'; '.join(backward)}" if backward else "yes"
 
 
@@ -125,7 +164,9 @@ def replace(text: str) -> str:
     for name in found:
         begin, end = MARKERS[name]
         before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{table(exceptions=name == 'exceptions')}\n{end}{rest.partition(end)[2]}"
+        of = features_in_pages() if name == "pages" else features()
+        made = table(of, exceptions=name == "exceptions")
+        text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
     return text
 
 
@@ -133,7 +174,7 @@ def main() -> None:
     for page in map(Path, sys.argv[1:]):
         page.write_text(replace(page.read_text()))
     if len(sys.argv) == 1:
-        print(table())
+        print(table(features()), table(features_in_pages()), sep="\n\n")
 
 
 if __name__ == "__main__":
