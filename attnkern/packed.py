@@ -29,6 +29,19 @@ _MOST_TOKENS = 1 << 17  # of ranges that are kept: 1 MiB
 _P = ParamSpec("_P")
 
 
+def heads_first(*packed: Tensor, batch: bool = False) -> list[Tensor]:
+    """(tokens, H, E) as (H, tokens, E), which needs no batch, and a view costs as much as a seventh of a short call; with
+    `batch`, and for gradients, which short calls have in four dimensions alone, as (1, H, tokens, E)."""
+    views = [x.transpose(0, 1) for x in packed]
+    batch = batch or (torch.is_grad_enabled() and any(x.requires_grad for x in packed))
+    return [x.unsqueeze(0) for x in views] if batch else views
+
+
+def tokens_first(out: Tensor) -> Tensor:
+    """(tokens, H, Ev) of a result for `heads_first`."""
+    return (out.squeeze(0) if out.dim() == 4 else out).transpose(0, 1)
+
+
 def _kept(*by_value: int) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
     """A decorator for a function of ranges, which then returns those of its last call if this one has the same
     arguments: tensors at the places `by_value` of the same values, others of the same shape.

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .api import attention
 from .arguments import Window, checked_window, type_error
-from .packed import packed_ranges, paged_ranges
+from .packed import heads_first, packed_ranges, paged_ranges, tokens_first
 from .pages import pages_of
 from .params import check_alignment, holds
 
@@ -103,16 +103,15 @@ def varlen_attention(
         if relative_bias_center is None and isinstance(relative_bias, Tensor) and relative_bias.dim() > 0:
             relative_bias_center = (relative_bias.shape[-1] - 1) // 2
     left, right = check_packed_window(is_causal, window, alignment)
-    q = query.transpose(0, 1).unsqueeze(0)
     if block_table is None:
         if cu_seqlens_k is None:
             cu_seqlens_k = cu_seqlens_q
         ranges = packed_ranges(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
-        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (key, value))
+        q, k, v = heads_first(query, key, value, batch=sinks is not None)  # (which may have one, too)
     else:
         used: Any = seqused_k
         ranges = paged_ranges(query, block_table, key.shape[2], cu_seqlens_q, used, left, right, alignment)
-        k, v, block_table = key, value, block_table.reshape(1, -1)
+        q, k, v, block_table = query.transpose(0, 1).unsqueeze(0), key, value, block_table.reshape(1, -1)
     results: Any = attention(
         q,
         k,
@@ -130,9 +129,9 @@ def varlen_attention(
         backend=backend,
     )
     if not return_lse:
-        return results.squeeze(0).transpose(0, 1)
+        return tokens_first(results)
     out, lse = results
-    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    return tokens_first(out), lse.squeeze(0) if lse.dim() == 3 else lse
 
 
 def check_packed(query: Any, key: Any, value: Any) -> None:

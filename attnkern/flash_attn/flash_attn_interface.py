@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..arguments import may_look, type_error
-from ..packed import check_ends, packed_ranges, paged_ranges, places
+from ..packed import check_ends, heads_first, packed_ranges, paged_ranges, places, tokens_first
 from ..params import int_of_numpy
 from .arguments import (
     bounds,
@@ -301,17 +301,15 @@ def _of_packed(
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1], q.device)
         alibi = _packed_alibi(alibi_slopes, q, k, cu_seqlens_q, cu_seqlens_k, right)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if return_attn_probs:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out, lse, s_dmask = attend(q, k, v, dropout_p, scale, None, softcap, ranges, alibi)
         if s_dmask.dim() > 1:
             sizes = [*longest.values()]
             s_dmask = _unpacked(s_dmask[0], cu_seqlens_q, cu_seqlens_k, sizes[0], sizes[-1])
         return out.squeeze(0).transpose(0, 1), lse.squeeze(0), s_dmask
     result: Any = attention(
-        q,
-        k,
-        v,
+        *heads_first(q, k, v),
         dropout_p=dropout_p,
         **({} if alibi is None else alibi.options),
         scale=scale,
@@ -319,7 +317,7 @@ def _of_packed(
         softcap=softcap,
         key_ranges=ranges,
     )
-    return result.squeeze(0).transpose(0, 1)
+    return tokens_first(result)
 
 
 def _of_pages(

@@ -175,8 +175,8 @@ class Tensor {
   int32_t device() const { return get_device_index(); }  // all are of one type
   int32_t get_device_index() const { return view_.device.device_id; }
   int64_t dim() const { return view_.ndim; }
-  int64_t size(int64_t dim) const { return view_.shape[dim]; }
-  int64_t stride(int64_t dim) const { return view_.strides[dim]; }
+  int64_t size(int64_t dim) const { return own_ ? sizes_[dim] : view_.shape[dim]; }
+  int64_t stride(int64_t dim) const { return own_ ? strides_[dim] : view_.strides[dim]; }
   int64_t element_size() const { return view_.dtype.bits / 8; }
   int64_t numel() const {
     int64_t count = 1;
@@ -199,8 +199,9 @@ class Tensor {
       for (int64_t i = 0; i < rows * columns; ++i)
         buffer[i] =
             static_cast<float>(source[(dim() == 2 ? i / columns * stride(0) : 0) + i % columns * stride(dim() - 1)]);
+      for (int64_t d = 0; d < dim(); ++d) sizes_[d] = size(d);
       strides_[0] = dim() == 2 ? columns : 1, strides_[1] = 1;
-      view_.data = buffer.data(), view_.byte_offset = 0, view_.strides = strides_;
+      view_.data = buffer.data(), view_.byte_offset = 0, own_ = true;
       scalar_type_ = ScalarType::Float;
     };
     if (dim() < 1 || dim() > 2) return;
@@ -211,12 +212,18 @@ class Tensor {
   void pad_dimensions(int64_t dims) {
     const int64_t more = dims - dim();
     if (more <= 0) return;
-    for (int64_t d = 0; d < dims; ++d) {
+    for (int64_t d = dims - 1; d >= 0; --d) {
       sizes_[d] = d < more ? 1 : size(d - more);
       strides_[d] = d < more ? 0 : stride(d - more);
     }
-    view_.ndim = static_cast<int32_t>(dims), view_.shape = sizes_, view_.strides = strides_;
+    view_.ndim = static_cast<int32_t>(dims), own_ = true;
   }
+  // The same of a query, for whose results as many dimensions are left out (Python::empty).
+  void pad_query(int64_t dims) {
+    left_out_ = dims > dim() ? dims - dim() : 0;
+    pad_dimensions(dims);
+  }
+  int64_t left_out() const { return left_out_; }
   ScalarType scalar_type() const { return scalar_type_; }
   void* data_ptr() const { return static_cast<char*>(view_.data) + view_.byte_offset; }
   PyObject* release() { return owned_.release(); }
@@ -225,6 +232,8 @@ class Tensor {
   static constexpr int64_t kMostDimensions = 5;
   DLTensor view_{};
   int64_t sizes_[kMostDimensions]{}, strides_[kMostDimensions]{};  // of what widen() and pad_dimensions() have made
+  bool own_ = false;                                               // whether these count
+  int64_t left_out_ = 0;
   ScalarType scalar_type_ = ScalarType::Undefined;
   Owned owned_;
 };
@@ -245,15 +254,19 @@ struct Python {
     PyThreadState* state_;
   };
 
-  static Tensor empty(const Tensor&, int64_t dims, const int64_t* sizes, const int64_t* strides, ScalarType dtype) {
-    const auto tuple = [dims](const int64_t* numbers) {
-      Owned result(PyTuple_New(dims));
-      for (int64_t i = 0; i < dims; ++i) PyTuple_SetItem(result.get(), i, PyLong_FromLongLong(numbers[i]));
+  static Tensor empty(const Tensor& like, int64_t dims, const int64_t* sizes, const int64_t* strides,
+                      ScalarType dtype) {
+    const int64_t first = like.left_out();
+    const auto tuple = [&](const int64_t* numbers) {
+      Owned result(PyTuple_New(dims - first));
+      for (int64_t i = first; i < dims; ++i) PyTuple_SetItem(result.get(), i - first, PyLong_FromLongLong(numbers[i]));
       return result;
     };
     PyObject* const type = PyTuple_GetItem(python.dtypes, static_cast<int>(attnkern::dtype_of(dtype)));
-    return Tensor::result(
+    Tensor made = Tensor::result(
         PyObject_CallFunctionObjArgs(python.empty_strided, tuple(sizes).get(), tuple(strides).get(), type, nullptr));
+    made.pad_dimensions(dims);
+    return made;
   }
 
   // A result that isn't asked for. (The operators of the dispatcher must return a tensor.)
@@ -280,7 +293,6 @@ class Arguments {
     next();
     return {};
   }
-  // (Not returned: a tensor whose dimensions are padded points into itself.)
   void read(Inputs& inputs) {
 #define READ(type, name) read_tensor(inputs.name);
     ATTNKERN_TENSORS(READ)
@@ -418,7 +430,8 @@ Owned numbers_of(const AttentionParams& params) {
 
 // attnkern.attention with all of its arguments in order; then, if there is any, the bits of a Mask, as bytes, in place
 // of its attn_mask; and what is called where there is a gradient, `eager` of attnkern/autograd. A call to which no rule
-// of attnkern/problem.py applies but those here and in fill(): 4-D tensors of one batch, no dropout.
+// of attnkern/problem.py applies but those here and in fill(): tensors of one batch, or of none where there is no
+// gradient, no dropout.
 template <class Kernels>
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {
@@ -457,9 +470,15 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       return nullptr;
     if (mask != kNone && (!inputs.bias.emplace().read(mask) || inputs.bias->scalar_type() == ScalarType::Byte))
       return nullptr;
+    const int64_t dims = q.dim();
+    if (dims < 2 || dims > 4 || k.dim() != dims || v.dim() != dims || q.numel() == 0) return nullptr;
+    if (dims < 4 && (needs_grad || bits != kNone || block_table != kNone)) return nullptr;
+    if (mask != kNone && inputs.bias->dim() > dims) return nullptr;
+    if (dims == 2 && (enable_gqa == &_Py_TrueStruct || sinks != kNone)) return nullptr;  // there are no heads
+    q.pad_query(4), k.pad_dimensions(4), v.pad_dimensions(4);
     if (mask != kNone) inputs.bias->pad_dimensions(4);
     if (bits != kNone && !inputs.bias.emplace().read(bits)) return nullptr;
-    if (sinks != kNone && !inputs.sinks.emplace().read(sinks)) return nullptr;
+    if (sinks != kNone && (!inputs.sinks.emplace().read(sinks) || inputs.sinks->dim() > dims - 2)) return nullptr;
     std::vector<float> wide_sinks;
     if (sinks != kNone && inputs.sinks->scalar_type() == q.scalar_type()) {
       // (Autograd would save them as they are; the backward pass reads them as float32.)
@@ -469,7 +488,6 @@ PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (key_ranges != kNone && !inputs.key_ranges.emplace().read(key_ranges)) return nullptr;
     if (key_ranges != kNone && inputs.key_ranges->dim() > 1) inputs.key_ranges->pad_dimensions(5);
     if (block_table != kNone && !inputs.block_table.emplace().read(block_table)) return nullptr;
-    if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || q.numel() == 0) return nullptr;
     const auto same_heads = [&](const Tensor& x) { return x.size(1) == q.size(1) || x.size(1) == 1; };
     if (enable_gqa == &_Py_FalseStruct && !(same_heads(k) && same_heads(v))) return nullptr;
     AttentionParams params{};
