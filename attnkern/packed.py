@@ -30,8 +30,8 @@ _P = ParamSpec("_P")
 
 
 def heads_first(*packed: Tensor, batch: bool = False) -> list[Tensor]:
-    """(tokens, H, E) as (H, tokens, E), which needs no batch, and a view costs as much as a seventh of a short call; with
-    `batch`, and for gradients, which short calls have in four dimensions alone, as (1, H, tokens, E)."""
+    """(tokens, H, E) as (H, tokens, E): a view more, for a batch, costs a twentieth of a short call. With `batch`, and
+    for gradients, which short calls have in four dimensions alone, as (1, H, tokens, E)."""
     views = [x.transpose(0, 1) for x in packed]
     batch = batch or (torch.is_grad_enabled() and any(x.requires_grad for x in packed))
     return [x.unsqueeze(0) for x in views] if batch else views

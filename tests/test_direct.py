@@ -98,8 +98,8 @@ def test_forward_and_backward_are_the_operators_to_the_bit(part, dropout_p):
 
 
 def _first(x, dims, full):
-    """Of a tensor that has, or is broadcast to, `full` dimensions: what its first of the dimensions that a call of `dims`
-    lacks hold."""
+    """Of a tensor that is broadcast to `full` dimensions where a call has four: what a call of `dims` has of it, the
+    first entry of the dimensions that it lacks."""
     for _ in range(0 if x is None else max(0, x.dim() - (full - 4 + dims))):
         x = x[0]
     return x

@@ -308,8 +308,11 @@ def _of_packed(
             sizes = [*longest.values()]
             s_dmask = _unpacked(s_dmask[0], cu_seqlens_q, cu_seqlens_k, sizes[0], sizes[-1])
         return out.squeeze(0).transpose(0, 1), lse.squeeze(0), s_dmask
+    q, k, v = heads_first(q, k, v)
     result: Any = attention(
-        *heads_first(q, k, v),
+        q,
+        k,
+        v,
         dropout_p=dropout_p,
         **({} if alibi is None else alibi.options),
         scale=scale,
