@@ -74,10 +74,11 @@ class PagedCache:
         if not isinstance(device, (torch.device, str, int)):
             raise type_error("device", "torch.device, str or int", device)
         self.page_size = page_size
-        self.keys, self.values = (
-            _pool((layers, pages, heads, page_size, size), dtype, torch.device(device))
-            for size in (head_dim, head_dim_v)
-        )
+        with torch.inference_mode(False):  # nothing outside of it could write into a tensor of inference mode
+            self.keys, self.values = (
+                _pool((layers, pages, heads, page_size, size), dtype, torch.device(device))
+                for size in (head_dim, head_dim_v)
+            )
         self._free = list(range(pages - 1, -1, -1))
         self._users = [0] * pages  # sequences that have the page
         self._pages: dict[int, list[int]] = {}
@@ -86,6 +87,8 @@ class PagedCache:
         # Of each sequence, when tokens left their places (the number of the change), and how many stayed, least first.
         self._losses: dict[int, list[tuple[int, int]]] = {}
         self._changes = 0
+        # Of pages that were copied, when that was last, and how many of its rows the copy has got.
+        self._copies: dict[int, tuple[int, int]] = {}
 
     @property
     def free_pages(self) -> int:
@@ -107,7 +110,8 @@ class PagedCache:
     def fork(self, sequence: int, length: int | None = None) -> int:
         """A new sequence that begins with the first `length` tokens of another, None: all, and shares its pages.
 
-        Whichever of the two grows first into a page that both have gets a copy of that one page.
+        Whichever of the two grows first into a page that both have gets a copy of that one page. A step's tokens are
+        to have keys and values before another step makes that copy: `Step.write` raises RuntimeError afterwards.
         """
         sequence, length = self._checked(sequence, length)
         pages = self._pages[sequence][: self._pages_of(length)]
@@ -190,6 +194,7 @@ class PagedCache:
                 pages[place] = self._taken()
                 new.append(pages[place])
                 self._lose(s, place * self.page_size)
+                self._copies[old[-1]] = self._changes, self._lengths[s] % self.page_size
             pages += [self._taken() for _ in range(more)]
             self._lengths[s] += n
         if new:
@@ -213,6 +218,7 @@ class PagedCache:
     def _taken(self) -> int:
         page = self._free.pop()
         self._users[page] = 1
+        self._copies.pop(page, None)
         return page
 
     def _release(self, pages: Sequence[int]) -> None:
@@ -300,7 +306,11 @@ class Step:
         self._batch = len(tokens) if len(set(tokens)) == 1 and tokens[0] > 0 else 0
         rows = [cache._pages[s] for s in sequences]
         self._ends = {s: b + n for s, b, n in zip(sequences, before, tokens, strict=True)}
-        self._changes = cache._changes
+        self._before = dict(zip(sequences, before, strict=True))
+        # Of each sequence the pages that its new tokens lie in, and their first row of the first one.
+        size = cache.page_size
+        self._new = [(s, row[b // size :], b % size) for s, row, b in zip(sequences, rows, before, strict=True)]
+        self._planned = self._changes = self._copies = cache._changes  # that of the plan, and as far as was looked
         most = max(map(len, rows), default=0)
         # One tensor, one copy to the device: the table, and how many tokens there were and are new.
         padded = [[*row, *[0] * (most - len(row)), b, n] for row, b, n in zip(rows, before, tokens, strict=True)]
@@ -335,6 +345,7 @@ class Step:
                     f"attnkern: {name} must be {expected} {show(pool.dtype)} {pool.device}, got {show(x.shape)} "
                     f"{show(x.dtype)} {x.device}"
                 )
+        self._check_copies()
         for _, x, pool in both:
             pool[layer][self._page, :, self._row] = x.detach()
 
@@ -415,11 +426,28 @@ class Step:
             for sequence, end in self._ends.items():
                 losses = cache._losses.get(sequence, [(cache._changes, -1)])  # of one that has been freed: all
                 if any(change > self._changes and kept < end for change, kept in losses):
-                    raise RuntimeError(
-                        f"attnkern: sequence {sequence} of this step has been freed or cut, or got a page of its own, "
-                        "since: call PagedCache.step again"
-                    )
+                    start = f"attnkern: sequence {sequence} of this step has been"
+                    if sequence not in cache._lengths:
+                        raise RuntimeError(f"{start} freed since")
+                    remedy, before = "call PagedCache.step again", self._before[sequence]
+                    if cache._lengths[sequence] > before:
+                        remedy = f"to give it these tokens, call PagedCache.cut({sequence}, {before}), then step"
+                    raise RuntimeError(f"{start} cut, or got a page of its own, since: {remedy}")
             self._changes = cache._changes
+
+    def _check_copies(self) -> None:
+        """Raises where a page that the step's tokens are to be written into has been copied without them."""
+        cache = self._cache
+        if self._copies != cache._changes:
+            for sequence, pages, first in self._new:
+                for i, page in enumerate(pages):
+                    change, rows = cache._copies.get(page, (0, 0))
+                    if change > self._planned and rows > (first if i == 0 else 0):
+                        raise RuntimeError(
+                            f"attnkern: a fork of sequence {sequence} got a copy of its page before this step's tokens "
+                            "were written there: write a step's tokens before the next step"
+                        )
+            self._copies = cache._changes
 
     def _key_ranges(self, left: int | None, right: int | None, query: Tensor) -> Tensor:
         """The keys of each token, the same for all layers."""

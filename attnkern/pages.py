@@ -74,14 +74,20 @@ def pages_of(query: Any, key: Any, value: Any, block_table: Any) -> Pages:
         raise RuntimeError(f"attnkern: block_table must be on query's device {query.device}, got {block_table.device}")
     if holds(count == 0, False) and holds(block_table.shape[1] > 0, False):
         raise RuntimeError("attnkern: key must have a page or more beside a block_table that isn't empty, got none")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        raise RuntimeError(
-            "attnkern: keys and values in pages have no gradient, and query, key or value requires one: call it under "
-            "torch.no_grad()"
-        )
+    check_no_gradient(query=query, key=key, value=value)
     if block_table.dtype == torch.int64:
-        block_table = block_table.clamp(-1, 2**31 - 1).to(torch.int32)
+        block_table = block_table.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return Pages(key, value, block_table if block_table.stride(1) == 1 else block_table.contiguous())
+
+
+def check_no_gradient(**given: Any) -> None:
+    """Raises where an argument beside a block_table requires a gradient."""
+    names = [name for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad]
+    if names and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"attnkern: keys and values in pages have no gradient, and {' and '.join(names)} "
+            f"require{'s' if len(names) == 1 else ''} one: call it under torch.no_grad()"
+        )
 
 
 def check_table(pages: Pages, used: Tensor | None) -> None:

@@ -39,7 +39,7 @@ from .checks import check_added, check_kind, check_mask, check_place, check_rang
 from .dtensor import replicated
 from .mask import Mask, check_sizes
 from .packed import Jagged, of_jagged
-from .pages import Pages, pages_of
+from .pages import Pages, check_no_gradient, pages_of
 from .params import (
     UNBOUNDED,
     AttentionParams,
@@ -226,6 +226,8 @@ class Problem(NamedTuple):
         if type(query) is not Tensor and isinstance(block_table, Tensor):
             block_table = replicated(block_table, query)
         pages = pages_of(query, key, value, block_table)
+        attn_mask, *_, sinks, relative_bias, _center = others
+        check_no_gradient(attn_mask=attn_mask, sinks=sinks, relative_bias=relative_bias)
         key, value = pages.views()
         if not autocasts(query.device):
             return cls.from_sdpa(query, key, value, *others)._replace(pages=pages)

@@ -157,7 +157,8 @@ def _checked_table(query: Any, key: Any, value: Any, cu_seqlens_k: Any, seqused_
         )
     if seqused_k is None:
         raise ValueError("attnkern: seqused_k must be given beside a block_table: how many keys each sequence has")
-    sequences = block_table.shape[0] if isinstance(block_table, Tensor) and block_table.dim() > 0 else 0
+    numbered = block_table if isinstance(block_table, Tensor) and block_table.dim() == 2 else seqused_k
+    sequences = numbered.shape[0] if isinstance(numbered, Tensor) and numbered.dim() > 0 else 0
     return pages_of(query[None].expand(sequences, -1, -1, -1), key, value, block_table).table
 
 

@@ -86,6 +86,8 @@ BAD = [
     ),
     bad("k_cache must have q's batch_size 2 or more", lambda: cached(Q, Q[:1], Q[:1])),
     bad("v_cache must have k_cache's batch_size 2, got 1", lambda: cached(Q, Q, Q[:1])),
+    bad("v_cache must have k_cache's seqlen 5, got 4", lambda: cached(Q, Q, Q[:, :4])),
+    bad("v_cache must have k_cache's nheads_k 4, got 2", lambda: cached(Q, Q, Q[:, :, :2])),
     bad("k_cache's nheads_k must divide", lambda: cached(Q, Q[:, :, :3], Q[:, :, :3])),
     bad(
         "k must have k_cache's nheads_k, headdim and dtype, (2, 8) float32, got (4, 8) float32",
@@ -144,6 +146,10 @@ BAD = [
     bad(
         "v_cache must have k_cache's num_pages 3, got 2",
         lambda: cached(Q, PAGES, PAGES[:2], cache_seqlens=1, block_table=CU[:2, None]),
+    ),
+    bad(
+        "v_cache must have k_cache's page_size 16, got 8",
+        lambda: cached(Q, PAGES, PAGES[:, :8], cache_seqlens=1, block_table=CU[:2, None]),
     ),
     bad(
         "k_cache must have a page or more",

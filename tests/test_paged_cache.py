@@ -234,8 +234,15 @@ def test_autocast_leaves_the_pages_as_they_are(dtype):
             assert torch.equal(step.attention(0, given), want)
 
 
-@pytest.mark.parametrize("change", ["freed", "cut", "given a page of its own"])
-def test_a_step_of_pages_that_a_sequence_has_lost(change):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("freed", "sequence 1 of this step has been freed since$"),
+        ("cut", r"sequence 1 of this step has been cut.*: to give it these tokens, call PagedCache.cut\(1, 0\), then"),
+        ("given a page of its own", "sequence 1 of this step has been cut, or got a page of its own, since: to give"),
+    ],
+)
+def test_a_step_of_pages_that_a_sequence_has_lost(change, said):
     """They may be another sequence's by now, which would read what the step writes."""
     paged = attnkern.PagedCache(8, 1, 4, page_size=16)
     first, second = paged.add(), paged.add()
@@ -251,7 +258,7 @@ def test_a_step_of_pages_that_a_sequence_has_lost(change):
         paged.step([first])
     kept = paged.keys.view(torch.uint8).clone()  # with the NaN of new memory
     for use in (lambda: step.attention(0, *rows), lambda: step.write(0, *rows[1:]), lambda: step.attention(0, rows[0])):
-        with pytest.raises(RuntimeError, match=f"sequence {first} of this step has been freed or cut, or got a page"):
+        with pytest.raises(RuntimeError, match=said):
             use()
     assert torch.equal(paged.keys.view(torch.uint8), kept)
     # What others give back changes nothing.
@@ -261,6 +268,51 @@ def test_a_step_of_pages_that_a_sequence_has_lost(change):
     paged.free(second)
     assert torch.equal(again.attention(0, *rows), found)
     assert found.shape == want.shape
+
+
+def test_a_remedy_gives_the_tokens_their_places():
+    paged = attnkern.PagedCache(4, 1, 4, page_size=16)
+    sequence = paged.add()
+    step = paged.step([sequence], 5)
+    paged.cut(sequence, 0)
+    x = torch.randn(5, 1, 4)
+    with pytest.raises(RuntimeError, match=r"since: call PagedCache\.step again$"):
+        step.write(0, x, x)
+    assert paged.step([sequence], 5).positions.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("forks_first", [True, False])
+def test_a_page_that_is_copied_before_its_tokens_are_written(forks_first):
+    """Whichever of the two leaves the page, the copy would lack them; one of tokens that are written lacks nothing."""
+    paged = attnkern.PagedCache(8, 1, 4, page_size=16)
+    first = paged.add()
+    x = torch.randn(5, 1, 4)
+    paged.step([first], 5).write(0, x, x)
+    late = paged.step([first], 5)
+    fork = paged.fork(first)
+    paged.step([fork, first] if forks_first else [first, fork], 1)
+    with pytest.raises(
+        RuntimeError, match="got a copy of its page before this" if forks_first else "a page of its own"
+    ):
+        late.write(0, x, x)
+    paged.free(fork)
+    paged.cut(first, 5)
+    late = paged.step([first], 5)
+    other = paged.fork(first, 5)
+    paged.step([other], 1)  # the copy has nothing of `late`
+    late.write(0, x, x)
+
+
+def test_a_cache_made_in_inference_mode():
+    with torch.inference_mode():
+        paged = attnkern.PagedCache(8, 1, 4, page_size=16)
+    first = paged.add()
+    x = torch.randn(3, 1, 4)
+    paged.step([first], 3).write(0, x, x)
+    second = paged.fork(first)
+    out = paged.step([first, second], 1).attention(0, x[:2], x[:2], x[:2])
+    assert out.isfinite().all()
+    assert paged.length(second) == 4
 
 
 def test_a_step_of_tokens_that_a_sequence_has_lost():
@@ -277,7 +329,7 @@ def test_a_step_of_tokens_that_a_sequence_has_lost():
     paged.cut(sequence, 0)
     again = paged.step([sequence], 7)
     assert torch.equal(again.block_table, step.block_table)
-    with pytest.raises(RuntimeError, match=f"sequence {sequence} of this step has been freed or cut"):
+    with pytest.raises(RuntimeError, match=f"sequence {sequence} of this step has been cut, or got a page"):
         step.write(0, x, x)
 
 

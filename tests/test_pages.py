@@ -49,6 +49,23 @@ def test_same_bits_as_contiguous(target, dtype, queries, size):
         assert same(target.attention(q, key, value, block_table=table, **options, **more), want)
 
 
+@pytest.mark.parametrize("first", [0, 3, 16])
+def test_same_bits_of_few_keys(dtype, first):
+    """A sequence whose keys lie in one page, from `first` on, of all numbers that few_keys.h takes, and more."""
+    pool_k, pool_v = (torch.randn(4, 2, 16, 64).to(dtype) for _ in range(2))
+    table = torch.tensor([[2, 0, 3]])
+    k, v = (x[table[0]].transpose(0, 1).flatten(1, 2)[None] for x in (pool_k, pool_v))
+    for keys in range(1, 14):
+        for queries in (1, 2, 3, 8, 13):
+            ends = torch.full((queries,), first + keys)
+            ranges = torch.stack([torch.full_like(ends, first), ends], -1).view(1, 1, queries, 1, 2)
+            q = torch.randn(1, 4, queries, 64).to(dtype)
+            options = {"enable_gqa": True, "key_ranges": ranges, "return_lse": True}
+            want = attnkern.attention(q, k, v, **options)
+            got = attnkern.attention(q, pool_k, pool_v, block_table=table, **options)
+            assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True)), (keys, queries)
+
+
 @pytest.mark.parametrize("layout", ["heads first", "side by side"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("megabytes", [44, 72])
@@ -250,7 +267,19 @@ ERRORS = {
     "batch": (lambda c: c | {"block_table": c["block_table"][:1]}, r"block_table must have the shape \(2, pages of"),
     "other dtype": (lambda c: c | {"key": c["key"].double()}, "key must have query's dtype float32, got float64"),
     "heads": (lambda c: c | {"key": c["key"].expand(-1, 3, -1, -1)}, "key's number of heads must be 1 or query's"),
-    "gradient": (lambda c: c | {"query": c["query"].requires_grad_()}, "keys and values in pages have no gradient"),
+    "gradient": (lambda c: c | {"query": c["query"].requires_grad_()}, "no gradient, and query requires one"),
+    "gradients": (
+        lambda c: c | {"query": c["query"].requires_grad_(), "value": c["value"].clone().requires_grad_()},
+        "query and value require one: call it under torch.no_grad",
+    ),
+    "gradient of sinks": (
+        lambda c: c | {"sinks": torch.zeros(2, device=c["query"].device, requires_grad=True)},
+        "no gradient, and sinks requires one",
+    ),
+    "gradient of a mask": (
+        lambda c: c | {"attn_mask": torch.zeros(3, 48, device=c["query"].device, requires_grad=True)},
+        "no gradient, and attn_mask requires one",
+    ),
 }
 
 
@@ -265,6 +294,18 @@ def test_errors(target, name):
     if name == "gradient":
         with torch.no_grad():
             target.attention(**change(call))
+
+
+def test_a_number_of_no_page_is_said_as_it_is():
+    x, pool = torch.randn(1, 2, 3, 8), torch.randn(4, 2, 16, 8)
+    with pytest.raises(RuntimeError, match=r"from 0 to 3 wherever .* got -7 at \[0, 1\]"):
+        attnkern.attention(x, pool, pool, block_table=torch.tensor([[0, -7]]))
+
+
+def test_a_packed_table_of_one_dimension():
+    x, pool, ends = torch.randn(10, 2, 8), torch.randn(4, 2, 16, 8), torch.tensor([0, 4, 10])
+    with pytest.raises(RuntimeError, match=r"block_table must have the shape \(2, pages of a sequence\), got \(3,\)"):
+        attnkern.varlen_attention(x, pool, pool, ends, seqused_k=torch.tensor([4, 6]), block_table=torch.zeros(3).int())
 
 
 def test_no_tensor(target):

@@ -144,8 +144,9 @@ def check_pages(q: Any, k: Any, v: Any, block_table: Any, names: tuple[str, str]
     (count, size), (name_k, name_v) = k.shape[:2], names
     if not is_page_size(size):
         raise RuntimeError(f"attnkern: {name_k}'s page_size must be a power of two from {LEAST_PAGE} on, got {size}")
-    if v.shape[0] != count:
-        raise RuntimeError(f"attnkern: {name_v} must have {name_k}'s num_pages {count}, got {v.shape[0]}")
+    for at, what in enumerate(("num_pages", "page_size", "nheads_k")):
+        if v.shape[at] != k.shape[at]:
+            raise RuntimeError(f"attnkern: {name_v} must have {name_k}'s {what} {k.shape[at]}, got {v.shape[at]}")
     if count == 0 and block_table.numel() > 0:
         raise RuntimeError(f"attnkern: {name_k} must have a page or more beside a block_table that isn't empty")
     of_one = [x.new_empty(()).expand(x.shape[1:] if packed else (batch, *x.shape[1:])) for x in (k, v)]

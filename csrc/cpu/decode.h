@@ -34,10 +34,21 @@ inline int64_t rows_ahead(const View& rows, int64_t most) {
   return min64(most, max64(4, kApart / (rows.stride[2] * static_cast<int64_t>(sizeof(T)))));
 }
 
-// decode_values by register tiles.
+// Which head comes after this one, whose keys begin at `begin`, where keys come from memory and not in pages: else it
+// isn't worth it, or not known where its rows lie.
+template <class Keys>
+inline HeadAfter head_after(const Forward& p, int64_t batch, int64_t head_k, int64_t begin) {
+  if (std::is_same_v<Keys, View> && key_bytes(p) >= kTurnsFrom) {
+    if (head_k + 1 < p.heads_k) return {batch, head_k + 1, begin};
+    if (batch + 1 < p.batch) return {batch + 1, 0, begin};
+  }
+  return {-1, 0, 0};
+}
+
+// decode_values by register tiles. `end`: of the head's keys.
 template <int64_t kKeysOfBlock, class T, class Op, class Keys>
 [[gnu::noinline]] void value_tiles(const Forward& p, const DecodeScratch<Op>& scratch, int64_t batch, int64_t head_v,
-                                   int64_t rows, int64_t key, int64_t keys, int64_t end) {
+                                   int64_t rows, int64_t key, int64_t keys, int64_t end, HeadAfter after) {
   using C = typename Op::Compute;
   using S = Simd<C>;
   using Scalar = typename Op::Scalar;
@@ -53,7 +64,11 @@ template <int64_t kKeysOfBlock, class T, class Op, class Keys>
   const int64_t portion = rows <= kTileRows ? keys : kTile<C>, ahead = rows_ahead<T>(p.v, kTile<C>);
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    const auto prefetch = rows_to_prefetch<T>(v_rows, batch, head_v, key + j + ahead, now, end, p.head_dim_v);
+    const int64_t over = key + j + ahead - end;
+    const auto prefetch =
+        over >= 0 && after.batch >= 0
+            ? rows_to_prefetch<T>(v_rows, after.batch, after.head, after.key + over, now, end, p.head_dim_v)
+            : rows_to_prefetch<T>(v_rows, batch, head_v, key + j + ahead, now, end, p.head_dim_v);
     if constexpr (Op::kPack == 2) {
 #if defined(__AVX512BF16__)
       const int64_t wide = (p.head_dim_v + 31) / 32, pairs = (now + 1) / 2;
@@ -194,6 +209,7 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   const Keys k_rows = rows_of<Keys>(p.k, p.pages), v_rows = rows_of<Keys>(p.v, p.pages);
   const int64_t ahead = rows_ahead<T>(p.k, portion);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
+  const HeadAfter after = prefetches ? head_after<Keys>(p, batch, head_k, begin) : HeadAfter{-1, 0, 0};
   const auto stream = stream_for<T, Op, Keys>(p, rows);
   Range streamed = full;
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;
@@ -215,20 +231,24 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
       continue;
     }
     keys = min64(kKeysOfBlock, last - key);
-    const PrefetchAhead prefetch{prefetches ? max64(0, min64(keys, end - key - ahead)) : 0, ahead};
+    const int64_t own = prefetches ? max64(0, min64(keys, end - key - ahead)) : 0;
+    const auto prefetch = [&](const View& view, bool in_place) -> PrefetchAhead {
+      if (!in_place) return {0, ahead};
+      return {own, ahead, after.beyond(view, batch, head_k, end, ahead)};
+    };
     with_rows<C, T>(k_rows, batch, head_k, key, keys, p.head_dim, scratch.block, [&](const auto& k, bool in_place) {
       using Element = typename std::remove_cvref_t<decltype(k)>::Element;
       const auto* lanes = in_place && can_lie_along_lanes<C, T>(p.head_dim)
                               ? queries_of<Element>(scratch.q_lanes, scratch.q_lanes)
                               : nullptr;
       score_portions<C, kKeysOfBlock>({queries_of<Element>(scratch), scratch.q_step, rows, lanes}, k, keys, p.head_dim,
-                                      {in_place ? prefetch.keys : 0, ahead}, portion, scratch.scores);
+                                      prefetch(p.k, in_place), portion, scratch.scores);
     });
     block_probabilities<kKeysOfBlock, T>(p, scratch, batch, head_k, key, keys, by_value_tiles && Op::kPack == 2);
-    if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end);
+    if (by_value_tiles) value_tiles<kKeysOfBlock, T, Op, Keys>(p, scratch, batch, head_k, rows, key, keys, end, after);
     else
       with_rows<C, T>(v_rows, batch, head_k, key, keys, p.head_dim_v, scratch.block, [&](const auto& v, bool in_place) {
-        add_values<C, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v, in_place ? prefetch : PrefetchAhead{},
+        add_values<C, kKeysOfBlock>(scratch.scores, rows, v, keys, p.head_dim_v, prefetch(p.v, in_place),
                                     scratch.factor, scratch.out, scratch.out_step);
       });
   }

@@ -23,10 +23,23 @@ inline int64_t in_tiles(int64_t row, int64_t rows, int64_t key) {
   return key / kTile<C> * kTile<C> * rows + row * kTile<C> + key % kTile<C>;
 }
 
-// Each of the first `keys` rows of a block prefetches the one that is read `ahead` keys later. Spread over the work: a
-// burst of them would leave the memory idle afterwards.
+// Each of the first `keys` rows of a block prefetches the one that is read `ahead` keys later, and the others what lies
+// `beyond` elements behind them, unless that is 0. Spread over the work: a burst of them would leave the memory idle
+// afterwards.
 struct PrefetchAhead {
-  int64_t keys, ahead;
+  int64_t keys, ahead, beyond = 0;
+};
+
+// Where the head begins that comes after one at work, with its first key; none: the batch is negative.
+struct HeadAfter {
+  int64_t batch, head, key;
+
+  // From a row of the head at work, of which `end` is the end, to the row of the next that is read `ahead` keys later.
+  int64_t beyond(const View& rows, int64_t at_batch, int64_t at_head, int64_t end, int64_t ahead) const {
+    if (batch < 0) return 0;
+    return (batch - at_batch) * rows.stride[0] + (head - at_head) * rows.stride[1] +
+           (key - end + ahead) * rows.stride[2];
+  }
 };
 
 // A block's rows of keys or values from its first on.
@@ -138,7 +151,9 @@ struct RowDot<float, BFloat16> {
   static constexpr bool kConverted = false;
   static constexpr int kWidth = 32;
   static void take_query(Query* to, int64_t room, const BFloat16* from, int64_t stride, int64_t columns) {
-    for (int64_t c = 0; c < room; ++c) to[c] = c < columns ? from[c * stride] : BFloat16{};
+    const int64_t copied = stride == 1 ? columns : 0;  // at once
+    std::memcpy(static_cast<void*>(to), from, static_cast<size_t>(copied) * sizeof(Query));
+    for (int64_t c = copied; c < room; ++c) to[c] = c < columns ? from[c * stride] : BFloat16{};
   }
   static __m512i load_query(const Query* p) { return _mm512_loadu_si512(p); }
   static __m512i load(const BFloat16* p) { return _mm512_loadu_si512(p); }
@@ -242,7 +257,8 @@ template <class C, int kRows, int kVectors, int64_t kKeysOfBlock, class Values>
     V sum[kRows][kVectors] = {};
     const auto accumulate = [&](int64_t j, int64_t end, auto* v, int64_t ahead, auto load) {
       for (; j < end; ++j, v += values.stride) {
-        if (j < prefetch.keys) prefetch_row(v + ahead, min64(columns, kVectors * S::kLanes));
+        const int64_t by = j < prefetch.keys ? ahead : prefetch.beyond;
+        if (by != 0) prefetch_row(v + by, min64(columns, kVectors * S::kLanes));
         V value[kVectors];
         load(v, value);
 #pragma GCC unroll 8

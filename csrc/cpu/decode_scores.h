@@ -133,7 +133,7 @@ template <int64_t kKeysOfBlock, class C, int kVectors, int kRows, class Keys>
 #pragma GCC unroll 8
       for (int part = 0; part < kLanes; part += kKeys, next += kKeys * k.stride) {
         V sum[kVectors][kKeys] = {};
-        const int64_t of_part = j + part < prefetch.keys ? ahead : 0;
+        const int64_t of_part = j + part < prefetch.keys ? ahead : prefetch.beyond;
         if (part + kKeys <= now) [[likely]]
           q.add_products(RowsTogether<T, kKeys>(next, k.stride), next, k.stride, of_part, sum);
         else if (part < now)
@@ -234,8 +234,8 @@ inline void score_portions(const RowsOfQueries<typename RowDot<C, typename Keys:
                            int64_t keys, int64_t columns, PrefetchAhead prefetch, int64_t portion, C* scores) {
   for (int64_t j = 0; j < keys; j += portion) {
     const int64_t now = min64(portion, keys - j);
-    score_rows<C, kKeysOfBlock>(q, k.from(j), now, columns, {max64(0, min64(now, prefetch.keys - j)), prefetch.ahead},
-                                scores + j);
+    score_rows<C, kKeysOfBlock>(q, k.from(j), now, columns,
+                                {max64(0, min64(now, prefetch.keys - j)), prefetch.ahead, prefetch.beyond}, scores + j);
   }
 }
 

@@ -55,8 +55,8 @@ Kernel kernel_of_turns(const Forward& p, int64_t rows, const OfSize& of_size) {
         const int64_t of_pairs = side_by_side(p.k) ? kTurnsFrom : 3 * kTurnsFrom;
         const int64_t of_others = rows > 2 ? 4 * kTurnsFrom : 0;
         const int64_t least = Op::kPack == 1 ? of_others : rows > 4 ? 8 * kTurnsFrom : of_pairs;
-        // (Few keys take turns only where a head by itself would read rows that lie far apart.)
-        const bool few = least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
+        // (Few keys take turns only on a Zen 5, and where a head by itself would read rows that lie far apart.)
+        const bool few = !kZen5 && least > 0 && p.seqlen_k < kDecodeKeys && !side_by_side(p.k);
         if (rows > kMost || key_bytes(p) < least || few) return nullptr;
         if constexpr (kMost >= 2 && kDim <= 128)
           if (rows == 2) return of_size.template operator()<2, kDim>();

@@ -281,10 +281,15 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
       if (view.data != nullptr) view.data = bytes_at(p, view, batch, at, row);
     };
   };
-  // What lies in pages is found by the table.
-  const bool in_pages = p.pages.table != nullptr;
-  if (in_pages) call.pages.table += s.batch * p.pages.stride, call.pages.first += s.keys.begin;
-  const int64_t entry = in_pages ? 0 : s.batch, key = in_pages ? 0 : s.keys.begin;
+  // What lies in pages is found by the table; in one page it lies as it does without pages.
+  int64_t entry = s.batch, key = s.keys.begin;
+  if (p.pages.table != nullptr) {
+    const int32_t* table = p.pages.table + s.batch * p.pages.stride;
+    const int64_t first = p.pages.first + s.keys.begin, size = int64_t{1} << p.pages.shift, row = first & (size - 1);
+    if (call.batch == 1 && call.seqlen_k > 0 && row + call.seqlen_k <= size)
+      entry = table[first >> p.pages.shift], key = row, call.pages = {};
+    else entry = 0, key = 0, call.pages.table = table, call.pages.first = first;
+  }
   for_views(call, moves(1, s.batch, s.query), moves(group_k, entry, key), moves(group_v, entry, key));
   call.all_heads = p.heads_q, call.all_rows = p.seqlen_q;
   const int64_t number = lse_index(p, s.batch, head, s.query) * bytes_of_numbers(p.dtype);
