@@ -310,7 +310,8 @@ class Step:
         # Of each sequence the pages that its new tokens lie in, and their first row of the first one.
         size = cache.page_size
         self._new = [(s, row[b // size :], b % size) for s, row, b in zip(sequences, rows, before, strict=True)]
-        self._planned = self._changes = self._copies = cache._changes  # that of the plan, and as far as was looked
+        # The last change before the plan, and those up to which pages and copies have been looked at.
+        self._planned = self._pages_seen = self._copies_seen = cache._changes
         most = max(map(len, rows), default=0)
         # One tensor, one copy to the device: the table, and how many tokens there were and are new.
         padded = [[*row, *[0] * (most - len(row)), b, n] for row, b, n in zip(rows, before, tokens, strict=True)]
@@ -422,10 +423,10 @@ class Step:
     def _check_pages(self) -> None:
         """Raises where tokens up to the step's last have left their places, which may be others' by now."""
         cache = self._cache
-        if self._changes != cache._changes:
+        if self._pages_seen != cache._changes:
             for sequence, end in self._ends.items():
                 losses = cache._losses.get(sequence, [(cache._changes, -1)])  # of one that has been freed: all
-                if any(change > self._changes and kept < end for change, kept in losses):
+                if any(change > self._pages_seen and kept < end for change, kept in losses):
                     start = f"attnkern: sequence {sequence} of this step has been"
                     if sequence not in cache._lengths:
                         raise RuntimeError(f"{start} freed since")
@@ -433,12 +434,12 @@ class Step:
                     if cache._lengths[sequence] > before:
                         remedy = f"to give it these tokens, call PagedCache.cut({sequence}, {before}), then step"
                     raise RuntimeError(f"{start} cut, or got a page of its own, since: {remedy}")
-            self._changes = cache._changes
+            self._pages_seen = cache._changes
 
     def _check_copies(self) -> None:
         """Raises where a page that the step's tokens are to be written into has been copied without them."""
         cache = self._cache
-        if self._copies != cache._changes:
+        if self._copies_seen != cache._changes:
             for sequence, pages, first in self._new:
                 for i, page in enumerate(pages):
                     change, rows = cache._copies.get(page, (0, 0))
@@ -447,7 +448,7 @@ class Step:
                             f"attnkern: a fork of sequence {sequence} got a copy of its page before this step's tokens "
                             "were written there: write a step's tokens before the next step"
                         )
-            self._copies = cache._changes
+            self._copies_seen = cache._changes
 
     def _key_ranges(self, left: int | None, right: int | None, query: Tensor) -> Tensor:
         """The keys of each token, the same for all layers."""

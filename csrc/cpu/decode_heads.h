@@ -38,12 +38,15 @@ class TurnsOfHeads {
         side_by_side_(side_by_side(view)),
         dense_(side_by_side_ && view.stride[1] * heads == view.stride[2]) {}
 
-  // How many turns from key number j on a head meets before the next one does, of `most`, each of rows that lie
-  // together. (Where heads lie side by side, more than one wouldn't stay in the first-level cache for the last head.)
+  // How many turns from key number j on a head meets before the next one does, of `most`: those of which its rows lie
+  // together, or each turn's by themselves where heads follow one after the other. (Where heads lie side by side, more
+  // than one wouldn't stay in the first-level cache for the last head.)
   int64_t turns(int64_t j, int64_t most) const {
+    if (side_by_side_) return 1;
+    most = min64(most, kTurnsTogether);
+    if (!head_by_head<T>(kDim)) return max64(1, min64(most, rows_together(rows_, key_ + j) / kLanes));
     int64_t count = 1;
-    if (side_by_side_ || !together(j)) return count;
-    while (count < min64(most, kTurnsTogether) && together(j + count * kLanes)) ++count;
+    while (count < most && together(j + (count - 1) * kLanes) && together(j + count * kLanes)) ++count;
     return count;
   }
   // That of the keys from number j on; `other` are prefetched meanwhile: those of `other_head` from their number `next`
