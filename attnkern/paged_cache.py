@@ -305,13 +305,13 @@ class Step:
         # As many new tokens in every sequence are a batch of them; else they are packed.
         self._batch = len(tokens) if len(set(tokens)) == 1 and tokens[0] > 0 else 0
         rows = [cache._pages[s] for s in sequences]
-        self._ends = {s: b + n for s, b, n in zip(sequences, before, tokens, strict=True)}
-        self._before = dict(zip(sequences, before, strict=True))
-        # Of each sequence the pages that its new tokens lie in, and their first row of the first one.
-        size = cache.page_size
-        self._new = [(s, row[b // size :], b % size) for s, row, b in zip(sequences, rows, before, strict=True)]
-        # The last change before the plan, and those up to which pages and copies have been looked at.
-        self._planned = self._pages_seen = self._copies_seen = cache._changes
+        # Of each sequence: where its new tokens begin and end, and the pages that they lie in.
+        self._new = {
+            s: (b, b + n, row[b // cache.page_size :] if n else [])
+            for s, b, n, row in zip(sequences, before, tokens, rows, strict=True)
+        }
+        # The cache's last change before this step, and that up to which lost tokens have been looked for.
+        self._planned = self._changes = cache._changes
         most = max(map(len, rows), default=0)
         # One tensor, one copy to the device: the table, and how many tokens there were and are new.
         padded = [[*row, *[0] * (most - len(row)), b, n] for row, b, n in zip(rows, before, tokens, strict=True)]
@@ -329,7 +329,7 @@ class Step:
         self._ranges: dict[Any, Tensor] = {}
 
     def __repr__(self) -> str:
-        tokens, sequences = _counted(len(self.positions), "token"), _counted(len(self._ends), "sequence")
+        tokens, sequences = _counted(len(self.positions), "token"), _counted(len(self._new), "sequence")
         return f"Step({tokens} of {sequences})"
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -423,32 +423,32 @@ class Step:
     def _check_pages(self) -> None:
         """Raises where tokens up to the step's last have left their places, which may be others' by now."""
         cache = self._cache
-        if self._pages_seen != cache._changes:
-            for sequence, end in self._ends.items():
+        if self._changes != cache._changes:
+            for sequence, (before, end, _) in self._new.items():
                 losses = cache._losses.get(sequence, [(cache._changes, -1)])  # of one that has been freed: all
-                if any(change > self._pages_seen and kept < end for change, kept in losses):
+                if any(change > self._changes and kept < end for change, kept in losses):
                     start = f"attnkern: sequence {sequence} of this step has been"
                     if sequence not in cache._lengths:
                         raise RuntimeError(f"{start} freed since")
-                    remedy, before = "call PagedCache.step again", self._before[sequence]
+                    remedy = "call PagedCache.step again"
                     if cache._lengths[sequence] > before:
                         remedy = f"to give it these tokens, call PagedCache.cut({sequence}, {before}), then step"
                     raise RuntimeError(f"{start} cut, or got a page of its own, since: {remedy}")
-            self._pages_seen = cache._changes
+            self._changes = cache._changes
 
     def _check_copies(self) -> None:
         """Raises where a page that the step's tokens are to be written into has been copied without them."""
         cache = self._cache
-        if self._copies_seen != cache._changes:
-            for sequence, pages, first in self._new:
-                for i, page in enumerate(pages):
-                    change, rows = cache._copies.get(page, (0, 0))
-                    if change > self._planned and rows > (first if i == 0 else 0):
-                        raise RuntimeError(
-                            f"attnkern: a fork of sequence {sequence} got a copy of its page before this step's tokens "
-                            "were written there: write a step's tokens before the next step"
-                        )
-            self._copies_seen = cache._changes
+        if self._planned == cache._changes:
+            return
+        for sequence, (before, _, pages) in self._new.items():
+            for i, page in enumerate(pages):
+                change, rows = cache._copies.get(page, (0, 0))
+                if change > self._planned and rows > (before % cache.page_size if i == 0 else 0):
+                    raise RuntimeError(
+                        f"attnkern: a fork of sequence {sequence} got a copy of its page before this step's tokens "
+                        "were written there: write a step's tokens before the next step"
+                    )
 
     def _key_ranges(self, left: int | None, right: int | None, query: Tensor) -> Tensor:
         """The keys of each token, the same for all layers."""

@@ -107,11 +107,11 @@ def varlen_attention(
         if cu_seqlens_k is None:
             cu_seqlens_k = cu_seqlens_q
         ranges = packed_ranges(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k, left, right, alignment)
-        q, k, v = heads_first(query, key, value, batch=sinks is not None)  # (which may have one, too)
+        q, k, v = heads_first(query, key, value, batch=sinks is not None)  # (sinks may be (1, Hq))
     else:
         used: Any = seqused_k
         ranges = paged_ranges(query, block_table, key.shape[2], cu_seqlens_q, used, left, right, alignment)
-        q, k, v, block_table = query.transpose(0, 1).unsqueeze(0), key, value, block_table.reshape(1, -1)
+        [q], k, v, block_table = heads_first(query, batch=True), key, value, block_table.reshape(1, -1)
     results: Any = attention(
         q,
         k,

@@ -31,6 +31,10 @@ class Feature(NamedTuple):
     inputs: testing.Inputs
     options: dict[str, Any]
 
+    @property
+    def in_pages(self) -> bool:
+        return "block_table" in self.options
+
 
 def features() -> list[Feature]:
     """Every line of the table, in order."""
@@ -131,7 +135,7 @@ def cell(feature: Feature, device: str, backend: str) -> str:
     Pages have no gradient, so of them "yes" means forward."""
     if forward := _refusals(feature, device, backend, gradients=False):
         return f"no: {'; '.join(forward)}"
-    if "block_table" in feature.options:
+    if feature.in_pages:
         return "yes"
     backward = _refusals(feature, device, backend, gradients=True)
     return f"forward only: {'; '.join(backward)}" if backward else "yes"

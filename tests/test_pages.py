@@ -267,7 +267,10 @@ ERRORS = {
     "batch": (lambda c: c | {"block_table": c["block_table"][:1]}, r"block_table must have the shape \(2, pages of"),
     "other dtype": (lambda c: c | {"key": c["key"].double()}, "key must have query's dtype float32, got float64"),
     "heads": (lambda c: c | {"key": c["key"].expand(-1, 3, -1, -1)}, "key's number of heads must be 1 or query's"),
-    "gradient": (lambda c: c | {"query": c["query"].requires_grad_()}, "no gradient, and query requires one"),
+    "gradient": (
+        lambda c: c | {"query": c["query"].requires_grad_()},
+        "keys and values in pages have no gradient, and query requires one",
+    ),
     "gradients": (
         lambda c: c | {"query": c["query"].requires_grad_(), "value": c["value"].clone().requires_grad_()},
         "query and value require one: call it under torch.no_grad",

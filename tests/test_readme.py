@@ -65,14 +65,10 @@ def test_the_pictures_show_the_results(shade):
     assert hashlib.sha256(data).hexdigest().encode() in (ROOT / name).read_bytes(), "run `python docs/make_pictures.py`"
 
 
-def _of_pages(feature):
-    return "block_table" in feature.options
-
-
 @pytest.mark.parametrize(
     "feature",
     [*support.features(), *support.features_in_pages()],
-    ids=lambda f: f"{f.name}, in pages" if _of_pages(f) else f.name,
+    ids=lambda f: f"{f.name}, in pages" if f.in_pages else f.name,
 )
 def test_the_support_table_holds(target, feature):
     """What the tables say of a backend that can run here, by running it."""
@@ -82,7 +78,7 @@ def test_the_support_table_holds(target, feature):
         with pytest.raises(RuntimeError, match=re.escape(cell.removeprefix("no: "))):
             target.attention(**leaves, **feature.options)
         return
-    differentiable = cell == "yes" and not _of_pages(feature)
+    differentiable = cell == "yes" and not feature.in_pages
     if differentiable:
         leaves = {n: x.requires_grad_() if x.is_floating_point() else x for n, x in leaves.items()}
     results = target.attention(**leaves, **feature.options)

@@ -135,6 +135,13 @@ def check_slopes(slopes: Any, batch: int, heads: int, device: torch.device) -> N
     check_device("alibi_slopes", slopes, device)
 
 
+def check_same_sizes(name: str, x: Tensor, other_name: str, other: Tensor, *sizes: str) -> None:
+    """Raises unless the first sizes of x, which are called so, are the other tensor's."""
+    for what, found, expected in zip(sizes, x.shape, other.shape, strict=False):
+        if found != expected:
+            raise RuntimeError(f"attnkern: {name} must have {other_name}'s {what} {expected}, got {found}")
+
+
 def check_pages(q: Any, k: Any, v: Any, block_table: Any, names: tuple[str, str], packed: bool, batch: int) -> None:
     """Raises unless k and v, by their `names`, are pools (num_pages, page_size, nheads_k, headdim) for the queries q,
     and block_table is int32 or int64 (batch_size, pages of a sequence)."""
@@ -144,9 +151,7 @@ def check_pages(q: Any, k: Any, v: Any, block_table: Any, names: tuple[str, str]
     (count, size), (name_k, name_v) = k.shape[:2], names
     if not is_page_size(size):
         raise RuntimeError(f"attnkern: {name_k}'s page_size must be a power of two from {LEAST_PAGE} on, got {size}")
-    for at, what in enumerate(("num_pages", "page_size", "nheads_k")):
-        if v.shape[at] != k.shape[at]:
-            raise RuntimeError(f"attnkern: {name_v} must have {name_k}'s {what} {k.shape[at]}, got {v.shape[at]}")
+    check_same_sizes(name_v, v, name_k, k, "num_pages", "page_size", "nheads_k")
     if count == 0 and block_table.numel() > 0:
         raise RuntimeError(f"attnkern: {name_k} must have a page or more beside a block_table that isn't empty")
     of_one = [x.new_empty(()).expand(x.shape[1:] if packed else (batch, *x.shape[1:])) for x in (k, v)]

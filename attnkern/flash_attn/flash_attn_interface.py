@@ -301,14 +301,13 @@ def _of_packed(
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[1], q.device)
         alibi = _packed_alibi(alibi_slopes, q, k, cu_seqlens_q, cu_seqlens_k, right)
+    q, k, v = heads_first(q, k, v, batch=return_attn_probs)
     if return_attn_probs:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out, lse, s_dmask = attend(q, k, v, dropout_p, scale, None, softcap, ranges, alibi)
         if s_dmask.dim() > 1:
             sizes = [*longest.values()]
             s_dmask = _unpacked(s_dmask[0], cu_seqlens_q, cu_seqlens_k, sizes[0], sizes[-1])
-        return out.squeeze(0).transpose(0, 1), lse.squeeze(0), s_dmask
-    q, k, v = heads_first(q, k, v)
+        return tokens_first(out), lse.squeeze(0), s_dmask
     result: Any = attention(
         q,
         k,
@@ -369,10 +368,10 @@ def _of_pages(
             slopes_k = alibi_slopes.mT.repeat_interleave(room, 1)
         keys = torch.arange(room, device=q.device).repeat(sequences)
         alibi = Alibi.of(slopes_q[None], slopes_k[None], place, keys, right, q.dtype)
-    q = q.transpose(0, 1).unsqueeze(0)
+    [q] = heads_first(q, batch=True)
     k, v, table = k.transpose(1, 2), v.transpose(1, 2), block_table.reshape(1, -1)
     out, lse, s_dmask = attend(q, k, v, 0, scale, None, softcap, ranges, alibi, table)
-    out = out.squeeze(0).transpose(0, 1)
+    out = tokens_first(out)
     return (out, lse.squeeze(0), s_dmask) if return_attn_probs else out
 
 

@@ -17,6 +17,7 @@ from .arguments import (
     check_device,
     check_dims,
     check_pages,
+    check_same_sizes,
     check_slopes,
     check_tensors,
     check_vector,
@@ -234,11 +235,7 @@ def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | No
     batch, caches = q.shape[0], k_cache.shape[0]
     if rows is None and caches < batch:
         raise RuntimeError(f"attnkern: k_cache must have q's batch_size {batch} or more, got {caches}")
-    for at, what in enumerate(("batch_size", "seqlen", "nheads_k")):
-        if v_cache.shape[at] != k_cache.shape[at]:
-            raise RuntimeError(
-                f"attnkern: v_cache must have k_cache's {what} {k_cache.shape[at]}, got {v_cache.shape[at]}"
-            )
+    check_same_sizes("v_cache", v_cache, "k_cache", k_cache, "batch_size", "seqlen", "nheads_k")
     of_each = [x[:1].expand(batch, -1, -1, -1) for x in (k_cache, v_cache)]
     check_tensors(q, of_each[0], of_each[1], names=("q", "k_cache", "v_cache"))
 

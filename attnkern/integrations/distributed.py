@@ -24,6 +24,7 @@ from ..arguments import autocast, autocasts, check_bool, exporting, making_graph
 from ..backends import select
 from ..mask import Mask
 from ..merge import attention_backward, merge_attention
+from ..packed import heads_first, tokens_first
 from ..params import shown
 from ..problem import Problem
 from ..varlen import check_packed
@@ -352,9 +353,9 @@ def sharded_varlen_attention(
         (own tokens, Hq, Ev); with return_lse also lse (Hq, own tokens).
     """
     check_packed(query, key, value)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    q, k, v = heads_first(query, key, value, batch=True)
     results: Any = sharded_attention(q, k, v, attn_mask, return_lse=True, **options)
-    out, lse = results[0].squeeze(0).transpose(0, 1), results[1].squeeze(0)
+    out, lse = tokens_first(results[0]), results[1].squeeze(0)
     return (out, lse) if return_lse else out
 
 

@@ -430,8 +430,8 @@ Owned numbers_of(const AttentionParams& params) {
 
 // attnkern.attention with all of its arguments in order; then, if there is any, the bits of a Mask, as bytes, in place
 // of its attn_mask; and what is called where there is a gradient, `eager` of attnkern/autograd. A call to which no rule
-// of attnkern/problem.py applies but those here and in fill(): tensors of one batch, or of none where there is no
-// gradient, no dropout.
+// of attnkern/problem.py applies but those here and in fill(): tensors of one batch, without a
+// gradient also of none; no dropout.
 template <class Kernels>
 PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return or_none([&]() -> PyObject* {

@@ -78,13 +78,22 @@ inline Keys rows_of(const View& view, const Pages& pages) {
   else return view;
 }
 
+// Where a row lies: in which page, and in which row of it.
+struct PlaceInPages {
+  int64_t page, row;
+
+  PlaceInPages(const Pages& pages, int64_t batch, int64_t number) {
+    const int64_t place = pages.first + number, given = pages.table[batch * pages.stride + (place >> pages.shift)];
+    page = given >= 0 && given < pages.count ? given : 0;
+    row = place & ((int64_t{1} << pages.shift) - 1);
+  }
+};
+
 template <class T>
 inline T* at(const KeyRows& rows, int64_t batch, int64_t head, int64_t row, int64_t column = 0) {
-  const Pages& pages = rows.pages;
-  if (pages.table == nullptr) return at<T>(static_cast<const View&>(rows), batch, head, row, column);
-  const int64_t place = pages.first + row, given = pages.table[batch * pages.stride + (place >> pages.shift)];
-  const int64_t page = given >= 0 && given < pages.count ? given : 0;
-  return at<T>(static_cast<const View&>(rows), page, head, place & ((int64_t{1} << pages.shift) - 1), column);
+  if (rows.pages.table == nullptr) return at<T>(static_cast<const View&>(rows), batch, head, row, column);
+  const PlaceInPages place(rows.pages, batch, row);
+  return at<T>(static_cast<const View&>(rows), place.page, head, place.row, column);
 }
 
 // How many rows from `row` on lie one after the other.

@@ -34,15 +34,15 @@ inline int64_t rows_ahead(const View& rows, int64_t most) {
   return min64(most, max64(4, kApart / (rows.stride[2] * static_cast<int64_t>(sizeof(T)))));
 }
 
-// Which head comes after this one, whose keys begin at `begin`, where keys come from memory and not in pages: else it
-// isn't worth it, or not known where its rows lie.
+// The head after this one, whose keys begin at `begin`, too, where keys come from memory: else it isn't worth it. Not
+// in pages, whose rows have no place of their own there.
 template <class Keys>
 inline HeadAfter head_after(const Forward& p, int64_t batch, int64_t head_k, int64_t begin) {
   if (std::is_same_v<Keys, View> && key_bytes(p) >= kTurnsFrom) {
     if (head_k + 1 < p.heads_k) return {batch, head_k + 1, begin};
     if (batch + 1 < p.batch) return {batch + 1, 0, begin};
   }
-  return {-1, 0, 0};
+  return {};
 }
 
 // decode_values by register tiles. `end`: of the head's keys.
@@ -209,7 +209,7 @@ void decode_keys(const Forward& p, const DecodeScratch<Op>& scratch, int64_t bat
   const Keys k_rows = rows_of<Keys>(p.k, p.pages), v_rows = rows_of<Keys>(p.v, p.pages);
   const int64_t ahead = rows_ahead<T>(p.k, portion);
   const bool prefetches = rows > 1 || sizeof(T) == 2;
-  const HeadAfter after = prefetches ? head_after<Keys>(p, batch, head_k, begin) : HeadAfter{-1, 0, 0};
+  const HeadAfter after = prefetches ? head_after<Keys>(p, batch, head_k, begin) : HeadAfter{};
   const auto stream = stream_for<T, Op, Keys>(p, rows);
   Range streamed = full;
   streamed.end -= (streamed.end - streamed.begin) % Simd<C>::kLanes;

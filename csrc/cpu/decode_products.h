@@ -30,11 +30,12 @@ struct PrefetchAhead {
   int64_t keys, ahead, beyond = 0;
 };
 
-// Where the head begins that comes after one at work, with its first key; none: the batch is negative.
+// The head that comes after one at work, and its first key. A negative batch: there is none.
 struct HeadAfter {
-  int64_t batch, head, key;
+  int64_t batch = -1, head = 0, key = 0;
 
-  // From a row of the head at work, of which `end` is the end, to the row of the next that is read `ahead` keys later.
+  // How many elements it is from a row of the head at work, whose keys end at `end`, to the row of this one that is
+  // read `ahead` keys later; 0: there is none.
   int64_t beyond(const View& rows, int64_t at_batch, int64_t at_head, int64_t end, int64_t ahead) const {
     if (batch < 0) return 0;
     return (batch - at_batch) * rows.stride[0] + (head - at_head) * rows.stride[1] +

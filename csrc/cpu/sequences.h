@@ -284,11 +284,12 @@ Problem call_of(const Problem& p, const Sequences& sequences, const Sequence& s,
   // What lies in pages is found by the table; in one page it lies as it does without pages.
   int64_t entry = s.batch, key = s.keys.begin;
   if (p.pages.table != nullptr) {
-    const int32_t* table = p.pages.table + s.batch * p.pages.stride;
-    const int64_t first = p.pages.first + s.keys.begin, size = int64_t{1} << p.pages.shift, row = first & (size - 1);
-    if (call.batch == 1 && call.seqlen_k > 0 && row + call.seqlen_k <= size)
-      entry = table[first >> p.pages.shift], key = row, call.pages = {};
-    else entry = 0, key = 0, call.pages.table = table, call.pages.first = first;
+    if (call.batch == 1 && call.seqlen_k > 0 && rows_together(KeyRows(p.k, p.pages), key) >= call.seqlen_k) {
+      const PlaceInPages place(p.pages, s.batch, key);
+      entry = place.page, key = place.row, call.pages = {};
+    } else {
+      entry = 0, key = 0, call.pages.table += s.batch * p.pages.stride, call.pages.first += s.keys.begin;
+    }
   }
   for_views(call, moves(1, s.batch, s.query), moves(group_k, entry, key), moves(group_v, entry, key));
   call.all_heads = p.heads_q, call.all_rows = p.seqlen_q;
